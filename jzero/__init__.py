@@ -1,0 +1,16 @@
+"""ZeRO for JAX: train steps whose parameters, gradients and optimizer state live in shards."""
+
+from jzero._errors import BatchError as BatchError
+from jzero._errors import JzeroError as JzeroError
+from jzero._errors import MeshError as MeshError
+from jzero._errors import OptionError as OptionError
+from jzero._errors import StateError as StateError
+from jzero._errors import StepError as StepError
+from jzero._grad import grad as grad
+from jzero._grad import value_and_grad as value_and_grad
+from jzero._nnx import from_nnx as from_nnx
+from jzero._step import ShardedTrainStep as ShardedTrainStep
+from jzero._step import shard_train_step as shard_train_step
+from jzero._trace import fold_device_index as fold_device_index
+
+__version__ = "0.1.0"

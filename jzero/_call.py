@@ -1,0 +1,282 @@
+"""How a step is called: binding arguments to names, static ones, keys, and how each is split."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jzero._errors import BatchError, OptionError, StateError, StepError, describe_leaf, message
+
+WHO = "shard_train_step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call, taken apart: the state, the other array arguments by name, and what is static."""
+
+    state: Any
+    arrays: dict[str, Any]
+    static: tuple[tuple[str, Hashable], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """The parameters of `step_fn`; the first one is the state.
+
+    Attributes:
+      parameters: `inspect`'s signature of the step.
+      state_name: name of the state's parameter.
+      static_names: parameters whose values are compiled into the step.
+      specs: PartitionSpec (or tree prefix of them) by parameter name.
+    """
+
+    parameters: inspect.Signature
+    state_name: str
+    static_names: frozenset[str]
+    specs: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, step_fn: Callable[..., Any], static_argnums: int | Sequence[int],
+        static_argnames: str | Sequence[str], in_specs: Mapping[str | int, Any] | None,
+    ) -> Signature:  # fmt: skip
+        """Reads the signature and resolves positions and names; unknown ones are errors."""
+        try:
+            signature = inspect.signature(step_fn)
+        except ValueError:  # A callable written in C.
+            signature = inspect.Signature(
+                [
+                    inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY),
+                    inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+                ]
+            )
+        names = list(signature.parameters)
+        if not names:
+            raise StepError(message(
+                WHO, "step_fn takes no arguments", "Its first argument is the state.",
+                "Write step_fn(state, batch)."))  # fmt: skip
+        numbers = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
+        strings = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
+        variadic = {p.name for p in signature.parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}  # fmt: skip
+
+        def resolve(option: str, key: str | int) -> str:
+            if isinstance(key, int) and -len(names) <= key < len(names):
+                return names[key]
+            if isinstance(key, int) and variadic:
+                return f"{next(iter(variadic))}[{key - len(names) + 1}]"
+            if key in names or (isinstance(key, str) and variadic):
+                return str(key)
+            raise OptionError(message(
+                WHO, f"{option} names {key!r}, and step_fn's parameters are {names}",
+                f"{option} takes parameter names or positions.", "Correct or drop it."))  # fmt: skip
+
+        static = frozenset(
+            [resolve("static_argnums", n) for n in numbers]
+            + [resolve("static_argnames", n) for n in strings]
+        )
+        if names[0] in static:
+            raise OptionError(message(
+                WHO, f"the state {names[0]!r} is declared static",
+                "The state holds the arrays that are trained.", "Drop it from static_argnums."))  # fmt: skip
+        specs = {resolve("in_specs", key): spec for key, spec in (in_specs or {}).items()}
+        if names[0] in specs:
+            raise OptionError(message(
+                WHO, f"in_specs names the state {names[0]!r}",
+                "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
+        return cls(signature, names[0], static, specs)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """Takes one call apart; positional and keyword spellings of it give the same `Call`."""
+        bound = self.parameters.bind(*args, **kwargs)
+        state, arrays, static = None, {}, []
+        for name, value in _flat_arguments(bound):
+            if name == self.state_name:
+                state = value
+            elif name in self.static_names:
+                static.append((name, _hashable(name, value)))
+            else:
+                arrays[name] = value
+        return Call(state, arrays, tuple(static))
+
+    def call(
+        self, step_fn: Callable[..., Any], state: Any, arrays: Mapping[str, Any],
+        static: Sequence[tuple[str, Any]],
+    ) -> Any:  # fmt: skip
+        """Calls the step as the user would have."""
+        values = {self.state_name: state, **arrays, **dict(static)}
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        skipped = False
+        for name, parameter in self.parameters.parameters.items():
+            if parameter.kind == parameter.VAR_POSITIONAL:
+                args += [v for key, v in sorted(
+                    ((int(k[len(name) + 1 : -1]), v) for k, v in values.items()
+                     if k.startswith(f"{name}[")), key=lambda kv: kv[0])]  # fmt: skip
+            elif parameter.kind == parameter.VAR_KEYWORD:
+                known = self.parameters.parameters
+                kwargs |= {k: v for k, v in values.items() if k not in known and "[" not in k}
+            elif name not in values:
+                skipped = True  # Its default applies; what follows goes by name.
+            elif skipped or parameter.kind == parameter.KEYWORD_ONLY:
+                kwargs[name] = values[name]
+            else:
+                args.append(values[name])
+        return step_fn(*args, **kwargs)
+
+
+def _flat_arguments(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind == inspect.Parameter.VAR_POSITIONAL:
+            flat += [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        elif kind == inspect.Parameter.VAR_KEYWORD:
+            flat += value.items()
+        else:
+            flat.append((name, value))
+    return flat
+
+
+def _hashable(name: str, value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        raise OptionError(message(
+            WHO, f"static argument {name!r} is a {type(value).__name__}, which cannot be hashed",
+            "Static arguments are compiled into the step and looked up by their hash.",
+            "Pass a tuple or a frozen dataclass instead, or drop it from static_argnames.",
+        )) from None  # fmt: skip
+    return value
+
+
+def leaf_paths(tree: Any, root: str) -> list[str]:
+    """`root['w']`, ... for every leaf, in the order of `jax.tree.leaves`."""
+    return [root + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def is_key(dtype: Any, shape: Sequence[int]) -> bool:
+    """Typed PRNG keys, and single old-style ones (`uint32[2]`)."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return True
+    return dtype == np.uint32 and tuple(shape) == (2,)
+
+
+def abstract(tree: Any, root: str) -> Any:
+    """Shapes and dtypes of a tree's leaves, as JAX will see them; non-arrays are errors."""
+    bad, out = [], []
+    leaves, treedef = jax.tree.flatten(tree)
+    for path, leaf in zip(leaf_paths(tree, root), leaves, strict=True):
+        try:
+            out.append(abstract_leaf(leaf))
+        except (TypeError, ValueError):
+            bad.append(f"{path} is a {type(leaf).__name__}: {leaf!r:.60}")
+    if bad:
+        cls = StateError if root == "state" else BatchError
+        raise cls(message(
+            WHO, bad, "Every leaf must be an array, a NumPy array or a Python number.",
+            "Declare such an argument in static_argnames, or make it a static field of its "
+            "container (flax.struct.field(pytree_node=False)).",
+        ))  # fmt: skip
+    return jax.tree.unflatten(treedef, out)
+
+
+def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of one leaf."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        aval = jnp.result_type(leaf)
+        return jax.ShapeDtypeStruct((), aval, weak_type=not isinstance(leaf, bool))
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise TypeError(leaf)
+    return jax.ShapeDtypeStruct(
+        tuple(leaf.shape), leaf.dtype, weak_type=bool(getattr(leaf, "weak_type", False))
+    )
+
+
+def argument_specs(
+    arrays: Mapping[str, Any], specs: Mapping[str, Any], axes: Mapping[str, int]
+) -> list[P]:
+    """A PartitionSpec per leaf: dim 0 split over all data axes; scalars and keys on every device.
+
+    Raises:
+      BatchError: leaves whose dim is not divisible by the devices, all at once.
+    """
+    out: list[P] = []
+    bad: list[str] = []
+    for name, tree in arrays.items():
+        leaves, treedef = jax.tree.flatten(tree)
+        overrides = _broadcast_specs(name, specs[name], treedef) if name in specs else None
+        for i, (path, leaf) in enumerate(zip(leaf_paths(tree, name), leaves, strict=True)):
+            spec = overrides[i] if overrides is not None else _default_spec(leaf, tuple(axes))
+            bad += _misfits(path, leaf, spec, axes)
+            out.append(spec)
+    if bad:
+        raise BatchError(message(
+            WHO, bad, "Each device gets an equal part of every argument.",
+            "Change the batch size (drop or pad the remainder), use fewer devices, or keep the "
+            "argument whole on every device with in_specs={'<argument>': jax.P()}.",
+        ))  # fmt: skip
+    return out
+
+
+def _default_spec(leaf: Any, axes: tuple[str, ...]) -> P:
+    if not leaf.shape or is_key(leaf.dtype, leaf.shape):
+        return P()
+    return P(axes if len(axes) > 1 else axes[0])
+
+
+def _broadcast_specs(name: str, spec: Any, treedef: Any) -> list[P]:
+    def is_spec(x: Any) -> bool:
+        return isinstance(x, P) or x is None
+
+    try:
+        tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+        spread = jax.tree.map(
+            lambda s, sub: jax.tree.map(lambda _: s or P(), sub), spec, tree, is_leaf=is_spec
+        )
+        return jax.tree.leaves(spread, is_leaf=is_spec)
+    except (ValueError, TypeError) as error:
+        raise OptionError(message(
+            WHO, f"in_specs[{name!r}] does not fit the argument: {error}",
+            "It is one PartitionSpec, or a tree prefix of them.", "Match the argument's structure.",
+        )) from None  # fmt: skip
+
+
+def _misfits(path: str, leaf: Any, spec: P, axes: Mapping[str, int]) -> list[str]:
+    what = describe_leaf(path, leaf.shape, leaf.dtype)
+    if len(spec) > len(leaf.shape):
+        return [f"{what} has fewer dims than its spec {spec}"]
+    for dim, entry in enumerate(spec):
+        names = spec_axes(entry)
+        unknown = [name for name in names if name not in axes]
+        if unknown:
+            return [f"{what}: its spec {spec} names axis {unknown[0]!r}; the data axes are {tuple(axes)}"]
+        parts = int(np.prod([axes[name] for name in names]))
+        if leaf.shape[dim] % parts:
+            return [f"{what}: dim {dim} of size {leaf.shape[dim]} does not divide by {parts} devices"]
+    return []
+
+
+def spec_axes(entry: Any) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def local_aval(leaf: Any, spec: P, axes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
+    """What one device sees of an argument."""
+    shape = list(leaf.shape)
+    for dim, entry in enumerate(spec):
+        for name in spec_axes(entry):
+            shape[dim] //= axes[name]
+    return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, weak_type=leaf.weak_type)

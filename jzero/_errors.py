@@ -1,0 +1,46 @@
+"""Exceptions, and the one form that their messages have.
+
+A message says *who* failed, *what* was found (every failing leaf, one a line), the *rule*, and *what to do*.
+"""
+
+from collections.abc import Sequence
+
+
+class JzeroError(Exception):
+    """Base of every error that jzero raises on purpose."""
+
+
+class OptionError(JzeroError, ValueError):
+    """An option of `shard_train_step` that cannot be obeyed."""
+
+
+class MeshError(JzeroError, ValueError):
+    """A mesh, or axis names, that the step cannot run on."""
+
+
+class StateError(JzeroError, ValueError):
+    """A state that is not what the step or its plan needs."""
+
+
+class BatchError(JzeroError, ValueError):
+    """An argument beside the state that cannot be split over the devices."""
+
+
+class StepError(JzeroError, TypeError):
+    """A train step that cannot be made right; the message says which edit would."""
+
+
+def message(who: str, found: str | Sequence[str], rule: str, edit: str) -> str:
+    """Joins the four parts of a message; several findings become one line each."""
+    if isinstance(found, str):
+        return f"{who}: {found}. {rule} {edit}".rstrip()
+    if len(found) == 1:
+        return f"{who}: {found[0]}. {rule} {edit}".rstrip()
+    lines = "\n".join(f"  - {line}" for line in found)
+    return f"{who}: {len(found)} leaves fail:\n{lines}\n{rule} {edit}".rstrip()
+
+
+def describe_leaf(path: str, shape: Sequence[int], dtype: object) -> str:
+    """`state.params['w'] float32[16,32]`, the form a leaf has in every message."""
+    dims = ",".join(str(size) for size in shape)
+    return f"{path} {dtype}[{dims}]"

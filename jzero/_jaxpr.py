@@ -1,0 +1,263 @@
+"""The only file that touches JAX internals: reading jaxprs, binding equations, tracing with axes.
+
+Everything that differs between JAX releases is decided here, once, so that the rest of jzero reads the
+same on all of them. Seen so far: scan's `num_consts`/`num_carry` became flat trees (0.12), `ClosedJaxpr`
+merged into `Jaxpr` (0.12), reductions are `psum_invariant` under varying-axes typing and `psum` without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src import core, source_info_util
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+Literal = core.Literal
+Var = core.Var
+Jaxpr = core.Jaxpr
+Eqn = core.JaxprEqn
+Atom = Any  # Var | Literal
+
+
+class Traced(NamedTuple):
+    """A jaxpr with its constants; its outputs follow the tree of the traced function."""
+
+    jaxpr: Jaxpr
+    consts: list[Any]
+    out_tree: Any
+    out_avals: list[Any]
+
+
+class ScanParts(NamedTuple):
+    """A `scan` equation taken apart: body invars are consts, carry, then slices of xs."""
+
+    body: Jaxpr
+    body_consts: list[Any]
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+
+
+class WhileParts(NamedTuple):
+    """A `while` equation taken apart: operands are cond consts, body consts, then the carry."""
+
+    cond: Jaxpr
+    cond_consts: list[Any]
+    body: Jaxpr
+    body_consts: list[Any]
+    num_cond_consts: int
+    num_body_consts: int
+
+
+def is_literal(atom: Atom) -> bool:
+    """Whether `atom` is a constant written into the equation."""
+    return isinstance(atom, Literal)
+
+
+def constant(value: Any) -> Any:
+    """A literal's or constant's value, free of the mesh under which it was traced."""
+    if hasattr(value, "aval") and not isinstance(value, jax.Array):
+        return np.asarray(value)
+    return value
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, list[Any]]:
+    """Jaxpr and constants of what an equation's parameter holds, closed or not."""
+    return (jaxpr.jaxpr, list(jaxpr.consts)) if hasattr(jaxpr, "consts") else (jaxpr, [])
+
+
+def scan_parts(eqn: Eqn) -> ScanParts:
+    """Takes a `scan` equation apart."""
+    params = eqn.params
+    if "num_carry" in params:
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+    else:
+        consts, carry, _ = params["ft_in"].unpack()
+        num_consts, num_carry = len(list(consts)), len(list(carry))
+    body, consts = open_jaxpr(params["jaxpr"])
+    return ScanParts(
+        body, consts, num_consts, num_carry, params["length"], params["reverse"], params["unroll"]
+    )
+
+
+def while_parts(eqn: Eqn) -> WhileParts:
+    """Takes a `while` equation apart."""
+    params = eqn.params
+    return WhileParts(
+        *open_jaxpr(params["cond_jaxpr"]),
+        *open_jaxpr(params["body_jaxpr"]),
+        params["cond_nconsts"],
+        params["body_nconsts"],
+    )
+
+
+def cond_parts(eqn: Eqn) -> list[tuple[Jaxpr, list[Any]]]:
+    """Branches of a `cond` equation, each with its constants; operands follow the index."""
+    return [open_jaxpr(branch) for branch in eqn.params["branches"]]
+
+
+# Primitives that only wrap a jaxpr, and the parameter that holds it. Derivatives are already taken when
+# jzero reads a step, so custom rules have no more to say.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+
+
+def call_parts(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
+    """Jaxpr and constants that a call-like equation wraps; None for any other equation."""
+    name = CALLS.get(eqn.primitive.name)
+    return None if name is None else open_jaxpr(eqn.params[name])
+
+
+def is_rematted(eqn: Eqn) -> bool:
+    """Whether the equation is a `jax.checkpoint` body of a backward pass, recomputation included."""
+    return eqn.primitive.name in ("remat2", "checkpoint") and bool(eqn.params["differentiated"])
+
+
+def prevents_cse(eqn: Eqn) -> bool:
+    """Whether a checkpoint body asked to be kept apart from the forward pass."""
+    prevent_cse = eqn.params["prevent_cse"]
+    return prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
+
+
+def autodiff_pass(eqn: Eqn) -> str | None:
+    """'forward' or 'backward' for equations that `jax.grad` made, None for all others.
+
+    JAX writes its transforms on every equation's name stack; the outermost one tells the pass.
+    """
+    for entry in eqn.source_info.name_stack.stack:
+        if isinstance(entry, source_info_util.Transform) and entry.name in ("jvp", "transpose"):
+            return "forward" if entry.name == "jvp" else "backward"
+    return None
+
+
+def _keep_local(params: dict[str, Any]) -> dict[str, Any]:
+    # Shardings recorded while tracing name the tracing mesh; inside shard_map there is nothing to say.
+    return {
+        name: None if name in ("sharding", "out_sharding") else value
+        for name, value in params.items()
+    }
+
+
+def bind(eqn: Eqn, *args: Any, **overrides: Any) -> list[Any]:
+    """Runs the equation on `args` with some of its parameters replaced; always returns a list."""
+    params = eqn.primitive.get_bind_params(_keep_local(eqn.params) | overrides)
+    out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def source_of(eqn: Eqn) -> contextlib.AbstractContextManager[None]:
+    """Context that gives what is bound inside it the user's line and name scopes of `eqn`."""
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
+
+
+def summary(eqn: Eqn) -> str:
+    """`file.py:12 (train_step)`: where the user wrote what became `eqn`."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def trace(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    axes: dict[str, int],
+    varying: Sequence[bool],
+    *,
+    typed: bool,
+    salt: str = "",
+) -> Traced:
+    """Traces `fn(*args)` as one device of a mesh with `axes` would see it. Needs no devices.
+
+    Args:
+      fn: function of flat arrays.
+      args: one `ShapeDtypeStruct` per argument, at per-device shapes.
+      axes: mesh axis names and sizes that are bound while tracing.
+      varying: for each argument, whether it differs between devices.
+      typed: with varying-axes typing, so that JAX's own AD places the reductions.
+      salt: traces with different salts share no cached traces of inner `jax.jit`s.
+    """
+    sizes = dict(axes) | ({f"_jzero_{salt}": 1} if salt else {})
+    mesh = AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+    traced: list[Traced] = []
+
+    def body(*local_args: Any) -> tuple[()]:
+        if typed:
+            local_args = tuple(
+                jax.lax.pcast(arg, tuple(axes), to="varying") if vary else arg
+                for arg, vary in zip(local_args, varying, strict=True)
+            )
+        jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*local_args)
+        leaves, tree = jax.tree.flatten(shapes)
+        traced.append(Traced(*open_jaxpr(jaxpr), tree, leaves))
+        return ()
+
+    shard_mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=(), check_vma=typed)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(shard_mapped, *args)
+    return traced[0]
+
+
+def _reduce_mark_abstract(ct: Any, primal: Any) -> Any:
+    del primal
+    return ct
+
+
+# The cotangent `ct` of `primal` is complete on this device and *to be reduced* over the data axes, if
+# `primal` is the same on all of them (jzero.value_and_grad; design, "three ways").
+reduce_mark_p = core.Primitive("jzero_reduce_mark")
+reduce_mark_p.def_impl(lambda ct, primal: ct)
+reduce_mark_p.def_abstract_eval(_reduce_mark_abstract)
+mlir.register_lowering(reduce_mark_p, lambda ctx, ct, primal: [ct])
+
+
+def _reduce_mark_jvp(primals: Any, tangents: Any) -> Any:
+    (ct, primal), (ct_dot, _) = primals, tangents
+    out = reduce_mark_p.bind(ct, primal)
+    return out, ad.Zero.from_primal_value(out) if isinstance(ct_dot, ad.Zero) else (
+        reduce_mark_p.bind(ct_dot, primal)
+    )
+
+
+def _reduce_mark_transpose(out_ct: Any, ct: Any, primal: Any) -> Any:
+    # A mean over devices is its own transpose when every device holds its own share of the loss.
+    return None if isinstance(out_ct, ad.Zero) else reduce_mark_p.bind(out_ct, primal), None
+
+
+def _reduce_mark_batch(args: Any, dims: Any) -> Any:
+    ct, primal = args
+    ct_dim, primal_dim = dims
+    if ct_dim is None:
+        ct, ct_dim = batching.broadcast(ct, primal.shape[primal_dim], 0, None), 0
+    return reduce_mark_p.bind(ct, primal), ct_dim
+
+
+ad.primitive_jvps[reduce_mark_p] = _reduce_mark_jvp
+ad.primitive_transposes[reduce_mark_p] = _reduce_mark_transpose
+batching.primitive_batchers[reduce_mark_p] = _reduce_mark_batch
+
+
+def inner_jaxprs(eqn: Eqn) -> list[Any]:
+    """Every jaxpr in the equation's parameters."""
+    return [
+        value
+        for param in eqn.params.values()
+        for value in (param if isinstance(param, (tuple, list)) else [param])
+        if hasattr(value, "eqns")
+    ]

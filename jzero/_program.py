@@ -1,0 +1,366 @@
+"""Builds the program of one step for given shapes: trace, analyse, plan, and the function that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jzero import _call, _trace
+from jzero._errors import StateError, StepError, describe_leaf, message
+from jzero.sharding import _analyse, _layout, _plan
+from jzero.sharding._interpret import Interpreter
+from jzero.sharding._layout import Full, Layout, Shard
+from jzero.sharding._plan import Leaf, LeafPlan, Plan
+from jzero.sharding._values import Devices, FullValue, ShardValue, Value
+
+WHO = _call.WHO
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a program is built for, besides shapes.
+
+    Attributes:
+      stage: 0 to 3.
+      mesh: the mesh, concrete or abstract.
+      axis_names: the mesh's axes, all of them data axes.
+      axis_name: the name by which the step itself calls all of them together, if it does.
+    """
+
+    stage: int
+    mesh: Any
+    axis_names: tuple[str, ...]
+    axis_name: str | None
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Names and sizes of the data axes."""
+        return {name: self.mesh.shape[name] for name in self.axis_names}
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the step is sharded over."""
+        return _trace._num_devices(self.axes)
+
+    @property
+    def step_axes(self) -> dict[str, tuple[str, ...]]:
+        """The mesh axes behind each axis name that the step may use."""
+        if self.axis_name is not None and self.axis_name not in self.axis_names:
+            return {self.axis_name: self.axis_names}
+        return {name: (name,) for name in self.axis_names}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One step for one set of shapes.
+
+    Attributes:
+      plan: where the state rests.
+      run: the step on flat lists, `(state leaves, argument leaves) -> (state leaves, outputs)`.
+      jitted: the same, compiled, the state donated.
+      state_tree: the state's structure.
+      out_tree: structure of what the step returns; the state's leaves come first.
+      state_first: whether the step returns `(state, ...)` and not the state alone.
+      state_shardings: one per leaf of the state.
+      argument_shardings: one per leaf of the other arguments.
+      keys: paths of the arguments taken for PRNG keys.
+    """
+
+    plan: Plan
+    run: Callable[..., Any]
+    jitted: Any
+    out_tree: Any
+    state_shardings: list[NamedSharding]
+    argument_shardings: list[NamedSharding]
+    keys: tuple[str, ...]
+
+
+def state_leaves(state: Any) -> list[Leaf]:
+    """What the plan must know of an abstract state."""
+    paths = _call.leaf_paths(state, "state")
+    return [
+        Leaf(
+            path,
+            tuple(leaf.shape),
+            str(leaf.dtype),
+            getattr(leaf.dtype, "itemsize", 4),
+            splittable=not _call.is_key(leaf.dtype, leaf.shape),
+            floating=_trace.is_float(leaf),
+        )
+        for path, leaf in zip(paths, jax.tree.leaves(state), strict=True)
+    ]
+
+
+def build(
+    step_fn: Callable[..., Any], signature: _call.Signature, setting: Setting, state: Any,
+    arrays: dict[str, Any], static: tuple[tuple[str, Any], ...],
+) -> Program:  # fmt: skip
+    """Traces the step, decides what goes where, and returns the program that does it.
+
+    Args:
+      step_fn: the user's step.
+      signature: how it is called.
+      setting: stage and mesh.
+      state: the state's tree of `ShapeDtypeStruct`s.
+      arrays: the same for every other argument, by name.
+      static: the static arguments.
+    """
+    state_avals, state_tree = jax.tree.flatten(state)
+    array_avals, arrays_tree = jax.tree.flatten(arrays)
+    specs = _call.argument_specs(arrays, signature.specs, setting.axes)
+    local = [
+        _call.local_aval(aval, spec, setting.axes)
+        for aval, spec in zip(array_avals, specs, strict=True)
+    ]
+    num_state = len(state_avals)
+
+    def flat_step(*leaves: Any) -> Any:
+        return signature.call(
+            step_fn,
+            jax.tree.unflatten(state_tree, leaves[:num_state]),
+            jax.tree.unflatten(arrays_tree, leaves[num_state:]),
+            static,
+        )
+
+    folds = [not spec and _call.is_key(a.dtype, a.shape) for a, spec in zip(array_avals, specs, strict=True)]  # fmt: skip
+    step_axes = {
+        name: _trace._num_devices({axis: setting.axes[axis] for axis in axes})
+        for name, axes in setting.step_axes.items()
+    }
+    traced = _trace.trace_step(
+        flat_step,
+        [*state_avals, *local],
+        [False] * num_state + [any(map(_call.spec_axes, spec)) for spec in specs],
+        [False] * num_state + folds,
+        step_axes,
+        setting.axis_name is not None,
+    )
+    _check_outputs(traced, state_avals, state_tree)
+    frame, out_varying = traced.frame, traced.frame.out_varying
+    leaves = state_leaves(state)
+    links = _analyse.Links(frame)
+    _analyse.note_needs(frame, len(out_varying))
+    axes = tuple(setting.axes.items())
+    averaged = [bool(axes) for axes in out_varying[:num_state]]
+    plan = Plan(
+        setting.stage,
+        axes,
+        traced.reductions,
+        _plan.plan_leaves(leaves, setting.stage, axes, frame, links, averaged),
+    )
+    _check_varying_state(plan, traced, averaged)
+    globals_ = _global_avals(traced, flat_step, [*state_avals, *array_avals], step_axes, num_state)
+    outputs = _output_layouts(traced, globals_, num_state, setting)
+    run = _runner(setting, plan, traced, links, specs, outputs)
+    layouts = [leaf.layout for leaf in plan.leaves]
+    return Program(
+        plan,
+        run,
+        jax.jit(run, donate_argnums=0),
+        traced.out_tree,
+        [NamedSharding(setting.mesh, _layout.partition_spec(layout)) for layout in layouts],
+        [NamedSharding(setting.mesh, spec) for spec in specs],
+        tuple(
+            path
+            for path, key in zip(
+                [p for name, tree in arrays.items() for p in _call.leaf_paths(tree, name)],
+                folds,
+                strict=True,
+            )
+            if key
+        ),
+    )
+
+
+def _runner(
+    setting: Setting, plan: Plan, traced: _trace.TracedStep, links: _analyse.Links,
+    specs: Sequence[P], outputs: Sequence[Layout],
+) -> Callable[..., Any]:  # fmt: skip
+    """The step on whole arrays: one `shard_map` around the interpreter."""
+    frame, num = traced.frame, setting.num_devices
+    layouts = [leaf.layout for leaf in plan.leaves]
+    state_specs = [_layout.partition_spec(layout) for layout in layouts]
+
+    def local_step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        interp = Interpreter(
+            links,
+            Devices(setting.axis_names, num, scope=object()),
+            mean=traced.reductions == _trace.TYPED,
+            axis_names=setting.step_axes,
+            reduce_once=_plan.STAGES[setting.stage].reduce_once,
+        )
+        values: list[Value] = [
+            _placed(x, leaf) for x, leaf in zip(state, plan.leaves, strict=True)
+        ]
+        values += [FullValue(x) for x in arrays]
+        outs = interp.run(frame, values)
+        finished = [
+            _finish(interp, frame, i, value, layout)
+            for i, (value, layout) in enumerate(zip(outs, [*layouts, *outputs], strict=True))
+        ]
+        return finished[: len(state)], finished[len(state) :]
+
+    out_specs = (state_specs, [_layout.partition_spec(layout) for layout in outputs])
+    return jax.shard_map(
+        local_step,
+        mesh=setting.mesh,
+        in_specs=(state_specs, list(specs)),
+        out_specs=out_specs,
+        check_vma=False,
+    )
+
+
+def _placed(x: Any, leaf: LeafPlan) -> Value:
+    if isinstance(leaf.layout, Shard):
+        return ShardValue(x, leaf.layout.dim, leaf.path)
+    return FullValue(x, leaf.path)
+
+
+def _finish(
+    interp: Interpreter, frame: _analyse.Frame, i: int, value: Value, layout: Layout
+) -> Any:
+    """An output in its final layout; what still differs between devices is averaged."""
+    atom = frame.jaxpr.outvars[i]
+    if frame.out_varying[i]:
+        x = interp.full(frame, atom, value)
+        if isinstance(layout, Shard):  # One entry per example: each device has its own.
+            return x
+        return interp.devices.full(interp.mean_of(x))
+    return interp.as_dim(frame, atom, value, None if isinstance(layout, Full) else layout.dim)
+
+
+def _global_avals(
+    traced: _trace.TracedStep, flat_step: Any, avals: list[Any], axes: dict[str, int],
+    num_state: int,
+) -> list[tuple[int, ...]] | None:  # fmt: skip
+    """Output shapes at the whole batch, asked only if some output may hold one entry per example."""
+    outs = zip(traced.out_avals[num_state:], traced.frame.out_varying[num_state:], strict=True)
+    if not any(axes and aval.shape for aval, axes in outs):
+        return None
+    return _trace.global_shapes(flat_step, avals, axes)
+
+
+def _output_layouts(
+    traced: _trace.TracedStep, globals_: list[tuple[int, ...]] | None, num_state: int,
+    setting: Setting,
+) -> list[Layout]:  # fmt: skip
+    """Layouts of the outputs beside the state: averaged ones are full, per-example ones concatenated."""
+    layouts: list[Layout] = []
+    bad = []
+    paths = _output_paths(traced.out_tree, num_state)
+    for i, aval in enumerate(traced.out_avals[num_state:], num_state):
+        dims = [] if globals_ is None else [
+            dim for dim, (local, whole) in enumerate(zip(aval.shape, globals_[i], strict=True))
+            if local != whole
+        ]  # fmt: skip
+        if not traced.frame.out_varying[i]:
+            layouts.append(_layout.FULL)
+        elif dims:
+            layouts.append(Shard(dims[0], setting.axis_names))
+        else:
+            layouts.append(_layout.FULL)
+            if not _trace.is_float(aval):
+                bad.append(describe_leaf(paths[i - num_state], aval.shape, aval.dtype))
+    if bad:
+        raise StepError(message(
+            WHO, [f"{leaf} differs between devices" for leaf in bad],
+            "Outputs that differ between devices are averaged, and an integer has no average.",
+            "Return it as a float (.astype(jnp.float32)): a count becomes the mean count per device.",
+        ))  # fmt: skip
+    return layouts
+
+
+def _output_paths(out_tree: Any, num_state: int) -> list[str]:
+    outs = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    return [f"output{path[6:]}" for path in _call.leaf_paths(outs, "output")][num_state:]
+
+
+def _check_outputs(traced: _trace.TracedStep, avals: list[Any], tree: Any) -> None:
+    """The step must return its state, alone or first, with every leaf's shape and dtype kept."""
+    outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
+    new = outs
+    if isinstance(outs, (tuple, list)) and outs and jax.tree.structure(outs[0]) == tree:
+        new = outs[0]
+    elif jax.tree.structure(outs) != tree:
+        raise StateError(message(
+            WHO, _structure_difference(outs, tree),
+            "step_fn returns the new state, alone or first in a tuple, with the structure it got.",
+            "Return (new_state, metrics).",
+        ))  # fmt: skip
+    paths = _call.leaf_paths(new, "state")
+    bad = [
+        f"{describe_leaf(path, old.shape, old.dtype)} became {aval.dtype}{list(aval.shape)}"
+        for path, old, aval in zip(paths, avals, jax.tree.leaves(new), strict=True)
+        if (old.shape, old.dtype) != (aval.shape, aval.dtype)
+    ]
+    if bad:
+        raise StateError(message(
+            WHO, bad, "A step must keep every state leaf's shape and dtype.",
+            "Cast it back (.astype) before returning, or initialise it with the new dtype.",
+        ))  # fmt: skip
+
+
+def _structure_difference(outs: Any, tree: Any) -> str:
+    first = outs[0] if isinstance(outs, (tuple, list)) and outs else outs
+    old = set(_call.leaf_paths(jax.tree.unflatten(tree, range(tree.num_leaves)), "state"))
+    new = set(_call.leaf_paths(first, "state"))
+    if not isinstance(outs, (tuple, list)) or not (old & new):
+        return f"step_fn returned {_shape_of(outs)}, and the state is a {_shape_of_tree(tree)}"
+    missing, extra = sorted(old - new)[:4], sorted(new - old)[:4]
+    parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"new {', '.join(extra)}"] * bool(extra)  # fmt: skip
+    return f"the state's structure changes: {'; '.join(parts) or 'its containers differ'}"
+
+
+def _shape_of(tree: Any) -> str:
+    kind = type(tree).__name__
+    return f"a {kind} of {len(tree)}" if isinstance(tree, (tuple, list)) else f"one {kind}"
+
+
+def _shape_of_tree(tree: Any) -> str:
+    return f"tree of {tree.num_leaves} leaves"
+
+
+def _check_varying_state(
+    plan: Plan, traced: _trace.TracedStep, averaged: Sequence[bool]
+) -> None:
+    """Statistics may be averaged; a parameter or an integer that differs between devices may not."""
+    differing = [
+        (leaf, var, aval)
+        for leaf, var, aval, mean in zip(
+            plan.leaves, traced.frame.jaxpr.invars, traced.out_avals, averaged, strict=False
+        )
+        if mean
+    ]
+    integers = [
+        describe_leaf(leaf.path, leaf.shape, leaf.dtype)
+        for leaf, _, aval in differing
+        if not _trace.is_float(aval)
+    ]
+    if integers:
+        raise StateError(message(
+            WHO, [f"the new {leaf} differs between devices" for leaf in integers],
+            "The state must be the same on all devices, and an integer has no average.",
+            "Compute it from the state, or from values reduced with jax.lax.psum.",
+        ))  # fmt: skip
+    updates = [
+        describe_leaf(leaf.path, leaf.shape, leaf.dtype)
+        for leaf, var, _ in differing
+        if var in traced.frame.feeds_batch
+    ]
+    if updates and traced.reductions != _trace.TYPED:
+        edit = (
+            "Reduce the gradients with jax.lax.pmean before the update."
+            if traced.reductions == _trace.WRITTEN
+            else "Take them with jax.grad or jzero.grad inside the step (not `from jax import grad`)."
+        )
+        raise StepError(message(
+            WHO, [f"the update of {leaf} differs between devices" for leaf in updates],
+            "Gradients must be reduced over the data axes before a parameter is updated.", edit,
+        ))  # fmt: skip
+
+

@@ -1,0 +1,348 @@
+"""`shard_train_step`, the one call a user makes, and the `ShardedTrainStep` that it returns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jzero import _call, _program
+from jzero._errors import MeshError, OptionError, StateError, StepError, message
+from jzero._report import Report
+from jzero.sharding import _layout, _plan, _traffic
+
+WHO = _call.WHO
+
+
+def shard_train_step(
+    step_fn: Callable[..., Any] | None = None,
+    *,
+    stage: int = 3,
+    mesh: Any = None,
+    axis_names: str | Sequence[str] | None = None,
+    axis_name: str | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    in_specs: Mapping[str | int, Any] | None = None,
+) -> Any:
+    """Removes the redundancy of data parallelism from a train step, like ZeRO.
+
+    The result is called like `step_fn` and gives the same training as `jax.jit(step_fn)` on one device
+    with the whole batch. In between, each device holds only its part of the state::
+
+        grads = mean over devices of the gradient of the local batch     # reduce-scattered, stage >= 1
+        optimizer state and parameters are updated in shards             # stage >= 1
+        parameters rest in shards, gathered once for each pass           # stage 3
+
+    `step_fn(state, *args) -> (state, metrics)`, or the state alone. The state is any pytree of arrays:
+    Flax `TrainState`, `nnx.State`, a tuple, a dataclass. The loss is the mean over the batch; metrics and
+    batch statistics (floats that depend on the batch) are averaged over the devices, outputs with one
+    entry per example come back whole.
+
+    >>> import jax, jax.numpy as jnp, optax, jzero
+    >>> tx = optax.adam(1e-2)
+    >>> def step_fn(state, batch):
+    ...     params, opt_state = state
+    ...     loss, grads = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(params)
+    ...     updates, opt_state = tx.update(grads, opt_state, params)
+    ...     return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+    >>> train_step = jzero.shard_train_step(step_fn, stage=3)
+    >>> params = jnp.ones((8, 4))
+    >>> state, metrics = train_step((params, tx.init(params)), jnp.ones((8, 8)))
+    >>> metrics["loss"].item()
+    64.0
+
+    Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`; a PRNG key passed
+    as an argument is folded with the device's index, so that dropout differs between devices, and a key
+    kept in the state is not (`jzero.fold_device_index`); per-device batch statistics make BatchNorm
+    normalise over the local batch, as in every data-parallel training without synchronised norms.
+
+    Args:
+      step_fn: the train step; None to use `shard_train_step(stage=...)` as a decorator.
+      stage: 0 nothing is sharded (2 Psi elements of traffic per step for Psi parameters), 1 optimizer
+        state, 2 also reduced gradients (both 2 Psi), 3 also parameters (3 Psi).
+      mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
+      axis_names: the mesh axes to shard over; all of the mesh's by default.
+      axis_name: the name by which the step itself calls the data axis, if it was written for
+        `jax.pmap(..., axis_name=...)`.
+      static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
+      static_argnames: their names.
+      in_specs: `{argument: PartitionSpec}` (by name or position; tree prefixes allowed) for arguments
+        other than the state that must not simply be split along dim 0.
+
+    Returns:
+      A `ShardedTrainStep`.
+
+    Raises:
+      OptionError: an option that cannot be obeyed.
+      MeshError: a mesh or axis that does not fit (some of it when first called).
+
+    Reference:
+      Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+      Models", 2020, sections 5 (stages) and 7 (traffic).
+    """
+    options = dict(
+        stage=stage, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
+        static_argnums=static_argnums, static_argnames=static_argnames, in_specs=in_specs,
+    )  # fmt: skip
+    if step_fn is None:
+        return lambda fn: ShardedTrainStep(fn, **options)
+    return ShardedTrainStep(step_fn, **options)
+
+
+class ShardedTrainStep:
+    """A train step whose state lives in shards; see `shard_train_step` for how it behaves.
+
+    Attributes:
+      __wrapped__: the function it was made from.
+    """
+
+    def __init__(
+        self, step_fn: Callable[..., Any], *, stage: int, mesh: Any,
+        axis_names: str | Sequence[str] | None, axis_name: str | None,
+        static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
+        in_specs: Mapping[str | int, Any] | None,
+    ):  # fmt: skip
+        if not callable(step_fn):
+            raise OptionError(message(
+                WHO, f"step_fn is a {type(step_fn).__name__}", "It must be a function.",
+                "Write shard_train_step(step_fn, stage=3)."))  # fmt: skip
+        if stage not in _plan.STAGES or isinstance(stage, bool):
+            raise OptionError(message(
+                WHO, f"stage={stage!r}", "Stages are 0, 1, 2 and 3.",
+                "Use 3 to shard parameters, gradients and optimizer state."))  # fmt: skip
+        if isinstance(step_fn, ShardedTrainStep):
+            raise OptionError(message(
+                WHO, "step_fn is already a ShardedTrainStep", "A step is sharded once.",
+                "Pass its __wrapped__."))  # fmt: skip
+        self._step_fn = step_fn
+        self._stage = stage
+        self._mesh = mesh
+        self._axis_names = (axis_names,) if isinstance(axis_names, str) else axis_names
+        self._axis_name = axis_name
+        self._signature = _call.Signature.of(step_fn, static_argnums, static_argnames, in_specs)
+        self._programs: dict[Any, _program.Program] = {}
+        self._layouts: dict[Any, list[NamedSharding]] = {}
+        functools.update_wrapper(self, step_fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one step: `(state, *args) -> (state, metrics)`. The state is donated.
+
+        A state that is not yet laid out as the plan says is placed first (and then not consumed). Under
+        an outer `jax.jit` the step is traced into it, and nothing is donated.
+
+        Raises:
+          StateError, BatchError, StepError: see the message; the state is left as it was.
+        """
+        call = self._signature.bind(args, kwargs)
+        program = self._program(call)
+        state, tree = jax.tree.flatten(call.state)
+        arrays = jax.tree.leaves(call.arrays)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in [*state, *arrays]):
+            new_state, outs = program.run(*_as_arrays(state, arrays))
+        else:
+            _check_alive(call.state)
+            new_state, outs = program.jitted(
+                _place(state, program.state_shardings), _place(arrays, program.argument_shardings)
+            )
+        self._layouts[_state_key(self._setting(), new_state, tree)] = program.state_shardings
+        return jax.tree.unflatten(program.out_tree, [*new_state, *outs])
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs `init_fn(*args, **kwargs) -> state` so that every leaf is born in its layout.
+
+        Never whole on one device: the initialiser is compiled with the state's shardings as outputs.
+        See `state_shardings` for what the layout is before the step has seen a batch.
+
+        Returns:
+          The state, placed.
+        """
+        shape = jax.eval_shape(lambda: init_fn(*args, **kwargs))
+        shardings = self.state_shardings(shape)
+        return jax.jit(lambda: init_fn(*args, **kwargs), out_shardings=shardings)()
+
+    def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Places a state that exists; leaves that already lie right are not copied.
+
+        Args:
+          state: the state, on host or devices, in any layout.
+          *args: optionally the step's other arguments (arrays or `ShapeDtypeStruct`s); see
+            `state_shardings`.
+          **kwargs: the same by name.
+        """
+        shardings = self.state_shardings(state, *args, **kwargs)
+        leaves, tree = jax.tree.flatten(state)
+        _check_alive(state)
+        return jax.tree.unflatten(tree, _place(leaves, jax.tree.leaves(shardings)))
+
+    def unshard(self, state: Any) -> Any:
+        """The state with every leaf whole on every device of the mesh, to evaluate or to export."""
+        setting = self._setting()
+        full = NamedSharding(setting.mesh, jax.sharding.PartitionSpec())
+        leaves, tree = jax.tree.flatten(state)
+        _check_alive(state)
+        return jax.tree.unflatten(tree, _place(leaves, [full] * len(leaves)))
+
+    def state_shardings(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """A `NamedSharding` for every leaf of the state, in its structure; as Orbax wants to restore.
+
+        With the step's other arguments (shapes suffice), or once a step with this state has run, these
+        are the plan's. Before that, roles are unknown: every leaf is sharded that can be, and the first
+        step moves what its plan has full (parameters at stages 1 and 2).
+        """
+        setting = self._setting()
+        abstract = _call.abstract(state, "state")
+        leaves, tree = jax.tree.flatten(abstract)
+        if args or kwargs:
+            shardings = self._program(self._signature.bind((state, *args), kwargs)).state_shardings
+        else:
+            shardings = self._layouts.get(_state_key(setting, leaves, tree))
+        if shardings is None:
+            axes = tuple(setting.axes.items())
+            plans = _plan.plan_from_shapes(_program.state_leaves(abstract), self._stage, axes)
+            shardings = [
+                NamedSharding(setting.mesh, _layout.partition_spec(leaf.layout)) for leaf in plans
+            ]
+        return jax.tree.unflatten(tree, shardings)
+
+    def plan(self, *args: Any, **kwargs: Any) -> _plan.Plan:
+        """The plan for `(state, *args)`: arrays or `ShapeDtypeStruct`s; nothing runs."""
+        return self._program(self._signature.bind(args, kwargs)).plan
+
+    def describe(self, *args: Any, **kwargs: Any) -> Report:
+        """What a step on `(state, *args)` keeps where and moves between devices; print it.
+
+        Arrays or `ShapeDtypeStruct`s; nothing runs, and with an abstract mesh no device is needed.
+        """
+        call = self._signature.bind(args, kwargs)
+        program = self._program(call)
+        jaxpr = jax.make_jaxpr(program.run)(*_abstract_inputs(call))
+        return Report(program.plan, tuple(_traffic.collectives(jaxpr)), program.keys)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
+        call = self._signature.bind(args, kwargs)
+        program = self._program(call)
+        state, arrays = _abstract_inputs(call)
+        return program.jitted.lower(
+            _with_shardings(state, program.state_shardings),
+            _with_shardings(arrays, program.argument_shardings),
+        )
+
+    def _program(self, call: _call.Call) -> _program.Program:
+        """The program for this call's shapes, built once."""
+        setting = self._setting()
+        state, arrays = _call.abstract(call.state, "state"), {
+            name: _call.abstract(value, name) for name, value in call.arrays.items()
+        }  # fmt: skip
+        leaves, tree = jax.tree.flatten((state, arrays))
+        key = (setting, tree, call.static, _avals_key(leaves))
+        if key not in self._programs:
+            self._programs[key] = _program.build(
+                self._step_fn, self._signature, setting, state, arrays, call.static
+            )
+            state_key = _state_key(setting, *jax.tree.flatten(state))
+            self._layouts[state_key] = self._programs[key].state_shardings
+        return self._programs[key]
+
+    def _setting(self) -> _program.Setting:
+        mesh = self._mesh if self._mesh is not None else _current_mesh(self._axis_name)
+        if not hasattr(mesh, "axis_names"):
+            raise MeshError(message(
+                WHO, f"mesh is a {type(mesh).__name__}", "It must be a jax.sharding.Mesh.",
+                "Make one with jax.make_mesh((8,), ('data',))."))  # fmt: skip
+        names = tuple(self._axis_names or mesh.axis_names)
+        unknown = [name for name in names if name not in mesh.axis_names]
+        if unknown:
+            raise MeshError(message(
+                WHO, f"axis_names has {unknown}, and the mesh has {tuple(mesh.axis_names)}",
+                "ZeRO shards over axes of the mesh.", "Correct axis_names, or drop it."))  # fmt: skip
+        rest = [name for name in mesh.axis_names if name not in names and mesh.shape[name] > 1]
+        if rest:
+            raise MeshError(message(
+                WHO, f"mesh axes {rest} are not among axis_names {names}",
+                "Every axis of the mesh must be a data axis.",
+                "Drop axis_names, or pass a mesh of the data axes alone."))  # fmt: skip
+        if self._axis_name is not None and self._axis_name in names and len(names) > 1:
+            raise MeshError(message(
+                WHO, f"axis_name={self._axis_name!r} is only one of the mesh's axes {names}",
+                "A step's own axis stands for all data axes together.",
+                "Use a name that the mesh does not have, or a mesh with this axis alone."))  # fmt: skip
+        return _program.Setting(self._stage, mesh, names, self._axis_name)
+
+
+def _current_mesh(axis_name: str | None) -> Any:
+    """`jax.set_mesh`'s mesh, else one axis over all devices."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        return _default_mesh(axis_name or "data", tuple(jax.devices()))
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # Under jit there is only the abstract one, and it suffices.
+        return abstract
+
+
+@functools.cache
+def _default_mesh(name: str, devices: tuple[Any, ...]) -> Mesh:
+    return Mesh(devices, (name,))
+
+
+def _avals_key(avals: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals)
+
+
+def _state_key(setting: _program.Setting, leaves: Sequence[Any], tree: Any) -> Any:
+    return setting, tree, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+def _abstract_inputs(call: _call.Call) -> tuple[list[Any], list[Any]]:
+    arrays = [
+        leaf
+        for name, value in call.arrays.items()
+        for leaf in jax.tree.leaves(_call.abstract(value, name))
+    ]
+    return jax.tree.leaves(_call.abstract(call.state, "state")), arrays
+
+
+def _with_shardings(avals: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    return [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=s)
+        for a, s in zip(avals, shardings, strict=True)
+    ]
+
+
+def _as_arrays(*lists: Sequence[Any]) -> list[list[Any]]:
+    return [[jnp.asarray(leaf) for leaf in leaves] for leaves in lists]
+
+
+def _place(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """Each leaf in its sharding; those that already are pass through untouched."""
+    out = list(leaves)
+    moves = [
+        i
+        for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
+        if not (isinstance(leaf, jax.Array) and leaf.sharding == sharding)
+    ]
+    if moves:
+        arrays = [jnp.asarray(out[i]) if jnp.isscalar(out[i]) else out[i] for i in moves]
+        placed = jax.device_put(arrays, [shardings[i] for i in moves], may_alias=False)
+        for i, x in zip(moves, placed, strict=True):
+            out[i] = x
+    return out
+
+
+def _check_alive(state: Any) -> None:
+    gone = [
+        path
+        for path, leaf in zip(_call.leaf_paths(state, "state"), jax.tree.leaves(state), strict=True)
+        if isinstance(leaf, jax.Array) and leaf.is_deleted()
+    ]
+    if gone:
+        shown = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
+        raise StateError(message(
+            WHO, f"{len(gone)} leaves were already donated: {shown}",
+            "A step consumes its state.", "Use the state that the last step returned."))  # fmt: skip

@@ -1,0 +1,226 @@
+"""Traces a step as one device sees it, and finds out how it says where gradients are reduced.
+
+Three ways (docs/design.md, section 3), tried in this order; the user never says which:
+
+* **typed**: an untouched single-device step under JAX's varying-axes typing; AD places the reductions.
+* **written**: the step has collectives of its own over the data axes; they are obeyed as written.
+* **marked**: typing refused the step; gradients are marked where `jax.grad` takes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jzero import _grad, _jaxpr
+from jzero._errors import StepError, message
+from jzero.sharding import _analyse
+from jzero.sharding._analyse import Frame
+
+TYPED, WRITTEN, MARKED = "typed", "written", "marked"
+
+_axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("jzero_axes", default=())
+
+
+def fold_device_index(key: jax.Array) -> jax.Array:
+    """Folds the device's index into a PRNG key, so that devices draw different numbers.
+
+    Keys passed as arguments beside the batch are folded by jzero itself. A key kept *in the state* is
+    not, because it must stay the same on all devices; fold it where the step uses it::
+
+        dropout_key = jzero.fold_device_index(jax.random.fold_in(state.key, state.step))
+
+    Outside a sharded step, and on one device, it returns the key unchanged.
+
+    >>> import jax, jzero
+    >>> key = jax.random.key(0)
+    >>> bool(jzero.fold_device_index(key) == key)
+    True
+
+    Args:
+      key: a typed key, or an old-style `uint32[2]` one; shape `()` or `(2,)`.
+
+    Returns:
+      A key of the same kind.
+    """
+    axes = _axes.get()
+    return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
+
+
+@contextlib.contextmanager
+def _data_axes(axes: tuple[str, ...]) -> Iterator[None]:
+    token = _axes.set(axes)
+    try:
+        yield
+    finally:
+        _axes.reset(token)
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """A step's jaxpr, analysed: the frames, and what the trace found out.
+
+    Attributes:
+      frame: the root frame; its inputs are the state's leaves, then the other arguments'.
+      out_tree: the tree of what the step returned.
+      out_avals: shapes and dtypes of the leaves, as one device sees them.
+      reductions: 'typed', 'written' or 'marked'.
+    """
+
+    frame: Frame
+    out_tree: Any
+    out_avals: list[Any]
+    reductions: str
+
+
+def trace_step(
+    flat_step: Callable[..., Any], avals: Sequence[Any], varying: Sequence[bool],
+    keys: Sequence[bool], axes: dict[str, int], explicit_axis: bool,
+) -> TracedStep:  # fmt: skip
+    """Traces `flat_step(*leaves)` and analyses it.
+
+    Args:
+      flat_step: the step as a function of leaves.
+      avals: per-device shapes of the leaves.
+      varying: whether a leaf differs between devices.
+      keys: leaves that are PRNG keys to be folded with the device's index.
+      axes: names (as the step uses them) and sizes of the data axes.
+      explicit_axis: the user named the axis, so the step is expected to have collectives.
+
+    Raises:
+      StepError: the step cannot be made right; the message has the edit.
+      Exception: whatever the step itself raises when traced.
+    """
+    several = _num_devices(axes) > 1
+
+    def folded(*leaves: Any) -> Any:
+        with _data_axes(tuple(axes) if several else ()):
+            return flat_step(*(
+                fold_device_index(leaf) if key else leaf
+                for leaf, key in zip(leaves, keys, strict=True)
+            ))  # fmt: skip
+
+    differs = frozenset(axes) if several else _analyse.NOWHERE
+    in_varying = [
+        differs if vary or key else _analyse.NOWHERE
+        for vary, key in zip(varying, keys, strict=True)
+    ]
+
+    def attempt(way: str) -> TracedStep:
+        with _grad.marking() if way == MARKED else contextlib.nullcontext():
+            traced = _jaxpr.trace(
+                folded, avals, axes, varying, typed=way == TYPED, salt=way if way == MARKED else ""
+            )
+        return _analysed(traced, way, in_varying)
+
+    return _first_that_works(attempt, explicit_axis) if several else attempt(WRITTEN)
+
+
+def _num_devices(axes: dict[str, int]) -> int:
+    num = 1
+    for size in axes.values():
+        num *= size
+    return num
+
+
+def _first_that_works(attempt: Callable[[str], TracedStep], explicit_axis: bool) -> TracedStep:
+    refusal: Exception | None = None
+    if not explicit_axis:
+        try:
+            typed = attempt(TYPED)
+        except Exception as error:  # noqa: BLE001 - typing refuses with many types; retried below.
+            refusal = error
+        else:
+            if not has_collectives(typed.frame):
+                if not _diverging_reductions(typed.frame):
+                    return typed
+                refusal = StepError("a reduction inside a branch that not all devices take")
+    if refusal is None or explicit_axis:
+        written = attempt(WRITTEN)
+        if has_collectives(written.frame):
+            return written
+        return attempt(TYPED)
+    marked = attempt(MARKED)  # If the step is at fault, this raises its error and not the typing's.
+    if has_collectives(marked.frame):
+        return attempt(WRITTEN) if not has_marks(marked.frame) else marked
+    if not has_marks(marked.frame):
+        raise StepError(message(
+            "shard_train_step",
+            f"JAX's varying-axes typing refuses this step ({_first_line(refusal)}), and no call of "
+            "jax.grad or jax.value_and_grad was seen in it",
+            "jzero must see where gradients are taken to reduce them over the devices.",
+            "If the step uses `from jax import grad`, a grad function made outside it, or jax.vjp, "
+            "call jzero.grad or jzero.value_and_grad there instead.",
+        )) from refusal  # fmt: skip
+    return marked
+
+
+def _analysed(traced: _jaxpr.Traced, way: str, in_varying: list[frozenset[str]]) -> TracedStep:
+    outer = _analyse.Outer(average_losses=way != WRITTEN)
+    frame = _analyse.build_frames(traced.jaxpr, traced.consts, in_varying, outer)
+    return TracedStep(frame, traced.out_tree, traced.out_avals, way)
+
+
+def has_collectives(frame: Frame) -> bool:
+    """Whether the step has collectives of its own, written outside of any backward pass."""
+    return any(
+        eqn.primitive.name in _analyse.COLLECTIVES
+        and eqn.primitive.name != "axis_index"
+        and f.pass_of(eqn) != "backward"
+        for f, _, eqn in frame.walk()
+    )
+
+
+def has_marks(frame: Frame) -> bool:
+    """Whether a gradient was marked as to be reduced."""
+    return any(eqn.primitive.name == _analyse.MARK for _, _, eqn in frame.walk())
+
+
+def _diverging_reductions(frame: Frame) -> bool:
+    """Whether a reduction must finish inside a branch or loop that not all devices take together."""
+    for f, index, eqn in frame.walk():
+        name = eqn.primitive.name
+        if name == "cond" and f.reads(eqn)[0]:
+            children = f.children[index]
+        elif name == "while" and any(f.children[index][0].out_varying):
+            children = f.children[index]
+        else:
+            continue
+        if any(_finishes_reduction(child) for child in children):
+            return True
+    return False
+
+
+def _finishes_reduction(frame: Frame) -> bool:
+    for f, _, eqn in frame.walk():
+        waits = any(_analyse.is_unreduced(f, atom) for atom in eqn.invars)
+        if waits and not all(out in f.unreduced for out in eqn.outvars):
+            return True
+    return False
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:200]
+
+
+def global_shapes(
+    flat_step: Callable[..., Any], avals: Sequence[Any], axes: dict[str, int]
+) -> list[tuple[int, ...]] | None:
+    """Output shapes at the whole batch, to tell per-example outputs from averages; None if unknown."""
+    try:
+        one = dict.fromkeys(axes, 1)
+        traced = _jaxpr.trace(flat_step, avals, one, [False] * len(avals), typed=False)
+    except Exception:  # noqa: BLE001 - a step that knows its batch size cannot be asked.
+        return None
+    return [aval.shape for aval in traced.out_avals]
+
+
+def is_float(aval: Any) -> bool:
+    """Whether a leaf can be averaged."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
