@@ -291,6 +291,7 @@ class Links:
         self._parent: dict[DimKey, DimKey] = {}
         self._looped: list[DimKey] = []
         self._sharded: dict[DimKey, int] = {}
+        self._leaf: dict[DimKey, str] = {}
         self._link_frame(root)
 
     def _find(self, key: DimKey) -> DimKey:
@@ -307,9 +308,16 @@ class Links:
         if a != b:
             self._parent[a] = b
 
-    def shard(self, frame: Frame, var: _jaxpr.Var, dim: int) -> None:
-        """Declares the class of this dim to be sharded; earlier declarations rank higher."""
-        self._sharded.setdefault(self._find((id(frame), var, dim)), len(self._sharded))
+    def shard(self, frame: Frame, var: _jaxpr.Var, dim: int, leaf: str) -> None:
+        """Declares the class of this dim to be sharded, for `leaf`; earlier declarations rank higher."""
+        root = self._find((id(frame), var, dim))
+        self._sharded.setdefault(root, len(self._sharded))
+        self._leaf.setdefault(root, leaf)
+
+    def leaf_of(self, frame: Frame, var: _jaxpr.Var) -> str:
+        """The leaf for which the dims of `var` were sharded: the parameter that a gradient is of."""
+        roots = [self._find((id(frame), var, dim)) for dim in range(len(var.aval.shape))]
+        return next((self._leaf[root] for root in roots if root in self._leaf), "")
 
     def looped_dims(self, frame: Frame, var: _jaxpr.Var) -> set[int]:
         """Dims of `var` that a scan slices one by one: sharding them would gather the whole stack."""

@@ -138,14 +138,14 @@ def apply(
     if pending is not None:
         return [pending]
     settled = [interp.settle(frame, a, v) for a, v in zip(eqn.invars, ins, strict=True)]
-    name = next((value.name for value in settled if value.name), "")
     rule = _rules.rule_for(eqn)
     if rule is not None and not any(frame.varies(out) for out in eqn.outvars):
         outs = _apply_on_shards(interp, frame, eqn, rule, settled)
         if outs is not None:
-            return [dataclasses.replace(out, name=out.name or name) for out in outs]
+            name = next((v.name for v in settled if isinstance(v, ShardValue)), "")
+            return [dataclasses.replace(out, name=name) for out in outs]
     whole = [interp.devices.full(value) for value in settled]
-    return [FullValue(out, name) for out in _jaxpr.bind(eqn, *whole)]
+    return [FullValue(out) for out in _jaxpr.bind(eqn, *whole)]
 
 
 def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unreduced | None:
@@ -203,7 +203,18 @@ def _apply_on_shards(
         for value, own in args
     ]
     outs = _jaxpr.bind(eqn, *arrays, **rule.local(eqn, dim, num))
-    return [ShardValue(out, dim) for out in outs]
+    return [ShardValue(out, dim, view_of=_view(eqn, rule, ins)) for out in outs]
+
+
+def _view(
+    eqn: _jaxpr.Eqn, rule: _rules.Rule, ins: list[FullValue | ShardValue]
+) -> tuple[ShardValue, Callable[[Any], Any]] | None:
+    """The operand, if the equation only rearranges it: a table and its transpose share a gather."""
+    first, (operand, *rest) = eqn.invars[0], ins
+    same_dtype = first.aval.dtype == eqn.outvars[0].aval.dtype
+    if rest or not (rule.linear and same_dtype and isinstance(operand, ShardValue)):
+        return None
+    return operand, lambda whole: _jaxpr.bind(eqn, whole)[0]
 
 
 def _apply_reduction(
@@ -264,7 +275,8 @@ def _mark(
     if not (frame.reads(eqn)[0] and not frame.varies(eqn.outvars[0])):
         return [cotangent]
     x = interp.full(frame, eqn.invars[0], cotangent)
-    return [Unreduced(x, 1 / interp.devices.num, x.dtype, ins[1].name)]
+    leaf = interp.links.leaf_of(frame, eqn.outvars[0])
+    return [Unreduced(x, 1 / interp.devices.num, x.dtype, leaf)]
 
 
 def _psum(
@@ -276,10 +288,11 @@ def _psum(
     num = interp.devices.num
     scale = 1 / num if interp.mean else 1.0
     outs: list[Value] = []
-    for atom, axes, value in zip(eqn.invars, frame.reads(eqn), ins, strict=True):
+    operands = zip(eqn.invars, eqn.outvars, frame.reads(eqn), ins, strict=True)
+    for atom, out, axes, value in operands:
         x = interp.full(frame, atom, value)
         if axes:
-            outs.append(Unreduced(x, scale, x.dtype, value.name))
+            outs.append(Unreduced(x, scale, x.dtype, interp.links.leaf_of(frame, out)))
         else:  # The sum of what all devices have in common.
             outs.append(FullValue(x * jnp.asarray(num * scale, x.dtype)))
     return outs
@@ -436,7 +449,8 @@ def _scan(
     outs: list[Value] = []
     for i, x in enumerate(carry):
         if i in sums:
-            total = interp.devices.settle(Unreduced(x, scales[i], x.dtype), dims[i])
+            leaf = interp.links.leaf_of(frame, carry_out[i])
+            total = interp.devices.settle(Unreduced(x, scales[i], x.dtype, leaf), dims[i])
             before = interp.as_dim(frame, init_atoms[i], init[i], dims[i])
             outs.append(dataclasses.replace(total, x=total.x + before))
         else:

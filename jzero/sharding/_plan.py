@@ -175,7 +175,7 @@ def plan_leaves(
             else _layout_of(leaf, row.optimizer and roles[i] != OTHER, num, names, looped)
         )  # fmt: skip
         if row.optimizer and roles[i] != OTHER and isinstance(layout, Shard):
-            links.shard(frame, var, layout.dim)
+            links.shard(frame, var, layout.dim, leaf.path)
         rests = layout if sharded[roles[i]] else FULL
         plans[i] = LeafPlan(*leaf[:4], roles[i], rests, why if sharded[roles[i]] else "")
     return tuple(plans[i] for i in range(len(leaves)))

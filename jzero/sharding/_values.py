@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,12 +29,14 @@ class FullValue:
 class ShardValue:
     """This device's slice along `dim` of a value that is the same on all devices.
 
-    `gathered` keeps the whole value for the pass (see `Devices.scope`) that asked for it.
+    `gathered` keeps the whole value for the pass (see `Devices.scope`) that asked for it. `view_of` is
+    the value this one only rearranges, and how: the two share a gather.
     """
 
     x: Any
     dim: int
     name: str = ""
+    view_of: tuple[ShardValue, Callable[[Any], Any]] | None = None
     gathered: dict[object, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -79,6 +82,9 @@ class Devices:
         value = self.settle(value, dim)
         if isinstance(value, FullValue):
             return value.x
+        if self.scope not in value.gathered and value.view_of is not None:
+            origin, rearrange = value.view_of
+            value.gathered[self.scope] = rearrange(self.full(origin))
         if self.scope not in value.gathered:
             shard = value.x
             if self.token is not None:
