@@ -1,0 +1,63 @@
+"""The environment of every test: 8 virtual CPU devices, fast compiles, clean caches.
+
+`JZERO_TEST_GPU=1 pytest` leaves platform and flags alone and runs on the real devices instead.
+"""
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import sys
+
+# Each of these must be in the environment before JAX is imported. There, and not in jax.config, so
+# that scripts which tests start as processes of their own run under the same settings.
+assert "jax" not in sys.modules, (
+    "a pytest plugin imported JAX before tests/conftest.py could set it up"
+)
+
+XLA_FLAGS = {
+    "--xla_force_host_platform_device_count": "8",
+    # XLA ends a process in which some device waits this long for another; its own 40 s is too near
+    # to what 8 devices need on 2 busy cores.
+    "--xla_cpu_collective_call_terminate_timeout_seconds": "300",
+}
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    # Compiling is most of a test's time; without LLVM's optimizations it takes half. The optimized
+    # HLO, its memory and its collectives stay the same, to the line and byte.
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+    # A program that was compiled before loads in a twentieth of the time. Names are a part of the
+    # cache's key, since tests read them in compiled programs; line numbers are not, lest every edit
+    # compile everything again.
+    "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(__file__).parents[1] / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "true",
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+}
+if not os.environ.get("JZERO_TEST_GPU"):
+    given = os.environ.get("XLA_FLAGS", "")
+    ours = [f"{flag}={value}" for flag, value in XLA_FLAGS.items() if flag not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *ours]).strip()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+# Every run draws the same examples; none fails for being slow on a busy machine.
+hypothesis.settings.register_profile("jzero", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("jzero")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _clear_caches():
+    """Frees a module's compiled programs: a process can map only so many pieces of machine code."""
+    yield
+    jax.clear_caches()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "optax")]
+    terminalreporter.write_line(f"python {platform.python_version()}, {', '.join(versions)}")
