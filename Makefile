@@ -1,0 +1,58 @@
+# Needs Python 3.11 or newer and make; everything else goes into .venv.
+#
+#   make train        train the language model of experiments/train_lm at stage 3
+#   make compare      the same at stages 0 to 3, their loss curves in one picture
+#   make test         the tests, on 8 virtual CPU devices
+#   make test-newest  the tests with the newest JAX, when there is a Python that it supports
+#   make lint         ruff and mypy
+#   make clean        remove the environments and caches
+
+PYTHON ?= $(shell .ci/find-python 3.11)
+# JAX supports Python versions for about three years, so its newest release needs a newer one.
+NEWEST_PYTHON ?= $(shell .ci/find-python 3.12)
+TRAIN_ARGS ?= --stage 3 --devices 8
+COMPARE_ARGS ?=
+# Compiling small programs is what takes the time, so two workers on two cores take half of it.
+PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
+
+BIN := .venv/bin
+SOURCES := jzero tests experiments
+
+.PHONY: train compare test test-newest lint clean
+
+train: .venv/installed
+	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
+
+compare: .venv/installed
+	$(BIN)/python experiments/train_lm/compare.py $(COMPARE_ARGS)
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+test-newest:
+	@if [ -z "$(NEWEST_PYTHON)" ]; then \
+	    echo "test-newest: NOT RUN: no Python 3.12 or newer on this machine"; \
+	else \
+	    $(MAKE) --no-print-directory PYTHON="$(NEWEST_PYTHON)" .venv-newest/installed && \
+	    .venv-newest/bin/python -m pytest -q $(PYTEST_ARGS); \
+	fi
+
+# An experiment is a folder of scripts that import each other by their bare names, so each is
+# checked by itself: two of them may both have a plot.py.
+lint: .venv/installed
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy jzero tests
+	@for folder in experiments/*/; do \
+	    echo "mypy $$folder"; MYPYPATH="$$folder" $(BIN)/mypy "$$folder" || exit 1; \
+	done
+
+# One rule for both environments; a change of pyproject.toml installs again.
+.venv/installed .venv-newest/installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "jzero needs Python 3.11 or newer, with its venv module"; exit 1; }
+	"$(PYTHON)" -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test]'
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-newest .cache .hypothesis
