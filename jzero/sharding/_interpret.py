@@ -68,7 +68,7 @@ class Interpreter:
 
     def dim_of(self, frame: Frame, atom: _jaxpr.Atom) -> int | None:
         """The dim along which `atom` is sharded if it is sharded at all."""
-        if self.devices.num == 1:
+        if self.devices.num == 1 or self.devices.divergent:
             return None
         return self.links.sharded_dim(frame, atom, self.devices.num)
 
@@ -365,7 +365,9 @@ def _cond(
     operands = [
         interp.settle(frame, atom, v) for atom, v in zip(eqn.invars[1:], operands, strict=True)
     ]
-    dims = [interp.carried_dim(frame, out, operands) for out in eqn.outvars]
+    dims = [
+        None if divergent else interp.carried_dim(frame, out, operands) for out in eqn.outvars
+    ]
     pending = [divergent and _analyse.is_unreduced(frame, out) for out in eqn.outvars]
 
     def branch(child: Frame) -> Callable[[list[Any]], list[Any]]:
