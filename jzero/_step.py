@@ -220,18 +220,14 @@ class ShardedTrainStep:
         """
         call = self._signature.bind(args, kwargs)
         program = self._program(call)
-        jaxpr = jax.make_jaxpr(program.run)(*_abstract_inputs(call))
+        jaxpr = jax.make_jaxpr(program.run)(*_placed_inputs(call, program))
         return Report(program.plan, tuple(_traffic.collectives(jaxpr)), program.keys)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
         call = self._signature.bind(args, kwargs)
         program = self._program(call)
-        state, arrays = _abstract_inputs(call)
-        return program.jitted.lower(
-            _with_shardings(state, program.state_shardings),
-            _with_shardings(arrays, program.argument_shardings),
-        )
+        return program.jitted.lower(*_placed_inputs(call, program))
 
     def _program(self, call: _call.Call) -> _program.Program:
         """The program for this call's shapes, built once."""
@@ -255,6 +251,12 @@ class ShardedTrainStep:
             raise MeshError(message(
                 WHO, f"mesh is a {type(mesh).__name__}", "It must be a jax.sharding.Mesh.",
                 "Make one with jax.make_mesh((8,), ('data',))."))  # fmt: skip
+        current = jax.sharding.get_abstract_mesh()
+        if not current.empty and current.shape_tuple != mesh.shape_tuple:
+            raise MeshError(message(
+                WHO, f"mesh has axes {dict(mesh.shape)}, and jax.set_mesh's has {dict(current.shape)}",
+                "JAX runs a program on one mesh.", "Drop mesh=, or call the step outside of "
+                "the other mesh's context."))  # fmt: skip
         names = tuple(self._axis_names or mesh.axis_names)
         unknown = [name for name in names if name not in mesh.axis_names]
         if unknown:
@@ -299,13 +301,18 @@ def _state_key(setting: _program.Setting, leaves: Sequence[Any], tree: Any) -> A
     return setting, tree, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
-def _abstract_inputs(call: _call.Call) -> tuple[list[Any], list[Any]]:
+def _placed_inputs(call: _call.Call, program: _program.Program) -> tuple[list[Any], list[Any]]:
+    """The program's inputs as shapes with shardings."""
     arrays = [
         leaf
         for name, value in call.arrays.items()
         for leaf in jax.tree.leaves(_call.abstract(value, name))
     ]
-    return jax.tree.leaves(_call.abstract(call.state, "state")), arrays
+    state = jax.tree.leaves(_call.abstract(call.state, "state"))
+    return (
+        _with_shardings(state, program.state_shardings),
+        _with_shardings(arrays, program.argument_shardings),
+    )
 
 
 def _with_shardings(avals: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
@@ -322,17 +329,20 @@ def _as_arrays(*lists: Sequence[Any]) -> list[list[Any]]:
 def _place(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
     """Each leaf in its sharding; those that already are pass through untouched."""
     out = list(leaves)
-    moves = [
-        i
-        for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
-        if not (isinstance(leaf, jax.Array) and leaf.sharding == sharding)
-    ]
+    moves = [i for i, leaf in enumerate(leaves) if not _lies_right(leaf, shardings[i])]
     if moves:
         arrays = [jnp.asarray(out[i]) if jnp.isscalar(out[i]) else out[i] for i in moves]
+        # Never an alias: a step donates what was placed, and must not consume what the user holds.
         placed = jax.device_put(arrays, [shardings[i] for i in moves], may_alias=False)
         for i, x in zip(moves, placed, strict=True):
             out[i] = x
     return out
+
+
+def _lies_right(leaf: Any, sharding: NamedSharding) -> bool:
+    if not (isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)):
+        return False
+    return leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 def _check_alive(state: Any) -> None:
