@@ -1,0 +1,26 @@
+"""Small realistic train steps, each with what one device must compute for several."""
+
+from . import calls, control, gradients, losses, networks, randomness, states
+from ._compare import assert_trees_close, to_host
+from ._entry import FP32, NAMES, Entry, Tolerance, entry, get, on_shards
+from ._models import BATCH_SIZE
+
+__all__ = [
+    "BATCH_SIZE",
+    "FP32",
+    "NAMES",
+    "Entry",
+    "Tolerance",
+    "assert_trees_close",
+    "calls",
+    "control",
+    "entry",
+    "get",
+    "gradients",
+    "losses",
+    "networks",
+    "on_shards",
+    "randomness",
+    "states",
+    "to_host",
+]

@@ -1,0 +1,121 @@
+"""The other two ways in which a step says where its gradients are reduced (design, section 3)."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.training import train_state
+
+import jzero
+
+from ._entry import Entry, entry, on_shards
+from ._models import (
+    NUM_CLASSES,
+    NUM_FEATURES,
+    accuracy,
+    adamw,
+    cross_entropy,
+    labelled_batches,
+)
+from .networks import classifier_state, create_state
+
+AXIS = "batch"
+
+
+class PmapNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, use_bias=False)(x)
+        x = nn.BatchNorm(use_running_average=False, momentum=0.8, axis_name=AXIS)(x)
+        return nn.Dense(NUM_CLASSES)(nn.relu(x))
+
+
+class PmapState(train_state.TrainState):
+    batch_stats: Any
+
+
+def _pmap_step(state, batch):
+    """As in Flax's ImageNet example, written for `jax.pmap(..., axis_name="batch")`."""
+
+    def loss_fn(params):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, updates = state.apply_fn(variables, batch["x"], mutable=["batch_stats"])
+        return cross_entropy(logits, batch["label"]), (logits, updates)
+
+    (loss, (logits, updates)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    grads = jax.lax.pmean(grads, axis_name=AXIS)
+    state = state.apply_gradients(grads=grads, batch_stats=updates["batch_stats"])
+    metrics = {"loss": loss, "accuracy": accuracy(logits, batch["label"])}
+    return state, jax.lax.pmean(metrics, axis_name=AXIS)
+
+
+@entry
+def pmap_style():
+    """Its own `lax.pmean` over its own axis name, batch statistics over all devices."""
+
+    def init():
+        model = PmapNet()
+        variables = model.init(jax.random.key(0), jnp.zeros((1, NUM_FEATURES)))
+        return PmapState.create(apply_fn=model.apply, tx=adamw(), **variables)
+
+    return Entry(
+        init=init,
+        batches=labelled_batches,
+        step=_pmap_step,
+        reference=lambda num_shards: on_shards(_pmap_step, num_shards, axis_name=AXIS),
+        options={"axis_name": AXIS},
+    )
+
+
+@entry
+def pmap_style_sum():
+    """`lax.psum` of the gradients, which the user divides by the number of devices."""
+
+    def step(state, batch):
+        def loss_fn(params):
+            logits = state.apply_fn({"params": params}, batch["x"])
+            return cross_entropy(logits, batch["label"])
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        num_devices = jax.lax.psum(1, AXIS)
+        grads = jax.tree.map(lambda g: jax.lax.psum(g, AXIS) / num_devices, grads)
+        return state.apply_gradients(grads=grads), {"loss": jax.lax.pmean(loss, AXIS)}
+
+    return Entry(
+        init=classifier_state,
+        batches=labelled_batches,
+        step=step,
+        reference=lambda num_shards: on_shards(step, num_shards, axis_name=AXIS),
+        options={"axis_name": AXIS},
+    )
+
+
+@entry
+def explicit_reduction():
+    """`jzero.value_and_grad` in the place of JAX's, around an LSTM that typing refuses."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            hidden: Any = nn.RNN(nn.LSTMCell(8))(x[..., None])
+            return nn.Dense(NUM_CLASSES)(hidden[:, -1])
+
+    def make_step(value_and_grad):
+        def step(state, batch):
+            def loss_fn(params):
+                logits = state.apply_fn({"params": params}, batch["x"])
+                return cross_entropy(logits, batch["label"]), logits
+
+            (loss, logits), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
+            metrics = {"loss": loss, "accuracy": accuracy(logits, batch["label"])}
+            return state.apply_gradients(grads=grads), metrics
+
+        return step
+
+    return Entry(
+        init=lambda: create_state(Net(), jnp.zeros((1, NUM_FEATURES)), adamw()),
+        batches=labelled_batches,
+        step=make_step(jzero.value_and_grad),
+        reference=lambda _: make_step(jax.value_and_grad),
+    )
