@@ -1,0 +1,415 @@
+"""Scripts call their steps in every way that `jax.jit` and `jax.pmap` allow; all of them work."""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jzero
+import zoo
+from zoo.calls import (
+    CASES,
+    TX,
+    Config,
+    X,
+    Y,
+    make_state,
+    train,
+    with_config,
+    with_repeats,
+    with_scale,
+)
+
+
+def same_training(train_step: Any, reference: Any, *args: Any, num_steps: int = 2, **kwargs: Any):
+    """Both are called alike, twice, and must give the same states and metrics."""
+    actual, expected = make_state(), make_state()
+    for i in range(num_steps):
+        actual, metrics = train_step(actual, *args, **kwargs)
+        expected, expected_metrics = reference(expected, *args, **kwargs)
+        zoo.assert_trees_close(
+            zoo.to_host((actual, metrics)),
+            zoo.to_host((expected, expected_metrics)),
+            zoo.FP32,
+            f"step {i}",
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_like_jit(name):
+    case = CASES[name]
+    train_step = jzero.shard_train_step(case.step, in_specs=case.in_specs, **case.options)
+    same_training(train_step, jax.jit(case.step, **case.options), *case.args, **case.kwargs)
+
+
+def test_state_by_keyword():
+    train_step = jzero.shard_train_step(train)
+    state, metrics = train_step(y=Y, x=X, state=make_state())
+    expected = jax.jit(train)(make_state(), X, Y)
+    zoo.assert_trees_close(
+        zoo.to_host((state, metrics)), zoo.to_host(expected), zoo.FP32, "by keyword"
+    )
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "old"])
+@pytest.mark.parametrize("container", ["bare", "dict"])
+def test_keys_differ_between_devices(make_key, container):
+    """Keys go to all devices, whatever their dim 0, and are folded with the device's index."""
+
+    def step(state, x, y, rngs, mean=lambda tree: tree):
+        key = rngs["dropout"] if container == "dict" else rngs
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+
+        def loss_fn(params):
+            return (((x * kept) @ params["w"] - y) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = TX.update(mean(grads), state["opt"])
+        params = optax.apply_updates(state["params"], updates)
+        return {**state, "params": params, "opt": opt}, {"loss": mean(loss)}
+
+    def of_shards(state, x, y, rngs):
+        mean = functools.partial(jax.lax.pmean, axis_name="shards")
+        return zoo.on_shards(functools.partial(step, mean=mean), 8)(state, x, y, rngs)
+
+    rngs = {"dropout": make_key(5), "params": make_key(6)} if container == "dict" else make_key(5)
+    same_training(jzero.shard_train_step(step), jax.jit(of_shards), X, Y, rngs=rngs)
+
+
+def pmapped(axis_name: str) -> Callable[..., Any]:
+    """A step of the kind that `jax.pmap(..., axis_name=axis_name)` takes."""
+
+    def step(state, x, y):
+        def loss_fn(params):
+            return ((x @ params["w"] + params["b"][None] - y) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = TX.update(jax.lax.pmean(grads, axis_name), state["opt"])
+        params = optax.apply_updates(state["params"], updates)
+        return {**state, "params": params, "opt": opt}, jax.lax.pmean({"loss": loss}, axis_name)
+
+    return step
+
+
+@pytest.mark.parametrize("shape", [{"data": 8}, {"node": 2, "local": 4}], ids=str)
+def test_own_axis_name(shape):
+    step = pmapped("batch")
+    train_step = jzero.shard_train_step(step, axis_name="batch", mesh=make_mesh(shape))
+    same_training(train_step, jax.jit(zoo.on_shards(step, 8, axis_name="batch")), X, Y)
+
+
+def test_own_axis_name_is_the_mesh_axis():
+    """A step that was written for `jax.shard_map` over the mesh's axis needs no option."""
+    step = pmapped("data")
+    train_step = jzero.shard_train_step(step, mesh=make_mesh({"data": 8}))
+    same_training(train_step, jax.jit(zoo.on_shards(step, 8, axis_name="data")), X, Y)
+
+
+def test_decorator():
+    @jzero.shard_train_step(stage=1)
+    def with_options(state, x, y):
+        """Docs."""
+        return train(state, x, y)
+
+    @jzero.shard_train_step
+    def bare(state, x, y):
+        return train(state, x, y)
+
+    @functools.partial(jzero.shard_train_step, stage=2, static_argnames="config")
+    def by_partial(state, x, y, config):
+        return with_config(state, x, y, config)
+
+    same_training(with_options, jax.jit(train), X, Y)
+    same_training(bare, jax.jit(train), X, Y)
+    same_training(by_partial, jax.jit(with_config, static_argnames="config"), X, Y, config=Config())
+    assert (with_options.__name__, with_options.__doc__) == ("with_options", "Docs.")
+    assert with_options.__wrapped__(make_state(), X, Y)[1]["loss"].shape == ()
+
+
+def test_inside_jit():
+    train_step = jzero.shard_train_step(train)
+
+    @jax.jit
+    def twice(state, x, y):
+        state, _ = train_step(state, x, y)
+        return train_step(state, x, y=y)
+
+    def reference(state, x, y):
+        return train(train(state, x, y)[0], x, y)
+
+    same_training(twice, jax.jit(reference), X, Y, num_steps=1)
+    same_training(jax.jit(train_step), jax.jit(train), X, Y)
+
+
+def test_inside_scan_inside_jit():
+    def many(step):
+        def run(state, xs, ys):
+            return jax.lax.scan(lambda state, xy: step(state, *xy), state, (xs, ys))
+
+        return jax.jit(run)
+
+    xs, ys = np.stack([X, X + 1, X - 1]), np.stack([Y, Y, Y + 1])
+    same_training(many(jzero.shard_train_step(train)), many(train), xs, ys, num_steps=1)
+
+
+def test_eval_shape():
+    shapes: Any = jax.eval_shape(jzero.shard_train_step(train), make_state(), X, Y)
+    expected: Any = jax.eval_shape(train, make_state(), X, Y)
+    same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), shapes, expected)
+    assert all(jax.tree.leaves(same))
+    assert len(jax.tree.leaves(same)) == len(jax.tree.leaves(expected))
+
+
+def test_debug_print(capfd):
+    def chatty(state, x, y):
+        state, metrics = train(state, x, y)
+        jax.debug.print("the loss is {loss} here", loss=metrics["loss"])
+        return state, metrics
+
+    _, metrics = jzero.shard_train_step(chatty)(make_state(), X, Y)
+    jax.effects_barrier()
+    printed = [float(n) for n in re.findall(r"the loss is (\S+) here", capfd.readouterr().out)]
+    # Each device prints the loss of its own part of the batch.
+    assert len(printed) in (1, 8)
+    assert np.mean(printed) == pytest.approx(float(metrics["loss"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "pmap_style"])
+def test_no_leaks(name):
+    """For each of the three ways in which a step is traced."""
+    entry = zoo.get(name)
+    (batch,) = entry.batches(1)
+    state = entry.init()
+    with jax.checking_leaks():
+        _, metrics = jzero.shard_train_step(entry.step, **entry.options)(state, *batch)
+    assert np.isfinite(metrics["loss"])
+
+
+def make_mesh(shape: Mapping[str, int], axis_type: AxisType = AxisType.Auto, first: int = 0) -> Any:
+    num = int(np.prod(list(shape.values())))
+    devices = jax.devices()[first : first + num]
+    axis_types = (axis_type,) * len(shape)
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types, devices=devices)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("given", ["set_mesh", "argument", "both"])
+def test_axis_types(given, axis_type):
+    mesh = make_mesh({"data": 4}, axis_type)
+    train_step = jzero.shard_train_step(train, mesh=None if given == "set_mesh" else mesh)
+    expected = make_state()
+    for _ in range(2):
+        expected, _ = jax.jit(train)(expected, X, Y)
+    with contextlib.nullcontext() if given == "argument" else jax.set_mesh(mesh):
+        state = train_step.shard(make_state(), X, Y)
+        for _ in range(2):
+            state, _ = train_step(state, X, Y)
+        assert state["params"]["w"].sharding.device_set == set(jax.devices()[:4])
+        state = zoo.to_host(train_step.unshard(state))
+    zoo.assert_trees_close(state, zoo.to_host(expected), zoo.FP32, f"{given}, {axis_type}")
+
+
+@pytest.mark.parametrize(
+    ("shape", "first"),
+    [
+        ({"node": 2, "local": 4}, 0),
+        ({"node": 4, "local": 2}, 0),
+        ({"data": 2}, 0),
+        ({"data": 4}, 4),
+    ],
+    ids=str,
+)
+def test_meshes(shape, first):
+    mesh = make_mesh(shape, first=first)
+    train_step = jzero.shard_train_step(train, mesh=mesh)
+    same_training(train_step, jax.jit(train), X, Y)
+    weights = train_step.shard(make_state(), X, Y)["params"]["w"]
+    assert weights.sharding.device_set == set(mesh.devices.flat)
+    assert weights.addressable_shards[0].data.size * mesh.size == weights.size
+
+
+def test_default_mesh_is_all_devices():
+    state, _ = jzero.shard_train_step(train)(make_state(), X, Y)
+    assert state["params"]["w"].sharding.device_set == set(jax.devices())
+    assert state["params"]["w"].addressable_shards[0].data.size == 8 * 16 // 8
+
+
+def buffers(tree: Any) -> list[int]:
+    return [
+        shard.data.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_placed_state_is_not_copied(stage):
+    train_step = jzero.shard_train_step(train, stage=stage)
+    placed = train_step.shard(make_state(), X, Y)
+    assert buffers(train_step.shard(placed, X, Y)) == buffers(placed)
+    state, _ = train_step(placed, X, Y)
+    assert buffers(train_step.shard(state, X, Y)) == buffers(state)
+    shardings = jax.tree.leaves(train_step.state_shardings(state, X, Y))
+    for leaf, sharding in zip(jax.tree.leaves(state), shardings, strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def test_state_is_donated():
+    train_step = jzero.shard_train_step(train)
+    placed = train_step.shard(make_state(), X, Y)
+    train_step(placed, X, Y)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(placed))
+
+
+def test_unplaced_state_survives():
+    """Only what is placed is donated: the caller's own arrays can be used again."""
+    train_step = jzero.shard_train_step(train)
+    state = make_state()
+    train_step.shard(state, X, Y)
+    first, _ = train_step(state, X, Y)
+    train_step(first, X, Y)
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(make_state()), zoo.FP32, "unplaced")
+
+
+def test_init_places():
+    train_step = jzero.shard_train_step(train)
+    state = train_step.init(make_state, 7)
+    expected = make_state(7)
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "init")
+    assert state["params"]["w"].addressable_shards[0].data.size == 8 * 16 // 8
+    before = zoo.to_host(state)
+    state, _ = train_step(state, X, Y)
+    expected, _ = jax.jit(train)(expected, X, Y)
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "init, one step")
+    assert not np.array_equal(before["params"]["w"], state["params"]["w"])
+
+
+def counting(step: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    """The step, and a list that grows with each time that Python runs it."""
+    runs: list[int] = []
+
+    @functools.wraps(step)
+    def counted(*args, **kwargs):
+        runs.append(len(runs))
+        return step(*args, **kwargs)
+
+    return counted, runs
+
+
+def test_step_is_traced_once():
+    step, runs = counting(with_scale)
+    train_step = jzero.shard_train_step(step)
+    state = make_state()
+    train_step.describe(state, X, Y)
+    train_step.plan(state, X, Y)
+    train_step.lower(state, X, Y)
+    train_step.state_shardings(state, X, Y)
+    state = train_step.shard(state, X, Y)
+    for _ in range(3):
+        state, _ = train_step(state, X, Y)
+    state, _ = train_step(state, y=Y, x=X)
+    state, _ = train_step(state, jnp.asarray(X), jnp.asarray(Y))
+    train_step.shard(state)
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "pmap_style"])
+def test_later_calls_trace_nothing(name):
+    """Even where typing refuses the step at first, and with the `step=0` of a fresh TrainState."""
+    entry = zoo.get(name)
+    step, runs = counting(entry.step)
+    train_step = jzero.shard_train_step(step, **entry.options)
+    (batch,) = entry.batches(1)
+    state, _ = train_step(entry.init(), *batch)
+    first = len(runs)
+    for _ in range(2):
+        state, _ = train_step(state, *batch)
+    assert 1 <= first <= 2
+    assert len(runs) == first
+
+
+def test_new_shapes_and_static_values_are_traced_again():
+    step, runs = counting(with_repeats)
+    train_step = jzero.shard_train_step(step, static_argnames="num_repeats")
+    state = make_state()
+    counts = []
+    for x, y, num_repeats in [
+        (X, Y, 1),
+        (X[:8], Y[:8], 1),
+        (X, Y, 2),
+        (X, Y, 1),
+        (X[:8], Y[:8], 1),
+    ]:
+        state, metrics = train_step(state, x, y, num_repeats=num_repeats)
+        counts.append(len(runs))
+    assert counts == [1, 2, 3, 3, 3]
+    assert int(state["count"]) == 6
+
+
+def test_later_calls_compile_nothing(caplog):
+    train_step = jzero.shard_train_step(train)
+
+    def compiled(state):
+        caplog.clear()
+        with jax.log_compiles():
+            state, _ = train_step(state, X, Y)
+        return state, [r.getMessage() for r in caplog.records if "ompil" in r.getMessage()]
+
+    state, first = compiled(make_state())
+    assert first
+    for _ in range(2):
+        state, later = compiled(state)
+        assert not later
+
+
+def test_batch_that_is_already_split():
+    mesh = make_mesh({"data": 8})
+    x, y = (jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (X, Y))
+    train_step = jzero.shard_train_step(train, mesh=mesh)
+    same_training(train_step, lambda state, *_: jax.jit(train)(state, X, Y), x, y)
+    assert not x.is_deleted()
+
+
+def test_two_steps_share_a_state():
+    """As GANs do, and scripts that fine-tune in phases; each step places the state as it needs."""
+
+    def only_bias(state, x, y):
+        new, metrics = train(state, x, y)
+        return {**new, "params": {**new["params"], "w": state["params"]["w"]}}, metrics
+
+    one, other = jzero.shard_train_step(train, stage=3), jzero.shard_train_step(only_bias, stage=1)
+    state, expected = make_state(), make_state()
+    for step, reference in [(one, train), (other, only_bias), (one, train)]:
+        state, _ = step(state, X, Y)
+        expected, _ = jax.jit(reference)(expected, X, Y)
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "shared")
+
+
+def test_plain_jit_evaluates_a_sharded_state():
+    @jax.jit
+    def evaluate(state, x):
+        return (x @ state["params"]["w"]).sum()
+
+    state, _ = jzero.shard_train_step(train)(make_state(), X, Y)
+    expected, _ = jax.jit(train)(make_state(), X, Y)
+    assert float(evaluate(state, X)) == pytest.approx(float(evaluate(expected, X)), rel=1e-4)
+
+
+def test_lowered_and_planned_without_arrays():
+    train_step = jzero.shard_train_step(train)
+    abstract = jax.eval_shape(make_state)
+    x, y = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (X, Y))
+    assert "all_gather" in train_step.lower(abstract, x, y).as_text()
+    assert train_step.plan(abstract, x, y) == train_step.plan(make_state(), X, Y)
+    assert hash(train_step.plan(abstract, x, y)) == hash(train_step.plan(make_state(), X, Y))
+    other = jzero.shard_train_step(train, stage=1).plan(abstract, x, y)
+    assert train_step.plan(abstract, x, y) != other
