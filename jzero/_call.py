@@ -158,7 +158,9 @@ def _hashable(name: str, value: Any) -> Hashable:
 
 def leaf_paths(tree: Any, root: str) -> list[str]:
     """`root['w']`, ... for every leaf, in the order of `jax.tree.leaves`."""
-    return [root + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [
+        root + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
 
 
 def is_key(dtype: Any, shape: Sequence[int]) -> bool:
@@ -259,10 +261,14 @@ def _misfits(path: str, leaf: Any, spec: P, axes: Mapping[str, int]) -> list[str
         names = spec_axes(entry)
         unknown = [name for name in names if name not in axes]
         if unknown:
-            return [f"{what}: its spec {spec} names axis {unknown[0]!r}; the data axes are {tuple(axes)}"]
+            return [
+                f"{what}: its spec {spec} names axis {unknown[0]!r}; the data axes are {tuple(axes)}"
+            ]
         parts = int(np.prod([axes[name] for name in names]))
         if leaf.shape[dim] % parts:
-            return [f"{what}: dim {dim} of size {leaf.shape[dim]} does not divide by {parts} devices"]
+            return [
+                f"{what}: dim {dim} of size {leaf.shape[dim]} does not divide by {parts} devices"
+            ]
     return []
 
 

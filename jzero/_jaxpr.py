@@ -214,6 +214,18 @@ def trace(
     return traced[0]
 
 
+def trace_whole(fn: Callable[[], Any]) -> Traced:
+    """Traces a function of no arguments; what it closes over becomes constants."""
+    jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)()
+    leaves, tree = jax.tree.flatten(shapes)
+    return Traced(*open_jaxpr(jaxpr), tree, leaves)
+
+
+def evaluate(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[Any]:
+    """Runs a traced function of no arguments."""
+    return core.eval_jaxpr(jaxpr, consts)
+
+
 def _reduce_mark_abstract(ct: Any, primal: Any) -> Any:
     del primal
     return ct

@@ -45,7 +45,7 @@ class Setting:
     @property
     def num_devices(self) -> int:
         """How many devices the step is sharded over."""
-        return _trace._num_devices(self.axes)
+        return _trace.num_devices(self.axes)
 
     @property
     def step_axes(self) -> dict[str, tuple[str, ...]]:
@@ -129,7 +129,7 @@ def build(
 
     folds = [not spec and _call.is_key(a.dtype, a.shape) for a, spec in zip(array_avals, specs, strict=True)]  # fmt: skip
     step_axes = {
-        name: _trace._num_devices({axis: setting.axes[axis] for axis in axes})
+        name: _trace.num_devices({axis: setting.axes[axis] for axis in axes})
         for name, axes in setting.step_axes.items()
     }
     traced = _trace.trace_step(
@@ -194,9 +194,7 @@ def _runner(
             axis_names=setting.step_axes,
             reduce_once=_plan.STAGES[setting.stage].reduce_once,
         )
-        values: list[Value] = [
-            _placed(x, leaf) for x, leaf in zip(state, plan.leaves, strict=True)
-        ]
+        values: list[Value] = [_placed(x, leaf) for x, leaf in zip(state, plan.leaves, strict=True)]
         values += [FullValue(x) for x in arrays]
         outs = interp.run(frame, values)
         finished = [
@@ -264,7 +262,7 @@ def _output_layouts(
             layouts.append(Shard(dims[0], setting.axis_names))
         else:
             layouts.append(_layout.FULL)
-            if not _trace.is_float(aval):
+            if not _trace.is_float(aval) and setting.num_devices > 1:
                 bad.append(describe_leaf(paths[i - num_state], aval.shape, aval.dtype))
     if bad:
         raise StepError(message(
@@ -325,9 +323,7 @@ def _shape_of_tree(tree: Any) -> str:
     return f"tree of {tree.num_leaves} leaves"
 
 
-def _check_varying_state(
-    plan: Plan, traced: _trace.TracedStep, averaged: Sequence[bool]
-) -> None:
+def _check_varying_state(plan: Plan, traced: _trace.TracedStep, averaged: Sequence[bool]) -> None:
     """Statistics may be averaged; a parameter or an integer that differs between devices may not."""
     differing = [
         (leaf, var, aval)
@@ -362,5 +358,3 @@ def _check_varying_state(
             WHO, [f"the update of {leaf} differs between devices" for leaf in updates],
             "Gradients must be reduced over the data axes before a parameter is updated.", edit,
         ))  # fmt: skip
-
-

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jzero import _call, _program
+from jzero import _call, _jaxpr, _program
 from jzero._errors import MeshError, OptionError, StateError, StepError, message
 from jzero._report import Report
 from jzero.sharding import _layout, _plan, _traffic
@@ -161,9 +161,12 @@ class ShardedTrainStep:
         Returns:
           The state, placed.
         """
-        shape = jax.eval_shape(lambda: init_fn(*args, **kwargs))
-        shardings = self.state_shardings(shape)
-        return jax.jit(lambda: init_fn(*args, **kwargs), out_shardings=shardings)()
+        # Traced once: every call of init_fn may make another optimizer, and so another tree.
+        traced = _jaxpr.trace_whole(lambda: init_fn(*args, **kwargs))
+        state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
+        shardings = jax.tree.leaves(self.state_shardings(state))
+        run = jax.jit(functools.partial(_jaxpr.evaluate, traced.jaxpr), out_shardings=shardings)
+        return jax.tree.unflatten(traced.out_tree, run(traced.consts))
 
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """Places a state that exists; leaves that already lie right are not copied.

@@ -97,7 +97,7 @@ def trace_step(
       StepError: the step cannot be made right; the message has the edit.
       Exception: whatever the step itself raises when traced.
     """
-    several = _num_devices(axes) > 1
+    several = num_devices(axes) > 1
 
     def folded(*leaves: Any) -> Any:
         with _data_axes(tuple(axes) if several else ()):
@@ -106,9 +106,9 @@ def trace_step(
                 for leaf, key in zip(leaves, keys, strict=True)
             ))  # fmt: skip
 
-    differs = frozenset(axes) if several else _analyse.NOWHERE
+    # One device is no special case: its plan and its refusals are those of many.
     in_varying = [
-        differs if vary or key else _analyse.NOWHERE
+        frozenset(axes) if vary or key else _analyse.NOWHERE
         for vary, key in zip(varying, keys, strict=True)
     ]
 
@@ -119,10 +119,10 @@ def trace_step(
             )
         return _analysed(traced, way, in_varying)
 
-    return _first_that_works(attempt, explicit_axis) if several else attempt(WRITTEN)
+    return _first_that_works(attempt, explicit_axis)
 
 
-def _num_devices(axes: dict[str, int]) -> int:
+def num_devices(axes: dict[str, int]) -> int:
     num = 1
     for size in axes.values():
         num *= size

@@ -140,20 +140,36 @@ def apply(
     settled = [interp.settle(frame, a, v) for a, v in zip(eqn.invars, ins, strict=True)]
     rule = _rules.rule_for(eqn)
     if rule is not None and not any(frame.varies(out) for out in eqn.outvars):
+        known = _known_view(interp, eqn, rule, settled)
+        if known is not None and known[1] in known[0].views:
+            return [known[0].views[known[1]]]
         outs = _apply_on_shards(interp, frame, eqn, rule, settled)
         if outs is not None:
             name = next((v.name for v in settled if isinstance(v, ShardValue)), "")
-            return [dataclasses.replace(out, name=name) for out in outs]
+            outs = [dataclasses.replace(out, name=name) for out in outs]
+            if known is not None and isinstance(outs[0], ShardValue):
+                known[0].views[known[1]] = outs[0]
+            return outs
     whole = [interp.devices.full(value) for value in settled]
     return [FullValue(out) for out in _jaxpr.bind(eqn, *whole)]
+
+
+def _known_view(
+    interp: Interpreter, eqn: _jaxpr.Eqn, rule: _rules.Rule, ins: list[FullValue | ShardValue]
+) -> tuple[ShardValue, object] | None:
+    """The shard of which the equation makes a view, and the key under which it is remembered."""
+    if not (rule.linear and len(ins) == 1 and isinstance(ins[0], ShardValue)):
+        return None
+    return ins[0], (interp.devices.scope, eqn.primitive.name, str(eqn.params))
 
 
 def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unreduced | None:
     """The result before its reduction, if every operand still waits for one and may go on waiting."""
     name, out = eqn.primitive.name, eqn.outvars[0]
     scalar_sum = name == "add" and out.aval.ndim == 0
+    collects = name == "add" and any(isinstance(v, Unreduced) and v.collecting for v in ins)
     rule = _rules.RULES.get(name)
-    if not (scalar_sum or (rule is not None and rule.linear)):
+    if not (scalar_sum or collects or (rule is not None and rule.linear)):
         return None
     if scalar_sum:  # Python's sum() starts from a literal 0.
         atoms = zip(eqn.invars, ins, strict=True)
@@ -173,7 +189,8 @@ def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unr
     wire = jnp.result_type(*(value.x.dtype for value in ins))
     xs = [value.x if not rest else value.x.astype(first.dtype) for value in ins]
     (x,) = _jaxpr.bind(eqn, *xs)
-    return dataclasses.replace(first, x=x.astype(wire), scale=scales.pop() if scales else None)
+    scale = scales.pop() if scales else None
+    return dataclasses.replace(first, x=x.astype(wire), scale=scale, collecting=collects)
 
 
 def _apply_on_shards(
@@ -304,9 +321,7 @@ def _collective(
     names: dict[str, Any] = {}
     for param in ("axes", "axis_name"):
         if param in eqn.params:
-            axes = tuple(
-                axis for name in _analyse.axes_of(eqn) for axis in interp.axis_names[name]
-            )
+            axes = tuple(axis for name in _analyse.axes_of(eqn) for axis in interp.axis_names[name])
             names[param] = axes
     if eqn.primitive.name == "axis_index":
         return [FullValue(lax.axis_index(names["axis_name"]))]
@@ -365,15 +380,13 @@ def _cond(
     operands = [
         interp.settle(frame, atom, v) for atom, v in zip(eqn.invars[1:], operands, strict=True)
     ]
-    dims = [
-        None if divergent else interp.carried_dim(frame, out, operands) for out in eqn.outvars
-    ]
+    dims = [None if divergent else interp.carried_dim(frame, out, operands) for out in eqn.outvars]
     pending = [divergent and _analyse.is_unreduced(frame, out) for out in eqn.outvars]
 
     def branch(child: Frame) -> Callable[[list[Any]], list[Any]]:
         def body(arrays: list[Any]) -> list[Any]:
             inner = interp.inside(divergent)
-            values = [_with_array(v, x) for v, x in zip(operands, arrays, strict=True)]
+            values = [_like(v)(x) for v, x in zip(operands, arrays, strict=True)]
             outs = inner.run(child, values)
             return [
                 value.x.astype(out.aval.dtype)
@@ -422,16 +435,18 @@ def _scan(
     slices = [
         _scanned(interp.settle(frame, a, v), interp) for a, v in zip(xs_atoms, xs, strict=True)
     ]
-    y_dims: list[int | None] = []
+    y_forms: list[Callable[[Any], Value]] = []
     scales: dict[int, float] = {}
 
     def body(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         inner = interp.inside()
         carried = [
-            Unreduced(x, None, x.dtype) if i in sums else _value(x, dims[i])
+            Unreduced(x, None, x.dtype, collecting=True)
+            if i in sums
+            else _value(x, dims[i], init[i].name)
             for i, x in enumerate(carry)
         ]
-        sliced = [_with_array(v, x, -1) for v, x in zip(slices, arrays, strict=True)]
+        sliced = [_like(v, -1)(x) for v, x in zip(slices, arrays, strict=True)]
         outs = inner.run(child, [*consts, *carried, *sliced])
         carry_outs, y_outs = split(outs, scan.num_carry)
         carry_atoms, y_atoms = split(child.jaxpr.outvars, scan.num_carry)
@@ -441,7 +456,7 @@ def _scan(
             for i, (atom, value) in enumerate(zip(carry_atoms, carry_outs, strict=True))
         ]
         ys = [inner.settle(child, a, v) for a, v in zip(y_atoms, y_outs, strict=True)]
-        y_dims[:] = [v.dim if isinstance(v, ShardValue) else None for v in ys]
+        y_forms[:] = [_like(v, 1) for v in ys]
         return new_carry, [value.x for value in ys]
 
     carry, ys = lax.scan(
@@ -456,10 +471,8 @@ def _scan(
             before = interp.as_dim(frame, init_atoms[i], init[i], dims[i])
             outs.append(dataclasses.replace(total, x=total.x + before))
         else:
-            outs.append(_value(x, dims[i]))
-    return outs + [
-        _value(y, None if dim is None else dim + 1) for y, dim in zip(ys, y_dims, strict=True)
-    ]
+            outs.append(_value(x, dims[i], init[i].name))
+    return outs + [form(y) for form, y in zip(y_forms, ys, strict=True)]
 
 
 def _while(
@@ -530,11 +543,10 @@ def _value(x: Any, dim: int | None, name: str = "") -> FullValue | ShardValue:
     return FullValue(x, name) if dim is None else ShardValue(x, dim, name)
 
 
-def _with_array(value: FullValue | ShardValue, x: Any, offset: int = 0) -> FullValue | ShardValue:
-    """The same layout and name around another array, `dim` moved by `offset`."""
-    return _value(
-        x, value.dim + offset if isinstance(value, ShardValue) else None, value.name
-    )
+def _like(value: FullValue | ShardValue, offset: int = 0) -> Callable[[Any], Value]:
+    """Wraps an array in the layout and name of `value`, `dim` moved by `offset`."""
+    dim = value.dim + offset if isinstance(value, ShardValue) else None
+    return lambda x: _value(x, dim, value.name)
 
 
 Handler = Callable[[Interpreter, Frame, int, _jaxpr.Eqn, list[Value]], list[Value]]

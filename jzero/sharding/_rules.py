@@ -76,7 +76,9 @@ def _reshape(eqn: _jaxpr.Eqn) -> DimMaps:
         return [(None,) * len(s) for s in _shapes(eqn)]
     starts = {math.prod(out[:d]): d for d, size in enumerate(out) if size > 1}
     return [
-        tuple(starts.get(math.prod(shape[:d])) if size > 1 else None for d, size in enumerate(shape))
+        tuple(
+            starts.get(math.prod(shape[:d])) if size > 1 else None for d, size in enumerate(shape)
+        )
     ]
 
 

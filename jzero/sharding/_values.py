@@ -30,7 +30,8 @@ class ShardValue:
     """This device's slice along `dim` of a value that is the same on all devices.
 
     `gathered` keeps the whole value for the pass (see `Devices.scope`) that asked for it. `view_of` is
-    the value this one only rearranges, and how: the two share a gather.
+    the value this one only rearranges, and how: the two share a gather. `views` are the casts and
+    rearrangements already made of it, so that a step that casts twice gathers once.
     """
 
     x: Any
@@ -38,13 +39,15 @@ class ShardValue:
     name: str = ""
     view_of: tuple[ShardValue, Callable[[Any], Any]] | None = None
     gathered: dict[object, Any] = dataclasses.field(default_factory=dict)
+    views: dict[object, ShardValue] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
 class Unreduced:
     """`scale` times the sum over the devices of `x`, presented as `dtype`; summed when first needed.
 
-    A running sum that has collected nothing yet has no `scale`: it takes that of what it is added to.
+    A running sum of reductions (`collecting`) has no `scale` before the first: it takes that of what is
+    added to it.
     `x` keeps the dtype in which the step wrote the reduction, so a cast after it changes no traffic.
     """
 
@@ -52,6 +55,7 @@ class Unreduced:
     scale: float | None
     dtype: Any
     name: str = ""
+    collecting: bool = False
     reduced: FullValue | ShardValue | None = None
 
 
