@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jzero._errors import BatchError, OptionError, StateError, StepError, describe_leaf, message
 
 WHO = "shard_train_step"
+_REST = inspect.Parameter.VAR_POSITIONAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +65,16 @@ class Signature:
                 "Write step_fn(state, batch)."))  # fmt: skip
         numbers = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
         strings = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
-        variadic = {p.name for p in signature.parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}  # fmt: skip
+        kinds = [parameter.kind for parameter in signature.parameters.values()]
+        rest = kinds.index(_REST) if _REST in kinds else None
 
         def resolve(option: str, key: str | int) -> str:
+            if isinstance(key, int) and rest is not None and key >= rest:
+                return f"{names[rest]}[{key - rest}]"
             if isinstance(key, int) and -len(names) <= key < len(names):
                 return names[key]
-            if isinstance(key, int) and variadic:
-                return f"{next(iter(variadic))}[{key - len(names) + 1}]"
-            if key in names or (isinstance(key, str) and variadic):
-                return str(key)
+            if isinstance(key, str) and (key in names or inspect.Parameter.VAR_KEYWORD in kinds):
+                return key
             raise OptionError(message(
                 WHO, f"{option} names {key!r}, and step_fn's parameters are {names}",
                 f"{option} takes parameter names or positions.", "Correct or drop it."))  # fmt: skip

@@ -71,7 +71,7 @@ def grad(
 def marking() -> Iterator[None]:
     """While it is open, gradients taken by these names are marked, jax.grad's own included."""
     token = _marking.set(True)
-    jax.value_and_grad, jax.grad = value_and_grad, grad
+    jax.value_and_grad, jax.grad = value_and_grad, grad  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -86,10 +86,10 @@ def _differentiate(
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         def marked(*inner: Any, **inner_kwargs: Any) -> Any:
-            inner = list(inner)
+            leaves = list(inner)
             for i in numbers:
-                inner[i] = jax.tree.map(_mark_leaf, inner[i])
-            return fun(*inner, **inner_kwargs)
+                leaves[i] = jax.tree.map(_mark_leaf, leaves[i])
+            return fun(*leaves, **inner_kwargs)
 
         target = marked if _marking.get() else fun
         return transform(target, argnums, has_aux, **options)(*args, **kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -19,10 +19,12 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 Literal = core.Literal
-Var = core.Var
-Jaxpr = core.Jaxpr
-Eqn = core.JaxprEqn
-Atom = Any  # Var | Literal
+
+# JAX's own classes move between releases; these names say which is meant.
+Var: TypeAlias = Any
+Jaxpr: TypeAlias = Any
+Eqn: TypeAlias = Any
+Atom: TypeAlias = Any  # Var | Literal
 
 
 class Traced(NamedTuple):
@@ -242,7 +244,7 @@ mlir.register_lowering(reduce_mark_p, lambda ctx, ct, primal: [ct])
 def _reduce_mark_jvp(primals: Any, tangents: Any) -> Any:
     (ct, primal), (ct_dot, _) = primals, tangents
     out = reduce_mark_p.bind(ct, primal)
-    return out, ad.Zero.from_primal_value(out) if isinstance(ct_dot, ad.Zero) else (
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval()) if isinstance(ct_dot, ad.Zero) else (
         reduce_mark_p.bind(ct_dot, primal)
     )
 

@@ -127,7 +127,10 @@ def build(
             static,
         )
 
-    folds = [not spec and _call.is_key(a.dtype, a.shape) for a, spec in zip(array_avals, specs, strict=True)]  # fmt: skip
+    folds = [
+        not any(spec) and _call.is_key(aval.dtype, aval.shape)
+        for aval, spec in zip(array_avals, specs, strict=True)
+    ]
     step_axes = {
         name: _trace.num_devices({axis: setting.axes[axis] for axis in axes})
         for name, axes in setting.step_axes.items()
@@ -310,7 +313,7 @@ def _structure_difference(outs: Any, tree: Any) -> str:
     if not isinstance(outs, (tuple, list)) or not (old & new):
         return f"step_fn returned {_shape_of(outs)}, and the state is a {_shape_of_tree(tree)}"
     missing, extra = sorted(old - new)[:4], sorted(new - old)[:4]
-    parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"new {', '.join(extra)}"] * bool(extra)  # fmt: skip
+    parts = [f"{kind} {', '.join(paths)}" for kind, paths in (("missing", missing), ("new", extra)) if paths]
     return f"the state's structure changes: {'; '.join(parts) or 'its containers differ'}"
 
 

@@ -61,7 +61,7 @@ class Report:
         )
 
     def _at_rest(self) -> list[str]:
-        rows = [("at rest", "leaves", "sharded", "whole", "on each device")]
+        rows: list[tuple[str, ...]] = [("at rest", "leaves", "sharded", "whole", "on each device")]
         for role in (PARAMETER, OPTIMIZER, OTHER):
             leaves = [leaf for leaf in self.plan.leaves if leaf.role == role]
             if leaves:
@@ -99,7 +99,7 @@ class Report:
             groups.setdefault((c.op, c.dtype, ",".join(c.axes)), []).append(c)
         if not groups:
             return ["A step moves nothing between devices."]
-        rows = [("per step", "dtype", "axes", "collectives", "elements")]
+        rows: list[tuple[str, ...]] = [("per step", "dtype", "axes", "collectives", "elements")]
         for key, group in sorted(groups.items()):
             runs, elements = (
                 sum(c.times for c in group), sum(c.total_elements for c in group)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jzero import _call, _jaxpr, _program
-from jzero._errors import MeshError, OptionError, StateError, StepError, message
+from jzero._errors import MeshError, OptionError, StateError, message
 from jzero._report import Report
 from jzero.sharding import _layout, _plan, _traffic
 
@@ -119,6 +119,10 @@ class ShardedTrainStep:
             raise OptionError(message(
                 WHO, "step_fn is already a ShardedTrainStep", "A step is sharded once.",
                 "Pass its __wrapped__."))  # fmt: skip
+        if hasattr(step_fn, "lower") and not hasattr(step_fn, "trace"):  # jit's functions have both.
+            raise OptionError(message(
+                WHO, "step_fn was made by jax.pmap", "jzero runs the step on all devices itself.",
+                "Pass the function inside, with the axis_name= that pmap had."))  # fmt: skip
         self._step_fn = step_fn
         self._stage = stage
         self._mesh = mesh
@@ -139,7 +143,7 @@ class ShardedTrainStep:
           StateError, BatchError, StepError: see the message; the state is left as it was.
         """
         call = self._signature.bind(args, kwargs)
-        program = self._program(call)
+        program = self._program_for(call)
         state, tree = jax.tree.flatten(call.state)
         arrays = jax.tree.leaves(call.arrays)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in [*state, *arrays]):
@@ -200,8 +204,11 @@ class ShardedTrainStep:
         setting = self._setting()
         abstract = _call.abstract(state, "state")
         leaves, tree = jax.tree.flatten(abstract)
+        shardings: list[NamedSharding] | None
         if args or kwargs:
-            shardings = self._program(self._signature.bind((state, *args), kwargs)).state_shardings
+            shardings = self._program_for(
+                self._signature.bind((state, *args), kwargs)
+            ).state_shardings
         else:
             shardings = self._layouts.get(_state_key(setting, leaves, tree))
         if shardings is None:
@@ -214,7 +221,7 @@ class ShardedTrainStep:
 
     def plan(self, *args: Any, **kwargs: Any) -> _plan.Plan:
         """The plan for `(state, *args)`: arrays or `ShapeDtypeStruct`s; nothing runs."""
-        return self._program(self._signature.bind(args, kwargs)).plan
+        return self._program_for(self._signature.bind(args, kwargs)).plan
 
     def describe(self, *args: Any, **kwargs: Any) -> Report:
         """What a step on `(state, *args)` keeps where and moves between devices; print it.
@@ -222,17 +229,17 @@ class ShardedTrainStep:
         Arrays or `ShapeDtypeStruct`s; nothing runs, and with an abstract mesh no device is needed.
         """
         call = self._signature.bind(args, kwargs)
-        program = self._program(call)
+        program = self._program_for(call)
         jaxpr = jax.make_jaxpr(program.run)(*_placed_inputs(call, program))
         return Report(program.plan, tuple(_traffic.collectives(jaxpr)), program.keys)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
         call = self._signature.bind(args, kwargs)
-        program = self._program(call)
+        program = self._program_for(call)
         return program.jitted.lower(*_placed_inputs(call, program))
 
-    def _program(self, call: _call.Call) -> _program.Program:
+    def _program_for(self, call: _call.Call) -> _program.Program:
         """The program for this call's shapes, built once."""
         setting = self._setting()
         state, arrays = _call.abstract(call.state, "state"), {

@@ -134,7 +134,7 @@ def _first_that_works(attempt: Callable[[str], TracedStep], explicit_axis: bool)
     if not explicit_axis:
         try:
             typed = attempt(TYPED)
-        except Exception as error:  # noqa: BLE001 - typing refuses with many types; retried below.
+        except Exception as error:
             refusal = error
         else:
             if not has_collectives(typed.frame):
@@ -216,7 +216,7 @@ def global_shapes(
     try:
         one = dict.fromkeys(axes, 1)
         traced = _jaxpr.trace(flat_step, avals, one, [False] * len(avals), typed=False)
-    except Exception:  # noqa: BLE001 - a step that knows its batch size cannot be asked.
+    except Exception:
         return None
     return [aval.shape for aval in traced.out_avals]
 

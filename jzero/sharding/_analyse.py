@@ -345,7 +345,7 @@ class Links:
 
     def _link_frame(self, frame: Frame) -> None:
         for index, eqn in enumerate(frame.jaxpr.eqns):
-            name, children = eqn.primitive.name, frame.children.get(index)
+            name, children = eqn.primitive.name, frame.children.get(index, [])
             if name == "scan":
                 self._link_scan(frame, eqn, children[0])
             elif name == "while":
@@ -362,7 +362,7 @@ class Links:
                     self._link(frame, x, frame, y)
             else:
                 self._link_rule(frame, eqn)
-            for child in children or ():
+            for child in children:
                 self._link_frame(child)
 
     def _link_rule(self, frame: Frame, eqn: _jaxpr.Eqn) -> None:
@@ -453,11 +453,11 @@ class _Needs:
     def _operands(
         self, frame: Frame, index: int, eqn: _jaxpr.Eqn, outs: list[bool]
     ) -> Sequence[bool]:
-        name, children = eqn.primitive.name, frame.children.get(index)
+        name, children = eqn.primitive.name, frame.children.get(index, [])
         if name == "scan":
             return self._scan(eqn, children[0], outs)
         if name == "while":
-            return self._while(eqn, *children, outs)
+            return self._while(eqn, children, outs)
         if name == "cond":
             needs = [self.flow(child, outs) for child in children]
             diverges = bool(frame.reads(eqn)[0])
@@ -480,8 +480,8 @@ class _Needs:
                 return ins
             carry = [b or c for b, c in zip(before, carry, strict=True)]
 
-    def _while(self, eqn: _jaxpr.Eqn, cond: Frame, body: Frame, outs: list[bool]) -> list[bool]:
-        loop, carry = _jaxpr.while_parts(eqn), outs
+    def _while(self, eqn: _jaxpr.Eqn, children: list[Frame], outs: list[bool]) -> list[bool]:
+        loop, (cond, body), carry = _jaxpr.while_parts(eqn), children, outs
         while True:
             in_cond, cond_carry = split(self.flow(cond, [True]), loop.num_cond_consts)
             in_body, body_carry = split(self.flow(body, carry), loop.num_body_consts)

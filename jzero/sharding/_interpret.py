@@ -171,23 +171,24 @@ def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unr
     rule = _rules.RULES.get(name)
     if not (scalar_sum or collects or (rule is not None and rule.linear)):
         return None
-    if scalar_sum:  # Python's sum() starts from a literal 0.
-        atoms = zip(eqn.invars, ins, strict=True)
-        ins = [v for a, v in atoms if not (_jaxpr.is_literal(a) and a.val == 0)]
-        if len(ins) == 1:
-            return ins[0] if isinstance(ins[0], Unreduced) else None
-    first, *rest = ins
-    if not all(isinstance(value, Unreduced) and value.reduced is None for value in ins):
+    # Python's sum() starts from a literal 0.
+    zeros = [scalar_sum and _jaxpr.is_literal(a) and a.val == 0 for a in eqn.invars]
+    terms = [value for value, zero in zip(ins, zeros, strict=True) if not zero]
+    waiting = [v for v in terms if isinstance(v, Unreduced) and v.reduced is None]
+    if not waiting or len(waiting) < len(terms):
         return None
+    first, *rest = waiting
+    if scalar_sum and not rest:
+        return first
     if name == "convert_element_type":
         dtype = eqn.params["new_dtype"]
         floats = [jnp.issubdtype(d, jnp.floating) for d in (dtype, first.dtype, first.x.dtype)]
         return dataclasses.replace(first, dtype=dtype) if all(floats) else None
-    scales = {value.scale for value in ins} - {None}
+    scales = {value.scale for value in waiting} - {None}
     if len(scales) > 1 or any(value.dtype != first.dtype for value in rest):
         return None
-    wire = jnp.result_type(*(value.x.dtype for value in ins))
-    xs = [value.x if not rest else value.x.astype(first.dtype) for value in ins]
+    wire = jnp.result_type(*(value.x.dtype for value in waiting))
+    xs = [value.x if not rest else value.x.astype(first.dtype) for value in waiting]
     (x,) = _jaxpr.bind(eqn, *xs)
     scale = scales.pop() if scales else None
     return dataclasses.replace(first, x=x.astype(wire), scale=scale, collecting=collects)
@@ -377,16 +378,16 @@ def _cond(
             FullValue(interp.full(frame, atom, value), value.name)
             for atom, value in zip(eqn.invars[1:], operands, strict=True)
         ]
-    operands = [
+    settled = [
         interp.settle(frame, atom, v) for atom, v in zip(eqn.invars[1:], operands, strict=True)
     ]
-    dims = [None if divergent else interp.carried_dim(frame, out, operands) for out in eqn.outvars]
+    dims = [None if divergent else interp.carried_dim(frame, out, settled) for out in eqn.outvars]
     pending = [divergent and _analyse.is_unreduced(frame, out) for out in eqn.outvars]
 
     def branch(child: Frame) -> Callable[[list[Any]], list[Any]]:
         def body(arrays: list[Any]) -> list[Any]:
             inner = interp.inside(divergent)
-            values = [_like(v)(x) for v, x in zip(operands, arrays, strict=True)]
+            values = [_like(v)(x) for v, x in zip(settled, arrays, strict=True)]
             outs = inner.run(child, values)
             return [
                 value.x.astype(out.aval.dtype)
@@ -402,7 +403,7 @@ def _cond(
     arrays = lax.switch(
         interp.full(frame, eqn.invars[0], choice).astype(jnp.int32),
         [branch(child) for child in frame.children[index]],
-        [value.x for value in operands],
+        [value.x for value in settled],
     )
     scale = 1 / interp.devices.num
     return [

@@ -1,0 +1,309 @@
+"""Wrong uses, each refused with who, what was found, the rule and the edit; nothing is consumed."""
+
+from jax import grad as early_grad  # Bound before jzero could see it.  # isort: skip
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jzero
+
+W = jnp.ones((8, 8))
+X = jnp.ones((16, 8))
+
+
+def loss_fn(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+def step(w, x):
+    loss, g = jax.value_and_grad(loss_fn)(w, x)
+    return w - 0.1 * g, {"loss": loss}
+
+
+def refuses(error, text, fn, *args, **kwargs):
+    """`fn` raises jzero's own error with all of `text` in it, and leaves its arguments alive."""
+    with pytest.raises(error) as caught:
+        fn(*args, **kwargs)
+    assert isinstance(caught.value, jzero.JzeroError)
+    for part in [text] if isinstance(text, str) else text:
+        assert part in str(caught.value)
+    assert not any(
+        x.is_deleted() for x in jax.tree.leaves((args, W, X)) if isinstance(x, jax.Array)
+    )
+
+
+def sharded(fn=step, **options):
+    return jzero.shard_train_step(fn, **options)
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [4, -1, "3", True, None])
+def test_stage(stage):
+    refuses(ValueError, [f"stage={stage!r}", "Stages are 0, 1, 2 and 3"], sharded, stage=stage)
+
+
+def test_step_fn_is_not_a_function():
+    refuses(ValueError, "step_fn is a int", sharded, 3)
+
+
+def test_step_fn_is_already_sharded():
+    refuses(ValueError, ["already a ShardedTrainStep", "__wrapped__"], sharded, sharded())
+
+
+def test_step_fn_takes_no_arguments():
+    refuses(TypeError, "takes no arguments", sharded, lambda: None)
+
+
+def test_pmapped_step():
+    pmapped = jax.pmap(step, axis_name="batch")
+    refuses(ValueError, ["jax.pmap", "axis_name="], sharded, pmapped)
+
+
+def test_unknown_static_name():
+    found = "static_argnames names 'cfg', and step_fn's parameters are ['w', 'x']"
+    refuses(ValueError, found, sharded, static_argnames="cfg")
+
+
+def test_unknown_static_position():
+    refuses(ValueError, "static_argnums names 7", sharded, static_argnums=7)
+
+
+def test_static_state():
+    refuses(ValueError, "the state 'w' is declared static", sharded, static_argnums=0)
+
+
+def test_unhashable_static_argument():
+    train_step = sharded(lambda w, x, cfg: step(w, x), static_argnames="cfg")
+    refuses(ValueError, ["'cfg' is a list", "hashed"], train_step, W, X, cfg=[1])
+
+
+def test_specs_for_the_state():
+    refuses(ValueError, "The stage decides", sharded, in_specs={"w": P("data")})
+
+
+def test_specs_for_an_unknown_argument():
+    refuses(ValueError, "in_specs names 'y'", sharded, in_specs={"y": P()})
+
+
+def test_specs_of_another_structure():
+    train_step = sharded(in_specs={"x": {"a": P(), "b": P()}})
+    refuses(ValueError, "in_specs['x'] does not fit", train_step, W, X)
+
+
+def test_specs_with_an_unknown_axis():
+    train_step = sharded(in_specs={"x": P("model")})
+    refuses(ValueError, ["names axis 'model'", "('data',)"], train_step, W, X)
+
+
+def test_specs_with_too_many_dims():
+    train_step = sharded(in_specs={"x": P(None, None, "data")})
+    refuses(ValueError, "fewer dims than its spec", train_step, W, X)
+
+
+# -- meshes ----------------------------------------------------------------------------------------
+
+
+def test_mesh_is_not_a_mesh():
+    refuses(ValueError, ["mesh is a int", "jax.make_mesh"], sharded(mesh=8), W, X)
+
+
+def test_unknown_axis():
+    mesh = jax.make_mesh((8,), ("data",))
+    found = "axis_names has ['model'], and the mesh has ('data',)"
+    refuses(ValueError, found, sharded(mesh=mesh, axis_names="model"), W, X)
+
+
+def test_axes_left_over():
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    train_step = sharded(mesh=mesh, axis_names="data")
+    refuses(ValueError, "mesh axes ['model'] are not among axis_names", train_step, W, X)
+
+
+def test_axis_name_is_one_of_several():
+    mesh = jax.make_mesh((4, 2), ("node", "local"))
+    refuses(ValueError, "is only one of", sharded(mesh=mesh, axis_name="local"), W, X)
+
+
+def test_mesh_of_other_devices_than_the_context():
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        refuses(ValueError, "jax.set_mesh's has {'data': 8}", sharded(mesh=mesh), W, X)
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def test_batch_is_not_divisible_and_every_leaf_is_named():
+    def fn(w, batch):
+        return step(w, batch["x"])
+
+    batch = {"x": X[:12], "y": [X[:3, 0], X]}
+    texts = [
+        "2 leaves fail",
+        "batch['x'] float32[12,8]: dim 0 of size 12 does not divide by 8 devices",
+        "batch['y'][0] float32[3]",
+        "in_specs",
+    ]
+    refuses(ValueError, texts, sharded(fn), W, batch)
+
+
+def test_argument_is_not_an_array():
+    texts = ["x is a str: 'train'", "static_argnames"]
+    refuses(ValueError, texts, sharded(), W, "train")
+
+
+def test_state_leaf_is_not_an_array():
+    train_step = sharded(lambda s, x: (s, x.mean()))
+    state = {"w": W, "fn": jnp.tanh, "name": "mlp"}
+    texts = ["state['fn'] is a", "state['name'] is a str", "pytree_node=False"]
+    refuses(ValueError, texts, train_step, state, X)
+
+
+def test_donated_state_used_again():
+    train_step = sharded()
+    old = train_step.shard(W)
+    train_step(old, X)
+    with pytest.raises(jzero.StateError, match=r"already donated: state.*the last step returned"):
+        train_step(old, X)
+
+
+def test_donated_state_cannot_be_placed_again():
+    train_step = sharded()
+    old = train_step.shard(W)
+    train_step(old, X)
+    for again in (train_step.shard, train_step.unshard):
+        with pytest.raises(jzero.StateError, match="already donated"):
+            again(old)
+
+
+# -- what the step returns -------------------------------------------------------------------------
+
+
+def test_only_metrics_are_returned():
+    train_step = sharded(lambda w, x: {"loss": loss_fn(w, x)})
+    refuses(ValueError, ["returned one dict", "Return (new_state, metrics)"], train_step, W, X)
+
+
+def test_nothing_is_returned():
+    refuses(ValueError, "step_fn returned one NoneType", sharded(lambda w, x: None), W, X)
+
+
+def test_the_state_comes_second():
+    train_step = sharded(lambda s, x: (loss_fn(s["w"], x), s))
+    refuses(ValueError, "Return (new_state, metrics)", train_step, {"w": W}, X)
+
+
+def test_the_states_structure_changes():
+    train_step = sharded(lambda s, x: ({"w": s["w"], "ema": s["w"]}, x.mean()))
+    texts = ["structure changes", "missing state['b']", "new state['ema']"]
+    refuses(ValueError, texts, train_step, {"w": W, "b": W}, X)
+
+
+def test_a_leafs_dtype_and_shape_change():
+    train_step = sharded(lambda s, x: {"a": s["a"].astype(jnp.bfloat16), "b": s["b"][:4]})
+    texts = ["state['a'] float32[8,8] became bfloat16[8, 8]", "state['b'] float32[8,8] became"]
+    refuses(ValueError, texts, train_step, {"a": W, "b": W}, X)
+
+
+def test_an_integer_metric_differs():
+    train_step = sharded(lambda w, x: (step(w, x)[0], {"hits": (x > 0).sum()}))
+    texts = ["output[1]['hits'] int32[] differs between devices", "astype"]
+    refuses(TypeError, texts, train_step, W, X)
+
+
+def test_an_integer_in_the_state_differs():
+    def fn(s, x):
+        return {"w": step(s["w"], x)[0], "seen": s["seen"] + (x > 0).sum()}
+
+    texts = ["the new state['seen'] int32[] differs between devices", "jax.lax.psum"]
+    refuses(ValueError, texts, sharded(fn), {"w": W, "seen": jnp.zeros((), jnp.int32)}, X)
+
+
+# -- where gradients are reduced -------------------------------------------------------------------
+
+
+def test_a_data_parallel_step_forgets_its_gradients():
+    def fn(w, x):
+        loss, g = jax.value_and_grad(loss_fn)(w, x)
+        return w - 0.1 * g, jax.lax.pmean(loss, "batch")
+
+    texts = ["the update of state float32[8,8] differs between devices", "jax.lax.pmean"]
+    refuses(TypeError, texts, sharded(fn, axis_name="batch"), W, X)
+
+
+def untypable(w, x):
+    """A scan that starts from a constant, which JAX's varying-axes typing refuses."""
+    h, _ = jax.lax.scan(lambda h, x_t: (jnp.tanh(h + x_t @ w), None), jnp.zeros(8), x)
+    return jnp.mean(h**2)
+
+
+def test_no_gradient_is_seen():
+    def fn(w, x):
+        return w - 0.1 * early_grad(untypable)(w, x)
+
+    texts = ["typing refuses this step", "from jax import grad", "jzero.grad"]
+    refuses(TypeError, texts, sharded(fn), W, X)
+
+
+def test_one_gradient_of_two_is_seen():
+    def fn(s, x):
+        g = jax.grad(untypable)(s["a"], x)
+        early = early_grad(untypable)(s["b"], x)
+        return {"a": s["a"] - 0.1 * g, "b": s["b"] - 0.1 * early}
+
+    texts = ["the update of state['b'] float32[8,8] differs between devices", "jzero.grad"]
+    refuses(TypeError, texts, sharded(fn), {"a": W, "b": W}, X)
+
+
+def test_a_search_whose_length_differs_between_devices():
+    """Gradients inside a loop that devices leave at different times would hang."""
+
+    def fn(w, x):
+        def body(carry):
+            w, _ = carry
+            return w - 0.1 * jax.grad(loss_fn)(w, x), x.sum()
+
+        return jax.lax.while_loop(lambda c: c[1] < x.sum(), body, (w, jnp.zeros(())))[0]
+
+    refuses(TypeError, "the update of state float32[8,8] differs", sharded(fn), W, X)
+
+
+def test_the_steps_own_error_is_its_own():
+    """Retries do not hide what the user's code raises."""
+
+    def fn(w, x):
+        raise ZeroDivisionError("in the step")
+
+    with pytest.raises(ZeroDivisionError, match="in the step"):
+        sharded(fn)(W, X)
+
+
+def test_nnx_step_adds_a_variable():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def fn(model, x):
+        model.extra = nnx.Param(jnp.ones(8))
+        return jnp.mean(model(x))
+
+    step_fn, state = jzero.from_nnx(fn, model)
+    refuses(TypeError, "changes the structure of its objects", sharded(step_fn), state, X)
+
+
+def test_jax_grad_is_restored_after_a_retry():
+    assert jax.grad is early_grad
+    train_step = sharded(lambda w, x: w - 0.1 * jax.grad(untypable)(w, x))
+    assert train_step.plan(W, X).reductions == "marked"
+    assert jax.grad is early_grad
+
+
+def test_numpy_and_python_leaves_are_fine():
+    """The opposite of an error: what jit takes, a sharded step takes."""
+    train_step = sharded(lambda s, x: ({"w": step(s["w"], x)[0], "n": s["n"] + 1}, None))
+    state, _ = train_step({"w": np.ones((8, 8), np.float32), "n": 0}, np.asarray(X))
+    assert int(state["n"]) == 1
