@@ -105,7 +105,7 @@ class Signature:
                 static.append((name, _hashable(name, value)))
             else:
                 arrays[name] = value
-        return Call(state, arrays, tuple(static))
+        return Call(state, dict(sorted(arrays.items())), tuple(static))  # as JAX sorts dicts
 
     def call(
         self, step_fn: Callable[..., Any], state: Any, arrays: Mapping[str, Any],

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import core, source_info_util
 from jax.interpreters import ad, batching, mlir
@@ -66,9 +67,13 @@ def is_literal(atom: Atom) -> bool:
 
 def constant(value: Any) -> Any:
     """A literal's or constant's value, free of the mesh under which it was traced."""
-    if hasattr(value, "aval") and not isinstance(value, jax.Array):
-        return np.asarray(value)
-    return value
+    if not hasattr(value, "aval") or isinstance(value, jax.Array):
+        return value
+    array = np.asarray(value)
+    # Weak types must survive, or a state's Python number changes type and the step compiles again.
+    if value.aval.weak_type and not array.ndim and jnp.result_type(array.item()) == array.dtype:
+        return array.item()
+    return array
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, list[Any]]:
@@ -146,6 +151,12 @@ def autodiff_pass(eqn: Eqn) -> str | None:
         if isinstance(entry, source_info_util.Transform) and entry.name in ("jvp", "transpose"):
             return "forward" if entry.name == "jvp" else "backward"
     return None
+
+
+def is_vmapped(eqn: Eqn) -> bool:
+    """Whether the equation, or the AD that made it, was vmapped."""
+    stack = eqn.source_info.name_stack.stack
+    return any(isinstance(e, source_info_util.Transform) and e.name == "vmap" for e in stack)
 
 
 def _keep_local(params: dict[str, Any]) -> dict[str, Any]:

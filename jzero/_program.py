@@ -135,14 +135,16 @@ def build(
         name: _trace.num_devices({axis: setting.axes[axis] for axis in axes})
         for name, axes in setting.step_axes.items()
     }
+    varying = [False] * num_state + [any(map(_call.spec_axes, spec)) for spec in specs]
     traced = _trace.trace_step(
         flat_step,
         [*state_avals, *local],
-        [False] * num_state + [any(map(_call.spec_axes, spec)) for spec in specs],
+        varying,
         [False] * num_state + folds,
         step_axes,
         setting.axis_name is not None,
     )
+    _trace.check_not_per_example(traced, flat_step, [*state_avals, *array_avals], varying, step_axes)
     _check_outputs(traced, state_avals, state_tree)
     frame, out_varying = traced.frame, traced.frame.out_varying
     leaves = state_leaves(state)

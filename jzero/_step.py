@@ -341,12 +341,21 @@ def _place(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[An
     out = list(leaves)
     moves = [i for i, leaf in enumerate(leaves) if not _lies_right(leaf, shardings[i])]
     if moves:
-        arrays = [jnp.asarray(out[i]) if jnp.isscalar(out[i]) else out[i] for i in moves]
-        # Never an alias: a step donates what was placed, and must not consume what the user holds.
-        placed = jax.device_put(arrays, [shardings[i] for i in moves], may_alias=False)
+        sources = [_own(leaves[i], shardings[i]) for i in moves]
+        placed = jax.device_put(sources, [shardings[i] for i in moves])
         for i, x in zip(moves, placed, strict=True):
             out[i] = x
     return out
+
+
+def _own(leaf: Any, sharding: NamedSharding) -> Any:
+    """`leaf`, copied if its buffer would become a part of the placed array.
+
+    A step donates what was placed, and must not consume what the user still holds.
+    """
+    if isinstance(leaf, jax.Array):
+        return jnp.copy(leaf) if sharding.is_fully_replicated else leaf
+    return jnp.asarray(leaf) if jnp.isscalar(leaf) else leaf
 
 
 def _lies_right(leaf: Any, sharding: NamedSharding) -> bool:

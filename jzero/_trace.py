@@ -209,6 +209,50 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:200]
 
 
+def check_not_per_example(
+    step: TracedStep, flat_step: Callable[..., Any], whole: Sequence[Any],
+    varying: Sequence[bool], axes: dict[str, int],
+) -> None:  # fmt: skip
+    """Refuses gradients of single examples: example i of one device is not example i of another.
+
+    Asked only if a reduction was vmapped: one whose shape follows the batch's size is of examples.
+
+    Args:
+      step: the traced step.
+      flat_step: the step as a function of leaves.
+      whole: the leaves' shapes at the whole batch.
+      varying: which leaves hold the batch.
+      axes: names and sizes of the data axes.
+    """
+    reductions = _reductions(step.frame)
+    if step.reductions == WRITTEN or not any(_jaxpr.is_vmapped(eqn) for eqn in reductions):
+        return
+    one = dict.fromkeys(axes, 1)
+    with _grad.marking() if step.reductions == MARKED else contextlib.nullcontext():
+        traced = _jaxpr.trace(
+            flat_step, whole, one, varying, typed=step.reductions == TYPED, salt="whole"
+        )
+    in_varying = [frozenset(axes) if vary else _analyse.NOWHERE for vary in varying]
+    at_whole = _reductions(_analysed(traced, step.reductions, in_varying).frame)
+    shapes, whole_shapes = (
+        [out.aval.shape for eqn in eqns for out in eqn.outvars] for eqns in (reductions, at_whole)
+    )
+    if num_devices(axes) > 1 and shapes != whole_shapes:
+        raise StepError(message(
+            "shard_train_step",
+            "the step takes a gradient for every single example (vmap of jax.grad), and reduces it",
+            "Gradients are reduced over the devices where JAX makes them, and example i of one "
+            "device is not example i of another: per-example clipping would be wrong.",
+            "Write the step for one device's examples, reduce what is made of them with "
+            "jax.lax.pmean(..., 'batch'), and pass axis_name='batch'.",
+        ))  # fmt: skip
+
+
+def _reductions(frame: Frame) -> list[_jaxpr.Eqn]:
+    names = {*_analyse.REDUCTIONS, _analyse.MARK}
+    return [eqn for _, _, eqn in frame.walk() if eqn.primitive.name in names]
+
+
 def global_shapes(
     flat_step: Callable[..., Any], avals: Sequence[Any], axes: dict[str, int]
 ) -> list[tuple[int, ...]] | None:

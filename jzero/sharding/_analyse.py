@@ -454,21 +454,22 @@ class _Needs:
         self, frame: Frame, index: int, eqn: _jaxpr.Eqn, outs: list[bool]
     ) -> Sequence[bool]:
         name, children = eqn.primitive.name, frame.children.get(index, [])
+        asked = self.forces(frame, eqn) or any(outs)
         if name == "scan":
             return self._scan(eqn, children[0], outs)
         if name == "while":
-            return self._while(eqn, children, outs)
+            return self._while(eqn, children, outs, asked)
         if name == "cond":
             needs = [self.flow(child, outs) for child in children]
             diverges = bool(frame.reads(eqn)[0])
-            return [True, *(diverges or any(need) for need in zip(*needs, strict=True))]
+            return [asked, *(diverges or any(need) for need in zip(*needs, strict=True))]
         if children:
             return self.flow(children[0], outs)
         if name in _rules.IDENTITIES:
             return outs
         if name == MARK:
             return [True, False]
-        return [self.forces(frame, eqn) or any(outs)] * len(eqn.invars)
+        return [asked] * len(eqn.invars)
 
     def _scan(self, eqn: _jaxpr.Eqn, body: Frame, outs: list[bool]) -> list[bool]:
         scan = _jaxpr.scan_parts(eqn)
@@ -480,10 +481,10 @@ class _Needs:
                 return ins
             carry = [b or c for b, c in zip(before, carry, strict=True)]
 
-    def _while(self, eqn: _jaxpr.Eqn, children: list[Frame], outs: list[bool]) -> list[bool]:
+    def _while(self, eqn: _jaxpr.Eqn, children: list[Frame], outs: list[bool], asked: bool) -> list[bool]:
         loop, (cond, body), carry = _jaxpr.while_parts(eqn), children, outs
         while True:
-            in_cond, cond_carry = split(self.flow(cond, [True]), loop.num_cond_consts)
+            in_cond, cond_carry = split(self.flow(cond, [asked]), loop.num_cond_consts)
             in_body, body_carry = split(self.flow(body, carry), loop.num_body_consts)
             new = [any(needs) for needs in zip(carry, cond_carry, body_carry, strict=True)]
             if new == carry:

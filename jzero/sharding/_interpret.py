@@ -165,13 +165,13 @@ def _known_view(
 
 def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unreduced | None:
     """The result before its reduction, if every operand still waits for one and may go on waiting."""
-    name, out = eqn.primitive.name, eqn.outvars[0]
-    scalar_sum = name == "add" and out.aval.ndim == 0
+    name = eqn.primitive.name
+    scalar_sum = name == "add" and eqn.outvars[0].aval.ndim == 0
     collects = name == "add" and any(isinstance(v, Unreduced) and v.collecting for v in ins)
     rule = _rules.RULES.get(name)
     if not (scalar_sum or collects or (rule is not None and rule.linear)):
         return None
-    # Python's sum() starts from a literal 0.
+    # Python's sum() starts from a literal 0, which adds nothing to wait for.
     zeros = [scalar_sum and _jaxpr.is_literal(a) and a.val == 0 for a in eqn.invars]
     terms = [value for value, zero in zip(ins, zeros, strict=True) if not zero]
     waiting = [v for v in terms if isinstance(v, Unreduced) and v.reduced is None]
@@ -261,7 +261,8 @@ def _output_dim(
     shards = [(value, dims) for value, dims in zip(ins, maps, strict=True)
               if isinstance(value, ShardValue)]  # fmt: skip
     if not shards:
-        return None if needs_full else wanted
+        comes_from = eqn.primitive.name == "broadcast_in_dim" or any(wanted in dims for dims in maps)
+        return wanted if comes_from and not needs_full else None
     survivors = [dims[value.dim] for value, dims in shards if dims[value.dim] is not None]
     if not survivors:
         return None
@@ -547,7 +548,8 @@ def _value(x: Any, dim: int | None, name: str = "") -> FullValue | ShardValue:
 def _like(value: FullValue | ShardValue, offset: int = 0) -> Callable[[Any], Value]:
     """Wraps an array in the layout and name of `value`, `dim` moved by `offset`."""
     dim = value.dim + offset if isinstance(value, ShardValue) else None
-    return lambda x: _value(x, dim, value.name)
+    name = value.name  # Not the value itself: its tracer must not outlive the loop's trace.
+    return lambda x: _value(x, dim, name)
 
 
 Handler = Callable[[Interpreter, Frame, int, _jaxpr.Eqn, list[Value]], list[Value]]
