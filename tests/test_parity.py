@@ -20,6 +20,7 @@ NUM_DEVICES = (1, 2, 4, 8)
 BY_DEFAULT = {(3, 8), (1, 4)}
 # The three ways of design section 3, and a state whose statistics vary between devices.
 IN_ALL_SETTINGS = {"mlp", "lstm", "pmap_style", "batch_norm"}
+KEYS = ("dropout_typed_key", "dropout_old_style_key", "dropout_dict_of_keys")
 
 
 def settings():
@@ -67,6 +68,15 @@ def test_a_device_left_out_is_noticed(name):
     loose = zoo.Tolerance(10 * entry.tolerance.rtol, 10 * entry.tolerance.leaf_rtol)
     with pytest.raises(AssertionError, match="differ, by up to"):
         zoo.assert_trees_close(state, one_device(name, 8)[-1][0], loose, "state")
+
+
+@pytest.mark.parametrize("name", [*KEYS, "batch_norm", "moe_top_k", "cond_on_batch"])
+def test_references_depend_on_the_devices(name):
+    """Were keys not folded, or statistics taken over the whole batch, the comparison would fail."""
+    entry = zoo.get(name)
+    four, eight = (one_device(name, num_devices)[-1][0] for num_devices in (4, 8))
+    with pytest.raises(AssertionError, match="differ, by up to"):
+        zoo.assert_trees_close(four, eight, entry.tolerance, "state")
 
 
 def new_state(name):

@@ -109,8 +109,8 @@ def cond_on_gradients():
 
 
 def _two_heads_batches(num_steps):
-    # A quarter of the rows is flagged: of 4 and 8 devices, some take one branch and some the other.
-    flags = jnp.arange(BATCH_SIZE) < BATCH_SIZE // 4
+    # The first of several devices takes another branch than the rest, with a part of its own size.
+    flags = jnp.arange(BATCH_SIZE) < 2
     return [({**batch, "flag": flags},) for (batch,) in labelled_batches(num_steps)]
 
 
