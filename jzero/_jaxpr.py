@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax._src import core, source_info_util
+from jax import lax
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -69,11 +69,16 @@ def constant(value: Any) -> Any:
     """A literal's or constant's value, free of the mesh under which it was traced."""
     if not hasattr(value, "aval") or isinstance(value, jax.Array):
         return value
-    array = np.asarray(value)
-    # Weak types must survive, or a state's Python number changes type and the step compiles again.
-    if value.aval.weak_type and not array.ndim and jnp.result_type(array.item()) == array.dtype:
-        return array.item()
-    return array
+    return np.asarray(value)
+
+
+def with_type_of(x: Any, atom: Atom) -> Any:
+    """`x`, weakly typed if `atom` is: else a state's Python number would change type in a step."""
+    if atom.aval.weak_type and not jax.typeof(x).weak_type:
+        return lax.convert_element_type_p.bind(
+            x, new_dtype=x.dtype, weak_type=True, sharding=None
+        )
+    return x
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, list[Any]]:

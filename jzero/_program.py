@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero import _call, _trace
+from jzero import _call, _jaxpr, _trace
 from jzero._errors import StateError, StepError, describe_leaf, message
 from jzero.sharding import _analyse, _layout, _plan
 from jzero.sharding._interpret import Interpreter
@@ -203,7 +203,7 @@ def _runner(
         values += [FullValue(x) for x in arrays]
         outs = interp.run(frame, values)
         finished = [
-            _finish(interp, frame, i, value, layout)
+            _jaxpr.with_type_of(_finish(interp, frame, i, value, layout), frame.jaxpr.outvars[i])
             for i, (value, layout) in enumerate(zip(outs, [*layouts, *outputs], strict=True))
         ]
         return finished[: len(state)], finished[len(state) :]
