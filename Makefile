@@ -12,7 +12,8 @@ PYTHON ?= $(shell .ci/find-python 3.11)
 NEWEST_PYTHON ?= $(shell .ci/find-python 3.12)
 TRAIN_ARGS ?= --stage 3 --devices 8
 COMPARE_ARGS ?=
-# Compiling small programs is what takes the time, so two workers on two cores take half of it.
+# Tracing and compiling small programs is what takes the time, most of it in one thread; a second
+# worker costs a fifth more processor time (references are computed once per worker).
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 BIN := .venv/bin
