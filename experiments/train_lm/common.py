@@ -1,0 +1,227 @@
+"""What the training scripts share: settings, command line, the training loop, and the report."""
+
+import argparse
+import csv
+import datetime
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import data
+
+matplotlib.use("Agg")  # draw to files, also where there is no display
+
+# ---------------------------------------------------------------------------------------------
+# model: a byte-level GPT, pre-LN, learned positions, the embedding also being the output layer
+vocab_size = 256
+context = 128  # bytes that the model sees
+num_layers = 3
+num_heads = 4
+dim = 128
+compute_dtype = jnp.float32  # bfloat16 on an accelerator; the parameters stay float32
+
+# optimizer: AdamW, linear warm-up, cosine decay, clipping by the global norm
+peak_learning_rate = 6e-3
+warmup_steps = 50
+weight_decay = 0.1
+clip_norm = 1.0
+
+# report
+held_out_batches = 64
+sample_bytes = 600
+temperature = 0.7
+# ---------------------------------------------------------------------------------------------
+
+HERE = Path(__file__).parent
+
+
+def parse_args(
+    description: str | None, out: Path, steps: int = 1000, choose_stage: bool = True
+) -> argparse.Namespace:
+    """Reads the command line and sets up virtual devices; call it before JAX touches a device."""
+    parser = argparse.ArgumentParser(
+        description=(description or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    if choose_stage:
+        add("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
+    add("--devices", type=positive, help="default: all accelerators, or 8 virtual CPU devices")
+    add("--steps", type=positive, default=steps, help="optimizer steps")
+    add("--batch-size", type=positive, default=16, help="sequences per step, over all devices")
+    add("--seed", type=int, default=0, help="of parameters, batches and sample")
+    add("--out", type=Path, default=HERE / out, help="folder for the results")
+    args = parser.parse_args()
+    # The flag concerns CPU devices only. XLA reads it when the first device is asked for, not at
+    # import, and of two settings the last one counts.
+    flag = f"--xla_force_host_platform_device_count={args.devices or 8}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    if args.devices is not None and args.devices > jax.device_count():
+        parser.error(f"--devices {args.devices}: there are {jax.device_count()} {jax.devices()}")
+    return args
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def environment(num_devices: int | None) -> dict[str, Any]:
+    """The date, versions and hardware that every result is recorded with."""
+    packages = ["jax", "jaxlib", "flax", "optax", "numpy"]
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    cpus = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        **{package: importlib.metadata.version(package) for package in packages},
+        "cpu": f"{os.cpu_count()} x {cpus[0] if cpus else platform.machine()}",
+        "devices": f"{num_devices or jax.device_count()} x {jax.devices()[0].device_kind}",
+    }
+
+
+def make_mesh(num_devices: int | None) -> jax.sharding.Mesh:
+    devices = jax.devices()[:num_devices]
+    return jax.make_mesh((len(devices),), ("data",), devices=devices)
+
+
+def make_optimizer(steps: int) -> optax.GradientTransformation:
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=peak_learning_rate,
+        warmup_steps=min(warmup_steps, steps // 2),
+        decay_steps=max(steps, 2),
+        end_value=peak_learning_rate / 20,
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(schedule, b2=0.98, weight_decay=weight_decay),
+    )
+
+
+def next_byte_loss(logits_fn: Callable[[jax.Array], jax.Array], batch: jax.Array) -> jax.Array:
+    """Mean cross entropy in nats per byte; `batch` is uint8[batch, context + 1]."""
+    tokens = batch.astype(jnp.int32)
+    logits = logits_fn(tokens[:, :-1]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+class History(NamedTuple):
+    loss: list[float]  # nats per byte, before each step's update
+    seconds: list[float]  # each step's wall time; the first one contains the compilation
+
+
+def fit(
+    train_step: Callable, state: Any, batches: Iterator[np.ndarray], steps: int, label: str
+) -> tuple[Any, History]:
+    """Trains for `steps` steps under a progress bar."""
+    history = History([], [])
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeRemainingColumn()) as progress:
+        task = progress.add_task(f"{label}: compiling", total=steps)
+        for _ in range(steps):
+            batch = next(batches)
+            start = time.perf_counter()
+            state, metrics = train_step(state, batch)
+            history.loss.append(float(metrics["loss"]))  # waits for the device
+            history.seconds.append(time.perf_counter() - start)
+            speed = tokens_per_second(history, batch.shape[0])
+            text = f"{label}: loss {history.loss[-1]:.3f} nats/byte, {speed:,.0f} tokens/s"
+            progress.update(task, advance=1, description=text)
+    return state, history
+
+
+def tokens_per_second(history: History, batch_size: int) -> float:
+    """From the median of the last 50 steps; the first step compiles and does not count."""
+    seconds = (history.seconds[1:] or history.seconds)[-50:]
+    return batch_size * context / float(np.median(seconds))
+
+
+def report(
+    args: argparse.Namespace, text: data.Text, history: History, apply: Callable, params: Any
+) -> None:
+    """Evaluates `apply(params, tokens)`; writes metrics.csv, loss.png and sample.txt."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    held_out = held_out_loss(text.held_out, apply, params, args)
+    prompt, continuation = sample(text.held_out, apply, params, args.seed)
+    with open(args.out / "metrics.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "loss_nats_per_byte", "seconds"])
+        writer.writerows(zip(range(args.steps), history.loss, history.seconds, strict=True))
+    plot_loss(args.out / "loss.png", history, held_out, args)
+    (args.out / "sample.txt").write_text(f"{prompt}{continuation}\n")
+
+    console = Console(highlight=False)
+    console.rule("sample: the beginning of a held-out file (dim), continued by the model")
+    console.print(prompt, style="dim", markup=False, end="")
+    console.print(continuation, markup=False)
+    console.rule("result")
+    console.print(
+        f"{args.steps} steps at {tokens_per_second(history, args.batch_size):,.0f} tokens/s\n"
+        f"training loss {np.mean(history.loss[-20:]):.3f} nats/byte (mean of the last 20 steps)\n"
+        f"held-out loss {held_out:.3f} nats/byte ({text.num_files[1]} files never trained on)\n"
+        f"metrics.csv, loss.png and sample.txt are in {os.path.relpath(args.out)}"
+    )
+
+
+def held_out_loss(
+    text: np.ndarray, apply: Callable, params: Any, args: argparse.Namespace
+) -> float:
+    loss_fn = jax.jit(lambda params, batch: next_byte_loss(partial(apply, params), batch))
+    batches = data.batches(text, args.batch_size, context + 1, args.seed)
+    return float(np.mean([loss_fn(params, next(batches)) for _ in range(held_out_batches)]))
+
+
+def sample(text: np.ndarray, apply: Callable, params: Any, seed: int) -> tuple[str, str]:
+    """Continues the beginning of `text`, one byte at a time over a sliding window."""
+
+    @jax.jit
+    def generate(params: Any, window: jax.Array, key: jax.Array) -> jax.Array:
+        def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logits = apply(params, window[None])[0, -1].astype(jnp.float32)
+            byte = jax.random.categorical(key, logits / temperature)
+            return jnp.append(window[1:], byte), byte
+
+        return jax.lax.scan(next_byte, window, jax.random.split(key, sample_bytes))[1]
+
+    prompt = text[:context]
+    output = generate(params, jnp.asarray(prompt, jnp.int32), jax.random.key(seed))
+    return _decode(prompt), _decode(np.asarray(output, np.uint8))
+
+
+def _decode(text: np.ndarray) -> str:
+    return text.tobytes().decode("utf-8", errors="replace")
+
+
+def plot_loss(path: Path, history: History, held_out: float, args: argparse.Namespace) -> None:
+    with plt.rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        window = min(20, args.steps)
+        smooth = np.convolve(history.loss, np.ones(window) / window, mode="valid")
+        axes.plot(history.loss, color="#90caf9", linewidth=0.8, label="training batch")
+        axes.plot(
+            range(window - 1, args.steps), smooth, color="#0d47a1", label=f"mean of {window} steps"
+        )
+        axes.plot(args.steps, held_out, "o", color="#e65100", label=f"held-out: {held_out:.2f}")
+        axes.set(xlabel="step", ylabel="loss (nats per byte)")
+        axes.set_title(f"byte-level GPT, ZeRO stage {args.stage}")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(path, dpi=120)
+        plt.close(figure)

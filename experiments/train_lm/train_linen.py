@@ -1,0 +1,92 @@
+"""Trains a byte-level GPT in Flax Linen on Python's standard library, its state sharded by jzero.
+
+python experiments/train_lm/train_linen.py                             # stage 3, 8 devices
+python experiments/train_lm/train_linen.py --stage 1 --devices 4 --steps 100
+python experiments/train_lm/train_linen.py --batch-size 256 --seed 1 --out /tmp/train_lm
+"""
+
+import argparse
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.training.train_state import TrainState
+
+import common
+import data
+import jzero
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dtype, heads = common.compute_dtype, common.num_heads
+        h = nn.LayerNorm(dtype=dtype, name="norm1")(x)
+        q, k, v = jnp.split(nn.Dense(3 * common.dim, dtype=dtype, name="qkv")(h), 3, axis=-1)
+        q, k, v = (a.reshape(*a.shape[:-1], heads, -1) for a in (q, k, v))
+        h = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        x = x + nn.Dense(common.dim, dtype=dtype, name="project")(h)
+        h = nn.LayerNorm(dtype=dtype, name="norm2")(x)
+        h = nn.gelu(nn.Dense(4 * common.dim, dtype=dtype, name="up")(h))
+        return x + nn.Dense(common.dim, dtype=dtype, name="down")(h)
+
+
+class GPT(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        dtype, init = common.compute_dtype, nn.initializers.normal(common.dim**-0.5)
+        embed = nn.Embed(
+            common.vocab_size, common.dim, dtype=dtype, embedding_init=init, name="embed"
+        )
+        positions = self.param("positions", init, (common.context, common.dim))
+        # Also the output layer, hence the small values, and the scale that undoes them here.
+        x = (embed(tokens) + positions[: tokens.shape[1]].astype(dtype)) * common.dim**0.5
+        # One scanned, rematerialized block; its parameters are stacked along dim 0.
+        layers = nn.scan(
+            lambda block, x, _: (block(x), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=common.num_layers,
+        )
+        x, _ = layers(nn.remat(Block, prevent_cse=False)(name="blocks"), x, None)
+        return embed.attend(nn.LayerNorm(dtype=dtype, name="norm")(x))
+
+
+def train_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    """An ordinary single-device step: nothing in it knows about devices."""
+
+    def loss_fn(params):
+        return common.next_byte_loss(lambda x: state.apply_fn({"params": params}, x), batch)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+def train(args: argparse.Namespace, text: data.Text):
+    """Returns the trained parameters, whole, and the history of the run."""
+    model, tx = GPT(), common.make_optimizer(args.steps)
+
+    def init(key: jax.Array) -> TrainState:
+        params = model.init(key, jnp.zeros((1, common.context), jnp.int32))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    sharded_step = jzero.shard_train_step(
+        train_step, stage=args.stage, mesh=common.make_mesh(args.devices)
+    )
+    state = sharded_step.init(init, jax.random.key(args.seed))
+    batches = data.batches(text.train, args.batch_size, common.context + 1, args.seed)
+    print(sharded_step.describe(state, next(batches)))
+    state, history = common.fit(sharded_step, state, batches, args.steps, f"stage {args.stage}")
+    return jax.device_get(sharded_step.unshard(state).params), history
+
+
+def main() -> None:
+    args = common.parse_args(__doc__, out=Path("out/linen"))
+    text = data.load()
+    params, history = train(args, text)
+    common.report(args, text, history, lambda params, x: GPT().apply({"params": params}, x), params)
+
+
+if __name__ == "__main__":
+    main()
