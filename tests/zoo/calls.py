@@ -82,7 +82,7 @@ def with_optional(state, x, y, mask=None):
 
 def with_table(state, x, y, table):
     """The table has 16 rows, like the batch, but is not one."""
-    return train(state, x @ table["rotation"], y + table["offset"])
+    return train(state, x @ table["rotation"], y + table["offset"][None])
 
 
 def features_first(state, x, y):
