@@ -69,7 +69,9 @@ def parse_args(
     # The flag concerns CPU devices only. XLA reads it when the first device is asked for, not at
     # import, and of two settings the last one counts.
     flag = f"--xla_force_host_platform_device_count={args.devices or 8}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    # Virtual devices may wait for each other for ever under this scheduler (docs/design.md, 7).
+    order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag} {order}"
     if args.devices is not None and args.devices > jax.device_count():
         parser.error(f"--devices {args.devices}: there are {jax.device_count()} {jax.devices()}")
     return args
