@@ -66,18 +66,21 @@ def is_literal(atom: Atom) -> bool:
 
 
 def constant(value: Any) -> Any:
-    """A literal's or constant's value, free of the mesh under which it was traced."""
-    if not hasattr(value, "aval") or isinstance(value, jax.Array):
-        return value
-    return np.asarray(value)
+    """A constant's value, free of the mesh under which it was traced."""
+    return (
+        np.asarray(value) if hasattr(value, "aval") and not isinstance(value, jax.Array) else value
+    )
+
+
+def literal(atom: Any) -> Any:
+    """A literal's value, in the dtype it was traced with, free of the mesh."""
+    return atom.val if isinstance(atom.val, jax.Array) else np.asarray(atom.val, atom.aval.dtype)
 
 
 def with_type_of(x: Any, atom: Atom) -> Any:
     """`x`, weakly typed if `atom` is: else a state's Python number would change type in a step."""
     if atom.aval.weak_type and not jax.typeof(x).weak_type:
-        return lax.convert_element_type_p.bind(
-            x, new_dtype=x.dtype, weak_type=True, sharding=None
-        )
+        return lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
     return x
 
 

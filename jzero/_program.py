@@ -144,7 +144,9 @@ def build(
         step_axes,
         setting.axis_name is not None,
     )
-    _trace.check_not_per_example(traced, flat_step, [*state_avals, *array_avals], varying, step_axes)
+    _trace.check_not_per_example(
+        traced, flat_step, [*state_avals, *array_avals], varying, step_axes
+    )
     _check_outputs(traced, state_avals, state_tree)
     frame, out_varying = traced.frame, traced.frame.out_varying
     leaves = state_leaves(state)
@@ -315,7 +317,11 @@ def _structure_difference(outs: Any, tree: Any) -> str:
     if not isinstance(outs, (tuple, list)) or not (old & new):
         return f"step_fn returned {_shape_of(outs)}, and the state is a {_shape_of_tree(tree)}"
     missing, extra = sorted(old - new)[:4], sorted(new - old)[:4]
-    parts = [f"{kind} {', '.join(paths)}" for kind, paths in (("missing", missing), ("new", extra)) if paths]
+    parts = [
+        f"{kind} {', '.join(paths)}"
+        for kind, paths in (("missing", missing), ("new", extra))
+        if paths
+    ]
     return f"the state's structure changes: {'; '.join(parts) or 'its containers differ'}"
 
 

@@ -119,7 +119,9 @@ class ShardedTrainStep:
             raise OptionError(message(
                 WHO, "step_fn is already a ShardedTrainStep", "A step is sharded once.",
                 "Pass its __wrapped__."))  # fmt: skip
-        if hasattr(step_fn, "lower") and not hasattr(step_fn, "trace"):  # jit's functions have both.
+        if hasattr(step_fn, "lower") and not hasattr(
+            step_fn, "trace"
+        ):  # jit's functions have both.
             raise OptionError(message(
                 WHO, "step_fn was made by jax.pmap", "jzero runs the step on all devices itself.",
                 "Pass the function inside, with the axis_name= that pmap had."))  # fmt: skip

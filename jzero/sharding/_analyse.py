@@ -481,7 +481,9 @@ class _Needs:
                 return ins
             carry = [b or c for b, c in zip(before, carry, strict=True)]
 
-    def _while(self, eqn: _jaxpr.Eqn, children: list[Frame], outs: list[bool], asked: bool) -> list[bool]:
+    def _while(
+        self, eqn: _jaxpr.Eqn, children: list[Frame], outs: list[bool], asked: bool
+    ) -> list[bool]:
         loop, (cond, body), carry = _jaxpr.while_parts(eqn), children, outs
         while True:
             in_cond, cond_carry = split(self.flow(cond, [asked]), loop.num_cond_consts)

@@ -50,7 +50,7 @@ class Interpreter:
 
         def read(eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> Value:
             if _jaxpr.is_literal(atom):
-                return FullValue(_jaxpr.constant(atom.val))
+                return FullValue(_jaxpr.literal(atom))
             if frame.averages(eqn, atom):
                 return means.setdefault(atom, self.mean_of(env[atom].x))
             return env[atom]
@@ -261,7 +261,9 @@ def _output_dim(
     shards = [(value, dims) for value, dims in zip(ins, maps, strict=True)
               if isinstance(value, ShardValue)]  # fmt: skip
     if not shards:
-        comes_from = eqn.primitive.name == "broadcast_in_dim" or any(wanted in dims for dims in maps)
+        comes_from = eqn.primitive.name == "broadcast_in_dim" or any(
+            wanted in dims for dims in maps
+        )
         return wanted if comes_from and not needs_full else None
     survivors = [dims[value.dim] for value, dims in shards if dims[value.dim] is not None]
     if not survivors:
