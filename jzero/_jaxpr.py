@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from jax._src import core, source_info_util
 from jax import lax
+from jax._src import core, source_info_util
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
