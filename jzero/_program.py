@@ -12,9 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import _call, _jaxpr, _trace
 from jzero._errors import StateError, StepError, describe_leaf, message
-from jzero.sharding import _analyse, _layout, _plan
+from jzero.sharding import _layout, _plan
+from jzero.sharding._control import CONTROL
+from jzero.sharding._frames import Frame
 from jzero.sharding._interpret import Interpreter
 from jzero.sharding._layout import Full, Layout, Shard
+from jzero.sharding._links import Links
+from jzero.sharding._needs import note_needs
+from jzero.sharding._ordinary import ORDINARY, apply
 from jzero.sharding._plan import Leaf, LeafPlan, Plan
 from jzero.sharding._values import Devices, FullValue, ShardValue, Value
 
@@ -150,8 +155,8 @@ def build(
     _check_outputs(traced, state_avals, state_tree)
     frame, out_varying = traced.frame, traced.frame.out_varying
     leaves = state_leaves(state)
-    links = _analyse.Links(frame)
-    _analyse.note_needs(frame, len(out_varying))
+    links = Links(frame)
+    note_needs(frame, len(out_varying))
     axes = tuple(setting.axes.items())
     averaged = [bool(axes) for axes in out_varying[:num_state]]
     plan = Plan(
@@ -185,7 +190,7 @@ def build(
 
 
 def _runner(
-    setting: Setting, plan: Plan, traced: _trace.TracedStep, links: _analyse.Links,
+    setting: Setting, plan: Plan, traced: _trace.TracedStep, links: Links,
     specs: Sequence[P], outputs: Sequence[Layout],
 ) -> Callable[..., Any]:  # fmt: skip
     """The step on whole arrays: one `shard_map` around the interpreter."""
@@ -199,6 +204,8 @@ def _runner(
             Devices(setting.axis_names, num, scope=object()),
             mean=traced.reductions == _trace.TYPED,
             axis_names=setting.step_axes,
+            handlers=ORDINARY | CONTROL,
+            otherwise=apply,
             reduce_once=_plan.STAGES[setting.stage].reduce_once,
         )
         values: list[Value] = [_placed(x, leaf) for x, leaf in zip(state, plan.leaves, strict=True)]
@@ -226,9 +233,7 @@ def _placed(x: Any, leaf: LeafPlan) -> Value:
     return FullValue(x, leaf.path)
 
 
-def _finish(
-    interp: Interpreter, frame: _analyse.Frame, i: int, value: Value, layout: Layout
-) -> Any:
+def _finish(interp: Interpreter, frame: Frame, i: int, value: Value, layout: Layout) -> Any:
     """An output in its final layout; what still differs between devices is averaged."""
     atom = frame.jaxpr.outvars[i]
     if frame.out_varying[i]:

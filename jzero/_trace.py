@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from jzero import _grad, _jaxpr
 from jzero._errors import StepError, message
-from jzero.sharding import _analyse
-from jzero.sharding._analyse import Frame
+from jzero.sharding import _frames
+from jzero.sharding._frames import Frame
 
 TYPED, WRITTEN, MARKED = "typed", "written", "marked"
 
@@ -108,7 +108,7 @@ def trace_step(
 
     # One device is no special case: its plan and its refusals are those of many.
     in_varying = [
-        frozenset(axes) if vary or key else _analyse.NOWHERE
+        frozenset(axes) if vary or key else _frames.NOWHERE
         for vary, key in zip(varying, keys, strict=True)
     ]
 
@@ -162,15 +162,15 @@ def _first_that_works(attempt: Callable[[str], TracedStep], explicit_axis: bool)
 
 
 def _analysed(traced: _jaxpr.Traced, way: str, in_varying: list[frozenset[str]]) -> TracedStep:
-    outer = _analyse.Outer(average_losses=way != WRITTEN)
-    frame = _analyse.build_frames(traced.jaxpr, traced.consts, in_varying, outer)
+    outer = _frames.Outer(average_losses=way != WRITTEN)
+    frame = _frames.build_frames(traced.jaxpr, traced.consts, in_varying, outer)
     return TracedStep(frame, traced.out_tree, traced.out_avals, way)
 
 
 def has_collectives(frame: Frame) -> bool:
     """Whether the step has collectives of its own, written outside of any backward pass."""
     return any(
-        eqn.primitive.name in _analyse.COLLECTIVES
+        eqn.primitive.name in _frames.COLLECTIVES
         and eqn.primitive.name != "axis_index"
         and f.pass_of(eqn) != "backward"
         for f, _, eqn in frame.walk()
@@ -179,7 +179,7 @@ def has_collectives(frame: Frame) -> bool:
 
 def has_marks(frame: Frame) -> bool:
     """Whether a gradient was marked as to be reduced."""
-    return any(eqn.primitive.name == _analyse.MARK for _, _, eqn in frame.walk())
+    return any(eqn.primitive.name == _frames.MARK for _, _, eqn in frame.walk())
 
 
 def _diverging_reductions(frame: Frame) -> bool:
@@ -199,7 +199,7 @@ def _diverging_reductions(frame: Frame) -> bool:
 
 def _finishes_reduction(frame: Frame) -> bool:
     for f, _, eqn in frame.walk():
-        waits = any(_analyse.is_unreduced(f, atom) for atom in eqn.invars)
+        waits = any(_frames.is_unreduced(f, atom) for atom in eqn.invars)
         if waits and not all(out in f.unreduced for out in eqn.outvars):
             return True
     return False
@@ -232,7 +232,7 @@ def check_not_per_example(
         traced = _jaxpr.trace(
             flat_step, whole, one, varying, typed=step.reductions == TYPED, salt="whole"
         )
-    in_varying = [frozenset(axes) if vary else _analyse.NOWHERE for vary in varying]
+    in_varying = [frozenset(axes) if vary else _frames.NOWHERE for vary in varying]
     at_whole = _reductions(_analysed(traced, step.reductions, in_varying).frame)
     shapes, whole_shapes = (
         [out.aval.shape for eqn in eqns for out in eqn.outvars] for eqns in (reductions, at_whole)
@@ -249,7 +249,7 @@ def check_not_per_example(
 
 
 def _reductions(frame: Frame) -> list[_jaxpr.Eqn]:
-    names = {*_analyse.REDUCTIONS, _analyse.MARK}
+    names = {*_frames.REDUCTIONS, _frames.MARK}
     return [eqn for _, _, eqn in frame.walk() if eqn.primitive.name in names]
 
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jzero.sharding import _layout
-from jzero.sharding._analyse import Frame, Links
+from jzero.sharding._frames import Frame
 from jzero.sharding._layout import FULL, Full, Layout, Shard
+from jzero.sharding._links import Links
 
 PARAMETER, OPTIMIZER, OTHER = "parameter", "optimizer state", "other"
 

@@ -1,0 +1,242 @@
+"""Calls, branches and loops: bodies are traced by JAX's own functions, with shards going in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero import _jaxpr
+from jzero.sharding import _frames
+from jzero.sharding._frames import Frame, split
+from jzero.sharding._interpret import Handler, Interpreter
+from jzero.sharding._values import FullValue, ShardValue, Unreduced, Value
+
+
+def _call(
+    interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
+) -> list[Value]:
+    (child,) = frame.children[index]
+    return interp.run(child, ins)
+
+
+def _remat(
+    interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
+) -> list[Value]:
+    if not _jaxpr.is_rematted(eqn):
+        return _call(interp, frame, index, eqn, ins)
+    # One gather serves recomputation and backward pass. Activations are held back until the backward
+    # pass arrives, as JAX does; shards are not, so that gathers can start early (they wait for the
+    # pass's token instead).
+    if _jaxpr.prevents_cse(eqn):
+        held = [
+            i for i, (atom, value) in enumerate(zip(eqn.invars, ins, strict=True))
+            if isinstance(value, FullValue) and frame.varies(atom)
+        ]  # fmt: skip
+        if held:
+            arrays = lax.optimization_barrier([ins[i].x for i in held])
+            for i, x in zip(held, arrays, strict=True):
+                ins[i] = FullValue(x, ins[i].name)
+    devices = interp.devices
+    interp.devices = dataclasses.replace(devices, scope=object())
+    with jax.named_scope("checkpoint"):
+        outs = _call(interp, frame, index, eqn, ins)
+    interp.devices = devices
+    return outs
+
+
+def _cond(
+    interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
+) -> list[Value]:
+    choice, *operands = ins
+    divergent = bool(frame.reads(eqn)[0])
+    if divergent:
+        operands = [
+            FullValue(interp.full(frame, atom, value), value.name)
+            for atom, value in zip(eqn.invars[1:], operands, strict=True)
+        ]
+    settled = [
+        interp.settle(frame, atom, v) for atom, v in zip(eqn.invars[1:], operands, strict=True)
+    ]
+    dims = [None if divergent else interp.carried_dim(frame, out, settled) for out in eqn.outvars]
+    pending = [divergent and _frames.is_unreduced(frame, out) for out in eqn.outvars]
+
+    def branch(child: Frame) -> Callable[[list[Any]], list[Any]]:
+        def body(arrays: list[Any]) -> list[Any]:
+            inner = interp.inside(divergent)
+            values = [_like(v)(x) for v, x in zip(settled, arrays, strict=True)]
+            outs = inner.run(child, values)
+            return [
+                value.x.astype(out.aval.dtype)
+                if wait and isinstance(value, Unreduced)
+                else inner.as_dim(child, atom, value, dim)
+                for atom, value, dim, wait, out in zip(
+                    child.jaxpr.outvars, outs, dims, pending, eqn.outvars, strict=True
+                )
+            ]
+
+        return body
+
+    arrays = lax.switch(
+        interp.full(frame, eqn.invars[0], choice).astype(jnp.int32),
+        [branch(child) for child in frame.children[index]],
+        [value.x for value in settled],
+    )
+    scale = 1 / interp.devices.num
+    return [
+        Unreduced(x, scale, x.dtype) if wait else _value(x, dim)
+        for x, dim, wait in zip(arrays, dims, pending, strict=True)
+    ]
+
+
+def _scan(
+    interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
+) -> list[Value]:
+    scan, (child,) = _jaxpr.scan_parts(eqn), frame.children[index]
+    differentiated = frame.pass_of(eqn) is not None
+    consts, init, xs = split(ins, scan.num_consts, scan.num_carry)
+    const_atoms, init_atoms, xs_atoms = split(eqn.invars, scan.num_consts, scan.num_carry)
+    consts = _loop_consts(interp, frame, child, const_atoms, consts, differentiated)
+    carry_out, ys_out = split(eqn.outvars, scan.num_carry)
+    sums = (
+        _frames.running_sums(child, scan.num_consts, scan.num_carry)
+        if (differentiated or interp.reduce_once) and interp.devices.num > 1
+        else frozenset()
+    )
+    init = [interp.settle(frame, a, v) for a, v in zip(init_atoms, init, strict=True)]
+    dims = [interp.carried_dim(frame, out, [v]) for out, v in zip(carry_out, init, strict=True)]
+    starts = [
+        jnp.zeros(atom.aval.shape, atom.aval.dtype) if i in sums
+        else interp.as_dim(frame, atom, value, dim)
+        for i, (atom, value, dim) in enumerate(zip(init_atoms, init, dims, strict=True))
+    ]  # fmt: skip
+    slices = [
+        _scanned(interp.settle(frame, a, v), interp) for a, v in zip(xs_atoms, xs, strict=True)
+    ]
+    y_forms: list[Callable[[Any], Value]] = []
+    scales: dict[int, float] = {}
+
+    def body(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        inner = interp.inside()
+        carried = [
+            Unreduced(x, None, x.dtype, collecting=True)
+            if i in sums
+            else _value(x, dims[i], init[i].name)
+            for i, x in enumerate(carry)
+        ]
+        sliced = [_like(v, -1)(x) for v, x in zip(slices, arrays, strict=True)]
+        outs = inner.run(child, [*consts, *carried, *sliced])
+        carry_outs, y_outs = split(outs, scan.num_carry)
+        carry_atoms, y_atoms = split(child.jaxpr.outvars, scan.num_carry)
+        scales.update((i, carry_outs[i].scale) for i in sums)
+        new_carry = [
+            value.x if i in sums else inner.as_dim(child, atom, value, dims[i])
+            for i, (atom, value) in enumerate(zip(carry_atoms, carry_outs, strict=True))
+        ]
+        ys = [inner.settle(child, a, v) for a, v in zip(y_atoms, y_outs, strict=True)]
+        y_forms[:] = [_like(v, 1) for v in ys]
+        return new_carry, [value.x for value in ys]
+
+    carry, ys = lax.scan(
+        body, starts, [value.x for value in slices],
+        length=scan.length, reverse=scan.reverse, unroll=scan.unroll,
+    )  # fmt: skip
+    outs: list[Value] = []
+    for i, x in enumerate(carry):
+        if i in sums:
+            leaf = interp.links.leaf_of(frame, carry_out[i])
+            total = interp.devices.settle(Unreduced(x, scales[i], x.dtype, leaf), dims[i])
+            before = interp.as_dim(frame, init_atoms[i], init[i], dims[i])
+            outs.append(dataclasses.replace(total, x=total.x + before))
+        else:
+            outs.append(_value(x, dims[i], init[i].name))
+    return outs + [form(y) for form, y in zip(y_forms, ys, strict=True)]
+
+
+def _while(
+    interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
+) -> list[Value]:
+    loop, (cond, body) = _jaxpr.while_parts(eqn), frame.children[index]
+    divergent = any(cond.out_varying)
+    differentiated = divergent or frame.pass_of(eqn) is not None
+    cond_atoms, body_atoms, init_atoms = split(
+        eqn.invars, loop.num_cond_consts, loop.num_body_consts
+    )
+    cond_ins, body_ins, init = split(ins, loop.num_cond_consts, loop.num_body_consts)
+    cond_ins = _loop_consts(interp, frame, cond, cond_atoms, cond_ins, True)
+    body_ins = _loop_consts(interp, frame, body, body_atoms, body_ins, differentiated)
+    init = [interp.settle(frame, a, v) for a, v in zip(init_atoms, init, strict=True)]
+    dims = [
+        None if divergent else interp.carried_dim(frame, out, [value])
+        for out, value in zip(eqn.outvars, init, strict=True)
+    ]
+
+    def run(child: Frame, consts: list[Value], carry: list[Any]) -> tuple[Interpreter, list[Value]]:
+        inner = interp.inside(divergent)
+        carried = [_value(x, dim) for x, dim in zip(carry, dims, strict=True)]
+        return inner, inner.run(child, [*consts, *carried])
+
+    def keep_going(carry: list[Any]) -> Any:
+        inner, (again,) = run(cond, cond_ins, carry)
+        return inner.full(cond, cond.jaxpr.outvars[0], again)
+
+    def step(carry: list[Any]) -> list[Any]:
+        inner, outs = run(body, body_ins, carry)
+        return [
+            inner.as_dim(body, atom, value, dim)
+            for atom, value, dim in zip(body.jaxpr.outvars, outs, dims, strict=True)
+        ]
+
+    starts = [interp.as_dim(frame, *args) for args in zip(init_atoms, init, dims, strict=True)]
+    arrays = lax.while_loop(keep_going, step, starts)
+    return [_value(x, dim) for x, dim in zip(arrays, dims, strict=True)]
+
+
+def _loop_consts(
+    interp: Interpreter, frame: Frame, child: Frame, atoms: list[_jaxpr.Atom],
+    consts: list[Value], differentiated: bool,
+) -> list[Value]:  # fmt: skip
+    """What a loop closes over: gathered before it if every iteration is part of one pass.
+
+    A time loop would else gather its weights at every time step. A loop *of* train steps or microbatches
+    holds whole passes, and gathers inside them, so that no more than a pass needs is alive.
+    """
+    settled = [interp.settle(frame, a, v) for a, v in zip(atoms, consts, strict=True)]
+    return [
+        FullValue(interp.devices.full(value), value.name)
+        if differentiated and var in child.needs_full
+        else value
+        for var, value in zip(child.jaxpr.invars, settled, strict=False)
+    ]
+
+
+def _scanned(value: FullValue | ShardValue, interp: Interpreter) -> FullValue | ShardValue:
+    """A value a scan takes slices of; one sharded along the looped dim is gathered whole."""
+    if isinstance(value, ShardValue) and value.dim == 0:
+        return FullValue(interp.devices.full(value), value.name)
+    return value
+
+
+def _value(x: Any, dim: int | None, name: str = "") -> FullValue | ShardValue:
+    return FullValue(x, name) if dim is None else ShardValue(x, dim, name)
+
+
+def _like(value: FullValue | ShardValue, offset: int = 0) -> Callable[[Any], Value]:
+    """Wraps an array in the layout and name of `value`, `dim` moved by `offset`."""
+    dim = value.dim + offset if isinstance(value, ShardValue) else None
+    name = value.name  # Not the value itself: its tracer must not outlive the loop's trace.
+    return lambda x: _value(x, dim, name)
+
+
+CONTROL: dict[str, Handler] = {
+    **dict.fromkeys(_jaxpr.CALLS, _call),
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+}

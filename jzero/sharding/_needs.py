@@ -1,0 +1,93 @@
+"""Needs: two questions put to every value backwards, to a fixed point in loops.
+
+*Needs full*: does some consumer need the whole value? It decides only costs: a value nobody needs whole is
+cut as early as possible, an enlarging operation on a value that is needed whole gathers first. *Feeds
+batch*: does it flow into compute that differs between devices? That is what makes a leaf a parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jzero import _jaxpr
+from jzero.sharding import _rules
+from jzero.sharding._frames import MARK, Frame, split
+
+
+def note_needs(frame: Frame, num_outs: int) -> None:
+    """Fills `needs_full` and `feeds_batch` of the frame and those below; outputs need nothing."""
+    full = _Needs(lambda f: f.needs_full, lambda f, e: _rules.rule_for(e) is None or _spreads(f, e))
+    full.flow(frame, [False] * num_outs)
+    _Needs(lambda f: f.feeds_batch, _spreads).flow(frame, [False] * num_outs)
+
+
+def _spreads(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
+    return any(frame.varies(out) for out in eqn.outvars)
+
+
+@dataclasses.dataclass
+class _Needs:
+    """One backward question: `forces` says which equations put it to all their operands.
+
+    `noted` is where a frame keeps the variables that were asked.
+    """
+
+    noted: Callable[[Frame], set[_jaxpr.Var]]
+    forces: Callable[[Frame, _jaxpr.Eqn], bool]
+
+    def flow(self, frame: Frame, outs: Sequence[bool]) -> list[bool]:
+        noted = self.noted(frame)
+
+        def note(atoms: Sequence[_jaxpr.Atom], needs: Sequence[bool]) -> None:
+            pairs = zip(atoms, needs, strict=True)
+            noted.update(atom for atom, need in pairs if need and not _jaxpr.is_literal(atom))
+
+        note(frame.jaxpr.outvars, outs)
+        for index, eqn in reversed(list(enumerate(frame.jaxpr.eqns))):
+            asked = [out in noted for out in eqn.outvars]
+            note(eqn.invars, self._operands(frame, index, eqn, asked))
+        return [var in noted for var in frame.jaxpr.invars]
+
+    def _operands(
+        self, frame: Frame, index: int, eqn: _jaxpr.Eqn, outs: list[bool]
+    ) -> Sequence[bool]:
+        name, children = eqn.primitive.name, frame.children.get(index, [])
+        asked = self.forces(frame, eqn) or any(outs)
+        if name == "scan":
+            return self._scan(eqn, children[0], outs)
+        if name == "while":
+            return self._while(eqn, children, outs, asked)
+        if name == "cond":
+            needs = [self.flow(child, outs) for child in children]
+            diverges = bool(frame.reads(eqn)[0])
+            return [asked, *(diverges or any(need) for need in zip(*needs, strict=True))]
+        if children:
+            return self.flow(children[0], outs)
+        if name in _rules.IDENTITIES:
+            return outs
+        if name == MARK:
+            return [True, False]
+        return [asked] * len(eqn.invars)
+
+    def _scan(self, eqn: _jaxpr.Eqn, body: Frame, outs: list[bool]) -> list[bool]:
+        scan = _jaxpr.scan_parts(eqn)
+        carry, ys = split(outs, scan.num_carry)
+        while True:
+            ins = self.flow(body, [*carry, *ys])
+            _, before, _ = split(ins, scan.num_consts, scan.num_carry)
+            if not any(b and not c for b, c in zip(before, carry, strict=True)):
+                return ins
+            carry = [b or c for b, c in zip(before, carry, strict=True)]
+
+    def _while(
+        self, eqn: _jaxpr.Eqn, children: list[Frame], outs: list[bool], asked: bool
+    ) -> list[bool]:
+        loop, (cond, body), carry = _jaxpr.while_parts(eqn), children, outs
+        while True:
+            in_cond, cond_carry = split(self.flow(cond, [asked]), loop.num_cond_consts)
+            in_body, body_carry = split(self.flow(body, carry), loop.num_body_consts)
+            new = [any(needs) for needs in zip(carry, cond_carry, body_carry, strict=True)]
+            if new == carry:
+                return [*in_cond, *in_body, *carry]
+            carry = new
