@@ -67,14 +67,16 @@ def is_literal(atom: Atom) -> bool:
 
 def constant(value: Any) -> Any:
     """A constant's value, free of the mesh under which it was traced."""
-    return (
-        np.asarray(value) if hasattr(value, "aval") and not isinstance(value, jax.Array) else value
-    )
+    if not hasattr(value, "aval") or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+        return value
+    traced_here = AxisType.Manual in jax.typeof(value).sharding.mesh.axis_types
+    return np.asarray(value) if traced_here or not isinstance(value, jax.Array) else value
 
 
 def literal(atom: Any) -> Any:
     """A literal's value, in the dtype it was traced with, free of the mesh."""
-    return atom.val if isinstance(atom.val, jax.Array) else np.asarray(atom.val, atom.aval.dtype)
+    value = constant(atom.val)
+    return value if isinstance(value, jax.Array) else np.asarray(value, atom.aval.dtype)
 
 
 def with_type_of(x: Any, atom: Atom) -> Any:
@@ -162,9 +164,13 @@ def autodiff_pass(eqn: Eqn) -> str | None:
 
 
 def is_vmapped(eqn: Eqn) -> bool:
-    """Whether the equation, or the AD that made it, was vmapped."""
-    stack = eqn.source_info.name_stack.stack
-    return any(isinstance(e, source_info_util.Transform) and e.name == "vmap" for e in stack)
+    """Whether the AD that made the equation was vmapped: `vmap(grad(...))`, not the reverse."""
+    transforms = [
+        entry.name
+        for entry in eqn.source_info.name_stack.stack
+        if isinstance(entry, source_info_util.Transform)
+    ]
+    return bool(transforms) and transforms[0] == "vmap"
 
 
 def _keep_local(params: dict[str, Any]) -> dict[str, Any]:

@@ -342,9 +342,9 @@ def _shape_of_tree(tree: Any) -> str:
 def _check_varying_state(plan: Plan, traced: _trace.TracedStep, averaged: Sequence[bool]) -> None:
     """Statistics may be averaged; a parameter or an integer that differs between devices may not."""
     differing = [
-        (leaf, var, aval)
-        for leaf, var, aval, mean in zip(
-            plan.leaves, traced.frame.jaxpr.invars, traced.out_avals, averaged, strict=False
+        (leaf, new, aval)
+        for leaf, new, aval, mean in zip(
+            plan.leaves, traced.frame.jaxpr.outvars, traced.out_avals, averaged, strict=False
         )
         if mean
     ]
@@ -361,8 +361,8 @@ def _check_varying_state(plan: Plan, traced: _trace.TracedStep, averaged: Sequen
         ))  # fmt: skip
     updates = [
         describe_leaf(leaf.path, leaf.shape, leaf.dtype)
-        for leaf, var, _ in differing
-        if var in traced.frame.feeds_batch
+        for leaf, new, _ in differing
+        if new in traced.frame.local_gradients
     ]
     if updates and traced.reductions != _trace.TYPED:
         edit = (

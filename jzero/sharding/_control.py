@@ -170,8 +170,10 @@ def _while(
     cond_ins = _loop_consts(interp, frame, cond, cond_atoms, cond_ins, True)
     body_ins = _loop_consts(interp, frame, body, body_atoms, body_ins, differentiated)
     init = [interp.settle(frame, a, v) for a, v in zip(init_atoms, init, strict=True)]
+    again_atom = cond.jaxpr.outvars[0]
+    several = bool(again_atom.aval.ndim)  # A vmapped loop: each element stops by itself.
     dims = [
-        None if divergent else interp.carried_dim(frame, out, [value])
+        None if divergent or several else interp.carried_dim(frame, out, [value])
         for out, value in zip(eqn.outvars, init, strict=True)
     ]
 
@@ -180,15 +182,25 @@ def _while(
         carried = [_value(x, dim) for x, dim in zip(carry, dims, strict=True)]
         return inner, inner.run(child, [*consts, *carried])
 
+    def again(carry: list[Any]) -> Any:
+        inner, (value,) = run(cond, cond_ins, carry)
+        return inner.full(cond, again_atom, value)
+
     def keep_going(carry: list[Any]) -> Any:
-        inner, (again,) = run(cond, cond_ins, carry)
-        return inner.full(cond, cond.jaxpr.outvars[0], again)
+        return again(carry).any() if several else again(carry)
 
     def step(carry: list[Any]) -> list[Any]:
         inner, outs = run(body, body_ins, carry)
-        return [
+        new = [
             inner.as_dim(body, atom, value, dim)
             for atom, value, dim in zip(body.jaxpr.outvars, outs, dims, strict=True)
+        ]
+        if not several:
+            return new
+        goes_on = again(carry)
+        return [
+            jnp.where(lax.expand_dims(goes_on, range(goes_on.ndim, x.ndim)), x, old)
+            for x, old in zip(new, carry, strict=True)
         ]
 
     starts = [interp.as_dim(frame, *args) for args in zip(init_atoms, init, dims, strict=True)]

@@ -53,6 +53,7 @@ class Frame:
     losses: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
     children: dict[int, list[Frame]] = dataclasses.field(default_factory=dict)
     unreduced: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
+    local_gradients: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
     needs_full: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
     feeds_batch: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
 
@@ -114,9 +115,27 @@ def build_frames(
         outs = flow(frame, index, eqn, frame.reads(eqn))
         frame.varying |= dict(zip(eqn.outvars, outs, strict=True))
         _note_unreduced(frame, index, eqn)
+        _note_local_gradients(frame, index, eqn)
         if outer.average_losses and frame.pass_of(eqn) == "forward":
             frame.losses |= {out for out in eqn.outvars if frame.varies(out) and _is_loss(out)}
     return frame
+
+
+def _note_local_gradients(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> None:
+    """Notes what comes out of a backward pass and still differs between devices."""
+    made = frame.pass_of(eqn) == "backward"
+    made = made or any(not _jaxpr.is_literal(a) and a in frame.local_gradients for a in eqn.invars)
+    inner: set[_jaxpr.Var] = set()
+    for child in frame.children.get(index, []):
+        pairs = zip(eqn.outvars, child.jaxpr.outvars, strict=False)
+        inner |= {
+            out
+            for out, atom in pairs
+            if not _jaxpr.is_literal(atom) and atom in child.local_gradients
+        }
+    frame.local_gradients |= {
+        out for out in eqn.outvars if frame.varies(out) and (made or out in inner)
+    }
 
 
 def _is_loss(var: _jaxpr.Var) -> bool:
