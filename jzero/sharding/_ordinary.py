@@ -53,7 +53,11 @@ def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unr
     """The result before its reduction, if every operand still waits for one and may go on waiting."""
     name = eqn.primitive.name
     scalar_sum = name == "add" and eqn.outvars[0].aval.ndim == 0
-    collects = name == "add" and any(isinstance(v, Unreduced) and v.collecting for v in ins)
+    collects = name in ("add", "add_any") and any(
+        isinstance(v, Unreduced) and v.collecting for v in ins
+    )
+    if collects:
+        ins = _as_contributions(interp, ins)
     rule = _rules.RULES.get(name)
     if not (scalar_sum or collects or (rule is not None and rule.linear)):
         return None
@@ -78,6 +82,20 @@ def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unr
     (x,) = _jaxpr.bind(eqn, *xs)
     scale = scales.pop() if scales else None
     return dataclasses.replace(first, x=x.astype(wire), scale=scale, collecting=collects)
+
+
+def _as_contributions(interp: Interpreter, ins: list[Value]) -> list[Value]:
+    """Terms of a running sum: what was reduced already is shared out to the devices again."""
+    scales = [v.scale for v in ins if isinstance(v, Unreduced) and v.scale is not None]
+    scale = scales[0] if scales else 1 / interp.devices.num
+
+    def contribution(value: Value) -> Value:
+        if isinstance(value, Unreduced) and value.reduced is None:
+            return value
+        x = jnp.asarray(interp.devices.full(value))
+        return Unreduced(x / jnp.asarray(scale * interp.devices.num, x.dtype), scale, x.dtype)
+
+    return [contribution(value) for value in ins]
 
 
 def _apply_on_shards(

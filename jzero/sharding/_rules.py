@@ -169,7 +169,9 @@ RULES: dict[str, Rule] = {
 }
 
 # Primitives that leave the value as it is; jzero's own variance takes the place of JAX's types.
-IDENTITIES = frozenset({"pvary", "pcast", "pbroadcast", "sharding_constraint", "mesh_cast"})
+IDENTITIES = frozenset(
+    {"pvary", "pcast", "pbroadcast", "sharding_constraint", "mesh_cast", "reshard"}
+)
 
 
 def rule_for(eqn: _jaxpr.Eqn) -> Rule | None:
