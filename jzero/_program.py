@@ -68,9 +68,7 @@ class Program:
       plan: where the state rests.
       run: the step on flat lists, `(state leaves, argument leaves) -> (state leaves, outputs)`.
       jitted: the same, compiled, the state donated.
-      state_tree: the state's structure.
       out_tree: structure of what the step returns; the state's leaves come first.
-      state_first: whether the step returns `(state, ...)` and not the state alone.
       state_shardings: one per leaf of the state.
       argument_shardings: one per leaf of the other arguments.
       keys: paths of the arguments taken for PRNG keys.
@@ -287,7 +285,7 @@ def _output_layouts(
 
 def _output_paths(out_tree: Any, num_state: int) -> list[str]:
     outs = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-    return [f"output{path[6:]}" for path in _call.leaf_paths(outs, "output")][num_state:]
+    return _call.leaf_paths(outs, "output")[num_state:]
 
 
 def _check_outputs(traced: _trace.TracedStep, avals: list[Any], tree: Any) -> None:

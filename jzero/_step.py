@@ -146,7 +146,7 @@ class ShardedTrainStep:
         """
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
-        state, tree = jax.tree.flatten(call.state)
+        state = jax.tree.leaves(call.state)
         arrays = jax.tree.leaves(call.arrays)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in [*state, *arrays]):
             new_state, outs = program.run(*_as_arrays(state, arrays))
@@ -155,7 +155,6 @@ class ShardedTrainStep:
             new_state, outs = program.jitted(
                 _place(state, program.state_shardings), _place(arrays, program.argument_shardings)
             )
-        self._layouts[_state_key(self._setting(), new_state, tree)] = program.state_shardings
         return jax.tree.unflatten(program.out_tree, [*new_state, *outs])
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -367,12 +366,11 @@ def _lies_right(leaf: Any, sharding: NamedSharding) -> bool:
 
 
 def _check_alive(state: Any) -> None:
-    gone = [
-        path
-        for path, leaf in zip(_call.leaf_paths(state, "state"), jax.tree.leaves(state), strict=True)
-        if isinstance(leaf, jax.Array) and leaf.is_deleted()
-    ]
-    if gone:
+    leaves = jax.tree.leaves(state)
+    dead = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves]
+    if any(dead):  # Paths cost more than the check, which every step makes.
+        paths = _call.leaf_paths(state, "state")
+        gone = [path for path, is_dead in zip(paths, dead, strict=True) if is_dead]
         shown = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
         raise StateError(message(
             WHO, f"{len(gone)} leaves were already donated: {shown}",

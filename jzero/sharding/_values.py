@@ -143,11 +143,6 @@ class DivergentError(StepError):
     """A collective would run where not all devices are."""
 
 
-def local_shape(shape: tuple[int, ...], dim: int | None, num_shards: int) -> tuple[int, ...]:
-    """Shape of a device's part."""
-    return tuple(n // num_shards if d == dim else n for d, n in enumerate(shape))
-
-
 def token_of(x: jax.Array) -> jax.Array:
     """One element of `x`: depends on it without keeping it alive."""
     return x[(0,) * x.ndim] if math.prod(x.shape) else jnp.zeros((), x.dtype)
