@@ -178,7 +178,9 @@ def main() -> None:
     args = parser.parse_args()
     # XLA reads this when the first device is asked for; of two settings the last one counts.
     flag = f"--xla_force_host_platform_device_count={num_devices}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    # Virtual devices may wait for each other for ever under this scheduler (docs/design.md, 7).
+    order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag} {order}"
 
     result: dict[str, Any] = {
         **environment(),
