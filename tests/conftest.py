@@ -26,6 +26,9 @@ XLA_FLAGS = {
 }
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
+    # Threads of XLA's pool: a device that waits in a collective holds one, and a program may have
+    # several under way on each device.
+    "PJRT_NPROC": "32",
     # Flax and optax keep to strict ranks, but not to strict dtypes: optax's bias correction raises a
     # float to an int32 count.
     "JAX_NUMPY_RANK_PROMOTION": "raise",

@@ -181,6 +181,7 @@ def main() -> None:
     # Virtual devices may wait for each other for ever under this scheduler (docs/design.md, 7).
     order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag} {order}"
+    os.environ.setdefault("PJRT_NPROC", "32")  # threads: collectives that wait hold one each
 
     result: dict[str, Any] = {
         **environment(),

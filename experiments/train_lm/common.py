@@ -72,6 +72,7 @@ def parse_args(
     # Virtual devices may wait for each other for ever under this scheduler (docs/design.md, 7).
     order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag} {order}"
+    os.environ.setdefault("PJRT_NPROC", "32")  # threads: collectives that wait hold one each
     if args.devices is not None and args.devices > jax.device_count():
         parser.error(f"--devices {args.devices}: there are {jax.device_count()} {jax.devices()}")
     return args
