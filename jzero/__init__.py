@@ -11,6 +11,8 @@ from jzero._grad import value_and_grad as value_and_grad
 from jzero._nnx import from_nnx as from_nnx
 from jzero._step import ShardedTrainStep as ShardedTrainStep
 from jzero._step import shard_train_step as shard_train_step
-from jzero._trace import fold_device_index as fold_device_index
+from jzero._whole import fold_device_index as fold_device_index
+from jzero._whole import total as total
+from jzero._whole import weighted_mean as weighted_mean
 
 __version__ = "0.1.0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -207,9 +208,11 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def argument_specs(
-    arrays: Mapping[str, Any], specs: Mapping[str, Any], axes: Mapping[str, int]
+    arrays: Mapping[str, Any], specs: Mapping[str, Any], axes: Mapping[str, int], accumulate: int
 ) -> list[P]:
     """A PartitionSpec per leaf: dim 0 split over all data axes; scalars and keys on every device.
+
+    Microbatches are devices in time: the last of the `axes` counts them in.
 
     Raises:
       BatchError: leaves whose dim is not divisible by the devices, all at once.
@@ -221,7 +224,7 @@ def argument_specs(
         overrides = _broadcast_specs(name, specs[name], treedef) if name in specs else None
         for i, (path, leaf) in enumerate(zip(leaf_paths(tree, name), leaves, strict=True)):
             spec = overrides[i] if overrides is not None else _default_spec(leaf, tuple(axes))
-            bad += _misfits(path, leaf, spec, axes)
+            bad += _misfits(path, leaf, spec, axes, accumulate)
             out.append(spec)
     if bad:
         raise BatchError(message(
@@ -255,7 +258,9 @@ def _broadcast_specs(name: str, spec: Any, treedef: Any) -> list[P]:
         )) from None  # fmt: skip
 
 
-def _misfits(path: str, leaf: Any, spec: P, axes: Mapping[str, int]) -> list[str]:
+def _misfits(
+    path: str, leaf: Any, spec: P, axes: Mapping[str, int], accumulate: int
+) -> list[str]:
     what = describe_leaf(path, leaf.shape, leaf.dtype)
     if len(spec) > len(leaf.shape):
         return [f"{what} has fewer dims than its spec {spec}"]
@@ -266,12 +271,24 @@ def _misfits(path: str, leaf: Any, spec: P, axes: Mapping[str, int]) -> list[str
             return [
                 f"{what}: its spec {spec} names axis {unknown[0]!r}; the data axes are {tuple(axes)}"
             ]
-        parts = int(np.prod([axes[name] for name in names]))
+        parts = math.prod(axes[name] for name in names)
         if leaf.shape[dim] % parts:
+            num = accumulate if tuple(axes)[-1] in names else 1
+            times = f" x {num} microbatches" if num > 1 else ""
             return [
-                f"{what}: dim {dim} of size {leaf.shape[dim]} does not divide by {parts} devices"
+                f"{what}: dim {dim} of size {leaf.shape[dim]} does not divide by "
+                f"{parts // num} devices{times}"
             ]
+    split = {name for entry in spec for name in spec_axes(entry)}
+    if accumulate > 1 and split and split != set(axes):
+        return [f"{what}: accumulate needs its spec {spec} to name all data axes {tuple(axes)}"]
     return []
+
+
+def microbatch_dim(spec: P, axes: Mapping[str, int]) -> int | None:
+    """The dim along which an argument is cut into microbatches: that of the last axis."""
+    last = tuple(axes)[-1]
+    return next((dim for dim, entry in enumerate(spec) if last in spec_axes(entry)), None)
 
 
 def spec_axes(entry: Any) -> tuple[str, ...]:
@@ -282,7 +299,7 @@ def spec_axes(entry: Any) -> tuple[str, ...]:
 
 
 def local_aval(leaf: Any, spec: P, axes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
-    """What one device sees of an argument."""
+    """What one device sees of an argument in one microbatch."""
     shape = list(leaf.shape)
     for dim, entry in enumerate(spec):
         for name in spec_axes(entry):

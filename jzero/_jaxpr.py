@@ -141,6 +141,52 @@ def call_parts(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
     return None if name is None else open_jaxpr(eqn.params[name])
 
 
+class Flat(NamedTuple):
+    """What is read of a jaxpr, for one put together from several."""
+
+    constvars: list[Var]
+    invars: list[Var]
+    outvars: list[Atom]
+    eqns: list[Eqn]
+
+
+def flatten_calls(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Flat, list[Any]]:
+    """The jaxpr with every call (`jit`, custom derivatives) replaced by the equations inside it.
+
+    `jax.checkpoint` bodies of a backward pass and loops stay. The equations keep their name scopes.
+    """
+    constvars, all_consts, eqns = list(jaxpr.constvars), list(consts), []
+
+    def inline(inner: Jaxpr, env: dict[Var, Atom], outer: Eqn | None) -> list[Atom]:
+        def read(atom: Atom) -> Atom:
+            return atom if is_literal(atom) else env[atom]
+
+        for eqn in inner.eqns:
+            new = eqn.replace(invars=[read(atom) for atom in eqn.invars])
+            if outer is not None:
+                source = eqn.source_info
+                stack = outer.source_info.name_stack + source.name_stack
+                new = new.replace(source_info=source.replace(name_stack=stack))
+            call = None if is_rematted(eqn) else call_parts(eqn)
+            if call is None:
+                # A jaxpr that is called twice has the same variables twice: each call gets its own.
+                outs = [core.Var(var.aval) for var in eqn.outvars]
+                eqns.append(new.replace(outvars=outs))
+            else:
+                body, body_consts = call
+                fresh = [core.Var(var.aval) for var in body.constvars]
+                constvars.extend(fresh)
+                all_consts.extend(body_consts)
+                ins = zip([*body.constvars, *body.invars], [*fresh, *new.invars], strict=True)
+                outs = inline(body, dict(ins), new)
+            env |= zip(eqn.outvars, outs, strict=True)
+        return [read(atom) for atom in inner.outvars]
+
+    env = {var: var for var in [*jaxpr.constvars, *jaxpr.invars]}
+    outvars = inline(jaxpr, env, None)
+    return Flat(constvars, list(jaxpr.invars), outvars, eqns), all_consts
+
+
 def is_rematted(eqn: Eqn) -> bool:
     """Whether the equation is a `jax.checkpoint` body of a backward pass, recomputation included."""
     return eqn.primitive.name in ("remat2", "checkpoint") and bool(eqn.params["differentiated"])
@@ -161,6 +207,11 @@ def autodiff_pass(eqn: Eqn) -> str | None:
         if isinstance(entry, source_info_util.Transform) and entry.name in ("jvp", "transpose"):
             return "forward" if entry.name == "jvp" else "backward"
     return None
+
+
+def in_scope(eqn: Eqn, name: str) -> bool:
+    """Whether `eqn` was made under `jax.named_scope(name)`."""
+    return any(entry.name == name for entry in eqn.source_info.name_stack.stack)
 
 
 def is_vmapped(eqn: Eqn) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jzero._errors import StepError, message
-from jzero._trace import fold_device_index
+from jzero._whole import fold_device_index
 
 
 def from_nnx(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero import _call, _jaxpr, _trace
 from jzero._errors import StateError, StepError, describe_leaf, message
-from jzero.sharding import _layout, _plan
+from jzero._options import Options
+from jzero.sharding import _cut, _layout, _microbatch, _plan
 from jzero.sharding._control import CONTROL
 from jzero.sharding._frames import Frame
 from jzero.sharding._interpret import Interpreter
@@ -31,13 +34,13 @@ class Setting:
     """What a program is built for, besides shapes.
 
     Attributes:
-      stage: 0 to 3.
+      options: what the user chose.
       mesh: the mesh, concrete or abstract.
       axis_names: the mesh's axes, all of them data axes.
       axis_name: the name by which the step itself calls all of them together, if it does.
     """
 
-    stage: int
+    options: Options
     mesh: Any
     axis_names: tuple[str, ...]
     axis_name: str | None
@@ -50,7 +53,13 @@ class Setting:
     @property
     def num_devices(self) -> int:
         """How many devices the step is sharded over."""
-        return _trace.num_devices(self.axes)
+        return math.prod(self.axes.values())
+
+    @property
+    def batch_axes(self) -> dict[str, int]:
+        """The data axes as the batch sees them: microbatches are devices in time, of the last axis."""
+        last = self.axis_names[-1]
+        return self.axes | {last: self.axes[last] * self.options.accumulate}
 
     @property
     def step_axes(self) -> dict[str, tuple[str, ...]]:
@@ -115,9 +124,10 @@ def build(
     """
     state_avals, state_tree = jax.tree.flatten(state)
     array_avals, arrays_tree = jax.tree.flatten(arrays)
-    specs = _call.argument_specs(arrays, signature.specs, setting.axes)
+    options = setting.options
+    specs = _call.argument_specs(arrays, signature.specs, setting.batch_axes, options.accumulate)
     local = [
-        _call.local_aval(aval, spec, setting.axes)
+        _call.local_aval(aval, spec, setting.batch_axes)
         for aval, spec in zip(array_avals, specs, strict=True)
     ]
     num_state = len(state_avals)
@@ -135,7 +145,7 @@ def build(
         for aval, spec in zip(array_avals, specs, strict=True)
     ]
     step_axes = {
-        name: _trace.num_devices({axis: setting.axes[axis] for axis in axes})
+        name: math.prod(setting.batch_axes[axis] for axis in axes)
         for name, axes in setting.step_axes.items()
     }
     varying = [False] * num_state + [any(map(_call.spec_axes, spec)) for spec in specs]
@@ -146,6 +156,7 @@ def build(
         [False] * num_state + folds,
         step_axes,
         setting.axis_name is not None,
+        flat=options.accumulate > 1,
     )
     _trace.check_not_per_example(
         traced, flat_step, [*state_avals, *array_avals], varying, step_axes
@@ -158,10 +169,12 @@ def build(
     axes = tuple(setting.axes.items())
     averaged = [bool(axes) for axes in out_varying[:num_state]]
     plan = Plan(
-        setting.stage,
+        options.stage,
         axes,
         traced.reductions,
-        _plan.plan_leaves(leaves, setting.stage, axes, frame, links, averaged),
+        _plan.plan_leaves(leaves, options.stage, axes, frame, links, averaged),
+        options.accumulate,
+        options.reduce_once,
     )
     _check_varying_state(plan, traced, averaged)
     globals_ = _global_avals(traced, flat_step, [*state_avals, *array_avals], step_axes, num_state)
@@ -192,9 +205,20 @@ def _runner(
     specs: Sequence[P], outputs: Sequence[Layout],
 ) -> Callable[..., Any]:  # fmt: skip
     """The step on whole arrays: one `shard_map` around the interpreter."""
-    frame, num = traced.frame, setting.num_devices
+    frame, num, options = traced.frame, setting.num_devices, setting.options
     layouts = [leaf.layout for leaf in plan.leaves]
     state_specs = [_layout.partition_spec(layout) for layout in layouts]
+
+    examples = [False] * len(layouts) + [isinstance(layout, Shard) for layout in outputs]
+    phases = _cut.cut(frame, examples) if options.accumulate > 1 else []
+    cuts = [None] * len(layouts) + [_call.microbatch_dim(spec, setting.axes) for spec in specs]
+    accumulation = _microbatch.Accumulation(
+        options.accumulate,
+        {var: dim for var, dim in zip(frame.jaxpr.invars, cuts, strict=True) if dim is not None},
+        options.reduce_once,
+        options.accumulate_dtype,
+        options.gather_once,
+    )
 
     def local_step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         interp = Interpreter(
@@ -204,14 +228,22 @@ def _runner(
             axis_names=setting.step_axes,
             handlers=ORDINARY | CONTROL,
             otherwise=apply,
-            reduce_once=_plan.STAGES[setting.stage].reduce_once,
+            reduce_once=options.reduce_once,
+            microbatches=options.accumulate,
+            keep_gathered=options.keep_gathered,
+            reduce_dtype=options.reduce_dtype,
         )
         values: list[Value] = [_placed(x, leaf) for x, leaf in zip(state, plan.leaves, strict=True)]
         values += [FullValue(x) for x in arrays]
-        outs = interp.run(frame, values)
+        if phases:
+            outs = _microbatch.run_in_microbatches(interp, frame, values, phases, accumulation)
+        else:
+            outs = _averaged(interp, frame, interp.run(frame, values), examples)
         finished = [
-            _jaxpr.with_type_of(_finish(interp, frame, i, value, layout), frame.jaxpr.outvars[i])
-            for i, (value, layout) in enumerate(zip(outs, [*layouts, *outputs], strict=True))
+            _jaxpr.with_type_of(_finish(interp, atom, value, frame, layout, example), atom)
+            for atom, value, layout, example in zip(
+                frame.jaxpr.outvars, outs, [*layouts, *outputs], examples, strict=True
+            )
         ]
         return finished[: len(state)], finished[len(state) :]
 
@@ -231,15 +263,30 @@ def _placed(x: Any, leaf: LeafPlan) -> Value:
     return FullValue(x, leaf.path)
 
 
-def _finish(interp: Interpreter, frame: Frame, i: int, value: Value, layout: Layout) -> Any:
-    """An output in its final layout; what still differs between devices is averaged."""
-    atom = frame.jaxpr.outvars[i]
-    if frame.out_varying[i]:
-        x = interp.full(frame, atom, value)
-        if isinstance(layout, Shard):  # One entry per example: each device has its own.
-            return x
-        return interp.devices.full(interp.mean_of(x))
-    return interp.as_dim(frame, atom, value, None if isinstance(layout, Full) else layout.dim)
+def _averaged(
+    interp: Interpreter, frame: Frame, outs: Sequence[Value], examples: Sequence[bool]
+) -> list[Value]:
+    """The step's outputs; what differs between devices is averaged, except one entry per example."""
+    return [
+        interp.mean_of(interp.full(frame, atom, value)) if axes and not example else value
+        for atom, value, axes, example in zip(
+            frame.jaxpr.outvars, outs, frame.out_varying, examples, strict=True
+        )
+    ]
+
+
+def _finish(
+    interp: Interpreter, atom: Any, value: Value, frame: Frame, layout: Layout, example: bool
+) -> Any:
+    """An output in its final layout."""
+    dim = layout.dim if isinstance(layout, Shard) else None
+    if not example or dim is None:
+        return interp.as_dim(frame, atom, value, dim)
+    x = interp.full(frame, atom, value)  # One entry per example: each device has its own.
+    if interp.microbatches == 1:
+        return x
+    x = jnp.moveaxis(x, 0, dim)  # from (microbatch, ...)
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
 
 def _global_avals(
@@ -272,7 +319,7 @@ def _output_layouts(
             layouts.append(Shard(dims[0], setting.axis_names))
         else:
             layouts.append(_layout.FULL)
-            if not _trace.is_float(aval) and setting.num_devices > 1:
+            if not _trace.is_float(aval) and math.prod(setting.batch_axes.values()) > 1:
                 bad.append(describe_leaf(paths[i - num_state], aval.shape, aval.dtype))
     if bad:
         raise StepError(message(

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero import _call, _jaxpr, _program
 from jzero._errors import MeshError, OptionError, StateError, message
+from jzero._options import Options
 from jzero._report import Report
 from jzero.sharding import _layout, _plan, _traffic
 
@@ -22,6 +23,11 @@ def shard_train_step(
     step_fn: Callable[..., Any] | None = None,
     *,
     stage: int = 3,
+    accumulate: int = 1,
+    reduce: str | None = None,
+    accumulate_dtype: Any = None,
+    reduce_dtype: Any = None,
+    gather: str | None = None,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     axis_name: str | None = None,
@@ -85,8 +91,9 @@ def shard_train_step(
       Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter
       Models", 2020, sections 5 (stages) and 7 (traffic).
     """
+    chosen = Options(stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather)
     options = dict(
-        stage=stage, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
+        options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
         static_argnums=static_argnums, static_argnames=static_argnames, in_specs=in_specs,
     )  # fmt: skip
     if step_fn is None:
@@ -102,7 +109,7 @@ class ShardedTrainStep:
     """
 
     def __init__(
-        self, step_fn: Callable[..., Any], *, stage: int, mesh: Any,
+        self, step_fn: Callable[..., Any], *, options: Options, mesh: Any,
         axis_names: str | Sequence[str] | None, axis_name: str | None,
         static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
         in_specs: Mapping[str | int, Any] | None,
@@ -111,10 +118,6 @@ class ShardedTrainStep:
             raise OptionError(message(
                 WHO, f"step_fn is a {type(step_fn).__name__}", "It must be a function.",
                 "Write shard_train_step(step_fn, stage=3)."))  # fmt: skip
-        if stage not in _plan.STAGES or isinstance(stage, bool):
-            raise OptionError(message(
-                WHO, f"stage={stage!r}", "Stages are 0, 1, 2 and 3.",
-                "Use 3 to shard parameters, gradients and optimizer state."))  # fmt: skip
         if isinstance(step_fn, ShardedTrainStep):
             raise OptionError(message(
                 WHO, "step_fn is already a ShardedTrainStep", "A step is sharded once.",
@@ -126,7 +129,7 @@ class ShardedTrainStep:
                 WHO, "step_fn was made by jax.pmap", "jzero runs the step on all devices itself.",
                 "Pass the function inside, with the axis_name= that pmap had."))  # fmt: skip
         self._step_fn = step_fn
-        self._stage = stage
+        self._options = options
         self._mesh = mesh
         self._axis_names = (axis_names,) if isinstance(axis_names, str) else axis_names
         self._axis_name = axis_name
@@ -214,7 +217,7 @@ class ShardedTrainStep:
             shardings = self._layouts.get(_state_key(setting, leaves, tree))
         if shardings is None:
             axes = tuple(setting.axes.items())
-            plans = _plan.plan_from_shapes(_program.state_leaves(abstract), self._stage, axes)
+            plans = _plan.plan_from_shapes(_program.state_leaves(abstract), self._options.stage, axes)
             shardings = [
                 NamedSharding(setting.mesh, _layout.partition_spec(leaf.layout)) for leaf in plans
             ]
@@ -285,7 +288,7 @@ class ShardedTrainStep:
                 WHO, f"axis_name={self._axis_name!r} is only one of the mesh's axes {names}",
                 "A step's own axis stands for all data axes together.",
                 "Use a name that the mesh does not have, or a mesh with this axis alone."))  # fmt: skip
-        return _program.Setting(self._stage, mesh, names, self._axis_name)
+        return _program.Setting(self._options, mesh, names, self._axis_name)
 
 
 def _current_mesh(axis_name: str | None) -> Any:

@@ -10,57 +10,19 @@ Three ways (docs/design.md, section 3), tried in this order; the user never says
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from jzero import _grad, _jaxpr
+from jzero import _grad, _jaxpr, _whole
 from jzero._errors import StepError, message
 from jzero.sharding import _frames
 from jzero.sharding._frames import Frame
 
 TYPED, WRITTEN, MARKED = "typed", "written", "marked"
-
-_axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("jzero_axes", default=())
-
-
-def fold_device_index(key: jax.Array) -> jax.Array:
-    """Folds the device's index into a PRNG key, so that devices draw different numbers.
-
-    Keys passed as arguments beside the batch are folded by jzero itself. A key kept *in the state* is
-    not, because it must stay the same on all devices; fold it where the step uses it::
-
-        dropout_key = jzero.fold_device_index(jax.random.fold_in(state.key, state.step))
-
-    Outside a sharded step, and on one device, it returns the key unchanged.
-
-    >>> import jax, jzero
-    >>> key = jax.random.key(0)
-    >>> bool(jzero.fold_device_index(key) == key)
-    True
-
-    Args:
-      key: a typed key, or an old-style `uint32[2]` one; shape `()` or `(2,)`.
-
-    Returns:
-      A key of the same kind.
-    """
-    axes = _axes.get()
-    return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
-
-
-@contextlib.contextmanager
-def _data_axes(axes: tuple[str, ...]) -> Iterator[None]:
-    token = _axes.set(axes)
-    try:
-        yield
-    finally:
-        _axes.reset(token)
-
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
@@ -81,7 +43,7 @@ class TracedStep:
 
 def trace_step(
     flat_step: Callable[..., Any], avals: Sequence[Any], varying: Sequence[bool],
-    keys: Sequence[bool], axes: dict[str, int], explicit_axis: bool,
+    keys: Sequence[bool], axes: dict[str, int], explicit_axis: bool, flat: bool,
 ) -> TracedStep:  # fmt: skip
     """Traces `flat_step(*leaves)` and analyses it.
 
@@ -92,17 +54,16 @@ def trace_step(
       keys: leaves that are PRNG keys to be folded with the device's index.
       axes: names (as the step uses them) and sizes of the data axes.
       explicit_axis: the user named the axis, so the step is expected to have collectives.
+      flat: replace calls by what they call.
 
     Raises:
       StepError: the step cannot be made right; the message has the edit.
       Exception: whatever the step itself raises when traced.
     """
-    several = num_devices(axes) > 1
-
     def folded(*leaves: Any) -> Any:
-        with _data_axes(tuple(axes) if several else ()):
+        with _whole.data_axes(axes):
             return flat_step(*(
-                fold_device_index(leaf) if key else leaf
+                _whole.fold_device_index(leaf) if key else leaf
                 for leaf, key in zip(leaves, keys, strict=True)
             ))  # fmt: skip
 
@@ -117,16 +78,9 @@ def trace_step(
             traced = _jaxpr.trace(
                 folded, avals, axes, varying, typed=way == TYPED, salt=way if way == MARKED else ""
             )
-        return _analysed(traced, way, in_varying)
+        return _analysed(traced, way, in_varying, flat)
 
     return _first_that_works(attempt, explicit_axis)
-
-
-def num_devices(axes: dict[str, int]) -> int:
-    num = 1
-    for size in axes.values():
-        num *= size
-    return num
 
 
 def _first_that_works(attempt: Callable[[str], TracedStep], explicit_axis: bool) -> TracedStep:
@@ -149,7 +103,7 @@ def _first_that_works(attempt: Callable[[str], TracedStep], explicit_axis: bool)
     marked = attempt(MARKED)  # If the step is at fault, this raises its error and not the typing's.
     if has_collectives(marked.frame):
         return attempt(WRITTEN) if not has_marks(marked.frame) else marked
-    if not has_marks(marked.frame):
+    if not has_marks(marked.frame) and _has_backward_pass(marked.frame):
         raise StepError(message(
             "shard_train_step",
             f"JAX's varying-axes typing refuses this step ({_first_line(refusal)}), and no call of "
@@ -161,9 +115,14 @@ def _first_that_works(attempt: Callable[[str], TracedStep], explicit_axis: bool)
     return marked
 
 
-def _analysed(traced: _jaxpr.Traced, way: str, in_varying: list[frozenset[str]]) -> TracedStep:
+def _analysed(
+    traced: _jaxpr.Traced, way: str, in_varying: list[frozenset[str]], flat: bool = False
+) -> TracedStep:
     outer = _frames.Outer(average_losses=way != WRITTEN)
-    frame = _frames.build_frames(traced.jaxpr, traced.consts, in_varying, outer)
+    jaxpr, consts = traced.jaxpr, traced.consts
+    if flat:
+        jaxpr, consts = _jaxpr.flatten_calls(jaxpr, consts)
+    frame = _frames.build_frames(jaxpr, consts, in_varying, outer)
     return TracedStep(frame, traced.out_tree, traced.out_avals, way)
 
 
@@ -172,6 +131,7 @@ def has_collectives(frame: Frame) -> bool:
     return any(
         eqn.primitive.name in _frames.COLLECTIVES
         and eqn.primitive.name != "axis_index"
+        and not _jaxpr.in_scope(eqn, _frames.TOTAL)
         and f.pass_of(eqn) != "backward"
         for f, _, eqn in frame.walk()
     )
@@ -180,6 +140,11 @@ def has_collectives(frame: Frame) -> bool:
 def has_marks(frame: Frame) -> bool:
     """Whether a gradient was marked as to be reduced."""
     return any(eqn.primitive.name == _frames.MARK for _, _, eqn in frame.walk())
+
+
+def _has_backward_pass(frame: Frame) -> bool:
+    """Whether a gradient was taken at all; if none was (every weight is frozen), none is reduced."""
+    return any(f.pass_of(eqn) == "backward" for f, _, eqn in frame.walk())
 
 
 def _diverging_reductions(frame: Frame) -> bool:
@@ -237,7 +202,7 @@ def check_not_per_example(
     shapes, whole_shapes = (
         [out.aval.shape for eqn in eqns for out in eqn.outvars] for eqns in (reductions, at_whole)
     )
-    if num_devices(axes) > 1 and shapes != whole_shapes:
+    if math.prod(axes.values()) > 1 and shapes != whole_shapes:
         raise StepError(message(
             "shard_train_step",
             "the step takes a gradient for every single example (vmap of jax.grad), and reduces it",

@@ -14,7 +14,7 @@ from jzero import _jaxpr
 from jzero.sharding import _frames
 from jzero.sharding._frames import Frame, split
 from jzero.sharding._interpret import Handler, Interpreter
-from jzero.sharding._values import FullValue, ShardValue, Unreduced, Value
+from jzero.sharding._values import FullValue, ShardValue, Unreduced, Value, waits
 
 
 def _call(
@@ -42,7 +42,8 @@ def _remat(
             for i, x in zip(held, arrays, strict=True):
                 ins[i] = FullValue(x, ins[i].name)
     devices = interp.devices
-    interp.devices = dataclasses.replace(devices, scope=object())
+    if not interp.keep_gathered:
+        interp.devices = dataclasses.replace(devices, scope=object())
     with jax.named_scope("checkpoint"):
         outs = _call(interp, frame, index, eqn, ins)
     interp.devices = devices
@@ -86,9 +87,8 @@ def _cond(
         [branch(child) for child in frame.children[index]],
         [value.x for value in settled],
     )
-    scale = 1 / interp.devices.num
     return [
-        Unreduced(x, scale, x.dtype) if wait else _value(x, dim)
+        Unreduced(x, interp.mean_scale, x.dtype) if wait else _value(x, dim)
         for x, dim, wait in zip(arrays, dims, pending, strict=True)
     ]
 
@@ -114,10 +114,14 @@ def _scan(
         else interp.as_dim(frame, atom, value, dim)
         for i, (atom, value, dim) in enumerate(zip(init_atoms, init, dims, strict=True))
     ]  # fmt: skip
+    _, _, body_xs = split(child.jaxpr.invars, scan.num_consts, scan.num_carry)
+    keep = interp.keep_gathered and differentiated
     slices = [
-        _scanned(interp.settle(frame, a, v), interp) for a, v in zip(xs_atoms, xs, strict=True)
+        _scanned(interp, child, var, interp.settle(frame, atom, value), keep)
+        for var, atom, value in zip(body_xs, xs_atoms, xs, strict=True)
     ]
     y_forms: list[Callable[[Any], Value]] = []
+    forwarded: dict[int, int] = {}
     scales: dict[int, float] = {}
 
     def body(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -137,9 +141,17 @@ def _scan(
             value.x if i in sums else inner.as_dim(child, atom, value, dims[i])
             for i, (atom, value) in enumerate(zip(carry_atoms, carry_outs, strict=True))
         ]
-        ys = [inner.settle(child, a, v) for a, v in zip(y_atoms, y_outs, strict=True)]
-        y_forms[:] = [_like(v, 1) for v in ys]
-        return new_carry, [value.x for value in ys]
+        ys = [
+            v if interp.hold and waits(v) else inner.settle(child, a, v)
+            for a, v in zip(y_atoms, y_outs, strict=True)
+        ]
+        # A residual that is a slice again is no new stack.
+        forwarded.update(
+            {j: i for j, y in enumerate(ys) for i, x in enumerate(sliced) if y is x}
+        )
+        made = [y for j, y in enumerate(ys) if j not in forwarded]
+        y_forms[:] = [_like(v, 1) for v in made]
+        return new_carry, [value.x for value in made]
 
     carry, ys = lax.scan(
         body, starts, [value.x for value in slices],
@@ -149,12 +161,18 @@ def _scan(
     for i, x in enumerate(carry):
         if i in sums:
             leaf = interp.links.leaf_of(frame, carry_out[i])
+            if interp.hold:
+                before = interp.as_contribution(init[i], scales[i])
+                outs.append(Unreduced(x + before, scales[i], x.dtype, leaf))
+                continue
             total = interp.devices.settle(Unreduced(x, scales[i], x.dtype, leaf), dims[i])
             before = interp.as_dim(frame, init_atoms[i], init[i], dims[i])
             outs.append(dataclasses.replace(total, x=total.x + before))
         else:
             outs.append(_value(x, dims[i], init[i].name))
-    return outs + [form(y) for form, y in zip(y_forms, ys, strict=True)]
+    made = iter([form(y) for form, y in zip(y_forms, ys, strict=True)])
+    num_ys = len(eqn.outvars) - scan.num_carry
+    return outs + [slices[forwarded[j]] if j in forwarded else next(made) for j in range(num_ys)]
 
 
 def _while(
@@ -219,17 +237,17 @@ def _loop_consts(
     """
     settled = [interp.settle(frame, a, v) for a, v in zip(atoms, consts, strict=True)]
     return [
-        FullValue(interp.devices.full(value), value.name)
-        if differentiated and var in child.needs_full
-        else value
+        interp.gathered(child, var, value) if differentiated and var in child.needs_full else value
         for var, value in zip(child.jaxpr.invars, settled, strict=False)
     ]
 
 
-def _scanned(value: FullValue | ShardValue, interp: Interpreter) -> FullValue | ShardValue:
-    """A value a scan takes slices of; one sharded along the looped dim is gathered whole."""
-    if isinstance(value, ShardValue) and value.dim == 0:
-        return FullValue(interp.devices.full(value), value.name)
+def _scanned(
+    interp: Interpreter, child: Frame, var: _jaxpr.Var, value: FullValue | ShardValue, keep: bool
+) -> FullValue | ShardValue:
+    """A value a scan takes slices of: gathered whole if it is sharded along the looped dim, or kept."""
+    if isinstance(value, ShardValue) and (value.dim == 0 or (keep and var in child.needs_full)):
+        return interp.gathered(child, var, value)
     return value
 
 
@@ -237,8 +255,11 @@ def _value(x: Any, dim: int | None, name: str = "") -> FullValue | ShardValue:
     return FullValue(x, name) if dim is None else ShardValue(x, dim, name)
 
 
-def _like(value: FullValue | ShardValue, offset: int = 0) -> Callable[[Any], Value]:
+def _like(value: Value, offset: int = 0) -> Callable[[Any], Value]:
     """Wraps an array in the layout and name of `value`, `dim` moved by `offset`."""
+    if isinstance(value, Unreduced):
+        scale, dtype, leaf = value.scale, value.dtype, value.name
+        return lambda x: Unreduced(x, scale, dtype, leaf)
     dim = value.dim + offset if isinstance(value, ShardValue) else None
     name = value.name  # Not the value itself: its tracer must not outlive the loop's trace.
     return lambda x: _value(x, dim, name)

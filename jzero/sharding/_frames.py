@@ -33,6 +33,8 @@ SPREADING = frozenset(
 )
 COLLECTIVES = AGREEING | SPREADING
 MARK = _jaxpr.reduce_mark_p.name
+# Sums over the whole batch that a step asks for (`jzero.total`); they are no reductions of gradients.
+TOTAL = "jzero.total"
 
 
 class Outer(NamedTuple):

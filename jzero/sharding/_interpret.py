@@ -7,7 +7,7 @@ never bound there; `Devices` decides them value by value.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +15,16 @@ import jax.numpy as jnp
 from jzero import _jaxpr
 from jzero.sharding._frames import Frame
 from jzero.sharding._links import Links
+from jzero.sharding._needs import read_dtype
 from jzero.sharding._values import Devices, FullValue, ShardValue, Unreduced, Value, token_of
+
+
+@dataclasses.dataclass
+class Env:
+    """Values of a frame's variables, and the means over the devices that were read of them."""
+
+    values: dict[_jaxpr.Var, Value]
+    means: dict[_jaxpr.Var, Value] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -30,6 +39,11 @@ class Interpreter:
       handlers: what runs an equation, by the name of its primitive.
       otherwise: what runs all other equations.
       reduce_once: a step's own loop over microbatches sums gradients locally and reduces after it.
+      microbatches: how many microbatches a device works through; means are over all of them.
+      microbatch: inside their loop, the index of the current one.
+      hold: inside their loop, reductions are left to be done after it.
+      keep_gathered: what the forward pass gathered serves the backward pass too.
+      reduce_dtype: in which gradients are reduced; None for the dtype in which the step has them.
     """
 
     links: Links
@@ -39,32 +53,47 @@ class Interpreter:
     handlers: Mapping[str, Handler]
     otherwise: Handler
     reduce_once: bool = False
+    microbatches: int = 1
+    microbatch: Any = None
+    hold: bool = False
+    keep_gathered: bool = False
+    reduce_dtype: Any = None
     seen_pass: str | None = None
     last_varying: Any = None
 
     def run(self, frame: Frame, args: Sequence[Value]) -> list[Value]:
         """Values of the frame's outputs, given those of its inputs."""
-        env: dict[_jaxpr.Var, Value] = dict(zip(frame.jaxpr.invars, args, strict=True))
+        env = self.start(frame, args)
+        self.run_equations(frame, range(len(frame.jaxpr.eqns)), env)
+        return [self.read(frame, env, None, atom) for atom in frame.jaxpr.outvars]
+
+    def start(self, frame: Frame, args: Sequence[Value]) -> Env:
+        """The frame's variables before its first equation."""
         consts = [FullValue(_jaxpr.constant(value)) for value in frame.consts]
-        env |= zip(frame.jaxpr.constvars, consts, strict=True)
+        variables = [*frame.jaxpr.constvars, *frame.jaxpr.invars]
+        return Env(dict(zip(variables, [*consts, *args], strict=True)))
 
-        means: dict[_jaxpr.Var, Value] = {}
-
-        def read(eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> Value:
-            if _jaxpr.is_literal(atom):
-                return FullValue(_jaxpr.literal(atom))
-            if frame.averages(eqn, atom):
-                return means.setdefault(atom, self.mean_of(env[atom].x))
-            return env[atom]
-
-        for index, eqn in enumerate(frame.jaxpr.eqns):
+    def run_equations(self, frame: Frame, indices: Iterable[int], env: Env) -> None:
+        """Runs some of the frame's equations; their results are added to `env`."""
+        for index in indices:
+            eqn = frame.jaxpr.eqns[index]
             with _jaxpr.source_of(eqn):
                 self.enter_pass(frame, eqn)
                 handler = self.handlers.get(eqn.primitive.name, self.otherwise)
-                outs = handler(self, frame, index, eqn, [read(eqn, atom) for atom in eqn.invars])
-            env |= zip(eqn.outvars, outs, strict=True)
+                ins = [self.read(frame, env, eqn, atom) for atom in eqn.invars]
+                outs = handler(self, frame, index, eqn, ins)
+            env.values |= zip(eqn.outvars, outs, strict=True)
             self.note_varying(frame, eqn, outs)
-        return [read(None, atom) for atom in frame.jaxpr.outvars]
+
+    def read(self, frame: Frame, env: Env, eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> Value:
+        """What `eqn` (None: the frame's output) reads: the value, or its mean over the devices."""
+        if _jaxpr.is_literal(atom):
+            return FullValue(_jaxpr.literal(atom))
+        if not frame.averages(eqn, atom):
+            return env.values[atom]
+        if atom not in env.means:
+            env.means[atom] = self.mean_of(self.full(frame, atom, env.values[atom]))
+        return env.means[atom]
 
     # -- layouts ---------------------------------------------------------------------------------
 
@@ -93,11 +122,28 @@ class Interpreter:
             return None
         return dim
 
+    def gathered(
+        self, frame: Frame, var: _jaxpr.Var, value: FullValue | ShardValue,
+        indices: Iterable[int] | None = None,
+    ) -> FullValue:  # fmt: skip
+        """`value` whole, for the equations of `frame` that read it as `var`.
+
+        It is cast first, if that is what all of them do: bf16 compute gathers bf16.
+        """
+        dtype = read_dtype(frame, var, indices)
+        narrower = dtype is not None and jnp.dtype(dtype).itemsize < var.aval.dtype.itemsize
+        if isinstance(value, ShardValue) and narrower:
+            key = (self.devices.scope, "cast", str(dtype))
+            if key not in value.views:
+                value.views[key] = ShardValue(value.x.astype(dtype), value.dim, value.name)
+            value = value.views[key]
+        return FullValue(self.devices.full(value), value.name)
+
     # -- passes ----------------------------------------------------------------------------------
 
     def enter_pass(self, frame: Frame, eqn: _jaxpr.Eqn) -> None:
         """Starts a new scope for gathers when the equation belongs to another pass than the last."""
-        current = frame.pass_of(eqn)
+        current = None if self.keep_gathered else frame.pass_of(eqn)
         if frame.outer.autodiff is not None or current is None or current == self.seen_pass:
             return
         if self.seen_pass is not None and self.last_varying is not None:
@@ -115,7 +161,17 @@ class Interpreter:
 
     def mean_of(self, x: Any) -> Unreduced:
         """The mean over the devices of a local value, taken when first needed."""
-        return Unreduced(x, 1 / self.devices.num, x.dtype)
+        return Unreduced(x, self.mean_scale, x.dtype)
+
+    @property
+    def mean_scale(self) -> float:
+        """What makes a sum over devices and microbatches a mean."""
+        return 1 / (self.devices.num * self.microbatches)
+
+    def as_contribution(self, value: Value, scale: float) -> Any:
+        """What this device adds to a sum, `scale` times which is `value`; it was reduced already."""
+        x = jnp.asarray(self.devices.full(value))
+        return x / jnp.asarray(scale * self.devices.num, x.dtype)
 
     def inside(self, divergent: bool = False) -> Interpreter:
         """The interpreter for a loop body or a branch: its gathers are its own."""

@@ -8,7 +8,8 @@ batch*: does it flow into compute that differs between devices? That is what mak
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from jzero import _jaxpr
 from jzero.sharding import _rules
@@ -24,6 +25,42 @@ def note_needs(frame: Frame, num_outs: int) -> None:
 
 def _spreads(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
     return any(frame.varies(out) for out in eqn.outvars)
+
+
+def read_dtype(frame: Frame, var: _jaxpr.Var, indices: Iterable[int] | None = None) -> Any:
+    """The dtype to which all readers of `var` cast it first, so that it can be cast before a gather.
+
+    Args:
+      frame: where `var` is read.
+      var: one of its variables.
+      indices: only these equations count.
+
+    Returns:
+      The dtype, or None if some reader reads `var` as it is.
+    """
+    found = set()
+    if indices is None and any(out is var for out in frame.jaxpr.outvars):
+        return None
+    for index in range(len(frame.jaxpr.eqns)) if indices is None else indices:
+        eqn = frame.jaxpr.eqns[index]
+        for place, atom in enumerate(eqn.invars):
+            if atom is var:
+                found |= _dtypes_at(frame, index, eqn, place)
+    return found.pop() if len(found) == 1 else None
+
+
+def _dtypes_at(frame: Frame, index: int, eqn: _jaxpr.Eqn, place: int) -> set[Any]:
+    name, children = eqn.primitive.name, frame.children.get(index, [])
+    if name == "convert_element_type":
+        return {eqn.params["new_dtype"]}
+    if name == "scan":
+        scan = _jaxpr.scan_parts(eqn)
+        if scan.num_consts <= place < scan.num_consts + scan.num_carry:
+            return {None}
+    elif name == "while" or (name == "cond" and place == 0) or not children:
+        return {None}
+    inner = place - 1 if name == "cond" else place
+    return {read_dtype(child, child.jaxpr.invars[inner]) for child in children}
 
 
 @dataclasses.dataclass

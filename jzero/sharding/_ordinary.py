@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -13,13 +14,15 @@ from jzero import _jaxpr
 from jzero.sharding import _collectives, _frames, _rules
 from jzero.sharding._frames import Frame
 from jzero.sharding._interpret import Handler, Interpreter
-from jzero.sharding._values import FullValue, ShardValue, Unreduced, Value
+from jzero.sharding._values import FullValue, ShardValue, Unreduced, Value, waits
 
 
 def apply(
     interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
 ) -> list[Value]:
     """Runs an equation: pending if linear, on shards if its rule allows, else on whole values."""
+    if _casts_to_itself(eqn, ins[0] if ins else None):
+        return ins
     pending = _apply_linear(interp, eqn, ins)
     if pending is not None:
         return [pending]
@@ -38,6 +41,14 @@ def apply(
             return outs
     whole = [interp.devices.full(value) for value in settled]
     return [FullValue(out) for out in _jaxpr.bind(eqn, *whole)]
+
+
+def _casts_to_itself(eqn: _jaxpr.Eqn, value: Value | None) -> bool:
+    """Whether the equation casts what was cast already, before its gather."""
+    if eqn.primitive.name != "convert_element_type" or not isinstance(value, FullValue):
+        return False
+    new, old = eqn.outvars[0].aval, jnp.asarray(value.x).aval
+    return new.dtype == old.dtype and new.weak_type == old.weak_type
 
 
 def _known_view(
@@ -64,7 +75,7 @@ def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unr
     # Python's sum() starts from a literal 0, which adds nothing to wait for.
     zeros = [scalar_sum and _jaxpr.is_literal(a) and a.val == 0 for a in eqn.invars]
     terms = [value for value, zero in zip(ins, zeros, strict=True) if not zero]
-    waiting = [v for v in terms if isinstance(v, Unreduced) and v.reduced is None]
+    waiting = [v for v in terms if waits(v)]
     if not waiting or len(waiting) < len(terms):
         return None
     first, *rest = waiting
@@ -87,13 +98,13 @@ def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unr
 def _as_contributions(interp: Interpreter, ins: list[Value]) -> list[Value]:
     """Terms of a running sum: what was reduced already is shared out to the devices again."""
     scales = [v.scale for v in ins if isinstance(v, Unreduced) and v.scale is not None]
-    scale = scales[0] if scales else 1 / interp.devices.num
+    scale = scales[0] if scales else interp.mean_scale
 
     def contribution(value: Value) -> Value:
-        if isinstance(value, Unreduced) and value.reduced is None:
+        if waits(value):
             return value
-        x = jnp.asarray(interp.devices.full(value))
-        return Unreduced(x / jnp.asarray(scale * interp.devices.num, x.dtype), scale, x.dtype)
+        x = interp.as_contribution(value, scale)
+        return Unreduced(x, scale, x.dtype)
 
     return [contribution(value) for value in ins]
 
@@ -198,9 +209,9 @@ def _mark(
     cotangent, _ = ins
     if not (frame.reads(eqn)[0] and not frame.varies(eqn.outvars[0])):
         return [cotangent]
-    x = interp.full(frame, eqn.invars[0], cotangent)
+    x = _on_the_wire(interp, interp.full(frame, eqn.invars[0], cotangent))
     leaf = interp.links.leaf_of(frame, eqn.outvars[0])
-    return [Unreduced(x, 1 / interp.devices.num, x.dtype, leaf)]
+    return [Unreduced(x, interp.mean_scale, eqn.outvars[0].aval.dtype, leaf)]
 
 
 def _psum(
@@ -209,17 +220,25 @@ def _psum(
     everywhere = set(_frames.axes_of(eqn)) == set(interp.axis_names)
     if not everywhere or eqn.params.get("axis_index_groups"):
         return _collective(interp, frame, index, eqn, ins)
-    num = interp.devices.num
-    scale = 1 / num if interp.mean else 1.0
+    counts = _jaxpr.in_scope(eqn, _frames.TOTAL)
+    scale = interp.mean_scale if interp.mean and not counts else 1.0
+    num = interp.devices.num * interp.microbatches
     outs: list[Value] = []
     operands = zip(eqn.invars, eqn.outvars, frame.reads(eqn), ins, strict=True)
     for atom, out, axes, value in operands:
         x = interp.full(frame, atom, value)
         if axes:
-            outs.append(Unreduced(x, scale, x.dtype, interp.links.leaf_of(frame, out)))
+            gradient = frame.pass_of(eqn) == "backward" or atom in frame.local_gradients
+            wire = _on_the_wire(interp, x) if gradient else x
+            outs.append(Unreduced(wire, scale, x.dtype, interp.links.leaf_of(frame, out)))
         else:  # The sum of what all devices have in common.
             outs.append(FullValue(x * jnp.asarray(num * scale, x.dtype)))
     return outs
+
+
+def _on_the_wire(interp: Interpreter, x: Any) -> Any:
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(interp.reduce_dtype) if interp.reduce_dtype is not None and floating else x
 
 
 def _collective(
@@ -231,11 +250,18 @@ def _collective(
             axes = tuple(axis for name in _frames.axes_of(eqn) for axis in interp.axis_names[name])
             names[param] = axes
     if eqn.primitive.name == "axis_index":
-        return [FullValue(lax.axis_index(names["axis_name"]))]
+        return [FullValue(_axis_index(interp, names["axis_name"]))]
     whole = [interp.full(frame, a, v) for a, v in zip(eqn.invars, ins, strict=True)]
     if eqn.primitive.name in _frames.REDUCTIONS:
         return [FullValue(lax.psum(x, names["axes"])) for x in whole]
     return [FullValue(out) for out in _jaxpr.bind(eqn, *whole, **names)]
+
+
+def _axis_index(interp: Interpreter, axes: tuple[str, ...]) -> jax.Array:
+    index = lax.axis_index(axes)
+    if interp.microbatch is None or axes[-1] != interp.devices.axes[-1]:
+        return index
+    return index * interp.microbatches + interp.microbatch  # microbatches lie along the last axis
 
 
 ORDINARY: dict[str, Handler] = {

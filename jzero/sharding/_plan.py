@@ -78,12 +78,16 @@ class Plan:
       reductions: how the step says where gradients are reduced: 'typed' (JAX's AD placed them),
         'written' (the step's own collectives) or 'marked' (at `jax.value_and_grad`).
       leaves: one `LeafPlan` per leaf of the state, in the order of `jax.tree.leaves`.
+      accumulate: microbatches that each device works through in a step.
+      reduce_once: gradients are reduced after the last microbatch, not for each.
     """
 
     stage: int
     axes: tuple[tuple[str, int], ...]
     reductions: str
     leaves: tuple[LeafPlan, ...]
+    accumulate: int = 1
+    reduce_once: bool = False
 
     @property
     def num_devices(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,11 @@ class Unreduced:
 
 
 Value = FullValue | ShardValue | Unreduced
+
+
+def waits(value: Value) -> TypeGuard[Unreduced]:
+    """Whether the value is a reduction that has not run."""
+    return isinstance(value, Unreduced) and value.reduced is None
 
 
 @dataclasses.dataclass(eq=False)
@@ -115,10 +120,11 @@ class Devices:
         return value.reduced
 
     def _reduce(self, value: Unreduced, dim: int | None) -> FullValue | ShardValue:
+        if self.num > 1:
+            self._check_together("a gradient is reduced")
         if self.num == 1:
-            return FullValue(value.x.astype(value.dtype))
-        self._check_together("a gradient is reduced")
-        if dim is None:
+            total, dim = value.x, None
+        elif dim is None:
             total = _collectives.all_reduce(value.x, self.axes)
         else:
             total = _collectives.reduce_scatter(value.x, dim, self.axes, value.name)

@@ -1,0 +1,140 @@
+"""What a step may ask for beyond its own part of the batch: totals, weighted means, keys that differ.
+
+Each is the plain thing outside a sharded step, so that the step stays a single-device step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jzero._errors import StepError, message
+from jzero.sharding._frames import TOTAL
+
+# Data axes as the step sees them, microbatches counted in; empty outside a step and on one device.
+_axes: contextvars.ContextVar[dict[str, int]] = contextvars.ContextVar("jzero_axes", default={})
+
+
+@contextlib.contextmanager
+def data_axes(axes: dict[str, int]) -> Iterator[None]:
+    """While it is open, the functions below speak of these axes."""
+    token = _axes.set(axes if math.prod(axes.values()) > 1 else {})
+    try:
+        yield
+    finally:
+        _axes.reset(token)
+
+
+def fold_device_index(key: jax.Array) -> jax.Array:
+    """Folds the device's index into a PRNG key, so that devices draw different numbers.
+
+    Keys passed as arguments beside the batch are folded by jzero itself. A key kept *in the state* is
+    not, because it must stay the same on all devices; fold it where the step uses it::
+
+        dropout_key = jzero.fold_device_index(jax.random.fold_in(state.key, state.step))
+
+    With gradient accumulation every microbatch gets a key of its own. Outside a sharded step, and on one
+    device, it returns the key unchanged.
+
+    >>> import jax, jzero
+    >>> key = jax.random.key(0)
+    >>> bool(jzero.fold_device_index(key) == key)
+    True
+
+    Args:
+      key: a typed key, or an old-style `uint32[2]` one; shape `()` or `(2,)`.
+
+    Returns:
+      A key of the same kind.
+    """
+    axes = tuple(_axes.get())
+    return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
+
+
+@jax.custom_jvp
+def total(x: Any) -> Any:
+    """The sum of `x` over the whole batch: over the devices, and over the microbatches of a step.
+
+    For what is counted rather than averaged: tokens that are not padding, correct answers. It is the
+    same on all devices, so that a metric made of it is summed and not averaged. Outside a sharded step
+    it returns `x`, which there already is of the whole batch.
+
+    >>> import jax.numpy as jnp, jzero
+    >>> jzero.total(jnp.sum(jnp.array([1, 1, 0]))).item()
+    2
+
+    A loss divided by a total is not a local mean; use `weighted_mean` for it. With accumulation, compute
+    that uses a total runs after a first loop over the microbatches that computes only the total.
+
+    Args:
+      x: an array of any shape; a number type.
+
+    Returns:
+      The sum, with the shape and dtype of `x` (booleans become int32).
+
+    Raises:
+      StepError: a gradient is taken through it.
+    """
+    x = jnp.asarray(x)
+    x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+    axes = tuple(_axes.get())
+    if not axes:
+        return x
+    with jax.named_scope(TOTAL):
+        return jax.lax.psum(x, axes)
+
+
+def _total_jvp(primals: Any, tangents: Any) -> Any:
+    if not isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
+        raise StepError(message(
+            "jzero.total", "a gradient is taken through it",
+            "A total is a constant to the loss: counts and weights do not depend on parameters.",
+            "Put jax.lax.stop_gradient around its argument, or use jzero.weighted_mean for the loss."))  # fmt: skip
+    out = total(*primals)
+    return out, jax.custom_derivatives.SymbolicZero(jax.typeof(out).to_tangent_aval())
+
+
+total.defjvp(_total_jvp, symbolic_zeros=True)
+
+
+def weighted_mean(values: Any, weights: Any) -> jax.Array:
+    """The mean of `values` over the whole batch, weighted: for losses normalised by a count.
+
+    Computes::
+
+        sum(values * weights) / total(sum(weights))      # sums over the whole batch
+
+    Devices and microbatches that hold different numbers of tokens then count by their tokens; a plain
+    mean of local means (`jnp.sum(x * mask) / jnp.sum(mask)`) would give them equal weight. What it
+    returns inside a sharded step is this device's share, scaled so that the plain mean over devices and
+    microbatches, which jzero takes of losses, metrics and gradients, is exactly the weighted one. So use
+    it as the loss or as a metric, linearly.
+
+    >>> import jax.numpy as jnp, jzero
+    >>> losses, mask = jnp.array([2.0, 4.0, 9.0]), jnp.array([1.0, 1.0, 0.0])
+    >>> jzero.weighted_mean(losses, mask).item()
+    3.0
+
+    Args:
+      values: per-token or per-example losses, any shape.
+      weights: weights or a mask, of a shape that broadcasts to that of `values`. They may not depend on
+        parameters.
+
+    Returns:
+      A scalar in the dtype of `values`; zero if all weights are.
+
+    Raises:
+      StepError: a gradient is taken through the weights.
+    """
+    values = jnp.asarray(values)
+    weights = jnp.broadcast_to(weights, values.shape).astype(values.dtype)
+    copies = math.prod(_axes.get().values())
+    count = total(jnp.sum(weights.astype(jnp.promote_types(values.dtype, jnp.float32))))
+    scale = copies / jnp.where(count == 0, 1, count)
+    return jnp.sum(values * weights) * scale.astype(values.dtype)

@@ -1,0 +1,348 @@
+"""The cut: what of a step runs for every microbatch, and what once, on what all of them share.
+
+A microbatch is a device in time: what differs between devices differs between microbatches, and a
+reduction sums over both. So the equations of a step fall into phases. A phase first runs equations on
+values that all microbatches share, then loops over the microbatches with the equations that depend on
+the batch, until the reductions, which the loop sums up. An ordinary step has one loop and then its
+optimizer. A step whose second gradient needs the first one (SAM), or whose loss needs a count over the
+whole batch, has two; a later loop computes again what it needs of an earlier one, so that never more than
+one microbatch is alive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+from jzero import _jaxpr
+from jzero._errors import StepError, message
+from jzero.sharding import _rules
+from jzero.sharding._frames import COLLECTIVES, MARK, REDUCTIONS, Frame, axes_of, split
+
+
+class CutError(StepError):
+    """A step that cannot run in microbatches."""
+
+
+class Kind(enum.Enum):
+    """What a value is to the microbatches.
+
+    SAME: the same for all of them. ZERO: that, and zero. LOCAL: differs between them. PARTIAL: comes from
+    a reduction by linear operations, so that its sum over the microbatches is still due.
+    """
+
+    SAME, ZERO, LOCAL, PARTIAL = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Some equations of the root frame, by index, and what its loop hands out.
+
+    Attributes:
+      before: equations that run once, before the loop.
+      loop: equations that run for each microbatch.
+      sums: what the loop sums over the microbatches (and the devices, as reductions do).
+      means: local values of which the mean is read after the loop.
+      lasts: values that every microbatch computes alike.
+      examples: local outputs of the step with one entry per example.
+    """
+
+    before: tuple[int, ...]
+    loop: tuple[int, ...]
+    sums: tuple[_jaxpr.Var, ...]
+    means: tuple[_jaxpr.Var, ...]
+    lasts: tuple[_jaxpr.Var, ...]
+    examples: tuple[_jaxpr.Var, ...]
+
+
+def cut(frame: Frame, examples: Sequence[bool]) -> list[Phase]:
+    """The phases of a step; the last one's loop may be empty.
+
+    Args:
+      frame: the root frame, without calls (`_jaxpr.flatten_calls`).
+      examples: for each output of the frame, whether it has one entry per example.
+
+    Raises:
+      CutError: the step uses what it reduces inside the loop that makes it, or needs the whole batch.
+    """
+    _check_collectives(frame)
+    return _Cutter(frame).phases(examples)
+
+
+class _Cutter:
+    """One forward walk over the root frame that gives every variable a kind and a level.
+
+    The level is the number of loops that must have run before the value can be computed.
+    """
+
+    def __init__(self, frame: Frame):
+        self._frame = frame
+        self._kinds: dict[_jaxpr.Var, Kind] = {}
+        self._levels: dict[_jaxpr.Var, int] = {}
+        self._lasts: set[_jaxpr.Var] = set()
+        self._maker: dict[_jaxpr.Var, int] = {}
+        self._loop: set[int] = set()
+        for var in [*frame.jaxpr.constvars, *frame.jaxpr.invars]:
+            self._kinds[var] = Kind.LOCAL if frame.varies(var) else Kind.SAME
+            self._levels[var] = 0
+        for index, eqn in enumerate(frame.jaxpr.eqns):
+            self._place(index, eqn)
+
+    def _place(self, index: int, eqn: _jaxpr.Eqn) -> None:
+        frame = self._frame
+        atoms = [a for a in eqn.invars if not _jaxpr.is_literal(a)]
+        level = max((self._level_for(eqn, atom) for atom in atoms), default=0)
+        kinds = [Kind.SAME if self._finished(eqn, a) else self._kind(a) for a in eqn.invars]
+        in_loop = (
+            Kind.LOCAL in kinds
+            or any(frame.varies(out) for out in eqn.outvars)
+            or any(a in self._lasts and self._levels[a] == level for a in atoms)
+            or any(_reduces(f, e) for f, e in _equations(frame, index, eqn))
+        )
+        outs = _kinds_of(frame, index, eqn, kinds)
+        for out, kind in zip(eqn.outvars, outs, strict=True):
+            self._kinds[out], self._levels[out], self._maker[out] = kind, level, index
+            if in_loop and kind in (Kind.SAME, Kind.ZERO):
+                self._lasts.add(out)
+        if in_loop:
+            self._loop.add(index)
+
+    def _kind(self, atom: _jaxpr.Atom) -> Kind:
+        return _literal_kind(atom) if _jaxpr.is_literal(atom) else self._kinds[atom]
+
+    def _finished(self, eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> bool:
+        """Whether `eqn` reads what a loop summed up."""
+        if _jaxpr.is_literal(atom):
+            return False
+        return self._kinds[atom] is Kind.PARTIAL or self._frame.averages(eqn, atom)
+
+    def _level_for(self, eqn: _jaxpr.Eqn, atom: _jaxpr.Var) -> int:
+        return self._levels[atom] + self._finished(eqn, atom)
+
+    # -- phases ----------------------------------------------------------------------------------
+
+    def phases(self, examples: Sequence[bool]) -> list[Phase]:
+        eqns, outvars = self._frame.jaxpr.eqns, self._frame.jaxpr.outvars
+        # Ordered sets.
+        sums: dict[_jaxpr.Var, None] = {}
+        means: dict[_jaxpr.Var, None] = {}
+        lasts: dict[_jaxpr.Var, None] = {}
+        ones: dict[_jaxpr.Var, None] = {}
+        for eqn, atom in self._reads():
+            if self._frame.averages(eqn, atom):
+                means[atom] = None
+            elif self._kinds[atom] is Kind.PARTIAL:
+                sums[atom] = None
+            elif atom in self._lasts and (eqn is None or self._maker_of(eqn) not in self._loop):
+                lasts[atom] = None
+        for atom, example in zip(outvars, examples, strict=True):
+            if not _jaxpr.is_literal(atom) and self._kinds[atom] is Kind.LOCAL:
+                if not self._frame.averages(None, atom):
+                    (ones if example else means)[atom] = None
+        sunk = self._sunk()
+        levels = max([*self._levels.values(), 0]) + 1
+        if any(self._levels[var] == levels - 1 for group in (sums, means) for var in group):
+            levels += 1
+        phases = []
+        for level in range(levels):
+            targets = [
+                tuple(v for v in group if self._levels[v] == level)
+                for group in (sums, means, lasts, ones)
+            ]
+            before = [
+                i for i, eqn in enumerate(eqns)
+                if i not in self._loop and i not in sunk and self._level_of(eqn) == level
+            ]  # fmt: skip
+            phases.append(Phase(tuple(before), self._closure(sum(targets, ()), sunk), *targets))
+        return phases
+
+    def _maker_of(self, eqn: _jaxpr.Eqn) -> int:
+        return self._maker[eqn.outvars[0]] if eqn.outvars else -1
+
+    def _level_of(self, eqn: _jaxpr.Eqn) -> int:
+        return self._levels[eqn.outvars[0]] if eqn.outvars else 0
+
+    def _reads(self) -> list[tuple[_jaxpr.Eqn | None, _jaxpr.Var]]:
+        eqns = [(eqn, a) for eqn in self._frame.jaxpr.eqns for a in eqn.invars]
+        outs = [(None, a) for a in self._frame.jaxpr.outvars]
+        return [(eqn, a) for eqn, a in [*eqns, *outs] if not _jaxpr.is_literal(a)]
+
+    def _sunk(self) -> set[int]:
+        """Cheap equations that only loops read: run inside them, lest their results be kept alive."""
+        readers: dict[_jaxpr.Var, set[int]] = {}
+        for index, eqn in enumerate(self._frame.jaxpr.eqns):
+            for atom in eqn.invars:
+                if not _jaxpr.is_literal(atom):
+                    readers.setdefault(atom, set()).add(index)
+        outputs = {a for a in self._frame.jaxpr.outvars if not _jaxpr.is_literal(a)}
+        sunk: set[int] = set()
+        for index, eqn in reversed(list(enumerate(self._frame.jaxpr.eqns))):
+            rule = _rules.rule_for(eqn)
+            cheap = eqn.primitive.name == "iota" or (rule is not None and rule.reduces is None)
+            if index in self._loop or not cheap or self._level_of(eqn) > 0:
+                continue
+            inside = self._loop | sunk
+            if all(o not in outputs and readers.get(o, set()) <= inside for o in eqn.outvars):
+                sunk.add(index)
+        return sunk
+
+    def _closure(self, targets: Sequence[_jaxpr.Var], sunk: set[int]) -> tuple[int, ...]:
+        """The equations that a loop must run to make `targets`, in order."""
+        needed: set[int] = set()
+        todo = [self._maker[var] for var in targets if var in self._maker]
+        while todo:
+            index = todo.pop()
+            if index in needed:
+                continue
+            needed.add(index)
+            eqn = self._frame.jaxpr.eqns[index]
+            for atom in eqn.invars:
+                if _jaxpr.is_literal(atom) or self._finished(eqn, atom) or atom not in self._maker:
+                    continue
+                if self._maker[atom] in self._loop | sunk:
+                    todo.append(self._maker[atom])
+        return tuple(sorted(needed))
+
+
+def _equations(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> list[tuple[Frame, _jaxpr.Eqn]]:
+    """The equation, and every one inside it."""
+    inner = [(f, e) for child in frame.children.get(index, ()) for f, _, e in child.walk()]
+    return [(frame, eqn), *inner]
+
+
+def _reduces(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
+    return eqn.primitive.name in {*REDUCTIONS, MARK} and any(frame.reads(eqn))
+
+
+def _check_collectives(frame: Frame) -> None:
+    everywhere = frozenset().union(*frame.varying.values())
+    for _, _, eqn in frame.walk():
+        name = eqn.primitive.name
+        if name not in COLLECTIVES or name == "axis_index":
+            continue
+        whole = set(axes_of(eqn)) >= everywhere and not eqn.params.get("axis_index_groups")
+        if name not in REDUCTIONS or not whole:
+            raise CutError(message(
+                "shard_train_step",
+                f"accumulate > 1, and the step has a {name} over {axes_of(eqn)} ({_jaxpr.summary(eqn)})",
+                "Over microbatches that run one after the other only sums over all data axes can be taken.",
+                "Drop accumulate, or use jax.lax.psum or pmean over all data axes."))  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# Kinds inside loops, branches and checkpoints: there a partial sum must stay one.
+
+# Which operands must be summands (partial or zero), so that the result is the partial sum of the results;
+# all others must be the same for all microbatches.
+_SUMMANDS = {
+    **dict.fromkeys(
+        "add add_any sub neg convert_element_type transpose reshape squeeze broadcast_in_dim reduce_sum"
+        " concatenate copy copy_p slice rev real imag conj cumsum split".split(),
+        slice(None),
+    ),
+    **dict.fromkeys(_rules.IDENTITIES | REDUCTIONS, slice(None)),
+    **dict.fromkeys(["div", "dynamic_slice", "gather", MARK], slice(0, 1)),
+    **dict.fromkeys(["dynamic_update_slice", "pad"], slice(0, 2)),
+    "scatter-add": slice(0, 3, 2),
+    "select_n": slice(1, None),
+}
+_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
+_ZERO_OF_ZEROS = frozenset(_SUMMANDS) - {"div", MARK}
+
+
+def _literal_kind(atom: _jaxpr.Atom) -> Kind:
+    is_zero = getattr(atom.val, "ndim", 0) == 0 and atom.val == 0
+    return Kind.ZERO if is_zero else Kind.SAME
+
+
+def _kinds_of(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Kind]) -> list[Kind]:
+    name, children = eqn.primitive.name, frame.children.get(index, [])
+    if name == "scan":
+        return _scan_kinds(eqn, children[0], ins)
+    if name == "while":
+        return _while_kinds(frame, index, eqn, ins)
+    if name == "cond":
+        branches = [_frame_kinds(child, ins[1:]) for child in children]
+        if ins[0] is Kind.PARTIAL:
+            raise _refusal(eqn)
+        return [
+            Kind.LOCAL if frame.varies(out) else _join(eqn, kinds)
+            for out, kinds in zip(eqn.outvars, zip(*branches, strict=True), strict=True)
+        ]
+    if children:
+        return _frame_kinds(children[0], ins)
+    if _reduces(frame, eqn):
+        return [
+            Kind.PARTIAL if axes and not frame.varies(out) else Kind.LOCAL if axes else Kind.SAME
+            for axes, out in zip(frame.reads(eqn), eqn.outvars, strict=False)
+        ]
+    if Kind.PARTIAL not in ins:
+        zeros = bool(ins) and name in _ZERO_OF_ZEROS and set(ins[_SUMMANDS[name]]) == {Kind.ZERO}
+        same = Kind.ZERO if zeros else Kind.SAME
+        return [Kind.LOCAL if frame.varies(out) else same for out in eqn.outvars]
+    if not _stays_partial(name, ins) or any(frame.varies(out) for out in eqn.outvars):
+        raise _refusal(eqn)
+    return [Kind.PARTIAL] * len(eqn.outvars)
+
+
+def _stays_partial(name: str, ins: list[Kind]) -> bool:
+    if name in _PRODUCTS:
+        return ins.count(Kind.PARTIAL) == 1
+    if name not in _SUMMANDS:
+        return False
+    summands = ins[_SUMMANDS[name]]
+    return (
+        all(kind in (Kind.PARTIAL, Kind.ZERO) for kind in summands)
+        and ins.count(Kind.PARTIAL) == summands.count(Kind.PARTIAL)
+    )  # fmt: skip
+
+
+def _frame_kinds(frame: Frame, ins: Sequence[Kind]) -> list[Kind]:
+    kinds = dict(zip(frame.jaxpr.invars, ins, strict=True))
+    kinds |= dict.fromkeys(frame.jaxpr.constvars, Kind.SAME)
+
+    def read(eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> Kind:
+        if _jaxpr.is_literal(atom):
+            return _literal_kind(atom)
+        return Kind.PARTIAL if frame.averages(eqn, atom) else kinds[atom]
+
+    for index, eqn in enumerate(frame.jaxpr.eqns):
+        outs = _kinds_of(frame, index, eqn, [read(eqn, atom) for atom in eqn.invars])
+        kinds |= zip(eqn.outvars, outs, strict=True)
+    return [read(None, atom) for atom in frame.jaxpr.outvars]
+
+
+def _join(eqn: _jaxpr.Eqn, kinds: Sequence[Kind]) -> Kind:
+    found = set(kinds)
+    if Kind.PARTIAL in found and found - {Kind.PARTIAL, Kind.ZERO}:
+        raise _refusal(eqn)
+    order = (Kind.LOCAL, Kind.PARTIAL, Kind.SAME, Kind.ZERO)
+    return next(kind for kind in order if kind in found)
+
+
+def _scan_kinds(eqn: _jaxpr.Eqn, body: Frame, ins: list[Kind]) -> list[Kind]:
+    scan = _jaxpr.scan_parts(eqn)
+    consts, carry, xs = split(ins, scan.num_consts, scan.num_carry)
+    while True:
+        new, ys = split(_frame_kinds(body, [*consts, *carry, *xs]), scan.num_carry)
+        joined = [_join(eqn, pair) for pair in zip(carry, new, strict=True)]
+        if joined == carry:
+            return [*carry, *ys]
+        carry = joined
+
+
+def _while_kinds(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Kind]) -> list[Kind]:
+    # Nothing may be said of a loop whose number of turns is unknown; AD makes no reductions in one.
+    if Kind.PARTIAL in ins or any(_reduces(f, e) for f, e in _equations(frame, index, eqn)):
+        raise _refusal(eqn)
+    return [Kind.LOCAL if frame.varies(out) else Kind.SAME for out in eqn.outvars]
+
+
+def _refusal(eqn: _jaxpr.Eqn) -> CutError:
+    return CutError(message(
+        "shard_train_step",
+        f"accumulate > 1, and {eqn.primitive.name} ({_jaxpr.summary(eqn)}) uses a gradient or loss of the "
+        "whole batch inside a loop or branch that also computes it",
+        "In microbatches, gradients are complete only after the last one.",
+        "Drop accumulate (the step may keep its own loop), or move the update out of the loop."))  # fmt: skip

@@ -1,0 +1,188 @@
+"""Runs a step in microbatches: the phases of its cut, each with one loop that sums up reductions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero import _jaxpr
+from jzero.sharding._cut import Phase
+from jzero.sharding._frames import Frame, split
+from jzero.sharding._interpret import Env, Interpreter
+from jzero.sharding._values import FullValue, ShardValue, Unreduced, Value, waits
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation:
+    """How a step works through its microbatches.
+
+    Attributes:
+      num: how many microbatches each device works through.
+      dims: of arguments that hold the batch, the dim along which it is cut.
+      once: sum gradients up on each device and reduce them after the loop; else reduce each.
+      dtype: in which floating gradients are summed up; None for the wider of float32 and their own.
+      gather_once: gather what the microbatches need whole before their loop, not for each.
+    """
+
+    num: int
+    dims: Mapping[_jaxpr.Var, int]
+    once: bool
+    dtype: Any
+    gather_once: bool
+
+
+def run_in_microbatches(
+    interp: Interpreter, frame: Frame, args: Sequence[Value], phases: Sequence[Phase],
+    accumulation: Accumulation,
+) -> list[Value]:  # fmt: skip
+    """Values of the step's outputs, like `Interpreter.run`; local ones are averaged already."""
+    env = interp.start(frame, args)
+    for phase in phases:
+        interp.run_equations(frame, phase.before, env)
+        if phase.loop:
+            _loop(interp, frame, env, phase, accumulation)
+    outs = []
+    for atom in frame.jaxpr.outvars:
+        averaged = not _jaxpr.is_literal(atom) and atom in env.means
+        outs.append(env.means[atom] if averaged else interp.read(frame, env, None, atom))
+    return outs
+
+
+@dataclasses.dataclass
+class _Sum:
+    """One running sum of the loop.
+
+    It is sharded along `dim` if it is reduced for each microbatch; else it is whole, and reduced after
+    the loop unless the body had reduced it already (`scale` None).
+    """
+
+    var: _jaxpr.Var
+    dim: int | None
+    dtype: Any
+    leaf: str
+    scale: float | None = None
+    wire: Any = None
+
+    def start(self, num_devices: int) -> jax.Array:
+        return jnp.zeros(_local_shape(self.var, self.dim, num_devices), self.dtype)
+
+    def add(self, inner: Interpreter, frame: Frame, total: jax.Array, value: Value) -> jax.Array:
+        if self.dim is None and waits(value):
+            self.scale, self.wire, x = value.scale, value.x.dtype, value.x
+        elif self.dim is None and inner.hold:
+            self.scale, self.wire = inner.mean_scale, self.var.aval.dtype
+            x = inner.as_contribution(value, inner.mean_scale)
+        else:
+            x = inner.as_dim(frame, self.var, value, self.dim)
+        return total + x.astype(total.dtype)
+
+    def finish(self, total: jax.Array) -> Value:
+        dtype = self.var.aval.dtype
+        if self.scale is not None:
+            return Unreduced(total.astype(self.wire), self.scale, dtype, self.leaf)
+        return _value(total.astype(dtype), self.dim, self.leaf)
+
+
+def _loop(
+    interp: Interpreter, frame: Frame, env: Env, phase: Phase, accumulation: Accumulation
+) -> None:
+    """Runs a phase's loop, and adds what it hands out to `env`."""
+    hold = accumulation.once or interp.devices.num == 1
+
+    def make_sum(var: _jaxpr.Var, dim: int | None) -> _Sum:
+        dtype = _sum_dtype(var.aval, accumulation.dtype)
+        return _Sum(var, dim, dtype, interp.links.leaf_of(frame, var))
+
+    sums = [make_sum(var, None if hold else interp.dim_of(frame, var)) for var in phase.sums]
+    means = [make_sum(var, None) for var in phase.means]
+    last_dims = [interp.dim_of(frame, var) for var in phase.lasts]
+    captured = _captured(interp, frame, env, phase, accumulation.gather_once)
+
+    def body(carry: list[Any], index: Any) -> tuple[list[Any], list[Any]]:
+        inner = dataclasses.replace(interp.inside(), microbatch=index, hold=hold)
+        values = _detached(captured)
+        for var, dim in accumulation.dims.items():
+            values[var] = FullValue(_slice(env.values[var], dim, index, accumulation.num))
+        local = Env(values, dict(env.means))
+        inner.run_equations(frame, phase.loop, local)
+        terms = [local.values[s.var] for s in sums]
+        terms += [inner.mean_of(inner.full(frame, s.var, local.values[s.var])) for s in means]
+        totals = [
+            s.add(inner, frame, total, term)
+            for s, total, term in zip([*sums, *means], carry, terms, strict=False)
+        ]
+        lasts = [
+            inner.as_dim(frame, var, local.values[var], dim)
+            for var, dim in zip(phase.lasts, last_dims, strict=True)
+        ]
+        return [*totals, *lasts], [inner.full(frame, v, local.values[v]) for v in phase.examples]
+
+    num = interp.devices.num
+    starts = [s.start(num) for s in [*sums, *means]]
+    starts += [
+        jnp.zeros(_local_shape(var, dim, num), var.aval.dtype)
+        for var, dim in zip(phase.lasts, last_dims, strict=True)
+    ]
+    with jax.named_scope("jzero.microbatches"):
+        carry, examples = lax.scan(body, starts, jnp.arange(accumulation.num))
+    totals, mean_totals, lasts = split(carry, len(sums), len(means))
+    env.values |= {s.var: s.finish(x) for s, x in zip(sums, totals, strict=True)}
+    env.means |= {s.var: s.finish(x) for s, x in zip(means, mean_totals, strict=True)}
+    for var, dim, x in zip(phase.lasts, last_dims, lasts, strict=True):
+        env.values[var] = _value(x, dim)
+    env.values |= {v: FullValue(x) for v, x in zip(phase.examples, examples, strict=True)}
+
+
+def _captured(
+    interp: Interpreter, frame: Frame, env: Env, phase: Phase, gather: bool
+) -> dict[_jaxpr.Var, FullValue | ShardValue]:
+    """What the loop reads from before it; reductions among it run now, not once a microbatch."""
+    captured: dict[_jaxpr.Var, FullValue | ShardValue] = {}
+    for atom in [atom for index in phase.loop for atom in frame.jaxpr.eqns[index].invars]:
+        if _jaxpr.is_literal(atom) or atom in captured or atom not in env.values:
+            continue
+        value = interp.settle(frame, atom, env.values[atom])
+        if gather and isinstance(value, ShardValue) and atom in frame.needs_full:
+            value = interp.gathered(frame, atom, value, phase.loop)
+        captured[atom] = value
+    return captured
+
+
+def _detached(values: Mapping[_jaxpr.Var, FullValue | ShardValue]) -> dict[_jaxpr.Var, Value]:
+    """Copies that remember no gathers: those of the loop's body must not outlive its trace."""
+    copies: dict[int, FullValue | ShardValue] = {}
+
+    def copy(value: FullValue | ShardValue) -> FullValue | ShardValue:
+        if isinstance(value, FullValue):
+            return value
+        if id(value) not in copies:
+            origin = value.view_of and (copy(value.view_of[0]), value.view_of[1])
+            copies[id(value)] = ShardValue(value.x, value.dim, value.name, origin)  # type: ignore[arg-type]
+        return copies[id(value)]
+
+    return {var: copy(value) for var, value in values.items()}
+
+
+def _slice(value: Value, dim: int, index: Any, num: int) -> jax.Array:
+    assert isinstance(value, FullValue)
+    size = value.x.shape[dim] // num
+    return lax.dynamic_slice_in_dim(value.x, index * size, size, dim)
+
+
+def _local_shape(var: _jaxpr.Var, dim: int | None, num_devices: int) -> tuple[int, ...]:
+    return tuple(n // num_devices if d == dim else n for d, n in enumerate(var.aval.shape))
+
+
+def _value(x: Any, dim: int | None, leaf: str = "") -> FullValue | ShardValue:
+    return FullValue(x, leaf) if dim is None else ShardValue(x, dim, leaf)
+
+
+def _sum_dtype(aval: Any, dtype: Any) -> Any:
+    if not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return aval.dtype
+    return jnp.promote_types(aval.dtype, jnp.float32) if dtype is None else dtype
