@@ -258,9 +258,7 @@ def _broadcast_specs(name: str, spec: Any, treedef: Any) -> list[P]:
         )) from None  # fmt: skip
 
 
-def _misfits(
-    path: str, leaf: Any, spec: P, axes: Mapping[str, int], accumulate: int
-) -> list[str]:
+def _misfits(path: str, leaf: Any, spec: P, axes: Mapping[str, int], accumulate: int) -> list[str]:
     what = describe_leaf(path, leaf.shape, leaf.dtype)
     if len(spec) > len(leaf.shape):
         return [f"{what} has fewer dims than its spec {spec}"]

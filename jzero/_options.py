@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from jzero._errors import OptionError, message
-from jzero.sharding._plan import STAGES
+from jzero._errors import MeshError, OptionError, message
+from jzero.sharding._plan import STAGES, Sharding
 
 WHO = "shard_train_step"
 GATHER = ("per_pass", "keep", "once_per_step")
@@ -24,6 +25,10 @@ class Options:
     accumulate_dtype: Any = None
     reduce_dtype: Any = None
     gather: str | None = None
+    min_shard_bytes: int = 1024
+    full: str | None = None
+    param_axes: tuple[str, ...] | None = None
+    optimizer_axes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES or isinstance(self.stage, bool):
@@ -60,8 +65,49 @@ class Options:
                 WHO, f"stage={self.stage} and gather={self.gather!r}",
                 "Below stage 3 parameters rest whole on every device, and nothing is gathered.",
                 "Drop gather, or use stage=3."))  # fmt: skip
+        if not isinstance(self.min_shard_bytes, int) or self.min_shard_bytes < 0:
+            raise OptionError(message(
+                WHO, f"min_shard_bytes={self.min_shard_bytes!r}",
+                "It is the number of bytes below which a leaf stays full, an int from 0.",
+                "Use min_shard_bytes=0 to shard every leaf that can be."))  # fmt: skip
+        if self.full is not None and self.stage < 3:
+            raise OptionError(message(
+                WHO, f"stage={self.stage} and full={self.full!r}",
+                "Below stage 3 all parameters rest full.", "Drop full, or use stage=3."))  # fmt: skip
+        if self.param_axes is not None and self.stage < 3:
+            raise OptionError(message(
+                WHO, f"stage={self.stage} and param_axes={self.param_axes}",
+                "Below stage 3 parameters are not sharded.", "Drop param_axes, or use stage=3."))  # fmt: skip
+        if self.optimizer_axes is not None and self.stage == 0:
+            raise OptionError(message(
+                WHO, f"stage=0 and optimizer_axes={self.optimizer_axes}",
+                "At stage 0 nothing is sharded.", "Drop optimizer_axes, or use stage=1."))  # fmt: skip
         for name in ("accumulate_dtype", "reduce_dtype"):
             _check_dtype(name, getattr(self, name))
+
+    def sharding(self, axes: Mapping[str, int]) -> Sharding:
+        """The stage's row of the table on a mesh with these data axes.
+
+        Raises:
+          MeshError: `param_axes` or `optimizer_axes` do not fit.
+        """
+        row, names = STAGES[self.stage], tuple(axes)
+        for option in ("param_axes", "optimizer_axes"):
+            unknown = set(getattr(self, option) or ()) - set(names)
+            if unknown:
+                raise MeshError(message(
+                    WHO, f"{option} has {sorted(unknown)}, and the data axes are {names}",
+                    "Each role is sharded over data axes of the mesh.", f"Correct {option}."))  # fmt: skip
+        params = names if self.param_axes is None else self.param_axes
+        shards = names if self.optimizer_axes is None else self.optimizer_axes
+        params, shards = params if row.parameters else (), shards if row.optimizer else ()
+        if not set(params) <= set(shards):
+            raise MeshError(message(
+                WHO, f"parameters over {params} and optimizer state over {shards}",
+                "A parameter's shard must be a union of shards of its optimizer state.",
+                "Name the axes of param_axes in optimizer_axes too."))  # fmt: skip
+        order = (*params, *(axis for axis in shards if axis not in params))
+        return Sharding(tuple(axes.items()), params, order, self.min_shard_bytes, self.full)
 
     @property
     def reduce_once(self) -> bool:

@@ -51,9 +51,9 @@ class Setting:
         return {name: self.mesh.shape[name] for name in self.axis_names}
 
     @property
-    def num_devices(self) -> int:
-        """How many devices the step is sharded over."""
-        return math.prod(self.axes.values())
+    def sharding(self) -> _plan.Sharding:
+        """Over which axes each role rests."""
+        return self.options.sharding(self.axes)
 
     @property
     def batch_axes(self) -> dict[str, int]:
@@ -166,13 +166,12 @@ def build(
     leaves = state_leaves(state)
     links = Links(frame)
     note_needs(frame, len(out_varying))
-    axes = tuple(setting.axes.items())
     averaged = [bool(axes) for axes in out_varying[:num_state]]
     plan = Plan(
         options.stage,
-        axes,
+        tuple(setting.axes.items()),
         traced.reductions,
-        _plan.plan_leaves(leaves, options.stage, axes, frame, links, averaged),
+        _plan.plan_leaves(leaves, setting.sharding, frame, links, averaged),
         options.accumulate,
         options.reduce_once,
     )
@@ -205,7 +204,7 @@ def _runner(
     specs: Sequence[P], outputs: Sequence[Layout],
 ) -> Callable[..., Any]:  # fmt: skip
     """The step on whole arrays: one `shard_map` around the interpreter."""
-    frame, num, options = traced.frame, setting.num_devices, setting.options
+    frame, sharding, options = traced.frame, setting.sharding, setting.options
     layouts = [leaf.layout for leaf in plan.leaves]
     state_specs = [_layout.partition_spec(layout) for layout in layouts]
 
@@ -223,7 +222,7 @@ def _runner(
     def local_step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         interp = Interpreter(
             links,
-            Devices(setting.axis_names, num, scope=object()),
+            Devices(setting.axes, sharding.shard_axes, sharding.param_axes, scope=object()),
             mean=traced.reductions == _trace.TYPED,
             axis_names=setting.step_axes,
             handlers=ORDINARY | CONTROL,
@@ -259,7 +258,7 @@ def _runner(
 
 def _placed(x: Any, leaf: LeafPlan) -> Value:
     if isinstance(leaf.layout, Shard):
-        return ShardValue(x, leaf.layout.dim, leaf.path)
+        return ShardValue(x, leaf.layout.dim, leaf.layout.axes, leaf.path)
     return FullValue(x, leaf.path)
 
 
@@ -279,9 +278,11 @@ def _finish(
     interp: Interpreter, atom: Any, value: Value, frame: Frame, layout: Layout, example: bool
 ) -> Any:
     """An output in its final layout."""
-    dim = layout.dim if isinstance(layout, Shard) else None
-    if not example or dim is None:
-        return interp.as_dim(frame, atom, value, dim)
+    if isinstance(layout, Full):
+        return interp.full(frame, atom, value)
+    dim = layout.dim
+    if not example:
+        return interp.devices.shard(value, dim, layout.axes)
     x = interp.full(frame, atom, value)  # One entry per example: each device has its own.
     if interp.microbatches == 1:
         return x

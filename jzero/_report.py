@@ -69,13 +69,12 @@ class Report:
         return _table([*rows, self._row("total", self.plan.leaves)])
 
     def _row(self, title: str, leaves: Sequence[LeafPlan]) -> tuple[str, ...]:
-        num = self.plan.num_devices
         return (
             title,
             str(len(leaves)),
             str(sum(not isinstance(leaf.layout, Full) for leaf in leaves)),
             readable_bytes(sum(leaf.nbytes for leaf in leaves)),
-            readable_bytes(sum(leaf.nbytes_per_device(num) for leaf in leaves)),
+            readable_bytes(sum(leaf.nbytes_per_device for leaf in leaves)),
         )
 
     def _left_full(self) -> list[str]:

@@ -28,6 +28,10 @@ def shard_train_step(
     accumulate_dtype: Any = None,
     reduce_dtype: Any = None,
     gather: str | None = None,
+    min_shard_bytes: int = 1024,
+    full: str | None = None,
+    param_axes: str | Sequence[str] | None = None,
+    optimizer_axes: str | Sequence[str] | None = None,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     axis_name: str | None = None,
@@ -91,7 +95,10 @@ def shard_train_step(
       Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter
       Models", 2020, sections 5 (stages) and 7 (traffic).
     """
-    chosen = Options(stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather)
+    chosen = Options(
+        stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, min_shard_bytes, full,
+        _axes(param_axes), _axes(optimizer_axes),
+    )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
         static_argnums=static_argnums, static_argnames=static_argnames, in_specs=in_specs,
@@ -99,6 +106,12 @@ def shard_train_step(
     if step_fn is None:
         return lambda fn: ShardedTrainStep(fn, **options)
     return ShardedTrainStep(step_fn, **options)
+
+
+def _axes(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 class ShardedTrainStep:
@@ -131,7 +144,7 @@ class ShardedTrainStep:
         self._step_fn = step_fn
         self._options = options
         self._mesh = mesh
-        self._axis_names = (axis_names,) if isinstance(axis_names, str) else axis_names
+        self._axis_names = _axes(axis_names)
         self._axis_name = axis_name
         self._signature = _call.Signature.of(step_fn, static_argnums, static_argnames, in_specs)
         self._programs: dict[Any, _program.Program] = {}
@@ -216,8 +229,7 @@ class ShardedTrainStep:
         else:
             shardings = self._layouts.get(_state_key(setting, leaves, tree))
         if shardings is None:
-            axes = tuple(setting.axes.items())
-            plans = _plan.plan_from_shapes(_program.state_leaves(abstract), self._options.stage, axes)
+            plans = _plan.plan_from_shapes(_program.state_leaves(abstract), setting.sharding)
             shardings = [
                 NamedSharding(setting.mesh, _layout.partition_spec(leaf.layout)) for leaf in plans
             ]

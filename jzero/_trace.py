@@ -24,6 +24,7 @@ from jzero.sharding._frames import Frame
 
 TYPED, WRITTEN, MARKED = "typed", "written", "marked"
 
+
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
     """A step's jaxpr, analysed: the frames, and what the trace found out.
@@ -60,6 +61,7 @@ def trace_step(
       StepError: the step cannot be made right; the message has the edit.
       Exception: whatever the step itself raises when traced.
     """
+
     def folded(*leaves: Any) -> Any:
         with _whole.data_axes(axes):
             return flat_step(*(

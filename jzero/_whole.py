@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,7 +19,9 @@ from jzero._errors import StepError, message
 from jzero.sharding._frames import TOTAL
 
 # Data axes as the step sees them, microbatches counted in; empty outside a step and on one device.
-_axes: contextvars.ContextVar[dict[str, int]] = contextvars.ContextVar("jzero_axes", default={})
+_axes: contextvars.ContextVar[Mapping[str, int]] = contextvars.ContextVar(
+    "jzero_axes", default=MappingProxyType({})
+)
 
 
 @contextlib.contextmanager
@@ -57,8 +60,7 @@ def fold_device_index(key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
 
 
-@jax.custom_jvp
-def total(x: Any) -> Any:
+def total(x: Any) -> jax.Array:
     """The sum of `x` over the whole batch: over the devices, and over the microbatches of a step.
 
     For what is counted rather than averaged: tokens that are not padding, correct answers. It is the
@@ -82,7 +84,11 @@ def total(x: Any) -> Any:
       StepError: a gradient is taken through it.
     """
     x = jnp.asarray(x)
-    x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+    return _total(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x)
+
+
+@jax.custom_jvp
+def _total(x: jax.Array) -> jax.Array:
     axes = tuple(_axes.get())
     if not axes:
         return x
@@ -95,12 +101,12 @@ def _total_jvp(primals: Any, tangents: Any) -> Any:
         raise StepError(message(
             "jzero.total", "a gradient is taken through it",
             "A total is a constant to the loss: counts and weights do not depend on parameters.",
-            "Put jax.lax.stop_gradient around its argument, or use jzero.weighted_mean for the loss."))  # fmt: skip
-    out = total(*primals)
+            "Put jax.lax.stop_gradient around what goes in."))  # fmt: skip
+    out = _total(*primals)
     return out, jax.custom_derivatives.SymbolicZero(jax.typeof(out).to_tangent_aval())
 
 
-total.defjvp(_total_jvp, symbolic_zeros=True)
+_total.defjvp(_total_jvp, symbolic_zeros=True)
 
 
 def weighted_mean(values: Any, weights: Any) -> jax.Array:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import jzero
+import small
 
 ROWS = 16
 NUM_STEPS = 2
@@ -76,7 +76,7 @@ class Case:
 # ---------------------------------------------------------------- the check
 
 
-def check(seed: int, shard_train_step: Callable[..., Any] = jzero.shard_train_step) -> Case:
+def check(seed: int, shard_train_step: Callable[..., Any] = small.shard_train_step) -> Case:
     """Trains the seed's step on its devices and asserts that every leaf is one device's."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return _check(seed, shard_train_step)  # optax itself relies on JAX's default promotions

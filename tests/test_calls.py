@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
+import small
 import zoo
 from zoo.calls import (
     CASES,
@@ -47,12 +48,12 @@ def same_training(train_step: Any, reference: Any, *args: Any, num_steps: int = 
 @pytest.mark.parametrize("name", CASES)
 def test_calls_like_jit(name):
     case = CASES[name]
-    train_step = jzero.shard_train_step(case.step, in_specs=case.in_specs, **case.options)
+    train_step = small.shard_train_step(case.step, in_specs=case.in_specs, **case.options)
     same_training(train_step, jax.jit(case.step, **case.options), *case.args, **case.kwargs)
 
 
 def test_state_by_keyword():
-    train_step = jzero.shard_train_step(train)
+    train_step = small.shard_train_step(train)
     state, metrics = train_step(y=Y, x=X, state=make_state())
     expected = jax.jit(train)(make_state(), X, Y)
     zoo.assert_trees_close(
@@ -82,7 +83,7 @@ def test_keys_differ_between_devices(make_key, container):
         return zoo.on_shards(functools.partial(step, mean=mean), 8)(state, x, y, rngs)
 
     rngs = {"dropout": make_key(5), "params": make_key(6)} if container == "dict" else make_key(5)
-    same_training(jzero.shard_train_step(step), jax.jit(of_shards), X, Y, rngs=rngs)
+    same_training(small.shard_train_step(step), jax.jit(of_shards), X, Y, rngs=rngs)
 
 
 def pmapped(axis_name: str) -> Callable[..., Any]:
@@ -103,19 +104,19 @@ def pmapped(axis_name: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("shape", [{"data": 8}, {"node": 2, "local": 4}], ids=str)
 def test_own_axis_name(shape):
     step = pmapped("batch")
-    train_step = jzero.shard_train_step(step, axis_name="batch", mesh=make_mesh(shape))
+    train_step = small.shard_train_step(step, axis_name="batch", mesh=make_mesh(shape))
     same_training(train_step, jax.jit(zoo.on_shards(step, 8, axis_name="batch")), X, Y)
 
 
 def test_own_axis_name_is_the_mesh_axis():
     """A step that was written for `jax.shard_map` over the mesh's axis needs no option."""
     step = pmapped("data")
-    train_step = jzero.shard_train_step(step, mesh=make_mesh({"data": 8}))
+    train_step = small.shard_train_step(step, mesh=make_mesh({"data": 8}))
     same_training(train_step, jax.jit(zoo.on_shards(step, 8, axis_name="data")), X, Y)
 
 
 def test_decorator():
-    @jzero.shard_train_step(stage=1)
+    @small.shard_train_step(stage=1)
     def with_options(state, x, y):
         """Docs."""
         return train(state, x, y)
@@ -136,7 +137,7 @@ def test_decorator():
 
 
 def test_inside_jit():
-    train_step = jzero.shard_train_step(train)
+    train_step = small.shard_train_step(train)
 
     @jax.jit
     def twice(state, x, y):
@@ -158,11 +159,11 @@ def test_inside_scan_inside_jit():
         return jax.jit(run)
 
     xs, ys = np.stack([X, X + 1, X - 1]), np.stack([Y, Y, Y + 1])
-    same_training(many(jzero.shard_train_step(train)), many(train), xs, ys, num_steps=1)
+    same_training(many(small.shard_train_step(train)), many(train), xs, ys, num_steps=1)
 
 
 def test_eval_shape():
-    shapes: Any = jax.eval_shape(jzero.shard_train_step(train), make_state(), X, Y)
+    shapes: Any = jax.eval_shape(small.shard_train_step(train), make_state(), X, Y)
     expected: Any = jax.eval_shape(train, make_state(), X, Y)
     same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), shapes, expected)
     assert all(jax.tree.leaves(same))
@@ -175,7 +176,7 @@ def test_debug_print(capfd):
         jax.debug.print("the loss is {loss} here", loss=metrics["loss"])
         return state, metrics
 
-    _, metrics = jzero.shard_train_step(chatty)(make_state(), X, Y)
+    _, metrics = small.shard_train_step(chatty)(make_state(), X, Y)
     jax.effects_barrier()
     printed = [float(n) for n in re.findall(r"the loss is (\S+) here", capfd.readouterr().out)]
     # Each device prints the loss of its own part of the batch.
@@ -190,7 +191,7 @@ def test_no_leaks(name):
     (batch,) = entry.batches(1)
     state = entry.init()
     with jax.checking_leaks():
-        _, metrics = jzero.shard_train_step(entry.step, **entry.options)(state, *batch)
+        _, metrics = small.shard_train_step(entry.step, **entry.options)(state, *batch)
     assert np.isfinite(metrics["loss"])
 
 
@@ -205,7 +206,7 @@ def make_mesh(shape: Mapping[str, int], axis_type: AxisType = AxisType.Auto, fir
 @pytest.mark.parametrize("given", ["set_mesh", "argument", "both"])
 def test_axis_types(given, axis_type):
     mesh = make_mesh({"data": 4}, axis_type)
-    train_step = jzero.shard_train_step(train, mesh=None if given == "set_mesh" else mesh)
+    train_step = small.shard_train_step(train, mesh=None if given == "set_mesh" else mesh)
     expected = make_state()
     for _ in range(2):
         expected, _ = jax.jit(train)(expected, X, Y)
@@ -230,7 +231,7 @@ def test_axis_types(given, axis_type):
 )
 def test_meshes(shape, first):
     mesh = make_mesh(shape, first=first)
-    train_step = jzero.shard_train_step(train, mesh=mesh)
+    train_step = small.shard_train_step(train, mesh=mesh)
     same_training(train_step, jax.jit(train), X, Y)
     weights = train_step.shard(make_state(), X, Y)["params"]["w"]
     assert weights.sharding.device_set == set(mesh.devices.flat)
@@ -238,7 +239,7 @@ def test_meshes(shape, first):
 
 
 def test_default_mesh_is_all_devices():
-    state, _ = jzero.shard_train_step(train)(make_state(), X, Y)
+    state, _ = small.shard_train_step(train)(make_state(), X, Y)
     assert state["params"]["w"].sharding.device_set == set(jax.devices())
     assert state["params"]["w"].addressable_shards[0].data.size == 8 * 16 // 8
 
@@ -253,7 +254,7 @@ def buffers(tree: Any) -> list[int]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_placed_state_is_not_copied(stage):
-    train_step = jzero.shard_train_step(train, stage=stage)
+    train_step = small.shard_train_step(train, stage=stage)
     placed = train_step.shard(make_state(), X, Y)
     assert buffers(train_step.shard(placed, X, Y)) == buffers(placed)
     state, _ = train_step(placed, X, Y)
@@ -264,7 +265,7 @@ def test_placed_state_is_not_copied(stage):
 
 
 def test_state_is_donated():
-    train_step = jzero.shard_train_step(train)
+    train_step = small.shard_train_step(train)
     placed = train_step.shard(make_state(), X, Y)
     train_step(placed, X, Y)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(placed))
@@ -272,7 +273,7 @@ def test_state_is_donated():
 
 def test_unplaced_state_survives():
     """Only what is placed is donated: the caller's own arrays can be used again."""
-    train_step = jzero.shard_train_step(train)
+    train_step = small.shard_train_step(train)
     state = make_state()
     train_step.shard(state, X, Y)
     first, _ = train_step(state, X, Y)
@@ -281,7 +282,7 @@ def test_unplaced_state_survives():
 
 
 def test_init_places():
-    train_step = jzero.shard_train_step(train)
+    train_step = small.shard_train_step(train)
     state = train_step.init(make_state, 7)
     expected = make_state(7)
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "init")
@@ -307,7 +308,7 @@ def counting(step: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
 
 def test_step_is_traced_once():
     step, runs = counting(with_scale)
-    train_step = jzero.shard_train_step(step)
+    train_step = small.shard_train_step(step)
     state = make_state()
     train_step.describe(state, X, Y)
     train_step.plan(state, X, Y)
@@ -327,7 +328,7 @@ def test_later_calls_trace_nothing(name):
     """Even where typing refuses the step at first, and with the `step=0` of a fresh TrainState."""
     entry = zoo.get(name)
     step, runs = counting(entry.step)
-    train_step = jzero.shard_train_step(step, **entry.options)
+    train_step = small.shard_train_step(step, **entry.options)
     (batch,) = entry.batches(1)
     state, _ = train_step(entry.init(), *batch)
     first = len(runs)
@@ -339,7 +340,7 @@ def test_later_calls_trace_nothing(name):
 
 def test_new_shapes_and_static_values_are_traced_again():
     step, runs = counting(with_repeats)
-    train_step = jzero.shard_train_step(step, static_argnames="num_repeats")
+    train_step = small.shard_train_step(step, static_argnames="num_repeats")
     state = make_state()
     counts = []
     for x, y, num_repeats in [
@@ -356,7 +357,7 @@ def test_new_shapes_and_static_values_are_traced_again():
 
 
 def test_later_calls_compile_nothing(caplog):
-    train_step = jzero.shard_train_step(train)
+    train_step = small.shard_train_step(train)
 
     def compiled(state):
         caplog.clear()
@@ -374,7 +375,7 @@ def test_later_calls_compile_nothing(caplog):
 def test_batch_that_is_already_split():
     mesh = make_mesh({"data": 8})
     x, y = (jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (X, Y))
-    train_step = jzero.shard_train_step(train, mesh=mesh)
+    train_step = small.shard_train_step(train, mesh=mesh)
     same_training(train_step, lambda state, *_: jax.jit(train)(state, X, Y), x, y)
     assert not x.is_deleted()
 
@@ -386,7 +387,7 @@ def test_two_steps_share_a_state():
         new, metrics = train(state, x, y)
         return {**new, "params": {**new["params"], "w": state["params"]["w"]}}, metrics
 
-    one, other = jzero.shard_train_step(train, stage=3), jzero.shard_train_step(only_bias, stage=1)
+    one, other = small.shard_train_step(train, stage=3), small.shard_train_step(only_bias, stage=1)
     state, expected = make_state(), make_state()
     for step, reference in [(one, train), (other, only_bias), (one, train)]:
         state, _ = step(state, X, Y)
@@ -399,17 +400,17 @@ def test_plain_jit_evaluates_a_sharded_state():
     def evaluate(state, x):
         return (x @ state["params"]["w"]).sum()
 
-    state, _ = jzero.shard_train_step(train)(make_state(), X, Y)
+    state, _ = small.shard_train_step(train)(make_state(), X, Y)
     expected, _ = jax.jit(train)(make_state(), X, Y)
     assert float(evaluate(state, X)) == pytest.approx(float(evaluate(expected, X)), rel=1e-4)
 
 
 def test_lowered_and_planned_without_arrays():
-    train_step = jzero.shard_train_step(train)
+    train_step = small.shard_train_step(train)
     abstract = jax.eval_shape(make_state)
     x, y = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (X, Y))
     assert "all_gather" in train_step.lower(abstract, x, y).as_text()
     assert train_step.plan(abstract, x, y) == train_step.plan(make_state(), X, Y)
     assert hash(train_step.plan(abstract, x, y)) == hash(train_step.plan(make_state(), X, Y))
-    other = jzero.shard_train_step(train, stage=1).plan(abstract, x, y)
+    other = small.shard_train_step(train, stage=1).plan(abstract, x, y)
     assert train_step.plan(abstract, x, y) != other

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import jzero
 import programs
+import small
 
 
 def real_state(model):
@@ -21,7 +21,7 @@ def real_state(model):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_at_rest_are_the_formula(stage, num_devices):
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-    train_step = jzero.shard_train_step(programs.train_step, stage=stage, mesh=mesh)
+    train_step = small.shard_train_step(programs.train_step, stage=stage, mesh=mesh)
     state = train_step.shard(real_state(programs.Model()), programs.tokens())
     psi = programs.num_params(state)
     counters = 2 * 4  # step and count, int32 scalars
@@ -48,7 +48,7 @@ def test_peak_memory_grows_with_one_layer_not_with_all(remat):
 
     def temporary_bytes(depth):
         model = programs.Model(depth=depth, remat=remat)
-        train_step = jzero.shard_train_step(programs.train_step, stage=3)
+        train_step = small.shard_train_step(programs.train_step, stage=3)
         compiled = train_step.lower(programs.abstract_state(model), one_token).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -63,7 +63,7 @@ def test_peak_memory_grows_with_one_layer_not_with_all(remat):
 def test_one_device_runs_the_users_own_program():
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     state, tokens = programs.abstract_state(programs.Model()), programs.tokens()
-    ours = jzero.shard_train_step(programs.train_step, stage=3, mesh=mesh).lower(state, tokens)
+    ours = small.shard_train_step(programs.train_step, stage=3, mesh=mesh).lower(state, tokens)
     plain = jax.jit(programs.train_step, donate_argnums=0).lower(state, tokens)
 
     def operations(lowered):
@@ -77,7 +77,7 @@ def test_one_device_runs_the_users_own_program():
 
 
 def test_init_is_never_whole_on_one_device():
-    train_step = jzero.shard_train_step(programs.train_step, stage=3)
+    train_step = small.shard_train_step(programs.train_step, stage=3)
     model = programs.Model()
     state = train_step.init(lambda: real_state(model))
     expected = train_step.state_shardings(state, programs.tokens())
@@ -87,7 +87,7 @@ def test_init_is_never_whole_on_one_device():
 
 
 def test_the_state_is_updated_in_place():
-    train_step = jzero.shard_train_step(programs.train_step, stage=3)
+    train_step = small.shard_train_step(programs.train_step, stage=3)
     tokens = jnp.zeros((programs.BATCH, programs.SEQ), jnp.int32)
     state = train_step.shard(real_state(programs.Model()), tokens)
     compiled = train_step.lower(state, tokens).compile().memory_analysis()

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-import jzero
 import optimizers
+import small
 from optimizers import CANNOT, ENTRIES, NOT_TRANSFORMATIONS, Entry
 
 # Some of optax's optimizers are deprecated, some call what is.
@@ -52,7 +52,7 @@ def optax_promotions():
 def test_trains_as_on_one_device(name: str, stage: int):
     entry = ENTRIES[name]
     mesh = jax.make_mesh((NUM_DEVICES,), ("data",), devices=jax.devices()[:NUM_DEVICES])
-    train_step = jzero.shard_train_step(optimizers.make_step(entry), stage=stage, mesh=mesh)
+    train_step = small.shard_train_step(optimizers.make_step(entry), stage=stage, mesh=mesh)
     batches = optimizers.make_batches(entry.poisoned)
     state: Any = train_step.shard(optimizers.make_state(entry), batches[0])
     for i, (batch, expected) in enumerate(zip(batches, one_device(name), strict=True)):
@@ -67,7 +67,7 @@ def test_refuses_what_cannot_work(name: str):
     """What would train something else on every device is an error, not a wrong result."""
     entry, _ = CANNOT[name]
     mesh = jax.make_mesh((NUM_DEVICES,), ("data",), devices=jax.devices()[:NUM_DEVICES])
-    train_step = jzero.shard_train_step(optimizers.make_step(entry), stage=1, mesh=mesh)
+    train_step = small.shard_train_step(optimizers.make_step(entry), stage=1, mesh=mesh)
     batch = optimizers.make_batches()[0]
     with pytest.raises((TypeError, ValueError), match=r"(?i)var(y|ies)|differ|per-example|reduc"):
         train_step(train_step.shard(optimizers.make_state(entry), batch), batch)

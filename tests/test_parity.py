@@ -11,7 +11,7 @@ import functools
 import jax
 import pytest
 
-import jzero
+import small
 import zoo
 
 NUM_STEPS = 5
@@ -37,7 +37,7 @@ def settings():
 def test_trains_as_on_one_device(name, stage, num_devices):
     entry = zoo.get(name)
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-    train_step = jzero.shard_train_step(entry.step, stage=stage, mesh=mesh, **entry.options)
+    train_step = small.shard_train_step(entry.step, stage=stage, mesh=mesh, **entry.options)
     batches = entry.batches(NUM_STEPS)
     state = train_step.shard(new_state(name), *batches[0])
     expected = one_device(name, num_devices)

@@ -6,13 +6,13 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
-import jzero
 import programs
+import small
 
 
 def report(model, stage, tx=None, num_devices=8, step=programs.train_step):
     mesh = AbstractMesh((num_devices,), ("data",))
-    train_step = jzero.shard_train_step(step, stage=stage, mesh=mesh)
+    train_step = small.shard_train_step(step, stage=stage, mesh=mesh)
     batch = programs.tokens(max(programs.BATCH, num_devices))
     return train_step.describe(programs.abstract_state(model, tx), batch)
 
@@ -96,7 +96,7 @@ def test_a_leaf_left_full_is_accounted_for_by_name():
         "w": jax.ShapeDtypeStruct((16, 10), jnp.float32),
         "odd": jax.ShapeDtypeStruct((10,), jnp.float32),
     }
-    train_step = jzero.shard_train_step(step, stage=3, mesh=AbstractMesh((8,), ("data",)))
+    train_step = small.shard_train_step(step, stage=3, mesh=AbstractMesh((8,), ("data",)))
     found = train_step.describe(state, jax.ShapeDtypeStruct((16, 16), jnp.float32))
     assert traffic(found) == {"all-gather": 160, "all-reduce": 10, "reduce-scatter": 160}
     assert (
@@ -122,7 +122,7 @@ def recurrent_step(state, x):
     ("stage", "gathered", "op"), [(1, 1, "reduce-scatter"), (3, 2, "reduce-scatter")]
 )
 def test_a_time_loop_gathers_and_reduces_its_weights_once(stage, gathered, op):
-    train_step = jzero.shard_train_step(
+    train_step = small.shard_train_step(
         recurrent_step, stage=stage, mesh=AbstractMesh((8,), ("data",))
     )
     found = train_step.describe(
@@ -152,7 +152,7 @@ def microbatch_step(state, batches):
     ],
 )
 def test_a_steps_own_microbatches_follow_the_stage(stage, expected):
-    train_step = jzero.shard_train_step(
+    train_step = small.shard_train_step(
         microbatch_step,
         stage=stage,
         mesh=AbstractMesh((8,), ("data",)),
@@ -168,7 +168,7 @@ def test_a_steps_own_microbatches_follow_the_stage(stage, expected):
 def test_the_compiled_program_has_the_same_collectives(stage):
     """Of a scanned model; XLA:CPU merges the two gathers of an unrolled one (docs/design.md, 7)."""
     model, tx = MODELS["scanned, remat"], optax.sgd(1e-3)
-    train_step = jzero.shard_train_step(programs.train_step, stage=stage)
+    train_step = small.shard_train_step(programs.train_step, stage=stage)
     compiled = train_step.lower(programs.abstract_state(model, tx), programs.tokens()).compile()
     text = compiled.as_text()
     embedding, kernel = programs.VOCAB * programs.WIDTH, programs.WIDTH * programs.HIDDEN
@@ -203,7 +203,7 @@ def test_the_compiled_program_has_the_same_collectives(stage):
 
 
 def test_scopes_name_gathers_in_a_profile():
-    train_step = jzero.shard_train_step(programs.train_step, stage=3)
+    train_step = small.shard_train_step(programs.train_step, stage=3)
     state = programs.abstract_state(MODELS["scanned"])
     text = train_step.lower(state, programs.tokens()).as_text(debug_info=True)
     assert "jzero.gather[state.params['Embed_0']['embedding']]" in text

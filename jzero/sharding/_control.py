@@ -88,7 +88,7 @@ def _cond(
         [value.x for value in settled],
     )
     return [
-        Unreduced(x, interp.mean_scale, x.dtype) if wait else _value(x, dim)
+        Unreduced(x, interp.mean_scale, x.dtype) if wait else interp.devices.value(x, dim)
         for x, dim, wait in zip(arrays, dims, pending, strict=True)
     ]
 
@@ -129,7 +129,7 @@ def _scan(
         carried = [
             Unreduced(x, None, x.dtype, collecting=True)
             if i in sums
-            else _value(x, dims[i], init[i].name)
+            else interp.devices.value(x, dims[i], init[i].name)
             for i, x in enumerate(carry)
         ]
         sliced = [_like(v, -1)(x) for v, x in zip(slices, arrays, strict=True)]
@@ -146,9 +146,7 @@ def _scan(
             for a, v in zip(y_atoms, y_outs, strict=True)
         ]
         # A residual that is a slice again is no new stack.
-        forwarded.update(
-            {j: i for j, y in enumerate(ys) for i, x in enumerate(sliced) if y is x}
-        )
+        forwarded.update({j: i for j, y in enumerate(ys) for i, x in enumerate(sliced) if y is x})
         made = [y for j, y in enumerate(ys) if j not in forwarded]
         y_forms[:] = [_like(v, 1) for v in made]
         return new_carry, [value.x for value in made]
@@ -169,7 +167,7 @@ def _scan(
             before = interp.as_dim(frame, init_atoms[i], init[i], dims[i])
             outs.append(dataclasses.replace(total, x=total.x + before))
         else:
-            outs.append(_value(x, dims[i], init[i].name))
+            outs.append(interp.devices.value(x, dims[i], init[i].name))
     made = iter([form(y) for form, y in zip(y_forms, ys, strict=True)])
     num_ys = len(eqn.outvars) - scan.num_carry
     return outs + [slices[forwarded[j]] if j in forwarded else next(made) for j in range(num_ys)]
@@ -197,7 +195,7 @@ def _while(
 
     def run(child: Frame, consts: list[Value], carry: list[Any]) -> tuple[Interpreter, list[Value]]:
         inner = interp.inside(divergent)
-        carried = [_value(x, dim) for x, dim in zip(carry, dims, strict=True)]
+        carried = [interp.devices.value(x, dim) for x, dim in zip(carry, dims, strict=True)]
         return inner, inner.run(child, [*consts, *carried])
 
     def again(carry: list[Any]) -> Any:
@@ -223,7 +221,7 @@ def _while(
 
     starts = [interp.as_dim(frame, *args) for args in zip(init_atoms, init, dims, strict=True)]
     arrays = lax.while_loop(keep_going, step, starts)
-    return [_value(x, dim) for x, dim in zip(arrays, dims, strict=True)]
+    return [interp.devices.value(x, dim) for x, dim in zip(arrays, dims, strict=True)]
 
 
 def _loop_consts(
@@ -251,18 +249,16 @@ def _scanned(
     return value
 
 
-def _value(x: Any, dim: int | None, name: str = "") -> FullValue | ShardValue:
-    return FullValue(x, name) if dim is None else ShardValue(x, dim, name)
-
-
 def _like(value: Value, offset: int = 0) -> Callable[[Any], Value]:
     """Wraps an array in the layout and name of `value`, `dim` moved by `offset`."""
     if isinstance(value, Unreduced):
         scale, dtype, leaf = value.scale, value.dtype, value.name
         return lambda x: Unreduced(x, scale, dtype, leaf)
-    dim = value.dim + offset if isinstance(value, ShardValue) else None
     name = value.name  # Not the value itself: its tracer must not outlive the loop's trace.
-    return lambda x: _value(x, dim, name)
+    if isinstance(value, FullValue):
+        return lambda x: FullValue(x, name)
+    dim, axes = value.dim + offset, value.axes
+    return lambda x: ShardValue(x, dim, axes, name)
 
 
 CONTROL: dict[str, Handler] = {

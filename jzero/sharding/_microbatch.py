@@ -14,7 +14,7 @@ from jzero import _jaxpr
 from jzero.sharding._cut import Phase
 from jzero.sharding._frames import Frame, split
 from jzero.sharding._interpret import Env, Interpreter
-from jzero.sharding._values import FullValue, ShardValue, Unreduced, Value, waits
+from jzero.sharding._values import Devices, FullValue, ShardValue, Unreduced, Value, waits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +68,8 @@ class _Sum:
     scale: float | None = None
     wire: Any = None
 
-    def start(self, num_devices: int) -> jax.Array:
-        return jnp.zeros(_local_shape(self.var, self.dim, num_devices), self.dtype)
+    def start(self, num_shards: int) -> jax.Array:
+        return jnp.zeros(_local_shape(self.var, self.dim, num_shards), self.dtype)
 
     def add(self, inner: Interpreter, frame: Frame, total: jax.Array, value: Value) -> jax.Array:
         if self.dim is None and waits(value):
@@ -81,11 +81,11 @@ class _Sum:
             x = inner.as_dim(frame, self.var, value, self.dim)
         return total + x.astype(total.dtype)
 
-    def finish(self, total: jax.Array) -> Value:
+    def finish(self, devices: Devices, total: jax.Array) -> Value:
         dtype = self.var.aval.dtype
         if self.scale is not None:
             return Unreduced(total.astype(self.wire), self.scale, dtype, self.leaf)
-        return _value(total.astype(dtype), self.dim, self.leaf)
+        return devices.value(total.astype(dtype), self.dim, self.leaf)
 
 
 def _loop(
@@ -122,7 +122,7 @@ def _loop(
         ]
         return [*totals, *lasts], [inner.full(frame, v, local.values[v]) for v in phase.examples]
 
-    num = interp.devices.num
+    num = interp.devices.num_shards
     starts = [s.start(num) for s in [*sums, *means]]
     starts += [
         jnp.zeros(_local_shape(var, dim, num), var.aval.dtype)
@@ -131,10 +131,12 @@ def _loop(
     with jax.named_scope("jzero.microbatches"):
         carry, examples = lax.scan(body, starts, jnp.arange(accumulation.num))
     totals, mean_totals, lasts = split(carry, len(sums), len(means))
-    env.values |= {s.var: s.finish(x) for s, x in zip(sums, totals, strict=True)}
-    env.means |= {s.var: s.finish(x) for s, x in zip(means, mean_totals, strict=True)}
+    env.values |= {s.var: s.finish(interp.devices, x) for s, x in zip(sums, totals, strict=True)}
+    env.means |= {
+        s.var: s.finish(interp.devices, x) for s, x in zip(means, mean_totals, strict=True)
+    }
     for var, dim, x in zip(phase.lasts, last_dims, lasts, strict=True):
-        env.values[var] = _value(x, dim)
+        env.values[var] = interp.devices.value(x, dim)
     env.values |= {v: FullValue(x) for v, x in zip(phase.examples, examples, strict=True)}
 
 
@@ -155,17 +157,19 @@ def _captured(
 
 def _detached(values: Mapping[_jaxpr.Var, FullValue | ShardValue]) -> dict[_jaxpr.Var, Value]:
     """Copies that remember no gathers: those of the loop's body must not outlive its trace."""
-    copies: dict[int, FullValue | ShardValue] = {}
+    copies: dict[int, ShardValue] = {}
 
-    def copy(value: FullValue | ShardValue) -> FullValue | ShardValue:
-        if isinstance(value, FullValue):
-            return value
+    def copy(value: ShardValue) -> ShardValue:
         if id(value) not in copies:
             origin = value.view_of and (copy(value.view_of[0]), value.view_of[1])
-            copies[id(value)] = ShardValue(value.x, value.dim, value.name, origin)  # type: ignore[arg-type]
+            new = ShardValue(value.x, value.dim, value.axes, value.name, origin)
+            copies[id(value)] = new
         return copies[id(value)]
 
-    return {var: copy(value) for var, value in values.items()}
+    return {
+        var: copy(value) if isinstance(value, ShardValue) else value
+        for var, value in values.items()
+    }
 
 
 def _slice(value: Value, dim: int, index: Any, num: int) -> jax.Array:
@@ -174,12 +178,8 @@ def _slice(value: Value, dim: int, index: Any, num: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(value.x, index * size, size, dim)
 
 
-def _local_shape(var: _jaxpr.Var, dim: int | None, num_devices: int) -> tuple[int, ...]:
-    return tuple(n // num_devices if d == dim else n for d, n in enumerate(var.aval.shape))
-
-
-def _value(x: Any, dim: int | None, leaf: str = "") -> FullValue | ShardValue:
-    return FullValue(x, leaf) if dim is None else ShardValue(x, dim, leaf)
+def _local_shape(var: _jaxpr.Var, dim: int | None, num_shards: int) -> tuple[int, ...]:
+    return tuple(n // num_shards if d == dim else n for d, n in enumerate(var.aval.shape))
 
 
 def _sum_dtype(aval: Any, dtype: Any) -> Any:

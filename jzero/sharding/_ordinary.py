@@ -114,7 +114,9 @@ def _apply_on_shards(
     ins: list[FullValue | ShardValue],
 ) -> list[Value] | None:  # fmt: skip
     """The result computed from shards, or None if the operands must be gathered."""
-    maps, num = rule.dims(eqn), interp.devices.num
+    maps = rule.dims(eqn)
+    axes = _output_axes(interp, frame, eqn, ins)
+    num = interp.devices.count(axes)
     reduced = _apply_reduction(interp, eqn, rule, maps, ins)
     if reduced is not None:
         return [reduced]
@@ -132,11 +134,20 @@ def _apply_on_shards(
             return None
         args.append((value, own))
     arrays = [
-        interp.devices.full(value) if own is None else interp.devices.shard(value, own)
+        interp.devices.full(value) if own is None else interp.devices.shard(value, own, axes)
         for value, own in args
     ]
     outs = _jaxpr.bind(eqn, *arrays, **rule.local(eqn, dim, num))
-    return [ShardValue(out, dim, view_of=_view(eqn, rule, ins)) for out in outs]
+    return [ShardValue(out, dim, axes, view_of=_view(eqn, rule, ins)) for out in outs]
+
+
+def _output_axes(
+    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, ins: list[FullValue | ShardValue]
+) -> tuple[str, ...]:
+    """Those of parameters for what a pass will gather, of the gradients for all the rest."""
+    found = {value.axes for value in ins if isinstance(value, ShardValue)}
+    gathered = any(out in frame.needs_full for out in eqn.outvars)
+    return found.pop() if len(found) == 1 and gathered else interp.devices.shard_axes
 
 
 def _view(
@@ -160,9 +171,11 @@ def _apply_reduction(
     if maps[0][ins[0].dim] is not None:
         return None
     (local,) = _jaxpr.bind(eqn, ins[0].x)
-    if rule.reduces == "sum":
-        return Unreduced(local, 1.0, local.dtype)
-    return FullValue(_collectives.all_reduce(local, interp.devices.axes, rule.reduces))
+    devices, axes = interp.devices, ins[0].axes
+    if rule.reduces == "sum" and jnp.issubdtype(local.dtype, jnp.inexact):
+        # Devices beside these axes hold the same, and a reduction sums over all.
+        return Unreduced(local, devices.count(axes) / devices.num, local.dtype)
+    return FullValue(_collectives.all_reduce(local, axes, rule.reduces))
 
 
 def _output_dim(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from jzero._errors import OptionError, message
 from jzero.sharding import _layout
 from jzero.sharding._frames import Frame
-from jzero.sharding._layout import FULL, Full, Layout, Shard
+from jzero.sharding._layout import FULL, Layout, Shard
 from jzero.sharding._links import Links
 
 PARAMETER, OPTIMIZER, OTHER = "parameter", "optimizer state", "other"
@@ -19,8 +21,8 @@ PARAMETER, OPTIMIZER, OTHER = "parameter", "optimizer state", "other"
 class Stage(NamedTuple):
     """One row of the stage table: which roles rest as shards (ZeRO, section 5).
 
-    `reduce_once`: a step's own loop over microbatches reduces gradients once, after it; from stage 2 on
-    they are reduced as they are produced, so that a full gradient never outlives its microbatch.
+    `reduce_once`: gradients of microbatches are reduced once, after the last; from stage 2 on they are
+    reduced as they are produced, so that a full gradient never outlives its microbatch.
     """
 
     parameters: bool
@@ -36,6 +38,58 @@ STAGES = {
 }
 
 
+class Leaf(NamedTuple):
+    """What the plan must know of a state leaf; PRNG keys are not splittable."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    splittable: bool
+    floating: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """A stage on a mesh: over which axes each role rests; `()` is full.
+
+    Attributes:
+      axes: names and sizes of the data axes.
+      param_axes: over which parameters rest; the first of `shard_axes`.
+      shard_axes: over which optimizer state rests and gradients are reduce-scattered.
+      min_bytes: leaves smaller than this stay full.
+      full: a regular expression; parameters whose path it matches rest full.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    param_axes: tuple[str, ...]
+    shard_axes: tuple[str, ...]
+    min_bytes: int = 0
+    full: str | None = None
+
+    def count(self, axes: Sequence[str]) -> int:
+        """How many shards there are over `axes`."""
+        return math.prod(dict(self.axes)[axis] for axis in axes)
+
+    def choose(self, leaf: Leaf, looped: set[int]) -> tuple[int | None, str]:
+        """The dim along which a leaf can rest in shards, or None and the reason."""
+        num = self.count(self.shard_axes)
+        if num == 1:
+            return None, ""
+        dim = _layout.choose_dim(leaf.shape, num, looped) if leaf.splittable else None
+        if dim is None:
+            return None, _layout.why_full(leaf.shape, num, looped)
+        if math.prod(leaf.shape) * leaf.itemsize < self.min_bytes:
+            return None, f"smaller than min_shard_bytes={self.min_bytes}"
+        return dim, ""
+
+    def axes_of(self, leaf: Leaf, role: str) -> tuple[str, ...]:
+        """The axes over which a leaf rests if it has a dim for them."""
+        if role == PARAMETER and self.full is not None and re.search(self.full, leaf.path):
+            return ()
+        return {PARAMETER: self.param_axes, OPTIMIZER: self.shard_axes, OTHER: ()}[role]
+
+
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
     """Where one leaf of the state rests.
@@ -47,6 +101,7 @@ class LeafPlan:
       itemsize: bytes per element.
       role: 'parameter', 'optimizer state' or 'other', from dataflow.
       layout: full, or the dim and axes it is sharded over.
+      num_shards: how many devices hold different parts of it.
       why_full: the reason, for a leaf that the stage would shard and that stays full.
     """
 
@@ -56,6 +111,7 @@ class LeafPlan:
     itemsize: int
     role: str
     layout: Layout
+    num_shards: int = 1
     why_full: str = ""
 
     @property
@@ -63,9 +119,10 @@ class LeafPlan:
         """Bytes of the whole leaf."""
         return math.prod(self.shape) * self.itemsize
 
-    def nbytes_per_device(self, num_devices: int) -> int:
+    @property
+    def nbytes_per_device(self) -> int:
         """Bytes at rest on each device."""
-        return self.nbytes if isinstance(self.layout, Full) else self.nbytes // num_devices
+        return self.nbytes // self.num_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +159,7 @@ class Plan:
     def nbytes_at_rest(self, role: str | None = None) -> int:
         """Bytes on each device between steps, of one role or of all."""
         return sum(
-            leaf.nbytes_per_device(self.num_devices)
-            for leaf in self.leaves
-            if role is None or leaf.role == role
+            leaf.nbytes_per_device for leaf in self.leaves if role is None or leaf.role == role
         )
 
     def __str__(self) -> str:
@@ -120,70 +175,72 @@ class Plan:
         return "\n".join(lines)
 
 
-class Leaf(NamedTuple):
-    """What the plan must know of a state leaf; PRNG keys are not splittable."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    itemsize: int
-    splittable: bool
-    floating: bool
-
-
-def plan_from_shapes(
-    leaves: Sequence[Leaf], stage: int, axes: tuple[tuple[str, int], ...]
-) -> tuple[LeafPlan, ...]:
+def plan_from_shapes(leaves: Sequence[Leaf], sharding: Sharding) -> tuple[LeafPlan, ...]:
     """The layout before any batch was seen: roles unknown, every leaf sharded that can be.
 
     Equal to the final plan at stage 3 except for leaves that only the step can tell apart.
     """
-    num = math.prod(size for _, size in axes)
-    names = tuple(name for name, _ in axes)
 
-    def layout(leaf: Leaf) -> tuple[Layout, str]:
-        return _layout_of(leaf, stage > 0, num, names, set())
+    def plan(leaf: Leaf) -> LeafPlan:
+        dim, why = sharding.choose(leaf, set())
+        return _leaf_plan(leaf, OTHER, dim, sharding.shard_axes, sharding, why)
 
-    return tuple(LeafPlan(*leaf[:4], OTHER, *layout(leaf)) for leaf in leaves)
+    return tuple(plan(leaf) for leaf in leaves)
 
 
 def plan_leaves(
-    leaves: Sequence[Leaf], stage: int, axes: tuple[tuple[str, int], ...],
-    frame: Frame, links: Links, averaged: Sequence[bool],
+    leaves: Sequence[Leaf], sharding: Sharding, frame: Frame, links: Links,
+    averaged: Sequence[bool],
 ) -> tuple[LeafPlan, ...]:  # fmt: skip
     """Roles from dataflow, layouts from the stage's row; tells `links` which dims are sharded.
 
     Args:
       leaves: the state's leaves; their variables are the first of `frame.jaxpr.invars`.
-      stage: 0 to 3.
-      axes: names and sizes of the data axes.
+      sharding: the stage on the mesh.
       frame: the step, analysed.
       links: linked dims of the step.
       averaged: leaves whose new value differs between devices and is averaged (batch statistics).
+
+    Raises:
+      OptionError: `sharding.full` matches no parameter.
     """
-    row, num = STAGES[stage], math.prod(size for _, size in axes)
-    names = tuple(name for name, _ in axes)
+    num = sharding.count(sharding.shard_axes)
     variables = frame.jaxpr.invars[: len(leaves)]
     roles = [
         _role(leaf, var in frame.feeds_batch, mean)
         for leaf, var, mean in zip(leaves, variables, averaged, strict=True)
     ]
-    sharded = {PARAMETER: row.parameters, OPTIMIZER: row.optimizer, OTHER: False}
     plans: dict[int, LeafPlan] = {}
     # Parameters choose first: optimizer state that is combined with one element by element follows it.
     for i in sorted(range(len(leaves)), key=lambda i: roles[i] != PARAMETER):
-        leaf, var = leaves[i], variables[i]
-        looped = links.looped_dims(frame, var)
+        leaf, var, axes, why = leaves[i], variables[i], sharding.axes_of(leaves[i], roles[i]), ""
         dim = links.sharded_dim(frame, var, num)
-        layout, why = (
-            (Shard(dim, names), "") if dim is not None
-            else _layout_of(leaf, row.optimizer and roles[i] != OTHER, num, names, looped)
-        )  # fmt: skip
-        if row.optimizer and roles[i] != OTHER and isinstance(layout, Shard):
-            links.shard(frame, var, layout.dim, leaf.path)
-        rests = layout if sharded[roles[i]] else FULL
-        plans[i] = LeafPlan(*leaf[:4], roles[i], rests, why if sharded[roles[i]] else "")
+        if dim is None and roles[i] != OTHER:
+            dim, why = sharding.choose(leaf, links.looped_dims(frame, var))
+        if dim is not None and roles[i] != OTHER:
+            links.shard(frame, var, dim, leaf.path)
+        plans[i] = _leaf_plan(leaf, roles[i], dim, axes, sharding, why)
+    _check_full(sharding, plans.values())
     return tuple(plans[i] for i in range(len(leaves)))
+
+
+def _leaf_plan(
+    leaf: Leaf, role: str, dim: int | None, axes: tuple[str, ...], sharding: Sharding, why: str
+) -> LeafPlan:
+    if dim is None or not axes:
+        wanted = sharding.param_axes if role == PARAMETER else axes
+        kept = f"full={sharding.full!r}" if dim is not None and wanted else why
+        return LeafPlan(*leaf[:4], role, FULL, 1, kept if wanted else "")
+    return LeafPlan(*leaf[:4], role, Shard(dim, axes), sharding.count(axes))
+
+
+def _check_full(sharding: Sharding, plans: Iterable[LeafPlan]) -> None:
+    paths = [plan.path for plan in plans if plan.role == PARAMETER]
+    if sharding.full is not None and not any(re.search(sharding.full, path) for path in paths):
+        raise OptionError(message(
+            "shard_train_step", f"full={sharding.full!r} matches no parameter",
+            "It is a regular expression for the paths of parameters that stay full.",
+            f"The parameters are {', '.join(paths[:6])}{', ...' if len(paths) > 6 else ''}."))  # fmt: skip
 
 
 def _role(leaf: Leaf, feeds_batch: bool, averaged: bool) -> str:
@@ -192,14 +249,3 @@ def _role(leaf: Leaf, feeds_batch: bool, averaged: bool) -> str:
     if feeds_batch:
         return PARAMETER if leaf.floating else OTHER
     return OPTIMIZER
-
-
-def _layout_of(
-    leaf: Leaf, wanted: bool, num: int, axes: tuple[str, ...], looped: set[int]
-) -> tuple[Layout, str]:
-    if not wanted or num == 1:
-        return FULL, ""
-    dim = _layout.choose_dim(leaf.shape, num, looped) if leaf.splittable else None
-    if dim is not None:
-        return Shard(dim, axes), ""
-    return FULL, _layout.why_full(leaf.shape, num, looped)

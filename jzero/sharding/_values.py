@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jzero._errors import StepError, message
 from jzero.sharding import _collectives
+from jzero.sharding._collectives import Axes
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,7 +28,7 @@ class FullValue:
 
 @dataclasses.dataclass(eq=False)
 class ShardValue:
-    """This device's slice along `dim` of a value that is the same on all devices.
+    """This device's slice along `dim`, over mesh `axes`, of a value that is the same on all devices.
 
     `gathered` keeps the whole value for the pass (see `Devices.scope`) that asked for it. `view_of` is
     the value this one only rearranges, and how: the two share a gather. `views` are the casts and
@@ -36,6 +37,7 @@ class ShardValue:
 
     x: Any
     dim: int
+    axes: Axes
     name: str = ""
     view_of: tuple[ShardValue, Callable[[Any], Any]] | None = None
     gathered: dict[object, Any] = dataclasses.field(default_factory=dict)
@@ -71,20 +73,48 @@ def waits(value: Value) -> TypeGuard[Unreduced]:
 class Devices:
     """The data axes, and where in the program we are.
 
+    Parameters may rest over the first of `shard_axes` only, so that their shards are unions of those of
+    the optimizer state: cutting one into the other moves nothing.
+
     Attributes:
-      axes: mesh axes that the step is sharded over.
-      num: how many devices that is.
+      sizes: names and sizes of the data axes.
+      shard_axes: over which gradients and optimizer state are sharded.
+      param_axes: over which parameters are; the first of `shard_axes`.
       scope: gathers of one shard are shared within a scope (a pass, a loop body, a remat body).
       token: a value the current pass starts from; gathers wait for it, so that the compiler cannot let
         the previous pass's gather serve this one and keep every parameter alive in between.
       divergent: inside a branch or loop that not all devices take together.
     """
 
-    axes: tuple[str, ...]
-    num: int
+    sizes: Mapping[str, int]
+    shard_axes: Axes
+    param_axes: Axes
     scope: object = None
     token: Any = None
     divergent: bool = False
+
+    @property
+    def axes(self) -> Axes:
+        """All data axes."""
+        return tuple(self.sizes)
+
+    @property
+    def num(self) -> int:
+        """How many devices there are."""
+        return math.prod(self.sizes.values())
+
+    def count(self, axes: Axes) -> int:
+        """How many shards there are over `axes`."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards a gradient has."""
+        return self.count(self.shard_axes)
+
+    def value(self, x: Any, dim: int | None, name: str = "") -> FullValue | ShardValue:
+        """An array that is whole (None) or sharded like a gradient."""
+        return FullValue(x, name) if dim is None else ShardValue(x, dim, self.shard_axes, name)
 
     def full(self, value: Value, dim: int | None = None) -> Any:
         """The whole array; `dim` is how an unreduced value is sharded on the way, if at all."""
@@ -98,18 +128,21 @@ class Devices:
             shard = value.x
             if self.token is not None:
                 shard = _collectives.keep_apart(shard, self.token)
-            self._check_together("a parameter is gathered")
-            value.gathered[self.scope] = _collectives.gather(
-                shard, value.dim, self.axes, value.name
-            )
+            for axes in reversed(self._steps(value.axes)):  # the outer, slower axes move least
+                shard = self._gather(shard, value.dim, axes, value.name)
+            value.gathered[self.scope] = shard
         return value.gathered[self.scope]
 
-    def shard(self, value: Value, dim: int) -> Any:
+    def shard(self, value: Value, dim: int, axes: Axes | None = None) -> Any:
         """This device's slice along `dim`; a full value must be the same on all devices."""
+        axes = self.shard_axes if axes is None else axes
         value = self.settle(value, dim)
-        if isinstance(value, ShardValue) and value.dim == dim:
-            return value.x
-        return _collectives.take_shard(self.full(value), dim, self.axes, self.num)
+        if not (isinstance(value, ShardValue) and value.dim == dim):
+            return _collectives.take_shard(self.full(value), dim, axes, self.count(axes))
+        more, fewer = axes[len(value.axes) :], value.axes[len(axes) :]
+        if more:
+            return _collectives.take_shard(value.x, dim, more, self.count(more))
+        return self._gather(value.x, dim, fewer, value.name) if fewer else value.x
 
     def settle(self, value: Value, dim: int | None) -> FullValue | ShardValue:
         """Runs the reduction if it is still due: scattered along `dim`, or whole for None."""
@@ -119,19 +152,37 @@ class Devices:
             value.reduced = self._reduce(value, dim)
         return value.reduced
 
+    def _steps(self, axes: Axes) -> list[Axes]:
+        """Axes that one collective runs over: those of parameters, then the rest."""
+        first, rest = axes[: len(self.param_axes)], axes[len(self.param_axes) :]
+        return [group for group in (first, rest) if group]
+
+    def _gather(self, shard: Any, dim: int, axes: Axes, name: str) -> Any:
+        self._check_together("a parameter is gathered")
+        return _collectives.gather(shard, dim, axes, name)
+
     def _reduce(self, value: Unreduced, dim: int | None) -> FullValue | ShardValue:
+        total, after = value.x, value.scale
+        if total.dtype == jnp.float16 and after not in (None, 0, 1):
+            # A sum of many float16 could overflow where their mean does not: half of the scale before.
+            before = 2.0 ** (math.log2(after) // 2)
+            total, after = total * jnp.asarray(before, total.dtype), after / before
         if self.num > 1:
             self._check_together("a gradient is reduced")
-        if self.num == 1:
-            total, dim = value.x, None
-        elif dim is None:
-            total = _collectives.all_reduce(value.x, self.axes)
-        else:
-            total = _collectives.reduce_scatter(value.x, dim, self.axes, value.name)
-        if value.scale != 1:
-            total = total * jnp.asarray(value.scale, total.dtype)
+            rest = self.axes if dim is None else self.axes_beside(self.shard_axes)
+            if dim is not None:
+                for axes in self._steps(self.shard_axes):
+                    total = _collectives.reduce_scatter(total, dim, axes, value.name)
+            if rest:
+                total = _collectives.all_reduce(total, rest)
+        if after != 1:
+            total = total * jnp.asarray(after, total.dtype)
         total = total.astype(value.dtype)
-        return FullValue(total) if dim is None else ShardValue(total, dim, value.name)
+        return self.value(total, dim if self.num > 1 else None, value.name)
+
+    def axes_beside(self, axes: Axes) -> Axes:
+        """The data axes that are not among `axes`."""
+        return tuple(axis for axis in self.axes if axis not in axes)
 
     def _check_together(self, what: str) -> None:
         if self.divergent:
