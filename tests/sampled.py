@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jzero
 import small
 
 ROWS = 16
@@ -69,7 +70,8 @@ class Case:
     features: frozenset[str]
 
     def __str__(self) -> str:
-        head = f"seed {self.seed}: stage {self.stage} on {self.num_devices} devices"
+        axes, options = draw_options(self)
+        head = f"seed {self.seed}: stage {self.stage} on devices {axes}, {options}"
         return f"{head}\n{self.listing}"
 
 
@@ -84,15 +86,54 @@ def check(seed: int, shard_train_step: Callable[..., Any] = small.shard_train_st
 
 def _check(seed: int, shard_train_step: Callable[..., Any]) -> Case:
     case, expected = draw_well_conditioned(seed)
+    axes, options = draw_options(case)
     devices = jax.devices()[: case.num_devices]
-    mesh = jax.make_mesh((case.num_devices,), ("data",), devices=devices)
-    train_step = shard_train_step(case.step, stage=case.stage, mesh=mesh)
-    state = train_step.shard(case.make_state(), case.batches[0])
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+    train_step = shard_train_step(case.step, stage=case.stage, mesh=mesh, **options)
+    try:
+        state = train_step.shard(case.make_state(), case.batches[0])
+    except jzero.StepError as error:
+        if "accumulate > 1" not in str(error):
+            raise
+        case = dataclasses.replace(case, features=case.features | {"refused:accumulate"})
+        train_step = shard_train_step(case.step, stage=case.stage, mesh=mesh)
+        state = train_step.shard(case.make_state(), case.batches[0])
     for i, batch in enumerate(case.batches):
         state, metrics = train_step(state, batch)
         worst = worst_error((train_step.unshard(state), metrics), expected[i], case.bfloat16)
         assert worst[0] <= 1, f"step {i}: {worst[1]} is {worst[0]:.3g} tolerances off\n{case}"
     return case
+
+
+def draw_options(case: Case) -> tuple[dict[str, int], dict[str, Any]]:
+    """The mesh and the options of `shard_train_step` under which a case is checked; half have none."""
+    rng = np.random.default_rng([case.seed, 1])
+    axes, options = {"data": case.num_devices}, {}
+
+    def one_in_two() -> bool:
+        return bool(rng.integers(2))
+
+    if one_in_two():
+        return axes, options
+    if case.num_devices >= 4 and one_in_two():
+        axes = {"node": 2, "local": case.num_devices // 2}
+        inner = str(rng.choice(["local", "node"]))
+        if case.stage == 3 and one_in_two():
+            options["param_axes"] = inner
+        if case.stage > 0 and one_in_two():
+            options["optimizer_axes"] = inner
+            if case.stage == 3:
+                options["param_axes"] = inner
+    most = ROWS // case.num_devices
+    if one_in_two():
+        options["accumulate"] = int(rng.choice([k for k in (2, 4, 8) if k <= most]))
+    if case.stage != 2 and one_in_two():
+        options["reduce"] = str(rng.choice(["once", "each"]))
+    if case.stage == 3 and one_in_two():
+        options["gather"] = str(rng.choice(["keep", "once_per_step"]))
+    if one_in_two():
+        options["reduce_dtype"] = jnp.float32
+    return axes, options
 
 
 def draw_well_conditioned(seed: int) -> tuple[Case, list[Any]]:
