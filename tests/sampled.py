@@ -124,9 +124,11 @@ def draw_options(case: Case) -> tuple[dict[str, int], dict[str, Any]]:
             options["optimizer_axes"] = inner
             if case.stage == 3:
                 options["param_axes"] = inner
-    most = ROWS // case.num_devices
-    if one_in_two():
-        options["accumulate"] = int(rng.choice([k for k in (2, 4, 8) if k <= most]))
+    # A step's own microbatches cut what they get in two.
+    own = any(feature.startswith("gradient:microbatch") for feature in case.features)
+    fitting = [k for k in (2, 4, 8) if k * (1 + own) <= ROWS // case.num_devices]
+    if fitting and one_in_two():
+        options["accumulate"] = int(rng.choice(fitting))
     if case.stage != 2 and one_in_two():
         options["reduce"] = str(rng.choice(["once", "each"]))
     if case.stage == 3 and one_in_two():

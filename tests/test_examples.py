@@ -6,10 +6,12 @@ import inspect
 import pytest
 
 import jzero
-from jzero import _grad, _nnx, _step, _whole
+from jzero import _grad, _nnx, _precision, _step, _whole
 
 
-@pytest.mark.parametrize("module", [_grad, _nnx, _step, _whole], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [_grad, _nnx, _precision, _step, _whole], ids=lambda m: m.__name__
+)
 def test_docstrings(module):
     results = doctest.testmod(module)
     assert results.attempted > 0

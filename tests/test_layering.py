@@ -12,7 +12,14 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 LAYERS = (
     ("_errors",),
     ("_jaxpr", "sharding/_layout"),
-    ("sharding/_collectives", "sharding/_rules", "sharding/_traffic", "_grad", "_call"),
+    (
+        "sharding/_collectives",
+        "sharding/_rules",
+        "sharding/_traffic",
+        "_grad",
+        "_call",
+        "_precision",
+    ),
     ("sharding/_values", "sharding/_frames"),
     ("sharding/_links", "sharding/_needs", "sharding/_cut", "_whole"),
     ("sharding/_plan", "sharding/_interpret", "_trace", "_nnx"),

@@ -83,6 +83,7 @@ class _Cutter:
         self._lasts: set[_jaxpr.Var] = set()
         self._maker: dict[_jaxpr.Var, int] = {}
         self._loop: set[int] = set()
+        self._unfinished: set[int] = set()
         for var in [*frame.jaxpr.constvars, *frame.jaxpr.invars]:
             self._kinds[var] = Kind.LOCAL if frame.varies(var) else Kind.SAME
             self._levels[var] = 0
@@ -92,21 +93,47 @@ class _Cutter:
     def _place(self, index: int, eqn: _jaxpr.Eqn) -> None:
         frame = self._frame
         atoms = [a for a in eqn.invars if not _jaxpr.is_literal(a)]
-        level = max((self._level_for(eqn, atom) for atom in atoms), default=0)
+        outs = self._kinds_while_summing(index, eqn, atoms)
+        if outs is not None:
+            self._unfinished.add(id(eqn))
+        level = max((self._levels[a] + self._finished(eqn, a) for a in atoms), default=0)
         kinds = [Kind.SAME if self._finished(eqn, a) else self._kind(a) for a in eqn.invars]
         in_loop = (
-            Kind.LOCAL in kinds
+            outs is not None
+            or Kind.LOCAL in kinds
             or any(frame.varies(out) for out in eqn.outvars)
             or any(a in self._lasts and self._levels[a] == level for a in atoms)
             or any(_reduces(f, e) for f, e in _equations(frame, index, eqn))
         )
-        outs = _kinds_of(frame, index, eqn, kinds)
+        outs = _kinds_of(frame, index, eqn, kinds) if outs is None else outs
         for out, kind in zip(eqn.outvars, outs, strict=True):
             self._kinds[out], self._levels[out], self._maker[out] = kind, level, index
             if in_loop and kind in (Kind.SAME, Kind.ZERO):
                 self._lasts.add(out)
         if in_loop:
             self._loop.add(index)
+
+    def _kinds_while_summing(
+        self, index: int, eqn: _jaxpr.Eqn, atoms: list[_jaxpr.Var]
+    ) -> list[Kind] | None:
+        """Kinds of the results if the equation may run on partial sums, inside their loop.
+
+        What AD adds up (tied weights) then is one sum, and a loop may go on adding to it.
+        """
+        averages = self._frame.averages
+        kinds = [Kind.PARTIAL if averages(eqn, a) else self._kind(a) for a in eqn.invars]
+        rule = _rules.rule_for(eqn)
+        adds = eqn.primitive.name in ("add", "add_any") or (rule is not None and rule.linear)
+        if Kind.PARTIAL not in kinds or not (adds or Kind.LOCAL in kinds):
+            return None
+        partial = {self._levels[a] for a, k in zip(eqn.invars, kinds, strict=True)
+                   if k is Kind.PARTIAL}  # fmt: skip
+        if partial != {max(self._levels[a] for a in atoms)}:
+            return None
+        try:
+            return _kinds_of(self._frame, index, eqn, kinds)
+        except CutError:
+            return None
 
     def _kind(self, atom: _jaxpr.Atom) -> Kind:
         return _literal_kind(atom) if _jaxpr.is_literal(atom) else self._kinds[atom]
@@ -115,10 +142,8 @@ class _Cutter:
         """Whether `eqn` reads what a loop summed up."""
         if _jaxpr.is_literal(atom):
             return False
-        return self._kinds[atom] is Kind.PARTIAL or self._frame.averages(eqn, atom)
-
-    def _level_for(self, eqn: _jaxpr.Eqn, atom: _jaxpr.Var) -> int:
-        return self._levels[atom] + self._finished(eqn, atom)
+        due = self._kinds[atom] is Kind.PARTIAL or self._frame.averages(eqn, atom)
+        return due and (eqn is None or id(eqn) not in self._unfinished)
 
     # -- phases ----------------------------------------------------------------------------------
 
@@ -130,10 +155,8 @@ class _Cutter:
         lasts: dict[_jaxpr.Var, None] = {}
         ones: dict[_jaxpr.Var, None] = {}
         for eqn, atom in self._reads():
-            if self._frame.averages(eqn, atom):
-                means[atom] = None
-            elif self._kinds[atom] is Kind.PARTIAL:
-                sums[atom] = None
+            if self._finished(eqn, atom):
+                (means if self._frame.averages(eqn, atom) else sums)[atom] = None
             elif atom in self._lasts and (eqn is None or self._maker_of(eqn) not in self._loop):
                 lasts[atom] = None
         for atom, example in zip(outvars, examples, strict=True):
