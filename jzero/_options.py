@@ -46,11 +46,12 @@ class Options:
             raise OptionError(message(
                 WHO, f"reduce={self.reduce!r}", "Gradients are reduced 'once' or for 'each' microbatch.",
                 "Drop it to let the stage decide."))  # fmt: skip
-        if self.stage == 2 and self.reduce == "once":
+        only = {0: "once", 1: "once", 2: "each"}.get(self.stage)
+        if only is not None and self.reduce not in (None, only):
             raise OptionError(message(
-                WHO, "stage=2 and reduce='once'",
-                "Stage 2 is stage 1 with gradients reduced for each microbatch.",
-                "Drop reduce, or use stage=1."))  # fmt: skip
+                WHO, f"stage={self.stage} and reduce={self.reduce!r}",
+                "Stage 2 is stage 1 with gradients reduced for each microbatch; stage 3 can do either.",
+                f"Drop reduce, or use stage={1 if self.stage == 2 else 2}."))  # fmt: skip
         if self.accumulate_dtype is not None and self.accumulate == 1:
             raise OptionError(message(
                 WHO, "accumulate_dtype without accumulate",

@@ -30,17 +30,20 @@ class Report:
       plan: layout and role of every leaf.
       traffic: the collectives of one step, loops multiplied out.
       keys: arguments taken for PRNG keys; each device folds its index into them.
+      accumulator_bytes: on each device, what sums up the gradients and metrics of microbatches.
     """
 
     plan: Plan
     traffic: tuple[Collective, ...]
     keys: tuple[str, ...] = ()
+    accumulator_bytes: int = 0
 
     def __str__(self) -> str:
         axes = ", ".join(f"'{name}' of size {size}" for name, size in self.plan.axes)
         lines = [
             f"jzero: stage {self.plan.stage} over {self.plan.num_devices} devices (data axes: {axes})",
             f"reductions: {_REDUCTIONS[self.plan.reductions]}",
+            *self._microbatches(),
             "",
             *self._at_rest(),
             "",
@@ -59,6 +62,16 @@ class Report:
             for c in self.traffic
             if c.op == op and (dtype is None or c.dtype == dtype)
         )
+
+    def _microbatches(self) -> list[str]:
+        plan = self.plan
+        if plan.accumulate == 1:
+            return []
+        when = "once per step" if plan.reduce_once else "for each microbatch"
+        return [
+            f"microbatches: {plan.accumulate} on each device; gradients are reduced {when}, and summed "
+            f"up in {readable_bytes(self.accumulator_bytes)} on each device"
+        ]
 
     def _at_rest(self) -> list[str]:
         rows: list[tuple[str, ...]] = [("at rest", "leaves", "sharded", "whole", "on each device")]

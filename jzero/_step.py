@@ -14,7 +14,7 @@ from jzero import _call, _jaxpr, _program
 from jzero._errors import MeshError, OptionError, StateError, message
 from jzero._options import Options
 from jzero._report import Report
-from jzero.sharding import _layout, _plan, _traffic
+from jzero.sharding import _layout, _microbatch, _plan, _traffic
 
 WHO = _call.WHO
 
@@ -75,6 +75,36 @@ def shard_train_step(
       step_fn: the train step; None to use `shard_train_step(stage=...)` as a decorator.
       stage: 0 nothing is sharded (2 Psi elements of traffic per step for Psi parameters), 1 optimizer
         state, 2 also reduced gradients (both 2 Psi), 3 also parameters (3 Psi).
+      accumulate: microbatches k that each device works through in a step, one after the other: the
+        activations of one are alive at a time. The step itself does not change; losses, metrics, batch
+        statistics and gradients are means over devices and microbatches, each counting alike, as if
+        there were k times as many devices (for losses normalised by a count: `jzero.weighted_mean`).
+        Traffic: see `reduce` and `gather`. Memory: one more gradient, in `accumulate_dtype`, in the
+        layout that `reduce` gives it.
+      reduce: 'once' sums gradients up on each device and reduces them after the last microbatch: Psi
+        elements per step, and a full gradient on each device. 'each' reduces those of each microbatch: k
+        Psi, and a gradient in shards. Stages 0 and 1 are 'once', stage 2 is 'each', stage 3 can be either
+        and is 'each' by default. It holds for a step's own loop over microbatches too.
+      accumulate_dtype: in which the gradients of microbatches are summed up. By default float32 (float64
+        for float64 ones): 4 bytes per element of the gradient that `reduce` keeps.
+      reduce_dtype: in which gradients travel and are summed over the devices: bfloat16 halves the bytes
+        of float32 gradients, float32 sums bfloat16 ones more exactly. By default as the step has them.
+      gather: at stage 3, how long gathered parameters live. 'per_pass' (default): gathered for the
+        forward pass, freed, and again for the backward pass: 2 Psi per microbatch, memory of one layer.
+        'keep': the forward pass's copy serves the backward pass: Psi per microbatch, Psi elements alive
+        in between. 'once_per_step': one gather serves all microbatches: Psi, alive throughout.
+      min_shard_bytes: leaves smaller than this stay full, because a collective costs more time than
+        they cost memory; 0 shards whatever can be. Each costs its bytes on every device.
+      full: a regular expression, searched in the paths of parameters at stage 3; those that match rest
+        full and are never gathered, while their gradients and optimizer state stay in shards (as at
+        stage 2). Costs their bytes on every device, saves Psi_leaf of traffic per microbatch.
+      param_axes: the data axes over which parameters rest at stage 3, all by default. With
+        param_axes='local' they are gathered within a node; new ones are gathered over the other axes
+        of `optimizer_axes` once per step (ZeRO-3 inside a node, ZeRO-1 over all of them). Memory:
+        parameters are divided by the devices of these axes only.
+      optimizer_axes: the data axes over which gradients and optimizer state are sharded, all by default.
+        param_axes='local', optimizer_axes='local' is hybrid sharding (HSDP, MiCS): shards within a
+        node, gradients all-reduced (as shards) between nodes.
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
       axis_names: the mesh axes to shard over; all of the mesh's by default.
       axis_name: the name by which the step itself calls the data axis, if it was written for
@@ -93,7 +123,8 @@ def shard_train_step(
 
     Reference:
       Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-      Models", 2020, sections 5 (stages) and 7 (traffic).
+      Models", 2020, sections 5 (stages) and 7 (traffic). Zhang et al.: "MiCS: Near-linear Scaling for
+      Training Gigantic Model on Public Cloud", 2022, section 3 (param_axes, optimizer_axes).
     """
     chosen = Options(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, min_shard_bytes, full,
@@ -247,7 +278,12 @@ class ShardedTrainStep:
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
         jaxpr = jax.make_jaxpr(program.run)(*_placed_inputs(call, program))
-        return Report(program.plan, tuple(_traffic.collectives(jaxpr)), program.keys)
+        return Report(
+            program.plan,
+            tuple(_traffic.collectives(jaxpr)),
+            program.keys,
+            _traffic.carried_bytes(jaxpr, _microbatch.SCOPE),
+        )
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""

@@ -129,7 +129,7 @@ def draw_options(case: Case) -> tuple[dict[str, int], dict[str, Any]]:
     fitting = [k for k in (2, 4, 8) if k * (1 + own) <= ROWS // case.num_devices]
     if fitting and one_in_two():
         options["accumulate"] = int(rng.choice(fitting))
-    if case.stage != 2 and one_in_two():
+    if case.stage == 3 and one_in_two():
         options["reduce"] = str(rng.choice(["once", "each"]))
     if case.stage == 3 and one_in_two():
         options["gather"] = str(rng.choice(["keep", "once_per_step"]))

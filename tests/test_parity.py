@@ -11,10 +11,10 @@ import functools
 import jax
 import pytest
 
+import parity
 import small
 import zoo
 
-NUM_STEPS = 5
 STAGES = (0, 1, 2, 3)
 NUM_DEVICES = (1, 2, 4, 8)
 BY_DEFAULT = {(3, 8), (1, 4)}
@@ -35,19 +35,9 @@ def settings():
 
 @pytest.mark.parametrize(("name", "stage", "num_devices"), list(settings()))
 def test_trains_as_on_one_device(name, stage, num_devices):
-    entry = zoo.get(name)
-    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-    train_step = small.shard_train_step(entry.step, stage=stage, mesh=mesh, **entry.options)
-    batches = entry.batches(NUM_STEPS)
-    state = train_step.shard(new_state(name), *batches[0])
-    expected = one_device(name, num_devices)
-    for i, batch in enumerate(batches):
-        state, metrics = separate(entry, train_step(state, *batch))
-        expected_metrics = expected[i][1]
-        where = f"step {i}, metrics"
-        zoo.assert_trees_close(zoo.to_host(metrics), expected_metrics, entry.tolerance, where)
-    actual = zoo.to_host(train_step.unshard(state))
-    zoo.assert_trees_close(actual, expected[-1][0], entry.tolerance, "state")
+    parity.check(
+        name, {"data": num_devices}, functools.partial(small.shard_train_step, stage=stage)
+    )
 
 
 @pytest.mark.parametrize("name", zoo.NAMES)
@@ -63,52 +53,17 @@ def test_a_device_left_out_is_noticed(name):
         kept = jax.lax.slice_in_dim(leaf, 0, zoo.BATCH_SIZE - rows, axis=dim)
         return jax.lax.concatenate([kept, jax.lax.slice_in_dim(leaf, 0, rows, axis=dim)], dim)
 
-    batches = jax.tree.map(without_last_device, entry.batches(NUM_STEPS))
-    (state, _) = trajectory(name, 8, batches)[-1]
+    batches = jax.tree.map(without_last_device, entry.batches(parity.NUM_STEPS))
+    (state, _) = parity.trajectory(name, 8, batches)[-1]
     loose = zoo.Tolerance(10 * entry.tolerance.rtol, 10 * entry.tolerance.leaf_rtol)
     with pytest.raises(AssertionError, match="differ, by up to"):
-        zoo.assert_trees_close(state, one_device(name, 8)[-1][0], loose, "state")
+        zoo.assert_trees_close(state, parity.one_device(name, 8)[-1][0], loose, "state")
 
 
 @pytest.mark.parametrize("name", [*KEYS, "batch_norm", "moe_top_k", "cond_on_batch"])
 def test_references_depend_on_the_devices(name):
     """Were keys not folded, or statistics taken over the whole batch, the comparison would fail."""
     entry = zoo.get(name)
-    four, eight = (one_device(name, num_devices)[-1][0] for num_devices in (4, 8))
+    four, eight = (parity.one_device(name, num_devices)[-1][0] for num_devices in (4, 8))
     with pytest.raises(AssertionError, match="differ, by up to"):
         zoo.assert_trees_close(four, eight, entry.tolerance, "state")
-
-
-def new_state(name):
-    """A state with buffers of its own, which a donation may consume."""
-    return compiled_init(zoo.get(name).init)()
-
-
-compiled_init = functools.cache(jax.jit)  # several entries share one `init`
-
-
-@functools.cache
-def compiled_reference(name, num_shards):
-    entry = zoo.get(name)
-    return jax.jit(entry.reference(num_shards) if entry.reference else entry.step)
-
-
-@functools.cache
-def one_device(name, num_devices):
-    return trajectory(name, num_devices, zoo.get(name).batches(NUM_STEPS))
-
-
-def trajectory(name, num_devices, batches):
-    """(state, metrics) after each step, on one device."""
-    entry = zoo.get(name)
-    # A step that is its own reference is compiled once for all numbers of devices.
-    step = compiled_reference(name, num_devices if entry.reference else 1)
-    state, result = new_state(name), []
-    for batch in batches:
-        state, metrics = separate(entry, step(state, *batch))
-        result.append(zoo.to_host((state, metrics)))
-    return result
-
-
-def separate(entry, outputs):
-    return outputs if entry.returns_metrics else (outputs, {})

@@ -16,6 +16,8 @@ from jzero.sharding._frames import Frame, split
 from jzero.sharding._interpret import Env, Interpreter
 from jzero.sharding._values import Devices, FullValue, ShardValue, Unreduced, Value, waits
 
+SCOPE = "jzero.microbatches"
+
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
@@ -128,7 +130,7 @@ def _loop(
         jnp.zeros(_local_shape(var, dim, num), var.aval.dtype)
         for var, dim in zip(phase.lasts, last_dims, strict=True)
     ]
-    with jax.named_scope("jzero.microbatches"):
+    with jax.named_scope(SCOPE):
         carry, examples = lax.scan(body, starts, jnp.arange(accumulation.num))
     totals, mean_totals, lasts = split(carry, len(sums), len(means))
     env.values |= {s.var: s.finish(interp.devices, x) for s, x in zip(sums, totals, strict=True)}

@@ -73,3 +73,16 @@ def _collectives_of(eqn: _jaxpr.Eqn, times: int) -> Iterator[Collective]:
             times,
             leaf.group(1) if leaf else "",
         )
+
+
+def carried_bytes(jaxpr: Any, scope: str) -> int:
+    """Bytes that the largest `scan` made under the named scope carries from one turn to the next."""
+    most = 0
+    for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
+        if eqn.primitive.name == "scan" and _jaxpr.in_scope(eqn, scope):
+            scan = _jaxpr.scan_parts(eqn)
+            carry = eqn.invars[scan.num_consts : scan.num_consts + scan.num_carry]
+            most = max(most, sum(math.prod(a.aval.shape) * a.aval.dtype.itemsize for a in carry))
+        else:
+            most = max([most, *(carried_bytes(sub, scope) for sub in _jaxpr.inner_jaxprs(eqn))])
+    return most

@@ -1,0 +1,256 @@
+"""Microbatches: how often what is reduced and gathered, ragged weights, memory, and what is counted."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+
+import jzero
+import programs
+import small
+
+MODEL = programs.Model(remat=True)
+STATE = programs.abstract_state(MODEL, optax.sgd(1e-3))
+PSI = programs.num_params(STATE)
+TOKENS = programs.tokens(64)
+K = 4
+
+
+def elements(stage, mesh=None, state=STATE, **options):
+    """`{op: elements per step, in units of Psi}`, scalars aside."""
+    mesh = mesh or AbstractMesh((8,), ("data",))
+    train_step = small.shard_train_step(programs.train_step, stage=stage, mesh=mesh, **options)
+    found = train_step.describe(state, TOKENS)
+    totals = {}
+    for c in found.traffic:
+        if c.elements > 1:
+            key = (c.op, ",".join(c.axes)) if len(mesh.axis_names) > 1 else c.op
+            totals[key] = totals.get(key, 0) + c.total_elements / PSI
+    return totals
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "expected"),
+    [
+        (0, {}, {"all-reduce": 1}),
+        (1, {}, {"reduce-scatter": 1, "all-gather": 1}),
+        (2, {}, {"reduce-scatter": K, "all-gather": 1}),
+        (3, {}, {"reduce-scatter": K, "all-gather": 2 * K}),
+        (3, {"reduce": "once"}, {"reduce-scatter": 1, "all-gather": 2 * K}),
+        (3, {"gather": "keep"}, {"reduce-scatter": K, "all-gather": K}),
+        (3, {"gather": "once_per_step"}, {"reduce-scatter": K, "all-gather": 1}),
+        (3, {"gather": "once_per_step", "reduce": "once"}, {"reduce-scatter": 1, "all-gather": 1}),
+    ],
+)
+def test_traffic_of_every_policy(stage, options, expected):
+    assert elements(stage, accumulate=K, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # ZeRO-3 inside a node, ZeRO-1 over all: between nodes 1/4 of the gradients and new parameters.
+        ({"param_axes": "local"},
+         {("all-gather", "local"): 2, ("reduce-scatter", "local"): 1,
+          ("reduce-scatter", "node"): 1 / 4, ("all-gather", "node"): 1 / 4}),
+        # Hybrid sharding: nodes are replicas.
+        ({"param_axes": "local", "optimizer_axes": "local"},
+         {("all-gather", "local"): 2, ("reduce-scatter", "local"): 1, ("all-reduce", "node"): 1 / 4}),
+        ({}, {("all-gather", "node,local"): 2, ("reduce-scatter", "node,local"): 1}),
+    ],
+)  # fmt: skip
+def test_traffic_per_axis(options, expected):
+    assert elements(3, AbstractMesh((2, 4), ("node", "local")), **options) == expected
+
+
+def test_traffic_per_axis_with_microbatches():
+    mesh = AbstractMesh((2, 4), ("node", "local"))
+    assert elements(3, mesh, accumulate=K, param_axes="local") == {
+        ("all-gather", "local"): 2 * K,
+        ("reduce-scatter", "local"): K,
+        ("reduce-scatter", "node"): K / 4,
+        ("all-gather", "node"): 1 / 4,
+    }
+
+
+def collectives_by_loop(text):
+    """`{"inside": {op: count}, "outside": ...}` of the microbatch loop in a compiled program."""
+    counts = {"inside": {}, "outside": {}}
+    pattern = r'= \\S+ (all-gather|reduce-scatter|all-reduce)(?:-start)?\\(.*op_name="([^"]*)"'
+    for op, name in re.findall(pattern.replace("\\\\", "\\"), text):
+        place = counts["inside" if "jzero.microbatches" in name else "outside"]
+        place[op] = place.get(op, 0) + 1
+    return counts
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_compiled_program_reduces_where_the_stage_says(stage):
+    train_step = small.shard_train_step(programs.train_step, stage=stage, accumulate=K)
+    text = train_step.lower(STATE, TOKENS).compile().as_text()
+    found = collectives_by_loop(text)
+    reduces = [found[where].get("reduce-scatter", 0) > 0 for where in ("inside", "outside")]
+    assert reduces == [stage > 1, stage == 1]
+    gathers = [found[where].get("all-gather", 0) > 0 for where in ("inside", "outside")]
+    assert gathers == [stage == 3, stage < 3]
+
+
+def test_temporary_memory_is_that_of_one_microbatch():
+    """And the batch is sliced where it lies: were it copied, its bytes would come on top."""
+
+    def step(w, x):
+        def loss_fn(w):
+            h = x
+            for _ in range(4):
+                h = jnp.tanh(h @ w)
+            return jnp.mean(h**2)
+
+        return w - 0.1 * jax.grad(loss_fn)(w)
+
+    def temporary_bytes(k):
+        train_step = small.shard_train_step(step, stage=3, accumulate=k)
+        w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (8 * 4096, 64)))
+        return train_step.lower(w, x).compile().memory_analysis().temp_size_in_bytes
+
+    rows = 4 * 4096 * 64  # bytes of each device's part of the batch
+    assert temporary_bytes(1) > 4 * rows
+    assert temporary_bytes(16) < rows / 2
+
+
+def test_accumulators_are_reported():
+    def report(stage, **options):
+        train_step = small.shard_train_step(
+            programs.train_step, stage=stage, accumulate=K, **options
+        )
+        return train_step.describe(STATE, TOKENS)
+
+    loss = 4
+    assert report(1).accumulator_bytes == 4 * PSI + loss
+    assert report(3).accumulator_bytes == 4 * PSI // 8 + loss
+    assert report(3, accumulate_dtype=jnp.bfloat16).accumulator_bytes == 2 * PSI // 8 + 2
+    assert "microbatches: 4 on each device; gradients are reduced once per step" in str(report(1))
+    assert "for each microbatch, and summed up in 3.3 KiB on each device" in str(report(3))
+
+
+# -- losses normalised by a count ----------------------------------------------------------------
+
+
+def masked_step(take_mean):
+    def step(state, batch):
+        def loss_fn(params):
+            errors = jnp.square(jnp.tanh(batch["x"] @ params["w"]) @ params["v"])
+            return take_mean(errors, batch["mask"])
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        correct = jzero.total(jnp.sum(batch["mask"] > 0))
+        new_state = jax.tree.map(lambda p, g: p - 0.1 * g, state, grads)
+        return new_state, {"loss": loss, "tokens": correct}
+
+    return step
+
+
+def plain_mean(values, mask):
+    return jnp.sum(values * mask) / jnp.sum(mask)
+
+
+def ragged_batches():
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        lengths = rng.integers(1, 12, size=(64, 1))
+        mask = np.arange(12) < lengths
+        yield {
+            "x": rng.normal(size=(64, 12, 16)).astype(np.float32),
+            "mask": mask.astype(np.float32),
+        }
+
+
+def weights():
+    keys = jax.random.split(jax.random.key(0))
+    return {"w": jax.random.normal(keys[0], (16, 32)), "v": jax.random.normal(keys[1], (32,))}
+
+
+def trained(step):
+    state, history = weights(), []
+    for batch in ragged_batches():
+        state, metrics = step(state, batch)
+        history.append(jax.tree.map(np.asarray, metrics))
+    return jax.tree.map(np.asarray, state), history
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("num_devices", "k"), [(1, 1), (1, 8), (2, 4), (4, 1), (4, 2), (8, 8)])
+def test_ragged_microbatches_equal_one_big_batch(stage, num_devices, k):
+    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    step = masked_step(jzero.weighted_mean)
+    sharded = small.shard_train_step(step, stage=stage, mesh=mesh, accumulate=k)
+    state, history = trained(sharded)
+    # On one device, outside of jzero, it is the plain weighted mean.
+    expected_state, expected = trained(jax.jit(masked_step(plain_mean)))
+    for got, want in zip(history, expected, strict=True):
+        np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
+        assert got["tokens"] == want["tokens"]
+    for name in state:
+        np.testing.assert_allclose(state[name], expected_state[name], rtol=2e-5, atol=2e-6)
+
+
+def test_a_mean_of_local_means_is_another_loss():
+    """The test above could fail."""
+    _, history = trained(small.shard_train_step(masked_step(plain_mean), stage=3))
+    _, expected = trained(jax.jit(masked_step(plain_mean)))
+    assert abs(history[0]["loss"] - expected[0]["loss"]) > 1e-3
+
+
+def test_a_total_needs_a_loop_of_its_own_and_little_else():
+    sharded = small.shard_train_step(masked_step(jzero.weighted_mean), stage=3, accumulate=4)
+    found = sharded.describe(weights(), next(ragged_batches()))
+    assert found.plan.reductions == "typed"
+    psi = 16 * 32 + 32
+    assert found.elements("reduce-scatter") == 4 * psi
+    assert found.elements("all-reduce") == 3  # the weights' total, the count of tokens, the loss
+
+
+def test_weighted_mean_without_any_weight_is_zero():
+    value, grad = jax.value_and_grad(lambda w: jzero.weighted_mean(w * jnp.ones(3), jnp.zeros(3)))(
+        2.0
+    )
+    assert (value, grad) == (0, 0)
+
+
+def test_gradient_through_a_total_is_refused():
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.mean(x @ w) / jzero.total(jnp.sum(w)))(w)
+
+    with pytest.raises(jzero.StepError, match=r"jzero.total: a gradient is taken through it"):
+        small.shard_train_step(step)(jnp.ones((8, 8)), jnp.ones((16, 8)))
+
+
+# -- what depends on the microbatch ----------------------------------------------------------------
+
+
+def test_every_microbatch_draws_numbers_of_its_own():
+    def step(state, key, x):
+        noise = jax.random.normal(key, (len(x),))
+        return state - 0.1 * jax.grad(lambda w: jnp.mean(x @ w))(state), {"noise": noise}
+
+    w, x = jnp.ones((8, 8)), jnp.ones((64, 8))
+    sharded = small.shard_train_step(step, stage=3, accumulate=4)
+    _, metrics = sharded(w, jax.random.key(0), x)
+    noise = np.asarray(metrics["noise"])
+    assert noise.shape == (64,)  # one entry per example, in the order of the batch
+    parts = noise.reshape(32, 2)
+    assert len({tuple(part) for part in parts}) == 32
+    expected = jax.random.normal(jax.random.fold_in(jax.random.key(0), 5), (2,))
+    np.testing.assert_array_equal(parts[5], expected)  # microbatch 1 of device 1
+
+
+def test_per_example_outputs_keep_their_order():
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(x @ w))(w), {"rows": x[:, 0], "dims": x.T[:1]}
+
+    x = jnp.arange(64 * 8.0).reshape(64, 8)
+    _, metrics = small.shard_train_step(step, stage=3, accumulate=4)(jnp.ones((8, 8)), x)
+    np.testing.assert_array_equal(metrics["rows"], x[:, 0])
+    np.testing.assert_array_equal(metrics["dims"], x.T[:1])

@@ -1,0 +1,128 @@
+"""Options of `shard_train_step`, alone and in pairs, against one device.
+
+A microbatch is a device in time: k microbatches on n devices must train as the zoo's reference for n * k
+devices does, statistics and dropout keys included.
+"""
+
+import functools
+import itertools
+import random
+
+import jax.numpy as jnp
+import pytest
+
+import jzero
+import parity
+import small
+import zoo
+
+MESHES = {
+    "1": {"data": 1}, "2": {"data": 2}, "4": {"data": 4}, "8": {"data": 8},
+    "2x2": {"node": 2, "local": 2}, "2x4": {"node": 2, "local": 4}, "4x2": {"node": 4, "local": 2},
+}  # fmt: skip
+FACTORS = {
+    "mesh": list(MESHES),
+    "stage": [0, 1, 2, 3],
+    "accumulate": [1, 2, 4],
+    "reduce": [None, "once", "each"],
+    "gather": [None, "per_pass", "keep", "once_per_step"],
+    "reduce_dtype": [None, jnp.float32],
+    "full": [None, ""],  # none, all
+    "min_shard_bytes": [0, 200],
+    "param_axes": [None, "local"],
+    "optimizer_axes": [None, "local"],
+}
+# A step that updates its parameters more than once cannot wait for the last microbatch to do so.
+CANNOT_ACCUMULATE = {"inner_steps"}
+
+
+def is_valid(setting):
+    hybrid = "x" in setting["mesh"]
+    num = parity.num_devices(MESHES[setting["mesh"]]) * setting["accumulate"]
+    stage = setting["stage"]
+    return (
+        num <= 8
+        and (hybrid or not (setting["param_axes"] or setting["optimizer_axes"]))
+        and (stage == 3 or not (setting["gather"] or setting["param_axes"]))
+        and (stage == 3 or setting["full"] is None)
+        and (stage > 0 or setting["optimizer_axes"] is None)
+        and not (stage < 2 and setting["reduce"] == "each")
+        and not (stage == 2 and setting["reduce"] == "once")
+        and not (stage == 3 and setting["optimizer_axes"] and not setting["param_axes"])
+    )
+
+
+def pairs_of(setting):
+    return set(itertools.combinations(((name, str(value)) for name, value in setting.items()), 2))
+
+
+def covering_settings():
+    """Valid settings in which every pair of values of two factors occurs that can occur."""
+    rng = random.Random(0)
+    pool = []
+    while len(pool) < 3000:
+        setting = {name: rng.choice(values) for name, values in FACTORS.items()}
+        if is_valid(setting):
+            pool.append(setting)
+    missing = set().union(*map(pairs_of, pool))
+    chosen = []
+    while missing:
+        best = max(pool, key=lambda setting: len(pairs_of(setting) & missing))
+        missing -= pairs_of(best)
+        chosen.append(best)
+    return chosen
+
+
+def name_of(setting):
+    parts = [f"{k}={getattr(v, '__name__', v)}" for k, v in setting.items() if v is not None]
+    return "-".join(parts)
+
+
+SETTINGS = covering_settings()
+ENTRIES = [name for name in zoo.NAMES if name not in CANNOT_ACCUMULATE]
+
+
+def check(name, axes, **options):
+    parity.check(name, axes, functools.partial(small.shard_train_step, **options), options)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        pytest.param(ENTRIES[7 * i % len(ENTRIES)], setting, id=name_of(setting))
+        for i, setting in enumerate(SETTINGS)
+    ],
+)
+def test_pairs_of_options(name, setting):
+    options = {k: v for k, v in setting.items() if k != "mesh" and v is not None}
+    check(name, MESHES[setting["mesh"]], **options)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_accumulation(name):
+    check(name, {"data": 4}, stage=3, accumulate=2)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("stage", "reduce"),
+    [(0, "once"), (1, "once"), (2, "each"), (3, "once"), (3, "each")],
+)
+def test_accumulation_in_all_settings(stage, reduce, num_devices):
+    check("mlp", {"data": num_devices}, stage=stage, accumulate=8 // num_devices, reduce=reduce)
+
+
+@pytest.mark.parametrize("name", sorted(CANNOT_ACCUMULATE))
+def test_steps_that_cannot_accumulate(name):
+    with pytest.raises(jzero.StepError, match="accumulate > 1, and"):
+        check(name, {"data": 4}, stage=3, accumulate=2)
+
+
+def test_every_pair_is_covered():
+    covered = set().union(*map(pairs_of, SETTINGS))
+    assert {
+        (("gather", "keep"), ("param_axes", "local")),
+        (("mesh", "8"), ("stage", "3")),
+    } <= covered
+    assert (("mesh", "8"), ("accumulate", "2")) not in covered  # 16 rows: one each
+    assert len(SETTINGS) < 80
