@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,6 +76,13 @@ class Options:
             raise OptionError(message(
                 WHO, f"stage={self.stage} and full={self.full!r}",
                 "Below stage 3 all parameters rest full.", "Drop full, or use stage=3."))  # fmt: skip
+        try:
+            re.compile(self.full or "")
+        except (re.error, TypeError) as error:
+            raise OptionError(message(
+                WHO, f"full={self.full!r} is not a regular expression ({error})",
+                "It is searched in the paths of parameters.", "Escape it with re.escape."
+            )) from None  # fmt: skip
         if self.param_axes is not None and self.stage < 3:
             raise OptionError(message(
                 WHO, f"stage={self.stage} and param_axes={self.param_axes}",

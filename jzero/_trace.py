@@ -86,22 +86,22 @@ def trace_step(
 
 
 def _first_that_works(attempt: Callable[[str], TracedStep], explicit_axis: bool) -> TracedStep:
-    refusal: Exception | None = None
-    if not explicit_axis:
-        try:
-            typed = attempt(TYPED)
-        except Exception as error:
-            refusal = error
-        else:
-            if not has_collectives(typed.frame):
-                if not _diverging_reductions(typed.frame):
-                    return typed
-                refusal = StepError("a reduction inside a branch that not all devices take")
-    if refusal is None or explicit_axis:
-        written = attempt(WRITTEN)
-        if has_collectives(written.frame):
-            return written
-        return attempt(TYPED)
+    written = attempt(WRITTEN) if explicit_axis else None
+    if written is not None and has_collectives(written.frame):
+        return written
+    try:
+        typed = attempt(TYPED)
+    except Exception as error:
+        refusal = error
+    else:
+        if written is None and has_collectives(typed.frame):
+            written = attempt(WRITTEN)
+            if has_collectives(written.frame):
+                return written
+        # Collectives that are not written, AD has put there.
+        if not _diverging_reductions(typed.frame):
+            return typed
+        refusal = StepError("a reduction inside a branch that not all devices take")
     marked = attempt(MARKED)  # If the step is at fault, this raises its error and not the typing's.
     if has_collectives(marked.frame):
         return attempt(WRITTEN) if not has_marks(marked.frame) else marked
@@ -217,7 +217,10 @@ def check_not_per_example(
 
 def _reductions(frame: Frame) -> list[_jaxpr.Eqn]:
     names = {*_frames.REDUCTIONS, _frames.MARK}
-    return [eqn for _, _, eqn in frame.walk() if eqn.primitive.name in names]
+    return [
+        eqn for f, _, eqn in frame.walk()
+        if eqn.primitive.name in names and any(f.reads(eqn)) and not any(map(f.varies, eqn.outvars))
+    ]  # fmt: skip
 
 
 def global_shapes(

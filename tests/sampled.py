@@ -108,7 +108,8 @@ def _check(seed: int, shard_train_step: Callable[..., Any]) -> Case:
 def draw_options(case: Case) -> tuple[dict[str, int], dict[str, Any]]:
     """The mesh and the options of `shard_train_step` under which a case is checked; half have none."""
     rng = np.random.default_rng([case.seed, 1])
-    axes, options = {"data": case.num_devices}, {}
+    axes = {"data": case.num_devices}
+    options: dict[str, Any] = {}
 
     def one_in_two() -> bool:
         return bool(rng.integers(2))

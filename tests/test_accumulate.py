@@ -1,6 +1,7 @@
 """Microbatches: how often what is reduced and gathered, ragged weights, memory, and what is counted."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ def elements(stage, mesh=None, state=STATE, **options):
     mesh = mesh or AbstractMesh((8,), ("data",))
     train_step = small.shard_train_step(programs.train_step, stage=stage, mesh=mesh, **options)
     found = train_step.describe(state, TOKENS)
-    totals = {}
+    totals: dict[Any, float] = {}
     for c in found.traffic:
         if c.elements > 1:
             key = (c.op, ",".join(c.axes)) if len(mesh.axis_names) > 1 else c.op
@@ -79,7 +80,7 @@ def test_traffic_per_axis_with_microbatches():
 
 def collectives_by_loop(text):
     """`{"inside": {op: count}, "outside": ...}` of the microbatch loop in a compiled program."""
-    counts = {"inside": {}, "outside": {}}
+    counts: dict[str, dict[str, int]] = {"inside": {}, "outside": {}}
     pattern = r'= \\S+ (all-gather|reduce-scatter|all-reduce)(?:-start)?\\(.*op_name="([^"]*)"'
     for op, name in re.findall(pattern.replace("\\\\", "\\"), text):
         place = counts["inside" if "jzero.microbatches" in name else "outside"]

@@ -5,6 +5,7 @@ from jax import grad as early_grad  # Bound before jzero could see it.  # isort:
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -45,6 +46,92 @@ def sharded(fn=step, **options):
 @pytest.mark.parametrize("stage", [4, -1, "3", True, None])
 def test_stage(stage):
     refuses(ValueError, [f"stage={stage!r}", "Stages are 0, 1, 2 and 3"], sharded, stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"accumulate": 0}, ["accumulate=0", "an int from 1"]),
+        ({"accumulate": True}, "accumulate=True"),
+        ({"accumulate": 2.0}, "accumulate=2.0"),
+        ({"reduce": "never"}, ["reduce='never'", "'once' or for 'each' microbatch"]),
+        ({"stage": 2, "reduce": "once"}, ["stage=2 and reduce='once'", "or use stage=1"]),
+        ({"stage": 1, "reduce": "each"}, ["stage=1 and reduce='each'", "or use stage=2"]),
+        ({"accumulate_dtype": jnp.float32}, ["without accumulate", "accumulate=k"]),
+        ({"accumulate": 2, "accumulate_dtype": jnp.int32}, ["accumulate_dtype=", "floating point"]),
+        ({"reduce_dtype": "fp32"}, ["reduce_dtype='fp32'", "jnp.bfloat16"]),
+        ({"gather": "always"}, ["gather='always'", "'once_per_step'"]),
+        ({"stage": 1, "gather": "keep"}, ["stage=1 and gather='keep'", "Drop gather"]),
+        ({"min_shard_bytes": -1}, ["min_shard_bytes=-1", "min_shard_bytes=0"]),
+        ({"stage": 2, "full": "bias"}, ["stage=2 and full='bias'", "Drop full"]),
+        ({"full": "("}, ["full='('", "not a regular expression"]),
+        ({"stage": 2, "param_axes": "data"}, ["stage=2 and param_axes=('data',)", "use stage=3"]),
+        ({"stage": 0, "optimizer_axes": "data"}, ["stage=0 and optimizer_axes", "use stage=1"]),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_obeyed(options, text):
+    refuses(ValueError, text, sharded, **options)
+
+
+def test_full_matches_no_parameter():
+    text = ["full='bias' matches no parameter", "The parameters are state"]
+    refuses(ValueError, text, sharded(full="bias").plan, W, X)
+
+
+def test_axes_of_roles():
+    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    text = ["param_axes has ['rack']", "('node', 'local')", "Correct param_axes"]
+    refuses(ValueError, text, sharded(mesh=mesh, param_axes="rack"), W, X)
+    text = ["parameters over ('node', 'local')", "optimizer state over ('local',)"]
+    refuses(ValueError, text, sharded(mesh=mesh, optimizer_axes="local"), W, X)
+
+
+def test_batch_does_not_divide_into_microbatches():
+    text = "x float32[16,8]: dim 0 of size 16 does not divide by 8 devices x 4 microbatches"
+    refuses(ValueError, text, sharded(accumulate=4), W, X)
+
+
+def test_microbatches_of_an_argument_that_is_split_over_some_axes():
+    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    train_step = sharded(mesh=mesh, accumulate=2, in_specs={"x": P("local")})
+    refuses(ValueError, ["accumulate needs its spec", "to name all data axes"], train_step, W, X)
+
+
+def test_update_inside_the_loop_that_makes_the_gradient():
+    def fn(w, xs):
+        return jax.lax.scan(lambda w, x: (step(w, x[None])[0], None), w, xs)[0]
+
+    text = [
+        "accumulate > 1",
+        "uses a gradient or loss of the whole batch inside a loop",
+        "Drop accumulate",
+    ]
+    refuses(TypeError, text, sharded(fn, accumulate=2), W, X)
+
+
+def test_collective_over_single_examples_with_microbatches():
+    def fn(w, x):
+        rows = jax.lax.all_gather(x, "batch", tiled=True)
+        g = jax.lax.pmean(jax.grad(loss_fn)(w, rows), "batch")
+        return w - g
+
+    text = ["accumulate > 1, and the step has a all_gather over ('batch',)", "Drop accumulate"]
+    refuses(TypeError, text, sharded(fn, axis_name="batch", accumulate=2), W, X)
+
+
+def test_masters_without_params():
+    tx = jzero.master_weights(optax.sgd(0.1))
+    refuses(
+        ValueError, "master_weights: update was called without params", tx.update, W, tx.init(W)
+    )
+    tx = jzero.stochastic_rounding(optax.sgd(0.1))
+    refuses(ValueError, "update was called without params", tx.update, W, tx.init(W))
+
+
+def test_stochastic_rounding_of_float16():
+    tx = jzero.stochastic_rounding(optax.sgd(0.1))
+    refuses(ValueError, ["a parameter is float16", "master_weights"], tx.init, W.astype("float16"))
 
 
 def test_step_fn_is_not_a_function():

@@ -7,6 +7,7 @@ devices does, statistics and dropout keys included.
 import functools
 import itertools
 import random
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -20,7 +21,7 @@ MESHES = {
     "1": {"data": 1}, "2": {"data": 2}, "4": {"data": 4}, "8": {"data": 8},
     "2x2": {"node": 2, "local": 2}, "2x4": {"node": 2, "local": 4}, "4x2": {"node": 4, "local": 2},
 }  # fmt: skip
-FACTORS = {
+FACTORS: dict[str, list[Any]] = {
     "mesh": list(MESHES),
     "stage": [0, 1, 2, 3],
     "accumulate": [1, 2, 4],
@@ -59,7 +60,7 @@ def pairs_of(setting):
 def covering_settings():
     """Valid settings in which every pair of values of two factors occurs that can occur."""
     rng = random.Random(0)
-    pool = []
+    pool: list[dict[str, Any]] = []
     while len(pool) < 3000:
         setting = {name: rng.choice(values) for name, values in FACTORS.items()}
         if is_valid(setting):
