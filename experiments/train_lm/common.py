@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import data
+import jzero
 
 matplotlib.use("Agg")  # draw to files, also where there is no display
 
@@ -64,6 +65,13 @@ def parse_args(
     add("--steps", type=positive, default=steps, help="optimizer steps")
     add("--batch-size", type=positive, default=16, help="sequences per step, over all devices")
     add("--seed", type=int, default=0, help="of parameters, batches and sample")
+    if choose_stage:
+        add("--accumulate", type=positive, default=1, help="microbatches per step and device")
+        add("--reduce", choices=["once", "each"], help="gradients of microbatches (stage 3)")
+        add("--gather", choices=["per_pass", "keep", "once_per_step"], help="parameters (stage 3)")
+        add("--reduce-dtype", choices=["float32", "bfloat16"], help="of gradients on the way")
+        add("--nodes", type=positive, default=1, help="stage 3 keeps parameters inside each node")
+        add("--bfloat16-params", action="store_true", help="with float32 masters in the optimizer")
     add("--out", type=Path, default=HERE / out, help="folder for the results")
     args = parser.parse_args()
     # The flag concerns CPU devices only. XLA reads it when the first device is asked for, not at
@@ -99,12 +107,32 @@ def environment(num_devices: int | None) -> dict[str, Any]:
     }
 
 
-def make_mesh(num_devices: int | None) -> jax.sharding.Mesh:
-    devices = jax.devices()[:num_devices]
-    return jax.make_mesh((len(devices),), ("data",), devices=devices)
+def sharding_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says to `jzero.shard_train_step`."""
+    devices = jax.devices()[: args.devices]
+    options: dict[str, Any] = {"stage": args.stage}
+    if vars(args).get("nodes", 1) > 1:
+        shape = (args.nodes, len(devices) // args.nodes)
+        options["mesh"] = jax.make_mesh(shape, ("node", "local"), devices=devices)
+        options |= {"param_axes": "local"} if args.stage == 3 else {}
+    else:
+        options["mesh"] = jax.make_mesh((len(devices),), ("data",), devices=devices)
+    names = ("accumulate", "reduce", "gather", "reduce_dtype")
+    return options | {name: vars(args)[name] for name in names if vars(args).get(name)}
 
 
-def make_optimizer(steps: int) -> optax.GradientTransformation:
+def cast_params(args: argparse.Namespace, params: Any) -> Any:
+    """The parameters in the dtype in which they rest."""
+    dtype = jnp.bfloat16 if vars(args).get("bfloat16_params") else jnp.float32
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+    tx = adamw(args.steps)
+    return jzero.master_weights(tx) if vars(args).get("bfloat16_params") else tx
+
+
+def adamw(steps: int) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=peak_learning_rate,

@@ -65,15 +65,14 @@ def train_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, dict[st
 
 def train(args: argparse.Namespace, text: data.Text):
     """Returns the trained parameters, whole, and the history of the run."""
-    model, tx = GPT(), common.make_optimizer(args.steps)
+    model, tx = GPT(), common.make_optimizer(args)
 
     def init(key: jax.Array) -> TrainState:
         params = model.init(key, jnp.zeros((1, common.context), jnp.int32))["params"]
+        params = common.cast_params(args, params)
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    sharded_step = jzero.shard_train_step(
-        train_step, stage=args.stage, mesh=common.make_mesh(args.devices)
-    )
+    sharded_step = jzero.shard_train_step(train_step, **common.sharding_options(args))
     state = sharded_step.init(init, jax.random.key(args.seed))
     batches = data.batches(text.train, args.batch_size, common.context + 1, args.seed)
     print(sharded_step.describe(state, next(batches)))

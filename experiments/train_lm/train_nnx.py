@@ -70,13 +70,12 @@ def train(args: argparse.Namespace, text: data.Text) -> tuple[GPT, common.Histor
 
     def init() -> tuple[GPT, nnx.Optimizer]:
         model = GPT(nnx.Rngs(args.seed))
-        return model, nnx.Optimizer(model, common.make_optimizer(args.steps), wrt=nnx.Param)
+        nnx.update(model, common.cast_params(args, nnx.state(model, nnx.Param)))
+        return model, nnx.Optimizer(model, common.make_optimizer(args), wrt=nnx.Param)
 
     model, optimizer = nnx.eval_shape(init)  # shapes only: the arrays are born in shards below
     step, _ = jzero.from_nnx(train_step, model, optimizer)
-    sharded_step = jzero.shard_train_step(
-        step, stage=args.stage, mesh=common.make_mesh(args.devices)
-    )
+    sharded_step = jzero.shard_train_step(step, **common.sharding_options(args))
     state = sharded_step.init(lambda: nnx.state(init()))
     batches = data.batches(text.train, args.batch_size, common.context + 1, args.seed)
     print(sharded_step.describe(state, next(batches)))
