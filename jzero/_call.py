@@ -173,19 +173,32 @@ def is_key(dtype: Any, shape: Sequence[int]) -> bool:
     return dtype == np.uint32 and tuple(shape) == (2,)
 
 
+def signature_of(tree: Any) -> tuple[Any, ...]:
+    """What tells two calls apart, quick to compute: every step asks. Leaves may be anything."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple(
+        (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
+        if hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+        else type(leaf)
+        for leaf in leaves
+    )
+
+
 def abstract(tree: Any, root: str) -> Any:
     """Shapes and dtypes of a tree's leaves, as JAX will see them; non-arrays are errors."""
     bad, out = [], []
     leaves, treedef = jax.tree.flatten(tree)
-    for path, leaf in zip(leaf_paths(tree, root), leaves, strict=True):
+    for i, leaf in enumerate(leaves):
         try:
             out.append(abstract_leaf(leaf))
         except (TypeError, ValueError):
-            bad.append(f"{path} is a {type(leaf).__name__}: {leaf!r:.60}")
+            bad.append(i)
     if bad:
+        paths = leaf_paths(tree, root)  # Costs more than the check, which every step makes.
+        found = [f"{paths[i]} is a {type(leaves[i]).__name__}: {leaves[i]!r:.60}" for i in bad]
         cls = StateError if root == "state" else BatchError
         raise cls(message(
-            WHO, bad, "Every leaf must be an array, a NumPy array or a Python number.",
+            WHO, found, "Every leaf must be an array, a NumPy array or a Python number.",
             "Declare such an argument in static_argnames, or make it a static field of its "
             "container (flax.struct.field(pytree_node=False)).",
         ))  # fmt: skip

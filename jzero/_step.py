@@ -179,6 +179,8 @@ class ShardedTrainStep:
         self._axis_name = axis_name
         self._signature = _call.Signature.of(step_fn, static_argnums, static_argnames, in_specs)
         self._programs: dict[Any, _program.Program] = {}
+        # By what is quick to ask of a call; an array and its shape then are two keys of one program.
+        self._seen: dict[Any, _program.Program] = {}
         self._layouts: dict[Any, list[NamedSharding]] = {}
         functools.update_wrapper(self, step_fn, updated=())
 
@@ -294,6 +296,12 @@ class ShardedTrainStep:
     def _program_for(self, call: _call.Call) -> _program.Program:
         """The program for this call's shapes, built once."""
         setting = self._setting()
+        seen = setting, call.static, _call.signature_of((call.state, call.arrays))
+        if seen not in self._seen:
+            self._seen[seen] = self._program_from(call, setting)
+        return self._seen[seen]
+
+    def _program_from(self, call: _call.Call, setting: _program.Setting) -> _program.Program:
         state, arrays = _call.abstract(call.state, "state"), {
             name: _call.abstract(value, name) for name, value in call.arrays.items()
         }  # fmt: skip
