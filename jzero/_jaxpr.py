@@ -8,7 +8,8 @@ merged into `Jaxpr` (0.12), reductions are `psum_invariant` under varying-axes t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -239,6 +240,20 @@ def bind(eqn: Eqn, *args: Any, **overrides: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def constraint_spec(eqn: Eqn, axes: Sequence[str]) -> P:
+    """What a `sharding_constraint` equation says of `axes`; it says nothing of all others."""
+
+    def keep(dim: int, entry: Any) -> Any:
+        if dim in eqn.params["unconstrained_dims"]:
+            return P.UNCONSTRAINED
+        names = entry if isinstance(entry, tuple) else (entry,)
+        kept = tuple(name for name in names if name in axes)
+        return kept if len(kept) > 1 else kept[0] if kept else None
+
+    spec = eqn.params["sharding"].spec
+    return P(*(keep(dim, entry) for dim, entry in enumerate(spec)))
+
+
 def source_of(eqn: Eqn) -> contextlib.AbstractContextManager[None]:
     """Context that gives what is bound inside it the user's line and name scopes of `eqn`."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -258,6 +273,7 @@ def trace(
     *,
     typed: bool,
     salt: str = "",
+    automatic: Mapping[str, int] = MappingProxyType({}),
 ) -> Traced:
     """Traces `fn(*args)` as one device of a mesh with `axes` would see it. Needs no devices.
 
@@ -268,8 +284,10 @@ def trace(
       varying: for each argument, whether it differs between devices.
       typed: with varying-axes typing, so that JAX's own AD places the reductions.
       salt: traces with different salts share no cached traces of inner `jax.jit`s.
+      automatic: further axes of the mesh, which sharding constraints may name.
     """
-    sizes = dict(axes) | ({f"_jzero_{salt}": 1} if salt else {})
+    manual = dict(axes) | ({f"_jzero_{salt}": 1} if salt else {})
+    sizes = manual | dict(automatic)
     mesh = AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
@@ -286,7 +304,9 @@ def trace(
         traced.append(Traced(*open_jaxpr(jaxpr), tree, leaves))
         return ()
 
-    shard_mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=(), check_vma=typed)
+    shard_mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=P(), out_specs=(), check_vma=typed, axis_names=set(manual)
+    )
     with jax.sharding.use_abstract_mesh(mesh):
         jax.eval_shape(shard_mapped, *args)
     return traced[0]

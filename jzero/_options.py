@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from jzero._errors import MeshError, OptionError, message
+from jzero.sharding._layout import Automatic
 from jzero.sharding._plan import STAGES, Sharding
 
 WHO = "shard_train_step"
@@ -30,6 +32,7 @@ class Options:
     full: str | None = None
     param_axes: tuple[str, ...] | None = None
     optimizer_axes: tuple[str, ...] | None = None
+    auto_specs: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES or isinstance(self.stage, bool):
@@ -118,6 +121,35 @@ class Options:
         order = (*params, *(axis for axis in shards if axis not in params))
         return Sharding(tuple(axes.items()), params, order, self.min_shard_bytes, self.full)
 
+    def automatic(
+        self, paths: Sequence[str], shapes: Sequence[Sequence[int]], sizes: Mapping[str, int]
+    ) -> list[Automatic]:
+        """How each leaf rests over the mesh's other axes, by the first pattern found in its path.
+
+        Raises:
+          OptionError: a pattern matches no leaf, or a spec does not fit a leaf it matches.
+        """
+        found: list[Automatic] = []
+        bad: list[str] = []
+        for path, shape in zip(paths, shapes, strict=True):
+            matches = [spec for pattern, spec in self.auto_specs if re.search(pattern, path)]
+            # Factored moments have fewer dims than their parameter.
+            fits = bool(matches) and len(matches[0]) <= len(shape)
+            entries = tuple(map(_entry, matches[0])) if fits else ()
+            found.append(entries)
+            bad += [
+                f"{path}: dim {dim} of size {shape[dim]} over {axes}"
+                for dim, axes in enumerate(entries)
+                if set(axes) - set(sizes) or shape[dim] % math.prod(sizes[axis] for axis in axes)
+            ]
+        unused = [p for p, _ in self.auto_specs if not any(re.search(p, path) for path in paths)]
+        if unused or bad:
+            raise OptionError(message(
+                WHO, bad or f"auto_specs has {unused}, which match no leaf",
+                f"auto_specs are for mesh axes beside the data axes ({dict(sizes)}), whose sizes must divide "
+                "the dims.", f"Correct them; leaves are {', '.join(paths[:4])}, ..."))  # fmt: skip
+        return found
+
     @property
     def reduce_once(self) -> bool:
         """Whether gradients are summed up on each device and reduced after the last microbatch."""
@@ -132,6 +164,10 @@ class Options:
     def gather_once(self) -> bool:
         """Whether one gather serves all microbatches."""
         return self.stage < 3 or self.gather == "once_per_step"
+
+
+def _entry(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def _check_dtype(name: str, dtype: Any) -> None:

@@ -36,7 +36,7 @@ class Setting:
     Attributes:
       options: what the user chose.
       mesh: the mesh, concrete or abstract.
-      axis_names: the mesh's axes, all of them data axes.
+      axis_names: the data axes; the mesh may have others.
       axis_name: the name by which the step itself calls all of them together, if it does.
     """
 
@@ -49,6 +49,12 @@ class Setting:
     def axes(self) -> dict[str, int]:
         """Names and sizes of the data axes."""
         return {name: self.mesh.shape[name] for name in self.axis_names}
+
+    @property
+    def automatic(self) -> dict[str, int]:
+        """Names and sizes of the mesh's other axes, over which XLA shards."""
+        names = [name for name in self.mesh.axis_names if name not in self.axis_names]
+        return {name: self.mesh.shape[name] for name in names}
 
     @property
     def sharding(self) -> _plan.Sharding:
@@ -92,9 +98,11 @@ class Program:
     keys: tuple[str, ...]
 
 
-def state_leaves(state: Any) -> list[Leaf]:
+def state_leaves(state: Any, setting: Setting) -> list[Leaf]:
     """What the plan must know of an abstract state."""
     paths = _call.leaf_paths(state, "state")
+    leaves = jax.tree.leaves(state)
+    specs = setting.options.automatic(paths, [leaf.shape for leaf in leaves], setting.automatic)
     return [
         Leaf(
             path,
@@ -103,8 +111,10 @@ def state_leaves(state: Any) -> list[Leaf]:
             getattr(leaf.dtype, "itemsize", 4),
             splittable=not _call.is_key(leaf.dtype, leaf.shape),
             floating=_trace.is_float(leaf),
+            automatic=spec,
+            parts=math.prod(setting.automatic[axis] for axes in spec for axis in axes),
         )
-        for path, leaf in zip(paths, jax.tree.leaves(state), strict=True)
+        for path, leaf, spec in zip(paths, leaves, specs, strict=True)
     ]
 
 
@@ -157,13 +167,14 @@ def build(
         step_axes,
         setting.axis_name is not None,
         flat=options.accumulate > 1,
+        automatic=setting.automatic,
     )
     _trace.check_not_per_example(
-        traced, flat_step, [*state_avals, *array_avals], varying, step_axes
+        traced, flat_step, [*state_avals, *array_avals], varying, step_axes, setting.automatic
     )
     _check_outputs(traced, state_avals, state_tree)
     frame, out_varying = traced.frame, traced.frame.out_varying
-    leaves = state_leaves(state)
+    leaves = state_leaves(state, setting)
     links = Links(frame)
     note_needs(frame, len(out_varying))
     averaged = [bool(axes) for axes in out_varying[:num_state]]
@@ -176,16 +187,21 @@ def build(
         options.reduce_once,
     )
     _check_varying_state(plan, traced, averaged)
-    globals_ = _global_avals(traced, flat_step, [*state_avals, *array_avals], step_axes, num_state)
+    globals_ = _global_avals(
+        traced, flat_step, [*state_avals, *array_avals], step_axes, num_state, setting.automatic
+    )
     outputs = _output_layouts(traced, globals_, num_state, setting)
     run = _runner(setting, plan, traced, links, specs, outputs)
-    layouts = [leaf.layout for leaf in plan.leaves]
+    state_shardings = shardings_of(plan.leaves, setting.mesh)
+    # Else XLA would choose over the automatic axes, and the next step would move the state back.
+    out_shardings: dict[str, Any] = {"out_shardings": (state_shardings, None)}
+    out_shardings = out_shardings if setting.automatic else {}
     return Program(
         plan,
         run,
-        jax.jit(run, donate_argnums=0),
+        jax.jit(run, donate_argnums=0, **out_shardings),
         traced.out_tree,
-        [NamedSharding(setting.mesh, _layout.partition_spec(layout)) for layout in layouts],
+        state_shardings,
         [NamedSharding(setting.mesh, spec) for spec in specs],
         tuple(
             path
@@ -197,6 +213,13 @@ def build(
             if key
         ),
     )
+
+
+def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:
+    """Where each leaf rests, for JAX."""
+    return [
+        NamedSharding(mesh, _layout.partition_spec(leaf.layout, leaf.automatic)) for leaf in leaves
+    ]
 
 
 def _runner(
@@ -219,12 +242,17 @@ def _runner(
         options.gather_once,
     )
 
+    automatic = {leaf.path: (leaf.shape, leaf.automatic) for leaf in plan.leaves if leaf.automatic}
+
     def local_step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         interp = Interpreter(
             links,
-            Devices(setting.axes, sharding.shard_axes, sharding.param_axes, scope=object()),
+            Devices(
+                setting.axes, sharding.shard_axes, sharding.param_axes, automatic, scope=object()
+            ),
             mean=traced.reductions == _trace.TYPED,
             axis_names=setting.step_axes,
+            automatic=tuple(setting.automatic),
             handlers=ORDINARY | CONTROL,
             otherwise=apply,
             reduce_once=options.reduce_once,
@@ -253,6 +281,7 @@ def _runner(
         in_specs=(state_specs, list(specs)),
         out_specs=out_specs,
         check_vma=False,
+        axis_names=set(setting.axis_names),
     )
 
 
@@ -292,13 +321,13 @@ def _finish(
 
 def _global_avals(
     traced: _trace.TracedStep, flat_step: Any, avals: list[Any], axes: dict[str, int],
-    num_state: int,
+    num_state: int, automatic: dict[str, int],
 ) -> list[tuple[int, ...]] | None:  # fmt: skip
     """Output shapes at the whole batch, asked only if some output may hold one entry per example."""
     outs = zip(traced.out_avals[num_state:], traced.frame.out_varying[num_state:], strict=True)
     if not any(axes and aval.shape for aval, axes in outs):
         return None
-    return _trace.global_shapes(flat_step, avals, axes)
+    return _trace.global_shapes(flat_step, avals, axes, automatic)
 
 
 def _output_layouts(

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jzero import _call, _jaxpr, _program
 from jzero._errors import MeshError, OptionError, StateError, message
 from jzero._options import Options
 from jzero._report import Report
-from jzero.sharding import _layout, _microbatch, _plan, _traffic
+from jzero.sharding import _microbatch, _plan, _traffic
 
 WHO = _call.WHO
 
@@ -32,6 +32,7 @@ def shard_train_step(
     full: str | None = None,
     param_axes: str | Sequence[str] | None = None,
     optimizer_axes: str | Sequence[str] | None = None,
+    auto_specs: Mapping[str, PartitionSpec] | None = None,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     axis_name: str | None = None,
@@ -105,8 +106,14 @@ def shard_train_step(
       optimizer_axes: the data axes over which gradients and optimizer state are sharded, all by default.
         param_axes='local', optimizer_axes='local' is hybrid sharding (HSDP, MiCS): shards within a
         node, gradients all-reduced (as shards) between nodes.
+      auto_specs: `{regular expression: PartitionSpec}`, how state leaves rest over mesh axes that are
+        not among `axis_names` (tensor parallelism): the first expression found in a leaf's path counts,
+        for moments too. ZeRO shards another dim of such a leaf. Inside the step, say it with
+        `jax.lax.with_sharding_constraint(x, PartitionSpec(...))`; XLA places those collectives, and
+        `describe` does not count them.
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
-      axis_names: the mesh axes to shard over; all of the mesh's by default.
+      axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others must
+        be of type Auto and stay XLA's.
       axis_name: the name by which the step itself calls the data axis, if it was written for
         `jax.pmap(..., axis_name=...)`.
       static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
@@ -128,7 +135,7 @@ def shard_train_step(
     """
     chosen = Options(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, min_shard_bytes, full,
-        _axes(param_axes), _axes(optimizer_axes),
+        _axes(param_axes), _axes(optimizer_axes), tuple((auto_specs or {}).items()),
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
@@ -239,7 +246,7 @@ class ShardedTrainStep:
     def unshard(self, state: Any) -> Any:
         """The state with every leaf whole on every device of the mesh, to evaluate or to export."""
         setting = self._setting()
-        full = NamedSharding(setting.mesh, jax.sharding.PartitionSpec())
+        full = NamedSharding(setting.mesh, PartitionSpec())
         leaves, tree = jax.tree.flatten(state)
         _check_alive(state)
         return jax.tree.unflatten(tree, _place(leaves, [full] * len(leaves)))
@@ -262,10 +269,10 @@ class ShardedTrainStep:
         else:
             shardings = self._layouts.get(_state_key(setting, leaves, tree))
         if shardings is None:
-            plans = _plan.plan_from_shapes(_program.state_leaves(abstract), setting.sharding)
-            shardings = [
-                NamedSharding(setting.mesh, _layout.partition_spec(leaf.layout)) for leaf in plans
-            ]
+            plans = _plan.plan_from_shapes(
+                _program.state_leaves(abstract, setting), setting.sharding
+            )
+            shardings = _program.shardings_of(plans, setting.mesh)
         return jax.tree.unflatten(tree, shardings)
 
     def plan(self, *args: Any, **kwargs: Any) -> _plan.Plan:
@@ -333,12 +340,13 @@ class ShardedTrainStep:
             raise MeshError(message(
                 WHO, f"axis_names has {unknown}, and the mesh has {tuple(mesh.axis_names)}",
                 "ZeRO shards over axes of the mesh.", "Correct axis_names, or drop it."))  # fmt: skip
-        rest = [name for name in mesh.axis_names if name not in names and mesh.shape[name] > 1]
-        if rest:
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        explicit = [name for name in types if name not in names and types[name] != AxisType.Auto]
+        if explicit:
             raise MeshError(message(
-                WHO, f"mesh axes {rest} are not among axis_names {names}",
-                "Every axis of the mesh must be a data axis.",
-                "Drop axis_names, or pass a mesh of the data axes alone."))  # fmt: skip
+                WHO, f"mesh axes {explicit} are not among axis_names {names}, and not Auto",
+                "Over axes that are not data axes XLA shards, as the step's constraints say.",
+                "Make the mesh with axis_types=(jax.sharding.AxisType.Auto, ...)."))  # fmt: skip
         if self._axis_name is not None and self._axis_name in names and len(names) > 1:
             raise MeshError(message(
                 WHO, f"axis_name={self._axis_name!r} is only one of the mesh's axes {names}",

@@ -45,6 +45,7 @@ class TracedStep:
 def trace_step(
     flat_step: Callable[..., Any], avals: Sequence[Any], varying: Sequence[bool],
     keys: Sequence[bool], axes: dict[str, int], explicit_axis: bool, flat: bool,
+    automatic: dict[str, int],
 ) -> TracedStep:  # fmt: skip
     """Traces `flat_step(*leaves)` and analyses it.
 
@@ -56,6 +57,7 @@ def trace_step(
       axes: names (as the step uses them) and sizes of the data axes.
       explicit_axis: the user named the axis, so the step is expected to have collectives.
       flat: replace calls by what they call.
+      automatic: names and sizes of the mesh's other axes.
 
     Raises:
       StepError: the step cannot be made right; the message has the edit.
@@ -78,8 +80,9 @@ def trace_step(
     def attempt(way: str) -> TracedStep:
         with _grad.marking() if way == MARKED else contextlib.nullcontext():
             traced = _jaxpr.trace(
-                folded, avals, axes, varying, typed=way == TYPED, salt=way if way == MARKED else ""
-            )
+                folded, avals, axes, varying, typed=way == TYPED,
+                salt=way if way == MARKED else "", automatic=automatic,
+            )  # fmt: skip
         return _analysed(traced, way, in_varying, flat)
 
     return _first_that_works(attempt, explicit_axis)
@@ -178,7 +181,7 @@ def _first_line(error: Exception) -> str:
 
 def check_not_per_example(
     step: TracedStep, flat_step: Callable[..., Any], whole: Sequence[Any],
-    varying: Sequence[bool], axes: dict[str, int],
+    varying: Sequence[bool], axes: dict[str, int], automatic: dict[str, int],
 ) -> None:  # fmt: skip
     """Refuses gradients of single examples: example i of one device is not example i of another.
 
@@ -190,6 +193,7 @@ def check_not_per_example(
       whole: the leaves' shapes at the whole batch.
       varying: which leaves hold the batch.
       axes: names and sizes of the data axes.
+      automatic: those of the mesh's other axes.
     """
     reductions = _reductions(step.frame)
     if step.reductions == WRITTEN or not any(_jaxpr.is_vmapped(eqn) for eqn in reductions):
@@ -197,8 +201,9 @@ def check_not_per_example(
     one = dict.fromkeys(axes, 1)
     with _grad.marking() if step.reductions == MARKED else contextlib.nullcontext():
         traced = _jaxpr.trace(
-            flat_step, whole, one, varying, typed=step.reductions == TYPED, salt="whole"
-        )
+            flat_step, whole, one, varying, typed=step.reductions == TYPED, salt="whole",
+            automatic=automatic,
+        )  # fmt: skip
     in_varying = [frozenset(axes) if vary else _frames.NOWHERE for vary in varying]
     at_whole = _reductions(_analysed(traced, step.reductions, in_varying).frame)
     shapes, whole_shapes = (
@@ -224,12 +229,15 @@ def _reductions(frame: Frame) -> list[_jaxpr.Eqn]:
 
 
 def global_shapes(
-    flat_step: Callable[..., Any], avals: Sequence[Any], axes: dict[str, int]
-) -> list[tuple[int, ...]] | None:
+    flat_step: Callable[..., Any], avals: Sequence[Any], axes: dict[str, int],
+    automatic: dict[str, int],
+) -> list[tuple[int, ...]] | None:  # fmt: skip
     """Output shapes at the whole batch, to tell per-example outputs from averages; None if unknown."""
     try:
         one = dict.fromkeys(axes, 1)
-        traced = _jaxpr.trace(flat_step, avals, one, [False] * len(avals), typed=False)
+        traced = _jaxpr.trace(
+            flat_step, avals, one, [False] * len(avals), typed=False, automatic=automatic
+        )
     except Exception:
         return None
     return [aval.shape for aval in traced.out_avals]

@@ -1,26 +1,54 @@
 """Gather, reduction and slice: the only file that binds collectives of jzero's own.
 
-All of them run inside a `shard_map` that is manual over `axes`, on per-device values.
+All of them run inside a `shard_map` that is manual over `axes`, on per-device values. A leaf that XLA
+shards over further axes is gathered and reduced part by part (`automatic`): left alone, XLA would
+gather it over those axes first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 from jax import lax
+
+from jzero.sharding._layout import FULL, Automatic, partition_spec
 
 Axes = tuple[str, ...]
 
 
-def gather(shard: jax.Array, dim: int, axes: Axes, name: str) -> jax.Array:
+def gather(shard: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic) -> jax.Array:
     """All-gathers `shard` along `dim`; `name` makes it readable in a profile."""
+
+    def collective(part: jax.Array) -> jax.Array:
+        return lax.all_gather(part, axes, axis=dim, tiled=True)
+
     with jax.named_scope(f"jzero.gather[{name}]"):
-        return lax.all_gather(shard, axes, axis=dim, tiled=True)
+        return _part_by_part(collective, automatic)(shard)
 
 
-def reduce_scatter(local: jax.Array, dim: int, axes: Axes, name: str) -> jax.Array:
+def reduce_scatter(
+    local: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic
+) -> jax.Array:
     """Sums `local` over the devices; each keeps its slice along `dim`."""
+
+    def collective(part: jax.Array) -> jax.Array:
+        return lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True)
+
     with jax.named_scope(f"jzero.reduce_scatter[{name}]"):
-        return lax.psum_scatter(local, axes, scatter_dimension=dim, tiled=True)
+        return _part_by_part(collective, automatic)(local)
+
+
+def _part_by_part(
+    collective: Callable[[jax.Array], jax.Array], automatic: Automatic
+) -> Callable[[jax.Array], jax.Array]:
+    names = {axis for axes in automatic for axis in axes}
+    if not names:
+        return collective
+    spec = partition_spec(FULL, automatic)
+    return jax.shard_map(
+        collective, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False
+    )
 
 
 def all_reduce(local: jax.Array, axes: Axes, kind: str = "sum") -> jax.Array:

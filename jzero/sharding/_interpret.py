@@ -36,6 +36,7 @@ class Interpreter:
       devices: the data axes, and the current pass.
       mean: reductions that JAX's AD placed are means (the loss is the mean over devices).
       axis_names: the mesh axes behind each axis name that the step uses.
+      automatic: mesh axes over which XLA shards; sharding constraints may name them.
       handlers: what runs an equation, by the name of its primitive.
       otherwise: what runs all other equations.
       reduce_once: a step's own loop over microbatches sums gradients locally and reduces after it.
@@ -50,6 +51,7 @@ class Interpreter:
     devices: Devices
     mean: bool
     axis_names: dict[str, tuple[str, ...]]
+    automatic: tuple[str, ...]
     handlers: Mapping[str, Handler]
     otherwise: Handler
     reduce_once: bool = False

@@ -31,12 +31,17 @@ Layout = Full | Shard
 FULL = Full()
 
 
-def partition_spec(layout: Layout) -> P:
+# For each dim, the axes beside the data axes over which XLA shards it; trailing dims may be missing.
+Automatic = tuple[tuple[str, ...], ...]
+
+
+def partition_spec(layout: Layout, automatic: Automatic = ()) -> P:
     """The layout as JAX spells it."""
-    if isinstance(layout, Full):
-        return P()
-    axes = layout.axes if len(layout.axes) > 1 else layout.axes[0]
-    return P(*(None,) * layout.dim, axes)
+    entries = [*automatic]
+    if isinstance(layout, Shard):
+        entries += [()] * (layout.dim + 1 - len(entries))
+        entries[layout.dim] = layout.axes + entries[layout.dim]
+    return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries))
 
 
 def shardable_dims(shape: Sequence[int], num_shards: int) -> list[int]:
@@ -54,11 +59,16 @@ def choose_dim(shape: Sequence[int], num_shards: int, avoid: Collection[int] = (
     return max(dims, key=lambda dim: (shape[dim], -dim), default=None)
 
 
-def why_full(shape: Sequence[int], num_shards: int, avoid: Collection[int] = ()) -> str:
+def why_full(
+    shape: Sequence[int], num_shards: int, looped: Collection[int], taken: Collection[int]
+) -> str:
     """The reason, for the report, why `choose_dim` found nothing."""
     if not shape:
         return "a scalar"
-    if not shardable_dims(shape, num_shards):
+    dims = shardable_dims(shape, num_shards)
+    if not dims:
         return f"no dim is divisible by {num_shards}"
-    dims = sorted(avoid)
+    if set(dims) & set(taken):
+        return "its divisible dims are sharded over other axes or looped over"
+    dims = sorted(looped)
     return f"dim {dims[0] if len(dims) == 1 else dims} is looped over and no other is divisible"

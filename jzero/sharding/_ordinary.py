@@ -216,6 +216,21 @@ def _identity(
     return ins
 
 
+def _constrain(
+    interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
+) -> list[Value]:
+    """A sharding constraint speaks to XLA of the automatic axes, of which a shard has the same dims."""
+    if not interp.automatic:
+        return ins
+    (value,) = ins
+    if isinstance(value, Unreduced) and value.reduced is not None:
+        value = value.reduced
+    x = lax.with_sharding_constraint(value.x, _jaxpr.constraint_spec(eqn, interp.automatic))
+    if isinstance(value, ShardValue):
+        return [ShardValue(x, value.dim, value.axes, value.name)]
+    return [dataclasses.replace(value, x=x)]
+
+
 def _mark(
     interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
 ) -> list[Value]:
@@ -281,5 +296,6 @@ ORDINARY: dict[str, Handler] = {
     **dict.fromkeys(_frames.COLLECTIVES, _collective),
     **dict.fromkeys(_frames.REDUCTIONS, _psum),
     **dict.fromkeys(_rules.IDENTITIES, _identity),
+    "sharding_constraint": _constrain,
     _frames.MARK: _mark,
 }

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jzero._errors import OptionError, message
 from jzero.sharding import _layout
 from jzero.sharding._frames import Frame
-from jzero.sharding._layout import FULL, Layout, Shard
+from jzero.sharding._layout import FULL, Automatic, Layout, Shard
 from jzero.sharding._links import Links
 
 PARAMETER, OPTIMIZER, OTHER = "parameter", "optimizer state", "other"
@@ -39,7 +39,10 @@ STAGES = {
 
 
 class Leaf(NamedTuple):
-    """What the plan must know of a state leaf; PRNG keys are not splittable."""
+    """What the plan must know of a state leaf; PRNG keys are not splittable.
+
+    It is cut into `parts` over mesh axes that are not data axes, along the dims that `automatic` says.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -47,6 +50,13 @@ class Leaf(NamedTuple):
     itemsize: int
     splittable: bool
     floating: bool
+    automatic: Automatic = ()
+    parts: int = 1
+
+    @property
+    def taken(self) -> set[int]:
+        """Dims that are sharded over other axes than the data axes."""
+        return {dim for dim, axes in enumerate(self.automatic) if axes}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +86,10 @@ class Sharding:
         num = self.count(self.shard_axes)
         if num == 1:
             return None, ""
-        dim = _layout.choose_dim(leaf.shape, num, looped) if leaf.splittable else None
+        avoid = looped | leaf.taken
+        dim = _layout.choose_dim(leaf.shape, num, avoid) if leaf.splittable else None
         if dim is None:
-            return None, _layout.why_full(leaf.shape, num, looped)
+            return None, _layout.why_full(leaf.shape, num, looped, leaf.taken)
         if math.prod(leaf.shape) * leaf.itemsize < self.min_bytes:
             return None, f"smaller than min_shard_bytes={self.min_bytes}"
         return dim, ""
@@ -102,6 +113,7 @@ class LeafPlan:
       role: 'parameter', 'optimizer state' or 'other', from dataflow.
       layout: full, or the dim and axes it is sharded over.
       num_shards: how many devices hold different parts of it.
+      automatic: for each dim, the other mesh axes over which XLA shards it (`auto_specs`).
       why_full: the reason, for a leaf that the stage would shard and that stays full.
     """
 
@@ -113,6 +125,7 @@ class LeafPlan:
     layout: Layout
     num_shards: int = 1
     why_full: str = ""
+    automatic: Automatic = ()
 
     @property
     def nbytes(self) -> int:
@@ -215,6 +228,7 @@ def plan_leaves(
     for i in sorted(range(len(leaves)), key=lambda i: roles[i] != PARAMETER):
         leaf, var, axes, why = leaves[i], variables[i], sharding.axes_of(leaves[i], roles[i]), ""
         dim = links.sharded_dim(frame, var, num)
+        dim = None if dim in leaf.taken else dim
         if dim is None and roles[i] != OTHER:
             dim, why = sharding.choose(leaf, links.looped_dims(frame, var))
         if dim is not None and roles[i] != OTHER:
@@ -230,8 +244,10 @@ def _leaf_plan(
     if dim is None or not axes:
         wanted = sharding.param_axes if role == PARAMETER else axes
         kept = f"full={sharding.full!r}" if dim is not None and wanted else why
-        return LeafPlan(*leaf[:4], role, FULL, 1, kept if wanted else "")
-    return LeafPlan(*leaf[:4], role, Shard(dim, axes), sharding.count(axes))
+        why = kept if wanted else ""
+        return LeafPlan(*leaf[:4], role, FULL, leaf.parts, why, leaf.automatic)
+    num_shards = sharding.count(axes) * leaf.parts
+    return LeafPlan(*leaf[:4], role, Shard(dim, axes), num_shards, "", leaf.automatic)
 
 
 def _check_full(sharding: Sharding, plans: Iterable[LeafPlan]) -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jzero._errors import StepError, message
 from jzero.sharding import _collectives
 from jzero.sharding._collectives import Axes
+from jzero.sharding._layout import Automatic
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,6 +81,7 @@ class Devices:
       sizes: names and sizes of the data axes.
       shard_axes: over which gradients and optimizer state are sharded.
       param_axes: over which parameters are; the first of `shard_axes`.
+      leaves: shapes of the leaves that XLA shards over further axes, and over which.
       scope: gathers of one shard are shared within a scope (a pass, a loop body, a remat body).
       token: a value the current pass starts from; gathers wait for it, so that the compiler cannot let
         the previous pass's gather serve this one and keep every parameter alive in between.
@@ -89,6 +91,7 @@ class Devices:
     sizes: Mapping[str, int]
     shard_axes: Axes
     param_axes: Axes
+    leaves: Mapping[str, tuple[tuple[int, ...], Automatic]]
     scope: object = None
     token: Any = None
     divergent: bool = False
@@ -159,7 +162,18 @@ class Devices:
 
     def _gather(self, shard: Any, dim: int, axes: Axes, name: str) -> Any:
         self._check_together("a parameter is gathered")
-        return _collectives.gather(shard, dim, axes, name)
+        automatic = self._automatic(name, shard, dim)
+        return _collectives.gather(shard, dim, axes, name, automatic)
+
+    def _automatic(self, name: str, x: Any, dim: int) -> Automatic:
+        """How XLA shards `x`, which comes from a leaf: the leaf itself, a cast, a slice of its stack."""
+        shape, automatic = self.leaves.get(name, ((), ()))
+        for first in (0, 1):
+            like = shape[first:]
+            rest = [d for d in range(len(like)) if d != dim]
+            if len(like) == x.ndim and all(like[d] == x.shape[d] for d in rest):
+                return automatic[first:]
+        return ()
 
     def _reduce(self, value: Unreduced, dim: int | None) -> FullValue | ShardValue:
         total, after = value.x, value.scale
@@ -172,7 +186,8 @@ class Devices:
             rest = self.axes if dim is None else self.axes_beside(self.shard_axes)
             if dim is not None:
                 for axes in self._steps(self.shard_axes):
-                    total = _collectives.reduce_scatter(total, dim, axes, value.name)
+                    automatic = self._automatic(value.name, total, dim)
+                    total = _collectives.reduce_scatter(total, dim, axes, value.name, automatic)
             if rest:
                 total = _collectives.all_reduce(total, rest)
         if after != 1:

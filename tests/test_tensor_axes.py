@@ -1,0 +1,167 @@
+"""Mesh axes that are not data axes stay XLA's: annotations for tensor parallelism keep their meaning."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jzero
+import programs
+import small
+import zoo
+
+WIDTH, HIDDEN, HEADS, SEQ, BATCH = 32, 64, 4, 8, 16
+COLUMNS, ROWS = P(None, "model"), P("model", None)
+AUTO_SPECS = {r"qkv|up": COLUMNS, r"project|down": ROWS}
+TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+def mesh_of(data=4, model=2):
+    devices = jax.devices()[: data * model]
+    auto = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh((data, model), ("data", "model"), auto, devices=devices)
+
+
+def init():
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+
+    def weights(*shape):
+        return jax.random.normal(next(keys), shape) / shape[0] ** 0.5
+
+    params = {
+        "qkv": weights(WIDTH, 3 * WIDTH),
+        "project": weights(WIDTH, WIDTH),
+        "up": weights(WIDTH, HIDDEN),
+        "down": weights(HIDDEN, WIDTH),
+        "scale": jnp.ones(WIDTH),
+    }
+    return {"params": params, "opt_state": TX.init(params)}
+
+
+def make_step(constrain):
+    """Attention and an MLP, each split over 'model' by columns, then by rows (Megatron)."""
+
+    def loss_fn(params, x):
+        qkv = constrain(x @ params["qkv"], P(None, None, "model"))
+        q, k, v = (a.reshape(*a.shape[:2], HEADS, -1) for a in jnp.split(qkv, 3, axis=-1))
+        q, k, v = (constrain(a, P(None, None, "model", None)) for a in (q, k, v))
+        attention = jax.nn.dot_product_attention(q, k, v).reshape(x.shape)
+        x = x + constrain(attention @ params["project"], P(None, None, None))
+        hidden = constrain(jnp.tanh(x @ params["up"]), P(None, None, "model"))
+        x = x + constrain(hidden @ params["down"], P(None, None, None))
+        return jnp.mean(jnp.square(x * params["scale"][None, None] - 1))
+
+    def step(state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], x)
+        updates, opt_state = TX.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}, {"loss": loss}
+
+    return step
+
+
+step = make_step(jax.lax.with_sharding_constraint)
+plain_step = make_step(lambda x, spec: x)
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(BATCH, SEQ, WIDTH)).astype(np.float32) for _ in range(5)]
+
+
+def sharded(stage, data=4, model=2, **options):
+    mesh = mesh_of(data, model)
+    return small.shard_train_step(
+        step, stage=stage, mesh=mesh, axis_names="data", auto_specs=AUTO_SPECS, **options
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("data", "model"), [(4, 2), (2, 4), (1, 2)])
+def test_trains_as_on_one_device(stage, data, model, options):
+    train_step = sharded(stage, data, model, **options)
+    state, expected = train_step.init(init), init()
+    for x in batches():
+        state, metrics = train_step(state, x)
+        expected, expected_metrics = jax.jit(plain_step)(expected, x)
+        zoo.assert_trees_close(
+            zoo.to_host(metrics), zoo.to_host(expected_metrics), zoo.FP32, "metrics"
+        )
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_leaves_rest_over_both_axes(stage):
+    train_step = sharded(stage)
+    state, _ = train_step(train_step.init(init), batches()[0])
+    data = "data" if stage == 3 else None
+    expected = {  # ZeRO takes the other dim.
+        "qkv": P(data, "model"), "up": P(data, "model"), "project": P("model", data),
+        "down": P("model", data), "scale": P(data),
+    }  # fmt: skip
+    for name, leaf in state["params"].items():
+        wanted = NamedSharding(leaf.sharding.mesh, expected[name])
+        assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), name
+    moments = state["opt_state"][1][0].mu
+    assert moments["qkv"].sharding.spec == (P("data", "model") if stage else P(None, "model"))
+    plan = train_step.plan(state, batches()[0])
+    for leaf, array in zip(plan.leaves, jax.tree.leaves(state), strict=True):
+        assert leaf.nbytes_per_device == array.addressable_shards[0].data.nbytes
+
+
+def test_a_step_returns_the_layout_that_it_takes():
+    train_step = sharded(3)
+    state = train_step.init(init)
+    shardings = train_step.state_shardings(state, batches()[0])
+    state, _ = train_step(state, batches()[0])
+    same = jax.tree.map(
+        lambda leaf, s: leaf.sharding.is_equivalent_to(s, leaf.ndim), state, shardings
+    )
+    assert all(jax.tree.leaves(same))
+
+
+def test_collectives_are_those_of_both_axes_and_no_more():
+    """Of the compiled program: ZeRO's as without a model axis, XLA's as without ZeRO."""
+    x = jax.ShapeDtypeStruct((BATCH, SEQ, WIDTH), jnp.float32)
+    state = jax.eval_shape(init)
+    only_data = small.shard_train_step(plain_step, stage=3, mesh=mesh_of(4, 1), axis_names="data")
+    both = sharded(3)
+    zero = programs.compiled_collectives(only_data.lower(state, x).compile().as_text())
+
+    mesh = mesh_of(1, 2)
+    shardings = sharded(0, 1, 2).state_shardings(state, x)
+    with jax.set_mesh(mesh):
+        whole = NamedSharding(mesh, P())
+        annotated = jax.jit(step, in_shardings=(shardings, whole), out_shardings=(shardings, whole))
+        tensor = programs.compiled_collectives(annotated.lower(state, x).compile().as_text())
+    found = programs.compiled_collectives(both.lower(state, x).compile().as_text())
+    assert zero == {"all-gather": 5, "reduce-scatter": 5, "all-reduce": 1}
+    assert found == dict(Counter(zero) + Counter(tensor))
+    traffic = {(c.op, c.axes) for c in both.describe(state, x).traffic}
+    assert {axes for _, axes in traffic} == {("data",)}
+
+
+def test_unknown_patterns_axes_and_dims():
+    x, state = batches()[0], init()
+    text = "auto_specs has .'nothing'., which match no leaf"
+    with pytest.raises(jzero.OptionError, match=text):
+        small.shard_train_step(
+            step, mesh=mesh_of(), axis_names="data", auto_specs={"nothing": COLUMNS}
+        )(state, x)
+    with pytest.raises(
+        jzero.OptionError, match=r"state\['params'\]\['qkv'\]: dim 1 of size 96 over"
+    ):
+        small.shard_train_step(
+            step, mesh=mesh_of(), axis_names="data", auto_specs={"qkv": P(None, "rows")}
+        )(state, x)
+    explicit = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto, AxisType.Explicit))
+    with pytest.raises(
+        jzero.MeshError, match=r"\['model'\] are not among axis_names .* and not Auto"
+    ):
+        small.shard_train_step(step, mesh=explicit, axis_names="data")(state, x)
