@@ -139,7 +139,8 @@ def test_collectives_are_those_of_both_axes_and_no_more():
     with jax.set_mesh(mesh):
         whole = NamedSharding(mesh, P())
         annotated = jax.jit(step, in_shardings=(shardings, whole), out_shardings=(shardings, whole))
-        tensor = programs.compiled_collectives(annotated.lower(state, x).compile().as_text() or "")
+        text = annotated.lower(state, x).compile().as_text()
+    tensor = programs.compiled_collectives(str(text))
     found = programs.compiled_collectives(both.lower(state, x).compile().as_text())
     assert zero == {"all-gather": 5, "reduce-scatter": 5, "all-reduce": 1}
     assert found == dict(Counter(zero) + Counter(tensor))
