@@ -1,0 +1,188 @@
+"""What each gather and reduce policy costs in traffic and in peak memory, compiled for H200s ahead of time.
+
+python experiments/gather_policy/measure.py --devices 8              # no GPU needed, jax[cuda12] is
+python experiments/gather_policy/measure.py --accumulate 1 --pipelined   # with XLA's collective pipelining
+
+Nothing runs: XLA:GPU compiles the step for that many H200s and reports its memory and its schedule.
+Writes <date>-<devices>-accumulate-<k>[-pipelined].json.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental import topologies
+
+import jzero
+
+# ---------------------------------------------------------------------------------------------
+vocab_size = 32_768
+context = 1024
+num_layers = 24
+num_heads = 16
+dim = 1024
+rows_per_microbatch = 1  # sequences on each device
+pipelining = "--xla_gpu_enable_pipelined_all_gather=true --xla_gpu_enable_pipelined_reduce_scatter=true"
+policies: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3, per_pass": {"stage": 3},
+    "stage 3, keep": {"stage": 3, "gather": "keep"},
+    "stage 3, once_per_step": {"stage": 3, "gather": "once_per_step"},
+    "stage 3, per_pass, reduce once": {"stage": 3, "reduce": "once"},
+    "stage 3, once_per_step, reduce once": {
+        "stage": 3, "gather": "once_per_step", "reduce": "once",
+    },
+}  # fmt: skip
+# ---------------------------------------------------------------------------------------------
+
+tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+
+
+def init() -> dict[str, Any]:
+    shapes = {
+        "embed": (vocab_size, dim),
+        "positions": (context, dim),
+        "blocks": {  # stacked along dim 0, one slice per layer
+            "scales": (num_layers, 2, dim),
+            "qkv": (num_layers, dim, 3 * dim),
+            "project": (num_layers, dim, dim),
+            "up": (num_layers, dim, 4 * dim),
+            "down": (num_layers, 4 * dim, dim),
+        },
+    }
+    params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return {"params": params, "opt_state": tx.init(params)}
+
+
+def block(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+    weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+    scales = 1 + weights["scales"]
+    qkv = jax.nn.standardize(x) * scales[0] @ weights["qkv"]
+    q, k, v = (a.reshape(*a.shape[:-1], num_heads, -1) for a in jnp.split(qkv, 3, axis=-1))
+    attention = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    x = x + attention.reshape(x.shape) @ weights["project"]
+    hidden = jax.nn.gelu(jax.nn.standardize(x) * scales[1] @ weights["up"])
+    return x + hidden @ weights["down"], None
+
+
+def loss_fn(params: dict[str, Any], batch: jax.Array) -> jax.Array:
+    tokens, targets = batch[:, :-1], batch[:, 1:]
+    embed, positions = (params[name].astype(jnp.bfloat16) for name in ("embed", "positions"))
+    x, _ = jax.lax.scan(
+        jax.checkpoint(block, prevent_cse=False), embed[tokens] + positions, params["blocks"]
+    )
+    logits = (jax.nn.standardize(x) @ embed.T).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+    updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+
+
+def h200s(num_devices: int) -> jax.sharding.Mesh:
+    """A mesh of devices that are not there; eight to a host."""
+    config = Path(__file__).with_name("h200.txtpb").read_text()
+    config = "\n".join(line for line in config.splitlines() if not line.startswith("#"))
+    hosts, per_host = max(1, num_devices // 8), min(8, num_devices)
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=config, topology=f"{hosts}x1x{per_host}"
+    )
+    return topologies.make_mesh(topology, (num_devices,), ("data",))
+
+
+def measure(mesh: jax.sharding.Mesh, accumulate: int, options: dict[str, Any]) -> dict[str, Any]:
+    state = jax.eval_shape(init)
+    rows = rows_per_microbatch * accumulate * mesh.size
+    batch = jax.ShapeDtypeStruct((rows, context + 1), jnp.int32)
+    psi = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
+    train_step = jzero.shard_train_step(step, mesh=mesh, accumulate=accumulate, **options)
+    report = train_step.describe(state, batch)
+    compiled = train_step.lower(state, batch).compile()
+    memory, text = compiled.memory_analysis(), str(compiled.as_text())
+    return {
+        "in_loops": {op: in_loops(text, op) for op in ("all-gather", "reduce-scatter")},
+        "psi": psi,
+        "all_gather_psi": round(report.elements("all-gather") / psi, 3),
+        "reduce_scatter_psi": round(report.elements("reduce-scatter") / psi, 3),
+        "at_rest_bytes": report.plan.nbytes_at_rest(),
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "peak_bytes": memory.peak_memory_in_bytes,
+    }
+
+
+def in_loops(text: str, op: str) -> dict[str, int]:
+    """Asynchronous collectives in the layer loops' bodies, and how many hide behind matrix products."""
+    counts = {"collectives": 0, "overlapped": 0}
+    bodies = set(re.findall(r"body=%([\w.\-]+)", text))
+    for computation in re.split(r"\n(?=%|ENTRY)", text):
+        name = re.match(r"%([\w.\-]+)", computation)
+        if name is None or name.group(1) not in bodies:
+            continue
+        lines = computation.splitlines()
+        starts = {}
+        for index, line in enumerate(lines):
+            if start := re.match(rf"\s*(?:ROOT )?%(\S*{op}-start\S*|async-start\S*) = ", line):
+                if op in line:
+                    starts[start.group(1)] = index
+            done = re.search(r"-done\(.*?%([\w.\-]+)\)", line)
+            if done and done.group(1) in starts:
+                between = lines[starts.pop(done.group(1)) + 1 : index]
+                counts["collectives"] += 1
+                counts["overlapped"] += any("gemm" in x for x in between)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--devices", type=int, default=8, help="a multiple of 8")
+    parser.add_argument("--accumulate", type=int, default=4, help="microbatches")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--pipelined", action="store_true", help=f"XLA_FLAGS {pipelining}")
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    flags = ["--xla_gpu_autotune_level=0", *([pipelining] if args.pipelined else [])]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+    mesh = h200s(args.devices)
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")},
+        "target": f"{args.devices} x H200, compiled ahead of time",
+        "model": f"scanned + remat, {num_layers} layers, dim {dim}, context {context}, bf16 compute",
+        "rows_per_microbatch": rows_per_microbatch,
+        "accumulate": args.accumulate,
+    }
+    print(
+        f"{'policy':36} all-gather  reduce-scatter   at rest  temporary    peak (GiB)  "
+        "overlapped in loops: gathers, reductions"
+    )
+    for name, options in policies.items():
+        result[name] = found = measure(mesh, args.accumulate, options)
+        gib = [found[key] / 2**30 for key in ("at_rest_bytes", "temporary_bytes", "peak_bytes")]
+        print(
+            f"{name:36} {found['all_gather_psi']:6.2f} Psi {found['reduce_scatter_psi']:11.2f} Psi"
+            f" {gib[0]:9.2f} {gib[1]:10.2f} {gib[2]:7.2f}          "
+            + ", ".join("{overlapped} of {collectives}".format(**n) for n in found["in_loops"].values()),
+            flush=True,
+        )
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f"{result['date']}-{args.devices}-accumulate-{args.accumulate}"
+    path = args.out / f"{name}{'-pipelined' * args.pipelined}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written: {os.path.relpath(path)}")
+
+
+if __name__ == "__main__":
+    main()
