@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jzero._errors import MeshError, OptionError, message
 from jzero.sharding._layout import Automatic
@@ -79,13 +80,16 @@ class Options:
             raise OptionError(message(
                 WHO, f"stage={self.stage} and full={self.full!r}",
                 "Below stage 3 all parameters rest full.", "Drop full, or use stage=3."))  # fmt: skip
-        try:
-            re.compile(self.full or "")
-        except (re.error, TypeError) as error:
+        for name, pattern in [
+            ("full", self.full or ""),
+            *(("auto_specs", p) for p, _ in self.auto_specs),
+        ]:
+            _check_pattern(name, pattern)
+        bad = [f"auto_specs[{p!r}] is {s!r}" for p, s in self.auto_specs if not isinstance(s, P)]
+        if bad:
             raise OptionError(message(
-                WHO, f"full={self.full!r} is not a regular expression ({error})",
-                "It is searched in the paths of parameters.", "Escape it with re.escape."
-            )) from None  # fmt: skip
+                WHO, bad, "How leaves rest is a PartitionSpec.",
+                "Write {'regular expression': jax.P(None, 'model')}."))  # fmt: skip
         if self.param_axes is not None and self.stage < 3:
             raise OptionError(message(
                 WHO, f"stage={self.stage} and param_axes={self.param_axes}",
@@ -142,10 +146,12 @@ class Options:
                 for dim, axes in enumerate(entries)
                 if set(axes) - set(sizes) or shape[dim] % math.prod(sizes[axis] for axis in axes)
             ]
-        unused = [p for p, _ in self.auto_specs if not any(re.search(p, path) for path in paths)]
+        fitting = [path for path, entries in zip(paths, found, strict=True) if entries]
+        unused = [p for p, spec in self.auto_specs
+                  if len(spec) and not any(re.search(p, path) for path in fitting)]  # fmt: skip
         if unused or bad:
             raise OptionError(message(
-                WHO, bad or f"auto_specs has {unused}, which match no leaf",
+                WHO, bad or f"auto_specs has {unused}, which fit no leaf",
                 f"auto_specs are for mesh axes beside the data axes ({dict(sizes)}), whose sizes must divide "
                 "the dims.", f"Correct them; leaves are {', '.join(paths[:4])}, ..."))  # fmt: skip
         return found
@@ -168,6 +174,16 @@ class Options:
 
 def _entry(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _check_pattern(name: str, pattern: Any) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise OptionError(message(
+            WHO, f"{name}: {pattern!r} is not a regular expression ({error})",
+            "It is searched in the paths of leaves.", "Escape it with re.escape."
+        )) from None  # fmt: skip
 
 
 def _check_dtype(name: str, dtype: Any) -> None:

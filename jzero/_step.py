@@ -135,7 +135,7 @@ def shard_train_step(
     """
     chosen = Options(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, min_shard_bytes, full,
-        _axes(param_axes), _axes(optimizer_axes), tuple((auto_specs or {}).items()),
+        _axes(param_axes), _axes(optimizer_axes), _items(auto_specs),
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
@@ -144,6 +144,14 @@ def shard_train_step(
     if step_fn is None:
         return lambda fn: ShardedTrainStep(fn, **options)
     return ShardedTrainStep(step_fn, **options)
+
+
+def _items(auto_specs: Mapping[str, PartitionSpec] | None) -> tuple[tuple[str, Any], ...]:
+    if not isinstance(auto_specs, Mapping | None):
+        raise OptionError(message(
+            WHO, f"auto_specs={auto_specs!r}", "It maps regular expressions to PartitionSpecs.",
+            "Write {'regular expression': jax.P(None, 'model')}."))  # fmt: skip
+    return tuple((auto_specs or {}).items())
 
 
 def _axes(names: str | Sequence[str] | None) -> tuple[str, ...] | None:

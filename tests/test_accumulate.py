@@ -51,6 +51,26 @@ def test_traffic_of_every_policy(stage, options, expected):
     assert elements(stage, accumulate=K, **options) == expected
 
 
+@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+    ("gather", "expected"), [("per_pass", 2 * K), ("keep", K), ("once_per_step", 1)]
+)
+def test_every_policy_gathers_bf16_for_bf16_compute(gather, expected, scan, remat):
+    model = programs.Model(scan=scan, remat=remat, dtype=jnp.bfloat16)
+    state = programs.abstract_state(model, optax.sgd(1e-3))
+    train_step = small.shard_train_step(
+        programs.train_step,
+        stage=3,
+        gather=gather,
+        accumulate=K,
+        mesh=AbstractMesh((8,), ("data",)),
+    )
+    found = train_step.describe(state, TOKENS)
+    assert found.elements("all-gather", "bfloat16") == expected * PSI
+    assert found.elements("all-gather", "float32") == 0
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -150,7 +150,7 @@ def test_collectives_are_those_of_both_axes_and_no_more():
 
 def test_unknown_patterns_axes_and_dims():
     x, state = batches()[0], init()
-    text = "auto_specs has .'nothing'., which match no leaf"
+    text = "auto_specs has .'nothing'., which fit no leaf"
     with pytest.raises(jzero.OptionError, match=text):
         small.shard_train_step(
             step, mesh=mesh_of(), axis_names="data", auto_specs={"nothing": COLUMNS}

@@ -202,7 +202,9 @@ class _Cutter:
         sunk: set[int] = set()
         for index, eqn in reversed(list(enumerate(self._frame.jaxpr.eqns))):
             rule = _rules.rule_for(eqn)
-            cheap = eqn.primitive.name == "iota" or (rule is not None and rule.reduces is None)
+            name = eqn.primitive.name
+            cheap = name == "iota" or name in _rules.IDENTITIES
+            cheap = cheap or (rule is not None and rule.reduces is None)
             if index in self._loop or not cheap or self._level_of(eqn) > 0:
                 continue
             inside = self._loop | sunk
