@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero import _call, _jaxpr, _trace
-from jzero._errors import StateError, StepError, describe_leaf, message
+from jzero import _call, _jaxpr, _outputs, _trace
 from jzero._options import Options
 from jzero.sharding import _cut, _layout, _microbatch, _plan
 from jzero.sharding._control import CONTROL
@@ -172,7 +171,7 @@ def build(
     _trace.check_not_per_example(
         traced, flat_step, [*state_avals, *array_avals], varying, step_axes, setting.automatic
     )
-    _check_outputs(traced, state_avals, state_tree)
+    _outputs.check_outputs(traced, state_avals, state_tree)
     frame, out_varying = traced.frame, traced.frame.out_varying
     leaves = state_leaves(state, setting)
     links = Links(frame)
@@ -186,11 +185,13 @@ def build(
         options.accumulate,
         options.reduce_once,
     )
-    _check_varying_state(plan, traced, averaged)
-    globals_ = _global_avals(
+    _outputs.check_varying_state(plan, traced, averaged)
+    globals_ = _outputs.global_shapes(
         traced, flat_step, [*state_avals, *array_avals], step_axes, num_state, setting.automatic
     )
-    outputs = _output_layouts(traced, globals_, num_state, setting)
+    outputs = _outputs.output_layouts(
+        traced, globals_, num_state, setting.axis_names, math.prod(setting.batch_axes.values()) == 1
+    )
     run = _runner(setting, plan, traced, links, specs, outputs)
     state_shardings = shardings_of(plan.leaves, setting.mesh)
     # Else XLA would choose over the automatic axes, and the next step would move the state back.
@@ -317,135 +318,3 @@ def _finish(
         return x
     x = jnp.moveaxis(x, 0, dim)  # from (microbatch, ...)
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
-
-
-def _global_avals(
-    traced: _trace.TracedStep, flat_step: Any, avals: list[Any], axes: dict[str, int],
-    num_state: int, automatic: dict[str, int],
-) -> list[tuple[int, ...]] | None:  # fmt: skip
-    """Output shapes at the whole batch, asked only if some output may hold one entry per example."""
-    outs = zip(traced.out_avals[num_state:], traced.frame.out_varying[num_state:], strict=True)
-    if not any(axes and aval.shape for aval, axes in outs):
-        return None
-    return _trace.global_shapes(flat_step, avals, axes, automatic)
-
-
-def _output_layouts(
-    traced: _trace.TracedStep, globals_: list[tuple[int, ...]] | None, num_state: int,
-    setting: Setting,
-) -> list[Layout]:  # fmt: skip
-    """Layouts of the outputs beside the state: averaged ones are full, per-example ones concatenated."""
-    layouts: list[Layout] = []
-    bad = []
-    paths = _output_paths(traced.out_tree, num_state)
-    for i, aval in enumerate(traced.out_avals[num_state:], num_state):
-        dims = [] if globals_ is None else [
-            dim for dim, (local, whole) in enumerate(zip(aval.shape, globals_[i], strict=True))
-            if local != whole
-        ]  # fmt: skip
-        if not traced.frame.out_varying[i]:
-            layouts.append(_layout.FULL)
-        elif dims:
-            layouts.append(Shard(dims[0], setting.axis_names))
-        else:
-            layouts.append(_layout.FULL)
-            if not _trace.is_float(aval) and math.prod(setting.batch_axes.values()) > 1:
-                bad.append(describe_leaf(paths[i - num_state], aval.shape, aval.dtype))
-    if bad:
-        raise StepError(message(
-            WHO, [f"{leaf} differs between devices" for leaf in bad],
-            "Outputs that differ between devices are averaged, and an integer has no average.",
-            "Return it as a float (.astype(jnp.float32)): a count becomes the mean count per device.",
-        ))  # fmt: skip
-    return layouts
-
-
-def _output_paths(out_tree: Any, num_state: int) -> list[str]:
-    outs = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-    return _call.leaf_paths(outs, "output")[num_state:]
-
-
-def _check_outputs(traced: _trace.TracedStep, avals: list[Any], tree: Any) -> None:
-    """The step must return its state, alone or first, with every leaf's shape and dtype kept."""
-    outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
-    new = outs
-    if isinstance(outs, (tuple, list)) and outs and jax.tree.structure(outs[0]) == tree:
-        new = outs[0]
-    elif jax.tree.structure(outs) != tree:
-        raise StateError(message(
-            WHO, _structure_difference(outs, tree),
-            "step_fn returns the new state, alone or first in a tuple, with the structure it got.",
-            "Return (new_state, metrics).",
-        ))  # fmt: skip
-    paths = _call.leaf_paths(new, "state")
-    bad = [
-        f"{describe_leaf(path, old.shape, old.dtype)} became {aval.dtype}{list(aval.shape)}"
-        for path, old, aval in zip(paths, avals, jax.tree.leaves(new), strict=True)
-        if (old.shape, old.dtype) != (aval.shape, aval.dtype)
-    ]
-    if bad:
-        raise StateError(message(
-            WHO, bad, "A step must keep every state leaf's shape and dtype.",
-            "Cast it back (.astype) before returning, or initialise it with the new dtype.",
-        ))  # fmt: skip
-
-
-def _structure_difference(outs: Any, tree: Any) -> str:
-    first = outs[0] if isinstance(outs, (tuple, list)) and outs else outs
-    old = set(_call.leaf_paths(jax.tree.unflatten(tree, range(tree.num_leaves)), "state"))
-    new = set(_call.leaf_paths(first, "state"))
-    if not isinstance(outs, (tuple, list)) or not (old & new):
-        return f"step_fn returned {_shape_of(outs)}, and the state is a {_shape_of_tree(tree)}"
-    missing, extra = sorted(old - new)[:4], sorted(new - old)[:4]
-    parts = [
-        f"{kind} {', '.join(paths)}"
-        for kind, paths in (("missing", missing), ("new", extra))
-        if paths
-    ]
-    return f"the state's structure changes: {'; '.join(parts) or 'its containers differ'}"
-
-
-def _shape_of(tree: Any) -> str:
-    kind = type(tree).__name__
-    return f"a {kind} of {len(tree)}" if isinstance(tree, (tuple, list)) else f"one {kind}"
-
-
-def _shape_of_tree(tree: Any) -> str:
-    return f"tree of {tree.num_leaves} leaves"
-
-
-def _check_varying_state(plan: Plan, traced: _trace.TracedStep, averaged: Sequence[bool]) -> None:
-    """Statistics may be averaged; a parameter or an integer that differs between devices may not."""
-    differing = [
-        (leaf, new, aval)
-        for leaf, new, aval, mean in zip(
-            plan.leaves, traced.frame.jaxpr.outvars, traced.out_avals, averaged, strict=False
-        )
-        if mean
-    ]
-    integers = [
-        describe_leaf(leaf.path, leaf.shape, leaf.dtype)
-        for leaf, _, aval in differing
-        if not _trace.is_float(aval)
-    ]
-    if integers:
-        raise StateError(message(
-            WHO, [f"the new {leaf} differs between devices" for leaf in integers],
-            "The state must be the same on all devices, and an integer has no average.",
-            "Compute it from the state, or from values reduced with jax.lax.psum.",
-        ))  # fmt: skip
-    updates = [
-        describe_leaf(leaf.path, leaf.shape, leaf.dtype)
-        for leaf, new, _ in differing
-        if new in traced.frame.local_gradients
-    ]
-    if updates and traced.reductions != _trace.TYPED:
-        edit = (
-            "Reduce the gradients with jax.lax.pmean before the update."
-            if traced.reductions == _trace.WRITTEN
-            else "Take them with jax.grad or jzero.grad inside the step (not `from jax import grad`)."
-        )
-        raise StepError(message(
-            WHO, [f"the update of {leaf} differs between devices" for leaf in updates],
-            "Gradients must be reduced over the data axes before a parameter is updated.", edit,
-        ))  # fmt: skip

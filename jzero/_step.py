@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jzero import _call, _jaxpr, _program
-from jzero._errors import MeshError, OptionError, StateError, message
+from jzero import _call, _jaxpr, _placing, _program
+from jzero._errors import MeshError, OptionError, message
 from jzero._options import Options
 from jzero._report import Report
 from jzero.sharding import _microbatch, _plan, _traffic
@@ -213,11 +212,12 @@ class ShardedTrainStep:
         state = jax.tree.leaves(call.state)
         arrays = jax.tree.leaves(call.arrays)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in [*state, *arrays]):
-            new_state, outs = program.run(*_as_arrays(state, arrays))
+            new_state, outs = program.run(*_placing.as_arrays(state, arrays))
         else:
-            _check_alive(call.state)
+            _placing.check_alive(call.state)
             new_state, outs = program.jitted(
-                _place(state, program.state_shardings), _place(arrays, program.argument_shardings)
+                _placing.place(state, program.state_shardings),
+                _placing.place(arrays, program.argument_shardings),
             )
         return jax.tree.unflatten(program.out_tree, [*new_state, *outs])
 
@@ -248,16 +248,16 @@ class ShardedTrainStep:
         """
         shardings = self.state_shardings(state, *args, **kwargs)
         leaves, tree = jax.tree.flatten(state)
-        _check_alive(state)
-        return jax.tree.unflatten(tree, _place(leaves, jax.tree.leaves(shardings)))
+        _placing.check_alive(state)
+        return jax.tree.unflatten(tree, _placing.place(leaves, jax.tree.leaves(shardings)))
 
     def unshard(self, state: Any) -> Any:
         """The state with every leaf whole on every device of the mesh, to evaluate or to export."""
         setting = self._setting()
         full = NamedSharding(setting.mesh, PartitionSpec())
         leaves, tree = jax.tree.flatten(state)
-        _check_alive(state)
-        return jax.tree.unflatten(tree, _place(leaves, [full] * len(leaves)))
+        _placing.check_alive(state)
+        return jax.tree.unflatten(tree, _placing.place(leaves, [full] * len(leaves)))
 
     def state_shardings(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """A `NamedSharding` for every leaf of the state, in its structure; as Orbax wants to restore.
@@ -406,47 +406,3 @@ def _with_shardings(avals: Sequence[Any], shardings: Sequence[NamedSharding]) ->
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=s)
         for a, s in zip(avals, shardings, strict=True)
     ]
-
-
-def _as_arrays(*lists: Sequence[Any]) -> list[list[Any]]:
-    return [[jnp.asarray(leaf) for leaf in leaves] for leaves in lists]
-
-
-def _place(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-    """Each leaf in its sharding; those that already are pass through untouched."""
-    out = list(leaves)
-    moves = [i for i, leaf in enumerate(leaves) if not _lies_right(leaf, shardings[i])]
-    if moves:
-        sources = [_own(leaves[i], shardings[i]) for i in moves]
-        placed = jax.device_put(sources, [shardings[i] for i in moves])
-        for i, x in zip(moves, placed, strict=True):
-            out[i] = x
-    return out
-
-
-def _own(leaf: Any, sharding: NamedSharding) -> Any:
-    """`leaf`, copied if its buffer would become a part of the placed array.
-
-    A step donates what was placed, and must not consume what the user still holds.
-    """
-    if isinstance(leaf, jax.Array):
-        return jnp.copy(leaf) if sharding.is_fully_replicated else leaf
-    return jnp.asarray(leaf) if jnp.isscalar(leaf) else leaf
-
-
-def _lies_right(leaf: Any, sharding: NamedSharding) -> bool:
-    if not (isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)):
-        return False
-    return leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-
-
-def _check_alive(state: Any) -> None:
-    leaves = jax.tree.leaves(state)
-    dead = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves]
-    if any(dead):  # Paths cost more than the check, which every step makes.
-        paths = _call.leaf_paths(state, "state")
-        gone = [path for path, is_dead in zip(paths, dead, strict=True) if is_dead]
-        shown = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
-        raise StateError(message(
-            WHO, f"{len(gone)} leaves were already donated: {shown}",
-            "A step consumes its state.", "Use the state that the last step returned."))  # fmt: skip

@@ -31,7 +31,9 @@ num_layers = 24
 num_heads = 16
 dim = 1024
 rows_per_microbatch = 1  # sequences on each device
-pipelining = "--xla_gpu_enable_pipelined_all_gather=true --xla_gpu_enable_pipelined_reduce_scatter=true"
+pipelining = (
+    "--xla_gpu_enable_pipelined_all_gather=true --xla_gpu_enable_pipelined_reduce_scatter=true"
+)
 policies: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
@@ -174,7 +176,9 @@ def main() -> None:
         print(
             f"{name:36} {found['all_gather_psi']:6.2f} Psi {found['reduce_scatter_psi']:11.2f} Psi"
             f" {gib[0]:9.2f} {gib[1]:10.2f} {gib[2]:7.2f}          "
-            + ", ".join("{overlapped} of {collectives}".format(**n) for n in found["in_loops"].values()),
+            + ", ".join(
+                "{overlapped} of {collectives}".format(**n) for n in found["in_loops"].values()
+            ),
             flush=True,
         )
     args.out.mkdir(parents=True, exist_ok=True)

@@ -12,27 +12,13 @@ one microbatch is alive.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Sequence
 
 from jzero import _jaxpr
-from jzero._errors import StepError, message
+from jzero._errors import message
 from jzero.sharding import _rules
-from jzero.sharding._frames import COLLECTIVES, MARK, REDUCTIONS, Frame, axes_of, split
-
-
-class CutError(StepError):
-    """A step that cannot run in microbatches."""
-
-
-class Kind(enum.Enum):
-    """What a value is to the microbatches.
-
-    SAME: the same for all of them. ZERO: that, and zero. LOCAL: differs between them. PARTIAL: comes from
-    a reduction by linear operations, so that its sum over the microbatches is still due.
-    """
-
-    SAME, ZERO, LOCAL, PARTIAL = range(4)
+from jzero.sharding._frames import COLLECTIVES, REDUCTIONS, Frame, axes_of
+from jzero.sharding._kinds import CutError, Kind, equations, kinds_of, literal_kind, reduces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +89,9 @@ class _Cutter:
             or Kind.LOCAL in kinds
             or any(frame.varies(out) for out in eqn.outvars)
             or any(a in self._lasts and self._levels[a] == level for a in atoms)
-            or any(_reduces(f, e) for f, e in _equations(frame, index, eqn))
+            or any(reduces(f, e) for f, e in equations(frame, index, eqn))
         )
-        outs = _kinds_of(frame, index, eqn, kinds) if outs is None else outs
+        outs = kinds_of(frame, index, eqn, kinds) if outs is None else outs
         for out, kind in zip(eqn.outvars, outs, strict=True):
             self._kinds[out], self._levels[out], self._maker[out] = kind, level, index
             if in_loop and kind in (Kind.SAME, Kind.ZERO):
@@ -131,12 +117,12 @@ class _Cutter:
         if partial != {max(self._levels[a] for a in atoms)}:
             return None
         try:
-            return _kinds_of(self._frame, index, eqn, kinds)
+            return kinds_of(self._frame, index, eqn, kinds)
         except CutError:
             return None
 
     def _kind(self, atom: _jaxpr.Atom) -> Kind:
-        return _literal_kind(atom) if _jaxpr.is_literal(atom) else self._kinds[atom]
+        return literal_kind(atom) if _jaxpr.is_literal(atom) else self._kinds[atom]
 
     def _finished(self, eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> bool:
         """Whether `eqn` reads what a loop summed up."""
@@ -230,16 +216,6 @@ class _Cutter:
         return tuple(sorted(needed))
 
 
-def _equations(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> list[tuple[Frame, _jaxpr.Eqn]]:
-    """The equation, and every one inside it."""
-    inner = [(f, e) for child in frame.children.get(index, ()) for f, _, e in child.walk()]
-    return [(frame, eqn), *inner]
-
-
-def _reduces(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
-    return eqn.primitive.name in {*REDUCTIONS, MARK} and any(frame.reads(eqn))
-
-
 def _check_collectives(frame: Frame) -> None:
     everywhere = frozenset().union(*frame.varying.values())
     for _, _, eqn in frame.walk():
@@ -253,121 +229,3 @@ def _check_collectives(frame: Frame) -> None:
                 f"accumulate > 1, and the step has a {name} over {axes_of(eqn)} ({_jaxpr.summary(eqn)})",
                 "Over microbatches that run one after the other only sums over all data axes can be taken.",
                 "Drop accumulate, or use jax.lax.psum or pmean over all data axes."))  # fmt: skip
-
-
-# --------------------------------------------------------------------------------------------------
-# Kinds inside loops, branches and checkpoints: there a partial sum must stay one.
-
-# Which operands must be summands (partial or zero), so that the result is the partial sum of the results;
-# all others must be the same for all microbatches.
-_SUMMANDS = {
-    **dict.fromkeys(
-        "add add_any sub neg convert_element_type transpose reshape squeeze broadcast_in_dim reduce_sum"
-        " concatenate copy copy_p slice rev real imag conj cumsum split".split(),
-        slice(None),
-    ),
-    **dict.fromkeys(_rules.IDENTITIES | REDUCTIONS, slice(None)),
-    **dict.fromkeys(["div", "dynamic_slice", "gather", MARK], slice(0, 1)),
-    **dict.fromkeys(["dynamic_update_slice", "pad"], slice(0, 2)),
-    "scatter-add": slice(0, 3, 2),
-    "select_n": slice(1, None),
-}
-_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
-_ZERO_OF_ZEROS = frozenset(_SUMMANDS) - {"div", MARK}
-
-
-def _literal_kind(atom: _jaxpr.Atom) -> Kind:
-    is_zero = getattr(atom.val, "ndim", 0) == 0 and atom.val == 0
-    return Kind.ZERO if is_zero else Kind.SAME
-
-
-def _kinds_of(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Kind]) -> list[Kind]:
-    name, children = eqn.primitive.name, frame.children.get(index, [])
-    if name == "scan":
-        return _scan_kinds(eqn, children[0], ins)
-    if name == "while":
-        return _while_kinds(frame, index, eqn, ins)
-    if name == "cond":
-        branches = [_frame_kinds(child, ins[1:]) for child in children]
-        if ins[0] is Kind.PARTIAL:
-            raise _refusal(eqn)
-        return [
-            Kind.LOCAL if frame.varies(out) else _join(eqn, kinds)
-            for out, kinds in zip(eqn.outvars, zip(*branches, strict=True), strict=True)
-        ]
-    if children:
-        return _frame_kinds(children[0], ins)
-    if _reduces(frame, eqn):
-        return [
-            Kind.PARTIAL if axes and not frame.varies(out) else Kind.LOCAL if axes else Kind.SAME
-            for axes, out in zip(frame.reads(eqn), eqn.outvars, strict=False)
-        ]
-    if Kind.PARTIAL not in ins:
-        zeros = bool(ins) and name in _ZERO_OF_ZEROS and set(ins[_SUMMANDS[name]]) == {Kind.ZERO}
-        same = Kind.ZERO if zeros else Kind.SAME
-        return [Kind.LOCAL if frame.varies(out) else same for out in eqn.outvars]
-    if not _stays_partial(name, ins) or any(frame.varies(out) for out in eqn.outvars):
-        raise _refusal(eqn)
-    return [Kind.PARTIAL] * len(eqn.outvars)
-
-
-def _stays_partial(name: str, ins: list[Kind]) -> bool:
-    if name in _PRODUCTS:
-        return ins.count(Kind.PARTIAL) == 1
-    if name not in _SUMMANDS:
-        return False
-    summands = ins[_SUMMANDS[name]]
-    return (
-        all(kind in (Kind.PARTIAL, Kind.ZERO) for kind in summands)
-        and ins.count(Kind.PARTIAL) == summands.count(Kind.PARTIAL)
-    )  # fmt: skip
-
-
-def _frame_kinds(frame: Frame, ins: Sequence[Kind]) -> list[Kind]:
-    kinds = dict(zip(frame.jaxpr.invars, ins, strict=True))
-    kinds |= dict.fromkeys(frame.jaxpr.constvars, Kind.SAME)
-
-    def read(eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> Kind:
-        if _jaxpr.is_literal(atom):
-            return _literal_kind(atom)
-        return Kind.PARTIAL if frame.averages(eqn, atom) else kinds[atom]
-
-    for index, eqn in enumerate(frame.jaxpr.eqns):
-        outs = _kinds_of(frame, index, eqn, [read(eqn, atom) for atom in eqn.invars])
-        kinds |= zip(eqn.outvars, outs, strict=True)
-    return [read(None, atom) for atom in frame.jaxpr.outvars]
-
-
-def _join(eqn: _jaxpr.Eqn, kinds: Sequence[Kind]) -> Kind:
-    found = set(kinds)
-    if Kind.PARTIAL in found and found - {Kind.PARTIAL, Kind.ZERO}:
-        raise _refusal(eqn)
-    order = (Kind.LOCAL, Kind.PARTIAL, Kind.SAME, Kind.ZERO)
-    return next(kind for kind in order if kind in found)
-
-
-def _scan_kinds(eqn: _jaxpr.Eqn, body: Frame, ins: list[Kind]) -> list[Kind]:
-    scan = _jaxpr.scan_parts(eqn)
-    consts, carry, xs = split(ins, scan.num_consts, scan.num_carry)
-    while True:
-        new, ys = split(_frame_kinds(body, [*consts, *carry, *xs]), scan.num_carry)
-        joined = [_join(eqn, pair) for pair in zip(carry, new, strict=True)]
-        if joined == carry:
-            return [*carry, *ys]
-        carry = joined
-
-
-def _while_kinds(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Kind]) -> list[Kind]:
-    # Nothing may be said of a loop whose number of turns is unknown; AD makes no reductions in one.
-    if Kind.PARTIAL in ins or any(_reduces(f, e) for f, e in _equations(frame, index, eqn)):
-        raise _refusal(eqn)
-    return [Kind.LOCAL if frame.varies(out) else Kind.SAME for out in eqn.outvars]
-
-
-def _refusal(eqn: _jaxpr.Eqn) -> CutError:
-    return CutError(message(
-        "shard_train_step",
-        f"accumulate > 1, and {eqn.primitive.name} ({_jaxpr.summary(eqn)}) uses a gradient or loss of the "
-        "whole batch inside a loop or branch that also computes it",
-        "In microbatches, gradients are complete only after the last one.",
-        "Drop accumulate (the step may keep its own loop), or move the update out of the loop."))  # fmt: skip
