@@ -307,7 +307,9 @@ def trace(
     shard_mapped = jax.shard_map(
         body, mesh=mesh, in_specs=P(), out_specs=(), check_vma=typed, axis_names=set(manual)
     )
-    with jax.sharding.use_abstract_mesh(mesh):
+    # JAX lets no mesh context change into one of another size, but into none at all.
+    nothing = AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(mesh):
         jax.eval_shape(shard_mapped, *args)
     return traced[0]
 

@@ -33,7 +33,7 @@ def output_layouts(
 ) -> list[Layout]:  # fmt: skip
     """Layouts of the outputs beside the state: averaged ones are full, per-example ones concatenated."""
     layouts: list[Layout] = []
-    bad = []
+    bad, pairs = [], []
     paths = _output_paths(traced.out_tree, num_state)
     for i, aval in enumerate(traced.out_avals[num_state:], num_state):
         dims = [] if globals_ is None else [
@@ -42,12 +42,20 @@ def output_layouts(
         ]  # fmt: skip
         if not traced.frame.out_varying[i]:
             layouts.append(_layout.FULL)
+        elif len(dims) > 1:
+            layouts.append(_layout.FULL)
+            pairs.append(describe_leaf(paths[i - num_state], globals_[i], aval.dtype))  # type: ignore[index]
         elif dims:
             layouts.append(Shard(dims[0], axis_names))
         else:
             layouts.append(_layout.FULL)
             if not _trace.is_float(aval) and not alone:
                 bad.append(describe_leaf(paths[i - num_state], aval.shape, aval.dtype))
+    if pairs and not alone:
+        raise StepError(message(
+            WHO, [f"{leaf} has several dims that follow the batch" for leaf in pairs],
+            "A device has only its own examples, and cannot compare them with those of another.",
+            "Return what has one entry per example, and compare outside of the step."))  # fmt: skip
     if bad:
         raise StepError(message(
             WHO, [f"{leaf} differs between devices" for leaf in bad],
@@ -136,6 +144,19 @@ def check_varying_state(plan: Plan, traced: _trace.TracedStep, averaged: Sequenc
         for leaf, new, _ in differing
         if new in traced.frame.local_gradients
     ]
+    mixed = [
+        describe_leaf(leaf.path, leaf.shape, leaf.dtype)
+        for leaf, new, _ in differing
+        if new in traced.frame.updates
+    ]
+    if mixed:
+        raise StepError(message(
+            WHO, [f"the update of {leaf} differs between devices" for leaf in mixed],
+            "Gradients are reduced, but this update also uses what each device computes from its own "
+            "examples (losses that are not one scalar, say), and a mean of new parameters is not the "
+            "update of the mean.",
+            "Take the mean of it over the batch inside the loss and return it as scalars, or reduce it with "
+            "jax.lax.pmean(..., 'batch') and pass axis_name='batch'."))  # fmt: skip
     if updates and traced.reductions != _trace.TYPED:
         edit = (
             "Reduce the gradients with jax.lax.pmean before the update."

@@ -55,7 +55,9 @@ def master_weights(
     >>> params.tolist(), [round(x, 4) for x in state.masters.tolist()]
     ([0.99609375, 0.99609375], [0.996, 0.996])
 
-    The masters are the truth: parameters changed from outside are overwritten by the next update.
+    The masters are the truth: parameters changed from outside are overwritten by the next update. Updates
+    are in the masters' dtype, so wrappers that choose between updates and gradients go inside:
+    `master_weights(optax.apply_if_finite(tx, 5))`.
 
     Args:
       tx: any optimizer; it sees gradients and parameters in the masters' dtype.

@@ -48,6 +48,7 @@ class Report:
             *self._at_rest(),
             "",
             *self._left_full(),
+            *self._averaged(),
             "",
             *self._traffic(),
         ]
@@ -104,6 +105,14 @@ class Report:
             f"{len(full)} of {len(self.plan.leaves)} leaves stay full on every device: {shown}{more}. "
             f"They cost {num_bytes} bytes on each device."
         ]
+
+    def _averaged(self) -> list[str]:
+        averaged = [leaf for leaf in self.plan.leaves if leaf.averaged]
+        if not averaged:
+            return []
+        shown = "; ".join(describe_leaf(leaf.path, leaf.shape, leaf.dtype) for leaf in averaged[:8])
+        more = f"; and {len(averaged) - 8} more" if len(averaged) > 8 else ""
+        return [f"averaged over the devices in each step: {shown}{more}."]
 
     def _traffic(self) -> list[str]:
         groups: dict[tuple[str, str, str], list[Collective]] = {}

@@ -225,6 +225,7 @@ def _reductions(frame: Frame) -> list[_jaxpr.Eqn]:
     return [
         eqn for f, _, eqn in frame.walk()
         if eqn.primitive.name in names and any(f.reads(eqn)) and not any(map(f.varies, eqn.outvars))
+        and not _jaxpr.in_scope(eqn, _frames.TOTAL)
     ]  # fmt: skip
 
 

@@ -71,7 +71,8 @@ def total(x: Any) -> jax.Array:
     >>> jzero.total(jnp.sum(jnp.array([1, 1, 0]))).item()
     2
 
-    A loss divided by a total is not a local mean; use `weighted_mean` for it. With accumulation, compute
+    Something that does not depend on the batch is counted once for each device and microbatch. A loss
+    divided by a total is not a local mean; use `weighted_mean` for it. With accumulation, compute
     that uses a total runs after a first loop over the microbatches that computes only the total.
 
     Args:

@@ -275,3 +275,46 @@ def test_per_example_outputs_keep_their_order():
     _, metrics = small.shard_train_step(step, stage=3, accumulate=4)(jnp.ones((8, 8)), x)
     np.testing.assert_array_equal(metrics["rows"], x[:, 0])
     np.testing.assert_array_equal(metrics["dims"], x.T[:1])
+
+
+def test_an_ensemble_of_weighted_means():
+    """`vmap(value_and_grad)` over members is no gradient of single examples, and totals reduce none."""
+
+    def step(ws, batch):
+        def loss_fn(w):
+            return jzero.weighted_mean(jnp.square(batch["x"][:, 0] @ w), batch["mask"][:, 0])
+
+        losses, grads = jax.vmap(jax.value_and_grad(loss_fn))(ws)
+        return ws - 0.1 * grads, {"losses": losses}
+
+    ws, batch = jax.random.normal(jax.random.key(0), (8, 16)), next(ragged_batches())
+    expected, expected_metrics = jax.jit(step)(ws, batch)
+    for k in (1, 4):
+        actual, metrics = small.shard_train_step(step, stage=3, accumulate=k)(ws, batch)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+        np.testing.assert_allclose(metrics["losses"], expected_metrics["losses"], rtol=1e-5)
+
+
+def test_prints_of_every_microbatch_and_of_the_whole(capfd):
+    def step(w, x):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean(x @ w))(w)
+        jax.debug.print("row {}", x[0, 0])
+        jax.debug.print("loss {}", loss)
+        return w - 0.1 * grads
+
+    w, x = jnp.ones((8, 8)), jnp.arange(64 * 8.0).reshape(64, 8)
+    new = small.shard_train_step(step, stage=3, accumulate=4)(w, x)
+    jax.block_until_ready(new)
+    jax.effects_barrier()
+    lines = capfd.readouterr().out.splitlines()
+    rows = {line for line in lines if line.startswith("row")}
+    assert rows == {f"row {float(x[2 * i, 0])}" for i in range(32)}
+    assert {line for line in lines if line.startswith("loss")} == {f"loss {float(jnp.mean(x @ w))}"}
+
+
+def test_under_set_mesh():
+    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    state = programs.abstract_state(MODEL, optax.sgd(1e-3))
+    with jax.set_mesh(mesh):
+        found = small.shard_train_step(programs.train_step, accumulate=K).describe(state, TOKENS)
+    assert found.elements("reduce-scatter") == K * PSI

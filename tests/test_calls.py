@@ -414,3 +414,13 @@ def test_lowered_and_planned_without_arrays():
     assert hash(train_step.plan(abstract, x, y)) == hash(train_step.plan(make_state(), X, Y))
     other = small.shard_train_step(train, stage=1).plan(abstract, x, y)
     assert train_step.plan(abstract, x, y) != other
+
+
+def test_describe_names_what_is_averaged():
+    def step(state, x):
+        g = jax.grad(lambda w: jnp.mean(x @ w))(state["w"])
+        return {"w": state["w"] - g, "mean": 0.9 * state["mean"] + 0.1 * x.mean(0)}
+
+    state = {"w": jnp.ones((16, 16)), "mean": jnp.zeros(16)}
+    text = str(small.shard_train_step(step).describe(state, jnp.ones((16, 16))))
+    assert "averaged over the devices in each step: state['mean'] float32[16]." in text

@@ -148,6 +148,52 @@ def test_collectives_are_those_of_both_axes_and_no_more():
     assert {axes for _, axes in traffic} == {("data",)}
 
 
+def bf16(x):
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+SQUARE_USES = {
+    "transposed": (lambda w, x: x @ bf16(w.T), (WIDTH, WIDTH)),
+    "symmetric": (lambda w, x: x @ (w + w.T), (WIDTH, WIDTH)),
+    "summed": (lambda w, x: x * bf16(jnp.sum(w, axis=1))[None, None], (WIDTH, WIDTH)),
+    "scanned": (
+        lambda w, x: jax.lax.scan(lambda h, w: (jnp.tanh(h @ bf16(w.T)), None), x, w)[0],
+        (3, WIDTH, WIDTH),
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("spec", [("model", None), (None, "model")], ids=str)
+@pytest.mark.parametrize("use", SQUARE_USES)
+def test_square_leaves_are_not_mistaken_for_their_transposes(use, spec, stage):
+    forward, shape = SQUARE_USES[use]
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+
+    def square_step(state, x):
+        w, opt_state = state
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((forward(w, x) - 1) ** 2))(w)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return (optax.apply_updates(w, updates), opt_state), {"loss": loss}
+
+    def start():
+        w = jax.random.normal(jax.random.key(1), shape) / WIDTH**0.5
+        return w, tx.init(w)
+
+    auto_specs = {r"state\[0\]": P(*(None,) * (len(shape) - 2), *spec)}
+    train_step = small.shard_train_step(
+        square_step, stage=stage, mesh=mesh_of(), axis_names="data", auto_specs=auto_specs
+    )
+    state, expected = train_step.init(start), start()
+    for x in batches()[:3]:
+        state, metrics = train_step(state, x)
+        expected, expected_metrics = jax.jit(square_step)(expected, x)
+        np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=5e-3)
+    # Sums in another order round to other bfloat16 numbers; elements in a wrong order are far off.
+    loose = zoo.Tolerance(rtol=2e-2, leaf_rtol=1e-2)
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), loose, "state")
+
+
 def test_unknown_patterns_axes_and_dims():
     x, state = batches()[0], init()
     text = "auto_specs has .'nothing'., which fit no leaf"

@@ -70,6 +70,7 @@ class _Cutter:
         self._maker: dict[_jaxpr.Var, int] = {}
         self._loop: set[int] = set()
         self._unfinished: set[int] = set()
+        self._level: list[int] = []  # of equations
         for var in [*frame.jaxpr.constvars, *frame.jaxpr.invars]:
             self._kinds[var] = Kind.LOCAL if frame.varies(var) else Kind.SAME
             self._levels[var] = 0
@@ -98,6 +99,7 @@ class _Cutter:
                 self._lasts.add(out)
         if in_loop:
             self._loop.add(index)
+        self._level.append(level)
 
     def _kinds_while_summing(
         self, index: int, eqn: _jaxpr.Eqn, atoms: list[_jaxpr.Var]
@@ -140,17 +142,17 @@ class _Cutter:
         means: dict[_jaxpr.Var, None] = {}
         lasts: dict[_jaxpr.Var, None] = {}
         ones: dict[_jaxpr.Var, None] = {}
-        for eqn, atom in self._reads():
+        for index, eqn, atom in self._reads():
             if self._finished(eqn, atom):
                 (means if self._frame.averages(eqn, atom) else sums)[atom] = None
-            elif atom in self._lasts and (eqn is None or self._maker_of(eqn) not in self._loop):
+            elif atom in self._lasts and index not in self._loop:
                 lasts[atom] = None
         for atom, example in zip(outvars, examples, strict=True):
             if not _jaxpr.is_literal(atom) and self._kinds[atom] is Kind.LOCAL:
                 if not self._frame.averages(None, atom):
                     (ones if example else means)[atom] = None
         sunk = self._sunk()
-        levels = max([*self._levels.values(), 0]) + 1
+        levels = max([*self._levels.values(), *self._level, 0]) + 1
         if any(self._levels[var] == levels - 1 for group in (sums, means) for var in group):
             levels += 1
         phases = []
@@ -159,23 +161,20 @@ class _Cutter:
                 tuple(v for v in group if self._levels[v] == level)
                 for group in (sums, means, lasts, ones)
             ]
-            before = [
-                i for i, eqn in enumerate(eqns)
-                if i not in self._loop and i not in sunk and self._level_of(eqn) == level
-            ]  # fmt: skip
-            phases.append(Phase(tuple(before), self._closure(sum(targets, ()), sunk), *targets))
+            here = [i for i in range(len(eqns)) if self._level[i] == level]
+            before = [i for i in here if i not in self._loop and i not in sunk]
+            # What a loop does besides computing values: jax.debug.print.
+            effects = [i for i in here if i in self._loop and eqns[i].effects]
+            makers = [self._maker[v] for group in targets for v in group if v in self._maker]
+            loop = self._closure([*makers, *effects], sunk)
+            phases.append(Phase(tuple(before), loop, *targets))
         return phases
 
-    def _maker_of(self, eqn: _jaxpr.Eqn) -> int:
-        return self._maker[eqn.outvars[0]] if eqn.outvars else -1
-
-    def _level_of(self, eqn: _jaxpr.Eqn) -> int:
-        return self._levels[eqn.outvars[0]] if eqn.outvars else 0
-
-    def _reads(self) -> list[tuple[_jaxpr.Eqn | None, _jaxpr.Var]]:
-        eqns = [(eqn, a) for eqn in self._frame.jaxpr.eqns for a in eqn.invars]
-        outs = [(None, a) for a in self._frame.jaxpr.outvars]
-        return [(eqn, a) for eqn, a in [*eqns, *outs] if not _jaxpr.is_literal(a)]
+    def _reads(self) -> list[tuple[int, _jaxpr.Eqn | None, _jaxpr.Var]]:
+        """What is read, by which equation; by (-1, None) if it is an output."""
+        eqns = [(i, eqn, a) for i, eqn in enumerate(self._frame.jaxpr.eqns) for a in eqn.invars]
+        outs = [(-1, None, a) for a in self._frame.jaxpr.outvars]
+        return [(i, eqn, a) for i, eqn, a in [*eqns, *outs] if not _jaxpr.is_literal(a)]
 
     def _sunk(self) -> set[int]:
         """Cheap equations that only loops read: run inside them, lest their results be kept alive."""
@@ -191,17 +190,16 @@ class _Cutter:
             name = eqn.primitive.name
             cheap = name == "iota" or name in _rules.IDENTITIES
             cheap = cheap or (rule is not None and rule.reduces is None)
-            if index in self._loop or not cheap or self._level_of(eqn) > 0:
+            if index in self._loop or not cheap or self._level[index] > 0:
                 continue
             inside = self._loop | sunk
             if all(o not in outputs and readers.get(o, set()) <= inside for o in eqn.outvars):
                 sunk.add(index)
         return sunk
 
-    def _closure(self, targets: Sequence[_jaxpr.Var], sunk: set[int]) -> tuple[int, ...]:
-        """The equations that a loop must run to make `targets`, in order."""
+    def _closure(self, todo: list[int], sunk: set[int]) -> tuple[int, ...]:
+        """The equations that a loop must run for those in `todo`, in order."""
         needed: set[int] = set()
-        todo = [self._maker[var] for var in targets if var in self._maker]
         while todo:
             index = todo.pop()
             if index in needed:

@@ -114,6 +114,7 @@ class LeafPlan:
       layout: full, or the dim and axes it is sharded over.
       num_shards: how many devices hold different parts of it.
       automatic: for each dim, the other mesh axes over which XLA shards it (`auto_specs`).
+      averaged: its new value differs between devices, and their mean is kept (batch statistics).
       why_full: the reason, for a leaf that the stage would shard and that stays full.
     """
 
@@ -126,6 +127,7 @@ class LeafPlan:
     num_shards: int = 1
     why_full: str = ""
     automatic: Automatic = ()
+    averaged: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -233,7 +235,8 @@ def plan_leaves(
             dim, why = sharding.choose(leaf, links.looped_dims(frame, var))
         if dim is not None and roles[i] != OTHER:
             links.shard(frame, var, dim, leaf.path)
-        plans[i] = _leaf_plan(leaf, roles[i], dim, axes, sharding, why)
+        plan = _leaf_plan(leaf, roles[i], dim, axes, sharding, why)
+        plans[i] = dataclasses.replace(plan, averaged=averaged[i])
     _check_full(sharding, plans.values())
     return tuple(plans[i] for i in range(len(leaves)))
 

@@ -172,7 +172,10 @@ class Devices:
             like = shape[first:]
             rest = [d for d in range(len(like)) if d != dim]
             if len(like) == x.ndim and all(like[d] == x.shape[d] for d in rest):
-                return automatic[first:]
+                # On another dim a wrong guess (of a transposed view) costs traffic; on this one, where
+                # devices and parts would interleave, it would cost the order of the elements.
+                of_dim = automatic[first + dim : first + dim + 1]
+                return () if any(of_dim) else automatic[first:]
         return ()
 
     def _reduce(self, value: Unreduced, dim: int | None) -> FullValue | ShardValue:
