@@ -144,19 +144,6 @@ def check_varying_state(plan: Plan, traced: _trace.TracedStep, averaged: Sequenc
         for leaf, new, _ in differing
         if new in traced.frame.local_gradients
     ]
-    mixed = [
-        describe_leaf(leaf.path, leaf.shape, leaf.dtype)
-        for leaf, new, _ in differing
-        if new in traced.frame.updates
-    ]
-    if mixed:
-        raise StepError(message(
-            WHO, [f"the update of {leaf} differs between devices" for leaf in mixed],
-            "Gradients are reduced, but this update also uses what each device computes from its own "
-            "examples (losses that are not one scalar, say), and a mean of new parameters is not the "
-            "update of the mean.",
-            "Take the mean of it over the batch inside the loss and return it as scalars, or reduce it with "
-            "jax.lax.pmean(..., 'batch') and pass axis_name='batch'."))  # fmt: skip
     if updates and traced.reductions != _trace.TYPED:
         edit = (
             "Reduce the gradients with jax.lax.pmean before the update."

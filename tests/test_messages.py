@@ -128,15 +128,6 @@ def test_output_that_compares_examples():
     refuses(TypeError, text, sharded(lambda w, x: (step(w, x)[0], x @ x.T)), W, X)
 
 
-def test_update_that_uses_losses_of_local_examples():
-    def fn(ws, x):
-        losses, grads = jax.vmap(jax.value_and_grad(loss_fn), in_axes=(0, None))(ws, x)
-        return ws - losses[:, None, None] * grads
-
-    text = ["the update of state float32[4,8,8] differs", "losses that are not one scalar"]
-    refuses(TypeError, text, sharded(fn), jnp.ones((4, 8, 8)), X)
-
-
 def test_masters_without_params():
     tx = jzero.master_weights(optax.sgd(0.1))
     refuses(

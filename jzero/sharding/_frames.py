@@ -56,7 +56,6 @@ class Frame:
     children: dict[int, list[Frame]] = dataclasses.field(default_factory=dict)
     unreduced: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
     local_gradients: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
-    updates: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
     needs_full: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
     feeds_batch: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
 
@@ -119,7 +118,6 @@ def build_frames(
         frame.varying |= dict(zip(eqn.outvars, outs, strict=True))
         _note_unreduced(frame, index, eqn)
         _note_local_gradients(frame, index, eqn)
-        _note_updates(frame, index, eqn)
         if outer.average_losses and frame.pass_of(eqn) == "forward":
             frame.losses |= {out for out in eqn.outvars if frame.varies(out) and _is_loss(out)}
     return frame
@@ -140,21 +138,6 @@ def _note_local_gradients(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> None:
     frame.local_gradients |= {
         out for out in eqn.outvars if frame.varies(out) and (made or out in inner)
     }
-
-
-def _note_updates(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> None:
-    """Notes what follows from reduced gradients outside of AD: an optimizer's arithmetic."""
-    name, autodiff = eqn.primitive.name, frame.pass_of(eqn)
-    follows = name == MARK or (name in REDUCTIONS and autodiff == "backward")
-    follows = follows or (
-        autodiff is None
-        and any(not _jaxpr.is_literal(a) and a in frame.updates for a in eqn.invars)
-    )
-    if follows:
-        frame.updates.update(eqn.outvars)
-    for child in frame.children.get(index, []) if autodiff is None else []:
-        pairs = zip(eqn.outvars, child.jaxpr.outvars, strict=False)
-        frame.updates |= {o for o, a in pairs if not _jaxpr.is_literal(a) and a in child.updates}
 
 
 def _is_loss(var: _jaxpr.Var) -> bool:
