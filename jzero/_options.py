@@ -11,11 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jzero import _call
 from jzero._errors import MeshError, OptionError, message
 from jzero.sharding._layout import Automatic
 from jzero.sharding._plan import STAGES, Sharding
 
-WHO = "shard_train_step"
+WHO = _call.WHO
 GATHER = ("per_pass", "keep", "once_per_step")
 
 
@@ -139,7 +140,7 @@ class Options:
             matches = [spec for pattern, spec in self.auto_specs if re.search(pattern, path)]
             # Factored moments have fewer dims than their parameter.
             fits = bool(matches) and len(matches[0]) <= len(shape)
-            entries = tuple(map(_entry, matches[0])) if fits else ()
+            entries = tuple(map(_call.spec_axes, matches[0])) if fits else ()
             found.append(entries)
             bad += [
                 f"{path}: dim {dim} of size {shape[dim]} over {axes}"
@@ -170,10 +171,6 @@ class Options:
     def gather_once(self) -> bool:
         """Whether one gather serves all microbatches."""
         return self.stage < 3 or self.gather == "once_per_step"
-
-
-def _entry(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def _check_pattern(name: str, pattern: Any) -> None:

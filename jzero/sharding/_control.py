@@ -169,8 +169,9 @@ def _scan(
         else:
             outs.append(interp.devices.value(x, dims[i], init[i].name))
     made = iter([form(y) for form, y in zip(y_forms, ys, strict=True)])
-    num_ys = len(eqn.outvars) - scan.num_carry
-    return outs + [slices[forwarded[j]] if j in forwarded else next(made) for j in range(num_ys)]
+    return outs + [
+        slices[forwarded[j]] if j in forwarded else next(made) for j in range(len(ys_out))
+    ]
 
 
 def _while(

@@ -14,6 +14,7 @@ from jzero import _jaxpr
 from jzero.sharding._cut import Phase
 from jzero.sharding._frames import Frame, split
 from jzero.sharding._interpret import Env, Interpreter
+from jzero.sharding._rules import local_shape
 from jzero.sharding._values import Devices, FullValue, ShardValue, Unreduced, Value, waits
 
 SCOPE = "jzero.microbatches"
@@ -71,7 +72,7 @@ class _Sum:
     wire: Any = None
 
     def start(self, num_shards: int) -> jax.Array:
-        return jnp.zeros(_local_shape(self.var, self.dim, num_shards), self.dtype)
+        return jnp.zeros(local_shape(self.var.aval.shape, self.dim, num_shards), self.dtype)
 
     def add(self, inner: Interpreter, frame: Frame, total: jax.Array, value: Value) -> jax.Array:
         if self.dim is None and waits(value):
@@ -127,7 +128,7 @@ def _loop(
     num = interp.devices.num_shards
     starts = [s.start(num) for s in [*sums, *means]]
     starts += [
-        jnp.zeros(_local_shape(var, dim, num), var.aval.dtype)
+        jnp.zeros(local_shape(var.aval.shape, dim, num), var.aval.dtype)
         for var, dim in zip(phase.lasts, last_dims, strict=True)
     ]
     with jax.named_scope(SCOPE):
@@ -178,10 +179,6 @@ def _slice(value: Value, dim: int, index: Any, num: int) -> jax.Array:
     assert isinstance(value, FullValue)
     size = value.x.shape[dim] // num
     return lax.dynamic_slice_in_dim(value.x, index * size, size, dim)
-
-
-def _local_shape(var: _jaxpr.Var, dim: int | None, num_shards: int) -> tuple[int, ...]:
-    return tuple(n // num_shards if d == dim else n for d, n in enumerate(var.aval.shape))
 
 
 def _sum_dtype(aval: Any, dtype: Any) -> Any:

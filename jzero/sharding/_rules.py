@@ -42,7 +42,8 @@ def _out_shape(eqn: _jaxpr.Eqn) -> tuple[int, ...]:
     return eqn.outvars[0].aval.shape
 
 
-def _cut(sizes: Sequence[int], dim: int, num_shards: int) -> tuple[int, ...]:
+def local_shape(sizes: Sequence[int], dim: int | None, num_shards: int) -> tuple[int, ...]:
+    """Sizes of a shard along `dim`; of the whole for None."""
     return tuple(size // num_shards if d == dim else size for d, size in enumerate(sizes))
 
 
@@ -123,7 +124,7 @@ def _windowed(eqn: _jaxpr.Eqn) -> DimMaps:
 
 
 def _cut_param(param: str) -> Callable[[_jaxpr.Eqn, int, int], dict[str, Any]]:
-    return lambda eqn, dim, num_shards: {param: _cut(eqn.params[param], dim, num_shards)}
+    return lambda eqn, dim, num_shards: {param: local_shape(eqn.params[param], dim, num_shards)}
 
 
 _ELEMENTWISE = """
@@ -160,7 +161,7 @@ RULES: dict[str, Rule] = {
         _windowed,
         lambda eqn, dim, n: {
             "start_indices": eqn.params["start_indices"],
-            "limit_indices": _cut(eqn.params["limit_indices"], dim, n),
+            "limit_indices": local_shape(eqn.params["limit_indices"], dim, n),
         },
     ),
     "pad": Rule(_windowed),
