@@ -9,6 +9,7 @@ from jzero._errors import StepError as StepError
 from jzero._grad import grad as grad
 from jzero._grad import value_and_grad as value_and_grad
 from jzero._nnx import from_nnx as from_nnx
+from jzero._padded import PaddedArray as PaddedArray
 from jzero._precision import master_weights as master_weights
 from jzero._precision import stochastic_rounding as stochastic_rounding
 from jzero._step import ShardedTrainStep as ShardedTrainStep

@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jzero import _call
+from jzero import _call, _padded
 from jzero._errors import StateError, message
+from jzero.sharding._plan import LeafPlan
 
 WHO = _call.WHO
 
@@ -18,6 +20,36 @@ WHO = _call.WHO
 def as_arrays(*lists: Sequence[Any]) -> list[list[Any]]:
     """Every leaf as a JAX array or tracer."""
     return [[jnp.asarray(leaf) for leaf in leaves] for leaves in lists]
+
+
+def pad(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """Each leaf of a state as a plain array of the shape in which it rests."""
+    return [_padded.pad(x, leaf.padded_shape) for x, leaf in zip(leaves, plans, strict=True)]
+
+
+def wrap(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """Each leaf of a state as a user gets it: a `PaddedArray` if it has padding."""
+    return [_padded.wrap(x, leaf.shape) for x, leaf in zip(leaves, plans, strict=True)]
+
+
+def constrain(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """Under an outer `jax.jit`: over Explicit mesh axes, where JAX moves nothing by itself, reshards."""
+    return [
+        jax.reshard(x, s) if AxisType.Explicit in s.mesh.axis_types else x
+        for x, s in zip(leaves, shardings, strict=True)
+    ]
+
+
+def unpad(
+    leaves: Sequence[Any], plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding]
+) -> list[Any]:
+    """Under an outer `jax.jit`: each leaf of a state in its true shape; a padded one becomes full."""
+    full = [
+        NamedSharding(s.mesh, P()) if p.padding else s
+        for p, s in zip(plans, shardings, strict=True)
+    ]
+    leaves = constrain(leaves, full)
+    return [_padded.unpad(x, leaf.shape) for x, leaf in zip(leaves, plans, strict=True)]
 
 
 def place(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
@@ -51,7 +83,8 @@ def _lies_right(leaf: Any, sharding: NamedSharding) -> bool:
 def check_alive(state: Any) -> None:
     """Refuses a state whose arrays an earlier step has consumed."""
     leaves = jax.tree.leaves(state)
-    dead = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves]
+    arrays = (jax.Array, _padded.PaddedArray)
+    dead = [isinstance(leaf, arrays) and leaf.is_deleted() for leaf in leaves]
     if any(dead):  # Paths cost more than the check, which every step makes.
         paths = _call.leaf_paths(state, "state")
         gone = [path for path, is_dead in zip(paths, dead, strict=True) if is_dead]

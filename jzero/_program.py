@@ -174,7 +174,7 @@ def build(
     _outputs.check_outputs(traced, state_avals, state_tree)
     frame, out_varying = traced.frame, traced.frame.out_varying
     leaves = state_leaves(state, setting)
-    links = Links(frame)
+    links = Links(frame, setting.sharding.count(setting.sharding.shard_axes))
     note_needs(frame, len(out_varying))
     averaged = [bool(axes) for axes in out_varying[:num_state]]
     plan = Plan(
@@ -288,7 +288,8 @@ def _runner(
 
 def _placed(x: Any, leaf: LeafPlan) -> Value:
     if isinstance(leaf.layout, Shard):
-        return ShardValue(x, leaf.layout.dim, leaf.layout.axes, leaf.path)
+        dim = leaf.layout.dim
+        return ShardValue(x, dim, leaf.shape[dim], leaf.layout.axes, leaf.path)
     return FullValue(x, leaf.path)
 
 

@@ -48,6 +48,7 @@ class Report:
             *self._at_rest(),
             "",
             *self._left_full(),
+            *self._padded(),
             *self._averaged(),
             "",
             *self._traffic(),
@@ -104,6 +105,21 @@ class Report:
         return [
             f"{len(full)} of {len(self.plan.leaves)} leaves stay full on every device: {shown}{more}. "
             f"They cost {num_bytes} bytes on each device."
+        ]
+
+    def _padded(self) -> list[str]:
+        padded = [leaf for leaf in self.plan.leaves if leaf.padding]
+        if not padded:
+            return []
+        shown = "; ".join(
+            f"{describe_leaf(leaf.path, leaf.shape, leaf.dtype)} (to {list(leaf.padded_shape)})"
+            for leaf in padded[:8]
+        )
+        more = f"; and {len(padded) - 8} more" if len(padded) > 8 else ""
+        num_bytes = sum(leaf.nbytes_per_device - leaf.nbytes // leaf.num_shards for leaf in padded)
+        return [
+            f"{len(padded)} of {len(self.plan.leaves)} leaves are padded at rest (jzero.PaddedArray): {shown}{more}. The padding "
+            f"costs {num_bytes} bytes on each device."
         ]
 
     def _averaged(self) -> list[str]:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jzero import _call, _jaxpr, _placing, _program
 from jzero._errors import MeshError, OptionError, message
 from jzero._options import Options
+from jzero._padded import PaddedArray
 from jzero._report import Report
 from jzero.sharding import _microbatch, _plan, _traffic
 
@@ -195,7 +197,7 @@ class ShardedTrainStep:
         self._programs: dict[Any, _program.Program] = {}
         # By what is quick to ask of a call; an array and its shape then are two keys of one program.
         self._seen: dict[Any, _program.Program] = {}
-        self._layouts: dict[Any, list[NamedSharding]] = {}
+        self._layouts: dict[Any, tuple[_plan.LeafPlan, ...]] = {}
         functools.update_wrapper(self, step_fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,16 +211,23 @@ class ShardedTrainStep:
         """
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
+        leaves = program.plan.leaves
         state = jax.tree.leaves(call.state)
         arrays = jax.tree.leaves(call.arrays)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in [*state, *arrays]):
-            new_state, outs = program.run(*_placing.as_arrays(state, arrays))
+            state, arrays = _placing.as_arrays(state, arrays)
+            new_state, outs = program.run(
+                _placing.constrain(_placing.pad(state, leaves), program.state_shardings),
+                _placing.constrain(arrays, program.argument_shardings),
+            )
+            new_state = _placing.unpad(new_state, leaves, program.state_shardings)
         else:
             _placing.check_alive(call.state)
             new_state, outs = program.jitted(
-                _placing.place(state, program.state_shardings),
+                _placing.place(_placing.pad(state, leaves), program.state_shardings),
                 _placing.place(arrays, program.argument_shardings),
             )
+            new_state = _placing.wrap(new_state, leaves)
         return jax.tree.unflatten(program.out_tree, [*new_state, *outs])
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -233,9 +242,13 @@ class ShardedTrainStep:
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         traced = _jaxpr.trace_whole(lambda: init_fn(*args, **kwargs))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
-        shardings = jax.tree.leaves(self.state_shardings(state))
-        run = jax.jit(functools.partial(_jaxpr.evaluate, traced.jaxpr), out_shardings=shardings)
-        return jax.tree.unflatten(traced.out_tree, run(traced.consts))
+        leaves, shardings = self._leaf_plans(state)
+
+        def run(consts: list[Any]) -> list[Any]:
+            return _placing.pad(_jaxpr.evaluate(traced.jaxpr, consts), leaves)
+
+        made = jax.jit(run, out_shardings=shardings)(traced.consts)
+        return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """Places a state that exists; leaves that already lie right are not copied.
@@ -246,10 +259,11 @@ class ShardedTrainStep:
             `state_shardings`.
           **kwargs: the same by name.
         """
-        shardings = self.state_shardings(state, *args, **kwargs)
+        plans, shardings = self._leaf_plans(state, *args, **kwargs)
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(state)
-        return jax.tree.unflatten(tree, _placing.place(leaves, jax.tree.leaves(shardings)))
+        placed = _placing.place(_placing.pad(leaves, plans), shardings)
+        return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
 
     def unshard(self, state: Any) -> Any:
         """The state with every leaf whole on every device of the mesh, to evaluate or to export."""
@@ -257,7 +271,8 @@ class ShardedTrainStep:
         full = NamedSharding(setting.mesh, PartitionSpec())
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(state)
-        return jax.tree.unflatten(tree, _placing.place(leaves, [full] * len(leaves)))
+        plain = [jnp.asarray(x) if isinstance(x, PaddedArray) else x for x in leaves]
+        return jax.tree.unflatten(tree, _placing.place(plain, [full] * len(leaves)))
 
     def state_shardings(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """A `NamedSharding` for every leaf of the state, in its structure; as Orbax wants to restore.
@@ -265,23 +280,31 @@ class ShardedTrainStep:
         With the step's other arguments (shapes suffice), or once a step with this state has run, these
         are the plan's. Before that, roles are unknown: every leaf is sharded that can be, and the first
         step moves what its plan has full (parameters at stages 1 and 2).
+
+        A leaf that is padded at rest (`PaddedArray`) has none for its true shape: it is given as full
+        here, and padded when `shard` or the step places it.
         """
+        plans, shardings = self._leaf_plans(state, *args, **kwargs)
+        full = NamedSharding(self._setting().mesh, PartitionSpec())
+        found = [full if p.padding else s for p, s in zip(plans, shardings, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(state), found)
+
+    def _leaf_plans(
+        self, state: Any, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[_plan.LeafPlan, ...], list[NamedSharding]]:
+        """Where each leaf of the state rests, as far as it is known: see `state_shardings`."""
         setting = self._setting()
         abstract = _call.abstract(state, "state")
-        leaves, tree = jax.tree.flatten(abstract)
-        shardings: list[NamedSharding] | None
+        plans: tuple[_plan.LeafPlan, ...] | None
         if args or kwargs:
-            shardings = self._program_for(
-                self._signature.bind((state, *args), kwargs)
-            ).state_shardings
+            plans = self._program_for(self._signature.bind((state, *args), kwargs)).plan.leaves
         else:
-            shardings = self._layouts.get(_state_key(setting, leaves, tree))
-        if shardings is None:
+            plans = self._layouts.get(_state_key(setting, *jax.tree.flatten(abstract)))
+        if plans is None:
             plans = _plan.plan_from_shapes(
                 _program.state_leaves(abstract, setting), setting.sharding
             )
-            shardings = _program.shardings_of(plans, setting.mesh)
-        return jax.tree.unflatten(tree, shardings)
+        return plans, _program.shardings_of(plans, setting.mesh)
 
     def plan(self, *args: Any, **kwargs: Any) -> _plan.Plan:
         """The plan for `(state, *args)`: arrays or `ShapeDtypeStruct`s; nothing runs."""
@@ -327,7 +350,7 @@ class ShardedTrainStep:
                 self._step_fn, self._signature, setting, state, arrays, call.static
             )
             state_key = _state_key(setting, *jax.tree.flatten(state))
-            self._layouts[state_key] = self._programs[key].state_shardings
+            self._layouts[state_key] = self._programs[key].plan.leaves
         return self._programs[key]
 
     def _setting(self) -> _program.Setting:
@@ -395,14 +418,17 @@ def _placed_inputs(call: _call.Call, program: _program.Program) -> tuple[list[An
         for leaf in jax.tree.leaves(_call.abstract(value, name))
     ]
     state = jax.tree.leaves(_call.abstract(call.state, "state"))
+    shapes = [leaf.padded_shape for leaf in program.plan.leaves]
     return (
-        _with_shardings(state, program.state_shardings),
-        _with_shardings(arrays, program.argument_shardings),
+        _with_shardings(state, shapes, program.state_shardings),
+        _with_shardings(arrays, [leaf.shape for leaf in arrays], program.argument_shardings),
     )
 
 
-def _with_shardings(avals: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+def _with_shardings(
+    avals: Sequence[Any], shapes: Sequence[tuple[int, ...]], shardings: Sequence[NamedSharding]
+) -> list[Any]:
     return [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=s)
-        for a, s in zip(avals, shardings, strict=True)
+        jax.ShapeDtypeStruct(shape, a.dtype, weak_type=a.weak_type, sharding=s)
+        for a, shape, s in zip(avals, shapes, shardings, strict=True)
     ]

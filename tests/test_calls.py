@@ -219,6 +219,14 @@ def test_axis_types(given, axis_type):
     zoo.assert_trees_close(state, zoo.to_host(expected), zoo.FP32, f"{given}, {axis_type}")
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_state_that_was_never_placed_under_an_outer_jit(axis_type):
+    train_step = small.shard_train_step(train, mesh=make_mesh({"data": 4}, axis_type))
+    actual, _ = jax.jit(train_step)(make_state(), X, Y)
+    expected, _ = jax.jit(train)(make_state(), X, Y)
+    zoo.assert_trees_close(zoo.to_host(actual), zoo.to_host(expected), zoo.FP32, str(axis_type))
+
+
 @pytest.mark.parametrize(
     ("shape", "first"),
     [

@@ -10,7 +10,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 
 # From the bottom up. A file imports from the layers below its own.
 LAYERS = (
-    ("_errors",),
+    ("_errors", "_padded"),
     ("_jaxpr", "sharding/_layout"),
     (
         "sharding/_collectives",
@@ -21,9 +21,16 @@ LAYERS = (
         "_precision",
     ),
     ("sharding/_values", "sharding/_frames"),
-    ("sharding/_links", "sharding/_needs", "sharding/_kinds", "_whole", "_placing"),
+    ("sharding/_links", "sharding/_needs", "sharding/_kinds", "_whole"),
     ("sharding/_plan", "sharding/_interpret", "sharding/_cut", "_trace", "_nnx"),
-    ("sharding/_ordinary", "sharding/_control", "sharding/_microbatch", "_options", "_outputs"),
+    (
+        "sharding/_ordinary",
+        "sharding/_control",
+        "sharding/_microbatch",
+        "_options",
+        "_outputs",
+        "_placing",
+    ),
     ("_report", "_program"),
     ("_step",),
     ("__init__",),

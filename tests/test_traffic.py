@@ -6,6 +6,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
+import jzero
 import programs
 import small
 
@@ -96,12 +97,13 @@ def test_a_leaf_left_full_is_accounted_for_by_name():
         "w": jax.ShapeDtypeStruct((16, 10), jnp.float32),
         "odd": jax.ShapeDtypeStruct((10,), jnp.float32),
     }
-    train_step = small.shard_train_step(step, stage=3, mesh=AbstractMesh((8,), ("data",)))
+    mesh = AbstractMesh((8,), ("data",))
+    train_step = jzero.shard_train_step(step, stage=3, mesh=mesh, min_shard_bytes=41)
     found = train_step.describe(state, jax.ShapeDtypeStruct((16, 16), jnp.float32))
     assert traffic(found) == {"all-gather": 160, "all-reduce": 10, "reduce-scatter": 160}
     assert (
         "1 of 2 leaves stay full on every device: state['odd'] float32[10] "
-        "(no dim is divisible by 8). They cost 40 bytes on each device." in str(found)
+        "(smaller than min_shard_bytes=41). They cost 40 bytes on each device." in str(found)
     )
 
 

@@ -8,17 +8,19 @@ gather it over those axes first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from jzero.sharding._layout import FULL, Automatic, partition_spec
+from jzero.sharding._layout import FULL, Automatic, padded_size, partition_spec
 
 Axes = tuple[str, ...]
 
 
 def gather(shard: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic) -> jax.Array:
-    """All-gathers `shard` along `dim`; `name` makes it readable in a profile."""
+    """All-gathers `shard` along `dim`, padding included; `name` makes it readable in a profile."""
 
     def collective(part: jax.Array) -> jax.Array:
         return lax.all_gather(part, axes, axis=dim, tiled=True)
@@ -61,6 +63,26 @@ def take_shard(full: jax.Array, dim: int, axes: Axes, num_shards: int) -> jax.Ar
     """This device's slice of a value that is the same on all devices. Moves nothing."""
     size = full.shape[dim] // num_shards
     return lax.dynamic_slice_in_dim(full, lax.axis_index(axes) * size, size, dim)
+
+
+def pad(x: jax.Array, dim: int, num_shards: int) -> jax.Array:
+    """`x` with zeros after it along `dim`, up to a size that `num_shards` divides."""
+    more = padded_size(x.shape[dim], num_shards) - x.shape[dim]
+    if not more:
+        return x
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, more * (d == dim), 0) for d in range(x.ndim)])
+
+
+def unpad(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """`x` without what was added along `dim`, which has `size`."""
+    return x if x.shape[dim] == size else lax.slice_in_dim(x, 0, size, axis=dim)
+
+
+def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: Any) -> jax.Array:
+    """`shard` with `fill` where it holds padding of a dim of `size`."""
+    index = lax.axis_index(axes) * shard.shape[dim] + jnp.arange(shard.shape[dim])
+    inside = lax.broadcast_in_dim(index < size, shard.shape, (dim,))
+    return jnp.where(inside, shard, jnp.asarray(fill, shard.dtype))
 
 
 def keep_apart(shard: jax.Array, token: jax.Array) -> jax.Array:

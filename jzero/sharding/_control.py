@@ -88,8 +88,10 @@ def _cond(
         [value.x for value in settled],
     )
     return [
-        Unreduced(x, interp.mean_scale, x.dtype) if wait else interp.devices.value(x, dim)
-        for x, dim, wait in zip(arrays, dims, pending, strict=True)
+        Unreduced(x, interp.mean_scale, x.dtype)
+        if wait
+        else interp.devices.value(x, dim, out.aval.shape)
+        for x, dim, wait, out in zip(arrays, dims, pending, eqn.outvars, strict=True)
     ]
 
 
@@ -129,7 +131,7 @@ def _scan(
         carried = [
             Unreduced(x, None, x.dtype, collecting=True)
             if i in sums
-            else interp.devices.value(x, dims[i], init[i].name)
+            else interp.devices.value(x, dims[i], carry_out[i].aval.shape, init[i].name)
             for i, x in enumerate(carry)
         ]
         sliced = [_like(v, -1)(x) for v, x in zip(slices, arrays, strict=True)]
@@ -167,7 +169,7 @@ def _scan(
             before = interp.as_dim(frame, init_atoms[i], init[i], dims[i])
             outs.append(dataclasses.replace(total, x=total.x + before))
         else:
-            outs.append(interp.devices.value(x, dims[i], init[i].name))
+            outs.append(interp.devices.value(x, dims[i], carry_out[i].aval.shape, init[i].name))
     made = iter([form(y) for form, y in zip(y_forms, ys, strict=True)])
     return outs + [
         slices[forwarded[j]] if j in forwarded else next(made) for j in range(len(ys_out))
@@ -194,10 +196,15 @@ def _while(
         for out, value in zip(eqn.outvars, init, strict=True)
     ]
 
+    def wrap(arrays: list[Any]) -> list[Value]:
+        return [
+            interp.devices.value(x, dim, out.aval.shape)
+            for x, dim, out in zip(arrays, dims, eqn.outvars, strict=True)
+        ]
+
     def run(child: Frame, consts: list[Value], carry: list[Any]) -> tuple[Interpreter, list[Value]]:
         inner = interp.inside(divergent)
-        carried = [interp.devices.value(x, dim) for x, dim in zip(carry, dims, strict=True)]
-        return inner, inner.run(child, [*consts, *carried])
+        return inner, inner.run(child, [*consts, *wrap(carry)])
 
     def again(carry: list[Any]) -> Any:
         inner, (value,) = run(cond, cond_ins, carry)
@@ -221,8 +228,7 @@ def _while(
         ]
 
     starts = [interp.as_dim(frame, *args) for args in zip(init_atoms, init, dims, strict=True)]
-    arrays = lax.while_loop(keep_going, step, starts)
-    return [interp.devices.value(x, dim) for x, dim in zip(arrays, dims, strict=True)]
+    return wrap(lax.while_loop(keep_going, step, starts))
 
 
 def _loop_consts(
@@ -258,8 +264,8 @@ def _like(value: Value, offset: int = 0) -> Callable[[Any], Value]:
     name = value.name  # Not the value itself: its tracer must not outlive the loop's trace.
     if isinstance(value, FullValue):
         return lambda x: FullValue(x, name)
-    dim, axes = value.dim + offset, value.axes
-    return lambda x: ShardValue(x, dim, axes, name)
+    dim, size, axes = value.dim + offset, value.size, value.axes
+    return lambda x: ShardValue(x, dim, size, axes, name)
 
 
 CONTROL: dict[str, Handler] = {

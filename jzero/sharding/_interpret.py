@@ -103,7 +103,7 @@ class Interpreter:
         """The dim along which `atom` is sharded if it is sharded at all."""
         if self.devices.num == 1 or self.devices.divergent:
             return None
-        return self.links.sharded_dim(frame, atom, self.devices.num_shards)
+        return self.links.sharded_dim(frame, atom)
 
     def full(self, frame: Frame, atom: _jaxpr.Atom, value: Value) -> Any:
         """The whole array of an operand."""
@@ -138,7 +138,7 @@ class Interpreter:
             key = (self.devices.scope, "cast", str(dtype))
             if key not in value.views:
                 cast = value.x.astype(dtype)
-                value.views[key] = ShardValue(cast, value.dim, value.axes, value.name)
+                value.views[key] = ShardValue(cast, value.dim, value.size, value.axes, value.name)
             value = value.views[key]
         return FullValue(self.devices.full(value), value.name)
 

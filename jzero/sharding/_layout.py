@@ -18,7 +18,10 @@ class Full:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Each device holds an equal slice along `dim`; device order is that of the mesh `axes`."""
+    """Each device holds an equal slice along `dim`; device order is that of the mesh `axes`.
+
+    A dim that the devices do not divide is padded at its end.
+    """
 
     dim: int
     axes: tuple[str, ...]
@@ -44,31 +47,28 @@ def partition_spec(layout: Layout, automatic: Automatic = ()) -> P:
     return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries))
 
 
-def shardable_dims(shape: Sequence[int], num_shards: int) -> list[int]:
-    """Dims that `num_shards` devices can split evenly."""
-    return [dim for dim, size in enumerate(shape) if size and size % num_shards == 0]
+def padded_size(size: int, num_shards: int) -> int:
+    """The next multiple of `num_shards`: what a dim of `size` has at rest."""
+    return -(-size // num_shards) * num_shards
 
 
 def choose_dim(shape: Sequence[int], num_shards: int, avoid: Collection[int] = ()) -> int | None:
-    """The dim to shard: the largest that divides, the first of equals; None if there is none.
+    """The dim to shard: the largest that divides, else the one that needs least padding, or None.
 
     The largest, because the dim of stacked layers is nearly always a small one and must not be it, and
     because a leaf and its moments, having one shape, then agree before any step was seen.
     """
-    dims = [dim for dim in shardable_dims(shape, num_shards) if dim not in avoid]
-    return max(dims, key=lambda dim: (shape[dim], -dim), default=None)
+    dims = [dim for dim, size in enumerate(shape) if size > 1 and dim not in avoid]
+    even = [dim for dim in dims if shape[dim] % num_shards == 0]
+    if even:
+        return max(even, key=lambda dim: (shape[dim], -dim))
+    return min(dims, key=lambda dim: padded_size(shape[dim], num_shards) / shape[dim], default=None)
 
 
-def why_full(
-    shape: Sequence[int], num_shards: int, looped: Collection[int], taken: Collection[int]
-) -> str:
+def why_full(shape: Sequence[int], avoid: Collection[int]) -> str:
     """The reason, for the report, why `choose_dim` found nothing."""
     if not shape:
         return "a scalar"
-    dims = shardable_dims(shape, num_shards)
-    if not dims:
-        return f"no dim is divisible by {num_shards}"
-    if set(dims) & set(taken):
-        return "its divisible dims are sharded over other axes or looped over"
-    dims = sorted(looped)
-    return f"dim {dims[0] if len(dims) == 1 else dims} is looped over and no other is divisible"
+    if any(size > 1 and dim in avoid for dim, size in enumerate(shape)):
+        return "its dims are looped over, or sharded over other axes"
+    return "no dim is larger than 1"

@@ -20,10 +20,11 @@ DimKey = tuple[int, _jaxpr.Var, int]
 class Links:
     """Classes of dims that are sharded together, and the ones that must not be sharded."""
 
-    def __init__(self, root: Frame):
+    def __init__(self, root: Frame, num_shards: int):
+        self._num_shards = num_shards
         self._parent: dict[DimKey, DimKey] = {}
         self._looped: list[DimKey] = []
-        self._sharded: dict[DimKey, int] = {}
+        self._sharded: dict[tuple[DimKey, int], int] = {}
         self._leaf: dict[DimKey, str] = {}
         self._link_frame(root)
 
@@ -44,8 +45,13 @@ class Links:
     def shard(self, frame: Frame, var: _jaxpr.Var, dim: int, leaf: str) -> None:
         """Declares the class of this dim to be sharded, for `leaf`; earlier declarations rank higher."""
         root = self._find((id(frame), var, dim))
-        self._sharded.setdefault(root, len(self._sharded))
+        self._sharded.setdefault((root, self._uneven(var.aval.shape[dim])), len(self._sharded))
         self._leaf.setdefault(root, leaf)
+
+    def _uneven(self, size: int) -> int:
+        # Shards line up if the devices divide both dims, or if both have the same size, and so the same
+        # padding. A reshape links dims of other sizes.
+        return size if size % self._num_shards else 0
 
     def leaf_of(self, frame: Frame, var: _jaxpr.Var) -> str:
         """The leaf for which the dims of `var` were sharded: the parameter that a gradient is of."""
@@ -58,14 +64,14 @@ class Links:
         dims = range(len(var.aval.shape))
         return {dim for dim in dims if self._find((id(frame), var, dim)) in looped}
 
-    def sharded_dim(self, frame: Frame, atom: _jaxpr.Atom, num_shards: int) -> int | None:
+    def sharded_dim(self, frame: Frame, atom: _jaxpr.Atom) -> int | None:
         """The dim along which `atom` is sharded if it is sharded at all."""
         if _jaxpr.is_literal(atom) or frame.varies(atom):
             return None
         ranks = {}
         for dim, size in enumerate(getattr(atom.aval, "shape", ())):
-            rank = self._sharded.get(self._find((id(frame), atom, dim)))
-            if rank is not None and size and size % num_shards == 0:
+            rank = self._sharded.get((self._find((id(frame), atom, dim)), self._uneven(size)))
+            if rank is not None and size:
                 ranks[dim] = rank
         return min(ranks, key=ranks.__getitem__, default=None)
 

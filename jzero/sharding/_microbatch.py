@@ -14,7 +14,6 @@ from jzero import _jaxpr
 from jzero.sharding._cut import Phase
 from jzero.sharding._frames import Frame, split
 from jzero.sharding._interpret import Env, Interpreter
-from jzero.sharding._rules import local_shape
 from jzero.sharding._values import Devices, FullValue, ShardValue, Unreduced, Value, waits
 
 SCOPE = "jzero.microbatches"
@@ -71,8 +70,8 @@ class _Sum:
     scale: float | None = None
     wire: Any = None
 
-    def start(self, num_shards: int) -> jax.Array:
-        return jnp.zeros(local_shape(self.var.aval.shape, self.dim, num_shards), self.dtype)
+    def start(self, devices: Devices) -> jax.Array:
+        return jnp.zeros(devices.shard_shape(self.var.aval.shape, self.dim), self.dtype)
 
     def add(self, inner: Interpreter, frame: Frame, total: jax.Array, value: Value) -> jax.Array:
         if self.dim is None and waits(value):
@@ -88,7 +87,7 @@ class _Sum:
         dtype = self.var.aval.dtype
         if self.scale is not None:
             return Unreduced(total.astype(self.wire), self.scale, dtype, self.leaf)
-        return devices.value(total.astype(dtype), self.dim, self.leaf)
+        return devices.value(total.astype(dtype), self.dim, self.var.aval.shape, self.leaf)
 
 
 def _loop(
@@ -125,10 +124,9 @@ def _loop(
         ]
         return [*totals, *lasts], [inner.full(frame, v, local.values[v]) for v in phase.examples]
 
-    num = interp.devices.num_shards
-    starts = [s.start(num) for s in [*sums, *means]]
+    starts = [s.start(interp.devices) for s in [*sums, *means]]
     starts += [
-        jnp.zeros(local_shape(var.aval.shape, dim, num), var.aval.dtype)
+        jnp.zeros(interp.devices.shard_shape(var.aval.shape, dim), var.aval.dtype)
         for var, dim in zip(phase.lasts, last_dims, strict=True)
     ]
     with jax.named_scope(SCOPE):
@@ -139,7 +137,7 @@ def _loop(
         s.var: s.finish(interp.devices, x) for s, x in zip(means, mean_totals, strict=True)
     }
     for var, dim, x in zip(phase.lasts, last_dims, lasts, strict=True):
-        env.values[var] = interp.devices.value(x, dim)
+        env.values[var] = interp.devices.value(x, dim, var.aval.shape)
     env.values |= {v: FullValue(x) for v, x in zip(phase.examples, examples, strict=True)}
 
 
@@ -165,7 +163,7 @@ def _detached(values: Mapping[_jaxpr.Var, FullValue | ShardValue]) -> dict[_jaxp
     def copy(value: ShardValue) -> ShardValue:
         if id(value) not in copies:
             origin = value.view_of and (copy(value.view_of[0]), value.view_of[1])
-            new = ShardValue(value.x, value.dim, value.axes, value.name, origin)
+            new = dataclasses.replace(value, view_of=origin, gathered={}, views={})
             copies[id(value)] = new
         return copies[id(value)]
 

@@ -116,29 +116,26 @@ def _apply_on_shards(
     """The result computed from shards, or None if the operands must be gathered."""
     maps = rule.dims(eqn)
     axes = _output_axes(interp, frame, eqn, ins)
-    num = interp.devices.count(axes)
     reduced = _apply_reduction(interp, eqn, rule, maps, ins)
     if reduced is not None:
         return [reduced]
     dim = _output_dim(interp, frame, eqn, maps, ins)
     if dim is None:
         return None
-    out_shapes = [out.aval.shape for out in eqn.outvars]
-    if any(shape[dim] % num for shape in out_shapes):
-        return None
-    args = []
+    size, args = eqn.outvars[0].aval.shape[dim], []
     for atom, value, dims in zip(eqn.invars, ins, maps, strict=True):
         # Dims of size 1 that the operation broadcasts stay as they are.
         own = dims.index(dim) if dim in dims else None
-        if own is not None and atom.aval.shape[own] % num:
+        if own is not None and not interp.devices.line_up(atom.aval.shape[own], size):
             return None
         args.append((value, own))
     arrays = [
         interp.devices.full(value) if own is None else interp.devices.shard(value, own, axes)
         for value, own in args
     ]
-    outs = _jaxpr.bind(eqn, *arrays, **rule.local(eqn, dim, num))
-    return [ShardValue(out, dim, axes, view_of=_view(eqn, rule, ins)) for out in outs]
+    local = rule.local(eqn, dim, interp.devices.shard_size(size, axes))
+    outs = _jaxpr.bind(eqn, *arrays, **local)
+    return [ShardValue(out, dim, size, axes, view_of=_view(eqn, rule, ins)) for out in outs]
 
 
 def _output_axes(
@@ -170,8 +167,8 @@ def _apply_reduction(
         return None
     if maps[0][ins[0].dim] is not None:
         return None
-    (local,) = _jaxpr.bind(eqn, ins[0].x)
     devices, axes = interp.devices, ins[0].axes
+    (local,) = _jaxpr.bind(eqn, devices.without_padding(ins[0], rule.reduces))
     if rule.reduces == "sum" and jnp.issubdtype(local.dtype, jnp.inexact):
         # Devices beside these axes hold the same, and a reduction sums over all.
         return Unreduced(local, devices.count(axes) / devices.num, local.dtype)
@@ -227,7 +224,7 @@ def _constrain(
         value = value.reduced
     x = lax.with_sharding_constraint(value.x, _jaxpr.constraint_spec(eqn, interp.automatic))
     if isinstance(value, ShardValue):
-        return [ShardValue(x, value.dim, value.axes, value.name)]
+        return [ShardValue(x, value.dim, value.size, value.axes, value.name)]
     return [dataclasses.replace(value, x=x)]
 
 

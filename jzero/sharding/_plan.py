@@ -89,7 +89,7 @@ class Sharding:
         avoid = looped | leaf.taken
         dim = _layout.choose_dim(leaf.shape, num, avoid) if leaf.splittable else None
         if dim is None:
-            return None, _layout.why_full(leaf.shape, num, looped, leaf.taken)
+            return None, _layout.why_full(leaf.shape, avoid)
         if math.prod(leaf.shape) * leaf.itemsize < self.min_bytes:
             return None, f"smaller than min_shard_bytes={self.min_bytes}"
         return dim, ""
@@ -115,6 +115,7 @@ class LeafPlan:
       num_shards: how many devices hold different parts of it.
       automatic: for each dim, the other mesh axes over which XLA shards it (`auto_specs`).
       averaged: its new value differs between devices, and their mean is kept (batch statistics).
+      padding: what is added at rest to the sharded dim, if the devices do not divide it.
       why_full: the reason, for a leaf that the stage would shard and that stays full.
     """
 
@@ -128,6 +129,7 @@ class LeafPlan:
     why_full: str = ""
     automatic: Automatic = ()
     averaged: bool = False
+    padding: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -135,9 +137,15 @@ class LeafPlan:
         return math.prod(self.shape) * self.itemsize
 
     @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape at rest: the sharded dim is a multiple of the devices."""
+        dim = self.layout.dim if isinstance(self.layout, Shard) else None
+        return tuple(size + self.padding * (d == dim) for d, size in enumerate(self.shape))
+
+    @property
     def nbytes_per_device(self) -> int:
-        """Bytes at rest on each device."""
-        return self.nbytes // self.num_shards
+        """Bytes at rest on each device, padding included."""
+        return math.prod(self.padded_shape) * self.itemsize // self.num_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +191,7 @@ class Plan:
         lines = [f"stage {self.stage} over {axes}; reductions: {self.reductions}"]
         for leaf in self.leaves:
             why = f"  ({leaf.why_full})" if leaf.why_full else ""
+            why += f"  (padded by {leaf.padding})" if leaf.padding else ""
             dims = ",".join(map(str, leaf.shape))
             lines.append(
                 f"  {leaf.path:<{width}}  {leaf.dtype}[{dims}]  {leaf.role}  {leaf.layout}{why}"
@@ -219,7 +228,6 @@ def plan_leaves(
     Raises:
       OptionError: `sharding.full` matches no parameter.
     """
-    num = sharding.count(sharding.shard_axes)
     variables = frame.jaxpr.invars[: len(leaves)]
     roles = [
         _role(leaf, var in frame.feeds_batch, mean)
@@ -229,7 +237,7 @@ def plan_leaves(
     # Parameters choose first: optimizer state that is combined with one element by element follows it.
     for i in sorted(range(len(leaves)), key=lambda i: roles[i] != PARAMETER):
         leaf, var, axes, why = leaves[i], variables[i], sharding.axes_of(leaves[i], roles[i]), ""
-        dim = links.sharded_dim(frame, var, num)
+        dim = links.sharded_dim(frame, var)
         dim = None if dim in leaf.taken else dim
         if dim is None and roles[i] != OTHER:
             dim, why = sharding.choose(leaf, links.looped_dims(frame, var))
@@ -250,7 +258,12 @@ def _leaf_plan(
         why = kept if wanted else ""
         return LeafPlan(*leaf[:4], role, FULL, leaf.parts, why, leaf.automatic)
     num_shards = sharding.count(axes) * leaf.parts
-    return LeafPlan(*leaf[:4], role, Shard(dim, axes), num_shards, "", leaf.automatic)
+    size = leaf.shape[dim]
+    # Over the optimizer's axes, for parameters too: a parameter's shard is a union of its moments'.
+    padding = _layout.padded_size(size, sharding.count(sharding.shard_axes)) - size
+    return LeafPlan(
+        *leaf[:4], role, Shard(dim, axes), num_shards, "", leaf.automatic, padding=padding
+    )
 
 
 def _check_full(sharding: Sharding, plans: Iterable[LeafPlan]) -> None:

@@ -23,13 +23,13 @@ class Rule(NamedTuple):
 
     Attributes:
       dims: the dim maps of an equation.
-      local: parameter overrides when output dim `dim` is cut into `num_shards`.
+      local: parameter overrides when output dim `dim` is cut to `size`.
       linear: f(a + b) = f(a) + f(b), so that it may run before a pending reduction.
       reduces: 'sum', 'max' or 'min' if dims that do not survive are reduced that way.
     """
 
     dims: Callable[[_jaxpr.Eqn], DimMaps]
-    local: Callable[[_jaxpr.Eqn, int, int], dict[str, Any]] = lambda eqn, dim, num_shards: {}
+    local: Callable[[_jaxpr.Eqn, int, int], dict[str, Any]] = lambda eqn, dim, size: {}
     linear: bool = False
     reduces: str | None = None
 
@@ -40,11 +40,6 @@ def _shapes(eqn: _jaxpr.Eqn) -> list[tuple[int, ...]]:
 
 def _out_shape(eqn: _jaxpr.Eqn) -> tuple[int, ...]:
     return eqn.outvars[0].aval.shape
-
-
-def local_shape(sizes: Sequence[int], dim: int | None, num_shards: int) -> tuple[int, ...]:
-    """Sizes of a shard along `dim`; of the whole for None."""
-    return tuple(size // num_shards if d == dim else size for d, size in enumerate(sizes))
 
 
 def _same_dims(shape: Sequence[int], out: Sequence[int]) -> tuple[int | None, ...]:
@@ -124,7 +119,11 @@ def _windowed(eqn: _jaxpr.Eqn) -> DimMaps:
 
 
 def _cut_param(param: str) -> Callable[[_jaxpr.Eqn, int, int], dict[str, Any]]:
-    return lambda eqn, dim, num_shards: {param: local_shape(eqn.params[param], dim, num_shards)}
+    def local(eqn: _jaxpr.Eqn, dim: int, size: int) -> dict[str, Any]:
+        sizes = eqn.params[param]
+        return {param: (*sizes[:dim], size, *sizes[dim + 1 :])}
+
+    return local
 
 
 _ELEMENTWISE = """
@@ -157,13 +156,7 @@ RULES: dict[str, Rule] = {
     "sort": Rule(_except("dimension")),
     "concatenate": Rule(_except("dimension")),
     "split": Rule(_except("axis")),
-    "slice": Rule(
-        _windowed,
-        lambda eqn, dim, n: {
-            "start_indices": eqn.params["start_indices"],
-            "limit_indices": local_shape(eqn.params["limit_indices"], dim, n),
-        },
-    ),
+    "slice": Rule(_windowed, _cut_param("limit_indices")),
     "pad": Rule(_windowed),
     "dynamic_slice": Rule(_windowed, _cut_param("slice_sizes")),
     "dynamic_update_slice": Rule(_windowed),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jzero._errors import StepError, message
 from jzero.sharding import _collectives
 from jzero.sharding._collectives import Axes
-from jzero.sharding._layout import Automatic
+from jzero.sharding._layout import Automatic, padded_size
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,6 +31,8 @@ class FullValue:
 class ShardValue:
     """This device's slice along `dim`, over mesh `axes`, of a value that is the same on all devices.
 
+    The whole dim has `size`. If the devices do not divide it, the last slices hold padding, of which
+    nothing is known: it is dropped when the value is gathered and masked when it is reduced.
     `gathered` keeps the whole value for the pass (see `Devices.scope`) that asked for it. `view_of` is
     the value this one only rearranges, and how: the two share a gather. `views` are the casts and
     rearrangements already made of it, so that a step that casts twice gathers once.
@@ -38,6 +40,7 @@ class ShardValue:
 
     x: Any
     dim: int
+    size: int
     axes: Axes
     name: str = ""
     view_of: tuple[ShardValue, Callable[[Any], Any]] | None = None
@@ -115,9 +118,37 @@ class Devices:
         """How many shards a gradient has."""
         return self.count(self.shard_axes)
 
-    def value(self, x: Any, dim: int | None, name: str = "") -> FullValue | ShardValue:
-        """An array that is whole (None) or sharded like a gradient."""
-        return FullValue(x, name) if dim is None else ShardValue(x, dim, self.shard_axes, name)
+    def value(
+        self, x: Any, dim: int | None, shape: Sequence[int], name: str = ""
+    ) -> FullValue | ShardValue:
+        """An array that is whole (None) or sharded like a gradient; `shape` is that of the whole."""
+        if dim is None:
+            return FullValue(x, name)
+        return ShardValue(x, dim, shape[dim], self.shard_axes, name)
+
+    def shard_size(self, size: int, axes: Axes | None = None) -> int:
+        """How much of a dim of `size` each device holds, padding included."""
+        num = self.num_shards if axes is None else self.count(axes)
+        return padded_size(size, self.num_shards) // num
+
+    def line_up(self, size: int, other: int) -> bool:
+        """Whether shards of dims of these sizes hold the same parts of what a reshape made of them."""
+        return size == other or not (size % self.num_shards or other % self.num_shards)
+
+    def without_padding(self, value: ShardValue, reduces: str) -> Any:
+        """The shard with padding that changes no 'sum', 'max' or 'min' of it."""
+        if value.size % self.num_shards == 0:
+            return value.x
+        fill = {
+            "sum": 0,
+            "max": _extreme(value.x.dtype, "min"),
+            "min": _extreme(value.x.dtype, "max"),
+        }
+        return _collectives.mask_padding(value.x, value.dim, value.size, value.axes, fill[reduces])
+
+    def shard_shape(self, shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
+        """Sizes of a gradient's shard along `dim`; of the whole for None."""
+        return tuple(self.shard_size(n) if d == dim else n for d, n in enumerate(shape))
 
     def full(self, value: Value, dim: int | None = None) -> Any:
         """The whole array; `dim` is how an unreduced value is sharded on the way, if at all."""
@@ -133,7 +164,7 @@ class Devices:
                 shard = _collectives.keep_apart(shard, self.token)
             for axes in reversed(self._steps(value.axes)):  # the outer, slower axes move least
                 shard = self._gather(shard, value.dim, axes, value.name)
-            value.gathered[self.scope] = shard
+            value.gathered[self.scope] = _collectives.unpad(shard, value.dim, value.size)
         return value.gathered[self.scope]
 
     def shard(self, value: Value, dim: int, axes: Axes | None = None) -> Any:
@@ -141,7 +172,8 @@ class Devices:
         axes = self.shard_axes if axes is None else axes
         value = self.settle(value, dim)
         if not (isinstance(value, ShardValue) and value.dim == dim):
-            return _collectives.take_shard(self.full(value), dim, axes, self.count(axes))
+            padded = _collectives.pad(self.full(value), dim, self.num_shards)
+            return _collectives.take_shard(padded, dim, axes, self.count(axes))
         more, fewer = axes[len(value.axes) :], value.axes[len(axes) :]
         if more:
             return _collectives.take_shard(value.x, dim, more, self.count(more))
@@ -179,7 +211,7 @@ class Devices:
         return ()
 
     def _reduce(self, value: Unreduced, dim: int | None) -> FullValue | ShardValue:
-        total, after = value.x, value.scale
+        total, after, shape = value.x, value.scale, value.x.shape
         if total.dtype == jnp.float16 and after not in (None, 0, 1):
             # A sum of many float16 could overflow where their mean does not: half of the scale before.
             before = 2.0 ** (math.log2(after) // 2)
@@ -188,6 +220,7 @@ class Devices:
             self._check_together("a gradient is reduced")
             rest = self.axes if dim is None else self.axes_beside(self.shard_axes)
             if dim is not None:
+                total = _collectives.pad(total, dim, self.num_shards)
                 for axes in self._steps(self.shard_axes):
                     automatic = self._automatic(value.name, total, dim)
                     total = _collectives.reduce_scatter(total, dim, axes, value.name, automatic)
@@ -196,7 +229,7 @@ class Devices:
         if after != 1:
             total = total * jnp.asarray(after, total.dtype)
         total = total.astype(value.dtype)
-        return self.value(total, dim if self.num > 1 else None, value.name)
+        return self.value(total, dim if self.num > 1 else None, shape, value.name)
 
     def axes_beside(self, axes: Axes) -> Axes:
         """The data axes that are not among `axes`."""
@@ -212,6 +245,14 @@ class Devices:
                     "Choose with jnp.where instead, or make the predicate the same on all devices.",
                 )
             )
+
+
+def _extreme(dtype: Any, which: str) -> Any:
+    if dtype == jnp.bool_:
+        return which == "max"
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.inf if which == "max" else -jnp.inf
+    return getattr(jnp.iinfo(dtype), which)
 
 
 class DivergentError(StepError):

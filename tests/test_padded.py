@@ -1,0 +1,266 @@
+"""Leaves with no dim that the devices divide: padded at rest, and of their true shape for all else."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jzero
+import small
+import zoo
+
+VOCABULARY, WIDTH = 53, 11  # both prime
+
+
+def init(tx):
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "table": jax.random.normal(keys[0], (VOCABULARY, WIDTH)),
+        "hidden": jax.random.normal(keys[1], (WIDTH, WIDTH)) / 3,
+        "bias": jax.random.normal(keys[2], (VOCABULARY,)),
+    }
+    return params, tx.init(params)
+
+
+def make_step(tx):
+    def step(state, tokens):
+        params, opt_state = state
+
+        def loss_fn(params):
+            x = jnp.tanh(params["table"][tokens] @ params["hidden"])
+            logits = x @ params["table"].T + params["bias"][None]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    return step
+
+
+def tokens(step=0):
+    # 840 is divisible by 1 to 8.
+    return jax.random.randint(jax.random.key(step), (840,), 0, VOCABULARY)
+
+
+def assert_same_training(tx, options, mesh, num_steps=4):
+    step = make_step(tx)
+    train_step = small.shard_train_step(step, mesh=mesh, **options)
+    reference = jax.jit(step)
+    state, expected = train_step.shard(init(tx), tokens()), init(tx)
+    for i in range(num_steps):
+        state, metrics = train_step(state, tokens(i))
+        expected, expected_metrics = reference(expected, tokens(i))
+        np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-5)
+    # As they rest, and made plain.
+    zoo.assert_trees_close(jax.device_get(state), jax.device_get(expected), zoo.FP32, "state")
+    whole = jax.device_get(train_step.unshard(state))
+    zoo.assert_trees_close(whole, jax.device_get(expected), zoo.FP32, "unshard")
+    return train_step, state
+
+
+def mesh_of(num_devices, **kwargs):
+    return jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices], **kwargs)
+
+
+def min_max_normalised():
+    """A transformation that would show padding in a sum, a mean, a maximum, a minimum, or by NaN."""
+
+    def update(updates, state, params=None):
+        def rescaled(u):
+            # Gradients far from zero, so that zeros are the smallest of some, the largest of others.
+            u = u + jnp.where(u.mean() > 0, 5.0, -5.0)
+            normalised = (u - u.min()) / (u.max() - u.min())
+            per_row = normalised / u.max(axis=-1, keepdims=True)
+            counted = per_row * (u != 0).sum() / u.size
+            return counted - jnp.sqrt(u * u / (u * u)) * jnp.median(u)  # 0 / 0 where u is 0
+
+        return jax.tree.map(rescaled, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+OPTIMIZERS = {
+    "clipped adamw": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "muon": optax.contrib.muon(1e-2),
+    "adaptive clipping": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+    "minimum and maximum": optax.chain(min_max_normalised(), optax.sgd(1e-2)),
+}
+
+
+@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_padding_reaches_no_norm_and_no_maximum(tx, stage):
+    assert_same_training(tx, {"stage": stage}, mesh_of(8))
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 4, 5, 6, 7, 8])
+def test_every_number_of_devices(num_devices):
+    tx = OPTIMIZERS["clipped adamw"]
+    train_step, state = assert_same_training(tx, {"stage": 3}, mesh_of(num_devices))
+    share = -(-VOCABULARY // num_devices)
+    table = state[0]["table"]
+    assert isinstance(table, jzero.PaddedArray)
+    shards = table.padded.addressable_shards
+    assert [s.data.shape for s in shards] == [(share, WIDTH)] * num_devices
+    plan = train_step.plan(state, tokens())
+    on_a_device = sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(state)
+        for shard in (
+            leaf.padded if isinstance(leaf, jzero.PaddedArray) else leaf
+        ).addressable_shards
+        if shard.device == jax.devices()[0]
+    )
+    assert plan.nbytes_at_rest() == on_a_device
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 3, "param_axes": "local"},
+        {"stage": 3, "param_axes": "local", "optimizer_axes": "local"},
+        {"stage": 1, "optimizer_axes": "local"},
+        {"stage": 3, "accumulate": 3},
+        {"stage": 3, "accumulate": 3, "reduce": "once", "gather": "once_per_step"},
+        {"stage": 2, "accumulate": 5, "reduce_dtype": jnp.float32},
+        {"stage": 3, "gather": "keep"},
+    ],
+    ids=str,
+)
+def test_options_on_two_axes(options):
+    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    assert_same_training(OPTIMIZERS["clipped adamw"], options, mesh)
+
+
+def test_parameters_within_a_node_are_unions_of_their_moments():
+    """53 rows on 8 devices are 7 each, so a quarter of the node holds 14: cutting one moves nothing."""
+    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    train_step = small.shard_train_step(make_step(optax.adam(1e-2)), param_axes="local", mesh=mesh)
+    state = train_step.shard(init(optax.adam(1e-2)), tokens())
+    params, opt_state = state
+    assert params["table"].padded.addressable_shards[0].data.shape == (14, WIDTH)
+    assert opt_state[0].mu["table"].padded.addressable_shards[0].data.shape == (7, WIDTH)
+
+
+def test_explicit_axes():
+    mesh = mesh_of(8, axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        assert_same_training(optax.adam(1e-2), {"stage": 3}, None)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_born_in_its_layout_and_carried_through_jit(axis_type):
+    tx = optax.adam(1e-2)
+    train_step = small.shard_train_step(make_step(tx), mesh=mesh_of(8, axis_types=(axis_type,)))
+    state = train_step.init(lambda: init(tx))
+    assert isinstance(state[0]["table"], jzero.PaddedArray)
+    zoo.assert_trees_close(
+        jax.device_get(state), jax.device_get(init(tx)), zoo.FP32, "initial state"
+    )
+    # Under an outer jit shapes are true, in and out.
+    plain = train_step.unshard(state)
+    traced = jax.jit(train_step)(plain, tokens())
+    assert traced[0][0]["table"].shape == (VOCABULARY, WIDTH)
+    outs = train_step(state, tokens())
+    zoo.assert_trees_close(jax.device_get(traced), jax.device_get(outs), zoo.FP32, "step")
+
+
+def test_one_program_for_a_leaf_padded_or_plain():
+    tx = optax.adam(1e-2)
+    train_step = small.shard_train_step(make_step(tx), mesh=mesh_of(8))
+    state, _ = train_step(init(tx), tokens())
+    state, _ = train_step(state, tokens())
+    train_step(jax.device_get(state), tokens())  # NumPy arrays, from a checkpoint
+    assert len(train_step._programs) == 1
+
+
+def test_a_state_padded_for_another_mesh_is_padded_anew():
+    tx = optax.adam(1e-2)
+    state, _ = small.shard_train_step(make_step(tx), mesh=mesh_of(8))(init(tx), tokens())
+    expected = jax.device_get(state)
+    moved = small.shard_train_step(make_step(tx), mesh=mesh_of(3)).shard(state)
+    assert moved[0]["table"].padded.shape == (54, WIDTH)
+    zoo.assert_trees_close(jax.device_get(moved), expected, zoo.FP32, "state")
+
+
+def test_state_shardings_place_true_shapes():
+    tx = optax.adam(1e-2)
+    train_step = small.shard_train_step(make_step(tx), mesh=mesh_of(8))
+    shardings = train_step.state_shardings(init(tx), tokens())
+    placed = jax.device_put(init(tx), shardings)
+    assert placed[0]["table"].sharding == NamedSharding(mesh_of(8), P())
+    train_step(placed, tokens())
+
+
+def test_a_padded_array_reads_as_its_true_shape():
+    train_step = small.shard_train_step(make_step(optax.sgd(0.1)), mesh=mesh_of(8))
+    state, _ = train_step(init(optax.sgd(0.1)), tokens())
+    table = state[0]["table"]
+    assert repr(table) == "PaddedArray(shape=(53, 11), dtype=float32, padded to (56, 11))"
+    assert (table.shape, table.ndim, table.size) == ((53, 11), 2, 583)
+    assert (table.dtype, table.nbytes) == (jnp.float32, 2332)
+    assert table.sharding.spec == P("data", None)
+    assert jax.block_until_ready(state)[0]["table"] is table
+    whole = np.asarray(table)
+    assert whole.shape == (53, 11)
+    np.testing.assert_array_equal(jnp.asarray(table), whole)
+    np.testing.assert_array_equal(table[-1], whole[-1])
+    assert np.array(table, np.float64).dtype == np.float64
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(np.asarray(table))), whole)
+    for take in (jax.jit(lambda x: x), jnp.sum):
+        with pytest.raises((TypeError, ValueError), match="PaddedArray|__jax_array__"):
+            take(table)
+
+
+def test_a_consumed_padded_leaf_is_named():
+    train_step = small.shard_train_step(make_step(optax.sgd(0.1)), mesh=mesh_of(8))
+    state, _ = train_step(init(optax.sgd(0.1)), tokens())
+    train_step(state, tokens())
+    with pytest.raises(jzero.StateError, match=r"already donated: state\[0\]\['bias'\]"):
+        train_step(state, tokens())
+
+
+def test_describe_tells_what_padding_costs():
+    table = jax.ShapeDtypeStruct((50257, 1600), jnp.bfloat16)
+    indices = jax.ShapeDtypeStruct((1024,), jnp.int32)
+
+    def step(table, indices):
+        loss, grads = jax.value_and_grad(lambda t: jnp.mean(t[indices] ** 2))(table)
+        return table - grads, loss
+
+    mesh = AbstractMesh((1024,), ("data",))
+    report = str(jzero.shard_train_step(step, mesh=mesh).describe(table, indices))
+    # 50 rows each; 1600 columns would be 2 each, of 2048.
+    assert (
+        "1 of 1 leaves are padded at rest (jzero.PaddedArray): state bfloat16[50257,1600] "
+        "(to [51200, 1600]). The padding costs 2947 bytes on each device." in report
+    )
+
+
+def test_nnx_modules_read_padded_parameters():
+    model = nnx.Linear(7, 5, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    def train_step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(batch) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    step_fn, state = jzero.from_nnx(train_step, model, optimizer)
+    batch = jnp.ones((8, 7))
+    state, loss = small.shard_train_step(step_fn, mesh=mesh_of(8))(state, batch)
+    expected = train_step(model, optimizer, batch)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    after = jnp.mean(model(batch) ** 2)
+    nnx.update((model, optimizer), state)
+    assert isinstance(model.kernel.get_value(), jzero.PaddedArray)
+    np.testing.assert_allclose(jnp.mean(model(batch) ** 2), after, rtol=1e-5)
