@@ -118,8 +118,8 @@ class Report:
         more = f"; and {len(padded) - 8} more" if len(padded) > 8 else ""
         num_bytes = sum(leaf.nbytes_per_device - leaf.nbytes // leaf.num_shards for leaf in padded)
         return [
-            f"{len(padded)} of {len(self.plan.leaves)} leaves are padded at rest (jzero.PaddedArray): {shown}{more}. The padding "
-            f"costs {num_bytes} bytes on each device."
+            f"{len(padded)} of {len(self.plan.leaves)} leaves are padded at rest (jzero.PaddedArray): "
+            f"{shown}{more}. The padding costs {num_bytes} bytes on each device."
         ]
 
     def _averaged(self) -> list[str]:

@@ -69,17 +69,18 @@ def mesh_of(num_devices, **kwargs):
     return jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices], **kwargs)
 
 
-def min_max_normalised():
-    """A transformation that would show padding in a sum, a mean, a maximum, a minimum, or by NaN."""
+def min_max_normalised(offset):
+    """A transformation that would show padding in a sum, a mean, a maximum, a minimum, or by NaN.
+
+    Far from zero (`offset`), zeros would be the smallest of all elements, or the largest.
+    """
 
     def update(updates, state, params=None):
         def rescaled(u):
-            # Gradients far from zero, so that zeros are the smallest of some, the largest of others.
-            u = u + jnp.where(u.mean() > 0, 5.0, -5.0)
+            u = u + offset
             normalised = (u - u.min()) / (u.max() - u.min())
-            per_row = normalised / u.max(axis=-1, keepdims=True)
-            counted = per_row * (u != 0).sum() / u.size
-            return counted - jnp.sqrt(u * u / (u * u)) * jnp.median(u)  # 0 / 0 where u is 0
+            per_row = normalised / u.max(axis=-1, keepdims=True) - (u / u).mean()
+            return per_row * (u != 0).sum() / u.size + jnp.median(normalised)
 
         return jax.tree.map(rescaled, updates), state
 
@@ -92,7 +93,8 @@ OPTIMIZERS = {
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=2),
     "muon": optax.contrib.muon(1e-2),
     "adaptive clipping": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
-    "minimum and maximum": optax.chain(min_max_normalised(), optax.sgd(1e-2)),
+    "far above zero": optax.chain(min_max_normalised(5.0), optax.sgd(1e-2)),
+    "far below zero": optax.chain(min_max_normalised(-5.0), optax.sgd(1e-2)),
 }
 
 
