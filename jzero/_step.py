@@ -106,7 +106,7 @@ def shard_train_step(
         parameters are divided by the devices of these axes only.
       optimizer_axes: the data axes over which gradients and optimizer state are sharded, all by default.
         param_axes='local', optimizer_axes='local' is hybrid sharding (HSDP, MiCS): shards within a
-        node, gradients all-reduced (as shards) between nodes.
+        node, gradients all-reduced between nodes, as shards and once per step.
       auto_specs: `{regular expression: PartitionSpec}`, how state leaves rest over mesh axes that are
         not among `axis_names` (tensor parallelism): the first expression found in a leaf's path counts,
         for moments too. ZeRO shards another dim of such a leaf. Inside the step, say it with

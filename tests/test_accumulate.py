@@ -98,6 +98,25 @@ def test_traffic_per_axis_with_microbatches():
     }
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_replicas_are_reduced_once_per_step(stage, scan, dtype):
+    """Between nodes that are replicas (HSDP), gradients are summed after the last microbatch."""
+    state = programs.abstract_state(programs.Model(scan=scan, dtype=dtype))
+    axes = {"param_axes": "local"} if stage == 3 else {}
+    found = elements(
+        stage, AbstractMesh((2, 4), ("node", "local")), state, accumulate=K,
+        optimizer_axes="local", **axes,
+    )  # fmt: skip
+    expected = {
+        ("all-gather", "local"): 2 * K if stage == 3 else 1,
+        ("reduce-scatter", "local"): K,
+        ("all-reduce", "node"): 1 / 4,
+    }
+    assert found == pytest.approx(expected)
+
+
 def collectives_by_loop(text):
     """`{"inside": {op: count}, "outside": ...}` of the microbatch loop in a compiled program."""
     counts: dict[str, dict[str, int]] = {"inside": {}, "outside": {}}

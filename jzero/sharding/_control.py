@@ -14,7 +14,7 @@ from jzero import _jaxpr
 from jzero.sharding import _frames
 from jzero.sharding._frames import Frame, split
 from jzero.sharding._interpret import Handler, Interpreter
-from jzero.sharding._values import FullValue, ShardValue, Unreduced, Value, waits
+from jzero.sharding._values import FullValue, ShardValue, Unreduced, Value
 
 
 def _call(
@@ -144,8 +144,8 @@ def _scan(
             for i, (atom, value) in enumerate(zip(carry_atoms, carry_outs, strict=True))
         ]
         ys = [
-            v if interp.hold and waits(v) else inner.settle(child, a, v)
-            for a, v in zip(y_atoms, y_outs, strict=True)
+            inner.handed_out(child, atom, value)
+            for atom, value in zip(y_atoms, y_outs, strict=True)
         ]
         # A residual that is a slice again is no new stack.
         forwarded.update({j: i for j, y in enumerate(ys) for i, x in enumerate(sliced) if y is x})
@@ -259,8 +259,10 @@ def _scanned(
 def _like(value: Value, offset: int = 0) -> Callable[[Any], Value]:
     """Wraps an array in the layout and name of `value`, `dim` moved by `offset`."""
     if isinstance(value, Unreduced):
-        scale, dtype, leaf = value.scale, value.dtype, value.name
-        return lambda x: Unreduced(x, scale, dtype, leaf)
+        form = dataclasses.replace(value, x=None)
+        if form.dim is not None:
+            form.dim += offset
+        return lambda x: dataclasses.replace(form, x=x)
     name = value.name  # Not the value itself: its tracer must not outlive the loop's trace.
     if isinstance(value, FullValue):
         return lambda x: FullValue(x, name)

@@ -16,7 +16,7 @@ from jzero import _jaxpr
 from jzero.sharding._frames import Frame
 from jzero.sharding._links import Links
 from jzero.sharding._needs import read_dtype
-from jzero.sharding._values import Devices, FullValue, ShardValue, Unreduced, Value, token_of
+from jzero.sharding._values import Devices, FullValue, ShardValue, Unreduced, Value, token_of, waits
 
 
 @dataclasses.dataclass
@@ -112,6 +112,14 @@ class Interpreter:
     def settle(self, frame: Frame, atom: _jaxpr.Atom, value: Value) -> FullValue | ShardValue:
         """The operand with its reduction done."""
         return self.devices.settle(value, self.dim_of(frame, atom))
+
+    def handed_out(self, frame: Frame, atom: _jaxpr.Atom, value: Value) -> Value:
+        """What a loop's body hands out: reduced, unless the loop over microbatches reduces after it."""
+        if self.hold and waits(value):
+            return value
+        if self.microbatch is not None:
+            return self.devices.scatter(value, self.dim_of(frame, atom))
+        return self.settle(frame, atom, value)
 
     def as_dim(self, frame: Frame, atom: _jaxpr.Atom, value: Value, dim: int | None) -> Any:
         """The operand's array in a given layout."""

@@ -59,8 +59,9 @@ def run_in_microbatches(
 class _Sum:
     """One running sum of the loop.
 
-    It is sharded along `dim` if it is reduced for each microbatch; else it is whole, and reduced after
-    the loop unless the body had reduced it already (`scale` None).
+    It is sharded along `dim` if it is reduced for each microbatch (over the axes beside those of a shard,
+    after the loop); else it is whole, and reduced after the loop unless the body had reduced it already
+    (`scale` None).
     """
 
     var: _jaxpr.Var
@@ -80,13 +81,20 @@ class _Sum:
             self.scale, self.wire = inner.mean_scale, self.var.aval.dtype
             x = inner.as_contribution(value, inner.mean_scale)
         else:
-            x = inner.as_dim(frame, self.var, value, self.dim)
+            value = inner.devices.scatter(value, self.dim)
+            if waits(value) and value.dim == self.dim:
+                self.scale, self.wire, x = value.scale, value.x.dtype, value.x
+            else:
+                x = inner.as_dim(frame, self.var, value, self.dim)
         return total + x.astype(total.dtype)
 
     def finish(self, devices: Devices, total: jax.Array) -> Value:
         dtype = self.var.aval.dtype
         if self.scale is not None:
-            return Unreduced(total.astype(self.wire), self.scale, dtype, self.leaf)
+            size = 0 if self.dim is None else self.var.aval.shape[self.dim]
+            return Unreduced(
+                total.astype(self.wire), self.scale, dtype, self.leaf, dim=self.dim, size=size
+            )
         return devices.value(total.astype(dtype), self.dim, self.var.aval.shape, self.leaf)
 
 

@@ -79,6 +79,8 @@ def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unr
     if not waiting or len(waiting) < len(terms):
         return None
     first, *rest = waiting
+    if first.dim is not None and name not in ("convert_element_type", "add", "add_any"):
+        return None
     if scalar_sum and not rest:
         return first
     if name == "convert_element_type":
@@ -86,7 +88,7 @@ def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unr
         floats = [jnp.issubdtype(d, jnp.floating) for d in (dtype, first.dtype, first.x.dtype)]
         return dataclasses.replace(first, dtype=dtype) if all(floats) else None
     scales = {value.scale for value in waiting} - {None}
-    if len(scales) > 1 or any(value.dtype != first.dtype for value in rest):
+    if len(scales) > 1 or any((v.dtype, v.dim) != (first.dtype, first.dim) for v in rest):
         return None
     wire = jnp.result_type(*(value.x.dtype for value in waiting))
     xs = [value.x if not rest else value.x.astype(first.dtype) for value in waiting]
@@ -101,7 +103,7 @@ def _as_contributions(interp: Interpreter, ins: list[Value]) -> list[Value]:
     scale = scales[0] if scales else interp.mean_scale
 
     def contribution(value: Value) -> Value:
-        if waits(value):
+        if waits(value) and value.dim is None:
             return value
         x = interp.as_contribution(value, scale)
         return Unreduced(x, scale, x.dtype)

@@ -52,6 +52,8 @@ class ShardValue:
 class Unreduced:
     """`scale` times the sum over the devices of `x`, presented as `dtype`; summed when first needed.
 
+    With a `dim`, the sum over the axes of a shard was taken: `x` is a shard along `dim`, a dim of `size`,
+    and the sum over the axes beside them is still due.
     A running sum of reductions (`collecting`) has no `scale` before the first: it takes that of what is
     added to it.
     `x` keeps the dtype in which the step wrote the reduction, so a cast after it changes no traffic.
@@ -62,6 +64,8 @@ class Unreduced:
     dtype: Any
     name: str = ""
     collecting: bool = False
+    dim: int | None = None
+    size: int = 0
     reduced: FullValue | ShardValue | None = None
 
 
@@ -187,6 +191,27 @@ class Devices:
             value.reduced = self._reduce(value, dim)
         return value.reduced
 
+    def scatter(self, value: Value, dim: int | None) -> Value:
+        """The reduction over the axes of a shard done, if it is due; that over the others still waits."""
+        beside = self.axes_beside(self.shard_axes)
+        if waits(value) and value.dim is not None:
+            return value
+        if not waits(value) or dim is None or not beside:
+            return self.settle(value, dim)
+        before, after = _halves(value)
+        total = self._scatter(value.x * jnp.asarray(before, value.x.dtype), dim, value.name)
+        total = total * jnp.asarray(after, total.dtype)
+        size = value.x.shape[dim]
+        return dataclasses.replace(value, x=total, scale=1.0, dim=dim, size=size)
+
+    def _scatter(self, total: Any, dim: int, name: str) -> Any:
+        self._check_together("a gradient is reduced")
+        total = _collectives.pad(total, dim, self.num_shards)
+        for axes in self._steps(self.shard_axes):
+            automatic = self._automatic(name, total, dim)
+            total = _collectives.reduce_scatter(total, dim, axes, name, automatic)
+        return total
+
     def _steps(self, axes: Axes) -> list[Axes]:
         """Axes that one collective runs over: those of parameters, then the rest."""
         first, rest = axes[: len(self.param_axes)], axes[len(self.param_axes) :]
@@ -211,25 +236,24 @@ class Devices:
         return ()
 
     def _reduce(self, value: Unreduced, dim: int | None) -> FullValue | ShardValue:
-        total, after, shape = value.x, value.scale, value.x.shape
-        if total.dtype == jnp.float16 and after not in (None, 0, 1):
-            # A sum of many float16 could overflow where their mean does not: half of the scale before.
-            before = 2.0 ** (math.log2(after) // 2)
-            total, after = total * jnp.asarray(before, total.dtype), after / before
+        if value.dim is not None:
+            total = _collectives.all_reduce(value.x, self.axes_beside(self.shard_axes))
+            total = total.astype(value.dtype)
+            return ShardValue(total, value.dim, value.size, self.shard_axes, value.name)
+        total, (before, after) = value.x, _halves(value)
+        if before != 1:
+            total = total * jnp.asarray(before, total.dtype)
         if self.num > 1:
             self._check_together("a gradient is reduced")
             rest = self.axes if dim is None else self.axes_beside(self.shard_axes)
             if dim is not None:
-                total = _collectives.pad(total, dim, self.num_shards)
-                for axes in self._steps(self.shard_axes):
-                    automatic = self._automatic(value.name, total, dim)
-                    total = _collectives.reduce_scatter(total, dim, axes, value.name, automatic)
+                total = self._scatter(total, dim, value.name)
             if rest:
                 total = _collectives.all_reduce(total, rest)
         if after != 1:
             total = total * jnp.asarray(after, total.dtype)
         total = total.astype(value.dtype)
-        return self.value(total, dim if self.num > 1 else None, shape, value.name)
+        return self.value(total, dim if self.num > 1 else None, value.x.shape, value.name)
 
     def axes_beside(self, axes: Axes) -> Axes:
         """The data axes that are not among `axes`."""
@@ -245,6 +269,18 @@ class Devices:
                     "Choose with jnp.where instead, or make the predicate the same on all devices.",
                 )
             )
+
+
+def _halves(value: Unreduced) -> tuple[float, float]:
+    """The scale as two factors, for before and after the sum.
+
+    A sum of many float16 could overflow where their mean does not: half of the scale comes before.
+    """
+    scale = 1.0 if value.scale is None else value.scale
+    if value.x.dtype != jnp.float16 or scale in (0, 1):
+        return 1.0, scale
+    before = 2.0 ** (math.log2(scale) // 2)
+    return before, scale / before
 
 
 def _extreme(dtype: Any, which: str) -> Any:
