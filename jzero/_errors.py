@@ -30,6 +30,10 @@ class StepError(JzeroError, TypeError):
     """A train step that cannot be made right; the message says which edit would."""
 
 
+class MismatchError(JzeroError, AssertionError):
+    """An assertion of `jzero.testing` that does not hold."""
+
+
 def message(
     who: str, found: str | Sequence[str], rule: str, edit: str, things: str = "leaves"
 ) -> str:
