@@ -35,14 +35,18 @@ class MismatchError(JzeroError, AssertionError):
 
 
 def message(
-    who: str, found: str | Sequence[str], rule: str, edit: str, things: str = "leaves"
-) -> str:
-    """Joins the four parts of a message; several findings become one line each."""
+    who: str, found: str | Sequence[str], rule: str, edit: str, things: str = "leaves",
+    shown: int | None = None,
+) -> str:  # fmt: skip
+    """Joins the four parts of a message; several findings become one line each, the first `shown` of them."""
     if isinstance(found, str):
         return f"{who}: {found}. {rule} {edit}".rstrip()
     if len(found) == 1:
         return f"{who}: {found[0]}. {rule} {edit}".rstrip()
-    lines = "\n".join(f"  - {line}" for line in found)
+    more = len(found) - len(found[:shown])
+    lines = "\n".join(
+        f"  - {line}" for line in [*found[:shown], *[f"and {more} more"] * bool(more)]
+    )
     return f"{who}: {len(found)} {things} fail:\n{lines}\n{rule} {edit}".rstrip()
 
 

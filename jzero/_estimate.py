@@ -28,7 +28,7 @@ WHO = "estimate"
 
 
 def estimate(
-    num_params: int | str,
+    num_params: float | str,
     *,
     devices: int | None = None,
     mesh: Any = None,
@@ -80,7 +80,7 @@ def estimate(
     128000000000
 
     Args:
-      num_params: Psi, an int or a string such as '350M', '7.5B', '1T'.
+      num_params: Psi, a whole number or a string such as '350M', '7.5B', '1T'.
       devices: how many share the batch; one mesh axis, 'data'.
       mesh: instead of `devices`, the data axes and their sizes: `{'node': 8, 'local': 8}`, or a mesh.
       stage: 0 to 3, as in `shard_train_step`.
@@ -192,7 +192,7 @@ class Estimate:
         """Bytes on each device of one role: 'parameter', 'gradient', 'optimizer state', ..."""
         return sum(row.per_device for row in self.memory if row.role == role)
 
-    def largest_model(self, memory: int | str) -> int:
+    def largest_model(self, memory: float | str) -> int:
         """The most parameters whose `total` fits into `memory`, with everything else as it is.
 
         An upper bound: activations and temporary buffers need room too.

@@ -10,8 +10,8 @@ _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
-COUNT_RULE = "an int from 1, or a string such as '350M', '7.5B' or '1T'"
-BYTES_RULE = "an int from 1, or a string such as '80GiB' or '80GB'"
+COUNT_RULE = "a whole number from 1, or a string such as '350M', '7.5B' or '1T'"
+BYTES_RULE = "a whole number from 1, or a string such as '80GiB' or '80GB'"
 
 
 def parse_count(value: object) -> int | None:
@@ -42,14 +42,13 @@ def readable_bytes(num: float) -> str:
 
 
 def _parse(value: object, units: dict[str, int]) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value if value > 0 else None
-    match = _NUMBER.fullmatch(value.strip()) if isinstance(value, str) else None
-    unit = match and {u.lower(): size for u, size in units.items()}.get(
-        match[2].lower() or _plain(units)
-    )
-    number = Fraction(match[1]) * unit if match and unit else Fraction(0)
-    return number.numerator if number > 0 and number.denominator == 1 else None
+    number: float | Fraction = 0
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = value
+    elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
+        sizes = {unit.lower(): size for unit, size in units.items()}
+        number = Fraction(match[1]) * sizes.get(match[2].lower() or _plain(units), 0)
+    return int(number) if number > 0 and number % 1 == 0 else None
 
 
 def _plain(units: dict[str, int]) -> str:

@@ -96,10 +96,10 @@ def assert_same_training(
         ]
         if found:
             raise MismatchError(message(
-                f"{SAME}, batches[{num_batches - 1}]", _first(found),
+                f"{SAME}, batches[{num_batches - 1}]", found,
                 f"At stage {stage} a step must train on several devices as on one.",
                 "Is its loss a mean over the batch? Dropout and local statistics need reference=, "
-                "other rounding tolerance=jzero.testing.Tolerance(...)."))  # fmt: skip
+                "other rounding tolerance=jzero.testing.Tolerance(...).", shown=_SHOWN))  # fmt: skip
     if not num_batches:
         raise OptionError(message(
             SAME, "batches is empty", "Each batch is one step.", "Pass at least one."))  # fmt: skip
@@ -193,11 +193,6 @@ def _split(outs: Any, state: Any) -> tuple[Any, Any]:
 def _differences(actual: Any, desired: Any, name: str, tolerance: Tolerance | None) -> list[str]:
     hosts = _compare.to_host(actual), _compare.to_host(desired)
     return list(_compare.differences(*hosts, name, tolerance))
-
-
-def _first(found: list[str]) -> list[str]:
-    more = len(found) - _SHOWN
-    return [*found[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _kind(key: Any) -> tuple[str | None, ...]:

@@ -1,6 +1,7 @@
 """`python -m jzero estimate`, run as a command."""
 
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -29,6 +30,15 @@ def test_all_stages():
     for text in ("= 120 GB", "= 31.41 GB", "= 16.64 GB", "= 1.875 GB"):
         assert [text in row for row in rows].count(True) == 1
     assert any("3 Psi" in row and row.split("│")[-2].strip() == "343.6B" for row in rows)
+
+
+def test_the_readme_shows_what_is_printed():
+    page = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+    text = output(*SMALL, "--memory", "80GB")
+    printed = [line.replace("┃", "│").split("│") for line in text.splitlines() if line[0] in "┃│"]
+    rows = ["|".join(f" {cell.strip()} " if cell else "" for cell in row) for row in printed]
+    assert len(rows) == 5
+    assert [row for row in rows if row not in page] == []
 
 
 def test_one_stage():
@@ -86,7 +96,7 @@ def test_plot_without_matplotlib():
         (("estimate",), "required: --params"),
         (
             ("estimate", "--params", "7.5X"),
-            "2 arguments fail:\n  - num_params='7.5X' is not an int",
+            "2 arguments fail:\n  - num_params='7.5X' is not a whole",
         ),
         (("estimate", "--params", "1B"), "devices=None is not an int from 1"),
         ((*SMALL, "--devices", "0"), "devices=0 is not an int from 1"),

@@ -188,7 +188,8 @@ def test_describe_prints_the_same_tables():
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(7, 7), ("7", 7), ("7.5B", 75 * 10**8), ("350m", 350 * 10**6), (" 1 T ", 10**12), ("0.5K", 500),
+    [(7, 7), (75e8, 75 * 10**8), (float("inf"), None), (float("nan"), None),
+     ("7", 7), ("7.5B", 75 * 10**8), ("350m", 350 * 10**6), (" 1 T ", 10**12), ("0.5K", 500),
      (0, None), ("0", None), ("0.1", None), ("-1", None), (True, None), (7.5, None), ("7.5Q", None),
      ("B", None), (None, None)],
 )  # fmt: skip
@@ -216,7 +217,7 @@ def test_readable_counts():
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ({"num_params": "7.5X"}, ["estimate: num_params='7.5X' is not an int from 1", "'7.5B'"]),
+        ({"num_params": "7.5X"}, ["estimate: num_params='7.5X' is not a whole number from 1", "'7.5B'"]),
         ({"devices": 0}, ["devices=0 is not an int from 1"]),
         ({"devices": None}, ["devices=None is not an int from 1"]),
         ({"mesh": {"data": 8}}, ["devices=8 and mesh={'data': 8}, of which one is enough"]),

@@ -107,6 +107,16 @@ def test_a_wrong_step_is_found_with_index_values_and_ulps():
     assert "output[1]['loss'] float32[]: 1 of 1 elements differ: " in text
 
 
+def test_the_first_leaves_of_many_are_shown():
+    def step(state, x):
+        return jax.tree.map(lambda w: w + jnp.max(x), state)
+
+    text = fails("batches[0]: 11 leaves fail:\n", assert_same_training, step,
+                 lambda: [jnp.ones(8)] * 11, BATCHES)  # fmt: skip
+    assert text.count("\n  - state[") == 8
+    assert "\n  - and 3 more\nAt stage 3" in text
+
+
 def test_the_first_step_that_differs_is_named():
     def step(w, batch):
         x, bad = batch
