@@ -277,7 +277,7 @@ def _check(
         ("optimizer", optimizer, OPTIMIZERS),
         ("precision", precision, PRECISIONS),
     ):
-        if value not in known:
+        if value not in tuple(known):  # It may not be hashable.
             bad.append(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
     for name, size in given.items():
         if size is not None and not _is_bytes(size, above_zero=name == "param_bytes"):

@@ -1,7 +1,15 @@
 """jzero's two promises as assertions for your own test suite: the same training, and so much traffic.
 
-They run on any devices, such as 8 virtual CPU devices: before JAX makes its devices,
-`jax.config.update("jax_num_cpu_devices", 8)`.
+They run on any devices, such as 8 virtual CPU devices. For those, put into the environment before JAX is
+imported (tests/conftest.py of a project is the place)::
+
+    JAX_PLATFORMS=cpu
+    XLA_FLAGS="--xla_force_host_platform_device_count=8
+               --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    PJRT_NPROC=32
+
+The second flag and PJRT_NPROC keep virtual devices from waiting for each other for ever: XLA:CPU may reach
+independent collectives in different orders, and each device that waits holds a thread of its pool.
 """
 
 from __future__ import annotations
@@ -179,8 +187,8 @@ def _place_copy(train_step: ShardedTrainStep, state: Any, args: tuple[Any, ...])
     if train_step.plan(state, *args).num_devices == 1:
         raise MeshError(message(
             SAME, "the mesh has 1 device", "Several devices are compared with one.",
-            "Call jax.config.update('jax_num_cpu_devices', 8) before JAX makes its devices, "
-            "or pass mesh=."))  # fmt: skip
+            "Set XLA_FLAGS=--xla_force_host_platform_device_count=8 before JAX is imported (see "
+            "jzero.testing), or pass mesh=."))  # fmt: skip
     return train_step.shard(jax.tree.map(jnp.array, state), *args)
 
 

@@ -224,6 +224,7 @@ def test_readable_counts():
         ({"devices": None, "mesh": {"data": 0}}, ["mesh={'data': 0} does not map names of axes"]),
         ({"devices": None, "mesh": 8}, ["mesh=8 does not map names of axes"]),
         ({"optimizer": "adamm"}, ["optimizer='adamm' is not one of 'sgd', 'momentum', 'adam'"]),
+        ({"optimizer": ["adam"]}, ["optimizer=['adam'] is not one of"]),
         ({"precision": 16}, ["precision=16 is not one of 'mixed', 'float32'"]),
         ({"param_bytes": 0}, ["param_bytes=0 is not a number of bytes"]),
         ({"optimizer_bytes": -1}, ["optimizer_bytes=-1 is not a number"]),
