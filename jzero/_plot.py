@@ -55,9 +55,10 @@ def _draw(axes: Any, found: Sequence[Estimate], memory: str | None) -> None:
     first = found[0]
     axes.set(ylabel="GiB on each device", title=f"{readable_count(first.num_params)} parameters on "
              f"{first.num_devices} devices, activations aside")  # fmt: skip
+    axes.set_xlim(-0.7, len(found) - 0.3)
     axes.margins(y=0.1)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.figure.legend(loc="outside right upper", frameon=False)
 
 
 def _matplotlib() -> Any:

@@ -169,6 +169,17 @@ def test_what_gradients_mean_is_said():
     assert "A step moves nothing between devices." in str(jzero.estimate(1000, devices=1))
 
 
+def test_stage_1_without_microbatches_is_stage_2():
+    """So the paper's number, a whole gradient, is more than jzero needs: the note says so."""
+    texts = {
+        stage: small.shard_train_step(programs.train_step, stage=stage)
+        .lower(STATE, TOKENS)
+        .as_text()
+        for stage in (1, 2, 3)
+    }
+    assert texts[1] == texts[2] != texts[3]
+
+
 def test_describe_prints_the_same_tables():
     train_step = small.shard_train_step(
         programs.train_step, stage=3, mesh=AbstractMesh((8,), ("data",))
