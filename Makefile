@@ -2,6 +2,7 @@
 #
 #   make train        train the language model of experiments/train_lm at stage 3
 #   make compare      the same at stages 0 to 3, their loss curves in one picture
+#   make tables       the ZeRO paper's tables, from formulas
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-newest  the tests with the newest JAX, when there is a Python that it supports
 #   make lint         ruff and mypy
@@ -19,13 +20,16 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 SOURCES := jzero tests experiments
 
-.PHONY: train compare test test-newest lint clean
+.PHONY: train compare tables test test-newest lint clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
 
 compare: .venv/installed
 	$(BIN)/python experiments/train_lm/compare.py $(COMPARE_ARGS)
+
+tables: .venv/installed
+	$(BIN)/python experiments/paper_tables/tables.py
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)

@@ -3,9 +3,12 @@
 from jzero._errors import BatchError as BatchError
 from jzero._errors import JzeroError as JzeroError
 from jzero._errors import MeshError as MeshError
+from jzero._errors import MismatchError as MismatchError
 from jzero._errors import OptionError as OptionError
 from jzero._errors import StateError as StateError
 from jzero._errors import StepError as StepError
+from jzero._estimate import Estimate as Estimate
+from jzero._estimate import estimate as estimate
 from jzero._grad import grad as grad
 from jzero._grad import value_and_grad as value_and_grad
 from jzero._nnx import from_nnx as from_nnx

@@ -11,7 +11,7 @@ class JzeroError(Exception):
 
 
 class OptionError(JzeroError, ValueError):
-    """An option of `shard_train_step` that cannot be obeyed."""
+    """An option of `shard_train_step` or `estimate` that cannot be obeyed."""
 
 
 class MeshError(JzeroError, ValueError):
@@ -30,14 +30,24 @@ class StepError(JzeroError, TypeError):
     """A train step that cannot be made right; the message says which edit would."""
 
 
-def message(who: str, found: str | Sequence[str], rule: str, edit: str) -> str:
-    """Joins the four parts of a message; several findings become one line each."""
+class MismatchError(JzeroError, AssertionError):
+    """An assertion of `jzero.testing` that does not hold."""
+
+
+def message(
+    who: str, found: str | Sequence[str], rule: str, edit: str, things: str = "leaves",
+    shown: int | None = None,
+) -> str:  # fmt: skip
+    """Joins the four parts of a message; several findings become one line each, the first `shown` of them."""
     if isinstance(found, str):
         return f"{who}: {found}. {rule} {edit}".rstrip()
     if len(found) == 1:
         return f"{who}: {found[0]}. {rule} {edit}".rstrip()
-    lines = "\n".join(f"  - {line}" for line in found)
-    return f"{who}: {len(found)} leaves fail:\n{lines}\n{rule} {edit}".rstrip()
+    more = len(found) - len(found[:shown])
+    lines = "\n".join(
+        f"  - {line}" for line in [*found[:shown], *[f"and {more} more"] * bool(more)]
+    )
+    return f"{who}: {len(found)} {things} fail:\n{lines}\n{rule} {edit}".rstrip()
 
 
 def describe_leaf(path: str, shape: Sequence[int], dtype: object) -> str:

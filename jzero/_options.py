@@ -35,72 +35,74 @@ class Options:
     param_axes: tuple[str, ...] | None = None
     optimizer_axes: tuple[str, ...] | None = None
     auto_specs: tuple[tuple[str, Any], ...] = ()
+    who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES or isinstance(self.stage, bool):
             raise OptionError(message(
-                WHO, f"stage={self.stage!r}", "Stages are 0, 1, 2 and 3.",
+                self.who, f"stage={self.stage!r}", "Stages are 0, 1, 2 and 3.",
                 "Use 3 to shard parameters, gradients and optimizer state."))  # fmt: skip
         if isinstance(self.accumulate, bool) or not (
             isinstance(self.accumulate, int) and self.accumulate >= 1
         ):
             raise OptionError(message(
-                WHO, f"accumulate={self.accumulate!r}",
+                self.who, f"accumulate={self.accumulate!r}",
                 "It is the number of microbatches that each device works through, an int from 1.",
                 "Use accumulate=1 to run the batch whole."))  # fmt: skip
         if self.reduce not in (None, "once", "each"):
             raise OptionError(message(
-                WHO, f"reduce={self.reduce!r}", "Gradients are reduced 'once' or for 'each' microbatch.",
+                self.who, f"reduce={self.reduce!r}", "Gradients are reduced 'once' or for 'each' microbatch.",
                 "Drop it to let the stage decide."))  # fmt: skip
         only = {0: "once", 1: "once", 2: "each"}.get(self.stage)
         if only is not None and self.reduce not in (None, only):
             raise OptionError(message(
-                WHO, f"stage={self.stage} and reduce={self.reduce!r}",
+                self.who, f"stage={self.stage} and reduce={self.reduce!r}",
                 "Stage 2 is stage 1 with gradients reduced for each microbatch; stage 3 can do either.",
                 f"Drop reduce, or use stage={1 if self.stage == 2 else 2}."))  # fmt: skip
         if self.accumulate_dtype is not None and self.accumulate == 1:
             raise OptionError(message(
-                WHO, "accumulate_dtype without accumulate",
+                self.who, "accumulate_dtype without accumulate",
                 "It is the dtype in which the gradients of microbatches are summed up.",
                 "Drop it, or say how many microbatches with accumulate=k."))  # fmt: skip
         if self.gather not in (None, *GATHER):
             raise OptionError(message(
-                WHO, f"gather={self.gather!r}", f"Parameters are gathered {', '.join(map(repr, GATHER))}.",
+                self.who, f"gather={self.gather!r}",
+                f"Parameters are gathered {', '.join(map(repr, GATHER))}.",
                 "Drop it for 'per_pass'."))  # fmt: skip
         if self.gather is not None and self.stage < 3:
             raise OptionError(message(
-                WHO, f"stage={self.stage} and gather={self.gather!r}",
+                self.who, f"stage={self.stage} and gather={self.gather!r}",
                 "Below stage 3 parameters rest whole on every device, and nothing is gathered.",
                 "Drop gather, or use stage=3."))  # fmt: skip
         if not isinstance(self.min_shard_bytes, int) or self.min_shard_bytes < 0:
             raise OptionError(message(
-                WHO, f"min_shard_bytes={self.min_shard_bytes!r}",
+                self.who, f"min_shard_bytes={self.min_shard_bytes!r}",
                 "It is the number of bytes below which a leaf stays full, an int from 0.",
                 "Use min_shard_bytes=0 to shard every leaf that can be."))  # fmt: skip
         if self.full is not None and self.stage < 3:
             raise OptionError(message(
-                WHO, f"stage={self.stage} and full={self.full!r}",
+                self.who, f"stage={self.stage} and full={self.full!r}",
                 "Below stage 3 all parameters rest full.", "Drop full, or use stage=3."))  # fmt: skip
         for name, pattern in [
             ("full", self.full or ""),
             *(("auto_specs", p) for p, _ in self.auto_specs),
         ]:
-            _check_pattern(name, pattern)
+            _check_pattern(self.who, name, pattern)
         bad = [f"auto_specs[{p!r}] is {s!r}" for p, s in self.auto_specs if not isinstance(s, P)]
         if bad:
             raise OptionError(message(
-                WHO, bad, "How leaves rest is a PartitionSpec.",
+                self.who, bad, "How leaves rest is a PartitionSpec.",
                 "Write {'regular expression': jax.P(None, 'model')}."))  # fmt: skip
         if self.param_axes is not None and self.stage < 3:
             raise OptionError(message(
-                WHO, f"stage={self.stage} and param_axes={self.param_axes}",
+                self.who, f"stage={self.stage} and param_axes={self.param_axes}",
                 "Below stage 3 parameters are not sharded.", "Drop param_axes, or use stage=3."))  # fmt: skip
         if self.optimizer_axes is not None and self.stage == 0:
             raise OptionError(message(
-                WHO, f"stage=0 and optimizer_axes={self.optimizer_axes}",
+                self.who, f"stage=0 and optimizer_axes={self.optimizer_axes}",
                 "At stage 0 nothing is sharded.", "Drop optimizer_axes, or use stage=1."))  # fmt: skip
         for name in ("accumulate_dtype", "reduce_dtype"):
-            _check_dtype(name, getattr(self, name))
+            _check_dtype(self.who, name, getattr(self, name))
 
     def sharding(self, axes: Mapping[str, int]) -> Sharding:
         """The stage's row of the table on a mesh with these data axes.
@@ -113,14 +115,14 @@ class Options:
             unknown = set(getattr(self, option) or ()) - set(names)
             if unknown:
                 raise MeshError(message(
-                    WHO, f"{option} has {sorted(unknown)}, and the data axes are {names}",
+                    self.who, f"{option} has {sorted(unknown)}, and the data axes are {names}",
                     "Each role is sharded over data axes of the mesh.", f"Correct {option}."))  # fmt: skip
         params = names if self.param_axes is None else self.param_axes
         shards = names if self.optimizer_axes is None else self.optimizer_axes
         params, shards = params if row.parameters else (), shards if row.optimizer else ()
         if not set(params) <= set(shards):
             raise MeshError(message(
-                WHO, f"parameters over {params} and optimizer state over {shards}",
+                self.who, f"parameters over {params} and optimizer state over {shards}",
                 "A parameter's shard must be a union of shards of its optimizer state.",
                 "Name the axes of param_axes in optimizer_axes too."))  # fmt: skip
         order = (*params, *(axis for axis in shards if axis not in params))
@@ -152,7 +154,7 @@ class Options:
                   if len(spec) and not any(re.search(p, path) for path in fitting)]  # fmt: skip
         if unused or bad:
             raise OptionError(message(
-                WHO, bad or f"auto_specs has {unused}, which fit no leaf",
+                self.who, bad or f"auto_specs has {unused}, which fit no leaf",
                 f"auto_specs are for mesh axes beside the data axes ({dict(sizes)}), whose sizes must divide "
                 "the dims.", f"Correct them; leaves are {', '.join(paths[:4])}, ..."))  # fmt: skip
         return found
@@ -173,22 +175,29 @@ class Options:
         return self.stage < 3 or self.gather == "once_per_step"
 
 
-def _check_pattern(name: str, pattern: Any) -> None:
+def axis_tuple(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """`("local",)` of `"local"`; None stays None, which means all axes."""
+    if names is None:
+        return None
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _check_pattern(who: str, name: str, pattern: Any) -> None:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise OptionError(message(
-            WHO, f"{name}: {pattern!r} is not a regular expression ({error})",
+            who, f"{name}: {pattern!r} is not a regular expression ({error})",
             "It is searched in the paths of leaves.", "Escape it with re.escape."
         )) from None  # fmt: skip
 
 
-def _check_dtype(name: str, dtype: Any) -> None:
+def _check_dtype(who: str, name: str, dtype: Any) -> None:
     try:
         fits = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     except TypeError:
         fits = False
     if not fits:
         raise OptionError(message(
-            WHO, f"{name}={dtype!r}", "Gradients are floating point numbers.",
+            who, f"{name}={dtype!r}", "Gradients are floating point numbers.",
             "Use jnp.float32 or jnp.bfloat16, or drop it."))  # fmt: skip

@@ -5,21 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from jzero import _tables
 from jzero._errors import describe_leaf
+from jzero._quantities import readable_bytes
+from jzero._tables import Memory, memory_table, traffic_table
 from jzero.sharding._layout import Full
 from jzero.sharding._plan import OPTIMIZER, OTHER, PARAMETER, LeafPlan, Plan
 from jzero.sharding._traffic import Collective
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def readable_bytes(num: float) -> str:
-    """`12.3 MiB`."""
-    for unit in _UNITS:
-        if num < 1024 or unit == _UNITS[-1]:
-            return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"
-        num /= 1024
-    raise AssertionError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +37,7 @@ class Report:
             f"reductions: {_REDUCTIONS[self.plan.reductions]}",
             *self._microbatches(),
             "",
-            *self._at_rest(),
+            *memory_table(self.memory).text(),
             "",
             *self._left_full(),
             *self._padded(),
@@ -57,13 +49,18 @@ class Report:
             lines += ["", f"PRNG keys, folded with the device's index: {', '.join(self.keys)}"]
         return "\n".join(lines)
 
+    @property
+    def memory(self) -> tuple[Memory, ...]:
+        """Bytes at rest of each role; what lives within a step is known to the compiler only."""
+        roles = {role: self._leaves_of(role) for role in (PARAMETER, OPTIMIZER, OTHER)}
+        return tuple(_memory(role, leaves) for role, leaves in roles.items() if leaves)
+
     def elements(self, op: str, dtype: str | None = None) -> int:
         """Elements that a step moves by `op` ('all-gather', 'reduce-scatter', 'all-reduce')."""
-        return sum(
-            c.total_elements
-            for c in self.traffic
-            if c.op == op and (dtype is None or c.dtype == dtype)
-        )
+        return _tables.elements(self.traffic, op, dtype)
+
+    def _leaves_of(self, role: str) -> list[LeafPlan]:
+        return [leaf for leaf in self.plan.leaves if leaf.role == role]
 
     def _microbatches(self) -> list[str]:
         plan = self.plan
@@ -74,23 +71,6 @@ class Report:
             f"microbatches: {plan.accumulate} on each device; gradients are reduced {when}, and summed "
             f"up in {readable_bytes(self.accumulator_bytes)} on each device"
         ]
-
-    def _at_rest(self) -> list[str]:
-        rows: list[tuple[str, ...]] = [("at rest", "leaves", "sharded", "whole", "on each device")]
-        for role in (PARAMETER, OPTIMIZER, OTHER):
-            leaves = [leaf for leaf in self.plan.leaves if leaf.role == role]
-            if leaves:
-                rows.append(self._row(role, leaves))
-        return _table([*rows, self._row("total", self.plan.leaves)])
-
-    def _row(self, title: str, leaves: Sequence[LeafPlan]) -> tuple[str, ...]:
-        return (
-            title,
-            str(len(leaves)),
-            str(sum(not isinstance(leaf.layout, Full) for leaf in leaves)),
-            readable_bytes(sum(leaf.nbytes for leaf in leaves)),
-            readable_bytes(sum(leaf.nbytes_per_device for leaf in leaves)),
-        )
 
     def _left_full(self) -> list[str]:
         full = [leaf for leaf in self.plan.leaves if leaf.why_full]
@@ -131,18 +111,8 @@ class Report:
         return [f"averaged over the devices in each step: {shown}{more}."]
 
     def _traffic(self) -> list[str]:
-        groups: dict[tuple[str, str, str], list[Collective]] = {}
-        for c in self.traffic:
-            groups.setdefault((c.op, c.dtype, ",".join(c.axes)), []).append(c)
-        if not groups:
-            return ["A step moves nothing between devices."]
-        rows: list[tuple[str, ...]] = [("per step", "dtype", "axes", "collectives", "elements")]
-        for key, group in sorted(groups.items()):
-            runs, elements = (
-                sum(c.times for c in group), sum(c.total_elements for c in group)
-            )  # fmt: skip
-            rows.append((*key, str(runs), f"{elements:,}"))
-        return _table(rows)
+        table = traffic_table(self.traffic)
+        return table.text() if table else ["A step moves nothing between devices."]
 
 
 _REDUCTIONS = {
@@ -152,12 +122,10 @@ _REDUCTIONS = {
 }
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < 1 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def _memory(role: str, leaves: Sequence[LeafPlan]) -> Memory:
+    sharded = sum(not isinstance(leaf.layout, Full) for leaf in leaves)
+    whole, per_device = (
+        sum(leaf.nbytes for leaf in leaves),
+        sum(leaf.nbytes_per_device for leaf in leaves),
+    )
+    return Memory(role, whole, per_device, True, f"{sharded} of {len(leaves)} leaves sharded")

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jzero import _call, _jaxpr, _placing, _program
 from jzero._errors import MeshError, OptionError, message
-from jzero._options import Options
+from jzero._options import Options, axis_tuple
 from jzero._padded import PaddedArray
 from jzero._report import Report
 from jzero.sharding import _microbatch, _plan, _traffic
@@ -136,7 +136,7 @@ def shard_train_step(
     """
     chosen = Options(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, min_shard_bytes, full,
-        _axes(param_axes), _axes(optimizer_axes), _items(auto_specs),
+        axis_tuple(param_axes), axis_tuple(optimizer_axes), _items(auto_specs),
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
@@ -153,12 +153,6 @@ def _items(auto_specs: Mapping[str, PartitionSpec] | None) -> tuple[tuple[str, A
             WHO, f"auto_specs={auto_specs!r}", "It maps regular expressions to PartitionSpecs.",
             "Write {'regular expression': jax.P(None, 'model')}."))  # fmt: skip
     return tuple((auto_specs or {}).items())
-
-
-def _axes(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 class ShardedTrainStep:
@@ -191,7 +185,7 @@ class ShardedTrainStep:
         self._step_fn = step_fn
         self._options = options
         self._mesh = mesh
-        self._axis_names = _axes(axis_names)
+        self._axis_names = axis_tuple(axis_names)
         self._axis_name = axis_name
         self._signature = _call.Signature.of(step_fn, static_argnums, static_argnames, in_specs)
         self._programs: dict[Any, _program.Program] = {}

@@ -6,11 +6,11 @@ import inspect
 import pytest
 
 import jzero
-from jzero import _grad, _nnx, _precision, _step, _whole
+from jzero import _estimate, _grad, _nnx, _precision, _step, _whole, testing
 
 
 @pytest.mark.parametrize(
-    "module", [_grad, _nnx, _precision, _step, _whole], ids=lambda m: m.__name__
+    "module", [_estimate, _grad, _nnx, _precision, _step, _whole, testing], ids=lambda m: m.__name__
 )
 def test_docstrings(module):
     results = doctest.testmod(module)

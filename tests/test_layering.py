@@ -10,7 +10,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 
 # From the bottom up. A file imports from the layers below its own.
 LAYERS = (
-    ("_errors", "_padded"),
+    ("_errors", "_padded", "_presets", "_quantities"),
     ("_jaxpr", "sharding/_layout"),
     (
         "sharding/_collectives",
@@ -21,7 +21,14 @@ LAYERS = (
         "_precision",
     ),
     ("sharding/_values", "sharding/_frames"),
-    ("sharding/_links", "sharding/_needs", "sharding/_kinds", "_whole"),
+    (
+        "sharding/_links",
+        "sharding/_needs",
+        "sharding/_kinds",
+        "_whole",
+        "_tables",
+        "_compare",
+    ),
     ("sharding/_plan", "sharding/_interpret", "sharding/_cut", "_trace", "_nnx"),
     (
         "sharding/_ordinary",
@@ -31,9 +38,11 @@ LAYERS = (
         "_outputs",
         "_placing",
     ),
-    ("_report", "_program"),
-    ("_step",),
-    ("__init__",),
+    ("_report", "_program", "_formulas"),
+    ("_step", "_estimate"),
+    ("__init__", "_plot", "testing"),
+    ("_cli",),
+    ("__main__",),
 )
 LEVEL = {file: level for level, files in enumerate(LAYERS) for file in files}
 # (importer, imported) within one layer.
@@ -43,6 +52,8 @@ STRANGERS = ("sharding", "offload")
 INTERNALS = ("jax._src", "jax.extend", "jax.interpreters")
 MAY_USE_INTERNALS = "_jaxpr"
 DEPENDENTS = ("tests", "experiments")
+# What only the command line needs is imported there alone.
+FOR_ONE_FILE = {"rich": "_cli", "matplotlib": "_plot"}
 
 
 def files_of(package: pathlib.Path) -> dict[str, str]:
@@ -120,6 +131,11 @@ def broken_rules(file: str, source: str, files: dict[str, str]) -> list[str]:
             for name in names
             if name.split(".")[0] in DEPENDENTS
         ),
+        *(
+            f"{file} imports {name}: only {FOR_ONE_FILE[name.split('.')[0]]} may"
+            for name in names
+            if FOR_ONE_FILE.get(name.split(".")[0], file) != file
+        ),
     ]
 
 
@@ -172,6 +188,8 @@ LISTED = dict.fromkeys(LEVEL, "")
         ("_step", "import jax\njax.interpreters.ad", "_step uses jax.interpreters"),
         ("_step", "import tests.zoo", "tests.zoo, which depends on jzero"),
         ("_step", "from experiments import x", "experiments.x, which depends on jzero"),
+        ("_step", "def f():\n    import matplotlib.figure", "only _plot may"),
+        ("_report", "from rich.table import Table", "only _cli may"),
         ("sharding/_new", "import math", "sharding/_new is in no layer"),
         ("sharding/__init__", "import math", "sharding/__init__ is in no layer"),
         ("_step", "from jzero.sharding import _new", "_new, which is in no layer"),

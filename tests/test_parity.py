@@ -56,7 +56,7 @@ def test_a_device_left_out_is_noticed(name):
     batches = jax.tree.map(without_last_device, entry.batches(parity.NUM_STEPS))
     (state, _) = parity.trajectory(name, 8, batches)[-1]
     loose = zoo.Tolerance(10 * entry.tolerance.rtol, 10 * entry.tolerance.leaf_rtol)
-    with pytest.raises(AssertionError, match="differ, by up to"):
+    with pytest.raises(AssertionError, match="elements differ"):
         zoo.assert_trees_close(state, parity.one_device(name, 8)[-1][0], loose, "state")
 
 
@@ -65,5 +65,5 @@ def test_references_depend_on_the_devices(name):
     """Were keys not folded, or statistics taken over the whole batch, the comparison would fail."""
     entry = zoo.get(name)
     four, eight = (parity.one_device(name, num_devices)[-1][0] for num_devices in (4, 8))
-    with pytest.raises(AssertionError, match="differ, by up to"):
+    with pytest.raises(AssertionError, match="elements differ"):
         zoo.assert_trees_close(four, eight, entry.tolerance, "state")

@@ -31,6 +31,7 @@ class Collective:
       op: 'all-gather', 'reduce-scatter', 'all-reduce', ...
       axes: mesh axes it runs over.
       dtype: dtype on the wire.
+      itemsize: bytes of an element.
       elements: of the whole value: gathered by an all-gather, reduced by a reduction.
       times: how often a step runs it (trip counts of the loops around it); a `while` counts once.
       leaf: the leaf it serves, where known.
@@ -39,6 +40,7 @@ class Collective:
     op: str
     axes: tuple[str, ...]
     dtype: str
+    itemsize: float
     elements: int
     times: int
     leaf: str
@@ -47,6 +49,11 @@ class Collective:
     def total_elements(self) -> int:
         """Elements a step moves through it."""
         return self.elements * self.times
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these elements."""
+        return math.ceil(self.total_elements * self.itemsize)
 
 
 def collectives(jaxpr: Any, times: int = 1) -> Iterator[Collective]:
@@ -69,6 +76,7 @@ def _collectives_of(eqn: _jaxpr.Eqn, times: int) -> Iterator[Collective]:
             _OPS[eqn.primitive.name],
             axes if isinstance(axes, tuple) else (axes,),
             str(atom.aval.dtype),
+            atom.aval.dtype.itemsize,
             math.prod(atom.aval.shape),
             times,
             leaf.group(1) if leaf else "",

@@ -1,8 +1,11 @@
 """Small realistic train steps, each with what one device must compute for several."""
 
+from jzero._compare import to_host
+from jzero.testing import Tolerance
+
 from . import calls, control, gradients, losses, networks, randomness, states
-from ._compare import assert_trees_close, to_host
-from ._entry import FP32, NAMES, Entry, Tolerance, entry, get, on_shards
+from ._compare import assert_trees_close
+from ._entry import FP32, NAMES, Entry, entry, get, on_shards
 from ._models import BATCH_SIZE
 
 __all__ = [

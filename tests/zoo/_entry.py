@@ -16,22 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jzero._compare import TOLERANCES
+from jzero.testing import Tolerance
+
 Step = Callable[..., Any]
 SHARDS = "shards"  # the vmapped axis on which one device imitates several
 
 
-@dataclasses.dataclass(frozen=True)
-class Tolerance:
-    """Each element within `rtol` of itself, or within `leaf_rtol` of its leaf's largest."""
-
-    rtol: float
-    leaf_rtol: float
-
-
 # Sums over the batch are taken in another order on n devices. Set once; an entry with another one
-# says why. By the scale of the leaf, so that second moments of 1e-6 are compared as strictly as
-# parameters.
-FP32 = Tolerance(rtol=2e-5, leaf_rtol=1e-5)
+# says why. The one that jzero.testing has for float32, here for all dtypes.
+FP32 = TOLERANCES["float32"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

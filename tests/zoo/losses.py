@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._entry import Entry, Tolerance, entry, identity, split_reference
+from jzero.testing import Tolerance
+
+from ._entry import Entry, entry, identity, split_reference
 from ._models import (
     BATCH_SIZE,
     MLP,

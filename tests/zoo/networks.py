@@ -9,7 +9,9 @@ import numpy as np
 import optax
 from flax.training import train_state
 
-from ._entry import Entry, Tolerance, entry, identity, split_reference
+from jzero.testing import Tolerance
+
+from ._entry import Entry, entry, identity, split_reference
 from ._models import (
     BATCH_SIZE,
     MLP,

@@ -1,0 +1,48 @@
+"""The figures as the paper prints them, and how it rounds.
+
+Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+Data only. Each table maps what was asked to what was printed; who computes it is not said here.
+"""
+
+import math
+from fractions import Fraction
+
+STAGES = {0: "baseline", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
+
+# Table 1: GB of model states on each device; {devices: {model: (stage 1, stage 2, stage 3)}}.
+TABLE_1 = {
+    1: {"7.5B": ("120", "120", "120"), "128B": ("2048", "2048", "2048"), "1T": ("16000", "16000", "16000")},
+    4: {"7.5B": ("52.5", "41.3", "30"), "128B": ("896", "704", "512"), "1T": ("7000", "5500", "4000")},
+    16: {"7.5B": ("35.6", "21.6", "7.5"), "128B": ("608", "368", "128"), "1T": ("4750", "2875", "1000")},
+    64: {"7.5B": ("31.4", "16.6", "1.88"), "128B": ("536", "284", "32"), "1T": ("4187", "2218", "250")},
+    256: {"7.5B": ("30.4", "15.4", "0.47"), "128B": ("518", "263", "8"), "1T": ("4046", "2054", "62.5")},
+    1024: {"7.5B": ("30.1", "15.1", "0.12"), "128B": ("513", "257", "2"), "1T": ("4011", "2013", "15.6")},
+}  # fmt: skip
+
+# Table 2, the row without model parallelism: the largest model on 64 GPUs of 32 GB.
+# Its other rows are this one times the degree of model parallelism.
+TABLE_2_DEVICES, TABLE_2_MEMORY = 64, "32GB"
+TABLE_2_THEORY = {0: "2B", 1: "7.6B", 2: "14.4B", 3: "128B"}
+TABLE_2_MEASURED = {0: "1.3B", 1: "6.2B"}
+
+# The largest model that was trained on 8 GPUs of 32 GB, as the authors report it.
+EIGHT_REPORTED = {0: "1.4B", 1: "6B", 2: "8B", 3: "13B"}
+
+# Figure 1: GB of model states on each of 64 devices; 7.5B parameters, K = 12.
+FIGURE_1_MODEL, FIGURE_1_DEVICES = "7.5B", 64
+FIGURE_1 = {0: "120", 1: "31.4", 2: "16.6", 3: "1.9"}
+
+
+def as_table_1_prints(gigabytes: float) -> str:
+    """From 100 on cut off (257.75 is '257'), below it rounded half up to three digits (41.25 is '41.3')."""
+    exact = Fraction(gigabytes)
+    if exact >= 100:
+        return str(math.floor(exact))
+    return rounded(exact, 1 if exact >= 10 else 2)
+
+
+def rounded(number: float | Fraction, decimals: int) -> str:
+    """Half up, without trailing zeros: '7.6' of 7.64."""
+    scale = 10**decimals
+    units = math.floor(Fraction(number) * scale + Fraction(1, 2))
+    return f"{float(Fraction(units, scale)):.{decimals}f}".rstrip("0").rstrip(".")

@@ -1,0 +1,169 @@
+"""The command line: `python -m jzero estimate --params 7.5B --devices 64`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from jzero import _plot, _tables
+from jzero._errors import JzeroError
+from jzero._estimate import Estimate, estimate
+from jzero._options import GATHER
+from jzero._presets import OPTIMIZERS, PRECISIONS
+from jzero._quantities import readable_bytes, readable_count
+from jzero._tables import Table
+from jzero.sharding._plan import STAGES
+
+_UNWRAPPED = 160  # columns of a table that is written to a file or a pipe
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs `python -m jzero <arguments>`; wrong ones end with a message and exit status 2."""
+    parser = argparse.ArgumentParser(prog="python -m jzero", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    command = commands.add_parser(
+        "estimate", allow_abbrev=False, help="memory and traffic from numbers alone",
+        description="What a training needs on each device and moves in a step: jzero.estimate.",
+    )  # fmt: skip
+    _add_estimate(command)
+    given = vars(parser.parse_args(arguments))
+    output = {name: given.pop(name) for name in ("json", "plot", "memory")}
+    try:
+        _estimate(given, **output)
+    except JzeroError as error:
+        command.error(str(error))
+
+
+def _add_estimate(command: argparse.ArgumentParser) -> None:
+    """Flags whose destinations are the arguments of `estimate`; those left out stay its defaults."""
+    names = "name[,name]"
+    flags: dict[str, dict[str, Any]] = {
+        "--params": dict(dest="num_params", required=True, help="such as 350M, 7.5B, 1T"),
+        "--devices": dict(type=int, help="how many share the batch"),
+        "--mesh": dict(type=_mesh, help="instead of --devices: axes and sizes, node=8,local=8"),
+        "--stage": dict(type=int, choices=STAGES, help="by default all of them"),
+        "--optimizer": dict(choices=OPTIMIZERS, help="adam by default"),
+        "--precision": dict(choices=PRECISIONS, help="mixed by default"),
+        "--param-bytes": dict(type=float, help="bytes per parameter at rest"),
+        "--gradient-bytes": dict(type=float, help="bytes per parameter of the gradient"),
+        "--optimizer-bytes": dict(type=float, help="bytes per parameter of the optimizer state"),
+        "--accumulate": dict(type=int, help="microbatches on each device"),
+        "--reduce": dict(choices=("once", "each"), help="when gradients are reduced"),
+        "--accumulate-dtype": dict(help="such as float32"),
+        "--reduce-dtype": dict(help="such as bfloat16"),
+        "--gather": dict(choices=GATHER, help="how long gathered parameters live"),
+        "--param-axes": dict(type=_names, metavar=names, help="axes over which parameters rest"),
+        "--optimizer-axes": dict(type=_names, metavar=names, help="... and optimizer state"),
+    }
+    for flag, settings in flags.items():
+        command.add_argument(flag, default=argparse.SUPPRESS, **settings)
+    command.add_argument("--memory", help="of a device, 80GB or 80GiB: tells the largest model")
+    command.add_argument("--json", action="store_true", help="numbers instead of a table")
+    command.add_argument("--plot", metavar="FILE", help="a picture, such as out.png")
+
+
+def _estimate(arguments: dict[str, Any], json: bool, plot: str | None, memory: str | None) -> None:
+    stages = [arguments.pop("stage")] if "stage" in arguments else list(STAGES)
+    found = [
+        estimate(arguments["num_params"], **_without_params(arguments), stage=s) for s in stages
+    ]
+    largest = [e.largest_model(memory) if memory else None for e in found]
+    if plot:
+        _plot.plot_stages(found, plot, memory)
+    if json:
+        print(_as_json(found, largest))
+    elif len(found) == 1:
+        _show_one(found[0], largest[0], memory)
+    else:
+        _show_stages(found, largest, memory)
+
+
+def _without_params(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name != "num_params"}
+
+
+def _as_json(found: Sequence[Estimate], largest: Sequence[int | None]) -> str:
+    """The tables' rows; bytes and elements are exact."""
+    first = found[0]
+    whole = {"num_params": first.num_params, "axes": dict(first.sharding.axes)}
+    stages = [
+        {
+            "stage": e.options.stage,
+            "memory": [row._asdict() for row in e.memory],
+            "at_rest": e.at_rest,
+            "total": e.total,
+            "traffic": [
+                {"op": c.op, "dtype": c.dtype, "axes": c.axes, "elements": c.total_elements,
+                 "bytes": c.nbytes} for c in e.traffic
+            ],
+            "elements_moved": e.elements_moved,
+            **({} if num is None else {"largest_model": num}),
+        }
+        for e, num in zip(found, largest, strict=True)
+    ]  # fmt: skip
+    return json.dumps({**whole, "stages": stages}, indent=2)
+
+
+def _show_one(found: Estimate, largest: int | None, memory: str | None) -> None:
+    title, *_ = str(found).splitlines()
+    _print(title)
+    _print(_rich(_tables.memory_table(found.memory)))
+    moved = _tables.traffic_table(found.traffic)
+    _print(_rich(moved) if moved else "A step moves nothing between devices.")
+    if largest is not None:
+        _print(f"The largest model whose total fits into {memory}: {readable_count(largest)}.")
+
+
+def _show_stages(
+    found: Sequence[Estimate], largest: Sequence[int | None], memory: str | None
+) -> None:
+    first = found[0]
+    axes = ", ".join(f"'{name}' of size {size}" for name, size in first.sharding.axes)
+    _print(f"{readable_count(first.num_params)} parameters; data axes: {axes}; on each device:")
+    roles = list(dict.fromkeys(row.role for e in found for row in e.memory))
+    title = [] if memory is None else [f"largest in {memory}"]
+    rows = [
+        (
+            str(e.options.stage),
+            *(readable_bytes(e.nbytes(role)) for role in roles),
+            f"{readable_bytes(e.total)} = {e.total / 1e9:.4g} GB",
+            f"{e.elements_moved / e.num_params:.3g} Psi",
+            *([] if num is None else [readable_count(num)]),
+        )
+        for e, num in zip(found, largest, strict=True)
+    ]
+    _print(_rich(Table(("stage", *roles, "total", "moved per step", *title), rows)))
+    _print("Gradients live within a step; the others rest. Activations are not in it.")
+    _print("Psi: as many elements as there are parameters. More of one stage: --stage.")
+
+
+def _rich(table: Table) -> RichTable:
+    out = RichTable()
+    for column, title in enumerate(table.header):
+        out.add_column(title, justify="left" if table.is_text(column) else "right", no_wrap=True)
+    for row in table.rows:
+        out.add_row(*row)
+    return out
+
+
+def _print(what: str | RichTable) -> None:
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = _UNWRAPPED
+    console.print(what)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _mesh(text: str) -> dict[str, int]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and size.isdecimal() for name, _, size in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form node=8,local=8")
+    return {name: int(size) for name, _, size in pairs}

@@ -1,0 +1,56 @@
+"""Numbers as people write them: "7.5B" parameters, "80GiB" of memory."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+COUNT_RULE = "a whole number from 1, or a string such as '350M', '7.5B' or '1T'"
+BYTES_RULE = "a whole number from 1, or a string such as '80GiB' or '80GB'"
+
+
+def parse_count(value: object) -> int | None:
+    """`7500000000` of `"7.5B"`; None for what is not a positive count."""
+    return _parse(value, _COUNTS)
+
+
+def parse_bytes(value: object) -> int | None:
+    """`85899345920` of `"80GiB"`, 80 billion of `"80GB"`; None for what is not a number of bytes."""
+    return _parse(value, _DECIMAL | _BINARY)
+
+
+def readable_count(num: int) -> str:
+    """`7.5B`; at most two decimals."""
+    for unit, size in reversed(_COUNTS.items()):
+        if num >= size:
+            return f"{num / size:.2f}".rstrip("0").rstrip(".") + unit
+    return str(num)
+
+
+def readable_bytes(num: float) -> str:
+    """`12.3 MiB`."""
+    for unit in ("B", *_BINARY):
+        if num < 1024 or unit == "TiB":
+            return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"
+        num /= 1024
+    raise AssertionError
+
+
+def _parse(value: object, units: dict[str, int]) -> int | None:
+    number: float | Fraction = 0
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = value
+    elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
+        sizes = {unit.lower(): size for unit, size in units.items()}
+        number = Fraction(match[1]) * sizes.get(match[2].lower() or _plain(units), 0)
+    return int(number) if number > 0 and number % 1 == 0 else None
+
+
+def _plain(units: dict[str, int]) -> str:
+    """The unit of a bare number, in lower case."""
+    return next(unit.lower() for unit, size in units.items() if size == 1)

@@ -1,0 +1,263 @@
+"""estimate() against describe() of a real step, optax's own state, the paper's theory, and wrong numbers."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+
+import jzero
+import programs
+import small
+from jzero._presets import OPTIMIZERS, PRECISIONS
+from jzero._quantities import parse_bytes, parse_count, readable_count
+
+MODEL = programs.Model(remat=True)
+STATE = programs.abstract_state(MODEL)
+PSI = programs.num_params(STATE)
+TOKENS = programs.tokens(64)
+NODES = {"node": 2, "local": 4}
+HYBRID = {"param_axes": "local", "optimizer_axes": "local"}
+
+
+def by_op(traffic):
+    """`{(op, axes): (elements, bytes)}` of a step, scalars aside."""
+    totals: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
+    for c in traffic:
+        if c.elements > 1:
+            elements, nbytes = totals.get((c.op, c.axes), (0, 0))
+            totals[c.op, c.axes] = (elements + c.total_elements, nbytes + c.nbytes)
+    return totals
+
+
+@pytest.mark.parametrize(
+    ("stage", "axes", "options"),
+    [
+        *((stage, {"data": 8}, {"accumulate": k}) for stage in range(4) for k in (1, 4)),
+        *((stage, {"data": 1}, {}) for stage in range(4)),
+        *((stage, NODES, {}) for stage in range(4)),
+        (1, NODES, {"optimizer_axes": "local"}),
+        (2, NODES, {"optimizer_axes": "local", "accumulate": 2}),
+        (3, {"data": 8}, {"accumulate": 4, "reduce": "once"}),
+        (3, {"data": 8}, {"accumulate": 4, "gather": "keep"}),
+        (3, {"data": 8}, {"gather": "keep"}),
+        (3, {"data": 8}, {"accumulate": 4, "gather": "once_per_step", "reduce": "once"}),
+        (3, {"data": 8}, {"reduce_dtype": jnp.bfloat16}),
+        (3, {"data": 8}, {"accumulate": 2, "accumulate_dtype": jnp.bfloat16}),
+        (3, NODES, {"param_axes": "local"}),
+        (3, NODES, {"param_axes": "node", "accumulate": 2}),
+        (3, NODES, HYBRID),
+        (3, NODES, {**HYBRID, "accumulate": 4, "gather": "keep"}),
+    ],
+    ids=str,
+)
+def test_a_real_step_is_as_estimated(stage, axes, options):
+    """Adam on float32 parameters: bytes at rest, traffic to the element, and the accumulator."""
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    train_step = small.shard_train_step(programs.train_step, stage=stage, mesh=mesh, **options)
+    found = train_step.describe(STATE, TOKENS)
+    expected = jzero.estimate(PSI, mesh=mesh, stage=stage, precision="float32", **options)
+    assert by_op(found.traffic) == by_op(expected.traffic)
+    resting = {row.role: row.per_device for row in found.memory}
+    counters = 2 * 4  # step and count, int32 scalars
+    assert resting["parameter"] == expected.nbytes("parameter")
+    assert resting["optimizer state"] == expected.nbytes("optimizer state") + counters
+    loss = 4 if options.get("accumulate_dtype") is None else 2
+    assert found.accumulator_bytes in (0, expected.nbytes("accumulator") + loss)
+    assert (found.accumulator_bytes > 0) == (options.get("accumulate", 1) > 1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_16_bit_compute_is_as_estimated(stage):
+    model = programs.Model(dtype=jnp.bfloat16)
+    train_step = small.shard_train_step(
+        programs.train_step, stage=stage, mesh=AbstractMesh((8,), ("data",))
+    )
+    found = train_step.describe(programs.abstract_state(model), TOKENS)
+    expected = jzero.estimate(PSI, devices=8, stage=stage, precision="float32_masters")
+    assert by_op(found.traffic) == by_op(expected.traffic)
+
+
+TX = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1),
+    "lion": optax.lion(0.1),
+    "adafactor": optax.adafactor(0.1),
+    "muon": optax.contrib.muon(0.1),
+}
+WRAPPERS = {
+    "mixed": (jnp.bfloat16, jzero.master_weights),
+    "float32": (jnp.float32, lambda tx: tx),
+    "float32_masters": (jnp.float32, lambda tx: tx),
+    "stochastic": (jnp.bfloat16, jzero.stochastic_rounding),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_presets_are_what_optax_allocates(name, precision):
+    dtype, wrap = WRAPPERS[precision]
+    params = {"w": jax.ShapeDtypeStruct((1024, 1024), dtype)}
+    state = jax.eval_shape(wrap(TX[name]).init, params)
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    found = jzero.estimate(2**20, devices=1, optimizer=name, precision=precision)
+    assert found.nbytes("parameter") == 2**20 * jnp.dtype(dtype).itemsize
+    # Counters aside; 'adafactor' is an upper bound.
+    assert found.nbytes("optimizer state") == pytest.approx(nbytes, abs=0.01 * 2**20)
+    assert found.nbytes("optimizer state") >= nbytes - 64
+
+
+# -- the paper -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "volume"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_communication_volume(stage, volume):
+    """ZeRO, section 7.2: 2 Psi, and 3 Psi at stage 3."""
+    found = jzero.estimate("1B", devices=64, stage=stage)
+    assert found.elements_moved == volume * 10**9
+    assert found.elements("all-gather") == {0: 0, 1: 1, 2: 1, 3: 2}[stage] * 10**9
+
+
+def test_bytes_of_one_gpt2():
+    """ZeRO, section 3.1: 1.5B parameters need at least 24 GB with Adam in mixed precision."""
+    found = jzero.estimate("1.5B", devices=1, stage=0)
+    roles = {row.role: row.per_device for row in found.memory}
+    expected = {"parameter": 3, "gradient": 3, "optimizer state": 18}
+    assert roles == {role: size * 10**9 for role, size in expected.items()}
+    assert found.total == 24 * 10**9
+    assert found.at_rest == 21 * 10**9
+
+
+# -- the largest model -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 0, "devices": 1},
+        {"stage": 1, "devices": 7},
+        {"stage": 2, "devices": 64, "optimizer": "adafactor"},
+        {"stage": 3, "devices": 3, "accumulate": 2, "gather": "keep"},
+        {"stage": 3, "mesh": NODES, "param_axes": "local", "optimizer_bytes": 0.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("memory", [1, 12_345, "1GB", "80GiB"])
+def test_the_largest_model_fits_and_no_larger_one(options, memory):
+    num, num_bytes = jzero.estimate(1, **options).largest_model(memory), parse_bytes(memory)
+    assert num_bytes is not None
+    assert jzero.estimate(num + 1, **options).total > num_bytes
+    assert num == 0 or jzero.estimate(num, **options).total <= num_bytes
+
+
+# -- what is printed -------------------------------------------------------------------------------
+
+
+def test_what_gradients_mean_is_said():
+    def text(**options):
+        return str(jzero.estimate("1B", devices=8, **options))
+
+    assert "in shards: reduced as they are produced" in text(stage=2)
+    assert "whole, as the paper counts; jzero reduces them as they are" in text(stage=1)
+    assert "whole until they are reduced" in text(stage=1, accumulate=2)
+    kept = text(stage=3, accumulate=2, gather="once_per_step")
+    row = "gathered parameter 1.9 GiB 1.9 GiB gathered during the whole step"
+    assert row in " ".join(kept.split())
+    assert "sums 2 microbatches" in kept
+    assert "A step moves nothing between devices." in str(jzero.estimate(1000, devices=1))
+
+
+def test_stage_1_without_microbatches_is_stage_2():
+    """So the paper's number, a whole gradient, is more than jzero needs: the note says so."""
+    texts = {
+        stage: small.shard_train_step(programs.train_step, stage=stage)
+        .lower(STATE, TOKENS)
+        .as_text()
+        for stage in (1, 2, 3)
+    }
+    assert texts[1] == texts[2] != texts[3]
+
+
+def test_describe_prints_the_same_tables():
+    train_step = small.shard_train_step(
+        programs.train_step, stage=3, mesh=AbstractMesh((8,), ("data",))
+    )
+    lines = str(train_step.describe(STATE, TOKENS)).splitlines()
+    expected = [
+        "memory            whole  on each device",
+        "parameter      26.0 KiB         3.2 KiB  3 of 3 leaves sharded",
+        "at rest        78.0 KiB         9.8 KiB",
+        "per step         dtype  axes  elements     bytes  times",
+        "reduce-scatter  float32  data     6,656  26.0 KiB      7",
+    ]
+    assert {" ".join(line.split()) for line in expected} <= {
+        " ".join(line.split()) for line in lines
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(7, 7), (75e8, 75 * 10**8), (float("inf"), None), (float("nan"), None),
+     ("7", 7), ("7.5B", 75 * 10**8), ("350m", 350 * 10**6), (" 1 T ", 10**12), ("0.5K", 500),
+     (0, None), ("0", None), ("0.1", None), ("-1", None), (True, None), (7.5, None), ("7.5Q", None),
+     ("B", None), (None, None)],
+)  # fmt: skip
+def test_counts(value, expected):
+    assert parse_count(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(80, 80), ("80", 80), ("80B", 80), ("80GB", 80 * 10**9), ("80gib", 80 * 2**30),
+     ("1.5 TiB", 3 * 2**39), ("80G", None), (-1, None), ("", None)],
+)  # fmt: skip
+def test_bytes(value, expected):
+    assert parse_bytes(value) == expected
+
+
+def test_readable_counts():
+    nums = (999, 7_500_000_000, 10**12, 128_001_234)
+    assert [readable_count(n) for n in nums] == ["999", "7.5B", "1T", "128M"]
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ({"num_params": "7.5X"}, ["estimate: num_params='7.5X' is not a whole number from 1", "'7.5B'"]),
+        ({"devices": 0}, ["devices=0 is not an int from 1"]),
+        ({"devices": None}, ["devices=None is not an int from 1"]),
+        ({"mesh": {"data": 8}}, ["devices=8 and mesh={'data': 8}, of which one is enough"]),
+        ({"devices": None, "mesh": {"data": 0}}, ["mesh={'data': 0} does not map names of axes"]),
+        ({"devices": None, "mesh": 8}, ["mesh=8 does not map names of axes"]),
+        ({"optimizer": "adamm"}, ["optimizer='adamm' is not one of 'sgd', 'momentum', 'adam'"]),
+        ({"optimizer": ["adam"]}, ["optimizer=['adam'] is not one of"]),
+        ({"precision": 16}, ["precision=16 is not one of 'mixed', 'float32'"]),
+        ({"param_bytes": 0}, ["param_bytes=0 is not a number of bytes"]),
+        ({"optimizer_bytes": -1}, ["optimizer_bytes=-1 is not a number"]),
+        ({"gradient_bytes": float("nan")}, ["gradient_bytes=nan is not a number"]),
+        ({"num_params": 0, "devices": 1.5, "optimizer": "x"},
+         ["estimate: 3 arguments fail:\n  - num_params=0", "- devices=1.5", "- optimizer='x'"]),
+        ({"stage": 4}, ["estimate: stage=4. Stages are 0, 1, 2 and 3."]),
+        ({"stage": 2, "gather": "keep"}, ["estimate: stage=2 and gather='keep'. Below stage 3"]),
+        ({"stage": 1, "accumulate": 2, "reduce": "each"}, ["estimate: stage=1 and reduce='each'."]),
+        ({"param_axes": "local"}, ["estimate: param_axes has ['local'], and the data axes are ('data',)"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_cannot_be(args, text):
+    with pytest.raises(ValueError, match="estimate: ") as caught:
+        jzero.estimate(**{"num_params": "7.5B", "devices": 8, **args})
+    assert isinstance(caught.value, jzero.JzeroError)
+    for part in text:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("memory", ["80G", 0, None, 1.5])
+def test_memory_that_is_no_number_of_bytes(memory):
+    with pytest.raises(jzero.OptionError, match=r"estimate: memory=.* a string such as '80GiB'"):
+        jzero.estimate(1, devices=8).largest_model(memory)
