@@ -15,8 +15,11 @@ from jzero._nnx import from_nnx as from_nnx
 from jzero._padded import PaddedArray as PaddedArray
 from jzero._precision import master_weights as master_weights
 from jzero._precision import stochastic_rounding as stochastic_rounding
+from jzero._preflight import Preflight as Preflight
+from jzero._preflight import preflight as preflight
 from jzero._step import ShardedTrainStep as ShardedTrainStep
 from jzero._step import shard_train_step as shard_train_step
+from jzero._targets import target_mesh as target_mesh
 from jzero._whole import fold_device_index as fold_device_index
 from jzero._whole import total as total
 from jzero._whole import weighted_mean as weighted_mean

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jzero import _call, _jaxpr, _placing, _program
+from jzero._batch import Batch
 from jzero._errors import MeshError, OptionError, message
 from jzero._options import Options, axis_tuple
 from jzero._padded import PaddedArray
@@ -324,6 +327,26 @@ class ShardedTrainStep:
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
         return program.jitted.lower(*_placed_inputs(call, program))
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh it was made for; None for whatever is current when it is called."""
+        return self._mesh
+
+    def on_mesh(self, mesh: Any) -> ShardedTrainStep:
+        """The same step, with the same options, on another mesh."""
+        other = copy.copy(self)
+        other._mesh, other._programs, other._seen, other._layouts = mesh, {}, {}, {}
+        return other
+
+    def batch_of(self, who: str, *args: Any, **kwargs: Any) -> Batch:
+        """The shapes of a call, in which the rows of the batch can be changed; for `who` asks."""
+        call = self._signature.bind(args, kwargs)
+        setting = self._setting()
+        specs = [sharding.spec for sharding in self._program_for(call).argument_shardings]
+        dims = tuple(_call.microbatch_dim(spec, setting.axes) for spec in specs)
+        parts = math.prod(setting.batch_axes.values())
+        return Batch.of(who, self._signature, call, dims, parts)
 
     def _program_for(self, call: _call.Call) -> _program.Program:
         """The program for this call's shapes, built once."""

@@ -11,7 +11,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 # From the bottom up. A file imports from the layers below its own.
 LAYERS = (
     ("_errors", "_padded", "_presets", "_quantities"),
-    ("_jaxpr", "sharding/_layout"),
+    ("_jaxpr", "sharding/_layout", "_targets"),
     (
         "sharding/_collectives",
         "sharding/_rules",
@@ -19,6 +19,7 @@ LAYERS = (
         "_grad",
         "_call",
         "_precision",
+        "_schedule",
     ),
     ("sharding/_values", "sharding/_frames"),
     (
@@ -28,6 +29,7 @@ LAYERS = (
         "_whole",
         "_tables",
         "_compare",
+        "_batch",
     ),
     ("sharding/_plan", "sharding/_interpret", "sharding/_cut", "_trace", "_nnx"),
     (
@@ -40,6 +42,7 @@ LAYERS = (
     ),
     ("_report", "_program", "_formulas"),
     ("_step", "_estimate"),
+    ("_preflight",),
     ("__init__", "_plot", "testing"),
     ("_cli",),
     ("__main__",),

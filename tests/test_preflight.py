@@ -1,0 +1,201 @@
+"""Steps compiled for GPUs that are not there: they rest and move what `describe` says."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jzero
+import programs
+import small
+
+if sys.platform != "linux":
+    pytest.skip("XLA's compiler for NVIDIA GPUs exists for Linux only", allow_module_level=True)
+
+BATCH = programs.tokens(64)
+
+
+def preflight(stage, state=None, topology="1x8", axes=None, **options) -> Any:
+    train_step = small.shard_train_step(programs.train_step, stage=stage, **options)
+    state = programs.abstract_state(programs.Model()) if state is None else state
+    return jzero.preflight(train_step, state, BATCH, topology=topology, axes=axes)
+
+
+def moved(traffic):
+    """`{(op, axes): bytes}`."""
+    totals: dict[tuple[str, tuple[str, ...]], int] = {}
+    for c in traffic:
+        key = (c.op, tuple(c.axes))
+        totals[key] = totals.get(key, 0) + c.nbytes
+    return totals
+
+
+@pytest.mark.parametrize(
+    ("stage", "axes", "options"),
+    [
+        (0, {"data": 16}, {}),
+        (1, {"data": 16}, {"accumulate": 2}),
+        (2, {"data": 16}, {"accumulate": 2}),
+        (3, {"data": 16}, {}),
+        (3, {"data": 16}, {"accumulate": 2, "gather": "once_per_step"}),
+        (3, {"node": 2, "local": 8}, {"param_axes": "local"}),
+        (3, {"node": 2, "local": 8},
+         {"param_axes": "local", "optimizer_axes": "local", "accumulate": 2}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_at_rest_and_on_the_wire_as_described(stage, axes, options):
+    found = preflight(stage, topology="2x8", axes=axes, **options)
+    assert moved(found.schedule.collectives) == moved(found.report.traffic)
+    batch = 4 * BATCH.size // 16
+    # XLA keeps a few scalars of its own beside the arguments.
+    assert 0 <= found.argument_bytes - found.at_rest - batch < 64
+    assert found.peak_bytes >= found.argument_bytes
+
+
+def test_stages_order_peak_memory():
+    state = programs.abstract_state(programs.Model(depth=64))
+    peaks = [preflight(stage, state).peak_bytes for stage in (0, 1, 3)]
+    assert peaks == sorted(set(peaks), reverse=True)
+
+
+def test_verdict_and_limits():
+    state = programs.abstract_state(programs.Model())
+    train_step = small.shard_train_step(programs.train_step)
+    found = jzero.preflight(train_step, state, BATCH, target="a100-80gb", topology="1x4")
+    assert found.fits
+    assert found.usable_bytes == int(0.75 * 85100068864)
+    text = str(found)
+    assert text.startswith(
+        "jzero preflight: 4 x NVIDIA A100-SXM4-80GB (1 hosts of 4), compiled in "
+    )
+    assert "FITS, with 59.4 GiB: the peak is" in text
+    assert "Not seen: memory kinds" in text
+    found = jzero.preflight(train_step, state, BATCH, topology="1x4", memory_fraction=1e-7)
+    assert not found.fits
+    assert "DOES NOT FIT, by" in str(found)
+
+
+def test_the_most_rows_that_fit():
+    def step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - grad, loss
+
+    w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+
+    def check(rows, accumulate, **options):
+        x = jax.ShapeDtypeStruct((rows * 8 * accumulate, 256), jnp.float32)
+        train_step = jzero.shard_train_step(step, accumulate=accumulate)
+        return jzero.preflight(train_step, w, x, memory_fraction=1e-4, **options)
+
+    for start, accumulate in ((1000, 1), (100_000, 2)):  # below and above what fits
+        found = check(start, accumulate, search_batch=True)
+        assert found.rows == start
+        assert f"microbatch that fit: {found.largest_rows} (compiled: {start})" in str(found)
+        assert check(found.largest_rows, accumulate).fits
+        assert not check(found.largest_rows + 1, accumulate).fits
+
+
+def test_rows_of_all_arguments_change_together():
+    def step(w, x, y):
+        return w - jax.grad(lambda w: jnp.mean(x @ w) + jnp.mean(y @ w))(w)
+
+    shapes = [jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (8, 16, 24)]
+    train_step = small.shard_train_step(step)
+    w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    found = jzero.preflight(
+        train_step, w, shapes[0], y=shapes[1], memory_fraction=1e-5, search_batch=True
+    )
+    assert (found.largest_rows or 0) > (found.rows or 0) == 1
+    with pytest.raises(jzero.BatchError, match=r"arguments with \[2, 3\] rows for each device"):
+        jzero.preflight(train_step, w, shapes[1], shapes[2])
+
+
+def test_a_program_that_is_not_ours():
+    mesh = jzero.target_mesh("h100", "1x8")
+
+    def spread(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+    lowered = jax.jit(lambda x, w: x @ w).lower(
+        spread((64, 512), "data"), spread((512, 1024), "data")
+    )
+    found = jzero.preflight(lowered, target="h100", topology="1x8")
+    assert (found.report, found.at_rest) == (None, None)
+    assert found.nbytes("all-gather") == 4 * 512 * 1024
+    assert found.argument_bytes == 4 * (64 * 512 + 512 * 1024) // 8
+    assert "arguments" in str(found)
+
+
+def test_a_step_on_another_mesh_is_planned_the_same():
+    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    train_step = small.shard_train_step(programs.train_step, mesh=mesh, param_axes="local")
+    state = programs.abstract_state(programs.Model())
+    found = jzero.preflight(train_step, state, BATCH, topology="2x4")  # as many devices
+    assert found.report and found.report.plan.leaves == train_step.plan(state, BATCH).leaves
+    with pytest.raises(jzero.MeshError, match="Sizes of several axes cannot be guessed"):
+        jzero.preflight(train_step, state, BATCH, topology="2x8")
+    one_axis = small.shard_train_step(programs.train_step, mesh=jax.make_mesh((8,), ("x",)))
+    found = jzero.preflight(one_axis, state, BATCH, topology="2x8")
+    assert found.report and found.report.plan.axes == (("x", 16),)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"target": "h300"},
+            jzero.OptionError,
+            "target='h300'. There are a100-80gb, b200, h100, h200",
+        ),
+        ({"topology": "8"}, jzero.OptionError, "topology='8'. It is 'HOSTSxDEVICES'"),
+        ({"topology": 8}, jzero.OptionError, "topology=8. It is 'HOSTSxDEVICES'"),
+        ({"axes": {"data": 4}}, jzero.MeshError, "The axes' sizes must multiply to 8"),
+        ({"memory_fraction": 1.5}, jzero.OptionError, "memory_fraction=1.5. It is a share"),
+    ],
+)
+def test_bad_options(options, error, text):
+    train_step = small.shard_train_step(programs.train_step)
+    with pytest.raises(error, match="preflight: ") as caught:
+        jzero.preflight(train_step, programs.abstract_state(programs.Model()), BATCH, **options)
+    assert text in str(caught.value)
+
+
+def test_a_plain_function_is_no_train_step():
+    with pytest.raises(jzero.OptionError, match="train_step is a function"):
+        jzero.preflight(cast(Any, programs.train_step))
+
+
+def test_without_the_compiler_it_says_how_to_get_it():
+    code = """
+        import sys
+        sys.modules["jax_plugins.xla_cuda12"] = None  # not installed
+        import jzero
+        jzero.target_mesh()
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, env=os.environ,
+        cwd=pathlib.Path(__file__).parents[1],
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "XLA cannot compile for NVIDIA H200 here" in result.stderr
+    assert "pip install 'jzero[preflight]', and set JAX_PLATFORMS=cpu" in result.stderr
+
+
+def test_every_target_compiles():
+    state = programs.abstract_state(programs.Model(), optax.sgd(0.1))
+    train_step = small.shard_train_step(programs.train_step)
+    for target in ("a100-80gb", "b200", "h100", "h200"):
+        found = jzero.preflight(train_step, state, BATCH, target=target)
+        assert found.target.name.startswith("NVIDIA " + target[:4].upper())
+        assert found.schedule.product_seconds > 0

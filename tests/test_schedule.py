@@ -1,0 +1,104 @@
+"""What is read of a compiled GPU program: groups, bandwidths, products, and what hides behind them."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jzero
+from jzero import _schedule
+from jzero._targets import Topology, find_target
+
+if sys.platform != "linux":
+    pytest.skip("XLA's compiler for NVIDIA GPUs exists for Linux only", allow_module_level=True)
+
+H200 = find_target("test", "h200")
+AXES = {"node": 2, "local": 4}
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", ("local",)),
+        ("{{0,4},{1,5},{2,6},{3,7}}", ("node",)),
+        ("[2,4]<=[8]", ("local",)),
+        ("[4,2]<=[2,4]T(1,0)", ("node",)),
+        ("[1,8]<=[8]", ("node", "local")),
+        ("mesh['axis_0'=8] {'axis_0'}", ("node", "local")),
+        ("mesh['node'=2,'local'=4] {'node'}", ("node",)),
+        ("{{0},{1}}", ()),
+    ],
+)
+def test_axes_behind_replica_groups(groups, expected):
+    reader = _schedule._Reader({}, AXES, H200, Topology(2, 4))
+    assert (
+        reader._axes(_schedule._first_group(f"channel_id=1, replica_groups={groups}, x"))
+        == expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("op", "axes", "seconds"),
+    [
+        # Each device receives 3/4 over its links; each host half, over the adapters of its members.
+        ("all-gather", ("local",), 3 / 4 / H200.link_bandwidth),
+        ("reduce-scatter", ("node",), 1 / 2 / H200.network_bandwidth),
+        ("all-gather", ("node", "local"), 1 / 2 / (4 * H200.network_bandwidth)),
+        ("all-reduce", ("local",), 2 * 3 / 4 / H200.link_bandwidth),
+    ],
+)
+def test_seconds_by_bandwidth(op, axes, seconds):
+    reader = _schedule._Reader({}, AXES, H200, Topology(2, 4))
+    group = _schedule._members(AXES, axes)
+    assert reader._seconds(op, group, 10**9) == pytest.approx(10**9 * seconds)
+
+
+def compiled(fn, *args):
+    lowered = jax.jit(fn).lower(*args)
+    return jzero.preflight(lowered, topology="1x8").schedule
+
+
+def spread(shape, *spec, dtype=jnp.bfloat16):
+    sharding = NamedSharding(jzero.target_mesh(topology="1x8"), P(*spec))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_products_are_counted_loops_multiplied_out(dtype):
+    def fn(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    found = compiled(
+        fn, spread((4096, 512), "data", dtype=dtype), spread((7, 512, 512), dtype=dtype)
+    )
+    assert found.product_seconds == pytest.approx(7 * 2 * 512 * 512 * 512 / H200.bf16_flops)
+    assert found.collectives == ()
+
+
+def test_a_collective_hides_behind_a_product_that_does_not_need_it():
+    x, w = spread((4096, 4096), "data"), spread((4096, 4096))
+    shard = spread((4096, 4096), "data")
+
+    def gathered(x, shard):
+        return x @ jax.lax.with_sharding_constraint(
+            jnp.sin(shard), NamedSharding(jzero.target_mesh(topology="1x8"), P())
+        )
+
+    exposed = compiled(gathered, x, shard)
+    (gather,) = exposed.collectives
+    assert (gather.op, gather.hidden, gather.nbytes) == ("all-gather", False, 2 * 4096 * 4096)
+    assert exposed.exposed_seconds == pytest.approx(gather.seconds)
+
+    def behind(x, w, shard):
+        for _ in range(8):
+            x = jnp.tanh(x @ w)
+        return gathered(x, shard)
+
+    hidden = compiled(behind, x, w, shard)
+    (gather,) = hidden.collectives
+    assert gather.hidden
+    left = gather.seconds - 8 / 9 * hidden.product_seconds
+    assert hidden.exposed_seconds <= max(0, left) + 1e-9 < exposed.exposed_seconds
