@@ -85,11 +85,16 @@ def target_mesh(
 ) -> jax.sharding.Mesh:
     """A mesh of GPUs that are not there: programs are compiled for it, and nothing can run.
 
-    For whatever is to be compiled for it beside a sharded step (`preflight` makes its own)::
+    For whatever is to be compiled for it beside a sharded step (`preflight` makes its own).
 
-        mesh = jzero.target_mesh("h200", "8x8", {"data": 64})
-        lowered = jax.jit(step, in_shardings=..., ...).lower(...)   # shardings on this mesh
-        print(jzero.preflight(lowered, target="h200", topology="8x8"))
+    >>> import jax, jax.numpy as jnp, jzero
+    >>> mesh = jzero.target_mesh("h200", "2x8")
+    >>> rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    >>> x = jax.ShapeDtypeStruct((64, 1024), jnp.float32, sharding=rows)
+    >>> lowered = jax.jit(lambda x: x.sum(0)).lower(x)
+    >>> found = jzero.preflight(lowered, target="h200", topology="2x8")
+    >>> found.nbytes("all-reduce")  # what XLA's partitioner put there
+    4096
 
     Args:
       target: 'a100-80gb', 'b200', 'h100' or 'h200'.
