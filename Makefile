@@ -52,11 +52,15 @@ lint: .venv/installed
 	    echo "mypy $$folder"; MYPYPATH="$$folder" $(BIN)/mypy "$$folder" || exit 1; \
 	done
 
+# The newest JAX also has XLA's compiler for GPUs (600 MB, and chatty where there is no GPU).
+.venv/installed: EXTRAS := test
+.venv-newest/installed: EXTRAS := test,preflight
+
 # One rule for both environments; a change of pyproject.toml installs again.
 .venv/installed .venv-newest/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "jzero needs Python 3.11 or newer, with its venv module"; exit 1; }
 	"$(PYTHON)" -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test]'
+	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[$(EXTRAS)]'
 	@touch $@
 
 clean:

@@ -20,7 +20,10 @@ def run(*arguments, command=("-m", "jzero")):
 
 def output(*arguments):
     done = run(*arguments)
-    assert (done.returncode, done.stderr) == (0, "")
+    # What XLA's compiler for GPUs says when JAX is imported where there is no GPU.
+    chatter = ("cudart_stub", "absl::InitializeLog")
+    said = [line for line in done.stderr.splitlines() if not any(c in line for c in chatter)]
+    assert (done.returncode, said) == (0, [])
     return done.stdout
 
 

@@ -5,14 +5,39 @@ import inspect
 
 import pytest
 
+import gpu_compiler
 import jzero
-from jzero import _estimate, _grad, _nnx, _precision, _step, _whole, testing
-
-
-@pytest.mark.parametrize(
-    "module", [_estimate, _grad, _nnx, _precision, _step, _whole, testing], ids=lambda m: m.__name__
+from jzero import (
+    _estimate,
+    _grad,
+    _nnx,
+    _padded,
+    _precision,
+    _preflight,
+    _step,
+    _targets,
+    _whole,
+    testing,
 )
+
+MODULES = [
+    _estimate,
+    _grad,
+    _nnx,
+    _padded,
+    _precision,
+    _preflight,
+    _step,
+    _targets,
+    _whole,
+    testing,
+]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
 def test_docstrings(module):
+    if module in (_preflight, _targets):
+        gpu_compiler.skip_without_it()
     results = doctest.testmod(module)
     assert results.attempted > 0
     assert results.failed == 0

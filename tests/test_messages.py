@@ -2,6 +2,12 @@
 
 from jax import grad as early_grad  # Bound before jzero could see it.  # isort: skip
 
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -402,3 +408,45 @@ def test_numpy_and_python_leaves_are_fine():
     train_step = sharded(lambda s, x: ({"w": step(s["w"], x)[0], "n": s["n"] + 1}, None))
     state, _ = train_step({"w": np.ones((8, 8), np.float32), "n": 0}, np.asarray(X))
     assert int(state["n"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"target": "h300"},
+            jzero.OptionError,
+            "target='h300'. There are a100-80gb, b200, h100, h200",
+        ),
+        ({"topology": "8"}, jzero.OptionError, "topology='8'. It is 'HOSTSxDEVICES'"),
+        ({"topology": 8}, jzero.OptionError, "topology=8. It is 'HOSTSxDEVICES'"),
+        ({"axes": {"data": 4}}, jzero.MeshError, "The axes' sizes must multiply to 8"),
+        ({"memory_fraction": 1.5}, jzero.OptionError, "memory_fraction=1.5. It is a share"),
+    ],
+)
+def test_preflight_refuses(options, error, text):
+    with pytest.raises(error, match="preflight: ") as caught:
+        jzero.preflight(jzero.shard_train_step(step), W, X, **options)
+    assert text in str(caught.value)
+
+
+def test_preflight_of_a_plain_function():
+    with pytest.raises(jzero.OptionError, match="train_step is a function"):
+        jzero.preflight(step, W, X)  # type: ignore[arg-type]
+
+
+def test_preflight_without_its_compiler_says_how_to_get_it():
+    code = """
+        import sys
+        sys.modules["jax_plugins.xla_cuda12"] = None  # not installed
+        import jzero
+        jzero.target_mesh()
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, env=os.environ,
+        cwd=pathlib.Path(__file__).parents[1],
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "XLA cannot compile for NVIDIA H200 here" in result.stderr
+    assert "pip install 'jzero[preflight]', and set JAX_PLATFORMS=cpu" in result.stderr

@@ -1,19 +1,17 @@
 """What is read of a compiled GPU program: groups, bandwidths, products, and what hides behind them."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import gpu_compiler
 import jzero
 from jzero import _schedule
 from jzero._targets import Topology, find_target
 
-if sys.platform != "linux":
-    pytest.skip("XLA's compiler for NVIDIA GPUs exists for Linux only", allow_module_level=True)
+gpu_compiler.skip_without_it()
 
 H200 = find_target("test", "h200")
 AXES = {"node": 2, "local": 4}

@@ -1,0 +1,11 @@
+"""XLA's compiler for NVIDIA GPUs, which `make test-newest` installs and `make test` does not."""
+
+import importlib.util
+
+import pytest
+
+
+def skip_without_it() -> None:
+    """Skips the test, or the module if called there."""
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        pytest.skip("needs jzero[preflight]; make test-newest has it", allow_module_level=True)
