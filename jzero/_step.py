@@ -27,6 +27,7 @@ def shard_train_step(
     accumulate_dtype: Any = None,
     reduce_dtype: Any = None,
     gather: str | None = None,
+    prefetch_bytes: int | None = None,
     min_shard_bytes: int = 1024,
     full: str | None = None,
     param_axes: str | Sequence[str] | None = None,
@@ -133,8 +134,8 @@ def shard_train_step(
       Training Gigantic Model on Public Cloud", 2022, section 3 (param_axes, optimizer_axes).
     """
     chosen = Options(
-        stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, min_shard_bytes, full,
-        _axes(param_axes), _axes(optimizer_axes), _items(auto_specs),
+        stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
+        min_shard_bytes, full, _axes(param_axes), _axes(optimizer_axes), _items(auto_specs),
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,

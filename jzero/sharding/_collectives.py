@@ -12,9 +12,11 @@ from collections.abc import Callable
 import jax
 from jax import lax
 
+from jzero import _jaxpr
 from jzero.sharding._layout import FULL, Automatic, partition_spec
 
 Axes = tuple[str, ...]
+GATHER = "jzero.gather"
 
 
 def gather(shard: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic) -> jax.Array:
@@ -23,8 +25,13 @@ def gather(shard: jax.Array, dim: int, axes: Axes, name: str, automatic: Automat
     def collective(part: jax.Array) -> jax.Array:
         return lax.all_gather(part, axes, axis=dim, tiled=True)
 
-    with jax.named_scope(f"jzero.gather[{name}]"):
+    with jax.named_scope(f"{GATHER}[{name}]"):
         return _part_by_part(collective, automatic)(shard)
+
+
+def is_gather(eqn: _jaxpr.Eqn) -> bool:
+    """Whether `gather` made the equation."""
+    return any(scope.startswith(f"{GATHER}[") for scope in _jaxpr.scopes(eqn))
 
 
 def reduce_scatter(
