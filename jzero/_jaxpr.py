@@ -38,6 +38,13 @@ class Traced(NamedTuple):
     out_avals: list[Any]
 
 
+class Part(NamedTuple):
+    """A function cut out of a jaxpr, and the variables that are its arguments."""
+
+    reads: list[Var]
+    run: Callable[..., list[Any]]
+
+
 class ScanParts(NamedTuple):
     """A `scan` equation taken apart: body invars are consts, carry, then slices of xs."""
 
@@ -339,24 +346,22 @@ def trace_here(fn: Callable[..., Any], *args: Any) -> Traced:
 
 
 def part(
-    jaxpr: Jaxpr, given: Sequence[Var], wanted: Sequence[Atom], effects: bool = True
-) -> Callable[..., list[Any]]:
-    """The function of `given`, which may be any variables of `jaxpr`, that computes `wanted`.
+    jaxpr: Jaxpr, wanted: Sequence[Atom], given: Sequence[Var] = (), effects: bool = True
+) -> Part:
+    """The part of `jaxpr` that computes `wanted` when `given`, any of its variables, are known.
 
-    It has the equations that `wanted` needs beyond `given`, and with `effects` those that have any.
+    With `effects` it has every equation that does more than compute.
     """
     known, needed = set(given), {atom for atom in wanted if not is_literal(atom)}
     eqns: list[Eqn] = []
     for eqn in reversed(jaxpr.eqns):
-        if any(out in needed and out not in known for out in eqn.outvars) or (
-            effects and has_side_effects(eqn)
-        ):
+        acts = effects and has_side_effects(eqn)
+        if acts or any(out in needed and out not in known for out in eqn.outvars):
             eqns.append(eqn)
             needed.update(atom for atom in eqn.invars if not is_literal(atom))
-    piece = jaxpr.replace(
-        constvars=[], invars=list(given), outvars=list(wanted), eqns=eqns[::-1]
-    )
-    return lambda *args: core.eval_jaxpr(piece, (), *args)
+    reads = [var for var in [*jaxpr.constvars, *jaxpr.invars, *given] if var in needed]
+    piece = jaxpr.replace(constvars=[], invars=reads, outvars=list(wanted), eqns=eqns[::-1])
+    return Part(reads, lambda *args: core.eval_jaxpr(piece, (), *args))
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[Any]:

@@ -250,8 +250,12 @@ def _runner(
         interp = Interpreter(
             links,
             Devices(
-                setting.axes, sharding.shard_axes, sharding.param_axes, automatic,
-                GatherQueue(options.prefetch), scope=object(),
+                setting.axes,
+                sharding.shard_axes,
+                sharding.param_axes,
+                automatic,
+                GatherQueue(options.prefetch),
+                scope=object(),
             ),  # fmt: skip
             mean=traced.reductions == _trace.TYPED,
             axis_names=setting.step_axes,

@@ -7,7 +7,7 @@ gather it over those axes first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from jax import lax
@@ -70,6 +70,11 @@ def take_shard(full: jax.Array, dim: int, axes: Axes, num_shards: int) -> jax.Ar
     return lax.dynamic_slice_in_dim(full, lax.axis_index(axes) * size, size, dim)
 
 
-def keep_apart(shard: jax.Array, token: jax.Array) -> jax.Array:
-    """`shard`, but not before `token` is there: keeps one pass's gather from serving the next."""
-    return lax.optimization_barrier((shard, token))[0]
+def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
+    """`shard`, but not before `tokens` are there.
+
+    Twice: XLA takes out of a barrier what has no other use, before or after it.
+    """
+    for _ in range(2 if tokens else 0):
+        shard = lax.optimization_barrier((shard, *tokens))[0]
+    return shard

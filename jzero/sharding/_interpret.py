@@ -157,11 +157,11 @@ class Interpreter:
         self.seen_pass = current
 
     def note_varying(self, frame: Frame, eqn: _jaxpr.Eqn, outs: Sequence[Value]) -> None:
-        """Remembers the latest value of the current pass: later gathers and the next pass wait for it."""
+        """Remembers the latest value of the pass: later gathers and the next pass wait for it."""
         for var, value in zip(eqn.outvars, outs, strict=True):
             if isinstance(value, FullValue) and frame.varies(var):
                 if jnp.issubdtype(var.aval.dtype, jnp.number):
-                    self.devices.queue.latest = value.x
+                    self.devices.queue.note(value.x, eqn.primitive.name)
 
     def mean_of(self, x: Any) -> Unreduced:
         """The mean over the devices of a local value, taken when first needed."""

@@ -7,7 +7,8 @@ of its gathers, and every product of the body waits for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -24,7 +25,9 @@ def scan(
     body: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]], init: Arrays, xs: Arrays, queue: GatherQueue,
     *, length: int, reverse: bool,
 ) -> tuple[Arrays, Arrays]:  # fmt: skip
-    """`lax.scan`, with as many of each turn's gathers as `queue` allows moved into the turn before::
+    """`lax.scan`, with as many of each turn's gathers as `queue` allows moved into the turn before.
+
+    It runs like this::
 
         ahead = gathers(xs[0])
         for i in range(length - 1):
@@ -36,46 +39,80 @@ def scan(
     """
     slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype, weak_type=_is_weak(x)) for x in xs]
     traced = _jaxpr.trace_here(body, init, slices)
-    jaxpr, num_carry = traced.jaxpr, len(init)
-    ahead = _gathers_ahead(jaxpr, num_carry, queue.limit)
-    carried, sliced = jaxpr.invars[:num_carry], jaxpr.invars[num_carry:]
-    if not ahead:
-        turn = _jaxpr.part(jaxpr, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
-        return lax.scan(
-            lambda carry, x: _split(turn(*traced.consts, *carry, *x), num_carry),
-            init, xs, length=length, reverse=reverse,
-        )  # fmt: skip
-    gathers = _jaxpr.part(jaxpr, [*jaxpr.constvars, *sliced], ahead, effects=False)
-    # One function for the loop and for its last turn: it is traced and lowered once.
-    turn = jax.jit(
-        _jaxpr.part(jaxpr, [*jaxpr.constvars, *carried, *sliced, *ahead], jaxpr.outvars)
-    )
-    nth = (lambda i: length - 1 - i) if reverse else (lambda i: i)
+    ahead = _gathers_ahead(traced.jaxpr, len(init), queue.limit)
+    if ahead:
+        return _Loop(traced, xs, len(init), length, reverse, ahead).run(init, queue)
+    whole = _jaxpr.part(traced.jaxpr, traced.jaxpr.outvars)
+    known = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
 
-    def run(i: Any, carry: Arrays, stacks: Arrays, gathered: Arrays) -> tuple[Arrays, Arrays]:
-        outs = turn(*traced.consts, *carry, *_slices(xs, nth(i)), *gathered)
-        carry, ys = _split(outs, num_carry)
+    def again(carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
+        values = known | dict(zip(traced.jaxpr.invars, [*carry, *x], strict=True))
+        return _split(whole.run(*(values[var] for var in whole.reads)), len(init))
+
+    return lax.scan(again, init, xs, length=length, reverse=reverse)
+
+
+class _Loop:
+    """A loop whose turns gather `ahead` for the turn after them."""
+
+    def __init__(
+        self, traced: _jaxpr.Traced, xs: Arrays, num_carry: int, length: int, reverse: bool,
+        ahead: list[_jaxpr.Var],
+    ):  # fmt: skip
+        jaxpr = traced.jaxpr
+        self.carried, sliced = _split(jaxpr.invars, num_carry)
+        self.made = jaxpr.outvars[num_carry:]
+        self.known = dict(zip(jaxpr.constvars, traced.consts, strict=True))
+        self.stacks = dict(zip(sliced, xs, strict=True))
+        self.length, self.reverse, self.ahead = length, reverse, ahead
+        self.gathers = _jaxpr.part(jaxpr, ahead, effects=False)
+        turn = _jaxpr.part(jaxpr, jaxpr.outvars, ahead)
+        # One function for the loop and for its last turn: it is traced and lowered once.
+        self.turn = turn._replace(run=jax.jit(turn.run))
+
+    def run(self, init: Arrays, queue: GatherQueue) -> tuple[Arrays, Arrays]:
+        """The final carry, and the stacks of what the turns made."""
+        tokens = queue.tokens(sum(map(_nbytes, self.ahead)))
+        first = [_collectives.not_before(x, tokens) for x in self.arguments(self.gathers, 0)]
+        made = [lax.full((self.length, *y.aval.shape), 0, y.aval.dtype) for y in self.made]
+
+        def step(state: Any, _: None) -> tuple[Any, None]:
+            i, carry, made, gathered = state
+            following = self.gathers.run(*self.arguments(self.gathers, i + 1))
+            return (i + 1, *self.one_turn(i, carry, made, gathered), following), None
+
+        state = (0, init, made, self.gathers.run(*first))
+        (_, *last), _ = lax.scan(step, state, None, length=self.length - 1)
+        return self.one_turn(self.length - 1, *last)
+
+    def one_turn(
+        self, i: Any, carry: Arrays, made: Arrays, gathered: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """Carry and stacks after turn `i`."""
+        names = [*self.carried, *self.ahead]
+        values = dict(zip(names, [*carry, *gathered], strict=True))
+        outs = self.turn.run(*self.arguments(self.turn, i, values))
+        carry, ys = _split(outs, len(carry))
+        at = self.position(i)
         return carry, [
-            lax.dynamic_update_index_in_dim(stack, y, nth(i), 0)
-            for stack, y in zip(stacks, ys, strict=True)
+            lax.dynamic_update_index_in_dim(stack, y, at, 0)
+            for stack, y in zip(made, ys, strict=True)
         ]
 
-    def step(state: Any, _: None) -> tuple[Any, None]:
-        i, carry, stacks, gathered = state
-        following = gathers(*traced.consts, *_slices(xs, nth(i + 1)))
-        return (i + 1, *run(i, carry, stacks, gathered), following), None
+    def arguments(
+        self, part: _jaxpr.Part, i: Any, values: Mapping[_jaxpr.Var, Any] = MappingProxyType({})
+    ) -> Arrays:
+        """What a part reads in turn `i`: constants, slices, and `values`."""
+        known, at = self.known | dict(values), self.position(i)
+        return [
+            known[var] if var in known
+            else lax.dynamic_index_in_dim(self.stacks[var], at, 0, keepdims=False)
+            for var in part.reads
+        ]  # fmt: skip
 
-    token = queue.token(sum(map(_nbytes, ahead)))
-    first = _slices(xs, nth(0))
-    if token is not None:
-        first = [_collectives.keep_apart(x, token) for x in first]
-    stacks = [
-        lax.full((length, *atom.aval.shape), 0, atom.aval.dtype)
-        for atom in jaxpr.outvars[num_carry:]
-    ]
-    state = (0, init, stacks, gathers(*traced.consts, *first))
-    (_, *state), _ = lax.scan(step, state, None, length=length - 1)
-    return run(length - 1, *state)
+    def position(self, i: Any) -> Any:
+        """Where in the stacks turn `i` reads and writes."""
+        return self.length - 1 - i if self.reverse else i
 
 
 def _gathers_ahead(jaxpr: _jaxpr.Jaxpr, num_carry: int, limit: int) -> list[_jaxpr.Var]:
@@ -95,10 +132,6 @@ def _gathers_ahead(jaxpr: _jaxpr.Jaxpr, num_carry: int, limit: int) -> list[_jax
 
 def _nbytes(var: _jaxpr.Var) -> int:
     return math.prod(var.aval.shape) * var.aval.dtype.itemsize
-
-
-def _slices(stacks: Arrays, index: Any) -> Arrays:
-    return [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacks]
 
 
 def _split(items: Sequence[Any], size: int) -> tuple[Arrays, Arrays]:

@@ -136,8 +136,8 @@ class Devices:
     def _when_due(self, value: ShardValue) -> Any:
         """The shard, but not before it is this value's turn to be gathered."""
         size = math.prod(value.x.shape) * value.x.dtype.itemsize
-        token = self.queue.token(size * self.count(value.axes))
-        return value.x if token is None else _collectives.keep_apart(value.x, token)
+        tokens = self.queue.tokens(size * self.count(value.axes))
+        return _collectives.not_before(value.x, tokens)
 
     def shard(self, value: Value, dim: int, axes: Axes | None = None) -> Any:
         """This device's slice along `dim`; a full value must be the same on all devices."""
@@ -219,4 +219,3 @@ class Devices:
 
 class DivergentError(StepError):
     """A collective would run where not all devices are."""
-
