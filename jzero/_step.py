@@ -94,11 +94,11 @@ def shard_train_step(
         forward pass, freed, and again for the backward pass: 2 Psi per microbatch, memory of one layer.
         'keep': the forward pass's copy serves the backward pass: Psi per microbatch, Psi elements alive
         in between. 'once_per_step': one gather serves all microbatches: Psi, alive throughout.
-      prefetch_bytes: at stage 3, how many gathered bytes may be on each device ahead of the matrix products
-        that first use them, so that gathers hide behind compute. A loop over layers then gathers the next
-        layer's parameters while it computes with this one's. Traffic does not change. Memory: so many
-        bytes more than the layer in use, at most; with the loop of two passes, and what XLA holds for it.
-        By default 256 MiB: a layer of 128 Mi bfloat16 parameters. 0 gathers only what is used next.
+      prefetch_bytes: at stage 3, how many gathered bytes there may be on each device ahead of the matrix
+        products that first use them, so that gathers hide behind compute: a loop over layers gathers for
+        the next layer while it computes this one. Traffic does not change. Memory: up to these bytes,
+        beside what is in use. By default 256 MiB, a layer of 128 Mi bfloat16 parameters. With 0, and for
+        a parameter that is larger by itself, a gather waits for all products before its use.
       min_shard_bytes: leaves smaller than this stay full, because a collective costs more time than
         they cost memory; 0 shards whatever can be. Each costs its bytes on every device.
       full: a regular expression, searched in the paths of parameters at stage 3; those that match rest
