@@ -253,7 +253,7 @@ def test_the_queue_counts_bytes_not_gathers():
     assert [int(token) for token in following.tokens(4)] == [5]
 
 
-def test_a_waiting_gather_is_named_in_the_compiled_program():
+def test_what_a_gather_waits_for_has_two_uses():
     """The barrier of a gather keeps what it waits for: XLA drops what has no other use."""
     jaxpr = sharded_jaxpr(programs.Model(scan=False), NOTHING)
     barriers = [e for _, e in walk(jaxpr) if e.primitive.name == "optimization_barrier"]

@@ -1,10 +1,11 @@
 """What each gather and reduce policy costs in traffic and in peak memory, compiled for H200s ahead of time.
 
 python experiments/gather_policy/measure.py --devices 8              # no GPU needed, jax[cuda12] is
+python experiments/gather_policy/measure.py --accumulate 1 --layers 8 --dim 4096 --policies prefetch
 python experiments/gather_policy/measure.py --accumulate 1 --pipelined   # with XLA's collective pipelining
 
 Nothing runs: XLA:GPU compiles the step for that many H200s and reports its memory and its schedule.
-Writes <date>-<devices>-accumulate-<k>[-pipelined].json.
+Writes <date>-<devices>-accumulate-<k>[-<layers>x<dim>][-pipelined].json.
 """
 
 import argparse
@@ -32,8 +33,8 @@ import jzero
 vocab_size = 32_768
 context = 1024
 num_layers = 24
-num_heads = 16
 dim = 1024
+num_heads = dim // 64
 rows_per_microbatch = 1  # sequences on each device
 pipelining = (
     "--xla_gpu_enable_pipelined_all_gather=true --xla_gpu_enable_pipelined_reduce_scatter=true"
@@ -43,6 +44,7 @@ policies: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2},
     "stage 3, per_pass": {"stage": 3},
     "stage 3, prefetch 16 MiB": {"stage": 3, "prefetch_bytes": 2**24},
+    "stage 3, prefetch 512 MiB": {"stage": 3, "prefetch_bytes": 2**29},
     "stage 3, prefetch 0": {"stage": 3, "prefetch_bytes": 0},
     "stage 3, keep": {"stage": 3, "gather": "keep"},
     "stage 3, once_per_step": {"stage": 3, "gather": "once_per_step"},
@@ -204,13 +206,18 @@ def nbytes(shapes: str) -> int:
 
 
 def main() -> None:
+    global num_layers, dim, num_heads
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--devices", type=int, default=8, help="a multiple of 8")
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--policies", default="", help="a regular expression: only these")
     parser.add_argument("--pipelined", action="store_true", help=f"XLA_FLAGS {pipelining}")
+    parser.add_argument("--layers", type=int, default=num_layers)
+    parser.add_argument("--dim", type=int, default=dim, help="width; heads have 64")
     args = parser.parse_args()
+    size = f"-{args.layers}x{args.dim}" * ((args.layers, args.dim) != (num_layers, dim))
+    num_layers, dim, num_heads = args.layers, args.dim, args.dim // 64
     jax.config.update("jax_platforms", "cpu")
     flags = ["--xla_gpu_autotune_level=0", *([pipelining] if args.pipelined else [])]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
@@ -248,7 +255,7 @@ def main() -> None:
             flush=True,
         )
     args.out.mkdir(parents=True, exist_ok=True)
-    name = f"{result['date']}-{args.devices}-accumulate-{args.accumulate}"
+    name = f"{result['date']}-{args.devices}-accumulate-{args.accumulate}{size}"
     path = args.out / f"{name}{'-pipelined' * args.pipelined}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written: {os.path.relpath(path)}")
