@@ -110,7 +110,7 @@ def compiled_times(text: str) -> dict[str, int]:
         if name := re.match(r"(?:ENTRY )?%([\w.\-]+)", computation):
             names[name.group(1)] = computation
     waiting = [(c, 1) for c in names.values() if c.startswith("ENTRY")]
-    found = {}
+    found: dict[str, int] = {}
     while waiting:
         computation, times = waiting.pop()
         found[computation] = found.get(computation, 0) + times
