@@ -38,6 +38,13 @@ class Traced(NamedTuple):
     out_avals: list[Any]
 
 
+class Part(NamedTuple):
+    """A function cut out of a jaxpr, and the variables that are its arguments."""
+
+    reads: list[Var]
+    run: Callable[..., list[Any]]
+
+
 class ScanParts(NamedTuple):
     """A `scan` equation taken apart: body invars are consts, carry, then slices of xs."""
 
@@ -212,7 +219,17 @@ def autodiff_pass(eqn: Eqn) -> str | None:
 
 def in_scope(eqn: Eqn, name: str) -> bool:
     """Whether `eqn` was made under `jax.named_scope(name)`."""
-    return any(entry.name == name for entry in eqn.source_info.name_stack.stack)
+    return name in scopes(eqn)
+
+
+def scopes(eqn: Eqn) -> list[str]:
+    """Names of the scopes and transforms under which `eqn` was made, the outermost first."""
+    return [entry.name for entry in eqn.source_info.name_stack.stack]
+
+
+def has_side_effects(eqn: Eqn) -> bool:
+    """Whether the equation does more than compute its outputs (prints, calls back)."""
+    return any(not isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
 
 
 def is_vmapped(eqn: Eqn) -> bool:
@@ -319,6 +336,32 @@ def trace_whole(fn: Callable[[], Any]) -> Traced:
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)()
     leaves, tree = jax.tree.flatten(shapes)
     return Traced(*open_jaxpr(jaxpr), tree, leaves)
+
+
+def trace_here(fn: Callable[..., Any], *args: Any) -> Traced:
+    """Traces `fn(*args)` where we stand; values of traces around it that it reads become constants."""
+    jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    leaves, tree = jax.tree.flatten(shapes)
+    return Traced(*open_jaxpr(jaxpr), tree, leaves)
+
+
+def part(
+    jaxpr: Jaxpr, wanted: Sequence[Atom], given: Sequence[Var] = (), effects: bool = True
+) -> Part:
+    """The part of `jaxpr` that computes `wanted` when `given`, any of its variables, are known.
+
+    With `effects` it has every equation that does more than compute.
+    """
+    known, needed = set(given), {atom for atom in wanted if not is_literal(atom)}
+    eqns: list[Eqn] = []
+    for eqn in reversed(jaxpr.eqns):
+        acts = effects and has_side_effects(eqn)
+        if acts or any(out in needed and out not in known for out in eqn.outvars):
+            eqns.append(eqn)
+            needed.update(atom for atom in eqn.invars if not is_literal(atom))
+    reads = [var for var in [*jaxpr.constvars, *jaxpr.invars, *given] if var in needed]
+    piece = jaxpr.replace(constvars=[], invars=reads, outvars=list(wanted), eqns=eqns[::-1])
+    return Part(reads, lambda *args: core.eval_jaxpr(piece, (), *args))
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[Any]:

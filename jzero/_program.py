@@ -23,6 +23,7 @@ from jzero.sharding._links import Links
 from jzero.sharding._needs import note_needs
 from jzero.sharding._ordinary import ORDINARY, apply
 from jzero.sharding._plan import Leaf, LeafPlan, Plan
+from jzero.sharding._queue import GatherQueue
 from jzero.sharding._values import Devices, FullValue, ShardValue, Value
 
 WHO = _call.WHO
@@ -249,8 +250,13 @@ def _runner(
         interp = Interpreter(
             links,
             Devices(
-                setting.axes, sharding.shard_axes, sharding.param_axes, automatic, scope=object()
-            ),
+                setting.axes,
+                sharding.shard_axes,
+                sharding.param_axes,
+                automatic,
+                GatherQueue(options.prefetch),
+                scope=object(),
+            ),  # fmt: skip
             mean=traced.reductions == _trace.TYPED,
             axis_names=setting.step_axes,
             automatic=tuple(setting.automatic),

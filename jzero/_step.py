@@ -32,6 +32,7 @@ def shard_train_step(
     accumulate_dtype: Any = None,
     reduce_dtype: Any = None,
     gather: str | None = None,
+    prefetch_bytes: int | None = None,
     min_shard_bytes: int = 1024,
     full: str | None = None,
     param_axes: str | Sequence[str] | None = None,
@@ -98,6 +99,11 @@ def shard_train_step(
         forward pass, freed, and again for the backward pass: 2 Psi per microbatch, memory of one layer.
         'keep': the forward pass's copy serves the backward pass: Psi per microbatch, Psi elements alive
         in between. 'once_per_step': one gather serves all microbatches: Psi, alive throughout.
+      prefetch_bytes: at stage 3, how many gathered bytes there may be on each device ahead of the matrix
+        products that first use them, so that gathers hide behind compute: a loop over layers gathers for
+        the next layer while it computes this one. Traffic does not change. Memory: up to these bytes,
+        beside what is in use. By default 256 MiB, a layer of 128 Mi bfloat16 parameters. With 0, and for
+        a parameter that is larger by itself, a gather waits for all products before its use.
       min_shard_bytes: leaves smaller than this stay full, because a collective costs more time than
         they cost memory; 0 shards whatever can be. Each costs its bytes on every device.
       full: a regular expression, searched in the paths of parameters at stage 3; those that match rest
@@ -138,8 +144,9 @@ def shard_train_step(
       Training Gigantic Model on Public Cloud", 2022, section 3 (param_axes, optimizer_axes).
     """
     chosen = Options(
-        stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, min_shard_bytes, full,
-        axis_tuple(param_axes), axis_tuple(optimizer_axes), _items(auto_specs),
+        stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
+        min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
+        _items(auto_specs),
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,

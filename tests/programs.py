@@ -91,12 +91,34 @@ def compiled_collectives(text: str) -> dict[str, int]:
 
 
 def compiled_elements(text: str, kind: str) -> list[int]:
-    """Elements of every result of a kind of collective in a compiled program, sorted."""
+    """Elements of every result of a kind of collective that a compiled program runs, sorted."""
     sizes = []
-    for match in re.finditer(rf"= (\(?[^=]*?\)?) {kind}(?:-start)?\(", text):
-        for dims in re.findall(r"\w+\[([\d,]*)\]", match.group(1)):
-            size = 1
-            for dim in filter(None, dims.split(",")):
-                size *= int(dim)
-            sizes.append(size)
+    for computation, times in compiled_times(text).items():
+        for match in re.finditer(rf"= (\(?[^=]*?\)?) {kind}(?:-start)?\(", computation):
+            for dims in re.findall(r"\w+\[([\d,]*)\]", match.group(1)):
+                size = 1
+                for dim in filter(None, dims.split(",")):
+                    size *= int(dim)
+                sizes += [size] * times
     return sorted(sizes)
+
+
+def compiled_times(text: str) -> dict[str, int]:
+    """The computations of a compiled program, and how often each runs; fusions do not count."""
+    names = {}
+    for computation in re.split(r"\n(?=%|ENTRY)", text):
+        if name := re.match(r"(?:ENTRY )?%([\w.\-]+)", computation):
+            names[name.group(1)] = computation
+    waiting = [(c, 1) for c in names.values() if c.startswith("ENTRY")]
+    found: dict[str, int] = {}
+    while waiting:
+        computation, times = waiting.pop()
+        found[computation] = found.get(computation, 0) + times
+        for line in computation.splitlines():
+            if body := re.search(r" while\(.*body=%([\w.\-]+)", line):
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+                assert trips is not None, line
+                waiting.append((names[body.group(1)], times * int(trips.group(1))))
+            elif call := re.search(r" call\(.*to_apply=%([\w.\-]+)", line):
+                waiting.append((names[call.group(1)], times))
+    return found

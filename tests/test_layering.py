@@ -14,6 +14,7 @@ LAYERS = (
     ("_jaxpr", "sharding/_layout", "_targets"),
     (
         "sharding/_collectives",
+        "sharding/_queue",
         "sharding/_rules",
         "sharding/_traffic",
         "_grad",
@@ -21,7 +22,7 @@ LAYERS = (
         "_precision",
         "_schedule",
     ),
-    ("sharding/_values", "sharding/_frames"),
+    ("sharding/_values", "sharding/_frames", "sharding/_pipeline"),
     (
         "sharding/_links",
         "sharding/_needs",

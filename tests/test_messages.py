@@ -68,6 +68,13 @@ def test_stage(stage):
         ({"reduce_dtype": "fp32"}, ["reduce_dtype='fp32'", "jnp.bfloat16"]),
         ({"gather": "always"}, ["gather='always'", "'once_per_step'"]),
         ({"stage": 1, "gather": "keep"}, ["stage=1 and gather='keep'", "Drop gather"]),
+        ({"prefetch_bytes": -1}, ["prefetch_bytes=-1", "an int from 0"]),
+        ({"prefetch_bytes": True}, ["prefetch_bytes=True", "an int from 0"]),
+        ({"prefetch_bytes": 2e9}, ["prefetch_bytes=2000000000.0", "prefetch_bytes=0"]),
+        (
+            {"stage": 2, "prefetch_bytes": 0},
+            ["stage=2 and prefetch_bytes=0", "Drop prefetch_bytes"],
+        ),
         ({"min_shard_bytes": -1}, ["min_shard_bytes=-1", "min_shard_bytes=0"]),
         ({"stage": 2, "full": "bias"}, ["stage=2 and full='bias'", "Drop full"]),
         ({"full": "("}, ["full: '('", "not a regular expression"]),

@@ -27,6 +27,7 @@ FACTORS: dict[str, list[Any]] = {
     "accumulate": [1, 2, 4],
     "reduce": [None, "once", "each"],
     "gather": [None, "per_pass", "keep", "once_per_step"],
+    "prefetch_bytes": [None, 0, 200],  # all, none, some
     "reduce_dtype": [None, jnp.float32],
     "full": [None, ""],  # none, all
     "min_shard_bytes": [0, 200],
@@ -46,6 +47,7 @@ def is_valid(setting):
         and (hybrid or not (setting["param_axes"] or setting["optimizer_axes"]))
         and (stage == 3 or not (setting["gather"] or setting["param_axes"]))
         and (stage == 3 or setting["full"] is None)
+        and (stage == 3 or setting["prefetch_bytes"] is None)
         and (stage > 0 or setting["optimizer_axes"] is None)
         and not (stage < 2 and setting["reduce"] == "each")
         and not (stage == 2 and setting["reduce"] == "once")

@@ -178,20 +178,25 @@ def test_the_compiled_program_has_the_same_collectives(stage):
         op: [size for size in programs.compiled_elements(text, op) if size > 1]
         for op in ("all-gather", "reduce-scatter", "all-reduce")
     }
-    layers = 3 * kernel
+    num_layers, layers = 3, 3 * kernel
     assert (
         found
         == {
-            0: {"all-gather": [], "reduce-scatter": [], "all-reduce": [embedding, kernel, kernel]},
+            0: {
+                "all-gather": [],
+                "reduce-scatter": [],
+                "all-reduce": [embedding] + [kernel] * 2 * num_layers,
+            },
             1: {
                 "all-gather": [embedding, layers, layers],
-                "reduce-scatter": [embedding // 8, kernel // 8, kernel // 8],
+                "reduce-scatter": [embedding // 8] + [kernel // 8] * 2 * num_layers,
                 "all-reduce": [],
             },
             3: {
-                # The embedding for both passes, and two kernels in each of the two loop bodies.
-                "all-gather": [embedding] * found["all-gather"].count(embedding) + [kernel] * 4,
-                "reduce-scatter": [embedding // 8, kernel // 8, kernel // 8],
+                # The embedding for both passes, and two kernels of each layer for both.
+                "all-gather": [embedding] * found["all-gather"].count(embedding)
+                + [kernel] * 4 * num_layers,
+                "reduce-scatter": [embedding // 8] + [kernel // 8] * 2 * num_layers,
                 "all-reduce": [],
             },
         }[stage]

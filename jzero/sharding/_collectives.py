@@ -7,16 +7,18 @@ gather it over those axes first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero import _jaxpr
 from jzero.sharding._layout import FULL, Automatic, padded_size, partition_spec
 
 Axes = tuple[str, ...]
+GATHER = "jzero.gather"
 
 
 def gather(shard: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic) -> jax.Array:
@@ -25,8 +27,13 @@ def gather(shard: jax.Array, dim: int, axes: Axes, name: str, automatic: Automat
     def collective(part: jax.Array) -> jax.Array:
         return lax.all_gather(part, axes, axis=dim, tiled=True)
 
-    with jax.named_scope(f"jzero.gather[{name}]"):
+    with jax.named_scope(f"{GATHER}[{name}]"):
         return _part_by_part(collective, automatic)(shard)
+
+
+def is_gather(eqn: _jaxpr.Eqn) -> bool:
+    """Whether `gather` made the equation."""
+    return any(scope.startswith(f"{GATHER}[") for scope in _jaxpr.scopes(eqn))
 
 
 def reduce_scatter(
@@ -85,6 +92,11 @@ def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: Any) -
     return jnp.where(inside, shard, jnp.asarray(fill, shard.dtype))
 
 
-def keep_apart(shard: jax.Array, token: jax.Array) -> jax.Array:
-    """`shard`, but not before `token` is there: keeps one pass's gather from serving the next."""
-    return lax.optimization_barrier((shard, token))[0]
+def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
+    """`shard`, but not before `tokens` are there.
+
+    Twice: XLA takes out of a barrier what has no other use, before or after it.
+    """
+    for _ in range(2 if tokens else 0):
+        shard = lax.optimization_barrier((shard, *tokens))[0]
+    return shard

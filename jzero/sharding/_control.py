@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero import _jaxpr
-from jzero.sharding import _frames
+from jzero.sharding import _frames, _pipeline
 from jzero.sharding._frames import Frame, split
 from jzero.sharding._interpret import Handler, Interpreter
 from jzero.sharding._values import FullValue, ShardValue, Unreduced, Value
@@ -153,10 +154,15 @@ def _scan(
         y_forms[:] = [_like(v, 1) for v in made]
         return new_carry, [value.x for value in made]
 
-    carry, ys = lax.scan(
-        body, starts, [value.x for value in slices],
-        length=scan.length, reverse=scan.reverse, unroll=scan.unroll,
-    )  # fmt: skip
+    arrays = [value.x for value in slices]
+    loop = functools.partial(lax.scan, unroll=scan.unroll)
+    # A loop that is part of one pass: one that holds whole passes would keep what it gathered for the
+    # next turn's forward pass alive through all of this turn.
+    one_pass = differentiated and not interp.keep_gathered and not interp.devices.divergent
+    gathers = any(isinstance(value, ShardValue) for value in slices)
+    if one_pass and gathers and scan.length > 1 and scan.unroll == 1:
+        loop = functools.partial(_pipeline.scan, queue=interp.devices.queue)
+    carry, ys = loop(body, starts, arrays, length=scan.length, reverse=scan.reverse)
     outs: list[Value] = []
     for i, x in enumerate(carry):
         if i in sums:

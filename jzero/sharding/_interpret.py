@@ -16,7 +16,8 @@ from jzero import _jaxpr
 from jzero.sharding._frames import Frame
 from jzero.sharding._links import Links
 from jzero.sharding._needs import read_dtype
-from jzero.sharding._values import Devices, FullValue, ShardValue, Unreduced, Value, token_of, waits
+from jzero.sharding._queue import GatherQueue
+from jzero.sharding._values import Devices, FullValue, ShardValue, Unreduced, Value, waits
 
 
 @dataclasses.dataclass
@@ -61,7 +62,6 @@ class Interpreter:
     keep_gathered: bool = False
     reduce_dtype: Any = None
     seen_pass: str | None = None
-    last_varying: Any = None
 
     def run(self, frame: Frame, args: Sequence[Value]) -> list[Value]:
         """Values of the frame's outputs, given those of its inputs."""
@@ -157,18 +157,19 @@ class Interpreter:
         current = None if self.keep_gathered else frame.pass_of(eqn)
         if frame.outer.autodiff is not None or current is None or current == self.seen_pass:
             return
-        if self.seen_pass is not None and self.last_varying is not None:
+        queue = self.devices.queue
+        if self.seen_pass is not None and queue.latest is not None:
             self.devices = dataclasses.replace(
-                self.devices, scope=object(), token=token_of(self.last_varying)
+                self.devices, scope=object(), queue=queue.next_pass()
             )
         self.seen_pass = current
 
     def note_varying(self, frame: Frame, eqn: _jaxpr.Eqn, outs: Sequence[Value]) -> None:
-        """Remembers the latest value of the current pass: the next pass's token comes from it."""
+        """Remembers the latest value of the pass: later gathers and the next pass wait for it."""
         for var, value in zip(eqn.outvars, outs, strict=True):
             if isinstance(value, FullValue) and frame.varies(var):
                 if jnp.issubdtype(var.aval.dtype, jnp.number):
-                    self.last_varying = value.x
+                    self.devices.queue.note(value.x, eqn.primitive.name)
 
     def mean_of(self, x: Any) -> Unreduced:
         """The mean over the devices of a local value, taken when first needed."""
@@ -189,10 +190,10 @@ class Interpreter:
         devices = dataclasses.replace(
             self.devices,
             scope=object(),
-            token=None,
+            queue=GatherQueue(self.devices.queue.limit),
             divergent=divergent or self.devices.divergent,
         )
-        return dataclasses.replace(self, devices=devices, seen_pass=None, last_varying=None)
+        return dataclasses.replace(self, devices=devices, seen_pass=None)
 
 
 Handler = Callable[[Interpreter, Frame, int, _jaxpr.Eqn, list[Value]], list[Value]]

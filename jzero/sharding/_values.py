@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-import jax
 import jax.numpy as jnp
 
 from jzero._errors import StepError, message
 from jzero.sharding import _collectives
 from jzero.sharding._collectives import Axes
 from jzero.sharding._layout import Automatic, padded_size
+from jzero.sharding._queue import GatherQueue
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,8 +90,7 @@ class Devices:
       param_axes: over which parameters are; the first of `shard_axes`.
       leaves: shapes of the leaves that XLA shards over further axes, and over which.
       scope: gathers of one shard are shared within a scope (a pass, a loop body, a remat body).
-      token: a value the current pass starts from; gathers wait for it, so that the compiler cannot let
-        the previous pass's gather serve this one and keep every parameter alive in between.
+      queue: the gathers of the pass, and how far they may run ahead of its compute.
       divergent: inside a branch or loop that not all devices take together.
     """
 
@@ -99,8 +98,8 @@ class Devices:
     shard_axes: Axes
     param_axes: Axes
     leaves: Mapping[str, tuple[tuple[int, ...], Automatic]]
+    queue: GatherQueue
     scope: object = None
-    token: Any = None
     divergent: bool = False
 
     @property
@@ -163,13 +162,17 @@ class Devices:
             origin, rearrange = value.view_of
             value.gathered[self.scope] = rearrange(self.full(origin))
         if self.scope not in value.gathered:
-            shard = value.x
-            if self.token is not None:
-                shard = _collectives.keep_apart(shard, self.token)
+            shard = self._when_due(value)
             for axes in reversed(self._steps(value.axes)):  # the outer, slower axes move least
                 shard = self._gather(shard, value.dim, axes, value.name)
             value.gathered[self.scope] = _collectives.unpad(shard, value.dim, value.size)
         return value.gathered[self.scope]
+
+    def _when_due(self, value: ShardValue) -> Any:
+        """The shard, but not before it is this value's turn to be gathered."""
+        size = math.prod(value.x.shape) * value.x.dtype.itemsize
+        tokens = self.queue.tokens(size * self.count(value.axes))
+        return _collectives.not_before(value.x, tokens)
 
     def shard(self, value: Value, dim: int, axes: Axes | None = None) -> Any:
         """This device's slice along `dim`; a full value must be the same on all devices."""
@@ -293,8 +296,3 @@ def _extreme(dtype: Any, which: str) -> Any:
 
 class DivergentError(StepError):
     """A collective would run where not all devices are."""
-
-
-def token_of(x: jax.Array) -> jax.Array:
-    """One element of `x`: depends on it without keeping it alive."""
-    return x[(0,) * x.ndim] if math.prod(x.shape) else jnp.zeros((), x.dtype)

@@ -1,0 +1,70 @@
+"""How far the gathers of a pass run ahead of its compute: at most so many gathered bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# The equations that take time. Elementwise values are no measure of how far a pass has come: a mask or
+# random bits may be there before anything else is.
+PRODUCTS = frozenset(
+    {"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call", "scan", "while"}
+)
+
+
+@dataclasses.dataclass(eq=False)
+class GatherQueue:
+    """The gathers of one pass (or loop body, or branch), in the order of their first uses.
+
+    A gather waits for the products before the first use of an earlier one: the earliest for which all
+    gathers from that one on fit in `limit` together::
+
+        limit = 2 * m, products with weights of m bytes:   w1   w2   w3   w4   w5
+        whose gather may start after the product with       -    -    w1   w2   w3
+
+    Attributes:
+      limit: how many gathered bytes may be ahead of the compute that first uses them.
+      start: a token from the pass before. Every gather waits for it, so that the compiler cannot let the
+        gather of the previous pass serve this one and keep every parameter alive in between.
+      latest: what was computed last and differs between devices; the next pass starts after it.
+      product: the latest of these that came out of a matrix product or a loop.
+    """
+
+    limit: int
+    start: Any = None
+    latest: Any = None
+    product: Any = None
+    _sizes: list[int] = dataclasses.field(default_factory=list)
+    _before: list[Any] = dataclasses.field(default_factory=list)
+
+    def tokens(self, nbytes: int) -> list[jax.Array]:
+        """What the next gather, of so many bytes, waits for."""
+        self._sizes.append(nbytes)
+        self._before.append(self.product)
+        first, ahead = len(self._sizes), 0
+        while first and ahead + self._sizes[first - 1] <= self.limit:
+            first -= 1
+            ahead += self._sizes[first]
+        # A gather larger than the limit waits for all that comes before its use, not for its use.
+        done = self._before[min(first, len(self._before) - 1)] if first else None
+        tokens = [] if self.start is None else [self.start]
+        return tokens if done is None else [*tokens, token_of(done)]
+
+    def note(self, x: jax.Array, primitive: str) -> None:
+        """Remembers a value that the pass has computed."""
+        self.latest = x
+        if primitive in PRODUCTS:
+            self.product = x
+
+    def next_pass(self) -> GatherQueue:
+        """The queue of the pass that starts now."""
+        return GatherQueue(self.limit, token_of(self.latest), self.latest)
+
+
+def token_of(x: jax.Array) -> jax.Array:
+    """One element of `x`: depends on it without keeping it alive."""
+    return x[(0,) * x.ndim] if math.prod(x.shape) else jnp.zeros((), x.dtype)

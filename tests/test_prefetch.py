@@ -1,0 +1,269 @@
+"""Gathers run ahead of their use by at most `prefetch_bytes`; what is computed and moved stays the same."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import programs
+import small
+from jzero import _jaxpr
+from jzero.sharding import _collectives, _queue
+
+KERNEL = 4 * programs.WIDTH * programs.HIDDEN  # bytes of one of a layer's two matrices
+NOTHING, EVERYTHING = 0, 2**28
+
+
+def stacked_state(num_layers, dim=16):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "up": jax.random.normal(keys[0], (num_layers, dim, 2 * dim)) / 4,
+        "down": jax.random.normal(keys[1], (num_layers, 2 * dim, dim)) / 4,
+        "scale": 1 + jax.random.normal(keys[2], (num_layers, dim)) / 4,
+    }
+
+
+def layer(x, weights):
+    hidden = jnp.tanh(x * weights["scale"][None] @ weights["up"])
+    return x + hidden @ weights["down"], hidden.mean()
+
+
+def stacked_step(params, x, *, remat=False, reverse=False):
+    """Gradient descent on a stack of layers; the loop also stacks a statistic of each."""
+
+    def loss_fn(params):
+        block = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+        y, means = jax.lax.scan(block, x, params, reverse=reverse)
+        weights = jnp.arange(1.0, 1 + means.size, dtype=means.dtype)
+        return jnp.mean(y**2) + jnp.sum(means * weights), means
+
+    (loss, means), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss, "means": means}
+
+
+def mesh_of(*sizes):
+    num = 1
+    for size in sizes:
+        num *= size
+    names, auto = ("node", "local")[-len(sizes) :], jax.sharding.AxisType.Auto
+    return jax.make_mesh(sizes, names, (auto,) * len(sizes), devices=jax.devices()[:num])
+
+
+def assert_close(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert jnp.allclose(jnp.asarray(a), jnp.asarray(b), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 5])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("sizes", [(8,), (2, 2)])
+def test_loops_of_any_length_train_as_on_one_device(num_layers, reverse, remat, sizes):
+    step = functools.partial(stacked_step, remat=remat, reverse=reverse)
+    state, x = stacked_state(num_layers), jax.random.normal(jax.random.key(1), (16, 16))
+    expected = jax.jit(step)(state, x)
+    # The second prefetches `scale` and `up`, not `down`.
+    for prefetch_bytes in (NOTHING, 4 * (16 + 512), EVERYTHING):
+        train_step = small.shard_train_step(
+            step, mesh=mesh_of(*sizes), prefetch_bytes=prefetch_bytes
+        )
+        assert_close(train_step(train_step.shard(state, x), x), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 2}, {"accumulate": 2, "reduce": "once"}, {"accumulate": 4},
+        {"gather": "keep"}, {"accumulate": 2, "gather": "once_per_step"},
+        {"param_axes": "local"}, {"param_axes": "local", "optimizer_axes": "local"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_options_stay_right(options):
+    state, x = stacked_state(3), jax.random.normal(jax.random.key(1), (16, 16))
+    expected = jax.jit(stacked_step)(state, x)
+    for prefetch_bytes in (NOTHING, EVERYTHING):
+        train_step = small.shard_train_step(
+            stacked_step, mesh=mesh_of(2, 2), prefetch_bytes=prefetch_bytes, **options
+        )
+        assert_close(train_step(train_step.shard(state, x), x), expected)
+
+
+def dropout_step(params, x, key):
+    """A loop over layers that takes slices of PRNG keys, stacks keys, and prints."""
+
+    def loss_fn(params):
+        def block(x, slices):
+            weights, key = slices
+            keep = jax.random.bernoulli(key, 0.5, x.shape)
+            jax.debug.callback(lambda _: CALLS.append(1), x[0, 0])
+            return layer(jnp.where(keep, x, 0), weights)[0], jax.random.fold_in(key, 1)
+
+        y, keys = jax.lax.scan(block, x, (params, jax.random.split(key, params["up"].shape[0])))
+        return jnp.mean(y**2) + jnp.mean(jax.random.uniform(keys[0], (3,)))
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(params))
+
+
+CALLS: list[int] = []
+
+
+def test_keys_and_side_effects_inside_a_loop():
+    state, x = stacked_state(3), jax.random.normal(jax.random.key(1), (16, 16))
+    results = []
+    for prefetch_bytes in (NOTHING, EVERYTHING):
+        CALLS.clear()
+        train_step = small.shard_train_step(
+            dropout_step, mesh=mesh_of(4), prefetch_bytes=prefetch_bytes
+        )
+        results.append(
+            train_step(train_step.shard(state, x, jax.random.key(2)), x, jax.random.key(2))
+        )
+        jax.effects_barrier()
+        assert len(CALLS) == 3 * 4  # each layer on each device, once
+    assert_close(*results)
+
+
+# What moves, and when.
+
+
+def sharded_jaxpr(model, prefetch_bytes, **options):
+    train_step = small.shard_train_step(
+        programs.train_step, mesh=mesh_of(8), prefetch_bytes=prefetch_bytes, **options
+    )
+    state = programs.abstract_state(model, optax.sgd(1e-3))
+    jaxpr = jax.make_jaxpr(train_step)(state, programs.tokens())
+    return _jaxpr.open_jaxpr(jaxpr)[0]
+
+
+def walk(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield jaxpr, eqn
+        for inner in _jaxpr.inner_jaxprs(eqn):
+            yield from walk(_jaxpr.open_jaxpr(inner)[0])
+
+
+def carried_gathers(jaxpr):
+    """Bytes of gathered values that each loop hands to its next turn, for loops that hand any."""
+    found = []
+    for _, eqn in walk(jaxpr):
+        if eqn.primitive.name == "scan":
+            body = _jaxpr.scan_parts(eqn).body
+            outs = {v for e in body.eqns if _collectives.is_gather(e) for v in e.outvars}
+            sizes = [v.aval.size * v.aval.dtype.itemsize for v in body.outvars if v in outs]
+            found += [sum(sizes)] if sizes else []
+    return found
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("prefetch_bytes", [NOTHING, KERNEL, EVERYTHING])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_elements_moved_stay_the_same(remat, prefetch_bytes, accumulate):
+    model = programs.Model(depth=5, remat=remat)
+    train_step = small.shard_train_step(
+        programs.train_step, accumulate=accumulate, prefetch_bytes=prefetch_bytes
+    )
+    state = programs.abstract_state(model)
+    report, psi = train_step.describe(state, programs.tokens()), programs.num_params(state)
+    assert report.elements("all-gather") == 2 * psi * accumulate
+    assert report.elements("reduce-scatter") == psi * accumulate
+    assert all(c.times % accumulate == 0 for c in report.traffic if c.op == "all-gather")
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(
+    ("prefetch_bytes", "carried"),
+    [(NOTHING, []), (KERNEL - 1, []), (KERNEL, [KERNEL] * 2), (2 * KERNEL, [2 * KERNEL] * 2)],
+)
+def test_a_loop_carries_no_more_than_the_bound(remat, prefetch_bytes, carried):
+    """Each layer has two kernels; the forward and the backward loop carry as many as fit."""
+    model = programs.Model(depth=5, remat=remat)
+    assert carried_gathers(sharded_jaxpr(model, prefetch_bytes)) == carried
+
+
+def test_what_is_gathered_before_a_loop_is_not_carried_through_it():
+    for gather in ("keep", "once_per_step"):
+        jaxpr = sharded_jaxpr(programs.Model(depth=5), EVERYTHING, gather=gather)
+        assert carried_gathers(jaxpr) == []
+
+
+def test_a_loop_that_is_unrolled_is_left_alone():
+    def step(params, x):
+        def loss_fn(params):
+            y, _ = jax.lax.scan(layer, x, params, unroll=2)
+            return jnp.mean(y**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(params))
+
+    train_step = small.shard_train_step(step, mesh=mesh_of(8))
+    jaxpr = jax.make_jaxpr(train_step)(stacked_state(4), jnp.ones((16, 16)))
+    assert carried_gathers(_jaxpr.open_jaxpr(jaxpr)[0]) == []
+
+
+def products_waited_for(jaxpr):
+    """For each gather of a kernel in order: how many products its shard waits for, transitively."""
+    waits = []
+    for scope in {id(j): j for j, _ in walk(jaxpr)}.values():
+        before: dict = {}  # variable -> the products behind it
+        for eqn in scope.eqns:
+            behind = set().union(
+                *(before.get(a, set()) for a in eqn.invars if not _jaxpr.is_literal(a))
+            )
+            if _collectives.is_gather(eqn) and eqn.outvars[0].aval.size * 4 == KERNEL:
+                waits.append(len(behind))
+            if eqn.primitive.name == "dot_general":
+                behind = behind | {id(eqn)}
+            before |= dict.fromkeys(eqn.outvars, behind)
+    return waits
+
+
+def test_gathers_of_an_unrolled_model_wait_for_compute():
+    """Three layers of two kernels: a gather waits for the products before those that are ahead."""
+    model = programs.Model(scan=False)
+    forward = {
+        NOTHING: [0, 1, 2, 3, 4, 5],
+        KERNEL: [0, 0 + 1, 2, 3, 4, 5],
+        2 * KERNEL: [0, 0, 1, 2, 3, 4],
+        EVERYTHING: [0] * 6,
+    }
+    for prefetch_bytes, expected in forward.items():
+        found = products_waited_for(sharded_jaxpr(model, prefetch_bytes))
+        assert found[:6] == expected, prefetch_bytes
+        # Those of the backward pass wait for the forward pass, and one after the other too.
+        assert len(found) == 12
+        assert min(found[6:]) >= 6
+        assert found[6:] == sorted(found[6:])
+        assert (len(set(found[6:])) == 1) == (prefetch_bytes == EVERYTHING)
+
+
+def test_the_queue_counts_bytes_not_gathers():
+    queue = _queue.GatherQueue(limit=10)
+    values = jnp.arange(6.0)
+    waits = []
+    for i, nbytes in enumerate([4, 4, 4, 20, 4]):
+        waits.append([int(token) for token in queue.tokens(nbytes)])
+        queue.note(values[i], "dot_general")
+        queue.note(values[5], "exp")
+    # 8 bytes fit; 12 do not; 20 never do, and wait for all before them; so do the next.
+    assert waits == [[], [], [0], [2], [3]]
+    following = queue.next_pass()
+    assert [int(token) for token in following.tokens(4)] == [5]
+
+
+def test_what_a_gather_waits_for_has_two_uses():
+    """The barrier of a gather keeps what it waits for: XLA drops what has no other use."""
+    jaxpr = sharded_jaxpr(programs.Model(scan=False), NOTHING)
+    barriers = [e for _, e in walk(jaxpr) if e.primitive.name == "optimization_barrier"]
+    tokens = [a for e in barriers for a in e.invars[1:]]
+    assert tokens
+    assert all(tokens.count(token) >= 2 for token in tokens)
+
+
+def test_the_last_turn_is_lowered_once():
+    train_step = small.shard_train_step(programs.train_step)
+    state = programs.abstract_state(programs.Model(depth=5, remat=True), optax.sgd(1e-3))
+    text = train_step.lower(state, programs.tokens()).as_text()
+    assert len(re.findall(r"stablehlo\.dot_general", text)) == 2 + 6 + 2, "two bodies, the logits"
