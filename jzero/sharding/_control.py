@@ -144,10 +144,7 @@ def _scan(
             value.x if i in sums else inner.as_dim(child, atom, value, dims[i])
             for i, (atom, value) in enumerate(zip(carry_atoms, carry_outs, strict=True))
         ]
-        ys = [
-            inner.handed_out(child, atom, value)
-            for atom, value in zip(y_atoms, y_outs, strict=True)
-        ]
+        ys = inner.hand_out(child, y_atoms, y_outs)
         # A residual that is a slice again is no new stack.
         forwarded.update({j: i for j, y in enumerate(ys) for i, x in enumerate(sliced) if y is x})
         made = [y for j, y in enumerate(ys) if j not in forwarded]

@@ -58,6 +58,15 @@ class Frame:
     local_gradients: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
     needs_full: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
     feeds_batch: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
+    _last_uses: dict[_jaxpr.Var, int] = dataclasses.field(default_factory=dict)
+
+    def last_use(self, var: _jaxpr.Var) -> int:
+        """Where `var` is read last: an equation's index, or the number of equations if it is returned."""
+        if not self._last_uses:
+            reads = [(i, atom) for i, eqn in enumerate(self.jaxpr.eqns) for atom in eqn.invars]
+            reads += [(len(self.jaxpr.eqns), atom) for atom in self.jaxpr.outvars]
+            self._last_uses |= {atom: i for i, atom in reads if not _jaxpr.is_literal(atom)}
+        return self._last_uses.get(var, -1)
 
     def varies(self, atom: _jaxpr.Atom) -> Axes:
         """The axes over which `atom` differs between devices."""

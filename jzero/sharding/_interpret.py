@@ -13,11 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from jzero import _jaxpr
+from jzero.sharding import _collectives
 from jzero.sharding._frames import Frame
 from jzero.sharding._links import Links
 from jzero.sharding._needs import read_dtype
-from jzero.sharding._queue import GatherQueue
+from jzero.sharding._queue import GatherQueue, token_of
 from jzero.sharding._values import Devices, FullValue, ShardValue, Unreduced, Value, waits
+
+WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
 
 
 @dataclasses.dataclass
@@ -81,11 +84,32 @@ class Interpreter:
             eqn = frame.jaxpr.eqns[index]
             with _jaxpr.source_of(eqn):
                 self.enter_pass(frame, eqn)
+                self.reduce_before_loop(frame, index, eqn, env)
                 handler = self.handlers.get(eqn.primitive.name, self.otherwise)
                 ins = [self.read(frame, env, eqn, atom) for atom in eqn.invars]
                 outs = handler(self, frame, index, eqn, ins)
             env.values |= zip(eqn.outvars, outs, strict=True)
             self.note_varying(frame, eqn, outs)
+
+    def reduce_before_loop(self, frame: Frame, index: int, eqn: _jaxpr.Eqn, env: Env) -> None:
+        """Reduces large gradients that would wait, whole, until a backward pass's loop is done.
+
+        A tied table's: the logits' part is there before the layers, the look-up's after them. It is
+        reduced twice then.
+        """
+        if self.hold or eqn.primitive.name != "scan" or frame.pass_of(eqn) != "backward":
+            return
+        tokens = []
+        for var, value in env.values.items():
+            large = waits(value) and value.x.size * value.x.dtype.itemsize > WAITS_THROUGH_LOOPS
+            if large and frame.last_use(var) > index:
+                tokens.append(token_of(self.settle(frame, var, value).x))
+        # The loop waits for them: the compiler would else reduce after it, together with the rest.
+        for atom in eqn.invars:
+            found = None if _jaxpr.is_literal(atom) else env.values[atom]
+            if isinstance(found, FullValue) and frame.varies(atom) and tokens:
+                env.values[atom] = FullValue(_collectives.not_before(found.x, tokens), found.name)
+                break
 
     def read(self, frame: Frame, env: Env, eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> Value:
         """What `eqn` (None: the frame's output) reads: the value, or its mean over the devices."""
@@ -113,13 +137,23 @@ class Interpreter:
         """The operand with its reduction done."""
         return self.devices.settle(value, self.dim_of(frame, atom))
 
-    def handed_out(self, frame: Frame, atom: _jaxpr.Atom, value: Value) -> Value:
-        """What a loop's body hands out: reduced, unless the loop over microbatches reduces after it."""
-        if self.hold and waits(value):
-            return value
-        if self.microbatch is not None:
-            return self.devices.scatter(value, self.dim_of(frame, atom))
-        return self.settle(frame, atom, value)
+    def hand_out(
+        self, frame: Frame, atoms: Sequence[_jaxpr.Atom], values: Sequence[Value]
+    ) -> list[Value]:
+        """What a loop's body hands out: reduced, unless the loop over microbatches reduces after it.
+
+        In the order in which they were made, for each reduction waits for the one before it.
+        """
+        outs = list(values)
+        order = [value.made if waits(value) else -1 for value in outs]
+        for i in sorted(range(len(outs)), key=order.__getitem__):
+            if self.hold and waits(outs[i]):
+                continue
+            if self.microbatch is not None:
+                outs[i] = self.devices.scatter(outs[i], self.dim_of(frame, atoms[i]))
+            else:
+                outs[i] = self.settle(frame, atoms[i], outs[i])
+        return outs
 
     def as_dim(self, frame: Frame, atom: _jaxpr.Atom, value: Value, dim: int | None) -> Any:
         """The operand's array in a given layout."""

@@ -61,7 +61,8 @@ def choose_dim(shape: Sequence[int], num_shards: int, avoid: Collection[int] = (
     dims = [dim for dim, size in enumerate(shape) if size > 1 and dim not in avoid]
     even = [dim for dim in dims if shape[dim] % num_shards == 0]
     if even:
-        return max(even, key=lambda dim: (shape[dim], -dim))
+        largest = max(shape[dim] for dim in even)
+        return next(dim for dim in even if 4 * shape[dim] >= largest)
     return min(dims, key=lambda dim: padded_size(shape[dim], num_shards) / shape[dim], default=None)
 
 

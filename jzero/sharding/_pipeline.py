@@ -83,7 +83,9 @@ class _Loop:
 
         state = (0, init, made, self.gathers.run(*first))
         (_, *last), _ = lax.scan(step, state, None, length=self.length - 1)
-        return self.one_turn(self.length - 1, *last)
+        carry, made = self.one_turn(self.length - 1, *last)
+        # Else the compiler computes the stack with its last slice anew for every reader, into copies.
+        return carry, list(lax.optimization_barrier(made))
 
     def one_turn(
         self, i: Any, carry: Arrays, made: Arrays, gathered: Arrays

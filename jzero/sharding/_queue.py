@@ -15,6 +15,8 @@ PRODUCTS = frozenset(
     {"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call", "scan", "while"}
 )
 
+REDUCED_TOGETHER = 2**22  # bytes; a larger reduction keeps the wire busy on its own
+
 
 @dataclasses.dataclass(eq=False)
 class GatherQueue:
@@ -40,6 +42,7 @@ class GatherQueue:
     product: Any = None
     _sizes: list[int] = dataclasses.field(default_factory=list)
     _before: list[Any] = dataclasses.field(default_factory=list)
+    _reduced: tuple[float, Any] = (math.inf, None)
 
     def tokens(self, nbytes: int) -> list[jax.Array]:
         """What the next gather, of so many bytes, waits for."""
@@ -59,6 +62,20 @@ class GatherQueue:
         self.latest = x
         if primitive in PRODUCTS:
             self.product = x
+
+    def reduction_tokens(self, made: int, nbytes: int) -> list[jax.Array]:
+        """What the reduction of the `made`th value waits for: that of an earlier one, not of a later.
+
+        Without that the compiler combines all reductions of a loop's body into one at its end, which
+        nothing hides and for which all its gradients wait. Small ones it may combine.
+        """
+        earlier = self._reduced[0] < made and nbytes >= REDUCED_TOGETHER
+        return [token_of(self._reduced[1])] if earlier else []
+
+    def note_reduction(self, shard: jax.Array, made: int, nbytes: int) -> None:
+        """Remembers a reduction of so many bytes."""
+        if nbytes >= REDUCED_TOGETHER:
+            self._reduced = made, shard
 
     def next_pass(self) -> GatherQueue:
         """The queue of the pass that starts now."""

@@ -6,6 +6,7 @@ And how one becomes another: every gather, reduction and slice of the step is as
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -54,6 +55,7 @@ class Unreduced:
 
     With a `dim`, the sum over the axes of a shard was taken: `x` is a shard along `dim`, a dim of `size`,
     and the sum over the axes beside them is still due.
+    `made` counts up, in the order of the program.
     A running sum of reductions (`collecting`) has no `scale` before the first: it takes that of what is
     added to it.
     `x` keeps the dtype in which the step wrote the reduction, so a cast after it changes no traffic.
@@ -66,6 +68,7 @@ class Unreduced:
     collecting: bool = False
     dim: int | None = None
     size: int = 0
+    made: int = dataclasses.field(default_factory=itertools.count().__next__)
     reduced: FullValue | ShardValue | None = None
 
 
@@ -202,17 +205,22 @@ class Devices:
         if not waits(value) or dim is None or not beside:
             return self.settle(value, dim)
         before, after = _halves(value)
-        total = self._scatter(value.x * jnp.asarray(before, value.x.dtype), dim, value.name)
+        total = self._scatter(
+            value.x * jnp.asarray(before, value.x.dtype), dim, value.name, value.made
+        )
         total = total * jnp.asarray(after, total.dtype)
         size = value.x.shape[dim]
         return dataclasses.replace(value, x=total, scale=1.0, dim=dim, size=size)
 
-    def _scatter(self, total: Any, dim: int, name: str) -> Any:
+    def _scatter(self, total: Any, dim: int, name: str, made: int) -> Any:
         self._check_together("a gradient is reduced")
         total = _collectives.pad(total, dim, self.num_shards)
+        nbytes = math.prod(total.shape) * total.dtype.itemsize
+        total = _collectives.not_before(total, self.queue.reduction_tokens(made, nbytes))
         for axes in self._steps(self.shard_axes):
             automatic = self._automatic(name, total, dim)
             total = _collectives.reduce_scatter(total, dim, axes, name, automatic)
+        self.queue.note_reduction(total, made, nbytes)
         return total
 
     def _steps(self, axes: Axes) -> list[Axes]:
@@ -250,7 +258,7 @@ class Devices:
             self._check_together("a gradient is reduced")
             rest = self.axes if dim is None else self.axes_beside(self.shard_axes)
             if dim is not None:
-                total = self._scatter(total, dim, value.name)
+                total = self._scatter(total, dim, value.name, value.made)
             if rest:
                 total = _collectives.all_reduce(total, rest)
         if after != 1:

@@ -1,0 +1,124 @@
+"""jzero at stage 3 against `jax.jit` with the same shardings at rest, compiled for H200s ahead of time.
+
+python experiments/rivals/measure.py                      # every cell, about half an hour; no GPU needed
+python experiments/rivals/measure.py --devices 64 --styles "scanned + remat"
+
+Nothing runs. Writes a line of <date>.jsonl for every program, and leaves out those that are there.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jzero
+from model import Size, Style, init, make_step, unstacked
+
+# ---------------------------------------------------------------------------------------------
+sizes = {  # devices: the model trained on them, one sequence on each
+    8: Size(num_layers=24, dim=1280, num_heads=20),
+    64: Size(num_layers=36, dim=4096, num_heads=32),
+    512: Size(num_layers=36, dim=4096, num_heads=32),
+}
+styles = [Style(scan, remat) for scan in (True, False) for remat in (True, False)]
+# ---------------------------------------------------------------------------------------------
+
+
+def topology(num_devices: int) -> str:
+    return f"{num_devices // 8}x8"
+
+
+def sharded(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), shapes, shardings
+    )
+
+
+def jitted(step: Callable[..., Any], state: Any, tokens: Any) -> jax.stages.Lowered:
+    """What everybody writes: shardings at rest, in and out, and XLA's partitioner does the rest."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(state, tokens)
+
+
+def programs(num_devices: int, style: Style) -> dict[str, Callable[[], jzero.Preflight]]:
+    """The three rivals, compiled when called."""
+    size = sizes[num_devices]
+    mesh = jzero.target_mesh("h200", topology(num_devices))
+    on_rows = NamedSharding(mesh, P("data"))
+    state = jax.eval_shape(lambda: init(size))
+    state = state if style.scan else jax.eval_shape(lambda s: unstacked(s, size), state)
+    tokens = jax.ShapeDtypeStruct((num_devices, size.context + 1), jnp.int32)
+    train_step = jzero.shard_train_step(make_step(size, style), stage=3, mesh=mesh)
+    where = {"target": "h200", "topology": topology(num_devices)}
+
+    def plain(constrain: Callable[[jax.Array], jax.Array]) -> jzero.Preflight:
+        at_rest = sharded(state, train_step.state_shardings(state, tokens))
+        step = make_step(size, style, constrain)
+        return jzero.preflight(jitted(step, at_rest, sharded(tokens, on_rows)), **where)
+
+    return {
+        "jzero": lambda: jzero.preflight(train_step, state, tokens, **where),
+        "jit": lambda: plain(lambda x: x),
+        "annotated jit": lambda: plain(lambda x: jax.lax.with_sharding_constraint(x, on_rows)),
+    }
+
+
+def numbers(found: jzero.Preflight, psi: int) -> dict[str, Any]:
+    ops = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+    moved = {op: found.nbytes(op) for op in ops if found.nbytes(op)}
+    hidden = sum(found.nbytes(op, hidden=True) for op in ops)
+    return {
+        "peak_bytes": found.peak_bytes,
+        "temporary_bytes": found.temporary_bytes,
+        "argument_bytes": found.argument_bytes,
+        "peak_bytes_per_parameter": round(found.peak_bytes / psi, 4),
+        "moved_bytes": moved,
+        "moved_bytes_per_parameter": round(sum(moved.values()) / psi, 3),
+        "hidden_share": round(hidden / max(1, sum(moved.values())), 3),
+        "exposed_seconds": round(found.schedule.exposed_seconds, 5),
+        "product_seconds": round(found.schedule.product_seconds, 5),
+        "compile_seconds": round(found.compile_seconds, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--devices", type=int, nargs="+", choices=sizes, default=list(sizes))
+    parser.add_argument("--styles", nargs="+", default=list(map(str, styles)))
+    parser.add_argument("--rivals", nargs="+", default=["jzero", "jit", "annotated jit"])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")}
+    about = {"python": platform.python_version(), **versions, "target": "H200"}
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{datetime.date.today().isoformat()}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    known = {tuple(json.loads(line)[key] for key in ("devices", "style", "rival")) for line in lines}
+    for num_devices in args.devices:
+        psi = sum(leaf.size for leaf in jax.tree.leaves(
+            jax.eval_shape(lambda n=num_devices: init(sizes[n])["params"])))  # fmt: skip
+        for style in styles:
+            for rival, compile_it in programs(num_devices, style).items():
+                wanted = str(style) in args.styles and rival in args.rivals
+                if not wanted or (num_devices, str(style), rival) in known:
+                    continue
+                cell = {"devices": num_devices, "style": str(style), "rival": rival}
+                result = {**cell, "parameters": psi, **numbers(compile_it(), psi), **about}
+                with path.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+                print(*(f"{value}" for value in [*cell.values(), result["peak_bytes_per_parameter"],
+                        result["moved_bytes"], result["hidden_share"], result["exposed_seconds"],
+                        result["compile_seconds"]]), sep="  ", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
