@@ -102,7 +102,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{datetime.date.today().isoformat()}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    known = {tuple(json.loads(line)[key] for key in ("devices", "style", "rival")) for line in lines}
+    known = {
+        tuple(json.loads(line)[key] for key in ("devices", "style", "rival")) for line in lines
+    }
     for num_devices in args.devices:
         psi = sum(leaf.size for leaf in jax.tree.leaves(
             jax.eval_shape(lambda n=num_devices: init(sizes[n])["params"])))  # fmt: skip

@@ -53,10 +53,12 @@ def padded_size(size: int, num_shards: int) -> int:
 
 
 def choose_dim(shape: Sequence[int], num_shards: int, avoid: Collection[int] = ()) -> int | None:
-    """The dim to shard: the largest that divides, else the one that needs least padding, or None.
+    """The dim to shard: a large one that divides, else the one that needs least padding, or None.
 
-    The largest, because the dim of stacked layers is nearly always a small one and must not be it, and
-    because a leaf and its moments, having one shape, then agree before any step was seen.
+    Large, because the dim of stacked layers is nearly always a small one and must not be it, and because
+    a leaf and its moments, having one shape, then agree before any step was seen. The first of those
+    that reach a quarter of the largest: what is gathered along the first dim of an array needs no
+    transposing afterwards.
     """
     dims = [dim for dim, size in enumerate(shape) if size > 1 and dim not in avoid]
     even = [dim for dim in dims if shape[dim] % num_shards == 0]

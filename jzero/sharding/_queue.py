@@ -1,4 +1,4 @@
-"""How far the gathers of a pass run ahead of its compute: at most so many gathered bytes."""
+"""When the collectives of a pass run: gathers ahead by so many bytes, reductions one after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRODUCTS = frozenset(
     {"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call", "scan", "while"}
 )
 
-REDUCED_TOGETHER = 2**22  # bytes; a larger reduction keeps the wire busy on its own
+REDUCED_ALONE = 2**22  # bytes; a larger reduction keeps the wire busy on its own
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,12 +69,12 @@ class GatherQueue:
         Without that the compiler combines all reductions of a loop's body into one at its end, which
         nothing hides and for which all its gradients wait. Small ones it may combine.
         """
-        earlier = self._reduced[0] < made and nbytes >= REDUCED_TOGETHER
+        earlier = self._reduced[0] < made and nbytes >= REDUCED_ALONE
         return [token_of(self._reduced[1])] if earlier else []
 
     def note_reduction(self, shard: jax.Array, made: int, nbytes: int) -> None:
         """Remembers a reduction of so many bytes."""
-        if nbytes >= REDUCED_TOGETHER:
+        if nbytes >= REDUCED_ALONE:
             self._reduced = made, shard
 
     def next_pass(self) -> GatherQueue:

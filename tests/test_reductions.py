@@ -1,0 +1,106 @@
+"""Large gradients do not wait: each is reduced before the next is due, and none through a loop."""
+
+import functools
+
+import jax
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+
+import programs
+import small
+import zoo
+from jzero import _jaxpr
+from jzero.sharding import _interpret, _layout, _queue
+
+TIED = programs.VOCAB * programs.WIDTH  # elements of the table that looks up and makes logits
+
+
+def reductions_in_loops(jaxpr, inside=False):
+    """For every loop's body: its large reductions, each with whether it waits for another of them."""
+    found = []
+    for eqn in jaxpr.eqns:
+        for sub in _jaxpr.inner_jaxprs(eqn):
+            found += reductions_in_loops(
+                _jaxpr.open_jaxpr(sub)[0], inside or eqn.primitive.name == "scan"
+            )
+    reached: dict[object, set[int]] = {}
+    made: dict[int, bool] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        before = set().union(
+            *(reached.get(a, set()) for a in eqn.invars if not _jaxpr.is_literal(a))
+        )
+        if eqn.primitive.name == "reduce_scatter":
+            made[i] = bool(before)
+            before = before | {i}
+        reached |= dict.fromkeys(eqn.outvars, before)
+    return found + ([made] if inside and made else [])
+
+
+@pytest.mark.parametrize("alone", [0, 2**30])
+def test_reductions_of_a_layer_run_one_after_the_other(alone, monkeypatch):
+    monkeypatch.setattr(_queue, "REDUCED_ALONE", alone)
+    mesh = AbstractMesh((8,), ("data",))
+    train_step = small.shard_train_step(programs.train_step, mesh=mesh)
+    state, tokens = programs.abstract_state(programs.Model()), programs.tokens()
+    program = train_step._program_for(train_step._signature.bind((state, tokens), {}))
+    jaxpr = jax.make_jaxpr(program.run)(jax.tree.leaves(state), [tokens])
+    (body,) = reductions_in_loops(jaxpr.jaxpr)
+    assert list(body.values()) == [False, alone == 0]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("limit", [0, 2**26])
+def test_a_large_gradient_does_not_wait_through_a_loop(limit, accumulate, monkeypatch):
+    """The logits' part of a tied table's gradient is reduced before the layers, the look-up's after."""
+    monkeypatch.setattr(_interpret, "WAITS_THROUGH_LOOPS", limit)
+    state = programs.abstract_state(programs.Model(), optax.sgd(0.1))
+    train_step = small.shard_train_step(programs.train_step, accumulate=accumulate)
+    found = train_step.describe(state, programs.tokens())
+    twice = TIED if limit == 0 else 0
+    psi = programs.num_params(state)
+    assert found.elements("reduce-scatter") == accumulate * (psi + twice)
+    assert found.elements("all-gather") == accumulate * 2 * psi
+
+
+def test_trains_the_same_reduced_early(monkeypatch):
+    monkeypatch.setattr(_interpret, "WAITS_THROUGH_LOOPS", 0)
+    monkeypatch.setattr(_queue, "REDUCED_ALONE", 0)
+    model, tx = programs.Model(remat=True), optax.adam(1e-2)
+    tokens = jax.random.randint(jax.random.key(0), (programs.BATCH, programs.SEQ), 0, 32)
+
+    def init():
+        params = model.init(jax.random.key(0), tokens)["params"]
+        return programs.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    train_step = small.shard_train_step(programs.train_step)
+    actual, expected = init(), init()
+    step = functools.partial(jax.jit(programs.train_step))
+    for _ in range(3):
+        actual, _ = train_step(actual, tokens)
+        expected, _ = step(expected, tokens)
+    actual, expected = zoo.to_host(train_step.unshard(actual)), zoo.to_host(expected)
+    zoo.assert_trees_close(actual.params, expected.params, zoo.FP32, "params")
+
+
+@pytest.mark.parametrize(
+    ("shape", "num", "dim"),
+    [
+        (
+            (36, 4096, 16384),
+            8,
+            1,
+        ),  # rows: the first dim of a layer's slice, where gathers are cheapest
+        ((36, 16384, 4096), 8, 1),
+        ((50304, 768), 8, 0),
+        ((768, 50304), 8, 1),  # a quarter of the largest is not reached
+        ((3, 3, 256, 512), 8, 2),
+        ((50257, 768), 8, 1),  # the only one that divides
+        ((50257, 768), 1024, 0),  # padded by least
+        ((7,), 8, 0),
+        ((1, 1), 8, None),
+        ((), 8, None),
+    ],
+)
+def test_the_dim_that_is_sharded(shape, num, dim):
+    assert _layout.choose_dim(shape, num) == dim
