@@ -85,12 +85,12 @@ class Options:
             or not (isinstance(self.prefetch_bytes, int) and self.prefetch_bytes >= 0)
         ):
             raise OptionError(message(
-                WHO, f"prefetch_bytes={self.prefetch_bytes!r}",
+                self.who, f"prefetch_bytes={self.prefetch_bytes!r}",
                 "It is how many gathered bytes may be ahead of the compute that uses them, an int from 0.",
                 "Use prefetch_bytes=0 to gather only what is used next, or drop it."))  # fmt: skip
         if self.prefetch_bytes is not None and self.stage < 3:
             raise OptionError(message(
-                WHO, f"stage={self.stage} and prefetch_bytes={self.prefetch_bytes}",
+                self.who, f"stage={self.stage} and prefetch_bytes={self.prefetch_bytes}",
                 "Below stage 3 parameters rest whole on every device, and nothing is gathered ahead.",
                 "Drop prefetch_bytes, or use stage=3."))  # fmt: skip
         if not isinstance(self.min_shard_bytes, int) or self.min_shard_bytes < 0:

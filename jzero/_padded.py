@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ class PaddedArray:
     ((257, 3), (3,), (257, 3))
 
     Attributes:
-      padded: the sharded `jax.Array`; what it holds beyond `shape` is arbitrary.
+      padded: the sharded `jax.Array`, with zeros beyond `shape`.
       shape: the true shape.
     """
 
@@ -46,8 +47,11 @@ class PaddedArray:
 
     @property
     def sharding(self) -> Any:
-        """Where the padded array lies."""
-        return self.padded.sharding
+        """A sharding for its true shape: whole on every device of the mesh; see `padded.sharding`."""
+        sharding = self.padded.sharding
+        if not isinstance(sharding, NamedSharding):  # Copied to another place.
+            return sharding
+        return NamedSharding(sharding.mesh, PartitionSpec())
 
     @property
     def ndim(self) -> int:
@@ -66,10 +70,7 @@ class PaddedArray:
 
     def __jax_array__(self) -> jax.Array:
         """The leaf as a plain array, whole on every device of its mesh."""
-        sharding = self.padded.sharding
-        assert isinstance(sharding, NamedSharding)
-        whole = jax.device_put(self.padded, NamedSharding(sharding.mesh, PartitionSpec()))
-        return lax.slice(whole, (0,) * self.ndim, self.shape)
+        return unpad(jax.device_put(self.padded, self.sharding), self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         whole = np.asarray(self.padded)[tuple(slice(size) for size in self.shape)]
@@ -77,6 +78,23 @@ class PaddedArray:
 
     def __getitem__(self, index: Any) -> jax.Array:
         return self.__jax_array__()[index]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter(self.__jax_array__())
+
+    def __eq__(self, other: object) -> Any:
+        return self.__jax_array__() == other
+
+    __hash__ = None  # type: ignore[assignment]  # as of arrays
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"PaddedArray has no attribute {name!r}: it is an array at rest, padded for the devices. "
+            "Compute with jnp.asarray(x), or with the plain arrays of train_step.unshard(state)."
+        )
 
     def __repr__(self) -> str:
         return f"PaddedArray(shape={self.shape}, dtype={self.dtype}, padded to {self.padded.shape})"

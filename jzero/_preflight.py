@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jzero import _tables
-from jzero._errors import MeshError, OptionError, message
+from jzero._errors import BatchError, MeshError, OptionError, message
 from jzero._quantities import readable_bytes
 from jzero._report import Report
 from jzero._schedule import Schedule, ScheduledCollective, read_schedule
@@ -76,7 +76,7 @@ def preflight(
       MeshError: `axes` do not make up the devices, or cannot be guessed.
       ImportError: `jzero[preflight]` is not installed.
     """
-    if not 0 < memory_fraction <= 1:
+    if not (isinstance(memory_fraction, int | float) and 0 < memory_fraction <= 1):
         raise OptionError(message(
             WHO, f"memory_fraction={memory_fraction!r}", "It is a share of a device's memory.",
             "Use a number above 0, up to 1."))  # fmt: skip
@@ -100,6 +100,11 @@ def preflight(
         return _examine(lowered, report, gpu, grid, sizes, memory_fraction, options)
 
     found = examine(batch.rows)
+    if search_batch and not batch.rows:
+        raise BatchError(message(
+            WHO, "search_batch=True, and no argument is split over the devices",
+            "The rows of arguments that are split are changed.",
+            "Drop search_batch, or the in_specs that keep the batch whole."))  # fmt: skip
     if search_batch:
         largest = _largest(lambda rows: examine(rows).peak_bytes, batch.rows, found)
         found = dataclasses.replace(found, rows=batch.rows, largest_rows=largest)
@@ -178,7 +183,7 @@ class Preflight:
         lines = [
             f"jzero preflight: {grid.num_devices} x {self.target.name} ({grid.hosts} hosts of "
             f"{grid.per_host}), compiled in {self.compile_seconds:.0f} s",
-            *([] if self.report is None else str(self.report).splitlines()[:2]),
+            *([] if self.report is None else str(self.report).split("\n\n")[0].splitlines()),
             "",
             *_tables.memory_table(self.memory).text(),
             "",
@@ -274,16 +279,23 @@ def _axes_for(train_step: ShardedTrainStep, topology: Topology) -> dict[str, int
 
 def _largest(peak: Callable[[int], int], rows: int, found: Preflight) -> int:
     """The most rows whose peak is within the usable bytes; the peak grows with rows, about linearly."""
-    known, limit = {rows: found.peak_bytes}, found.usable_bytes
+    known, limit, unit = {rows: found.peak_bytes}, found.usable_bytes, 1
     for turn in range(_MOST_COMPILATIONS):
         low = max((n for n, p in known.items() if p <= limit), default=0)
         high = min((n for n, p in known.items() if p > limit), default=None)
-        if high == low + 1:
+        if high is not None and high - low <= unit:
             break
         # Peaks grow in small steps, which a line does not meet: near the limit, halve the interval.
         guess = (low + high) // 2 if high is not None and turn > 3 else _guess(known, limit)
-        guess = max(guess, low + 1) if high is None else min(max(guess, low + 1), high - 1)
-        known[guess] = peak(guess)
+        guess = max(guess // unit * unit, low + unit)
+        guess = guess if high is None else min(guess, high - unit)
+        try:
+            known[guess] = peak(guess)
+        except (TypeError, ValueError):  # A step that cuts its batch itself takes only some sizes.
+            if unit == rows:
+                raise
+            unit = rows
+            known = {n: p for n, p in known.items() if n % unit == 0}
     return max((n for n, p in known.items() if p <= limit), default=0)
 
 

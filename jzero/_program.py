@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import _call, _jaxpr, _outputs, _trace
 from jzero._options import Options
-from jzero.sharding import _cut, _layout, _microbatch, _plan
+from jzero.sharding import _collectives, _cut, _layout, _microbatch, _plan
 from jzero.sharding._control import CONTROL
 from jzero.sharding._frames import Frame
 from jzero.sharding._interpret import Interpreter
@@ -319,7 +319,10 @@ def _finish(
         return interp.full(frame, atom, value)
     dim = layout.dim
     if not example:
-        return interp.devices.shard(value, dim, layout.axes)
+        x = interp.devices.shard(value, dim, layout.axes)
+        size = atom.aval.shape[dim]
+        padded = interp.devices.shard_size(size, layout.axes) * interp.devices.count(layout.axes)
+        return x if padded == size else _collectives.mask_padding(x, dim, size, layout.axes, 0)
     x = interp.full(frame, atom, value)  # One entry per example: each device has its own.
     if interp.microbatches == 1:
         return x

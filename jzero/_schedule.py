@@ -165,9 +165,12 @@ class _Reader:
         if line.op.endswith("-start") and op != "all-reduce":
             results -= sum(whole)
         nbytes = max(sum(whole), results if op != "all-reduce" else 0)
-        group = _first_group(line.text)
+        group = self._group(line.text)
         seconds = self._seconds(op, group, nbytes)
         return ScheduledCollective(op, self._axes(group), nbytes, times, False, seconds)
+
+    def _group(self, text: str) -> set[int]:
+        return _first_group(text) or set(range(math.prod(self.axes.values())))
 
     def _axes(self, group: set[int]) -> tuple[str, ...]:
         """The fewest mesh axes over which device 0 has this group; all, if there are none."""
@@ -180,6 +183,11 @@ class _Reader:
 
     def _seconds(self, op: str, group: set[int], nbytes: int) -> float:
         """A ring over the devices of each host, and one over hosts with all their adapters, at once."""
+        if op == "collective-permute":
+            within = len({device // self.topology.per_host for device in group}) == 1
+            return nbytes / (
+                self.target.link_bandwidth if within else self.target.network_bandwidth
+            )
         hosts = len({device // self.topology.per_host for device in group})
         per_host = len(group) // hosts
         link = nbytes * (per_host - 1) / per_host / self.target.link_bandwidth
@@ -249,7 +257,7 @@ def _members(axes: Mapping[str, int], chosen: Sequence[str]) -> set[int]:
 
 
 def _first_group(text: str) -> set[int]:
-    """The devices in the group of device 0.
+    """The devices in the group of device 0; none if the text names no groups, which means all.
 
     Written as `{{0,1},{2,3}}`, as `[2,2]<=[4]`, a reshaped iota, or as `mesh['x'=2,'y'=2] {'y'}`.
     """
@@ -257,12 +265,15 @@ def _first_group(text: str) -> set[int]:
     if named:
         axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         return _members(axes, re.findall(r"'(\w+)'", named[2]))
+    pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text)
+    if pairs:
+        return {int(pairs[1]), int(pairs[2])}
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", text)
     if listed:
         return {int(n) for n in listed[1].split(",")}
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if iota is None:
-        return {0}
+        return set()
     size, dims = int(iota[2]), [int(n) for n in iota[3].split(",")]
     order = [int(n) for n in (iota[4] or "").split(",") if n] or list(range(len(dims)))
     strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]

@@ -117,6 +117,29 @@ def test_replicas_are_reduced_once_per_step(stage, scan, dtype):
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_replicas_are_reduced_once_for_what_a_time_loop_closes_over(accumulate):
+    def step(w, x):
+        def loss_fn(w):
+            carry, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=3)
+            return jnp.mean(carry**2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(w)
+        return w - grads, loss
+
+    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    train_step = small.shard_train_step(
+        step, mesh=mesh, accumulate=accumulate, param_axes="local", optimizer_axes="local"
+    )
+    w, x = jnp.eye(64), jax.random.normal(jax.random.key(0), (64, 64))
+    found = train_step.describe(w, x)
+    over_nodes = [c for c in found.traffic if c.axes == ("node",) and c.elements > 1]
+    assert [(c.op, c.total_elements) for c in over_nodes] == [("all-reduce", 64 * 64 // 4)]
+    expected = step(w, x)
+    for actual, wanted in zip(train_step(w, x), expected, strict=True):
+        assert jnp.allclose(actual, wanted, rtol=1e-5, atol=1e-6)
+
+
 def collectives_by_loop(text):
     """`{"inside": {op: count}, "outside": ...}` of the microbatch loop in a compiled program."""
     counts: dict[str, dict[str, int]] = {"inside": {}, "outside": {}}

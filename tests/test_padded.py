@@ -210,17 +210,56 @@ def test_a_padded_array_reads_as_its_true_shape():
     assert repr(table) == "PaddedArray(shape=(53, 11), dtype=float32, padded to (56, 11))"
     assert (table.shape, table.ndim, table.size) == ((53, 11), 2, 583)
     assert (table.dtype, table.nbytes) == (jnp.float32, 2332)
-    assert table.sharding.spec == P("data", None)
+    assert table.padded.sharding.spec == P("data", None)
+    assert table.sharding.spec == P()  # of its true shape
+    assert jnp.zeros_like(table).shape == (53, 11)
+    assert (len(table), len(list(table))) == (53, 53)
+    assert (table == np.asarray(table)).all()
+    with pytest.raises(AttributeError, match=r"no attribute 'mean'.* jnp.asarray\(x\), or"):
+        table.mean()
     assert jax.block_until_ready(state)[0]["table"] is table
     whole = np.asarray(table)
     assert whole.shape == (53, 11)
     np.testing.assert_array_equal(jnp.asarray(table), whole)
     np.testing.assert_array_equal(table[-1], whole[-1])
     assert np.array(table, np.float64).dtype == np.float64
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(np.asarray(table))), whole)
+    copy = pickle.loads(pickle.dumps(table))
+    np.testing.assert_array_equal(jnp.asarray(copy), whole)
+    assert not np.asarray(table.padded)[53:].any()
     for take in (jax.jit(lambda x: x), jnp.sum):
         with pytest.raises((TypeError, ValueError), match="PaddedArray|__jax_array__"):
             take(table)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.int8, jnp.uint8, jnp.bool_])
+@pytest.mark.parametrize("row", [0, 10])
+def test_extremes_of_every_dtype(row, dtype):
+    """The last of 11 rows lies on a device that holds padding too."""
+
+    def step(state, x):
+        w, q = state
+        grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return (w - grads, q), (q.max().astype(jnp.float32), q.min().astype(jnp.float32))
+
+    q = jnp.ones((11, 3), dtype).at[row, 0].set(jnp.asarray(7, dtype))
+    train_step = small.shard_train_step(step, mesh=mesh_of(8))
+    state = jnp.ones((11, 3)), q.at[row, 1].set(jnp.asarray(0, dtype))
+    found = train_step(state, jnp.ones((8, 11)))[1]
+    assert [float(x) for x in found] == [1.0 if dtype == jnp.bool_ else 7.0, 0.0]
+
+
+def test_padding_that_would_cost_more_than_the_leaf_is_refused():
+    state = {"k": jax.ShapeDtypeStruct((16, 12, 16), jnp.float32)}
+
+    def step(state, x):
+        grads = jax.grad(lambda s: jnp.mean(jnp.einsum("bi,ijk->bjk", x, s["k"])))(state)
+        return jax.tree.map(jnp.subtract, state, grads)
+
+    mesh = AbstractMesh((1024,), ("data",))
+    plan = small.shard_train_step(step, mesh=mesh).plan(
+        state, jax.ShapeDtypeStruct((1024, 16), jnp.float32)
+    )
+    assert plan.leaves[0].why_full == "every dim is too small for so many devices"
 
 
 def test_a_consumed_padded_leaf_is_named():

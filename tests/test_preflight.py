@@ -100,6 +100,26 @@ def test_the_most_rows_that_fit():
         assert not check(found.largest_rows + 1, accumulate).fits
 
 
+def test_a_step_that_takes_only_some_numbers_of_rows():
+    def step(w, x):
+        parts = x.reshape(4, -1, 64)  # its own microbatches
+        losses = jax.vmap(lambda part: jnp.mean(part @ w))(parts)
+        return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), losses.mean()
+
+    w, x = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    train_step = small.shard_train_step(step)
+    found = jzero.preflight(train_step, w, x, memory_fraction=1e-5, search_batch=True)
+    assert (found.largest_rows or 0) > (found.rows or 0) == 4
+    assert (found.largest_rows or 0) % 4 == 0
+
+
+def test_there_must_be_rows_to_search():
+    train_step = small.shard_train_step(lambda w, x: w - x.sum(), in_specs={"x": P()}, stage=0)
+    w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    with pytest.raises(jzero.BatchError, match="no argument is split over the devices"):
+        jzero.preflight(train_step, w, w, search_batch=True)
+
+
 def test_rows_of_all_arguments_change_together():
     def step(w, x, y):
         return w - jax.grad(lambda w: jnp.mean(x @ w) + jnp.mean(y @ w))(w)

@@ -28,14 +28,12 @@ AXES = {"node": 2, "local": 4}
         ("mesh['axis_0'=8] {'axis_0'}", ("node", "local")),
         ("mesh['node'=2,'local'=4] {'node'}", ("node",)),
         ("{{0},{1}}", ()),
+        ("{}", ("node", "local")),
     ],
 )
 def test_axes_behind_replica_groups(groups, expected):
     reader = _schedule._Reader({}, AXES, H200, Topology(2, 4))
-    assert (
-        reader._axes(_schedule._first_group(f"channel_id=1, replica_groups={groups}, x"))
-        == expected
-    )
+    assert reader._axes(reader._group(f"channel_id=1, replica_groups={groups}, x")) == expected
 
 
 @pytest.mark.parametrize(
@@ -52,6 +50,14 @@ def test_seconds_by_bandwidth(op, axes, seconds):
     reader = _schedule._Reader({}, AXES, H200, Topology(2, 4))
     group = _schedule._members(AXES, axes)
     assert reader._seconds(op, group, 10**9) == pytest.approx(10**9 * seconds)
+
+
+def test_a_permutation_takes_the_time_of_its_link():
+    reader = _schedule._Reader({}, AXES, H200, Topology(2, 4))
+    inside = _schedule._first_group("source_target_pairs={{0,1},{1,2}}, x")
+    between = _schedule._first_group("source_target_pairs={{3,4},{4,3}}, x")
+    seconds = [reader._seconds("collective-permute", g, 10**9) for g in (inside, between)]
+    assert seconds == [10**9 / H200.link_bandwidth, 10**9 / H200.network_bandwidth]
 
 
 def compiled(fn, *args):

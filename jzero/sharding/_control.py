@@ -15,7 +15,7 @@ from jzero import _jaxpr
 from jzero.sharding import _frames, _pipeline
 from jzero.sharding._frames import Frame, split
 from jzero.sharding._interpret import Handler, Interpreter
-from jzero.sharding._values import FullValue, ShardValue, Unreduced, Value
+from jzero.sharding._values import FullValue, ShardValue, Unreduced, Value, waits
 
 
 def _call(
@@ -168,8 +168,13 @@ def _scan(
                 before = interp.as_contribution(init[i], scales[i])
                 outs.append(Unreduced(x + before, scales[i], x.dtype, leaf))
                 continue
-            total = interp.devices.settle(Unreduced(x, scales[i], x.dtype, leaf), dims[i])
+            waiting = Unreduced(x, scales[i], x.dtype, leaf)
+            in_microbatch = interp.microbatch is not None
+            reduce = interp.devices.scatter if in_microbatch else interp.devices.settle
+            total = reduce(waiting, dims[i])
             before = interp.as_dim(frame, init_atoms[i], init[i], dims[i])
+            if waits(total):  # over replicas, which all have `before`
+                before = before / jnp.asarray(interp.devices.num_replicas, before.dtype)
             outs.append(dataclasses.replace(total, x=total.x + before))
         else:
             outs.append(interp.devices.value(x, dims[i], carry_out[i].aval.shape, init[i].name))

@@ -47,6 +47,9 @@ def partition_spec(layout: Layout, automatic: Automatic = ()) -> P:
     return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries))
 
 
+MOST_GROWTH = 2  # by padding; what moves grows by as much
+
+
 def padded_size(size: int, num_shards: int) -> int:
     """The next multiple of `num_shards`: what a dim of `size` has at rest."""
     return -(-size // num_shards) * num_shards
@@ -65,7 +68,10 @@ def choose_dim(shape: Sequence[int], num_shards: int, avoid: Collection[int] = (
     if even:
         largest = max(shape[dim] for dim in even)
         return next(dim for dim in even if 4 * shape[dim] >= largest)
-    return min(dims, key=lambda dim: padded_size(shape[dim], num_shards) / shape[dim], default=None)
+    growth = {dim: padded_size(shape[dim], num_shards) / shape[dim] for dim in dims}
+    return min(
+        (dim for dim in dims if growth[dim] <= MOST_GROWTH), key=growth.__getitem__, default=None
+    )
 
 
 def why_full(shape: Sequence[int], avoid: Collection[int]) -> str:
@@ -73,5 +79,5 @@ def why_full(shape: Sequence[int], avoid: Collection[int]) -> str:
     if not shape:
         return "a scalar"
     if any(size > 1 and dim in avoid for dim, size in enumerate(shape)):
-        return "its dims are looped over, or sharded over other axes"
-    return "no dim is larger than 1"
+        return "its other dims are looped over, or sharded over other axes, or too small"
+    return "every dim is too small for so many devices"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax.numpy as jnp
+import numpy as np
 
 from jzero._errors import StepError, message
 from jzero.sharding import _collectives
@@ -123,6 +124,11 @@ class Devices:
     def num_shards(self) -> int:
         """How many shards a gradient has."""
         return self.count(self.shard_axes)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many devices hold the same shard of a gradient."""
+        return self.num // self.num_shards
 
     def value(
         self, x: Any, dim: int | None, shape: Sequence[int], name: str = ""
@@ -297,9 +303,11 @@ def _halves(value: Unreduced) -> tuple[float, float]:
 def _extreme(dtype: Any, which: str) -> Any:
     if dtype == jnp.bool_:
         return which == "max"
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.inf if which == "max" else -jnp.inf
-    return getattr(jnp.iinfo(dtype), which)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return getattr(jnp.iinfo(dtype), which)
+    infinity = jnp.inf if which == "max" else -jnp.inf
+    has_infinity = np.isinf(np.asarray(infinity, dtype).astype(np.float32))  # some float8 have none
+    return infinity if has_infinity else getattr(jnp.finfo(dtype), which)
 
 
 class DivergentError(StepError):
