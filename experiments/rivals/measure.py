@@ -58,7 +58,7 @@ def programs(num_devices: int, style: Style) -> dict[str, Callable[[], jzero.Pre
     state = state if style.scan else jax.eval_shape(lambda s: unstacked(s, size), state)
     tokens = jax.ShapeDtypeStruct((num_devices, size.context + 1), jnp.int32)
     train_step = jzero.shard_train_step(make_step(size, style), stage=3, mesh=mesh)
-    where = {"target": "h200", "topology": topology(num_devices)}
+    where: dict[str, Any] = {"target": "h200", "topology": topology(num_devices)}
 
     def plain(constrain: Callable[[jax.Array], jax.Array]) -> jzero.Preflight:
         at_rest = sharded(state, train_step.state_shardings(state, tokens))
