@@ -92,6 +92,26 @@ def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: Any) -
     return jnp.where(inside, shard, jnp.asarray(fill, shard.dtype))
 
 
+def slices_into(
+    whole: jax.Array, shard: jax.Array, nbytes: int, gather_slice: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """`gather_slice(shard)` in the place of `whole`, by slices of dim 0 of up to `nbytes`, one after the other.
+
+    XLA gathers along any dim but the first into another layout than arrays rest in, and starts all such
+    gathers together: without this, a second copy of all of them would be alive at once.
+    """
+    rows, row_bytes = whole.shape[0], whole.nbytes // whole.shape[0]
+    size = max(1, min(rows, nbytes // row_bytes))
+
+    def turn(whole: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+        part = gather_slice(lax.dynamic_slice_in_dim(shard, start, size, 0))
+        return lax.dynamic_update_slice_in_dim(whole, part, start, 0)
+
+    whole = lax.fori_loop(0, rows // size, lambda i, x: turn(x, i * size, size), whole)
+    done = rows // size * size
+    return turn(whole, done, rows - done) if done < rows else whole
+
+
 def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
     """`shard`, but not before `tokens` are there.
 

@@ -71,6 +71,9 @@ class Unreduced:
 
 Value = FullValue | ShardValue | Unreduced
 
+# Enough for the wire to be busy. Leaves up to this size are gathered in one piece when a step ends.
+GATHERED_AT_ONCE = 2**27
+
 
 def waits(value: Value) -> TypeGuard[Unreduced]:
     """Whether the value is a reduction that has not run."""
@@ -185,6 +188,31 @@ class Devices:
         if more:
             return _collectives.take_shard(value.x, dim, more, self.count(more))
         return self._gather(value.x, dim, fewer, value.name) if fewer else value.x
+
+    def full_into(self, old: Any, value: Value, dim: int | None = None) -> Any:
+        """The whole array, in the place of `old`, which nothing reads any more."""
+        value = self.settle(value, dim)
+        if not self._goes_into(old, value):
+            return self.full(value)
+        shard = value  # mypy: a ShardValue, also inside the function below
+
+        def gather_slice(x: Any) -> Any:
+            for axes in reversed(self._steps(shard.axes)):
+                x = self._gather(x, shard.dim, axes, shard.name)
+            return _collectives.unpad(x, shard.dim, shard.size)
+
+        return _collectives.slices_into(old, shard.x, GATHERED_AT_ONCE, gather_slice)
+
+    def _goes_into(self, old: Any, value: FullValue | ShardValue) -> TypeGuard[ShardValue]:
+        """Whether it is a large shard, not yet gathered, along another dim than the first."""
+        if not isinstance(value, ShardValue) or value.dim == 0 or self.scope in value.gathered:
+            return False
+        name = value.name
+        return bool(
+            old.dtype == value.x.dtype
+            and old.nbytes > GATHERED_AT_ONCE
+            and not self.leaves.get(name, ((), ()))[1]  # XLA's own axes: its slices, its layout
+        )
 
     def settle(self, value: Value, dim: int | None) -> FullValue | ShardValue:
         """Runs the reduction if it is still due: scattered along `dim`, or whole for None."""
