@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import paper
+import theory
 from compiled import Compiled, Program
 from model import GPT
 
@@ -17,10 +18,12 @@ MODELS = {
     "1T": GPT(127, 25600, 200),  # 1 000 072 089 600
 }
 LIMIT = 32 * 10**9  # of the paper's GPUs
-# Of the paper's models; heads have 128 dims.
-WIDTHS = (1536, 2048, 3072, 4096, 6144, 8192)
+# The paper's hidden sizes, by devices and stage; the search is over layers. Heads have 128 dims.
+WIDTHS = {
+    (8, 0): 1536, (8, 1): 3072, (8, 2): 3072, (8, 3): 4096,
+    (64, 0): 1536, (64, 1): 3072, (64, 2): 4096, (64, 3): 8192,
+}  # fmt: skip
 ACTIVATIONS_ROWS = 32
-GPT_2_XL = GPT(48, 1600, 25, vocab=50_257)
 
 
 def data(num_devices: int) -> tuple[tuple[str, int], ...]:
@@ -39,15 +42,21 @@ class Cell(NamedTuple):
     peak: int
 
 
-def table_1(compiled: Compiled, stages: tuple[int, ...] = (3, 2, 1)) -> list[Cell]:
+def table_1(compiled: Compiled) -> list[Cell]:
     """Parameters, optimizer state and the peak on each device; one sequence of 1024 tokens on each."""
     cells = []
-    for stage in stages:
-        for devices, row in paper.TABLE_1.items():
-            for model in row:
-                r = compiled(Program(MODELS[model], data(devices), stage))
-                cells.append(Cell(model, devices, stage, r["params"], r["at_rest"], r["within"], r["peak"]))
-    return cells  # fmt: skip
+    for devices, row in paper.TABLE_1.items():
+        for model in row:
+            for stage in (1, 2, 3):
+                r = compiled(table_1_program(model, devices, stage))
+                at_rest, within, peak = r["at_rest"], r["within"], r["peak"]
+                cells.append(Cell(model, devices, stage, r["params"], at_rest, within, peak))
+    return cells
+
+
+def table_1_program(model: str, devices: int, stage: int) -> Program:
+    """Stages 1 and 2 differ by microbatches only; one device has nothing to shard."""
+    return Program(MODELS[model], data(devices), 3 if devices == 1 else max(stage, 2))
 
 
 class Largest(NamedTuple):
@@ -61,68 +70,55 @@ class Largest(NamedTuple):
     peak: int
 
 
-def largest(
-    compiled: Compiled, devices: int, stage: int, widths: tuple[int, ...], limit: int = LIMIT
-) -> Largest:
-    """The largest of every width's largest."""
-    found = [deepest(compiled, devices, stage, width, limit) for width in widths]
-    return max((f for f in found if f is not None), key=lambda f: f.params)
-
-
-def deepest(
-    compiled: Compiled, devices: int, stage: int, width: int, limit: int
-) -> Largest | None:
-    """The most layers of a width that fit: peaks of a scanned model are a line in its layers."""
+def largest(compiled: Compiled, devices: int, stage: int, limit: int = LIMIT) -> Largest:
+    """The most layers that fit, found by compiling: peaks of a scanned model are a line in its layers."""
+    width = WIDTHS[devices, stage]
 
     def program(layers: int) -> Program:
         return Program(GPT(layers, width, width // 128), data(devices), stage)
 
-    peaks: dict[int, int] = {}
-    guess, low, high = 8, 0, None
-    while high != low + 1:
-        peaks[guess] = compiled(program(guess))["peak"]
+    # First where theory would have the model fill two thirds and three quarters of the memory.
+    bound = theory.largest(stage, devices, f"{limit}") * 1e9 / (12 * width**2)
+    first, second = max(1, int(bound * 0.66)), max(2, int(bound * 0.75))
+    peaks = {n: compiled(program(n))["peak"] for n in (first, second)}
+    while True:
         low = max((n for n, peak in peaks.items() if peak <= limit), default=0)
         high = min((n for n, peak in peaks.items() if peak > limit), default=None)
-        if len(peaks) == 1:
-            guess = 32 if low else 4
-            continue
+        if high == low + 1:
+            break
         (n, p), (m, q) = sorted(peaks.items(), key=lambda point: abs(point[1] - limit))[:2]
         line = n + (limit - p) * (m - n) // (q - p) if p != q else 2 * max(peaks)
         guess = max(line, low + 1) if high is None else min(max(line, low + 1), high - 1)
+        peaks[guess] = compiled(program(guess))["peak"]
     if not low:
-        return None
+        raise LookupError(f"no model of width {width} fits on {devices} devices at stage {stage}")
     r = compiled(program(low))
     return Largest(devices, stage, program(low).gpt, r["params"], r["at_rest"], r["peak"])
 
 
 class Activations(NamedTuple):
-    """Bytes within a step of one device: of 32 sequences, and what of them grows with the sequences."""
+    """Bytes within a step of one device, 32 sequences; among them gradients of 2 bytes per parameter."""
 
-    recompute: str
     attention: str
+    recompute: str
+    vocab: int
     within: int
-    activations: int
-    without_logits: int
+    gradients: int
 
 
 def activations(compiled: Compiled) -> list[Activations]:
-    """GPT-2 XL. Logits are told by a model with a vocabulary of 64."""
+    """GPT-2 XL; last without logits (a vocabulary of 64), which the paper does not count."""
+    cases = [
+        (attention, recompute, 50_257)
+        for attention in ("whole", "in parts")
+        for recompute in ("nothing", "all but products", "blocks")
+    ]
     rows = []
-    for attention in ("whole", "in parts"):
-        for recompute in ("nothing", "all but products", "blocks"):
-            within, growing = _growing(compiled, recompute, attention, GPT_2_XL.vocab)
-            _, without_logits = _growing(compiled, recompute, attention, 64)
-            rows.append(Activations(recompute, attention, within, growing, without_logits))
+    for attention, recompute, vocab in (*cases, ("in parts", "blocks", 64)):
+        gpt = GPT(48, 1600, 25, vocab=vocab, recompute=recompute, attention=attention)
+        r = compiled(Program(gpt, data(1), 0, rows=ACTIVATIONS_ROWS))
+        rows.append(Activations(attention, recompute, vocab, r["within"], 2 * r["params"]))
     return rows
-
-
-def _growing(compiled: Compiled, recompute: str, attention: str, vocab: int) -> tuple[int, int]:
-    gpt = GPT(48, 1600, 25, vocab=vocab, recompute=recompute, attention=attention)
-    whole, half = (
-        compiled(Program(gpt, data(1), 0, rows=n))["within"]
-        for n in (ACTIVATIONS_ROWS, ACTIVATIONS_ROWS // 2)
-    )
-    return whole, 2 * (whole - half)
 
 
 SMALL = GPT(4, 1024, 8, vocab=8192)

@@ -165,11 +165,14 @@ class Devices:
             origin, rearrange = value.view_of
             value.gathered[self.scope] = rearrange(self.full(origin))
         if self.scope not in value.gathered:
-            shard = self._when_due(value)
-            for axes in reversed(self._steps(value.axes)):  # the outer, slower axes move least
-                shard = self._gather(shard, value.dim, axes, value.name)
-            value.gathered[self.scope] = _collectives.unpad(shard, value.dim, value.size)
+            value.gathered[self.scope] = self._whole(value, self._when_due(value))
         return value.gathered[self.scope]
+
+    def _whole(self, value: ShardValue, x: Any) -> Any:
+        """`x`, the value's shard or a part of it along another dim, gathered."""
+        for axes in reversed(self._steps(value.axes)):  # the outer, slower axes move least
+            x = self._gather(x, value.dim, axes, value.name)
+        return _collectives.unpad(x, value.dim, value.size)
 
     def _when_due(self, value: ShardValue) -> Any:
         """The shard, but not before it is this value's turn to be gathered."""
@@ -194,25 +197,17 @@ class Devices:
         value = self.settle(value, dim)
         if not self._goes_into(old, value):
             return self.full(value)
-        shard = value  # mypy: a ShardValue, also inside the function below
-
-        def gather_slice(x: Any) -> Any:
-            for axes in reversed(self._steps(shard.axes)):
-                x = self._gather(x, shard.dim, axes, shard.name)
-            return _collectives.unpad(x, shard.dim, shard.size)
-
-        return _collectives.slices_into(old, shard.x, GATHERED_AT_ONCE, gather_slice)
+        return _collectives.slices_into(
+            old, value.x, GATHERED_AT_ONCE, lambda part: self._whole(value, part)
+        )
 
     def _goes_into(self, old: Any, value: FullValue | ShardValue) -> TypeGuard[ShardValue]:
         """Whether it is a large shard, not yet gathered, along another dim than the first."""
         if not isinstance(value, ShardValue) or value.dim == 0 or self.scope in value.gathered:
             return False
-        name = value.name
-        return bool(
-            old.dtype == value.x.dtype
-            and old.nbytes > GATHERED_AT_ONCE
-            and not self.leaves.get(name, ((), ()))[1]  # XLA's own axes: its slices, its layout
-        )
+        # A leaf that XLA shards over further axes is known by its whole shape, which a slice has not.
+        alike = old.dtype == value.x.dtype and value.name not in self.leaves
+        return alike and old.nbytes > GATHERED_AT_ONCE
 
     def settle(self, value: Value, dim: int | None) -> FullValue | ShardValue:
         """Runs the reduction if it is still due: scattered along `dim`, or whole for None."""
