@@ -276,8 +276,12 @@ def _runner(
         finished = [
             _jaxpr.with_type_of(_finish(interp, atom, value, frame, layout, example, old), atom)
             for atom, value, layout, example, old in zip(
-                frame.jaxpr.outvars, outs, [*layouts, *outputs], examples,
-                [*state, *[None] * len(outputs)], strict=True,
+                frame.jaxpr.outvars,
+                outs,
+                [*layouts, *outputs],
+                examples,
+                [*state, *[None] * len(outputs)],
+                strict=True,
             )  # fmt: skip
         ]
         return finished[: len(state)], finished[len(state) :]

@@ -1,7 +1,8 @@
 """Programs compiled for H200s that are not there, each once: what is known rests in results/compiled.json.
 
-One record is one program: its model, its devices and the step's options. A record is kept until it is asked
-for again (`tables.py --again REGEX`), so an interruption loses one compilation and a page is made in a second.
+One record is one program: its model, its devices and the step's options. A record is kept until it is
+asked for again (`tables.py --again REGEX`), so an interruption loses one compilation, and a page is made in
+seconds.
 """
 
 import dataclasses
@@ -59,7 +60,7 @@ class Program:
         return f"{self.num_devices // per_host}x{per_host}"
 
     def compile(self) -> dict[str, Any]:
-        """Bytes on each device, and of what moves; `within` a step are those at the peak beside the arguments."""
+        """Bytes on each device, and of what moves; `within` a step: at the peak, beside the arguments."""
         options = dict(self.options)
         rows = self.rows * self.num_devices * options.get("accumulate", 1)
         names = tuple(name for name, _ in self.axes)

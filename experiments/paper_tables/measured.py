@@ -162,6 +162,11 @@ class Traffic(NamedTuple):
     moved: Mapping[str, float]
     equal: bool
 
+    @property
+    def elements(self) -> float:
+        """In units of Psi, as the paper counts: an all-reduce is a reduce-scatter and an all-gather."""
+        return sum(n * (2 if key.startswith("all-reduce") else 1) for key, n in self.psi.items())
+
 
 def traffic(compiled: Compiled) -> list[Traffic]:
     rows = []

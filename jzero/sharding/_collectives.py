@@ -103,7 +103,7 @@ def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: Any) -
 def slices_into(
     whole: jax.Array, shard: jax.Array, nbytes: int, gather_slice: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """`gather_slice(shard)` in the place of `whole`, by slices of dim 0 of up to `nbytes`, one after the other.
+    """The shard gathered in the place of `whole`, by slices of dim 0 of up to `nbytes`, one after the other.
 
     XLA gathers along any dim but the first into another layout than arrays rest in, and starts all such
     gathers together: without this, a second copy of all of them would be alive at once

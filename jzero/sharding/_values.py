@@ -6,6 +6,7 @@ And how one becomes another: every gather, reduction and slice of the step is as
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -194,20 +195,19 @@ class Devices:
 
     def full_into(self, old: Any, value: Value, dim: int | None = None) -> Any:
         """The whole array, in the place of `old`, which nothing reads any more."""
-        value = self.settle(value, dim)
-        if not self._goes_into(old, value):
-            return self.full(value)
-        return _collectives.slices_into(
-            old, value.x, GATHERED_AT_ONCE, lambda part: self._whole(value, part)
-        )
+        settled = self.settle(value, dim)
+        if not isinstance(settled, ShardValue) or not self._goes_into(old, settled):
+            return self.full(settled)
+        gather_slice = functools.partial(self._whole, settled)
+        return _collectives.slices_into(old, settled.x, GATHERED_AT_ONCE, gather_slice)
 
-    def _goes_into(self, old: Any, value: FullValue | ShardValue) -> TypeGuard[ShardValue]:
-        """Whether it is a large shard, not yet gathered, along another dim than the first."""
-        if not isinstance(value, ShardValue) or value.dim == 0 or self.scope in value.gathered:
+    def _goes_into(self, old: Any, value: ShardValue) -> bool:
+        """Whether it is large, not yet gathered, and sharded along another dim than the first."""
+        if value.dim == 0 or self.scope in value.gathered:
             return False
         # A leaf that XLA shards over further axes is known by its whole shape, which a slice has not.
         alike = old.dtype == value.x.dtype and value.name not in self.leaves
-        return alike and old.nbytes > GATHERED_AT_ONCE
+        return bool(alike and old.nbytes > GATHERED_AT_ONCE)
 
     def settle(self, value: Value, dim: int | None) -> FullValue | ShardValue:
         """Runs the reduction if it is still due: scattered along `dim`, or whole for None."""
