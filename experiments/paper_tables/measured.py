@@ -20,8 +20,8 @@ MODELS = {
 LIMIT = 32 * 10**9  # of the paper's GPUs
 # The paper's hidden sizes, by devices and stage; the search is over layers. Heads have 128 dims.
 WIDTHS = {
-    (8, 0): 1536, (8, 1): 3072, (8, 2): 3072, (8, 3): 4096,
-    (64, 0): 1536, (64, 1): 3072, (64, 2): 4096, (64, 3): 8192,
+    (8, 0): 1536, (8, 2): 3072, (8, 3): 4096,
+    (64, 0): 1536, (64, 2): 3072, (64, 3): 8192,
 }  # fmt: skip
 ACTIVATIONS_ROWS = 32
 
@@ -72,6 +72,7 @@ class Largest(NamedTuple):
 
 def largest(compiled: Compiled, devices: int, stage: int, limit: int = LIMIT) -> Largest:
     """The most layers that fit, found by compiling: peaks of a scanned model are a line in its layers."""
+    asked, stage = stage, 2 if stage == 1 else stage  # The same program without microbatches.
     width = WIDTHS[devices, stage]
 
     def program(layers: int) -> Program:
@@ -93,7 +94,7 @@ def largest(compiled: Compiled, devices: int, stage: int, limit: int = LIMIT) ->
     if not low:
         raise LookupError(f"no model of width {width} fits on {devices} devices at stage {stage}")
     r = compiled(program(low))
-    return Largest(devices, stage, program(low).gpt, r["params"], r["at_rest"], r["peak"])
+    return Largest(devices, asked, program(low).gpt, r["params"], r["at_rest"], r["peak"])
 
 
 class Activations(NamedTuple):

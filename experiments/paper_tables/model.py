@@ -94,16 +94,18 @@ class GPT:
         block: Any = self._block
         if self.recompute != "nothing":
             block = jax.checkpoint(block, prevent_cse=False, policy=RECOMPUTE[self.recompute])
-        x, _ = jax.lax.scan(block, params["embed"][tokens] + params["positions"], params["blocks"])
+        x = params["embed"][tokens] + params["positions"][None]
+        x, _ = jax.lax.scan(block, x, params["blocks"])
         logits = (jax.nn.standardize(x) @ params["embed"].T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
     def _block(self, x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-        qkv = jax.nn.standardize(x) * weights["scales"][0] @ weights["qkv"]
+        scales = weights["scales"][:, None, None]
+        qkv = jax.nn.standardize(x) * scales[0] @ weights["qkv"]
         q, k, v = (a.reshape(*a.shape[:-1], self.heads, -1) for a in jnp.split(qkv, 3, axis=-1))
         attend = {"whole": _attend, "in parts": _attend_in_parts}[self.attention]
         x = x + attend(q, k, v).reshape(x.shape) @ weights["project"]
-        hidden = jax.nn.gelu(jax.nn.standardize(x) * weights["scales"][1] @ weights["up"])
+        hidden = jax.nn.gelu(jax.nn.standardize(x) * scales[1] @ weights["up"])
         return x + hidden @ weights["down"], None
 
 
@@ -121,8 +123,10 @@ def _attend_in_parts(q: jax.Array, k: jax.Array, v: jax.Array, part: int = 128) 
     @jax.checkpoint
     def of_part(carry: None, start: jax.Array) -> tuple[None, jax.Array]:
         queries = jax.lax.dynamic_slice_in_dim(q, start, part, axis=1)
-        mask = jnp.arange(length) <= start + jnp.arange(part)[:, None]
-        return carry, jax.nn.dot_product_attention(queries, k, v, mask=mask, implementation="xla")
+        mask = jnp.arange(length)[None] <= (start + jnp.arange(part))[:, None]
+        return carry, jax.nn.dot_product_attention(
+            queries, k, v, mask=mask[None, None], implementation="xla"
+        )
 
     _, parts = jax.lax.scan(of_part, None, jnp.arange(0, length, part))
     return jnp.moveaxis(parts, 0, 1).reshape(q.shape)
