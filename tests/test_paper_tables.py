@@ -91,7 +91,7 @@ def test_one_program_of_each_table(tmp_path):
     """A small model through the code that compiles the tables; what is compiled is not compiled again."""
     gpu_compiler.skip_without_it()
     measured, compiled = module("measured"), module("compiled")
-    gpt = module("model").GPT(2, 256, 2, vocab=512, context=256)
+    gpt = module("model").GPT(4, 256, 2, vocab=512, context=256)
     store = compiled.Compiled(tmp_path / "compiled.json", allowed=True)
     program = compiled.Program(gpt, measured.HYBRID, 3, options=(("param_axes", "local"),))
     record = store(program)
