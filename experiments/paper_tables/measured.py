@@ -161,7 +161,7 @@ class Traffic(NamedTuple):
     psi: Mapping[str, float]
     described: Mapping[str, float]
     moved: Mapping[str, float]
-    equal: bool
+    more: int  # bytes compiled than described, in all
 
     @property
     def elements(self) -> float:
@@ -179,5 +179,7 @@ def traffic(compiled: Compiled) -> list[Traffic]:
             {key: n / r["params"] for key, n in r[what].items()}
             for what in ("described", "moved", "described_elements")
         )
-        rows.append(Traffic(name, psi, described, moved, r["described"] == r["moved"]))
+        more = sum(r["moved"].values()) - sum(r["described"].values())
+        assert r["moved"].keys() == r["described"].keys()
+        rows.append(Traffic(name, psi, described, moved, more))
     return rows

@@ -116,14 +116,14 @@ def traffic(rows: Sequence[measured.Traffic]) -> str:
     return markdown(
         ["step", *ops, "elements sent and received", "as described"],
         [[row.name, *(column(row, op) for op in ops), f"{paper.rounded(row.elements, 2)} Psi",
-          "to the byte" if row.equal else "**no**"] for row in rows],
+          f"{row.more:+,} B" if row.more else "to the byte"] for row in rows],
     )  # fmt: skip
 
 
 def gigabytes(nbytes: float) -> str:
     """Three digits."""
     gb = nbytes / 1e9
-    return paper.rounded(gb, 0 if gb >= 100 else 1 if gb >= 10 else 2)
+    return f"{gb:.0f}" if gb >= 100 else f"{gb:.1f}" if gb >= 10 else f"{gb:.2f}"
 
 
 def sections(compiled: Compiled) -> dict[str, str]:
