@@ -2,7 +2,8 @@
 #
 #   make train        train the language model of experiments/train_lm at stage 3
 #   make compare      the same at stages 0 to 3, their loss curves in one picture
-#   make tables       the ZeRO paper's tables, from formulas
+#   make tables       the ZeRO paper's tables, from formulas and from what was compiled
+#   make compile-tables   compile for GPUs what the tables lack; COMPILE_ARGS="--again ''" for all, half an hour
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-newest  the tests with the newest JAX, when there is a Python that it supports
 #   make lint         ruff and mypy
@@ -13,6 +14,7 @@ PYTHON ?= $(shell .ci/find-python 3.11)
 NEWEST_PYTHON ?= $(shell .ci/find-python 3.12)
 TRAIN_ARGS ?= --stage 3 --devices 8
 COMPARE_ARGS ?=
+COMPILE_ARGS ?=
 # Tracing and compiling small programs is what takes the time, most of it in one thread; a second
 # worker costs a fifth more processor time (references are computed once per worker).
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
@@ -20,7 +22,7 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 SOURCES := jzero tests experiments
 
-.PHONY: train compare tables test test-newest lint clean
+.PHONY: train compare tables compile-tables test test-newest lint clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
@@ -30,6 +32,9 @@ compare: .venv/installed
 
 tables: .venv/installed
 	$(BIN)/python experiments/paper_tables/tables.py
+
+compile-tables: .venv-newest/installed
+	JAX_PLATFORMS=cpu .venv-newest/bin/python experiments/paper_tables/tables.py --compile $(COMPILE_ARGS)
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)

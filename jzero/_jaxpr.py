@@ -136,6 +136,7 @@ CALLS = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # what JAX 0.12 calls closed_call: of checkpoint policies around a scan
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "remat2": "jaxpr",

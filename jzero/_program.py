@@ -274,10 +274,15 @@ def _runner(
         else:
             outs = _averaged(interp, frame, interp.run(frame, values), examples)
         finished = [
-            _jaxpr.with_type_of(_finish(interp, atom, value, frame, layout, example), atom)
-            for atom, value, layout, example in zip(
-                frame.jaxpr.outvars, outs, [*layouts, *outputs], examples, strict=True
-            )
+            _jaxpr.with_type_of(_finish(interp, atom, value, frame, layout, example, old), atom)
+            for atom, value, layout, example, old in zip(
+                frame.jaxpr.outvars,
+                outs,
+                [*layouts, *outputs],
+                examples,
+                [*state, *[None] * len(outputs)],
+                strict=True,
+            )  # fmt: skip
         ]
         return finished[: len(state)], finished[len(state) :]
 
@@ -312,11 +317,13 @@ def _averaged(
 
 
 def _finish(
-    interp: Interpreter, atom: Any, value: Value, frame: Frame, layout: Layout, example: bool
-) -> Any:
-    """An output in its final layout."""
+    interp: Interpreter, atom: Any, value: Value, frame: Frame, layout: Layout, example: bool, old: Any
+) -> Any:  # fmt: skip
+    """An output in its final layout; a leaf of the state in the place of the `old` one."""
     if isinstance(layout, Full):
-        return interp.full(frame, atom, value)
+        if old is None:
+            return interp.full(frame, atom, value)
+        return interp.devices.full_into(old, value, interp.dim_of(frame, atom))
     dim = layout.dim
     if not example:
         x = interp.devices.shard(value, dim, layout.axes)

@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jzero
 import programs
 import small
+from jzero.sharding import _values
+from jzero.testing import assert_same_training
 
 
 def real_state(model):
@@ -96,3 +99,34 @@ def test_the_state_is_updated_in_place():
     kernel = state.params["ScanBlock_0"]["Dense_0"]["kernel"]
     train_step(state, tokens)
     assert kernel.is_deleted()
+
+
+@pytest.mark.parametrize("at_once", [1, 600, 2**20])
+@pytest.mark.parametrize("rows", [7, 16])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_new_parameters_go_into_the_old_ones_in_slices(stage, rows, at_once, monkeypatch):
+    """Of any number of rows, the last slice with what is left; padded columns are dropped."""
+    monkeypatch.setattr(_values, "GATHERED_AT_ONCE", at_once)
+
+    def step_fn(w, x):
+        def loss_fn(w):
+            return jnp.mean((x @ w["even"]) ** 2) + jnp.mean((x[:, :5] @ w["padded"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(w)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), loss
+
+    def init_fn():
+        keys = jax.random.split(jax.random.key(0))
+        return {
+            "even": jax.random.normal(keys[0], (rows, 24)),
+            "padded": jax.random.normal(keys[1], (5, 27)),
+        }
+
+    batches = [jax.random.normal(jax.random.key(i), (16, rows)) for i in range(3)]
+    assert_same_training(step_fn, init_fn, batches, stage=stage, min_shard_bytes=0)
+    report = jzero.shard_train_step(step_fn, stage=stage, min_shard_bytes=0).describe(
+        jax.eval_shape(init_fn), batches[0]
+    )
+    gathers = [c for c in report.traffic if c.op == "all-gather"]
+    assert sum(c.total_elements for c in gathers) == rows * 24 + 5 * 32
+    assert (sum(c.times for c in gathers) > 2) == (at_once < 2**20)

@@ -12,6 +12,7 @@ import programs
 import small
 from jzero import _jaxpr
 from jzero.sharding import _collectives, _queue
+from jzero.testing import assert_same_training
 
 KERNEL = 4 * programs.WIDTH * programs.HIDDEN  # bytes of one of a layer's two matrices
 NOTHING, EVERYTHING = 0, 2**28
@@ -267,3 +268,31 @@ def test_the_last_turn_is_lowered_once():
     state = programs.abstract_state(programs.Model(depth=5, remat=True), optax.sgd(1e-3))
     text = train_step.lower(state, programs.tokens()).as_text()
     assert len(re.findall(r"stablehlo\.dot_general", text)) == 2 + 6 + 2, "two bodies, the logits"
+
+
+def test_a_policy_around_a_loop_hides_no_parameter():
+    """JAX wraps what such a policy computes again in a call of its own; gathers belong inside it."""
+
+    def layer(x, ws):
+        def inner(y, w):
+            return jax.checkpoint(lambda y: (jnp.tanh(y @ w) * jnp.sin(x), None))(y)
+
+        return jax.lax.scan(inner, x, ws)[0] + x, None
+
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+    def step_fn(ws, x):
+        def loss_fn(ws):
+            return jnp.mean(jax.lax.scan(jax.checkpoint(layer, policy=policy), x, ws)[0] ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(ws)
+        return ws - 0.1 * grads, loss
+
+    def init_fn():
+        return jax.random.normal(jax.random.key(0), (3, 2, 16, 16)) / 4
+
+    batches = [jax.random.normal(jax.random.key(i), (16, 16)) for i in range(3)]
+    assert_same_training(step_fn, init_fn, batches, stage=3, min_shard_bytes=0)
+    train_step = small.shard_train_step(step_fn)
+    calls = str(jax.make_jaxpr(train_step)(jax.eval_shape(init_fn), batches[0]))
+    assert "eval_jaxpr" not in calls

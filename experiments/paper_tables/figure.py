@@ -1,4 +1,4 @@
-"""Figure 1 of the paper as a picture."""
+"""Figure 1 of the paper as a picture, and Table 1 with what was compiled."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,9 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+import measured
 import paper
+import theory
 
 # By role, in the order in which the formulas name them.
 COLORS = {"parameter": "#0d47a1", "gradient": "#ffb300", "optimizer state": "#90caf9"}
@@ -41,5 +43,47 @@ def plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
         axes.legend(loc="lower right")
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+
+
+STAGE_COLORS = {1: "#ffb300", 2: "#42a5f5", 3: "#0d47a1"}
+
+
+def plot_table_1(
+    path: Path, printed: Sequence[theory.Cell], compiled: Sequence[measured.Cell]
+) -> None:
+    """GB on each device by devices: the paper's lines, and compiled peaks on them."""
+    names = list(dict.fromkeys(cell.model for cell in printed))
+    with plt.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, panels = plt.subplots(1, len(names), figsize=(12, 4.2), layout="constrained")
+        for axes, name in zip(panels, names, strict=True):
+            for stage, color in STAGE_COLORS.items():
+                line = [
+                    (c.devices, c.found) for c in printed if (c.model, c.stage) == (name, stage)
+                ]
+                dots = [
+                    (c.devices, c.peak / 1e9)
+                    for c in compiled
+                    if (c.model, c.stage) == (name, stage)
+                ]
+                axes.plot(*zip(*line, strict=True), color=color, label=f"stage {stage}, paper")
+                if stage != 1:  # without microbatches the program of stage 2
+                    axes.plot(
+                        *zip(*dots, strict=True),
+                        "o",
+                        color=color,
+                        label=f"stage {stage}, compiled peak",
+                    )
+            axes.axhline(measured.LIMIT / 1e9, color="gray", linewidth=1, linestyle=":")
+            axes.set(xscale="log", yscale="log", title=f"{name} parameters", xlabel="devices")
+            axes.set_xticks(list(paper.TABLE_1), [str(n) for n in paper.TABLE_1])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+        panels[0].set_ylabel("GB on each device")
+        panels[0].annotate(
+            "32 GB", (1, measured.LIMIT / 1e9), (0, -13), textcoords="offset points", color="gray"
+        )
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
         figure.savefig(path, dpi=120)
         plt.close(figure)

@@ -1,9 +1,12 @@
-"""The ZeRO paper's memory tables, reproduced: by formula, to the printed digit.
+"""The ZeRO paper's tables, reproduced: by formula, to the printed digit, and by compiling for H200s.
 
-python experiments/paper_tables/tables.py                # prints them, writes results/
-python experiments/paper_tables/tables.py --out /tmp/x   # elsewhere
+python experiments/paper_tables/tables.py                     # prints them, writes results/
+python experiments/paper_tables/tables.py --out /tmp/x        # elsewhere
+python experiments/paper_tables/tables.py --compile           # compiles what results/compiled.json lacks
+python experiments/paper_tables/tables.py --again 'stage 3'   # and whose name has this in it; '' is all
 
-Writes <date>-tables.json (every figure, versions) and <date>-figure-1.png.
+Writes <date>-tables.json (every figure, versions), <date>-figure-1.png and <date>-table-1.png. Compiling
+needs jzero[preflight], JAX_PLATFORMS=cpu and no GPU.
 """
 
 import argparse
@@ -11,12 +14,15 @@ import datetime
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import figure
+import jzero
+import measured
 import paper
 import theory
+from compiled import Compiled
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -36,28 +42,106 @@ def table_1(cells: Sequence[theory.Cell]) -> str:
     )  # fmt: skip
 
 
-def table_2(cells: Sequence[theory.Cell]) -> str:
+def compiled_table_1(cells: Sequence[measured.Cell], number: Callable[[measured.Cell], int]) -> str:
+    """GB on each device of one number of every cell, at stages 1 / 2 / 3."""
+    found = {(c.devices, c.model, c.stage): gigabytes(number(c)) for c in cells}
+    models = list(dict.fromkeys(c.model for c in cells))
     return markdown(
-        ["stage", "paper, theory", "jzero, theory", "paper, measured"],
+        ["devices", *models],
+        [[str(n), *(" / ".join(found[n, model, stage] for stage in (1, 2, 3)) for model in models)]
+         for n in paper.TABLE_1],
+    )  # fmt: skip
+
+
+def models(cells: Sequence[measured.Cell]) -> str:
+    """The models' shapes, and how far bytes at rest are from the paper's at most."""
+    rows = []
+    for name, gpt in measured.MODELS.items():
+        mine = [c for c in cells if c.model == name]
+        off = max(abs(c.at_rest / at_rest_in_theory(c) - 1) for c in mine)
+        rows.append([name, f"{gpt.layers} x {gpt.dim}, {gpt.heads} heads", f"{mine[0].params:,}",
+                     f"{100 * off:.2f} %"])  # fmt: skip
+    return markdown(["model", "layers x hidden", "parameters", "at rest, off by at most"], rows)
+
+
+def at_rest_in_theory(cell: measured.Cell) -> float:
+    """The paper's bytes of parameters and optimizer state, for the paper's number of parameters."""
+    found = jzero.estimate(cell.model, devices=cell.devices, stage=cell.stage)
+    return found.nbytes("parameter") + found.nbytes("optimizer state")
+
+
+def table_2(cells: Sequence[theory.Cell], compiled: Sequence[measured.Largest]) -> str:
+    return markdown(
+        ["stage", "paper, theory", "jzero, theory", "paper, measured", "jzero, compiled", "layers x hidden"],
         [[f"{c.stage}: {paper.STAGES[c.stage]}", c.printed, f"{paper.rounded(c.found, 1)}B",
-          paper.TABLE_2_MEASURED.get(c.stage, "not given")] for c in cells],
+          paper.TABLE_2_MEASURED.get(c.stage, "not given"), *largest(found)]
+         for c, found in zip(cells, compiled, strict=True)],
     )  # fmt: skip
 
 
-def eight_devices(decimal: Sequence[theory.Cell], binary: Sequence[theory.Cell]) -> str:
+def eight_devices(
+    decimal: Sequence[theory.Cell], binary: Sequence[theory.Cell], compiled: Sequence[measured.Largest]
+) -> str:  # fmt: skip
     return markdown(
-        ["stage", "32 GB, theory", "32 GiB, theory", "trained by the authors"],
+        ["stage", "32 GB, theory", "32 GiB, theory", "trained by the authors", "jzero, compiled",
+         "layers x hidden"],
         [[f"{d.stage}: {paper.STAGES[d.stage]}", f"{paper.rounded(d.found, 2)}B",
-          f"{paper.rounded(b.found, 2)}B", d.printed] for d, b in zip(decimal, binary, strict=True)],
+          f"{paper.rounded(b.found, 2)}B", d.printed, *largest(found)]
+         for d, b, found in zip(decimal, binary, compiled, strict=True)],
     )  # fmt: skip
 
 
-def sections() -> dict[str, str]:
+def largest(found: measured.Largest) -> list[str]:
+    return [f"{paper.rounded(found.params / 1e9, 2)}B", f"{found.gpt.layers} x {found.gpt.dim}"]
+
+
+def activations(rows: Sequence[measured.Activations]) -> str:
+    return markdown(
+        ["scores", "computed again", "vocabulary", "within a step", "without gradients"],
+        [[row.attention, row.recompute, f"{row.vocab:,}", gigabytes(row.within),
+          gigabytes(row.within - row.gradients)] for row in rows],
+    )  # fmt: skip
+
+
+def traffic(rows: Sequence[measured.Traffic]) -> str:
+    def column(row: measured.Traffic, op: str) -> str:
+        found = {key: n for key, n in row.moved.items() if key.startswith(op) and n > 0.005}
+        return "; ".join(
+            f"{paper.rounded(row.psi.get(key, 0), 2)} Psi, {paper.rounded(n, 2)} B"
+            + (f" over {key.partition(' over ')[2]}" if "node" in str(row.moved) else "")
+            for key, n in found.items()
+        )
+
+    ops = ("all-gather", "reduce-scatter", "all-reduce")
+    return markdown(
+        ["step", *ops, "elements sent and received", "as described"],
+        [[row.name, *(column(row, op) for op in ops), f"{paper.rounded(row.elements, 2)} Psi",
+          f"{row.more:+,} B" if row.more else "to the byte"] for row in rows],
+    )  # fmt: skip
+
+
+def gigabytes(nbytes: float) -> str:
+    """Three digits."""
+    gb = nbytes / 1e9
+    return f"{gb:.0f}" if gb >= 100 else f"{gb:.1f}" if gb >= 10 else f"{gb:.2f}"
+
+
+def sections(compiled: Compiled) -> dict[str, str]:
     """Every table of the README, by its heading."""
+    cells = measured.table_1(compiled)
+    largest = {n: [measured.largest(compiled, n, stage) for stage in (0, 1, 2, 3)] for n in (8, 64)}
     return {
         "Table 1": table_1(theory.table_1()),
-        "Table 2, without model parallelism": table_2(theory.table_2()),
-        "Eight devices": eight_devices(theory.eight_devices("32GB"), theory.eight_devices("32GiB")),
+        "The models": models(cells),
+        "At rest, compiled": compiled_table_1(cells, lambda c: c.at_rest),
+        "Within a step, compiled": compiled_table_1(cells, lambda c: c.within),
+        "Peak, compiled": compiled_table_1(cells, lambda c: c.peak),
+        "Table 2, without model parallelism": table_2(theory.table_2(), largest[64]),
+        "Eight devices": eight_devices(
+            theory.eight_devices("32GB"), theory.eight_devices("32GiB"), largest[8]
+        ),
+        "Activations": activations(measured.activations(compiled)),
+        "Traffic": traffic(measured.traffic(compiled)),
     }
 
 
@@ -66,10 +150,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
-    out = parser.parse_args().out
+    parser.add_argument("--compile", action="store_true", help="what was not compiled before")
+    parser.add_argument("--again", metavar="REGEX", help="compile these programs again")
+    args = parser.parse_args()
+    out = args.out
     out.mkdir(parents=True, exist_ok=True)
     date = datetime.date.today().isoformat()
-    for heading, table in sections().items():
+    compiled = Compiled(allowed=args.compile or args.again is not None)
+    if args.again is not None:
+        compiled.forget(args.again)
+    for heading, table in sections(compiled).items():
         print(f"{heading}\n\n{table}\n")
     result = {
         "date": date,
@@ -83,6 +173,7 @@ def main() -> None:
     }
     (out / f"{date}-tables.json").write_text(json.dumps(result, indent=1) + "\n")
     figure.plot(out / f"{date}-figure-1.png", theory.figure_1())
+    figure.plot_table_1(out / f"{date}-table-1.png", theory.table_1(), measured.table_1(compiled))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jzero import _jaxpr
 from jzero.sharding._layout import FULL, Automatic, padded_size, partition_spec
@@ -42,10 +43,17 @@ def reduce_scatter(
     """Sums `local` over the devices; each keeps its slice along `dim`."""
 
     def collective(part: jax.Array) -> jax.Array:
-        return lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True)
+        # Else XLA scatters along any dim but the first into another layout, the whole update takes that
+        # over, and masters and moments are made beside the old ones, not in their place.
+        return _row_major(lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True))
 
     with jax.named_scope(f"jzero.reduce_scatter[{name}]"):
         return _part_by_part(collective, automatic)(local)
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    """`x` in the layout in which arrays rest."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def _part_by_part(
@@ -90,6 +98,29 @@ def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: Any) -
     index = lax.axis_index(axes) * shard.shape[dim] + jnp.arange(shard.shape[dim])
     inside = lax.broadcast_in_dim(index < size, shard.shape, (dim,))
     return jnp.where(inside, shard, jnp.asarray(fill, shard.dtype))
+
+
+def slices_into(
+    whole: jax.Array, shard: jax.Array, nbytes: int, gather_slice: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """The shard gathered in the place of `whole`, by slices of dim 0 of up to `nbytes`, one after the other.
+
+    XLA gathers along any dim but the first into another layout than arrays rest in, and starts all such
+    gathers together: without this, a second copy of all of them would be alive at once
+    (test_preflight.py::test_an_update_is_made_in_the_place_of_the_old_state).
+    """
+    # The layout that the gather wants must not reach the update, which makes the shard.
+    shard = lax.optimization_barrier(shard)
+    rows, row_bytes = whole.shape[0], whole.nbytes // whole.shape[0]
+    size = max(1, min(rows, nbytes // row_bytes))
+
+    def turn(whole: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+        part = _row_major(gather_slice(lax.dynamic_slice_in_dim(shard, start, size, 0)))
+        return lax.dynamic_update_slice_in_dim(whole, part, start, 0)
+
+    whole = lax.fori_loop(0, rows // size, lambda i, x: turn(x, i * size, size), whole)
+    done = rows // size * size
+    return turn(whole, done, rows - done) if done < rows else whole
 
 
 def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:

@@ -6,6 +6,7 @@ And how one becomes another: every gather, reduction and slice of the step is as
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +75,9 @@ class Unreduced:
 
 
 Value = FullValue | ShardValue | Unreduced
+
+# Enough for the wire to be busy. Leaves up to this size are gathered in one piece when a step ends.
+GATHERED_AT_ONCE = 2**27
 
 
 def waits(value: Value) -> TypeGuard[Unreduced]:
@@ -171,11 +175,14 @@ class Devices:
             origin, rearrange = value.view_of
             value.gathered[self.scope] = rearrange(self.full(origin))
         if self.scope not in value.gathered:
-            shard = self._when_due(value)
-            for axes in reversed(self._steps(value.axes)):  # the outer, slower axes move least
-                shard = self._gather(shard, value.dim, axes, value.name)
-            value.gathered[self.scope] = _collectives.unpad(shard, value.dim, value.size)
+            value.gathered[self.scope] = self._whole(value, self._when_due(value))
         return value.gathered[self.scope]
+
+    def _whole(self, value: ShardValue, x: Any) -> Any:
+        """`x`, the value's shard or a part of it along another dim, gathered."""
+        for axes in reversed(self._steps(value.axes)):  # the outer, slower axes move least
+            x = self._gather(x, value.dim, axes, value.name)
+        return _collectives.unpad(x, value.dim, value.size)
 
     def _when_due(self, value: ShardValue) -> Any:
         """The shard, but not before it is this value's turn to be gathered."""
@@ -194,6 +201,22 @@ class Devices:
         if more:
             return _collectives.take_shard(value.x, dim, more, self.count(more))
         return self._gather(value.x, dim, fewer, value.name) if fewer else value.x
+
+    def full_into(self, old: Any, value: Value, dim: int | None = None) -> Any:
+        """The whole array, in the place of `old`, which nothing reads any more."""
+        settled = self.settle(value, dim)
+        if not isinstance(settled, ShardValue) or not self._goes_into(old, settled):
+            return self.full(settled)
+        gather_slice = functools.partial(self._whole, settled)
+        return _collectives.slices_into(old, settled.x, GATHERED_AT_ONCE, gather_slice)
+
+    def _goes_into(self, old: Any, value: ShardValue) -> bool:
+        """Whether it is large, not yet gathered, and sharded along another dim than the first."""
+        if value.dim == 0 or self.scope in value.gathered:
+            return False
+        # A leaf that XLA shards over further axes is known by its whole shape, which a slice has not.
+        alike = old.dtype == value.x.dtype and value.name not in self.leaves
+        return bool(alike and old.nbytes > GATHERED_AT_ONCE)
 
     def settle(self, value: Value, dim: int | None) -> FullValue | ShardValue:
         """Runs the reduction if it is still due: scattered along `dim`, or whole for None."""

@@ -1,0 +1,185 @@
+"""The paper's tables from compiled programs, beside those that `theory.py` computes.
+
+Every function asks a `Compiled` for its programs, and returns rows of plain values; bytes are of one device.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import paper
+import theory
+from compiled import Compiled, Program
+from model import GPT
+
+# Within 0.3 % of the paper's sizes. Heads have 128 dims, and 1024 devices divide every matrix.
+MODELS = {
+    "7.5B": GPT(65, 3072, 24),  # 7 521 835 008 parameters
+    "128B": GPT(158, 8192, 64),  # 127 667 281 920
+    "1T": GPT(127, 25600, 200),  # 1 000 072 089 600
+}
+LIMIT = 32 * 10**9  # of the paper's GPUs
+# The paper's hidden sizes, by devices and stage; the search is over layers. Heads have 128 dims.
+WIDTHS = {
+    (8, 0): 1536, (8, 2): 3072, (8, 3): 4096,
+    (64, 0): 1536, (64, 2): 3072, (64, 3): 8192,
+}  # fmt: skip
+ACTIVATIONS_ROWS = 32
+
+
+def data(num_devices: int) -> tuple[tuple[str, int], ...]:
+    return (("data", num_devices),)
+
+
+class Cell(NamedTuple):
+    """One program of Table 1."""
+
+    model: str
+    devices: int
+    stage: int
+    params: int
+    at_rest: int
+    within: int
+    peak: int
+
+
+def table_1(compiled: Compiled) -> list[Cell]:
+    """Parameters, optimizer state and the peak on each device; one sequence of 1024 tokens on each."""
+    cells = []
+    for devices, row in paper.TABLE_1.items():
+        for model in row:
+            for stage in (1, 2, 3):
+                r = compiled(table_1_program(model, devices, stage))
+                at_rest, within, peak = r["at_rest"], r["within"], r["peak"]
+                cells.append(Cell(model, devices, stage, r["params"], at_rest, within, peak))
+    return cells
+
+
+def table_1_program(model: str, devices: int, stage: int) -> Program:
+    """Stages 1 and 2 differ by microbatches only; one device has nothing to shard."""
+    return Program(MODELS[model], data(devices), 3 if devices == 1 else max(stage, 2))
+
+
+class Largest(NamedTuple):
+    """The largest model whose peak is within `LIMIT`, at a number of devices and a stage."""
+
+    devices: int
+    stage: int
+    gpt: GPT
+    params: int
+    at_rest: int
+    peak: int
+
+
+def largest(compiled: Compiled, devices: int, stage: int, limit: int = LIMIT) -> Largest:
+    """The most layers that fit, found by compiling: peaks of a scanned model are a line in its layers."""
+    asked, stage = stage, 2 if stage == 1 else stage  # The same program without microbatches.
+    width = WIDTHS[devices, stage]
+
+    def program(layers: int) -> Program:
+        return Program(GPT(layers, width, width // 128), data(devices), stage)
+
+    # First where theory would have the model fill two thirds and three quarters of the memory.
+    bound = theory.largest(stage, devices, f"{limit}") * 1e9 / (12 * width**2)
+    first, second = max(1, int(bound * 0.66)), max(2, int(bound * 0.75))
+    peaks = {n: compiled(program(n))["peak"] for n in (first, second)}
+    while True:
+        low = max((n for n, peak in peaks.items() if peak <= limit), default=0)
+        high = min((n for n, peak in peaks.items() if peak > limit), default=None)
+        if high == low + 1:
+            break
+        (n, p), (m, q) = sorted(peaks.items(), key=lambda point: abs(point[1] - limit))[:2]
+        line = n + (limit - p) * (m - n) // (q - p) if p != q else 2 * max(peaks)
+        guess = max(line, low + 1) if high is None else min(max(line, low + 1), high - 1)
+        peaks[guess] = compiled(program(guess))["peak"]
+    if not low:
+        raise LookupError(f"no model of width {width} fits on {devices} devices at stage {stage}")
+    r = compiled(program(low))
+    return Largest(devices, asked, program(low).gpt, r["params"], r["at_rest"], r["peak"])
+
+
+class Activations(NamedTuple):
+    """Bytes within a step of one device, 32 sequences; among them gradients of 2 bytes per parameter."""
+
+    attention: str
+    recompute: str
+    vocab: int
+    within: int
+    gradients: int
+
+
+def activations(compiled: Compiled) -> list[Activations]:
+    """GPT-2 XL; last without logits (a vocabulary of 64), which the paper does not count."""
+    cases = [
+        (attention, recompute, 50_257)
+        for attention in ("whole", "in parts")
+        for recompute in ("nothing", "all but products", "blocks")
+    ]
+    rows = []
+    for attention, recompute, vocab in (*cases, ("in parts", "blocks", 64)):
+        gpt = GPT(48, 1600, 25, vocab=vocab, recompute=recompute, attention=attention)
+        r = compiled(Program(gpt, data(1), 0, rows=ACTIVATIONS_ROWS))
+        rows.append(Activations(attention, recompute, vocab, r["within"], 2 * r["params"]))
+    return rows
+
+
+SMALL = GPT(4, 1024, 8, vocab=8192)
+HYBRID = (("node", 2), ("local", 8))
+# What is asked of the step, and the paper's Psi (or what follows from it), by collective.
+TRAFFIC: tuple[tuple[str, tuple[tuple[str, int], ...], dict[str, Any]], ...] = (
+    ("stage 0", data(8), {"stage": 0}),
+    ("stage 1", data(8), {"stage": 1}),
+    ("stage 2", data(8), {"stage": 2}),
+    ("stage 3", data(8), {"stage": 3}),
+    ("stage 3, keep", data(8), {"stage": 3, "gather": "keep"}),
+    ("stage 0, k=4", data(8), {"stage": 0, "accumulate": 4}),
+    ("stage 1, k=4", data(8), {"stage": 1, "accumulate": 4}),
+    ("stage 2, k=4", data(8), {"stage": 2, "accumulate": 4}),
+    ("stage 3, k=4", data(8), {"stage": 3, "accumulate": 4}),
+    ("stage 3, k=4, keep", data(8), {"stage": 3, "accumulate": 4, "gather": "keep"}),
+    ("stage 3, k=4, once_per_step", data(8),
+     {"stage": 3, "accumulate": 4, "gather": "once_per_step"}),
+    ("stage 3, k=4, reduce once", data(8), {"stage": 3, "accumulate": 4, "reduce": "once"}),
+    ("stage 3, k=4, once_per_step, reduce once", data(8),
+     {"stage": 3, "accumulate": 4, "gather": "once_per_step", "reduce": "once"}),
+    ("stage 3, two axes", HYBRID, {"stage": 3}),
+    ("stage 3, parameters over local", HYBRID, {"stage": 3, "param_axes": "local"}),
+    ("stage 3, all over local", HYBRID,
+     {"stage": 3, "param_axes": "local", "optimizer_axes": "local"}),
+    ("stage 3, k=4, parameters over local", HYBRID,
+     {"stage": 3, "accumulate": 4, "param_axes": "local"}),
+    ("stage 3, k=4, all over local", HYBRID,
+     {"stage": 3, "accumulate": 4, "param_axes": "local", "optimizer_axes": "local"}),
+    ("stage 1, k=4, all over local", HYBRID,
+     {"stage": 1, "accumulate": 4, "optimizer_axes": "local"}),
+)  # fmt: skip
+
+
+class Traffic(NamedTuple):
+    """Bytes per parameter that a step moves, by collective and axes: as described, and as compiled."""
+
+    name: str
+    psi: Mapping[str, float]
+    described: Mapping[str, float]
+    moved: Mapping[str, float]
+    more: int  # bytes compiled than described, in all
+
+    @property
+    def elements(self) -> float:
+        """In units of Psi, as the paper counts: an all-reduce is a reduce-scatter and an all-gather."""
+        return sum(n * (2 if key.startswith("all-reduce") else 1) for key, n in self.psi.items())
+
+
+def traffic(compiled: Compiled) -> list[Traffic]:
+    rows = []
+    for name, axes, given in TRAFFIC:
+        options = dict(given)
+        stage = options.pop("stage")
+        r = compiled(Program(SMALL, axes, stage, options=tuple(options.items())))
+        described, moved, psi = (
+            {key: n / r["params"] for key, n in r[what].items()}
+            for what in ("described", "moved", "described_elements")
+        )
+        more = sum(r["moved"].values()) - sum(r["described"].values())
+        assert r["moved"].keys() == r["described"].keys()
+        rows.append(Traffic(name, psi, described, moved, more))
+    return rows
