@@ -146,7 +146,8 @@ def schedule(text: str, num_devices: int) -> dict[str, dict[str, int]]:
     A collective hides if a product stands between its start and its end. Each counts as often as the
     loops around it turn, with the bytes of the whole value; `in_loops` are those of the layer loops.
     """
-    counts = {op: collections.Counter() for op in ("all-gather", "reduce-scatter")}
+    ops = ("all-gather", "reduce-scatter")
+    counts: dict[str, collections.Counter[str]] = {op: collections.Counter() for op in ops}
     for lines, times, is_layer_loop in computations(text):
         starts: dict[str, int] = {}
         for index, line in enumerate(lines):
@@ -175,8 +176,8 @@ def computations(text: str) -> Iterator[tuple[list[str], int, bool]]:
     """Lines of the entry and of every loop's body, how often it runs, and if it has no loop inside."""
     named = {}
     for computation in re.split(r"\n(?=%|ENTRY)", text):
-        if name := re.match(r"(?:ENTRY )?%([\w.\-]+)", computation):
-            named[name.group(1)] = computation
+        if header := re.match(r"(?:ENTRY )?%([\w.\-]+)", computation):
+            named[header.group(1)] = computation
     waiting = [(name, 1) for name, c in named.items() if c.startswith("ENTRY")]
     while waiting:
         name, times = waiting.pop()
