@@ -1,10 +1,11 @@
-"""What both sides share: the model's settings, weights and batches as NumPy arrays, and probes.
+"""What both sides share: settings, weights and batches as NumPy arrays, a worker's life, probes.
 
-Imports neither JAX nor torch: each worker brings its own.
+Imports neither JAX nor torch: a worker has only one of them in its memory.
 """
 
 import ctypes
 import dataclasses
+import importlib
 import os
 import resource
 import time
@@ -28,6 +29,16 @@ num_processes = 2
 batch_size = 4  # sequences per process
 num_batches = 4  # different ones, in turns
 adamw = {"learning_rate": 1e-3, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+# of every worker, before it imports JAX or torch
+environment = {
+    "JAX_PLATFORMS": "cpu",
+    # As in all our programs for CPUs (docs/design.md, 7).
+    "XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+    "PJRT_NPROC": "32",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 # ---------------------------------------------------------------------------------------------
 
 
@@ -79,6 +90,7 @@ class Setup:
 
     Attributes:
       connection: to the driver.
+      module: its file, with `connect(setup)` and `Trainer(setup)`.
       rank: of this process.
       port: where the processes of one side meet.
       variant: what is to be trained; each worker knows its own.
@@ -86,6 +98,7 @@ class Setup:
     """
 
     connection: Connection
+    module: str
     rank: int
     port: int
     variant: str
@@ -99,21 +112,29 @@ class Trainer(Protocol):
         """Trains on batch `index`; the mean loss over all processes, once the step is done."""
 
     def traffic(self) -> dict[str, int]:
-        """Bytes of the whole values that one step gathers and reduces, by collective and dtype."""
+        """Bytes of the whole values that one step gathers and reduces, by collective."""
 
     def bytes_at_rest(self) -> int:
         """Bytes of parameters and optimizer state in this process."""
 
 
-def serve(connection: Connection, baseline: int, trainer: Trainer) -> None:
-    """Does what the driver says; between its messages this process sleeps in `recv`."""
+def work(setup: Setup) -> None:
+    """A worker's life: does what the driver says, and sleeps in `recv` between its messages."""
+    pin(setup.rank)
+    os.environ.update(environment)
+    worker = importlib.import_module(setup.module)
+    worker.connect(setup)
+    baseline = memory()["now"]
+    trainer: Trainer = worker.Trainer(setup)
+    connection = setup.connection
     done, cpu = 0, cpu_seconds()
     while (message := connection.recv()) != "stop":
         if message == "memory":
             connection.send({"baseline": baseline, **memory()})
-        elif message == "report":
-            rest = trainer.bytes_at_rest()
-            connection.send({"bytes_at_rest": rest, "traffic": trainer.traffic()})
+        elif message == "bytes at rest":
+            connection.send(trainer.bytes_at_rest())
+        elif message == "traffic":
+            connection.send(trainer.traffic())
         elif message == "forget peak":
             ctypes.CDLL("libc.so.6").malloc_trim(0)  # what building and compiling has freed
             Path("/proc/self/clear_refs").write_text("5")

@@ -16,27 +16,26 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import common
-import fsdp2_worker
-import jzero_worker
 
-# Name: worker, variant, alone. Those alone are one process on one core and talk to nobody: what
+# Name: module, variant, alone. Those alone are one process on one core and talk to nobody: what
 # the two compilers and libraries of kernels do with the model, before anything is sharded.
-SIDES: dict[str, tuple[Callable[[common.Setup], None], str, bool]] = {
-    "FSDP2": (fsdp2_worker.serve, "eager", False),
-    "FSDP2, compiled": (fsdp2_worker.serve, "compiled", False),
-    "jzero, unrolled": (jzero_worker.serve, "unrolled", False),
-    "jzero, scanned": (jzero_worker.serve, "scanned", False),
-    "torch alone": (fsdp2_worker.serve, "eager", True),
-    "jax.jit alone": (jzero_worker.serve, "unrolled", True),
+SIDES: dict[str, tuple[str, str, bool]] = {
+    "FSDP2": ("fsdp2_worker", "eager", False),
+    "FSDP2, compiled": ("fsdp2_worker", "compiled", False),
+    "jzero, unrolled": ("jzero_worker", "unrolled", False),
+    "jzero, scanned": ("jzero_worker", "scanned", False),
+    "torch alone": ("fsdp2_worker", "eager", True),
+    "jax.jit alone, unrolled": ("jzero_worker", "unrolled", True),
+    "jax.jit alone, scanned": ("jzero_worker", "scanned", True),
 }
-REFERENCES = {"jzero, unrolled": "FSDP2", "jzero, scanned": "FSDP2", "jax.jit alone": "torch alone"}
+patience = 300  # seconds that a side may take to answer
 HERE = Path(__file__).parent
 
 
@@ -44,20 +43,22 @@ class Side:
     """The processes that train together."""
 
     def __init__(self, name: str) -> None:
-        worker, variant, alone = SIDES[name]
+        module, variant, alone = SIDES[name]
         self.name = name
         self.losses: list[float] = []
         self.blocks: list[dict[str, Any]] = []
         self.whole_run: list[dict[str, int]] = []  # memory once compiled, per process
         self.in_steps: list[dict[str, int]] = []
-        self.report: dict[str, Any] = {}
+        self.bytes_at_rest = 0
+        self.traffic: dict[str, int] = {}
         context = multiprocessing.get_context("spawn")  # a fresh interpreter, and so its own peak
         port = free_port()
-        self.connections, self.processes = [], []
+        self.connections: list[Connection] = []
+        self.processes = []
         for rank in range(1 if alone else common.num_processes):
             ours, theirs = context.Pipe()
-            setup = common.Setup(theirs, rank, port, variant, alone)
-            process = context.Process(target=worker, args=(setup,), daemon=True)
+            setup = common.Setup(theirs, module, rank, port, variant, alone)
+            process = context.Process(target=common.work, args=(setup,), daemon=True)
             process.start()
             theirs.close()
             self.connections.append(ours)
@@ -67,6 +68,9 @@ class Side:
         """Every process's answer."""
         for connection in self.connections:
             connection.send(message)
+        for connection in self.connections:
+            if not connection.poll(patience):
+                raise TimeoutError(f"{self.name}: no answer to {message!r} in {patience} s")
         return [connection.recv() for connection in self.connections]
 
     def run(self, steps: int) -> dict[str, Any]:
@@ -114,14 +118,15 @@ def measure(sides: list[Side], rounds: int, steps: int) -> float:
         print(f"round {number}: {', '.join(medians)}", flush=True)
     for side in sides:
         side.in_steps = side.ask("memory")
-        side.report = side.ask("report")[0]
+        side.bytes_at_rest = side.ask("bytes at rest")[0]
+        side.traffic = side.ask("traffic")[0] if len(side.processes) > 1 else {}
     return idle
 
 
 def check_losses(sides: list[Side], tolerance: float) -> None:
-    """All sides with the same processes see the same batches, and so must train alike."""
+    """Sides that see the same batches must train alike."""
     for side in sides:
-        first = next(other for other in sides if len(other.processes) == len(side.processes))
+        first = first_alike(side, sides)
         difference = float(np.abs(np.subtract(side.losses, first.losses)).max())
         print(f"{side.name}: losses differ from {first.name}'s by at most {difference:.1e}")
         if difference > tolerance:
@@ -145,14 +150,14 @@ def summarize(side: Side, sides: list[Side]) -> dict[str, Any]:
         "idle_cpu_seconds": float(np.max([block["idle_cpu_seconds"] for block in side.blocks])),
         "wire": {
             "loopback_bytes": float(np.median([b["loopback_bytes"] for b in side.blocks])),
-            "counted_bytes": ring_bytes(side.report["traffic"], len(side.processes)),
-            "counted_whole_values": side.report["traffic"],
+            "counted_bytes": ring_bytes(side.traffic, len(side.processes)),
+            "counted_whole_values": side.traffic,
         },
         "memory": {
             "baseline": [m["baseline"] for m in side.whole_run],
             "peak_whole_run": [m["peak"] for m in side.whole_run],
             "peak_in_steps": [m["peak"] for m in side.in_steps],
-            "at_rest": side.report["bytes_at_rest"],
+            "at_rest": side.bytes_at_rest,
         },
         "speed_ratios": ratios(side, sides),
         "last_loss": side.losses[-1],
@@ -160,17 +165,22 @@ def summarize(side: Side, sides: list[Side]) -> dict[str, Any]:
 
 
 def ratios(side: Side, sides: list[Side]) -> dict[str, Any] | None:
-    """Tokens per second over the reference's, round by round: above 1, this side is faster."""
-    for other in sides:
-        if other.name == REFERENCES.get(side.name):
-            pairs = zip(other.blocks, side.blocks, strict=True)
-            found = np.array([median_seconds(a) / median_seconds(b) for a, b in pairs])
-            return {
-                "over": other.name,
-                "median": float(np.median(found)),
-                "range": [float(found.min()), float(found.max())],
-            }
-    return None
+    """Tokens per second over the first alike side's, round by round: above 1, this one is faster."""
+    other = first_alike(side, sides)
+    if other is side:
+        return None
+    pairs = zip(other.blocks, side.blocks, strict=True)
+    found = np.array([median_seconds(a) / median_seconds(b) for a, b in pairs])
+    return {
+        "over": other.name,
+        "median": float(np.median(found)),
+        "range": [float(found.min()), float(found.max())],
+    }
+
+
+def first_alike(side: Side, sides: list[Side]) -> Side:
+    """The first side with as many processes: it sees the same batches, and is what we compare to."""
+    return next(other for other in sides if len(other.processes) == len(side.processes))
 
 
 def ring_bytes(traffic: dict[str, int], n: int) -> float:
@@ -218,10 +228,14 @@ def main() -> None:
     for side in sides:
         side.stop()
     check_losses(sides, tolerance=1e-2)  # rounding grows with the steps
+    result["load_average_after"] = os.getloadavg()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{result['date']}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written: {os.path.relpath(path)}")
+    from picture import draw  # here, so that matplotlib is not a part of the workers' memory
+
+    draw(result, path.with_suffix(".png"))
+    print(f"written: {os.path.relpath(path)} and .png")
 
 
 if __name__ == "__main__":
