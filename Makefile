@@ -3,6 +3,7 @@
 #   make train        train the language model of experiments/train_lm at stage 3
 #   make compare      the same at stages 0 to 3, their loss curves in one picture
 #   make tables       the ZeRO paper's tables, from formulas
+#   make fsdp2        the same small GPT by jzero and by PyTorch's FSDP2, in turns (installs torch)
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-newest  the tests with the newest JAX, when there is a Python that it supports
 #   make lint         ruff and mypy
@@ -13,6 +14,7 @@ PYTHON ?= $(shell .ci/find-python 3.11)
 NEWEST_PYTHON ?= $(shell .ci/find-python 3.12)
 TRAIN_ARGS ?= --stage 3 --devices 8
 COMPARE_ARGS ?=
+FSDP2_ARGS ?=
 # Tracing and compiling small programs is what takes the time, most of it in one thread; a second
 # worker costs a fifth more processor time (references are computed once per worker).
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
@@ -20,7 +22,7 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 SOURCES := jzero tests experiments
 
-.PHONY: train compare tables test test-newest lint clean
+.PHONY: train compare tables fsdp2 test test-newest lint clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
@@ -30,6 +32,9 @@ compare: .venv/installed
 
 tables: .venv/installed
 	$(BIN)/python experiments/paper_tables/tables.py
+
+fsdp2: .venv-fsdp2/installed
+	.venv-fsdp2/bin/python experiments/fsdp2/compare.py $(FSDP2_ARGS)
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
@@ -59,5 +64,12 @@ lint: .venv/installed
 	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test]'
 	@touch $@
 
+# PyTorch and jzero side by side, for this one experiment.
+.venv-fsdp2/installed: pyproject.toml experiments/fsdp2/requirements.txt
+	@test -n "$(PYTHON)" || { echo "jzero needs Python 3.11 or newer, with its venv module"; exit 1; }
+	"$(PYTHON)" -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --editable . --requirement experiments/fsdp2/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-newest .cache .hypothesis
+	rm -rf .venv .venv-newest .venv-fsdp2 .cache .hypothesis

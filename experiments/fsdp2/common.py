@@ -33,9 +33,10 @@ adamw = {"learning_rate": 1e-3, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_deca
 # of every worker, before it imports JAX or torch
 environment = {
     "JAX_PLATFORMS": "cpu",
-    # As in all our programs for CPUs (docs/design.md, 7).
-    "XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false",
-    "PJRT_NPROC": "32",
+    # One thread each. It also keeps XLA's collectives in the program's order, which processes that
+    # talk over gloo must agree on (docs/design.md, 7).
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+    "PJRT_NPROC": "1",
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
