@@ -29,14 +29,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
     boxes = axes[0].boxplot(blocks, tick_labels=labels, patch_artist=True, whis=(0, 100))
     for box, color in zip(boxes["boxes"], colors, strict=True):
         box.set(facecolor=color, alpha=0.6)
-    axes[0].set(title="a step: blocks' medians", ylabel="seconds", ylim=(0, None))
+    axes[0].set(title="a step (medians of blocks)", ylabel="seconds", ylim=(0, None))
 
     sent = [side["wire"]["loopback_bytes"] / 1e6 for side in sides.values()]
     axes[1].bar(labels, sent, color=colors, alpha=0.6)
     counted = [side["wire"]["counted_bytes"] / 1e6 for side in sides.values()]
-    axes[1].plot(labels, counted, "k_", markersize=36, label="3 Psi, as a ring sends it")
-    axes[1].set(title="sent per step and process, loopback", ylabel="MB")
-    axes[1].legend(loc="lower right")
+    axes[1].plot(labels, counted, "k_", markersize=36)
+    axes[1].set(title="sent per step (line: 3 Psi, by rings)", ylabel="MB per process")
 
     grown = [
         max(p - b for p, b in zip(m["peak_in_steps"], m["baseline"], strict=True)) / 1e6
@@ -44,9 +43,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     ]
     at_rest = [side["memory"]["at_rest"] / 1e6 for side in sides.values()]
     axes[2].bar(labels, grown, color=colors, alpha=0.6)
-    axes[2].plot(labels, at_rest, "k_", markersize=36, label="state at rest")
-    axes[2].set(title="peak in steps, above imports", ylabel="MB per process")
-    axes[2].legend(loc="lower right")
+    axes[2].plot(labels, at_rest, "k_", markersize=36)
+    axes[2].set(title="peak above imports (line: state)", ylabel="MB per process")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
