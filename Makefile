@@ -4,6 +4,7 @@
 #   make compare      the same at stages 0 to 3, their loss curves in one picture
 #   make tables       the ZeRO paper's tables, from formulas and from what was compiled
 #   make compile-tables   compile for GPUs what the tables lack; COMPILE_ARGS="--again ''" for all, half an hour
+#   make fsdp2        the same small GPT by jzero and by PyTorch's FSDP2, in turns (installs torch)
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-newest  the tests with the newest JAX, when there is a Python that it supports
 #   make lint         ruff and mypy
@@ -15,6 +16,7 @@ NEWEST_PYTHON ?= $(shell .ci/find-python 3.12)
 TRAIN_ARGS ?= --stage 3 --devices 8
 COMPARE_ARGS ?=
 COMPILE_ARGS ?=
+FSDP2_ARGS ?=
 # Tracing and compiling small programs is what takes the time, most of it in one thread; a second
 # worker costs a fifth more processor time (references are computed once per worker).
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
@@ -22,7 +24,7 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 SOURCES := jzero tests experiments
 
-.PHONY: train compare tables compile-tables test test-newest lint clean
+.PHONY: train compare tables compile-tables fsdp2 test test-newest lint clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
@@ -36,6 +38,9 @@ tables: .venv/installed
 compile-tables: .venv-newest/installed
 	JAX_PLATFORMS=cpu .venv-newest/bin/python experiments/paper_tables/tables.py --compile $(COMPILE_ARGS)
 
+fsdp2: .venv-fsdp2/installed
+	.venv-fsdp2/bin/python experiments/fsdp2/compare.py $(FSDP2_ARGS)
+
 test: .venv/installed
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
@@ -43,7 +48,7 @@ test-newest:
 	@if [ -z "$(NEWEST_PYTHON)" ]; then \
 	    echo "test-newest: NOT RUN: no Python 3.12 or newer on this machine"; \
 	else \
-	    $(MAKE) --no-print-directory PYTHON="$(NEWEST_PYTHON)" .venv-newest/installed && \
+	    $(MAKE) --no-print-directory .venv-newest/installed && \
 	    .venv-newest/bin/python -m pytest -q $(PYTEST_ARGS); \
 	fi
 
@@ -60,6 +65,7 @@ lint: .venv/installed
 # The newest JAX also has XLA's compiler for GPUs (600 MB, and chatty where there is no GPU).
 .venv/installed: EXTRAS := test
 .venv-newest/installed: EXTRAS := test,preflight
+.venv-newest/installed: PYTHON := $(NEWEST_PYTHON)
 
 # One rule for both environments; a change of pyproject.toml installs again.
 .venv/installed .venv-newest/installed: pyproject.toml
@@ -68,5 +74,12 @@ lint: .venv/installed
 	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[$(EXTRAS)]'
 	@touch $@
 
+# PyTorch and jzero side by side, for this one experiment.
+.venv-fsdp2/installed: pyproject.toml experiments/fsdp2/requirements.txt
+	@test -n "$(PYTHON)" || { echo "jzero needs Python 3.11 or newer, with its venv module"; exit 1; }
+	"$(PYTHON)" -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --editable . --requirement experiments/fsdp2/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-newest .cache .hypothesis
+	rm -rf .venv .venv-newest .venv-fsdp2 .cache .hypothesis
