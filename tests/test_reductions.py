@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 import programs
 import small
 import zoo
-from jzero import _jaxpr
+from jzero import _jaxpr, _step
 from jzero.sharding import _interpret, _layout, _queue
 
 TIED = programs.VOCAB * programs.WIDTH  # elements of the table that looks up and makes logits
@@ -42,9 +42,10 @@ def test_reductions_of_a_layer_run_one_after_the_other(alone, monkeypatch):
     monkeypatch.setattr(_queue, "REDUCED_ALONE", alone)
     mesh = AbstractMesh((8,), ("data",))
     train_step = small.shard_train_step(programs.train_step, mesh=mesh)
-    state, tokens = programs.abstract_state(programs.Model()), programs.tokens()
-    program = train_step._program_for(train_step._signature.bind((state, tokens), {}))
-    jaxpr = jax.make_jaxpr(program.run)(jax.tree.leaves(state), [tokens])
+    arguments = programs.abstract_state(programs.Model()), programs.tokens()
+    call = train_step._signature.bind(arguments, {})
+    program = train_step._program_for(call)
+    jaxpr = jax.make_jaxpr(program.run)(*_step._placed_inputs(call, program))
     (body,) = reductions_in_loops(jaxpr.jaxpr)
     assert list(body.values()) == [False, alone == 0]
 
