@@ -1,6 +1,7 @@
 """ZeRO for JAX: train steps whose parameters, gradients and optimizer state live in shards."""
 
 from jzero._errors import BatchError as BatchError
+from jzero._errors import CheckpointError as CheckpointError
 from jzero._errors import JzeroError as JzeroError
 from jzero._errors import MeshError as MeshError
 from jzero._errors import MismatchError as MismatchError
@@ -23,5 +24,7 @@ from jzero._targets import target_mesh as target_mesh
 from jzero._whole import fold_device_index as fold_device_index
 from jzero._whole import total as total
 from jzero._whole import weighted_mean as weighted_mean
+from jzero.checkpoint._checkpointer import Checkpointer as Checkpointer
+from jzero.checkpoint._restore import restore as restore
 
 __version__ = "0.1.0"

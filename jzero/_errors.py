@@ -30,6 +30,10 @@ class StepError(JzeroError, TypeError):
     """A train step that cannot be made right; the message says which edit would."""
 
 
+class CheckpointError(JzeroError, ValueError):
+    """A checkpoint that cannot be written, or cannot be restored as asked."""
+
+
 class MismatchError(JzeroError, AssertionError):
     """An assertion of `jzero.testing` that does not hold."""
 

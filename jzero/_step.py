@@ -246,7 +246,7 @@ class ShardedTrainStep:
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         traced = _jaxpr.trace_whole(lambda: init_fn(*args, **kwargs))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
-        leaves, shardings = self._leaf_plans(state)
+        leaves, shardings = self.leaf_plans(state)
 
         def run(consts: list[Any]) -> list[Any]:
             return _placing.pad(_jaxpr.evaluate(traced.jaxpr, consts), leaves)
@@ -263,7 +263,7 @@ class ShardedTrainStep:
             `state_shardings`.
           **kwargs: the same by name.
         """
-        plans, shardings = self._leaf_plans(state, *args, **kwargs)
+        plans, shardings = self.leaf_plans(state, *args, **kwargs)
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(state)
         placed = _placing.place(_placing.pad(leaves, plans), shardings)
@@ -288,15 +288,18 @@ class ShardedTrainStep:
         A leaf that is padded at rest (`PaddedArray`) has none for its true shape: it is given as full
         here, and padded when `shard` or the step places it.
         """
-        plans, shardings = self._leaf_plans(state, *args, **kwargs)
+        plans, shardings = self.leaf_plans(state, *args, **kwargs)
         full = NamedSharding(self._setting().mesh, PartitionSpec())
         found = [full if p.padding else s for p, s in zip(plans, shardings, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(state), found)
 
-    def _leaf_plans(
+    def leaf_plans(
         self, state: Any, *args: Any, **kwargs: Any
     ) -> tuple[tuple[_plan.LeafPlan, ...], list[NamedSharding]]:
-        """Where each leaf of the state rests, as far as it is known: see `state_shardings`."""
+        """Where each leaf of the state rests, as far as it is known: see `state_shardings`.
+
+        The shardings are those of leaves at rest, of the shape `LeafPlan.padded_shape`.
+        """
         setting = self._setting()
         abstract = _call.abstract(state, "state")
         plans: tuple[_plan.LeafPlan, ...] | None

@@ -19,14 +19,17 @@ from jzero import (
     _whole,
     testing,
 )
+from jzero.checkpoint import _checkpointer, _restore
 
 MODULES = [
+    _checkpointer,
     _estimate,
     _grad,
     _nnx,
     _padded,
     _precision,
     _preflight,
+    _restore,
     _step,
     _targets,
     _whole,

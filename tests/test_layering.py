@@ -11,7 +11,14 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 # From the bottom up. A file imports from the layers below its own.
 LAYERS = (
     ("_errors", "_padded", "_presets", "_quantities"),
-    ("_jaxpr", "sharding/_layout", "_targets"),
+    (
+        "_jaxpr",
+        "sharding/_layout",
+        "_targets",
+        "checkpoint/_arrays",
+        "checkpoint/_iterators",
+        "checkpoint/_match",
+    ),
     (
         "sharding/_collectives",
         "sharding/_queue",
@@ -21,6 +28,7 @@ LAYERS = (
         "_call",
         "_precision",
         "_schedule",
+        "checkpoint/_stored",
     ),
     ("sharding/_values", "sharding/_frames", "sharding/_pipeline"),
     (
@@ -43,7 +51,8 @@ LAYERS = (
     ),
     ("_report", "_program", "_formulas"),
     ("_step", "_estimate"),
-    ("_preflight",),
+    ("_preflight", "checkpoint/_restore"),
+    ("checkpoint/_checkpointer",),
     ("__init__", "_plot", "testing"),
     ("_cli",),
     ("__main__",),

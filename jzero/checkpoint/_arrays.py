@@ -1,0 +1,203 @@
+"""Orbax's handler for arrays, with checksums, and without the padding of leaves at rest.
+
+What it writes is an ordinary Orbax checkpoint, for every reader of Orbax checkpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+from orbax.checkpoint import type_handlers
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals as CommitFuture
+
+from jzero._padded import PaddedArray
+
+# A reader decodes whole chunks, also for a small part of one; so other layouts read little in vain.
+_CHUNK_BYTES = 16 * 2**20
+
+
+class LeafErrors(Exception):
+    """What went wrong with each leaf, by its name in the checkpoint."""
+
+    def __init__(self, errors: dict[str, BaseException]):
+        super().__init__("; ".join(f"{name}: {error}" for name, error in errors.items()))
+        self.errors = errors
+
+
+class _Leaf(NamedTuple):
+    """What this process writes of a leaf.
+
+    Attributes:
+      spec: the array on disk, for tensorstore.
+      info: what Orbax says of it.
+      parts: where in the leaf, and what; on the host.
+    """
+
+    spec: dict[str, Any]
+    info: Any
+    parts: list[tuple[tuple[slice, ...], np.ndarray]]
+
+    @classmethod
+    def of(cls, x: jax.Array | PaddedArray, info: Any) -> _Leaf:
+        at_rest = _at_rest(x)
+        shard_shape = at_rest.sharding.shard_shape(at_rest.shape)
+        spec = type_handlers.get_json_tspec_write(
+            info, info.is_ocdbt_checkpoint, x.shape, x.shape, x.dtype, jax.process_index()
+        )
+        spec["metadata"] = _metadata(x.shape, _chunk_shape(shard_shape, x.dtype.itemsize))
+        return cls(spec, info, [part for shard in _own_shards(x) if (part := _cut(shard, x.shape))])
+
+
+class ArrayHandler(type_handlers.ArrayHandler):
+    """Saves `jax.Array`s and `PaddedArray`s in their true shapes, every chunk with a checksum.
+
+    Orbax's own writes chunks in which a flipped bit is restored as if it were right, and knows only
+    shards of one size. Reading is Orbax's (it fills up with zeros), leaf by leaf, so that each failure
+    has its leaf.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(enable_write_sharding_file=False)
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """Copies to the host, so that the next step may consume the values; writes in the background."""
+        plain = [jax.random.key_data(x) if _is_key(x.dtype) else x for x in values]
+        for x in plain:
+            _start_copies(x)
+        leaves = [_Leaf.of(x, info) for x, info in zip(plain, infos, strict=True)]
+        return [CommitFuture(_write(leaves), name="write")]
+
+    async def metadata(self, infos: Sequence[Any]) -> list[Any]:
+        """Shape, dtype and chunks of each leaf."""
+        reads = [super(ArrayHandler, self).metadata([info]) for info in infos]
+        return [found for (found,) in await _each(reads, [info.name for info in infos])]
+
+    async def deserialize(
+        self, infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> list[jax.Array]:
+        """Reads each leaf as its `ArrayRestoreArgs` say."""
+        assert args is not None
+        reads = [self._read(info, arg) for info, arg in zip(infos, args, strict=True)]
+        return await _each(reads, [info.name for info in infos])
+
+    async def _read(self, info: Any, arg: Any) -> jax.Array:
+        (x,) = await super().deserialize([info], [arg])
+        return jax.random.wrap_key_data(x, impl=arg.dtype) if _is_key(arg.dtype) else x
+
+
+def handler(concurrent_bytes: int | None = None) -> ocp.PyTreeCheckpointHandler:
+    """Orbax's handler for pytrees, with ours for arrays.
+
+    Args:
+      concurrent_bytes: the most that is read at the same time.
+    """
+    arrays = ArrayHandler()
+    registry = type_handlers.create_type_handler_registry(
+        (int, type_handlers.ScalarHandler()),
+        (float, type_handlers.ScalarHandler()),
+        (np.number, type_handlers.ScalarHandler()),
+        (np.ndarray, type_handlers.NumpyHandler()),
+        (str, type_handlers.StringHandler()),
+        (jax.Array, arrays),
+        (PaddedArray, arrays),
+    )
+    options: dict[str, Any] = dict(use_zarr3=True, type_handler_registry=registry)
+    base = ocp.BasePyTreeCheckpointHandler(restore_concurrent_bytes=concurrent_bytes, **options)
+    return ocp.PyTreeCheckpointHandler(handler_impl=base, **options)
+
+
+async def _each(work: Sequence[Coroutine[Any, Any, Any]], names: Sequence[str]) -> list[Any]:
+    """Does all of the work, also if some of it fails; then raises what failed."""
+    before = asyncio.all_tasks()
+    done = await asyncio.gather(*work, return_exceptions=True)
+    pairs = zip(names, done, strict=True)
+    errors = {name: result for name, result in pairs if isinstance(result, BaseException)}
+    if errors:
+        # Other shards of a leaf that failed are still being read, and the loop will be closed.
+        await asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True)
+        raise LeafErrors(errors)
+    return done
+
+
+def _is_key(dtype: Any) -> bool:
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _at_rest(x: jax.Array | PaddedArray) -> jax.Array:
+    return x.padded if isinstance(x, PaddedArray) else x
+
+
+def _own_shards(x: jax.Array | PaddedArray) -> list[Any]:
+    """The shards that this process writes: the first copy of each."""
+    return [shard for shard in _at_rest(x).addressable_shards if shard.replica_id == 0]
+
+
+def _start_copies(x: jax.Array | PaddedArray) -> None:
+    for shard in _own_shards(x):
+        shard.data.copy_to_host_async()
+
+
+def _cut(shard: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], np.ndarray] | None:
+    """A shard on the host and its place, without padding; None if it is all padding."""
+    starts = [part.start or 0 for part in shard.index]
+    stops = [
+        min(start + n, size) for start, n, size in zip(starts, shard.data.shape, shape, strict=True)
+    ]
+    lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    if min(lengths, default=1) <= 0:
+        return None
+    data = np.asarray(shard.data)[tuple(slice(n) for n in lengths)]
+    return tuple(map(slice, starts, stops)), data
+
+
+async def _write(leaves: Sequence[_Leaf]) -> None:
+    async with tensorstore.Transaction(
+        atomic=True
+    ) as transaction:  # Else each write makes a new root.
+        await _each(
+            [_write_leaf(leaf, transaction) for leaf in leaves], [leaf.info.name for leaf in leaves]
+        )
+
+
+async def _write_leaf(leaf: _Leaf, transaction: Any) -> None:
+    await leaf.info.await_path_creation()
+    options = dict(open=True, context=leaf.info.ts_context, transaction=transaction)
+    if jax.process_index() == 0:  # All would make the same array.
+        await tensorstore.open(leaf.spec, create=True, **options)
+    store = await tensorstore.open(leaf.spec, assume_metadata=True, **options)
+    # Nobody changes `data`: it belongs to a jax.Array, or was copied from a device.
+    writes = [
+        store[index].write(data, can_reference_source_data_indefinitely=True)
+        for index, data in leaf.parts
+    ]
+    await asyncio.gather(*writes)
+
+
+def _metadata(shape: Sequence[int], chunk_shape: Sequence[int]) -> dict[str, Any]:
+    """Zarr 3 array metadata: compressed as Orbax does, with a checksum of the data in each chunk."""
+    return {
+        "shape": shape,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+        "codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "zstd", "configuration": {"level": 1, "checksum": True}},
+        ],
+    }
+
+
+def _chunk_shape(shard_shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """A shard, cut along its first dims into equal chunks of at most `_CHUNK_BYTES`."""
+    shape = [max(size, 1) for size in shard_shape]
+    for dim in range(len(shape)):
+        rest = int(np.prod(shape)) // shape[dim] * itemsize
+        wanted = max(_CHUNK_BYTES // rest, 1)
+        shape[dim] = max(n for n in range(1, min(wanted, shape[dim]) + 1) if shape[dim] % n == 0)
+    return tuple(shape)

@@ -1,0 +1,61 @@
+"""Where a data iterator stands, as JSON: of every process, in one checkpoint."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jzero._errors import CheckpointError, OptionError, message
+
+
+def states(iterator: Any) -> list[Any]:
+    """`iterator.get_state()` of every process; the same list on all of them."""
+    _check(iterator, "get_state")
+    own = json.dumps(_encode(iterator.get_state())).encode()
+    if jax.process_count() == 1:
+        return [json.loads(own)]
+    sizes = np.ravel(multihost_utils.process_allgather(np.int32(len(own))))
+    padded = np.frombuffer(own.ljust(sizes.max()), np.uint8)
+    gathered = multihost_utils.process_allgather(padded)
+    return [json.loads(row.tobytes()) for row in gathered]
+
+
+def restore(iterator: Any, saved: list[Any], where: str) -> None:
+    """Sets `iterator` to where that of this process stood.
+
+    Raises:
+      CheckpointError: there were other processes, and their iterators stood in different places.
+    """
+    _check(iterator, "set_state")
+    if len(saved) != jax.process_count() and any(state != saved[0] for state in saved):
+        raise CheckpointError(message(
+            f"Checkpointer.restore {where}",
+            f"{len(saved)} processes saved data iterators in different states, and there are "
+            f"{jax.process_count()} processes", "Each process continues with the iterator that it saved.",
+            "Use as many processes, or iterate over global batches, of which each process feeds its "
+            "part."))  # fmt: skip
+    own = saved[jax.process_index()] if len(saved) == jax.process_count() else saved[0]
+    iterator.set_state(_decode(own))
+
+
+def _check(iterator: Any, method: str) -> None:
+    if not callable(getattr(iterator, method, None)):
+        raise OptionError(message(
+            "Checkpointer", f"data_iterator is a {type(iterator).__name__} without {method}()",
+            "It says and is told where it stands, as grain's iterators are.",
+            "Give it get_state() and set_state(state), or keep its place in the state."))  # fmt: skip
+
+
+def _encode(state: Any) -> Any:
+    """Grain's older iterators say it in bytes."""
+    return {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+
+
+def _decode(state: Any) -> Any:
+    is_bytes = isinstance(state, dict) and state.keys() == {"bytes"}
+    return base64.b64decode(state["bytes"]) if is_bytes else state

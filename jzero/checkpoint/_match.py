@@ -1,0 +1,127 @@
+"""Which leaf of a checkpoint becomes which leaf of a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jzero._errors import CheckpointError, describe_leaf, message
+
+_SHOWN = 20  # leaves in a message; those of another model are all of them
+
+
+class Leaf(NamedTuple):
+    """A leaf as it is stored, or is to be restored; `path` is what messages call it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Source(NamedTuple):
+    """The stored leaf that a leaf is restored from; `cast`: in fewer bits."""
+
+    name: str
+    cast: bool = False
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """The name of each leaf in a checkpoint: `opt_state/0/mu/w`; a tree that is one array is `state`."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") or "state" for path, _ in paths]
+
+
+def match(
+    who: str, wanted: Mapping[str, Leaf], stored: Mapping[str, Leaf], directory: str
+) -> dict[str, Source]:
+    """For each wanted leaf, by name, where it is stored.
+
+    That is under the same name, except that `jzero.master_weights` may have come or gone: then parameters
+    are restored from masters, or masters from parameters.
+
+    Raises:
+      CheckpointError: all leaves that are missing, left over, or of another shape or dtype.
+    """
+    moved, dropped = _moved_masters(wanted, stored)
+    sources = {name: moved.get(name, Source(name)) for name in wanted}
+    bad = [
+        problem
+        for name, leaf in wanted.items()
+        if (problem := _problem(leaf, stored.get(sources[name].name), sources[name].cast))
+    ]
+    used = dropped.union(source.name for source in sources.values())
+    bad += [
+        f"{describe_leaf(*leaf)} is in the checkpoint only"
+        for name, leaf in stored.items()
+        if name not in used
+    ]
+    if bad:
+        raise CheckpointError(message(
+            f"{who} {directory}", bad,
+            "A checkpoint is restored into a state with the same leaves, shapes and dtypes.",
+            "Use the model and optimizer that it was saved with; python -m jzero inspect lists its leaves.",
+            shown=_SHOWN))  # fmt: skip
+    return sources
+
+
+def _problem(wanted: Leaf, stored: Leaf | None, cast: bool) -> str | None:
+    if stored is None:
+        return f"{describe_leaf(*wanted)} is not in the checkpoint"
+    if wanted.shape != stored.shape or (wanted.dtype != stored.dtype and not cast):
+        return f"{describe_leaf(*wanted)} is {describe_leaf('', *stored[1:]).strip()} in the checkpoint"
+    return None
+
+
+def _moved_masters(
+    wanted: Mapping[str, Leaf], stored: Mapping[str, Leaf]
+) -> tuple[dict[str, Source], set[str]]:
+    """What `master_weights` on one side only puts elsewhere, and stored leaves that nothing needs then."""
+    moved: dict[str, Source] = {}
+    dropped: set[str] = set()
+    ours, theirs = _wrappers(wanted), _wrappers(stored)
+    for at in ours - theirs:
+        moved |= {name: Source(at + rest) for name, rest in _below(f"{at}inner/", wanted)}
+        for master, param in _masters(at, wanted):
+            moved |= {master: Source(param), param: Source(param, cast=True)}
+    for at in theirs - ours:
+        moved |= {at + rest: Source(name) for name, rest in _below(f"{at}inner/", stored)}
+        for master, param in _masters(at, stored):
+            moved[param] = Source(master)
+            dropped.add(param)
+    return moved, dropped
+
+
+def _wrappers(names: Iterable[str]) -> set[str]:
+    """Where there is a `MasterWeightsState`: `opt_state/`."""
+
+    def above(field: str) -> set[str]:
+        found = (f"/{name}".partition(f"/{field}/") for name in names)
+        return {before[1:] + "/" * bool(before) for before, at, _ in found if at}
+
+    return above("masters") & above("inner")
+
+
+def _below(prefix: str, names: Iterable[str]) -> list[tuple[str, str]]:
+    """The names that begin with a prefix, and the rest of each."""
+    return [(name, name.removeprefix(prefix)) for name in names if name.startswith(prefix)]
+
+
+def _masters(at: str, leaves: Mapping[str, Leaf]) -> list[tuple[str, str]]:
+    """Each master, and the parameter that it is the master of: of the same name, in fewer bits."""
+    masters = _below(f"{at}masters/", leaves)
+
+    def are_params(root: str) -> bool:
+        return all(
+            (param := leaves.get(root + rest)) is not None
+            and param.shape == leaves[master].shape
+            and jnp.dtype(param.dtype).itemsize < jnp.dtype(leaves[master].dtype).itemsize
+            for master, rest in masters
+        )
+
+    first = masters[0][1]
+    roots = [name.removesuffix(first) for name in leaves if f"/{name}".endswith(f"/{first}")]
+    root = next(filter(are_params, roots), None)
+    return [] if root is None else [(master, root + rest) for master, rest in masters]

@@ -1,0 +1,103 @@
+"""`restore`: a checkpoint, straight into the layout of a sharded step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+
+from jzero import _call, _placing
+from jzero._errors import OptionError, message
+from jzero._step import ShardedTrainStep
+from jzero.checkpoint import _stored
+from jzero.checkpoint._match import Leaf, leaf_names, match
+from jzero.sharding._plan import LeafPlan
+
+_AT_ONCE = 2**28  # bytes that may be read at the same time, however small the leaves are
+
+
+def restore(
+    path: str | Path,
+    train_step: ShardedTrainStep,
+    state: Any,
+    *args: Any,
+    who: str = "restore",
+    **kwargs: Any,
+) -> Any:
+    """Restores one checkpoint into the layout that `train_step` wants, whatever layout it was saved in.
+
+    Any checkpoint of Orbax whose leaves have the state's names will do: saved by a `Checkpointer` at
+    another stage, on other devices, or another mesh; or by Orbax from a state that was never sharded.
+    Each device reads its part, and no leaf is ever whole on one. With `jzero.master_weights` on one side
+    only, parameters are restored from the masters, or masters from the parameters.
+
+    >>> import tempfile, jax, jax.numpy as jnp, orbax.checkpoint as ocp, jzero
+    >>> def step_fn(state, batch):
+    ...     grads = jax.grad(lambda w: jnp.mean(batch @ w))(state["w"])
+    ...     return {"w": state["w"] - 0.1 * grads}
+    >>> train_step = jzero.shard_train_step(step_fn, stage=3)
+    >>> with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as orbax:
+    ...     orbax.save(folder + "/plain", {"w": jnp.ones((64, 8))})
+    ...     orbax.wait_until_finished()
+    ...     state = jzero.restore(folder + "/plain", train_step, {"w": jnp.zeros((64, 8))})
+    >>> state["w"].sharding.shard_shape((64, 8))
+    (8, 8)
+
+    Args:
+      path: the directory of one checkpoint: `checkpoints/1000` of a `Checkpointer`.
+      train_step: from `shard_train_step`.
+      state: the state to restore: its structure, shapes and dtypes count, as `jax.eval_shape(init_fn, key)`
+        has them.
+      *args: optionally the step's other arguments (arrays or shapes): with them, parameters rest at once
+        as stages 1 and 2 have them; see `ShardedTrainStep.state_shardings`.
+      who: what messages call the caller.
+      **kwargs: the same by name.
+
+    Returns:
+      The state, placed.
+
+    Raises:
+      CheckpointError: every leaf that is missing, left over, of another shape or dtype, or damaged.
+    """
+    if not isinstance(train_step, ShardedTrainStep):
+        raise OptionError(message(
+            who, f"train_step is a {type(train_step).__name__}", "It decides where each leaf goes.",
+            "Pass what jzero.shard_train_step returned."))  # fmt: skip
+    stored = _stored.find(who, path)
+    plans, shardings = train_step.leaf_plans(state, *args, **kwargs)
+    names = leaf_names(state)
+    leaves = dict(zip(names, jax.tree.leaves(_call.abstract(state, "state")), strict=True))
+    wanted = {
+        name: _as_stored(leaf, plan)
+        for (name, leaf), plan in zip(leaves.items(), plans, strict=True)
+    }
+    sources = match(who, wanted, stored.leaves, str(stored.directory))
+    places = dict(zip(names, zip(plans, shardings, strict=True), strict=True))
+    at_once = max(_AT_ONCE, *(2 * plan.nbytes for plan in plans))
+    found: dict[str, Any] = {}
+    for cast in (False, True):  # One stored leaf may become a parameter and its master.
+        chosen = {name: source.name for name, source in sources.items() if source.cast == cast}
+        how = {chosen[name]: _restore_args(leaves[name], *places[name]) for name in chosen}
+        read = _stored.read(who, stored, how, at_once) if how else {}
+        found |= {name: read[source] for name, source in chosen.items()}
+    placed = _placing.place([found[name] for name in names], shardings)  # Numbers become arrays.
+    return jax.tree.unflatten(jax.tree.structure(state), _placing.wrap(placed, plans))
+
+
+def _as_stored(leaf: jax.ShapeDtypeStruct, plan: LeafPlan) -> Leaf:
+    """A PRNG key is stored as its bits."""
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return Leaf(plan.path, leaf.shape, str(leaf.dtype))
+
+
+def _restore_args(
+    leaf: jax.ShapeDtypeStruct, plan: LeafPlan, sharding: NamedSharding
+) -> ocp.ArrayRestoreArgs:
+    """As it rests: what the true shape lacks of the padded one is filled with zeros."""
+    return ocp.ArrayRestoreArgs(
+        dtype=leaf.dtype, sharding=sharding, global_shape=plan.padded_shape, strict=False
+    )

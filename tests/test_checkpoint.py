@@ -1,0 +1,298 @@
+"""Checkpoints: restored in any layout, read and written by Orbax alone, and continued to the bit."""
+
+import itertools
+import subprocess
+import sys
+import textwrap
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import jzero
+
+ROWS, WIDTH = 40, 52  # of 8 devices, the first is divided evenly, and the second not
+
+
+class State(NamedTuple):
+    params: Any
+    opt_state: Any
+    key: jax.Array
+    step: jax.Array
+
+
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def new_state(dtype=jnp.float32, tx=TX) -> State:
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "embed": jax.random.normal(keys[0], (ROWS, 16), dtype),
+        "odd": jax.random.normal(keys[1], (WIDTH - 1, 7), dtype),
+        "layers": [jax.random.normal(keys[2], (16, WIDTH - 1), dtype), jnp.ones((3,), dtype)],
+    }
+    return State(params, tx.init(params), jax.random.key(7), jnp.int32(0))
+
+
+def make_step(tx=TX):
+    def step_fn(state, batch):
+        def loss_fn(p):
+            x = jnp.tanh(batch @ p["embed"].astype(jnp.float32))
+            x = x @ p["layers"][0].astype(jnp.float32) @ p["odd"].astype(jnp.float32)
+            return jnp.mean(x**2) + p["layers"][1].astype(jnp.float32).sum() ** 2
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return State(params, opt_state, state.key, state.step + 1), {"loss": loss}
+
+    return step_fn
+
+
+def batch(i: int) -> np.ndarray:
+    return np.random.default_rng(i).standard_normal((120, ROWS)).astype(np.float32)
+
+
+def sharded(
+    stage: int, shape: tuple[int, ...], names: tuple[str, ...] = ("data",), tx=TX, **options
+):
+    num = int(np.prod(shape))
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:num], shape), names)
+    return jzero.shard_train_step(
+        make_step(tx), stage=stage, mesh=mesh, min_shard_bytes=0, **options
+    )
+
+
+SETTINGS: dict[str, Any] = {
+    "stage 0 on 1": dict(stage=0, shape=(1,)),
+    "stage 1 on 2": dict(stage=1, shape=(2,)),
+    "stage 2 on 3": dict(stage=2, shape=(3,)),
+    "stage 3 on 8": dict(stage=3, shape=(8,)),
+    "stage 3 on 5": dict(stage=3, shape=(5,), names=("batch",)),
+    "stage 3 on 2x4": dict(stage=3, shape=(2, 4), names=("node", "local"), param_axes="local"),
+    "stage 3 and a tensor axis": dict(
+        stage=3, shape=(4, 2), names=("data", "model"), axis_names="data",
+        auto_specs={"embed": P(None, "model")},
+    ),
+}  # fmt: skip
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Bit for bit, every leaf."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    """A state of two steps on one device, on the host."""
+    train_step = jax.jit(make_step())
+    state = new_state()
+    for i in range(2):
+        state, _ = train_step(state, batch(i))
+    return state
+
+
+@pytest.fixture(scope="module")
+def saved(trained, tmp_path_factory) -> dict[str, Any]:
+    """A checkpoint of that state by each setting."""
+    paths = {}
+    for name, setting in SETTINGS.items():
+        path = tmp_path_factory.mktemp("saved")
+        train_step = sharded(**setting)
+        with jzero.Checkpointer(path, train_step, asynchronous=False) as checkpointer:
+            assert checkpointer.save(2, train_step.shard(trained, batch(0)))
+        paths[name] = path
+    return paths
+
+
+@pytest.mark.parametrize(("source", "target"), [*itertools.product(SETTINGS, SETTINGS)])
+def test_restored_in_any_layout(source, target, saved, trained):
+    train_step = sharded(**SETTINGS[target])
+    with jzero.Checkpointer(saved[source], train_step) as checkpointer:
+        state = checkpointer.restore(jax.eval_shape(new_state), batch(0))
+    placed = train_step.shard(trained, batch(0))
+    at_rest = [type(x) for x in jax.tree.leaves(placed)]
+    assert [type(x) for x in jax.tree.leaves(state)] == at_rest
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(placed), strict=True):
+        x, y = (getattr(leaf, "padded", leaf) for leaf in (x, y))  # the padding, too, is the same
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        assert_same(x, y)
+    assert_same(train_step.unshard(state), trained)
+
+
+@pytest.mark.parametrize("name", ["stage 1 on 2", "stage 3 on 8", "stage 3 on 2x4"])
+def test_interrupted_training_is_continued_to_the_bit(name, tmp_path):
+    setting = SETTINGS[name]
+    train_step = sharded(**setting)
+    whole = train_step.shard(new_state(), batch(0))
+    with jzero.Checkpointer(tmp_path, train_step, save_interval_steps=2) as checkpointer:
+        for i in range(6):
+            whole, _ = train_step(whole, batch(i))
+            due = checkpointer.save(i + 1, whole)
+            assert due == (i == 0 or (i + 1) % 2 == 0)
+    train_step = sharded(**setting)
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        assert checkpointer.latest_step() == 6
+        state = checkpointer.restore(jax.eval_shape(new_state), step=4)
+    for i in range(4, 6):
+        state, _ = train_step(state, batch(i))
+    assert_same(train_step.unshard(state), train_step.unshard(whole))
+
+
+def test_master_weights_come_and_go(tmp_path):
+    mixed_tx = optax.chain(optax.clip_by_global_norm(1.0), jzero.master_weights(optax.adamw(1e-2)))
+    mixed, plain = sharded(3, (8,), tx=mixed_tx), sharded(1, (4,))
+    bf16 = jax.eval_shape(lambda: new_state(jnp.bfloat16, mixed_tx))
+    state = mixed.init(lambda: new_state(jnp.bfloat16, mixed_tx))
+    for i in range(2):
+        state, _ = mixed(state, batch(i))
+    expected = mixed.unshard(state)
+    with jzero.Checkpointer(tmp_path / "mixed", mixed) as checkpointer:
+        checkpointer.save(2, state)
+    masters = expected.opt_state[1].masters
+    without = State(masters, (expected.opt_state[0], expected.opt_state[1].inner), *expected[2:])
+
+    with jzero.Checkpointer(tmp_path / "mixed", plain) as checkpointer:
+        state = checkpointer.restore(jax.eval_shape(new_state))
+    assert_same(plain.unshard(state), without)
+
+    with jzero.Checkpointer(tmp_path / "plain", plain) as checkpointer:
+        checkpointer.save(2, state)
+    with jzero.Checkpointer(tmp_path / "plain", mixed) as checkpointer:
+        assert_same(mixed.unshard(checkpointer.restore(bf16)), expected)
+
+
+def linen_state() -> TrainState:
+    params = new_state().params
+    return TrainState.create(apply_fn=jnp.tanh, params=params, tx=TX)
+
+
+def test_reads_what_orbax_wrote(tmp_path):
+    """An unsharded Flax `TrainState`, in the three forms in which Orbax writes it."""
+    state = linen_state().replace(step=jnp.int32(0))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "standard", state)
+    ocp.PyTreeCheckpointer().save(tmp_path / "pytree", state)
+    with ocp.CheckpointManager(tmp_path / "manager") as manager:
+        manager.save(3, args=ocp.args.StandardSave(state))
+    train_step = sharded(3, (8,))
+    for path in ("standard", "pytree", "manager/3"):
+        restored = jzero.restore(tmp_path / path, train_step, linen_state())
+        assert isinstance(restored.params["odd"], jzero.PaddedArray)
+        assert_same(train_step.unshard(restored), state)
+    with jzero.Checkpointer(tmp_path / "manager", train_step) as checkpointer:
+        assert_same(train_step.unshard(checkpointer.restore(state)), state)
+
+
+READER = """
+    import sys
+    sys.modules["jzero"] = None  # an import of it fails
+    import numpy as np, orbax.checkpoint as ocp
+    with ocp.CheckpointManager(sys.argv[1], item_names=("state",)) as manager:
+        args = ocp.args.Composite(state=ocp.args.StandardRestore())
+        state = manager.restore(manager.latest_step(), args=args)["state"]
+    try:
+        import jzero
+    except ImportError:
+        flat = {"/".join(k): v for k, v in ocp.tree.to_flat_dict(state).items() if v is not None}
+        np.savez(sys.argv[2], **flat)
+"""
+
+
+def test_orbax_alone_reads_it(saved, trained, tmp_path):
+    for name in ("stage 3 on 8", "stage 3 on 2x4"):
+        out = tmp_path / f"{len(name)}.npz"
+        code = textwrap.dedent(READER)
+        subprocess.run([sys.executable, "-c", code, saved[name], out], check=True, timeout=300)
+        found = np.load(out)
+        np.testing.assert_array_equal(found["params/odd"], trained.params["odd"])
+        np.testing.assert_array_equal(
+            found["opt_state/1/0/mu/layers/0"], trained.opt_state[1][0].mu["layers"][0]
+        )
+        np.testing.assert_array_equal(found["key"], jax.random.key_data(trained.key))
+        assert len(found.files) == len(jax.tree.leaves(trained))
+
+
+def test_nnx_and_a_lone_array(tmp_path):
+    model = nnx.Linear(16, 24, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def train_step(model, optimizer, x):
+        grads = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        optimizer.update(model, grads)
+
+    step_fn, state = jzero.from_nnx(train_step, model, optimizer)
+    sharded_step = jzero.shard_train_step(step_fn)
+    state, _ = sharded_step(state, jnp.ones((8, 16)))
+    with jzero.Checkpointer(tmp_path / "nnx", sharded_step) as checkpointer:
+        checkpointer.save(1, state)
+        restored = checkpointer.restore(state)
+    assert_same(sharded_step.unshard(restored), sharded_step.unshard(state))
+
+    lone = jzero.shard_train_step(lambda w, x: w - jax.grad(lambda w: jnp.mean(x @ w))(w))
+    with jzero.Checkpointer(tmp_path / "lone", lone) as checkpointer:
+        checkpointer.save(1, jnp.arange(800.0).reshape(100, 8))
+        restored = checkpointer.restore(jnp.zeros((100, 8)))
+    assert_same(lone.unshard(restored), jnp.arange(800.0).reshape(100, 8))
+
+
+def test_numbers_that_are_no_arrays(tmp_path):
+    """A state as the user made it, not yet placed: Python numbers and NumPy arrays are leaves, too."""
+    train_step = jzero.shard_train_step(lambda s, x: {**s, "w": s["w"] - x.mean()})
+    state = {"w": np.arange(512, dtype=np.float32), "step": 3, "scale": 0.5}
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        checkpointer.save(0, state)
+        restored = checkpointer.restore(state)
+    assert restored["step"] == 3
+    assert restored["scale"] == 0.5
+    assert restored["step"].dtype == jnp.int32
+    np.testing.assert_array_equal(restored["w"], state["w"])
+
+
+class Count:
+    """The smallest data iterator that can be saved."""
+
+    def __init__(self, state: Any):
+        self.state = state
+
+    def get_state(self) -> Any:
+        return self.state
+
+    def set_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("place", [{"next": 12}, b'{"next": 12}'])
+def test_data_iterator_comes_back(place, tmp_path):
+    train_step = sharded(3, (8,))
+    state = train_step.init(new_state)
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        checkpointer.save(1, state, Count(place))
+        other = Count(None)
+        checkpointer.restore(state, data_iterator=other)
+    assert other.state == place
+
+
+def test_only_the_latest_are_kept(tmp_path):
+    train_step = sharded(3, (8,))
+    state = train_step.init(new_state)
+    with jzero.Checkpointer(tmp_path, train_step, max_to_keep=2) as checkpointer:
+        assert checkpointer.latest_step() is None
+        for step in range(4):
+            checkpointer.save(step, state)
+        checkpointer.wait()
+        assert checkpointer.latest_step() == 3
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+        assert not checkpointer.save(3, state)  # It is there.

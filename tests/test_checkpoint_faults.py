@@ -1,0 +1,199 @@
+"""Damaged, wrong and unwritable checkpoints: a clear error each, and what was complete stays complete."""
+
+import contextlib
+import pathlib
+import random
+import resource
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jzero
+
+
+def step_fn(state, batch):
+    grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
+    return {
+        **state,
+        "w": state["w"] - 0.1 * grads,
+        "mu": state["mu"] + grads,
+        "count": state["count"] + 1,
+    }
+
+
+def new_state(rows: int = 100) -> dict[str, jax.Array]:
+    w = jax.random.normal(jax.random.key(0), (rows, 24))
+    return {"w": w, "mu": w + 1, "count": jnp.int32(3)}
+
+
+@pytest.fixture(scope="module")
+def train_step():
+    return jzero.shard_train_step(step_fn)
+
+
+@pytest.fixture
+def saved(train_step, tmp_path) -> pathlib.Path:
+    """Steps 1 and 2, the second to be damaged."""
+    with jzero.Checkpointer(tmp_path / "steps", train_step) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, new_state())
+    return tmp_path / "steps"
+
+
+def restore(directory, train_step, step=None, state=None):
+    with jzero.Checkpointer(directory, train_step) as checkpointer:
+        return checkpointer.restore(new_state() if state is None else state, step=step)
+
+
+def assert_restored(state) -> None:
+    for name, expected in new_state().items():
+        np.testing.assert_array_equal(state[name], expected)
+
+
+def data_files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """The files that hold chunks of leaves, by size."""
+    files = [path for path in directory.rglob("d/*") if path.is_file()]
+    return sorted(files, key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_flipped_bits_are_found(seed, saved, train_step):
+    """In any file: an error, or nothing that matters was hit; never another value."""
+    rng = random.Random(seed)
+    for path in sorted(path for path in (saved / "2").rglob("*") if path.is_file()):
+        whole = path.read_bytes()
+        flipped = bytearray(whole)
+        flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        # Where nothing is found, it hit what is not used, such as a name in the notes.
+        with contextlib.suppress(jzero.CheckpointError):
+            assert_restored(restore(saved, train_step))
+        path.write_bytes(whole)
+    assert_restored(restore(saved, train_step))
+
+
+def test_damage_names_the_leaf_and_spares_the_step_before(saved, train_step):
+    largest = data_files(saved / "2")[-1]
+    data = bytearray(largest.read_bytes())
+    for at in range(len(data) // 8, len(data), len(data) // 8):
+        data[at] ^= 1
+    largest.write_bytes(data)
+    with pytest.raises(jzero.CheckpointError, match=r"(?s)steps/2/state: 2 leaves fail.*mu.*w"):
+        restore(saved, train_step)
+    assert_restored(restore(saved, train_step, step=1))
+
+
+@pytest.mark.parametrize("keep", [0, 0.5])
+def test_truncated_files(keep, saved, train_step):
+    for path in data_files(saved / "2"):
+        whole = path.read_bytes()
+        path.write_bytes(whole[: int(len(whole) * keep)])
+    with pytest.raises(jzero.CheckpointError, match="Its files are damaged"):
+        restore(saved, train_step)
+    assert_restored(restore(saved, train_step, step=1))
+
+
+def test_missing_files(saved, train_step):
+    data_files(saved / "2")[-1].unlink()
+    with pytest.raises(jzero.CheckpointError, match="damaged, incomplete"):
+        restore(saved, train_step)
+    (saved / "2" / "state" / "_METADATA").unlink()
+    with pytest.raises(jzero.CheckpointError, match="has a file _METADATA"):
+        restore(saved, train_step)
+
+
+def test_another_model(saved, train_step):
+    wrong = {
+        "w": jnp.zeros((101, 24)),
+        "mu": jnp.zeros((100, 24), jnp.bfloat16),
+        "nu": jnp.zeros((2, 2)),
+    }
+    with pytest.raises(jzero.CheckpointError) as caught:
+        restore(saved, train_step, state=wrong)
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("steps/2/state: 4 leaves fail:")
+    assert lines[1:5] == [
+        "  - state['mu'] bfloat16[100,24] is float32[100,24] in the checkpoint",
+        "  - state['nu'] float32[2,2] is not in the checkpoint",
+        "  - state['w'] float32[101,24] is float32[100,24] in the checkpoint",
+        "  - count int32[] is in the checkpoint only",
+    ]
+    assert "Use the model and optimizer that it was saved with" in lines[5]
+
+
+def test_no_such_step(saved, train_step, tmp_path):
+    with pytest.raises(jzero.CheckpointError, match=r"has no step 5. It has the steps \[1, 2\]"):
+        restore(saved, train_step, step=5)
+    with pytest.raises(jzero.CheckpointError, match=r"has no step. It has the steps \[\]"):
+        restore(tmp_path / "empty", train_step)
+
+
+def test_no_checkpoint(train_step, tmp_path):
+    with pytest.raises(jzero.CheckpointError, match="there is no directory"):
+        jzero.restore(tmp_path / "nowhere", train_step, new_state())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "readme.txt").write_text("hello")
+    with pytest.raises(jzero.CheckpointError, match=r"has \['readme.txt'\]"):
+        jzero.restore(tmp_path / "other", train_step, new_state())
+
+
+def test_never_finished(saved, train_step):
+    unfinished = saved / "3.orbax-checkpoint-tmp"
+    shutil.copytree(saved / "2", unfinished)
+    with pytest.raises(jzero.CheckpointError, match="was never finished"):
+        jzero.restore(unfinished, train_step, new_state())
+    with jzero.Checkpointer(saved, train_step) as checkpointer:
+        assert checkpointer.latest_step() == 2
+        checkpointer.save(4, new_state())
+    assert sorted(path.name for path in saved.iterdir()) == ["1", "2", "4"]
+
+
+def test_wrong_arguments(saved, train_step):
+    with pytest.raises(jzero.OptionError, match="train_step is a function"):
+        jzero.restore(saved / "2", step_fn, new_state())
+    with jzero.Checkpointer(saved, train_step) as checkpointer:
+        with pytest.raises(jzero.OptionError, match=r"is a list without get_state\(\)"):
+            checkpointer.save(3, new_state(), [1, 2])
+        with pytest.raises(jzero.CheckpointError, match="was saved without a data iterator"):
+            checkpointer.restore(new_state(), data_iterator=NoPlace())
+        state = train_step.shard(new_state())
+        train_step(state, jnp.ones((8, 100)))
+        with pytest.raises(jzero.StateError, match="already donated"):
+            checkpointer.save(3, state)
+        assert checkpointer.latest_step() == 2
+
+
+class NoPlace:
+    def set_state(self, state):
+        raise AssertionError
+
+
+def test_unwritable_directory(train_step, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "steps", pathlib.Path("/proc/steps")):
+        with pytest.raises(jzero.CheckpointError, match="could not be opened: .*Error"):
+            jzero.Checkpointer(path, train_step)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_full_disk(asynchronous, saved, train_step):
+    """No file may grow beyond 4 KiB: what the kernel then says is EFBIG, where a full disk has ENOSPC."""
+    state = train_step.shard(new_state())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with jzero.Checkpointer(saved, train_step, asynchronous=asynchronous) as checkpointer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            with pytest.raises(jzero.CheckpointError, match="(?s)could not be .*File too large"):
+                checkpointer.wait() if checkpointer.save(3, state) else None
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, old)
+        assert checkpointer.latest_step() == 2
+        assert_restored(checkpointer.restore(new_state()))
+        checkpointer.save(3, state)  # There is space again.
+    assert_restored(restore(saved, train_step, step=3))
