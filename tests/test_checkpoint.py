@@ -86,8 +86,10 @@ SETTINGS: dict[str, Any] = {
 
 def assert_same(actual: Any, expected: Any) -> None:
     """Bit for bit, every leaf."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    actual, tree = jax.tree.flatten(actual)
+    expected, expected_tree = jax.tree.flatten(expected)
+    assert tree == expected_tree
+    for x, y in zip(actual, expected, strict=True):
         assert x.dtype == y.dtype
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)

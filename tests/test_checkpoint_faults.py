@@ -154,7 +154,7 @@ def test_never_finished(saved, train_step):
 
 def test_wrong_arguments(saved, train_step):
     with pytest.raises(jzero.OptionError, match="train_step is a function"):
-        jzero.restore(saved / "2", step_fn, new_state())
+        jzero.restore(saved / "2", step_fn, new_state())  # type: ignore[arg-type]
     with jzero.Checkpointer(saved, train_step) as checkpointer:
         with pytest.raises(jzero.OptionError, match=r"is a list without get_state\(\)"):
             checkpointer.save(3, new_state(), [1, 2])

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 
 from jzero import _placing
 from jzero._errors import CheckpointError, JzeroError, message
@@ -66,7 +67,7 @@ class Checkpointer:
         save_interval_steps: int = 1,
         asynchronous: bool = True,
     ):
-        self._directory = Path(directory).absolute()
+        self._directory = epath.Path(directory).absolute()
         self._train_step = train_step
         self._terminated = False
         self._old_handler: Any = None
@@ -141,7 +142,7 @@ class Checkpointer:
         self.wait()
         steps = self._manager.all_steps()
         step = max(steps, default=None) if step is None else step
-        if step not in steps:
+        if step is None or step not in steps:
             missing = "no step" if step is None else f"no step {step}"
             raise CheckpointError(message(
                 "Checkpointer.restore", f"{self._directory} has {missing}",
