@@ -86,12 +86,14 @@ SETTINGS: dict[str, Any] = {
 
 def assert_same(actual: Any, expected: Any) -> None:
     """Bit for bit, every leaf."""
-    flat = jax.tree.map(lambda x, y: (x, y), actual, expected)  # raises if their structures differ
-    for x, y in jax.tree.leaves(flat, is_leaf=lambda node: type(node) is tuple):
+
+    def check(x: Any, y: Any) -> None:
         assert x.dtype == y.dtype
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+    jax.tree.map(check, actual, expected)  # which refuses trees of different structures
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ What it writes is an ordinary Orbax checkpoint, for every reader of Orbax checkp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -75,22 +75,20 @@ class ArrayHandler(type_handlers.ArrayHandler):
         leaves = [_Leaf.of(x, info) for x, info in zip(plain, infos, strict=True)]
         return [CommitFuture(_write(leaves), name="write")]
 
-    async def metadata(self, infos: Sequence[Any]) -> list[Any]:
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
         """Shape, dtype and chunks of each leaf."""
-        reads = [super(ArrayHandler, self).metadata([info]) for info in infos]
-        return [found for (found,) in await _each(reads, [info.name for info in infos])]
+        return await _named(super().metadata, infos)
 
     async def deserialize(
         self, infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> list[jax.Array]:
         """Reads each leaf as its `ArrayRestoreArgs` say."""
         assert args is not None
-        reads = [self._read(info, arg) for info, arg in zip(infos, args, strict=True)]
-        return await _each(reads, [info.name for info in infos])
-
-    async def _read(self, info: Any, arg: Any) -> jax.Array:
-        (x,) = await super().deserialize([info], [arg])
-        return jax.random.wrap_key_data(x, impl=arg.dtype) if _is_key(arg.dtype) else x
+        arrays = await _named(super().deserialize, infos, args)
+        return [
+            jax.random.wrap_key_data(x, impl=arg.dtype) if _is_key(arg.dtype) else x
+            for x, arg in zip(arrays, args, strict=True)
+        ]
 
 
 def handler(concurrent_bytes: int | None = None) -> ocp.PyTreeCheckpointHandler:
@@ -114,6 +112,19 @@ def handler(concurrent_bytes: int | None = None) -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(handler_impl=base, **options)
 
 
+async def _named(
+    read: Callable[..., Coroutine[Any, Any, Any]], infos: Sequence[Any], *args: Sequence[Any]
+) -> Sequence[Any]:
+    """What is read of all leaves together; if that fails, of one after the other, to name those that fail."""
+    before = asyncio.all_tasks()
+    try:
+        return await read(infos, *args)
+    except Exception:
+        await _others(before)
+        ones = [read(*[[part] for part in parts]) for parts in zip(infos, *args, strict=True)]
+        return [x for (x,) in await _each(ones, [info.name for info in infos])]
+
+
 async def _each(work: Sequence[Coroutine[Any, Any, Any]], names: Sequence[str]) -> list[Any]:
     """Does all of the work, also if some of it fails; then raises what failed."""
     before = asyncio.all_tasks()
@@ -121,10 +132,14 @@ async def _each(work: Sequence[Coroutine[Any, Any, Any]], names: Sequence[str]) 
     pairs = zip(names, done, strict=True)
     errors = {name: result for name, result in pairs if isinstance(result, BaseException)}
     if errors:
-        # Other shards of a leaf that failed are still being read, and the loop will be closed.
-        await asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True)
+        await _others(before)
         raise LeafErrors(errors)
     return done
+
+
+async def _others(before: set[Any]) -> None:
+    """Waits for tasks of reads that failed: the others of a leaf go on, and the loop will be closed."""
+    await asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True)
 
 
 def _is_key(dtype: Any) -> bool:
