@@ -6,6 +6,7 @@ import sys
 import textwrap
 from typing import Any, NamedTuple
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -285,6 +286,23 @@ def test_data_iterator_comes_back(place, tmp_path):
         other = Count(None)
         checkpointer.restore(state, data_iterator=other)
     assert other.state == place
+
+
+def test_grain_goes_on_where_it_was(tmp_path):
+    def batches():
+        dataset = grain.MapDataset.range(1000).seed(0).shuffle().repeat().batch(8)
+        return iter(dataset.to_iter_dataset())
+
+    train_step = sharded(3, (8,))
+    state, iterator = train_step.init(new_state), batches()
+    for _ in range(3):
+        next(iterator)
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        checkpointer.save(3, state, iterator)
+        expected = [next(iterator) for _ in range(5)]
+        restarted = batches()
+        checkpointer.restore(state, data_iterator=restarted)
+    np.testing.assert_array_equal([next(restarted) for _ in range(5)], expected)
 
 
 def test_only_the_latest_are_kept(tmp_path):
