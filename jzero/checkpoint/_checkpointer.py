@@ -61,7 +61,7 @@ class Checkpointer:
 
     With several processes, all of them make the same calls. Saving copies the state to the host and writes it
     in the background, so the next step may consume it: peak host memory is one copy of what rests on this
-    host's devices. Restoring reads each shard straight to its device: one leaf on the host.
+    host's devices. Restoring reads each shard straight to its device (see `jzero.restore`).
 
     Args:
       directory: where the steps are, on a file system that all processes see; made if it is not there.
