@@ -30,6 +30,10 @@ class StepError(JzeroError, TypeError):
     """A train step that cannot be made right; the message says which edit would."""
 
 
+class ProcessError(JzeroError, RuntimeError):
+    """Processes of one run that do not do the same, or that are missing."""
+
+
 class MismatchError(JzeroError, AssertionError):
     """An assertion of `jzero.testing` that does not hold."""
 

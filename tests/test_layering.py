@@ -21,6 +21,7 @@ LAYERS = (
         "_call",
         "_precision",
         "_schedule",
+        "_processes",
     ),
     ("sharding/_values", "sharding/_frames", "sharding/_pipeline"),
     (
@@ -42,6 +43,7 @@ LAYERS = (
         "_placing",
     ),
     ("_report", "_program", "_formulas"),
+    ("_identity",),
     ("_step", "_estimate"),
     ("_preflight",),
     ("__init__", "_plot", "testing"),
