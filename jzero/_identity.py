@@ -47,7 +47,9 @@ def of_program(
         f"{describe_leaf(path, leaf.shape, leaf.dtype)} {sharding.spec}"
         for path, leaf, sharding in zip(paths, leaves, program.argument_shardings, strict=True)
     ]
-    return of_state(setting, program.plan.leaves) | {
+    state = of_state(setting, program.plan.leaves)
+    return state | {
+        "state": [*state["state"], f"plan {program.plan.fingerprint}"],
         "arguments": arguments,
         **of_jaxpr(*_jaxpr.open_jaxpr(traced.jaxpr)),
     }

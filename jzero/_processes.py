@@ -93,10 +93,12 @@ def _exchange(
     digests = {int(key.rpartition("/")[2]): value for key, value in pairs}
     if timeout is not None:
         missing = [process for process in processes if process not in digests]
+        late = f"process {jax.process_index()} came when others had given up waiting for it"
         raise ProcessError(message(
-            who, f"processes {missing} of {len(processes)} did not come within {PATIENCE_SECONDS:.0f} s",
+            who, f"processes {missing} of {len(processes)} did not come within {PATIENCE_SECONDS:.0f} s"
+            if missing else late,
             "All processes call init, shard and the step equally often and in one order.",
-            "See what those printed last. If they only need longer, wait for them before: "
+            "See what those that are missing printed last. If they only need longer, wait for them before: "
             "jax.experimental.multihost_utils.sync_global_devices('ready').",
         )) from timeout  # fmt: skip
     return {process: digests[process] for process in processes}

@@ -63,10 +63,14 @@ def connect() -> int:
     """
     num_processes = max(int(os.environ.get(name, 1)) for name in PROCESS_COUNTS)
     if num_processes > 1:
-        names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
-        given = {key: int(os.environ[name]) for key, name in names.items() if name in os.environ}
-        jax.distributed.initialize(**given)
+        jax.distributed.initialize(
+            num_processes=number_in("JAX_NUM_PROCESSES"), process_id=number_in("JAX_PROCESS_ID")
+        )
     return num_processes
+
+
+def number_in(variable: str) -> int | None:
+    return int(os.environ[variable]) if variable in os.environ else None
 
 
 def is_first_process() -> bool:

@@ -74,8 +74,8 @@ def train(args: argparse.Namespace, text: data.Text):
 
     sharded_step = jzero.shard_train_step(train_step, **common.sharding_options(args))
     state = sharded_step.init(init, jax.random.key(args.seed))
-    batches = data.batches(text.train, args.batch_size, common.context + 1, args.seed)
-    batches = common.feed(batches, sharded_step.mesh)
+    rows = data.batches(text.train, args.batch_size, common.context + 1, args.seed)
+    batches = common.feed(rows, sharded_step.mesh)
     report = sharded_step.describe(state, next(batches))
     if common.is_first_process():
         print(report)

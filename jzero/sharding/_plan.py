@@ -183,7 +183,7 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Short hash of everything in the plan; equal on processes that will run the same program."""
+        """Short hash of everything in the plan; processes compare it, among all that decides a program."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def nbytes_at_rest(self, role: str | None = None) -> int:
