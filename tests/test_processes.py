@@ -52,7 +52,6 @@ def started(command, environments, folder):
     """The processes; whatever is left of them is killed, and if the test fails all output is shown."""
     files = [open(folder / f"{i}.out", "w") for i in range(len(environments))]
     processes = [
-        # A session of its own: mpirun's children end with it.
         subprocess.Popen(
             [*map(str, command)], env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -66,10 +65,19 @@ def started(command, environments, folder):
         raise
     finally:
         for process, file in zip(processes, files, strict=True):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            stop(process)
             file.close()
+
+
+def stop(process):
+    """Ends a process and its children; those of mpirun have groups of their own, and it ends them."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def output(folder, i):

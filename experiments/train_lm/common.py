@@ -191,11 +191,11 @@ def next_byte_loss(logits_fn: Callable[[jax.Array], jax.Array], batch: jax.Array
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def feed(batches: Iterator[np.ndarray], mesh: Mesh) -> Iterator[jax.Array]:
-    """Every process hands its own rows of each batch to its devices; they become one array."""
+def feed(text: np.ndarray, args: argparse.Namespace, mesh: Mesh) -> Iterator[jax.Array]:
+    """Batches of `text`: every process hands its own rows to its devices, which make one array."""
+    part = jax.process_index(), jax.process_count()
     split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    for batch in batches:
-        rows = np.split(batch, jax.process_count())[jax.process_index()]
+    for rows in data.batches(text, args.batch_size, context + 1, args.seed, part):
         yield jax.make_array_from_process_local_data(split, rows)
 
 

@@ -74,8 +74,7 @@ def train(args: argparse.Namespace, text: data.Text):
 
     sharded_step = jzero.shard_train_step(train_step, **common.sharding_options(args))
     state = sharded_step.init(init, jax.random.key(args.seed))
-    rows = data.batches(text.train, args.batch_size, common.context + 1, args.seed)
-    batches = common.feed(rows, sharded_step.mesh)
+    batches = common.feed(text.train, args, sharded_step.mesh)
     report = sharded_step.describe(state, next(batches))
     if common.is_first_process():
         print(report)

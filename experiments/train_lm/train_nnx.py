@@ -77,8 +77,7 @@ def train(args: argparse.Namespace, text: data.Text) -> tuple[GPT, common.Histor
     step, _ = jzero.from_nnx(train_step, model, optimizer)
     sharded_step = jzero.shard_train_step(step, **common.sharding_options(args))
     state = sharded_step.init(lambda: nnx.state(init()))
-    rows = data.batches(text.train, args.batch_size, common.context + 1, args.seed)
-    batches = common.feed(rows, sharded_step.mesh)
+    batches = common.feed(text.train, args, sharded_step.mesh)
     report = sharded_step.describe(state, next(batches))
     if common.is_first_process():
         print(report)
