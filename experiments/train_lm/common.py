@@ -18,6 +18,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -50,10 +51,40 @@ temperature = 0.7
 HERE = Path(__file__).parent
 
 
+# Where launchers say how many processes they started: by hand, mpirun, srun.
+PROCESS_COUNTS = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def connect() -> int:
+    """Joins the other processes, if several were started; how many. Before JAX touches a device.
+
+    Started by mpirun or srun, JAX finds the others by itself. Started by hand, it reads only the
+    coordinator's address from the environment.
+    """
+    num_processes = max(int(os.environ.get(name, 1)) for name in PROCESS_COUNTS)
+    if num_processes > 1:
+        jax.distributed.initialize(
+            num_processes=number_in("JAX_NUM_PROCESSES"), process_id=number_in("JAX_PROCESS_ID")
+        )
+    return num_processes
+
+
+def number_in(variable: str) -> int | None:
+    return int(os.environ[variable]) if variable in os.environ else None
+
+
+def is_first_process() -> bool:
+    """Whether to print and to write files: one process does it for all."""
+    return jax.process_index() == 0
+
+
 def parse_args(
     description: str | None, out: Path, steps: int = 1000, choose_stage: bool = True
 ) -> argparse.Namespace:
-    """Reads the command line and sets up virtual devices; call it before JAX touches a device."""
+    """Reads the command line, joins the other processes and sets up virtual devices.
+
+    Call it before JAX touches a device.
+    """
     parser = argparse.ArgumentParser(
         description=(description or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -74,15 +105,22 @@ def parse_args(
         add("--bfloat16-params", action="store_true", help="with float32 masters in the optimizer")
     add("--out", type=Path, default=HERE / out, help="folder for the results")
     args = parser.parse_args()
-    # The flag concerns CPU devices only. XLA reads it when the first device is asked for, not at
+    num_processes = connect()
+    # The flags concern CPU devices only. XLA reads them when the first device is asked for, not at
     # import, and of two settings the last one counts.
-    flag = f"--xla_force_host_platform_device_count={args.devices or 8}"
-    # Virtual devices may wait for each other for ever under this scheduler (docs/design.md, 7).
-    order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag} {order}"
+    flags = [f"--xla_force_host_platform_device_count={(args.devices or 8) // num_processes}"]
+    if num_processes == 1:
+        # Virtual devices may wait for each other for ever under this scheduler. Without it, processes
+        # may call collectives in different orders (docs/design.md, 7).
+        flags += ["--xla_cpu_enable_concurrency_optimized_scheduler=false"]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
     os.environ.setdefault("PJRT_NPROC", "32")  # threads: collectives that wait hold one each
     if args.devices is not None and args.devices > jax.device_count():
         parser.error(f"--devices {args.devices}: there are {jax.device_count()} {jax.devices()}")
+    if num_processes > 1 and args.devices not in (None, jax.device_count()):
+        parser.error(f"--devices {args.devices}: {num_processes} processes have {jax.devices()}")
+    if args.batch_size % (args.devices or jax.device_count()):
+        parser.error(f"--batch-size {args.batch_size}: each device needs as many sequences")
     return args
 
 
@@ -153,18 +191,27 @@ def next_byte_loss(logits_fn: Callable[[jax.Array], jax.Array], batch: jax.Array
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
+def feed(text: np.ndarray, args: argparse.Namespace, mesh: Mesh) -> Iterator[jax.Array]:
+    """Batches of `text`: every process hands its own rows to its devices, which make one array."""
+    part = jax.process_index(), jax.process_count()
+    split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    for rows in data.batches(text, args.batch_size, context + 1, args.seed, part):
+        yield jax.make_array_from_process_local_data(split, rows)
+
+
 class History(NamedTuple):
     loss: list[float]  # nats per byte, before each step's update
     seconds: list[float]  # each step's wall time; the first one contains the compilation
 
 
 def fit(
-    train_step: Callable, state: Any, batches: Iterator[np.ndarray], steps: int, label: str
+    train_step: Callable, state: Any, batches: Iterator[jax.Array], steps: int, label: str
 ) -> tuple[Any, History]:
     """Trains for `steps` steps under a progress bar."""
     history = History([], [])
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeRemainingColumn()) as progress:
+    silent = not is_first_process()
+    with Progress(*columns, TimeRemainingColumn(), disable=silent) as progress:
         task = progress.add_task(f"{label}: compiling", total=steps)
         for _ in range(steps):
             batch = next(batches)
@@ -187,7 +234,9 @@ def tokens_per_second(history: History, batch_size: int) -> float:
 def report(
     args: argparse.Namespace, text: data.Text, history: History, apply: Callable, params: Any
 ) -> None:
-    """Evaluates `apply(params, tokens)`; writes metrics.csv, loss.png and sample.txt."""
+    """Evaluates `apply(params, tokens)`; writes metrics.csv, loss.png and sample.txt; once."""
+    if not is_first_process():
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     held_out = held_out_loss(text.held_out, apply, params, args)
     prompt, continuation = sample(text.held_out, apply, params, args.seed)

@@ -54,6 +54,8 @@ def main() -> None:
     for stage in STAGES:
         _, history = train_linen.train(argparse.Namespace(**vars(args), stage=stage), text)
         losses.append(history.loss)
+    if not common.is_first_process():
+        return
     differences = abs(np.asarray(losses) - losses[0]).max(axis=1)
 
     result = {

@@ -34,9 +34,15 @@ def _read(root: Path, names: list[str]) -> np.ndarray:
     return np.frombuffer(b"\n".join((root / name).read_bytes() for name in names), np.uint8)
 
 
-def batches(text: np.ndarray, batch_size: int, length: int, seed: int) -> Iterator[np.ndarray]:
-    """Yields uint8[batch_size, length] windows of `text`, without end; one seed, one sequence."""
+def batches(
+    text: np.ndarray, batch_size: int, length: int, seed: int, part: tuple[int, int] = (0, 1)
+) -> Iterator[np.ndarray]:
+    """Yields uint8[batch_size, length] windows of `text`, without end; one seed, one sequence.
+
+    Of every batch only part `part[0]` of `part[1]` equal ones.
+    """
+    index, count = part
     rng = np.random.default_rng(seed)
     while True:
         starts = rng.integers(0, len(text) - length, size=(batch_size, 1))
-        yield text[starts + np.arange(length)]
+        yield text[np.split(starts, count)[index] + np.arange(length)]

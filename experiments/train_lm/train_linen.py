@@ -74,8 +74,10 @@ def train(args: argparse.Namespace, text: data.Text):
 
     sharded_step = jzero.shard_train_step(train_step, **common.sharding_options(args))
     state = sharded_step.init(init, jax.random.key(args.seed))
-    batches = data.batches(text.train, args.batch_size, common.context + 1, args.seed)
-    print(sharded_step.describe(state, next(batches)))
+    batches = common.feed(text.train, args, sharded_step.mesh)
+    report = sharded_step.describe(state, next(batches))
+    if common.is_first_process():
+        print(report)
     state, history = common.fit(sharded_step, state, batches, args.steps, f"stage {args.stage}")
     return jax.device_get(sharded_step.unshard(state).params), history
 

@@ -77,8 +77,10 @@ def train(args: argparse.Namespace, text: data.Text) -> tuple[GPT, common.Histor
     step, _ = jzero.from_nnx(train_step, model, optimizer)
     sharded_step = jzero.shard_train_step(step, **common.sharding_options(args))
     state = sharded_step.init(lambda: nnx.state(init()))
-    batches = data.batches(text.train, args.batch_size, common.context + 1, args.seed)
-    print(sharded_step.describe(state, next(batches)))
+    batches = common.feed(text.train, args, sharded_step.mesh)
+    report = sharded_step.describe(state, next(batches))
+    if common.is_first_process():
+        print(report)
     state, history = common.fit(sharded_step, state, batches, args.steps, f"stage {args.stage}")
     nnx.update((model, optimizer), jax.device_get(sharded_step.unshard(state)))
     return model, history

@@ -84,7 +84,8 @@ def restore(
         how = {chosen[name]: _restore_args(leaves[name], *places[name]) for name in chosen}
         read = _stored.read(who, stored, how, at_once) if how else {}
         found |= {name: read[source] for name, source in chosen.items()}
-    placed = _placing.place([found[name] for name in names], shardings)  # Numbers become arrays.
+    # Python numbers become arrays.
+    placed = _placing.place([found[name] for name in names], shardings, lambda: names)
     return jax.tree.unflatten(jax.tree.structure(state), _placing.wrap(placed, plans))
 
 
