@@ -104,6 +104,89 @@ def train(folder):
     return found
 
 
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+class Place:
+    """A data iterator's: which step is next."""
+
+    def __init__(self, step=0, process=0):
+        self.state = {"step": step, "process": process}
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def go_on(folder, num_steps, mesh=None):
+    """Trains from the latest checkpoint, and saves the state after `num_steps` steps."""
+    mesh = mesh or jax.make_mesh((jax.device_count(),), ("data",))
+    sharded = jzero.shard_train_step(train_step, mesh=mesh, min_shard_bytes=0)
+    losses, keys, place = [], jax.random.split(jax.random.key(1), 2 * NUM_STEPS), Place()
+    with jzero.Checkpointer(folder / "steps", sharded) as checkpointer:
+        if checkpointer.latest_step() is None:
+            state = sharded.init(new_state)
+        else:
+            state = checkpointer.restore(jax.eval_shape(new_state), data_iterator=place)
+        for i in range(place.state["step"], num_steps):
+            state, loss = sharded(state, own_rows(global_batch(i), mesh), keys[i])
+            losses.append(float(loss))
+        checkpointer.save(num_steps, state, Place(num_steps))
+        checkpointer.wait()
+        restored = checkpointer.restore(jax.eval_shape(new_state))
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
+        np.testing.assert_array_equal(own_values(x), own_values(y))
+    return losses
+
+
+def own_values(x):
+    """What this process holds of a leaf."""
+    x = getattr(x, "padded", x)
+    x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return [np.asarray(shard.data) for shard in x.addressable_shards]
+
+
+def first_half(folder):
+    return go_on(folder, NUM_STEPS)
+
+
+def second_half(folder):
+    return go_on(folder, 2 * NUM_STEPS)
+
+
+def uneven_places(folder):
+    """Data iterators that stand in different places can only come back to as many processes."""
+    sharded = jzero.shard_train_step(train_step)
+    with jzero.Checkpointer(folder / "uneven", sharded) as checkpointer:
+        if checkpointer.latest_step() is None:
+            state = sharded.init(new_state)
+            checkpointer.save(1, state, Place(7, jax.process_index()))
+        place = Place()
+        try:
+            checkpointer.restore(jax.eval_shape(new_state), data_iterator=place)
+        except jzero.CheckpointError as error:
+            return str(error)
+    return place.state
+
+
+def until_preempted(folder):
+    """Steps until one of the processes is told to end."""
+    sharded = jzero.shard_train_step(train_step)
+    state, batch = sharded.init(new_state), global_batch(0)
+    rows = own_rows(batch, jax.make_mesh((jax.device_count(),), ("data",)))
+    with jzero.Checkpointer(folder / "steps", sharded, save_interval_steps=10**6) as checkpointer:
+        for step in range(1, 10**6):
+            state, _ = sharded(state, rows, jax.random.key(0))
+            stop = checkpointer.preempted(step)
+            checkpointer.save(step, state, force=stop)
+            if step == 5:
+                (folder / f"{jax.process_index()}.ready").touch()
+            if stop:
+                return step
+
+
 # -- disagreements -------------------------------------------------------------------------------
 
 W, X = np.ones((12, 12), np.float32), np.ones((12, 12), np.float32)

@@ -125,6 +125,42 @@ def test_trains_as_one_process(num_processes, tmp_path):
             np.testing.assert_allclose(actual, leaf, rtol=1e-5, atol=1e-6)
 
 
+def test_goes_on_with_fewer_processes(tmp_path):
+    """Saved by four processes, gone on with by two of them, and by one: the same losses as of one."""
+    four = found_by("first_half", 4, 1, tmp_path)
+    two = found_by("second_half", 2, 2, tmp_path)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    (tmp_path / "whole").mkdir()
+    whole = process_worker.go_on(tmp_path / "whole", 2 * process_worker.NUM_STEPS, mesh)
+    assert four == [four[0]] * 4
+    assert two == [two[0]] * 2
+    np.testing.assert_allclose(four[0] + two[0], whole, rtol=1e-5)
+    shutil.rmtree(tmp_path / "steps" / str(2 * process_worker.NUM_STEPS))
+    one = process_worker.go_on(tmp_path, 2 * process_worker.NUM_STEPS, mesh)
+    np.testing.assert_allclose(one, two[0], rtol=1e-5)
+
+
+def test_data_iterators_of_several_processes(tmp_path):
+    assert found_by("uneven_places", 2, 1, tmp_path) == [
+        {"step": 7, "process": 0}, {"step": 7, "process": 1}
+    ]  # fmt: skip
+    told = process_worker.uneven_places(tmp_path)
+    assert "2 processes saved data iterators in different states, and there are 1" in told
+
+
+def test_one_process_is_told_to_end_and_all_save(tmp_path):
+    command = [sys.executable, WORKER, "until_preempted", tmp_path]
+    with started(command, by_hand(2, 1), tmp_path) as processes:
+        ready = [tmp_path / f"{i}.ready" for i in range(2)]
+        wait_until(lambda: all(path.exists() for path in ready), "the first steps")
+        processes[1].terminate()
+        wait_until(lambda: all(p.poll() is not None for p in processes), "both processes end")
+        assert [p.poll() for p in processes] == [0, 0]
+    steps = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
+    assert steps[0] == steps[1]
+    assert (tmp_path / "steps" / str(steps[0])).is_dir()
+
+
 @pytest.fixture(scope="module")
 def disagreements(tmp_path_factory):
     return found_by("disagree", 3, 1, tmp_path_factory.mktemp("disagree"))
