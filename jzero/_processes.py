@@ -49,10 +49,10 @@ def agree(who: str, mesh: Any, sections: Callable[[], Sections]) -> None:
     processes, store = _processes_of(mesh), _jaxpr.key_value_store()
     if len(processes) < 2 or store is None:
         return
-    room = f"jzero/{'-'.join(map(str, processes))}/{_meetings[processes]}"
+    room = f"jzero/{_digest(repr(processes))}/{_meetings[processes]}"
     _meetings[processes] += 1
     text = _ADDRESS.sub("", json.dumps({"call": [who], **sections()}))
-    digests = _exchange(who, store, room, processes, hashlib.sha256(text.encode()).hexdigest())
+    digests = _exchange(who, store, room, processes, _digest(text))
     if len(set(digests.values())) > 1:
         unlike = [[p for p in processes if digests[p] == digest]
                   for digest in dict.fromkeys(digests.values())][:2]  # fmt: skip
@@ -68,6 +68,16 @@ def checksum(x: Any) -> str:
         x = jax.random.key_data(x)
     flat = np.ascontiguousarray(x).reshape(-1)
     return f"{zlib.crc32(flat.view(np.uint8).data):08x}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _named(processes: Sequence[int]) -> str:
+    shown = ", ".join(map(str, processes[:4]))
+    more = f" and {len(processes) - 4} more" if len(processes) > 4 else ""
+    return f"process{'es' * (len(processes) > 1)} {shown}{more}"
 
 
 def _processes_of(mesh: Any) -> tuple[int, ...]:
@@ -93,10 +103,12 @@ def _exchange(
     digests = {int(key.rpartition("/")[2]): value for key, value in pairs}
     if timeout is not None:
         missing = [process for process in processes if process not in digests]
+        absent = (
+            f"{_named(missing)} of {len(processes)} did not come within {PATIENCE_SECONDS:.0f} s"
+        )
         late = f"process {jax.process_index()} came when others had given up waiting for it"
         raise ProcessError(message(
-            who, f"processes {missing} of {len(processes)} did not come within {PATIENCE_SECONDS:.0f} s"
-            if missing else late,
+            who, absent if missing else late,
             "All processes call init, shard and the step equally often and in one order.",
             "See what those that are missing printed last. If they only need longer, wait for them before: "
             "jax.experimental.multihost_utils.sync_global_devices('ready').",
@@ -123,16 +135,13 @@ def _patience() -> int:
 def _difference(who: str, unlike: Sequence[Sequence[int]], texts: Sequence[Sections]) -> str:
     """The message: under each heading the first line that differs."""
     headings = dict.fromkeys([*texts[0], *texts[1]])
-    names = [f"process{'es' * (len(group) > 1)} {', '.join(map(str, group))}" for group in unlike]
     found = {}
     for heading in headings:
         columns = [text.get(heading, []) for text in texts]
         for lines in itertools.zip_longest(*columns, fillvalue="nothing"):
             if lines[0] != lines[1]:
-                told = [
-                    f"{line.strip():.200} on {name}"
-                    for line, name in zip(lines, names, strict=True)
-                ]
+                told = [f"{line.strip():.200} on {_named(group)}"
+                        for line, group in zip(lines, unlike, strict=True)]  # fmt: skip
                 found[heading] = f"{heading}: {', '.join(told)}"
                 break
     if len(found) > 1:

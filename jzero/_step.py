@@ -75,7 +75,9 @@ def shard_train_step(
     Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`; a PRNG key passed
     as an argument is folded with the device's index, so that dropout differs between devices, and a key
     kept in the state is not (`jzero.fold_device_index`); per-device batch statistics make BatchNorm
-    normalise over the local batch, as in every data-parallel training without synchronised norms.
+    normalise over the local batch, as in every data-parallel training without synchronised norms. With
+    several processes, each calls the step with its own rows as part of one array
+    (`jax.make_array_from_process_local_data`); a NumPy array stands for the whole batch on all of them.
 
     Args:
       step_fn: the train step; None to use `shard_train_step(stage=...)` as a decorator.
@@ -213,6 +215,7 @@ class ShardedTrainStep:
 
         Raises:
           StateError, BatchError, StepError: see the message; the state is left as it was.
+          ProcessError: several processes are about to run different programs, or one does not come.
         """
         call = self._signature.bind(args, kwargs)
         state = jax.tree.leaves(call.state)
@@ -248,6 +251,9 @@ class ShardedTrainStep:
 
         Returns:
           The state, placed.
+
+        Raises:
+          ProcessError: several processes are about to make different states, or one does not come.
         """
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         traced = _jaxpr.trace_whole(lambda: init_fn(*args, **kwargs))
@@ -267,11 +273,18 @@ class ShardedTrainStep:
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """Places a state that exists; leaves that already lie right are not copied.
 
+        Several processes that each hold the state whole must hold the same: they compare it (by
+        checksum), and each copies what its devices need.
+
         Args:
           state: the state, on host or devices, in any layout.
           *args: optionally the step's other arguments (arrays or `ShapeDtypeStruct`s); see
             `state_shardings`.
           **kwargs: the same by name.
+
+        Raises:
+          StateError: an earlier step has consumed it.
+          ProcessError: it differs between processes, or one does not come.
         """
         plans, shardings = self.leaf_plans(state, *args, **kwargs)
         placed = self._place_state(state, plans, shardings)

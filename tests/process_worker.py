@@ -25,6 +25,7 @@ NUM_STEPS = 3
 TRAININGS = {
     "stage 1": {"stage": 1},
     "stage 3, accumulate 2": {"stage": 3, "accumulate": 2},
+    "stage 3 in each process": {"stage": 3, "param_axes": "local"},
 }
 tx = optax.adam(1e-2)
 
@@ -73,8 +74,11 @@ def own_rows(batch, mesh):
     return jax.make_array_from_process_local_data(split, rows)
 
 
-def training(mesh, options):
+def training(devices, options):
     """Trains twice: what was reported, each loss, and the whole state after the last step."""
+    mesh = jax.sharding.Mesh(np.reshape(devices, (-1, 2)), ("node", "local"))
+    if "param_axes" not in options:
+        mesh = jax.sharding.Mesh(devices, ("data",))
     sharded = jzero.shard_train_step(train_step, mesh=mesh, min_shard_bytes=0, **options)
     losses, keys = [], jax.random.split(jax.random.key(1), NUM_STEPS)
     ways = [
@@ -92,10 +96,9 @@ def training(mesh, options):
 
 
 def train(folder):
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
     found = {}
     for name, options in TRAININGS.items():
-        report, losses, state = training(mesh, options)
+        report, losses, state = training(jax.devices(), options)
         leaves = jax.tree.leaves(state)
         digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves))
         found[name] = {"report": report, "losses": losses, "digest": digest.hexdigest()}

@@ -113,11 +113,10 @@ def found_by(scenario, num_processes, num_devices, folder):
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_trains_as_one_process(num_processes, tmp_path):
     found = found_by("train", num_processes, 2, tmp_path)
-    num_devices = 2 * num_processes
-    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    devices = jax.devices()[: 2 * num_processes]
     for name, options in process_worker.TRAININGS.items():
         assert [each[name] for each in found] == [found[0][name]] * num_processes
-        report, losses, state = process_worker.training(mesh, options)
+        report, losses, state = process_worker.training(devices, options)
         assert found[0][name]["report"] == report
         np.testing.assert_allclose(found[0][name]["losses"], losses, rtol=1e-5)
         saved = np.load(tmp_path / f"{name}.npz").values()
@@ -217,7 +216,7 @@ def test_process_that_does_not_come(disagreements):
     for process in (0, 2):
         error, told = disagreements[process]["absence"]
         assert error == "ProcessError"
-        assert "processes [1] of 3 did not come within 2 s" in told
+        assert "process 1 of 3 did not come within 2 s" in told
         assert "sync_global_devices('ready')" in told
     error, told = disagreements[1]["absence"]
     assert error == "ProcessError"
