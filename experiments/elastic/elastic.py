@@ -32,11 +32,13 @@ matplotlib.use("Agg")
 
 
 def start(folder: Path, options: list[str], num_processes: int) -> list[subprocess.Popen]:
-    """The processes of one training."""
+    """The processes of one training, with two devices each; a single one has eight."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     environment = dict(os.environ)
+    num_devices = 8 if num_processes == 1 else 2 * num_processes
+    options = [*options, "--devices", str(num_devices), "--out", str(folder)]
     if num_processes > 1:
         environment["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
         environment["JAX_NUM_PROCESSES"] = str(num_processes)
@@ -46,7 +48,7 @@ def start(folder: Path, options: list[str], num_processes: int) -> list[subproce
         with open(folder / f"{num_processes}-{i}.log", "w") as log:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(TRAIN), *options, "--out", str(folder)],
+                    [sys.executable, str(TRAIN), *options],
                     env={**environment, "JAX_PROCESS_ID": str(i)},
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -56,7 +58,8 @@ def start(folder: Path, options: list[str], num_processes: int) -> list[subproce
 
 
 def finish(processes: list[subprocess.Popen], folder: Path) -> None:
-    if any([process.wait() for process in processes]):
+    statuses = [process.wait() for process in processes]
+    if any(statuses):
         logs = sorted(folder.glob("*.log"))
         raise RuntimeError("\n".join(f"---- {log.name}\n{log.read_text()[-2000:]}" for log in logs))
 

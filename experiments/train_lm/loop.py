@@ -111,8 +111,9 @@ def train(
             progress.update(task, advance=1, description=text)
             if checkpointer is not None:
                 stop = checkpointer.preempted(history.last)
-                last = history.last == args.steps
-                checkpointer.save(history.last, state, batches, force=stop or last)
+                end = stop or history.last == args.steps
+                if checkpointer.save(history.last, state, batches, force=end) and not silent:
+                    write_metrics(args, history)  # A run that is killed writes no others.
                 if stop:
                     break
     return state, history
