@@ -108,19 +108,21 @@ def parse_args(
     num_processes = connect()
     # The flags concern CPU devices only. XLA reads them when the first device is asked for, not at
     # import, and of two settings the last one counts.
-    flags = [f"--xla_force_host_platform_device_count={(args.devices or 8) // num_processes}"]
+    per_process = max((args.devices or 8) // num_processes, 1)
+    flags = [f"--xla_force_host_platform_device_count={per_process}"]
     if num_processes == 1:
         # Virtual devices may wait for each other for ever under this scheduler. Without it, processes
         # may call collectives in different orders (docs/design.md, 7).
         flags += ["--xla_cpu_enable_concurrency_optimized_scheduler=false"]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
     os.environ.setdefault("PJRT_NPROC", "32")  # threads: collectives that wait hold one each
-    if args.devices is not None and args.devices > jax.device_count():
-        parser.error(f"--devices {args.devices}: there are {jax.device_count()} {jax.devices()}")
-    if num_processes > 1 and args.devices not in (None, jax.device_count()):
-        parser.error(f"--devices {args.devices}: {num_processes} processes have {jax.devices()}")
-    if args.batch_size % (args.devices or jax.device_count()):
-        parser.error(f"--batch-size {args.batch_size}: each device needs as many sequences")
+    num_devices = args.devices or jax.device_count()
+    if num_devices > jax.device_count():
+        parser.error(f"--devices {num_devices}: there are {jax.device_count()} {jax.devices()}")
+    if num_processes > 1 and num_devices != jax.device_count():
+        parser.error(f"--devices {num_devices}: {num_processes} processes use all {jax.devices()}")
+    if args.batch_size % num_devices:
+        parser.error(f"--batch-size {args.batch_size} does not divide by {num_devices} devices")
     return args
 
 
