@@ -104,11 +104,15 @@ def plot(path: Path, whole: dict[int, float], rest: dict[int, float], went_on: i
             linewidth=6,
             label="1 process, 8 devices",
         )
-        label = f"2 processes, 4 devices, after step {went_on} of 4 processes"
-        top.plot(list(rest), list(rest.values()), color="#0d47a1", linewidth=1.5, label=label)
-        bottom.plot(list(rest), [abs(rest[i] - whole[i]) for i in rest], color="#0d47a1")
+        parts = {
+            "4 processes, 8 devices": ([i for i in rest if i <= went_on], "#0d47a1"),
+            "2 processes, 4 devices": ([i for i in rest if i >= went_on], "#e65100"),
+        }
+        for label, (steps, color) in parts.items():
+            top.plot(steps, [rest[i] for i in steps], color=color, linewidth=1.5, label=label)
+            bottom.plot(steps, [abs(rest[i] - whole[i]) for i in steps], color=color)
         for axes in (top, bottom):
-            axes.axvline(went_on, color="#e65100", linewidth=1, linestyle="--")
+            axes.axvline(went_on, color="#616161", linewidth=1, linestyle="--")
             axes.grid(alpha=0.3)
         top.annotate(
             " one of four\n processes killed", (went_on, 0.6), xycoords=("data", "axes fraction")
