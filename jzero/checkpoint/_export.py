@@ -36,6 +36,10 @@ class _Export(NamedTuple):
     leaf: str
     store: Any
 
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
 
 def export(
     checkpoint: str | Path,
@@ -156,14 +160,11 @@ def _wanted(own: Any, dtype: str | None) -> Any:
 
 def _split(exports: Sequence[_Export], limit: int) -> list[list[_Export]]:
     """Files of at most `limit` bytes of data, or of one tensor; in order, but aligned."""
-    files: list[list[_Export]] = [[]]
-    for export in exports:
-        held = sum(other.tensor.nbytes for other in files[-1])
-        if files[-1] and held + export.tensor.nbytes > limit:
-            files.append([])
-        files[-1].append(export)
     # Tensors of larger items first: so each begins at a multiple of its item.
-    return [sorted(file, key=lambda export: -export.tensor.dtype.itemsize) for file in files]
+    return [
+        sorted(file, key=lambda export: -export.tensor.dtype.itemsize)
+        for file in _stream.groups(exports, limit)
+    ]
 
 
 def _write(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,10 +66,8 @@ def open_leaves(who: str, stored: Stored) -> dict[str, tensorstore.TensorStore]:
 
 def write_leaves(directory: epath.Path, tree: Any, notes: dict[str, Any]) -> None:
     """Writes a checkpoint of `Source`s, complete or not at all."""
-    types = {
-        Source: _SourceHandler(),
-        jax.Array: _arrays.ArrayHandler(),
-    }  # Orbax wants one for the latter.
+    # Orbax warns where there is none for jax.Array.
+    types = {Source: _SourceHandler(), jax.Array: _arrays.ArrayHandler()}
     checkpointer = ocp.Checkpointer(_arrays.pytree_handler(types))
     checkpointer.save(directory, args=ocp.args.PyTreeSave(tree), custom_metadata=notes)
 
@@ -87,6 +85,19 @@ def read_blocks(name: str, store: tensorstore.TensorStore) -> Iterator[np.ndarra
         except Exception as error:
             raise _arrays.LeafErrors({name: error}) from error
         yield block
+
+
+def groups(things: Iterable[Any], limit: int) -> Iterator[list[Any]]:
+    """Things in turn, as many as have `limit` bytes (`nbytes`) together, and at least one."""
+    group: list[Any] = []
+    held = 0
+    for thing in things:
+        if group and held + thing.nbytes > limit:
+            yield group
+            group, held = [], 0
+        group.append(thing)
+        held += thing.nbytes
+    yield group
 
 
 def has_checksums(store: tensorstore.TensorStore) -> bool:
@@ -167,7 +178,7 @@ class _Part(NamedTuple):
 async def _write(sources: Sequence[Source], infos: Sequence[Any]) -> None:
     """One transaction for each `AT_ONCE` bytes: it holds what is written in it until it is committed."""
     parts = [part for pair in zip(sources, infos, strict=True) for part in _parts(*pair)]
-    for group in _groups(parts):
+    for group in groups(parts, AT_ONCE):
         async with tensorstore.Transaction(atomic=True) as transaction:
             await asyncio.gather(*(_write_part(part, transaction) for part in group))
 
@@ -177,17 +188,6 @@ def _parts(source: Source, info: Any) -> Iterator[_Part]:
     chunk_shape = spec["metadata"]["chunk_grid"]["configuration"]["chunk_shape"]
     for index, nbytes in _blocks(source.shape, source.dtype.itemsize, chunk_shape):
         yield _Part(source, info, spec, index, nbytes)
-
-
-def _groups(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Parts in turn, as many as fit into `AT_ONCE` bytes, and at least one."""
-    group: list[_Part] = []
-    for part in parts:
-        if group and sum(other.nbytes for other in group) + part.nbytes > AT_ONCE:
-            yield group
-            group = []
-        group.append(part)
-    yield group
 
 
 async def _write_part(part: _Part, transaction: Any) -> None:
