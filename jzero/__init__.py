@@ -6,6 +6,7 @@ from jzero._errors import JzeroError as JzeroError
 from jzero._errors import MeshError as MeshError
 from jzero._errors import MismatchError as MismatchError
 from jzero._errors import OptionError as OptionError
+from jzero._errors import ProcessError as ProcessError
 from jzero._errors import StateError as StateError
 from jzero._errors import StepError as StepError
 from jzero._estimate import Estimate as Estimate

@@ -166,6 +166,11 @@ def leaf_paths(tree: Any, root: str) -> list[str]:
     ]
 
 
+def argument_paths(arrays: Mapping[str, Any]) -> list[str]:
+    """The paths of all leaves of the arguments beside the state."""
+    return [path for name, tree in arrays.items() for path in leaf_paths(tree, name)]
+
+
 def is_key(dtype: Any, shape: Sequence[int]) -> bool:
     """Typed PRNG keys, and single old-style ones (`uint32[2]`)."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):

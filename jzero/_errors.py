@@ -34,6 +34,10 @@ class CheckpointError(JzeroError, ValueError):
     """A checkpoint that cannot be written, or cannot be restored as asked."""
 
 
+class ProcessError(JzeroError, RuntimeError):
+    """Processes of one run that do not do the same, or that are missing."""
+
+
 class MismatchError(JzeroError, AssertionError):
     """An assertion of `jzero.testing` that does not hold."""
 

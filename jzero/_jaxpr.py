@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 from jax import lax
-from jax._src import core, source_info_util
+from jax._src import core, distributed, source_info_util
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -407,6 +407,11 @@ def _reduce_mark_batch(args: Any, dims: Any) -> Any:
 ad.primitive_jvps[reduce_mark_p] = _reduce_mark_jvp
 ad.primitive_transposes[reduce_mark_p] = _reduce_mark_transpose
 batching.primitive_batchers[reduce_mark_p] = _reduce_mark_batch
+
+
+def key_value_store() -> Any:
+    """What the processes of `jax.distributed` share besides devices; None if there is nothing."""
+    return distributed.global_state.client
 
 
 def inner_jaxprs(eqn: Eqn) -> list[Any]:

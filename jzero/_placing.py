@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero import _call, _padded
-from jzero._errors import StateError, message
+from jzero._errors import BatchError, StateError, describe_leaf, message
 from jzero.sharding._plan import LeafPlan
 
 WHO = _call.WHO
@@ -52,16 +53,76 @@ def unpad(
     return [_padded.unpad(x, leaf.shape) for x, leaf in zip(leaves, plans, strict=True)]
 
 
-def place(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-    """Each leaf in its sharding; those that already are pass through untouched."""
+def place(
+    leaves: Sequence[Any], shardings: Sequence[NamedSharding], paths: Callable[[], Sequence[str]]
+) -> list[Any]:
+    """Each leaf in its sharding; those that already are pass through untouched.
+
+    Raises:
+      BatchError: a leaf that several processes do not hold alike.
+    """
     out = list(leaves)
     moves = [i for i, leaf in enumerate(leaves) if not _lies_right(leaf, shardings[i])]
     if moves:
         sources = [_own(leaves[i], shardings[i]) for i in moves]
-        placed = jax.device_put(sources, [shardings[i] for i in moves])
+        targets = [shardings[i] for i in moves]
+        if targets[0].is_fully_addressable:
+            placed = jax.device_put(sources, targets)
+        else:
+            names = paths()
+            placed = [
+                _put_across(x, s, names[i]) for i, x, s in zip(moves, sources, targets, strict=True)
+            ]
         for i, x in zip(moves, placed, strict=True):
             out[i] = x
     return out
+
+
+def _put_across(leaf: Any, sharding: NamedSharding, path: str) -> Any:
+    """`jax.device_put` to devices of several processes, which must all hold the same whole leaf."""
+    if _is_key(leaf):
+        data = _put_across(jax.random.key_data(leaf), sharding, path)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    what = describe_leaf(path, leaf.shape, leaf.dtype)
+    if isinstance(leaf, jax.Array) and leaf.committed and leaf.is_fully_addressable:
+        raise _unlike(f"{what} lies on devices of process {jax.process_index()} alone")
+    try:
+        return jax.device_put(leaf, sharding)
+    except AssertionError as error:  # JAX gathers it from all processes to compare.
+        raise _unlike(f"{what} has other values on other processes") from error
+
+
+def _unlike(found: str) -> BatchError:
+    return BatchError(message(
+        WHO, found, "A NumPy array, or a JAX array on no device in particular, stands for the whole: "
+        "every process has the same one.", "Make one array of every process's own rows: jax.make_array_"
+        "from_process_local_data(jax.NamedSharding(mesh, jax.P(mesh.axis_names)), rows)."))  # fmt: skip
+
+
+def held_whole(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[int]:
+    """Which leaves of a state this process holds whole, though several shall hold them."""
+    if not leaves or shardings[0].is_fully_addressable:
+        return []
+    return [i for i, leaf in enumerate(leaves)
+            if not (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)]  # fmt: skip
+
+
+def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
+    """An array over several processes that all hold `leaf` whole: each copies what its devices need.
+
+    `jax.device_put` would gather the leaf from all processes onto every device, to compare them.
+    """
+    if _call.abstract_leaf(leaf).weak_type:  # A Python number, mostly: device_put keeps its type.
+        return leaf
+    if _is_key(leaf):
+        data = take_shards(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _own(leaf: Any, sharding: NamedSharding) -> Any:

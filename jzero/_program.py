@@ -205,15 +205,7 @@ def build(
         traced.out_tree,
         state_shardings,
         [NamedSharding(setting.mesh, spec) for spec in specs],
-        tuple(
-            path
-            for path, key in zip(
-                [p for name, tree in arrays.items() for p in _call.leaf_paths(tree, name)],
-                folds,
-                strict=True,
-            )
-            if key
-        ),
+        tuple(path for path, key in zip(_call.argument_paths(arrays), folds, strict=True) if key),
     )
 
 

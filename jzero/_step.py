@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jzero import _call, _jaxpr, _placing, _program
+from jzero import _call, _identity, _jaxpr, _placing, _processes, _program
 from jzero._batch import Batch
 from jzero._errors import MeshError, OptionError, message
 from jzero._options import Options, axis_tuple
@@ -75,7 +75,9 @@ def shard_train_step(
     Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`; a PRNG key passed
     as an argument is folded with the device's index, so that dropout differs between devices, and a key
     kept in the state is not (`jzero.fold_device_index`); per-device batch statistics make BatchNorm
-    normalise over the local batch, as in every data-parallel training without synchronised norms.
+    normalise over the local batch, as in every data-parallel training without synchronised norms. With
+    several processes, each calls the step with its own rows as part of one array
+    (`jax.make_array_from_process_local_data`); a NumPy array stands for the whole batch on all of them.
 
     Args:
       step_fn: the train step; None to use `shard_train_step(stage=...)` as a decorator.
@@ -202,6 +204,7 @@ class ShardedTrainStep:
         # By what is quick to ask of a call; an array and its shape then are two keys of one program.
         self._seen: dict[Any, _program.Program] = {}
         self._layouts: dict[Any, tuple[_plan.LeafPlan, ...]] = {}
+        self._agreed: set[int] = set()  # programs that all processes have built alike, by id
         functools.update_wrapper(self, step_fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,13 +215,14 @@ class ShardedTrainStep:
 
         Raises:
           StateError, BatchError, StepError: see the message; the state is left as it was.
+          ProcessError: several processes are about to run different programs, or one does not come.
         """
         call = self._signature.bind(args, kwargs)
-        program = self._program_for(call)
-        leaves = program.plan.leaves
         state = jax.tree.leaves(call.state)
         arrays = jax.tree.leaves(call.arrays)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in [*state, *arrays]):
+            program = self._program_for(call)
+            leaves = program.plan.leaves
             state, arrays = _placing.as_arrays(state, arrays)
             new_state, outs = program.run(
                 _placing.constrain(_placing.pad(state, leaves), program.state_shardings),
@@ -226,10 +230,15 @@ class ShardedTrainStep:
             )
             new_state = _placing.unpad(new_state, leaves, program.state_shardings)
         else:
-            _placing.check_alive(call.state)
+            program = self._agreed_program_for(call)
+            leaves = program.plan.leaves
             new_state, outs = program.jitted(
-                _placing.place(_placing.pad(state, leaves), program.state_shardings),
-                _placing.place(arrays, program.argument_shardings),
+                self._place_state(call.state, leaves, program.state_shardings),
+                _placing.place(
+                    arrays,
+                    program.argument_shardings,
+                    lambda: _call.argument_paths(call.arrays),
+                ),
             )
             new_state = _placing.wrap(new_state, leaves)
         return jax.tree.unflatten(program.out_tree, [*new_state, *outs])
@@ -242,6 +251,9 @@ class ShardedTrainStep:
 
         Returns:
           The state, placed.
+
+        Raises:
+          ProcessError: several processes are about to make different states, or one does not come.
         """
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         traced = _jaxpr.trace_whole(lambda: init_fn(*args, **kwargs))
@@ -251,23 +263,32 @@ class ShardedTrainStep:
         def run(consts: list[Any]) -> list[Any]:
             return _placing.pad(_jaxpr.evaluate(traced.jaxpr, consts), leaves)
 
+        setting = self._setting()
+        _processes.agree("init", setting.mesh, lambda: (
+            _identity.of_state(setting, leaves) | _identity.of_jaxpr(traced.jaxpr, traced.consts)
+        ))  # fmt: skip
         made = jax.jit(run, out_shardings=shardings)(traced.consts)
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """Places a state that exists; leaves that already lie right are not copied.
 
+        Several processes that each hold the state whole must hold the same: they compare it (by
+        checksum), and each copies what its devices need.
+
         Args:
           state: the state, on host or devices, in any layout.
           *args: optionally the step's other arguments (arrays or `ShapeDtypeStruct`s); see
             `state_shardings`.
           **kwargs: the same by name.
+
+        Raises:
+          StateError: an earlier step has consumed it.
+          ProcessError: it differs between processes, or one does not come.
         """
         plans, shardings = self.leaf_plans(state, *args, **kwargs)
-        leaves, tree = jax.tree.flatten(state)
-        _placing.check_alive(state)
-        placed = _placing.place(_placing.pad(leaves, plans), shardings)
-        return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
+        placed = self._place_state(state, plans, shardings)
+        return jax.tree.unflatten(jax.tree.structure(state), _placing.wrap(placed, plans))
 
     def unshard(self, state: Any) -> Any:
         """The state with every leaf whole on every device of the mesh, to evaluate or to export."""
@@ -276,7 +297,10 @@ class ShardedTrainStep:
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(state)
         plain = [jnp.asarray(x) if isinstance(x, PaddedArray) else x for x in leaves]
-        return jax.tree.unflatten(tree, _placing.place(plain, [full] * len(leaves)))
+        whole = _placing.place(
+            plain, [full] * len(leaves), lambda: _call.leaf_paths(state, "state")
+        )
+        return jax.tree.unflatten(tree, whole)
 
     def state_shardings(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """A `NamedSharding` for every leaf of the state, in its structure; as Orbax wants to restore.
@@ -292,6 +316,22 @@ class ShardedTrainStep:
         full = NamedSharding(self._setting().mesh, PartitionSpec())
         found = [full if p.padding else s for p, s in zip(plans, shardings, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(state), found)
+
+    def _place_state(
+        self, state: Any, plans: Sequence[_plan.LeafPlan], shardings: Sequence[NamedSharding]
+    ) -> list[Any]:
+        """A state's leaves where the plan has them, padded."""
+        _placing.check_alive(state)
+        leaves = _placing.pad(jax.tree.leaves(state), plans)
+        held = _placing.held_whole(leaves, shardings)
+        if held:
+            setting = self._setting()
+            _processes.agree("shard", setting.mesh, lambda: _identity.of_state(setting, plans) | {
+                "values": [f"{plans[i].path} {_processes.checksum(leaves[i])}" for i in held]
+            })  # fmt: skip
+            for i in held:
+                leaves[i] = _placing.take_shards(leaves[i], shardings[i])
+        return _placing.place(leaves, shardings, lambda: [plan.path for plan in plans])
 
     def leaf_plans(
         self, state: Any, *args: Any, **kwargs: Any
@@ -347,6 +387,7 @@ class ShardedTrainStep:
         """The same step, with the same options, on another mesh."""
         other = copy.copy(self)
         other._mesh, other._programs, other._seen, other._layouts = mesh, {}, {}, {}
+        other._agreed = set()
         return other
 
     def batch_of(self, who: str, *args: Any, **kwargs: Any) -> Batch:
@@ -358,9 +399,28 @@ class ShardedTrainStep:
         parts = math.prod(setting.batch_axes.values())
         return Batch.of(who, self._signature, call, dims, parts)
 
-    def _program_for(self, call: _call.Call) -> _program.Program:
-        """The program for this call's shapes, built once."""
+    def _agreed_program_for(self, call: _call.Call) -> _program.Program:
+        """The program for this call; before it first runs, every process must have built the same."""
         setting = self._setting()
+        try:
+            program = self._built(call, setting)
+        except Exception as error:
+            if not self._agreed:  # Else the others would wait for this process.
+                failure = f"failed with {type(error).__name__}: {error}"
+                _processes.agree(WHO, setting.mesh, lambda: {"call": [failure]})
+            raise
+        if id(program) not in self._agreed:
+            _processes.agree(WHO, setting.mesh, lambda: _identity.of_program(
+                setting, call, program, program.jitted.trace(*_placed_inputs(call, program))
+            ))  # fmt: skip
+            self._agreed.add(id(program))
+        return program
+
+    def _program_for(self, call: _call.Call) -> _program.Program:
+        return self._built(call, self._setting())
+
+    def _built(self, call: _call.Call, setting: _program.Setting) -> _program.Program:
+        """The program for this call's shapes, built once."""
         seen = setting, call.static, _call.signature_of((call.state, call.arrays))
         if seen not in self._seen:
             self._seen[seen] = self._program_from(call, setting)

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from typing import Any, NamedTuple
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,14 +87,14 @@ SETTINGS: dict[str, Any] = {
 
 def assert_same(actual: Any, expected: Any) -> None:
     """Bit for bit, every leaf."""
-    actual, tree = jax.tree.flatten(actual)
-    expected, expected_tree = jax.tree.flatten(expected)
-    assert tree == expected_tree
-    for x, y in zip(actual, expected, strict=True):
+
+    def check(x: Any, y: Any) -> None:
         assert x.dtype == y.dtype
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+    jax.tree.map(check, actual, expected)  # which refuses trees of different structures
 
 
 @pytest.fixture(scope="module")
@@ -285,6 +286,56 @@ def test_data_iterator_comes_back(place, tmp_path):
         other = Count(None)
         checkpointer.restore(state, data_iterator=other)
     assert other.state == place
+
+
+def test_grain_goes_on_where_it_was(tmp_path):
+    def batches():
+        dataset = grain.MapDataset.range(1000).seed(0).shuffle().repeat().batch(8)
+        return iter(dataset.to_iter_dataset())
+
+    train_step = sharded(3, (8,))
+    state, iterator = train_step.init(new_state), batches()
+    for _ in range(3):
+        next(iterator)
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        checkpointer.save(3, state, iterator)
+        expected = [next(iterator) for _ in range(5)]
+        restarted = batches()
+        checkpointer.restore(state, data_iterator=restarted)
+    np.testing.assert_array_equal([next(restarted) for _ in range(5)], expected)
+
+
+MEASURE = """
+    import sys, jax, jax.numpy as jnp, jzero
+
+    def resident(what):
+        lines = open("/proc/self/status").read().splitlines()
+        return int(next(line for line in lines if line.startswith(what)).split()[1]) << 10
+
+    def new_state():
+        return {f"w{i}": jnp.full((2048, 2048 + i), 1.0) for i in range(24)}
+
+    train_step = jzero.shard_train_step(lambda state, batch: (state, {}))
+    with jzero.Checkpointer(sys.argv[1], train_step) as checkpointer:
+        if checkpointer.latest_step() is None:
+            checkpointer.save(0, train_step.init(new_state))
+        else:
+            before = resident("VmRSS")
+            open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
+            state = checkpointer.restore(jax.eval_shape(new_state))
+            nbytes = [leaf.nbytes for leaf in jax.block_until_ready(jax.tree.leaves(state))]
+            print(resident("VmHWM") - before, sum(nbytes), max(nbytes))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory of a process in /proc")
+def test_restore_needs_little_more_memory_than_the_state(tmp_path):
+    """On CPUs the devices' memory is the host's: what is at rest, and what is on its way."""
+    command = [sys.executable, "-c", textwrap.dedent(MEASURE), tmp_path]
+    for _ in range(2):
+        run = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
+    peak, at_rest, largest = map(int, run.stdout.split())
+    assert peak - at_rest < 2**27 + 2 * largest  # of 404 MB; what XLA and Orbax hold is in it
 
 
 def test_only_the_latest_are_kept(tmp_path):

@@ -29,6 +29,7 @@ LAYERS = (
         "_call",
         "_precision",
         "_schedule",
+        "_processes",
         "checkpoint/_stored",
     ),
     ("sharding/_values", "sharding/_frames", "sharding/_pipeline", "checkpoint/_stream"),
@@ -51,6 +52,7 @@ LAYERS = (
         "_placing",
     ),
     ("_report", "_program", "_formulas"),
+    ("_identity",),
     ("_step", "_estimate"),
     (
         "_preflight",

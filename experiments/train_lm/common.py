@@ -1,16 +1,14 @@
-"""What the training scripts share: settings, command line, the training loop, and the report."""
+"""What the training scripts share: settings, command line, and the report."""
 
 import argparse
-import csv
 import datetime
 import importlib.metadata
 import os
 import platform
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import data
 import jzero
@@ -50,10 +47,42 @@ temperature = 0.7
 HERE = Path(__file__).parent
 
 
+# Where launchers say how many processes they started: by hand, mpirun, srun.
+PROCESS_COUNTS = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def connect() -> int:
+    """Joins the other processes, if several were started; how many. Before JAX touches a device.
+
+    Started by mpirun or srun, JAX finds the others by itself. Started by hand, it reads only the
+    coordinator's address from the environment.
+    """
+    num_processes = max(int(os.environ.get(name, 1)) for name in PROCESS_COUNTS)
+    if num_processes > 1:
+        jax.distributed.initialize(
+            num_processes=number_in("JAX_NUM_PROCESSES"),
+            process_id=number_in("JAX_PROCESS_ID"),
+            heartbeat_timeout_seconds=30,  # how long the others wait for one that was killed
+        )
+    return num_processes
+
+
+def number_in(variable: str) -> int | None:
+    return int(os.environ[variable]) if variable in os.environ else None
+
+
+def is_first_process() -> bool:
+    """Whether to print and to write files: one process does it for all."""
+    return jax.process_index() == 0
+
+
 def parse_args(
     description: str | None, out: Path, steps: int = 1000, choose_stage: bool = True
 ) -> argparse.Namespace:
-    """Reads the command line and sets up virtual devices; call it before JAX touches a device."""
+    """Reads the command line, joins the other processes and sets up virtual devices.
+
+    Call it before JAX touches a device.
+    """
     parser = argparse.ArgumentParser(
         description=(description or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -72,17 +101,28 @@ def parse_args(
         add("--reduce-dtype", choices=["float32", "bfloat16"], help="of gradients on the way")
         add("--nodes", type=positive, default=1, help="stage 3 keeps parameters inside each node")
         add("--bfloat16-params", action="store_true", help="with float32 masters in the optimizer")
+        add("--checkpoints", type=Path, help="folder to save to, and to go on from")
+        add("--save-every", type=positive, default=100, help="steps between checkpoints")
     add("--out", type=Path, default=HERE / out, help="folder for the results")
     args = parser.parse_args()
-    # The flag concerns CPU devices only. XLA reads it when the first device is asked for, not at
+    num_processes = connect()
+    # The flags concern CPU devices only. XLA reads them when the first device is asked for, not at
     # import, and of two settings the last one counts.
-    flag = f"--xla_force_host_platform_device_count={args.devices or 8}"
-    # Virtual devices may wait for each other for ever under this scheduler (docs/design.md, 7).
-    order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag} {order}"
+    per_process = max((args.devices or 8) // num_processes, 1)
+    flags = [f"--xla_force_host_platform_device_count={per_process}"]
+    if num_processes == 1:
+        # Virtual devices may wait for each other for ever under this scheduler. Without it, processes
+        # may call collectives in different orders (docs/design.md, 7).
+        flags += ["--xla_cpu_enable_concurrency_optimized_scheduler=false"]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
     os.environ.setdefault("PJRT_NPROC", "32")  # threads: collectives that wait hold one each
-    if args.devices is not None and args.devices > jax.device_count():
-        parser.error(f"--devices {args.devices}: there are {jax.device_count()} {jax.devices()}")
+    num_devices = args.devices or jax.device_count()
+    if num_devices > jax.device_count():
+        parser.error(f"--devices {num_devices}: there are {jax.device_count()} {jax.devices()}")
+    if num_processes > 1 and num_devices != jax.device_count():
+        parser.error(f"--devices {num_devices}: {num_processes} processes use all {jax.devices()}")
+    if args.batch_size % num_devices:
+        parser.error(f"--batch-size {args.batch_size} does not divide by {num_devices} devices")
     return args
 
 
@@ -153,49 +193,21 @@ def next_byte_loss(logits_fn: Callable[[jax.Array], jax.Array], batch: jax.Array
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-class History(NamedTuple):
-    loss: list[float]  # nats per byte, before each step's update
-    seconds: list[float]  # each step's wall time; the first one contains the compilation
-
-
-def fit(
-    train_step: Callable, state: Any, batches: Iterator[np.ndarray], steps: int, label: str
-) -> tuple[Any, History]:
-    """Trains for `steps` steps under a progress bar."""
-    history = History([], [])
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeRemainingColumn()) as progress:
-        task = progress.add_task(f"{label}: compiling", total=steps)
-        for _ in range(steps):
-            batch = next(batches)
-            start = time.perf_counter()
-            state, metrics = train_step(state, batch)
-            history.loss.append(float(metrics["loss"]))  # waits for the device
-            history.seconds.append(time.perf_counter() - start)
-            speed = tokens_per_second(history, batch.shape[0])
-            text = f"{label}: loss {history.loss[-1]:.3f} nats/byte, {speed:,.0f} tokens/s"
-            progress.update(task, advance=1, description=text)
-    return state, history
-
-
-def tokens_per_second(history: History, batch_size: int) -> float:
-    """From the median of the last 50 steps; the first step compiles and does not count."""
-    seconds = (history.seconds[1:] or history.seconds)[-50:]
-    return batch_size * context / float(np.median(seconds))
-
-
 def report(
-    args: argparse.Namespace, text: data.Text, history: History, apply: Callable, params: Any
+    args: argparse.Namespace,
+    text: data.Text,
+    losses: Sequence[float],
+    tokens_per_second: float,
+    apply: Callable,
+    params: Any,
 ) -> None:
-    """Evaluates `apply(params, tokens)`; writes metrics.csv, loss.png and sample.txt."""
-    args.out.mkdir(parents=True, exist_ok=True)
+    """Evaluates `apply(params, tokens)`; writes loss.png and sample.txt.
+
+    `losses` are those of all steps, in nats per byte.
+    """
     held_out = held_out_loss(text.held_out, apply, params, args)
     prompt, continuation = sample(text.held_out, apply, params, args.seed)
-    with open(args.out / "metrics.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["step", "loss_nats_per_byte", "seconds"])
-        writer.writerows(zip(range(args.steps), history.loss, history.seconds, strict=True))
-    plot_loss(args.out / "loss.png", history, held_out, args)
+    plot_loss(args.out / "loss.png", losses, held_out, args)
     (args.out / "sample.txt").write_text(f"{prompt}{continuation}\n")
 
     console = Console(highlight=False)
@@ -204,8 +216,8 @@ def report(
     console.print(continuation, markup=False)
     console.rule("result")
     console.print(
-        f"{args.steps} steps at {tokens_per_second(history, args.batch_size):,.0f} tokens/s\n"
-        f"training loss {np.mean(history.loss[-20:]):.3f} nats/byte (mean of the last 20 steps)\n"
+        f"{args.steps} steps at {tokens_per_second:,.0f} tokens/s\n"
+        f"training loss {np.mean(losses[-20:]):.3f} nats/byte (mean of the last 20 steps)\n"
         f"held-out loss {held_out:.3f} nats/byte ({text.num_files[1]} files never trained on)\n"
         f"metrics.csv, loss.png and sample.txt are in {os.path.relpath(args.out)}"
     )
@@ -215,7 +227,7 @@ def held_out_loss(
     text: np.ndarray, apply: Callable, params: Any, args: argparse.Namespace
 ) -> float:
     loss_fn = jax.jit(lambda params, batch: next_byte_loss(partial(apply, params), batch))
-    batches = data.batches(text, args.batch_size, context + 1, args.seed)
+    batches = data.Windows(text, args.batch_size, context + 1, args.seed)
     return float(np.mean([loss_fn(params, next(batches)) for _ in range(held_out_batches)]))
 
 
@@ -240,16 +252,18 @@ def _decode(text: np.ndarray) -> str:
     return text.tobytes().decode("utf-8", errors="replace")
 
 
-def plot_loss(path: Path, history: History, held_out: float, args: argparse.Namespace) -> None:
+def plot_loss(
+    path: Path, losses: Sequence[float], held_out: float, args: argparse.Namespace
+) -> None:
     with plt.rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-        window = min(20, args.steps)
-        smooth = np.convolve(history.loss, np.ones(window) / window, mode="valid")
-        axes.plot(history.loss, color="#90caf9", linewidth=0.8, label="training batch")
+        window = min(20, len(losses))
+        smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+        axes.plot(losses, color="#90caf9", linewidth=0.8, label="training batch")
         axes.plot(
-            range(window - 1, args.steps), smooth, color="#0d47a1", label=f"mean of {window} steps"
+            range(window - 1, len(losses)), smooth, color="#0d47a1", label=f"mean of {window} steps"
         )
-        axes.plot(args.steps, held_out, "o", color="#e65100", label=f"held-out: {held_out:.2f}")
+        axes.plot(len(losses), held_out, "o", color="#e65100", label=f"held-out: {held_out:.2f}")
         axes.set(xlabel="step", ylabel="loss (nats per byte)")
         axes.set_title(f"byte-level GPT, ZeRO stage {args.stage}")
         axes.grid(alpha=0.3)

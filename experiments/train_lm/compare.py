@@ -52,8 +52,11 @@ def main() -> None:
     text = data.load()
     losses = []
     for stage in STAGES:
-        _, history = train_linen.train(argparse.Namespace(**vars(args), stage=stage), text)
+        chosen = argparse.Namespace(**vars(args), stage=stage, checkpoints=None)
+        _, history = train_linen.train(chosen, text)
         losses.append(history.loss)
+    if not common.is_first_process():
+        return
     differences = abs(np.asarray(losses) - losses[0]).max(axis=1)
 
     result = {

@@ -2,9 +2,9 @@
 
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,9 +34,31 @@ def _read(root: Path, names: list[str]) -> np.ndarray:
     return np.frombuffer(b"\n".join((root / name).read_bytes() for name in names), np.uint8)
 
 
-def batches(text: np.ndarray, batch_size: int, length: int, seed: int) -> Iterator[np.ndarray]:
-    """Yields uint8[batch_size, length] windows of `text`, without end; one seed, one sequence."""
-    rng = np.random.default_rng(seed)
-    while True:
-        starts = rng.integers(0, len(text) - length, size=(batch_size, 1))
-        yield text[starts + np.arange(length)]
+class Windows:
+    """uint8[batch_size, length] windows of `text`, without end; one seed, one sequence.
+
+    Of every batch only part `part[0]` of `part[1]` equal ones. A checkpoint keeps its state.
+    """
+
+    def __init__(
+        self,
+        text: np.ndarray,
+        batch_size: int,
+        length: int,
+        seed: int,
+        part: tuple[int, int] = (0, 1),
+    ):
+        self.text, self.shape, self.part = text, (batch_size, length), part
+        self.rng = np.random.default_rng(seed)
+
+    def __next__(self) -> np.ndarray:
+        batch_size, length = self.shape
+        index, count = self.part
+        starts = self.rng.integers(0, len(self.text) - length, size=(batch_size, 1))
+        return self.text[np.split(starts, count)[index] + np.arange(length)]
+
+    def get_state(self) -> Mapping[str, Any]:
+        return self.rng.bit_generator.state
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.rng.bit_generator.state = state

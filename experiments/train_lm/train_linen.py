@@ -2,6 +2,7 @@
 
 python experiments/train_lm/train_linen.py                             # stage 3, 8 devices
 python experiments/train_lm/train_linen.py --stage 1 --devices 4 --steps 100
+python experiments/train_lm/train_linen.py --checkpoints /tmp/checkpoints  # the same again goes on
 python experiments/train_lm/train_linen.py --batch-size 256 --seed 1 --out /tmp/train_lm
 """
 
@@ -16,6 +17,7 @@ from flax.training.train_state import TrainState
 import common
 import data
 import jzero
+import loop
 
 
 class Block(nn.Module):
@@ -67,16 +69,14 @@ def train(args: argparse.Namespace, text: data.Text):
     """Returns the trained parameters, whole, and the history of the run."""
     model, tx = GPT(), common.make_optimizer(args)
 
-    def init(key: jax.Array) -> TrainState:
-        params = model.init(key, jnp.zeros((1, common.context), jnp.int32))["params"]
+    def init() -> TrainState:
+        tokens = jnp.zeros((1, common.context), jnp.int32)
+        params = model.init(jax.random.key(args.seed), tokens)["params"]
         params = common.cast_params(args, params)
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     sharded_step = jzero.shard_train_step(train_step, **common.sharding_options(args))
-    state = sharded_step.init(init, jax.random.key(args.seed))
-    batches = data.batches(text.train, args.batch_size, common.context + 1, args.seed)
-    print(sharded_step.describe(state, next(batches)))
-    state, history = common.fit(sharded_step, state, batches, args.steps, f"stage {args.stage}")
+    state, history = loop.fit(sharded_step, init, text.train, args)
     return jax.device_get(sharded_step.unshard(state).params), history
 
 
@@ -84,7 +84,7 @@ def main() -> None:
     args = common.parse_args(__doc__, out=Path("out/linen"))
     text = data.load()
     params, history = train(args, text)
-    common.report(args, text, history, lambda params, x: GPT().apply({"params": params}, x), params)
+    loop.report(args, text, history, lambda params, x: GPT().apply({"params": params}, x), params)
 
 
 if __name__ == "__main__":

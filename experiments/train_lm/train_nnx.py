@@ -15,6 +15,7 @@ from flax import nnx
 import common
 import data
 import jzero
+import loop
 
 
 class Block(nnx.Module):
@@ -65,7 +66,7 @@ def train_step(model: GPT, optimizer: nnx.Optimizer, batch: jax.Array) -> dict[s
     return {"loss": loss}
 
 
-def train(args: argparse.Namespace, text: data.Text) -> tuple[GPT, common.History]:
+def train(args: argparse.Namespace, text: data.Text) -> tuple[GPT, loop.History]:
     """Returns the trained model, whole, and the history of the run."""
 
     def init() -> tuple[GPT, nnx.Optimizer]:
@@ -76,10 +77,7 @@ def train(args: argparse.Namespace, text: data.Text) -> tuple[GPT, common.Histor
     model, optimizer = nnx.eval_shape(init)  # shapes only: the arrays are born in shards below
     step, _ = jzero.from_nnx(train_step, model, optimizer)
     sharded_step = jzero.shard_train_step(step, **common.sharding_options(args))
-    state = sharded_step.init(lambda: nnx.state(init()))
-    batches = data.batches(text.train, args.batch_size, common.context + 1, args.seed)
-    print(sharded_step.describe(state, next(batches)))
-    state, history = common.fit(sharded_step, state, batches, args.steps, f"stage {args.stage}")
+    state, history = loop.fit(sharded_step, lambda: nnx.state(init()), text.train, args)
     nnx.update((model, optimizer), jax.device_get(sharded_step.unshard(state)))
     return model, history
 
@@ -94,7 +92,7 @@ def main() -> None:
         # A copy, because NNX refuses Variables made outside of the current trace.
         return nnx.merge(graphdef, params, copy=True)(tokens)
 
-    common.report(args, text, history, apply, params)
+    loop.report(args, text, history, apply, params)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ What it writes is an ordinary Orbax checkpoint, for every reader of Orbax checkp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -72,22 +72,20 @@ class ArrayHandler(type_handlers.ArrayHandler):
         leaves = [_Leaf.of(x, info) for x, info in zip(plain, infos, strict=True)]
         return [CommitFuture(_write(leaves), name="write")]
 
-    async def metadata(self, infos: Sequence[Any]) -> list[Any]:
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
         """Shape, dtype and chunks of each leaf."""
-        reads = [super(ArrayHandler, self).metadata([info]) for info in infos]
-        return [found for (found,) in await each(reads, [info.name for info in infos])]
+        return await _named(super().metadata, infos)
 
     async def deserialize(
         self, infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> list[jax.Array]:
         """Reads each leaf as its `ArrayRestoreArgs` say."""
         assert args is not None
-        reads = [self._read(info, arg) for info, arg in zip(infos, args, strict=True)]
-        return await each(reads, [info.name for info in infos])
-
-    async def _read(self, info: Any, arg: Any) -> jax.Array:
-        (x,) = await super().deserialize([info], [arg])
-        return jax.random.wrap_key_data(x, impl=arg.dtype) if _is_key(arg.dtype) else x
+        arrays = await _named(super().deserialize, infos, args)
+        return [
+            jax.random.wrap_key_data(x, impl=arg.dtype) if _is_key(arg.dtype) else x
+            for x, arg in zip(arrays, args, strict=True)
+        ]
 
 
 def handler(concurrent_bytes: int | None = None) -> ocp.PyTreeCheckpointHandler:
@@ -130,6 +128,19 @@ def write_spec(
     return spec
 
 
+async def _named(
+    read: Callable[..., Coroutine[Any, Any, Any]], infos: Sequence[Any], *args: Sequence[Any]
+) -> Sequence[Any]:
+    """What is read of all leaves together; if that fails, of one after the other, to name those that fail."""
+    before = asyncio.all_tasks()
+    try:
+        return await read(infos, *args)
+    except Exception:
+        await _others(before)
+        ones = [read(*[[part] for part in parts]) for parts in zip(infos, *args, strict=True)]
+        return [x for (x,) in await each(ones, [info.name for info in infos])]
+
+
 async def each(work: Sequence[Coroutine[Any, Any, Any]], names: Sequence[str]) -> list[Any]:
     """Does all of the work, also if some of it fails; then raises what failed."""
     before = asyncio.all_tasks()
@@ -137,10 +148,14 @@ async def each(work: Sequence[Coroutine[Any, Any, Any]], names: Sequence[str]) -
     pairs = zip(names, done, strict=True)
     errors = {name: result for name, result in pairs if isinstance(result, BaseException)}
     if errors:
-        # Other shards of a leaf that failed are still being read, and the loop will be closed.
-        await asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True)
+        await _others(before)
         raise LeafErrors(errors)
     return done
+
+
+async def _others(before: set[Any]) -> None:
+    """Waits for tasks of reads that failed: the others of a leaf go on, and the loop will be closed."""
+    await asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True)
 
 
 def _is_key(dtype: Any) -> bool:

@@ -45,9 +45,23 @@ class Checkpointer:
     ...         print(checkpointer.latest_step(), checkpointer.restore(w))
     2 PaddedArray(shape=(257, 3), dtype=float32, padded to (264, 3))
 
+    A training that can be interrupted at any time, by SIGTERM too (preemption)::
+
+        start = checkpointer.latest_step()
+        if start is None:
+            start, state = 0, train_step.init(init_fn, key)
+        else:
+            state = checkpointer.restore(jax.eval_shape(init_fn, key), data_iterator=batches)
+        for step in range(start + 1, num_steps + 1):
+            state, metrics = train_step(state, next(batches))
+            stop = checkpointer.preempted(step)
+            checkpointer.save(step, state, batches, force=stop)
+            if stop:
+                break
+
     With several processes, all of them make the same calls. Saving copies the state to the host and writes it
     in the background, so the next step may consume it: peak host memory is one copy of what rests on this
-    host's devices. Restoring reads each shard straight to its device: one leaf on the host.
+    host's devices. Restoring reads each shard straight to its device (see `jzero.restore`).
 
     Args:
       directory: where the steps are, on a file system that all processes see; made if it is not there.

@@ -16,7 +16,7 @@ from jzero.checkpoint import _stored
 from jzero.checkpoint._match import Leaf, leaf_names, match
 from jzero.sharding._plan import LeafPlan
 
-_AT_ONCE = 2**28  # bytes that may be read at the same time, however small the leaves are
+_AT_ONCE = 2**27  # bytes that may be read at the same time, however small the leaves are
 
 
 def restore(
@@ -31,7 +31,8 @@ def restore(
 
     Any checkpoint of Orbax whose leaves have the state's names will do: saved by a `Checkpointer` at
     another stage, on other devices, or another mesh; or by Orbax from a state that was never sharded.
-    Each device reads its part, and no leaf is ever whole on one. With `jzero.master_weights` on one side
+    Each device reads its part, and no leaf is ever whole on one; what has been read and is not yet on its
+    device is at most 128 MiB, or twice the largest leaf. With `jzero.master_weights` on one side
     only, parameters are restored from the masters, or masters from the parameters.
 
     >>> import tempfile, jax, jax.numpy as jnp, orbax.checkpoint as ocp, jzero
@@ -83,7 +84,8 @@ def restore(
         how = {chosen[name]: _restore_args(leaves[name], *places[name]) for name in chosen}
         read = _stored.read(who, stored, how, at_once) if how else {}
         found |= {name: read[source] for name, source in chosen.items()}
-    placed = _placing.place([found[name] for name in names], shardings)  # Numbers become arrays.
+    # Python numbers become arrays.
+    placed = _placing.place([found[name] for name in names], shardings, lambda: names)
     return jax.tree.unflatten(jax.tree.structure(state), _placing.wrap(placed, plans))
 
 

@@ -147,6 +147,13 @@ class LeafPlan:
         """Bytes at rest on each device, padding included."""
         return math.prod(self.padded_shape) * self.itemsize // self.num_shards
 
+    def row(self, width: int = 0) -> str:
+        """One line: path (as wide as told), type, role, layout."""
+        why = f"  ({self.why_full})" if self.why_full else ""
+        why += f"  (padded by {self.padding})" if self.padding else ""
+        dims = ",".join(map(str, self.shape))
+        return f"{self.path:<{width}}  {self.dtype}[{dims}]  {self.role}  {self.layout}{why}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -176,7 +183,7 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Short hash of everything in the plan; equal on processes that will run the same program."""
+        """Short hash of everything in the plan; processes compare it, among all that decides a program."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def nbytes_at_rest(self, role: str | None = None) -> int:
@@ -188,15 +195,8 @@ class Plan:
     def __str__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.axes)
         width = max((len(leaf.path) for leaf in self.leaves), default=0)
-        lines = [f"stage {self.stage} over {axes}; reductions: {self.reductions}"]
-        for leaf in self.leaves:
-            why = f"  ({leaf.why_full})" if leaf.why_full else ""
-            why += f"  (padded by {leaf.padding})" if leaf.padding else ""
-            dims = ",".join(map(str, leaf.shape))
-            lines.append(
-                f"  {leaf.path:<{width}}  {leaf.dtype}[{dims}]  {leaf.role}  {leaf.layout}{why}"
-            )
-        return "\n".join(lines)
+        rows = [f"  {leaf.row(width)}" for leaf in self.leaves]
+        return "\n".join([f"stage {self.stage} over {axes}; reductions: {self.reductions}", *rows])
 
 
 def plan_from_shapes(leaves: Sequence[Leaf], sharding: Sharding) -> tuple[LeafPlan, ...]:

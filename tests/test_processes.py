@@ -1,0 +1,285 @@
+"""Several processes on one machine: one training, one program, one end. All of them are real."""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import process_worker
+
+HERE = pathlib.Path(__file__).parent
+WORKER = HERE / "process_worker.py"
+DEADLINE = 240  # seconds; a run takes about ten, on an idle machine
+# Not the settings of conftest.py. Over gloo no scheduler may be chosen: processes would call
+# collectives in different orders (docs/design.md, section 7).
+ENVIRONMENT = {
+    "PATH": os.environ["PATH"],
+    "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def by_hand(num_processes, num_devices):
+    """The environment of each process, as a user would set it."""
+    common = ENVIRONMENT | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "JAX_NUM_PROCESSES": str(num_processes),
+    }
+    return [common | {"JAX_PROCESS_ID": str(i)} for i in range(num_processes)]
+
+
+@contextlib.contextmanager
+def started(command, environments, folder):
+    """The processes; whatever is left of them is killed, and if the test fails all output is shown."""
+    files = [open(folder / f"{i}.out", "w") for i in range(len(environments))]
+    processes = [
+        subprocess.Popen(
+            [*map(str, command)], env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        for env, file in zip(environments, files, strict=True)
+    ]  # fmt: skip
+    try:
+        yield processes
+    except BaseException:
+        for i, process in enumerate(processes):
+            print(f"---- process {i}, exit status {process.poll()}:\n{output(folder, i)}")
+        raise
+    finally:
+        for process, file in zip(processes, files, strict=True):
+            stop(process)
+            file.close()
+
+
+def stop(process):
+    """Ends a process and its children; those of mpirun have groups of their own, and it ends them."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def output(folder, i):
+    return (folder / f"{i}.out").read_text(errors="replace")
+
+
+def wait_until(condition, what):
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, f"not within {DEADLINE} s: {what}"
+        time.sleep(0.05)
+
+
+def run(command, environments, folder):
+    """Runs the processes to their ends."""
+    with started(command, environments, folder) as processes:
+        wait_until(
+            lambda: (
+                all(process.poll() is not None for process in processes)
+                or any(process.poll() for process in processes)
+            ),
+            "all processes end",
+        )
+        assert [process.poll() for process in processes] == [0] * len(processes)
+
+
+def found_by(scenario, num_processes, num_devices, folder):
+    """What each process found out."""
+    run([sys.executable, WORKER, scenario, folder], by_hand(num_processes, num_devices), folder)
+    return [json.loads((folder / f"{i}.json").read_text()) for i in range(num_processes)]
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_trains_as_one_process(num_processes, tmp_path):
+    found = found_by("train", num_processes, 2, tmp_path)
+    devices = jax.devices()[: 2 * num_processes]
+    for name, options in process_worker.TRAININGS.items():
+        assert [each[name] for each in found] == [found[0][name]] * num_processes
+        report, losses, state = process_worker.training(devices, options)
+        assert found[0][name]["report"] == report
+        np.testing.assert_allclose(found[0][name]["losses"], losses, rtol=1e-5)
+        saved = np.load(tmp_path / f"{name}.npz").values()
+        for actual, leaf in zip(saved, jax.tree.leaves(state), strict=True):
+            np.testing.assert_allclose(actual, leaf, rtol=1e-5, atol=1e-6)
+
+
+def test_goes_on_with_fewer_processes(tmp_path):
+    """Saved by four processes, gone on with by two of them, and by one: the same losses as of one."""
+    four = found_by("first_half", 4, 1, tmp_path)
+    two = found_by("second_half", 2, 2, tmp_path)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    (tmp_path / "whole").mkdir()
+    whole = process_worker.go_on(tmp_path / "whole", 2 * process_worker.NUM_STEPS, mesh)
+    assert four == [four[0]] * 4
+    assert two == [two[0]] * 2
+    np.testing.assert_allclose(four[0] + two[0], whole, rtol=1e-5)
+    shutil.rmtree(tmp_path / "steps" / str(2 * process_worker.NUM_STEPS))
+    one = process_worker.go_on(tmp_path, 2 * process_worker.NUM_STEPS, mesh)
+    np.testing.assert_allclose(one, two[0], rtol=1e-5)
+
+
+def test_data_iterators_of_several_processes(tmp_path):
+    assert found_by("uneven_places", 2, 1, tmp_path) == [
+        {"step": 7, "process": 0}, {"step": 7, "process": 1}
+    ]  # fmt: skip
+    told = process_worker.uneven_places(tmp_path)
+    assert "2 processes saved data iterators in different states, and there are 1" in told
+
+
+def test_one_process_is_told_to_end_and_all_save(tmp_path):
+    command = [sys.executable, WORKER, "until_preempted", tmp_path]
+    with started(command, by_hand(2, 1), tmp_path) as processes:
+        ready = [tmp_path / f"{i}.ready" for i in range(2)]
+        wait_until(lambda: all(path.exists() for path in ready), "the first steps")
+        processes[1].terminate()
+        wait_until(lambda: all(p.poll() is not None for p in processes), "both processes end")
+        assert [p.poll() for p in processes] == [0, 0]
+    steps = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
+    assert steps[0] == steps[1]
+    assert (tmp_path / "steps" / str(steps[0])).is_dir()
+
+
+@pytest.fixture(scope="module")
+def disagreements(tmp_path_factory):
+    return found_by("disagree", 3, 1, tmp_path_factory.mktemp("disagree"))
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("stage", "options: stage=3 on processes 0, 2, stage=1 on process 1"),
+        ("option", "options: gather=None on processes 0, 2, gather='keep' on process 1"),
+        ("batch_shape", "arguments: x float32[12,12] P('data',) on processes 0, 2, x float32[6,12]"),
+        ("batch_that_one_cannot_split", "call: shard_train_step on processes 0, 2, failed with BatchError"),
+        ("state_structure", "state: state['w']  float32[12,12]  parameter"),
+        ("hyperparameter", "mul 0.10000000149011612:f32[] "),
+        ("constant", "program: constant "),
+        ("order_of_devices", "mesh: device 0 of process 0 on processes 0, 2, device"),
+        ("initial_shape", "state: state  float32[12,12]  other"),
+        ("values_of_a_state", "values: state['w'] "),
+        ("another_call", "call: init on processes 0, 2, shard on process 1"),
+    ],
+)  # fmt: skip
+def test_processes_that_differ_end_with_what_differs(disagreements, case, text):
+    for process, found in enumerate(disagreements):
+        error, told = found[case]
+        assert error == "ProcessError", f"on process {process}"
+        assert text in told
+        assert "Start them from the same code, configuration and versions." in told
+
+
+def test_processes_that_differed_still_agree(disagreements):
+    assert len({found["agreement"] for found in disagreements}) == 1
+
+
+def test_mesh_of_one_process_waits_for_nobody(disagreements):
+    assert [found["own_mesh"] for found in disagreements] == [[], [], []]
+
+
+def test_values_of_a_batch(disagreements):
+    for found in disagreements:
+        error, told = found["values_of_a_batch"]
+        assert error == "BatchError"
+        assert "x float32[12,12] has other values on other processes" in told
+        assert "jax.make_array_from_process_local_data" in told
+
+
+def test_batch_on_one_process(disagreements):
+    for process, found in enumerate(disagreements):
+        error, told = found["batch_on_one_process"]
+        assert error == "BatchError"
+        assert f"x float32[12,12] lies on devices of process {process} alone" in told
+
+
+def test_process_that_does_not_come(disagreements):
+    for process in (0, 2):
+        error, told = disagreements[process]["absence"]
+        assert error == "ProcessError"
+        assert "process 1 of 3 did not come within 5 s" in told
+        assert "sync_global_devices('ready')" in told
+    error, told = disagreements[1]["absence"]
+    assert error == "ProcessError"
+    assert "process 1 came when others had given up waiting" in told
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_process_ends_the_others(victim, tmp_path):
+    command = [sys.executable, WORKER, "step_forever", tmp_path]
+    with started(command, by_hand(2, 2), tmp_path) as processes:
+        wait_until(lambda: len(list(tmp_path.glob("*.ready"))) == 2, "both processes step")
+        processes[victim].kill()
+        start = time.monotonic()
+        other = processes[1 - victim]
+        wait_until(lambda: other.poll() is not None, "the other process ends")
+        # The step itself fails at once, and the exit waits until the dead process has missed its
+        # heartbeats (10 s in the worker).
+        assert time.monotonic() - start < 60
+        assert other.poll() != 0
+        told = output(tmp_path, 1 - victim)
+        assert "JaxRuntimeError" in told or "JAX distributed service detected fatal errors" in told
+
+
+# -- the training script -------------------------------------------------------------------------
+
+SCRIPT = [
+    sys.executable,
+    HERE / "small_training.py",
+    "train_linen",
+    "--steps",
+    "3",
+    "--devices",
+    "4",
+]
+
+
+def losses_of(folder):
+    rows = (folder / "metrics.csv").read_text().splitlines()[1:]
+    return [float(row.split(",")[1]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def started_by_hand(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("by_hand")
+    run([*SCRIPT, "--out", folder], by_hand(2, 2), folder)
+    return folder
+
+
+def test_script_started_by_hand(started_by_hand):
+    assert len(losses_of(started_by_hand)) == 3
+    assert "held-out loss" in output(started_by_hand, 0)
+    assert "loss" not in output(started_by_hand, 1)  # One process reports for all.
+
+
+def test_script_started_by_mpirun(started_by_hand, tmp_path):
+    if not shutil.which("mpirun"):
+        pytest.skip("there is no mpirun on this machine (Debian: openmpi-bin)")
+    environment = ENVIRONMENT | {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+    }
+    run(["mpirun", "-n", "2", *SCRIPT, "--out", tmp_path], [environment], tmp_path)
+    assert output(tmp_path, 0).count("held-out loss") == 1
+    np.testing.assert_allclose(losses_of(tmp_path), losses_of(started_by_hand), rtol=1e-5)
