@@ -1,42 +1,54 @@
-"""The command line: `python -m jzero estimate --params 7.5B --devices 64`."""
+"""The command line: `python -m jzero estimate --params 7.5B --devices 64`, and what checkpoints have."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from jzero import _plot, _tables
-from jzero._errors import JzeroError
+from jzero._errors import CheckpointError, JzeroError
 from jzero._estimate import Estimate, estimate
 from jzero._options import GATHER
 from jzero._presets import OPTIMIZERS, PRECISIONS
 from jzero._quantities import readable_bytes, readable_count
 from jzero._tables import Table
+from jzero.checkpoint import _commands
+from jzero.checkpoint._commands import Shown
 from jzero.sharding._plan import STAGES
 
 _UNWRAPPED = 160  # columns of a table that is written to a file or a pipe
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs `python -m jzero <arguments>`; wrong ones end with a message and exit status 2."""
+    """Runs `python -m jzero <arguments>`.
+
+    Wrong ones end with a message and exit status 2, a checkpoint that is not as it should be with 1.
+    """
     parser = argparse.ArgumentParser(prog="python -m jzero", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     command = commands.add_parser(
         "estimate", allow_abbrev=False, help="memory and traffic from numbers alone",
         description="What a training needs on each device and moves in a step: jzero.estimate.",
     )  # fmt: skip
     _add_estimate(command)
+    runs = {"estimate": _estimate, **_commands.add(commands)}
     given = vars(parser.parse_args(arguments))
-    output = {name: given.pop(name) for name in ("json", "plot", "memory")}
+    jax.config.update("jax_platforms", "cpu")  # Accelerators are not needed, and may be training.
+    name = given.pop("command")
     try:
-        _estimate(given, **output)
+        for shown in runs[name](**given):
+            _print(shown)
+    except CheckpointError as error:
+        sys.exit(f"python -m jzero {error}")
     except JzeroError as error:
-        command.error(str(error))
+        commands.choices[name].error(str(error))
 
 
 def _add_estimate(command: argparse.ArgumentParser) -> None:
@@ -67,7 +79,7 @@ def _add_estimate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--plot", metavar="FILE", help="a picture, such as out.png")
 
 
-def _estimate(arguments: dict[str, Any], json: bool, plot: str | None, memory: str | None) -> None:
+def _estimate(json: bool, plot: str | None, memory: str | None, **arguments: Any) -> Shown:
     stages = [arguments.pop("stage")] if "stage" in arguments else list(STAGES)
     found = [
         estimate(arguments["num_params"], **_without_params(arguments), stage=s) for s in stages
@@ -76,11 +88,11 @@ def _estimate(arguments: dict[str, Any], json: bool, plot: str | None, memory: s
     if plot:
         _plot.plot_stages(found, plot, memory)
     if json:
-        print(_as_json(found, largest))
+        yield _as_json(found, largest)
     elif len(found) == 1:
-        _show_one(found[0], largest[0], memory)
+        yield from _show_one(found[0], largest[0], memory)
     else:
-        _show_stages(found, largest, memory)
+        yield from _show_stages(found, largest, memory)
 
 
 def _without_params(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -109,22 +121,22 @@ def _as_json(found: Sequence[Estimate], largest: Sequence[int | None]) -> str:
     return json.dumps({**whole, "stages": stages}, indent=2)
 
 
-def _show_one(found: Estimate, largest: int | None, memory: str | None) -> None:
+def _show_one(found: Estimate, largest: int | None, memory: str | None) -> Shown:
     title, *_ = str(found).splitlines()
-    _print(title)
-    _print(_rich(_tables.memory_table(found.memory)))
+    yield title
+    yield _tables.memory_table(found.memory)
     moved = _tables.traffic_table(found.traffic)
-    _print(_rich(moved) if moved else "A step moves nothing between devices.")
+    yield moved or "A step moves nothing between devices."
     if largest is not None:
-        _print(f"The largest model whose total fits into {memory}: {readable_count(largest)}.")
+        yield f"The largest model whose total fits into {memory}: {readable_count(largest)}."
 
 
 def _show_stages(
     found: Sequence[Estimate], largest: Sequence[int | None], memory: str | None
-) -> None:
+) -> Shown:
     first = found[0]
     axes = ", ".join(f"'{name}' of size {size}" for name, size in first.sharding.axes)
-    _print(f"{readable_count(first.num_params)} parameters; data axes: {axes}; on each device:")
+    yield f"{readable_count(first.num_params)} parameters; data axes: {axes}; on each device:"
     roles = list(dict.fromkeys(row.role for e in found for row in e.memory))
     title = [] if memory is None else [f"largest in {memory}"]
     rows = [
@@ -137,9 +149,9 @@ def _show_stages(
         )
         for e, num in zip(found, largest, strict=True)
     ]
-    _print(_rich(Table(("stage", *roles, "total", "moved per step", *title), rows)))
-    _print("Gradients live within a step; the others rest. Activations are not in it.")
-    _print("Psi: as many elements as there are parameters. More of one stage: --stage.")
+    yield Table(("stage", *roles, "total", "moved per step", *title), rows)
+    yield "Gradients live within a step; the others rest. Activations are not in it."
+    yield "Psi: as many elements as there are parameters. More of one stage: --stage."
 
 
 def _rich(table: Table) -> RichTable:
@@ -151,11 +163,14 @@ def _rich(table: Table) -> RichTable:
     return out
 
 
-def _print(what: str | RichTable) -> None:
+def _print(what: str | Table) -> None:
+    if isinstance(what, str):
+        print(what)  # As it is: rich would break long lines, also of JSON.
+        return
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = _UNWRAPPED
-    console.print(what)
+    console.print(_rich(what))
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -1,10 +1,15 @@
-"""`python -m jzero estimate`, run as a command."""
+"""`python -m jzero estimate` and `inspect`, run as commands."""
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import jzero
@@ -120,3 +125,123 @@ def test_wrong_arguments(arguments, text):
     assert text in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+class Position:
+    """A data iterator."""
+
+    def get_state(self):
+        return {"next": 3}
+
+
+def step_fn(state, batch):
+    grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
+    return {"w": state["w"] - grads, "mu": state["mu"] + grads, "count": state["count"] + 1}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """Steps 1 and 3 of a padded state, with a data iterator."""
+    path = tmp_path_factory.mktemp("steps")
+    train_step = jzero.shard_train_step(step_fn, min_shard_bytes=0)
+    w = jax.random.normal(jax.random.key(0), (101, 67))
+    state = {"w": w, "mu": w, "count": jnp.int32(0)}
+    state = train_step(state, jnp.ones((8, 101)))
+    with jzero.Checkpointer(path, train_step) as checkpointer:
+        for step in (1, 3):
+            checkpointer.save(step, state, Position())
+    return path
+
+
+@pytest.fixture
+def damaged(steps, tmp_path):
+    """The last step with bits flipped in the file that holds most."""
+    path = shutil.copytree(steps / "3", tmp_path / "3")
+    largest = max(path.rglob("d/*"), key=lambda file: file.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    for at in range(len(data) // 8, len(data), len(data) // 8):
+        data[at] ^= 1
+    largest.write_bytes(data)
+    return path
+
+
+def test_inspect_lists_the_leaves_of_the_latest_step(steps):
+    text = output("inspect", str(steps))
+    assert f"{steps}/3/state\nThe latest of the steps 1, 3.\nWritten 20" in text
+    assert "by PyTreeCheckpointHandler, with a data iterator.\n" in text
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    for row in (
+        ["count", "optimizer state", "int32", "scalar", "scalar", "4 B"],
+        ["mu", "optimizer state", "float32", "101,67", "13,67", "26.4 KiB"],
+        ["w", "parameter", "float32", "101,67", "13,67", "26.4 KiB"],
+        ["parameter", "float32", "1", "6,767", "26.4 KiB"],
+    ):
+        assert row in rows
+
+
+def test_inspect_as_json(steps):
+    found = json.loads(output("inspect", str(steps), "--json", "--verify"))
+    assert found["directory"] == str(steps / "3" / "state")
+    assert (found["step"], found["steps"], found["has_data_iterator"]) == (3, [1, 3], True)
+    assert [leaf["name"] for leaf in found["leaves"]] == ["count", "mu", "w"]
+    assert found["leaves"][2] == {
+        "name": "w", "role": "parameter", "dtype": "float32", "shape": [101, 67], "nbytes": 27068,
+        "chunk_shape": [13, 67],
+    }  # fmt: skip
+    assert [(row["role"], row["nbytes"]) for row in found["totals"]] == [
+        ("optimizer state", 4), ("optimizer state", 27068), ("parameter", 27068),
+    ]  # fmt: skip
+    assert found["verified"] == {"damaged": {}, "unchecked": []}
+    one = json.loads(output("inspect", str(steps / "1"), "--json"))
+    assert (one["step"], one["steps"]) == (1, [])
+    assert "verified" not in one
+
+
+def test_inspect_of_plain_orbax(tmp_path):
+    """No roles, 64 bits, and no checksums."""
+    tree = {"w": np.arange(500.0), "step": 3, "name": "x"}
+    ocp.PyTreeCheckpointer().save(tmp_path / "plain", tree)
+    text = output("inspect", str(tmp_path / "plain"), "--verify")
+    assert "without a data iterator" in text
+    assert "│ w    │      │ float64 │    500 │       500 │ 3.9 KiB │" in text
+    assert "│ name │      │  string │" in text
+    assert (
+        "3 of 3 leaves are whole.\n2 leaves have no checksums, as Orbax alone writes them" in text
+    )
+
+
+def test_verify_names_what_is_damaged(damaged):
+    done = run("inspect", str(damaged), "--verify")
+    assert done.returncode == 1
+    assert "Every chunk was read: 1 of 3 leaves are whole." in done.stdout
+    message = done.stderr[done.stderr.index("python -m jzero inspect") :].splitlines()
+    assert message[0] == f"python -m jzero inspect {damaged}/state: 2 leaves fail:"
+    assert [line.split(": ")[0] for line in message[1:3]] == ["  - mu", "  - w"]
+    assert message[3].startswith("Its files are damaged, incomplete, or not those of a checkpoint.")
+    found = run("inspect", str(damaged), "--verify", "--json")
+    assert found.returncode == 1
+    assert list(json.loads(found.stdout)["verified"]["damaged"]) == ["mu", "w"]
+    assert run("inspect", str(damaged)).returncode == 0
+
+
+def test_verify_finds_what_is_cut(damaged):
+    for file in damaged.rglob("d/*"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    done = run("inspect", str(damaged), "--verify")
+    assert done.returncode == 1
+    assert "Its files are damaged, incomplete" in done.stderr
+
+
+def test_damaged_notes(steps, tmp_path):
+    path = shutil.copytree(steps / "3", tmp_path / "3")
+    (path / "_CHECKPOINT_METADATA").write_text("{")
+    done = run("inspect", str(path))
+    assert done.returncode == 1
+    assert "_CHECKPOINT_METADATA: JSONDecodeError: Expecting property name" in done.stderr
+
+
+def test_inspect_of_no_checkpoint(tmp_path):
+    done = run("inspect", str(tmp_path / "nothing"))
+    assert done.returncode == 1
+    assert "python -m jzero inspect: there is no directory" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -18,6 +18,7 @@ LAYERS = (
         "checkpoint/_arrays",
         "checkpoint/_iterators",
         "checkpoint/_match",
+        "checkpoint/_safetensors",
     ),
     (
         "sharding/_collectives",
@@ -31,7 +32,7 @@ LAYERS = (
         "_processes",
         "checkpoint/_stored",
     ),
-    ("sharding/_values", "sharding/_frames", "sharding/_pipeline"),
+    ("sharding/_values", "sharding/_frames", "sharding/_pipeline", "checkpoint/_stream"),
     (
         "sharding/_links",
         "sharding/_needs",
@@ -53,8 +54,14 @@ LAYERS = (
     ("_report", "_program", "_formulas"),
     ("_identity",),
     ("_step", "_estimate"),
-    ("_preflight", "checkpoint/_restore"),
-    ("checkpoint/_checkpointer",),
+    (
+        "_preflight",
+        "checkpoint/_restore",
+        "checkpoint/_export",
+        "checkpoint/_import",
+        "checkpoint/_inspect",
+    ),
+    ("checkpoint/_checkpointer", "checkpoint/_commands"),
     ("__init__", "_plot", "testing"),
     ("_cli",),
     ("__main__",),

@@ -6,7 +6,7 @@ What it writes is an ordinary Orbax checkpoint, for every reader of Orbax checkp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,10 +47,7 @@ class _Leaf(NamedTuple):
     def of(cls, x: jax.Array | PaddedArray, info: Any) -> _Leaf:
         at_rest = _at_rest(x)
         shard_shape = at_rest.sharding.shard_shape(at_rest.shape)
-        spec = type_handlers.get_json_tspec_write(
-            info, info.is_ocdbt_checkpoint, x.shape, x.shape, x.dtype, jax.process_index()
-        )
-        spec["metadata"] = _metadata(x.shape, _chunk_shape(shard_shape, x.dtype.itemsize))
+        spec = write_spec(info, x.shape, shard_shape, x.dtype)
         return cls(spec, info, [part for shard in _own_shards(x) if (part := _cut(shard, x.shape))])
 
 
@@ -98,18 +95,37 @@ def handler(concurrent_bytes: int | None = None) -> ocp.PyTreeCheckpointHandler:
       concurrent_bytes: the most that is read at the same time.
     """
     arrays = ArrayHandler()
-    registry = type_handlers.create_type_handler_registry(
-        (int, type_handlers.ScalarHandler()),
-        (float, type_handlers.ScalarHandler()),
-        (np.number, type_handlers.ScalarHandler()),
-        (np.ndarray, type_handlers.NumpyHandler()),
-        (str, type_handlers.StringHandler()),
-        (jax.Array, arrays),
-        (PaddedArray, arrays),
-    )
+    types = {
+        int: type_handlers.ScalarHandler(),
+        float: type_handlers.ScalarHandler(),
+        np.number: type_handlers.ScalarHandler(),
+        np.ndarray: type_handlers.NumpyHandler(),
+        str: type_handlers.StringHandler(),
+        jax.Array: arrays,
+        PaddedArray: arrays,
+    }
+    return pytree_handler(types, concurrent_bytes)
+
+
+def pytree_handler(
+    types: Mapping[type, Any], concurrent_bytes: int | None = None
+) -> ocp.PyTreeCheckpointHandler:
+    """Orbax's handler for pytrees, with a handler for each type of leaf."""
+    registry = type_handlers.create_type_handler_registry(*types.items())
     options: dict[str, Any] = dict(use_zarr3=True, type_handler_registry=registry)
     base = ocp.BasePyTreeCheckpointHandler(restore_concurrent_bytes=concurrent_bytes, **options)
     return ocp.PyTreeCheckpointHandler(handler_impl=base, **options)
+
+
+def write_spec(
+    info: Any, shape: Sequence[int], shard_shape: Sequence[int], dtype: Any
+) -> dict[str, Any]:
+    """The array on disk, for tensorstore: of chunks into which a shard can be cut."""
+    spec = type_handlers.get_json_tspec_write(
+        info, info.is_ocdbt_checkpoint, shape, shape, dtype, jax.process_index()
+    )
+    spec["metadata"] = _metadata(shape, _chunk_shape(shard_shape, dtype.itemsize))
+    return spec
 
 
 async def _named(
@@ -122,10 +138,10 @@ async def _named(
     except Exception:
         await _others(before)
         ones = [read(*[[part] for part in parts]) for parts in zip(infos, *args, strict=True)]
-        return [x for (x,) in await _each(ones, [info.name for info in infos])]
+        return [x for (x,) in await each(ones, [info.name for info in infos])]
 
 
-async def _each(work: Sequence[Coroutine[Any, Any, Any]], names: Sequence[str]) -> list[Any]:
+async def each(work: Sequence[Coroutine[Any, Any, Any]], names: Sequence[str]) -> list[Any]:
     """Does all of the work, also if some of it fails; then raises what failed."""
     before = asyncio.all_tasks()
     done = await asyncio.gather(*work, return_exceptions=True)
@@ -177,7 +193,7 @@ async def _write(leaves: Sequence[_Leaf]) -> None:
     async with tensorstore.Transaction(
         atomic=True
     ) as transaction:  # Else each write makes a new root.
-        await _each(
+        await each(
             [_write_leaf(leaf, transaction) for leaf in leaves], [leaf.info.name for leaf in leaves]
         )
 

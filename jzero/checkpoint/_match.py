@@ -67,6 +67,12 @@ def match(
     return sources
 
 
+def masters(leaves: Mapping[str, Leaf]) -> dict[str, str]:
+    """For each parameter that `master_weights` keeps in more bits, the name of its master."""
+    found = [pair for at in _wrappers(leaves) for pair in _masters(at, leaves)]
+    return {param: master for master, param in found}
+
+
 def _problem(wanted: Leaf, stored: Leaf | None, cast: bool) -> str | None:
     if stored is None:
         return f"{describe_leaf(*wanted)} is not in the checkpoint"

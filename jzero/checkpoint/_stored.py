@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jzero.checkpoint._match import Leaf, leaf_names
 
 STATE, DATA = "state", "data"  # The items of our checkpoints; a state alone is Orbax's "default".
 _TREE = "_METADATA"  # the file that every Orbax checkpoint of a pytree has
+_NOTES = "_CHECKPOINT_METADATA"  # what Orbax says of a checkpoint, or of all items of a step
 
 
 class Stored(NamedTuple):
@@ -37,14 +39,53 @@ def find(who: str, path: str | Path) -> Stored:
     Raises:
       CheckpointError: there is none, or what describes it is damaged.
     """
-    directory = _tree_directory(who, epath.Path(path))
+    directory = _tree_directory(who, epath.Path(path).absolute())  # Orbax wants it absolute.
     try:
         tree = _arrays.handler().metadata(directory).tree
     except Exception as error:
-        raise CheckpointError(_damaged(who, directory, error)) from error
+        raise CheckpointError(damaged(who, directory, error)) from error
     names, metadata = leaf_names(tree), jax.tree.leaves(tree)
     leaves = {name: _leaf(name, found) for name, found in zip(names, metadata, strict=True)}
     return Stored(directory, tree, leaves)
+
+
+def steps(path: str | Path) -> list[int]:
+    """The complete steps in a `Checkpointer`'s directory; none in the directory of one checkpoint."""
+    directory = epath.Path(path)
+    parts = directory.iterdir() if directory.is_dir() else ()
+    return sorted(int(part.name) for part in parts if part.name.isdecimal() and part.is_dir())
+
+
+def find_latest(who: str, path: str | Path) -> Stored:
+    """Like `find`; of a `Checkpointer`'s directory, the latest step."""
+    numbers = steps(path)
+    return find(who, epath.Path(path) / str(numbers[-1]) if numbers else path)
+
+
+def root(stored: Stored) -> epath.Path:
+    """The directory of all items of the step, if the checkpoint is one of them; else its own."""
+    parent = stored.directory.parent
+    return parent if (parent / _NOTES).exists() else stored.directory
+
+
+def notes(who: str, stored: Stored) -> dict[str, Any]:
+    """What Orbax says of the checkpoint or its step: when and by what it was written, `custom_metadata`.
+
+    Raises:
+      CheckpointError: it is damaged.
+    """
+    file = root(stored) / _NOTES
+    if not file.exists():
+        return {}
+    try:
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(damaged(who, file, error)) from error
+
+
+def roles(found: dict[str, Any]) -> dict[str, str]:
+    """The role of each leaf by name, from `notes`, as far as a `Checkpointer` knew it."""
+    return dict((found.get("custom_metadata") or {}).get("roles") or {})
 
 
 def read(
@@ -66,11 +107,11 @@ def read(
             stored.directory, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
         )
     except Exception as error:
-        raise CheckpointError(_damaged(who, stored.directory, error)) from error
+        raise CheckpointError(damaged(who, stored.directory, error)) from error
     return {name: x for name, x in zip(names, jax.tree.leaves(tree), strict=True) if name in args}
 
 
-def _damaged(who: str, directory: Any, error: Exception) -> str:
+def damaged(who: str, directory: Any, error: Exception) -> str:
     """The message for a checkpoint that cannot be read: each leaf that is the reason, if leaves are."""
     leaves = error.errors.items() if isinstance(error, _arrays.LeafErrors) else []
     found = [f"{name.replace('.', '/')}: {_first_line(reason)}" for name, reason in leaves]

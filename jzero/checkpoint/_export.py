@@ -1,0 +1,234 @@
+"""`export`: the parameters of a checkpoint as safetensors files, a block of rows in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jzero._errors import CheckpointError, OptionError, message
+from jzero._quantities import BYTES_RULE, parse_bytes
+from jzero.checkpoint import _arrays, _safetensors, _stored, _stream
+from jzero.checkpoint._match import masters
+from jzero.checkpoint._safetensors import Tensor
+from jzero.sharding._plan import PARAMETER
+
+WHO = "export"
+FLOATS = {
+    "bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32,
+    "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32,
+}  # fmt: skip
+_SUFFIX, _PREFIX = ".safetensors", "params/"
+_SHOWN = 20
+
+
+class _Export(NamedTuple):
+    """A tensor to be, and the open leaf that its values come from."""
+
+    tensor: Tensor
+    leaf: str
+    store: Any
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    select: str | None = None,
+    max_file_size: str = "5GB",
+    overwrite: bool = False,
+) -> list[Path]:
+    """Writes the parameters of a checkpoint to `out`, or to several files of `max_file_size` and an index.
+
+    Returns:
+      The files; the last one is what `out` names, or its index.
+    """
+    target, limit = _check(out, max_file_size, overwrite)
+    stored = _stored.find_latest(WHO, checkpoint)
+    exports = _exports(stored, _chosen(stored, select), dtype)
+    files = _split(exports, limit)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.stem}-") as folder:
+            written = _write(stored, files, Path(folder), target)
+            return _publish(written, target)
+    except _arrays.LeafErrors as error:
+        raise CheckpointError(_stored.damaged(WHO, stored.directory, error)) from error
+    except OSError as error:
+        raise CheckpointError(message(
+            f"{WHO} {target}", f"cannot be written: {error.strerror}", "Nothing was left of it.",
+            "Check the path, its permissions, and the space on its disk.")) from error  # fmt: skip
+
+
+def _check(out: str | Path, max_file_size: str, overwrite: bool) -> tuple[Path, int]:
+    target, limit = Path(out), parse_bytes(max_file_size)
+    if target.suffix != _SUFFIX:
+        raise OptionError(message(
+            WHO, f"the output is {str(out)!r}", f"Its suffix is {_SUFFIX}.",
+            f"Write out{_SUFFIX}."))  # fmt: skip
+    if limit is None:
+        raise OptionError(message(
+            WHO, f"max_file_size={max_file_size!r}", f"It is {BYTES_RULE}.",
+            "Leave it out for 5GB."))  # fmt: skip
+    if (there := _older(target)) and not overwrite:
+        raise OptionError(message(
+            WHO, f"there is {there[0]} already", "Files are only overwritten when asked.",
+            "Add --overwrite, or write another file."))  # fmt: skip
+    return target, limit
+
+
+def _older(target: Path) -> list[Path]:
+    """The index and files of a former export to the same name, in the order in which to remove them."""
+    parts = re.compile(re.escape(target.stem) + r"-\d{5}-of-\d{5}" + re.escape(_SUFFIX))
+    beside = target.parent.iterdir() if target.parent.is_dir() else ()
+    found = sorted(path for path in beside if parts.fullmatch(path.name))
+    return [path for path in (_index(target), target) if path.exists()] + found
+
+
+def _index(target: Path) -> Path:
+    return target.with_name(target.name + ".index.json")
+
+
+def _chosen(stored: _stored.Stored, select: str | None) -> list[str]:
+    """The leaves that `select` matches; by default those whose role is parameter, or under `params`."""
+    if select is not None:
+        chosen = [name for name in stored.leaves if _regex(select).search(name)]
+        rule = "A leaf is selected if the pattern is found in its name."
+    else:
+        roles = _stored.roles(_stored.notes(WHO, stored))
+        chosen = [name for name in stored.leaves if roles.get(name) == PARAMETER]
+        chosen = chosen or [name for name in stored.leaves if name.startswith(_PREFIX)]
+        rule = "Parameters are leaves that a Checkpointer noted as such, or those under params."
+    if not chosen:
+        tops = ", ".join(dict.fromkeys(name.split("/")[0] for name in stored.leaves))
+        raise CheckpointError(message(
+            f"{WHO} {stored.directory}", f"no parameters among its leaves, which are under: {tops}", rule,
+            "Say which they are with --select REGEX."))  # fmt: skip
+    return chosen
+
+
+def _regex(select: str) -> re.Pattern[str]:
+    try:
+        return re.compile(select)
+    except re.error as error:
+        raise OptionError(message(
+            WHO, f"select={select!r}: {error}", "It is a regular expression of Python.", "Correct it."
+        )) from error  # fmt: skip
+
+
+def _exports(stored: _stored.Stored, leaves: Sequence[str], dtype: str | None) -> list[_Export]:
+    """The tensors. In another dtype than the leaf's, values come from its master, if it has one."""
+    stores, wide = _stream.open_leaves(WHO, stored), masters(stored.leaves)
+    exports, bad = [], []
+    for name, leaf in zip(_tensor_names(leaves), leaves, strict=True):
+        own = stores[leaf].dtype.numpy_dtype if leaf in stores else "a string"
+        wanted = _wanted(own, dtype)
+        if not _safetensors.can_hold(wanted):
+            bad.append(f"{leaf} is {own}, not a dtype of safetensors")
+            continue
+        source = leaf if wanted == own else wide.get(leaf, leaf)
+        exports.append(_Export(Tensor(name, wanted, stores[leaf].shape), source, stores[source]))
+    if bad:
+        raise CheckpointError(message(
+            f"{WHO} {stored.directory}", bad, "Its dtypes are floats, integers and booleans.",
+            "Leave some out with --select REGEX.", shown=_SHOWN))  # fmt: skip
+    return exports
+
+
+def _tensor_names(leaves: Sequence[str]) -> list[str]:
+    """The leaves' names with `.` for `/`, and without `params/` if all have it."""
+    common = _PREFIX if all(leaf.startswith(_PREFIX) for leaf in leaves) else ""
+    return [leaf.removeprefix(common).replace("/", ".") for leaf in leaves]
+
+
+def _wanted(own: Any, dtype: str | None) -> Any:
+    """The dtype of a tensor: integers keep theirs."""
+    is_float = not isinstance(own, str) and jnp.issubdtype(own, jnp.floating)
+    return np.dtype(FLOATS[dtype]) if dtype and is_float else own
+
+
+def _split(exports: Sequence[_Export], limit: int) -> list[list[_Export]]:
+    """Files of at most `limit` bytes of data, or of one tensor; in order, but aligned."""
+    # Tensors of larger items first: so each begins at a multiple of its item.
+    return [
+        sorted(file, key=lambda export: -export.tensor.dtype.itemsize)
+        for file in _stream.groups(exports, limit)
+    ]
+
+
+def _write(
+    stored: _stored.Stored, files: Sequence[Sequence[_Export]], folder: Path, target: Path
+) -> list[Path]:
+    """Writes all files into `folder`; the index last."""
+    num = len(files)
+    parts = [f"{target.stem}-{i + 1:05}-of-{num:05}{_SUFFIX}" for i in range(num)]
+    paths = [folder / name for name in (parts if num > 1 else [target.name])]
+    overflown = [
+        leaf
+        for path, exports in zip(paths, files, strict=True)
+        for leaf in _write_file(path, exports)
+    ]
+    if overflown:
+        raise CheckpointError(message(
+            f"{WHO} {stored.directory}", [f"{leaf} has values beyond the largest" for leaf in overflown],
+            "No number becomes infinite.", "Export another --dtype; bf16 has the range of float32.",
+            shown=_SHOWN))  # fmt: skip
+    if num > 1:
+        paths.append(folder / _index(target).name)
+        paths[-1].write_text(_index_text(files, parts))
+    return paths
+
+
+def _write_file(path: Path, exports: Sequence[_Export]) -> list[str]:
+    """Writes one file; the leaves with finite values that the wanted dtype cannot hold."""
+    overflown = []
+    with path.open("wb") as file:
+        file.write(_safetensors.header([export.tensor for export in exports]))
+        for export in exports:
+            fits = True
+            for block in _stream.read_blocks(export.leaf, export.store):
+                values = _cast(block, export.tensor.dtype)
+                fits = fits and (values is block or _same_are_finite(block, values))
+                file.write(values.reshape(-1).view(np.uint8).data)
+            if not fits:
+                overflown.append(export.leaf)
+        file.flush()
+        os.fsync(file.fileno())  # Before it gets the name of a complete file.
+    return overflown
+
+
+def _cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):  # It will be found, and have a name.
+        return x.astype(dtype, copy=False)
+
+
+def _same_are_finite(x: np.ndarray, y: np.ndarray) -> bool:
+    return bool(np.array_equal(np.isfinite(x), np.isfinite(y)))
+
+
+def _index_text(files: Sequence[Sequence[_Export]], names: Sequence[str]) -> str:
+    """As Hugging Face writes it."""
+    total = sum(export.tensor.nbytes for file in files for export in file)
+    pairs = zip(names, files, strict=True)
+    weight_map = {export.tensor.name: name for name, file in pairs for export in file}
+    return (
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    )
+
+
+def _publish(written: Sequence[Path], target: Path) -> list[Path]:
+    """Moves what is complete to where it was asked for; an index last."""
+    for path in _older(target):
+        path.unlink()
+    return [path.rename(target.parent / path.name) for path in written]

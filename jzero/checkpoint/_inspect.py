@@ -1,0 +1,125 @@
+"""`inspect`: what is in a checkpoint, and whether it is whole."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jzero.checkpoint import _arrays, _stored, _stream
+
+WHO = "inspect"
+
+
+class Entry(NamedTuple):
+    """A leaf: its bytes are those of its values, and fewer on disk; its role is None if nobody noted it."""
+
+    name: str
+    role: str | None
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    chunk_shape: tuple[int, ...]
+
+
+class Inspection(NamedTuple):
+    """What is in a checkpoint.
+
+    Attributes:
+      directory: where its files are.
+      step: its number, if its directory's name is one.
+      steps: those beside it, if a directory of steps was asked for.
+      written: when it was complete, in ISO format.
+      writer: the handler of Orbax that wrote it.
+      has_data_iterator: whether a `Checkpointer` saved one with it.
+      leaves: one entry each.
+    """
+
+    directory: str
+    step: int | None
+    steps: list[int]
+    written: str | None
+    writer: str | None
+    has_data_iterator: bool
+    leaves: list[Entry]
+
+    def totals(self) -> list[dict[str, Any]]:
+        """Number of leaves, elements and bytes of each role and dtype."""
+        groups: dict[tuple[str | None, str], list[Entry]] = {}
+        for leaf in self.leaves:
+            groups.setdefault((leaf.role, leaf.dtype), []).append(leaf)
+        return [
+            {"role": role, "dtype": dtype, "leaves": len(group),
+             "elements": sum(math.prod(leaf.shape) for leaf in group),
+             "nbytes": sum(leaf.nbytes for leaf in group)}
+            for (role, dtype), group in groups.items()
+        ]  # fmt: skip
+
+
+def inspect(checkpoint: str | Path) -> tuple[Inspection, _stored.Stored]:
+    """What is in a checkpoint, or in the latest step of a `Checkpointer`'s directory."""
+    stored = _stored.find_latest(WHO, checkpoint)
+    notes = _stored.notes(WHO, stored)
+    roles = _stored.roles(notes)
+    metadata = jax.tree.leaves(stored.tree)
+    leaves = [_entry(*pair, roles) for pair in zip(stored.leaves, metadata, strict=True)]
+    root = _stored.root(stored)
+    step = int(root.name) if root.name.isdecimal() else None
+    has_data = root != stored.directory and (root / _stored.DATA).exists()
+    writer = _writer(notes, stored.directory.name)
+    steps = _stored.steps(checkpoint)
+    directory = str(stored.directory)
+    return Inspection(directory, step, steps, _time(notes), writer, has_data, leaves), stored
+
+
+class Verified(NamedTuple):
+    """What reading every chunk of a checkpoint found.
+
+    Attributes:
+      damaged: what is wrong with each damaged leaf, by name.
+      unchecked: leaves without checksums, in which a flipped bit may be read as if it were right.
+    """
+
+    damaged: dict[str, BaseException]
+    unchecked: list[str]
+
+
+def verify(stored: _stored.Stored) -> Verified:
+    """Reads every chunk of every leaf."""
+    found = Verified({}, [])
+    for name, store in _stream.open_leaves(WHO, stored).items():
+        if not _stream.has_checksums(store):
+            found.unchecked.append(name)
+        try:
+            for _ in _stream.read_blocks(name, store):
+                pass
+        except _arrays.LeafErrors as error:
+            found.damaged.update(error.errors)
+    return found
+
+
+def _entry(name: str, metadata: Any, roles: dict[str, str]) -> Entry:
+    shape = tuple(getattr(metadata, "shape", None) or ())
+    dtype = getattr(metadata, "dtype", None)
+    chunk_shape = getattr(getattr(metadata, "storage", None), "chunk_shape", None) or shape
+    itemsize = 0 if dtype is None else np.dtype(dtype).itemsize
+    kind = "string" if dtype is None else str(np.dtype(dtype))
+    nbytes = math.prod(shape) * itemsize
+    return Entry(name, roles.get(name), kind, shape, nbytes, tuple(chunk_shape))
+
+
+def _time(notes: dict[str, Any]) -> str | None:
+    nanoseconds = notes.get("commit_timestamp_nsecs")
+    if nanoseconds is None:
+        return None
+    return datetime.datetime.fromtimestamp(nanoseconds // 10**9, datetime.UTC).isoformat()
+
+
+def _writer(notes: dict[str, Any], item: str) -> str | None:
+    found = notes.get("item_handlers")
+    found = found.get(item) if isinstance(found, dict) else found
+    return None if found is None else found.rpartition(".")[2]

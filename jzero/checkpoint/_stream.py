@@ -1,0 +1,199 @@
+"""Leaves of a checkpoint a block of rows at a time, read and written, so that no model need fit into memory.
+
+Orbax reads and writes whole leaves. It knows where they are, and leaves the rest to its handlers of types;
+these open a leaf instead of reading it, and write one from what is yet to be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+from etils import epath
+from orbax.checkpoint import type_handlers
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals as CommitFuture
+
+from jzero._errors import CheckpointError
+from jzero.checkpoint import _arrays
+from jzero.checkpoint._match import leaf_names
+from jzero.checkpoint._stored import Stored, damaged
+
+AT_ONCE = 2**26  # bytes in memory; more only if one row of chunks has more
+
+
+class Source:
+    """A leaf that is yet to be read.
+
+    Args:
+      shape: its shape.
+      dtype: its dtype.
+      read: reads some rows, `read(slice(0, 2))`, or all of it, `read(...)`.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Any], np.ndarray]):
+        self.shape, self.dtype, self.read = shape, dtype, read
+        self.nbytes = math.prod(shape) * dtype.itemsize  # Orbax asks.
+
+
+def open_leaves(who: str, stored: Stored) -> dict[str, tensorstore.TensorStore]:
+    """Opens each leaf that is numbers, by name; nothing is read.
+
+    Raises:
+      CheckpointError: those that cannot be opened.
+    """
+    types = {
+        int: _ScalarOpener(),
+        float: _ScalarOpener(),
+        np.number: _ScalarOpener(),
+        np.ndarray: _NumpyOpener(),
+        str: type_handlers.StringHandler(),
+        jax.Array: _ArrayOpener(),
+    }
+    checkpointer = ocp.Checkpointer(_arrays.pytree_handler(types))
+    try:
+        tree = checkpointer.restore(stored.directory, args=ocp.args.PyTreeRestore())
+    except Exception as error:
+        raise CheckpointError(damaged(who, stored.directory, error)) from error
+    leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+    return {name: leaf for name, leaf in leaves if isinstance(leaf, tensorstore.TensorStore)}
+
+
+def write_leaves(directory: epath.Path, tree: Any, notes: dict[str, Any]) -> None:
+    """Writes a checkpoint of `Source`s, complete or not at all."""
+    # Orbax warns where there is none for jax.Array.
+    types = {Source: _SourceHandler(), jax.Array: _arrays.ArrayHandler()}
+    checkpointer = ocp.Checkpointer(_arrays.pytree_handler(types))
+    checkpointer.save(directory, args=ocp.args.PyTreeSave(tree), custom_metadata=notes)
+
+
+def read_blocks(name: str, store: tensorstore.TensorStore) -> Iterator[np.ndarray]:
+    """All of an open leaf, in order; each chunk is decoded once.
+
+    Raises:
+      LeafErrors: a chunk is damaged.
+    """
+    itemsize = store.dtype.numpy_dtype.itemsize
+    for index, _ in _blocks(store.shape, itemsize, store.chunk_layout.read_chunk.shape):
+        try:
+            block = np.asarray(store[index].read().result())
+        except Exception as error:
+            raise _arrays.LeafErrors({name: error}) from error
+        yield block
+
+
+def groups(things: Iterable[Any], limit: int) -> Iterator[list[Any]]:
+    """Things in turn, as many as have `limit` bytes (`nbytes`) together, and at least one."""
+    group: list[Any] = []
+    held = 0
+    for thing in things:
+        if group and held + thing.nbytes > limit:
+            yield group
+            group, held = [], 0
+        group.append(thing)
+        held += thing.nbytes
+    yield group
+
+
+def has_checksums(store: tensorstore.TensorStore) -> bool:
+    """Whether a flipped bit in a chunk is an error, and not another value."""
+
+    def check(codecs: Sequence[dict[str, Any]]) -> bool:
+        options = [(codec["name"], codec.get("configuration", {})) for codec in codecs]
+        return any(
+            name == "crc32c" or option.get("checksum", False) or check(option.get("codecs", []))
+            for name, option in options
+        )
+
+    return check(store.spec().to_json()["metadata"].get("codecs", []))  # Zarr 2 has none.
+
+
+def _blocks(
+    shape: Sequence[int], itemsize: int, chunk_shape: Sequence[int | None] | None
+) -> Iterator[tuple[Any, int]]:
+    """Blocks of rows that are whole chunks, of at most `AT_ONCE` bytes if possible: index and bytes."""
+    nbytes = math.prod(shape) * itemsize
+    if nbytes <= AT_ONCE:
+        yield ..., nbytes
+        return
+    row, chunk_rows = nbytes // shape[0], (chunk_shape and chunk_shape[0]) or 1
+    rows = max(AT_ONCE // row // chunk_rows, 1) * chunk_rows
+    for start in range(0, shape[0], rows):
+        stop = min(start + rows, shape[0])
+        yield slice(start, stop), (stop - start) * row
+
+
+class _Opener:
+    """A handler that opens leaves where others read them."""
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> list[Any]:
+        return await _arrays.each([_open(info) for info in infos], [info.name for info in infos])
+
+
+class _ArrayOpener(_Opener, type_handlers.ArrayHandler):
+    pass
+
+
+class _NumpyOpener(_Opener, type_handlers.NumpyHandler):
+    pass
+
+
+class _ScalarOpener(_Opener, type_handlers.ScalarHandler):
+    pass
+
+
+async def _open(info: Any) -> tensorstore.TensorStore:
+    spec = type_handlers.get_json_tspec_read(
+        info,
+        info.is_ocdbt_checkpoint,
+        raise_array_data_missing_error=info.raise_array_data_missing_error,
+    )
+    return await tensorstore.open(spec, open=True, read=True, context=info.ts_context)
+
+
+class _SourceHandler(type_handlers.ArrayHandler):
+    """Writes `Source`s as the arrays that they will be."""
+
+    async def serialize(
+        self, values: Sequence[Source], infos: Sequence[Any], args: Any = None
+    ) -> list[Any]:
+        return [CommitFuture(_write(values, infos), name="write")]
+
+
+class _Part(NamedTuple):
+    """What is written at a time: some rows of a leaf."""
+
+    source: Source
+    info: Any
+    spec: dict[str, Any]
+    index: Any
+    nbytes: int
+
+
+async def _write(sources: Sequence[Source], infos: Sequence[Any]) -> None:
+    """One transaction for each `AT_ONCE` bytes: it holds what is written in it until it is committed."""
+    parts = [part for pair in zip(sources, infos, strict=True) for part in _parts(*pair)]
+    for group in groups(parts, AT_ONCE):
+        async with tensorstore.Transaction(atomic=True) as transaction:
+            await asyncio.gather(*(_write_part(part, transaction) for part in group))
+
+
+def _parts(source: Source, info: Any) -> Iterator[_Part]:
+    spec = _arrays.write_spec(info, source.shape, source.shape, source.dtype)
+    chunk_shape = spec["metadata"]["chunk_grid"]["configuration"]["chunk_shape"]
+    for index, nbytes in _blocks(source.shape, source.dtype.itemsize, chunk_shape):
+        yield _Part(source, info, spec, index, nbytes)
+
+
+async def _write_part(part: _Part, transaction: Any) -> None:
+    await part.info.await_path_creation()
+    store = await tensorstore.open(
+        part.spec, open=True, create=True, context=part.info.ts_context, transaction=transaction
+    )
+    data = part.source.read(part.index)  # Nobody else has it.
+    await store[part.index].write(data, can_reference_source_data_indefinitely=True)
