@@ -167,6 +167,15 @@ def test_wrong_arguments(saved, train_step):
         assert checkpointer.latest_step() == 2
 
 
+def test_leaves_of_one_name(train_step, tmp_path):
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        with pytest.raises(
+            jzero.StateError, match="the leaves c.d and c/d have one name|c/d and c.d"
+        ):
+            checkpointer.save(1, {"c": {"d": jnp.zeros(3)}, "c.d": jnp.ones(3)})
+        assert checkpointer.latest_step() is None
+
+
 class NoPlace:
     def set_state(self, state):
         raise AssertionError

@@ -6,7 +6,7 @@ What it writes is an ordinary Orbax checkpoint, for every reader of Orbax checkp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,11 @@ from jzero._padded import PaddedArray
 
 # A reader decodes whole chunks, also for a small part of one; so other layouts read little in vain.
 _CHUNK_BYTES = 16 * 2**20
+
+
+# Bytes of leaves in one transaction: it makes one new root of the tree that is on disk, and holds what is
+# written in it, compressed, until it is committed.
+AT_ONCE = 2**26
 
 
 class LeafErrors(Exception):
@@ -42,6 +47,10 @@ class _Leaf(NamedTuple):
     spec: dict[str, Any]
     info: Any
     parts: list[tuple[tuple[slice, ...], np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(data.nbytes for _, data in self.parts)
 
     @classmethod
     def of(cls, x: jax.Array | PaddedArray, info: Any) -> _Leaf:
@@ -128,6 +137,19 @@ def write_spec(
     return spec
 
 
+def groups(things: Iterable[Any], limit: int) -> Iterator[list[Any]]:
+    """Things in turn, as many as have `limit` bytes (`nbytes`) together, and at least one."""
+    group: list[Any] = []
+    held = 0
+    for thing in things:
+        if group and held + thing.nbytes > limit:
+            yield group
+            group, held = [], 0
+        group.append(thing)
+        held += thing.nbytes
+    yield group
+
+
 async def _named(
     read: Callable[..., Coroutine[Any, Any, Any]], infos: Sequence[Any], *args: Sequence[Any]
 ) -> Sequence[Any]:
@@ -190,12 +212,12 @@ def _cut(shard: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], np.ndarra
 
 
 async def _write(leaves: Sequence[_Leaf]) -> None:
-    async with tensorstore.Transaction(
-        atomic=True
-    ) as transaction:  # Else each write makes a new root.
-        await each(
-            [_write_leaf(leaf, transaction) for leaf in leaves], [leaf.info.name for leaf in leaves]
-        )
+    for group in groups(leaves, AT_ONCE):
+        async with tensorstore.Transaction(atomic=True) as transaction:
+            work = [_write_leaf(leaf, transaction) for leaf in group]
+            await each(work, [leaf.info.name for leaf in group])
+        for leaf in group:
+            leaf.parts.clear()  # the copies on the host
 
 
 async def _write_leaf(leaf: _Leaf, transaction: Any) -> None:

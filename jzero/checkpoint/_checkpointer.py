@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero import _placing
-from jzero._errors import CheckpointError, JzeroError, message
+from jzero._errors import CheckpointError, JzeroError, StateError, message
 from jzero._step import ShardedTrainStep
 from jzero.checkpoint import _arrays, _iterators
 from jzero.checkpoint._match import leaf_names
@@ -60,8 +60,9 @@ class Checkpointer:
                 break
 
     With several processes, all of them make the same calls. Saving copies the state to the host and writes it
-    in the background, so the next step may consume it: peak host memory is one copy of what rests on this
-    host's devices. Restoring reads each shard straight to its device (see `jzero.restore`).
+    in the background, so the next step may consume it: at most one copy of what rests on this host's devices,
+    and 64 MiB, or one leaf, of what is being written. Restoring reads each shard straight to its device
+    (see `jzero.restore`).
 
     Args:
       directory: where the steps are, on a file system that all processes see; made if it is not there.
@@ -115,13 +116,14 @@ class Checkpointer:
           Whether it was this step's turn.
 
         Raises:
-          StateError: the state was consumed by a step.
+          StateError: the state was consumed by a step, or keys with dots make two leaves one.
           CheckpointError: writing failed, now or in the background since the last call. What was saved
             before is untouched.
         """
         if not (force or self._manager.should_save(step)):
             return False
         _placing.check_alive(state)
+        _check_names(state)
         items: dict[str, Any] = {STATE: ocp.args.PyTreeSave(_as_container(state))}
         if data_iterator is not None:
             items[DATA] = ocp.args.JsonSave({"iterators": _iterators.states(data_iterator)})
@@ -251,3 +253,18 @@ class Checkpointer:
 def _as_container(state: Any) -> Any:
     """Orbax saves containers; an array alone gets a name."""
     return {"state": state} if jax.tree_util.all_leaves([state]) else state
+
+
+def _check_names(state: Any) -> None:
+    """Orbax calls the array of `c/d` `c.d`: as that of a leaf whose name is `c.d`."""
+    seen: dict[str, str] = {}
+    names = leaf_names(state)
+    same = [
+        (name, first)
+        for name in names
+        if (first := seen.setdefault(name.replace("/", "."), name)) != name
+    ]
+    if same:
+        raise StateError(message(
+            "Checkpointer.save", [f"the leaves {first} and {name} have one name" for name, first in same],
+            "In a checkpoint, a dot in a key is what separates keys.", "Rename one of them."))  # fmt: skip

@@ -163,7 +163,7 @@ def _split(exports: Sequence[_Export], limit: int) -> list[list[_Export]]:
     # Tensors of larger items first: so each begins at a multiple of its item.
     return [
         sorted(file, key=lambda export: -export.tensor.dtype.itemsize)
-        for file in _stream.groups(exports, limit)
+        for file in _arrays.groups(exports, limit)
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +21,9 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals as Com
 
 from jzero._errors import CheckpointError
 from jzero.checkpoint import _arrays
+from jzero.checkpoint._arrays import AT_ONCE, groups
 from jzero.checkpoint._match import leaf_names
 from jzero.checkpoint._stored import Stored, damaged
-
-AT_ONCE = 2**26  # bytes in memory; more only if one row of chunks has more
 
 
 class Source:
@@ -85,19 +84,6 @@ def read_blocks(name: str, store: tensorstore.TensorStore) -> Iterator[np.ndarra
         except Exception as error:
             raise _arrays.LeafErrors({name: error}) from error
         yield block
-
-
-def groups(things: Iterable[Any], limit: int) -> Iterator[list[Any]]:
-    """Things in turn, as many as have `limit` bytes (`nbytes`) together, and at least one."""
-    group: list[Any] = []
-    held = 0
-    for thing in things:
-        if group and held + thing.nbytes > limit:
-            yield group
-            group, held = [], 0
-        group.append(thing)
-        held += thing.nbytes
-    yield group
 
 
 def has_checksums(store: tensorstore.TensorStore) -> bool:
