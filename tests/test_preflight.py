@@ -113,6 +113,26 @@ def test_a_matrix_larger_than_the_bound_hides(scan):
     assert 0 < exposed <= 2 * 2 * dim**2 < found.nbytes("all-gather")
 
 
+def test_gradients_of_an_unrolled_model_do_not_pile_up():
+    num_layers, dim = 16, 4096
+
+    def step(weights, x):
+        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+
+        def loss_fn(weights):
+            return jnp.mean(functools.reduce(layer, weights, x) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+    weights = [jax.ShapeDtypeStruct((dim, dim), jnp.bfloat16)] * num_layers
+    x = jax.ShapeDtypeStruct((8 * 1024, dim), jnp.bfloat16)
+    found = jzero.preflight(jzero.shard_train_step(step), weights, x)
+    activations = (num_layers + 2) * 2 * 1024 * dim
+    # Beside the gradients' shards: matrices as they are gathered and reduced, not all of the 16.
+    assert found.peak_bytes - found.argument_bytes - activations < 6 * 2 * dim**2
+
+
 def test_verdict_and_limits():
     state = programs.abstract_state(programs.Model())
     train_step = small.shard_train_step(programs.train_step)

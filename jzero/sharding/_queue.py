@@ -66,14 +66,14 @@ class GatherQueue:
         if primitive in PRODUCTS:
             self.product = x
 
-    def reduction_tokens(self, made: int, nbytes: int) -> list[jax.Array]:
+    def reduction_tokens(self, made: int) -> list[jax.Array]:
         """What the reduction of the `made`th value waits for: that of an earlier one, not of a later.
 
-        Without that the compiler combines all reductions of a loop's body into one at its end, which
-        nothing hides and for which all its gradients wait. Small ones it may combine.
+        Without that the compiler combines all reductions of a pass or of a loop's body into few at its
+        end, which nothing hides and for which all gradients wait. Small ones wait for a large one, not
+        the reverse, and may be combined; were they free, the first large one would be with the last small.
         """
-        earlier = self._reduced[0] < made and nbytes >= REDUCED_ALONE
-        return [token_of(self._reduced[1])] if earlier else []
+        return [token_of(self._reduced[1])] if self._reduced[0] < made else []
 
     def note_reduction(self, shard: jax.Array, made: int, nbytes: int) -> None:
         """Remembers a reduction of so many bytes."""
