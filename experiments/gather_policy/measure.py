@@ -3,9 +3,8 @@
 python experiments/gather_policy/measure.py                     # 8 H200s, 4 microbatches; no GPU needed
 python experiments/gather_policy/measure.py --accumulate 1
 python experiments/gather_policy/measure.py --accumulate 1 --layers 8 --dim 4096 --policies 'per_pass$|pre'
-python experiments/gather_policy/measure.py --xla xla_gpu_enable_pipelined_reduce_scatter=false
 
-Nothing runs. Prints a table in Markdown, writes <date>-<devices>-accumulate-<k>[-...].json.
+Nothing runs. Prints a table in Markdown, writes <date>-<devices>-accumulate-<k>-<layers>x<dim>.json.
 """
 
 import argparse
@@ -111,10 +110,8 @@ def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]
     psi = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
     train_step = jzero.shard_train_step(step, accumulate=args.accumulate, **options)
     start = time.process_time()
-    found = jzero.preflight(
-        train_step, state, batch, target="h200", topology=f"{args.devices // 8}x8",
-        compiler_options=dict(args.xla),
-    )  # fmt: skip
+    topology = f"{args.devices // 8}x8"
+    found = jzero.preflight(train_step, state, batch, target="h200", topology=topology)
     assert found.report is not None
     return {
         "psi": psi,
@@ -158,11 +155,6 @@ def row(name: str, found: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def xla_option(text: str) -> tuple[str, bool]:
-    name, _, value = text.partition("=")
-    return name, {"true": True, "false": False}[value]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--devices", type=int, default=8, help="a multiple of 8")
@@ -171,7 +163,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--policies", default="", help="a regular expression: only these")
-    parser.add_argument("--xla", type=xla_option, nargs="+", default=[], metavar="OPTION=true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     result: dict[str, Any] = {
@@ -182,7 +173,7 @@ def main() -> None:
         "model": f"scanned + remat, {args.layers} layers, dim {args.dim}, context {context}, bf16 compute",
         "rows_per_microbatch": args.rows,
         "accumulate": args.accumulate,
-        "xla": dict(args.xla),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
     print(f"| {' | '.join(HEADER)} |\n|{' --- |' * len(HEADER)}")
     for name, options in policies.items():
@@ -191,7 +182,7 @@ def main() -> None:
             print(row(name, result[name]), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     name = f"{result['date']}-{args.devices}-accumulate-{args.accumulate}-{args.layers}x{args.dim}"
-    path = args.out / f"{name}{''.join(f'-{option}-{on}' for option, on in args.xla)}.json"
+    path = args.out / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written: {os.path.relpath(path)}")
 
