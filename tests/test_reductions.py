@@ -60,7 +60,8 @@ def test_reductions_of_a_layer_run_one_after_the_other(alone, monkeypatch):
 
 def products_behind(jaxpr):
     """For each reduction in order: how many products it waits for, and whether for the one before it."""
-    found, behind, previous = [], {}, None
+    behind: dict[object, set[int]] = {}
+    found, previous = [], None
     for i, eqn in enumerate(jaxpr.eqns):
         reads = [a for a in eqn.invars if not _jaxpr.is_literal(a)]
         before = set().union(*(behind.get(atom, set()) for atom in reads))
