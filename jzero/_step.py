@@ -104,8 +104,9 @@ def shard_train_step(
       prefetch_bytes: at stage 3, how many gathered bytes there may be on each device ahead of the matrix
         products that first use them, so that gathers hide behind compute: a loop over layers gathers for
         the next layer while it computes this one. Traffic does not change. Memory: up to these bytes,
-        beside what is in use. By default 256 MiB, a layer of 128 Mi bfloat16 parameters. With 0, and for
-        a parameter that is larger by itself, a gather waits for all products before its use.
+        beside what is in use. By default 256 MiB, a layer of 128 Mi bfloat16 parameters. Larger ones are
+        gathered beside the product before theirs; with 0 nothing is, and a gather waits for all products
+        before its use.
       min_shard_bytes: leaves smaller than this stay full, because a collective costs more time than
         they cost memory; 0 shards whatever can be. Each costs its bytes on every device.
       full: a regular expression, searched in the paths of parameters at stage 3; those that match rest

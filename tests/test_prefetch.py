@@ -177,12 +177,19 @@ def test_elements_moved_stay_the_same(remat, prefetch_bytes, accumulate):
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize(
     ("prefetch_bytes", "carried"),
-    [(NOTHING, []), (KERNEL - 1, []), (KERNEL, [KERNEL] * 2), (2 * KERNEL, [2 * KERNEL] * 2)],
+    [(NOTHING, []), (KERNEL, [KERNEL] * 2), (2 * KERNEL, [2 * KERNEL] * 2)],
 )
-def test_a_loop_carries_no_more_than_the_bound(remat, prefetch_bytes, carried):
+def test_a_loop_carries_what_fits(remat, prefetch_bytes, carried):
     """Each layer has two kernels; the forward and the backward loop carry as many as fit."""
     model = programs.Model(depth=5, remat=remat)
     assert carried_gathers(sharded_jaxpr(model, prefetch_bytes)) == carried
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_loop_carries_what_its_first_product_needs(remat):
+    """Of any size; without remat the first of the backward loop needs no parameter: it is a gradient's."""
+    model = programs.Model(depth=5, remat=remat)
+    assert carried_gathers(sharded_jaxpr(model, 1)) == [KERNEL] * (2 if remat else 1)
 
 
 def test_what_is_gathered_before_a_loop_is_not_carried_through_it():
@@ -226,8 +233,9 @@ def test_gathers_of_an_unrolled_model_wait_for_compute():
     model = programs.Model(scan=False)
     forward = {
         NOTHING: [0, 1, 2, 3, 4, 5],
-        KERNEL: [0, 0 + 1, 2, 3, 4, 5],
+        1: [0, 0, 1, 2, 3, 4],  # a product to hide behind, however small the bound
         2 * KERNEL: [0, 0, 1, 2, 3, 4],
+        3 * KERNEL: [0, 0, 0, 1, 2, 3],
         EVERYTHING: [0] * 6,
     }
     for prefetch_bytes, expected in forward.items():
@@ -248,10 +256,22 @@ def test_the_queue_counts_bytes_not_gathers():
         waits.append([int(token) for token in queue.tokens(nbytes)])
         queue.note(values[i], "dot_general")
         queue.note(values[5], "exp")
-    # 8 bytes fit; 12 do not; 20 never do, and wait for all before them; so do the next.
-    assert waits == [[], [], [0], [2], [3]]
+    # 8 bytes fit, and 12 do not. 20 never do: they, and those after them, are one product ahead.
+    assert waits == [[], [], [0], [1], [2]]
     following = queue.next_pass()
     assert [int(token) for token in following.tokens(4)] == [5]
+
+
+def test_small_gathers_in_between_leave_a_large_one_its_product():
+    queue = _queue.GatherQueue(limit=10)
+    products = jnp.arange(3.0)
+    waits = []
+    for product in products:
+        for nbytes in (1, 20, 1):  # a scale, a matrix, a bias
+            waits.append([int(token) for token in queue.tokens(nbytes)])
+        queue.note(product, "dot_general")
+    # Even the last product's wait for no more than the first: the second is to hide them.
+    assert waits == [[]] * 3 + [[]] * 3 + [[0]] * 3
 
 
 def test_what_a_gather_waits_for_has_two_uses():

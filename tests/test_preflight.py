@@ -1,5 +1,6 @@
 """Steps compiled for GPUs that are not there: they rest and move what `describe` says."""
 
+import functools
 from typing import Any
 
 import jax
@@ -86,6 +87,50 @@ def test_an_update_is_made_in_the_place_of_the_old_state(stage):
     # Beside the gradients' shards: parameters as they are gathered, at most two layers or slices' worth,
     # twice. The new optimizer state would be 6 times the gradients, and all parameters 8 times.
     assert found.peak_bytes - found.argument_bytes < 2 * gradients + 4 * 2**27
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_matrix_larger_than_the_bound_hides(scan):
+    """All but those of a pass's first product, which has none before it."""
+    num_layers, dim = 8, 8192
+
+    def step(weights, x):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None), prevent_cse=not scan)
+
+        def loss_fn(weights):
+            if scan:
+                return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+            return jnp.mean(functools.reduce(lambda x, w: layer(x, w)[0], weights, x) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+    stack = jax.ShapeDtypeStruct((num_layers, dim, dim), jnp.bfloat16)
+    weights = stack if scan else [jax.ShapeDtypeStruct((dim, dim), jnp.bfloat16)] * num_layers
+    x = jax.ShapeDtypeStruct((8 * 4096, dim), jnp.bfloat16)
+    found = jzero.preflight(jzero.shard_train_step(step, prefetch_bytes=2**20), weights, x)
+    exposed = found.nbytes("all-gather", hidden=False)
+    assert 0 < exposed <= 2 * 2 * dim**2 < found.nbytes("all-gather")
+
+
+def test_gradients_of_an_unrolled_model_do_not_pile_up():
+    num_layers, dim = 16, 4096
+
+    def step(weights, x):
+        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+
+        def loss_fn(weights):
+            return jnp.mean(functools.reduce(layer, weights, x) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+    weights = [jax.ShapeDtypeStruct((dim, dim), jnp.bfloat16)] * num_layers
+    x = jax.ShapeDtypeStruct((8 * 1024, dim), jnp.bfloat16)
+    found = jzero.preflight(jzero.shard_train_step(step), weights, x)
+    activations = (num_layers + 2) * 2 * 1024 * dim
+    # Beside the gradients' shards: matrices as they are gathered and reduced, not all of the 16.
+    assert found.peak_bytes - found.argument_bytes - activations < 6 * 2 * dim**2
 
 
 def test_verdict_and_limits():

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import AbstractMesh
@@ -14,6 +15,13 @@ from jzero import _jaxpr, _step
 from jzero.sharding import _interpret, _layout, _queue
 
 TIED = programs.VOCAB * programs.WIDTH  # elements of the table that looks up and makes logits
+
+
+def all_jaxprs(jaxpr):
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        for inner in _jaxpr.inner_jaxprs(eqn):
+            yield from all_jaxprs(_jaxpr.open_jaxpr(inner)[0])
 
 
 def reductions_in_loops(jaxpr, inside=False):
@@ -48,6 +56,50 @@ def test_reductions_of_a_layer_run_one_after_the_other(alone, monkeypatch):
     jaxpr = jax.make_jaxpr(program.run)(*_step._placed_inputs(call, program))
     (body,) = reductions_in_loops(jaxpr.jaxpr)
     assert list(body.values()) == [False, alone == 0]
+
+
+def products_behind(jaxpr):
+    """For each reduction in order: how many products it waits for, and whether for the one before it."""
+    behind: dict[object, set[int]] = {}
+    found, previous = [], None
+    for i, eqn in enumerate(jaxpr.eqns):
+        reads = [a for a in eqn.invars if not _jaxpr.is_literal(a)]
+        before = set().union(*(behind.get(atom, set()) for atom in reads))
+        if eqn.primitive.name == "reduce_scatter":
+            products = [j for j in before if jaxpr.eqns[j].primitive.name == "dot_general"]
+            found.append((len(products), previous in before))
+            previous = i
+        behind |= dict.fromkeys(eqn.outvars, before | {i})
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("remat", [False, True])
+def test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients(
+    remat, accumulate, monkeypatch
+):
+    """And not in that of the update, in which the first would wait for the last gradient."""
+    monkeypatch.setattr(_queue, "REDUCED_ALONE", 0)
+    model = programs.Model(depth=3, scan=False, remat=remat)
+    train_step = small.shard_train_step(programs.train_step, accumulate=accumulate)
+    state, tokens = programs.abstract_state(model, optax.sgd(0.1)), programs.tokens()
+    jaxpr = _jaxpr.open_jaxpr(jax.make_jaxpr(train_step)(state, tokens))[0]
+    (found,) = [f for f in map(products_behind, all_jaxprs(jaxpr)) if f]
+    products = [num for num, _ in found]
+    assert len(products) == 3 * 2 + 1
+    assert products == sorted(set(products))
+    assert [after for _, after in found] == [False] + [True] * 6
+
+
+@pytest.mark.parametrize("alone", [0, 2**30])
+def test_a_small_reduction_waits_for_a_large_one_not_the_reverse(alone, monkeypatch):
+    """Were it free, the compiler would combine the last small one with the first large one."""
+    monkeypatch.setattr(_queue, "REDUCED_ALONE", alone)
+    queue = _queue.GatherQueue(limit=0)
+    assert queue.reduction_tokens(made=1) == []
+    queue.note_reduction(jnp.ones(4), made=1, nbytes=16)
+    assert queue.reduction_tokens(made=0) == []
+    assert len(queue.reduction_tokens(made=2)) == (alone == 0)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

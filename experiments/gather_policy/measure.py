@@ -1,50 +1,40 @@
 """What each gather and reduce policy costs in traffic and in peak memory, compiled for H200s ahead of time.
 
-python experiments/gather_policy/measure.py --devices 8              # no GPU needed, jax[cuda12] is
-python experiments/gather_policy/measure.py --accumulate 1 --layers 8 --dim 4096 --policies prefetch
-python experiments/gather_policy/measure.py --accumulate 1 --pipelined   # with XLA's collective pipelining
+python experiments/gather_policy/measure.py                     # 8 H200s, 4 microbatches; no GPU needed
+python experiments/gather_policy/measure.py --accumulate 1
+python experiments/gather_policy/measure.py --accumulate 1 --layers 8 --dim 4096 --policies 'per_pass$|pre'
 
-Nothing runs: XLA:GPU compiles the step for that many H200s and reports its memory and its schedule.
-Writes <date>-<devices>-accumulate-<k>[-<layers>x<dim>][-pipelined].json.
+Nothing runs. Prints a table in Markdown, writes <date>-<devices>-accumulate-<k>-<layers>x<dim>.json.
 """
 
 import argparse
-import collections
 import datetime
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental import topologies
 
 import jzero
 
 # ---------------------------------------------------------------------------------------------
 vocab_size = 32_768
 context = 1024
-num_layers = 24
-dim = 1024
-num_heads = dim // 64
-rows_per_microbatch = 1  # sequences on each device
-pipelining = (
-    "--xla_gpu_enable_pipelined_all_gather=true --xla_gpu_enable_pipelined_reduce_scatter=true"
-)
+head_dim = 64
 policies: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
     "stage 3, per_pass": {"stage": 3},
-    "stage 3, prefetch 16 MiB": {"stage": 3, "prefetch_bytes": 2**24},
+    "stage 3, prefetch 1 GiB": {"stage": 3, "prefetch_bytes": 2**30},
     "stage 3, prefetch 512 MiB": {"stage": 3, "prefetch_bytes": 2**29},
+    "stage 3, prefetch 16 MiB": {"stage": 3, "prefetch_bytes": 2**24},
     "stage 3, prefetch 0": {"stage": 3, "prefetch_bytes": 0},
     "stage 3, keep": {"stage": 3, "gather": "keep"},
     "stage 3, once_per_step": {"stage": 3, "gather": "once_per_step"},
@@ -56,9 +46,21 @@ policies: dict[str, dict[str, Any]] = {
 # ---------------------------------------------------------------------------------------------
 
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+HEADER = (
+    "policy", "all-gather", "reduce-scatter", "at rest GiB", "temporary GiB", "peak GiB",
+    "in loops hidden: gathers", "reductions", "bytes hidden: gathered", "reduced", "exposed ms", "CPU s",
+)  # fmt: skip
 
 
-def init() -> dict[str, Any]:
+class Size(NamedTuple):
+    """Of the GPT: `num_layers * 12 * dim**2` parameters in its blocks."""
+
+    num_layers: int
+    dim: int
+
+
+def init(size: Size) -> dict[str, Any]:
+    num_layers, dim = size
     shapes = {
         "embed": (vocab_size, dim),
         "positions": (context, dim),
@@ -78,7 +80,7 @@ def block(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]
     weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
     scales = 1 + weights["scales"]
     qkv = jax.nn.standardize(x) * scales[0] @ weights["qkv"]
-    q, k, v = (a.reshape(*a.shape[:-1], num_heads, -1) for a in jnp.split(qkv, 3, axis=-1))
+    q, k, v = (a.reshape(*a.shape[:-1], -1, head_dim) for a in jnp.split(qkv, 3, axis=-1))
     attention = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     x = x + attention.reshape(x.shape) @ weights["project"]
     hidden = jax.nn.gelu(jax.nn.standardize(x) * scales[1] @ weights["up"])
@@ -101,163 +103,86 @@ def step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.A
     return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
 
 
-def h200s(num_devices: int) -> jax.sharding.Mesh:
-    """A mesh of devices that are not there; eight to a host."""
-    config = Path(__file__).with_name("h200.txtpb").read_text()
-    config = "\n".join(line for line in config.splitlines() if not line.startswith("#"))
-    hosts, per_host = max(1, num_devices // 8), min(8, num_devices)
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=config, topology=f"{hosts}x1x{per_host}"
-    )
-    return topologies.make_mesh(topology, (num_devices,), ("data",))
-
-
-def measure(mesh: jax.sharding.Mesh, accumulate: int, options: dict[str, Any]) -> dict[str, Any]:
-    state = jax.eval_shape(init)
-    rows = rows_per_microbatch * accumulate * mesh.size
+def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    state = jax.eval_shape(lambda: init(Size(args.layers, args.dim)))
+    rows = args.rows * args.accumulate * args.devices
     batch = jax.ShapeDtypeStruct((rows, context + 1), jnp.int32)
     psi = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
-    train_step = jzero.shard_train_step(step, mesh=mesh, accumulate=accumulate, **options)
-    report = train_step.describe(state, batch)
+    train_step = jzero.shard_train_step(step, accumulate=args.accumulate, **options)
     start = time.process_time()
-    lowered = jzero.shard_train_step(step, mesh=mesh, accumulate=accumulate, **options).lower(
-        state, batch
-    )
-    traced = time.process_time()
-    compiled = lowered.compile()
-    memory = compiled.memory_analysis()
+    topology = f"{args.devices // 8}x8"
+    found = jzero.preflight(train_step, state, batch, target="h200", topology=topology)
+    assert found.report is not None
     return {
-        "schedule": schedule(str(compiled.as_text()), mesh.size),
-        # Of all threads: wall time depends on what else the machine does.
-        "trace_and_lower_cpu_s": round(traced - start, 2),
-        "compile_cpu_s": round(time.process_time() - traced, 1),
         "psi": psi,
-        "all_gather_psi": round(report.elements("all-gather") / psi, 3),
-        "reduce_scatter_psi": round(report.elements("reduce-scatter") / psi, 3),
-        "at_rest_bytes": report.plan.nbytes_at_rest(),
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "peak_bytes": memory.peak_memory_in_bytes,
+        "all_gather_psi": round(found.report.elements("all-gather") / psi, 3),
+        "reduce_scatter_psi": round(found.report.elements("reduce-scatter") / psi, 3),
+        "at_rest_bytes": found.at_rest,
+        "temporary_bytes": found.temporary_bytes,
+        "peak_bytes": found.peak_bytes,
+        "gathers": hidden(found, "all-gather", args.accumulate),
+        "reductions": hidden(found, "reduce-scatter", args.accumulate),
+        "exposed_seconds": round(found.schedule.exposed_seconds, 5),
+        # Of all threads: wall time depends on what else the machine does.
+        "cpu_seconds": round(time.process_time() - start, 1),
     }
 
 
-def schedule(text: str, num_devices: int) -> dict[str, dict[str, int]]:
-    """How many collectives, and how many of their bytes, hide behind matrix products in the schedule.
-
-    A collective hides if a product stands between its start and its end. Each counts as often as the
-    loops around it turn, with the bytes of the whole value; `in_loops` are those of the layer loops.
-    """
-    ops = ("all-gather", "reduce-scatter")
-    counts: dict[str, collections.Counter[str]] = {op: collections.Counter() for op in ops}
-    for lines, times, is_layer_loop in computations(text):
-        starts: dict[str, int] = {}
-        for index, line in enumerate(lines):
-            found = re.match(
-                r"\s*(?:ROOT )?%(\S+) = (.*?) (all-gather|reduce-scatter)(-start|-done)?\((.*)",
-                line,
-            )
-            if found is None:
-                continue
-            name, shapes, op, half, rest = found.groups()
-            if half == "-start":
-                starts[name] = index
-                continue
-            start = re.search(r"%([\w.\-]+)\)", rest) if half else None
-            between = lines[starts[start.group(1)] + 1 : index] if start else []
-            hidden = any(map(is_product, between))
-            size = nbytes(shapes) * times * (num_devices if op == "reduce-scatter" else 1)
-            counts[op].update({
-                "bytes": size, "hidden_bytes": size * hidden,
-                "in_loops": is_layer_loop, "hidden_in_loops": is_layer_loop and hidden,
-            })  # fmt: skip
-    return {op: dict(count) for op, count in counts.items()}
+def hidden(found: jzero.Preflight, op: str, accumulate: int) -> dict[str, int]:
+    """The collectives of layer loops, and bytes of all of them; in each case also those that hide."""
+    in_loops = [c for c in found.schedule.collectives if c.op == op and c.times > accumulate]
+    return {
+        "in_loops": len(in_loops),
+        "hidden_in_loops": sum(c.hidden for c in in_loops),
+        "bytes": found.nbytes(op),
+        "hidden_bytes": found.nbytes(op, hidden=True),
+    }
 
 
-def computations(text: str) -> Iterator[tuple[list[str], int, bool]]:
-    """Lines of the entry and of every loop's body, how often it runs, and if it has no loop inside."""
-    named = {}
-    for computation in re.split(r"\n(?=%|ENTRY)", text):
-        if header := re.match(r"(?:ENTRY )?%([\w.\-]+)", computation):
-            named[header.group(1)] = computation
-    waiting = [(name, 1) for name, c in named.items() if c.startswith("ENTRY")]
-    while waiting:
-        name, times = waiting.pop()
-        lines = named[name].splitlines()
-        loops = [line for line in lines if " while(" in line]
-        for line in loops:
-            body = re.search(r"body=%([\w.\-]+)", line)
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-            assert body is not None, line
-            assert trips is not None, line
-            waiting.append((body.group(1), times * int(trips.group(1))))
-        yield lines, times, not loops and not named[name].startswith("ENTRY")
-
-
-def is_product(line: str) -> bool:
-    """Whether an instruction is a matrix product: by a Triton kernel or a library."""
-    return bool(re.match(r"\s*%gemm_fusion", line)) or "__triton_gemm" in line or "__cublas" in line
-
-
-def nbytes(shapes: str) -> int:
-    """Bytes of the arrays in an instruction's type."""
-    sizes = {"bf16": 2, "f16": 2, "f32": 4}
-    return sum(
-        sizes[dtype] * math.prod(map(int, filter(None, dims.split(","))))
-        for dtype, dims in re.findall(r"(bf16|f16|f32)\[([\d,]*)\]", shapes)
-    )
+def row(name: str, found: dict[str, Any]) -> str:
+    collectives = found["gathers"], found["reductions"]
+    sizes = [found[f"{what}_bytes"] / 2**30 for what in ("at_rest", "temporary", "peak")]
+    cells = [
+        name,
+        f"{found['all_gather_psi']:.3g} Psi",
+        f"{found['reduce_scatter_psi']:.3g} Psi",
+        *(f"{size:.2f}" for size in sizes),
+        *(f"{n['hidden_in_loops']} of {n['in_loops']}" for n in collectives),
+        *(f"{100 * n['hidden_bytes'] / n['bytes']:.0f} %" for n in collectives),
+        f"{1000 * found['exposed_seconds']:.1f}",
+        f"{found['cpu_seconds']}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
-    global num_layers, dim, num_heads
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--devices", type=int, default=8, help="a multiple of 8")
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--rows", type=int, default=1, help="sequences per device and microbatch")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--policies", default="", help="a regular expression: only these")
-    parser.add_argument("--pipelined", action="store_true", help=f"XLA_FLAGS {pipelining}")
-    parser.add_argument("--layers", type=int, default=num_layers)
-    parser.add_argument("--dim", type=int, default=dim, help="width; heads have 64")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
-    size = f"-{args.layers}x{args.dim}" * ((args.layers, args.dim) != (num_layers, dim))
-    num_layers, dim, num_heads = args.layers, args.dim, args.dim // 64
-    jax.config.update("jax_platforms", "cpu")
-    flags = ["--xla_gpu_autotune_level=0", *([pipelining] if args.pipelined else [])]
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
-    mesh = h200s(args.devices)
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")},
         "target": f"{args.devices} x H200, compiled ahead of time",
-        "model": f"scanned + remat, {num_layers} layers, dim {dim}, context {context}, bf16 compute",
-        "rows_per_microbatch": rows_per_microbatch,
+        "model": f"scanned + remat, {args.layers} layers, dim {args.dim}, context {context}, bf16 compute",
+        "rows_per_microbatch": args.rows,
         "accumulate": args.accumulate,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
-    print(
-        f"{'policy':36} all-gather  reduce-scatter   at rest  temporary    peak (GiB)  "
-        "hidden in loops: gathers, reductions; of all bytes"
-    )
+    print(f"| {' | '.join(HEADER)} |\n|{' --- |' * len(HEADER)}")
     for name, options in policies.items():
-        if not re.search(args.policies, name):
-            continue
-        result[name] = found = measure(mesh, args.accumulate, options)
-        gib = [found[key] / 2**30 for key in ("at_rest_bytes", "temporary_bytes", "peak_bytes")]
-        print(
-            f"{name:36} {found['all_gather_psi']:6.2f} Psi {found['reduce_scatter_psi']:11.2f} Psi"
-            f" {gib[0]:9.2f} {gib[1]:10.2f} {gib[2]:7.2f}          "
-            + ", ".join(
-                f"{n.get('hidden_in_loops', 0)} of {n.get('in_loops', 0)}"
-                for n in found["schedule"].values()
-            )
-            + "; "
-            + ", ".join(
-                f"{n['hidden_bytes'] / n['bytes']:.0%}" if n else "-"
-                for n in found["schedule"].values()
-            ),
-            flush=True,
-        )
+        if re.search(args.policies, name):
+            result[name] = measure(args, options)
+            print(row(name, result[name]), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    name = f"{result['date']}-{args.devices}-accumulate-{args.accumulate}{size}"
-    path = args.out / f"{name}{'-pipelined' * args.pipelined}.json"
+    name = f"{result['date']}-{args.devices}-accumulate-{args.accumulate}-{args.layers}x{args.dim}"
+    path = args.out / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written: {os.path.relpath(path)}")
 

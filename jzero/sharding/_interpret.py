@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 
 from jzero import _jaxpr
-from jzero.sharding import _collectives
+from jzero.sharding import _collectives, _frames
 from jzero.sharding._frames import Frame
 from jzero.sharding._links import Links
 from jzero.sharding._needs import read_dtype
 from jzero.sharding._queue import GatherQueue, token_of
-from jzero.sharding._values import Devices, FullValue, ShardValue, Unreduced, Value, waits
+from jzero.sharding._values import (
+    Devices,
+    FullValue,
+    ShardValue,
+    Unreduced,
+    Value,
+    in_order_made,
+    waits,
+)
 
 WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
 
@@ -85,6 +93,7 @@ class Interpreter:
             with _jaxpr.source_of(eqn):
                 self.enter_pass(frame, eqn)
                 self.reduce_before_loop(frame, index, eqn, env)
+                self.reduce_in_order(frame, index, eqn, env)
                 handler = self.handlers.get(eqn.primitive.name, self.otherwise)
                 ins = [self.read(frame, env, eqn, atom) for atom in eqn.invars]
                 outs = handler(self, frame, index, eqn, ins)
@@ -110,6 +119,27 @@ class Interpreter:
             if isinstance(found, FullValue) and frame.varies(atom) and tokens:
                 env.values[atom] = FullValue(_collectives.not_before(found.x, tokens), found.name)
                 break
+
+    def reduce_in_order(self, frame: Frame, index: int, eqn: _jaxpr.Eqn, env: Env) -> None:
+        """Before what follows a backward pass reads the first of its gradients: reduces them all.
+
+        In the order in which they were made, and not in that of the update, which is about the reverse:
+        the first reduction would wait for the last gradient.
+        """
+        if self.microbatch is not None or self.devices.divergent or frame.pass_of(eqn) is not None:
+            return
+        read = [atom for atom in eqn.invars if _frames.is_unreduced(frame, atom)]
+        first = any(_is_waiting_array(env.values[atom]) for atom in read)
+        if not first or frame.unreduced.issuperset(eqn.outvars):
+            return
+        due = [
+            (var, value) for var, value in env.values.items()
+            if _is_waiting_array(value) and frame.last_use(var) >= index
+        ]  # fmt: skip
+        if any(value.collecting for _, value in due):  # A step's own loop reduces after it.
+            return
+        for i in in_order_made([value for _, value in due]):
+            self.settle(frame, *due[i])
 
     def read(self, frame: Frame, env: Env, eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> Value:
         """What `eqn` (None: the frame's output) reads: the value, or its mean over the devices."""
@@ -145,8 +175,7 @@ class Interpreter:
         In the order in which they were made, for each reduction waits for the one before it.
         """
         outs = list(values)
-        order = [value.made if waits(value) else -1 for value in outs]
-        for i in sorted(range(len(outs)), key=order.__getitem__):
+        for i in in_order_made(outs):
             if self.hold and waits(outs[i]):
                 continue
             if self.microbatch is not None:
@@ -228,6 +257,11 @@ class Interpreter:
             divergent=divergent or self.devices.divergent,
         )
         return dataclasses.replace(self, devices=devices, seen_pass=None)
+
+
+def _is_waiting_array(value: Value) -> TypeGuard[Unreduced]:
+    """Whether a reduction of more than a scalar has not run."""
+    return waits(value) and bool(value.x.ndim)
 
 
 Handler = Callable[[Interpreter, Frame, int, _jaxpr.Eqn, list[Value]], list[Value]]

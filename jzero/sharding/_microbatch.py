@@ -14,7 +14,15 @@ from jzero import _jaxpr
 from jzero.sharding._cut import Phase
 from jzero.sharding._frames import Frame, split
 from jzero.sharding._interpret import Env, Interpreter
-from jzero.sharding._values import Devices, FullValue, ShardValue, Unreduced, Value, waits
+from jzero.sharding._values import (
+    Devices,
+    FullValue,
+    ShardValue,
+    Unreduced,
+    Value,
+    in_order_made,
+    waits,
+)
 
 SCOPE = "jzero.microbatches"
 
@@ -122,10 +130,9 @@ def _loop(
         inner.run_equations(frame, phase.loop, local)
         terms = [local.values[s.var] for s in sums]
         terms += [inner.mean_of(inner.full(frame, s.var, local.values[s.var])) for s in means]
-        totals = [
-            s.add(inner, frame, total, term)
-            for s, total, term in zip([*sums, *means], carry, terms, strict=False)
-        ]
+        totals = carry[: len(terms)]
+        for i in in_order_made(terms):
+            totals[i] = [*sums, *means][i].add(inner, frame, totals[i], terms[i])
         lasts = [
             inner.as_dim(frame, var, local.values[var], dim)
             for var, dim in zip(phase.lasts, last_dims, strict=True)

@@ -94,7 +94,8 @@ def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unr
     xs = [value.x if not rest else value.x.astype(first.dtype) for value in waiting]
     (x,) = _jaxpr.bind(eqn, *xs)
     scale = scales.pop() if scales else None
-    return dataclasses.replace(first, x=x.astype(wire), scale=scale, collecting=collects)
+    made = max(value.made for value in waiting)
+    return dataclasses.replace(first, x=x.astype(wire), scale=scale, collecting=collects, made=made)
 
 
 def _as_contributions(interp: Interpreter, ins: list[Value]) -> list[Value]:

@@ -16,7 +16,7 @@ from jax import lax
 
 from jzero import _jaxpr
 from jzero.sharding import _collectives
-from jzero.sharding._queue import GatherQueue
+from jzero.sharding._queue import PRODUCTS, GatherQueue
 
 Arrays = list[Any]
 
@@ -118,15 +118,20 @@ class _Loop:
 
 
 def _gathers_ahead(jaxpr: _jaxpr.Jaxpr, num_carry: int, limit: int) -> list[_jaxpr.Var]:
-    """The first gathers of a body that depend on nothing its turn computes, up to so many bytes."""
+    """The first gathers of a body that depend on nothing its turn computes.
+
+    Those that fit in `limit` together, and all before the first product, which has none to hide behind.
+    """
     late = set(jaxpr.invars[:num_carry])
     found: list[_jaxpr.Var] = []
+    computing = limit == 0
     for eqn in jaxpr.eqns:
+        computing |= eqn.primitive.name in PRODUCTS
         reads = [atom for atom in eqn.invars if not _jaxpr.is_literal(atom)]
         if _jaxpr.has_side_effects(eqn) or any(atom in late for atom in reads):
             late.update(eqn.outvars)
         elif _collectives.is_gather(eqn):
-            if sum(map(_nbytes, [*found, *eqn.outvars])) > limit:
+            if computing and sum(map(_nbytes, [*found, *eqn.outvars])) > limit:
                 break
             found.extend(eqn.outvars)
     return found

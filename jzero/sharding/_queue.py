@@ -23,13 +23,14 @@ class GatherQueue:
     """The gathers of one pass (or loop body, or branch), in the order of their first uses.
 
     A gather waits for the products before the first use of an earlier one: the earliest for which all
-    gathers from that one on fit in `limit` together::
+    gathers from that one on fit in `limit` together, and one product earlier than its own use however
+    large they are::
 
-        limit = 2 * m, products with weights of m bytes:   w1   w2   w3   w4   w5
-        whose gather may start after the product with       -    -    w1   w2   w3
+        limit = 3 * m, products with weights of so many bytes:   m    m    m    m    9 * m   m
+        whose gather may start after the product with            -    -    -    1st  3rd     4th
 
     Attributes:
-      limit: how many gathered bytes may be ahead of the compute that first uses them.
+      limit: how many gathered bytes may be ahead of the compute that first uses them; with 0, none are.
       start: a token from the pass before. Every gather waits for it, so that the compiler cannot let the
         gather of the previous pass serve this one and keep every parameter alive in between.
       latest: what was computed last and differs between devices; the next pass starts after it.
@@ -48,12 +49,14 @@ class GatherQueue:
         """What the next gather, of so many bytes, waits for."""
         self._sizes.append(nbytes)
         self._before.append(self.product)
-        first, ahead = len(self._sizes), 0
-        while first and ahead + self._sizes[first - 1] <= self.limit:
+        first, ahead = len(self._sizes) - 1, nbytes
+        while first and self.limit:
+            ahead += self._sizes[first - 1]
+            # Whatever its size, a gather has a product to hide behind.
+            if ahead > self.limit and self._before[first] is not self.product:
+                break
             first -= 1
-            ahead += self._sizes[first]
-        # A gather larger than the limit waits for all that comes before its use, not for its use.
-        done = self._before[min(first, len(self._before) - 1)] if first else None
+        done = self._before[first] if first or not self.limit else None
         tokens = [] if self.start is None else [self.start]
         return tokens if done is None else [*tokens, token_of(done)]
 
@@ -63,14 +66,14 @@ class GatherQueue:
         if primitive in PRODUCTS:
             self.product = x
 
-    def reduction_tokens(self, made: int, nbytes: int) -> list[jax.Array]:
+    def reduction_tokens(self, made: int) -> list[jax.Array]:
         """What the reduction of the `made`th value waits for: that of an earlier one, not of a later.
 
-        Without that the compiler combines all reductions of a loop's body into one at its end, which
-        nothing hides and for which all its gradients wait. Small ones it may combine.
+        Without that the compiler combines all reductions of a pass or of a loop's body into few at its
+        end, which nothing hides and for which all gradients wait. Small ones wait for a large one, not
+        the reverse, and may be combined; were they free, the first large one would be with the last small.
         """
-        earlier = self._reduced[0] < made and nbytes >= REDUCED_ALONE
-        return [token_of(self._reduced[1])] if earlier else []
+        return [token_of(self._reduced[1])] if self._reduced[0] < made else []
 
     def note_reduction(self, shard: jax.Array, made: int, nbytes: int) -> None:
         """Remembers a reduction of so many bytes."""

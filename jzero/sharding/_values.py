@@ -85,6 +85,12 @@ def waits(value: Value) -> TypeGuard[Unreduced]:
     return isinstance(value, Unreduced) and value.reduced is None
 
 
+def in_order_made(values: Sequence[Value]) -> list[int]:
+    """Places of the values: reductions that have not run come last, in the order of the program."""
+    order = [value.made if waits(value) else -1 for value in values]
+    return sorted(range(len(values)), key=order.__getitem__)
+
+
 @dataclasses.dataclass(eq=False)
 class Devices:
     """The data axes, and where in the program we are.
@@ -245,7 +251,7 @@ class Devices:
         self._check_together("a gradient is reduced")
         total = _collectives.pad(total, dim, self.num_shards)
         nbytes = math.prod(total.shape) * total.dtype.itemsize
-        total = _collectives.not_before(total, self.queue.reduction_tokens(made, nbytes))
+        total = _collectives.not_before(total, self.queue.reduction_tokens(made))
         for axes in self._steps(self.shard_axes):
             automatic = self._automatic(name, total, dim)
             total = _collectives.reduce_scatter(total, dim, axes, name, automatic)
