@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jzero import _call, _jaxpr, _placing, _program
+from jzero import _call, _jaxpr, _placing, _program, _setting
 from jzero._batch import Batch
 from jzero._errors import MeshError, OptionError, message
 from jzero._options import Options, axis_tuple
 from jzero._padded import PaddedArray
 from jzero._report import Report
+from jzero.offload._policy import NoOffload, Offload
 from jzero.sharding import _microbatch, _plan, _traffic
 
 WHO = _call.WHO
@@ -38,6 +39,7 @@ def shard_train_step(
     param_axes: str | Sequence[str] | None = None,
     optimizer_axes: str | Sequence[str] | None = None,
     auto_specs: Mapping[str, PartitionSpec] | None = None,
+    offload: Offload = NoOffload(),
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     axis_name: str | None = None,
@@ -146,7 +148,7 @@ def shard_train_step(
     chosen = Options(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
-        _items(auto_specs),
+        _items(auto_specs), offload,
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
@@ -227,7 +229,7 @@ class ShardedTrainStep:
             new_state = _placing.unpad(new_state, leaves, program.state_shardings)
         else:
             _placing.check_alive(call.state)
-            new_state, outs = program.jitted(
+            new_state, outs = program.step(
                 _placing.place(_placing.pad(state, leaves), program.state_shardings),
                 _placing.place(arrays, program.argument_shardings),
             )
@@ -336,7 +338,7 @@ class ShardedTrainStep:
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
-        return program.jitted.lower(*_placed_inputs(call, program))
+        return program.step.lower(*_placed_inputs(call, program))
 
     @property
     def mesh(self) -> Any:
@@ -366,7 +368,7 @@ class ShardedTrainStep:
             self._seen[seen] = self._program_from(call, setting)
         return self._seen[seen]
 
-    def _program_from(self, call: _call.Call, setting: _program.Setting) -> _program.Program:
+    def _program_from(self, call: _call.Call, setting: _setting.Setting) -> _program.Program:
         state, arrays = _call.abstract(call.state, "state"), {
             name: _call.abstract(value, name) for name, value in call.arrays.items()
         }  # fmt: skip
@@ -380,7 +382,7 @@ class ShardedTrainStep:
             self._layouts[state_key] = self._programs[key].plan.leaves
         return self._programs[key]
 
-    def _setting(self) -> _program.Setting:
+    def _setting(self) -> _setting.Setting:
         mesh = self._mesh if self._mesh is not None else _current_mesh(self._axis_name)
         if not hasattr(mesh, "axis_names"):
             raise MeshError(message(
@@ -410,7 +412,7 @@ class ShardedTrainStep:
                 WHO, f"axis_name={self._axis_name!r} is only one of the mesh's axes {names}",
                 "A step's own axis stands for all data axes together.",
                 "Use a name that the mesh does not have, or a mesh with this axis alone."))  # fmt: skip
-        return _program.Setting(self._options, mesh, names, self._axis_name)
+        return _setting.Setting(self._options, mesh, names, self._axis_name)
 
 
 def _current_mesh(axis_name: str | None) -> Any:
@@ -433,7 +435,7 @@ def _avals_key(avals: Sequence[Any]) -> tuple[Any, ...]:
     return tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals)
 
 
-def _state_key(setting: _program.Setting, leaves: Sequence[Any], tree: Any) -> Any:
+def _state_key(setting: _setting.Setting, leaves: Sequence[Any], tree: Any) -> Any:
     return setting, tree, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 

@@ -16,6 +16,7 @@ from jzero.sharding._layout import FULL, Automatic, Layout, Shard
 from jzero.sharding._links import Links
 
 PARAMETER, OPTIMIZER, OTHER = "parameter", "optimizer state", "other"
+DEVICE = "device"
 
 
 class Stage(NamedTuple):
@@ -117,6 +118,7 @@ class LeafPlan:
       averaged: its new value differs between devices, and their mean is kept (batch statistics).
       padding: what is added at rest to the sharded dim, if the devices do not divide it.
       why_full: the reason, for a leaf that the stage would shard and that stays full.
+      tier: the memory in which it rests: 'device', or 'pinned_host' of the device's host.
     """
 
     path: str
@@ -130,6 +132,7 @@ class LeafPlan:
     automatic: Automatic = ()
     averaged: bool = False
     padding: int = 0
+    tier: str = DEVICE
 
     @property
     def nbytes(self) -> int:
@@ -144,8 +147,23 @@ class LeafPlan:
 
     @property
     def nbytes_per_device(self) -> int:
-        """Bytes at rest on each device, padding included."""
+        """Bytes at rest of each device's part, padding included; in the memory that `tier` says."""
         return math.prod(self.padded_shape) * self.itemsize // self.num_shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What of the optimizer state is on the devices together, while a step updates it.
+
+    Attributes:
+      leaves: their paths.
+      nbytes: of them, on each device.
+      parts: how many slices the leaves are cut into, one of them on the devices at a time.
+    """
+
+    leaves: tuple[str, ...]
+    nbytes: int
+    parts: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +178,8 @@ class Plan:
       leaves: one `LeafPlan` per leaf of the state, in the order of `jax.tree.leaves`.
       accumulate: microbatches that each device works through in a step.
       reduce_once: gradients are reduced after the last microbatch, not for each.
+      turns: in which offloaded leaves visit the devices, in order.
+      device_bytes: the most bytes of offloaded leaves on each device at any time.
     """
 
     stage: int
@@ -168,6 +188,8 @@ class Plan:
     leaves: tuple[LeafPlan, ...]
     accumulate: int = 1
     reduce_once: bool = False
+    turns: tuple[Turn, ...] = ()
+    device_bytes: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -179,10 +201,12 @@ class Plan:
         """Short hash of everything in the plan; equal on processes that will run the same program."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
-    def nbytes_at_rest(self, role: str | None = None) -> int:
-        """Bytes on each device between steps, of one role or of all."""
+    def nbytes_at_rest(self, role: str | None = None, tier: str = DEVICE) -> int:
+        """Bytes of each device between steps, of one role or of all, in one tier of memory."""
         return sum(
-            leaf.nbytes_per_device for leaf in self.leaves if role is None or leaf.role == role
+            leaf.nbytes_per_device
+            for leaf in self.leaves
+            if leaf.tier == tier and role in (None, leaf.role)
         )
 
     def __str__(self) -> str:
@@ -192,11 +216,22 @@ class Plan:
         for leaf in self.leaves:
             why = f"  ({leaf.why_full})" if leaf.why_full else ""
             why += f"  (padded by {leaf.padding})" if leaf.padding else ""
+            why += f"  ({leaf.tier})" if leaf.tier != DEVICE else ""
             dims = ",".join(map(str, leaf.shape))
             lines.append(
                 f"  {leaf.path:<{width}}  {leaf.dtype}[{dims}]  {leaf.role}  {leaf.layout}{why}"
             )
         return "\n".join(lines)
+
+
+def offload(leaves: Sequence[LeafPlan], tier: str, min_bytes: int) -> tuple[LeafPlan, ...]:
+    """Optimizer state moved to a tier; scalars and leaves below `min_bytes` stay on the devices."""
+
+    def moved(leaf: LeafPlan) -> LeafPlan:
+        large = math.prod(leaf.shape) > 1 and leaf.nbytes >= min_bytes
+        return dataclasses.replace(leaf, tier=tier) if large and leaf.role == OPTIMIZER else leaf
+
+    return tuple(map(moved, leaves))
 
 
 def plan_from_shapes(leaves: Sequence[Leaf], sharding: Sharding) -> tuple[LeafPlan, ...]:
