@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import _call
 from jzero._errors import MeshError, OptionError, message
-from jzero.offload._policy import NoOffload, Offload
+from jzero.offload._policy import NoOffload, Offload, PinnedHost
 from jzero.sharding._layout import Automatic
 from jzero.sharding._plan import STAGES, Sharding
 
@@ -188,6 +188,11 @@ class Options:
     def offloads(self) -> bool:
         """Whether something rests in another memory than the devices'."""
         return not isinstance(self.offload, NoOffload)
+
+    @property
+    def device_bytes(self) -> int:
+        """How many bytes of offloaded state may be on a device; nothing is offloaded without a policy for it."""
+        return self.offload.device_bytes if isinstance(self.offload, PinnedHost) else 0
 
     @property
     def reduce_once(self) -> bool:

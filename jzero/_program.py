@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jzero import _call, _outputs, _trace
-from jzero._errors import OptionError, message
+from jzero._errors import MeshError, OptionError, message
 from jzero._parts import OffloadedStep
 from jzero._quantities import readable_bytes
 from jzero._run import Runner
@@ -129,11 +130,13 @@ def build(
     note_needs(frame, len(out_varying))
     averaged = [bool(axes) for axes in out_varying[:num_state]]
     plans = _plan.plan_leaves(leaves, setting.sharding, frame, links, averaged)
+    feeding = _pieces.feeds_grad_part(frame) if options.offloads else set()
+    staying = [i for i, var in enumerate(frame.jaxpr.invars[:num_state]) if var in feeding]
     plan = Plan(
         options.stage,
         tuple(setting.axes.items()),
         traced.reductions,
-        _plan.offload(plans, options.offload.tier, options.min_shard_bytes),
+        _plan.offload(plans, options.offload.tier, options.min_shard_bytes, staying),
         options.accumulate,
         options.reduce_once,
     )
@@ -216,7 +219,13 @@ def _check_room(policy: PinnedHost, turns: Sequence[Turn]) -> None:
 
 
 def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:
-    """Where each leaf rests, for JAX."""
+    """Where each leaf rests, for JAX.
+
+    Raises:
+      MeshError: the devices have no such memory.
+    """
+    for tier in {leaf.tier for leaf in leaves} - {_plan.DEVICE}:
+        check_tier(mesh, tier)
     return [
         NamedSharding(
             mesh,
@@ -225,3 +234,15 @@ def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:
         )
         for leaf in leaves
     ]
+
+
+@functools.cache
+def check_tier(mesh: Any, tier: str) -> None:
+    """Refuses a mesh whose devices have no memory of that kind; an abstract one has none at all."""
+    for device in mesh.local_devices if isinstance(mesh, Mesh) else ():
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if tier not in kinds:
+            raise MeshError(message(
+                WHO, f"{device} has the memories {kinds}, and none of kind {tier!r}",
+                "Offloaded state rests in a memory of the devices' host that they can copy from.",
+                "Drop offload, or use other devices."))  # fmt: skip

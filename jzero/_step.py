@@ -221,6 +221,7 @@ class ShardedTrainStep:
         state = jax.tree.leaves(call.state)
         arrays = jax.tree.leaves(call.arrays)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in [*state, *arrays]):
+            self._check_one_program("called under an outer jax.jit")
             state, arrays = _placing.as_arrays(state, arrays)
             new_state, outs = program.run(
                 _placing.constrain(_placing.pad(state, leaves), program.state_shardings),
@@ -249,11 +250,7 @@ class ShardedTrainStep:
         traced = _jaxpr.trace_whole(lambda: init_fn(*args, **kwargs))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         leaves, shardings = self.leaf_plans(state)
-
-        def run(consts: list[Any]) -> list[Any]:
-            return _placing.pad(_jaxpr.evaluate(traced.jaxpr, consts), leaves)
-
-        made = jax.jit(run, out_shardings=shardings)(traced.consts)
+        made = _placing.born(traced, leaves, shardings, self._options.device_bytes)
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -311,7 +308,9 @@ class ShardedTrainStep:
             plans = self._layouts.get(_state_key(setting, *jax.tree.flatten(abstract)))
         if plans is None:
             plans = _plan.plan_from_shapes(
-                _program.state_leaves(abstract, setting), setting.sharding
+                _program.state_leaves(abstract, setting),
+                setting.sharding,
+                self._options.offload.tier,
             )
         return plans, _program.shardings_of(plans, setting.mesh)
 
@@ -336,9 +335,17 @@ class ShardedTrainStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
+        self._check_one_program("lowered")
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
         return program.step.lower(*_placed_inputs(call, program))
+
+    def _check_one_program(self, how: str) -> None:
+        if self._options.offloads:
+            raise OptionError(message(
+                WHO, f"offload={self._options.offload}, and the step is {how}",
+                "An offloaded step is a loop of programs: one alone would hold all of the state on the devices.",
+                "Call train_step outside of jax.jit, or drop offload."))  # fmt: skip
 
     @property
     def mesh(self) -> Any:
@@ -458,6 +465,9 @@ def _with_shardings(
     avals: Sequence[Any], shapes: Sequence[tuple[int, ...]], shardings: Sequence[NamedSharding]
 ) -> list[Any]:
     return [
-        jax.ShapeDtypeStruct(shape, a.dtype, weak_type=a.weak_type, sharding=s)
+        # Programs take all values in the devices' memory, and offloaded leaves are copied there.
+        jax.ShapeDtypeStruct(
+            shape, a.dtype, weak_type=a.weak_type, sharding=NamedSharding(s.mesh, s.spec)
+        )
         for a, shape, s in zip(avals, shapes, shardings, strict=True)
     ]

@@ -67,6 +67,15 @@ class UpdatePart:
         return frozenset(index for piece in self.pieces for index in piece.outs)
 
 
+def feeds_grad_part(frame: Frame) -> set[_jaxpr.Var]:
+    """What equations depend on that read the batch: an estimate of the Hessian reads moments, too."""
+    feeds: set[_jaxpr.Var] = set()
+    for eqn in reversed(frame.jaxpr.eqns):
+        if any(frame.reads(eqn)) or any(out in feeds for out in eqn.outvars):
+            feeds.update(_variables(eqn.invars))
+    return feeds
+
+
 def cut_update(frame: Frame, offloaded: Collection[int]) -> UpdatePart:
     """Cuts a step in two, for the leaves that do not rest on the devices.
 

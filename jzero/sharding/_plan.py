@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from jzero._errors import OptionError, message
@@ -224,27 +224,37 @@ class Plan:
         return "\n".join(lines)
 
 
-def offload(leaves: Sequence[LeafPlan], tier: str, min_bytes: int) -> tuple[LeafPlan, ...]:
-    """Optimizer state moved to a tier; scalars and leaves below `min_bytes` stay on the devices."""
+def offload(
+    leaves: Sequence[LeafPlan], tier: str, min_bytes: int, staying: Collection[int],
+    role: str = OPTIMIZER,
+) -> tuple[LeafPlan, ...]:  # fmt: skip
+    """The leaves of a role moved to a tier, but for scalars, leaves below `min_bytes`, and those in `staying`."""
 
-    def moved(leaf: LeafPlan) -> LeafPlan:
+    def moves(index: int, leaf: LeafPlan) -> bool:
         large = math.prod(leaf.shape) > 1 and leaf.nbytes >= min_bytes
-        return dataclasses.replace(leaf, tier=tier) if large and leaf.role == OPTIMIZER else leaf
+        return large and leaf.role == role and index not in staying
 
-    return tuple(map(moved, leaves))
+    return tuple(
+        dataclasses.replace(leaf, tier=tier) if moves(i, leaf) else leaf
+        for i, leaf in enumerate(leaves)
+    )
 
 
-def plan_from_shapes(leaves: Sequence[Leaf], sharding: Sharding) -> tuple[LeafPlan, ...]:
+def plan_from_shapes(
+    leaves: Sequence[Leaf], sharding: Sharding, tier: str = DEVICE
+) -> tuple[LeafPlan, ...]:
     """The layout before any batch was seen: roles unknown, every leaf sharded that can be.
 
-    Equal to the final plan at stage 3 except for leaves that only the step can tell apart.
+    Equal to the final plan at stage 3 except for leaves that only the step can tell apart. With a `tier`,
+    every leaf that may turn out to be optimizer state rests there.
     """
 
     def plan(leaf: Leaf) -> LeafPlan:
         dim, why = sharding.choose(leaf, set())
         return _leaf_plan(leaf, OTHER, dim, sharding.shard_axes, sharding, why)
 
-    return tuple(plan(leaf) for leaf in leaves)
+    keys = [i for i, leaf in enumerate(leaves) if not leaf.splittable]
+    return offload(list(map(plan, leaves)), tier, sharding.min_bytes, keys, role=OTHER)
 
 
 def plan_leaves(
