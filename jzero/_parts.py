@@ -1,9 +1,9 @@
-"""An offloaded step as several programs: the grad part, and one for each turn of the update part."""
+"""The programs of an offloaded step: the grad part, and one for each turn of the update part."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import _jaxpr
 from jzero._run import Runner, placed
-from jzero.offload._pinned import Visit, stream
 from jzero.sharding import _layout
 from jzero.sharding._interpret import Env, Interpreter
 from jzero.sharding._layout import FULL, Layout, Shard
 from jzero.sharding._pieces import Piece, UpdatePart
-from jzero.sharding._plan import DEVICE, Turn
+from jzero.sharding._plan import DEVICE
 from jzero.sharding._values import FullValue, Value
 
 Var = _jaxpr.Var
@@ -56,107 +55,30 @@ class Part:
         return dict(zip(self.outs, outs, strict=True))
 
 
-class OffloadedStep:
-    """A step whose optimizer state rests in the hosts' memory.
-
-    Attributes:
-      grad: the grad part.
-      turns: the update part, in the order of the plan's turns.
-    """
-
-    def __init__(
-        self, runner: Runner, update: UpdatePart, packs: Sequence[Sequence[Piece]],
-        turns: Sequence[Turn], device_bytes: int, shardings: Sequence[NamedSharding],
-    ):  # fmt: skip
-        self._jaxpr, self._num_leaves = runner.frame.jaxpr, len(runner.leaves)
-        self._plans, self._device_bytes = turns, device_bytes
-        pairs = zip(self._jaxpr.invars, shardings, runner.leaves, strict=False)
-        self._homes = {var: home for var, home, leaf in pairs if leaf.tier != DEVICE}
-        outvars = self._jaxpr.outvars[: self._num_leaves]
-        self._kept = {atom for atom in outvars if not _jaxpr.is_literal(atom)} & set(self._homes)
-        builder = _Builder(runner, update, packs, shardings)
-        self.grad, self.turns = builder.grad_part(), builder.turns()
-        self._last = {var: i for i, turn in enumerate(self.turns) for var in turn.takes}
-
-    def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The step on whole arrays as one function, to be read; nothing is copied to or from the host."""
-        values = dict(zip(self._jaxpr.invars, [*state, *arrays], strict=True))
-        outs: dict[int, Any] = {}
-        for part in (self.grad, *self.turns):
-            outs |= part(values, part.run)
-        return self._in_order(outs, state)
-
-    def __call__(
-        self, state: Sequence[jax.Array], arrays: Sequence[jax.Array]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Runs one step; the state is consumed."""
-        values = dict(zip(self._jaxpr.invars, [*state, *arrays], strict=True))
-        outs = self.grad(values, self.grad.jitted)
-        stream(self._visits(values, outs), self._device_bytes)
-        return self._in_order(outs, state)
-
-    def _in_order(self, outs: dict[int, Any], state: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        num = len(self._jaxpr.outvars)
-        # An offloaded leaf that no part makes keeps its value.
-        found = [outs[i] if i in outs else state[i] for i in range(num)]
-        return found[: self._num_leaves], found[self._num_leaves :]
-
-    def _visits(self, values: dict[Var, Any], outs: dict[int, Any]) -> Iterator[Visit]:
-        for index, (turn, plan) in enumerate(zip(self.turns, self._plans, strict=True)):
-            yield Visit(plan.nbytes, *self._visit(index, turn, values, outs))
-
-    def _visit(
-        self, index: int, turn: Part, values: dict[Var, Any], outs: dict[int, Any]
-    ) -> tuple[Callable[[], Any], Callable[[Any], list[jax.Array]]]:
-        hosted = [var for var in turn.takes if var in self._homes]
-        invars = self._jaxpr.invars
-
-        def fetch() -> list[jax.Array]:
-            places = [self._homes[var].with_memory_kind(DEVICE) for var in hosted]
-            arrays = jax.device_put([values[var] for var in hosted], places)
-            for var in hosted:
-                if self._last[var] == index and var not in self._kept:
-                    values[var].delete()  # Freed when it is copied: the host holds no second state.
-            return arrays
-
-        def update(arrays: list[jax.Array]) -> list[jax.Array]:
-            made = turn(here := values | dict(zip(hosted, arrays, strict=True)), turn.jitted)
-            values.update((var, here[var]) for var in turn.gives)
-            for var in turn.takes:
-                if self._last[var] == index:
-                    del values[var]  # A gradient's memory is free when its turn is over.
-            back = [i for i in made if i < self._num_leaves and invars[i] in self._homes]
-            copies = jax.device_put([made[i] for i in back], [self._homes[invars[i]] for i in back])
-            outs.update(made)
-            outs.update(zip(back, copies, strict=True))
-            return copies
-
-        return fetch, update
-
-
-class _Builder:
+class Parts:
     """Makes the programs of an offloaded step."""
 
     def __init__(
         self, runner: Runner, update: UpdatePart, packs: Sequence[Sequence[Piece]],
         shardings: Sequence[NamedSharding],
     ):  # fmt: skip
-        self._runner, self._update, self._packs = runner, update, packs
+        self.runner, self._update, self.packs = runner, update, packs
         self._frame, self._shardings = runner.frame, shardings
         self._num_leaves = len(runner.leaves)
         invars = self._frame.jaxpr.invars
-        self._places = {var: i for i, var in enumerate(invars)}
+        self._inputs = {var: i for i, var in enumerate(invars)}
+        self.leaf_of = {var: i for i, var in enumerate(invars[: self._num_leaves])}
 
     def grad_part(self) -> Part:
         """What is left of the step without its update part."""
-        invars, leaves = self._frame.jaxpr.invars, self._runner.leaves
+        invars, leaves = self._frame.jaxpr.invars, self.runner.leaves
         outs = [i for i in range(len(self._frame.jaxpr.outvars)) if i not in self._update.outs]
         outs = [i for i in outs if i >= len(leaves) or leaves[i].tier == DEVICE]
         here = [v for i, v in enumerate(invars) if i >= len(leaves) or leaves[i].tier == DEVICE]
         later = {var for piece in self._update.pieces for var in piece.reads}
         own = {invars[i] for i in outs if i < len(leaves)}
         consumes = [var for var in here if var in own and var not in later]
-        run = self._runner.grad_part()
+        run = self.runner.grad_part()
 
         def compute(interp: Interpreter, values: dict[Var, Any]) -> Env:
             args = [values.get(var) for var in invars]
@@ -167,8 +89,8 @@ class _Builder:
 
     def turns(self) -> tuple[Part, ...]:
         """The programs of the update part, one for each pack of pieces."""
-        last = {v: i for i, pack in enumerate(self._packs) for piece in pack for v in piece.reads}
-        return tuple(self._turn(i, pack, last) for i, pack in enumerate(self._packs))
+        last = {v: i for i, pack in enumerate(self.packs) for piece in pack for v in piece.reads}
+        return tuple(self._turn(i, pack, last) for i, pack in enumerate(self.packs))
 
     def _turn(self, index: int, pack: Sequence[Piece], last: dict[Var, int]) -> Part:
         frame, invars = self._frame, self._frame.jaxpr.invars
@@ -198,7 +120,7 @@ class _Builder:
         self, consumes: Sequence[Var], reads: Sequence[Var], gives: Sequence[Var], outs: Sequence[int],
         compute: Callable[[Interpreter, dict[Var, Any]], Env],
     ) -> Part:  # fmt: skip
-        runner, invars = self._runner, self._frame.jaxpr.invars
+        runner, invars = self.runner, self._frame.jaxpr.invars
 
         def local(consumed: list[Any], read: list[Any]) -> tuple[list[Any], list[Any]]:
             interp = runner.interpreter()
@@ -224,23 +146,23 @@ class _Builder:
     # -- values that cross between parts -------------------------------------------------------------
 
     def _leaf(self, var: Var) -> Any:
-        return self._runner.leaves[self._places[var]]
+        return self.runner.leaves[self.leaf_of[var]]
 
-    def _layout(self, var: Var) -> Layout:
+    def layout(self, var: Var) -> Layout:
         """A gradient's, or that of what is combined with one."""
-        runner = self._runner
+        runner = self.runner
         dim = runner.links.sharded_dim(self._frame, var) if runner.num_devices > 1 else None
         return FULL if dim is None else Shard(dim, runner.setting.sharding.shard_axes)
 
     def _spec(self, var: Var) -> P:
-        place = self._places.get(var)
+        place = self._inputs.get(var)
         if place is None:
-            return _layout.partition_spec(self._layout(var))
-        specs = [*self._runner.state_specs, *self._runner.specs]
+            return _layout.partition_spec(self.layout(var))
+        specs = [*self.runner.state_specs, *self.runner.specs]
         return specs[place]
 
     def _value(self, interp: Interpreter, var: Var, x: Any) -> Value:
-        if var in self._places:
+        if var in self.leaf_of:
             return placed(x, self._leaf(var))
         name = interp.links.leaf_of(self._frame, var)
         return interp.devices.value(x, interp.dim_of(self._frame, var), var.aval.shape, name)

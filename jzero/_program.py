@@ -11,9 +11,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jzero import _call, _outputs, _trace
+from jzero import _call, _outputs, _slices, _trace
 from jzero._errors import MeshError, OptionError, message
-from jzero._parts import OffloadedStep
+from jzero._offloaded import OffloadedStep
+from jzero._parts import Parts
 from jzero._quantities import readable_bytes
 from jzero._run import Runner
 from jzero._setting import Setting
@@ -24,6 +25,8 @@ from jzero.sharding._needs import note_needs
 from jzero.sharding._plan import Leaf, LeafPlan, Plan, Turn
 
 WHO = _call.WHO
+# While one is copied to the devices, one is updated and one is copied back.
+TURNS_AT_ONCE = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,17 +195,25 @@ def _in_parts(
             "What only the update reads is offloaded: moments, averages and masters of min_shard_bytes or more.",
             "Drop offload."))  # fmt: skip
     update = _pieces.cut_update(runner.frame, offloaded)
-    sizes = [leaf.nbytes_per_device for leaf in plan.leaves]
-    packs = _pieces.pack(update.pieces, sizes, policy.device_bytes // 3)
-    turns = [
-        Turn(tuple(plan.leaves[i].path for i in _pieces.leaves_of(p)), _pieces.nbytes_of(p, sizes))
-        for p in packs
-    ]
-    _check_room(policy, turns)
-    plan = dataclasses.replace(plan, turns=tuple(turns), device_bytes=policy.device_bytes)
     runner = dataclasses.replace(runner, apart=update.eqns)
-    step = OffloadedStep(runner, update, packs, turns, policy.device_bytes, shardings)
+    sizes = [leaf.nbytes_per_device for leaf in plan.leaves]
+    packs = _pieces.pack(update.pieces, sizes, policy.device_bytes // TURNS_AT_ONCE)
+    parts = Parts(runner, update, packs, shardings)
+    turns = [_turn(parts, pack, sizes, policy.device_bytes) for pack in packs]
+    _check_room(policy, turns)
+    step = OffloadedStep(parts, turns, policy.device_bytes, shardings)
+    plan = dataclasses.replace(plan, turns=tuple(turns), device_bytes=policy.device_bytes)
     return plan, step.run, step
+
+
+def _turn(parts: Parts, pack: Sequence[_pieces.Piece], sizes: Sequence[int], device_bytes: int) -> Turn:
+    """A pack's turn, in slices if its leaves are so large that two would not be on the devices together."""
+    nbytes, most = _pieces.nbytes_of(pack, sizes), device_bytes // TURNS_AT_ONCE
+    paths = tuple(parts.runner.leaves[i].path for i in _pieces.leaves_of(pack))
+    found = None
+    if nbytes > most and len(pack) == 1:
+        found = _slices.slices_of(parts, pack[0], nbytes, most)
+    return Turn(paths, nbytes, *(found or (1, nbytes)))
 
 
 def _check_room(policy: PinnedHost, turns: Sequence[Turn]) -> None:
@@ -210,12 +221,12 @@ def _check_room(policy: PinnedHost, turns: Sequence[Turn]) -> None:
         f"{', '.join(turn.leaves[:4])}{', ...' if len(turn.leaves) > 4 else ''} are updated together, and "
         f"are {readable_bytes(turn.nbytes)} on each device"
         for turn in turns
-        if turn.nbytes > policy.device_bytes
+        if turn.nbytes_at_once > policy.device_bytes
     ]
     if bad:
         raise OptionError(message(
             WHO, bad, f"At most device_bytes={policy.device_bytes} of optimizer state may be on a device.",
-            f"Use PinnedHost(device_bytes={max(turn.nbytes for turn in turns)})."))  # fmt: skip
+            f"Use PinnedHost(device_bytes={max(turn.nbytes_at_once for turn in turns)})."))  # fmt: skip
 
 
 def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:

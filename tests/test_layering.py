@@ -43,6 +43,7 @@ LAYERS = (
         "_batch",
     ),
     ("sharding/_plan", "sharding/_interpret", "sharding/_cut", "sharding/_pieces", "_trace", "_nnx"),
+    ("sharding/_elementwise",),
     (
         "sharding/_ordinary",
         "sharding/_control",
@@ -54,6 +55,8 @@ LAYERS = (
     ("_setting", "_formulas"),
     ("_run", "_report"),
     ("_parts",),
+    ("_slices",),
+    ("_offloaded",),
     ("_program",),
     ("_step", "_estimate"),
     ("_preflight", "checkpoint/_restore"),

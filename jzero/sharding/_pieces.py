@@ -184,7 +184,7 @@ class _UpdateCutter:
     def _large(self, node: int) -> list[_jaxpr.Var]:
         """The values of the update part, scalars left out, that a node reads or makes."""
         made = self._eqns[node].outvars if node < len(self._eqns) else []
-        return [v for v in [*self.reads[node], *made] if v in self._hosted and not _is_scalar(v)]
+        return [v for v in [*self.reads[node], *made] if v in self._hosted and not is_scalar(v)]
 
     def _find(self, key: object) -> object:
         while (parent := self._parents.get(key, key)) != key:
@@ -236,7 +236,8 @@ def _variables(atoms: Sequence[_jaxpr.Atom]) -> list[_jaxpr.Var]:
     return list({atom: None for atom in atoms if not _jaxpr.is_literal(atom)})
 
 
-def _is_scalar(var: _jaxpr.Var) -> bool:
+def is_scalar(var: _jaxpr.Atom) -> bool:
+    """Whether a value has one element, so that whoever needs it may have it."""
     return math.prod(var.aval.shape) <= 1
 
 
@@ -244,12 +245,12 @@ def _can_sink(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
     """Whether an equation is cheap, the same on all devices, and reads no more bytes than it makes."""
     rule = _rules.rule_for(eqn)
     cheap = rule is not None and rule.reduces is None and len(eqn.outvars) == 1
-    if not cheap or _is_scalar(eqn.outvars[0]) or eqn.primitive.name in {*COLLECTIVES, MARK}:
+    if not cheap or is_scalar(eqn.outvars[0]) or eqn.primitive.name in {*COLLECTIVES, MARK}:
         return False
     if any(frame.reads(eqn)) or any(map(frame.varies, eqn.outvars)):
         return False
     leaves = set(frame.jaxpr.invars)
-    large = [a for a in _variables(eqn.invars) if a not in leaves and not _is_scalar(a)]
+    large = [a for a in _variables(eqn.invars) if a not in leaves and not is_scalar(a)]
     most = _rules.size_in_bytes(eqn.outvars[0].aval)
     return sum(_rules.size_in_bytes(a.aval) for a in large) <= most
 

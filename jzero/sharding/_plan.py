@@ -146,6 +146,14 @@ class LeafPlan:
         return tuple(size + self.padding * (d == dim) for d, size in enumerate(self.shape))
 
     @property
+    def shape_per_device(self) -> tuple[int, ...]:
+        """The shape of each device's part, padding included; of leaves that only data axes cut."""
+        if not isinstance(self.layout, Shard):
+            return self.shape
+        num, dim = self.num_shards, self.layout.dim
+        return tuple(n // num if d == dim else n for d, n in enumerate(self.padded_shape))
+
+    @property
     def nbytes_per_device(self) -> int:
         """Bytes at rest of each device's part, padding included; in the memory that `tier` says."""
         return math.prod(self.padded_shape) * self.itemsize // self.num_shards
@@ -158,12 +166,14 @@ class Turn:
     Attributes:
       leaves: their paths.
       nbytes: of them, on each device.
-      parts: how many slices the leaves are cut into, one of them on the devices at a time.
+      parts: how many slices the leaves are cut into; each visits the devices by itself.
+      nbytes_at_once: of such a slice.
     """
 
     leaves: tuple[str, ...]
     nbytes: int
     parts: int = 1
+    nbytes_at_once: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

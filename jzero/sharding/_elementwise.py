@@ -1,0 +1,52 @@
+"""Pieces of an update that treat every element alike, so that any part of their leaves can be updated by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from jzero import _jaxpr
+from jzero.sharding import _rules
+from jzero.sharding._frames import Frame
+from jzero.sharding._pieces import Piece
+
+_ELEMENTWISE = frozenset(_rules.ELEMENTWISE) | {"convert_element_type"}
+
+
+def shape_of(frame: Frame, piece: Piece) -> tuple[int, ...] | None:
+    """The one shape of all values of an elementwise piece, scalars left out; None for any other piece."""
+    eqns = [frame.jaxpr.eqns[i] for i in piece.eqns]
+    atoms = [a for eqn in eqns for a in [*eqn.invars, *eqn.outvars]]
+    atoms += [*piece.reads, *(frame.jaxpr.outvars[i] for i in piece.outs)]
+    shapes = {a.aval.shape for a in atoms if a.aval.shape}
+    scalar_outs = any(not frame.jaxpr.outvars[i].aval.shape for i in piece.outs)
+    if len(shapes) != 1 or piece.gives or scalar_outs or not all(map(_is_elementwise, eqns)):
+        return None
+    constants = {a for a in atoms if not _jaxpr.is_literal(a)} & set(frame.jaxpr.constvars)
+    return None if any(var.aval.shape for var in constants) else shapes.pop()
+
+
+def _is_elementwise(eqn: _jaxpr.Eqn) -> bool:
+    if eqn.primitive.name == "broadcast_in_dim":
+        return math.prod(eqn.invars[0].aval.shape) == 1
+    return eqn.primitive.name in _ELEMENTWISE
+
+
+def evaluate(
+    frame: Frame, indices: Iterable[int], given: Mapping[_jaxpr.Var, Any], shape: tuple[int, ...]
+) -> dict[_jaxpr.Var, Any]:
+    """Values of an elementwise piece where those that are no scalars are parts, all of one `shape`."""
+    values = dict(zip(frame.jaxpr.constvars, map(_jaxpr.constant, frame.consts), strict=True))
+    values |= given
+    for index in indices:
+        eqn = frame.jaxpr.eqns[index]
+        ins = [_jaxpr.literal(a) if _jaxpr.is_literal(a) else values[a] for a in eqn.invars]
+        if eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.shape:
+            outs = [jax.numpy.broadcast_to(jax.numpy.reshape(ins[0], ()), shape)]
+        else:
+            outs = _jaxpr.bind(eqn, *ins)
+        values |= zip(eqn.outvars, outs, strict=True)
+    return values
