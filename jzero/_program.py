@@ -15,7 +15,6 @@ from jzero import _call, _outputs, _slices, _trace
 from jzero._errors import MeshError, OptionError, message
 from jzero._offloaded import OffloadedStep
 from jzero._parts import Parts
-from jzero._quantities import readable_bytes
 from jzero._run import Runner
 from jzero._setting import Setting
 from jzero.offload._policy import PinnedHost
@@ -200,7 +199,7 @@ def _in_parts(
     packs = _pieces.pack(update.pieces, sizes, policy.device_bytes // TURNS_AT_ONCE)
     parts = Parts(runner, update, packs, shardings)
     turns = [_turn(parts, pack, sizes, policy.device_bytes) for pack in packs]
-    _check_room(policy, turns)
+    _check_room(parts, turns, policy.device_bytes)
     step = OffloadedStep(parts, turns, policy.device_bytes, shardings)
     plan = dataclasses.replace(plan, turns=tuple(turns), device_bytes=policy.device_bytes)
     return plan, step.run, step
@@ -216,17 +215,19 @@ def _turn(parts: Parts, pack: Sequence[_pieces.Piece], sizes: Sequence[int], dev
     return Turn(paths, nbytes, *(found or (1, nbytes)))
 
 
-def _check_room(policy: PinnedHost, turns: Sequence[Turn]) -> None:
+def _check_room(parts: Parts, turns: Sequence[Turn], device_bytes: int) -> None:
     bad = [
-        f"{', '.join(turn.leaves[:4])}{', ...' if len(turn.leaves) > 4 else ''} are updated together, and "
-        f"are {readable_bytes(turn.nbytes)} on each device"
-        for turn in turns
-        if turn.nbytes_at_once > policy.device_bytes
+        f"{', '.join(turn.leaves[:3])}{', ...' if len(turn.leaves) > 3 else ''}: {turn.nbytes_at_once} bytes "
+        f"on each device at once ({_slices.obstacle(parts, pack[0]) or 'one row of them'})"
+        for turn, pack in zip(turns, parts.packs, strict=True)
+        if turn.nbytes_at_once > device_bytes
     ]
     if bad:
         raise OptionError(message(
-            WHO, bad, f"At most device_bytes={policy.device_bytes} of optimizer state may be on a device.",
-            f"Use PinnedHost(device_bytes={max(turn.nbytes_at_once for turn in turns)})."))  # fmt: skip
+            WHO, bad, f"Leaves whose updates depend on each other visit the devices together, and "
+            f"device_bytes={device_bytes} is the most that may be there.",
+            f"Use PinnedHost(device_bytes={max(turn.nbytes_at_once for turn in turns)}) or more.",
+            things="groups of leaves", shown=6))  # fmt: skip
 
 
 def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:
@@ -249,10 +250,10 @@ def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:
 
 @functools.cache
 def check_tier(mesh: Any, tier: str) -> None:
-    """Refuses a mesh whose devices have no memory of that kind; an abstract one has none at all."""
+    """Refuses a mesh whose devices have no memory of that kind; an abstract one has no devices."""
     for device in mesh.local_devices if isinstance(mesh, Mesh) else ():
         kinds = [memory.kind for memory in device.addressable_memories()]
-        if tier not in kinds:
+        if kinds and tier not in kinds:  # Those of a topology, to compile for, list none.
             raise MeshError(message(
                 WHO, f"{device} has the memories {kinds}, and none of kind {tier!r}",
                 "Offloaded state rests in a memory of the devices' host that they can copy from.",

@@ -26,27 +26,34 @@ Var = _jaxpr.Var
 Values = dict[Var, Any]
 
 
+def obstacle(parts: Parts, piece: Piece) -> str:
+    """Why a piece's leaves cannot be cut into slices; '' if they can."""
+    frame = parts.runner.frame
+    found = _elementwise.obstacle(frame, piece)
+    if found:
+        return found
+    if _layout_of(parts, piece) is None:
+        return "they do not all rest alike, or over mesh axes beside the data axes"
+    own = {*piece.reads, *(frame.jaxpr.invars[i] for i in piece.outs)} & set(parts.leaf_of)
+    others = [other for pack in parts.packs for other in pack if other is not piece]
+    if any(own & set(other.reads) for other in others):  # They need the leaf as it was.
+        return "other updates read them, too"
+    return ""
+
+
 def slices_of(parts: Parts, piece: Piece, nbytes: int, most: int) -> tuple[int, int] | None:
-    """How many slices a piece's leaves are cut into, and their bytes, at most `most`; None if they cannot be.
+    """How many slices a piece's leaves are cut into, and their bytes; None if they cannot be cut.
 
     Args:
       parts: the step.
       piece: one of its pieces.
       nbytes: of its leaves, on each device.
-      most: bytes.
+      most: bytes of a slice, unless one row has more.
     """
-    frame, leaves = parts.runner.frame, parts.runner.leaves
-    if _elementwise.shape_of(frame, piece) is None or _layout_of(parts, piece) is None:
+    rows = _num_rows(parts.runner.leaves[piece.leaves[0]])
+    if obstacle(parts, piece):
         return None
-    own = {*piece.reads, *(frame.jaxpr.invars[i] for i in piece.outs)} & set(parts.leaf_of)
-    others = [other for pack in parts.packs for other in pack if other is not piece]
-    if any(own & set(other.reads) for other in others):  # They need the leaf as it was.
-        return None
-    rows = _num_rows(leaves[piece.leaves[0]])
-    at_once = most * rows // nbytes
-    if not at_once:
-        return None
-    num = -(-rows // at_once)
+    num = -(-rows // max(1, most * rows // nbytes))
     return num, -(-rows // num) * nbytes // rows
 
 

@@ -123,6 +123,12 @@ def shard_train_step(
         for moments too. ZeRO shards another dim of such a leaf. Inside the step, say it with
         `jax.lax.with_sharding_constraint(x, PartitionSpec(...))`; XLA places those collectives, and
         `describe` does not count them.
+      offload: where optimizer state rests. `jzero.PinnedHost(device_bytes=...)`: in the pinned memory of the
+        devices' host; each step copies it to the devices and back, piece by piece, and never has more than
+        `device_bytes` of it there. Scalars, leaves below `min_shard_bytes`, and what is read with the batch
+        stay. By default, `jzero.NoOffload()`, all rests on the devices. A step is then several programs: it
+        cannot be called under an outer `jax.jit` or lowered, and one that fails while it runs (out of
+        memory, not a refused batch) has consumed part of its state.
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
       axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others must
         be of type Auto and stay XLA's.
@@ -241,7 +247,8 @@ class ShardedTrainStep:
         """Runs `init_fn(*args, **kwargs) -> state` so that every leaf is born in its layout.
 
         Never whole on one device: the initialiser is compiled with the state's shardings as outputs.
-        See `state_shardings` for what the layout is before the step has seen a batch.
+        See `state_shardings` for what the layout is before the step has seen a batch. What rests on the
+        host is made in groups of up to `device_bytes`, each by a program of its own.
 
         Returns:
           The state, placed.
@@ -282,7 +289,8 @@ class ShardedTrainStep:
 
         With the step's other arguments (shapes suffice), or once a step with this state has run, these
         are the plan's. Before that, roles are unknown: every leaf is sharded that can be, and the first
-        step moves what its plan has full (parameters at stages 1 and 2).
+        step moves what its plan has full (parameters at stages 1 and 2). With `offload`, every leaf rests
+        on the host until then.
 
         A leaf that is padded at rest (`PaddedArray`) has none for its true shape: it is given as full
         here, and padded when `shard` or the step places it.

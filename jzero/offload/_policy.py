@@ -52,7 +52,8 @@ class PinnedHost:
     tier: ClassVar[str] = "pinned_host"
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.device_bytes, int) and self.device_bytes >= 1):
+        is_int = isinstance(self.device_bytes, int) and not isinstance(self.device_bytes, bool)
+        if not (is_int and self.device_bytes >= 1):
             raise OptionError(message(
                 "PinnedHost", f"device_bytes={self.device_bytes!r}",
                 "It is how many bytes of optimizer state may be on a device at a time, an int from 1.",

@@ -16,17 +16,24 @@ from jzero.sharding._pieces import Piece
 _ELEMENTWISE = frozenset(_rules.ELEMENTWISE) | {"convert_element_type"}
 
 
-def shape_of(frame: Frame, piece: Piece) -> tuple[int, ...] | None:
-    """The one shape of all values of an elementwise piece, scalars left out; None for any other piece."""
+def obstacle(frame: Frame, piece: Piece) -> str:
+    """Why a part of a piece's leaves cannot be updated by itself; '' if it can.
+
+    It can if all values but scalars have one shape, and every equation treats all elements alike.
+    """
     eqns = [frame.jaxpr.eqns[i] for i in piece.eqns]
+    for eqn in eqns:
+        if not _is_elementwise(eqn):
+            return f"{eqn.primitive.name} ({_jaxpr.summary(eqn)}) does not treat every element alike"
     atoms = [a for eqn in eqns for a in [*eqn.invars, *eqn.outvars]]
     atoms += [*piece.reads, *(frame.jaxpr.outvars[i] for i in piece.outs)]
     shapes = {a.aval.shape for a in atoms if a.aval.shape}
-    scalar_outs = any(not frame.jaxpr.outvars[i].aval.shape for i in piece.outs)
-    if len(shapes) != 1 or piece.gives or scalar_outs or not all(map(_is_elementwise, eqns)):
-        return None
     constants = {a for a in atoms if not _jaxpr.is_literal(a)} & set(frame.jaxpr.constvars)
-    return None if any(var.aval.shape for var in constants) else shapes.pop()
+    if len(shapes) != 1 or any(var.aval.shape for var in constants):
+        return f"their update combines values of shapes {sorted(shapes)}, or large constants"
+    if piece.gives or any(not frame.jaxpr.outvars[i].aval.shape for i in piece.outs):
+        return "other leaves or outputs depend on their update"
+    return ""
 
 
 def _is_elementwise(eqn: _jaxpr.Eqn) -> bool:
