@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
@@ -41,7 +41,11 @@ class OffloadedStep:
     """
 
     def __init__(
-        self, parts: Parts, turns: Sequence[Turn], device_bytes: int, shardings: Sequence[NamedSharding]
+        self,
+        parts: Parts,
+        turns: Sequence[Turn],
+        device_bytes: int,
+        shardings: Sequence[NamedSharding],
     ):
         runner = parts.runner
         self._jaxpr, self._leaves = runner.frame.jaxpr, runner.leaves

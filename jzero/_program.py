@@ -178,7 +178,11 @@ def _in_one(
     run = runner.whole_step()
     # Else XLA would choose over the automatic axes, and the next step would move the state back.
     options: dict[str, Any] = {"out_shardings": (shardings, None)}
-    return plan, run, jax.jit(run, donate_argnums=0, **(options if runner.setting.automatic else {}))
+    return (
+        plan,
+        run,
+        jax.jit(run, donate_argnums=0, **(options if runner.setting.automatic else {})),
+    )
 
 
 def _in_parts(
@@ -191,7 +195,7 @@ def _in_parts(
     if not offloaded:
         raise OptionError(message(
             WHO, f"offload={policy}, and the state has no optimizer state that is worth it",
-            "What only the update reads is offloaded: moments, averages and masters of min_shard_bytes or more.",
+            "Leaves of min_shard_bytes that only the update reads are offloaded: moments, averages, masters.",
             "Drop offload."))  # fmt: skip
     update = _pieces.cut_update(runner.frame, offloaded)
     runner = dataclasses.replace(runner, apart=update.eqns)
@@ -205,7 +209,9 @@ def _in_parts(
     return plan, step.run, step
 
 
-def _turn(parts: Parts, pack: Sequence[_pieces.Piece], sizes: Sequence[int], device_bytes: int) -> Turn:
+def _turn(
+    parts: Parts, pack: Sequence[_pieces.Piece], sizes: Sequence[int], device_bytes: int
+) -> Turn:
     """A pack's turn, in slices if its leaves are so large that two would not be on the devices together."""
     nbytes, most = _pieces.nbytes_of(pack, sizes), device_bytes // TURNS_AT_ONCE
     paths = tuple(parts.runner.leaves[i].path for i in _pieces.leaves_of(pack))

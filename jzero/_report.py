@@ -117,6 +117,7 @@ class Report:
             return []
         leaves = [leaf for leaf in plan.leaves if leaf.tier != DEVICE]
         num_bytes = sum(leaf.nbytes_per_device for leaf in leaves)
+        num_turns = sum(turn.parts for turn in plan.turns)
         staying = [
             describe_leaf(leaf.path, leaf.shape, leaf.dtype)
             for leaf in self._leaves_of(OPTIMIZER)
@@ -124,9 +125,9 @@ class Report:
         ]
         more = ", ..." if len(staying) > 8 else ""
         return [
-            f"{len(leaves)} of {len(plan.leaves)} leaves rest in {leaves[0].tier} memory, {num_bytes} bytes for "
-            f"each device. A step copies them to it and back in {sum(turn.parts for turn in plan.turns)} turns, "
-            f"at most {plan.device_bytes} bytes at a time.",
+            f"{len(leaves)} of {len(plan.leaves)} leaves rest in {leaves[0].tier} memory, {num_bytes} bytes "
+            f"for each device. A step copies them to it and back in {num_turns} turns, at most "
+            f"{plan.device_bytes} bytes at a time.",
             *[f"Optimizer state that stays on the devices, small or read with the batch: "
               f"{', '.join(staying[:8])}{more}."] * bool(staying),
         ]  # fmt: skip

@@ -87,7 +87,9 @@ class Runner:
         out_specs = (self.state_specs, [_layout.partition_spec(layout) for layout in self.outputs])
         return self.shard_map(local_step, (self.state_specs, list(self.specs)), out_specs)
 
-    def shard_map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def shard_map(
+        self, fn: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         """`fn` of one device's values as a function of whole arrays."""
         return jax.shard_map(
             fn,
@@ -101,7 +103,9 @@ class Runner:
     def interpreter(self) -> Interpreter:
         """An interpreter at the start of a program."""
         setting, options = self.setting, self.setting.options
-        automatic = {leaf.path: (leaf.shape, leaf.automatic) for leaf in self.leaves if leaf.automatic}
+        automatic = {
+            leaf.path: (leaf.shape, leaf.automatic) for leaf in self.leaves if leaf.automatic
+        }
         devices = Devices(
             setting.axes,
             setting.sharding.shard_axes,
@@ -146,7 +150,9 @@ class Runner:
         )
 
         def run(interp: Interpreter, state: Sequence[Any], arrays: Sequence[Any]) -> Env:
-            values: list[Value] = [placed(x, leaf) for x, leaf in zip(state, self.leaves, strict=True)]
+            values: list[Value] = [
+                placed(x, leaf) for x, leaf in zip(state, self.leaves, strict=True)
+            ]
             env = interp.start(frame, [*values, *map(FullValue, arrays)])
             if options.accumulate > 1:
                 _microbatch.run_phases(interp, frame, env, phases, accumulation)
@@ -157,7 +163,7 @@ class Runner:
         return run
 
     def out(self, interp: Interpreter, env: Env, index: int, old: Any) -> Any:
-        """Output `index` of the step in its final layout; a leaf of the state in the place of the `old` one."""
+        """Output `index` of the step in its final layout; a leaf of the state in the place of `old`."""
         frame, example = self.frame, self.examples[index]
         atom, layout = frame.jaxpr.outvars[index], self.layouts[index]
         value = self._averaged(interp, env, index)

@@ -1,4 +1,4 @@
-"""A turn whose leaves are larger than the room for them: updated slice by slice, if every element is alike."""
+"""A turn whose leaves are larger than the room for them: updated in slices of rows."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def _layout_of(parts: Parts, piece: Piece) -> Layout | None:
     leaves = [parts.runner.leaves[i] for i in piece.leaves]
     layouts = {leaf.layout for leaf in leaves}
     layouts |= {parts.layout(v) for v in piece.reads if v.aval.shape and v not in parts.leaf_of}
-    return layouts.pop() if len(layouts) == 1 and not any(leaf.automatic for leaf in leaves) else None
+    return (
+        layouts.pop() if len(layouts) == 1 and not any(leaf.automatic for leaf in leaves) else None
+    )
 
 
 def _num_rows(leaf: LeafPlan) -> int:
@@ -90,7 +92,12 @@ class SlicedTurn:
     """
 
     def __init__(
-        self, parts: Parts, piece: Piece, num: int, homes: Mapping[Var, NamedSharding], frees: set[Var]
+        self,
+        parts: Parts,
+        piece: Piece,
+        num: int,
+        homes: Mapping[Var, NamedSharding],
+        frees: set[Var],
     ):
         self._parts, self._piece, self._homes, self._frees = parts, piece, homes, frees
         self._runner, self._frame = parts.runner, parts.runner.frame
@@ -121,7 +128,9 @@ class SlicedTurn:
         self, values: Values, outs: dict[int, Any]
     ) -> Iterator[tuple[Callable[[], Any], Callable[[Any], list[jax.Array]]]]:
         """Each slice's copy to the devices, and its update and copy back; at the end the piece's `outs`."""
-        held: list[list[jax.Array]] = []  # of the state on the devices, as shards: renewed, only read
+        held: list[
+            list[jax.Array]
+        ] = []  # of the state on the devices, as shards: renewed, only read
 
         def fetch(start: int, size: int) -> Any:
             return self._fetch([values[var] for var in self._hosted], start, size=size)
@@ -140,7 +149,9 @@ class SlicedTurn:
             return [done]
 
         def finish() -> None:
-            outs.update((i, values[var]) for i, var in zip(self._back, self._vars(self._back), strict=True))
+            outs.update(
+                (i, values[var]) for i, var in zip(self._back, self._vars(self._back), strict=True)
+            )
             olds = [values[var] for var in self._vars(self._renewed)]
             outs.update(zip(self._renewed, self._leave(olds, held[0]), strict=True))
             held.clear()
@@ -152,7 +163,9 @@ class SlicedTurn:
 
     # -- programs ------------------------------------------------------------------------------------
 
-    def _shard_map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def _shard_map(
+        self, fn: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         return self._runner.shard_map(fn, in_specs, out_specs)
 
     def _rests_alike(self, var: Var) -> bool:
@@ -229,7 +242,12 @@ class SlicedTurn:
         jaxpr, back, renewed = self._frame.jaxpr, self._back, self._renewed
 
         def local(
-            size: int, slices: list[Any], olds: list[Any], reads: list[Any], scalars: list[Any], start: Any
+            size: int,
+            slices: list[Any],
+            olds: list[Any],
+            reads: list[Any],
+            scalars: list[Any],
+            start: Any,
         ) -> tuple[list[Any], list[Any]]:
             given = dict(zip(self._hosted, slices, strict=True))
             given |= dict(zip(self._scalars, scalars, strict=True))
@@ -243,7 +261,12 @@ class SlicedTurn:
             return [new[i] for i in back], parts
 
         def update(slices: Any, olds: Any, reads: Any, scalars: Any, start: Any, size: int) -> Any:
-            kinds = (slices, self._slice_spec), (olds, self._spec), (reads, self._spec), (scalars, P())
+            kinds = (
+                (slices, self._slice_spec),
+                (olds, self._spec),
+                (reads, self._spec),
+                (scalars, P()),
+            )
             specs = [[spec] * len(xs) for xs, spec in kinds]
             outs = ([self._slice_spec] * len(back), [self._spec] * len(renewed))
             run = self._shard_map(functools.partial(local, size), (*specs, P()), outs)

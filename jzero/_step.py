@@ -18,7 +18,7 @@ from jzero._errors import MeshError, OptionError, message
 from jzero._options import Options, axis_tuple
 from jzero._padded import PaddedArray
 from jzero._report import Report
-from jzero.offload._policy import NoOffload, Offload
+from jzero.offload._policy import NO_OFFLOAD, Offload
 from jzero.sharding import _microbatch, _plan, _traffic
 
 WHO = _call.WHO
@@ -39,7 +39,7 @@ def shard_train_step(
     param_axes: str | Sequence[str] | None = None,
     optimizer_axes: str | Sequence[str] | None = None,
     auto_specs: Mapping[str, PartitionSpec] | None = None,
-    offload: Offload = NoOffload(),
+    offload: Offload = NO_OFFLOAD,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     axis_name: str | None = None,
@@ -352,7 +352,7 @@ class ShardedTrainStep:
         if self._options.offloads:
             raise OptionError(message(
                 WHO, f"offload={self._options.offload}, and the step is {how}",
-                "An offloaded step is a loop of programs: one alone would hold all of the state on the devices.",
+                "An offloaded step is a loop of programs: one alone would hold all of the state on devices.",
                 "Call train_step outside of jax.jit, or drop offload."))  # fmt: skip
 
     @property

@@ -92,9 +92,7 @@ def traffic_table(traffic: Sequence[Collective]) -> Table | None:
     return Table(header, rows) if rows else None
 
 
-def _memory_row(
-    title: str, rows: Sequence[Memory], note: str, offloaded: bool
-) -> tuple[str, ...]:
+def _memory_row(title: str, rows: Sequence[Memory], note: str, offloaded: bool) -> tuple[str, ...]:
     sums = [sum(row.whole for row in rows), sum(row.per_device for row in rows)]
     sums += [sum(row.on_host for row in rows)] * offloaded
     return (title, *map(readable_bytes, sums), note)

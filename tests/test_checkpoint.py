@@ -136,7 +136,9 @@ def test_restored_in_any_layout(source, target, saved, trained):
     assert_same(train_step.unshard(state), trained)
 
 
-@pytest.mark.parametrize("name", ["stage 1 on 2", "stage 3 on 8", "stage 3 on 2x4", "stage 1 on 2, offloaded"])
+@pytest.mark.parametrize(
+    "name", ["stage 1 on 2", "stage 3 on 8", "stage 3 on 2x4", "stage 1 on 2, offloaded"]
+)
 def test_interrupted_training_is_continued_to_the_bit(name, tmp_path):
     setting = SETTINGS[name]
     train_step = sharded(**setting)

@@ -42,7 +42,14 @@ LAYERS = (
         "_compare",
         "_batch",
     ),
-    ("sharding/_plan", "sharding/_interpret", "sharding/_cut", "sharding/_pieces", "_trace", "_nnx"),
+    (
+        "sharding/_plan",
+        "sharding/_interpret",
+        "sharding/_cut",
+        "sharding/_pieces",
+        "_trace",
+        "_nnx",
+    ),
     ("sharding/_elementwise",),
     (
         "sharding/_ordinary",

@@ -84,7 +84,7 @@ def test_stage(stage):
         ({"auto_specs": P("model")}, ["auto_specs=", "maps regular expressions"]),
         ({"stage": 2, "param_axes": "data"}, ["stage=2 and param_axes=('data',)", "use stage=3"]),
         ({"stage": 0, "optimizer_axes": "data"}, ["stage=0 and optimizer_axes", "use stage=1"]),
-        ({"offload": "cpu"}, ["offload='cpu'", "is a policy", "Use offload=jzero.PinnedHost()"]),
+        ({"offload": "cpu"}, ["offload='cpu'", "It is a policy", "Use offload=jzero.PinnedHost()"]),
         ({"offload": jzero.PinnedHost}, ["offload=<class", "Use offload=jzero.PinnedHost()"]),
     ],
     ids=str,

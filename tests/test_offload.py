@@ -28,10 +28,11 @@ NOTHING_TO_OFFLOAD = {
     "sgd", "sign_sgd", "fromage", "noisy_sgd", "polyak_sgd", "polyak_sgd(large)",
     "keep_params_nonnegative", "reduce_on_plateau",
 }  # fmt: skip
+UPDATED_AT_ONCE = {"cond_on_gradients"}  # One equation updates all leaves.
 ZOO_NOTHING = {"inner_steps", "evaluate_after_update"}
 BY_DEFAULT = {
-    "adafactor", "adamw", "clip_by_global_norm", "lamb", "lbfgs", "mechanize", "MultiSteps", "muon", "flatten",
-    "sam(opaque)", "schedule_free_adamw", "skip_not_finite", "sophia", "lookahead", "ema",
+    "adafactor", "adamw", "clip_by_global_norm", "lamb", "lbfgs", "mechanize", "MultiSteps", "muon",
+    "flatten", "sam(opaque)", "schedule_free_adamw", "skip_not_finite", "sophia", "lookahead", "ema",
 }  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def least_room(step_fn, arguments, least: int, **options) -> jzero.PinnedHost:
 
 
 def kinds(tree: Any) -> set[str]:
-    at_rest = [getattr(leaf, "padded", leaf) for leaf in jax.tree.leaves(tree)]
+    at_rest: list[Any] = [getattr(leaf, "padded", leaf) for leaf in jax.tree.leaves(tree)]
     return {leaf.sharding.memory_kind for leaf in at_rest if leaf.ndim}
 
 
@@ -73,7 +74,8 @@ def test_optimizers_train_as_on_one_device(name: str):
     for i, (batch, wanted) in enumerate(zip(batches, expected, strict=True)):
         state, metrics = train_step(state, batch)
         test_optimizers.assert_same((state, metrics), wanted, f"{name}, step {i}")
-    assert kinds(state["params"]) == {"device"}
+    if not entry.lookahead:  # Its slow parameters are read by the update alone.
+        assert kinds(state["params"]) == {"device"}
     assert "pinned_host" in kinds(state["opt"])
 
 
@@ -107,7 +109,7 @@ def check(name, axes, **options):
     policy = least_room(entry.step, arguments, 150, mesh=mesh, **entry.options, **options)
     sharded = functools.partial(small.shard_train_step, offload=policy, **options)
     plan = sharded(entry.step, mesh=mesh, **entry.options).plan(*arguments)
-    assert sum(turn.parts for turn in plan.turns) > 1
+    assert sum(turn.parts for turn in plan.turns) > (name not in UPDATED_AT_ONCE)
     assert max(turn.nbytes_at_once for turn in plan.turns) <= plan.device_bytes
     parity.check(name, axes, sharded, options)
 
@@ -133,9 +135,7 @@ BATCH = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
 
 def new_state(tx=TX, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), len(SHAPES))
-    params = [
-        jax.random.normal(key, s, dtype) * 0.1 for key, s in zip(keys, SHAPES, strict=True)
-    ]
+    params = [jax.random.normal(key, s, dtype) * 0.1 for key, s in zip(keys, SHAPES, strict=True)]
     return params, tx.init(params)
 
 
@@ -217,8 +217,13 @@ def test_plan_report_and_fingerprint():
     assert rows["parameter"] == before["parameter"]
     assert plan.nbytes_at_rest(tier="pinned_host") == moved
     assert plan.nbytes_at_rest() == without.plan.nbytes_at_rest() - moved
-    assert plan.fingerprint not in (without.plan.fingerprint, on(8, 2**20).plan(state, BATCH).fingerprint)
-    assert f"8 of 13 leaves rest in pinned_host memory, {moved} bytes for each device" in str(report)
+    assert plan.fingerprint not in (
+        without.plan.fingerprint,
+        on(8, 2**20).plan(state, BATCH).fingerprint,
+    )
+    assert f"8 of 13 leaves rest in pinned_host memory, {moved} bytes for each device" in str(
+        report
+    )
     assert "stays on the devices, small or read with the batch: state[1][1][0].count" in str(report)
     assert "on its host" in str(report)
     assert "on its host" not in str(without)
@@ -234,7 +239,9 @@ def test_what_reads_the_batch_stays():
     def step_fn(state, x):
         w, seen, mean = state
         grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-        near = jax.lax.cond(seen.sum() > 0, lambda: jax.lax.stop_gradient(x @ seen).mean(), lambda: 0.0)
+        near = jax.lax.cond(
+            seen.sum() > 0, lambda: jax.lax.stop_gradient(x @ seen).mean(), lambda: 0.0
+        )
         seen = seen + near * grads
         return (w - 0.1 * seen, seen, 0.9 * mean + grads), near
 
@@ -259,7 +266,9 @@ def test_state_is_placed_and_consumed():
     assert {s.memory_kind for s in shardings} == {"device", "pinned_host"}
     new, _ = train_step(state, BATCH)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state) if leaf.ndim)
-    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(train_step.unshard(new))} == {"device"}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(train_step.unshard(new))} == {
+        "device"
+    }
     with pytest.raises(jzero.StateError, match="already donated"):
         train_step(state, BATCH)
 
@@ -274,7 +283,9 @@ def test_a_refused_batch_leaves_the_state():
 
 def test_tensor_axes():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    options = dict(mesh=mesh, axis_names="data", auto_specs={r"\[0\]$": P(None, "model")})
+    options: dict[str, Any] = dict(
+        mesh=mesh, axis_names="data", auto_specs={r"\[0\]$": P(None, "model")}
+    )
     tx = optax.adam(1e-2)
     step_fn, policy = make_step(tx, norm=True), jzero.PinnedHost(6000)
     train_step = small.shard_train_step(step_fn, offload=policy, **options)
@@ -325,6 +336,8 @@ def test_stream_keeps_within_its_room(sizes, room):
     _pinned.stream(map(visit, range(len(sizes))), room)
     for x, n in zip(new, sizes, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.full(n, n + 1, mine))
-    for i in range(len(sizes) - 1):  # Copies start before the update before, if there is room for both.
+    for i in range(
+        len(sizes) - 1
+    ):  # Copies start before the update before, if there is room for both.
         ahead = events.index(("fetch", i + 1)) < events.index(("update", i))
         assert ahead == (sizes[i] + sizes[i + 1] <= room)

@@ -44,8 +44,8 @@ class PinnedHost:
     ('device', 'pinned_host')
 
     Attributes:
-      device_bytes: the most bytes of optimizer state on each device at any time, while a step runs. A third of
-        it is a piece's size, so that one is copied in, one updated and one copied out at the same time.
+      device_bytes: the most bytes of optimizer state on each device at any time, while a step runs. A third
+        of it is a piece's size, so that one is copied in, one updated and one copied out at the same time.
     """
 
     device_bytes: int = 2**30
@@ -61,3 +61,4 @@ class PinnedHost:
 
 
 Offload = NoOffload | PinnedHost
+NO_OFFLOAD = NoOffload()

@@ -167,7 +167,9 @@ class _Cutter:
                 for group in (sums, means, lasts, ones)
             ]
             here = [i for i in range(len(eqns)) if self._level[i] == level]
-            before = [i for i in here if i not in self._loop and i not in sunk and i not in self._apart]
+            before = [
+                i for i in here if i not in self._loop and i not in sunk and i not in self._apart
+            ]
             # What a loop does besides computing values: jax.debug.print.
             effects = [i for i in here if i in self._loop and eqns[i].effects]
             makers = [self._maker[v] for group in targets for v in group if v in self._maker]

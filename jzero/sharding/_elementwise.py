@@ -1,4 +1,4 @@
-"""Pieces of an update that treat every element alike, so that any part of their leaves can be updated by itself."""
+"""Pieces of an update that treat every element alike: any part of their leaves can be updated by itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def obstacle(frame: Frame, piece: Piece) -> str:
     eqns = [frame.jaxpr.eqns[i] for i in piece.eqns]
     for eqn in eqns:
         if not _is_elementwise(eqn):
-            return f"{eqn.primitive.name} ({_jaxpr.summary(eqn)}) does not treat every element alike"
+            return (
+                f"{eqn.primitive.name} ({_jaxpr.summary(eqn)}) does not treat every element alike"
+            )
     atoms = [a for eqn in eqns for a in [*eqn.invars, *eqn.outvars]]
     atoms += [*piece.reads, *(frame.jaxpr.outvars[i] for i in piece.outs)]
     shapes = {a.aval.shape for a in atoms if a.aval.shape}

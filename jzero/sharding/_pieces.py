@@ -50,7 +50,7 @@ class UpdatePart:
 
     Attributes:
       pieces: in an order in which they can run.
-      boundary: values of the grad part that pieces read, and an equation that does (None: the step returns it).
+      boundary: values of the grad part that pieces read, and an equation that does (None: it is returned).
     """
 
     pieces: tuple[Piece, ...]

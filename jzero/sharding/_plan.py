@@ -238,7 +238,7 @@ def offload(
     leaves: Sequence[LeafPlan], tier: str, min_bytes: int, staying: Collection[int],
     role: str = OPTIMIZER,
 ) -> tuple[LeafPlan, ...]:  # fmt: skip
-    """The leaves of a role moved to a tier, but for scalars, leaves below `min_bytes`, and those in `staying`."""
+    """The leaves of a role moved to a tier, but for scalars, those below `min_bytes`, and `staying`."""
 
     def moves(index: int, leaf: LeafPlan) -> bool:
         large = math.prod(leaf.shape) > 1 and leaf.nbytes >= min_bytes
