@@ -11,7 +11,8 @@ import jaxlib
 
 from jzero import _call, _jaxpr, _processes
 from jzero._errors import describe_leaf
-from jzero._program import Program, Setting
+from jzero._program import Program
+from jzero._setting import Setting
 from jzero.sharding._plan import LeafPlan
 
 
@@ -39,7 +40,7 @@ def of_program(
       setting: what the program was built for.
       call: a call of it.
       program: it.
-      traced: the trace of `program.jitted` for this call.
+      traced: the trace of `program.step` for this call.
     """
     paths = _call.argument_paths(call.arrays)
     leaves = map(_call.abstract_leaf, jax.tree.leaves(call.arrays))

@@ -365,11 +365,6 @@ def part(
     return Part(reads, lambda *args: core.eval_jaxpr(piece, (), *args))
 
 
-def evaluate(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[Any]:
-    """Runs a traced function of no arguments."""
-    return core.eval_jaxpr(jaxpr, consts)
-
-
 def _reduce_mark_abstract(ct: Any, primal: Any) -> Any:
     del primal
     return ct

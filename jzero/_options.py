@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import _call
 from jzero._errors import MeshError, OptionError, message
+from jzero.offload._policy import NO_OFFLOAD, NoOffload, Offload, PinnedHost
 from jzero.sharding._layout import Automatic
 from jzero.sharding._plan import STAGES, Sharding
 
@@ -41,6 +42,7 @@ class Options:
     param_axes: tuple[str, ...] | None = None
     optimizer_axes: tuple[str, ...] | None = None
     auto_specs: tuple[tuple[str, Any], ...] = ()
+    offload: Offload = NO_OFFLOAD
     who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
 
     def __post_init__(self) -> None:
@@ -120,6 +122,10 @@ class Options:
             raise OptionError(message(
                 self.who, f"stage=0 and optimizer_axes={self.optimizer_axes}",
                 "At stage 0 nothing is sharded.", "Drop optimizer_axes, or use stage=1."))  # fmt: skip
+        if not isinstance(self.offload, Offload):
+            raise OptionError(message(
+                self.who, f"offload={self.offload!r}", "It is a policy: where optimizer state rests.",
+                "Use offload=jzero.PinnedHost(), or drop it."))  # fmt: skip
         for name in ("accumulate_dtype", "reduce_dtype"):
             _check_dtype(self.who, name, getattr(self, name))
 
@@ -177,6 +183,16 @@ class Options:
                 f"auto_specs are for mesh axes beside the data axes ({dict(sizes)}), whose sizes must divide "
                 "the dims.", f"Correct them; leaves are {', '.join(paths[:4])}, ..."))  # fmt: skip
         return found
+
+    @property
+    def offloads(self) -> bool:
+        """Whether something rests in another memory than the devices'."""
+        return not isinstance(self.offload, NoOffload)
+
+    @property
+    def device_bytes(self) -> int:
+        """How many bytes of offloaded state may be on a device."""
+        return self.offload.device_bytes if isinstance(self.offload, PinnedHost) else 0
 
     @property
     def reduce_once(self) -> bool:

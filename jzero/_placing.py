@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero import _call, _padded
+from jzero import _call, _jaxpr, _padded
 from jzero._errors import BatchError, StateError, describe_leaf, message
-from jzero.sharding._plan import LeafPlan
+from jzero.sharding._plan import DEVICE, LeafPlan
 
 WHO = _call.WHO
 
@@ -31,6 +31,47 @@ def pad(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
 def wrap(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
     """Each leaf of a state as a user gets it: a `PaddedArray` if it has padding."""
     return [_padded.wrap(x, leaf.shape) for x, leaf in zip(leaves, plans, strict=True)]
+
+
+def born(
+    traced: _jaxpr.Traced, plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding],
+    device_bytes: int,
+) -> list[Any]:  # fmt: skip
+    """What a traced function of no arguments returns, each leaf made in its layout.
+
+    What rests on the devices is made by one program. Of what does not, at most `device_bytes` are made by
+    one, and lie on the host before the next runs; each computes again what it needs of the others.
+    """
+    made: dict[int, Any] = {}
+    for group in _groups(plans, device_bytes):
+        wanted = [traced.jaxpr.outvars[i] for i in group]
+        part = _jaxpr.part(traced.jaxpr, wanted, effects=plans[group[0]].tier == DEVICE)
+        arrays = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+        places = [shardings[i].with_memory_kind(DEVICE) for i in group]
+
+        def run(consts: list[Any], part: Any = part, group: Sequence[int] = group) -> list[Any]:
+            return pad(part.run(*consts), [plans[i] for i in group])
+
+        fresh = jax.jit(run, out_shardings=places)([arrays[var] for var in part.reads])
+        homes, names = [shardings[i] for i in group], [plans[i].path for i in group]
+        fresh = jax.block_until_ready(place(fresh, homes, names.copy))
+        made |= zip(group, fresh, strict=True)
+    return [made[i] for i in range(len(plans))]
+
+
+def _groups(plans: Sequence[LeafPlan], device_bytes: int) -> list[list[int]]:
+    """Leaves that are made together: all that rest on the devices, then others up to so many bytes."""
+    groups = [[i for i, plan in enumerate(plans) if plan.tier == DEVICE], []]
+    total = 0
+    for i, plan in enumerate(plans):
+        if plan.tier == DEVICE:
+            continue
+        total += plan.nbytes_per_device
+        if total > device_bytes and groups[-1]:
+            groups.append([])
+            total = plan.nbytes_per_device
+        groups[-1].append(i)
+    return [group for group in groups if group]
 
 
 def constrain(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:

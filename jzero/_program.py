@@ -3,76 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
 
-from jzero import _call, _jaxpr, _outputs, _trace
-from jzero._options import Options
-from jzero.sharding import _collectives, _cut, _layout, _microbatch, _plan
-from jzero.sharding._control import CONTROL
-from jzero.sharding._frames import Frame
-from jzero.sharding._interpret import Interpreter
-from jzero.sharding._layout import Full, Layout, Shard
+from jzero import _call, _outputs, _slices, _trace
+from jzero._errors import MeshError, OptionError, message
+from jzero._offloaded import OffloadedStep
+from jzero._parts import Parts
+from jzero._run import Runner
+from jzero._setting import Setting
+from jzero.offload._policy import PinnedHost
+from jzero.sharding import _layout, _pieces, _plan
 from jzero.sharding._links import Links
 from jzero.sharding._needs import note_needs
-from jzero.sharding._ordinary import ORDINARY, apply
-from jzero.sharding._plan import Leaf, LeafPlan, Plan
-from jzero.sharding._queue import GatherQueue
-from jzero.sharding._values import Devices, FullValue, ShardValue, Value
+from jzero.sharding._plan import Leaf, LeafPlan, Plan, Turn
 
 WHO = _call.WHO
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What a program is built for, besides shapes.
-
-    Attributes:
-      options: what the user chose.
-      mesh: the mesh, concrete or abstract.
-      axis_names: the data axes; the mesh may have others.
-      axis_name: the name by which the step itself calls all of them together, if it does.
-    """
-
-    options: Options
-    mesh: Any
-    axis_names: tuple[str, ...]
-    axis_name: str | None
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Names and sizes of the data axes."""
-        return {name: self.mesh.shape[name] for name in self.axis_names}
-
-    @property
-    def automatic(self) -> dict[str, int]:
-        """Names and sizes of the mesh's other axes, over which XLA shards."""
-        names = [name for name in self.mesh.axis_names if name not in self.axis_names]
-        return {name: self.mesh.shape[name] for name in names}
-
-    @property
-    def sharding(self) -> _plan.Sharding:
-        """Over which axes each role rests."""
-        return self.options.sharding(self.axes)
-
-    @property
-    def batch_axes(self) -> dict[str, int]:
-        """The data axes as the batch sees them: microbatches are devices in time, of the last axis."""
-        last = self.axis_names[-1]
-        return self.axes | {last: self.axes[last] * self.options.accumulate}
-
-    @property
-    def step_axes(self) -> dict[str, tuple[str, ...]]:
-        """The mesh axes behind each axis name that the step may use."""
-        if self.axis_name is not None and self.axis_name not in self.axis_names:
-            return {self.axis_name: self.axis_names}
-        return {name: (name,) for name in self.axis_names}
+# While one is copied to the devices, one is updated and one is copied back.
+TURNS_AT_ONCE = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +35,7 @@ class Program:
     Attributes:
       plan: where the state rests.
       run: the step on flat lists, `(state leaves, argument leaves) -> (state leaves, outputs)`.
-      jitted: the same, compiled, the state donated.
+      step: the same, compiled, the state donated: one `jax.jit` function, or an `OffloadedStep` of several.
       out_tree: structure of what the step returns; the state's leaves come first.
       state_shardings: one per leaf of the state.
       argument_shardings: one per leaf of the other arguments.
@@ -91,7 +44,7 @@ class Program:
 
     plan: Plan
     run: Callable[..., Any]
-    jitted: Any
+    step: Any
     out_tree: Any
     state_shardings: list[NamedSharding]
     argument_shardings: list[NamedSharding]
@@ -166,7 +119,7 @@ def build(
         [False] * num_state + folds,
         step_axes,
         setting.axis_name is not None,
-        flat=options.accumulate > 1,
+        flat=options.accumulate > 1 or options.offloads,
         automatic=setting.automatic,
     )
     _trace.check_not_per_example(
@@ -178,11 +131,14 @@ def build(
     links = Links(frame, setting.sharding.count(setting.sharding.shard_axes))
     note_needs(frame, len(out_varying))
     averaged = [bool(axes) for axes in out_varying[:num_state]]
+    plans = _plan.plan_leaves(leaves, setting.sharding, frame, links, averaged)
+    feeding = _pieces.feeds_grad_part(frame) if options.offloads else set()
+    staying = [i for i, var in enumerate(frame.jaxpr.invars[:num_state]) if var in feeding]
     plan = Plan(
         options.stage,
         tuple(setting.axes.items()),
         traced.reductions,
-        _plan.plan_leaves(leaves, setting.sharding, frame, links, averaged),
+        _plan.offload(plans, options.offload.tier, options.min_shard_bytes, staying),
         options.accumulate,
         options.reduce_once,
     )
@@ -193,15 +149,13 @@ def build(
     outputs = _outputs.output_layouts(
         traced, globals_, num_state, setting.axis_names, math.prod(setting.batch_axes.values()) == 1
     )
-    run = _runner(setting, plan, traced, links, specs, outputs)
+    runner = Runner(setting, plan.leaves, traced, links, tuple(specs), tuple(outputs))
     state_shardings = shardings_of(plan.leaves, setting.mesh)
-    # Else XLA would choose over the automatic axes, and the next step would move the state back.
-    out_shardings: dict[str, Any] = {"out_shardings": (state_shardings, None)}
-    out_shardings = out_shardings if setting.automatic else {}
+    plan, run, step = (_in_parts if options.offloads else _in_one)(runner, plan, state_shardings)
     return Program(
         plan,
         run,
-        jax.jit(run, donate_argnums=0, **out_shardings),
+        step,
         traced.out_tree,
         state_shardings,
         [NamedSharding(setting.mesh, spec) for spec in specs],
@@ -209,121 +163,96 @@ def build(
     )
 
 
+def _in_one(
+    runner: Runner, plan: Plan, shardings: list[NamedSharding]
+) -> tuple[Plan, Callable[..., Any], Any]:
+    """The step as one program."""
+    run = runner.whole_step()
+    # Else XLA would choose over the automatic axes, and the next step would move the state back.
+    options: dict[str, Any] = {"out_shardings": (shardings, None)}
+    return (
+        plan,
+        run,
+        jax.jit(run, donate_argnums=0, **(options if runner.setting.automatic else {})),
+    )
+
+
+def _in_parts(
+    runner: Runner, plan: Plan, shardings: list[NamedSharding]
+) -> tuple[Plan, Callable[..., Any], Any]:
+    """The step as several programs, because some of its state rests in the hosts' memory."""
+    policy = runner.setting.options.offload
+    assert isinstance(policy, PinnedHost)
+    offloaded = [i for i, leaf in enumerate(plan.leaves) if leaf.tier != _plan.DEVICE]
+    if not offloaded:
+        raise OptionError(message(
+            WHO, f"offload={policy}, and the state has no optimizer state that is worth it",
+            "Leaves of min_shard_bytes that only the update reads are offloaded: moments, averages, masters.",
+            "Drop offload."))  # fmt: skip
+    update = _pieces.cut_update(runner.frame, offloaded)
+    runner = dataclasses.replace(runner, apart=update.eqns)
+    sizes = [leaf.nbytes_per_device for leaf in plan.leaves]
+    packs = _pieces.pack(update.pieces, sizes, policy.device_bytes // TURNS_AT_ONCE)
+    parts = Parts(runner, update, packs, shardings)
+    turns = [_turn(parts, pack, sizes, policy.device_bytes) for pack in packs]
+    _check_room(parts, turns, policy.device_bytes)
+    step = OffloadedStep(parts, turns, policy.device_bytes, shardings)
+    plan = dataclasses.replace(plan, turns=tuple(turns), device_bytes=policy.device_bytes)
+    return plan, step.run, step
+
+
+def _turn(
+    parts: Parts, pack: Sequence[_pieces.Piece], sizes: Sequence[int], device_bytes: int
+) -> Turn:
+    """A pack's turn, in slices if its leaves are so large that two would not be on the devices together."""
+    nbytes, most = _pieces.nbytes_of(pack, sizes), device_bytes // TURNS_AT_ONCE
+    paths = tuple(parts.runner.leaves[i].path for i in _pieces.leaves_of(pack))
+    found = None
+    if nbytes > most and len(pack) == 1:
+        found = _slices.slices_of(parts, pack[0], nbytes, most)
+    return Turn(paths, nbytes, *(found or (1, nbytes)))
+
+
+def _check_room(parts: Parts, turns: Sequence[Turn], device_bytes: int) -> None:
+    bad = [
+        f"{', '.join(turn.leaves[:3])}{', ...' if len(turn.leaves) > 3 else ''}: {turn.nbytes_at_once} bytes "
+        f"on each device at once ({_slices.obstacle(parts, pack[0]) or 'one row of them'})"
+        for turn, pack in zip(turns, parts.packs, strict=True)
+        if turn.nbytes_at_once > device_bytes
+    ]
+    if bad:
+        raise OptionError(message(
+            WHO, bad, f"Leaves whose updates depend on each other visit the devices together, and "
+            f"device_bytes={device_bytes} is the most that may be there.",
+            f"Use PinnedHost(device_bytes={max(turn.nbytes_at_once for turn in turns)}) or more.",
+            things="groups of leaves", shown=6))  # fmt: skip
+
+
 def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:
-    """Where each leaf rests, for JAX."""
+    """Where each leaf rests, for JAX.
+
+    Raises:
+      MeshError: the devices have no such memory.
+    """
+    for tier in {leaf.tier for leaf in leaves} - {_plan.DEVICE}:
+        check_tier(mesh, tier)
     return [
-        NamedSharding(mesh, _layout.partition_spec(leaf.layout, leaf.automatic)) for leaf in leaves
+        NamedSharding(
+            mesh,
+            _layout.partition_spec(leaf.layout, leaf.automatic),
+            memory_kind=None if leaf.tier == _plan.DEVICE else leaf.tier,
+        )
+        for leaf in leaves
     ]
 
 
-def _runner(
-    setting: Setting, plan: Plan, traced: _trace.TracedStep, links: Links,
-    specs: Sequence[P], outputs: Sequence[Layout],
-) -> Callable[..., Any]:  # fmt: skip
-    """The step on whole arrays: one `shard_map` around the interpreter."""
-    frame, sharding, options = traced.frame, setting.sharding, setting.options
-    layouts = [leaf.layout for leaf in plan.leaves]
-    state_specs = [_layout.partition_spec(layout) for layout in layouts]
-
-    examples = [False] * len(layouts) + [isinstance(layout, Shard) for layout in outputs]
-    phases = _cut.cut(frame, examples) if options.accumulate > 1 else []
-    cuts = [None] * len(layouts) + [_call.microbatch_dim(spec, setting.axes) for spec in specs]
-    accumulation = _microbatch.Accumulation(
-        options.accumulate,
-        {var: dim for var, dim in zip(frame.jaxpr.invars, cuts, strict=True) if dim is not None},
-        options.reduce_once,
-        options.accumulate_dtype,
-        options.gather_once,
-    )
-
-    automatic = {leaf.path: (leaf.shape, leaf.automatic) for leaf in plan.leaves if leaf.automatic}
-
-    def local_step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-        interp = Interpreter(
-            links,
-            Devices(
-                setting.axes,
-                sharding.shard_axes,
-                sharding.param_axes,
-                automatic,
-                GatherQueue(options.prefetch),
-                scope=object(),
-            ),  # fmt: skip
-            mean=traced.reductions == _trace.TYPED,
-            axis_names=setting.step_axes,
-            automatic=tuple(setting.automatic),
-            handlers=ORDINARY | CONTROL,
-            otherwise=apply,
-            reduce_once=options.reduce_once,
-            microbatches=options.accumulate,
-            keep_gathered=options.keep_gathered,
-            reduce_dtype=options.reduce_dtype,
-        )
-        values: list[Value] = [_placed(x, leaf) for x, leaf in zip(state, plan.leaves, strict=True)]
-        values += [FullValue(x) for x in arrays]
-        if phases:
-            outs = _microbatch.run_in_microbatches(interp, frame, values, phases, accumulation)
-        else:
-            outs = _averaged(interp, frame, interp.run(frame, values), examples)
-        finished = [
-            _jaxpr.with_type_of(_finish(interp, atom, value, frame, layout, example, old), atom)
-            for atom, value, layout, example, old in zip(
-                frame.jaxpr.outvars,
-                outs,
-                [*layouts, *outputs],
-                examples,
-                [*state, *[None] * len(outputs)],
-                strict=True,
-            )  # fmt: skip
-        ]
-        return finished[: len(state)], finished[len(state) :]
-
-    out_specs = (state_specs, [_layout.partition_spec(layout) for layout in outputs])
-    return jax.shard_map(
-        local_step,
-        mesh=setting.mesh,
-        in_specs=(state_specs, list(specs)),
-        out_specs=out_specs,
-        check_vma=False,
-        axis_names=set(setting.axis_names),
-    )
-
-
-def _placed(x: Any, leaf: LeafPlan) -> Value:
-    if isinstance(leaf.layout, Shard):
-        dim = leaf.layout.dim
-        return ShardValue(x, dim, leaf.shape[dim], leaf.layout.axes, leaf.path)
-    return FullValue(x, leaf.path)
-
-
-def _averaged(
-    interp: Interpreter, frame: Frame, outs: Sequence[Value], examples: Sequence[bool]
-) -> list[Value]:
-    """The step's outputs; what differs between devices is averaged, except one entry per example."""
-    return [
-        interp.mean_of(interp.full(frame, atom, value)) if axes and not example else value
-        for atom, value, axes, example in zip(
-            frame.jaxpr.outvars, outs, frame.out_varying, examples, strict=True
-        )
-    ]
-
-
-def _finish(
-    interp: Interpreter, atom: Any, value: Value, frame: Frame, layout: Layout, example: bool, old: Any
-) -> Any:  # fmt: skip
-    """An output in its final layout; a leaf of the state in the place of the `old` one."""
-    if isinstance(layout, Full):
-        if old is None:
-            return interp.full(frame, atom, value)
-        return interp.devices.full_into(old, value, interp.dim_of(frame, atom))
-    dim = layout.dim
-    if not example:
-        x = interp.devices.shard(value, dim, layout.axes)
-        size = atom.aval.shape[dim]
-        padded = interp.devices.shard_size(size, layout.axes) * interp.devices.count(layout.axes)
-        return x if padded == size else _collectives.mask_padding(x, dim, size, layout.axes, 0)
-    x = interp.full(frame, atom, value)  # One entry per example: each device has its own.
-    if interp.microbatches == 1:
-        return x
-    x = jnp.moveaxis(x, 0, dim)  # from (microbatch, ...)
-    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+@functools.cache
+def check_tier(mesh: Any, tier: str) -> None:
+    """Refuses a mesh whose devices have no memory of that kind; an abstract one has no devices."""
+    for device in mesh.local_devices if isinstance(mesh, Mesh) else ():
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if kinds and tier not in kinds:  # Those of a topology, to compile for, list none.
+            raise MeshError(message(
+                WHO, f"{device} has the memories {kinds}, and none of kind {tier!r}",
+                "Offloaded state rests in a memory of the devices' host that they can copy from.",
+                "Drop offload, or use other devices."))  # fmt: skip

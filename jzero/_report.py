@@ -10,7 +10,7 @@ from jzero._errors import describe_leaf
 from jzero._quantities import readable_bytes
 from jzero._tables import Memory, memory_table, traffic_table
 from jzero.sharding._layout import Full
-from jzero.sharding._plan import OPTIMIZER, OTHER, PARAMETER, LeafPlan, Plan
+from jzero.sharding._plan import DEVICE, OPTIMIZER, OTHER, PARAMETER, LeafPlan, Plan
 from jzero.sharding._traffic import Collective
 
 
@@ -42,6 +42,7 @@ class Report:
             *self._left_full(),
             *self._padded(),
             *self._averaged(),
+            *self._offloaded(),
             "",
             *self._traffic(),
         ]
@@ -110,6 +111,27 @@ class Report:
         more = f"; and {len(averaged) - 8} more" if len(averaged) > 8 else ""
         return [f"averaged over the devices in each step: {shown}{more}."]
 
+    def _offloaded(self) -> list[str]:
+        plan = self.plan
+        if not plan.turns:
+            return []
+        leaves = [leaf for leaf in plan.leaves if leaf.tier != DEVICE]
+        num_bytes = sum(leaf.nbytes_per_device for leaf in leaves)
+        num_turns = sum(turn.parts for turn in plan.turns)
+        staying = [
+            describe_leaf(leaf.path, leaf.shape, leaf.dtype)
+            for leaf in self._leaves_of(OPTIMIZER)
+            if leaf.tier == DEVICE
+        ]
+        more = ", ..." if len(staying) > 8 else ""
+        return [
+            f"{len(leaves)} of {len(plan.leaves)} leaves rest in {leaves[0].tier} memory, {num_bytes} bytes "
+            f"for each device. A step copies them to it and back in {num_turns} turns, at most "
+            f"{plan.device_bytes} bytes at a time.",
+            *[f"Optimizer state that stays on the devices, small or read with the batch: "
+              f"{', '.join(staying[:8])}{more}."] * bool(staying),
+        ]  # fmt: skip
+
     def _traffic(self) -> list[str]:
         table = traffic_table(self.traffic)
         return table.text() if table else ["A step moves nothing between devices."]
@@ -124,8 +146,8 @@ _REDUCTIONS = {
 
 def _memory(role: str, leaves: Sequence[LeafPlan]) -> Memory:
     sharded = sum(not isinstance(leaf.layout, Full) for leaf in leaves)
-    whole, per_device = (
-        sum(leaf.nbytes for leaf in leaves),
-        sum(leaf.nbytes_per_device for leaf in leaves),
-    )
-    return Memory(role, whole, per_device, True, f"{sharded} of {len(leaves)} leaves sharded")
+    whole = sum(leaf.nbytes for leaf in leaves)
+    per_device = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier == DEVICE)
+    on_host = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier != DEVICE)
+    note = f"{sharded} of {len(leaves)} leaves sharded"
+    return Memory(role, whole, per_device, True, note, on_host)

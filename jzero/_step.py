@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jzero import _call, _identity, _jaxpr, _placing, _processes, _program
+from jzero import _call, _identity, _jaxpr, _placing, _processes, _program, _setting
 from jzero._batch import Batch
 from jzero._errors import MeshError, OptionError, message
 from jzero._options import Options, axis_tuple
 from jzero._padded import PaddedArray
 from jzero._report import Report
+from jzero.offload._policy import NO_OFFLOAD, Offload
 from jzero.sharding import _microbatch, _plan, _traffic
 
 WHO = _call.WHO
@@ -38,6 +39,7 @@ def shard_train_step(
     param_axes: str | Sequence[str] | None = None,
     optimizer_axes: str | Sequence[str] | None = None,
     auto_specs: Mapping[str, PartitionSpec] | None = None,
+    offload: Offload = NO_OFFLOAD,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     axis_name: str | None = None,
@@ -124,6 +126,12 @@ def shard_train_step(
         for moments too. ZeRO shards another dim of such a leaf. Inside the step, say it with
         `jax.lax.with_sharding_constraint(x, PartitionSpec(...))`; XLA places those collectives, and
         `describe` does not count them.
+      offload: where optimizer state rests. `jzero.PinnedHost(device_bytes=...)`: in the pinned memory of the
+        devices' host; each step copies it to the devices and back, piece by piece, and never has more than
+        `device_bytes` of it there. Scalars, leaves below `min_shard_bytes`, and what is read with the batch
+        stay. By default, `jzero.NoOffload()`, all rests on the devices. A step is then several programs: it
+        cannot be called under an outer `jax.jit` or lowered, and one that fails while it runs (out of
+        memory, not a refused batch) has consumed part of its state.
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
       axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others must
         be of type Auto and stay XLA's.
@@ -149,7 +157,7 @@ def shard_train_step(
     chosen = Options(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
-        _items(auto_specs),
+        _items(auto_specs), offload,
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
@@ -222,6 +230,7 @@ class ShardedTrainStep:
         state = jax.tree.leaves(call.state)
         arrays = jax.tree.leaves(call.arrays)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in [*state, *arrays]):
+            self._check_one_program("called under an outer jax.jit")
             program = self._program_for(call)
             leaves = program.plan.leaves
             state, arrays = _placing.as_arrays(state, arrays)
@@ -233,7 +242,7 @@ class ShardedTrainStep:
         else:
             program = self._agreed_program_for(call)
             leaves = program.plan.leaves
-            new_state, outs = program.jitted(
+            new_state, outs = program.step(
                 self._place_state(call.state, leaves, program.state_shardings),
                 _placing.place(
                     arrays,
@@ -248,7 +257,8 @@ class ShardedTrainStep:
         """Runs `init_fn(*args, **kwargs) -> state` so that every leaf is born in its layout.
 
         Never whole on one device: the initialiser is compiled with the state's shardings as outputs.
-        See `state_shardings` for what the layout is before the step has seen a batch.
+        See `state_shardings` for what the layout is before the step has seen a batch. What rests on the
+        host is made in groups of up to `device_bytes`, each by a program of its own.
 
         Returns:
           The state, placed.
@@ -260,15 +270,11 @@ class ShardedTrainStep:
         traced = _jaxpr.trace_whole(lambda: init_fn(*args, **kwargs))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         leaves, shardings = self.leaf_plans(state)
-
-        def run(consts: list[Any]) -> list[Any]:
-            return _placing.pad(_jaxpr.evaluate(traced.jaxpr, consts), leaves)
-
         setting = self._setting()
         _processes.agree("init", setting.mesh, lambda: (
             _identity.of_state(setting, leaves) | _identity.of_jaxpr(traced.jaxpr, traced.consts)
         ))  # fmt: skip
-        made = jax.jit(run, out_shardings=shardings)(traced.consts)
+        made = _placing.born(traced, leaves, shardings, self._options.device_bytes)
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -308,7 +314,8 @@ class ShardedTrainStep:
 
         With the step's other arguments (shapes suffice), or once a step with this state has run, these
         are the plan's. Before that, roles are unknown: every leaf is sharded that can be, and the first
-        step moves what its plan has full (parameters at stages 1 and 2).
+        step moves what its plan has full (parameters at stages 1 and 2). With `offload`, every leaf rests
+        on the host until then.
 
         A leaf that is padded at rest (`PaddedArray`) has none for its true shape: it is given as full
         here, and padded when `shard` or the step places it.
@@ -350,7 +357,9 @@ class ShardedTrainStep:
             plans = self._layouts.get(_state_key(setting, *jax.tree.flatten(abstract)))
         if plans is None:
             plans = _plan.plan_from_shapes(
-                _program.state_leaves(abstract, setting), setting.sharding
+                _program.state_leaves(abstract, setting),
+                setting.sharding,
+                self._options.offload.tier,
             )
         return plans, _program.shardings_of(plans, setting.mesh)
 
@@ -375,9 +384,17 @@ class ShardedTrainStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
+        self._check_one_program("lowered")
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
-        return program.jitted.lower(*_placed_inputs(call, program))
+        return program.step.lower(*_placed_inputs(call, program))
+
+    def _check_one_program(self, how: str) -> None:
+        if self._options.offloads:
+            raise OptionError(message(
+                WHO, f"offload={self._options.offload}, and the step is {how}",
+                "An offloaded step is a loop of programs: one alone would hold all of the state on devices.",
+                "Call train_step outside of jax.jit, or drop offload."))  # fmt: skip
 
     @property
     def mesh(self) -> Any:
@@ -412,7 +429,7 @@ class ShardedTrainStep:
             raise
         if id(program) not in self._agreed:
             _processes.agree(WHO, setting.mesh, lambda: _identity.of_program(
-                setting, call, program, program.jitted.trace(*_placed_inputs(call, program))
+                setting, call, program, program.step.trace(*_placed_inputs(call, program))
             ))  # fmt: skip
             self._agreed.add(id(program))
         return program
@@ -427,7 +444,7 @@ class ShardedTrainStep:
             self._seen[seen] = self._program_from(call, setting)
         return self._seen[seen]
 
-    def _program_from(self, call: _call.Call, setting: _program.Setting) -> _program.Program:
+    def _program_from(self, call: _call.Call, setting: _setting.Setting) -> _program.Program:
         state, arrays = _call.abstract(call.state, "state"), {
             name: _call.abstract(value, name) for name, value in call.arrays.items()
         }  # fmt: skip
@@ -441,7 +458,7 @@ class ShardedTrainStep:
             self._layouts[state_key] = self._programs[key].plan.leaves
         return self._programs[key]
 
-    def _setting(self) -> _program.Setting:
+    def _setting(self) -> _setting.Setting:
         mesh = self._mesh if self._mesh is not None else _current_mesh(self._axis_name)
         if not hasattr(mesh, "axis_names"):
             raise MeshError(message(
@@ -471,7 +488,7 @@ class ShardedTrainStep:
                 WHO, f"axis_name={self._axis_name!r} is only one of the mesh's axes {names}",
                 "A step's own axis stands for all data axes together.",
                 "Use a name that the mesh does not have, or a mesh with this axis alone."))  # fmt: skip
-        return _program.Setting(self._options, mesh, names, self._axis_name)
+        return _setting.Setting(self._options, mesh, names, self._axis_name)
 
 
 def _current_mesh(axis_name: str | None) -> Any:
@@ -494,7 +511,7 @@ def _avals_key(avals: Sequence[Any]) -> tuple[Any, ...]:
     return tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals)
 
 
-def _state_key(setting: _program.Setting, leaves: Sequence[Any], tree: Any) -> Any:
+def _state_key(setting: _setting.Setting, leaves: Sequence[Any], tree: Any) -> Any:
     return setting, tree, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
@@ -517,6 +534,9 @@ def _with_shardings(
     avals: Sequence[Any], shapes: Sequence[tuple[int, ...]], shardings: Sequence[NamedSharding]
 ) -> list[Any]:
     return [
-        jax.ShapeDtypeStruct(shape, a.dtype, weak_type=a.weak_type, sharding=s)
+        # Programs take all values in the devices' memory, and offloaded leaves are copied there.
+        jax.ShapeDtypeStruct(
+            shape, a.dtype, weak_type=a.weak_type, sharding=NamedSharding(s.mesh, s.spec)
+        )
         for a, shape, s in zip(avals, shapes, shardings, strict=True)
     ]

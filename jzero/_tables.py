@@ -21,6 +21,7 @@ class Memory(NamedTuple):
       per_device: bytes that each device holds.
       at_rest: held between steps too; False for what lives within a step.
       note: what the number means.
+      on_host: bytes that each device's host holds for it.
     """
 
     role: str
@@ -28,6 +29,7 @@ class Memory(NamedTuple):
     per_device: int
     at_rest: bool
     note: str
+    on_host: int = 0
 
 
 class Table(NamedTuple):
@@ -67,11 +69,13 @@ def memory_table(rows: Sequence[Memory]) -> Table:
     """A row for each role at rest and their sum; then, if there are any, those within a step and all."""
     resting, passing = [r for r in rows if r.at_rest], [r for r in rows if not r.at_rest]
     groups = [("at rest", resting, resting), ("with those within a step", passing, rows)]
+    offloaded = any(row.on_host for row in rows)
     lines: list[tuple[str, ...]] = []
     for title, shown, summed in groups[: 2 if passing else 1]:
-        lines += [_memory_row(row.role, [row], row.note) for row in shown]
-        lines.append(_memory_row(title, summed, ""))
-    return Table(("memory", "whole", "on each device", ""), lines)
+        lines += [_memory_row(row.role, [row], row.note, offloaded) for row in shown]
+        lines.append(_memory_row(title, summed, "", offloaded))
+    host = ("on its host",) * offloaded
+    return Table(("memory", "whole", "on each device", *host, ""), lines)
 
 
 def traffic_table(traffic: Sequence[Collective]) -> Table | None:
@@ -88,6 +92,7 @@ def traffic_table(traffic: Sequence[Collective]) -> Table | None:
     return Table(header, rows) if rows else None
 
 
-def _memory_row(title: str, rows: Sequence[Memory], note: str) -> tuple[str, ...]:
-    sums = (sum(row.whole for row in rows), sum(row.per_device for row in rows))
+def _memory_row(title: str, rows: Sequence[Memory], note: str, offloaded: bool) -> tuple[str, ...]:
+    sums = [sum(row.whole for row in rows), sum(row.per_device for row in rows)]
+    sums += [sum(row.on_host for row in rows)] * offloaded
     return (title, *map(readable_bytes, sums), note)

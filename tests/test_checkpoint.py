@@ -82,6 +82,8 @@ SETTINGS: dict[str, Any] = {
         stage=3, shape=(4, 2), names=("data", "model"), axis_names="data",
         auto_specs={"embed": P(None, "model")},
     ),
+    "stage 3 on 8, offloaded": dict(stage=3, shape=(8,), offload=jzero.PinnedHost(2**16)),
+    "stage 1 on 2, offloaded": dict(stage=1, shape=(2,), offload=jzero.PinnedHost(2**10)),
 }  # fmt: skip
 
 
@@ -130,12 +132,14 @@ def test_restored_in_any_layout(source, target, saved, trained):
     assert [type(x) for x in jax.tree.leaves(state)] == at_rest
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(placed), strict=True):
         x, y = (getattr(leaf, "padded", leaf) for leaf in (x, y))  # the padding, too, is the same
-        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)  # of the same tier, too
         assert_same(x, y)
     assert_same(train_step.unshard(state), trained)
 
 
-@pytest.mark.parametrize("name", ["stage 1 on 2", "stage 3 on 8", "stage 3 on 2x4"])
+@pytest.mark.parametrize(
+    "name", ["stage 1 on 2", "stage 3 on 8", "stage 3 on 2x4", "stage 1 on 2, offloaded"]
+)
 def test_interrupted_training_is_continued_to_the_bit(name, tmp_path):
     setting = SETTINGS[name]
     train_step = sharded(**setting)

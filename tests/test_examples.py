@@ -20,6 +20,7 @@ from jzero import (
     testing,
 )
 from jzero.checkpoint import _checkpointer, _restore
+from jzero.offload import _policy
 
 MODULES = [
     _checkpointer,
@@ -27,6 +28,7 @@ MODULES = [
     _grad,
     _nnx,
     _padded,
+    _policy,
     _precision,
     _preflight,
     _restore,

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero import _program
 
 W = jnp.ones((8, 8))
 X = jnp.ones((16, 8))
@@ -83,11 +84,66 @@ def test_stage(stage):
         ({"auto_specs": P("model")}, ["auto_specs=", "maps regular expressions"]),
         ({"stage": 2, "param_axes": "data"}, ["stage=2 and param_axes=('data',)", "use stage=3"]),
         ({"stage": 0, "optimizer_axes": "data"}, ["stage=0 and optimizer_axes", "use stage=1"]),
+        ({"offload": "cpu"}, ["offload='cpu'", "It is a policy", "Use offload=jzero.PinnedHost()"]),
+        ({"offload": jzero.PinnedHost}, ["offload=<class", "Use offload=jzero.PinnedHost()"]),
     ],
     ids=str,
 )
 def test_options_that_cannot_be_obeyed(options, text):
     refuses(ValueError, text, sharded, **options)
+
+
+@pytest.mark.parametrize("device_bytes", [0, -1, 2.5, None, True])
+def test_offload_bound(device_bytes):
+    text = [f"PinnedHost: device_bytes={device_bytes!r}", "an int from 1", "Use device_bytes=2**30"]
+    refuses(ValueError, text, jzero.PinnedHost, device_bytes)
+
+
+def adam_step(state, x):
+    w, opt_state = state
+    updates, opt_state = optax.adam(0.1).update(jax.grad(loss_fn)(w, x), opt_state)
+    return w + updates, opt_state
+
+
+def norm_step(state, x):
+    w, mean = state
+    mean = 0.9 * mean + jax.grad(loss_fn)(w, x)
+    return w - mean / jnp.sqrt((mean**2).sum()), mean
+
+
+def test_offload_with_too_little_room():
+    state, options = (W, optax.adam(0.1).init(W)), dict(min_shard_bytes=0)
+    train_step = sharded(adam_step, offload=jzero.PinnedHost(8), **options)
+    text = ["state[1][0].mu, state[1][0].nu: 64 bytes on each device", "(one row of them)",
+            "device_bytes=8 is the most", "Use PinnedHost(device_bytes=64) or more"]  # fmt: skip
+    refuses(ValueError, text, train_step, state, X)
+    train_step = sharded(norm_step, offload=jzero.PinnedHost(8), **options)
+    text = ["state[1]: 32 bytes", "(reduce_sum (", "test_messages.py", "every element alike"]
+    refuses(ValueError, text, train_step, (W, W), X)
+
+
+def test_offload_of_nothing():
+    text = ["offload=PinnedHost(device_bytes=1073741824)", "is worth it", "Drop offload"]
+    refuses(ValueError, text, sharded(offload=jzero.PinnedHost()), W, X)
+
+
+@pytest.mark.parametrize(
+    ("use", "how"),
+    [
+        (lambda step: jax.jit(step), "called under an outer jax.jit"),
+        (lambda step: step.lower, "lowered"),
+    ],
+)
+def test_offload_is_a_loop_of_programs(use, how):
+    train_step = sharded(adam_step, min_shard_bytes=0, offload=jzero.PinnedHost())
+    text = [f"and the step is {how}", "a loop of programs", "outside of jax.jit"]
+    refuses(ValueError, text, use(train_step), (W, optax.adam(0.1).init(W)), X)
+
+
+def test_memory_that_the_devices_lack():
+    mesh = jax.make_mesh((8,), ("data",))
+    text = ["has the memories ['device',", "none of kind 'tape'", "Drop offload"]
+    refuses(ValueError, text, _program.check_tier, mesh, "tape")
 
 
 def test_full_matches_no_parameter():

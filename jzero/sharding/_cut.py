@@ -12,7 +12,7 @@ one microbatch is alive.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jzero import _jaxpr
 from jzero._errors import message
@@ -42,18 +42,21 @@ class Phase:
     examples: tuple[_jaxpr.Var, ...]
 
 
-def cut(frame: Frame, examples: Sequence[bool]) -> list[Phase]:
+def cut(
+    frame: Frame, examples: Sequence[bool], apart: Collection[int] = frozenset()
+) -> list[Phase]:
     """The phases of a step; the last one's loop may be empty.
 
     Args:
       frame: the root frame, without calls (`_jaxpr.flatten_calls`).
       examples: for each output of the frame, whether it has one entry per example.
+      apart: equations that run after all phases, elsewhere; phases only hand out what they read.
 
     Raises:
       CutError: the step uses what it reduces inside the loop that makes it, or needs the whole batch.
     """
     _check_collectives(frame)
-    return _Cutter(frame).phases(examples)
+    return _Cutter(frame, apart).phases(examples)
 
 
 class _Cutter:
@@ -62,8 +65,9 @@ class _Cutter:
     The level is the number of loops that must have run before the value can be computed.
     """
 
-    def __init__(self, frame: Frame):
+    def __init__(self, frame: Frame, apart: Collection[int]):
         self._frame = frame
+        self._apart = apart
         self._kinds: dict[_jaxpr.Var, Kind] = {}
         self._levels: dict[_jaxpr.Var, int] = {}
         self._lasts: set[_jaxpr.Var] = set()
@@ -80,12 +84,13 @@ class _Cutter:
     def _place(self, index: int, eqn: _jaxpr.Eqn) -> None:
         frame = self._frame
         atoms = [a for a in eqn.invars if not _jaxpr.is_literal(a)]
-        outs = self._kinds_while_summing(index, eqn, atoms)
+        is_apart = index in self._apart
+        outs = None if is_apart else self._kinds_while_summing(index, eqn, atoms)
         if outs is not None:
             self._unfinished.add(id(eqn))
         level = max((self._levels[a] + self._finished(eqn, a) for a in atoms), default=0)
         kinds = [Kind.SAME if self._finished(eqn, a) else self._kind(a) for a in eqn.invars]
-        in_loop = (
+        in_loop = not is_apart and (
             outs is not None
             or Kind.LOCAL in kinds
             or any(frame.varies(out) for out in eqn.outvars)
@@ -162,7 +167,9 @@ class _Cutter:
                 for group in (sums, means, lasts, ones)
             ]
             here = [i for i in range(len(eqns)) if self._level[i] == level]
-            before = [i for i in here if i not in self._loop and i not in sunk]
+            before = [
+                i for i in here if i not in self._loop and i not in sunk and i not in self._apart
+            ]
             # What a loop does besides computing values: jax.debug.print.
             effects = [i for i in here if i in self._loop and eqns[i].effects]
             makers = [self._maker[v] for group in targets for v in group if v in self._maker]
@@ -190,7 +197,7 @@ class _Cutter:
             name = eqn.primitive.name
             cheap = name == "iota" or name in _rules.IDENTITIES
             cheap = cheap or (rule is not None and rule.reduces is None)
-            if index in self._loop or not cheap or self._level[index] > 0:
+            if index in self._loop or index in self._apart or not cheap or self._level[index] > 0:
                 continue
             inside = self._loop | sunk
             if all(o not in outputs and readers.get(o, set()) <= inside for o in eqn.outvars):

@@ -46,21 +46,14 @@ class Accumulation:
     gather_once: bool
 
 
-def run_in_microbatches(
-    interp: Interpreter, frame: Frame, args: Sequence[Value], phases: Sequence[Phase],
-    accumulation: Accumulation,
-) -> list[Value]:  # fmt: skip
-    """Values of the step's outputs, like `Interpreter.run`; local ones are averaged already."""
-    env = interp.start(frame, args)
+def run_phases(
+    interp: Interpreter, frame: Frame, env: Env, phases: Sequence[Phase], accumulation: Accumulation
+) -> None:
+    """Runs the frame's equations, like `Interpreter.run_equations`; local outputs are in `env.means`."""
     for phase in phases:
         interp.run_equations(frame, phase.before, env)
         if phase.loop:
             _loop(interp, frame, env, phase, accumulation)
-    outs = []
-    for atom in frame.jaxpr.outvars:
-        averaged = not _jaxpr.is_literal(atom) and atom in env.means
-        outs.append(env.means[atom] if averaged else interp.read(frame, env, None, atom))
-    return outs
 
 
 @dataclasses.dataclass

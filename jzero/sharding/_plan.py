@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from jzero._errors import OptionError, message
@@ -16,6 +16,7 @@ from jzero.sharding._layout import FULL, Automatic, Layout, Shard
 from jzero.sharding._links import Links
 
 PARAMETER, OPTIMIZER, OTHER = "parameter", "optimizer state", "other"
+DEVICE = "device"
 
 
 class Stage(NamedTuple):
@@ -117,6 +118,7 @@ class LeafPlan:
       averaged: its new value differs between devices, and their mean is kept (batch statistics).
       padding: what is added at rest to the sharded dim, if the devices do not divide it.
       why_full: the reason, for a leaf that the stage would shard and that stays full.
+      tier: the memory in which it rests: 'device', or 'pinned_host' of the device's host.
     """
 
     path: str
@@ -130,6 +132,7 @@ class LeafPlan:
     automatic: Automatic = ()
     averaged: bool = False
     padding: int = 0
+    tier: str = DEVICE
 
     @property
     def nbytes(self) -> int:
@@ -143,16 +146,42 @@ class LeafPlan:
         return tuple(size + self.padding * (d == dim) for d, size in enumerate(self.shape))
 
     @property
+    def shape_per_device(self) -> tuple[int, ...]:
+        """The shape of each device's part, padding included; of leaves that only data axes cut."""
+        if not isinstance(self.layout, Shard):
+            return self.shape
+        num, dim = self.num_shards, self.layout.dim
+        return tuple(n // num if d == dim else n for d, n in enumerate(self.padded_shape))
+
+    @property
     def nbytes_per_device(self) -> int:
-        """Bytes at rest on each device, padding included."""
+        """Bytes at rest of each device's part, padding included; in the memory that `tier` says."""
         return math.prod(self.padded_shape) * self.itemsize // self.num_shards
 
     def row(self, width: int = 0) -> str:
         """One line: path (as wide as told), type, role, layout."""
         why = f"  ({self.why_full})" if self.why_full else ""
         why += f"  (padded by {self.padding})" if self.padding else ""
+        why += f"  ({self.tier})" if self.tier != DEVICE else ""
         dims = ",".join(map(str, self.shape))
         return f"{self.path:<{width}}  {self.dtype}[{dims}]  {self.role}  {self.layout}{why}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What of the optimizer state is on the devices together, while a step updates it.
+
+    Attributes:
+      leaves: their paths.
+      nbytes: of them, on each device.
+      parts: how many slices the leaves are cut into; each visits the devices by itself.
+      nbytes_at_once: of such a slice.
+    """
+
+    leaves: tuple[str, ...]
+    nbytes: int
+    parts: int = 1
+    nbytes_at_once: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +196,8 @@ class Plan:
       leaves: one `LeafPlan` per leaf of the state, in the order of `jax.tree.leaves`.
       accumulate: microbatches that each device works through in a step.
       reduce_once: gradients are reduced after the last microbatch, not for each.
+      turns: in which offloaded leaves visit the devices, in order.
+      device_bytes: the most bytes of offloaded leaves on each device at any time.
     """
 
     stage: int
@@ -175,6 +206,8 @@ class Plan:
     leaves: tuple[LeafPlan, ...]
     accumulate: int = 1
     reduce_once: bool = False
+    turns: tuple[Turn, ...] = ()
+    device_bytes: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -186,10 +219,12 @@ class Plan:
         """Short hash of everything in the plan; processes compare it, among all that decides a program."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
-    def nbytes_at_rest(self, role: str | None = None) -> int:
-        """Bytes on each device between steps, of one role or of all."""
+    def nbytes_at_rest(self, role: str | None = None, tier: str = DEVICE) -> int:
+        """Bytes of each device between steps, of one role or of all, in one tier of memory."""
         return sum(
-            leaf.nbytes_per_device for leaf in self.leaves if role is None or leaf.role == role
+            leaf.nbytes_per_device
+            for leaf in self.leaves
+            if leaf.tier == tier and role in (None, leaf.role)
         )
 
     def __str__(self) -> str:
@@ -199,17 +234,37 @@ class Plan:
         return "\n".join([f"stage {self.stage} over {axes}; reductions: {self.reductions}", *rows])
 
 
-def plan_from_shapes(leaves: Sequence[Leaf], sharding: Sharding) -> tuple[LeafPlan, ...]:
+def offload(
+    leaves: Sequence[LeafPlan], tier: str, min_bytes: int, staying: Collection[int],
+    role: str = OPTIMIZER,
+) -> tuple[LeafPlan, ...]:  # fmt: skip
+    """The leaves of a role moved to a tier, but for scalars, those below `min_bytes`, and `staying`."""
+
+    def moves(index: int, leaf: LeafPlan) -> bool:
+        large = math.prod(leaf.shape) > 1 and leaf.nbytes >= min_bytes
+        return large and leaf.role == role and index not in staying
+
+    return tuple(
+        dataclasses.replace(leaf, tier=tier) if moves(i, leaf) else leaf
+        for i, leaf in enumerate(leaves)
+    )
+
+
+def plan_from_shapes(
+    leaves: Sequence[Leaf], sharding: Sharding, tier: str = DEVICE
+) -> tuple[LeafPlan, ...]:
     """The layout before any batch was seen: roles unknown, every leaf sharded that can be.
 
-    Equal to the final plan at stage 3 except for leaves that only the step can tell apart.
+    Equal to the final plan at stage 3 except for leaves that only the step can tell apart. With a `tier`,
+    every leaf that may turn out to be optimizer state rests there.
     """
 
     def plan(leaf: Leaf) -> LeafPlan:
         dim, why = sharding.choose(leaf, set())
         return _leaf_plan(leaf, OTHER, dim, sharding.shard_axes, sharding, why)
 
-    return tuple(plan(leaf) for leaf in leaves)
+    keys = [i for i, leaf in enumerate(leaves) if not leaf.splittable]
+    return offload(list(map(plan, leaves)), tier, sharding.min_bytes, keys, role=OTHER)
 
 
 def plan_leaves(

@@ -126,7 +126,7 @@ def _cut_param(param: str) -> Callable[[_jaxpr.Eqn, int, int], dict[str, Any]]:
     return local
 
 
-_ELEMENTWISE = """
+ELEMENTWISE = """
     abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt
     ceil clamp conj copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
     integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
@@ -136,7 +136,7 @@ _ELEMENTWISE = """
 """.split()
 
 RULES: dict[str, Rule] = {
-    **{name: Rule(_elementwise) for name in _ELEMENTWISE},
+    **{name: Rule(_elementwise) for name in ELEMENTWISE},
     "convert_element_type": Rule(_elementwise, linear=True),
     "add_any": Rule(_elementwise, linear=True),
     "broadcast_in_dim": Rule(_broadcast_in_dim, _cut_param("shape")),

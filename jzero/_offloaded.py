@@ -1,0 +1,130 @@
+"""`OffloadedStep`: a step whose optimizer state rests in the hosts' memory, as a loop of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from jzero import _jaxpr
+from jzero._parts import Part, Parts
+from jzero._slices import SlicedTurn
+from jzero.offload._pinned import Visit, stream
+from jzero.sharding._plan import DEVICE, Turn
+
+Var = _jaxpr.Var
+Values = dict[Var, Any]
+
+
+class _Homes(NamedTuple):
+    """Where offloaded leaves rest.
+
+    Attributes:
+      of: each leaf's sharding, by its variable.
+      kept: leaves that the new state has, too.
+      last: for each variable, the last turn that takes it.
+    """
+
+    of: dict[Var, NamedSharding]
+    kept: set[Var]
+    last: dict[Var, int]
+
+
+class OffloadedStep:
+    """A step as several programs.
+
+    Attributes:
+      grad: the grad part.
+      turns: the programs of the update part, in the order of the plan's turns.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        turns: Sequence[Turn],
+        device_bytes: int,
+        shardings: Sequence[NamedSharding],
+    ):
+        runner = parts.runner
+        self._jaxpr, self._leaves = runner.frame.jaxpr, runner.leaves
+        self._plans, self._device_bytes = turns, device_bytes
+        self.grad, self.turns = parts.grad_part(), parts.turns()
+        pairs = zip(self._jaxpr.invars, shardings, self._leaves, strict=False)
+        homes = {var: home for var, home, leaf in pairs if leaf.tier != DEVICE}
+        new = self._jaxpr.outvars[: len(self._leaves)]
+        kept = {atom for atom in new if not _jaxpr.is_literal(atom)} & set(homes)
+        last = {var: i for i, turn in enumerate(self.turns) for var in turn.takes}
+        self._homes = _Homes(homes, kept, last)
+        self._sliced = {
+            i: SlicedTurn(
+                parts, parts.packs[i][0], plan.parts, homes, {v for v in last if last[v] == i}
+            )
+            for i, plan in enumerate(turns)
+            if plan.parts > 1
+        }
+
+    def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The step on whole arrays as one function, to be read; nothing is copied to or from the host."""
+        values = dict(zip(self._jaxpr.invars, [*state, *arrays], strict=True))
+        outs: dict[int, Any] = {}
+        for part in (self.grad, *self.turns):
+            outs |= part(values, part.run)
+        return self._in_order(outs, state)
+
+    def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Its trace as one program: what processes compare before they run it."""
+        return jax.jit(self.run).trace(state, arrays)
+
+    def __call__(
+        self, state: Sequence[jax.Array], arrays: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Runs one step; the state is consumed."""
+        values = dict(zip(self._jaxpr.invars, [*state, *arrays], strict=True))
+        outs = self.grad(values, self.grad.jitted)
+        stream(self._visits(values, outs), self._device_bytes)
+        return self._in_order(outs, state)
+
+    def _in_order(self, outs: dict[int, Any], state: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        num = len(self._jaxpr.outvars)
+        # An offloaded leaf that no part makes keeps its value.
+        found = [outs[i] if i in outs else state[i] for i in range(num)]
+        return found[: len(self._leaves)], found[len(self._leaves) :]
+
+    def _visits(self, values: Values, outs: dict[int, Any]) -> Iterator[Visit]:
+        for index, (turn, plan) in enumerate(zip(self.turns, self._plans, strict=True)):
+            if index in self._sliced:
+                for visit in self._sliced[index].visits(values, outs):
+                    yield Visit(plan.nbytes_at_once, *visit)
+            else:
+                yield Visit(plan.nbytes_at_once, *self._visit(index, turn, values, outs))
+
+    def _visit(
+        self, index: int, turn: Part, values: Values, outs: dict[int, Any]
+    ) -> tuple[Callable[[], Any], Callable[[Any], list[jax.Array]]]:
+        homes, invars = self._homes, self._jaxpr.invars
+        hosted = [var for var in turn.takes if var in homes.of]
+
+        def fetch() -> list[jax.Array]:
+            places = [homes.of[var].with_memory_kind(DEVICE) for var in hosted]
+            arrays = jax.device_put([values[var] for var in hosted], places)
+            for var in hosted:
+                if homes.last[var] == index and var not in homes.kept:
+                    values[var].delete()  # Freed when it is copied: the host holds no second state.
+            return arrays
+
+        def update(arrays: list[jax.Array]) -> list[jax.Array]:
+            here = values | dict(zip(hosted, arrays, strict=True))
+            made = turn(here, turn.jitted)
+            values.update((var, here[var]) for var in turn.gives)
+            for var in turn.takes:
+                if homes.last[var] == index:
+                    del values[var]  # A gradient's memory is free when its turn is over.
+            back = [i for i in made if i < len(self._leaves) and invars[i] in homes.of]
+            copies = jax.device_put([made[i] for i in back], [homes.of[invars[i]] for i in back])
+            outs.update(made)
+            outs.update(zip(back, copies, strict=True))
+            return copies
+
+        return fetch, update

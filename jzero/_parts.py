@@ -1,0 +1,172 @@
+"""The programs of an offloaded step: the grad part, and one for each turn of the update part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jzero import _jaxpr
+from jzero._run import Runner, placed
+from jzero.sharding import _layout
+from jzero.sharding._interpret import Env, Interpreter
+from jzero.sharding._layout import FULL, Layout, Shard
+from jzero.sharding._pieces import Piece, UpdatePart
+from jzero.sharding._plan import DEVICE
+from jzero.sharding._values import FullValue, Value
+
+Var = _jaxpr.Var
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A program that runs some of a step's equations; its values are known by their variables.
+
+    Attributes:
+      consumes: what it takes and renews, and nobody reads after it; donated.
+      reads: what else it takes.
+      gives: what it makes for later parts.
+      outs: which outputs of the step it makes, by index.
+      run: `(consumed, read) -> (given, outputs)`, on whole arrays.
+      jitted: the same, compiled.
+    """
+
+    consumes: tuple[Var, ...]
+    reads: tuple[Var, ...]
+    gives: tuple[Var, ...]
+    outs: tuple[int, ...]
+    run: Callable[..., Any]
+    jitted: Callable[..., Any]
+
+    @property
+    def takes(self) -> tuple[Var, ...]:
+        """Everything that it takes."""
+        return (*self.consumes, *self.reads)
+
+    def __call__(self, values: dict[Var, Any], run: Callable[..., Any]) -> dict[int, Any]:
+        """Calls `run` on `values` and adds what it gives to them; returns outputs by index."""
+        takes = [[values[var] for var in group] for group in (self.consumes, self.reads)]
+        given, outs = run(*takes)
+        values.update(zip(self.gives, given, strict=True))
+        return dict(zip(self.outs, outs, strict=True))
+
+
+class Parts:
+    """Makes the programs of an offloaded step."""
+
+    def __init__(
+        self, runner: Runner, update: UpdatePart, packs: Sequence[Sequence[Piece]],
+        shardings: Sequence[NamedSharding],
+    ):  # fmt: skip
+        self.runner, self._update, self.packs = runner, update, packs
+        self._frame, self._shardings = runner.frame, shardings
+        self._num_leaves = len(runner.leaves)
+        invars = self._frame.jaxpr.invars
+        self._inputs = {var: i for i, var in enumerate(invars)}
+        self.leaf_of = {var: i for i, var in enumerate(invars[: self._num_leaves])}
+
+    def grad_part(self) -> Part:
+        """What is left of the step without its update part."""
+        invars, leaves = self._frame.jaxpr.invars, self.runner.leaves
+        outs = [i for i in range(len(self._frame.jaxpr.outvars)) if i not in self._update.outs]
+        outs = [i for i in outs if i >= len(leaves) or leaves[i].tier == DEVICE]
+        here = [v for i, v in enumerate(invars) if i >= len(leaves) or leaves[i].tier == DEVICE]
+        later = {var for piece in self._update.pieces for var in piece.reads}
+        own = {invars[i] for i in outs if i < len(leaves)}
+        consumes = [var for var in here if var in own and var not in later]
+        run = self.runner.grad_part()
+
+        def compute(interp: Interpreter, values: dict[Var, Any]) -> Env:
+            args = [values.get(var) for var in invars]
+            return run(interp, args[: len(leaves)], args[len(leaves) :])
+
+        reads = [var for var in here if var not in consumes]
+        return self._part(consumes, reads, list(self._update.boundary), outs, compute)
+
+    def turns(self) -> tuple[Part, ...]:
+        """The programs of the update part, one for each pack of pieces."""
+        last = {v: i for i, pack in enumerate(self.packs) for piece in pack for v in piece.reads}
+        return tuple(self._turn(i, pack, last) for i, pack in enumerate(self.packs))
+
+    def _turn(self, index: int, pack: Sequence[Piece], last: dict[Var, int]) -> Part:
+        frame, invars = self._frame, self._frame.jaxpr.invars
+        eqns = sorted(i for piece in pack for i in piece.eqns)
+        outs = sorted(i for piece in pack for i in piece.outs)
+        gives = [var for piece in pack for var in piece.gives]
+        reads = list({var: None for piece in pack for var in piece.reads})
+        renewed = [invars[i] for i in outs if i < self._num_leaves]
+        on_device = [v for v in renewed if self._leaf(v).tier == DEVICE]
+        consumes = [
+            v
+            for v in {**dict.fromkeys(reads), **dict.fromkeys(on_device)}
+            if v in renewed and last.get(v, index) == index
+        ]
+
+        def compute(interp: Interpreter, arrays: dict[Var, Any]) -> Env:
+            env = Env({var: self._value(interp, var, x) for var, x in arrays.items()})
+            constants = zip(frame.jaxpr.constvars, frame.consts, strict=True)
+            env.values |= {var: FullValue(_jaxpr.constant(x)) for var, x in constants}
+            env.means |= {var: x for var, x in env.values.items() if var in frame.losses}
+            interp.run_equations(frame, eqns, env)
+            return env
+
+        return self._part(consumes, [v for v in reads if v not in consumes], gives, outs, compute)
+
+    def _part(
+        self, consumes: Sequence[Var], reads: Sequence[Var], gives: Sequence[Var], outs: Sequence[int],
+        compute: Callable[[Interpreter, dict[Var, Any]], Env],
+    ) -> Part:  # fmt: skip
+        runner, invars = self.runner, self._frame.jaxpr.invars
+
+        def local(consumed: list[Any], read: list[Any]) -> tuple[list[Any], list[Any]]:
+            interp = runner.interpreter()
+            values = dict(zip([*consumes, *reads], [*consumed, *read], strict=True))
+            env = compute(interp, values)
+            given = [self._given(interp, env, var) for var in gives]
+            olds = [values.get(invars[i]) if i < self._num_leaves else None for i in outs]
+            return given, [
+                runner.out(interp, env, i, old) for i, old in zip(outs, olds, strict=True)
+            ]
+
+        ins = [[self._spec(var) for var in group] for group in (consumes, reads)]
+        out_specs = [_layout.partition_spec(runner.layouts[i]) for i in outs]
+        run = runner.shard_map(local, tuple(ins), ([self._spec(var) for var in gives], out_specs))
+        options: dict[str, Any] = {}
+        if runner.setting.automatic:  # Else XLA would choose over these axes.
+            places = [s.with_memory_kind(DEVICE) for s in self._shardings]
+            kept = [places[i] if i < self._num_leaves else None for i in outs]
+            options["out_shardings"] = ([None] * len(gives), kept)
+        jitted = jax.jit(run, donate_argnums=0, **options)
+        return Part(tuple(consumes), tuple(reads), tuple(gives), tuple(outs), run, jitted)
+
+    # -- values that cross between parts -------------------------------------------------------------
+
+    def _leaf(self, var: Var) -> Any:
+        return self.runner.leaves[self.leaf_of[var]]
+
+    def layout(self, var: Var) -> Layout:
+        """A gradient's, or that of what is combined with one."""
+        runner = self.runner
+        dim = runner.links.sharded_dim(self._frame, var) if runner.num_devices > 1 else None
+        return FULL if dim is None else Shard(dim, runner.setting.sharding.shard_axes)
+
+    def _spec(self, var: Var) -> P:
+        place = self._inputs.get(var)
+        if place is None:
+            return _layout.partition_spec(self.layout(var))
+        specs = [*self.runner.state_specs, *self.runner.specs]
+        return specs[place]
+
+    def _value(self, interp: Interpreter, var: Var, x: Any) -> Value:
+        if var in self.leaf_of:
+            return placed(x, self._leaf(var))
+        name = interp.links.leaf_of(self._frame, var)
+        return interp.devices.value(x, interp.dim_of(self._frame, var), var.aval.shape, name)
+
+    def _given(self, interp: Interpreter, env: Env, var: Var) -> Any:
+        value = interp.read(self._frame, env, self._update.boundary.get(var), var)
+        return interp.as_dim(self._frame, var, value, interp.dim_of(self._frame, var))

@@ -1,0 +1,343 @@
+"""Optimizer state in the hosts' memory: the same training, in turns that fit on the devices."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jzero
+import optimizers
+import parity
+import small
+import test_optimizers
+import zoo
+from jzero.offload import _pinned
+from optimizers import ENTRIES
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+optax_promotions = test_optimizers.optax_promotions
+
+# Their state is a few scalars, if anything.
+NOTHING_TO_OFFLOAD = {
+    "sgd", "sign_sgd", "fromage", "noisy_sgd", "polyak_sgd", "polyak_sgd(large)",
+    "keep_params_nonnegative", "reduce_on_plateau",
+}  # fmt: skip
+UPDATED_AT_ONCE = {"cond_on_gradients"}  # One equation updates all leaves.
+ZOO_NOTHING = {"inner_steps", "evaluate_after_update"}
+BY_DEFAULT = {
+    "adafactor", "adamw", "clip_by_global_norm", "lamb", "lbfgs", "mechanize", "MultiSteps", "muon",
+    "flatten", "sam(opaque)", "schedule_free_adamw", "skip_not_finite", "sophia", "lookahead", "ema",
+}  # fmt: skip
+
+
+def least_room(step_fn, arguments, least: int, **options) -> jzero.PinnedHost:
+    """The smallest bound that is not refused, from `least` on; the refusal names it."""
+    policy = jzero.PinnedHost(device_bytes=least)
+    try:
+        small.shard_train_step(step_fn, offload=policy, **options).plan(*arguments)
+    except jzero.OptionError as error:
+        found = re.search(r"Use PinnedHost\(device_bytes=(\d+)\)", str(error))
+        if not found:
+            raise
+        policy = jzero.PinnedHost(device_bytes=int(found.group(1)))
+    return policy
+
+
+def kinds(tree: Any) -> set[str]:
+    at_rest: list[Any] = [getattr(leaf, "padded", leaf) for leaf in jax.tree.leaves(tree)]
+    return {leaf.sharding.memory_kind for leaf in at_rest if leaf.ndim}
+
+
+def optimizer_names():
+    for name in ENTRIES:
+        marks = () if name in BY_DEFAULT else pytest.mark.slow
+        if name not in NOTHING_TO_OFFLOAD:
+            yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", list(optimizer_names()))
+@pytest.mark.usefixtures("optax_promotions")
+def test_optimizers_train_as_on_one_device(name: str):
+    entry, mesh = ENTRIES[name], jax.make_mesh((8,), ("data",))
+    step_fn, batches = optimizers.make_step(entry), optimizers.make_batches(entry.poisoned)
+    state: Any = optimizers.make_state(entry)
+    policy = least_room(step_fn, (state, batches[0]), 600, mesh=mesh)
+    train_step = small.shard_train_step(step_fn, mesh=mesh, offload=policy)
+    state = train_step.shard(state, batches[0])
+    expected = test_optimizers.one_device(name)
+    for i, (batch, wanted) in enumerate(zip(batches, expected, strict=True)):
+        state, metrics = train_step(state, batch)
+        test_optimizers.assert_same((state, metrics), wanted, f"{name}, step {i}")
+    if not entry.lookahead:  # Its slow parameters are read by the update alone.
+        assert kinds(state["params"]) == {"device"}
+    assert "pinned_host" in kinds(state["opt"])
+
+
+@pytest.mark.parametrize("name", sorted(NOTHING_TO_OFFLOAD))
+@pytest.mark.usefixtures("optax_promotions")
+def test_nothing_to_offload_is_said(name: str):
+    entry = ENTRIES[name]
+    train_step = small.shard_train_step(optimizers.make_step(entry), offload=jzero.PinnedHost())
+    with pytest.raises(jzero.OptionError, match="has no optimizer state that is worth it"):
+        train_step.plan(optimizers.make_state(entry), optimizers.make_batches()[0])
+
+
+SETTINGS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    *(({"data": num}, dict(stage=stage)) for num in (1, 2, 4, 8) for stage in (0, 1, 2, 3)),
+    ({"data": 2}, dict(stage=3, accumulate=4)),
+    ({"data": 4}, dict(stage=1, accumulate=2)),
+    ({"data": 4}, dict(stage=3, accumulate=2, reduce="once", gather="once_per_step")),
+    ({"node": 2, "local": 2}, dict(stage=3, param_axes="local")),
+    ({"node": 2, "local": 2}, dict(stage=3, param_axes="local", optimizer_axes="local", accumulate=2)),
+    ({"data": 4}, dict(stage=3, full="", prefetch_bytes=0)),
+    ({"data": 4}, dict(stage=2, reduce_dtype=jnp.float32, accumulate=2)),
+]  # fmt: skip
+
+
+def check(name, axes, **options):
+    entry = zoo.get(name)
+    arguments = parity.new_state(name), *entry.batches(1)[0]
+    mesh = jax.make_mesh(
+        tuple(axes.values()), tuple(axes), devices=jax.devices()[: parity.num_devices(axes)]
+    )
+    policy = least_room(entry.step, arguments, 150, mesh=mesh, **entry.options, **options)
+    sharded = functools.partial(small.shard_train_step, offload=policy, **options)
+    plan = sharded(entry.step, mesh=mesh, **entry.options).plan(*arguments)
+    assert sum(turn.parts for turn in plan.turns) > (name not in UPDATED_AT_ONCE)
+    assert max(turn.nbytes_at_once for turn in plan.turns) <= plan.device_bytes
+    parity.check(name, axes, sharded, options)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"), SETTINGS, ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items())
+)
+def test_settings_train_as_on_one_device(axes, options):
+    check("mlp", axes, **options)
+
+
+@pytest.mark.parametrize("name", [n for n in zoo.NAMES if n not in {*ZOO_NOTHING, "mlp"}])
+def test_steps_train_as_on_one_device(name):
+    check(name, {"data": 4}, stage=3)
+
+
+# -- one step, looked at ---------------------------------------------------------------------------
+
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+SHAPES = ((64, 48), (48, 51), (51,), (51, 16))
+BATCH = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+
+
+def new_state(tx=TX, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), len(SHAPES))
+    params = [jax.random.normal(key, s, dtype) * 0.1 for key, s in zip(keys, SHAPES, strict=True)]
+    return params, tx.init(params)
+
+
+def make_step(tx=TX, norm=False):
+    def step_fn(state, x):
+        params, opt_state = state
+
+        def loss_fn(params):
+            a, b, c, d = params
+            y = jnp.tanh(jnp.tanh(x.astype(a.dtype) @ a) @ b + c[None]) @ d
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        metrics = {"loss": loss} | ({"moved": optax.global_norm(updates)} if norm else {})
+        return (optax.apply_updates(params, updates), opt_state), metrics
+
+    return step_fn
+
+
+def on(num: int, device_bytes: int, tx=TX, norm=False, **options):
+    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    return small.shard_train_step(
+        make_step(tx, norm=norm), mesh=mesh, offload=jzero.PinnedHost(device_bytes), **options
+    )
+
+
+def parts_of(train_step, *arguments):
+    step = train_step._program_for(train_step._signature.bind(arguments, {})).step
+    return step.grad, step.turns
+
+
+def types(variables) -> list[str]:
+    return sorted(f"{v.aval.dtype}{list(v.aval.shape)}" for v in variables)
+
+
+def test_the_cut_of_adam():
+    """Gradients once each, clipped or not, and scalars cross; nothing that follows from gradients alone."""
+    state = new_state()
+    grad, turns = parts_of(on(8, 3 * 4 * 800, norm=True), state, BATCH)
+    gradients = sorted(f"float32{list(shape)}" for shape in SHAPES)
+    assert [t for t in types(grad.gives) if t != "float32[]"] == gradients
+    assert len(grad.gives) - len(gradients) == 2  # bias corrections
+    assert all(not turn.gives or set(types(turn.gives)) == {"float32[]"} for turn in turns)
+    last = turns[-1]  # the norm of all updates
+    assert set(types(last.reads)) == {"float32[]"}
+
+
+def test_low_precision_gradients_cross_as_they_are():
+    tx = jzero.master_weights(optax.adam(1e-2))
+    grad, turns = parts_of(on(4, 2**20, tx), new_state(tx, jnp.bfloat16), BATCH)
+    large = [t for t in types(grad.gives) if not t.endswith("[]")]
+    assert large == sorted(f"bfloat16{list(shape)}" for shape in SHAPES)
+
+
+@pytest.mark.parametrize(("num", "device_bytes"), [(1, 3000), (8, 1200), (8, 2**20)])
+def test_turns_are_bounded_and_renew_every_leaf_once(num, device_bytes):
+    train_step = on(num, device_bytes)
+    plan = train_step.plan(new_state(), BATCH)
+    offloaded = {leaf.path: leaf.nbytes_per_device for leaf in plan.leaves if leaf.tier != "device"}
+    assert sorted(path for turn in plan.turns for path in turn.leaves) == sorted(offloaded)
+    for turn in plan.turns:
+        assert turn.nbytes == sum(offloaded[path] for path in turn.leaves)
+        assert turn.nbytes_at_once <= device_bytes // 3
+        assert turn.nbytes_at_once * turn.parts >= turn.nbytes
+    assert any(turn.parts > 1 for turn in plan.turns) == (device_bytes < 2**20)
+
+
+def test_plan_report_and_fingerprint():
+    state = new_state()
+    train_step, plain = on(8, 1200), small.shard_train_step(make_step())
+    report, without = train_step.describe(state, BATCH), plain.describe(state, BATCH)
+    plan = report.plan
+    moved = sum(x.nbytes_per_device for x in plan.leaves if x.tier == "pinned_host")
+    rows = {row.role: row for row in report.memory}
+    before = {row.role: row for row in without.memory}
+    assert rows["optimizer state"].on_host == moved
+    assert rows["optimizer state"].per_device == before["optimizer state"].per_device - moved == 4
+    assert rows["parameter"] == before["parameter"]
+    assert plan.nbytes_at_rest(tier="pinned_host") == moved
+    assert plan.nbytes_at_rest() == without.plan.nbytes_at_rest() - moved
+    assert plan.fingerprint not in (
+        without.plan.fingerprint,
+        on(8, 2**20).plan(state, BATCH).fingerprint,
+    )
+    assert f"8 of 13 leaves rest in pinned_host memory, {moved} bytes for each device" in str(
+        report
+    )
+    assert "stays on the devices, small or read with the batch: state[1][1][0].count" in str(report)
+    assert "on its host" in str(report)
+    assert "on its host" not in str(without)
+    assert "(pinned_host)" in str(plan)
+    # The same collectives as without, but for the loss of overlap.
+    for op in ("all-gather", "reduce-scatter"):
+        assert report.elements(op) == without.elements(op)
+
+
+def test_what_reads_the_batch_stays():
+    """A moment that the grad part reads: the loss is weighed by it."""
+
+    def step_fn(state, x):
+        w, seen, mean = state
+        grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        near = jax.lax.cond(
+            seen.sum() > 0, lambda: jax.lax.stop_gradient(x @ seen).mean(), lambda: 0.0
+        )
+        seen = seen + near * grads
+        return (w - 0.1 * seen, seen, 0.9 * mean + grads), near
+
+    w = jnp.ones((64, 8))
+    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost())
+    tiers = [leaf.tier for leaf in train_step.plan((w, w, w), BATCH).leaves]
+    assert tiers == ["device", "device", "pinned_host"]
+
+
+def test_state_is_placed_and_consumed():
+    train_step = on(8, 1200)
+    state = train_step.init(new_state)
+    assert kinds(state) == {"pinned_host"}  # Before a batch was seen, roles are unknown.
+    train_step.plan(state, BATCH)
+    params, opt_state = state = train_step.init(new_state)
+    assert (kinds(params), kinds(opt_state)) == ({"device"}, {"pinned_host"})
+    assert isinstance(params[2], jzero.PaddedArray)
+    again = train_step.shard(new_state(), BATCH)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    shardings = jax.tree.leaves(train_step.state_shardings(state))
+    assert {s.memory_kind for s in shardings} == {"device", "pinned_host"}
+    new, _ = train_step(state, BATCH)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state) if leaf.ndim)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(train_step.unshard(new))} == {
+        "device"
+    }
+    with pytest.raises(jzero.StateError, match="already donated"):
+        train_step(state, BATCH)
+
+
+def test_a_refused_batch_leaves_the_state():
+    train_step = on(8, 1200)
+    state, _ = train_step(new_state(), BATCH)
+    with pytest.raises(jzero.BatchError):
+        train_step(state, BATCH[:15])
+    train_step(state, BATCH)
+
+
+def test_tensor_axes():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    options: dict[str, Any] = dict(
+        mesh=mesh, axis_names="data", auto_specs={r"\[0\]$": P(None, "model")}
+    )
+    tx = optax.adam(1e-2)
+    step_fn, policy = make_step(tx, norm=True), jzero.PinnedHost(6000)
+    train_step = small.shard_train_step(step_fn, offload=policy, **options)
+    state, expected = train_step.init(new_state, tx), new_state(tx)
+    for _ in range(3):
+        state, metrics = train_step(state, BATCH)
+        expected, wanted = jax.jit(step_fn)(expected, BATCH)
+    assert state[1][0].mu[0].sharding.spec == P("data", "model")
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(metrics["moved"], wanted["moved"], rtol=2e-5)
+
+
+# -- the stream ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room"), [((4, 4, 4, 4, 4), 12), ((4, 4, 4), 4), ((1, 9, 2, 9, 3), 9), ((3,) * 9, 7)]
+)
+def test_stream_keeps_within_its_room(sizes, room):
+    """Real arrays: whenever something starts, what lies on the device and came from the host is counted."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    host = sharding.with_memory_kind("pinned_host")
+    mine = jnp.dtype("complex64")  # which nothing else here has
+    leaves = [jax.device_put(np.full(n, n, mine), host) for n in sizes]
+    new: list[Any] = [None] * len(sizes)
+    events: list[tuple[str, int]] = []
+
+    def on_device() -> int:
+        alive = [x for x in jax.live_arrays() if x.dtype == mine]
+        return sum(x.size for x in alive if x.sharding.memory_kind == "device")
+
+    def visit(i: int) -> _pinned.Visit:
+        def fetch():
+            events.append(("fetch", i))
+            arrays = [jax.device_put(leaves[i], sharding)]
+            assert on_device() <= room
+            return arrays
+
+        def update(arrays):
+            events.append(("update", i))
+            assert on_device() <= room
+            new[i] = jax.device_put(jax.jit(lambda x: x + 1, donate_argnums=0)(arrays.pop()), host)
+            return [new[i]]
+
+        return _pinned.Visit(sizes[i], fetch, update)
+
+    _pinned.stream(map(visit, range(len(sizes))), room)
+    for x, n in zip(new, sizes, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.full(n, n + 1, mine))
+    for i in range(
+        len(sizes) - 1
+    ):  # Copies start before the update before, if there is room for both.
+        ahead = events.index(("fetch", i + 1)) < events.index(("update", i))
+        assert ahead == (sizes[i] + sizes[i + 1] <= room)
