@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero import _jaxpr
-from jzero._parts import Part, Parts
+from jzero._parts import Compiled, Part, Parts
 from jzero._slices import SlicedTurn
 from jzero.offload._pinned import Visit, stream
 from jzero.sharding._plan import DEVICE, Turn
@@ -38,6 +38,7 @@ class OffloadedStep:
     Attributes:
       grad: the grad part.
       turns: the programs of the update part, in the order of the plan's turns.
+      compiled: those of whole turns, after a step.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class OffloadedStep:
         runner = parts.runner
         self._jaxpr, self._leaves = runner.frame.jaxpr, runner.leaves
         self._plans, self._device_bytes = turns, device_bytes
-        self.grad, self.turns = parts.grad_part(), parts.turns()
+        self.grad, self.turns, self.compiled = parts.grad_part(), parts.turns(), Compiled()
         pairs = zip(self._jaxpr.invars, shardings, self._leaves, strict=False)
         homes = {var: home for var, home, leaf in pairs if leaf.tier != DEVICE}
         new = self._jaxpr.outvars[: len(self._leaves)]
@@ -112,7 +113,7 @@ class OffloadedStep:
 
         def update(arrays: list[jax.Array]) -> list[jax.Array]:
             here = values | dict(zip(hosted, arrays, strict=True))
-            made = turn(here, turn.jitted)
+            made = turn(here, self.compiled.of(turn, here))
             values.update((var, here[var]) for var in turn.gives)
             for var in turn.takes:
                 if homes.last[var] == index:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +54,31 @@ class Part:
         given, outs = run(*takes)
         values.update(zip(self.gives, given, strict=True))
         return dict(zip(self.outs, outs, strict=True))
+
+
+class Compiled:
+    """The compiled programs of turns; equal layers have equal ones, and share it."""
+
+    def __init__(self) -> None:
+        self._by_text: dict[str, Callable[..., Any]] = {}
+        self._of: dict[tuple[int, ...], Callable[..., Any]] = {}
+
+    def of(self, turn: Part, values: Mapping[Var, Any]) -> Callable[..., Any]:
+        """The program of a turn that will take these values."""
+        if turn.outs not in self._of:
+            takes = [[values[var] for var in group] for group in (turn.consumes, turn.reads)]
+            # What a jaxpr computes is all in its text but for constants, which stand before a semicolon.
+            text = str(jax.make_jaxpr(turn.run)(*takes))
+            alike = not re.search(r"lambda\s+[^;\s]", text)
+            self._of[turn.outs] = (
+                self._by_text.setdefault(text, turn.jitted) if alike else turn.jitted
+            )
+        return self._of[turn.outs]
+
+    @property
+    def num(self) -> int:
+        """How many different ones there are."""
+        return len(set(self._of.values()))
 
 
 class Parts:
