@@ -13,6 +13,7 @@ from jzero._parts import Compiled, Part, Parts
 from jzero._slices import SlicedTurn
 from jzero.offload._pinned import Visit, stream
 from jzero.sharding._plan import DEVICE, Turn
+from jzero.sharding._traffic import Collective
 
 Var = _jaxpr.Var
 Values = dict[Var, Any]
@@ -48,7 +49,7 @@ class OffloadedStep:
         device_bytes: int,
         shardings: Sequence[NamedSharding],
     ):
-        runner = parts.runner
+        self._parts, runner = parts, parts.runner
         self._jaxpr, self._leaves = runner.frame.jaxpr, runner.leaves
         self._plans, self._device_bytes = turns, device_bytes
         self.grad, self.turns, self.compiled = parts.grad_part(), parts.turns(), Compiled()
@@ -65,6 +66,10 @@ class OffloadedStep:
             for i, plan in enumerate(turns)
             if plan.parts > 1
         }
+
+    def collectives(self, index: int) -> tuple[Collective, ...]:
+        """What the program of a turn moves between the devices."""
+        return self._parts.collectives(self.turns[index])
 
     def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The step on whole arrays as one function, to be read; nothing is copied to or from the host."""

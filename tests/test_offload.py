@@ -312,6 +312,23 @@ def test_tensor_axes():
     np.testing.assert_allclose(metrics["moved"], wanted["moved"], rtol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("stage", "tx", "ops"),
+    [
+        (3, optax.adam(1e-2), set()),
+        (1, optax.adam(1e-2), {"all-gather"}),  # new parameters
+        (3, optax.lamb(1e-2), {"all-reduce"}),  # each trust ratio
+        (3, optax.adafactor(1e-2), {"all-reduce"}),
+    ],
+)
+def test_collectives_of_turns_are_known(stage, tx, ops):
+    """What a tier without collectives between its shards must ask."""
+    state = new_state(tx)
+    train_step = on(8, 2**20, tx, stage=stage)
+    step = train_step._program_for(train_step._signature.bind((state, BATCH), {})).step
+    assert {c.op for i in range(len(step.turns)) for c in step.collectives(i)} == ops
+
+
 @pytest.mark.parametrize(("rate", "num"), [((0.1,) * 6, 2), ((0.2, 0.1, 0.1, 0.1, 0.1, 0.1), 3)])
 def test_equal_turns_share_a_program(rate, num):
     """Six layers of one shape and a wider one, each by itself; one with a rate of its own."""
