@@ -9,10 +9,11 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero import _jaxpr
-from jzero._parts import Part, Parts
+from jzero._parts import Compiled, Part, Parts
 from jzero._slices import SlicedTurn
 from jzero.offload._pinned import Visit, stream
 from jzero.sharding._plan import DEVICE, Turn
+from jzero.sharding._traffic import Collective
 
 Var = _jaxpr.Var
 Values = dict[Var, Any]
@@ -38,6 +39,7 @@ class OffloadedStep:
     Attributes:
       grad: the grad part.
       turns: the programs of the update part, in the order of the plan's turns.
+      compiled: those of whole turns, after a step.
     """
 
     def __init__(
@@ -47,10 +49,10 @@ class OffloadedStep:
         device_bytes: int,
         shardings: Sequence[NamedSharding],
     ):
-        runner = parts.runner
+        self._parts, runner = parts, parts.runner
         self._jaxpr, self._leaves = runner.frame.jaxpr, runner.leaves
         self._plans, self._device_bytes = turns, device_bytes
-        self.grad, self.turns = parts.grad_part(), parts.turns()
+        self.grad, self.turns, self.compiled = parts.grad_part(), parts.turns(), Compiled()
         pairs = zip(self._jaxpr.invars, shardings, self._leaves, strict=False)
         homes = {var: home for var, home, leaf in pairs if leaf.tier != DEVICE}
         new = self._jaxpr.outvars[: len(self._leaves)]
@@ -64,6 +66,10 @@ class OffloadedStep:
             for i, plan in enumerate(turns)
             if plan.parts > 1
         }
+
+    def collectives(self, index: int) -> tuple[Collective, ...]:
+        """What the program of a turn moves between the devices."""
+        return self._parts.collectives(self.turns[index])
 
     def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The step on whole arrays as one function, to be read; nothing is copied to or from the host."""
@@ -116,7 +122,7 @@ class OffloadedStep:
 
         def update(arrays: list[jax.Array]) -> list[jax.Array]:
             here = values | dict(zip(hosted, arrays, strict=True))
-            made = turn(here, turn.jitted)
+            made = turn(here, self.compiled.of(turn, here))
             values.update((var, here[var]) for var in turn.gives)
             for var in turn.takes:
                 if homes.last[var] == index:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import _jaxpr
 from jzero._run import Runner, placed
-from jzero.sharding import _layout
+from jzero.sharding import _layout, _traffic
 from jzero.sharding._interpret import Env, Interpreter
 from jzero.sharding._layout import FULL, Layout, Shard
 from jzero.sharding._pieces import Piece, UpdatePart
 from jzero.sharding._plan import DEVICE
+from jzero.sharding._traffic import Collective
 from jzero.sharding._values import FullValue, Value
 
 Var = _jaxpr.Var
@@ -53,6 +55,31 @@ class Part:
         given, outs = run(*takes)
         values.update(zip(self.gives, given, strict=True))
         return dict(zip(self.outs, outs, strict=True))
+
+
+class Compiled:
+    """The compiled programs of turns; equal layers have equal ones, and share it."""
+
+    def __init__(self) -> None:
+        self._by_text: dict[str, Callable[..., Any]] = {}
+        self._of: dict[tuple[int, ...], Callable[..., Any]] = {}
+
+    def of(self, turn: Part, values: Mapping[Var, Any]) -> Callable[..., Any]:
+        """The program of a turn that will take these values."""
+        if turn.outs not in self._of:
+            takes = [[values[var] for var in group] for group in (turn.consumes, turn.reads)]
+            # What a jaxpr computes is all in its text but for constants, which stand before a semicolon.
+            text = str(jax.make_jaxpr(turn.run)(*takes))
+            alike = not re.search(r"lambda\s+[^;\s]", text)
+            self._of[turn.outs] = (
+                self._by_text.setdefault(text, turn.jitted) if alike else turn.jitted
+            )
+        return self._of[turn.outs]
+
+    @property
+    def num(self) -> int:
+        """How many different ones there are."""
+        return len(set(self._of.values()))
 
 
 class Parts:
@@ -143,6 +170,11 @@ class Parts:
         jitted = jax.jit(run, donate_argnums=0, **options)
         return Part(tuple(consumes), tuple(reads), tuple(gives), tuple(outs), run, jitted)
 
+    def collectives(self, part: Part) -> tuple[Collective, ...]:
+        """What a program moves between the devices: nothing, if it could run where there are no others."""
+        takes = [[self._aval(var) for var in group] for group in (part.consumes, part.reads)]
+        return tuple(_traffic.collectives(jax.make_jaxpr(part.run)(*takes)))
+
     # -- values that cross between parts -------------------------------------------------------------
 
     def _leaf(self, var: Var) -> Any:
@@ -160,6 +192,18 @@ class Parts:
             return _layout.partition_spec(self.layout(var))
         specs = [*self.runner.state_specs, *self.runner.specs]
         return specs[place]
+
+    def _aval(self, var: Var) -> jax.ShapeDtypeStruct:
+        """Of a leaf of the state, or of what another part gives."""
+        shape: tuple[int, ...] = var.aval.shape
+        if var in self.leaf_of:
+            shape = self._leaf(var).padded_shape
+        elif isinstance(layout := self.layout(var), Shard):
+            num = self.runner.links.num_shards
+            padded = [_layout.padded_size(n, num) for n in shape]
+            shape = (*shape[: layout.dim], padded[layout.dim], *shape[layout.dim + 1 :])
+        sharding = NamedSharding(self.runner.setting.mesh, self._spec(var))
+        return jax.ShapeDtypeStruct(shape, var.aval.dtype, sharding=sharding)
 
     def _value(self, interp: Interpreter, var: Var, x: Any) -> Value:
         if var in self.leaf_of:

@@ -21,7 +21,7 @@ class Links:
     """Classes of dims that are sharded together, and the ones that must not be sharded."""
 
     def __init__(self, root: Frame, num_shards: int):
-        self._num_shards = num_shards
+        self.num_shards = num_shards
         self._parent: dict[DimKey, DimKey] = {}
         self._looped: list[DimKey] = []
         self._sharded: dict[tuple[DimKey, int], int] = {}
@@ -51,7 +51,7 @@ class Links:
     def _uneven(self, size: int) -> int:
         # Shards line up if the devices divide both dims, or if both have the same size, and so the same
         # padding. A reshape links dims of other sizes.
-        return size if size % self._num_shards else 0
+        return size if size % self.num_shards else 0
 
     def leaf_of(self, frame: Frame, var: _jaxpr.Var) -> str:
         """The leaf for which the dims of `var` were sharded: the parameter that a gradient is of."""
