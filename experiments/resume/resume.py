@@ -108,12 +108,12 @@ def plot(path: Path, whole: dict[int, float], resumed: dict[int, float], starts:
             axes.axvline(start, color="#e65100", linewidth=1, linestyle="--")
             label = f" {text};\n goes on after\n step {start}"
             axes.annotate(
-                label, (start, 0.97), xycoords=("data", "axes fraction"), va="top", fontsize=11
+                label, (start, 0.6), xycoords=("data", "axes fraction"), va="top", fontsize=11
             )
         axes.set(xlabel="step", ylabel="loss (nats per byte)")
         axes.set_title("byte-level GPT at stage 3, 8 virtual CPU devices")
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower left")
+        axes.legend(loc="upper right")
         figure.savefig(path, dpi=120)
         pyplot.close(figure)
 
