@@ -52,7 +52,9 @@ class OffloadedStep:
         self._parts, runner = parts, parts.runner
         self._jaxpr, self._leaves = runner.frame.jaxpr, runner.leaves
         self._plans, self._device_bytes = turns, device_bytes
-        self.grad, self.turns, self.compiled = parts.grad_part(), parts.turns(), Compiled()
+        self.grad, self.turns = parts.grad_part(), parts.turns()
+        # Over automatic axes, equal programs may have to leave their leaves in different places.
+        self.compiled = Compiled(share=not runner.setting.automatic)
         pairs = zip(self._jaxpr.invars, shardings, self._leaves, strict=False)
         homes = {var: home for var, home, leaf in pairs if leaf.tier != DEVICE}
         new = self._jaxpr.outvars[: len(self._leaves)]

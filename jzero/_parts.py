@@ -58,23 +58,22 @@ class Part:
 
 
 class Compiled:
-    """The compiled programs of turns; equal layers have equal ones, and share it."""
+    """The compiled programs of turns; one serves all that are equal, as those of equal layers are."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: bool):
+        self._share = share
         self._by_text: dict[str, Callable[..., Any]] = {}
-        self._of: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._of: dict[Any, Callable[..., Any]] = {}
 
     def of(self, turn: Part, values: Mapping[Var, Any]) -> Callable[..., Any]:
         """The program of a turn that will take these values."""
-        if turn.outs not in self._of:
+        if (key := (turn.outs, turn.gives)) not in self._of:
             takes = [[values[var] for var in group] for group in (turn.consumes, turn.reads)]
             # What a jaxpr computes is all in its text but for constants, which stand before a semicolon.
             text = str(jax.make_jaxpr(turn.run)(*takes))
-            alike = not re.search(r"lambda\s+[^;\s]", text)
-            self._of[turn.outs] = (
-                self._by_text.setdefault(text, turn.jitted) if alike else turn.jitted
-            )
-        return self._of[turn.outs]
+            shared = self._share and not re.search(r"lambda\s+[^;\s]", text)
+            self._of[key] = self._by_text.setdefault(text, turn.jitted) if shared else turn.jitted
+        return self._of[key]
 
     @property
     def num(self) -> int:
@@ -126,11 +125,11 @@ class Parts:
         gives = [var for piece in pack for var in piece.gives]
         reads = list({var: None for piece in pack for var in piece.reads})
         renewed = [invars[i] for i in outs if i < self._num_leaves]
-        on_device = [v for v in renewed if self._leaf(v).tier == DEVICE]
+        hosted = {v for v in renewed if self._leaf(v).tier != DEVICE}
+        taken = dict.fromkeys([*reads, *(v for v in renewed if v not in hosted)])
+        # A later turn fetches an offloaded leaf for itself; what rests on the devices it needs as it was.
         consumes = [
-            v
-            for v in {**dict.fromkeys(reads), **dict.fromkeys(on_device)}
-            if v in renewed and last.get(v, index) == index
+            v for v in taken if v in renewed and (v in hosted or last.get(v, index) == index)
         ]
 
         def compute(interp: Interpreter, arrays: dict[Var, Any]) -> Env:

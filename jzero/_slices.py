@@ -107,9 +107,13 @@ class SlicedTurn:
         self._spec = _layout.partition_spec(layout)
         self._slice_spec = P(layout.axes) if isinstance(layout, Shard) else P()
         invars = self._frame.jaxpr.invars
-        self._hosted = [var for var in piece.reads if var in homes]
         self._back = [i for i in piece.outs if invars[i] in homes]
         self._renewed = [i for i in piece.outs if invars[i] not in homes]
+        hosted = [var for var in piece.reads if var in homes]
+        self._own = [
+            var for var in hosted if var in self._vars(self._back)
+        ]  # renewed in their place
+        self._others = [var for var in hosted if var not in self._own]
         rest = [v for v in piece.reads if v not in homes and v not in self._vars(self._renewed)]
         self._scalars = [var for var in rest if not var.aval.shape]
         self._large = [var for var in rest if var.aval.shape]
@@ -133,14 +137,16 @@ class SlicedTurn:
         ] = []  # of the state on the devices, as shards: renewed, only read
 
         def fetch(start: int, size: int) -> Any:
-            return self._fetch([values[var] for var in self._hosted], start, size=size)
+            groups = [[values[var] for var in group] for group in (self._own, self._others)]
+            return self._fetch(*groups, start, size=size)
 
         def update(start: int, size: int, arrays: Any) -> list[jax.Array]:
             if not held:
                 held.append(self._enter_renewed([values[v] for v in self._vars(self._renewed)]))
                 held.append(self._enter_large([values[v] for v in self._large]))
             scalars = [values[var] for var in self._scalars]
-            new, held[0] = self._update(arrays, held[0], held[1], scalars, start, size=size)
+            own, others = arrays
+            new, held[0] = self._update(own, held[0], others, held[1], scalars, start, size=size)
             homes = self._vars(self._back)
             stored, done = self._store([values[var] for var in homes], new, start)
             values.update(zip(homes, stored, strict=True))
@@ -211,15 +217,15 @@ class SlicedTurn:
         return NamedSharding(self._runner.setting.mesh, self._slice_spec, memory_kind=tier)
 
     def _fetching(self) -> Callable[..., Any]:
-        num, place = len(self._hosted), self._place(DEVICE)
+        nums, place = (len(self._own), len(self._others)), self._place(DEVICE)
 
-        def fetch(xs: list[Any], start: Any, size: int) -> list[Any]:
-            def local(xs: list[Any], start: Any) -> list[Any]:
-                return [_cut(x, start, size) for x in xs]
+        def fetch(own: list[Any], others: list[Any], start: Any, size: int) -> Any:
+            def local(groups: tuple[list[Any], list[Any]], start: Any) -> Any:
+                return tuple([_cut(x, start, size) for x in xs] for xs in groups)
 
-            ins = ([self._spec] * num, P())
-            parts = self._shard_map(local, ins, [self._slice_spec] * num)(xs, start)
-            return jax.device_put(parts, place)
+            ins = tuple([self._spec] * num for num in nums), P()
+            outs = tuple([self._slice_spec] * num for num in nums)
+            return jax.device_put(self._shard_map(local, ins, outs)((own, others), start), place)
 
         return jax.jit(fetch, static_argnames="size", out_shardings=place)
 
@@ -239,20 +245,19 @@ class SlicedTurn:
         return jax.jit(store, donate_argnums=0, out_shardings=(homes, None))
 
     def _updating(self) -> Callable[..., Any]:
-        jaxpr, back, renewed = self._frame.jaxpr, self._back, self._renewed
+        jaxpr, back, renewed, slices = (
+            self._frame.jaxpr,
+            self._back,
+            self._renewed,
+            self._slice_spec,
+        )
+        whole = [*self._vars(renewed), *self._large]
 
-        def local(
-            size: int,
-            slices: list[Any],
-            olds: list[Any],
-            reads: list[Any],
-            scalars: list[Any],
-            start: Any,
-        ) -> tuple[list[Any], list[Any]]:
-            given = dict(zip(self._hosted, slices, strict=True))
-            given |= dict(zip(self._scalars, scalars, strict=True))
-            pairs = zip([*self._vars(renewed), *self._large], [*olds, *reads], strict=True)
-            given |= {var: _cut(x, start, size) for var, x in pairs}
+        def local(size: int, groups: list[list[Any]], start: Any) -> tuple[list[Any], list[Any]]:
+            own, olds, others, reads, scalars = groups
+            cut = [_cut(x, start, size) for x in [*olds, *reads]]
+            names = [*self._own, *self._others, *whole, *self._scalars]
+            given = dict(zip(names, [*own, *others, *cut, *scalars], strict=True))
             shape = next(x.shape for x in given.values() if x.ndim)
             values = _elementwise.evaluate(self._frame, self._piece.eqns, given, shape)
             new = {i: self._masked(values[jaxpr.outvars[i]], start) for i in self._piece.outs}
@@ -260,20 +265,19 @@ class SlicedTurn:
             parts = [_put(x, new[i], start) for i, x in zip(renewed, olds, strict=True)]
             return [new[i] for i in back], parts
 
-        def update(slices: Any, olds: Any, reads: Any, scalars: Any, start: Any, size: int) -> Any:
-            kinds = (
-                (slices, self._slice_spec),
-                (olds, self._spec),
-                (reads, self._spec),
-                (scalars, P()),
-            )
-            specs = [[spec] * len(xs) for xs, spec in kinds]
-            outs = ([self._slice_spec] * len(back), [self._spec] * len(renewed))
-            run = self._shard_map(functools.partial(local, size), (*specs, P()), outs)
-            return run(slices, olds, reads, scalars, start)
+        specs = [
+            [slices] * len(self._own), [self._spec] * len(renewed), [slices] * len(self._others),
+            [self._spec] * len(self._large), [P()] * len(self._scalars),
+        ]  # fmt: skip
+        outs = ([slices] * len(back), [self._spec] * len(renewed))
 
-        in_place = set(self._hosted) <= set(self._vars(back))
-        return jax.jit(update, static_argnames="size", donate_argnums=(0, 1) if in_place else 1)
+        def update(
+            own: Any, olds: Any, others: Any, reads: Any, scalars: Any, start: Any, size: int
+        ) -> Any:
+            run = self._shard_map(functools.partial(local, size), (specs, P()), outs)
+            return run([own, olds, others, reads, scalars], start)
+
+        return jax.jit(update, static_argnames="size", donate_argnums=(0, 1))
 
     def _masked(self, x: jax.Array, start: Any) -> jax.Array:
         """Rows of a leaf, with zeros where it is padded."""

@@ -245,6 +245,17 @@ def test_plan_report_and_fingerprint():
         assert report.elements(op) == without.elements(op)
 
 
+def test_plan_without_devices():
+    mesh = jax.sharding.AbstractMesh((512,), ("data",))
+    train_step = small.shard_train_step(make_step(), mesh=mesh, offload=jzero.PinnedHost(450))
+    state = jax.eval_shape(new_state)
+    report = train_step.describe(state, jax.ShapeDtypeStruct((512, 64), jnp.float32))
+    assert max(turn.nbytes_at_once for turn in report.plan.turns) <= 450
+    assert {s.memory_kind for s in jax.tree.leaves(train_step.state_shardings(state))} == {
+        None, "pinned_host"
+    }  # fmt: skip
+
+
 def test_what_reads_the_batch_stays():
     """A moment that the grad part reads: the loss is weighed by it."""
 
@@ -327,6 +338,31 @@ def test_collectives_of_turns_are_known(stage, tx, ops):
     train_step = on(8, 2**20, tx, stage=stage)
     step = train_step._program_for(train_step._signature.bind((state, BATCH), {})).step
     assert {c.op for i in range(len(step.turns)) for c in step.collectives(i)} == ops
+
+
+def test_turns_that_only_give_scalars():
+    """The first level reads history and renews nothing; what it finds scales every update."""
+
+    def step_fn(state, x):
+        params, olds = state
+        grads = jax.grad(lambda p: sum((jnp.mean((x @ w) ** 2) for w in p), 0.0))(params)
+        scale = 1 / (1 + sum((jnp.sum(old**2) for old in olds), 0.0))
+        params = [w - scale * (g + old) for w, g, old in zip(params, grads, olds, strict=True)]
+        return params, [0.5 * old + scale * w for old, w in zip(olds, params, strict=True)]
+
+    def new():
+        return [jnp.ones((64, 8)), jnp.ones((64, 12))], [jnp.ones((64, 8)), jnp.ones((64, 12))]
+
+    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(3 * 64 * 12 * 4 // 8))
+    state, expected = new(), new()
+    turns = parts_of(train_step, state, BATCH)[1]
+    assert [(bool(turn.gives), bool(turn.outs)) for turn in turns] == [
+        (True, False), (True, False), (True, False), (False, True), (False, True)
+    ]  # fmt: skip
+    for _ in range(3):
+        state, expected = train_step(state, BATCH), jax.jit(step_fn)(expected, BATCH)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5)
 
 
 @pytest.mark.parametrize(("rate", "num"), [((0.1,) * 6, 2), ((0.2, 0.1, 0.1, 0.1, 0.1, 0.1), 3)])
