@@ -11,7 +11,15 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 # From the bottom up. A file imports from the layers below its own.
 LAYERS = (
     ("_errors", "_padded", "_presets", "_quantities"),
-    ("_jaxpr", "sharding/_layout", "_targets"),
+    (
+        "_jaxpr",
+        "sharding/_layout",
+        "_targets",
+        "offload/_writer",
+        "offload/_machine",
+        "offload/_loops",
+        "offload/_memory",
+    ),
     (
         "sharding/_collectives",
         "sharding/_queue",
@@ -21,8 +29,9 @@ LAYERS = (
         "_call",
         "_precision",
         "_schedule",
+        "offload/_ops",
     ),
-    ("sharding/_values", "sharding/_frames", "sharding/_pipeline"),
+    ("sharding/_values", "sharding/_frames", "sharding/_pipeline", "offload/_roads"),
     (
         "sharding/_links",
         "sharding/_needs",
@@ -31,8 +40,16 @@ LAYERS = (
         "_tables",
         "_compare",
         "_batch",
+        "offload/_kernel",
     ),
-    ("sharding/_plan", "sharding/_interpret", "sharding/_cut", "_trace", "_nnx"),
+    (
+        "sharding/_plan",
+        "sharding/_interpret",
+        "sharding/_cut",
+        "_trace",
+        "_nnx",
+        "offload/_host_update",
+    ),
     (
         "sharding/_ordinary",
         "sharding/_control",
@@ -56,8 +73,8 @@ STRANGERS = ("sharding", "offload")
 INTERNALS = ("jax._src", "jax.extend", "jax.interpreters")
 MAY_USE_INTERNALS = "_jaxpr"
 DEPENDENTS = ("tests", "experiments")
-# What only the command line needs is imported there alone.
-FOR_ONE_FILE = {"rich": "_cli", "matplotlib": "_plot"}
+# What few users need is imported in one file alone.
+FOR_ONE_FILE = {"rich": "_cli", "matplotlib": "_plot", "llvmlite": "offload/_machine"}
 
 
 def files_of(package: pathlib.Path) -> dict[str, str]:
