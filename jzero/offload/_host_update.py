@@ -38,6 +38,7 @@ from jzero.offload._roads import KERNEL, XLA, Analysis, Group, groups
 from jzero.offload._writer import itemsize
 
 WHO = "HostUpdate"
+_SHOWN = 4  # Names in a line of `describe`.
 
 
 class HostUpdate:
@@ -139,16 +140,19 @@ class HostUpdate:
         return [host_empty(x.shape, x.dtype) for x in self.outputs]
 
     def describe(self) -> str:
-        """How many leaves kernels update, and what XLA does for the others and why."""
+        """How many leaves kernels update, and which need XLA and why."""
         by = [road.by for road in self.roads]
         lines = [
             f"{by.count(KERNEL)} of {len(by)} leaves in one pass each ({len(self._loops)} kernels)"
         ]
+        why: dict[str, list[str]] = {}
         for road in self.roads:
-            if road.by == XLA:
-                lines.append(f"{road.name}: by XLA ({road.reason})")
-            elif road.reason:
-                lines.append(f"{road.name}: by a kernel, once XLA has read it ({road.reason})")
+            if road.reason:
+                how = "by XLA" if road.by == XLA else "by a kernel, after XLA"
+                why.setdefault(f"{how} ({road.reason})", []).append(road.name)
+        for reason, names in why.items():
+            more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+            lines.append(f"{reason}: {', '.join(names[:_SHOWN])}{more}")
         return "\n".join(lines)
 
 

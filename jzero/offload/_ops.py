@@ -18,8 +18,10 @@ Op = Callable[..., str]
 
 def op_for(eqn: _jaxpr.Eqn) -> Op | None:
     """What computes `eqn` element by element; None if nothing here does."""
-    if len(eqn.outvars) != 1 or not all(
-        str(atom.aval.dtype) in TYPES for atom in [*eqn.invars, *eqn.outvars]
+    if (
+        not eqn.invars
+        or len(eqn.outvars) != 1
+        or not all(str(atom.aval.dtype) in TYPES for atom in [*eqn.invars, *eqn.outvars])
     ):
         return None
     name, sizes = eqn.primitive.name, {size_of(atom) for atom in eqn.invars}
@@ -232,6 +234,6 @@ OPS: dict[tuple[str, str], Op] = {
     # Values of as many elements hold them in the same order: nothing moves.
     **{
         (name, "any"): _same
-        for name in ("reshape", "squeeze", "broadcast_in_dim", "copy", "copy_p", "stop_gradient")
+        for name in ("reshape", "squeeze", "broadcast_in_dim", "copy", "stop_gradient")
     },
 }  # fmt: skip

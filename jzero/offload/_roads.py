@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jzero import _jaxpr
+from jzero._errors import describe_leaf
 from jzero.offload._ops import op_for, size_of
 from jzero.offload._writer import TYPES
 
@@ -23,7 +24,8 @@ class Road(NamedTuple):
     Attributes:
       name: the output's.
       by: 'kernel', 'XLA', or 'kept' for a leaf of the state that does not change.
-      reason: why by XLA; of a kernel, what XLA must read whole leaves for before it runs.
+      reason: why by XLA: the first equation that a loop over elements cannot do. Of a kernel: the first one
+        that XLA runs before it, reading whole leaves.
     """
 
     name: str
@@ -59,38 +61,47 @@ class Analysis:
         self.jaxpr = jaxpr
         self.num_state = num_state
         self._made_by: dict[_jaxpr.Var, int] = {}  # The index of its equation.
-        # The first equation before a value that is neither elementwise nor about scalars alone.
-        self._first_foreign: dict[_jaxpr.Var, int] = {}
-        # Values of several elements whose elementwise equations reach back to such an equation.
-        self._behind_xla: set[_jaxpr.Var] = set()
+        # The first equation behind a value that is neither elementwise nor about scalars alone.
+        self._first_read: dict[_jaxpr.Var, int] = {}
+        # The first such equation that a value of several elements has behind it, scalars aside.
+        self._first_block: dict[_jaxpr.Var, int] = {}
         for index, eqn in enumerate(jaxpr.eqns):
             self._read_equation(index, eqn)
 
     def _read_equation(self, index: int, eqn: _jaxpr.Eqn) -> None:
         operands = [atom for atom in eqn.invars if not _jaxpr.is_literal(atom)]
         scalar = all(size_of(atom) == 1 for atom in [*eqn.invars, *eqn.outvars])
-        elementwise = op_for(eqn) is not None
-        firsts = [self._first_foreign[var] for var in operands if var in self._first_foreign]
-        first = min(firsts + [index] * (not elementwise and not scalar), default=None)
+        own = [] if scalar or op_for(eqn) is not None else [index]
+        reads = [self._first_read[var] for var in operands if var in self._first_read] + own
+        blocks = [self._first_block[var] for var in operands if var in self._first_block] + own
         for out in eqn.outvars:
             self._made_by[out] = index
-            if first is not None:
-                self._first_foreign[out] = first
-            if not elementwise or any(var in self._behind_xla for var in operands):
-                self._behind_xla |= {out} if size_of(out) != 1 else set()
+            if reads:
+                self._first_read[out] = min(reads)
+            if blocks and size_of(out) != 1:
+                self._first_block[out] = min(blocks)
 
     def road(self, index: int, name: str) -> Road:
         """The road of an output."""
         atom = self.jaxpr.outvars[index]
         if index < self.num_state and atom is self.jaxpr.invars[index]:
             return Road(name, KEPT)
-        first = None if _jaxpr.is_literal(atom) else self._first_foreign.get(atom)
-        reason = "" if first is None else _describe(self.jaxpr.eqns[first])
+        read, block = (
+            None if _jaxpr.is_literal(atom) else firsts.get(atom)
+            for firsts in (self._first_read, self._first_block)
+        )
+        if block is not None:
+            return Road(name, XLA, self._describe(block))
         if size_of(atom) == 1:
-            return Road(name, XLA, reason or "a scalar")
+            return Road(name, XLA, "a scalar" if read is None else self._describe(read))
         if str(atom.aval.dtype) not in TYPES:
-            return Road(name, XLA, reason or f"its dtype {atom.aval.dtype}")
-        return Road(name, XLA if atom in self._behind_xla else KERNEL, reason)
+            return Road(name, XLA, f"its dtype is {atom.aval.dtype}")
+        return Road(name, KERNEL, "" if read is None else self._describe(read))
+
+    def _describe(self, index: int) -> str:
+        eqn = self.jaxpr.eqns[index]
+        whole = max(eqn.invars, key=size_of, default=eqn.outvars[0]).aval
+        return describe_leaf(f"{eqn.primitive.name} of", whole.shape, whole.dtype)
 
     def group(self, outputs: Sequence[int]) -> Group:
         """What one loop does for `outputs`, all of the kernel's road."""
@@ -152,8 +163,3 @@ def groups(analysis: Analysis, outputs: Sequence[int]) -> list[Group]:
         if together:
             found.append(analysis.group(sorted(together)))
     return found
-
-
-def _describe(eqn: _jaxpr.Eqn) -> str:
-    whole = max(eqn.invars, key=size_of, default=eqn.outvars[0]).aval
-    return f"{eqn.primitive.name} of {whole.str_short(True)}"
