@@ -160,6 +160,18 @@ def test_nothing_of_the_state_is_copied():
     assert [leaf.ctypes.data for leaf in engine.state] == before
 
 
+def test_other_outputs_in_each_call():
+    """As a caller with two buffers passes them, who reads one while the next step fills the other."""
+    update, state = adamw([host(100)])
+    grads = bfloat16([(100,)])
+    engine = HostUpdate(update, state, grads)
+    first, second = engine.make_outputs(), engine.make_outputs()
+    for outputs in (first, second, first):
+        outputs[0][:] = 0
+        engine(grads, outputs)
+        np.testing.assert_array_equal(outputs[0], state[0].astype(jnp.bfloat16))
+
+
 def test_updates_in_several_threads():
     update, first = adamw([host(3 * PIECE)])
     states = [[on_host(leaf) for leaf in first] for _ in range(4)]
@@ -193,12 +205,15 @@ def test_constants_of_the_update():
     np.testing.assert_array_equal(w, expected)
 
 
+TRANSPOSED = np.zeros((4, 2), np.float32).T
+
+
 @pytest.mark.parametrize(
     ("leaf", "new", "found"),
     [
         (np.zeros(4, np.float32), lambda x: x.astype(jnp.bfloat16), r"float32\[4\] becomes bfloat16\[4\]"),
         (np.zeros(4, np.float32), lambda x: x[:2], r"float32\[4\] becomes float32\[2\]"),
-        (np.zeros((4, 2), np.float32).T, lambda x: x, r"float32\[2,4\] is no writable NumPy array in C"),
+        (TRANSPOSED, lambda x: x, r"float32\[2,4\] is no writable NumPy array in C order"),
         (jnp.zeros(4), lambda x: x, r"float32\[4\] is no writable NumPy array in C order"),
     ],
 )  # fmt: skip

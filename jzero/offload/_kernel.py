@@ -11,7 +11,7 @@ from __future__ import annotations
 from jzero import _jaxpr
 from jzero.offload._ops import write
 from jzero.offload._roads import Group
-from jzero.offload._writer import TYPES, Writer
+from jzero.offload._writer import TYPES, Writer, dtype_of
 
 NAME = "update"
 # Elements at a time: a whole cache line of float32. LLVM splits it for processors with narrower registers.
@@ -86,11 +86,9 @@ def kernel_text(group: Group, x86: bool) -> str:
         Writer(LANES, "v"),
         Writer(1, "x"),
     )
-    loaded = [
-        scalars.load(f"%scalar{i}", str(var.aval.dtype)) for i, var in enumerate(group.scalars)
-    ]
+    loaded = [scalars.load(f"%scalar{i}", dtype_of(var)) for i, var in enumerate(group.scalars)]
     spread = [
-        splats.splat(x, TYPES[str(var.aval.dtype)].register)
+        splats.splat(x, TYPES[dtype_of(var)].register)
         for x, var in zip(loaded, group.scalars, strict=True)
     ]
     _body(group, many, "%i", dict(zip(group.scalars, spread, strict=True)))
@@ -114,19 +112,19 @@ def _body(group: Group, writer: Writer, index: str, values: dict[_jaxpr.Var, str
     # All loads stand before all stores: leaves may change places.
     def read(atom: _jaxpr.Atom) -> str:
         if _jaxpr.is_literal(atom):
-            return writer.constant(_jaxpr.literal(atom), str(atom.aval.dtype))
+            return writer.constant(_jaxpr.literal(atom), dtype_of(atom))
         return values[atom]
 
     def element(pointer: str, dtype: str) -> str:
         return writer.let(f"getelementptr {TYPES[dtype].memory}, ptr {pointer}, i64 {index}")
 
     for i, var in enumerate(group.reads):
-        dtype = str(var.aval.dtype)
+        dtype = dtype_of(var)
         values[var] = writer.load(element(f"%read{i}", dtype), dtype)
     for eqn in group.eqns:
         values[eqn.outvars[0]] = write(writer, eqn, [read(atom) for atom in eqn.invars])
     for i, (_, atom) in enumerate(group.writes):
-        dtype = str(atom.aval.dtype)
+        dtype = dtype_of(atom)
         writer.store(read(atom), element(f"%write{i}", dtype), dtype)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from jzero import _jaxpr
-from jzero.offload._writer import TYPES, Writer
+from jzero.offload._writer import TYPES, Writer, dtype_of
 
 # Writes an equation's instructions for operands in registers; returns the register of its result.
 Op = Callable[..., str]
@@ -21,7 +21,7 @@ def op_for(eqn: _jaxpr.Eqn) -> Op | None:
     if (
         not eqn.invars
         or len(eqn.outvars) != 1
-        or not all(str(atom.aval.dtype) in TYPES for atom in [*eqn.invars, *eqn.outvars])
+        or not all(dtype_of(atom) in TYPES for atom in [*eqn.invars, *eqn.outvars])
     ):
         return None
     name, sizes = eqn.primitive.name, {size_of(atom) for atom in eqn.invars}
@@ -41,12 +41,12 @@ def write(writer: Writer, eqn: _jaxpr.Eqn, args: list[str]) -> str:
     """Adds the lines of an equation that `op_for` knows; returns the register of its result."""
     op = op_for(eqn)
     assert op is not None, eqn
-    return writer.rounded(op(writer, eqn, *args), str(eqn.outvars[0].aval.dtype))
+    return writer.rounded(op(writer, eqn, *args), dtype_of(eqn.outvars[0]))
 
 
 def _dtype(eqn: _jaxpr.Eqn) -> str:
     # Of `select_n` the cases'; of all others every operand's.
-    return str(eqn.invars[-1].aval.dtype)
+    return dtype_of(eqn.invars[-1])
 
 
 def _kind(eqn: _jaxpr.Eqn) -> str:
@@ -147,12 +147,12 @@ def _select_n(writer: Writer, eqn: _jaxpr.Eqn, which: str, no: str, yes: str) ->
 
 
 def _convert(writer: Writer, eqn: _jaxpr.Eqn, x: str) -> str:
-    old = TYPES[str(eqn.invars[0].aval.dtype)]
-    new_dtype = str(eqn.outvars[0].aval.dtype)
+    old = TYPES[dtype_of(eqn.invars[0])]
+    new_dtype = dtype_of(eqn.outvars[0])
     new = TYPES[new_dtype]
     types = f"{writer.many(old.register)} {x} to {writer.many(new.register)}"
     if new.kind == "bool" and old.kind != "bool":
-        zero = writer.constant(0, str(eqn.invars[0].aval.dtype))
+        zero = writer.constant(0, dtype_of(eqn.invars[0]))
         compare = "fcmp une" if old.kind == "float" else "icmp ne"
         return writer.let(f"{compare} {writer.many(old.register)} {x}, {zero}")
     if old.register == new.register:

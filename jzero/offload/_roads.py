@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jzero import _jaxpr
 from jzero._errors import describe_leaf
 from jzero.offload._ops import op_for, size_of
-from jzero.offload._writer import TYPES
+from jzero.offload._writer import TYPES, dtype_of
 
 KERNEL, XLA, KEPT = "kernel", "XLA", "kept"
 
@@ -94,7 +94,7 @@ class Analysis:
             return Road(name, XLA, self._describe(block))
         if size_of(atom) == 1:
             return Road(name, XLA, "a scalar" if read is None else self._describe(read))
-        if str(atom.aval.dtype) not in TYPES:
+        if dtype_of(atom) not in TYPES:
             return Road(name, XLA, f"its dtype is {atom.aval.dtype}")
         return Road(name, KERNEL, "" if read is None else self._describe(read))
 

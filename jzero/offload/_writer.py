@@ -6,6 +6,7 @@ float32 and rounded, as the equation that asks for it says.
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any, NamedTuple
 
@@ -156,6 +157,15 @@ class Writer:
         return self.let(
             f"bitcast {ints} {self.select(nan, quiet, up, 'i32')} to {self.many('float')}"
         )
+
+
+def dtype_of(atom: Any) -> str:
+    """The name of a value's dtype."""
+    return _name(atom.aval.dtype)
+
+
+# NumPy takes 10 us for a name, and an update of many leaves asks a hundred thousand times.
+_name = functools.cache(str)
 
 
 def itemsize(dtype: str) -> int:
