@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 from host_updates import on_host, problem, random, reference, ulps
 from jzero.offload._host_update import HostUpdate
@@ -108,6 +109,41 @@ def test_scalars_may_change_places():
     )
     update([jnp.float32(7)])
     assert [float(scalar) for scalar in scalars] == [7, 0, 1]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int32"])
+def test_selection(dtype: str):
+    """`lax.select_n` takes booleans or the numbers of the cases."""
+    x, y, w = host(100, seed=1), host(100, seed=2), host(100)
+    which = on_host(jnp.arange(100) % 3 == 0).astype(dtype)
+    update = HostUpdate(lambda state, inputs: ((lax.select_n(*inputs),), ()), (w,), (which, x, y))
+    assert [road.by for road in update.roads] == [KERNEL]
+    update((which, x, y))
+    np.testing.assert_array_equal(w, np.where(which, y, x))
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_branches_become_selections(taken: bool):
+    """What the branch not taken makes of NaN does not matter; one with a norm in it stays a branch."""
+    grad = np.full(40, np.nan, np.float32) if taken else np.ones(40, np.float32)
+    mask = np.arange(40) % 2 == 0
+
+    def update(state: Any, inputs: Any) -> tuple[Any, Any]:
+        w, unit = state
+        skip = jnp.isnan(inputs[0]).any()
+        inner = jnp.where(mask, w * 2, w)
+        w = lax.cond(
+            skip, lambda: w + 1, lambda: lax.cond(skip, lambda: w, lambda: inner - inputs[0])
+        )
+        unit = lax.cond(skip, lambda: unit, lambda: unit / jnp.linalg.norm(unit))
+        return (w, unit), ()
+
+    state = [host(40), host(40, seed=1)]
+    expected = reference(update, state, [grad])
+    engine = HostUpdate(update, state, [grad])
+    assert [road.by for road in engine.roads] == [KERNEL, XLA]
+    engine([grad])
+    assert max(ulps(*pair) for pair in zip(state, expected, strict=True)) <= 2
 
 
 def test_xla_reads_what_a_kernel_overwrites():

@@ -35,6 +35,7 @@ from jzero.offload._memory import (
     is_key,
     on_host,
 )
+from jzero.offload._ops import is_cheap
 from jzero.offload._roads import KERNEL, XLA, Analysis, Group, groups
 from jzero.offload._writer import dtype_of, itemsize
 
@@ -91,7 +92,8 @@ class HostUpdate:
         self.outputs = tuple(outputs)
         names = names or _numbered("state", avals) + _numbered("outputs", outputs)
         check_state(WHO, names, self.state, new_state)
-        flat, consts = _jaxpr.flatten_calls(traced.jaxpr, traced.consts)
+        calls = _jaxpr.flatten_calls(traced.jaxpr, traced.consts)
+        flat, consts = _jaxpr.select_branches(*calls, is_cheap)
         analysis = Analysis(flat, len(avals))
         self.roads = tuple(analysis.road(i, name) for i, name in enumerate(names))
         loops = groups(analysis, [i for i, road in enumerate(self.roads) if road.by == KERNEL])

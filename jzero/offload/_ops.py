@@ -27,9 +27,15 @@ def op_for(eqn: _jaxpr.Eqn) -> Op | None:
     name, sizes = eqn.primitive.name, {size_of(atom) for atom in eqn.invars}
     if not sizes <= {1, size_of(eqn.outvars[0])}:
         return None
-    if name == "select_n" and (len(eqn.invars) != 3 or eqn.invars[0].aval.dtype != bool):
+    if name == "select_n" and len(eqn.invars) != 3:
         return None
     return OPS.get((name, _kind(eqn))) or OPS.get((name, "any"))
+
+
+def is_cheap(eqn: _jaxpr.Eqn) -> bool:
+    """Whether a kernel may compute `eqn` to no avail: its memory is what takes the time."""
+    scalars = all(size_of(atom) == 1 for atom in [*eqn.invars, *eqn.outvars])
+    return op_for(eqn) is not None or (scalars and not _jaxpr.inner_jaxprs(eqn))
 
 
 def size_of(atom: _jaxpr.Atom) -> int:
@@ -143,6 +149,8 @@ def _clamp(writer: Writer, eqn: _jaxpr.Eqn, low: str, x: str, high: str) -> str:
 
 
 def _select_n(writer: Writer, eqn: _jaxpr.Eqn, which: str, no: str, yes: str) -> str:
+    if dtype_of(eqn.invars[0]) == "int32":
+        which = writer.let(f"icmp sgt {writer.many('i32')} {which}, {writer.constant(0, 'int32')}")
     return writer.select(which, yes, no, _register(eqn))
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sides
-from problem import MOMENTS, Config, Memory
 
 import picture
+import sides
+from problem import MOMENTS, Config, Memory
 
 HERE = Path(__file__).parent
 ROUNDS = {1: 41, 32: 15, 256: 7}

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from problem import RATE, Config, Memory, update_of
 
 from jzero.offload._host_update import HostUpdate
+from problem import RATE, Config, Memory, update_of
 
 HERE = Path(__file__).parent
 Side = Callable[[], object]
