@@ -258,6 +258,12 @@ def test_state_that_cannot_be_updated_in_place(leaf: Any, new: Any, found: str):
         HostUpdate(lambda state, _: ((new(state[0]),), ()), (leaf,), (), names=["w"])
 
 
+def test_leaves_that_share_their_memory():
+    w = host(4)
+    with pytest.raises(ValueError, match=r"ema float32\[4\] is in the memory of w. .* host_empty"):
+        HostUpdate(lambda state, _: (state, ()), (w, w), (), names=["w", "ema"])
+
+
 def test_state_that_changes_its_structure():
     with pytest.raises(ValueError, match="HostUpdate: 1 leaves become 2"):
         HostUpdate(lambda state, _: ((state[0], state[0]), ()), (host(4),), ())

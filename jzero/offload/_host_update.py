@@ -50,8 +50,8 @@ class HostUpdate:
 
         state[:], outputs[:] = update(state, inputs)
 
-    with every elementwise leaf read once and written once, and no second copy of it at any time. Call it from
-    Python, not from a callback of a running program: it waits for XLA's threads.
+    with every elementwise leaf read once and written once, and no second copy of it at any time. One call at a
+    time, from Python and not from a callback of a running program: it waits for XLA's threads.
 
     Elementwise arithmetic is that of the equations one by one, each rounded to its dtype, with numbers below
     1.2e-38 as zero. `jax.jit` may round less often (fused multiply-adds), by an ULP or two.
@@ -96,21 +96,25 @@ class HostUpdate:
         flat, consts = _jaxpr.select_branches(*calls, is_cheap)
         analysis = Analysis(flat, len(avals))
         self.roads = tuple(analysis.road(i, name) for i, name in enumerate(names))
-        loops = groups(analysis, [i for i, road in enumerate(self.roads) if road.by == KERNEL])
-        self._by_xla = [i for i, road in enumerate(self.roads) if road.by == XLA]
-        # Operands of XLA and of kernels, which have the values made by XLA too, then the outputs.
-        operands = [*flat.invars, *flat.constvars]
-        scalars = dict.fromkeys(var for group in loops for var in group.scalars)
-        self._made = [var for var in scalars if var not in set(operands)]
-        wanted = [*self._made, *(flat.outvars[i] for i in self._by_xla)]
-        slots = {var: slot for slot, var in enumerate([*operands, *self._made])}
-        self._xla = _XlaPart(traced.jaxpr.replace(**flat._asdict()), wanted, slots)
-        self._loops = _make_loops(loops, slots, len(avals))
         self._consts = on_host(consts)
         self._fixed = addresses(self.state), addresses(self._consts)
         self._last_outputs: tuple[Arrays, list[int]] = ([], [])
+        self._build(analysis, traced.jaxpr.replace(**flat._asdict()))
         self._threads = threads or _num_processors()
         self._pool = concurrent.futures.ThreadPoolExecutor(self._threads)
+
+    def _build(self, analysis: Analysis, jaxpr: _jaxpr.Jaxpr) -> None:
+        by_kernel = [i for i, road in enumerate(self.roads) if road.by == KERNEL]
+        found = groups(analysis, by_kernel)
+        # Slots: the operands of `update` and its constants, scalars that XLA makes, then outputs.
+        operands = [*jaxpr.invars, *jaxpr.constvars]
+        scalars = dict.fromkeys(var for group in found for var in group.scalars)
+        self._made = [var for var in scalars if var not in set(operands)]
+        slots = {var: slot for slot, var in enumerate([*operands, *self._made])}
+        self._loops = _make_loops(found, slots, len(self.state))
+        self._by_xla = [i for i, road in enumerate(self.roads) if road.by == XLA]
+        wanted = [*self._made, *(jaxpr.outvars[i] for i in self._by_xla)]
+        self._xla = _XlaPart(jaxpr, wanted, slots)
 
     def __call__(self, inputs: Arrays, outputs: Arrays = ()) -> None:
         """Updates the state, and writes the other outputs into `outputs`.

@@ -69,10 +69,20 @@ def check_state(who: str, names: Sequence[str], state: Arrays, new_state: Arrays
             found.append(f"{_described(name, old)} is no writable NumPy array in C order")
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             found.append(f"{_described(name, old)} becomes {_described('', new).strip()}")
+    found += [] if found else _shared(names, state)
     if found:
         raise StateError(message(
             who, found, "State on the host is updated in its place.",
-            "Copy it into arrays of host_empty, and let the update keep its dtypes."))  # fmt: skip
+            "Copy each leaf into an array of host_empty, and let the update keep its dtypes."))  # fmt: skip
+
+
+def _shared(names: Sequence[str], state: Arrays) -> list[str]:
+    owner: dict[int, str] = {}
+    found = []
+    for name, leaf, address in zip(names, state, addresses(state), strict=False):
+        if address and leaf.size and owner.setdefault(address, name) != name:
+            found.append(f"{_described(name, leaf)} is in the memory of {owner[address]}")
+    return found
 
 
 def check_given(who: str, what: str, given: Arrays, wanted: Arrays, write: bool) -> None:

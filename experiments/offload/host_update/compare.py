@@ -121,22 +121,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {"environment": environment(), "apart": {}, "rows": []}
+    out = args.out or HERE / "results" / f"{result['environment']['date']}.json"
     for optimizer in args.optimizers:
         result["apart"][optimizer] = apart = sides.check(Config(optimizer, 1, 1))
         print(f"{optimizer}: parameters differ from jzero's by {apart}", flush=True)
         assert max(apart.values()) < 1e-6, "the sides do not do the same"
     for config in configs():
         if config.optimizer in args.optimizers and config.millions in args.millions:
-            seconds = measure(config, round(ROUNDS[config.millions] * args.rounds_times))
+            seconds = measure(config, max(3, round(ROUNDS[config.millions] * args.rounds_times)))
             result["rows"].append(row(config, seconds))
+            write(result, out)  # What is measured is kept if the rest does not fit.
             print(table(result["rows"][-1:]).splitlines()[-1], flush=True)
             gc.collect()
+    print(table(result["rows"]))
+
+
+def write(result: dict[str, Any], out: Path) -> None:
     result["environment"]["load_after"] = os.getloadavg()
-    out = args.out or HERE / "results" / f"{result['environment']['date']}.json"
     out.write_text(json.dumps(result, indent=1) + "\n")
     out.with_suffix(".md").write_text(table(result["rows"]))
     picture.draw(result, out.with_suffix(".png"))
-    print(table(result["rows"]))
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ class Config:
 
     @property
     def leaf_size(self) -> int:
-        """Elements of a leaf; all start on cache lines, as arrays do."""
-        return (self.millions << 20) // self.num_leaves // 16 * 16
+        """Elements of a leaf; all start on cache lines, in 16 bits too, as arrays do."""
+        return (self.millions << 20) // self.num_leaves // 32 * 32
 
 
 class Memory:
