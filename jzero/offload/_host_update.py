@@ -50,8 +50,8 @@ class HostUpdate:
 
         state[:], outputs[:] = update(state, inputs)
 
-    with every elementwise leaf read once and written once, and no second copy of it at any time. One call at a
-    time, from Python and not from a callback of a running program: it waits for XLA's threads.
+    with every elementwise leaf read once and written once, and no second copy of it at any time. One call at
+    a time, from Python and not from a callback of a running program: it waits for XLA's threads.
 
     Elementwise arithmetic is that of the equations one by one, each rounded to its dtype, with numbers below
     1.2e-38 as zero. `jax.jit` may round less often (fused multiply-adds), by an ULP or two.
