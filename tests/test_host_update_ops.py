@@ -14,10 +14,11 @@ from host_updates import on_host, ulps
 from jzero.offload._host_update import HostUpdate
 from jzero.offload._ops import OPS
 from jzero.offload._roads import KERNEL
+from jzero.offload._writer import TYPES
 
 FLOATS = ("float32", "bfloat16", "float16")
-INTS = ("int8", "int32", "uint8", "uint32")
-DTYPES = {"float": FLOATS, "signed": INTS[:2], "unsigned": INTS[2:], "bool": ("bool",)}
+INTS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
+DTYPES = {"float": FLOATS, "signed": INTS[:3], "unsigned": INTS[3:], "bool": ("bool",)}
 COMPARED = ("float", "signed", "unsigned", "bool")
 
 
@@ -140,6 +141,10 @@ def test_primitive(name: str, dtype: str):
 @pytest.mark.parametrize("old", [*FLOATS, *INTS, "bool"])
 def test_conversion(old: str, new: str):
     assert_same(*run(lambda x: lax.convert_element_type(x, new), operands(old, 1)), 0)
+
+
+def test_every_dtype_has_cases():
+    assert set(TYPES) == {*FLOATS, *INTS, "bool"}
 
 
 def test_every_primitive_has_a_case():

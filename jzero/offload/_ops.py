@@ -156,8 +156,7 @@ def _select_n(writer: Writer, eqn: _jaxpr.Eqn, which: str, no: str, yes: str) ->
 
 def _convert(writer: Writer, eqn: _jaxpr.Eqn, x: str) -> str:
     old = TYPES[dtype_of(eqn.invars[0])]
-    new_dtype = dtype_of(eqn.outvars[0])
-    new = TYPES[new_dtype]
+    new = TYPES[dtype_of(eqn.outvars[0])]
     types = f"{writer.many(old.register)} {x} to {writer.many(new.register)}"
     if new.kind == "bool" and old.kind != "bool":
         zero = writer.constant(0, dtype_of(eqn.invars[0]))
@@ -165,8 +164,6 @@ def _convert(writer: Writer, eqn: _jaxpr.Eqn, x: str) -> str:
         return writer.let(f"{compare} {writer.many(old.register)} {x}, {zero}")
     if old.register == new.register:
         return x
-    if old.kind == "float" and new.kind == "float":
-        return writer.let(f"{'fpext' if new.register == 'double' else 'fptrunc'} {types}")
     if old.kind == "float":
         # Out of range the nearest integer, of NaN zero, as XLA's.
         name = "fptosi.sat" if new.kind == "signed" else "fptoui.sat"

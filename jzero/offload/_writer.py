@@ -1,7 +1,7 @@
 """Lines of LLVM IR for values of several lanes: types, constants, loads, stores, rounding.
 
 Floats of 16 bits live in registers as float32 that a float of 16 bits can hold: each operation is done in
-float32 and rounded, as the equation that asks for it says.
+float32 and rounded, as the equation that asks for it says. Types of 64 bits are left to XLA.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ class Type(NamedTuple):
 
 TYPES = {
     "float32": Type("float", "float", "float"),
-    "float64": Type("double", "double", "float"),
     "bfloat16": Type("float", "i16", "float"),
     "float16": Type("float", "half", "float"),
     "bool": Type("i1", "i8", "bool"),
-    **{f"int{bits}": Type(f"i{bits}", f"i{bits}", "signed") for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": Type(f"i{bits}", f"i{bits}", "unsigned") for bits in (8, 16, 32, 64)},
+    **{f"int{bits}": Type(f"i{bits}", f"i{bits}", "signed") for bits in (8, 16, 32)},
+    **{f"uint{bits}": Type(f"i{bits}", f"i{bits}", "unsigned") for bits in (8, 16, 32)},
 }
-_SUFFIX = {"float": "f32", "double": "f64"}
 
 
 class Writer:
@@ -79,7 +77,9 @@ class Writer:
     ) -> str:
         """Calls one of LLVM's own functions, which work on lanes."""
         for of in filter(None, (result, register)):
-            name += f".{'' if self.lanes == 1 else f'v{self.lanes}'}{_SUFFIX.get(of, of)}"
+            name += (
+                f".{'' if self.lanes == 1 else f'v{self.lanes}'}{'f32' if of == 'float' else of}"
+            )
         many, returned = self.many(register), self.many(result or register)
         types = ", ".join([many] * len(args) + ["i1"] * bool(flag))
         self.declared.add(f"declare {returned} @llvm.{name}({types})")
@@ -88,7 +88,7 @@ class Writer:
 
     def each_lane(self, function: str, register: str, *args: str) -> str:
         """Calls a function of the C library for one lane after the other."""
-        function += "f" if register == "float" else ""
+        function += "f"  # The float32 variant.
         self.declared.add(f"declare {register} @{function}({', '.join([register] * len(args))})")
         if self.lanes == 1:
             given = ", ".join(f"{register} {arg}" for arg in args)
@@ -171,7 +171,7 @@ _name = functools.cache(str)
 def itemsize(dtype: str) -> int:
     """Bytes of an element in memory."""
     memory = TYPES[dtype].memory
-    return {"float": 4, "double": 8, "half": 2}.get(memory) or int(memory[1:]) // 8
+    return {"float": 4, "half": 2}.get(memory) or int(memory[1:]) // 8
 
 
 def _number(value: Any, register: str) -> str:
