@@ -104,16 +104,19 @@ class HostUpdate:
         self._pool = concurrent.futures.ThreadPoolExecutor(self._threads)
 
     def _build(self, analysis: Analysis, jaxpr: _jaxpr.Jaxpr) -> None:
+        flat = (
+            analysis.jaxpr
+        )  # JAX 0.12 makes arguments of the constants of `jaxpr`, which is for `part`.
         by_kernel = [i for i, road in enumerate(self.roads) if road.by == KERNEL]
         found = groups(analysis, by_kernel)
         # Slots: the operands of `update` and its constants, scalars that XLA makes, then outputs.
-        operands = [*jaxpr.invars, *jaxpr.constvars]
+        operands = [*flat.invars, *flat.constvars]
         scalars = dict.fromkeys(var for group in found for var in group.scalars)
         self._made = [var for var in scalars if var not in set(operands)]
         slots = {var: slot for slot, var in enumerate([*operands, *self._made])}
         self._loops = _make_loops(found, slots, len(self.state))
         self._by_xla = [i for i, road in enumerate(self.roads) if road.by == XLA]
-        wanted = [*self._made, *(jaxpr.outvars[i] for i in self._by_xla)]
+        wanted = [*self._made, *(flat.outvars[i] for i in self._by_xla)]
         self._xla = _XlaPart(jaxpr, wanted, slots)
 
     def __call__(self, inputs: Arrays, outputs: Arrays = ()) -> None:

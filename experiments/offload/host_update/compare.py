@@ -26,6 +26,7 @@ from problem import MOMENTS, Config, Memory
 
 HERE = Path(__file__).parent
 ROUNDS = {1: 41, 32: 15, 256: 7}
+LEAVES = (1, 300)
 # Temporaries of PyTorch's foreach would not fit beside the rest.
 LARGEST_FOREACH = 32
 
@@ -38,7 +39,7 @@ def configs() -> list[Config]:
         Config(optimizer, millions, num_leaves, grads, copy)
         for optimizer in MOMENTS
         for millions in ROUNDS
-        for num_leaves in (1, 300)
+        for num_leaves in LEAVES
         for grads, copy in (every if optimizer == "AdamW" and millions == 32 else usual)
     ]
 
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument(
         "--millions", nargs="+", type=int, default=list(ROUNDS), choices=list(ROUNDS)
     )
+    parser.add_argument("--leaves", nargs="+", type=int, default=LEAVES, choices=LEAVES)
     parser.add_argument("--rounds-times", type=float, default=1.0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -127,7 +129,11 @@ def main() -> None:
         print(f"{optimizer}: parameters differ from jzero's by {apart}", flush=True)
         assert max(apart.values()) < 1e-6, "the sides do not do the same"
     for config in configs():
-        if config.optimizer in args.optimizers and config.millions in args.millions:
+        if (
+            config.optimizer in args.optimizers
+            and config.millions in args.millions
+            and config.num_leaves in args.leaves
+        ):
             seconds = measure(config, max(3, round(ROUNDS[config.millions] * args.rounds_times)))
             result["rows"].append(row(config, seconds))
             write(result, out)  # What is measured is kept if the rest does not fit.
