@@ -5,6 +5,7 @@
 #   make tables       the ZeRO paper's tables, from formulas and from what was compiled
 #   make compile-tables   compile for GPUs what the tables lack; COMPILE_ARGS="--again ''" for all, half an hour
 #   make fsdp2        the same small GPT by jzero and by PyTorch's FSDP2, in turns (installs torch)
+#   make host-update  updates in host memory by jzero, DeepSpeed, PyTorch and XLA, in turns (installs torch)
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-newest  the tests with the newest JAX, when there is a Python that it supports
 #   make lint         ruff and mypy
@@ -17,6 +18,7 @@ TRAIN_ARGS ?= --stage 3 --devices 8
 COMPARE_ARGS ?=
 COMPILE_ARGS ?=
 FSDP2_ARGS ?=
+HOST_UPDATE_ARGS ?=
 # Tracing and compiling small programs is what takes the time, most of it in one thread; a second
 # worker costs a fifth more processor time (references are computed once per worker).
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
@@ -24,7 +26,7 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 SOURCES := jzero tests experiments
 
-.PHONY: train compare tables compile-tables fsdp2 test test-newest lint clean
+.PHONY: train compare tables compile-tables fsdp2 host-update test test-newest lint clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
@@ -40,6 +42,11 @@ compile-tables: .venv-newest/installed
 
 fsdp2: .venv-fsdp2/installed
 	.venv-fsdp2/bin/python experiments/fsdp2/compare.py $(FSDP2_ARGS)
+
+# DeepSpeed compiles its operator with the ninja that stands beside its Python.
+host-update: .venv-host-update/installed
+	PATH="$(CURDIR)/.venv-host-update/bin:$$PATH" DS_ACCELERATOR=cpu JAX_PLATFORMS=cpu \
+	    .venv-host-update/bin/python experiments/offload/host_update/compare.py $(HOST_UPDATE_ARGS)
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
@@ -58,7 +65,7 @@ lint: .venv/installed
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy jzero tests
-	@for folder in experiments/*/; do \
+	@for folder in $(sort $(dir $(wildcard experiments/*/*.py experiments/*/*/*.py))); do \
 	    echo "mypy $$folder"; MYPYPATH="$$folder" $(BIN)/mypy "$$folder" || exit 1; \
 	done
 
@@ -81,5 +88,14 @@ lint: .venv/installed
 	$(@D)/bin/python -m pip install --quiet --editable . --requirement experiments/fsdp2/requirements.txt
 	@touch $@
 
+# DeepSpeed's setup.py asks for the PyTorch that it will run with, so it is installed after it, without isolation.
+.venv-host-update/installed: pyproject.toml experiments/offload/host_update/requirements.txt
+	@test -n "$(PYTHON)" || { echo "jzero needs Python 3.11 or newer, with its venv module"; exit 1; }
+	"$(PYTHON)" -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --editable '.[offload,plot]' setuptools wheel \
+	    --requirement experiments/offload/host_update/requirements.txt
+	DS_ACCELERATOR=cpu $(@D)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-newest .venv-fsdp2 .cache .hypothesis
+	rm -rf .venv .venv-newest .venv-fsdp2 .venv-host-update .cache .hypothesis

@@ -196,6 +196,40 @@ def flatten_calls(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Flat, list[Any]]
     return Flat(constvars, list(jaxpr.invars), outvars, eqns), all_consts
 
 
+def select_branches(
+    jaxpr: Flat, consts: Sequence[Any], cheap: Callable[[Eqn], bool]
+) -> tuple[Flat, list[Any]]:
+    """The jaxpr with both branches of a `cond` in its place, and a selection of what they return.
+
+    Only where all equations of both branches are `cheap`, and do no more than compute.
+    """
+    constvars, all_consts, eqns = list(jaxpr.constvars), list(consts), []
+    for eqn in jaxpr.eqns:
+        branches = cond_parts(eqn) if eqn.primitive.name == "cond" else []
+        bodies = [select_branches(*flatten_calls(*branch), cheap) for branch in branches]
+        inner = [e for body, _ in bodies for e in body.eqns]
+        if len(bodies) != 2 or any(has_side_effects(e) or not cheap(e) for e in inner):
+            eqns.append(eqn)
+            continue
+        index, *operands = eqn.invars
+        returned = []
+        for body, body_consts in bodies:
+            fresh = [core.Var(var.aval) for var in body.constvars]
+            constvars += fresh
+            all_consts += body_consts
+            env = dict(zip([*body.constvars, *body.invars], [*fresh, *operands], strict=True))
+            eqns += [e.replace(invars=_renamed(e.invars, env)) for e in body.eqns]
+            returned.append(_renamed(body.outvars, env))
+        for out, no, yes in zip(eqn.outvars, *returned, strict=True):
+            ins, source = [index, no, yes], eqn.source_info
+            eqns.append(core.new_jaxpr_eqn(ins, [out], lax.select_n_p, {}, set(), source))
+    return Flat(constvars, jaxpr.invars, jaxpr.outvars, eqns), all_consts
+
+
+def _renamed(atoms: Sequence[Atom], env: dict[Var, Atom]) -> list[Atom]:
+    return [atom if is_literal(atom) else env.get(atom, atom) for atom in atoms]
+
+
 def is_rematted(eqn: Eqn) -> bool:
     """Whether the equation is a `jax.checkpoint` body of a backward pass, recomputation included."""
     return eqn.primitive.name in ("remat2", "checkpoint") and bool(eqn.params["differentiated"])

@@ -79,7 +79,7 @@ def _signs() -> list[np.ndarray]:
     return [rng.choice([-1.0, 1.0], size).astype(np.float32) for size in (16, 32, 16, 16)]
 
 
-def mse(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
+def mse(params: Params, batch: Any) -> jax.Array:
     """The mean over the batch of a small network's squared error."""
     square = params["square"]
     if jnp.iscomplexobj(square):

@@ -21,6 +21,10 @@ LAYERS = (
         "checkpoint/_iterators",
         "checkpoint/_match",
         "checkpoint/_safetensors",
+        "offload/_writer",
+        "offload/_machine",
+        "offload/_loops",
+        "offload/_memory",
     ),
     (
         "sharding/_collectives",
@@ -33,8 +37,15 @@ LAYERS = (
         "_schedule",
         "_processes",
         "checkpoint/_stored",
+        "offload/_ops",
     ),
-    ("sharding/_values", "sharding/_frames", "sharding/_pipeline", "checkpoint/_stream"),
+    (
+        "sharding/_values",
+        "sharding/_frames",
+        "sharding/_pipeline",
+        "checkpoint/_stream",
+        "offload/_roads",
+    ),
     (
         "sharding/_links",
         "sharding/_needs",
@@ -43,6 +54,7 @@ LAYERS = (
         "_tables",
         "_compare",
         "_batch",
+        "offload/_kernel",
     ),
     (
         "sharding/_plan",
@@ -51,6 +63,7 @@ LAYERS = (
         "sharding/_pieces",
         "_trace",
         "_nnx",
+        "offload/_host_update",
     ),
     ("sharding/_elementwise",),
     (
@@ -89,8 +102,8 @@ STRANGERS = ("sharding", "offload")
 INTERNALS = ("jax._src", "jax.extend", "jax.interpreters")
 MAY_USE_INTERNALS = "_jaxpr"
 DEPENDENTS = ("tests", "experiments")
-# What only the command line needs is imported there alone.
-FOR_ONE_FILE = {"rich": "_cli", "matplotlib": "_plot"}
+# What few users need is imported in one file alone.
+FOR_ONE_FILE = {"rich": "_cli", "matplotlib": "_plot", "llvmlite": "offload/_machine"}
 
 
 def files_of(package: pathlib.Path) -> dict[str, str]:

@@ -1,0 +1,135 @@
+"""A group of elementwise equations as one loop of LLVM IR: every leaf is read once and written once.
+
+The function takes rows, each a piece of some leaves: the number of elements, then the address of each leaf
+that is read, each that is written, and each scalar. Threads that call it at the same time take rows from one
+counter.
+Groups of one structure have the same text, and so the same machine code.
+"""
+
+from __future__ import annotations
+
+from jzero import _jaxpr
+from jzero.offload._ops import write
+from jzero.offload._roads import Group
+from jzero.offload._writer import TYPES, Writer, dtype_of
+
+NAME = "update"
+# Elements at a time: a whole cache line of float32. LLVM splits it for processors with narrower registers.
+LANES = 16
+
+_TEXT = """\
+{declarations}
+
+define void @{name}(ptr %rows, i64 %num_rows, ptr %counter) {{
+entry:
+{prologue}
+  br label %next
+next:
+  %index = atomicrmw add ptr %counter, i64 1 monotonic
+  %more = icmp slt i64 %index, %num_rows
+  br i1 %more, label %row, label %done
+row:
+  %start = mul i64 %index, {columns}
+  %at = getelementptr i64, ptr %rows, i64 %start
+  %size = load i64, ptr %at
+  %whole = and i64 %size, -{lanes}
+{pointers}
+{scalars}
+  br label %lanes
+lanes:
+  %i = phi i64 [ 0, %row ], [ %i.next, %lanes.body ]
+  %lanes.more = icmp slt i64 %i, %whole
+  br i1 %lanes.more, label %lanes.body, label %rest
+lanes.body:
+{body}
+  %i.next = add i64 %i, {lanes}
+  br label %lanes
+rest:
+  %j = phi i64 [ %whole, %lanes ], [ %j.next, %rest.body ]
+  %rest.more = icmp slt i64 %j, %size
+  br i1 %rest.more, label %rest.body, label %next
+rest.body:
+{rest}
+  %j.next = add i64 %j, 1
+  br label %rest
+done:
+{epilogue}
+  ret void
+}}
+"""
+
+# Numbers below 1.2e-38 are zero, as they are to XLA: each costs a hundred cycles otherwise, and moments
+# that decay end there. Only x86 keeps this in a register of its own.
+_FLUSH = """\
+  %saved = alloca i32
+  %flushing = alloca i32
+  call void @llvm.x86.sse.stmxcsr(ptr %saved)
+  %control = load i32, ptr %saved
+  %flush = or i32 %control, 32832
+  store i32 %flush, ptr %flushing
+  call void @llvm.x86.sse.ldmxcsr(ptr %flushing)"""
+_RESTORE = "  call void @llvm.x86.sse.ldmxcsr(ptr %saved)"
+_FLUSH_DECLARED = {
+    "declare void @llvm.x86.sse.stmxcsr(ptr)",
+    "declare void @llvm.x86.sse.ldmxcsr(ptr)",
+}
+
+
+def kernel_text(group: Group, x86: bool) -> str:
+    """The LLVM IR of a group's loop."""
+    names = [f"read{i}" for i in range(len(group.reads))]
+    names += [f"write{i}" for i in range(len(group.writes))]
+    names += [f"scalar{i}" for i in range(len(group.scalars))]
+    scalars, splats, many, one = (
+        Writer(1, "s"),
+        Writer(LANES, "b"),
+        Writer(LANES, "v"),
+        Writer(1, "x"),
+    )
+    loaded = [scalars.load(f"%scalar{i}", dtype_of(var)) for i, var in enumerate(group.scalars)]
+    spread = [
+        splats.splat(x, TYPES[dtype_of(var)].register)
+        for x, var in zip(loaded, group.scalars, strict=True)
+    ]
+    _body(group, many, "%i", dict(zip(group.scalars, spread, strict=True)))
+    _body(group, one, "%j", dict(zip(group.scalars, loaded, strict=True)))
+    declared = many.declared | one.declared | (_FLUSH_DECLARED if x86 else set())
+    return _TEXT.format(
+        name=NAME,
+        declarations="\n".join(sorted(declared)),
+        prologue=_FLUSH if x86 else "",
+        epilogue=_RESTORE if x86 else "",
+        columns=1 + len(names),
+        lanes=LANES,
+        pointers="\n".join(_pointer(name, column) for column, name in enumerate(names, start=1)),
+        scalars="\n".join(scalars.lines + splats.lines),
+        body="\n".join(many.lines),
+        rest="\n".join(one.lines),
+    )
+
+
+def _body(group: Group, writer: Writer, index: str, values: dict[_jaxpr.Var, str]) -> None:
+    # All loads stand before all stores: leaves may change places.
+    def read(atom: _jaxpr.Atom) -> str:
+        if _jaxpr.is_literal(atom):
+            return writer.constant(_jaxpr.literal(atom), dtype_of(atom))
+        return values[atom]
+
+    def element(pointer: str, dtype: str) -> str:
+        return writer.let(f"getelementptr {TYPES[dtype].memory}, ptr {pointer}, i64 {index}")
+
+    for i, var in enumerate(group.reads):
+        dtype = dtype_of(var)
+        values[var] = writer.load(element(f"%read{i}", dtype), dtype)
+    for eqn in group.eqns:
+        values[eqn.outvars[0]] = write(writer, eqn, [read(atom) for atom in eqn.invars])
+    for i, (_, atom) in enumerate(group.writes):
+        dtype = dtype_of(atom)
+        writer.store(read(atom), element(f"%write{i}", dtype), dtype)
+
+
+def _pointer(name: str, column: int) -> str:
+    return (
+        f"  %{name}.at = getelementptr i64, ptr %at, i64 {column}\n"
+        f"  %{name} = load ptr, ptr %{name}.at"
+    )

@@ -1,0 +1,298 @@
+"""HostUpdate: in place, in one pass, for leaves of any size and number; and what it refuses."""
+
+import concurrent.futures
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from host_updates import on_host, problem, random, reference, ulps
+from jzero.offload._host_update import HostUpdate
+from jzero.offload._kernel import LANES
+from jzero.offload._loops import PIECE
+from jzero.offload._memory import host_empty
+from jzero.offload._roads import KEPT, KERNEL, XLA
+from optimizers import ENTRIES
+
+
+@pytest.fixture(autouse=True)
+def optax_promotions():
+    """optax itself relies on JAX's default promotions."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def host(*shape: int, dtype: Any = jnp.float32, seed: int = 0) -> np.ndarray:
+    return on_host(random(np.random.default_rng(seed), jax.ShapeDtypeStruct(shape, dtype)))
+
+
+def adamw(leaves: list[np.ndarray]) -> tuple[Any, list[np.ndarray]]:
+    """AdamW on gradients in bfloat16, with copies of the parameters in bfloat16, and its state."""
+    tx = optax.adamw(1e-3, weight_decay=1e-2)
+    state, tree = jax.tree.flatten((leaves, tx.init(leaves)))
+
+    def update(state: Any, grads: Any) -> tuple[Any, Any]:
+        params, opt = jax.tree.unflatten(tree, state)
+        updates, opt = tx.update([grad.astype(jnp.float32) for grad in grads], opt, params)
+        params = optax.apply_updates(params, updates)
+        return jax.tree.leaves((params, opt)), [p.astype(jnp.bfloat16) for p in params]
+
+    return update, [on_host(leaf) for leaf in state]
+
+
+def bfloat16(shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    rng = np.random.default_rng(1)
+    return [random(rng, jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for shape in shapes]
+
+
+SIZES = [0, 1, 2, LANES - 1, LANES, LANES + 1, PIECE, 2 * PIECE + LANES + 3]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_size_in_one_update(threads: int):
+    update, state = adamw([host(size) for size in SIZES])
+    grads = bfloat16([(size,) for size in SIZES])
+    expected = reference(update, state, grads)
+    engine = HostUpdate(update, state, grads, threads=threads)
+    outputs = engine.make_outputs()
+    engine(grads, outputs)
+    assert max(ulps(*pair) for pair in zip([*state, *outputs], expected, strict=True)) <= 4
+
+
+def test_hundreds_of_leaves_are_one_kernel():
+    shapes = [(3, i) for i in range(1, 301)]
+    update, state = adamw([host(*shape) for shape in shapes])
+    engine = HostUpdate(update, state, bfloat16(shapes))
+    assert engine.describe().startswith("1200 of 1201 leaves in one pass each (1 kernels)")
+
+
+@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf, -0.0, 1e-40, 1e18])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd(momentum)", "rmsprop", "adagrad", "yogi"])
+def test_special_gradients(name: str, special: float):
+    """What one gradient element does stays in its own element, and is what XLA makes of it."""
+    update, leaves, inputs, _ = problem(ENTRIES[name], jnp.float32)
+    state, rng = [on_host(leaf) for leaf in leaves], np.random.default_rng(0)
+    engine = HostUpdate(update, state, inputs)
+    for _ in range(2):
+        grads = [random(rng, aval) for aval in inputs]
+        grads[:-1] = [grad.at[(0,) * grad.ndim].set(special) for grad in grads[:-1]]
+        expected = reference(update, state, grads)
+        engine(grads)
+        assert max(ulps(*pair) for pair in zip(state, expected, strict=True)) <= 16
+
+
+def test_leaves_may_change_places():
+    a, b, c = host(100), host(100, seed=1), host(100, seed=2)
+    expected = [b.copy(), a.copy(), (a + b).copy()]
+    HostUpdate(lambda state, _: ((state[1], state[0], state[0] + state[1]), ()), (a, b, c), ())(
+        (), ()
+    )
+    for got, want in zip((a, b, c), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_scalars_may_change_places():
+    """XLA returns an argument as a view of the memory that the next leaf is written to."""
+    scalars = [host() for _ in range(3)]
+    for i, scalar in enumerate(scalars):
+        scalar[...] = i
+    update = HostUpdate(
+        lambda state, inputs: ((inputs[0], state[0], state[1]), ()), scalars, [jnp.float32(7)]
+    )
+    update([jnp.float32(7)])
+    assert [float(scalar) for scalar in scalars] == [7, 0, 1]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int32"])
+def test_selection(dtype: str):
+    """`lax.select_n` takes booleans or the numbers of the cases."""
+    x, y, w = host(100, seed=1), host(100, seed=2), host(100)
+    which = on_host(jnp.arange(100) % 3 == 0).astype(dtype)
+    update = HostUpdate(lambda state, inputs: ((lax.select_n(*inputs),), ()), (w,), (which, x, y))
+    assert [road.by for road in update.roads] == [KERNEL]
+    update((which, x, y))
+    np.testing.assert_array_equal(w, np.where(which, y, x))
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_branches_become_selections(taken: bool):
+    """What the branch not taken makes of NaN does not matter; one with a norm in it stays a branch."""
+    grad = np.full(40, np.nan, np.float32) if taken else np.ones(40, np.float32)
+    mask = np.arange(40) % 2 == 0
+
+    def update(state: Any, inputs: Any) -> tuple[Any, Any]:
+        w, unit = state
+        skip = jnp.isnan(inputs[0]).any()
+        inner = jnp.where(mask, w * 2, w)
+        w = lax.cond(
+            skip, lambda: w + 1, lambda: lax.cond(skip, lambda: w, lambda: inner - inputs[0])
+        )
+        unit = lax.cond(skip, lambda: unit, lambda: unit / jnp.linalg.norm(unit))
+        return (w, unit), ()
+
+    state = [host(40), host(40, seed=1)]
+    expected = reference(update, state, [grad])
+    engine = HostUpdate(update, state, [grad])
+    assert [road.by for road in engine.roads] == [KERNEL, XLA]
+    engine([grad])
+    assert max(ulps(*pair) for pair in zip(state, expected, strict=True)) <= 2
+
+
+def test_xla_reads_what_a_kernel_overwrites():
+    """The norm is that of the old leaf, and so is the sum over its rows."""
+    w, rows = host(20, 8), host(8)
+    expected = [w / np.linalg.norm(w), w.sum(0)]
+    update = HostUpdate(
+        lambda state, _: ((state[0] / jnp.linalg.norm(state[0]), state[0].sum(0)), ()),
+        (w, rows),
+        (),
+    )
+    assert [road.by for road in update.roads] == [KERNEL, XLA]
+    update(())
+    np.testing.assert_allclose(w, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(rows, expected[1], rtol=1e-5)
+
+
+def test_describe_says_why():
+    w, rows, count, kept = host(20, 8), host(8), host(), host(4)
+    update = HostUpdate(
+        lambda state, _: (
+            (state[0] / jnp.linalg.norm(state[0]), state[0].sum(0), state[2] + 1, state[3]),
+            (),
+        ),
+        (w, rows, count, kept),
+        (),
+        names=["w", "rows", "count", "kept"],
+    )
+    assert update.roads[-1].by == KEPT
+    assert update.describe().splitlines() == [
+        "1 of 4 leaves in one pass each (1 kernels)",
+        "by a kernel, after XLA (reduce_sum of float32[20,8]): w",
+        "by XLA (reduce_sum of float32[20,8]): rows",
+        "by XLA (a scalar): count",
+    ]
+
+
+def test_nothing_of_the_state_is_copied():
+    """NumPy's allocations in a step, for a state of 12 MB and outputs of 2 MB."""
+    update, state = adamw([host(1 << 20)])
+    grads = bfloat16([(1 << 20,)])
+    engine = HostUpdate(update, state, grads)
+    outputs, before = engine.make_outputs(), [leaf.ctypes.data for leaf in state]
+    engine(grads, outputs)
+    tracemalloc.start()
+    engine(grads, outputs)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100_000
+    assert [leaf.ctypes.data for leaf in engine.state] == before
+
+
+def test_other_outputs_in_each_call():
+    """As a caller with two buffers passes them, who reads one while the next step fills the other."""
+    update, state = adamw([host(100)])
+    grads = bfloat16([(100,)])
+    engine = HostUpdate(update, state, grads)
+    first, second = engine.make_outputs(), engine.make_outputs()
+    for outputs in (first, second, first):
+        outputs[0][:] = 0
+        engine(grads, outputs)
+        np.testing.assert_array_equal(outputs[0], state[0].astype(jnp.bfloat16))
+
+
+def test_updates_in_several_threads():
+    update, first = adamw([host(3 * PIECE)])
+    states = [[on_host(leaf) for leaf in first] for _ in range(4)]
+    grads = bfloat16([(3 * PIECE,)])
+    engines = [HostUpdate(update, state, grads) for state in states]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            list(pool.map(lambda engine: engine(grads, engine.make_outputs()), engines))
+    for state in states[1:]:
+        for got, want in zip(state, states[0], strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_inputs_of_any_kind():
+    """Gradients may lie in NumPy arrays, in any order, or on several devices."""
+    grad = random(np.random.default_rng(1), jax.ShapeDtypeStruct((8, 16), jnp.float32))
+    spread = jax.device_put(grad, jax.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P("x")))
+    results = []
+    for given in (grad, np.asarray(grad), np.asfortranarray(grad), spread):
+        w = host(8, 16)
+        HostUpdate(lambda state, inputs: ((state[0] - inputs[0],), ()), (w,), (grad,))((given,))
+        results.append(w)
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_constants_of_the_update():
+    mask, w = np.arange(100) % 2 == 0, host(100)
+    expected = np.where(mask, w, 0)
+    HostUpdate(lambda state, _: ((jnp.where(mask, state[0], 0.0),), ()), (w,), ())(())
+    np.testing.assert_array_equal(w, expected)
+
+
+TRANSPOSED = np.zeros((4, 2), np.float32).T
+
+
+@pytest.mark.parametrize(
+    ("leaf", "new", "found"),
+    [
+        (np.zeros(4, np.float32), lambda x: x.astype(jnp.bfloat16), r"float32\[4\] becomes bfloat16\[4\]"),
+        (np.zeros(4, np.float32), lambda x: x[:2], r"float32\[4\] becomes float32\[2\]"),
+        (TRANSPOSED, lambda x: x, r"float32\[2,4\] is no writable NumPy array in C order"),
+        (jnp.zeros(4), lambda x: x, r"float32\[4\] is no writable NumPy array in C order"),
+    ],
+)  # fmt: skip
+def test_state_that_cannot_be_updated_in_place(leaf: Any, new: Any, found: str):
+    with pytest.raises(ValueError, match=rf"HostUpdate: w {found}. .* host_empty"):
+        HostUpdate(lambda state, _: ((new(state[0]),), ()), (leaf,), (), names=["w"])
+
+
+def test_leaves_that_share_their_memory():
+    w = host(4)
+    with pytest.raises(ValueError, match=r"ema float32\[4\] is in the memory of w. .* host_empty"):
+        HostUpdate(lambda state, _: (state, ()), (w, w), (), names=["w", "ema"])
+
+
+def test_state_that_changes_its_structure():
+    with pytest.raises(ValueError, match="HostUpdate: 1 leaves become 2"):
+        HostUpdate(lambda state, _: ((state[0], state[0]), ()), (host(4),), ())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "found"),
+    [
+        ([jnp.zeros(4), jnp.zeros(4)], [host_empty((4,), np.float32)], "2 inputs instead of 1"),
+        ([jnp.zeros(3)], [host_empty((4,), np.float32)], r"inputs\[0\] float32\[3\] instead of float32\[4\]"),
+        ([jnp.zeros(4)], [], "0 outputs instead of 1"),
+        ([jnp.zeros(4)], [host_empty((4,), np.int32)], r"outputs\[0\] int32\[4\] instead of float32\[4\]"),
+        ([jnp.zeros(4)], [jnp.zeros(4)], r"outputs\[0\] float32\[4\] is no writable NumPy array in C order"),
+    ],
+)  # fmt: skip
+def test_calls_that_do_not_fit(inputs: Any, outputs: Any, found: str):
+    update = HostUpdate(lambda state, inputs: ((), (inputs[0] * 2,)), (), (jnp.zeros(4),))
+    with pytest.raises(ValueError, match=rf"HostUpdate: {found}. .*make_outputs"):
+        update(inputs, outputs)
+
+
+def test_without_llvmlite():
+    code = """if True:
+        import sys, numpy as np
+        sys.modules["llvmlite"] = None  # not installed
+        from jzero.offload._host_update import HostUpdate
+        HostUpdate(lambda state, _: ((state[0] * 2,), ()), (np.zeros(4, np.float32),), ())
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    expected = "ImportError: HostUpdate: llvmlite is not installed. It compiles the update of state"
+    assert expected in run.stderr
+    assert "pip install 'jzero[offload]'" in run.stderr

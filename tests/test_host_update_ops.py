@@ -1,0 +1,157 @@
+"""Each primitive that kernels know computes what XLA computes, special values included, to the bit."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from host_updates import on_host, ulps
+from jzero.offload._host_update import HostUpdate
+from jzero.offload._ops import OPS
+from jzero.offload._roads import KERNEL
+from jzero.offload._writer import TYPES
+
+FLOATS = ("float32", "bfloat16", "float16")
+INTS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
+DTYPES = {"float": FLOATS, "signed": INTS[:3], "unsigned": INTS[3:], "bool": ("bool",)}
+COMPARED = ("float", "signed", "unsigned", "bool")
+
+
+class Case(NamedTuple):
+    """A function that is one equation of the primitive, its number of operands, how exact it must be."""
+
+    fn: Callable[..., Any]
+    num_operands: int
+    kinds: tuple[str, ...]
+    ulps: int = 0
+
+
+CASES = {
+    "add": Case(lax.add, 2, ("float", "signed", "unsigned")),
+    "sub": Case(lax.sub, 2, ("float", "signed", "unsigned")),
+    "mul": Case(lax.mul, 2, ("float", "signed", "unsigned")),
+    "div": Case(lax.div, 2, ("float",)),
+    "add_any": Case(lambda x, y: jax.vjp(lambda z: (z, z), x)[1]((x, y))[0], 2, ("float",)),
+    "neg": Case(lax.neg, 1, ("float", "signed", "unsigned")),
+    "abs": Case(lax.abs, 1, ("float", "signed")),
+    "sign": Case(lax.sign, 1, ("float",)),
+    "max": Case(lax.max, 2, ("float", "signed", "unsigned")),
+    "min": Case(lax.min, 2, ("float", "signed", "unsigned")),
+    "clamp": Case(lax.clamp, 3, ("float", "signed", "unsigned")),
+    "square": Case(lax.square, 1, ("float", "signed", "unsigned")),
+    "sqrt": Case(lax.sqrt, 1, ("float",)),
+    "rsqrt": Case(lax.rsqrt, 1, ("float",), ulps=2),
+    "cbrt": Case(lax.cbrt, 1, ("float",), ulps=8),
+    "floor": Case(lax.floor, 1, ("float",)),
+    "ceil": Case(lax.ceil, 1, ("float",)),
+    "is_finite": Case(lax.is_finite, 1, ("float",)),
+    "exp": Case(lax.exp, 1, ("float",), ulps=2),
+    "exp2": Case(lax.exp2, 1, ("float",), ulps=2),
+    "expm1": Case(lax.expm1, 1, ("float",), ulps=4),
+    "log": Case(lax.log, 1, ("float",), ulps=2),
+    "log1p": Case(lax.log1p, 1, ("float",), ulps=4),
+    "tanh": Case(lax.tanh, 1, ("float",), ulps=8),
+    "pow": Case(lax.pow, 2, ("float",), ulps=8),
+    "integer_pow": Case(lambda x: lax.integer_pow(x, 5), 1, ("float",), ulps=2),
+    "and": Case(lax.bitwise_and, 2, ("signed", "unsigned", "bool")),
+    "or": Case(lax.bitwise_or, 2, ("signed", "unsigned", "bool")),
+    "xor": Case(lax.bitwise_xor, 2, ("signed", "unsigned", "bool")),
+    "not": Case(lax.bitwise_not, 1, ("signed", "unsigned", "bool")),
+    **{
+        name: Case(getattr(lax, name), 2, COMPARED) for name in ("eq", "ne", "lt", "le", "gt", "ge")
+    },
+    "select_n": Case(lambda x, y: lax.select_n(jnp.asarray(x > y), x, y), 2, COMPARED),
+    "reshape": Case(lambda x: lax.reshape(x, (x.size // 2, 2)), 1, COMPARED),
+    "squeeze": Case(lambda x: lax.squeeze(x[None], (0,)), 1, COMPARED),
+    "broadcast_in_dim": Case(lambda x: lax.broadcast_in_dim(x, (1, x.size), (1,)), 1, COMPARED),
+    "stop_gradient": Case(lax.stop_gradient, 1, ("float",)),
+    "copy": Case(lambda x: jnp.array(x, copy=True), 1, COMPARED),
+}
+
+TINY = (
+    1.1754944e-38  # The smallest normal float32; what is below it is zero, to XLA and to kernels.
+)
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, -2.5, 1e-3, 7e4, np.inf, -np.inf, np.nan]
+SPECIAL += [TINY, 3.4028235e38, 1e-40, -1e-45]
+
+
+@functools.cache
+def operands(dtype: str, count: int) -> list[np.ndarray]:
+    """Every combination of some values, as arrays whose size no number of lanes divides."""
+    rng = np.random.default_rng(0)
+    if dtype == "bool":
+        values = np.array([True, False])
+    elif dtype.startswith(("int", "uint")):
+        info = np.iinfo(dtype)
+        values = np.array([0, 1, 2, 5, 100, info.min, info.max, info.max - 1])
+    else:
+        values = np.array(SPECIAL + list(rng.standard_normal(17 if count < 3 else 1)))
+    with np.errstate(over="ignore"):
+        values = values.astype(jnp.dtype(dtype))
+    combined = [grid.ravel() for grid in np.meshgrid(*[values] * count)]
+    return [np.append(x, x[: 2 - len(x) % 2]) for x in combined]
+
+
+def assert_same(got: np.ndarray, want: np.ndarray, limit: float, signs: bool = True) -> None:
+    if not jnp.issubdtype(got.dtype, jnp.floating):
+        np.testing.assert_array_equal(got, want)
+        return
+    got, want = flushed(got), flushed(want)
+    assert ulps(got, want) <= limit
+    if limit == 0 and signs:
+        numbers = ~np.isnan(want)
+        np.testing.assert_array_equal(np.signbit(got[numbers]), np.signbit(want[numbers]))
+
+
+def flushed(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x.astype(np.float64)) < TINY, np.copysign(x.dtype.type(0), x), x)
+
+
+def run(fn: Callable[..., Any], args: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """What a kernel computes, and what XLA computes."""
+    update = HostUpdate(lambda state, inputs: ((), (fn(*inputs),)), (), args)
+    assert [road.by for road in update.roads] == [KERNEL]
+    (out,) = update.make_outputs()
+    update([on_host(x) for x in args], [out])
+    compiled = jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
+    return out, np.asarray(compiled(*args))
+
+
+ROWS = [
+    (name, dtype) for name, case in CASES.items() for kind in case.kinds for dtype in DTYPES[kind]
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), ROWS)
+def test_primitive(name: str, dtype: str):
+    case = CASES[name]
+    args = operands(dtype, case.num_operands)
+    if case.ulps:  # The functions of the C library differ in what they make of numbers below TINY.
+        args = [flushed(x) for x in args]
+    assert name in {eqn.primitive.name for eqn in jax.make_jaxpr(case.fn)(*args).eqns}
+    # Which of two zeros is the larger one, XLA says otherwise for bfloat16 from release to release.
+    assert_same(*run(case.fn, args), case.ulps, signs=name not in ("max", "min", "clamp"))
+
+
+@pytest.mark.parametrize("new", [*FLOATS, *INTS, "bool"])
+@pytest.mark.parametrize("old", [*FLOATS, *INTS, "bool"])
+def test_conversion(old: str, new: str):
+    assert_same(*run(lambda x: lax.convert_element_type(x, new), operands(old, 1)), 0)
+
+
+def test_every_dtype_has_cases():
+    assert set(TYPES) == {*FLOATS, *INTS, "bool"}
+
+
+def test_every_primitive_has_a_case():
+    assert {name for name, _ in OPS} == {*CASES, "convert_element_type"}
+
+
+@pytest.mark.parametrize("power", [-3, -1, 0, 1, 2, 7])
+def test_integer_powers(power: int):
+    assert_same(*run(lambda x: lax.integer_pow(x, power), operands("float32", 1)), 2)

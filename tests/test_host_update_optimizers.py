@@ -1,0 +1,90 @@
+"""Every optimizer that optax exports updates state on the host as under `jax.jit`, to a few ULPs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import host_updates
+from host_updates import Problem, problem
+from jzero.offload._host_update import HostUpdate
+from jzero.offload._roads import XLA
+from optimizers import ENTRIES
+
+# Some of optax's optimizers are deprecated, some call what is.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+
+NUM_STEPS = 3
+# Each step starts from the same state. XLA fuses a product into the sum that follows it and rounds once where
+# the kernel rounds twice; most optimizers stay below 2.
+KERNEL_ULPS = 16
+# XLA against itself: it fuses a part of the update otherwise than the whole, and orthogonalising a matrix
+# (Muon) multiplies that.
+XLA_ULPS = 512
+
+
+# What keeps leaves of more than one element from the kernels: the first equation that no loop over elements
+# does. All others are updated in one pass, some after XLA has computed a norm.
+BY_XLA: dict[str, set[str]] = {
+    "adafactor": {"reduce_sum"},
+    "adafactor(momentum, decay)": {"reduce_sum"},
+    "lbfgs": {"scatter"},
+    "noisy_sgd": {"random_bits"},
+    "sm3": {"min"},
+    "galore": {"cond"},
+    "muon": {"scan"},
+    "muon(adaptive, 3-D)": {"scan", "transpose"},
+    "sophia": {"cond"},
+    "adaptive_grad_clip": {"reduce_sum"},
+    "add_noise": {"random_bits"},
+    "centralize": {"reduce_sum"},
+    "scale_by_zoom_linesearch": {"while"},
+    "MultiSteps(gradient_transformation)": {"cond"},
+    "flatten": {"concatenate"},
+    "multi_transform": {"scan"},
+    "sam(opaque)": {"dot_general"},
+    "split_real_and_imaginary": {"imag", "real"},
+}
+
+
+@pytest.fixture(autouse=True)
+def optax_promotions():
+    """optax itself relies on JAX's default promotions."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_updates_as_xla_does(name: str):
+    update = assert_same(problem(ENTRIES[name], jnp.float32), name)
+    leaves = zip(update.roads, update.state, strict=True)
+    reasons = {road.reason for road, leaf in leaves if leaf.size > 1 and road.by == XLA}
+    assert {reason.split(" of ")[0] for reason in reasons} == BY_XLA.get(name, set())
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_bfloat16_comes_in_and_goes_out(name: str):
+    assert_same(problem(ENTRIES[name], jnp.bfloat16, jnp.bfloat16), name)
+
+
+@pytest.mark.parametrize("dtypes", [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, None)])
+@pytest.mark.parametrize("name", ["adamw", "adam(bfloat16 moment)", "lion", "lamb", "rmsprop"])
+def test_either_alone(name: str, dtypes: tuple[Any, Any]):
+    assert_same(problem(ENTRIES[name], *dtypes), name)
+
+
+def assert_same(given: Problem, title: str) -> HostUpdate:
+    rng = np.random.default_rng(0)
+    state = [host_updates.on_host(leaf) for leaf in given.state]
+    update = HostUpdate(given.update, state, given.inputs)
+    outputs = update.make_outputs()
+    for step in range(NUM_STEPS):
+        inputs = [host_updates.random(rng, aval) for aval in given.inputs]
+        expected = host_updates.reference(given.update, update.state, inputs)
+        update(inputs, outputs)
+        for road, got, want in zip(update.roads, [*update.state, *outputs], expected, strict=True):
+            error, limit = host_updates.ulps(got, want), XLA_ULPS if road.by == XLA else KERNEL_ULPS
+            assert error <= limit, (title, step, road, error)
+    return update
