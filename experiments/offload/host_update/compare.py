@@ -4,7 +4,7 @@ make host-update                                               # creates .venv-h
 .venv-host-update/bin/python experiments/offload/host_update/compare.py --help
 
 In each round every side updates the same memory once, the limit among them; a share is the limit's time
-over a side's in the same round. Writes results/<date>.json, .md and .png.
+over a side's in the same round. Writes results/<date>.json and .png.
 """
 
 import argparse
@@ -145,7 +145,6 @@ def main() -> None:
 def write(result: dict[str, Any], out: Path) -> None:
     result["environment"]["load_after"] = os.getloadavg()
     out.write_text(json.dumps(result, indent=1) + "\n")
-    out.with_suffix(".md").write_text(table(result["rows"]))
     picture.draw(result, out.with_suffix(".png"))
 
 

@@ -42,7 +42,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.set_xticks(range(len(rows)), [row["optimizer"] for row in rows])
         axis.set_title(f"{grads} gradients" + (", bfloat16 copy of the parameters" if copy else ""))
     axes[0].set_ylabel(f"share of the memory limit, {largest}M")
-    axes[1].legend(frameon=False, fontsize="small")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize="small")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
