@@ -305,6 +305,37 @@ def test_a_refused_batch_leaves_the_state():
     train_step(state, BATCH)
 
 
+def test_a_step_that_fails_while_it_runs():
+    """In the second of four turns: its state is consumed, which is said, and the next training runs."""
+    fails = False
+
+    def check(x):
+        if fails:
+            raise ValueError("planted")
+        return x
+
+    def step_fn(state, x):
+        params, means = state
+        grads = jax.grad(lambda p: sum((jnp.mean((x @ w) ** 2) for w in p), 0.0))(params)
+        means = [0.9 * m + g for m, g in zip(means, grads, strict=True)]
+        means[1] = jax.pure_callback(check, jax.ShapeDtypeStruct((64, 64), jnp.float32), means[1])
+        return [w - 0.1 * m for w, m in zip(params, means, strict=True)], means
+
+    w = [jnp.ones((64, 64))] * 4
+    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(3 * 64 * 64 * 4 // 8))
+    first = train_step((w, w), BATCH)
+    fails = True
+    with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
+        train_step(first, BATCH)
+    with pytest.raises(jzero.StateError, match="leaves were already donated"):
+        train_step(first, BATCH)
+    fails = False
+    state = train_step(train_step((w, w), BATCH), BATCH)
+    expected = jax.jit(step_fn)(jax.jit(step_fn)((w, w), BATCH), BATCH)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5)
+
+
 def test_tensor_axes():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     options: dict[str, Any] = dict(
