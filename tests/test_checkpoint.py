@@ -181,6 +181,31 @@ def test_master_weights_come_and_go(tmp_path):
         assert_same(mixed.unshard(checkpointer.restore(bf16)), expected)
 
 
+@pytest.mark.parametrize("inner", [optax.sgd(1e-2), optax.adamw(1e-2, mu_dtype=jnp.bfloat16)])
+def test_masters_of_any_optimizer_come_and_go(inner, tmp_path):
+    """One without a state of its own, and one with moments in the parameters' dtype."""
+
+    def new(tx, dtype):
+        state = new_state(dtype, tx)
+        return state._asdict() | {"ema": jax.tree.map(lambda x: x + 1, state.params)}
+
+    tx = jzero.master_weights(inner)
+    train_step = sharded(3, (8,))
+    mixed, plain = new(tx, jnp.bfloat16), new(inner, jnp.float32)
+    plain["ema"] = mixed["ema"]
+    with jzero.Checkpointer(tmp_path / "mixed", train_step) as checkpointer:
+        checkpointer.save(1, mixed)
+        found = train_step.unshard(checkpointer.restore(plain))
+    assert_same(found["params"], mixed["opt_state"].masters)
+    assert_same(found["ema"], mixed["ema"])
+    with jzero.Checkpointer(tmp_path / "plain", train_step) as checkpointer:
+        checkpointer.save(1, plain)
+        found = train_step.unshard(checkpointer.restore(mixed))
+    assert_same(found["opt_state"].masters, plain["params"])
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), plain["params"])
+    assert_same(found["params"], half)
+
+
 def linen_state() -> TrainState:
     params = new_state().params
     return TrainState.create(apply_fn=jnp.tanh, params=params, tx=TX)

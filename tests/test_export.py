@@ -424,3 +424,19 @@ def test_import_that_cannot_be_written(tmp_path, capsys):
     status, said = fails(capsys, "import", tmp_path / "in.safetensors", "/proc/ck")
     assert status == 1
     assert "/proc/ck: could not be written: " in said
+
+
+def test_masters_of_what_cannot_be_told(tmp_path, capsys):
+    """Two trees of leaves could be what the masters belong to, and neither is called params."""
+    state = {
+        "net": {"w": jnp.ones((4, 4), jnp.bfloat16)},
+        "average": {"w": jnp.ones((4, 4), jnp.bfloat16)},
+        "tx": {"masters": {"w": jnp.ones((4, 4))}, "inner": {"count": jnp.int32(0)}},
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "steps", state)
+    arguments = "export", tmp_path / "steps", tmp_path / "a.safetensors", "--select", "^net/"
+    status, said = fails(capsys, *arguments, "--dtype", "fp32")
+    assert status == 1
+    assert "under tx/masters/ are masters of no leaves, or of several" in said
+    run(*arguments)

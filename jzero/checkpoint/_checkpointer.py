@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +15,37 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero import _placing
-from jzero._errors import CheckpointError, JzeroError, StateError, message
+from jzero._errors import CheckpointError, JzeroError, OptionError, StateError, message
 from jzero._step import ShardedTrainStep
 from jzero.checkpoint import _arrays, _iterators
 from jzero.checkpoint._match import leaf_names
 from jzero.checkpoint._restore import restore
 from jzero.checkpoint._stored import DATA, STATE
 from jzero.sharding._plan import OTHER
+
+
+class _Sigterm:
+    """Whether SIGTERM came, while somebody watches; one handler for all of them."""
+
+    def __init__(self) -> None:
+        self.came, self._watchers = False, 0
+        self._before: Any = None
+
+    def watch(self) -> None:
+        if self._watchers == 0:
+            self.came, self._before = False, signal.signal(signal.SIGTERM, self._note)
+        self._watchers += 1
+
+    def release(self) -> None:
+        self._watchers -= 1
+        if self._watchers == 0:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, *_: Any) -> None:
+        self.came = True
+
+
+_sigterm = _Sigterm()
 
 
 class Checkpointer:
@@ -82,21 +107,28 @@ class Checkpointer:
         save_interval_steps: int = 1,
         asynchronous: bool = True,
     ):
+        _check_arguments(train_step, max_to_keep, save_interval_steps)
         self._directory = epath.Path(directory).absolute()
         self._train_step = train_step
-        self._terminated = False
-        self._old_handler: Any = None
-        options = ocp.CheckpointManagerOptions(
+        self._watches = False
+        self._last: int | None = None  # the step that was saved or restored last
+        self._options = dict(
             max_to_keep=max_to_keep,
             save_interval_steps=save_interval_steps,
             enable_async_checkpointing=asynchronous,
-            cleanup_tmp_directories=True,
             lightweight_initialize=True,  # A damaged step must not keep us from the others.
         )
+        # Who only reads must not clean up what another process is writing.
+        self._writes = False
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
         with self._explained("opened"):
-            self._manager = ocp.CheckpointManager(
+            return ocp.CheckpointManager(
                 self._directory,
-                options=options,
+                options=ocp.CheckpointManagerOptions(
+                    **self._options, cleanup_tmp_directories=self._writes
+                ),
                 item_handlers={STATE: _arrays.handler(), DATA: ocp.JsonCheckpointHandler()},
             )
 
@@ -106,7 +138,7 @@ class Checkpointer:
         """Saves the state after `step` steps, if it is this step's turn.
 
         Args:
-          step: its number, larger than any saved before.
+          step: its number, larger than any saved before; the last one again is not its turn.
           state: as the step returned it; it may be passed to the next step at once.
           data_iterator: an object with `get_state()` (JSON or bytes) and `set_state(state)`, such as those of
             grain; where it stands is saved too, for every process.
@@ -117,23 +149,32 @@ class Checkpointer:
 
         Raises:
           StateError: the state was consumed by a step, or keys with dots make two leaves one.
-          CheckpointError: writing failed, now or in the background since the last call. What was saved
-            before is untouched.
+          CheckpointError: writing failed, now or in the background since the last call, or there is a
+            later step. What was saved before is untouched.
+
+        At the end of a training call `wait` or `close` (or use `with`): what is still being written when
+        the interpreter ends is lost.
         """
-        if not (force or self._manager.should_save(step)):
+        if not self._is_due(step, force):
             return False
         _placing.check_alive(state)
         _check_names(state)
         items: dict[str, Any] = {STATE: ocp.args.PyTreeSave(_as_container(state))}
         if data_iterator is not None:
             items[DATA] = ocp.args.JsonSave({"iterators": _iterators.states(data_iterator)})
+        if not self._writes:
+            self._writes = True
+            self._manager.close()
+            self._manager = self._open()
         with self._explained(f"step {step} saved"):
-            return self._manager.save(
+            self._manager.save(
                 step,
                 args=ocp.args.Composite(**items),
                 custom_metadata=self._notes(state),
                 force=True,
             )
+        self._last = step
+        return True
 
     def restore(
         self,
@@ -156,7 +197,7 @@ class Checkpointer:
           CheckpointError: there is no such step, or its leaves are not those of the state, or are damaged.
         """
         self.wait()
-        steps = self._manager.all_steps()
+        steps = self._complete_steps()
         step = max(steps, default=None) if step is None else step
         if step is None or step not in steps:
             missing = "no step" if step is None else f"no step {step}"
@@ -169,23 +210,25 @@ class Checkpointer:
         )
         if data_iterator is not None:
             self._restore_iterator(step, data_iterator)
+        self._last = step
         return restored
 
     def latest_step(self) -> int | None:
         """The number of the latest complete step; None if there is none."""
-        return self._manager.latest_step()
+        return max(self._complete_steps(), default=None)
 
     def preempted(self, step: int) -> bool:
         """Whether to save and end, because a process was sent SIGTERM: the same answer in all of them.
 
         Several processes agree on a step by JAX's preemption service. In a single one, SIGTERM does not end
-        it any more after the first call (until `close`): ask after every step.
+        it any more after the first call (until `close`): ask after every step, in the main thread.
         """
         if jax.process_count() > 1:
             return self._manager.reached_preemption(step)
-        if self._old_handler is None:
-            self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-        return self._terminated
+        if not self._watches:
+            _sigterm.watch()
+            self._watches = True
+        return _sigterm.came
 
     def wait(self) -> None:
         """Waits until what is being written is complete.
@@ -198,9 +241,9 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits, and ends its threads."""
-        if self._old_handler is not None:
-            signal.signal(signal.SIGTERM, self._old_handler)
-        self._old_handler = None
+        if self._watches:
+            _sigterm.release()
+        self._watches = False
         with self._explained("written"):
             self._manager.close()
 
@@ -215,8 +258,20 @@ class Checkpointer:
     ) -> None:
         self.close()
 
-    def _on_sigterm(self, *_: Any) -> None:
-        self._terminated = True
+    def _complete_steps(self) -> list[int]:
+        """As they are on disk: another process may have written some."""
+        return sorted(ocp.utils.checkpoint_steps(self._directory))
+
+    def _is_due(self, step: int, force: bool) -> bool:
+        step, latest = _step_number(step), self._manager.latest_step()
+        if step == self._last:
+            return False
+        if latest is not None and step <= latest:
+            raise CheckpointError(message(
+                "Checkpointer.save", f"step {step} is not after step {latest} of {self._directory}",
+                "Steps are saved in order.", "To go back to an earlier step, remove the directories of those "
+                "after it first, or save to another directory."))  # fmt: skip
+        return force or self._manager.should_save(step)
 
     def _notes(self, state: Any) -> dict[str, Any]:
         """What a reader may want to know that the files do not say: roles, if a step has run."""
@@ -244,6 +299,8 @@ class Checkpointer:
         except JzeroError:
             raise
         except Exception as error:
+            if hasattr(self, "_manager"):
+                self._manager.reload()  # It forgets complete steps when one could not be written.
             raise CheckpointError(message(
                 f"Checkpointer {self._directory}", f"could not be {what}: {type(error).__name__}: {error}",
                 "Steps that were complete before still are.",
@@ -258,13 +315,42 @@ def _as_container(state: Any) -> Any:
 def _check_names(state: Any) -> None:
     """Orbax calls the array of `c/d` `c.d`: as that of a leaf whose name is `c.d`."""
     seen: dict[str, str] = {}
-    names = leaf_names(state)
-    same = [
-        (name, first)
-        for name in names
-        if (first := seen.setdefault(name.replace("/", "."), name)) != name
-    ]
+    same = []
+    for name in leaf_names(state):
+        key = name.replace("/", ".")
+        if key in seen:
+            same.append((seen[key], name))
+        seen[key] = name
     if same:
         raise StateError(message(
-            "Checkpointer.save", [f"the leaves {first} and {name} have one name" for name, first in same],
-            "In a checkpoint, a dot in a key is what separates keys.", "Rename one of them."))  # fmt: skip
+            "Checkpointer.save", [f"the leaves {first} and {name} have one name" for first, name in same],
+            "In a checkpoint, dots and slashes separate keys.", "Rename one of them."))  # fmt: skip
+
+
+def _step_number(step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise OptionError(message(
+            "Checkpointer.save", f"step is {step!r}", "It counts steps.", "Pass an integer from 0 on."
+        ))  # fmt: skip
+    return number
+
+
+def _check_arguments(train_step: Any, max_to_keep: Any, save_interval_steps: Any) -> None:
+    found = []
+    if not isinstance(train_step, ShardedTrainStep):
+        found.append(
+            f"train_step is a {type(train_step).__name__}, not what shard_train_step returns"
+        )
+    counts = {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps}
+    for name, value in counts.items():
+        positive = isinstance(value, int) and value >= 1
+        if not positive and not (name == "max_to_keep" and value is None):
+            found.append(f"{name} is {value!r}, not a positive integer")
+    if found:
+        raise OptionError(message(
+            "Checkpointer", found, "These arguments cannot be obeyed.", "Correct them.",
+            things="arguments"))  # fmt: skip

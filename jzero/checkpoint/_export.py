@@ -129,7 +129,8 @@ def _regex(select: str) -> re.Pattern[str]:
 
 def _exports(stored: _stored.Stored, leaves: Sequence[str], dtype: str | None) -> list[_Export]:
     """The tensors. In another dtype than the leaf's, values come from its master, if it has one."""
-    stores, wide = _stream.open_leaves(WHO, stored), masters(stored.leaves)
+    stores = _stream.open_leaves(WHO, stored)
+    wide = masters(f"{WHO} {stored.directory}", stored.leaves) if dtype else {}
     exports, bad = [], []
     for name, leaf in zip(_tensor_names(leaves), leaves, strict=True):
         own = stores[leaf].dtype.numpy_dtype if leaf in stores else "a string"

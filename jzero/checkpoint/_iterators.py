@@ -51,11 +51,21 @@ def _check(iterator: Any, method: str) -> None:
             "Give it get_state() and set_state(state), or keep its place in the state."))  # fmt: skip
 
 
-def _encode(state: Any) -> Any:
-    """Grain's older iterators say it in bytes."""
-    return {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+def _encode(state: Any) -> dict[str, Any]:
+    """As JSON that says what it is; grain's older iterators have their state in bytes."""
+    if isinstance(state, bytes):
+        return {"bytes": base64.b64encode(state).decode()}
+    try:
+        same = json.loads(json.dumps(state)) == state
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise OptionError(message(
+            "Checkpointer", f"get_state() of the data iterator is {state!r:.200}",
+            "It is saved as JSON, and must come back as it was.",
+            "Return bytes, or dicts with string keys, lists, strings and Python numbers."))  # fmt: skip
+    return {"json": state}
 
 
-def _decode(state: Any) -> Any:
-    is_bytes = isinstance(state, dict) and state.keys() == {"bytes"}
-    return base64.b64decode(state["bytes"]) if is_bytes else state
+def _decode(saved: dict[str, Any]) -> Any:
+    return base64.b64decode(saved["bytes"]) if "bytes" in saved else saved["json"]

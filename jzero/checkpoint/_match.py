@@ -67,10 +67,22 @@ def match(
     return sources
 
 
-def masters(leaves: Mapping[str, Leaf]) -> dict[str, str]:
-    """For each parameter that `master_weights` keeps in more bits, the name of its master."""
-    found = [pair for at in _wrappers(leaves) for pair in _masters(at, leaves)]
-    return {param: master for master, param in found}
+def masters(who: str, leaves: Mapping[str, Leaf]) -> dict[str, str]:
+    """For each parameter that `master_weights` keeps in more bits, the name of its master.
+
+    Raises:
+      CheckpointError: there are masters, and it cannot be told of which leaves.
+    """
+    found: dict[str, str] = {}
+    for at in _wrappers(leaves):
+        pairs = _masters(at, leaves)
+        if not pairs and _below(f"{at}inner/", leaves):
+            raise CheckpointError(message(
+                who, f"the leaves under {at}masters/ are masters of no leaves, or of several trees of leaves",
+                "Parameters in another dtype than theirs are made from their masters.",
+                f"Export them as they rest, or the masters: --select '^{at}masters/'."))  # fmt: skip
+        found |= {param: master for master, param in pairs}
+    return found
 
 
 def _problem(wanted: Leaf, stored: Leaf | None, cast: bool) -> str | None:
@@ -101,13 +113,9 @@ def _moved_masters(
 
 
 def _wrappers(names: Iterable[str]) -> set[str]:
-    """Where there is a `MasterWeightsState`: `opt_state/`."""
-
-    def above(field: str) -> set[str]:
-        found = (f"/{name}".partition(f"/{field}/") for name in names)
-        return {before[1:] + "/" * bool(before) for before, at, _ in found if at}
-
-    return above("masters") & above("inner")
+    """Where there is a `MasterWeightsState`: `opt_state/`; its `inner` may have no leaves."""
+    found = (f"/{name}".partition("/masters/") for name in names)
+    return {before[1:] + "/" * bool(before) for before, at, _ in found if at}
 
 
 def _below(prefix: str, names: Iterable[str]) -> list[tuple[str, str]]:
@@ -128,6 +136,13 @@ def _masters(at: str, leaves: Mapping[str, Leaf]) -> list[tuple[str, str]]:
         )
 
     first = masters[0][1]
-    roots = [name.removesuffix(first) for name in leaves if f"/{name}".endswith(f"/{first}")]
-    root = next(filter(are_params, roots), None)
-    return [] if root is None else [(master, root + rest) for master, rest in masters]
+    roots = [
+        name.removesuffix(first)
+        for name in leaves
+        if f"/{name}".endswith(f"/{first}")
+        and not name.startswith((f"{at}masters/", f"{at}inner/"))
+    ]
+    found = list(filter(are_params, roots))
+    if len(found) > 1:  # An average of the parameters, say, has their shapes and dtypes, too.
+        found = [root for root in found if root.endswith("params/")]
+    return [(master, found[0] + rest) for master, rest in masters] if len(found) == 1 else []
