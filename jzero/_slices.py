@@ -29,6 +29,8 @@ Values = dict[Var, Any]
 def obstacle(parts: Parts, piece: Piece) -> str:
     """Why a piece's leaves cannot be cut into slices; '' if they can."""
     frame = parts.runner.frame
+    if any(i >= len(parts.leaf_of) for i in piece.outs):
+        return "the step returns something else of their update"
     found = _elementwise.obstacle(frame, piece)
     if found:
         return found

@@ -138,6 +138,11 @@ def test_steps_train_as_on_one_device(name):
     check(name, {"data": 4}, stage=3)
 
 
+def assert_same(found: Any, expected: Any) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5)
+
+
 # -- one step, looked at ---------------------------------------------------------------------------
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -414,6 +419,40 @@ def test_equal_turns_share_a_program(rate, num):
     step = train_step._program_for(train_step._signature.bind((state, BATCH), {})).step
     assert len(step.turns) == 6
     assert step.compiled.num == num
+
+
+def test_equal_turns_that_consume_other_leaves_share_no_program():
+    """The second layer's old parameters are read again, by the last level: its turn may not consume them."""
+
+    def step_fn(state, x):
+        params, means = state
+        grads = jax.grad(lambda p: sum((jnp.mean((x @ w) ** 2) for w in p), 0.0))(params)
+        triples = zip(means, params, grads, strict=True)
+        means = [0.9 * m + 0.01 * w + g for m, w, g in triples]
+        new = [w - 0.1 * m for m, w in zip(means, params, strict=True)]
+        return (new, means), jnp.sum(params[1] * sum(jnp.sum(m**2) for m in means))
+
+    def w():
+        return [jnp.ones((64, 64)), jnp.ones((64, 64))]
+
+    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(3 * 64 * 64 * 4 // 8))
+    assert_same(train_step((w(), w()), BATCH), jax.jit(step_fn)((w(), w()), BATCH))
+
+
+def test_an_output_beside_the_state_is_not_made_in_slices():
+    def step_fn(state, x):
+        w, mean = state
+        mean = 0.9 * mean + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return (w - 0.1 * mean, mean), {"mean": mean}
+
+    w, batch = jnp.ones((64, 64)), jnp.asarray(BATCH)
+    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(1536))
+    with pytest.raises(jzero.OptionError, match="the step returns something else of their update"):
+        train_step((w, w), batch)
+    policy = least_room(step_fn, ((w, w), batch), 1536)
+    train_step = small.shard_train_step(step_fn, offload=policy)
+    assert_same(train_step((w, w), batch), jax.jit(step_fn)((w, w), batch))
+    assert not batch.is_deleted()
 
 
 # -- the stream ------------------------------------------------------------------------------------
