@@ -125,7 +125,8 @@ class OffloadedStep:
         def update(arrays: list[jax.Array]) -> list[jax.Array]:
             here = values | dict(zip(hosted, arrays, strict=True))
             made = turn(here, self.compiled.of(turn, here))
-            values.update((var, here[var]) for var in turn.gives)
+            given = [here[var] for var in turn.gives]
+            values.update(zip(turn.gives, given, strict=True))
             for var in turn.takes:
                 if homes.last[var] == index:
                     del values[var]  # A gradient's memory is free when its turn is over.
@@ -133,6 +134,7 @@ class OffloadedStep:
             copies = jax.device_put([made[i] for i in back], [homes.of[invars[i]] for i in back])
             outs.update(made)
             outs.update(zip(back, copies, strict=True))
-            return copies
+            # All results of a program are there when one is; no later turn consumes what this one made.
+            return copies or sorted([*given, *made.values()], key=lambda x: x.size)[:1]
 
         return fetch, update

@@ -17,6 +17,7 @@ import parity
 import small
 import test_optimizers
 import zoo
+from jzero import _offloaded
 from jzero.offload import _pinned
 from optimizers import ENTRIES
 
@@ -453,6 +454,43 @@ def test_an_output_beside_the_state_is_not_made_in_slices():
     train_step = small.shard_train_step(step_fn, offload=policy)
     assert_same(train_step((w, w), batch), jax.jit(step_fn)((w, w), batch))
     assert not batch.is_deleted()
+
+
+@pytest.mark.parametrize("device_bytes", [3 * 64 * 64 * 4 // 8, 64 * 64 * 4 // 8])
+def test_turns_that_copy_nothing_back_are_waited_for(device_bytes, monkeypatch):
+    """Whole ones and slices, where leaves are only read."""
+
+    def step_fn(state, x):
+        params, olds, kept = state
+        grads = jax.grad(lambda p: sum((jnp.mean((x @ w) ** 2) for w in p), 0.0))(params)
+        triples = zip(params, grads, kept, strict=True)
+        params = [w - 0.1 * g + 0.01 * k for w, g, k in triples]
+        return (params, [0.5 * old for old in olds], kept), {"olds": sum(map(jnp.sum, olds))}
+
+    waited: list[bool] = []
+
+    def watched(visits, room):
+        def watch(visit):
+            def update(arrays):
+                found = visit.update(arrays)
+                waited.append(bool(found))
+                return found
+
+            return visit._replace(update=update)
+
+        _pinned.stream(map(watch, visits), room)
+
+    monkeypatch.setattr(_offloaded, "stream", watched)
+
+    def new():
+        return tuple([jnp.ones((64, 64)), jnp.ones((64, 64))] for _ in range(3))
+
+    policy = least_room(step_fn, (new(), BATCH), device_bytes)
+    train_step = small.shard_train_step(step_fn, offload=policy)
+    assert_same(train_step(new(), BATCH), jax.jit(step_fn)(new(), BATCH))
+    assert all(waited)
+    turns = train_step.plan(new(), BATCH).turns
+    assert len(waited) == sum(turn.parts for turn in turns)
 
 
 # -- the stream ------------------------------------------------------------------------------------
