@@ -24,7 +24,7 @@ class _Homes(NamedTuple):
 
     Attributes:
       of: each leaf's sharding, by its variable.
-      kept: leaves that the new state has, too.
+      kept: leaves that the new state has in the same place.
       last: for each variable, the last turn that takes it.
     """
 
@@ -58,7 +58,7 @@ class OffloadedStep:
         pairs = zip(self._jaxpr.invars, shardings, self._leaves, strict=False)
         homes = {var: home for var, home, leaf in pairs if leaf.tier != DEVICE}
         new = self._jaxpr.outvars[: len(self._leaves)]
-        kept = {atom for atom in new if not _jaxpr.is_literal(atom)} & set(homes)
+        kept = {var for var, atom in zip(self._jaxpr.invars, new, strict=False) if atom is var}
         last = {var: i for i, turn in enumerate(self.turns) for var in turn.takes}
         self._homes = _Homes(homes, kept, last)
         self._sliced = {
@@ -113,6 +113,8 @@ class OffloadedStep:
     ) -> tuple[Callable[[], Any], Callable[[Any], list[jax.Array]]]:
         homes, invars = self._homes, self._jaxpr.invars
         hosted = [var for var in turn.takes if var in homes.of]
+        renewed = [invars[i] for i in turn.outs if i < len(self._leaves)]
+        overwritten = [var for var in renewed if var in homes.of and var not in homes.last]
 
         def fetch() -> list[jax.Array]:
             places = [homes.of[var].with_memory_kind(DEVICE) for var in hosted]
@@ -120,6 +122,8 @@ class OffloadedStep:
             for var in hosted:
                 if homes.last[var] == index and var not in homes.kept:
                     values[var].delete()  # Freed when it is copied: the host holds no second state.
+            for var in overwritten:  # and nobody reads it
+                values[var].delete()
             return arrays
 
         def update(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -493,6 +493,34 @@ def test_turns_that_copy_nothing_back_are_waited_for(device_bytes, monkeypatch):
     assert len(waited) == sum(turn.parts for turn in turns)
 
 
+@pytest.mark.parametrize("device_bytes", [64 * 64 * 4 // 4, 2**20])
+def test_old_leaves_are_freed_when_moved_or_overwritten(device_bytes):
+    def step_fn(state, x):
+        w, last, a, b, same = state
+        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * (g + a), g, b, 0.5 * a + g, same
+
+    def new():
+        return tuple(jnp.full((64, 64), 1.0 + i) for i in range(5))
+
+    policy = least_room(step_fn, (new(), BATCH), device_bytes)
+    train_step = small.shard_train_step(step_fn, offload=policy)
+    state, expected = train_step.shard(new(), BATCH), new()
+    for _ in range(3):
+        old, state = state, train_step(state, BATCH)
+        expected = jax.jit(step_fn)(expected, BATCH)
+        assert [x.is_deleted() for x in old] == [True, True, True, True, False]
+        assert kinds(state[1:4]) == {"pinned_host"}
+    assert_same(state, expected)
+
+
+def test_bounds_of_numpy_are_ints():
+    bound: Any = np.int64(2**20)
+    policy = jzero.PinnedHost(bound)
+    assert type(policy.device_bytes) is int
+    assert policy == jzero.PinnedHost(2**20)
+
+
 # -- the stream ------------------------------------------------------------------------------------
 
 
