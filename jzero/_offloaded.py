@@ -24,7 +24,7 @@ class _Homes(NamedTuple):
 
     Attributes:
       of: each leaf's sharding, by its variable.
-      kept: leaves that the new state has, too.
+      kept: leaves that the new state has in the same place.
       last: for each variable, the last turn that takes it.
     """
 
@@ -58,7 +58,7 @@ class OffloadedStep:
         pairs = zip(self._jaxpr.invars, shardings, self._leaves, strict=False)
         homes = {var: home for var, home, leaf in pairs if leaf.tier != DEVICE}
         new = self._jaxpr.outvars[: len(self._leaves)]
-        kept = {atom for atom in new if not _jaxpr.is_literal(atom)} & set(homes)
+        kept = {var for var, atom in zip(self._jaxpr.invars, new, strict=False) if atom is var}
         last = {var: i for i, turn in enumerate(self.turns) for var in turn.takes}
         self._homes = _Homes(homes, kept, last)
         self._sliced = {
@@ -113,6 +113,8 @@ class OffloadedStep:
     ) -> tuple[Callable[[], Any], Callable[[Any], list[jax.Array]]]:
         homes, invars = self._homes, self._jaxpr.invars
         hosted = [var for var in turn.takes if var in homes.of]
+        renewed = [invars[i] for i in turn.outs if i < len(self._leaves)]
+        overwritten = [var for var in renewed if var in homes.of and var not in homes.last]
 
         def fetch() -> list[jax.Array]:
             places = [homes.of[var].with_memory_kind(DEVICE) for var in hosted]
@@ -120,12 +122,15 @@ class OffloadedStep:
             for var in hosted:
                 if homes.last[var] == index and var not in homes.kept:
                     values[var].delete()  # Freed when it is copied: the host holds no second state.
+            for var in overwritten:  # and nobody reads it
+                values[var].delete()
             return arrays
 
         def update(arrays: list[jax.Array]) -> list[jax.Array]:
             here = values | dict(zip(hosted, arrays, strict=True))
             made = turn(here, self.compiled.of(turn, here))
-            values.update((var, here[var]) for var in turn.gives)
+            given = [here[var] for var in turn.gives]
+            values.update(zip(turn.gives, given, strict=True))
             for var in turn.takes:
                 if homes.last[var] == index:
                     del values[var]  # A gradient's memory is free when its turn is over.
@@ -133,6 +138,7 @@ class OffloadedStep:
             copies = jax.device_put([made[i] for i in back], [homes.of[invars[i]] for i in back])
             outs.update(made)
             outs.update(zip(back, copies, strict=True))
-            return copies
+            # All results of a program are there when one is; no later turn consumes what this one made.
+            return copies or sorted([*given, *made.values()], key=lambda x: x.size)[:1]
 
         return fetch, update

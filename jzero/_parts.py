@@ -62,7 +62,7 @@ class Compiled:
 
     def __init__(self, share: bool):
         self._share = share
-        self._by_text: dict[str, Callable[..., Any]] = {}
+        self._shared: dict[Any, Callable[..., Any]] = {}
         self._of: dict[Any, Callable[..., Any]] = {}
 
     def of(self, turn: Part, values: Mapping[Var, Any]) -> Callable[..., Any]:
@@ -72,7 +72,10 @@ class Compiled:
             # What a jaxpr computes is all in its text but for constants, which stand before a semicolon.
             text = str(jax.make_jaxpr(turn.run)(*takes))
             shared = self._share and not re.search(r"lambda\s+[^;\s]", text)
-            self._of[key] = self._by_text.setdefault(text, turn.jitted) if shared else turn.jitted
+            # The text does not say how arguments and results are grouped.
+            nums = tuple(map(len, (turn.consumes, turn.reads, turn.gives, turn.outs)))
+            equal = (text, nums)
+            self._of[key] = self._shared.setdefault(equal, turn.jitted) if shared else turn.jitted
         return self._of[key]
 
     @property

@@ -29,6 +29,8 @@ Values = dict[Var, Any]
 def obstacle(parts: Parts, piece: Piece) -> str:
     """Why a piece's leaves cannot be cut into slices; '' if they can."""
     frame = parts.runner.frame
+    if any(i >= len(parts.leaf_of) for i in piece.outs):
+        return "the step returns something else of their update"
     found = _elementwise.obstacle(frame, piece)
     if found:
         return found
@@ -82,6 +84,11 @@ def _cut(x: jax.Array, start: Any, size: int) -> jax.Array:
 
 def _put(x: jax.Array, part: jax.Array, start: Any) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(_rows(x), part, start, 0).reshape(x.shape)
+
+
+def _done(start: Any) -> jax.Array:
+    """A result of a program that no other one consumes, to wait for; JAX would forward `start` itself."""
+    return jnp.asarray(start + 1)
 
 
 class SlicedTurn:
@@ -146,10 +153,12 @@ class SlicedTurn:
                 held.append(self._enter_large([values[v] for v in self._large]))
             scalars = [values[var] for var in self._scalars]
             own, others = arrays
-            new, held[0] = self._update(own, held[0], others, held[1], scalars, start, size=size)
-            homes = self._vars(self._back)
-            stored, done = self._store([values[var] for var in homes], new, start)
-            values.update(zip(homes, stored, strict=True))
+            new, held[0], done = self._update(
+                own, held[0], others, held[1], scalars, start, size=size
+            )
+            if homes := self._vars(self._back):
+                stored, done = self._store([values[var] for var in homes], new, start)
+                values.update(zip(homes, stored, strict=True))
             if (start, size) == self._slices[-1]:
                 finish()
             return [done]
@@ -239,7 +248,7 @@ class SlicedTurn:
             specs = [self._spec] * num
             run = self._shard_map(local, (specs, [self._slice_spec] * num, P()), specs)
             # What the next slice does not consume, to wait for.
-            return run(olds, jax.device_put(new, place), start), jnp.asarray(start)
+            return run(olds, jax.device_put(new, place), start), _done(start)
 
         homes = [self._homes[var] for var in self._vars(self._back)]
         return jax.jit(store, donate_argnums=0, out_shardings=(homes, None))
@@ -275,7 +284,7 @@ class SlicedTurn:
             own: Any, olds: Any, others: Any, reads: Any, scalars: Any, start: Any, size: int
         ) -> Any:
             run = self._shard_map(functools.partial(local, size), (specs, P()), outs)
-            return run([own, olds, others, reads, scalars], start)
+            return *run([own, olds, others, reads, scalars], start), _done(start)
 
         return jax.jit(update, static_argnames="size", donate_argnums=(0, 1))
 

@@ -17,6 +17,7 @@ import parity
 import small
 import test_optimizers
 import zoo
+from jzero import _offloaded
 from jzero.offload import _pinned
 from optimizers import ENTRIES
 
@@ -136,6 +137,11 @@ def test_settings_train_as_on_one_device(axes, options):
 @pytest.mark.parametrize("name", list(step_names()))
 def test_steps_train_as_on_one_device(name):
     check(name, {"data": 4}, stage=3)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5)
 
 
 # -- one step, looked at ---------------------------------------------------------------------------
@@ -414,6 +420,105 @@ def test_equal_turns_share_a_program(rate, num):
     step = train_step._program_for(train_step._signature.bind((state, BATCH), {})).step
     assert len(step.turns) == 6
     assert step.compiled.num == num
+
+
+def test_equal_turns_that_consume_other_leaves_share_no_program():
+    """The second layer's old parameters are read again, by the last level: its turn may not consume them."""
+
+    def step_fn(state, x):
+        params, means = state
+        grads = jax.grad(lambda p: sum((jnp.mean((x @ w) ** 2) for w in p), 0.0))(params)
+        triples = zip(means, params, grads, strict=True)
+        means = [0.9 * m + 0.01 * w + g for m, w, g in triples]
+        new = [w - 0.1 * m for m, w in zip(means, params, strict=True)]
+        return (new, means), jnp.sum(params[1] * sum(jnp.sum(m**2) for m in means))
+
+    def w():
+        return [jnp.ones((64, 64)), jnp.ones((64, 64))]
+
+    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(3 * 64 * 64 * 4 // 8))
+    assert_same(train_step((w(), w()), BATCH), jax.jit(step_fn)((w(), w()), BATCH))
+
+
+def test_an_output_beside_the_state_is_not_made_in_slices():
+    def step_fn(state, x):
+        w, mean = state
+        mean = 0.9 * mean + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return (w - 0.1 * mean, mean), {"mean": mean}
+
+    w, batch = jnp.ones((64, 64)), jnp.asarray(BATCH)
+    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(1536))
+    with pytest.raises(jzero.OptionError, match="the step returns something else of their update"):
+        train_step((w, w), batch)
+    policy = least_room(step_fn, ((w, w), batch), 1536)
+    train_step = small.shard_train_step(step_fn, offload=policy)
+    assert_same(train_step((w, w), batch), jax.jit(step_fn)((w, w), batch))
+    assert not batch.is_deleted()
+
+
+@pytest.mark.parametrize("device_bytes", [3 * 64 * 64 * 4 // 8, 64 * 64 * 4 // 8])
+def test_turns_that_copy_nothing_back_are_waited_for(device_bytes, monkeypatch):
+    """Whole ones and slices, where leaves are only read."""
+
+    def step_fn(state, x):
+        params, olds, kept = state
+        grads = jax.grad(lambda p: sum((jnp.mean((x @ w) ** 2) for w in p), 0.0))(params)
+        triples = zip(params, grads, kept, strict=True)
+        params = [w - 0.1 * g + 0.01 * k for w, g, k in triples]
+        return (params, [0.5 * old for old in olds], kept), {"olds": sum(map(jnp.sum, olds))}
+
+    waited: list[bool] = []
+
+    def watched(visits, room):
+        def watch(visit):
+            def update(arrays):
+                found = visit.update(arrays)
+                waited.append(bool(found))
+                return found
+
+            return visit._replace(update=update)
+
+        _pinned.stream(map(watch, visits), room)
+
+    monkeypatch.setattr(_offloaded, "stream", watched)
+
+    def new():
+        return tuple([jnp.ones((64, 64)), jnp.ones((64, 64))] for _ in range(3))
+
+    policy = least_room(step_fn, (new(), BATCH), device_bytes)
+    train_step = small.shard_train_step(step_fn, offload=policy)
+    assert_same(train_step(new(), BATCH), jax.jit(step_fn)(new(), BATCH))
+    assert all(waited)
+    turns = train_step.plan(new(), BATCH).turns
+    assert len(waited) == sum(turn.parts for turn in turns)
+
+
+@pytest.mark.parametrize("device_bytes", [64 * 64 * 4 // 4, 2**20])
+def test_old_leaves_are_freed_when_moved_or_overwritten(device_bytes):
+    def step_fn(state, x):
+        w, last, a, b, same = state
+        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * (g + a), g, b, 0.5 * a + g, same
+
+    def new():
+        return tuple(jnp.full((64, 64), 1.0 + i) for i in range(5))
+
+    policy = least_room(step_fn, (new(), BATCH), device_bytes)
+    train_step = small.shard_train_step(step_fn, offload=policy)
+    state, expected = train_step.shard(new(), BATCH), new()
+    for _ in range(3):
+        old, state = state, train_step(state, BATCH)
+        expected = jax.jit(step_fn)(expected, BATCH)
+        assert [x.is_deleted() for x in old] == [True, True, True, True, False]
+        assert kinds(state[1:4]) == {"pinned_host"}
+    assert_same(state, expected)
+
+
+def test_bounds_of_numpy_are_ints():
+    bound: Any = np.int64(2**20)
+    policy = jzero.PinnedHost(bound)
+    assert type(policy.device_bytes) is int
+    assert policy == jzero.PinnedHost(2**20)
 
 
 # -- the stream ------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ class Visit(NamedTuple):
     Attributes:
       nbytes: of them, on each device.
       fetch: starts their copies to the devices.
-      update: given these, starts their update and then the copies back to the host, which it returns.
+      update: given these, starts their update and then the copies back to the host, which it returns; if
+        there are none, what is there when the update is over.
     """
 
     nbytes: int

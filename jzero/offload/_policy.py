@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+import operator
+from typing import Any, ClassVar
 
 from jzero._errors import OptionError, message
 
@@ -27,8 +28,12 @@ class PinnedHost:
             copy(moments, device -> host)            # while the next piece is updated
 
     Device memory: `device_bytes` in place of the optimizer state; gradients, in shards, wait for their turn.
-    Traffic between device and host: the optimizer state, once in each direction per step. For Adam on
-    float32 that is 16 bytes per parameter of a device's shard.
+    Traffic between device and host, in each step: the optimizer state, to the device once for each level of
+    the update that reads it (one, unless something like the norm of all updates scales them), and back once.
+    For Adam on float32 that is 16 bytes per parameter of a device's shard.
+
+    A conditional update (`optax.MultiSteps`, `optax.apply_if_finite`) is one piece of all leaves, which must
+    fit into `device_bytes`. The step cannot be part of an outer `jax.jit`; `jax.eval_shape` counts as one.
 
     >>> import jax, jax.numpy as jnp, optax, jzero
     >>> tx = optax.adam(1e-2)
@@ -52,12 +57,23 @@ class PinnedHost:
     tier: ClassVar[str] = "pinned_host"
 
     def __post_init__(self) -> None:
-        is_int = isinstance(self.device_bytes, int) and not isinstance(self.device_bytes, bool)
-        if not (is_int and self.device_bytes >= 1):
+        num = _int(self.device_bytes)
+        if num is None or num < 1:
             raise OptionError(message(
                 "PinnedHost", f"device_bytes={self.device_bytes!r}",
                 "It is how many bytes of optimizer state may be on a device at a time, an int from 1.",
                 "Use device_bytes=2**30, or drop it."))  # fmt: skip
+        object.__setattr__(self, "device_bytes", num)
+
+
+def _int(x: Any) -> int | None:
+    """An int, of NumPy's, too; None if it is none."""
+    if isinstance(x, bool):
+        return None
+    try:
+        return operator.index(x)
+    except TypeError:
+        return None
 
 
 Offload = NoOffload | PinnedHost
