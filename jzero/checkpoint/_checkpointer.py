@@ -80,7 +80,7 @@ class Checkpointer:
         for step in range(start + 1, num_steps + 1):
             state, metrics = train_step(state, next(batches))
             stop = checkpointer.preempted(step)
-            checkpointer.save(step, state, batches, force=stop)
+            checkpointer.save(step, state, batches, force=stop or step == num_steps)
             if stop:
                 break
 
