@@ -22,8 +22,10 @@ from jzero._padded import PaddedArray
 _CHUNK_BYTES = 16 * 2**20
 
 
-# Bytes of leaves in one transaction: it makes one new root of the tree that is on disk, and holds what is
-# written in it, compressed, until it is committed.
+# Bytes of leaves that a save writes in one transaction: it makes one new root of the tree that is on disk,
+# waits for the disk, and holds what is written in it, compressed, until it is committed.
+_TOGETHER = 2**28
+# The same for the commands, which are to need little memory.
 AT_ONCE = 2**26
 
 
@@ -212,7 +214,7 @@ def _cut(shard: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], np.ndarra
 
 
 async def _write(leaves: Sequence[_Leaf]) -> None:
-    for group in groups(leaves, AT_ONCE):
+    for group in groups(leaves, _TOGETHER):
         async with tensorstore.Transaction(atomic=True) as transaction:
             work = [_write_leaf(leaf, transaction) for leaf in group]
             await each(work, [leaf.info.name for leaf in group])

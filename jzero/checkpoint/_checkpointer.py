@@ -86,7 +86,7 @@ class Checkpointer:
 
     With several processes, all of them make the same calls. Saving copies the state to the host and writes it
     in the background, so the next step may consume it: at most one copy of what rests on this host's devices,
-    and 64 MiB, or one leaf, of what is being written. Restoring reads each shard straight to its device
+    and 256 MiB, or one leaf, of what is being written. Restoring reads each shard straight to its device
     (see `jzero.restore`).
 
     Args:
