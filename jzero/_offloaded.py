@@ -127,7 +127,8 @@ class OffloadedStep:
             return arrays
 
         def update(arrays: list[jax.Array]) -> list[jax.Array]:
-            here = values | dict(zip(hosted, arrays, strict=True))
+            here = {var: values[var] for var in turn.takes}
+            here |= zip(hosted, arrays, strict=True)
             made = turn(here, self.compiled.of(turn, here))
             given = [here[var] for var in turn.gives]
             values.update(zip(turn.gives, given, strict=True))

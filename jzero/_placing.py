@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import _call, _jaxpr, _padded
 from jzero._errors import BatchError, StateError, describe_leaf, message
+from jzero._groups import groups
 from jzero.sharding._plan import DEVICE, LeafPlan
 
 WHO = _call.WHO
@@ -61,17 +62,10 @@ def born(
 
 def _groups(plans: Sequence[LeafPlan], device_bytes: int) -> list[list[int]]:
     """Leaves that are made together: all that rest on the devices, then others up to so many bytes."""
-    groups = [[i for i, plan in enumerate(plans) if plan.tier == DEVICE], []]
-    total = 0
-    for i, plan in enumerate(plans):
-        if plan.tier == DEVICE:
-            continue
-        total += plan.nbytes_per_device
-        if total > device_bytes and groups[-1]:
-            groups.append([])
-            total = plan.nbytes_per_device
-        groups[-1].append(i)
-    return [group for group in groups if group]
+    here = [i for i, plan in enumerate(plans) if plan.tier == DEVICE]
+    there = [i for i, plan in enumerate(plans) if plan.tier != DEVICE]
+    rest = groups(there, device_bytes, lambda i: plans[i].nbytes_per_device)
+    return [here, *rest] if here else list(rest)
 
 
 def constrain(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
@@ -182,9 +176,8 @@ def _lies_right(leaf: Any, sharding: NamedSharding) -> bool:
     return leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
-def check_alive(state: Any) -> None:
-    """Refuses a state whose arrays an earlier step has consumed."""
-    leaves = jax.tree.leaves(state)
+def check_alive(state: Any, leaves: Sequence[Any]) -> None:
+    """Refuses a state, of these leaves, whose arrays an earlier step has consumed."""
     arrays = (jax.Array, _padded.PaddedArray)
     dead = [isinstance(leaf, arrays) and leaf.is_deleted() for leaf in leaves]
     if any(dead):  # Paths cost more than the check, which every step makes.

@@ -178,11 +178,6 @@ class SlicedTurn:
 
     # -- programs ------------------------------------------------------------------------------------
 
-    def _shard_map(
-        self, fn: Callable[..., Any], in_specs: Any, out_specs: Any
-    ) -> Callable[..., Any]:
-        return self._runner.shard_map(fn, in_specs, out_specs)
-
     def _rests_alike(self, var: Var) -> bool:
         place = self._parts.leaf_of.get(var)
         return place is None or self._runner.leaves[place].layout == self._layout
@@ -200,7 +195,7 @@ class SlicedTurn:
             return [interp.as_dim(self._frame, v, placed(x, leaf), dim) for v, x, leaf in triples]
 
         specs = [_layout.partition_spec(leaf.layout) for leaf in leaves]
-        return jax.jit(self._shard_map(local, (specs,), [self._spec] * len(leaves)))
+        return jax.jit(self._runner.shard_map(local, (specs,), [self._spec] * len(leaves)))
 
     def _leaving(self) -> Callable[..., Any]:
         """The renewed shards in the form in which they rest, in the place of the old ones."""
@@ -219,7 +214,7 @@ class SlicedTurn:
             return new
 
         specs = [runner.state_specs[i] for i in self._renewed]
-        run = self._shard_map(local, (specs, [self._spec] * len(specs)), specs)
+        run = self._runner.shard_map(local, (specs, [self._spec] * len(specs)), specs)
         return jax.jit(run, donate_argnums=0)
 
     def _place(self, tier: str) -> NamedSharding:
@@ -234,7 +229,9 @@ class SlicedTurn:
 
             ins = tuple([self._spec] * num for num in nums), P()
             outs = tuple([self._slice_spec] * num for num in nums)
-            return jax.device_put(self._shard_map(local, ins, outs)((own, others), start), place)
+            return jax.device_put(
+                self._runner.shard_map(local, ins, outs)((own, others), start), place
+            )
 
         return jax.jit(fetch, static_argnames="size", out_shardings=place)
 
@@ -246,7 +243,7 @@ class SlicedTurn:
                 return [_put(x, part, start) for x, part in zip(olds, new, strict=True)]
 
             specs = [self._spec] * num
-            run = self._shard_map(local, (specs, [self._slice_spec] * num, P()), specs)
+            run = self._runner.shard_map(local, (specs, [self._slice_spec] * num, P()), specs)
             # What the next slice does not consume, to wait for.
             return run(olds, jax.device_put(new, place), start), _done(start)
 
@@ -283,7 +280,7 @@ class SlicedTurn:
         def update(
             own: Any, olds: Any, others: Any, reads: Any, scalars: Any, start: Any, size: int
         ) -> Any:
-            run = self._shard_map(functools.partial(local, size), (specs, P()), outs)
+            run = self._runner.shard_map(functools.partial(local, size), (specs, P()), outs)
             return *run([own, olds, others, reads, scalars], start), _done(start)
 
         return jax.jit(update, static_argnames="size", donate_argnums=(0, 1))

@@ -243,7 +243,7 @@ class ShardedTrainStep:
             program = self._agreed_program_for(call)
             leaves = program.plan.leaves
             new_state, outs = program.step(
-                self._place_state(call.state, leaves, program.state_shardings),
+                self._place_state(call.state, state, leaves, program.state_shardings),
                 _placing.place(
                     arrays,
                     program.argument_shardings,
@@ -294,15 +294,16 @@ class ShardedTrainStep:
           ProcessError: it differs between processes, or one does not come.
         """
         plans, shardings = self.leaf_plans(state, *args, **kwargs)
-        placed = self._place_state(state, plans, shardings)
-        return jax.tree.unflatten(jax.tree.structure(state), _placing.wrap(placed, plans))
+        leaves, tree = jax.tree.flatten(state)
+        placed = self._place_state(state, leaves, plans, shardings)
+        return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
 
     def unshard(self, state: Any) -> Any:
         """The state with every leaf whole on every device of the mesh, to evaluate or to export."""
         setting = self._setting()
         full = NamedSharding(setting.mesh, PartitionSpec())
         leaves, tree = jax.tree.flatten(state)
-        _placing.check_alive(state)
+        _placing.check_alive(state, leaves)
         plain = [jnp.asarray(x) if isinstance(x, PaddedArray) else x for x in leaves]
         whole = _placing.place(
             plain, [full] * len(leaves), lambda: _call.leaf_paths(state, "state")
@@ -326,11 +327,12 @@ class ShardedTrainStep:
         return jax.tree.unflatten(jax.tree.structure(state), found)
 
     def _place_state(
-        self, state: Any, plans: Sequence[_plan.LeafPlan], shardings: Sequence[NamedSharding]
-    ) -> list[Any]:
-        """A state's leaves where the plan has them, padded."""
-        _placing.check_alive(state)
-        leaves = _placing.pad(jax.tree.leaves(state), plans)
+        self, state: Any, leaves: Sequence[Any], plans: Sequence[_plan.LeafPlan],
+        shardings: Sequence[NamedSharding],
+    ) -> list[Any]:  # fmt: skip
+        """The leaves of `state` where the plan has them, padded."""
+        _placing.check_alive(state, leaves)
+        leaves = _placing.pad(leaves, plans)
         held = _placing.held_whole(leaves, shardings)
         if held:
             setting = self._setting()

@@ -6,7 +6,7 @@ What it writes is an ordinary Orbax checkpoint, for every reader of Orbax checkp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +16,11 @@ import tensorstore
 from orbax.checkpoint import type_handlers
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals as CommitFuture
 
+from jzero._groups import groups
 from jzero._padded import PaddedArray
 
 # A reader decodes whole chunks, also for a small part of one; so other layouts read little in vain.
 _CHUNK_BYTES = 16 * 2**20
-
-
 # Bytes of leaves that a save writes in one transaction: it makes one new root of the tree that is on disk,
 # waits for the disk, and holds what is written in it, compressed, until it is committed.
 _TOGETHER = 2**28
@@ -66,8 +65,8 @@ class ArrayHandler(type_handlers.ArrayHandler):
     """Saves `jax.Array`s and `PaddedArray`s in their true shapes, every chunk with a checksum.
 
     Orbax's own writes chunks in which a flipped bit is restored as if it were right, and knows only
-    shards of one size. Reading is Orbax's (it fills up with zeros), leaf by leaf, so that each failure
-    has its leaf.
+    shards of one size. Reading is Orbax's (it fills up with zeros), and again leaf by leaf if it fails, so
+    that each failure has its leaf.
     """
 
     def __init__(self) -> None:
@@ -137,19 +136,6 @@ def write_spec(
     )
     spec["metadata"] = _metadata(shape, _chunk_shape(shard_shape, dtype.itemsize))
     return spec
-
-
-def groups(things: Iterable[Any], limit: int) -> Iterator[list[Any]]:
-    """Things in turn, as many as have `limit` bytes (`nbytes`) together, and at least one."""
-    group: list[Any] = []
-    held = 0
-    for thing in things:
-        if group and held + thing.nbytes > limit:
-            yield group
-            group, held = [], 0
-        group.append(thing)
-        held += thing.nbytes
-    yield group
 
 
 async def _named(

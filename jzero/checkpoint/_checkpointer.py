@@ -17,9 +17,9 @@ from etils import epath
 from jzero import _placing
 from jzero._errors import CheckpointError, JzeroError, OptionError, StateError, message
 from jzero._step import ShardedTrainStep
-from jzero.checkpoint import _arrays, _iterators
+from jzero.checkpoint import _arrays, _iterators, _stored
 from jzero.checkpoint._match import leaf_names
-from jzero.checkpoint._restore import restore
+from jzero.checkpoint._restore import restore_for
 from jzero.checkpoint._stored import DATA, STATE
 from jzero.sharding._plan import OTHER
 
@@ -157,7 +157,7 @@ class Checkpointer:
         """
         if not self._is_due(step, force):
             return False
-        _placing.check_alive(state)
+        _placing.check_alive(state, jax.tree.leaves(state))
         _check_names(state)
         items: dict[str, Any] = {STATE: ocp.args.PyTreeSave(_as_container(state))}
         if data_iterator is not None:
@@ -197,17 +197,16 @@ class Checkpointer:
           CheckpointError: there is no such step, or its leaves are not those of the state, or are damaged.
         """
         self.wait()
-        steps = self._complete_steps()
+        steps = _stored.steps(self._directory)
         step = max(steps, default=None) if step is None else step
         if step is None or step not in steps:
             missing = "no step" if step is None else f"no step {step}"
             raise CheckpointError(message(
                 "Checkpointer.restore", f"{self._directory} has {missing}",
-                f"It has the steps {sorted(steps)}.", "Ask latest_step() first."))  # fmt: skip
+                f"It has the steps {steps}.", "Ask latest_step() first."))  # fmt: skip
         path = self._directory / str(step)
-        restored = restore(
-            path, self._train_step, state, *args, who="Checkpointer.restore", **kwargs
-        )
+        who = "Checkpointer.restore"
+        restored = restore_for(who, path, self._train_step, state, args, kwargs)
         if data_iterator is not None:
             self._restore_iterator(step, data_iterator)
         self._last = step
@@ -215,7 +214,7 @@ class Checkpointer:
 
     def latest_step(self) -> int | None:
         """The number of the latest complete step; None if there is none."""
-        return max(self._complete_steps(), default=None)
+        return max(_stored.steps(self._directory), default=None)
 
     def preempted(self, step: int) -> bool:
         """Whether to save and end, because a process was sent SIGTERM: the same answer in all of them.
@@ -257,10 +256,6 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _complete_steps(self) -> list[int]:
-        """As they are on disk: another process may have written some."""
-        return sorted(ocp.utils.checkpoint_steps(self._directory))
 
     def _is_due(self, step: int, force: bool) -> bool:
         step, latest = _step_number(step), self._manager.latest_step()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero._errors import CheckpointError, OptionError, message
+from jzero._groups import groups
 from jzero._quantities import BYTES_RULE, parse_bytes
 from jzero.checkpoint import _arrays, _safetensors, _stored, _stream
 from jzero.checkpoint._match import masters
@@ -164,7 +165,7 @@ def _split(exports: Sequence[_Export], limit: int) -> list[list[_Export]]:
     # Tensors of larger items first: so each begins at a multiple of its item.
     return [
         sorted(file, key=lambda export: -export.tensor.dtype.itemsize)
-        for file in _arrays.groups(exports, limit)
+        for file in groups(exports, limit)
     ]
 
 

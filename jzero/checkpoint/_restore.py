@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,7 @@ _AT_ONCE = 2**27  # bytes that may be read at the same time, however small the l
 
 
 def restore(
-    path: str | Path,
-    train_step: ShardedTrainStep,
-    state: Any,
-    *args: Any,
-    who: str = "restore",
-    **kwargs: Any,
+    path: str | Path, train_step: ShardedTrainStep, state: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Restores one checkpoint into the layout that `train_step` wants, whatever layout it was saved in.
 
@@ -54,7 +50,6 @@ def restore(
         has them.
       *args: optionally the step's other arguments (arrays or shapes): with them, parameters rest at once
         as stages 1 and 2 have them; see `ShardedTrainStep.state_shardings`.
-      who: what messages call the caller.
       **kwargs: the same by name.
 
     Returns:
@@ -63,6 +58,14 @@ def restore(
     Raises:
       CheckpointError: every leaf that is missing, left over, of another shape or dtype, or damaged.
     """
+    return restore_for("restore", path, train_step, state, args, kwargs)
+
+
+def restore_for(
+    who: str, path: str | Path, train_step: ShardedTrainStep, state: Any,
+    args: Sequence[Any], kwargs: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """`restore`, for the caller that messages name."""
     if not isinstance(train_step, ShardedTrainStep):
         raise OptionError(message(
             who, f"train_step is a {type(train_step).__name__}", "It decides where each leaf goes.",

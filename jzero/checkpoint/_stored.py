@@ -53,7 +53,8 @@ def steps(path: str | Path) -> list[int]:
     """The complete steps in a `Checkpointer`'s directory; none in the directory of one checkpoint."""
     directory = epath.Path(path)
     parts = directory.iterdir() if directory.is_dir() else ()
-    return sorted(int(part.name) for part in parts if part.name.isdecimal() and part.is_dir())
+    found = (part for part in parts if part.name.isdecimal() and part.is_dir())
+    return sorted(int(part.name) for part in found if ocp.utils.is_checkpoint_finalized(part))
 
 
 def find_latest(who: str, path: str | Path) -> Stored:

@@ -20,8 +20,9 @@ from orbax.checkpoint import type_handlers
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals as CommitFuture
 
 from jzero._errors import CheckpointError
+from jzero._groups import groups
 from jzero.checkpoint import _arrays
-from jzero.checkpoint._arrays import AT_ONCE, groups
+from jzero.checkpoint._arrays import AT_ONCE
 from jzero.checkpoint._match import leaf_names
 from jzero.checkpoint._stored import Stored, damaged
 

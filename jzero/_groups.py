@@ -1,0 +1,22 @@
+"""Things in turn, in groups of so many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+
+def groups(
+    things: Iterable[Any], limit: int, nbytes: Callable[[Any], int] = lambda thing: thing.nbytes
+) -> Iterator[list[Any]]:
+    """As many things in turn as have `limit` bytes together, and at least one; none if there are none."""
+    group: list[Any] = []
+    held = 0
+    for thing in things:
+        if group and held + nbytes(thing) > limit:
+            yield group
+            group, held = [], 0
+        group.append(thing)
+        held += nbytes(thing)
+    if group:
+        yield group
