@@ -27,6 +27,7 @@ from jzero._whole import total as total
 from jzero._whole import weighted_mean as weighted_mean
 from jzero.checkpoint._checkpointer import Checkpointer as Checkpointer
 from jzero.checkpoint._restore import restore as restore
+from jzero.offload._policy import HostCPU as HostCPU
 from jzero.offload._policy import NoOffload as NoOffload
 from jzero.offload._policy import PinnedHost as PinnedHost
 

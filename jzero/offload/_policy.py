@@ -66,6 +66,74 @@ class PinnedHost:
         object.__setattr__(self, "device_bytes", num)
 
 
+@dataclasses.dataclass(frozen=True)
+class HostCPU:
+    """Optimizer state rests in the memory of the devices' host, and is updated there by its processors.
+
+    Needs `pip install jzero[offload]`.
+
+    Attributes:
+      delayed_update: whether the host applies the gradients of one step while the devices compute the next
+        (one-step delayed parameter update), so that neither waits for the other.
+      delay_after: how many steps are not delayed, so that a training has left its first steps, in which
+        gradients change fast; 40 by default.
+      ratio: the share of optimizer state, by bytes, that rests on the host, above 0 and up to 1; the rest
+        rests on the devices and is updated there at the same time. 'auto' measures both, so that both end
+        together.
+      threads: how many threads update; as many as this process may use processors by default.
+    """
+
+    delayed_update: bool = False
+    delay_after: int | None = None
+    ratio: float | str = 1.0
+    threads: int | None = None
+    tier: ClassVar[str] = "host"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.delayed_update, bool):
+            raise OptionError(message(
+                "HostCPU", f"delayed_update={self.delayed_update!r}", "It is True or False.",
+                "Use delayed_update=True to let host and devices work at the same time."))  # fmt: skip
+        if self.delay_after is not None:
+            num = _int(self.delay_after)
+            if num is None or num < 0:
+                raise OptionError(message(
+                    "HostCPU", f"delay_after={self.delay_after!r}",
+                    "It is the number of steps that are not delayed, an int from 0.",
+                    "Use delay_after=40, or drop it."))  # fmt: skip
+            if not self.delayed_update:
+                raise OptionError(message(
+                    "HostCPU", f"delay_after={self.delay_after!r} without delayed_update",
+                    "It is the number of steps before updates are delayed.",
+                    "Drop it, or use delayed_update=True."))  # fmt: skip
+            object.__setattr__(self, "delay_after", num)
+        if self.ratio != "auto":
+            share = _float(self.ratio)
+            if share is None or not 0 < share <= 1:
+                raise OptionError(message(
+                    "HostCPU", f"ratio={self.ratio!r}",
+                    "It is the share of optimizer state that rests on the host, by bytes: above 0, up to 1.",
+                    "Use a number in this range, 'auto', or drop it."))  # fmt: skip
+            object.__setattr__(self, "ratio", share)
+        if self.threads is not None:
+            num = _int(self.threads)
+            if num is None or num < 1:
+                raise OptionError(message(
+                    "HostCPU", f"threads={self.threads!r}", "It is how many threads update, an int from 1.",
+                    "Drop it to use all processors that this process may use."))  # fmt: skip
+            object.__setattr__(self, "threads", num)
+
+
+def _float(x: Any) -> float | None:
+    """A float, of NumPy's, too; None if it is none."""
+    if isinstance(x, bool | str):
+        return None
+    try:
+        return float(x)
+    except (TypeError, ValueError):
+        return None
+
+
 def _int(x: Any) -> int | None:
     """An int, of NumPy's, too; None if it is none."""
     if isinstance(x, bool):
@@ -76,5 +144,5 @@ def _int(x: Any) -> int | None:
         return None
 
 
-Offload = NoOffload | PinnedHost
+Offload = NoOffload | PinnedHost | HostCPU
 NO_OFFLOAD = NoOffload()

@@ -16,7 +16,7 @@ from jzero.sharding._layout import FULL, Automatic, Layout, Shard
 from jzero.sharding._links import Links
 
 PARAMETER, OPTIMIZER, OTHER = "parameter", "optimizer state", "other"
-DEVICE = "device"
+DEVICE, HOST = "device", "host"
 
 
 class Stage(NamedTuple):
@@ -118,7 +118,7 @@ class LeafPlan:
       averaged: its new value differs between devices, and their mean is kept (batch statistics).
       padding: what is added at rest to the sharded dim, if the devices do not divide it.
       why_full: the reason, for a leaf that the stage would shard and that stays full.
-      tier: the memory in which it rests: 'device', or 'pinned_host' of the device's host.
+      tier: the memory in which it rests: 'device', or its host's: 'pinned_host' (as JAX arrays), 'host'.
     """
 
     path: str
