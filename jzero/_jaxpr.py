@@ -387,16 +387,23 @@ def part(
 
     With `effects` it has every equation that does more than compute.
     """
-    known, needed = set(given), {atom for atom in wanted if not is_literal(atom)}
-    eqns: list[Eqn] = []
-    for eqn in reversed(jaxpr.eqns):
+    eqns, needed = _behind(jaxpr.eqns, wanted, set(given), effects)
+    reads = [var for var in [*jaxpr.constvars, *jaxpr.invars, *given] if var in needed]
+    piece = jaxpr.replace(constvars=[], invars=reads, outvars=list(wanted), eqns=eqns)
+    return Part(reads, lambda *args: core.eval_jaxpr(piece, (), *args))
+
+
+def _behind(
+    eqns: Sequence[Eqn], wanted: Sequence[Atom], known: set[Var], effects: bool
+) -> tuple[list[Eqn], set[Var]]:
+    """The equations that compute `wanted`, in order, and every variable that is read on the way."""
+    needed, found = {atom for atom in wanted if not is_literal(atom)}, []
+    for eqn in reversed(eqns):
         acts = effects and has_side_effects(eqn)
         if acts or any(out in needed and out not in known for out in eqn.outvars):
-            eqns.append(eqn)
+            found.append(eqn)
             needed.update(atom for atom in eqn.invars if not is_literal(atom))
-    reads = [var for var in [*jaxpr.constvars, *jaxpr.invars, *given] if var in needed]
-    piece = jaxpr.replace(constvars=[], invars=reads, outvars=list(wanted), eqns=eqns[::-1])
-    return Part(reads, lambda *args: core.eval_jaxpr(piece, (), *args))
+    return found[::-1], needed
 
 
 def _reduce_mark_abstract(ct: Any, primal: Any) -> Any:
@@ -451,3 +458,50 @@ def inner_jaxprs(eqn: Eqn) -> list[Any]:
         for value in (param if isinstance(param, (tuple, list)) else [param])
         if hasattr(value, "eqns")
     ]
+
+
+class Body(NamedTuple):
+    """What a `jax.shard_map`ped function does on one device.
+
+    Attributes:
+      jaxpr: its equations; `axis_index` is not among them, but inside loops and branches.
+      used: the arguments that something reads, by index.
+      axes: mesh axes whose index it asks, once for each time it does.
+      run: `(arguments, indices) -> results`; an argument that is not used may be None.
+    """
+
+    jaxpr: Jaxpr
+    used: set[int]
+    axes: list[str]
+    run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+
+
+def body_of_shard_map(fn: Callable[..., Any], *args: Any) -> Body:
+    """The body of the one `jax.shard_map` that `fn` is."""
+    outer, outer_consts = open_jaxpr(jax.make_jaxpr(fn)(*args))
+    (eqn,) = outer.eqns
+    flat, consts = flatten_calls(*open_jaxpr(eqn.params["jaxpr"]))
+    eqns, read = _behind(flat.eqns, flat.outvars, set(), effects=True)
+    asked = [e for e in eqns if e.primitive.name == "axis_index"]
+    jaxpr = outer.replace(
+        constvars=flat.constvars,
+        invars=[*flat.invars, *(e.outvars[0] for e in asked)],
+        outvars=flat.outvars,
+        eqns=[e for e in eqns if e not in asked],
+        debug_info=outer.debug_info.with_unknown_names(),
+    )
+    # Constants may have become arguments.
+    known = dict(zip(outer.constvars, outer_consts, strict=True))
+    places = {var: i for i, var in enumerate(outer.invars)}
+    pairs = zip(eqn.invars, flat.invars, strict=True)
+    used = {places[a] for a, var in pairs if not is_literal(a) and a in places and var in read}
+
+    def run(arguments: Sequence[Any], indices: Sequence[Any]) -> list[Any]:
+        def value(atom: Atom) -> Any:
+            if is_literal(atom):
+                return literal(atom)
+            return known[atom] if atom in known else arguments[places[atom]]
+
+        return core.eval_jaxpr(jaxpr, consts, *map(value, eqn.invars), *indices)
+
+    return Body(jaxpr, used, [e.params["axis_name"] for e in asked], run)

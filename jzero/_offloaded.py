@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero import _jaxpr
-from jzero._parts import Compiled, Part, Parts
+from jzero._parts import Compiled, Part, Parts, in_order, run_parts
 from jzero._slices import SlicedTurn
 from jzero.offload._pinned import Visit, stream
 from jzero.sharding._plan import DEVICE, Turn
@@ -75,11 +75,7 @@ class OffloadedStep:
 
     def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The step on whole arrays as one function, to be read; nothing is copied to or from the host."""
-        values = dict(zip(self._jaxpr.invars, [*state, *arrays], strict=True))
-        outs: dict[int, Any] = {}
-        for part in (self.grad, *self.turns):
-            outs |= part(values, part.run)
-        return self._in_order(outs, state)
+        return run_parts(self._parts, (self.grad, *self.turns), state, arrays)
 
     def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """Its trace as one program: what processes compare before they run it."""
@@ -92,13 +88,7 @@ class OffloadedStep:
         values = dict(zip(self._jaxpr.invars, [*state, *arrays], strict=True))
         outs = self.grad(values, self.grad.jitted)
         stream(self._visits(values, outs), self._device_bytes)
-        return self._in_order(outs, state)
-
-    def _in_order(self, outs: dict[int, Any], state: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        num = len(self._jaxpr.outvars)
-        # An offloaded leaf that no part makes keeps its value.
-        found = [outs[i] if i in outs else state[i] for i in range(num)]
-        return found[: len(self._leaves)], found[len(self._leaves) :]
+        return in_order(self._parts, outs, state)
 
     def _visits(self, values: Values, outs: dict[int, Any]) -> Iterator[Visit]:
         for index, (turn, plan) in enumerate(zip(self.turns, self._plans, strict=True)):

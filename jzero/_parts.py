@@ -174,8 +174,11 @@ class Parts:
 
     def collectives(self, part: Part) -> tuple[Collective, ...]:
         """What a program moves between the devices: nothing, if it could run where there are no others."""
-        takes = [[self._aval(var) for var in group] for group in (part.consumes, part.reads)]
-        return tuple(_traffic.collectives(jax.make_jaxpr(part.run)(*takes)))
+        return tuple(_traffic.collectives(jax.make_jaxpr(part.run)(*self.avals(part))))
+
+    def avals(self, part: Part) -> list[list[jax.ShapeDtypeStruct]]:
+        """Of what a program takes."""
+        return [[self.aval(var) for var in group] for group in (part.consumes, part.reads)]
 
     # -- values that cross between parts -------------------------------------------------------------
 
@@ -195,7 +198,47 @@ class Parts:
         specs = [*self.runner.state_specs, *self.runner.specs]
         return specs[place]
 
-    def _aval(self, var: Var) -> jax.ShapeDtypeStruct:
+    def entering(self, variables: Sequence[Var]) -> Callable[..., Any] | None:
+        """`leaves -> shards`: leaves that rest on the devices, in shards like gradients; None if they are."""
+        if all(map(self._rests_in_shards, variables)):
+            return None
+        leaves = [self._leaf(var) for var in variables]
+
+        def local(xs: list[Any]) -> list[Any]:
+            interp, frame = self.runner.interpreter(), self._frame
+            triples = zip(variables, xs, leaves, strict=True)
+            return [
+                interp.as_dim(frame, v, placed(x, leaf), interp.dim_of(frame, v))
+                for v, x, leaf in triples
+            ]
+
+        specs = [_layout.partition_spec(leaf.layout) for leaf in leaves]
+        crossed = [_layout.partition_spec(self.layout(var)) for var in variables]
+        return self.runner.shard_map(local, (specs,), crossed)
+
+    def leaving(self, outs: Sequence[int]) -> Callable[..., Any] | None:
+        """`(old leaves, shards) -> leaves`: renewed shards like gradients, as they rest; None if they do."""
+        variables = [self._frame.jaxpr.invars[i] for i in outs]
+        if all(map(self._rests_in_shards, variables)):
+            return None
+        runner, frame = self.runner, self._frame
+
+        def local(olds: list[Any], shards: list[Any]) -> list[Any]:
+            interp, new = runner.interpreter(), []
+            for i, var, old, x in zip(outs, variables, olds, shards, strict=True):
+                atom, path, dim = frame.jaxpr.outvars[i], self._leaf(var).path, interp.dim_of(frame, var)
+                env = Env({atom: interp.devices.value(x, dim, atom.aval.shape, path)})
+                new.append(runner.out(interp, env, i, old))
+            return new
+
+        specs = [runner.state_specs[i] for i in outs]
+        crossed = [_layout.partition_spec(self.layout(var)) for var in variables]
+        return runner.shard_map(local, (specs, crossed), specs)
+
+    def _rests_in_shards(self, var: Var) -> bool:
+        return var not in self.leaf_of or self._leaf(var).layout == self.layout(var)
+
+    def aval(self, var: Var) -> jax.ShapeDtypeStruct:
         """Of a leaf of the state, or of what another part gives."""
         shape: tuple[int, ...] = var.aval.shape
         if var in self.leaf_of:
@@ -216,3 +259,24 @@ class Parts:
     def _given(self, interp: Interpreter, env: Env, var: Var) -> Any:
         value = interp.read(self._frame, env, self._update.boundary.get(var), var)
         return interp.as_dim(self._frame, var, value, interp.dim_of(self._frame, var))
+
+
+def run_parts(
+    parts: Parts, programs: Sequence[Part], state: Sequence[Any], arrays: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """A step on whole arrays, program after program; nothing is copied to or from the host."""
+    jaxpr = parts.runner.frame.jaxpr
+    values = dict(zip(jaxpr.invars, [*state, *arrays], strict=True))
+    outs: dict[int, Any] = {}
+    for part in programs:
+        outs |= part(values, part.run)
+    return in_order(parts, outs, state)
+
+
+def in_order(
+    parts: Parts, outs: Mapping[int, Any], state: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """New state and outputs; a leaf that no program made keeps its value."""
+    num = len(parts.runner.frame.jaxpr.outvars)
+    found = [outs[i] if i in outs else state[i] for i in range(num)]
+    return found[: len(state)], found[len(state) :]

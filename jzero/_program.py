@@ -11,16 +11,18 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jzero import _call, _outputs, _slices, _trace
+from jzero import _call, _outputs, _slices, _tiers, _trace
 from jzero._errors import MeshError, OptionError, message
+from jzero._hosted import HostedStep
 from jzero._offloaded import OffloadedStep
 from jzero._parts import Parts
 from jzero._run import Runner
 from jzero._setting import Setting
-from jzero.offload._policy import PinnedHost
+from jzero.offload._policy import HostCPU, PinnedHost
 from jzero.sharding import _layout, _pieces, _plan
 from jzero.sharding._links import Links
 from jzero.sharding._needs import note_needs
+from jzero.sharding._pieces import UpdatePart
 from jzero.sharding._plan import Leaf, LeafPlan, Plan, Turn
 
 WHO = _call.WHO
@@ -132,13 +134,12 @@ def build(
     note_needs(frame, len(out_varying))
     averaged = [bool(axes) for axes in out_varying[:num_state]]
     plans = _plan.plan_leaves(leaves, setting.sharding, frame, links, averaged)
-    feeding = _pieces.feeds_grad_part(frame) if options.offloads else set()
-    staying = [i for i, var in enumerate(frame.jaxpr.invars[:num_state]) if var in feeding]
+    resting, update = _tiers.decide(plans, frame, setting)
     plan = Plan(
         options.stage,
         tuple(setting.axes.items()),
         traced.reductions,
-        _plan.offload(plans, options.offload.tier, options.min_shard_bytes, staying),
+        resting,
         options.accumulate,
         options.reduce_once,
     )
@@ -149,9 +150,11 @@ def build(
     outputs = _outputs.output_layouts(
         traced, globals_, num_state, setting.axis_names, math.prod(setting.batch_axes.values()) == 1
     )
-    runner = Runner(setting, plan.leaves, traced, links, tuple(specs), tuple(outputs))
+    runner = Runner(
+        setting, plan.leaves, traced, links, tuple(specs), tuple(outputs), update.eqns
+    )
     state_shardings = shardings_of(plan.leaves, setting.mesh)
-    plan, run, step = (_in_parts if options.offloads else _in_one)(runner, plan, state_shardings)
+    plan, run, step = _runs(runner, plan, update, state_shardings)
     return Program(
         plan,
         run,
@@ -163,34 +166,28 @@ def build(
     )
 
 
-def _in_one(
-    runner: Runner, plan: Plan, shardings: list[NamedSharding]
+def _runs(
+    runner: Runner, plan: Plan, update: UpdatePart, shardings: list[NamedSharding]
 ) -> tuple[Plan, Callable[..., Any], Any]:
-    """The step as one program."""
+    """The plan, the step as a function of whole arrays, and compiled, as the policy has it."""
+    policy = runner.setting.options.offload
+    if isinstance(policy, PinnedHost):
+        return _streamed(runner, plan, update, policy, shardings)
+    if isinstance(policy, HostCPU):
+        hosted = HostedStep(runner, update, policy, shardings)
+        return plan, hosted.run, hosted
     run = runner.whole_step()
     # Else XLA would choose over the automatic axes, and the next step would move the state back.
     options: dict[str, Any] = {"out_shardings": (shardings, None)}
-    return (
-        plan,
-        run,
-        jax.jit(run, donate_argnums=0, **(options if runner.setting.automatic else {})),
-    )
+    step = jax.jit(run, donate_argnums=0, **(options if runner.setting.automatic else {}))
+    return plan, run, step
 
 
-def _in_parts(
-    runner: Runner, plan: Plan, shardings: list[NamedSharding]
-) -> tuple[Plan, Callable[..., Any], Any]:
-    """The step as several programs, because some of its state rests in the hosts' memory."""
-    policy = runner.setting.options.offload
-    assert isinstance(policy, PinnedHost)
-    offloaded = [i for i, leaf in enumerate(plan.leaves) if leaf.tier != _plan.DEVICE]
-    if not offloaded:
-        raise OptionError(message(
-            WHO, f"offload={policy}, and the state has no optimizer state that is worth it",
-            "Leaves of min_shard_bytes that only the update reads are offloaded: moments, averages, masters.",
-            "Drop offload."))  # fmt: skip
-    update = _pieces.cut_update(runner.frame, offloaded)
-    runner = dataclasses.replace(runner, apart=update.eqns)
+def _streamed(
+    runner: Runner, plan: Plan, update: UpdatePart, policy: PinnedHost,
+    shardings: list[NamedSharding],
+) -> tuple[Plan, Callable[..., Any], Any]:  # fmt: skip
+    """The update on the devices, in turns."""
     sizes = [leaf.nbytes_per_device for leaf in plan.leaves]
     packs = _pieces.pack(update.pieces, sizes, policy.device_bytes // TURNS_AT_ONCE)
     parts = Parts(runner, update, packs, shardings)

@@ -37,6 +37,7 @@ class Runner:
       specs: how each argument is split.
       outputs: layouts of what the step returns beside the state.
       apart: equations that run elsewhere, when all others have run.
+      masks_padding: the padding of what is returned is zero; else it holds anything.
     """
 
     setting: Setting
@@ -46,6 +47,7 @@ class Runner:
     specs: tuple[P, ...]
     outputs: tuple[Layout, ...]
     apart: Collection[int] = frozenset()
+    masks_padding: bool = True
 
     @property
     def frame(self) -> Frame:
@@ -167,7 +169,8 @@ class Runner:
         frame, example = self.frame, self.examples[index]
         atom, layout = frame.jaxpr.outvars[index], self.layouts[index]
         value = self._averaged(interp, env, index)
-        return _jaxpr.with_type_of(_finish(interp, atom, value, frame, layout, example, old), atom)
+        x = _finish(interp, atom, value, frame, layout, example, old, self.masks_padding)
+        return _jaxpr.with_type_of(x, atom)
 
     def _averaged(self, interp: Interpreter, env: Env, index: int) -> Value:
         """What differs between devices is averaged, except one entry per example."""
@@ -190,7 +193,8 @@ def placed(x: Any, leaf: LeafPlan) -> Value:
 
 
 def _finish(
-    interp: Interpreter, atom: Any, value: Value, frame: Frame, layout: Layout, example: bool, old: Any
+    interp: Interpreter, atom: Any, value: Value, frame: Frame, layout: Layout, example: bool, old: Any,
+    masks_padding: bool,
 ) -> Any:  # fmt: skip
     if isinstance(layout, Full):
         if old is None:
@@ -201,7 +205,9 @@ def _finish(
         x = interp.devices.shard(value, dim, layout.axes)
         size = atom.aval.shape[dim]
         padded = interp.devices.shard_size(size, layout.axes) * interp.devices.count(layout.axes)
-        return x if padded == size else _collectives.mask_padding(x, dim, size, layout.axes, 0)
+        if padded == size or not masks_padding:
+            return x
+        return _collectives.mask_padding(x, dim, size, layout.axes, 0)
     x = interp.full(frame, atom, value)  # One entry per example: each device has its own.
     if interp.microbatches == 1:
         return x

@@ -178,44 +178,13 @@ class SlicedTurn:
 
     # -- programs ------------------------------------------------------------------------------------
 
-    def _rests_alike(self, var: Var) -> bool:
-        place = self._parts.leaf_of.get(var)
-        return place is None or self._runner.leaves[place].layout == self._layout
-
     def _entering(self, variables: Sequence[Var]) -> Callable[..., Any]:
-        """Values as shards like the moments'."""
-        if all(map(self._rests_alike, variables)):
-            return list
-        leaves = [self._runner.leaves[self._parts.leaf_of[var]] for var in variables]
-        dim = self._layout.dim if isinstance(self._layout, Shard) else None
-
-        def local(xs: list[Any]) -> list[Any]:
-            interp = self._runner.interpreter()
-            triples = zip(variables, xs, leaves, strict=True)
-            return [interp.as_dim(self._frame, v, placed(x, leaf), dim) for v, x, leaf in triples]
-
-        specs = [_layout.partition_spec(leaf.layout) for leaf in leaves]
-        return jax.jit(self._runner.shard_map(local, (specs,), [self._spec] * len(leaves)))
+        enter = self._parts.entering(variables)
+        return list if enter is None else jax.jit(enter)
 
     def _leaving(self) -> Callable[..., Any]:
-        """The renewed shards in the form in which they rest, in the place of the old ones."""
-        if all(map(self._rests_alike, self._vars(self._renewed))):
-            return lambda olds, shards: shards
-        runner, frame = self._runner, self._frame
-        dim = self._layout.dim if isinstance(self._layout, Shard) else None
-
-        def local(olds: list[Any], shards: list[Any]) -> list[Any]:
-            interp = runner.interpreter()
-            new = []
-            for i, old, x in zip(self._renewed, olds, shards, strict=True):
-                atom, path = frame.jaxpr.outvars[i], runner.leaves[i].path
-                env = Env({atom: interp.devices.value(x, dim, atom.aval.shape, path)})
-                new.append(runner.out(interp, env, i, old))
-            return new
-
-        specs = [runner.state_specs[i] for i in self._renewed]
-        run = self._runner.shard_map(local, (specs, [self._spec] * len(specs)), specs)
-        return jax.jit(run, donate_argnums=0)
+        leave = self._parts.leaving(self._renewed)
+        return (lambda olds, shards: shards) if leave is None else jax.jit(leave, donate_argnums=0)
 
     def _place(self, tier: str) -> NamedSharding:
         return NamedSharding(self._runner.setting.mesh, self._slice_spec, memory_kind=tier)

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from jzero._errors import OptionError, message
 
+_DELAY_AFTER = 40  # ZeRO-Offload, section 5.2
+
 
 @dataclasses.dataclass(frozen=True)
 class NoOffload:
@@ -122,6 +124,11 @@ class HostCPU:
                     "HostCPU", f"threads={self.threads!r}", "It is how many threads update, an int from 1.",
                     "Drop it to use all processors that this process may use."))  # fmt: skip
             object.__setattr__(self, "threads", num)
+
+    def delays(self, num_steps: int) -> bool:
+        """Whether the update of a step is delayed that has so many steps before it."""
+        after = _DELAY_AFTER if self.delay_after is None else self.delay_after
+        return self.delayed_update and num_steps >= after
 
 
 def _float(x: Any) -> float | None:

@@ -1,0 +1,170 @@
+"""`HostEngine`: runs a `HostPart` on the host's processors, and sends what it makes to the devices."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from jzero._host_array import HostArray
+from jzero._host_part import HostPart
+from jzero.offload._host_update import HostUpdate
+from jzero.sharding._plan import LeafPlan
+
+PINNED = "pinned_host"
+Index = tuple[slice, ...]
+
+
+class _Outputs(NamedTuple):
+    """Memory for what goes to the devices.
+
+    Attributes:
+      arrays: in pinned memory; whole, each device's part in its own buffer.
+      views: for each array, that memory of each local device.
+      sent: the arrays' last copies on the devices.
+    """
+
+    arrays: list[jax.Array]
+    views: list[list[np.ndarray]]
+    sent: list[jax.Array]
+
+
+class HostEngine:
+    """Updates the shards of this process's devices, all in one parallel loop.
+
+    Attributes:
+      update: compiled; says by which road each leaf is updated.
+    """
+
+    def __init__(
+        self, part: HostPart, leaves: Sequence[LeafPlan], devices: Sequence[jax.Device],
+        threads: int | None, num_sets: int,
+    ):  # fmt: skip
+        """Compiles, and makes memory for outputs.
+
+        Args:
+          part: what to run.
+          leaves: its leaves.
+          devices: whose shards are updated; other local devices are their replicas.
+          threads: how many threads update.
+          num_sets: of outputs, used in turn: one more than steps whose copies to the devices may be under way
+            when the next one writes.
+        """
+        self._part = part
+        reads = [_shard_of(aval) for aval in part.read_avals()]
+        indices = [jax.ShapeDtypeStruct((), np.int32) for _ in part.axes]
+        names = [*(leaf.path for leaf in leaves), *(f"output {i}" for i in part.outs)]
+        self.update = HostUpdate(
+            part.update, part.state_avals(), [*reads, *indices], names=names, threads=threads
+        )
+        self._local = [d for d in part.mesh.devices.flat if d.process_index == jax.process_index()]
+        self._at = [self._local.index(device) for device in devices]
+        self._like = [self._at[i] for i in part.replica_of(self._local, devices)]
+        self._indices = [_indices(part.mesh, device, part.axes) for device in devices]
+        outs, shapes = part.out_avals(), part.out_shapes()
+        self._places = [aval.sharding for aval in outs]
+        self._sets = [self._outputs(outs) for _ in range(num_sets)]
+        self._state: Sequence[HostArray] = ()
+        self._padding_of_outs = [
+            _padding(aval.sharding, aval.shape, shape, self._local)
+            for aval, shape in zip(outs, shapes, strict=True)
+        ]
+        self._padding_of_leaves = [
+            _padding(part.at_rest(leaf), leaf.padded_shape, leaf.shape, devices) for leaf in leaves
+        ]
+
+    def _outputs(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Outputs:
+        arrays = [_pinned(aval, self._local) for aval in avals]
+        # `addressable_data` has one array for all devices if they hold the same.
+        views = [[_view(shard.data) for shard in x.addressable_shards] for x in arrays]
+        return _Outputs(arrays, views, [])
+
+    def prepare(self, state: Sequence[HostArray], reads: Sequence[jax.Array]) -> None:
+        """Does everything that can fail, and overwrites nothing. Waits for `reads`, in pinned memory."""
+        # All devices, those that are replicas too: parameters are freed after this.
+        jax.block_until_ready(list(reads))
+        inputs = [
+            [*(x.addressable_data(k) for x in reads), *indices]
+            for k, indices in zip(self._at, self._indices, strict=True)
+        ]
+        buffers = [[leaf.buffers[k] for leaf in state] for k in range(len(self._at))]
+        self.update.prepare(buffers, inputs)
+        self._sets.append(self._sets.pop(0))
+        # The devices have computed with these long ago, unless nobody used them.
+        jax.block_until_ready([x for x in self._sets[-1].sent if not x.is_deleted()])
+        self._state = state
+
+    def run(self) -> Iterator[dict[int, jax.Array]]:
+        """Updates in place; yields what a chunk makes for the devices, by output, on its way there."""
+        outputs = self._sets[-1]
+        outputs.sent.clear()
+        for done in self.update.run([[views[k] for views in outputs.views] for k in self._at]):
+            for i in done:
+                self._complete(outputs.views[i], self._padding_of_outs[i])
+            places = [self._places[i] for i in done]
+            sent = jax.device_put([outputs.arrays[i] for i in done], places)
+            outputs.sent.extend(sent)
+            yield {self._part.outs[i]: x for i, x in zip(done, sent, strict=True)}
+        for leaf, padding in zip(self._state, self._padding_of_leaves, strict=True):
+            for buffer, index in zip(leaf.buffers, padding, strict=True):
+                if index is not None:
+                    buffer[index] = 0
+
+    def _complete(self, views: Sequence[np.ndarray], padding: Sequence[Index | None]) -> None:
+        """Zeros where an output is padded, and copies of it for replicas."""
+        for k in self._at:
+            if (index := padding[k]) is not None:
+                views[k][index] = 0
+        for k, like in enumerate(self._like):
+            if k != like:
+                np.copyto(views[k], views[like])
+
+
+def _shard_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
+
+
+def _pinned(aval: jax.ShapeDtypeStruct, devices: Sequence[jax.Device]) -> jax.Array:
+    """An array of its own memory for each device, also if it is the same on all."""
+    shard = _shard_of(aval)
+    parts = [
+        jax.device_put(
+            np.zeros(shard.shape, shard.dtype), SingleDeviceSharding(device, memory_kind=PINNED)
+        )
+        for device in devices
+    ]
+    home = aval.sharding.with_memory_kind(PINNED)
+    return jax.make_array_from_single_device_arrays(aval.shape, home, parts)
+
+
+def _view(x: jax.Array) -> np.ndarray:
+    """The memory of an array on the host, to be written."""
+    if not x.nbytes:
+        return np.zeros(x.shape, x.dtype)
+    memory = (ctypes.c_char * x.nbytes).from_address(x.unsafe_buffer_pointer())
+    return np.frombuffer(memory, x.dtype).reshape(x.shape)
+
+
+def _indices(mesh: Any, device: jax.Device, axes: Sequence[str]) -> list[np.ndarray]:
+    place = dict(zip(mesh.axis_names, np.argwhere(mesh.devices == device)[0], strict=True))
+    return [np.asarray(place[axis], np.int32) for axis in axes]
+
+
+def _padding(
+    sharding: NamedSharding, padded: Sequence[int], shape: Sequence[int], devices: Sequence[jax.Device]
+) -> list[Index | None]:  # fmt: skip
+    """For each device, which part of its shard is padding."""
+    found = sharding.addressable_devices_indices_map(tuple(padded))
+    tails: list[Index | None] = []
+    for device in devices:
+        index: Index | None = None
+        for dim, (part, size) in enumerate(zip(found[device], shape, strict=True)):
+            start, stop, _ = part.indices(padded[dim])
+            if stop > size:
+                index = (slice(None),) * dim + (slice(max(size - start, 0), None),)
+        tails.append(index)
+    return tails

@@ -1,0 +1,218 @@
+"""`HostedStep`: a step whose optimizer state rests on the hosts and is updated by their processors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jzero import _call, _jaxpr
+from jzero._errors import StateError, message
+from jzero._host_array import HostArray
+from jzero._host_engine import PINNED, HostEngine
+from jzero._host_part import HostPart
+from jzero._parts import Parts, run_parts
+from jzero._run import Runner
+from jzero._tiers import connected
+from jzero.offload._policy import HostCPU
+from jzero.sharding._pieces import UpdatePart, leaves_of
+from jzero.sharding._plan import HOST
+
+Var = _jaxpr.Var
+WHO = _call.WHO
+
+
+@dataclasses.dataclass(eq=False)
+class Pending:
+    """What the host has still to apply: gradients of one step, and what else belongs to them.
+
+    Attributes:
+      step: whose they are.
+      reads: values of the grad part, on their way to pinned memory until the devices have computed them.
+    """
+
+    step: HostedStep
+    reads: dict[Var, jax.Array]
+
+
+class HostedStep:
+    """A step in two parts: gradients on the devices, their update on the host.
+
+        gradients = grad part(parameters, batch)        # each travels to the host when it is reduced
+        for chunk in chunks:                            # in place, on the host
+            moments, parameters = update(moments, gradients)
+            send parameters to the devices              # while the next chunk is updated
+
+    A delayed step updates with the gradients of the step before, which the host has, while the devices
+    compute new ones. Whatever can fail is done before anything of the old state is overwritten.
+
+    Attributes:
+      grad: the grad part.
+      part: what the host does.
+    """
+
+    def __init__(
+        self, runner: Runner, update: UpdatePart, policy: HostCPU,
+        shardings: Sequence[NamedSharding],
+    ):  # fmt: skip
+        self._leaves, self._jaxpr, self._policy = runner.leaves, runner.frame.jaxpr, policy
+        self._hosted = [i for i, leaf in enumerate(self._leaves) if leaf.tier == HOST]
+        groups = connected(update.pieces)
+        there = [set(leaves_of(group)) & set(self._hosted) for group in groups]
+        packs = [[p for group, on_host in zip(groups, there, strict=True) if bool(on_host) == wanted
+                  for p in group] for wanted in (True, False)]  # fmt: skip
+        self.part = HostPart(runner, update, packs[0], shardings)
+        self._parts = Parts(runner, update, list(filter(None, packs)), shardings)
+        self.grad, self.turns = self._parts.grad_part(), self._parts.turns()
+        reads = dict(zip(self.part.reads, self.part.read_avals(), strict=True))
+        self._entered = [var for var in reads if var in self._parts.leaf_of]
+        self._sent = [var for var in reads if var not in self._parts.leaf_of]
+        self._stays = [v for turn in self.turns[1:] for v in turn.takes if v in self.grad.gives]
+        self._grad = _to_host(self._grad_part, [reads[var].sharding for var in self._sent])
+        self._enter = _to_host(self._enter_part, [reads[var].sharding for var in self._entered])
+        # Their old values are freed when the step cannot fail any more.
+        self._renewed = [
+            i for i in self.grad.outs
+            if i < len(self._leaves) and self._jaxpr.outvars[i] is not self._jaxpr.invars[i]
+        ]  # fmt: skip
+        self._engine: HostEngine | None = None
+
+    def _grad_part(self, consumed: list[Any], read: list[Any]) -> tuple[list[Any], list[Any]]:
+        given, outs = self.grad.run(consumed, read)
+        values = dict(zip(self.grad.gives, given, strict=True))
+        return [values[v] for v in self._sent], ([values[v] for v in self._stays], outs)
+
+    def _enter_part(self, leaves: list[Any]) -> tuple[list[Any], None]:
+        enter = self._parts.entering(self._entered)
+        return leaves if enter is None else enter(leaves), None
+
+    @functools.cache  # noqa: B019  # as long as the step
+    def _leave(self, outs: tuple[int, ...]) -> Callable[..., Any] | None:
+        leave = self._parts.leaving(outs)
+        return leave and jax.jit(leave, donate_argnums=0)
+
+    def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The step on whole arrays as one function, to be read; all of it on the devices."""
+        return run_parts(self._parts, (self.grad, *self.turns), state, arrays)
+
+    def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Its trace as one program: what processes compare before they run it."""
+        return jax.jit(self.run).trace(state, arrays)
+
+    def __call__(
+        self, state: Sequence[Any], arrays: Sequence[jax.Array]
+    ) -> tuple[list[Any], list[jax.Array]]:
+        """Runs one step; the state is consumed, unless it fails before the host overwrites any."""
+        pending, num_steps = self._history(state)
+        delays = self._policy.delays(num_steps)
+        if pending is not None and not delays:
+            state, pending = self.flush(state), None
+        values = dict(zip(self._jaxpr.invars, [*state, *arrays], strict=True))
+        read = self._read_leaves(values)  # first in line: the host may already wait for them
+        takes = [[values[var] for var in group] for group in (self.grad.consumes, self.grad.reads)]
+        sent, (stays, outs) = self._grad(*takes)
+        made = dict(zip(self.grad.outs, outs, strict=True))
+        gradients = dict(zip(self._sent, sent, strict=True))
+        update = self._updating(state, pending.reads | read) if delays and pending else None
+        if not delays:
+            update = self._updating(state, gradients | read)
+        for turn in self.turns[1:]:  # what rests on the devices, while the host works
+            values.update(zip(self._stays, stays, strict=True))
+            made |= turn(values, turn.jitted)
+        for chunk in update or ():
+            made |= chunk
+        hosted = self._taken(state, Pending(self, gradients) if delays else None, num_steps + 1)
+        for i in self._renewed:
+            state[i].delete()
+        new = [hosted.get(i, made.get(i, x)) for i, x in enumerate(state)]
+        return new, [made[i] for i in range(len(state), len(self._jaxpr.outvars))]
+
+    def flush(self, state: Sequence[Any]) -> list[Any]:
+        """The state with what is pending applied; it is consumed."""
+        pending, num_steps = self._history(state)
+        if pending is None:
+            return list(state)
+        values = dict(zip(self._jaxpr.invars, state, strict=False))
+        made: dict[int, jax.Array] = {}
+        for chunk in self._updating(state, pending.reads | self._read_leaves(values)):
+            made |= chunk
+        hosted = self._taken(state, None, num_steps)
+        return [hosted.get(i, made.get(i, x)) for i, x in enumerate(state)]
+
+    def _history(self, state: Sequence[Any]) -> tuple[Pending | None, int]:
+        """What is pending, and how many steps the state has behind it since it was placed."""
+        pending = {leaf.pending for i, leaf in enumerate(state) if i in self._hosted}
+        if len(pending) > 1:
+            raise StateError(message(
+                WHO, "leaves on the host come from different steps, and some have gradients to be applied",
+                "Gradients are applied to the state that they were computed with.",
+                "Pass a state as a step returned it, or flush it before you change it."))  # fmt: skip
+        return pending.pop(), max(state[i].num_steps for i in self._hosted)
+
+    def _read_leaves(self, values: dict[Var, Any]) -> dict[Var, jax.Array]:
+        """Parameters that the update reads, on their way to the host."""
+        if not self._entered:
+            return {}
+        down, _ = self._enter([values[var] for var in self._entered])
+        return dict(zip(self._entered, down, strict=True))
+
+    def _updating(
+        self, state: Sequence[Any], reads: dict[Var, jax.Array]
+    ) -> Iterator[dict[int, jax.Array]]:
+        """Prepares the host's part; then each chunk of what it makes, on its way to the devices."""
+        if self._engine is None:
+            self._engine = self._new_engine(state[self._hosted[0]].devices)
+        engine = self._engine
+        mine = [state[i] for i in self.part.leaves]
+        engine.prepare(mine, [reads[var] for var in self.part.reads])
+
+        def chunks() -> Iterator[dict[int, jax.Array]]:
+            try:
+                for chunk in engine.run():
+                    yield self._at_rest(state, chunk)
+            except BaseException:  # an interruption, or no memory on the devices
+                for leaf in mine:
+                    leaf.delete()
+                raise
+
+        return chunks()
+
+    def _new_engine(self, devices: Sequence[jax.Device]) -> HostEngine:
+        leaves = [self._leaves[i] for i in self.part.leaves]
+        # A delayed update writes while the step before may still send.
+        num_sets = 2 if self._policy.delayed_update else 1
+        return HostEngine(self.part, leaves, devices, self._policy.threads, num_sets)
+
+    def _at_rest(self, state: Sequence[Any], chunk: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        """What the host made, as it rests on the devices, in the place of the old leaves."""
+        outs = tuple(i for i in chunk if i < len(state))
+        olds = [state[i] for i in outs]
+        if (leave := self._leave(outs)) is not None:
+            return chunk | dict(zip(outs, leave(olds, [chunk[i] for i in outs]), strict=True))
+        for old in olds:
+            old.delete()
+        return chunk
+
+    def _taken(
+        self, state: Sequence[Any], pending: Pending | None, num_steps: int
+    ) -> dict[int, HostArray]:
+        """The leaves on the host as the new state has them, in the same memory."""
+        taken = {i: state[i].take() for i in self._hosted}
+        for leaf in taken.values():
+            leaf.pending, leaf.num_steps = pending, num_steps
+        return taken
+
+
+def _to_host(run: Callable[..., Any], places: Sequence[NamedSharding]) -> Callable[..., Any]:
+    """A program whose first results go to pinned memory, each as soon as it is there."""
+    homes = [place.with_memory_kind(PINNED) for place in places]
+
+    def program(*args: Any) -> tuple[list[jax.Array], Any]:
+        down, rest = run(*args)
+        return jax.device_put(down, homes), rest
+
+    return jax.jit(program, out_shardings=(homes, None))

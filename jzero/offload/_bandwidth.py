@@ -1,0 +1,101 @@
+"""How fast host, devices and the way between them are: what `HostCPU(ratio='auto')` goes by."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jzero.offload._host_update import HostUpdate
+from jzero.offload._memory import host_empty
+
+# Elements of each array: far more than caches hold, and a fraction of a second in all.
+_SIZE = 2**24
+_TIMES = 3
+
+
+class Bandwidths(NamedTuple):
+    """Bytes per second, of one device and its share of the host's processors.
+
+    Attributes:
+      host: of optimizer state, updated by the host in its place.
+      device: the same by the device.
+      link: copied from the device to the host or back, the slower of both.
+    """
+
+    host: float
+    device: float
+    link: float
+
+
+def share(bandwidths: Bandwidths, state_bytes: float, crossing_bytes: float) -> float:
+    """The share of optimizer state with which host and device end together.
+
+    Args:
+      bandwidths: as measured.
+      state_bytes: of optimizer state.
+      crossing_bytes: of what goes to the host, or comes from there, if all of it rests on the host. Copies
+        run beside the update, so the slower of both counts.
+    """
+    on_host = max(state_bytes / bandwidths.host, crossing_bytes / bandwidths.link)
+    on_device = state_bytes / bandwidths.device
+    return on_device / (on_host + on_device)
+
+
+@functools.cache
+def measure(device: jax.Device, num_devices: int, threads: int | None) -> Bandwidths:
+    """Measures on a device of this process, which has `num_devices`; takes about a second, once."""
+    avals = [jax.ShapeDtypeStruct((_SIZE,), np.float32)] * 2
+    gradient = jax.ShapeDtypeStruct((_SIZE,), jnp.bfloat16)
+    engine = HostUpdate(_moments, avals, [gradient], threads=threads)
+    state = [host_empty(x.shape, x.dtype) for x in avals]
+    for x in state:
+        x.fill(0)
+    given, outputs = [np.zeros(_SIZE, jnp.bfloat16)], [engine.make_outputs()]
+
+    def on_host() -> None:
+        engine.prepare([state], [given])
+        list(engine.run(outputs))
+
+    here = SingleDeviceSharding(device)
+    there = here.with_memory_kind("pinned_host")
+    held = jax.device_put([jnp.zeros(_SIZE), jnp.zeros(_SIZE)], here)
+    arrival = jax.device_put(jnp.zeros(_SIZE, jnp.bfloat16), here)
+    program = jax.jit(_moments, donate_argnums=0)
+
+    def on_device() -> None:
+        nonlocal held
+        held, _ = jax.block_until_ready(program(held, [arrival]))
+
+    down = [jax.device_put(arrival, there)]
+    nbytes = sum(x.nbytes for x in state)
+    link = min(
+        arrival.nbytes / _seconds(lambda: jax.block_until_ready(jax.device_put(arrival, there))),
+        arrival.nbytes / _seconds(lambda: jax.block_until_ready(jax.device_put(down, here))),
+    )
+    # The devices of a host share its processors.
+    return Bandwidths(nbytes / _seconds(on_host) / num_devices, nbytes / _seconds(on_device), link)
+
+
+def _moments(state: Any, inputs: Any) -> Any:
+    """Adam's arithmetic, as far as memory is concerned."""
+    (m, v), (g,) = state, inputs
+    g = g.astype(m.dtype)
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    return [m, v], [(m / (jnp.sqrt(v) + 1e-8)).astype(jnp.bfloat16)]
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    run()
+    found = []
+    for _ in range(_TIMES):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return min(found)
