@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import optimizers
+from jzero.offload._host_update import HostUpdate
 from jzero.offload._memory import host_empty
 from optimizers import Entry
 
@@ -25,26 +26,40 @@ def problem(entry: Entry, grad_dtype: Any, copy_dtype: Any = None) -> Problem:
     """One optimizer's update: gradients of `grad_dtype` and a loss come in, copies of parameters go out."""
     tx, batch = entry.make(), optimizers.make_batches()[0]
     start = optimizers.make_state(entry)
+    # Keys never rest on the host: their data does here.
     leaves, tree = jax.tree.flatten((start["params"], start["opt"]))
+    are_keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
     params, params_tree = jax.tree.flatten(fast(entry, start["params"]))
 
     def update(state: Any, inputs: Any) -> tuple[Any, Any]:
+        state = [
+            jax.random.wrap_key_data(x) if key else x
+            for x, key in zip(state, are_keys, strict=True)
+        ]
         params, opt = jax.tree.unflatten(tree, state)
         *grads, loss = inputs
         grads = jax.tree.unflatten(params_tree, grads)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, fast(entry, params))
         new = entry.call(tx, grads, opt, params, loss, lambda p: optimizers.mse(p, batch))
         copies = jax.tree.leaves(fast(entry, new[0])) if copy_dtype else []
-        return jax.tree.leaves(new), [x.astype(_kept(x.dtype, copy_dtype)) for x in copies]
+        return data(jax.tree.leaves(new)), [x.astype(_kept(x.dtype, copy_dtype)) for x in copies]
 
     grads = [jax.ShapeDtypeStruct(p.shape, _kept(p.dtype, grad_dtype)) for p in params]
     paths = jax.tree.leaves_with_path((start["params"], start["opt"]))
     return Problem(
         update,
-        leaves,
+        data(leaves),
         [*grads, jax.ShapeDtypeStruct((), jnp.float32)],
         [jax.tree_util.keystr(path) for path, _ in paths],
     )
+
+
+def data(leaves: list[Any]) -> list[Any]:
+    """The leaves, with the data of PRNG keys in their places."""
+    return [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in leaves
+    ]
 
 
 def fast(entry: Entry, params: Any) -> Any:
@@ -65,12 +80,17 @@ def random(rng: np.random.Generator, aval: Any) -> jax.Array:
 
 
 def on_host(leaf: Any) -> Any:
-    """A copy in memory of its own; PRNG keys stay what they are."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return leaf
+    """A copy in memory of its own."""
     copy = host_empty(leaf.shape, leaf.dtype)
     copy[...] = np.asarray(leaf)
     return copy
+
+
+def call(engine: HostUpdate, state: Any, inputs: Any, outputs: Any = ()) -> None:
+    """One update of one shard."""
+    engine.prepare([state], [inputs])
+    for _ in engine.run([outputs]):
+        pass
 
 
 def reference(update: Callable[[Any, Any], tuple[Any, Any]], state: Any, inputs: Any) -> list[Any]:
@@ -88,8 +108,6 @@ def ulps(actual: Any, expected: Any) -> float:
     In units of the element, or of an eighth of its leaf's largest: where numbers of that size cancel,
     nobody's digits are left.
     """
-    if jnp.issubdtype(actual.dtype, jax.dtypes.extended):
-        actual, expected = jax.random.key_data(actual), jax.random.key_data(expected)
     got, want = np.asarray(actual), np.asarray(expected)
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     if not jnp.issubdtype(got.dtype, jnp.inexact):

@@ -1,9 +1,11 @@
 """HostUpdate: in place, in one pass, for leaves of any size and number; and what it refuses."""
 
 import concurrent.futures
+import gc
 import subprocess
 import sys
 import tracemalloc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import optax
 import pytest
 from jax import lax
 
-from host_updates import on_host, problem, random, reference, ulps
+from host_updates import call, on_host, problem, random, reference, ulps
 from jzero.offload._host_update import HostUpdate
 from jzero.offload._kernel import LANES
 from jzero.offload._loops import PIECE
@@ -63,7 +65,7 @@ def test_every_size_in_one_update(threads: int):
     expected = reference(update, state, grads)
     engine = HostUpdate(update, state, grads, threads=threads)
     outputs = engine.make_outputs()
-    engine(grads, outputs)
+    call(engine, state, grads, outputs)
     assert max(ulps(*pair) for pair in zip([*state, *outputs], expected, strict=True)) <= 4
 
 
@@ -85,16 +87,16 @@ def test_special_gradients(name: str, special: float):
         grads = [random(rng, aval) for aval in inputs]
         grads[:-1] = [grad.at[(0,) * grad.ndim].set(special) for grad in grads[:-1]]
         expected = reference(update, state, grads)
-        engine(grads)
+        call(engine, state, grads)
         assert max(ulps(*pair) for pair in zip(state, expected, strict=True)) <= 16
 
 
 def test_leaves_may_change_places():
     a, b, c = host(100), host(100, seed=1), host(100, seed=2)
     expected = [b.copy(), a.copy(), (a + b).copy()]
-    HostUpdate(lambda state, _: ((state[1], state[0], state[0] + state[1]), ()), (a, b, c), ())(
-        (), ()
-    )
+    state = (a, b, c)
+    engine = HostUpdate(lambda s, _: ((s[1], s[0], s[0] + s[1]), ()), state, ())
+    call(engine, state, ())
     for got, want in zip((a, b, c), expected, strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -107,7 +109,7 @@ def test_scalars_may_change_places():
     update = HostUpdate(
         lambda state, inputs: ((inputs[0], state[0], state[1]), ()), scalars, [jnp.float32(7)]
     )
-    update([jnp.float32(7)])
+    call(update, scalars, [jnp.float32(7)])
     assert [float(scalar) for scalar in scalars] == [7, 0, 1]
 
 
@@ -118,7 +120,7 @@ def test_selection(dtype: str):
     which = on_host(jnp.arange(100) % 3 == 0).astype(dtype)
     update = HostUpdate(lambda state, inputs: ((lax.select_n(*inputs),), ()), (w,), (which, x, y))
     assert [road.by for road in update.roads] == [KERNEL]
-    update((which, x, y))
+    call(update, (w,), (which, x, y))
     np.testing.assert_array_equal(w, np.where(which, y, x))
 
 
@@ -142,7 +144,7 @@ def test_branches_become_selections(taken: bool):
     expected = reference(update, state, [grad])
     engine = HostUpdate(update, state, [grad])
     assert [road.by for road in engine.roads] == [KERNEL, XLA]
-    engine([grad])
+    call(engine, state, [grad])
     assert max(ulps(*pair) for pair in zip(state, expected, strict=True)) <= 2
 
 
@@ -156,7 +158,7 @@ def test_xla_reads_what_a_kernel_overwrites():
         (),
     )
     assert [road.by for road in update.roads] == [KERNEL, XLA]
-    update(())
+    call(update, (w, rows), ())
     np.testing.assert_allclose(w, expected[0], rtol=1e-5)
     np.testing.assert_allclose(rows, expected[1], rtol=1e-5)
 
@@ -187,13 +189,13 @@ def test_nothing_of_the_state_is_copied():
     grads = bfloat16([(1 << 20,)])
     engine = HostUpdate(update, state, grads)
     outputs, before = engine.make_outputs(), [leaf.ctypes.data for leaf in state]
-    engine(grads, outputs)
+    call(engine, state, grads, outputs)
     tracemalloc.start()
-    engine(grads, outputs)
+    call(engine, state, grads, outputs)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100_000
-    assert [leaf.ctypes.data for leaf in engine.state] == before
+    assert [leaf.ctypes.data for leaf in state] == before
 
 
 def test_other_outputs_in_each_call():
@@ -204,7 +206,7 @@ def test_other_outputs_in_each_call():
     first, second = engine.make_outputs(), engine.make_outputs()
     for outputs in (first, second, first):
         outputs[0][:] = 0
-        engine(grads, outputs)
+        call(engine, state, grads, outputs)
         np.testing.assert_array_equal(outputs[0], state[0].astype(jnp.bfloat16))
 
 
@@ -213,9 +215,13 @@ def test_updates_in_several_threads():
     states = [[on_host(leaf) for leaf in first] for _ in range(4)]
     grads = bfloat16([(3 * PIECE,)])
     engines = [HostUpdate(update, state, grads) for state in states]
+    jobs = [
+        (engine, state, grads, engine.make_outputs())
+        for engine, state in zip(engines, states, strict=True)
+    ]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for _ in range(5):
-            list(pool.map(lambda engine: engine(grads, engine.make_outputs()), engines))
+            list(pool.map(lambda job: call(*job), jobs))
     for state in states[1:]:
         for got, want in zip(state, states[0], strict=True):
             np.testing.assert_array_equal(got, want)
@@ -228,7 +234,8 @@ def test_inputs_of_any_kind():
     results = []
     for given in (grad, np.asarray(grad), np.asfortranarray(grad), spread):
         w = host(8, 16)
-        HostUpdate(lambda state, inputs: ((state[0] - inputs[0],), ()), (w,), (grad,))((given,))
+        engine = HostUpdate(lambda state, inputs: ((state[0] - inputs[0],), ()), (w,), (grad,))
+        call(engine, (w,), (given,))
         results.append(w)
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
@@ -237,31 +244,132 @@ def test_inputs_of_any_kind():
 def test_constants_of_the_update():
     mask, w = np.arange(100) % 2 == 0, host(100)
     expected = np.where(mask, w, 0)
-    HostUpdate(lambda state, _: ((jnp.where(mask, state[0], 0.0),), ()), (w,), ())(())
+    call(HostUpdate(lambda state, _: ((jnp.where(mask, state[0], 0.0),), ()), (w,), ()), (w,), ())
     np.testing.assert_array_equal(w, expected)
 
 
-TRANSPOSED = np.zeros((4, 2), np.float32).T
+def three_leaves() -> tuple[Any, list[np.ndarray], list[jax.Array]]:
+    """An update of a master, its moment and a factor of XLA's, with copies of the first and the last."""
+
+    def update(state: Any, inputs: Any) -> tuple[Any, Any]:
+        w, m, row, count = state
+        m = 0.9 * m + inputs[0] / (count + 1)
+        w, row = w - m * inputs[1], row + m.sum(0)
+        return (w, m, row, count + 1), (w.astype(jnp.bfloat16), row * 2, count * 2)
+
+    inputs = [jnp.ones((64, 32)), jnp.float32(0.5)]
+    return update, [host(64, 32), host(64, 32, seed=1), host(32), host()], inputs
+
+
+def test_shards_are_updated_together():
+    """Each from its own state and inputs, as it would be alone, and again with other arrays."""
+    update, state, inputs = three_leaves()
+    engine = HostUpdate(update, state, inputs)
+    for seed in range(3):
+        states = [[leaf + shard for leaf in map(on_host, state)] for shard in range(8)]
+        states = [[on_host(leaf) for leaf in shard] for shard in states]
+        given = [[inputs[0] * shard, inputs[1] + seed] for shard in range(8)]
+        expected = [reference(update, *pair) for pair in zip(states, given, strict=True)]
+        outputs = [engine.make_outputs() for _ in range(8)]
+        engine.prepare(states, given)
+        assert sorted(i for done in engine.run(outputs) for i in done) == [0, 1, 2]
+        for state, out, want in zip(states, outputs, expected, strict=True):
+            assert max(ulps(*pair) for pair in zip([*state, *out], want, strict=True)) <= 4
+
+
+def many_leaves(chunk_leaves: int = 3) -> tuple[HostUpdate, list[np.ndarray], list[jax.Array]]:
+    """An update of 12 leaves in chunks, the first of which has no output."""
+    shapes = [(PIECE + 1,)] * 12
+    update, state = adamw([host(*shape) for shape in shapes])
+    nbytes = (PIECE + 1) * (7 * 4 + 2 + 2)
+
+    def without_first(state: Any, inputs: Any) -> tuple[Any, Any]:
+        state, outputs = update(state, inputs)
+        return state, outputs[1:]
+
+    grads = bfloat16(shapes)
+    chunk_bytes = chunk_leaves * nbytes
+    engine = HostUpdate(without_first, state, grads, threads=2, chunk_bytes=chunk_bytes)
+    return engine, state, grads
+
+
+def test_chunks_say_which_outputs_are_there():
+    engine, state, grads = many_leaves()
+    whole, expected, _ = many_leaves(chunk_leaves=12)
+    copies = whole.make_outputs()
+    call(whole, expected, grads, copies)
+    outputs, seen = engine.make_outputs(), []
+    engine.prepare([state], [grads])
+    for done in engine.run([outputs]):
+        seen.append(done)
+        for i in done:
+            np.testing.assert_array_equal(outputs[i], copies[i])
+    assert seen == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+    for got, want in zip(state, expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_who_stops_asking_gets_the_whole_update():
+    engine, state, grads = many_leaves()
+    expected = [on_host(leaf) for leaf in state]
+    call(engine, expected, grads, engine.make_outputs())
+    engine.prepare([state], [grads])
+    running = engine.run([engine.make_outputs()])
+    next(running)
+    running.close()
+    for got, want in zip(state, expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_what_fails_has_changed_nothing():
+    """An error in XLA's part, of one of two shards, and the same call again without it."""
+    fails = [True]
+
+    def check(x: Any) -> Any:
+        if fails[0] and x > 1:
+            raise FloatingPointError("no such step")
+        return x
+
+    def update(state: Any, inputs: Any) -> tuple[Any, Any]:
+        count = jax.pure_callback(check, jax.ShapeDtypeStruct((), jnp.float32), state[1])
+        return (state[0] - inputs[0] * count, count + 1), (state[0],)
+
+    states = [[host(100), host()] for _ in range(2)]
+    states[1][1][...] = 2
+    before = [[leaf.copy() for leaf in state] for state in states]
+    engine = HostUpdate(update, states[0], [jnp.ones(100)])
+    with pytest.raises(Exception, match="no such step"):
+        engine.prepare(states, [[jnp.ones(100)]] * 2)
+    for got, want in zip([*states[0], *states[1]], [*before[0], *before[1]], strict=True):
+        np.testing.assert_array_equal(got, want)
+    fails[0] = False
+    engine.prepare(states, [[jnp.ones(100)]] * 2)
+    list(engine.run([engine.make_outputs() for _ in range(2)]))
+    assert states[1][1] == 3
+    assert not np.array_equal(states[1][0], before[1][0])
+
+
+def test_no_state_is_kept_alive():
+    update, state = adamw([host(100)])
+    engine, grads = HostUpdate(update, state, bfloat16([(100,)])), bfloat16([(100,)])
+    call(engine, state, grads, engine.make_outputs())
+    leaf = weakref.ref(state[0])
+    del state[:]
+    gc.collect()
+    assert leaf() is None
 
 
 @pytest.mark.parametrize(
     ("leaf", "new", "found"),
     [
-        (np.zeros(4, np.float32), lambda x: x.astype(jnp.bfloat16), r"float32\[4\] becomes bfloat16\[4\]"),
-        (np.zeros(4, np.float32), lambda x: x[:2], r"float32\[4\] becomes float32\[2\]"),
-        (TRANSPOSED, lambda x: x, r"float32\[2,4\] is no writable NumPy array in C order"),
-        (jnp.zeros(4), lambda x: x, r"float32\[4\] is no writable NumPy array in C order"),
+        (jnp.zeros(4), lambda x: x.astype(jnp.bfloat16), r"w float32\[4\] becomes bfloat16\[4\]"),
+        (jnp.zeros(4), lambda x: x[:2], r"w float32\[4\] becomes float32\[2\]"),
+        (jax.random.key(0), lambda x: x, r"w key<fry>\[\] holds PRNG keys"),
     ],
 )  # fmt: skip
 def test_state_that_cannot_be_updated_in_place(leaf: Any, new: Any, found: str):
-    with pytest.raises(ValueError, match=rf"HostUpdate: w {found}. .* host_empty"):
+    with pytest.raises(ValueError, match=rf"HostUpdate: {found}. .* keep keys on the devices"):
         HostUpdate(lambda state, _: ((new(state[0]),), ()), (leaf,), (), names=["w"])
-
-
-def test_leaves_that_share_their_memory():
-    w = host(4)
-    with pytest.raises(ValueError, match=r"ema float32\[4\] is in the memory of w. .* host_empty"):
-        HostUpdate(lambda state, _: (state, ()), (w, w), (), names=["w", "ema"])
 
 
 def test_state_that_changes_its_structure():
@@ -269,20 +377,42 @@ def test_state_that_changes_its_structure():
         HostUpdate(lambda state, _: ((state[0], state[0]), ()), (host(4),), ())
 
 
+W = np.zeros((2, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("states", "found"),
+    [
+        ([[W.T.copy(), W]], r"w float32\[4,2\] instead of float32\[2,4\]"),
+        ([[W.astype(np.int32), W]], r"w int32\[2,4\] instead of float32\[2,4\]"),
+        ([[W.copy("F"), W]], r"w float32\[2,4\] is no writable NumPy array in C order"),
+        ([[jnp.zeros((2, 4)), W]], r"w float32\[2,4\] is no writable NumPy array in C order"),
+        ([[W, W]], r"ema float32\[2,4\] is in the memory of w"),
+        ([[W, W.copy()], [W.copy(), W]], r"ema of shard 1 float32\[2,4\] is in the memory of w of shard 0"),
+        ([[W]], "1 arrays instead of 2"),
+        ([[W, W.copy()], [W.copy()]], "1 arrays of shard 1 instead of 2"),
+    ],
+)  # fmt: skip
+def test_memory_that_cannot_be_updated(states: Any, found: str):
+    engine = HostUpdate(lambda state, _: (state, ()), (W, W), (), names=["w", "ema"])
+    with pytest.raises(ValueError, match=rf"HostUpdate: {found}. .* arrays of host_empty"):
+        engine.prepare(states, [[]] * len(states))
+
+
 @pytest.mark.parametrize(
     ("inputs", "outputs", "found"),
     [
-        ([jnp.zeros(4), jnp.zeros(4)], [host_empty((4,), np.float32)], "2 inputs instead of 1"),
+        ([jnp.zeros(4), jnp.zeros(4)], [host_empty((4,), np.float32)], "2 arrays instead of 1"),
         ([jnp.zeros(3)], [host_empty((4,), np.float32)], r"inputs\[0\] float32\[3\] instead of float32\[4\]"),
-        ([jnp.zeros(4)], [], "0 outputs instead of 1"),
+        ([jnp.zeros(4)], [], "0 arrays instead of 1"),
         ([jnp.zeros(4)], [host_empty((4,), np.int32)], r"outputs\[0\] int32\[4\] instead of float32\[4\]"),
         ([jnp.zeros(4)], [jnp.zeros(4)], r"outputs\[0\] float32\[4\] is no writable NumPy array in C order"),
     ],
 )  # fmt: skip
 def test_calls_that_do_not_fit(inputs: Any, outputs: Any, found: str):
     update = HostUpdate(lambda state, inputs: ((), (inputs[0] * 2,)), (), (jnp.zeros(4),))
-    with pytest.raises(ValueError, match=rf"HostUpdate: {found}. .*make_outputs"):
-        update(inputs, outputs)
+    with pytest.raises(ValueError, match=rf"HostUpdate: {found}. .*arrays of host_empty"):
+        call(update, (), inputs, outputs)
 
 
 def test_without_llvmlite():

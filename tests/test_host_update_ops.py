@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from host_updates import on_host, ulps
+from host_updates import call, on_host, ulps
 from jzero.offload._host_update import HostUpdate
 from jzero.offload._ops import OPS
 from jzero.offload._roads import KERNEL
@@ -117,7 +117,7 @@ def run(fn: Callable[..., Any], args: list[np.ndarray]) -> tuple[np.ndarray, np.
     update = HostUpdate(lambda state, inputs: ((), (fn(*inputs),)), (), args)
     assert [road.by for road in update.roads] == [KERNEL]
     (out,) = update.make_outputs()
-    update([on_host(x) for x in args], [out])
+    call(update, (), [on_host(x) for x in args], [out])
     compiled = jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
     return out, np.asarray(compiled(*args))
 

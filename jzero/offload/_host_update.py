@@ -4,40 +4,40 @@
 
 runs in three parts, each of which ends before the next one starts:
 
-1. XLA computes every value of one element (counts, schedules, bias corrections, norms), and the outputs that
-   are not elementwise.
-2. Kernels compute the elementwise outputs, in the place of the old state: one loop for a parameter with its
-   moments, its gradient and its copy in 16 bits.
-3. XLA's outputs are copied into their places.
+1. `prepare`: XLA computes every value of one element (counts, schedules, bias corrections, norms), and the
+   leaves that are not elementwise.
+2. `run`: kernels compute the elementwise leaves, in the place of the old state: one loop for a parameter with
+   its moments, its gradient and its copy in 16 bits.
+3. XLA's leaves are copied into their places in the state.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import operator
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jzero import _jaxpr
+from jzero._groups import groups as in_groups
 from jzero.offload._kernel import NAME, kernel_text
-from jzero.offload._loops import Loop, make_loop, run_loops
-from jzero.offload._machine import X86, compiled
+from jzero.offload._loops import DRIVE, Loop, Loops, share
+from jzero.offload._machine import X86, callable_at, compiled
 from jzero.offload._memory import (
+    Addresses,
     Arrays,
-    addresses,
+    address,
     check_given,
-    check_state,
+    check_kept,
     host_empty,
     is_key,
     on_host,
 )
 from jzero.offload._ops import is_cheap
 from jzero.offload._roads import KERNEL, XLA, Analysis, Group, groups
-from jzero.offload._writer import dtype_of, itemsize
 
 WHO = "HostUpdate"
 _SHOWN = 4  # Names in a line of `describe`.
@@ -48,17 +48,21 @@ class HostUpdate:
 
     Behaves like
 
-        state[:], outputs[:] = update(state, inputs)
+        for state, inputs, outputs in shards:
+            state[:], outputs[:] = update(state, inputs)
 
     with every elementwise leaf read once and written once, and no second copy of it at any time. One call at
     a time, from Python and not from a callback of a running program: it waits for XLA's threads.
+
+        engine.prepare(states, inputs)
+        for done in engine.run(outputs):
+            ...    # outputs[shard][i] for i in done are there; the next ones are being made
 
     Elementwise arithmetic is that of the equations one by one, each rounded to its dtype, with numbers below
     1.2e-38 as zero. `jax.jit` may round less often (fused multiply-adds), by an ULP or two.
 
     Attributes:
-      state: the arrays given. Only a leaf of PRNG keys is replaced, since NumPy has none.
-      outputs: shapes and dtypes of the outputs beside the new state.
+      outputs: shapes and dtypes of a shard's outputs beside the new state.
       roads: of each leaf of the state, then of each output: by what it is computed, and why.
     """
 
@@ -70,100 +74,163 @@ class HostUpdate:
         *,
         names: Sequence[str] | None = None,
         threads: int | None = None,
+        chunk_bytes: int = 2**26,
     ):
-        """Traces `update` and compiles its kernels; nothing is updated yet.
+        """Traces `update` and compiles its kernels; no memory is known yet.
 
         Args:
           update: `(state, inputs) -> (new_state, outputs)`, all of them flat.
-          state: writable NumPy arrays in C order, best made by `host_empty`; each call updates them.
-          inputs: arrays, or shapes and dtypes, of what each call will be given.
+          state: shapes and dtypes of one shard's state.
+          inputs: those of its inputs.
           names: of the leaves of the state, then of the outputs, for messages and `describe`.
           threads: how many update; as many as this process may use processors by default.
+          chunk_bytes: about how many bytes of each shard are read and written until `run` says which outputs
+            are there. Leaves that are updated in one loop are not cut.
 
         Raises:
           ImportError: `jzero[offload]` is not installed.
           StateError: a leaf cannot be updated in place.
         """
-        self.state = list(state)
-        self._inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
-        avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)
-        traced = _jaxpr.trace_here(update, avals, tuple(self._inputs))
+        self._state = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)
+        self._inputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
+        traced = _jaxpr.trace_here(update, self._state, self._inputs)
         new_state, outputs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         self.outputs = tuple(outputs)
-        names = names or _numbered("state", avals) + _numbered("outputs", outputs)
-        check_state(WHO, names, self.state, new_state)
+        self._names = names or _numbered("state", self._state) + _numbered("outputs", outputs)
+        check_kept(WHO, self._names, self._state, new_state)
         calls = _jaxpr.flatten_calls(traced.jaxpr, traced.consts)
         flat, consts = _jaxpr.select_branches(*calls, is_cheap)
-        analysis = Analysis(flat, len(avals))
-        self.roads = tuple(analysis.road(i, name) for i, name in enumerate(names))
+        analysis = Analysis(flat, len(self._state))
+        self.roads = tuple(analysis.road(i, name) for i, name in enumerate(self._names))
         self._consts = on_host(consts)
-        self._fixed = addresses(self.state), addresses(self._consts)
-        self._last_outputs: tuple[Arrays, list[int]] = ([], [])
-        self._build(analysis, traced.jaxpr.replace(**flat._asdict()))
+        self._build(analysis, traced.jaxpr.replace(**flat._asdict()), chunk_bytes)
+        self._drive = callable_at(compiled(DRIVE, "drive", WHO))
         self._threads = threads or _num_processors()
         self._pool = concurrent.futures.ThreadPoolExecutor(self._threads)
+        self._loops: dict[int, Loops] = {}  # By the number of shards.
+        self._known_state, self._known_outputs = Addresses(), Addresses()
+        self._prepared: _Prepared | None = None
 
-    def _build(self, analysis: Analysis, jaxpr: _jaxpr.Jaxpr) -> None:
-        flat = (
-            analysis.jaxpr
-        )  # JAX 0.12 makes arguments of the constants of `jaxpr`, which is for `part`.
+    def _build(self, analysis: Analysis, jaxpr: _jaxpr.Jaxpr, chunk_bytes: int) -> None:
+        # JAX 0.12 makes arguments of the constants of `jaxpr`, which is for `part`.
+        flat, num_state = analysis.jaxpr, len(self._state)
         by_kernel = [i for i, road in enumerate(self.roads) if road.by == KERNEL]
         found = groups(analysis, by_kernel)
+        # What has no outputs comes last: nobody waits for it.
+        found.sort(key=lambda group: all(i < num_state for i, _ in group.writes))
+        chunks = list(in_groups(found, chunk_bytes, Group.nbytes))
         # Slots: the operands of `update` and its constants, scalars that XLA makes, then outputs.
         operands = [*flat.invars, *flat.constvars]
         scalars = dict.fromkeys(var for group in found for var in group.scalars)
-        self._made = [var for var in scalars if var not in set(operands)]
-        slots = {var: slot for slot, var in enumerate([*operands, *self._made])}
-        self._loops = _make_loops(found, slots, len(self.state))
-        self._by_xla = [i for i, road in enumerate(self.roads) if road.by == XLA]
-        wanted = [*self._made, *(flat.outvars[i] for i in self._by_xla)]
-        self._xla = _XlaPart(jaxpr, wanted, slots)
+        made = [var for var in scalars if var not in set(operands)]
+        slots = {var: slot for slot, var in enumerate([*operands, *made])}
+        read = {slots[var] for group in found for var in [*group.reads, *group.scalars]}
+        self._read_inputs = [i for i in range(len(self._inputs)) if i + num_state in read]
+        self._num_operands, self._num_made = len(operands), len(made)
+        self._chunks = [_make_loops(chunk, slots, num_state) for chunk in chunks]
+        self._done = [
+            [i - num_state for group in chunk for i, _ in group.writes if i >= num_state]
+            for chunk in chunks
+        ]
+        by_xla = [i for i, road in enumerate(self.roads) if road.by == XLA]
+        self._xla = _XlaPart(jaxpr, [*made, *(flat.outvars[i] for i in by_xla)], slots)
+        results = list(enumerate(by_xla, start=len(made)))
+        self._xla_state = [(k, i) for k, i in results if i < num_state]
+        self._xla_outputs = [(k, i - num_state) for k, i in results if i >= num_state]
 
-    def __call__(self, inputs: Arrays, outputs: Arrays = ()) -> None:
-        """Updates the state, and writes the other outputs into `outputs`.
+    def prepare(self, states: Sequence[Arrays], inputs: Sequence[Arrays]) -> None:
+        """Does everything of a call that can fail, before anything is overwritten.
+
+        Waits for the inputs, and computes XLA's part.
 
         Args:
-          inputs: arrays of the shapes and dtypes given before. JAX arrays in host memory are read where they
-            are.
-          outputs: writable NumPy arrays in C order (`make_outputs`), with the shapes and dtypes of
-            `self.outputs`. Memory that was written before is faster than fresh one.
+          states: for each shard, writable NumPy arrays in C order, best made by `host_empty`.
+          inputs: for each shard, arrays. JAX arrays in host memory are read where they are.
 
         Raises:
-          StateError: shapes or dtypes are others.
+          StateError: shapes or dtypes are not those that were given before, or memory is shared.
         """
-        check_given(WHO, "inputs", inputs, self._inputs, write=False)
-        inputs = on_host(inputs)
-        results = self._xla([*self.state, *inputs, *self._consts])
-        made, whole = results[: len(self._made)], results[len(self._made) :]
-        state, consts = self._fixed
-        written = self._addresses_of_outputs(outputs)
-        every = [*state, *addresses(inputs), *consts, *addresses(made), *written]
-        run_loops(self._loops, np.array(every, np.int64), self._pool, self._threads)
-        targets = [*self.state, *outputs]
-        for i, result in zip(self._by_xla, whole, strict=True):
-            if is_key(result):
-                self.state[i] = result
-            else:
-                np.copyto(targets[i], result)
+        self._prepared = None
+        every = [x for state in states for x in state]
+        at = self._known_state(
+            every, lambda: check_given(WHO, self._names, states, self._state, write=True)
+        )
+        names = _numbered("inputs", self._inputs)
+        check_given(WHO, names, inputs, self._inputs, write=False)
+        inputs = [on_host(shard) for shard in inputs]
+        results = self._xla(
+            [[*state, *own, *self._consts] for state, own in zip(states, inputs, strict=True)]
+        )
+        num_state, num_slots = len(self._state), self._num_operands + self._num_made
+        addresses = np.zeros((len(states), num_slots + len(self.outputs)), np.int64)
+        addresses[:, :num_state] = at.reshape(len(states), num_state)
+        for row, own, made in zip(addresses, inputs, results, strict=True):
+            for i in self._read_inputs:
+                row[num_state + i] = address(own[i])
+            row[self._num_operands : num_slots] = [address(x) for x in made[: self._num_made]]
+        consts = slice(num_state + len(self._inputs), self._num_operands)
+        addresses[:, consts] = [0 if is_key(x) else address(x) for x in self._consts]
+        self._prepared = _Prepared(states, inputs, results, addresses)
 
-    def _addresses_of_outputs(self, outputs: Arrays) -> list[int]:
-        # NumPy takes a microsecond for an address, and most callers pass the same memory every time.
-        last, _ = self._last_outputs
-        if len(last) != len(outputs) or not last or any(map(operator.is_not, last, outputs)):
-            check_given(WHO, "outputs", outputs, self.outputs, write=True)
-            self._last_outputs = list(outputs), addresses(outputs)
-        return self._last_outputs[1]
+    def run(self, outputs: Sequence[Arrays]) -> Generator[list[int], None, None]:
+        """Updates the state that was prepared, and writes the other outputs.
+
+        Args:
+          outputs: for each shard, writable NumPy arrays in C order (`make_outputs`). Memory that was written
+            before is faster than fresh one.
+
+        Yields:
+          The indices of outputs that are complete now, in every shard. Who stops asking for more has the
+          whole update made nevertheless.
+
+        Raises:
+          StateError: outputs have other shapes or dtypes. Nothing was updated.
+        """
+        prepared = self._prepared
+        assert prepared is not None, "prepare() comes first"
+        names = _numbered("outputs", self.outputs)
+        at = self._known_outputs(
+            [x for shard in outputs for x in shard],
+            lambda: check_given(WHO, names, outputs, self.outputs, write=True),
+        )
+        first = self._num_operands + self._num_made
+        prepared.addresses[:, first:] = at.reshape(len(outputs), -1)
+        return self._run(prepared, outputs)
+
+    def _run(
+        self, prepared: _Prepared, outputs: Sequence[Arrays]
+    ) -> Generator[list[int], None, None]:
+        num_shards, num_slots = prepared.addresses.shape
+        if num_shards not in self._loops:
+            self._loops[num_shards] = Loops(self._chunks, num_shards, num_slots)
+        loops = self._loops[num_shards]
+        calls = loops.start(prepared.addresses)
+        share(calls, self._drive, self._pool, min(self._threads, loops.num_pieces) - 1)
+        chunks = iter(enumerate(self._done))
+        try:
+            if self._xla_outputs:
+                _copy(prepared.results, outputs, self._xla_outputs)
+                yield [i for _, i in self._xla_outputs]
+            for chunk, done in chunks:
+                calls.finish(self._drive, chunk)
+                if done:
+                    yield done
+        finally:
+            for chunk, _ in chunks:
+                calls.finish(self._drive, chunk)
+            # Last: kernels read the old state.
+            _copy(prepared.results, prepared.states, self._xla_state)
+            self._prepared = None
 
     def make_outputs(self) -> list[np.ndarray]:
-        """Memory for the outputs of a call."""
+        """Memory for a shard's outputs."""
         return [host_empty(x.shape, x.dtype) for x in self.outputs]
 
     def describe(self) -> str:
         """How many leaves kernels update, and which need XLA and why."""
         by = [road.by for road in self.roads]
-        lines = [
-            f"{by.count(KERNEL)} of {len(by)} leaves in one pass each ({len(self._loops)} kernels)"
-        ]
+        num_kernels = len({loop.kernel for chunk in self._chunks for loop in chunk})
+        lines = [f"{by.count(KERNEL)} of {len(by)} leaves in one pass each ({num_kernels} kernels)"]
         why: dict[str, list[str]] = {}
         for road in self.roads:
             if road.reason:
@@ -175,6 +242,15 @@ class HostUpdate:
         return "\n".join(lines)
 
 
+class _Prepared(NamedTuple):
+    """A call of which all is known: what is read and written, XLA's results, the address of every slot."""
+
+    states: Sequence[Arrays]
+    inputs: Sequence[Arrays]
+    results: Sequence[Arrays]
+    addresses: np.ndarray
+
+
 class _XlaPart:
     """What XLA computes of an update, on the CPU, before any of it is overwritten."""
 
@@ -183,18 +259,37 @@ class _XlaPart:
     ):
         part = _jaxpr.part(jaxpr, wanted)
         self._reads = [slots[var] for var in part.reads]
-        self._run = jax.jit(part.run)
+        self._device = jax.local_devices(backend="cpu")[0]
+        there = jax.sharding.SingleDeviceSharding(self._device)
+        self._run = jax.jit(part.run, in_shardings=there, out_shardings=there)
         # JAX returns an argument as it came: a view of memory that is about to change.
         self._returned = [atom in part.reads for atom in wanted]
-        self._device = jax.local_devices(backend="cpu")[0]
 
-    def __call__(self, operands: Arrays) -> list[Any]:
-        args = [operands[slot] for slot in self._reads]
-        args = jax.device_put(args, self._device, may_alias=True)
-        results = jax.block_until_ready(self._run(*args))
-        return [
-            x.copy() if returned else x for x, returned in zip(results, self._returned, strict=True)
+    def __call__(self, shards: Sequence[Arrays]) -> list[Arrays]:
+        """The wanted values for the operands of each shard."""
+        started = [
+            self._run(*(self._given(shard[slot]) for slot in self._reads)) for shard in shards
         ]
+        return [
+            [x.copy() if back else x for x, back in zip(results, self._returned, strict=True)]
+            for results in jax.block_until_ready(started)
+        ]
+
+    def _given(self, x: Any) -> Any:
+        # A scalar goes as NumPy's: `device_put` takes longer than all else. Of others it makes no copy.
+        if not is_key(x):
+            x = np.asarray(x)
+            if x.size == 1:
+                return x
+        return jax.device_put(x, self._device, may_alias=True)
+
+
+def _copy(
+    results: Sequence[Arrays], targets: Sequence[Arrays], places: Sequence[tuple[int, int]]
+) -> None:
+    for made, arrays in zip(results, targets, strict=True):
+        for result, target in places:
+            np.copyto(arrays[target], made[result])
 
 
 def _make_loops(found: Sequence[Group], slots: dict[_jaxpr.Var, int], num_state: int) -> list[Loop]:
@@ -203,18 +298,19 @@ def _make_loops(found: Sequence[Group], slots: dict[_jaxpr.Var, int], num_state:
     for group in found:
         alike.setdefault(kernel_text(group, X86), []).append(group)
 
-    def leaf(group: Group) -> tuple[int, list[int], list[int]]:
+    def operands(group: Group) -> list[int]:
         # The state has the first slots, other outputs those that follow all values.
         writes = [i if i < num_state else len(slots) + i - num_state for i, _ in group.writes]
-        values = [*group.reads, *(atom for _, atom in group.writes)]
-        return (
-            group.size,
-            [*(slots[var] for var in group.reads), *writes, *(slots[var] for var in group.scalars)],
-            [*(itemsize(dtype_of(x)) for x in values), *(0 for _ in group.scalars)],
-        )
+        return [
+            *(slots[var] for var in group.reads), *writes, *(slots[var] for var in group.scalars),
+        ]  # fmt: skip
 
     return [
-        make_loop(compiled(text, NAME, WHO), [leaf(group) for group in members])
+        Loop(
+            compiled(text, NAME, WHO),
+            [group.size for group in members],
+            [operands(group) for group in members],
+        )
         for text, members in alike.items()
     ]
 

@@ -1,12 +1,15 @@
 """A group of elementwise equations as one loop of LLVM IR: every leaf is read once and written once.
 
-The function takes rows, each a piece of some leaves: the number of elements, then the address of each leaf
-that is read, each that is written, and each scalar. Threads that call it at the same time take rows from one
-counter.
+The function takes pieces of leaves, each a row of three numbers: which row of operands, the first element,
+how many. A row of operands has the address of each leaf that is read, each that is written, and each scalar.
+Threads that call it at the same time take pieces from one counter, and count in another those that are done,
+which it returns.
 Groups of one structure have the same text, and so the same machine code.
 """
 
 from __future__ import annotations
+
+import itertools
 
 from jzero import _jaxpr
 from jzero.offload._ops import write
@@ -20,24 +23,29 @@ LANES = 16
 _TEXT = """\
 {declarations}
 
-define void @{name}(ptr %rows, i64 %num_rows, ptr %counter) {{
+define i64 @{name}(ptr %operands, ptr %pieces, i64 %num_pieces, ptr %counter) {{
 entry:
+  %finished = getelementptr i64, ptr %counter, i64 16
 {prologue}
   br label %next
 next:
   %index = atomicrmw add ptr %counter, i64 1 monotonic
-  %more = icmp slt i64 %index, %num_rows
-  br i1 %more, label %row, label %done
-row:
-  %start = mul i64 %index, {columns}
-  %at = getelementptr i64, ptr %rows, i64 %start
-  %size = load i64, ptr %at
+  %more = icmp slt i64 %index, %num_pieces
+  br i1 %more, label %piece, label %done
+piece:
+  %piece.at = getelementptr [3 x i64], ptr %pieces, i64 %index
+  %row = load i64, ptr %piece.at
+  %first.at = getelementptr i64, ptr %piece.at, i64 1
+  %first = load i64, ptr %first.at
+  %size.at = getelementptr i64, ptr %piece.at, i64 2
+  %size = load i64, ptr %size.at
+  %at = getelementptr [{columns} x ptr], ptr %operands, i64 %row
   %whole = and i64 %size, -{lanes}
 {pointers}
 {scalars}
   br label %lanes
 lanes:
-  %i = phi i64 [ 0, %row ], [ %i.next, %lanes.body ]
+  %i = phi i64 [ 0, %piece ], [ %i.next, %lanes.body ]
   %lanes.more = icmp slt i64 %i, %whole
   br i1 %lanes.more, label %lanes.body, label %rest
 lanes.body:
@@ -47,14 +55,18 @@ lanes.body:
 rest:
   %j = phi i64 [ %whole, %lanes ], [ %j.next, %rest.body ]
   %rest.more = icmp slt i64 %j, %size
-  br i1 %rest.more, label %rest.body, label %next
+  br i1 %rest.more, label %rest.body, label %end
 rest.body:
 {rest}
   %j.next = add i64 %j, 1
   br label %rest
+end:
+  atomicrmw add ptr %finished, i64 1 release
+  br label %next
 done:
 {epilogue}
-  ret void
+  %finished.now = load atomic i64, ptr %finished acquire, align 8
+  ret i64 %finished.now
 }}
 """
 
@@ -79,6 +91,7 @@ def kernel_text(group: Group, x86: bool) -> str:
     """The LLVM IR of a group's loop."""
     names = [f"read{i}" for i in range(len(group.reads))]
     names += [f"write{i}" for i in range(len(group.writes))]
+    dtypes = [dtype_of(x) for x in [*group.reads, *(atom for _, atom in group.writes)]]
     names += [f"scalar{i}" for i in range(len(group.scalars))]
     scalars, splats, many, one = (
         Writer(1, "s"),
@@ -99,9 +112,12 @@ def kernel_text(group: Group, x86: bool) -> str:
         declarations="\n".join(sorted(declared)),
         prologue=_FLUSH if x86 else "",
         epilogue=_RESTORE if x86 else "",
-        columns=1 + len(names),
+        columns=len(names),
         lanes=LANES,
-        pointers="\n".join(_pointer(name, column) for column, name in enumerate(names, start=1)),
+        pointers="\n".join(
+            _pointer(name, column, dtype)
+            for column, (name, dtype) in enumerate(itertools.zip_longest(names, dtypes))
+        ),
         scalars="\n".join(scalars.lines + splats.lines),
         body="\n".join(many.lines),
         rest="\n".join(one.lines),
@@ -128,8 +144,13 @@ def _body(group: Group, writer: Writer, index: str, values: dict[_jaxpr.Var, str
         writer.store(read(atom), element(f"%write{i}", dtype), dtype)
 
 
-def _pointer(name: str, column: int) -> str:
-    return (
-        f"  %{name}.at = getelementptr i64, ptr %at, i64 {column}\n"
-        f"  %{name} = load ptr, ptr %{name}.at"
-    )
+def _pointer(name: str, column: int, dtype: str | None) -> str:
+    # A leaf's, at the piece; a scalar, without a dtype here, is where it is for every piece.
+    lines = [
+        f"  %{name}.at = getelementptr ptr, ptr %at, i64 {column}",
+        f"  %{name}{'.leaf' if dtype else ''} = load ptr, ptr %{name}.at",
+    ]
+    if dtype:
+        memory = TYPES[dtype].memory
+        lines.append(f"  %{name} = getelementptr {memory}, ptr %{name}.leaf, i64 %first")
+    return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,60 +12,124 @@ import numpy as np
 # Elements of a piece. AdamW reads 512 KB of it: enough that taking the next one costs nothing, and little
 # enough that threads end together.
 PIECE = 1 << 15
+# Two numbers, each on cache lines of its own: the next piece, and how many are done.
+_COUNTER = 32
+
+# Works on some calls, as many threads as like to; returns how many of them are not done.
+Drive = Callable[[int, int], int]
+
+# Calls one kernel after the other. In LLVM, so that a thread is not held up between two of them by one that
+# has the interpreter's lock.
+DRIVE = """\
+define i64 @drive(ptr %calls, i64 %num_calls) {
+entry:
+  br label %next
+next:
+  %i = phi i64 [ 0, %entry ], [ %i.next, %call ]
+  %pending = phi i64 [ 0, %entry ], [ %pending.next, %call ]
+  %more = icmp slt i64 %i, %num_calls
+  br i1 %more, label %call, label %end
+call:
+  %at = getelementptr [5 x ptr], ptr %calls, i64 %i
+  %kernel = load ptr, ptr %at
+  %operands.at = getelementptr ptr, ptr %at, i64 1
+  %operands = load ptr, ptr %operands.at
+  %pieces.at = getelementptr ptr, ptr %at, i64 2
+  %pieces = load ptr, ptr %pieces.at
+  %num_pieces.at = getelementptr ptr, ptr %at, i64 3
+  %num_pieces = load i64, ptr %num_pieces.at
+  %counter.at = getelementptr ptr, ptr %at, i64 4
+  %counter = load ptr, ptr %counter.at
+  %done = call i64 %kernel(ptr %operands, ptr %pieces, i64 %num_pieces, ptr %counter)
+  %less = icmp slt i64 %done, %num_pieces
+  %one = zext i1 %less to i64
+  %pending.next = add i64 %pending, %one
+  %i.next = add i64 %i, 1
+  br label %next
+end:
+  ret i64 %pending
+}
+"""
 
 
 class Loop(NamedTuple):
-    """One kernel and all the pieces that it runs over.
+    """One kernel and all the leaves that it runs over.
 
     Attributes:
-      function: `(address of rows, number of rows, address of a counter)`.
-      rows: for each piece the number of elements, then the address of each operand.
-      slots: for each of these, whose address it is...
-      offsets: ... and the bytes from there to the piece.
+      kernel: address of `(operands, pieces, number of pieces, counter) -> pieces that are done`.
+      sizes: elements of each leaf.
+      slots: for each leaf, those of its operands.
     """
 
-    function: Callable[[int, int, int], None]
-    rows: np.ndarray
-    slots: np.ndarray
-    offsets: np.ndarray
+    kernel: int
+    sizes: Sequence[int]
+    slots: Sequence[Sequence[int]]
 
 
-def make_loop(
-    function: Callable[[int, int, int], None],
-    leaves: Sequence[tuple[int, Sequence[int], Sequence[int]]],
-) -> Loop:
-    """A loop over `leaves`, each given as its size, its operands' slots, and the bytes of their elements.
+class Loops:
+    """Chunks of loops over the leaves of several shards, all of the same shapes.
 
-    Those of a scalar count as none: it is where it is for every piece.
+    Made once; what changes from call to call are addresses.
     """
-    rows, slots, offsets = [], [], []
-    for size, operands, itemsizes in leaves:
-        starts = np.arange(0, size, PIECE)
-        rows.append(np.minimum(PIECE, size - starts))
-        slots.append(np.tile(np.array(operands, np.int64), (len(starts), 1)))
-        offsets.append(np.outer(starts, np.array(itemsizes, np.int64)))
-    table = np.zeros((sum(map(len, rows)), 1 + len(leaves[0][1])), np.int64)
-    table[:, 0] = np.concatenate(rows)
-    return Loop(function, table, np.concatenate(slots), np.concatenate(offsets))
+
+    def __init__(self, chunks: Sequence[Sequence[Loop]], num_shards: int, num_slots: int):
+        loops = [loop for chunk in chunks for loop in chunk]
+        self._ends = np.cumsum([0, *map(len, chunks)]).tolist()
+        shards = np.arange(num_shards)[:, None, None] * num_slots
+        slots = [(shards + np.array(loop.slots)[None]).reshape(-1) for loop in loops]
+        self._slots = np.concatenate([np.zeros(0, np.int64), *slots])
+        self._operands = np.empty_like(self._slots)
+        self._pieces = [_pieces(loop.sizes, num_shards) for loop in loops]
+        # Kernel, operands, pieces, number of pieces, counter.
+        self._calls = np.zeros((len(loops), 5), np.int64)
+        start = self._operands.ctypes.data
+        for row, loop, pieces, own in zip(self._calls, loops, self._pieces, slots, strict=True):
+            row[:4] = loop.kernel, start, pieces.ctypes.data, len(pieces)
+            start += own.nbytes
+        self.num_pieces = int(self._calls[:, 3].sum())
+
+    def start(self, addresses: np.ndarray) -> Calls:
+        """What there is to do in a call; `addresses` are those of all slots, for each shard."""
+        np.take(addresses.reshape(-1), self._slots, out=self._operands)
+        return Calls(self._calls.copy(), self._ends)
 
 
-def run_loops(
-    loops: Sequence[Loop], addresses: np.ndarray, pool: concurrent.futures.Executor, threads: int
-) -> None:
-    """Runs all pieces of all loops; the thread that calls is one of `threads`.
+class Calls:
+    """The kernels of one call of an update, that threads may join at any time.
 
-    `addresses` are those of all slots, in this step.
+    A thread that comes when all is done finds counters that say so, which is why each call has its own.
     """
-    for loop in loops:
-        np.add(addresses[loop.slots], loop.offsets, out=loop.rows[:, 1:])
-    counters = np.zeros(len(loops), np.int64)
 
-    def work() -> None:
-        for i, loop in enumerate(loops):
-            loop.function(loop.rows.ctypes.data, len(loop.rows), counters[i:].ctypes.data)
+    def __init__(self, table: np.ndarray, ends: Sequence[int]):
+        self._counters = np.zeros((len(table), _COUNTER), np.int64)
+        table[:, 4] = self._counters.ctypes.data + np.arange(len(table)) * self._counters.strides[0]
+        self._table, self._ends = table, ends
+        self._at, self._row = table.ctypes.data, table.strides[0]
 
-    helpers = min(threads, sum(len(loop.rows) for loop in loops)) - 1
-    others = [pool.submit(work) for _ in range(helpers)]
-    work()
-    for other in others:
-        other.result()
+    def help(self, drive: Drive) -> None:
+        """Works on all chunks, in order, until no piece is left to take."""
+        drive(self._at, len(self._table))
+
+    def finish(self, drive: Drive, chunk: int) -> None:
+        """Works on one chunk until all of it is done."""
+        first, end = self._ends[chunk : chunk + 2]
+        while drive(self._at + first * self._row, end - first):
+            time.sleep(0)  # Others are at their last pieces.
+
+
+def share(calls: Calls, drive: Drive, pool: concurrent.futures.Executor, helpers: int) -> None:
+    """Lets other threads help; nobody waits for them to begin."""
+    for _ in range(helpers):
+        pool.submit(calls.help, drive)
+
+
+def _pieces(sizes: Sequence[int], num_shards: int) -> np.ndarray:
+    """Rows of: which of the leaves of all shards, its first element, how many elements."""
+    starts = [np.arange(0, size, PIECE) for size in sizes]
+    which = np.repeat(np.arange(len(sizes)), [len(x) for x in starts])
+    first = np.concatenate(starts)
+    count = np.minimum(PIECE, np.array(sizes)[which] - first)
+    shards = np.arange(num_shards)[:, None] * len(sizes)
+    return np.stack(
+        [(shards + which).ravel(), np.tile(first, num_shards), np.tile(count, num_shards)], axis=1
+    ).astype(np.int64)

@@ -1,4 +1,4 @@
-"""LLVM IR to machine code in this process, with llvmlite, and the threads that run it."""
+"""LLVM IR to machine code in this process, with llvmlite."""
 
 from __future__ import annotations
 
@@ -29,11 +29,8 @@ def llvm(who: str) -> Any:
 
 
 @functools.cache
-def compiled(text: str, name: str, who: str) -> Callable[[int, int, int], None]:
-    """The function `name(address, int64, address)` of LLVM IR; equal texts are compiled once.
-
-    It lets go of the interpreter's lock while it runs.
-    """
+def compiled(text: str, name: str, who: str) -> int:
+    """The address of the function `name` of LLVM IR; equal texts are compiled once."""
     binding = llvm(who)
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
@@ -47,9 +44,13 @@ def compiled(text: str, name: str, who: str) -> Callable[[int, int, int], None]:
     )
     engine = binding.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    signature = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
     _engines.append(engine)
-    return signature(engine.get_function_address(name))
+    return int(engine.get_function_address(name))
+
+
+def callable_at(address: int) -> Callable[[int, int], int]:
+    """The function `int64(address, int64)` there. It lets go of the interpreter's lock while it runs."""
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)(address)
 
 
 # Machine code lives as long as its engine.

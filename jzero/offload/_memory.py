@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
-from collections.abc import Iterable, Sequence
+import operator
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -50,55 +53,72 @@ def _is_host(sharding: Any) -> bool:
     return device.platform == "cpu" or sharding.memory_kind in ("pinned_host", "unpinned_host")
 
 
-def addresses(arrays: Iterable[Any]) -> list[int]:
-    """Where the arrays start; 0 for PRNG keys, which no kernel reads."""
-    return [_address(x) for x in arrays]
+def address(x: Any) -> int:
+    """Where an array in host memory starts."""
+    return x.ctypes.data if isinstance(x, np.ndarray) else x.unsafe_buffer_pointer()
 
 
-def _address(x: Any) -> int:
-    if isinstance(x, np.ndarray):
-        return x.ctypes.data
-    return 0 if is_key(x) else x.unsafe_buffer_pointer()
+class Addresses:
+    """Where NumPy arrays start, asked once for as long as the same arrays come.
+
+    NumPy takes a microsecond for each, and most callers pass the same memory in every call, or one of two
+    sets of it in turns. Nothing is kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._known: collections.deque[tuple[list[weakref.ref[Any]], np.ndarray]]
+        self._known = collections.deque(maxlen=2)
+
+    def __call__(self, arrays: Arrays, check: Callable[[], None]) -> np.ndarray:
+        """Their addresses; new ones are checked first."""
+        for refs, addresses in self._known:
+            if len(refs) == len(arrays) and all(map(operator.is_, [ref() for ref in refs], arrays)):
+                return addresses
+        check()
+        addresses = np.array([address(x) for x in arrays], np.int64)
+        self._known.append(([weakref.ref(x) for x in arrays], addresses))
+        return addresses
 
 
-def check_state(who: str, names: Sequence[str], state: Arrays, new_state: Arrays) -> None:
-    """Raises an error unless `new_state` can take the place of `state`."""
+def check_kept(who: str, names: Sequence[str], state: Arrays, new_state: Arrays) -> None:
+    """Raises an error unless shapes and dtypes of `new_state` are those of `state`, and NumPy's."""
     found = [] if len(state) == len(new_state) else [f"{len(state)} leaves become {len(new_state)}"]
     for name, old, new in zip(names, state, new_state, strict=False):
-        if not is_key(old) and not _writable(old):
-            found.append(f"{_described(name, old)} is no writable NumPy array in C order")
+        if is_key(old):
+            found.append(f"{_described(name, old)} holds PRNG keys")
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             found.append(f"{_described(name, old)} becomes {_described('', new).strip()}")
-    found += [] if found else _shared(names, state)
     if found:
         raise StateError(message(
-            who, found, "State on the host is updated in its place.",
-            "Copy each leaf into an array of host_empty, and let the update keep its dtypes."))  # fmt: skip
+            who, found, "State on the host is updated in its place, in NumPy arrays.",
+            "Let the update keep its dtypes, and keep keys on the devices."))  # fmt: skip
 
 
-def _shared(names: Sequence[str], state: Arrays) -> list[str]:
+def check_given(
+    who: str, names: Sequence[str], given: Sequence[Arrays], wanted: Arrays, write: bool
+) -> None:
+    """Raises an error unless each shard's arrays are what addresses are computed for.
+
+    Those that are to be written must be NumPy's, and no two in the same memory.
+    """
+    found: list[str] = []
     owner: dict[int, str] = {}
-    found = []
-    for name, leaf, address in zip(names, state, addresses(state), strict=False):
-        if address and leaf.size and owner.setdefault(address, name) != name:
-            found.append(f"{_described(name, leaf)} is in the memory of {owner[address]}")
-    return found
-
-
-def check_given(who: str, what: str, given: Arrays, wanted: Arrays, write: bool) -> None:
-    """Raises an error unless arrays have the shapes and dtypes that addresses are computed for."""
-    found = [] if len(given) == len(wanted) else [f"{len(given)} {what} instead of {len(wanted)}"]
-    for i, (x, want) in enumerate(zip(given, wanted, strict=False)):
-        if x.shape != want.shape or x.dtype != want.dtype:
-            found.append(
-                f"{_described(f'{what}[{i}]', x)} instead of {_described('', want).strip()}"
-            )
-        elif write and not _writable(x):
-            found.append(f"{_described(f'{what}[{i}]', x)} is no writable NumPy array in C order")
+    for shard, arrays in enumerate(given):
+        where = f" of shard {shard}" if len(given) > 1 else ""
+        if len(arrays) != len(wanted):
+            found.append(f"{len(arrays)} arrays{where} instead of {len(wanted)}")
+        for name, x, want in zip(names, arrays, wanted, strict=False):
+            here = _described(name + where, x)
+            if x.shape != want.shape or x.dtype != want.dtype:
+                found.append(f"{here} instead of {_described('', want).strip()}")
+            elif write and not _writable(x):
+                found.append(f"{here} is no writable NumPy array in C order")
+            elif write and x.size and owner.setdefault(address(x), name + where) != name + where:
+                found.append(f"{here} is in the memory of {owner[address(x)]}")
     if found:
         raise StateError(message(
             who, found, "Kernels read and write memory by its address.",
-            "Pass what the update was traced for; make_outputs() makes outputs."))  # fmt: skip
+            "Pass what the update was traced for; what is written, in arrays of host_empty."))  # fmt: skip
 
 
 def _writable(x: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jzero import _jaxpr
 from jzero._errors import describe_leaf
 from jzero.offload._ops import op_for, size_of
-from jzero.offload._writer import TYPES, dtype_of
+from jzero.offload._writer import TYPES, dtype_of, itemsize
 
 KERNEL, XLA, KEPT = "kernel", "XLA", "kept"
 
@@ -49,6 +49,11 @@ class Group(NamedTuple):
     reads: list[_jaxpr.Var]
     scalars: list[_jaxpr.Var]
     writes: list[tuple[int, _jaxpr.Atom]]
+
+    def nbytes(self) -> int:
+        """What the loop moves."""
+        values = [*self.reads, *(atom for _, atom in self.writes)]
+        return self.size * sum(itemsize(dtype_of(x)) for x in values)
 
 
 class Analysis:

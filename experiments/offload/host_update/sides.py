@@ -59,7 +59,13 @@ def by_jzero(memory: Memory) -> Side:
     grads = jax.device_put(memory.leaves(memory.grads), may_alias=True)
     engine = HostUpdate(update, state, grads)
     copies = [] if memory.copy is None else memory.leaves(memory.copy)
-    return lambda: engine(grads, copies)
+
+    def run() -> None:
+        engine.prepare([state], [grads])
+        for _ in engine.run([copies]):
+            pass
+
+    return run
 
 
 def by_xla(memory: Memory) -> Side:
