@@ -13,6 +13,7 @@ from jzero._estimate import Estimate as Estimate
 from jzero._estimate import estimate as estimate
 from jzero._grad import grad as grad
 from jzero._grad import value_and_grad as value_and_grad
+from jzero._host_array import HostArray as HostArray
 from jzero._nnx import from_nnx as from_nnx
 from jzero._padded import PaddedArray as PaddedArray
 from jzero._precision import master_weights as master_weights

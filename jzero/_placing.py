@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,15 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero import _call, _jaxpr, _padded
+from jzero import _call, _host_array, _jaxpr, _padded
 from jzero._errors import BatchError, StateError, describe_leaf, message
 from jzero._groups import groups
-from jzero.sharding._plan import DEVICE, LeafPlan
+from jzero._host_array import Home, HostArray
+from jzero.sharding._plan import DEVICE, HOST, LeafPlan
 
 WHO = _call.WHO
+# Bytes on each device of leaves for the host that are made together, where no policy says how many may be.
+_BORN_TOGETHER = 2**28
 
 
 def as_arrays(*lists: Sequence[Any]) -> list[list[Any]]:
@@ -29,35 +33,110 @@ def pad(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
     return [_padded.pad(x, leaf.padded_shape) for x, leaf in zip(leaves, plans, strict=True)]
 
 
+class Place(NamedTuple):
+    """Where a leaf of a state rests.
+
+    Attributes:
+      plan: by the plan.
+      sharding: the same for JAX; of a leaf on the host, as it rests on its way there.
+      home: the same of a leaf on the host; None for others.
+    """
+
+    plan: LeafPlan
+    sharding: NamedSharding
+    home: Home | None
+
+
+def places(
+    plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding], axes: tuple[str, ...]
+) -> list[Place]:
+    """Where each leaf rests; over the other mesh axes than `axes` devices share what is on the host."""
+    return [
+        Place(plan, sharding, _home(plan, sharding, axes) if plan.tier == HOST else None)
+        for plan, sharding in zip(plans, shardings, strict=True)
+    ]
+
+
+@functools.cache
+def _home(plan: LeafPlan, sharding: NamedSharding, axes: tuple[str, ...]) -> Home:
+    at_rest = NamedSharding(sharding.mesh, sharding.spec)
+    devices = _host_array.keepers(sharding.mesh, axes)
+    return Home(plan.shape, plan.padded_shape, jnp.dtype(plan.dtype), at_rest, devices)
+
+
+def host_bytes(places: Sequence[Place], leaves: Sequence[Any] | None = None) -> int:
+    """Bytes that this process needs on the host for a state; those of `leaves` that rest there have them."""
+    there = leaves or [None] * len(places)
+    return sum(
+        home.nbytes
+        for x, (_, _, home) in zip(there, places, strict=True)
+        if home is not None and not _host_array.rests_in(x, home)
+    )
+
+
+def place_state(
+    leaves: Sequence[Any], places: Sequence[Place], held: Collection[int] = ()
+) -> list[Any]:
+    """Each leaf of a state in its place, padded; those that are there already pass through untouched.
+
+    Args:
+      leaves: the state's, in any shape and layout.
+      places: where they go.
+      held: which of them every process holds whole; they have compared these.
+    """
+    out = list(leaves)
+    here = [i for i, target in enumerate(places) if target.home is None]
+    for i, (leaf, (plan, sharding, home)) in enumerate(zip(leaves, places, strict=True)):
+        if home is not None:
+            out[i] = _host_array.on_host(leaf, home)
+            continue
+        out[i] = _padded.pad(_from_host(leaf, plan, sharding), plan.padded_shape)
+        if i in held:
+            out[i] = take_shards(out[i], sharding)
+    shardings = [places[i].sharding for i in here]
+    placed = place([out[i] for i in here], shardings, lambda: [places[i].plan.path for i in here])
+    for i, x in zip(here, placed, strict=True):
+        out[i] = x
+    return out
+
+
+def _from_host(leaf: Any, plan: LeafPlan, sharding: NamedSharding) -> Any:
+    """A leaf as JAX or NumPy has it; a `HostArray` in its new place, if this process has all of it."""
+    if not isinstance(leaf, HostArray):
+        return leaf
+    if leaf.is_fully_addressable:
+        return _host_array.on_devices(leaf, plan.padded_shape, sharding)
+    way = NamedSharding(leaf.at_rest.mesh, leaf.at_rest.spec, memory_kind=sharding.memory_kind)
+    return _padded.wrap(_host_array.on_devices(leaf, sharding=way), leaf.shape)
+
+
 def wrap(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
     """Each leaf of a state as a user gets it: a `PaddedArray` if it has padding."""
     return [_padded.wrap(x, leaf.shape) for x, leaf in zip(leaves, plans, strict=True)]
 
 
-def born(
-    traced: _jaxpr.Traced, plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding],
-    device_bytes: int,
-) -> list[Any]:  # fmt: skip
+def born(traced: _jaxpr.Traced, places: Sequence[Place], device_bytes: int) -> list[Any]:
     """What a traced function of no arguments returns, each leaf made in its layout.
 
-    What rests on the devices is made by one program. Of what does not, at most `device_bytes` are made by
-    one, and lie on the host before the next runs; each computes again what it needs of the others.
+    What rests on the devices is made by one program. Of what does not, at most `device_bytes` (256 MiB if
+    that is 0) are made by one, and lie on the host before the next runs; each computes again what it needs
+    of the others.
     """
     made: dict[int, Any] = {}
-    for group in _groups(plans, device_bytes):
+    for group in _groups([target.plan for target in places], device_bytes or _BORN_TOGETHER):
         wanted = [traced.jaxpr.outvars[i] for i in group]
-        part = _jaxpr.part(traced.jaxpr, wanted, effects=plans[group[0]].tier == DEVICE)
+        targets = [places[i] for i in group]
+        part = _jaxpr.part(traced.jaxpr, wanted, effects=targets[0].plan.tier == DEVICE)
         arrays = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-        places = [shardings[i].with_memory_kind(DEVICE) for i in group]
+        shardings = [target.sharding.with_memory_kind(DEVICE) for target in targets]
 
-        def run(consts: list[Any], part: Any = part, group: Sequence[int] = group) -> list[Any]:
-            return pad(part.run(*consts), [plans[i] for i in group])
+        def run(consts: list[Any], part: Any = part, targets: Sequence[Place] = targets) -> Any:
+            return pad(part.run(*consts), [target.plan for target in targets])
 
-        fresh = jax.jit(run, out_shardings=places)([arrays[var] for var in part.reads])
-        homes, names = [shardings[i] for i in group], [plans[i].path for i in group]
-        fresh = jax.block_until_ready(place(fresh, homes, names.copy))
+        fresh = jax.jit(run, out_shardings=shardings)([arrays[var] for var in part.reads])
+        fresh = jax.block_until_ready(place_state(fresh, targets))
         made |= zip(group, fresh, strict=True)
-    return [made[i] for i in range(len(plans))]
+    return [made[i] for i in range(len(places))]
 
 
 def _groups(plans: Sequence[LeafPlan], device_bytes: int) -> list[list[int]]:
@@ -138,8 +217,7 @@ def held_whole(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> lis
     """Which leaves of a state this process holds whole, though several shall hold them."""
     if not leaves or shardings[0].is_fully_addressable:
         return []
-    return [i for i, leaf in enumerate(leaves)
-            if not (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)]  # fmt: skip
+    return [i for i, leaf in enumerate(leaves) if not _host_array.spans_processes(leaf)]
 
 
 def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
@@ -148,6 +226,8 @@ def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
     `jax.device_put` would gather the leaf from all processes onto every device, to compare them.
     """
     if _call.abstract_leaf(leaf).weak_type:  # A Python number, mostly: device_put keeps its type.
+        return leaf
+    if _host_array.spans_processes(leaf):
         return leaf
     if _is_key(leaf):
         data = take_shards(jax.random.key_data(leaf), sharding)
@@ -178,7 +258,7 @@ def _lies_right(leaf: Any, sharding: NamedSharding) -> bool:
 
 def check_alive(state: Any, leaves: Sequence[Any]) -> None:
     """Refuses a state, of these leaves, whose arrays an earlier step has consumed."""
-    arrays = (jax.Array, _padded.PaddedArray)
+    arrays = (jax.Array, _padded.PaddedArray, HostArray)
     dead = [isinstance(leaf, arrays) and leaf.is_deleted() for leaf in leaves]
     if any(dead):  # Paths cost more than the check, which every step makes.
         paths = _call.leaf_paths(state, "state")
@@ -187,3 +267,15 @@ def check_alive(state: Any, leaves: Sequence[Any]) -> None:
         raise StateError(message(
             WHO, f"{len(gone)} leaves were already donated: {shown}",
             "A step consumes its state.", "Use the state that the last step returned."))  # fmt: skip
+
+
+def check_flushed(who: str, state: Any, leaves: Sequence[Any]) -> None:
+    """Refuses a state, of these leaves, that a delayed update has yet to renew."""
+    late = [isinstance(leaf, HostArray) and leaf.pending is not None for leaf in leaves]
+    if any(late):
+        paths = _call.leaf_paths(state, "state")
+        raise StateError(message(
+            who, [f"{path} still waits for the last step's update"
+                  for path, is_late in zip(paths, late, strict=True) if is_late],
+            "With HostCPU(delayed_update=True) a leaf is updated while the next step runs.",
+            "Call state = train_step.flush(state) first.", shown=3))  # fmt: skip

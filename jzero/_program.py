@@ -28,6 +28,8 @@ from jzero.sharding._plan import Leaf, LeafPlan, Plan, Turn
 WHO = _call.WHO
 # While one is copied to the devices, one is updated and one is copied back.
 TURNS_AT_ONCE = 3
+# JAX's names of the tiers that have another one; of what is no JAX array, where it rests on the way.
+_MEMORY_KINDS = {_plan.DEVICE: None, _plan.HOST: "pinned_host"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,18 +228,18 @@ def _check_room(parts: Parts, turns: Sequence[Turn], device_bytes: int) -> None:
 
 
 def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:
-    """Where each leaf rests, for JAX.
+    """Where each leaf rests, for JAX; of one that is no JAX array at rest, where it is on the way there.
 
     Raises:
       MeshError: the devices have no such memory.
     """
     for tier in {leaf.tier for leaf in leaves} - {_plan.DEVICE}:
-        check_tier(mesh, tier)
+        check_tier(mesh, _MEMORY_KINDS.get(tier, tier))
     return [
         NamedSharding(
             mesh,
             _layout.partition_spec(leaf.layout, leaf.automatic),
-            memory_kind=None if leaf.tier == _plan.DEVICE else leaf.tier,
+            memory_kind=_MEMORY_KINDS.get(leaf.tier, leaf.tier),
         )
         for leaf in leaves
     ]

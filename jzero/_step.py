@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jzero import _call, _identity, _jaxpr, _placing, _processes, _program, _setting
+from jzero import _call, _host_memory, _identity, _jaxpr, _placing, _processes, _program, _setting
 from jzero._batch import Batch
 from jzero._errors import MeshError, OptionError, message
+from jzero._host_array import HostArray
 from jzero._options import Options, axis_tuple
 from jzero._padded import PaddedArray
 from jzero._report import Report
@@ -258,23 +259,26 @@ class ShardedTrainStep:
 
         Never whole on one device: the initialiser is compiled with the state's shardings as outputs.
         See `state_shardings` for what the layout is before the step has seen a batch. What rests on the
-        host is made in groups of up to `device_bytes`, each by a program of its own.
+        host is made in groups of up to `device_bytes` (256 MiB with `HostCPU`), each by a program of its
+        own.
 
         Returns:
           The state, placed.
 
         Raises:
+          OptionError: the host has too little memory for its part of the state, by what is available before
+            (each of several processes on one host counts for itself).
           ProcessError: several processes are about to make different states, or one does not come.
         """
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         traced = _jaxpr.trace_whole(lambda: init_fn(*args, **kwargs))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         leaves, shardings = self.leaf_plans(state)
-        setting = self._setting()
-        _processes.agree("init", setting.mesh, lambda: (
-            _identity.of_state(setting, leaves) | _identity.of_jaxpr(traced.jaxpr, traced.consts)
+        places = self.places(leaves, shardings)
+        self._agree_on_state("init", leaves, _placing.host_bytes(places), lambda: (
+            _identity.of_jaxpr(traced.jaxpr, traced.consts)
         ))  # fmt: skip
-        made = _placing.born(traced, leaves, shardings, self._options.device_bytes)
+        made = _placing.born(traced, places, self._options.device_bytes)
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -291,6 +295,7 @@ class ShardedTrainStep:
 
         Raises:
           StateError: an earlier step has consumed it.
+          OptionError: the host has too little memory for its part of it; see `init`.
           ProcessError: it differs between processes, or one does not come.
         """
         plans, shardings = self.leaf_plans(state, *args, **kwargs)
@@ -304,7 +309,8 @@ class ShardedTrainStep:
         full = NamedSharding(setting.mesh, PartitionSpec())
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(state, leaves)
-        plain = [jnp.asarray(x) if isinstance(x, PaddedArray) else x for x in leaves]
+        _placing.check_flushed("unshard", state, leaves)
+        plain = [jnp.asarray(x) if isinstance(x, PaddedArray | HostArray) else x for x in leaves]
         whole = _placing.place(
             plain, [full] * len(leaves), lambda: _call.leaf_paths(state, "state")
         )
@@ -332,16 +338,35 @@ class ShardedTrainStep:
     ) -> list[Any]:  # fmt: skip
         """The leaves of `state` where the plan has them, padded."""
         _placing.check_alive(state, leaves)
-        leaves = _placing.pad(leaves, plans)
+        places = self.places(plans, shardings)
         held = _placing.held_whole(leaves, shardings)
-        if held:
-            setting = self._setting()
-            _processes.agree("shard", setting.mesh, lambda: _identity.of_state(setting, plans) | {
+        num_bytes = _placing.host_bytes(places, leaves)
+        if held or num_bytes:
+            self._agree_on_state("shard", plans, num_bytes, lambda: {
                 "values": [f"{plans[i].path} {_processes.checksum(leaves[i])}" for i in held]
             })  # fmt: skip
-            for i in held:
-                leaves[i] = _placing.take_shards(leaves[i], shardings[i])
-        return _placing.place(leaves, shardings, lambda: [plan.path for plan in plans])
+        return _placing.place_state(leaves, places, held)
+
+    def _agree_on_state(
+        self, who: str, plans: Sequence[_plan.LeafPlan], num_bytes: int,
+        sections: Callable[[], _processes.Sections],
+    ) -> None:  # fmt: skip
+        """Every process is about to make the same state, and each has `num_bytes` more for its part of it."""
+        setting, shortage = self._setting(), _host_memory.shortage(num_bytes)
+        _processes.agree(who, setting.mesh, lambda: {
+            **_identity.of_state(setting, plans), "memory": [shortage or "enough"], **sections()
+        })  # fmt: skip
+        _host_memory.check(who, shortage)
+
+    def places(
+        self, plans: Sequence[_plan.LeafPlan], shardings: Sequence[NamedSharding]
+    ) -> list[_placing.Place]:
+        """Where each leaf of a state goes; from `leaf_plans` or a program."""
+        axes: tuple[str, ...] = ()
+        if self._options.offload.tier == _plan.HOST:
+            setting = self._setting()
+            axes = (*setting.sharding.shard_axes, *setting.automatic)
+        return _placing.places(plans, shardings, axes)
 
     def leaf_plans(
         self, state: Any, *args: Any, **kwargs: Any

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -17,7 +17,10 @@ from orbax.checkpoint import type_handlers
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals as CommitFuture
 
 from jzero._groups import groups
+from jzero._host_array import HostArray
 from jzero._padded import PaddedArray
+
+Array: TypeAlias = jax.Array | PaddedArray | HostArray
 
 # A reader decodes whole chunks, also for a small part of one; so other layouts read little in vain.
 _CHUNK_BYTES = 16 * 2**20
@@ -54,15 +57,14 @@ class _Leaf(NamedTuple):
         return sum(data.nbytes for _, data in self.parts)
 
     @classmethod
-    def of(cls, x: jax.Array | PaddedArray, info: Any) -> _Leaf:
-        at_rest = _at_rest(x)
-        shard_shape = at_rest.sharding.shard_shape(at_rest.shape)
-        spec = write_spec(info, x.shape, shard_shape, x.dtype)
-        return cls(spec, info, [part for shard in _own_shards(x) if (part := _cut(shard, x.shape))])
+    def of(cls, x: Array, info: Any) -> _Leaf:
+        spec = write_spec(info, x.shape, _shard_shape(x), x.dtype)
+        parts = [_cut(index, data, x.shape) for index, data in _own_parts(x)]
+        return cls(spec, info, [part for part in parts if part is not None])
 
 
 class ArrayHandler(type_handlers.ArrayHandler):
-    """Saves `jax.Array`s and `PaddedArray`s in their true shapes, every chunk with a checksum.
+    """Saves `jax.Array`s, `PaddedArray`s and `HostArray`s in their true shapes, every chunk with a checksum.
 
     Orbax's own writes chunks in which a flipped bit is restored as if it were right, and knows only
     shards of one size. Reading is Orbax's (it fills up with zeros), and again leaf by leaf if it fails, so
@@ -113,6 +115,7 @@ def handler(concurrent_bytes: int | None = None) -> ocp.PyTreeCheckpointHandler:
         str: type_handlers.StringHandler(),
         jax.Array: arrays,
         PaddedArray: arrays,
+        HostArray: arrays,
     }
     return pytree_handler(types, concurrent_bytes)
 
@@ -172,31 +175,41 @@ def _is_key(dtype: Any) -> bool:
     return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _at_rest(x: jax.Array | PaddedArray) -> jax.Array:
-    return x.padded if isinstance(x, PaddedArray) else x
+def _shard_shape(x: Array) -> tuple[int, ...]:
+    """The shape of each device's part, padding included."""
+    if isinstance(x, HostArray):
+        return x.at_rest.shard_shape(x.padded_shape)
+    x = x.padded if isinstance(x, PaddedArray) else x
+    return x.sharding.shard_shape(x.shape)
 
 
-def _own_shards(x: jax.Array | PaddedArray) -> list[Any]:
-    """The shards that this process writes: the first copy of each."""
-    return [shard for shard in _at_rest(x).addressable_shards if shard.replica_id == 0]
+def _own_parts(x: Array) -> list[tuple[tuple[slice, ...], Any]]:
+    """The parts that this process writes, and where they are: the first copy of each."""
+    if isinstance(x, HostArray):
+        return [(tuple(slice(*ends) for ends in box), data) for box, data in x.own_parts()]
+    shards = (x.padded if isinstance(x, PaddedArray) else x).addressable_shards
+    return [(shard.index, shard.data) for shard in shards if shard.replica_id == 0]
 
 
-def _start_copies(x: jax.Array | PaddedArray) -> None:
-    for shard in _own_shards(x):
-        shard.data.copy_to_host_async()
+def _start_copies(x: Array) -> None:
+    for _, data in _own_parts(x):
+        if isinstance(data, jax.Array):
+            data.copy_to_host_async()
 
 
-def _cut(shard: Any, shape: Sequence[int]) -> tuple[tuple[slice, ...], np.ndarray] | None:
-    """A shard on the host and its place, without padding; None if it is all padding."""
-    starts = [part.start or 0 for part in shard.index]
-    stops = [
-        min(start + n, size) for start, n, size in zip(starts, shard.data.shape, shape, strict=True)
-    ]
+def _cut(
+    index: Sequence[slice], data: jax.Array | np.ndarray, shape: Sequence[int]
+) -> tuple[tuple[slice, ...], np.ndarray] | None:
+    """A part on the host and its place, without padding; None if it is all padding."""
+    starts = [part.start or 0 for part in index]
+    stops = [min(start + n, size) for start, n, size in zip(starts, data.shape, shape, strict=True)]
     lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
     if min(lengths, default=1) <= 0:
         return None
-    data = np.asarray(shard.data)[tuple(slice(n) for n in lengths)]
-    return tuple(map(slice, starts, stops)), data
+    values = np.asarray(data)[tuple(slice(n) for n in lengths)]
+    if isinstance(data, np.ndarray):  # The next step overwrites it, while it is being written.
+        values = values.copy()
+    return tuple(map(slice, starts, stops)), values
 
 
 async def _write(leaves: Sequence[_Leaf]) -> None:
@@ -214,7 +227,7 @@ async def _write_leaf(leaf: _Leaf, transaction: Any) -> None:
     if jax.process_index() == 0:  # All would make the same array.
         await tensorstore.open(leaf.spec, create=True, **options)
     store = await tensorstore.open(leaf.spec, assume_metadata=True, **options)
-    # Nobody changes `data`: it belongs to a jax.Array, or was copied from a device.
+    # Nobody changes `data`: it belongs to a jax.Array, or was copied.
     writes = [
         store[index].write(data, can_reference_source_data_indefinitely=True)
         for index, data in leaf.parts

@@ -85,9 +85,9 @@ class Checkpointer:
                 break
 
     With several processes, all of them make the same calls. Saving copies the state to the host and writes it
-    in the background, so the next step may consume it: at most one copy of what rests on this host's devices,
-    and 256 MiB, or one leaf, of what is being written. Restoring reads each shard straight to its device
-    (see `jzero.restore`).
+    in the background, so the next step may consume it: at most one copy of what rests on this host and on its
+    devices, and 256 MiB, or one leaf, of what is being written. Restoring reads each shard straight to its
+    device (see `jzero.restore`).
 
     Args:
       directory: where the steps are, on a file system that all processes see; made if it is not there.
@@ -148,7 +148,8 @@ class Checkpointer:
           Whether it was this step's turn.
 
         Raises:
-          StateError: the state was consumed by a step, or keys with dots make two leaves one.
+          StateError: the state was consumed by a step or waits for a delayed update, or keys with dots make
+            two leaves one.
           CheckpointError: writing failed, now or in the background since the last call, or there is a
             later step. What was saved before is untouched.
 
@@ -157,7 +158,9 @@ class Checkpointer:
         """
         if not self._is_due(step, force):
             return False
-        _placing.check_alive(state, jax.tree.leaves(state))
+        leaves = jax.tree.leaves(state)
+        _placing.check_alive(state, leaves)
+        _placing.check_flushed("Checkpointer.save", state, leaves)
         _check_names(state)
         items: dict[str, Any] = {STATE: ocp.args.PyTreeSave(_as_container(state))}
         if data_iterator is not None:

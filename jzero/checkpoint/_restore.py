@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding
 
-from jzero import _call, _placing
+from jzero import _call, _host_memory, _placing
 from jzero._errors import OptionError, message
+from jzero._groups import groups
+from jzero._placing import Place
 from jzero._step import ShardedTrainStep
 from jzero.checkpoint import _stored
-from jzero.checkpoint._match import Leaf, leaf_names, match
+from jzero.checkpoint._match import Leaf, Source, leaf_names, match
 from jzero.sharding._plan import LeafPlan
 
 _AT_ONCE = 2**27  # bytes that may be read at the same time, however small the leaves are
+_TO_HOST = (
+    2**28
+)  # bytes of leaves that are read to pinned memory before they move to where they rest
 
 
 def restore(
@@ -28,8 +32,9 @@ def restore(
     Any checkpoint of Orbax whose leaves have the state's names will do: saved by a `Checkpointer` at
     another stage, on other devices, or another mesh; or by Orbax from a state that was never sharded.
     Each device reads its part, and no leaf is ever whole on one; what has been read and is not yet on its
-    device is at most 128 MiB, or twice the largest leaf. With `jzero.master_weights` on one side
-    only, parameters are restored from the masters, or masters from the parameters.
+    device is at most 128 MiB, or twice the largest leaf; 256 MiB or the largest leaf more of
+    those that `HostCPU` keeps on the host. With `jzero.master_weights` on one side only, parameters are
+    restored from the masters, or masters from the parameters.
 
     >>> import tempfile, jax, jax.numpy as jnp, orbax.checkpoint as ocp, jzero
     >>> def step_fn(state, batch):
@@ -57,6 +62,7 @@ def restore(
 
     Raises:
       CheckpointError: every leaf that is missing, left over, of another shape or dtype, or damaged.
+      OptionError: the host has too little memory for its part of the state; see `ShardedTrainStep.init`.
     """
     return restore_for("restore", path, train_step, state, args, kwargs)
 
@@ -79,17 +85,35 @@ def restore_for(
         for (name, leaf), plan in zip(leaves.items(), plans, strict=True)
     }
     sources = match(who, wanted, stored.leaves, str(stored.directory))
-    places = dict(zip(names, zip(plans, shardings, strict=True), strict=True))
+    places = dict(zip(names, train_step.places(plans, shardings), strict=True))
+    _host_memory.check(who, _host_memory.shortage(_placing.host_bytes([*places.values()])))
     at_once = max(_AT_ONCE, *(2 * plan.nbytes for plan in plans))
-    found: dict[str, Any] = {}
-    for cast in (False, True):  # One stored leaf may become a parameter and its master.
-        chosen = {name: source.name for name, source in sources.items() if source.cast == cast}
-        how = {chosen[name]: _restore_args(leaves[name], *places[name]) for name in chosen}
-        read = _stored.read(who, stored, how, at_once) if how else {}
-        found |= {name: read[source] for name, source in chosen.items()}
-    # Python numbers become arrays.
-    placed = _placing.place([found[name] for name in names], shardings, lambda: names)
-    return jax.tree.unflatten(jax.tree.structure(state), _placing.wrap(placed, plans))
+
+    def read(group: Sequence[str]) -> list[Any]:
+        how = {sources[name].name: _restore_args(leaves[name], places[name]) for name in group}
+        found = _stored.read(who, stored, how, at_once)
+        # Python numbers become arrays, and what goes on to the host is there before more is read.
+        arrays = [found[sources[name].name] for name in group]
+        return _placing.place_state(arrays, [places[name] for name in group])
+
+    placed: dict[str, Any] = {}
+    for group in _groups(sources, places):
+        placed |= zip(group, read(group), strict=True)
+    wrapped = _placing.wrap([placed[name] for name in names], plans)
+    return jax.tree.unflatten(jax.tree.structure(state), wrapped)
+
+
+def _groups(sources: Mapping[str, Source], places: Mapping[str, Place]) -> Iterator[list[str]]:
+    """The leaves that are read together: what stays where it is read to, others up to so many bytes.
+
+    A stored leaf that becomes a parameter, in fewer bits, and its master, is read for each by itself.
+    """
+    for cast in (False, True):
+        chosen = [name for name, source in sources.items() if source.cast == cast]
+        here = [name for name in chosen if places[name].home is None]
+        there = [name for name in chosen if places[name].home is not None]
+        yield from [here] if here else []
+        yield from groups(there, _TO_HOST, lambda name: places[name].plan.nbytes)
 
 
 def _as_stored(leaf: jax.ShapeDtypeStruct, plan: LeafPlan) -> Leaf:
@@ -99,10 +123,11 @@ def _as_stored(leaf: jax.ShapeDtypeStruct, plan: LeafPlan) -> Leaf:
     return Leaf(plan.path, leaf.shape, str(leaf.dtype))
 
 
-def _restore_args(
-    leaf: jax.ShapeDtypeStruct, plan: LeafPlan, sharding: NamedSharding
-) -> ocp.ArrayRestoreArgs:
+def _restore_args(leaf: jax.ShapeDtypeStruct, place: Place) -> ocp.ArrayRestoreArgs:
     """As it rests: what the true shape lacks of the padded one is filled with zeros."""
     return ocp.ArrayRestoreArgs(
-        dtype=leaf.dtype, sharding=sharding, global_shape=plan.padded_shape, strict=False
+        dtype=leaf.dtype,
+        sharding=place.sharding,
+        global_shape=place.plan.padded_shape,
+        strict=False,
     )
