@@ -74,11 +74,13 @@ class HostArray:
     Attributes:
       home: where it rests, and in which shape.
       pending: what a delayed update left to do; None if nothing. Until that is done, it cannot be read.
+      num_steps: how many steps have updated it since it was placed.
     """
 
     def __init__(self, home: Home, buffers: Sequence[np.ndarray], pending: Any = None):
         self.home = home
         self.pending = pending
+        self.num_steps = 0
         self._buffers: tuple[np.ndarray, ...] | None = tuple(buffers)
 
     @property

@@ -145,7 +145,7 @@ def _view(x: jax.Array) -> np.ndarray:
     """The memory of an array on the host, to be written."""
     if not x.nbytes:
         return np.zeros(x.shape, x.dtype)
-    memory = (ctypes.c_char * x.nbytes).from_address(x.unsafe_buffer_pointer())
+    memory: Any = (ctypes.c_char * x.nbytes).from_address(x.unsafe_buffer_pointer())
     return np.frombuffer(memory, x.dtype).reshape(x.shape)
 
 
@@ -158,7 +158,7 @@ def _padding(
     sharding: NamedSharding, padded: Sequence[int], shape: Sequence[int], devices: Sequence[jax.Device]
 ) -> list[Index | None]:  # fmt: skip
     """For each device, which part of its shard is padding."""
-    found = sharding.addressable_devices_indices_map(tuple(padded))
+    found: Any = sharding.addressable_devices_indices_map(tuple(padded))
     tails: list[Index | None] = []
     for device in devices:
         index: Index | None = None

@@ -43,7 +43,9 @@ class HostPart:
         crossing = Parts(runner, update, [pieces], shardings)
         invars = runner.frame.jaxpr.invars
         leaves = [
-            leaf if leaf.tier == HOST else _as_crossed(leaf, crossing.layout(var), runner.links.num_shards)
+            leaf
+            if leaf.tier == HOST
+            else _as_crossed(leaf, crossing.layout(var), runner.links.num_shards)
             for leaf, var in zip(runner.leaves, invars, strict=False)
         ]
         self._runner = dataclasses.replace(runner, leaves=tuple(leaves), masks_padding=False)
@@ -77,7 +79,9 @@ class HostPart:
     def state_avals(self) -> list[jax.ShapeDtypeStruct]:
         """One device's shard of each of its leaves."""
         leaves = [self._runner.leaves[i] for i in self.leaves]
-        return [jax.ShapeDtypeStruct(leaf.shape_per_device, jnp.dtype(leaf.dtype)) for leaf in leaves]
+        return [
+            jax.ShapeDtypeStruct(leaf.shape_per_device, jnp.dtype(leaf.dtype)) for leaf in leaves
+        ]
 
     def read_avals(self) -> list[jax.ShapeDtypeStruct]:
         """What it reads, whole, with the sharding in which it crosses."""

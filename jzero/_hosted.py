@@ -51,16 +51,20 @@ class HostedStep:
     compute new ones. Whatever can fail is done before anything of the old state is overwritten.
 
     Attributes:
+      leaves: where the state rests.
+      shardings: the same, for JAX.
       grad: the grad part.
       part: what the host does.
+      turns: of the update part, each on the devices: what the host does, then what rests on them.
     """
 
     def __init__(
         self, runner: Runner, update: UpdatePart, policy: HostCPU,
         shardings: Sequence[NamedSharding],
     ):  # fmt: skip
-        self._leaves, self._jaxpr, self._policy = runner.leaves, runner.frame.jaxpr, policy
-        self._hosted = [i for i, leaf in enumerate(self._leaves) if leaf.tier == HOST]
+        self.leaves, self.shardings = runner.leaves, shardings
+        self._jaxpr, self._policy = runner.frame.jaxpr, policy
+        self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == HOST]
         groups = connected(update.pieces)
         there = [set(leaves_of(group)) & set(self._hosted) for group in groups]
         packs = [[p for group, on_host in zip(groups, there, strict=True) if bool(on_host) == wanted
@@ -77,11 +81,11 @@ class HostedStep:
         # Their old values are freed when the step cannot fail any more.
         self._renewed = [
             i for i in self.grad.outs
-            if i < len(self._leaves) and self._jaxpr.outvars[i] is not self._jaxpr.invars[i]
+            if i < len(self.leaves) and self._jaxpr.outvars[i] is not self._jaxpr.invars[i]
         ]  # fmt: skip
         self._engine: HostEngine | None = None
 
-    def _grad_part(self, consumed: list[Any], read: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _grad_part(self, consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
         given, outs = self.grad.run(consumed, read)
         values = dict(zip(self.grad.gives, given, strict=True))
         return [values[v] for v in self._sent], ([values[v] for v in self._stays], outs)
@@ -182,7 +186,7 @@ class HostedStep:
         return chunks()
 
     def _new_engine(self, devices: Sequence[jax.Device]) -> HostEngine:
-        leaves = [self._leaves[i] for i in self.part.leaves]
+        leaves = [self.leaves[i] for i in self.part.leaves]
         # A delayed update writes while the step before may still send.
         num_sets = 2 if self._policy.delayed_update else 1
         return HostEngine(self.part, leaves, devices, self._policy.threads, num_sets)

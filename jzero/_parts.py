@@ -226,7 +226,11 @@ class Parts:
         def local(olds: list[Any], shards: list[Any]) -> list[Any]:
             interp, new = runner.interpreter(), []
             for i, var, old, x in zip(outs, variables, olds, shards, strict=True):
-                atom, path, dim = frame.jaxpr.outvars[i], self._leaf(var).path, interp.dim_of(frame, var)
+                atom, path, dim = (
+                    frame.jaxpr.outvars[i],
+                    self._leaf(var).path,
+                    interp.dim_of(frame, var),
+                )
                 env = Env({atom: interp.devices.value(x, dim, atom.aval.shape, path)})
                 new.append(runner.out(interp, env, i, old))
             return new

@@ -152,9 +152,7 @@ def build(
     outputs = _outputs.output_layouts(
         traced, globals_, num_state, setting.axis_names, math.prod(setting.batch_axes.values()) == 1
     )
-    runner = Runner(
-        setting, plan.leaves, traced, links, tuple(specs), tuple(outputs), update.eqns
-    )
+    runner = Runner(setting, plan.leaves, traced, links, tuple(specs), tuple(outputs), update.eqns)
     state_shardings = shardings_of(plan.leaves, setting.mesh)
     plan, run, step = _runs(runner, plan, update, state_shardings)
     return Program(

@@ -15,9 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import _jaxpr
 from jzero._parts import Parts
-from jzero._run import placed
 from jzero.sharding import _elementwise, _layout
-from jzero.sharding._interpret import Env
 from jzero.sharding._layout import Layout, Shard
 from jzero.sharding._pieces import Piece
 from jzero.sharding._plan import DEVICE, LeafPlan

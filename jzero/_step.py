@@ -303,6 +303,39 @@ class ShardedTrainStep:
         placed = self._place_state(state, leaves, plans, shardings)
         return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
 
+    def flush(self, state: Any) -> Any:
+        """The state with the gradients applied that `HostCPU(delayed_update=True)` has not applied yet.
+
+        Without any, the state itself. Before a checkpoint is written and at the end of a training: a state
+        that waits for an update cannot be read. It is consumed; the step after it is computed without
+        staleness, and its gradients are the next to wait.
+
+        >>> import jax, jax.numpy as jnp, optax, jzero
+        >>> tx = optax.sgd(0.1, momentum=0.9)
+        >>> def step_fn(state, batch):
+        ...     w, opt_state = state
+        ...     grads = jax.grad(lambda w: jnp.mean(batch @ w))(w)
+        ...     updates, opt_state = tx.update(grads, opt_state, w)
+        ...     return optax.apply_updates(w, updates), opt_state
+        >>> policy = jzero.HostCPU(delayed_update=True, delay_after=0)
+        >>> train_step = jzero.shard_train_step(step_fn, offload=policy)
+        >>> w, batch = jnp.ones((64, 8)), jnp.ones((8, 64))
+        >>> state = train_step((w, tx.init(w)), batch)
+        >>> state[0][0, 0].item(), round(train_step.flush(state)[0][0, 0].item(), 4)
+        (1.0, 0.9875)
+
+        Raises:
+          StateError: a step has consumed it.
+        """
+        leaves, tree = jax.tree.flatten(state)
+        _placing.check_alive(state, leaves)
+        pending = next((x.pending for x in leaves if isinstance(x, HostArray) and x.pending), None)
+        if pending is None:
+            return state
+        step = pending.step
+        new = step.flush(self._place_state(state, leaves, step.leaves, step.shardings))
+        return jax.tree.unflatten(tree, _placing.wrap(new, step.leaves))
+
     def unshard(self, state: Any) -> Any:
         """The state with every leaf whole on every device of the mesh, to evaluate or to export."""
         setting = self._setting()

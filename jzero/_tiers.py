@@ -1,4 +1,4 @@
-"""Which leaves of a state rest where, as the policy of `offload=` has it, and the cut of the step that follows."""
+"""Which leaves of a state rest where, as `offload=` has it, and the cut of the step that follows."""
 
 from __future__ import annotations
 
@@ -81,7 +81,11 @@ def _share(policy: HostCPU, leaves: Leaves, setting: Setting) -> float:
     mesh = setting.mesh
     local = list(mesh.local_devices) if isinstance(mesh, Mesh) else []
     if len(local) != mesh.size:
-        why = "some of the mesh's devices are other processes'" if local else "the mesh has no devices"
+        why = (
+            "some of the mesh's devices are other processes'"
+            if local
+            else "the mesh has no devices"
+        )
         raise OptionError(message(
             WHO, f"offload=HostCPU(ratio='auto'), and {why}",
             "Host and devices are measured in one process, so that all go by one number.",
@@ -112,12 +116,13 @@ def _shared(leaves: Leaves, pieces: Sequence[Piece], ratio: float) -> Leaves:
         paths = [leaves[i].path for i in _pieces.leaves_of(smallest)]
         more = ", ..." if len(paths) > 3 else ""
         raise OptionError(message(
-            WHO, f"offload=HostCPU(ratio={ratio:g}), and the smallest group of leaves that are updated together "
-            f"has {least:.3f} of the optimizer state's bytes: {', '.join(paths[:3])}{more}",
+            WHO, f"offload=HostCPU(ratio={ratio:g}), and {', '.join(paths[:3])}{more} are the smallest leaves "
+            f"that are updated together: {least:.3f} of all bytes",
             "Leaves whose updates depend on each other rest in one place.",
             f"Use ratio={least + 0.0005:.3f} or more, or drop offload."))  # fmt: skip
     return tuple(
-        leaf if i in host else dataclasses.replace(leaf, tier=DEVICE) for i, leaf in enumerate(leaves)
+        leaf if i in host else dataclasses.replace(leaf, tier=DEVICE)
+        for i, leaf in enumerate(leaves)
     )
 
 
@@ -129,5 +134,7 @@ def connected(pieces: Sequence[Piece]) -> list[list[Piece]]:
         keys = {*piece.leaves, *piece.gives, *(var for var in piece.reads if var in given)}
         same = [group for group in groups if group[0] & keys]
         groups = [group for group in groups if not group[0] & keys]
-        groups.append((keys.union(*(k for k, _ in same)), [*(p for _, ps in same for p in ps), piece]))
+        groups.append(
+            (keys.union(*(k for k, _ in same)), [*(p for _, ps in same for p in ps), piece])
+        )
     return [group for _, group in groups]
