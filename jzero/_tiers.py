@@ -116,8 +116,8 @@ def _shared(leaves: Leaves, pieces: Sequence[Piece], ratio: float) -> Leaves:
         paths = [leaves[i].path for i in _pieces.leaves_of(smallest)]
         more = ", ..." if len(paths) > 3 else ""
         raise OptionError(message(
-            WHO, f"offload=HostCPU(ratio={ratio:g}), and {', '.join(paths[:3])}{more} are the smallest leaves "
-            f"that are updated together: {least:.3f} of all bytes",
+            WHO, f"offload=HostCPU(ratio={ratio:g}), and {', '.join(paths[:3])}{more} are the fewest "
+            f"leaves that are updated together: {least:.3f} of all bytes",
             "Leaves whose updates depend on each other rest in one place.",
             f"Use ratio={least + 0.0005:.3f} or more, or drop offload."))  # fmt: skip
     return tuple(
