@@ -1,0 +1,112 @@
+"""Optimizer state on the host, updated by its processors: the same training, at meshes of 1 to 8 devices."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+import optimizers
+import parity
+import small
+import test_optimizers
+import zoo
+from optimizers import ENTRIES
+from test_offload import BY_DEFAULT, NOTHING_TO_OFFLOAD, STEPS_BY_DEFAULT, ZOO_NOTHING
+
+pytest.importorskip("llvmlite")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+optax_promotions = test_optimizers.optax_promotions
+
+# Their updates need sums over all devices.
+NEEDS_OTHER_DEVICES = {
+    "adafactor", "adafactor(momentum, decay)", "lamb", "lbfgs", "sm3", "dadapt_adamw", "dog",
+    "dog(learning_rate)", "dowg", "galore", "momo", "momo(large)", "momo_adam", "muon",
+    "muon(adaptive, 3-D)", "prodigy", "sophia", "scale_by_distance_over_gradients",
+    "MultiSteps(gradient_transformation)", "flatten", "mechanize", "multi_transform", "partition",
+}  # fmt: skip
+# XLA keeps more bits of intermediate values than their dtype has, and the host does not.
+ROUNDED = {"adam(bfloat16 moment)"}
+
+
+def optimizer_names():
+    for name in ENTRIES:
+        marks = () if name in BY_DEFAULT else pytest.mark.slow
+        if name not in NOTHING_TO_OFFLOAD:
+            yield pytest.param(name, marks=marks)
+
+
+def rounded(name: str) -> list[Any]:
+    """As `test_optimizers.one_device`, each value rounded to its dtype."""
+    entry, state, found = ENTRIES[name], optimizers.make_state(ENTRIES[name]), []
+    step = jax.jit(
+        optimizers.make_step(entry), compiler_options={"xla_allow_excess_precision": False}
+    )
+    for batch in optimizers.make_batches(entry.poisoned):
+        state, metrics = step(state, batch)
+        found.append(test_optimizers.to_numpy((state, metrics)))
+    return found
+
+
+def train(name: str, num: int) -> None:
+    entry, mesh = ENTRIES[name], jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    step_fn, batches = optimizers.make_step(entry), optimizers.make_batches(entry.poisoned)
+    train_step = small.shard_train_step(step_fn, mesh=mesh, offload=jzero.HostCPU())
+    state: Any = train_step.shard(optimizers.make_state(entry), batches[0])
+    expected = rounded(name) if name in ROUNDED else test_optimizers.one_device(name)
+    for i, (batch, wanted) in enumerate(zip(batches, expected, strict=True)):
+        state, metrics = train_step(state, batch)
+        test_optimizers.assert_same((state, metrics), wanted, f"{name}, step {i}")
+    assert any(isinstance(leaf, jzero.HostArray) for leaf in jax.tree.leaves(state["opt"]))
+
+
+@pytest.mark.parametrize("name", list(optimizer_names()))
+@pytest.mark.usefixtures("optax_promotions")
+def test_optimizers_train_as_on_one_device(name: str):
+    if name in NEEDS_OTHER_DEVICES:
+        with pytest.raises(jzero.OptionError, match=r"between the devices(.|\n)*PinnedHost"):
+            train(name, 8)
+        train(name, 1)
+    else:
+        train(name, 8)
+
+
+SETTINGS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    *(({"data": num}, dict(stage=stage)) for num in (1, 2, 4, 8) for stage in (0, 1, 2, 3)),
+    ({"data": 2}, dict(stage=3, accumulate=4)),
+    ({"data": 4}, dict(stage=1, accumulate=2)),
+    ({"data": 4}, dict(stage=3, accumulate=2, reduce="once", gather="once_per_step")),
+    ({"node": 2, "local": 2}, dict(stage=3, param_axes="local")),
+    ({"node": 2, "local": 2}, dict(stage=3, param_axes="local", optimizer_axes="local", accumulate=2)),
+    ({"data": 4}, dict(stage=3, full="", prefetch_bytes=0)),
+    ({"data": 4}, dict(stage=2, reduce_dtype=jnp.float32, accumulate=2)),
+]  # fmt: skip
+
+
+def check(name: str, axes: dict[str, int], policy: jzero.HostCPU, **options: Any) -> None:
+    sharded = functools.partial(small.shard_train_step, offload=policy, **options)
+    parity.check(name, axes, sharded, options)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"), SETTINGS, ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items())
+)
+def test_settings_train_as_on_one_device(axes, options):
+    check("mlp", axes, jzero.HostCPU(), **options)
+    check("mlp", axes, jzero.HostCPU(ratio=0.5, threads=1), **options)
+
+
+def step_names():
+    for name in zoo.NAMES:
+        marks = () if name in STEPS_BY_DEFAULT else pytest.mark.slow
+        if name not in {*ZOO_NOTHING, "mlp"}:
+            yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", list(step_names()))
+def test_steps_train_as_on_one_device(name):
+    check(name, {"data": 4}, jzero.HostCPU())
