@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jzero._host_array import HostArray
-from jzero._host_part import HostPart
+from jzero._host_part import HostPart, shard_of
 from jzero.offload._host_update import HostUpdate
 from jzero.sharding._plan import LeafPlan
 
@@ -55,11 +55,8 @@ class HostEngine:
             when the next one writes.
         """
         self._part = part
-        reads = [_shard_of(aval) for aval in part.read_avals()]
-        indices = [jax.ShapeDtypeStruct((), np.int32) for _ in part.axes]
-        names = [*(leaf.path for leaf in leaves), *(f"output {i}" for i in part.outs)]
         self.update = HostUpdate(
-            part.update, part.state_avals(), [*reads, *indices], names=names, threads=threads
+            part.update, part.state_avals(), part.input_avals(), names=part.names(), threads=threads
         )
         self._local = [d for d in part.mesh.devices.flat if d.process_index == jax.process_index()]
         self._at = [self._local.index(device) for device in devices]
@@ -124,13 +121,9 @@ class HostEngine:
                 np.copyto(views[k], views[like])
 
 
-def _shard_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
-
-
 def _pinned(aval: jax.ShapeDtypeStruct, devices: Sequence[jax.Device]) -> jax.Array:
     """An array of its own memory for each device, also if it is the same on all."""
-    shard = _shard_of(aval)
+    shard = shard_of(aval)
     parts = [
         jax.device_put(
             np.zeros(shard.shape, shard.dtype), SingleDeviceSharding(device, memory_kind=PINNED)

@@ -15,6 +15,7 @@ from jzero import _call, _jaxpr
 from jzero._errors import OptionError, message
 from jzero._parts import Parts
 from jzero._run import Runner
+from jzero.offload._roads import Analysis, Road, traced_flat
 from jzero.sharding import _layout, _pieces, _traffic
 from jzero.sharding._layout import Layout, Shard
 from jzero.sharding._pieces import Piece, UpdatePart
@@ -105,6 +106,26 @@ class HostPart:
         """How one of its leaves is sharded."""
         return NamedSharding(self.mesh, _layout.partition_spec(leaf.layout))
 
+    def names(self) -> list[str]:
+        """Of its leaves, then of what it makes."""
+        leaves = self._runner.leaves
+        made = [
+            leaves[i].path if i < len(leaves) else f"output {i - len(leaves)}" for i in self.outs
+        ]
+        return [*(leaves[i].path for i in self.leaves), *made]
+
+    def input_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """One device's shard of each of `reads`, and indices."""
+        indices = [jax.ShapeDtypeStruct((), jnp.int32) for _ in self.axes]
+        return [*map(shard_of, self.read_avals()), *indices]
+
+    def roads(self) -> list[Road]:
+        """How the host computes each of `names`."""
+        avals = self.state_avals()
+        _, flat, _ = traced_flat(self.update, avals, self.input_avals())
+        analysis = Analysis(flat, len(avals))
+        return [analysis.road(i, name) for i, name in enumerate(self.names())]
+
     def replica_of(self, local: Sequence[jax.Device], devices: Sequence[jax.Device]) -> list[int]:
         """For each local device, the place among `devices` of the one that holds the same shards."""
         axes = [self.mesh.axis_names.index(a) for a in self._runner.setting.sharding.shard_axes]
@@ -137,6 +158,11 @@ class HostPart:
             WHO, bad, "What the host updates must follow from one device's shards: its processors take part "
             "in no collective.", "Use jzero.PinnedHost(), which updates on the devices.",
             things="groups of leaves", shown=6))  # fmt: skip
+
+
+def shard_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """One device's part of a value."""
+    return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
 
 
 def _as_crossed(leaf: LeafPlan, layout: Layout, num_shards: int) -> LeafPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,13 +15,16 @@ from jzero import _call, _jaxpr
 from jzero._errors import StateError, message
 from jzero._host_array import HostArray
 from jzero._host_engine import PINNED, HostEngine
-from jzero._host_part import HostPart
+from jzero._host_part import HostPart, shard_of
 from jzero._parts import Parts, run_parts
 from jzero._run import Runner
+from jzero._tables import Crossing
 from jzero._tiers import connected
 from jzero.offload._policy import HostCPU
+from jzero.offload._roads import roads_text
 from jzero.sharding._pieces import UpdatePart, leaves_of
 from jzero.sharding._plan import HOST
+from jzero.sharding._rules import size_in_bytes
 
 Var = _jaxpr.Var
 WHO = _call.WHO
@@ -98,6 +102,24 @@ class HostedStep:
     def _leave(self, outs: tuple[int, ...]) -> Callable[..., Any] | None:
         leave = self._parts.leaving(outs)
         return leave and jax.jit(leave, donate_argnums=0)
+
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What a step copies from each device to its host and back."""
+        part, num = self.part, len(self.leaves)
+        roles = [self.leaves[i].role if i < num else "output" for i in part.outs]
+        whats = ["parameter" if var in self._entered else "gradient" for var in part.reads]
+        down, up = part.read_avals(), part.out_avals()
+        return tuple(
+            Crossing(
+                direction, what, str(shard.dtype), math.prod(shard.shape), size_in_bytes(shard)
+            )
+            for direction, names, avals in (("to host", whats, down), ("to device", roles, up))
+            for what, shard in zip(names, map(shard_of, avals), strict=True)
+        )
+
+    def roads(self) -> str:
+        """How the host updates each leaf, and sends what it makes."""
+        return roads_text(self.part.roads())
 
     def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The step on whole arrays as one function, to be read; all of it on the devices."""

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jzero import _jaxpr
 from jzero._parts import Compiled, Part, Parts, in_order, run_parts
 from jzero._slices import SlicedTurn
+from jzero._tables import Crossing
 from jzero.offload._pinned import Visit, stream
 from jzero.sharding._plan import DEVICE, Turn
 from jzero.sharding._traffic import Collective
@@ -72,6 +73,21 @@ class OffloadedStep:
     def collectives(self, index: int) -> tuple[Collective, ...]:
         """What the program of a turn moves between the devices."""
         return self._parts.collectives(self.turns[index])
+
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What a step copies to each device and back."""
+        found, invars = [], self._jaxpr.invars
+        for turn in self.turns:
+            taken = [self._parts.leaf_of[var] for var in turn.takes if var in self._homes.of]
+            given = [i for i in turn.outs if i < len(self._leaves) and invars[i] in self._homes.of]
+            for direction, places in (("to device", taken), ("to host", given)):
+                leaves = [self._leaves[i] for i in places]
+                found += [
+                    Crossing(direction, leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes)
+                    for leaf in leaves
+                    for nbytes in [leaf.nbytes_per_device]
+                ]
+        return tuple(found)
 
     def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The step on whole arrays as one function, to be read; nothing is copied to or from the host."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jzero import _tables
 from jzero._errors import describe_leaf
 from jzero._quantities import readable_bytes
-from jzero._tables import Memory, memory_table, traffic_table
+from jzero._tables import Crossing, Memory, crossing_table, memory_table, traffic_table
 from jzero.sharding._layout import Full
 from jzero.sharding._plan import DEVICE, OPTIMIZER, OTHER, PARAMETER, LeafPlan, Plan
 from jzero.sharding._traffic import Collective
@@ -23,12 +23,16 @@ class Report:
       traffic: the collectives of one step, loops multiplied out.
       keys: arguments taken for PRNG keys; each device folds its index into them.
       accumulator_bytes: on each device, what sums up the gradients and metrics of microbatches.
+      crossings: what each device and its host copy to each other in a step.
+      roads: how the host updates what rests there, if it does.
     """
 
     plan: Plan
     traffic: tuple[Collective, ...]
     keys: tuple[str, ...] = ()
     accumulator_bytes: int = 0
+    crossings: tuple[Crossing, ...] = ()
+    roads: str = ""
 
     def __str__(self) -> str:
         axes = ", ".join(f"'{name}' of size {size}" for name, size in self.plan.axes)
@@ -45,6 +49,7 @@ class Report:
             *self._offloaded(),
             "",
             *self._traffic(),
+            *self._crossings(),
         ]
         if self.keys:
             lines += ["", f"PRNG keys, folded with the device's index: {', '.join(self.keys)}"]
@@ -113,24 +118,38 @@ class Report:
 
     def _offloaded(self) -> list[str]:
         plan = self.plan
-        if not plan.turns:
-            return []
         leaves = [leaf for leaf in plan.leaves if leaf.tier != DEVICE]
+        if not leaves:
+            return []
         num_bytes = sum(leaf.nbytes_per_device for leaf in leaves)
-        num_turns = sum(turn.parts for turn in plan.turns)
+        of_all = sum(leaf.nbytes_per_device for leaf in self._leaves_of(OPTIMIZER))
+        lines = [
+            f"{len(leaves)} of {len(plan.leaves)} leaves rest in {leaves[0].tier} memory, {num_bytes} bytes "
+            f"for each device: {num_bytes / of_all:.1%} of the optimizer state."
+        ]
+        if plan.turns:
+            num_turns = sum(turn.parts for turn in plan.turns)
+            lines.append(
+                f"A step copies them to the device and back in {num_turns} turns, at most "
+                f"{plan.device_bytes} bytes at a time."
+            )
+        if self.roads:
+            lines += ["The host updates them in their place:", *self.roads.splitlines()]
         staying = [
             describe_leaf(leaf.path, leaf.shape, leaf.dtype)
             for leaf in self._leaves_of(OPTIMIZER)
             if leaf.tier == DEVICE
         ]
-        more = ", ..." if len(staying) > 8 else ""
-        return [
-            f"{len(leaves)} of {len(plan.leaves)} leaves rest in {leaves[0].tier} memory, {num_bytes} bytes "
-            f"for each device. A step copies them to it and back in {num_turns} turns, at most "
-            f"{plan.device_bytes} bytes at a time.",
-            *[f"Optimizer state that stays on the devices, small or read with the batch: "
-              f"{', '.join(staying[:8])}{more}."] * bool(staying),
-        ]  # fmt: skip
+        if staying:
+            more = ", ..." if len(staying) > 8 else ""
+            lines.append(
+                f"Optimizer state that stays on the devices: {', '.join(staying[:8])}{more}."
+            )
+        return lines
+
+    def _crossings(self) -> list[str]:
+        table = crossing_table(self.crossings)
+        return ["", *table.text()] if table else []
 
     def _traffic(self) -> list[str]:
         table = traffic_table(self.traffic)

@@ -19,7 +19,7 @@ from jzero._host_array import HostArray
 from jzero._options import Options, axis_tuple
 from jzero._padded import PaddedArray
 from jzero._report import Report
-from jzero.offload._policy import NO_OFFLOAD, Offload
+from jzero.offload._policy import NO_OFFLOAD, HostCPU, Offload
 from jzero.sharding import _microbatch, _plan, _traffic
 
 WHO = _call.WHO
@@ -435,11 +435,14 @@ class ShardedTrainStep:
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
         jaxpr = jax.make_jaxpr(program.run)(*_placed_inputs(call, program))
+        offload = self._options.offload
         return Report(
             program.plan,
             tuple(_traffic.collectives(jaxpr)),
             program.keys,
             _traffic.carried_bytes(jaxpr, _microbatch.SCOPE),
+            program.step.crossings() if self._options.offloads else (),
+            program.step.roads() if isinstance(offload, HostCPU) else "",
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

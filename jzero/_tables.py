@@ -32,6 +32,24 @@ class Memory(NamedTuple):
     on_host: int = 0
 
 
+class Crossing(NamedTuple):
+    """What each device and its host copy to each other in a step.
+
+    Attributes:
+      direction: 'to host' or 'to device'.
+      what: 'gradients', 'parameters', 'optimizer state', ...
+      dtype: of the elements.
+      elements: in each device's part, padding included.
+      nbytes: of these.
+    """
+
+    direction: str
+    what: str
+    dtype: str
+    elements: int
+    nbytes: int
+
+
 class Table(NamedTuple):
     """A header and rows of cells; all but the first column and those without a title are aligned right."""
 
@@ -89,6 +107,19 @@ def traffic_table(traffic: Sequence[Collective]) -> Table | None:
         for key, group in sorted(groups.items())
     ]  # fmt: skip
     header = ("per step", "dtype", "axes", "elements", "bytes", "times")
+    return Table(header, rows) if rows else None
+
+
+def crossing_table(crossings: Sequence[Crossing]) -> Table | None:
+    """Elements and bytes by direction, role and dtype; None if nothing crosses."""
+    groups: dict[tuple[str, str, str], list[Crossing]] = {}
+    for x in crossings:
+        groups.setdefault((x.direction, x.what, x.dtype), []).append(x)
+    rows = [
+        (*key, f"{sum(x.elements for x in group):,}", readable_bytes(sum(x.nbytes for x in group)))
+        for key, group in groups.items()
+    ]
+    header = ("per step, each device", "what", "dtype", "elements", "bytes")
     return Table(header, rows) if rows else None
 
 

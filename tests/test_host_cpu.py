@@ -5,8 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
 import jzero

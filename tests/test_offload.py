@@ -242,7 +242,7 @@ def test_plan_report_and_fingerprint():
     assert f"8 of 13 leaves rest in pinned_host memory, {moved} bytes for each device" in str(
         report
     )
-    assert "stays on the devices, small or read with the batch: state[1][1][0].count" in str(report)
+    assert "stays on the devices: state[1][1][0].count" in str(report)
     assert "on its host" in str(report)
     assert "on its host" not in str(without)
     assert "(pinned_host)" in str(plan)

@@ -36,11 +36,9 @@ from jzero.offload._memory import (
     is_key,
     on_host,
 )
-from jzero.offload._ops import is_cheap
-from jzero.offload._roads import KERNEL, XLA, Analysis, Group, groups
+from jzero.offload._roads import KERNEL, XLA, Analysis, Group, groups, roads_text, traced_flat
 
 WHO = "HostUpdate"
-_SHOWN = 4  # Names in a line of `describe`.
 
 
 class HostUpdate:
@@ -93,13 +91,11 @@ class HostUpdate:
         """
         self._state = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)
         self._inputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
-        traced = _jaxpr.trace_here(update, self._state, self._inputs)
+        traced, flat, consts = traced_flat(update, self._state, self._inputs)
         new_state, outputs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         self.outputs = tuple(outputs)
         self._names = names or _numbered("state", self._state) + _numbered("outputs", outputs)
         check_kept(WHO, self._names, self._state, new_state)
-        calls = _jaxpr.flatten_calls(traced.jaxpr, traced.consts)
-        flat, consts = _jaxpr.select_branches(*calls, is_cheap)
         analysis = Analysis(flat, len(self._state))
         self.roads = tuple(analysis.road(i, name) for i, name in enumerate(self._names))
         self._consts = on_host(consts)
@@ -228,18 +224,8 @@ class HostUpdate:
 
     def describe(self) -> str:
         """How many leaves kernels update, and which need XLA and why."""
-        by = [road.by for road in self.roads]
         num_kernels = len({loop.kernel for chunk in self._chunks for loop in chunk})
-        lines = [f"{by.count(KERNEL)} of {len(by)} leaves in one pass each ({num_kernels} kernels)"]
-        why: dict[str, list[str]] = {}
-        for road in self.roads:
-            if road.reason:
-                how = "by XLA" if road.by == XLA else "by a kernel, after XLA"
-                why.setdefault(f"{how} ({road.reason})", []).append(road.name)
-        for reason, names in why.items():
-            more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-            lines.append(f"{reason}: {', '.join(names[:_SHOWN])}{more}")
-        return "\n".join(lines)
+        return f"{num_kernels} kernels\n{roads_text(self.roads)}"
 
 
 class _Prepared(NamedTuple):

@@ -7,15 +7,16 @@ Any other output (a factored moment, an orthogonalised update) is XLA's as a who
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from jzero import _jaxpr
 from jzero._errors import describe_leaf
-from jzero.offload._ops import op_for, size_of
+from jzero.offload._ops import is_cheap, op_for, size_of
 from jzero.offload._writer import TYPES, dtype_of, itemsize
 
 KERNEL, XLA, KEPT = "kernel", "XLA", "kept"
+_SHOWN = 4  # Names in a line.
 
 
 class Road(NamedTuple):
@@ -168,3 +169,27 @@ def groups(analysis: Analysis, outputs: Sequence[int]) -> list[Group]:
         if together:
             found.append(analysis.group(sorted(together)))
     return found
+
+
+def traced_flat(
+    update: Callable[..., Any], state: Sequence[Any], inputs: Sequence[Any]
+) -> tuple[_jaxpr.Traced, _jaxpr.Flat, list[Any]]:
+    """The trace of an update, its equations without calls and cheap branches, and their constants."""
+    traced = _jaxpr.trace_here(update, tuple(state), tuple(inputs))
+    calls = _jaxpr.flatten_calls(traced.jaxpr, traced.consts)
+    return traced, *_jaxpr.select_branches(*calls, is_cheap)
+
+
+def roads_text(roads: Sequence[Road]) -> str:
+    """How many leaves kernels update, and which need XLA and why."""
+    by = [road.by for road in roads]
+    lines = [f"{by.count(KERNEL)} of {len(by)} leaves in one pass each"]
+    why: dict[str, list[str]] = {}
+    for road in roads:
+        if road.reason:
+            how = "by XLA" if road.by == XLA else "by a kernel, after XLA"
+            why.setdefault(f"{how} ({road.reason})", []).append(road.name)
+    for reason, names in why.items():
+        more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+        lines.append(f"{reason}: {', '.join(names[:_SHOWN])}{more}")
+    return "\n".join(lines)
