@@ -372,6 +372,7 @@ class ShardedTrainStep:
         """The leaves of `state` where the plan has them, padded."""
         _placing.check_alive(state, leaves)
         places = self.places(plans, shardings)
+        _placing.check_flushed("shard", state, leaves, places)
         held = _placing.held_whole(leaves, shardings)
         num_bytes = _placing.host_bytes(places, leaves)
         if held or num_bytes:

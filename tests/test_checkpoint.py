@@ -18,6 +18,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero.checkpoint import _restore
 
 ROWS, WIDTH = 40, 52  # of 8 devices, the first is divided evenly, and the second not
 
@@ -137,6 +138,84 @@ def test_restored_in_any_layout(source, target, saved, trained):
     assert_same(train_step.unshard(state), trained)
 
 
+HOST_SETTINGS: dict[str, Any] = {
+    "stage 0 on 1": dict(stage=0, shape=(1,)),
+    "stage 3 on 8": dict(stage=3, shape=(8,)),
+    "stage 3 on 2x4": dict(
+        stage=3, shape=(2, 4), names=("node", "local"), param_axes="local", optimizer_axes="local"
+    ),
+}
+
+
+def on_host(name: str, **options: Any) -> Any:
+    return sharded(**HOST_SETTINGS[name], offload=jzero.HostCPU(), **options)
+
+
+@pytest.fixture(scope="module")
+def saved_from_host(trained, tmp_path_factory) -> dict[str, Any]:
+    """A checkpoint of that state, all of it on the host."""
+    paths = {}
+    for name in HOST_SETTINGS:
+        path = tmp_path_factory.mktemp("saved_from_host")
+        train_step = on_host(name)
+        with jzero.Checkpointer(path, train_step) as checkpointer:
+            assert checkpointer.save(2, train_step.shard(trained))
+        paths[name] = path
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [*itertools.product(HOST_SETTINGS, SETTINGS | dict.fromkeys(["host"]))]
+)
+def test_restored_from_the_host(source, target, saved_from_host, trained):
+    train_step = on_host("stage 3 on 8") if target == "host" else sharded(**SETTINGS[target])
+    with jzero.Checkpointer(saved_from_host[source], train_step) as checkpointer:
+        assert_same(train_step.unshard(checkpointer.restore(jax.eval_shape(new_state))), trained)
+
+
+@pytest.mark.parametrize("from_host", [False, True])
+@pytest.mark.parametrize("target", HOST_SETTINGS)
+def test_restored_to_the_host(target, from_host, saved, saved_from_host, trained, monkeypatch):
+    monkeypatch.setattr(_restore, "_TO_HOST", 4000)  # in several groups
+    train_step = on_host(target)
+    for path in (saved_from_host if from_host else saved).values():
+        with jzero.Checkpointer(path, train_step) as checkpointer:
+            state = checkpointer.restore(jax.eval_shape(new_state))
+        placed = train_step.shard(trained)
+        for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(placed), strict=True):
+            assert type(x) is type(y)
+            if isinstance(x, jzero.HostArray):
+                assert x.home == y.home
+                for mine, theirs in zip(x.buffers, y.buffers, strict=True):
+                    np.testing.assert_array_equal(mine, theirs)  # the padding, too
+        assert_same(state, trained)
+
+
+def test_host_buffers_may_change_while_they_are_written(tmp_path, trained):
+    train_step = on_host("stage 3 on 8")
+    state = train_step.shard(trained)
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        checkpointer.save(1, state)
+        for leaf in jax.tree.leaves(state):
+            for buffer in getattr(leaf, "buffers", ()):
+                buffer[...] = 0
+        assert_same(checkpointer.restore(jax.eval_shape(new_state)), trained)
+
+
+def test_a_delayed_update_is_saved_when_it_is_done(tmp_path, trained):
+    train_step = on_host("stage 3 on 8")
+    state = train_step.shard(trained)
+    state.params["odd"].pending = object()
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        with pytest.raises(
+            jzero.StateError,
+            match=r"Checkpointer.save: state.params\['odd'\] still waits for the last step's update. .*"
+            r"Call state = train_step.flush\(state\) first",
+        ):
+            checkpointer.save(1, state)
+        assert checkpointer.latest_step() is None
+
+
 @pytest.mark.parametrize(
     "name", ["stage 1 on 2", "stage 3 on 8", "stage 3 on 2x4", "stage 1 on 2, offloaded"]
 )
@@ -179,6 +258,12 @@ def test_master_weights_come_and_go(tmp_path):
         checkpointer.save(2, state)
     with jzero.Checkpointer(tmp_path / "plain", mixed) as checkpointer:
         assert_same(mixed.unshard(checkpointer.restore(bf16)), expected)
+
+    mixed, plain = (on_host("stage 3 on 8", tx=tx) for tx in (mixed_tx, TX))
+    with jzero.Checkpointer(tmp_path / "mixed", plain) as checkpointer:
+        assert_same(checkpointer.restore(jax.eval_shape(new_state)), without)
+    with jzero.Checkpointer(tmp_path / "plain", mixed) as checkpointer:
+        assert_same(checkpointer.restore(bf16), expected)
 
 
 @pytest.mark.parametrize("inner", [optax.sgd(1e-2), optax.adamw(1e-2, mu_dtype=jnp.bfloat16)])
@@ -243,11 +328,13 @@ READER = """
 """
 
 
-def test_orbax_alone_reads_it(saved, trained, tmp_path):
-    for name in ("stage 3 on 8", "stage 3 on 2x4"):
-        out = tmp_path / f"{len(name)}.npz"
+def test_orbax_alone_reads_it(saved, saved_from_host, trained, tmp_path):
+    for i, directory in enumerate(
+        [saved["stage 3 on 8"], saved["stage 3 on 2x4"], saved_from_host["stage 3 on 2x4"]]
+    ):
+        out = tmp_path / f"{i}.npz"
         code = textwrap.dedent(READER)
-        subprocess.run([sys.executable, "-c", code, saved[name], out], check=True, timeout=300)
+        subprocess.run([sys.executable, "-c", code, directory, out], check=True, timeout=300)
         found = np.load(out)
         np.testing.assert_array_equal(found["params/odd"], trained.params["odd"])
         np.testing.assert_array_equal(
@@ -336,6 +423,9 @@ def test_grain_goes_on_where_it_was(tmp_path):
 
 MEASURE = """
     import sys, jax, jax.numpy as jnp, jzero
+    from jzero.checkpoint import _restore
+
+    _restore._TO_HOST = 2**26
 
     def resident(what):
         lines = open("/proc/self/status").read().splitlines()
@@ -344,7 +434,8 @@ MEASURE = """
     def new_state():
         return {f"w{i}": jnp.full((2048, 2048 + i), 1.0) for i in range(24)}
 
-    train_step = jzero.shard_train_step(lambda state, batch: (state, {}))
+    offload = getattr(jzero, sys.argv[2])()
+    train_step = jzero.shard_train_step(lambda state, batch: (state, {}), offload=offload)
     with jzero.Checkpointer(sys.argv[1], train_step) as checkpointer:
         if checkpointer.latest_step() is None:
             checkpointer.save(0, train_step.init(new_state))
@@ -358,13 +449,15 @@ MEASURE = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory of a process in /proc")
-def test_restore_needs_little_more_memory_than_the_state(tmp_path):
+@pytest.mark.parametrize(("offload", "more"), [("NoOffload", 0), ("HostCPU", 2**26)])
+def test_restore_needs_little_more_memory_than_the_state(offload, more, tmp_path):
     """On CPUs the devices' memory is the host's: what is at rest, and what is on its way."""
-    command = [sys.executable, "-c", textwrap.dedent(MEASURE), tmp_path]
+    command = [sys.executable, "-c", textwrap.dedent(MEASURE), tmp_path, offload]
     for _ in range(2):
         run = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
     peak, at_rest, largest = map(int, run.stdout.split())
-    assert peak - at_rest < 2**27 + 2 * largest  # of 404 MB; what XLA and Orbax hold is in it
+    # Of 404 MB; what XLA and Orbax hold is in it.
+    assert peak - at_rest < 2**27 + 2 * largest + more
 
 
 def test_only_the_latest_are_kept(tmp_path):
