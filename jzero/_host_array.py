@@ -254,8 +254,8 @@ def on_host(x: Any, home: Home) -> HostArray:
     return HostArray(home, buffers)
 
 
-def rests_in(x: Any, home: Home) -> bool:
-    """Whether a leaf needs no copying."""
+def rests_in(x: Any, home: Home | None) -> bool:
+    """Whether a leaf is there already."""
     return isinstance(x, HostArray) and x.home == home
 
 

@@ -41,29 +41,28 @@ def available() -> int | None:
     return min([*found, *_left_in_groups()], default=None)
 
 
+# Of control groups, version 1 and 2: where they are, the limit, what is used, and how caches are called.
+_V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "")
+
+
 def _left_in_groups() -> Iterator[int]:
     """What is left of each limit that holds for this process: of its groups and of those around them."""
     for line in _lines(ROOT / "proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)
-        if not kinds:  # version 2
-            top, limit, used = "sys/fs/cgroup", "memory.max", "memory.current"
-            caches = ("inactive_file", "active_file")
-        elif "memory" in kinds.split(","):
-            top, limit, used = (
-                "sys/fs/cgroup/memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            )
-            caches = ("total_inactive_file", "total_active_file")
-        else:
+        if kinds and "memory" not in kinds.split(","):
             continue
-        # In a container the path may be the host's, and then only the root is there.
+        top, limit, used, prefix = _V1 if kinds else _V2
+        # In a container the path may be the machine's, and then only the top is there.
         inner = ROOT / top / path.strip("/")
         for group in [inner, *inner.parents]:
-            if (number := "".join(_lines(group / limit))).isdecimal():
-                held = int("".join(_lines(group / used)) or 0)
-                stat = _numbers(group / "memory.stat")
-                yield int(number) - held + sum(stat.get(name, 0) for name in caches)
+            if (most := "".join(_lines(group / limit))).isdecimal():
+                held, stat = (
+                    int("".join(_lines(group / used)) or 0),
+                    _numbers(group / "memory.stat"),
+                )
+                caches = [stat.get(f"{prefix}{name}_file", 0) for name in ("active", "inactive")]
+                yield int(most) - held + sum(caches)
             if group == ROOT / top:
                 break
 

@@ -269,13 +269,22 @@ def check_alive(state: Any, leaves: Sequence[Any]) -> None:
             "A step consumes its state.", "Use the state that the last step returned."))  # fmt: skip
 
 
-def check_flushed(who: str, state: Any, leaves: Sequence[Any]) -> None:
-    """Refuses a state, of these leaves, that a delayed update has yet to renew."""
-    late = [isinstance(leaf, HostArray) and leaf.pending is not None for leaf in leaves]
-    if any(late):
+def check_flushed(
+    who: str, state: Any, leaves: Sequence[Any], places: Sequence[Place] | None = None
+) -> None:
+    """Refuses to read a state, of these leaves, that a delayed update has yet to renew.
+
+    Leaves that rest where `places` have them are not read.
+    """
+    late = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, HostArray) and leaf.pending is not None
+        and not (places and _host_array.rests_in(leaf, places[i].home))
+    ]  # fmt: skip
+    if late:
         paths = _call.leaf_paths(state, "state")
         raise StateError(message(
-            who, [f"{path} still waits for the last step's update"
-                  for path, is_late in zip(paths, late, strict=True) if is_late],
+            who, [f"{paths[i]} still waits for the last step's update" for i in late],
             "With HostCPU(delayed_update=True) a leaf is updated while the next step runs.",
             "Call state = train_step.flush(state) first.", shown=3))  # fmt: skip

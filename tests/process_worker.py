@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 import jzero
-from jzero import _processes
+from jzero import _host_memory, _processes
 
 # -- the same trajectory -------------------------------------------------------------------------
 
@@ -188,6 +188,101 @@ def until_preempted(folder):
                 (folder / f"{jax.process_index()}.ready").touch()
             if stop:
                 return step
+
+
+# -- state on the hosts --------------------------------------------------------------------------
+
+
+def uneven_state():
+    return new_state() | {"uneven": jnp.arange(37 * 7.0).reshape(37, 7)}
+
+
+def on_hosts(folder):
+    """A state in the memory of both processes: made, placed, moved, saved and restored; and refused."""
+    axes = {"param_axes": "local", "optimizer_axes": "local"}
+    devices = np.reshape(jax.devices(), (jax.process_count(), -1))
+    flat, nodes = (
+        jax.sharding.Mesh(devices.ravel(), ("data",)),
+        jax.sharding.Mesh(devices, ("node", "local")),
+    )
+    whole = jax.tree.map(lambda x: np.asarray(x) if np.ndim(x) else x, uneven_state())
+    host, plain = (
+        sharded(train_step, mesh=flat, offload=jzero.HostCPU()),
+        sharded(train_step, mesh=flat),
+    )
+    each = sharded(
+        train_step, mesh=nodes, offload=jzero.HostCPU(), **axes
+    )  # All of it on each host.
+    steps = {"host": host, "plain": plain, "each": each}
+    given = {name: step.shard(whole) for name, step in steps.items()} | {
+        "init": host.init(uneven_state)
+    }
+    for state in given.values():
+        check_parts(state, whole)
+        for step in steps.values():
+            check_parts(step.shard(state), whole)
+    check_whole(host.unshard(given["host"]), whole)
+    with jzero.Checkpointer(folder / "steps", host) as checkpointer:
+        checkpointer.save(1, given["host"])
+    with jzero.Checkpointer(folder / "each", each) as checkpointer:
+        checkpointer.save(1, given["each"])
+    for path in ("steps", "each"):
+        for step in steps.values():
+            restored = jzero.restore(folder / path / "1", step, jax.eval_shape(uneven_state))
+            check_parts(restored, whole)
+    leaf = given["host"]["uneven"]
+    whole_leaf = given["each"]["uneven"]
+    np.testing.assert_allclose(host.shard(given["each"])["uneven"].buffers[0], leaf.buffers[0])
+    return {
+        "devices": [device.id for device in leaf.devices],
+        "rows": [buffer.shape[0] for buffer in leaf.buffers],
+        "rows_of_each": [buffer.shape[0] for buffer in whole_leaf.buffers],
+        "read": told(lambda: np.asarray(leaf)),
+        "too_little": told(
+            lambda: without_memory(folder, is_odd_one(), lambda: host.init(uneven_state))
+        ),
+        "all_too_little": told(lambda: without_memory(folder, True, lambda: host.shard(whole))),
+        "enough": told(lambda: host.shard(whole)),
+    }
+
+
+def check_whole(state, whole):
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
+        x, y = ((jax.random.key_data(x) if is_key(x) else x) for x in (x, y))
+        np.testing.assert_allclose(x.addressable_data(0), y, rtol=1e-6)
+
+
+def is_key(x):
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def check_parts(state, whole):
+    """What this process has of each leaf, padded, is what the leaf has there."""
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
+        if isinstance(x, jzero.HostArray):
+            found = x.at_rest.addressable_devices_indices_map(x.padded_shape)
+            parts = [(found[d], buffer) for d, buffer in zip(x.devices, x.buffers, strict=True)]
+            shape = x.padded_shape
+        else:
+            x, y = ((jax.random.key_data(x) if is_key(x) else x) for x in (x, y))
+            x = getattr(x, "padded", x)
+            parts, shape = [(s.index, s.data) for s in x.addressable_shards], x.shape
+        y = np.asarray(y)
+        widths = [(0, new - old) for old, new in zip(y.shape, shape, strict=True)]
+        y = np.pad(y, widths) if widths else y
+        for index, part in parts:  # Initialisers that were compiled round otherwise.
+            np.testing.assert_allclose(part, y[index], rtol=1e-6)
+
+
+def without_memory(folder, here, act):
+    before, root = _host_memory.ROOT, folder / f"root of {jax.process_index()}"
+    (root / "proc").mkdir(parents=True, exist_ok=True)
+    (root / "proc" / "meminfo").write_text("MemAvailable: 1 kB")
+    _host_memory.ROOT = root if here else before
+    try:
+        return act()
+    finally:
+        _host_memory.ROOT = before
 
 
 # -- disagreements -------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+import jzero
 import process_worker
 
 HERE = pathlib.Path(__file__).parent
@@ -137,6 +138,48 @@ def test_goes_on_with_fewer_processes(tmp_path):
     shutil.rmtree(tmp_path / "steps" / str(2 * process_worker.NUM_STEPS))
     one = process_worker.go_on(tmp_path, 2 * process_worker.NUM_STEPS, mesh)
     np.testing.assert_allclose(one, two[0], rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def on_hosts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("on_hosts")
+    return folder, found_by("on_hosts", 2, 2, folder)
+
+
+def test_each_process_has_its_part_of_state_on_the_hosts(on_hosts):
+    _, found = on_hosts
+    assert [each["rows"] for each in found] == [[10, 10], [10, 10]]  # of 37, padded
+    assert [each["rows_of_each"] for each in found] == [[19, 19], [19, 19]]
+    assert len({device for each in found for device in each["devices"]}) == 4
+    for each in found:
+        error, told = each["read"]
+        assert error == "StateError"
+        assert (
+            "other processes have parts of HostArray(shape=(37, 7), dtype=float32, padded" in told
+        )
+        assert "Call train_step.unshard(state) on all processes" in told
+
+
+@pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.HostCPU()], ids=str)
+@pytest.mark.parametrize("saved", ["steps", "each"])
+def test_state_of_several_hosts_is_restored_by_one_process(on_hosts, saved, offload):
+    folder, _ = on_hosts
+    train_step = jzero.shard_train_step(process_worker.train_step, offload=offload)
+    new_state = process_worker.uneven_state
+    state = jzero.restore(folder / saved / "1", train_step, jax.eval_shape(new_state))
+    process_worker.check_parts(state, new_state())
+
+
+def test_too_little_memory_on_one_of_several_hosts(on_hosts):
+    _, found = on_hosts
+    for each in found:
+        error, told = each["too_little"]
+        assert error == "ProcessError"
+        assert "memory: enough on process 0, this process needs " in told
+        error, told = each["all_too_little"]
+        assert error == "OptionError"
+        assert "and 1024 (1.0 KiB) are available" in told
+        assert each["enough"] == []
 
 
 def test_data_iterators_of_several_processes(tmp_path):

@@ -32,9 +32,10 @@ def restore(
     Any checkpoint of Orbax whose leaves have the state's names will do: saved by a `Checkpointer` at
     another stage, on other devices, or another mesh; or by Orbax from a state that was never sharded.
     Each device reads its part, and no leaf is ever whole on one; what has been read and is not yet on its
-    device is at most 128 MiB, or twice the largest leaf; 256 MiB or the largest leaf more of
-    those that `HostCPU` keeps on the host. With `jzero.master_weights` on one side only, parameters are
-    restored from the masters, or masters from the parameters.
+    device is at most 128 MiB, or twice the largest leaf. Of what `HostCPU` keeps on the host, 256 MiB or the
+    largest leaf (once for each device that has it whole) are in pinned memory on their way. With
+    `jzero.master_weights` on one side only, parameters are restored from the masters, or masters from the
+    parameters.
 
     >>> import tempfile, jax, jax.numpy as jnp, orbax.checkpoint as ocp, jzero
     >>> def step_fn(state, batch):
@@ -113,7 +114,12 @@ def _groups(sources: Mapping[str, Source], places: Mapping[str, Place]) -> Itera
         here = [name for name in chosen if places[name].home is None]
         there = [name for name in chosen if places[name].home is not None]
         yield from [here] if here else []
-        yield from groups(there, _TO_HOST, lambda name: places[name].plan.nbytes)
+        yield from groups(there, _TO_HOST, lambda name: _nbytes_here(places[name]))
+
+
+def _nbytes_here(place: Place) -> int:
+    """Bytes of what this process reads of a leaf: one part for each of its devices, replicas or not."""
+    return place.plan.nbytes_per_device * len(place.sharding.addressable_devices)
 
 
 def _as_stored(leaf: jax.ShapeDtypeStruct, plan: LeafPlan) -> Leaf:

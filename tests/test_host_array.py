@@ -1,0 +1,385 @@
+"""Leaves that rest in the host's memory: made there, placed, read, moved away again, and refused in time."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jzero
+import small
+from jzero import _host_memory, _placing
+
+HOST, NONE, PINNED = jzero.HostCPU(), jzero.NoOffload(), jzero.PinnedHost(2**16)
+TX = optax.adam(1e-2, mu_dtype=jnp.bfloat16)
+
+
+def step_fn(state, x):
+    grads = jax.grad(lambda p: jnp.mean((x @ p["even"] @ p["odd"]) ** 2))(state["params"])
+    updates, opt_state = TX.update(grads, state["opt_state"], state["params"])
+    return state | {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+
+def new_state() -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "even": jax.random.normal(keys[0], (16, 64)),
+        "odd": jax.random.normal(keys[1], (64 - 11, 7)).repeat(2, 1),  # padded but for one device
+        "bf16": jax.random.normal(keys[2], (40, 24), jnp.bfloat16),
+        "counts": jnp.arange(48, dtype=jnp.int32),
+        "short": jnp.arange(3.0),  # on 8 devices full
+    }
+    return {"params": params, "opt_state": TX.init(params), "key": jax.random.key(7)}
+
+
+SETTINGS: dict[str, Any] = {
+    "1": dict(shape=(1,)),
+    "2": dict(shape=(2,)),
+    "5": dict(shape=(5,)),
+    "8": dict(shape=(8,)),
+    "stage 0": dict(shape=(8,), stage=0),
+    "hybrid": dict(shape=(2, 4), param_axes="local", optimizer_axes="local"),
+    "params within nodes": dict(shape=(2, 4), param_axes="local"),
+    "tensor axis": dict(shape=(4, 2), axis_names="node", auto_specs={"even": P(None, "local")}),
+}  # fmt: skip
+
+
+def on(name: str, offload: Any = HOST) -> Any:
+    options = dict(SETTINGS[name])
+    shape = options.pop("shape")
+    mesh = jax.make_mesh(
+        shape, ("node", "local")[: len(shape)], devices=jax.devices()[: int(np.prod(shape))],
+        axis_types=(jax.sharding.AxisType.Auto,) * len(shape),
+    )  # fmt: skip
+    return small.shard_train_step(step_fn, mesh=mesh, offload=offload, **options)
+
+
+def plain(x: Any) -> np.ndarray:
+    return np.asarray(
+        jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    )
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Bit for bit, every leaf."""
+
+    def check(x: Any, y: Any) -> None:
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(plain(x), plain(y))
+
+    jax.tree.map(check, actual, expected)
+
+
+def host_leaves(state: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(state) if isinstance(x, jzero.HostArray)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return jax.jit(new_state)()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_born_on_the_host(name, expected):
+    state = on(name).init(new_state)
+    assert_same(state, expected)
+    on_devices = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    assert [x.ndim for x in on_devices] == [0, 0]  # the key, and Adam's count
+    starts = set()
+    for leaf in host_leaves(state):
+        part = leaf.at_rest.shard_shape(leaf.padded_shape)
+        where = leaf.at_rest.addressable_devices_indices_map(leaf.padded_shape)
+        whole = np.zeros(leaf.padded_shape, leaf.dtype)
+        whole[tuple(map(slice, leaf.shape))] = leaf
+        for device, buffer in zip(leaf.devices, leaf.buffers, strict=True):
+            assert (buffer.shape, buffer.dtype) == (part, leaf.dtype)
+            assert buffer.flags.c_contiguous
+            assert buffer.flags.writeable
+            assert buffer.ctypes.data % 64 == 0
+            np.testing.assert_array_equal(buffer, whole[where[device]])  # the padding is zero
+            starts.add(buffer.ctypes.data)
+    assert len(starts) == sum(len(leaf.buffers) for leaf in host_leaves(state))
+
+
+@pytest.mark.parametrize(
+    ("name", "num"),
+    [("1", 1), ("8", 8), ("stage 0", 1), ("hybrid", 4), ("params within nodes", 8), ("tensor axis", 8)],
+)  # fmt: skip
+def test_replicas_share_a_buffer(name, num):
+    train_step = on(name)
+    for leaf in host_leaves(train_step.init(new_state)):
+        assert leaf.devices == tuple(train_step.mesh.devices.flat)[:num]
+        assert len(leaf.buffers) == num
+
+
+def test_a_full_leaf_is_there_for_each_device():
+    short = on("8").init(new_state)["params"]["short"]
+    assert short.at_rest.is_fully_replicated
+    for buffer in short.buffers:
+        np.testing.assert_array_equal(buffer, [0, 1, 2])
+
+
+def test_born_in_groups(expected, monkeypatch):
+    monkeypatch.setattr(_placing, "_BORN_TOGETHER", 1000)
+    assert_same(on("8").init(new_state), expected)
+
+
+def as_numpy(state: Any) -> Any:
+    leaves, tree = jax.tree.flatten(state)
+    return jax.tree.unflatten(tree, [x if x.ndim == 0 else np.asarray(x) for x in leaves])
+
+
+SOURCES: dict[str, Any] = {
+    "NumPy": as_numpy,
+    "NumPy, in other order": lambda state: jax.tree.map(
+        lambda x: np.asfortranarray(x) if x.ndim else x, as_numpy(state)
+    ),
+    "JAX": lambda state: jax.tree.map(jnp.copy, state),
+    "one device": lambda state: jax.device_put(state, jax.devices()[3]),
+    **{f"sharded on {name}": lambda state, name=name: on(name, NONE).shard(state) for name in SETTINGS},
+    **{f"pinned on {name}": lambda state, name=name: on(name, PINNED).shard(state) for name in ("5", "8")},
+    **{f"host on {name}": lambda state, name=name: on(name).shard(state) for name in SETTINGS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["1", "8", "hybrid", "tensor axis"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_placed_from_anywhere(source, name, expected):
+    given = SOURCES[source](expected)
+    placed = on(name).shard(given)
+    born = host_leaves(on(name).init(new_state))
+    assert [leaf.home for leaf in host_leaves(placed)] == [leaf.home for leaf in born]
+    assert_same(placed, expected)
+    if source == f"host on {name}":
+        return  # the same leaves
+    for leaf in host_leaves(placed):
+        for buffer in leaf.buffers:
+            buffer[...] = 1
+    assert_same(given, expected)  # No buffer is the user's.
+
+
+def test_what_rests_there_is_not_copied():
+    train_step = on("8")
+    state = train_step.init(new_state)
+    again = jax.tree.leaves(train_step.shard(state))
+    assert all(x is y for x, y in zip(jax.tree.leaves(state), again, strict=True))
+
+
+@pytest.mark.parametrize("offload", [NONE, PINNED], ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("source", ["1", "8", "hybrid"])
+def test_moved_to_the_devices(source, name, offload, expected):
+    given = on(source).init(new_state)
+    moved = on(name, offload).shard(given)
+    as_expected = on(name, offload).shard(expected)
+    assert not host_leaves(moved)
+    for x, y in zip(jax.tree.leaves(moved), jax.tree.leaves(as_expected), strict=True):
+        x, y = (getattr(leaf, "padded", leaf) for leaf in (x, y))
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)  # of the same memory, too
+        np.testing.assert_array_equal(plain(x), plain(y))
+    for leaf in host_leaves(given):
+        for buffer in leaf.buffers:
+            buffer[...] = 1
+    assert_same(moved, expected)  # No JAX array is made of the buffers.
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_unsharded(name, expected):
+    train_step = on(name)
+    state = train_step.init(new_state)
+    whole = train_step.unshard(state)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(whole))
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(whole)} == {"device"}
+    for leaf in host_leaves(state):
+        leaf.buffers[0][...] = 1
+    assert_same(whole, expected)
+
+
+def test_shardings_are_those_on_the_way():
+    train_step = on("8")
+    shardings = train_step.state_shardings(new_state())
+    assert shardings["params"]["even"].memory_kind == "pinned_host"
+    assert shardings["params"]["odd"].spec == P()  # It is padded.
+    placed = jax.device_put(new_state(), shardings)
+    assert_same(train_step.shard(placed), new_state())
+
+
+def test_reads_as_its_true_shape():
+    state = on("8").init(new_state)
+    leaf = state["params"]["odd"]
+    value = np.asarray(leaf)
+    assert repr(leaf) == "HostArray(shape=(53, 14), dtype=float32, padded to (56, 14))"
+    assert repr(state["params"]["even"]) == "HostArray(shape=(16, 64), dtype=float32)"
+    assert (leaf.shape, leaf.padded_shape, leaf.ndim, leaf.size) == ((53, 14), (56, 14), 2, 742)
+    assert (leaf.dtype, leaf.nbytes, leaf.pending) == (np.float32, 2968, None)
+    assert leaf.at_rest.spec == P("node")
+    assert leaf.sharding.spec == P()  # of its true shape
+    assert leaf.is_fully_addressable
+    assert jnp.zeros_like(leaf).shape == (53, 14)
+    assert (len(leaf), len(list(leaf))) == (53, 53)
+    assert (leaf == value).all()
+    with pytest.raises(AttributeError, match=r"no attribute 'mean'.* jnp.asarray\(x\), or"):
+        leaf.mean()
+    assert jax.block_until_ready(state)["params"]["odd"] is leaf
+    np.testing.assert_array_equal(jax.device_get(leaf), value)
+    np.testing.assert_array_equal(jnp.asarray(leaf), value)
+    np.testing.assert_array_equal(leaf[-1], value[-1])
+    assert np.array(leaf, np.float64).dtype == np.float64
+    for again in (pickle.loads(pickle.dumps(leaf)), copy.copy(leaf), copy.deepcopy(leaf)):
+        np.testing.assert_array_equal(again, value)
+    leaf.buffers[0][...] = 0  # as the next step may
+    np.testing.assert_array_equal(value, on("8").init(new_state)["params"]["odd"])
+    for take in (jax.jit(lambda x: x), jnp.sum):
+        with pytest.raises((TypeError, ValueError), match="HostArray|__jax_array__"):
+            take(leaf)
+
+
+READS: list[Callable[[Any], Any]] = [
+    np.asarray, jnp.asarray, list, lambda x: x[0], lambda x: x == 0, lambda x: x.buffers, pickle.dumps,
+    copy.deepcopy, lambda x: x.take(), lambda x: x.parts(),
+]  # fmt: skip
+
+
+def test_taken_by_a_step():
+    train_step = on("8")
+    state = train_step.init(new_state)
+    before = {path: leaf.buffers for path, leaf in state["params"].items()}
+    taken = jax.tree.map(lambda x: x.take() if isinstance(x, jzero.HostArray) else x, state)
+    for path, leaf in state["params"].items():
+        assert leaf.is_deleted()
+        assert not taken["params"][path].is_deleted()
+        assert taken["params"][path].buffers is before[path]
+    gone = state["params"]["odd"]
+    assert (gone.shape, gone.dtype) == ((53, 14), np.float32)  # enough to restore another
+    for read in READS:
+        if read is not len:
+            with pytest.raises(
+                jzero.StateError, match=r"HostArray\(.* was already donated. A step consumes"
+            ):
+                read(gone)
+    for use in (train_step.shard, train_step.unshard, on("8", NONE).shard):
+        with pytest.raises(jzero.StateError, match=r"already donated: .*\.mu\['bf16'\]"):
+            use(state)
+    taken["params"]["odd"].delete()
+    assert taken["params"]["odd"].is_deleted()
+
+
+def test_a_delayed_update_comes_first():
+    train_step = on("8")
+    state = train_step.init(new_state)
+    state["params"]["odd"].pending = state["params"]["even"].pending = object()
+    taken = state["params"]["odd"].take()
+    assert taken.pending is state["params"]["even"].pending
+    state["params"]["odd"] = taken
+    for read in (np.asarray, jnp.asarray, lambda x: x[0], pickle.dumps):
+        with pytest.raises(
+            jzero.StateError, match=r"waits for the last step's update.* train_step.flush"
+        ):
+            read(taken)
+    text = r"2 leaves fail:(?s:.*)\['even'\] still waits for(?s:.*)Call state = train_step.flush\("
+    with pytest.raises(jzero.StateError, match="unshard: " + text):
+        train_step.unshard(state)
+    for other in (on("8", NONE), on("2")):
+        with pytest.raises(jzero.StateError, match="shard: " + text):
+            other.shard(state)
+    assert train_step.shard(state)["params"]["odd"] is taken  # Nothing reads it.
+
+
+# -- enough memory -------------------------------------------------------------------------------
+
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+MACHINE = {"proc/meminfo": "MemTotal:  900 kB\nMemAvailable:  100 kB\nHugePages_Total:  0\n"}
+OTHER_GROUPS = "9:name=systemd:/\n3:cpuset:/\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({}, None),
+        (MACHINE, 102400),
+        (MACHINE | {"proc/self/cgroup": OTHER_GROUPS}, 102400),
+        ({"proc/self/cgroup": "0::/a\n", f"{V2}/a/memory.max": "900", f"{V2}/a/memory.current": "500"}, 400),
+        (  # A cache of files makes room; a group around it leaves less.
+            MACHINE | {
+                "proc/self/cgroup": OTHER_GROUPS + "0::/a/b\n",
+                f"{V2}/a/b/memory.max": "5000\n", f"{V2}/a/b/memory.current": "4000\n",
+                f"{V2}/a/b/memory.stat": "anon 3000\ninactive_file 500\nactive_file 200\nslab 7\n",
+                f"{V2}/a/memory.max": "90000\n", f"{V2}/a/memory.current": "89999\n",
+            }, 1,
+        ),
+        (
+            MACHINE | {
+                "proc/self/cgroup": "0::/a/b\n",
+                f"{V2}/a/b/memory.max": "5000\n", f"{V2}/a/b/memory.current": "4000\n",
+                f"{V2}/a/b/memory.stat": "anon 3000\ninactive_file 500\nactive_file 200\nslab 7\n",
+                f"{V2}/a/memory.max": "max\n", f"{V2}/a/memory.current": "89999\n",
+            }, 1700,
+        ),
+        (
+            MACHINE | {
+                "proc/self/cgroup": OTHER_GROUPS + "4:memory:/a\n",
+                f"{V1}/a/memory.limit_in_bytes": "5000\n", f"{V1}/a/memory.usage_in_bytes": "4000\n",
+                f"{V1}/a/memory.stat": "inactive_file 9\ntotal_inactive_file 500\ntotal_active_file 200\n",
+                f"{V1}/memory.limit_in_bytes": "9223372036854771712\n", f"{V1}/memory.usage_in_bytes": "1\n",
+            }, 1700,
+        ),
+        (  # A container: the path is that of the machine around it.
+            MACHINE | {
+                "proc/self/cgroup": "4:cpu,memory:/docker/0123\n",
+                f"{V1}/memory.limit_in_bytes": "5000\n", f"{V1}/memory.usage_in_bytes": "4000\n",
+            }, 1000,
+        ),
+    ],
+)  # fmt: skip
+def test_memory_that_is_left(files, found, tmp_path, monkeypatch):
+    write(tmp_path, files)
+    monkeypatch.setattr(_host_memory, "ROOT", tmp_path)
+    assert _host_memory.available() == found
+
+
+def test_memory_of_this_machine_is_found():
+    found = _host_memory.available()
+    assert found is None or 2**20 < found < 2**60
+
+
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_too_little_memory(tmp_path, monkeypatch):
+    train_step, state = on("8"), new_state()
+    placed = train_step.shard(state)
+    with jzero.Checkpointer(tmp_path / "saved", train_step) as checkpointer:
+        checkpointer.save(1, placed)
+    num_bytes = sum(buffer.nbytes for leaf in host_leaves(placed) for buffer in leaf.buffers)
+    monkeypatch.setattr(_host_memory, "ROOT", tmp_path)
+    write(tmp_path, {"proc/meminfo": f"MemAvailable: {num_bytes // 1024} kB"})
+    short = num_bytes // 1024 * 1024
+    assert short < num_bytes
+
+    def refused(who):
+        text = (
+            rf"{who}: this process needs {num_bytes} bytes .* and {short} .* available. .*ratio=0.5"
+        )
+        return pytest.raises(jzero.OptionError, match=text)
+
+    with refused("init"):
+        train_step.init(new_state)
+    for given in (state, on("8", NONE).shard(state), on("8", PINNED).shard(state)):
+        with refused("shard"):
+            train_step.shard(given)
+    with refused("restore"):
+        jzero.restore(tmp_path / "saved" / "1", train_step, state)
+    train_step.shard(placed)  # What is there needs nothing,
+    on("8", NONE).init(new_state)  # nor does what goes elsewhere.
+    write(tmp_path, {"proc/meminfo": f"MemAvailable: {num_bytes // 1024 + 1} kB"})
+    train_step.init(new_state)
