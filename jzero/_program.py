@@ -124,6 +124,7 @@ def build(
         step_axes,
         setting.axis_name is not None,
         flat=options.accumulate > 1 or options.offloads,
+        offloads=options.offloads,
         automatic=setting.automatic,
     )
     _trace.check_not_per_example(

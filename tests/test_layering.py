@@ -33,6 +33,7 @@ LAYERS = (
         "sharding/_traffic",
         "_grad",
         "_call",
+        "_differences",
         "_precision",
         "_schedule",
         "_processes",
