@@ -177,6 +177,13 @@ def rule_for(eqn: _jaxpr.Eqn) -> Rule | None:
     return rule
 
 
+def is_elementwise(eqn: _jaxpr.Eqn) -> bool:
+    """Whether an element of the result depends on the same element of the operands, and on scalars."""
+    if eqn.primitive.name == "broadcast_in_dim":
+        return math.prod(eqn.invars[0].aval.shape) == 1
+    return eqn.primitive.name in {*ELEMENTWISE, "convert_element_type"}
+
+
 def size_in_bytes(aval: Any) -> int:
     """Bytes of a whole value; extended dtypes (keys) count as one word an element."""
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
