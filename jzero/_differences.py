@@ -21,7 +21,10 @@ CAST = "convert_element_type"
 
 
 def without_differences(jaxpr: _jaxpr.Flat) -> _jaxpr.Flat:
-    """The jaxpr with `n` for every `p + (n - p)` whose n and p were cast up, and that is cast down again."""
+    """The jaxpr with `n` for every `p + (n - p)` whose n and p were cast up, and that is cast down again.
+
+    The differences stay, read by nobody: they tell `sharding/_links.py` that p and n are sharded alike.
+    """
     makers: Makers = {}
     new: dict[_jaxpr.Var, _jaxpr.Var] = {}
 
@@ -37,8 +40,7 @@ def without_differences(jaxpr: _jaxpr.Flat) -> _jaxpr.Flat:
             eqns.append(eqn)
         else:
             new[eqn.outvars[0]] = found
-    outvars = renamed(jaxpr.outvars)
-    return jaxpr._replace(eqns=_read(eqns, outvars) if new else eqns, outvars=outvars)
+    return jaxpr._replace(eqns=eqns, outvars=renamed(jaxpr.outvars))
 
 
 def _sum(eqn: _jaxpr.Eqn, makers: Makers) -> _jaxpr.Var | None:
@@ -79,14 +81,3 @@ def _cast_up(atom: _jaxpr.Atom, aval: Any, makers: Makers) -> _jaxpr.Var | None:
     wide, floating = atom.aval.dtype, jnp.issubdtype(aval.dtype, jnp.floating)
     widens = floating and wide != aval.dtype and jnp.promote_types(wide, aval.dtype) == wide
     return operand if alike and widens else None
-
-
-def _read(eqns: list[_jaxpr.Eqn], outvars: list[_jaxpr.Atom]) -> list[_jaxpr.Eqn]:
-    """The equations without sums, differences and casts that nobody reads any more."""
-    needed = {atom for atom in outvars if not _jaxpr.is_literal(atom)}
-    kept: list[_jaxpr.Eqn] = []
-    for eqn in reversed(eqns):
-        if eqn.primitive.name not in ("add", "sub", CAST) or not needed.isdisjoint(eqn.outvars):
-            needed.update(atom for atom in eqn.invars if not _jaxpr.is_literal(atom))
-            kept.append(eqn)
-    return kept[::-1]

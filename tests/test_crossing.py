@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import jzero
 import small
@@ -128,6 +129,20 @@ def test_a_small_value_crosses_before_it_is_repeated():
     assert [t for t in gives if t.startswith("float32")] == [
         "float32[1, 16]", "float32[1, 48]", "float32[1, 51]"
     ]  # fmt: skip
+
+
+def test_masters_follow_parameters_that_their_update_does_not_read():
+    """The parameter's first dim is another axis's, so that its second one is sharded, and the master's."""
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    tx, policy = WITH_MASTERS["adamw, clipped"], jzero.PinnedHost(ROOM)
+    train_step = small.shard_train_step(
+        make_step(tx), mesh=mesh, axis_names="data", offload=policy,
+        auto_specs={r"^state\[0\]\[0\]$": PartitionSpec("model")},
+    )  # fmt: skip
+    leaves = train_step.plan(jax.eval_shape(lambda: new_state(tx, BF16)), BATCH).leaves
+    alike = [leaf.layout for leaf in leaves if leaf.shape == SHAPES[0]]
+    assert len(alike) == 4
+    assert {getattr(layout, "dim", None) for layout in alike} == {1}
 
 
 def test_sums_cross_as_sums():

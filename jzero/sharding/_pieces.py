@@ -51,7 +51,7 @@ class UpdatePart:
     Attributes:
       pieces: in an order in which they can run.
       boundary: values of the grad part that pieces read, and an equation that does (None: it is returned).
-      apart: equations of pieces that the grad part has no use for.
+      apart: equations that depend on offloaded leaves, and those of pieces that the grad part has no use for.
     """
 
     pieces: tuple[Piece, ...]
@@ -133,13 +133,14 @@ class _UpdateCutter:
         self._leaf_of = {invars[i]: i for i in offloaded}
         self._hosted = set(self._leaf_of)
         self._consts = set(frame.jaxpr.constvars)
-        self._maker: dict[_jaxpr.Var, int] = {}  # among the nodes
-        self.reads: dict[int, list[_jaxpr.Var]] = {}
+        self._dependent: set[int] = set()
         for index, eqn in enumerate(self._eqns):
             if any(atom in self._hosted for atom in variables(eqn.invars)):
-                self.reads[index] = self._reads_of(eqn.invars)
+                self._dependent.add(index)
                 self._hosted.update(eqn.outvars)
-                self._maker |= dict.fromkeys(eqn.outvars, index)
+        nodes = self._without_unread(self._dependent)
+        self._maker = {out: i for i in nodes for out in self._eqns[i].outvars}
+        self.reads = {i: self._reads_of(self._eqns[i].invars) for i in nodes}
         for out, atom in enumerate(frame.jaxpr.outvars):
             untouched = out in offloaded and atom is invars[out]
             handed_out = not _jaxpr.is_literal(atom) and atom in self._hosted
@@ -151,6 +152,16 @@ class _UpdateCutter:
         for node in self.reads:
             for var in self._large(node):
                 self._join(node, var)
+
+    def _without_unread(self, indices: Iterable[int]) -> list[int]:
+        """The equations that some output of the step needs, or that do more than compute, in order."""
+        needed, found = set(variables(self._frame.jaxpr.outvars)), []
+        for index in sorted(indices, reverse=True):
+            eqn = self._eqns[index]
+            if _jaxpr.has_side_effects(eqn) or not needed.isdisjoint(eqn.outvars):
+                needed.update(variables(eqn.invars))
+                found.append(index)
+        return found[::-1]
 
     def _reads_of(self, atoms: Sequence[_jaxpr.Atom]) -> list[_jaxpr.Var]:
         return [var for var in variables(atoms) if var not in self._consts]
@@ -176,13 +187,14 @@ class _UpdateCutter:
         return found
 
     def apart(self, boundary: Collection[_jaxpr.Var]) -> frozenset[int]:
-        """Equations that depend on offloaded leaves, and copies that only the update part reads."""
+        """What is left out of the grad part: it depends on offloaded leaves, or nobody there reads it."""
         outvars, num = self._frame.jaxpr.outvars, len(self._eqns)
         needed = set(variables([a for i, a in enumerate(outvars) if num + i not in self.reads]))
         needed.update(boundary)
         copied, apart = set(self._copies.values()), set[int]()
         for index, eqn in reversed(list(enumerate(self._eqns))):
-            if index in self.reads or (index in copied and needed.isdisjoint(eqn.outvars)):
+            unread = index in copied and needed.isdisjoint(eqn.outvars)
+            if index in self._dependent or unread:
                 apart.add(index)
             else:
                 needed.update(variables(eqn.invars))
@@ -259,7 +271,6 @@ def _check(frame: Frame, offloaded: Collection[int], update: UpdatePart) -> None
     assert not read & (made | hosted), "the grad part reads what the update part makes"
     assert not {*handed_out, *update.boundary} & made, "the grad part hands out what it has not"
     indices = {i for piece in update.pieces for i in piece.eqns}
-    assert update.apart <= indices, "an equation is in no part"
     assert not any(axes for i in indices for axes in frame.reads(eqns[i])), "an update varies"
     known = {*update.boundary, *frame.jaxpr.invars}
     for level in sorted({piece.level for piece in update.pieces}):
