@@ -83,6 +83,8 @@ def cut_update(frame: Frame, offloaded: Collection[int]) -> UpdatePart:
     cutter = _UpdateCutter(frame, offloaded)
     boundary = cutter.boundary()
     update = UpdatePart(cutter.pieces(), boundary, cutter.apart(boundary))
+    # A norm by dot product needs its operand whole, in the grad part: it alone must gather it.
+    frame.needs_full.difference_update(cutter.copies)
     _check(frame, offloaded, update)
     return update
 
@@ -147,7 +149,7 @@ class _UpdateCutter:
             if not untouched and (out in offloaded or handed_out):
                 self.reads[len(self._eqns) + out] = self._reads_of([atom])
         wanted = [var for atoms in self.reads.values() for var in atoms]
-        self._copies = copies(frame, wanted, self._hosted)
+        self.copies = copies(frame, wanted, self._hosted)
         self._parents: dict[object, object] = {}
         for node in self.reads:
             for var in self._large(node):
@@ -171,7 +173,7 @@ class _UpdateCutter:
         found: dict[int, list[_jaxpr.Var]] = {}
         todo = [var for node in nodes for var in self.reads[node]]
         while todo:
-            index = self._copies.get(todo.pop())
+            index = self.copies.get(todo.pop())
             if index is not None and index not in found:
                 found[index] = self._reads_of(self._eqns[index].invars)
                 todo += found[index]
@@ -179,7 +181,7 @@ class _UpdateCutter:
 
     def boundary(self) -> dict[_jaxpr.Var, _jaxpr.Eqn | None]:
         """What is read of the grad part, and an equation that reads it."""
-        elsewhere = {*self._frame.jaxpr.invars, *self._hosted, *self._copies}
+        elsewhere = {*self._frame.jaxpr.invars, *self._hosted, *self.copies}
         found: dict[_jaxpr.Var, _jaxpr.Eqn | None] = {}
         for node, atoms in [*self._copied(self.reads).items(), *self.reads.items()]:
             eqn = self._eqns[node] if node < len(self._eqns) else None
@@ -191,7 +193,7 @@ class _UpdateCutter:
         outvars, num = self._frame.jaxpr.outvars, len(self._eqns)
         needed = set(variables([a for i, a in enumerate(outvars) if num + i not in self.reads]))
         needed.update(boundary)
-        copied, apart = set(self._copies.values()), set[int]()
+        copied, apart = set(self.copies.values()), set[int]()
         for index, eqn in reversed(list(enumerate(self._eqns))):
             unread = index in copied and needed.isdisjoint(eqn.outvars)
             if index in self._dependent or unread:
