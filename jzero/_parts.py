@@ -123,7 +123,7 @@ class Parts:
 
     def _turn(self, index: int, pack: Sequence[Piece], last: dict[Var, int]) -> Part:
         frame, invars = self._frame, self._frame.jaxpr.invars
-        eqns = sorted(i for piece in pack for i in piece.eqns)
+        eqns = sorted({i for piece in pack for i in piece.eqns})
         outs = sorted(i for piece in pack for i in piece.outs)
         gives = [var for piece in pack for var in piece.gives]
         reads = list({var: None for piece in pack for var in piece.reads})

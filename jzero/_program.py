@@ -124,6 +124,7 @@ def build(
         step_axes,
         setting.axis_name is not None,
         flat=options.accumulate > 1 or options.offloads,
+        offloads=options.offloads,
         automatic=setting.automatic,
     )
     _trace.check_not_per_example(
@@ -152,7 +153,9 @@ def build(
     outputs = _outputs.output_layouts(
         traced, globals_, num_state, setting.axis_names, math.prod(setting.batch_axes.values()) == 1
     )
-    runner = Runner(setting, plan.leaves, traced, links, tuple(specs), tuple(outputs), update.eqns)
+    runner = Runner(
+        setting, plan.leaves, traced, links, tuple(specs), tuple(outputs), update.apart, update.boundary
+    )  # fmt: skip
     state_shardings = shardings_of(plan.leaves, setting.mesh)
     plan, run, step = _runs(runner, plan, update, state_shardings)
     return Program(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ class Runner:
       specs: how each argument is split.
       outputs: layouts of what the step returns beside the state.
       apart: equations that run elsewhere, when all others have run.
+      handed_out: values that they read, and an equation that does.
       masks_padding: the padding of what is returned is zero; else it holds anything.
     """
 
@@ -47,6 +48,7 @@ class Runner:
     specs: tuple[P, ...]
     outputs: tuple[Layout, ...]
     apart: Collection[int] = frozenset()
+    handed_out: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = dataclasses.field(default_factory=dict)
     masks_padding: bool = True
 
     @property
@@ -128,6 +130,7 @@ class Runner:
             microbatches=options.accumulate,
             keep_gathered=options.keep_gathered,
             reduce_dtype=options.reduce_dtype,
+            handed_out=self.handed_out,
         )
 
     def grad_part(self) -> Callable[..., Env]:
@@ -138,7 +141,7 @@ class Runner:
         frame, options = self.frame, self.setting.options
         phases, rest = [], [i for i in range(len(frame.jaxpr.eqns)) if i not in self.apart]
         if options.accumulate > 1:
-            phases = _cut.cut(frame, self.examples, self.apart)
+            phases = _cut.cut(frame, self.examples, self.apart, self.handed_out)
         cuts = [None] * len(self.leaves) + [
             _call.microbatch_dim(spec, self.setting.axes) for spec in self.specs
         ]
@@ -160,6 +163,7 @@ class Runner:
                 _microbatch.run_phases(interp, frame, env, phases, accumulation)
             else:
                 interp.run_equations(frame, rest, env)
+            interp.reduce_handed_out(frame, env)
             return env
 
         return run

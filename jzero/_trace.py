@@ -18,6 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jzero import _grad, _jaxpr, _whole
+from jzero._differences import without_differences
 from jzero._errors import StepError, message
 from jzero.sharding import _frames
 from jzero.sharding._frames import Frame
@@ -44,7 +45,7 @@ class TracedStep:
 
 def trace_step(
     flat_step: Callable[..., Any], avals: Sequence[Any], varying: Sequence[bool],
-    keys: Sequence[bool], axes: dict[str, int], explicit_axis: bool, flat: bool,
+    keys: Sequence[bool], axes: dict[str, int], explicit_axis: bool, flat: bool, offloads: bool,
     automatic: dict[str, int],
 ) -> TracedStep:  # fmt: skip
     """Traces `flat_step(*leaves)` and analyses it.
@@ -57,6 +58,7 @@ def trace_step(
       axes: names (as the step uses them) and sizes of the data axes.
       explicit_axis: the user named the axis, so the step is expected to have collectives.
       flat: replace calls by what they call.
+      offloads: with `flat`, also replace `p + (n - p)` by `n` (`_differences.py`).
       automatic: names and sizes of the mesh's other axes.
 
     Raises:
@@ -83,7 +85,7 @@ def trace_step(
                 folded, avals, axes, varying, typed=way == TYPED,
                 salt=way if way == MARKED else "", automatic=automatic,
             )  # fmt: skip
-        return _analysed(traced, way, in_varying, flat)
+        return _analysed(traced, way, in_varying, flat, offloads)
 
     return _first_that_works(attempt, explicit_axis)
 
@@ -121,12 +123,14 @@ def _first_that_works(attempt: Callable[[str], TracedStep], explicit_axis: bool)
 
 
 def _analysed(
-    traced: _jaxpr.Traced, way: str, in_varying: list[frozenset[str]], flat: bool = False
-) -> TracedStep:
+    traced: _jaxpr.Traced, way: str, in_varying: list[frozenset[str]], flat: bool = False,
+    offloads: bool = False,
+) -> TracedStep:  # fmt: skip
     outer = _frames.Outer(average_losses=way != WRITTEN)
     jaxpr, consts = traced.jaxpr, traced.consts
     if flat:
         jaxpr, consts = _jaxpr.flatten_calls(jaxpr, consts)
+        jaxpr = without_differences(jaxpr) if offloads else jaxpr
     frame = _frames.build_frames(jaxpr, consts, in_varying, outer)
     return TracedStep(frame, traced.out_tree, traced.out_avals, way)
 

@@ -14,6 +14,7 @@ LAYERS = (
     (
         "_jaxpr",
         "sharding/_layout",
+        "sharding/_min_cut",
         "offload/_policy",
         "offload/_pinned",
         "_targets",
@@ -33,6 +34,7 @@ LAYERS = (
         "sharding/_traffic",
         "_grad",
         "_call",
+        "_differences",
         "_precision",
         "_schedule",
         "_processes",
@@ -50,6 +52,7 @@ LAYERS = (
         "sharding/_links",
         "sharding/_needs",
         "sharding/_kinds",
+        "sharding/_crossing",
         "_whole",
         "_tables",
         "_compare",

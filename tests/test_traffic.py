@@ -75,6 +75,15 @@ def test_clipping_costs_scalars_only():
     }
 
 
+def test_finiteness_costs_scalars_only():
+    """Whether all elements of a gradient are finite is asked of shards: nothing is gathered for it."""
+    model = MODELS["unrolled"]
+    plain, found = report(model, 1), report(model, 1, optax.apply_if_finite(optax.adamw(1e-3), 5))
+    for op in ("all-gather", "reduce-scatter"):
+        assert found.elements(op) == plain.elements(op)
+    assert {c.elements for c in found.traffic if c.dtype == "bool"} == {1}
+
+
 def test_every_gather_and_reduction_names_its_leaf():
     state = programs.abstract_state(MODELS["scanned"])
     paths = {

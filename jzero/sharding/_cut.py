@@ -12,7 +12,8 @@ one microbatch is alive.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from jzero import _jaxpr
 from jzero._errors import message
@@ -43,20 +44,22 @@ class Phase:
 
 
 def cut(
-    frame: Frame, examples: Sequence[bool], apart: Collection[int] = frozenset()
-) -> list[Phase]:
+    frame: Frame, examples: Sequence[bool], apart: Collection[int] = frozenset(),
+    handed_out: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = MappingProxyType({}),
+) -> list[Phase]:  # fmt: skip
     """The phases of a step; the last one's loop may be empty.
 
     Args:
       frame: the root frame, without calls (`_jaxpr.flatten_calls`).
       examples: for each output of the frame, whether it has one entry per example.
       apart: equations that run after all phases, elsewhere; phases only hand out what they read.
+      handed_out: what that is, and an equation that reads it. Nothing else reads it before it is summed up.
 
     Raises:
       CutError: the step uses what it reduces inside the loop that makes it, or needs the whole batch.
     """
     _check_collectives(frame)
-    return _Cutter(frame, apart).phases(examples)
+    return _Cutter(frame, apart, handed_out).phases(examples)
 
 
 class _Cutter:
@@ -65,9 +68,12 @@ class _Cutter:
     The level is the number of loops that must have run before the value can be computed.
     """
 
-    def __init__(self, frame: Frame, apart: Collection[int]):
+    def __init__(
+        self, frame: Frame, apart: Collection[int],
+        handed_out: Mapping[_jaxpr.Var, _jaxpr.Eqn | None],
+    ):  # fmt: skip
         self._frame = frame
-        self._apart = apart
+        self._apart, self._handed_out = apart, handed_out
         self._kinds: dict[_jaxpr.Var, Kind] = {}
         self._levels: dict[_jaxpr.Var, int] = {}
         self._lasts: set[_jaxpr.Var] = set()
@@ -118,6 +124,8 @@ class _Cutter:
         rule = _rules.rule_for(eqn)
         adds = eqn.primitive.name in ("add", "add_any") or (rule is not None and rule.linear)
         if Kind.PARTIAL not in kinds or not (adds or Kind.LOCAL in kinds):
+            return None
+        if any(a in self._handed_out and self._kinds[a] is Kind.PARTIAL for a in atoms):
             return None
         partial = {self._levels[a] for a, k in zip(eqn.invars, kinds, strict=True)
                    if k is Kind.PARTIAL}  # fmt: skip
@@ -181,6 +189,7 @@ class _Cutter:
         """What is read, by which equation; by (-1, None) if it is an output."""
         eqns = [(i, eqn, a) for i, eqn in enumerate(self._frame.jaxpr.eqns) for a in eqn.invars]
         outs = [(-1, None, a) for a in self._frame.jaxpr.outvars]
+        outs += [(-1, eqn, var) for var, eqn in self._handed_out.items()]
         return [(i, eqn, a) for i, eqn, a in [*eqns, *outs] if not _jaxpr.is_literal(a)]
 
     def _sunk(self) -> set[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,8 +12,6 @@ from jzero.sharding import _rules
 from jzero.sharding._frames import Frame
 from jzero.sharding._pieces import Piece
 
-_ELEMENTWISE = frozenset(_rules.ELEMENTWISE) | {"convert_element_type"}
-
 
 def obstacle(frame: Frame, piece: Piece) -> str:
     """Why a part of a piece's leaves cannot be updated by itself; '' if it can.
@@ -23,7 +20,7 @@ def obstacle(frame: Frame, piece: Piece) -> str:
     """
     eqns = [frame.jaxpr.eqns[i] for i in piece.eqns]
     for eqn in eqns:
-        if not _is_elementwise(eqn):
+        if not _rules.is_elementwise(eqn):
             return (
                 f"{eqn.primitive.name} ({_jaxpr.summary(eqn)}) does not treat every element alike"
             )
@@ -36,12 +33,6 @@ def obstacle(frame: Frame, piece: Piece) -> str:
     if piece.gives or any(not frame.jaxpr.outvars[i].aval.shape for i in piece.outs):
         return "other leaves or outputs depend on their update"
     return ""
-
-
-def _is_elementwise(eqn: _jaxpr.Eqn) -> bool:
-    if eqn.primitive.name == "broadcast_in_dim":
-        return math.prod(eqn.invars[0].aval.shape) == 1
-    return eqn.primitive.name in _ELEMENTWISE
 
 
 def evaluate(

@@ -57,6 +57,8 @@ class Interpreter:
       hold: inside their loop, reductions are left to be done after it.
       keep_gathered: what the forward pass gathered serves the backward pass too.
       reduce_dtype: in which gradients are reduced; None for the dtype in which the step has them.
+      handed_out: values that another program reads, and what there does. They are reduced before anything is
+        made of them: a gradient that waited through a cast, too, would be reduced twice.
     """
 
     links: Links
@@ -72,6 +74,7 @@ class Interpreter:
     hold: bool = False
     keep_gathered: bool = False
     reduce_dtype: Any = None
+    handed_out: Mapping[_jaxpr.Var, Any] = dataclasses.field(default_factory=dict)
     seen_pass: str | None = None
 
     def run(self, frame: Frame, args: Sequence[Value]) -> list[Value]:
@@ -130,7 +133,8 @@ class Interpreter:
             return
         read = [atom for atom in eqn.invars if _frames.is_unreduced(frame, atom)]
         first = any(_is_waiting_array(env.values[atom]) for atom in read)
-        if not first or frame.unreduced.issuperset(eqn.outvars):
+        passed_on = frame.unreduced.issuperset(eqn.outvars)
+        if not first or (passed_on and self.handed_out.keys().isdisjoint(read)):
             return
         due = [
             (var, value) for var, value in env.values.items()
@@ -138,6 +142,14 @@ class Interpreter:
         ]  # fmt: skip
         if any(value.collecting for _, value in due):  # A step's own loop reduces after it.
             return
+        self._reduce_all(frame, due)
+
+    def reduce_handed_out(self, frame: Frame, env: Env) -> None:
+        """Reduces what is handed out and no equation has read, in the order in which it was made."""
+        values = [(var, env.values[var]) for var in self.handed_out if var in env.values]
+        self._reduce_all(frame, [(var, value) for var, value in values if waits(value)])
+
+    def _reduce_all(self, frame: Frame, due: Sequence[tuple[_jaxpr.Var, Unreduced]]) -> None:
         for i in in_order_made([value for _, value in due]):
             self.settle(frame, *due[i])
 
@@ -146,7 +158,8 @@ class Interpreter:
         if _jaxpr.is_literal(atom):
             return FullValue(_jaxpr.literal(atom))
         if not frame.averages(eqn, atom):
-            return env.values[atom]
+            value = env.values[atom]
+            return self.settle(frame, atom, value) if atom in self.handed_out else value
         if atom not in env.means:
             env.means[atom] = self.mean_of(self.full(frame, atom, env.values[atom]))
         return env.means[atom]

@@ -147,8 +147,8 @@ RULES: dict[str, Rule] = {
     "reduce_max": Rule(_reduction, reduces="max"),
     "reduce_min": Rule(_reduction, reduces="min"),
     "reduce_prod": Rule(_reduction),
-    "reduce_and": Rule(_reduction),
-    "reduce_or": Rule(_reduction),
+    "reduce_and": Rule(_reduction, reduces="min"),
+    "reduce_or": Rule(_reduction, reduces="max"),
     "argmax": Rule(_reduction),
     "argmin": Rule(_reduction),
     **{n: Rule(_except("axis")) for n in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
@@ -175,6 +175,13 @@ def rule_for(eqn: _jaxpr.Eqn) -> Rule | None:
         same = eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
         return rule if same else None
     return rule
+
+
+def is_elementwise(eqn: _jaxpr.Eqn) -> bool:
+    """Whether an element of the result depends on the same element of the operands, and on scalars."""
+    if eqn.primitive.name == "broadcast_in_dim":
+        return math.prod(eqn.invars[0].aval.shape) == 1
+    return eqn.primitive.name in {*ELEMENTWISE, "convert_element_type"}
 
 
 def size_in_bytes(aval: Any) -> int:

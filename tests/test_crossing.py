@@ -1,0 +1,232 @@
+"""What crosses from the grad part to the update part of an offloaded step: bytes, and each value once."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import jzero
+import small
+from test_offload import BATCH, SHAPES, make_step, new_state, on, parts_of, types
+
+ROOM = 2**20
+CLIP = optax.clip_by_global_norm(1.0)
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def masters(*txs: Any) -> optax.GradientTransformationExtraArgs:
+    return jzero.master_weights(optax.chain(*txs))
+
+
+def clip_by_dot_products() -> optax.GradientTransformation:
+    """Clipping by a norm for which each gradient is needed whole."""
+
+    def scale(grads, params=None):
+        norm = jnp.sqrt(sum((jnp.vdot(g, g) for g in jax.tree.leaves(grads)), jnp.zeros(())))
+        return jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), grads)
+
+    return optax.stateless(scale)
+
+
+WITH_MASTERS = {
+    "adam": masters(optax.adam(1e-2)),
+    "adam, clipped": masters(CLIP, optax.adam(1e-2)),
+    "adamw": masters(optax.adamw(1e-2)),
+    "adamw, clipped": masters(CLIP, optax.adamw(1e-2)),
+    "adamw, clipped outside": optax.chain(CLIP, masters(optax.adamw(1e-2))),
+    "adamw, clipped by value": masters(optax.clip(0.1), optax.adamw(1e-2)),
+    "adamw, masked decay": masters(CLIP, optax.adamw(1e-2, mask=lambda p: [x.ndim > 1 for x in p])),
+    "lion": masters(optax.lion(1e-3)),
+    "lion, clipped": masters(CLIP, optax.lion(1e-3)),
+    "momentum": masters(optax.sgd(1e-2, momentum=0.9, nesterov=True)),
+    "momentum, decay": masters(optax.add_decayed_weights(0.01), optax.sgd(1e-2, momentum=0.9)),
+    "not finite": masters(optax.apply_if_finite(optax.chain(CLIP, optax.adamw(1e-2)), 5)),
+    "adamw, clipped by dot products": masters(clip_by_dot_products(), optax.adamw(1e-2)),
+    "scaled losses": masters(optax.scale(1 / 128), CLIP, optax.adamw(1e-2)),
+    "lamb, clipped": masters(CLIP, optax.lamb(1e-2)),
+}  # fmt: skip
+
+
+def crossing(train_step, *arguments) -> tuple[list[str], list[str]]:
+    """Types of the values that the grad part hands out, and of the leaves on devices that turns read."""
+    step = train_step._program_for(train_step._signature.bind(arguments, {})).step
+    leaves, update = step._parts.runner.leaves, step._parts._update
+    inputs = {v: i for i, v in enumerate(step._parts._frame.jaxpr.invars)}
+    reads = {var for piece in update.pieces for var in piece.reads}
+    here = [v for v in reads if v in inputs and leaves[inputs[v]].tier == "device"]
+    assert list(step.grad.gives) == list(dict.fromkeys(step.grad.gives))
+    assert set(step.grad.gives) <= reads
+    return types(large(step.grad.gives)), types(large(here))
+
+
+def large(variables):
+    return [var for var in variables if var.aval.size > 1]
+
+
+def like_parameters(dtype) -> list[str]:
+    return sorted(f"{jnp.dtype(dtype)}{list(shape)}" for shape in SHAPES)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(stage=1), dict(stage=3), dict(stage=2, accumulate=2)], ids=str
+)
+@pytest.mark.parametrize("name", WITH_MASTERS)  # fmt: skip
+def test_two_bytes_a_parameter_cross_with_masters(name, options):
+    """And no parameter: the update makes it from the master, and does not read the old one."""
+    tx = WITH_MASTERS[name]
+    assert crossing(on(4, ROOM, tx, **options), new_state(tx, BF16), BATCH) == (
+        like_parameters(BF16), []
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adamw(1e-2),
+        optax.chain(CLIP, optax.adamw(1e-2)),
+        optax.chain(CLIP, optax.adamw(1e-2, mu_dtype=F32)),
+        optax.chain(optax.add_decayed_weights(0.01), CLIP, optax.sgd(1e-2, momentum=0.9)),
+    ],
+)
+def test_gradients_and_parameters_cross_as_they_are(tx, dtype):
+    """Unscaled: of two values of one size, the one nearer to its reduction; parameters are read anyhow."""
+    train_step, state = on(4, ROOM, tx), new_state(tx, dtype)
+    assert crossing(train_step, state, BATCH) == (like_parameters(dtype), like_parameters(dtype))
+
+
+def mixed_step(tx, cast=lambda w: w.astype(BF16)):
+    """float32 parameters that the model casts."""
+
+    def step_fn(state, x):
+        w, opt_state = state
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((x.astype(BF16) @ cast(w)) ** 2))(w)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return (optax.apply_updates(w, updates), opt_state), loss
+
+    return step_fn
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_cross_in_the_dtype_of_the_compute(accumulate):
+    tx, w = optax.chain(CLIP, optax.adamw(1e-2)), jnp.ones((64, 48))
+    train_step = small.shard_train_step(
+        mixed_step(tx), offload=jzero.PinnedHost(ROOM), accumulate=accumulate
+    )
+    found = crossing(train_step, (w, tx.init(w)), BATCH.astype(BF16))
+    assert found == (["bfloat16[64, 48]"], ["float32[64, 48]"])
+
+
+def test_what_moves_elements_is_not_computed_twice():
+    """The update must go on treating every element alike, or no leaf could be cut into slices."""
+    tx, w = jzero.master_weights(optax.chain(CLIP, optax.adam(1e-2))), jnp.ones((64, 64), BF16)
+    train_step = small.shard_train_step(
+        mixed_step(tx, lambda w: w.T), offload=jzero.PinnedHost(1536)
+    )
+    assert crossing(train_step, (w, tx.init(w)), BATCH.astype(BF16)) == (["bfloat16[64, 64]"], [])
+    assert max(turn.parts for turn in train_step.plan((w, tx.init(w)), BATCH).turns) > 1
+
+
+def test_a_small_value_crosses_before_it_is_repeated():
+    """Adaptive clipping of each row: its norm crosses, not the norm for every element."""
+    tx = masters(optax.adaptive_grad_clip(0.1), optax.adam(1e-2))
+    gives, _ = crossing(on(4, ROOM, tx), new_state(tx, BF16), BATCH)
+    assert [t for t in gives if t.startswith("bfloat16")] == like_parameters(BF16)
+    assert [t for t in gives if t.startswith("float32")] == [
+        "float32[1, 16]", "float32[1, 48]", "float32[1, 51]"
+    ]  # fmt: skip
+
+
+def test_masters_follow_parameters_that_their_update_does_not_read():
+    """The parameter's first dim is another axis's, so that its second one is sharded, and the master's."""
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    tx, policy = WITH_MASTERS["adamw, clipped"], jzero.PinnedHost(ROOM)
+    train_step = small.shard_train_step(
+        make_step(tx), mesh=mesh, axis_names="data", offload=policy,
+        auto_specs={r"^state\[0\]\[0\]$": PartitionSpec("model")},
+    )  # fmt: skip
+    leaves = train_step.plan(jax.eval_shape(lambda: new_state(tx, BF16)), BATCH).leaves
+    alike = [leaf.layout for leaf in leaves if leaf.shape == SHAPES[0]]
+    assert len(alike) == 4
+    assert {getattr(layout, "dim", None) for layout in alike} == {1}
+
+
+def test_sums_cross_as_sums():
+    """Of g1 + g2, which both are reduced, and of g and a parameter that nothing else reads."""
+
+    def step_fn(state, x):
+        a, b, mean, decayed = state
+        ga, gb = jax.grad(lambda a, b: jnp.mean((x @ a) ** 2 + (x @ b) ** 3), (0, 1))(a, b)
+        mean = 0.9 * mean + (ga / jnp.sum(gb**2) + gb)
+        return (a - 0.1 * ga, b - 0.1 * gb, mean, 0.9 * decayed + (0.1 * a + ga)), None
+
+    w = jnp.ones((64, 48))
+    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(ROOM))
+    assert crossing(train_step, (w, w, w, w), BATCH) == (["float32[64, 48]"] * 2, [])
+
+
+def test_pieces_that_read_one_gradient_stay_apart():
+    """Each casts it for itself; together they would have to be on the devices together."""
+
+    def step_fn(state, x):
+        w, last, mean, square = state
+        g = jax.grad(lambda w: jnp.mean((x.astype(BF16) @ w) ** 2))(w)
+        wide = g.astype(F32)
+        mean, square = 0.9 * mean + wide, 0.9 * square + wide**2
+        new = (w - (0.1 / (1 + jnp.sum(wide**2)) * wide)).astype(BF16)
+        return (new, wide, mean, square), None
+
+    def new():
+        return jnp.full((64, 48), 0.1, BF16), *(jnp.ones((64, 48)) for _ in range(3))
+
+    train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(3 * 64 * 48 * 4 // 8))
+    assert crossing(train_step, new(), BATCH) == (["bfloat16[64, 48]"], [])
+    _, turns = parts_of(train_step, new(), BATCH)
+    assert [len(turn.outs) for turn in turns] == [1, 1, 1]
+    expected = small.shard_train_step(step_fn)(new(), BATCH)
+    for x, y in zip(train_step(new(), BATCH)[0], expected[0], strict=True):
+        np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [
+    dict(stage=1), dict(stage=3), dict(stage=2, accumulate=2), dict(stage=3, accumulate=2, reduce="once"),
+    dict(stage=3, reduce_dtype=F32), dict(stage=3, accumulate=2, accumulate_dtype=BF16),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("tx", "dtype"), [
+    (WITH_MASTERS["adamw, clipped"], BF16), (WITH_MASTERS["not finite"], BF16),
+    (masters(clip_by_dot_products(), optax.adamw(1e-2)), BF16),
+    (optax.chain(CLIP, optax.adamw(1e-2)), F32), (optax.adam(1e-2), F32),
+], ids=["masters", "not finite", "dot products", "float32", "not clipped"])  # fmt: skip
+def test_what_is_computed_twice_is_reduced_once(tx, dtype, options):
+    """In the grad part; turns gather nothing but new parameters. And the same training."""
+    step_fn, mesh = make_step(tx), jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    plain = small.shard_train_step(step_fn, mesh=mesh, **options)
+    offloaded = on(4, ROOM, tx, **options)
+    state, wanted = new_state(tx, dtype), new_state(tx, dtype)
+    traffic = offloaded.describe(state, BATCH).traffic
+    reduced = [c.elements for c in traffic if c.op == "reduce-scatter"]
+    assert sorted(reduced) == [52, 51 * 16, 48 * 51, 64 * 48]
+    step = offloaded._program_for(offloaded._signature.bind((state, BATCH), {})).step
+    moved = [c for i in range(len(step.turns)) for c in step.collectives(i) if c.elements > 1]
+    assert [c.op for c in moved] == ["all-gather"] * (len(SHAPES) if options["stage"] < 3 else 0)
+    for _ in range(3):
+        state, metrics = offloaded(state, BATCH)
+        wanted, wanted_metrics = plain(wanted, BATCH)
+    # Sums in float32 are rounded to the gradient's dtype before they cross.
+    rtol, atol = (0.02, 2e-3) if dtype == BF16 else (2e-5, 1e-7)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        x, y = (np.asarray(leaf).astype(np.float32) for leaf in (x, y))
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol)
+    np.testing.assert_allclose(metrics["loss"], wanted_metrics["loss"], rtol=rtol)
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.chain(CLIP, optax.adam(1e-2))])
+def test_gradients_are_reduced_in_the_order_in_which_they_were_made(tx):
+    """Whoever reads them: some equation of the grad part, or the update part alone."""
+    report = on(4, ROOM, tx).describe(new_state(tx), BATCH)
+    sizes = [c.elements for c in report.traffic if c.op == "reduce-scatter" and c.elements > 100]
+    assert sizes == [51 * 16, 48 * 51, 64 * 48]
