@@ -73,7 +73,7 @@ class HostPart:
         results = self._body.run(
             [known.get(v) for v in self._turn.takes], inputs[len(self.reads) :]
         )
-        made = dict(zip(self._turn.outs, results, strict=True))
+        made = dict(zip(self._turn.outs, results[len(self._turn.gives) :], strict=True))
         new = [made.get(i, old) for i, old in zip(self.leaves, state, strict=True)]
         return new, [made[i] for i in self.outs]
 

@@ -136,57 +136,58 @@ class HostedStep:
         pending, num_steps = self._history(state)
         delays = self._policy.delays(num_steps)
         if pending is not None and not delays:
-            state, pending = self.flush(state), None
+            state, pending = pending.step.flush(state), None
+        read: dict[Var, jax.Array] = {}
+        if pending is not None or not delays:  # first in line: the host may already wait for it
+            read = (pending.step if pending else self).read_leaves(state)
         values = dict(zip(self._jaxpr.invars, [*state, *arrays], strict=True))
-        read = self._read_leaves(values)  # first in line: the host may already wait for them
         takes = [[values[var] for var in group] for group in (self.grad.consumes, self.grad.reads)]
         sent, (stays, outs) = self._grad(*takes)
         made = dict(zip(self.grad.outs, outs, strict=True))
-        gradients = dict(zip(self._sent, sent, strict=True))
-        update = self._updating(state, pending.reads | read) if delays and pending else None
-        if not delays:
-            update = self._updating(state, gradients | read)
+        now = Pending(self, dict(zip(self._sent, sent, strict=True)))
+        job = pending if delays else now
+        update = job.step.updating(state, job.reads | read) if job else ()
         for turn in self.turns[1:]:  # what rests on the devices, while the host works
             values.update(zip(self._stays, stays, strict=True))
             made |= turn(values, turn.jitted)
-        for chunk in update or ():
+        for chunk in update:
             made |= chunk
-        hosted = self._taken(state, Pending(self, gradients) if delays else None, num_steps + 1)
+        hosted = self._taken(state, now if delays else None, num_steps + 1)
         for i in self._renewed:
             state[i].delete()
         new = [hosted.get(i, made.get(i, x)) for i, x in enumerate(state)]
         return new, [made[i] for i in range(len(state), len(self._jaxpr.outvars))]
 
     def flush(self, state: Sequence[Any]) -> list[Any]:
-        """The state with what is pending applied; it is consumed."""
+        """The state with what is pending, of this step, applied; it is consumed."""
         pending, num_steps = self._history(state)
-        if pending is None:
-            return list(state)
-        values = dict(zip(self._jaxpr.invars, state, strict=False))
+        assert pending is not None
         made: dict[int, jax.Array] = {}
-        for chunk in self._updating(state, pending.reads | self._read_leaves(values)):
+        for chunk in self.updating(state, pending.reads | self.read_leaves(state)):
             made |= chunk
         hosted = self._taken(state, None, num_steps)
         return [hosted.get(i, made.get(i, x)) for i, x in enumerate(state)]
 
     def _history(self, state: Sequence[Any]) -> tuple[Pending | None, int]:
         """What is pending, and how many steps the state has behind it since it was placed."""
-        pending = {leaf.pending for i, leaf in enumerate(state) if i in self._hosted}
-        if len(pending) > 1:
-            raise StateError(message(
-                WHO, "leaves on the host come from different steps, and some have gradients to be applied",
-                "Gradients are applied to the state that they were computed with.",
-                "Pass a state as a step returned it, or flush it before you change it."))  # fmt: skip
-        return pending.pop(), max(state[i].num_steps for i in self._hosted)
+        found = {state[i].pending for i in self._hosted}
+        for pending in found:
+            other = pending.step if pending else self
+            if len(found) > 1 or (other.leaves, other.shardings) != (self.leaves, self.shardings):
+                raise StateError(message(
+                    WHO, "leaves on the host come from different steps, and some wait for gradients",
+                    "Gradients are applied to the state that they were computed with.",
+                    "Flush a state with the train_step that returned it, before you change it."))  # fmt: skip
+        return found.pop(), max(state[i].num_steps for i in self._hosted)
 
-    def _read_leaves(self, values: dict[Var, Any]) -> dict[Var, jax.Array]:
+    def read_leaves(self, state: Sequence[Any]) -> dict[Var, jax.Array]:
         """Parameters that the update reads, on their way to the host."""
         if not self._entered:
             return {}
-        down, _ = self._enter([values[var] for var in self._entered])
+        down, _ = self._enter([state[self._parts.leaf_of[var]] for var in self._entered])
         return dict(zip(self._entered, down, strict=True))
 
-    def _updating(
+    def updating(
         self, state: Sequence[Any], reads: dict[Var, jax.Array]
     ) -> Iterator[dict[int, jax.Array]]:
         """Prepares the host's part; then each chunk of what it makes, on its way to the devices."""

@@ -1,0 +1,553 @@
+"""Steps with optimizer state on the host, looked at: what crosses, staleness, failures, refusals."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jzero
+import optimizers
+import small
+import test_optimizers
+from jzero import _host_engine, _hosted
+from jzero.offload import _bandwidth
+from test_offload import BATCH, SHAPES, make_step, new_state
+
+pytest.importorskip("llvmlite")
+
+optax_promotions = test_optimizers.optax_promotions
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+NUM_PARAMS = sum(int(np.prod(shape)) for shape in SHAPES)
+
+
+def on(num: int, tx=ADAMW, policy: Any = None, step_fn=None, **options):
+    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    return small.shard_train_step(
+        step_fn or make_step(tx), mesh=mesh, offload=policy or jzero.HostCPU(), **options
+    )
+
+
+def batches(num: int) -> list[np.ndarray]:
+    return [np.roll(BATCH, i, 0) * (1 + i / 3) for i in range(num)]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5, atol=1e-6)
+
+
+def hosted(tree: Any) -> list[jzero.HostArray]:
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jzero.HostArray)]
+
+
+# -- what crosses ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Bytes of all devices that came to the host, and that it sent, by dtype."""
+    down: dict[str, int] = {}
+    up: dict[str, int] = {}
+
+    def count(into: dict[str, int], arrays: Any) -> None:
+        for x in arrays:
+            nbytes = sum(shard.data.nbytes for shard in x.addressable_shards)
+            into[str(x.dtype)] = into.get(str(x.dtype), 0) + nbytes
+
+    class Watched(_host_engine.HostEngine):
+        def prepare(self, state, reads):
+            assert {x.sharding.memory_kind for x in reads} == {"pinned_host"}
+            count(down, reads)
+            super().prepare(state, reads)
+
+        def run(self):
+            for chunk in super().run():
+                assert {x.sharding.memory_kind for x in chunk.values()} == {"device"}
+                count(up, chunk.values())
+                yield chunk
+
+    monkeypatch.setattr(_hosted, "HostEngine", Watched)
+    return down, up
+
+
+@pytest.mark.parametrize(("num", "stage"), [(1, 3), (8, 3), (8, 1), (2, 2)])
+def test_two_bytes_of_each_parameter_cross_in_each_direction(num, stage, watched):
+    """Clipped, with masters: bfloat16 gradients down, bfloat16 parameters up, and a few scalars."""
+    down, up = watched
+    tx = jzero.master_weights(ADAMW)
+    train_step = on(num, tx, stage=stage)
+    state = train_step.shard(new_state(tx, jnp.bfloat16), BATCH)
+    for _ in range(2):
+        down.clear()
+        up.clear()
+        state, _ = train_step(state, BATCH)
+        most = NUM_PARAMS + (num - 1)  # the leaf of 51 elements is padded
+        assert NUM_PARAMS * 2 <= down.pop("bfloat16") <= most * 2
+        assert NUM_PARAMS * 2 <= up.pop("bfloat16") <= most * 2
+        assert not up
+        assert sum(down.values()) <= 40 * num  # bias corrections, the norm
+    report = train_step.describe(state, BATCH)
+    large = [x for x in report.crossings if x.elements > 1]
+    assert {(x.direction, x.what, x.dtype) for x in large} == {
+        ("to host", "gradient", "bfloat16"), ("to device", "parameter", "bfloat16")
+    }  # fmt: skip
+    for direction in ("to host", "to device"):
+        nbytes = sum(x.nbytes for x in large if x.direction == direction)
+        assert 2 * NUM_PARAMS <= nbytes * num <= 2 * most
+
+
+def test_what_crosses_of_float32_parameters(watched):
+    """They are read by the update, and have no copy on the host."""
+    down, up = watched
+    train_step = on(4)
+    train_step(new_state(), BATCH)
+    assert up["float32"] >= 4 * NUM_PARAMS
+    assert down["float32"] >= 8 * NUM_PARAMS
+    whats = [x.what for x in train_step.describe(new_state(), BATCH).crossings if x.elements > 1]
+    assert whats == ["parameter"] * 4 + ["gradient"] * 4 + ["parameter"] * 4 or sorted(
+        whats
+    ) == sorted(["parameter"] * 8 + ["gradient"] * 4)
+
+
+def test_what_a_streamed_step_copies():
+    train_step = small.shard_train_step(make_step(), offload=jzero.PinnedHost(10_000))
+    report = train_step.describe(new_state(), BATCH)
+    state_bytes = report.plan.nbytes_at_rest(tier="pinned_host")
+    for direction in ("to host", "to device"):
+        assert sum(x.nbytes for x in report.crossings if x.direction == direction) == state_bytes
+    assert "optimizer state  float32" in str(report)
+
+
+# -- state on the host -----------------------------------------------------------------------------
+
+
+def test_state_is_updated_in_its_place_and_consumed():
+    train_step = on(8)
+    state = train_step.init(new_state)
+    first, _ = train_step(state, BATCH)
+    at = [x.ctypes.data for leaf in hosted(first) for x in leaf.buffers]
+    second, _ = train_step(first, BATCH)
+    assert at == [x.ctypes.data for leaf in hosted(second) for x in leaf.buffers]
+    assert len(hosted(second)) == 8
+    with pytest.raises(jzero.StateError, match="were already donated"):
+        train_step(first, BATCH)
+    assert all(x.is_deleted() for x in jax.tree.leaves(first) if getattr(x, "ndim", 0))
+    assert [leaf.num_steps for leaf in hosted(second)] == [2] * 8
+
+
+def test_states_in_turn():
+    """Two trainings with one step, as those of a generator and its critic."""
+    train_step, plain = on(4), jax.jit(make_step(ADAMW))
+    states: list[Any] = [new_state(), new_state()]
+    expected: list[Any] = [new_state(), new_state()]
+    for i in range(4):
+        which = i % 2
+        batch = BATCH * (1 + which)
+        states[which], _ = train_step(states[which], batch)
+        expected[which], _ = plain(expected[which], batch)
+    assert_same(states, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_padding_stays_zero(stage):
+    """Of an update that would make it one."""
+
+    def step_fn(state, x):
+        w, m = state
+        g = jax.grad(lambda w: jnp.mean((x[:, :51] @ w) ** 2))(w)
+        m = 0.9 * m + g + 1.0
+        return w - 0.1 * m, m
+
+    w = jnp.ones((51, 9))
+    train_step = on(8, step_fn=step_fn, stage=stage)
+    state: Any = (w, w)
+    expected: Any = (w, w)
+    for _ in range(3):
+        state, expected = train_step(state, BATCH), jax.jit(step_fn)(expected, BATCH)
+    assert_same(state, expected)
+    w, m = state
+    assert m.padded_shape != m.shape
+    for device, buffer in zip(m.devices, m.buffers, strict=True):
+        index = m.at_rest.devices_indices_map(m.padded_shape)[device]
+        beyond = np.zeros(m.padded_shape, bool)
+        beyond[tuple(slice(n) for n in m.shape)] = True
+        assert not buffer[~beyond[index]].any()
+    if isinstance(w, jzero.PaddedArray):
+        padded = np.asarray(w.padded)
+        padded[tuple(slice(n) for n in w.shape)] = 0
+        assert not padded.any()
+
+
+# -- delayed updates -------------------------------------------------------------------------------
+
+
+class PlainLoop:
+    """The same delay in plain JAX: gradients are applied when those of the next step are there."""
+
+    def __init__(self, tx, dtype=jnp.float32):
+        self.params, self.opt_state = new_state(tx, dtype)
+        self.pending: Any = None
+        self._grads = jax.jit(jax.grad(lambda p, x: self._loss(p, x)))
+
+        @jax.jit
+        def apply(params, opt_state, grads):
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        self._apply = apply
+
+    @staticmethod
+    def _loss(params, x):
+        a, b, c, d = params
+        y = jnp.tanh(jnp.tanh(x.astype(a.dtype) @ a) @ b + c[None]) @ d
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    def step(self, x: Any, delays: bool) -> None:
+        grads = self._grads(self.params, x)
+        if not delays:
+            self.pending = grads
+            grads = None
+        self.flush()
+        self.pending = grads
+
+    def flush(self) -> None:
+        if self.pending is not None:
+            self.params, self.opt_state = self._apply(self.params, self.opt_state, self.pending)
+            self.pending = None
+
+
+@pytest.mark.parametrize(
+    ("num", "after", "options"),
+    [
+        (1, 0, dict(stage=3)), (2, 2, dict(stage=3)), (4, 1, dict(stage=1)), (8, 2, dict(stage=3)),
+        (4, 0, dict(stage=2, accumulate=2)), (8, 1, dict(stage=3, accumulate=2, reduce="once")),
+    ],
+)  # fmt: skip
+def test_delayed_by_exactly_one_step(num, after, options):
+    policy = jzero.HostCPU(delayed_update=True, delay_after=after)
+    train_step, loop = on(num, policy=policy, **options), PlainLoop(ADAMW)
+    state: Any = train_step.shard(new_state(ADAMW), BATCH)
+    for i, batch in enumerate(batches(7)):
+        state, _ = train_step(state, batch)
+        loop.step(batch, delays=i >= after)
+        assert_same(state[0], loop.params)
+        if i == 4:
+            state = train_step.flush(state)
+            loop.flush()
+            assert_same(state, (loop.params, loop.opt_state))
+    assert all(leaf.pending is not None for leaf in hosted(state))
+    loop.flush()
+    state = train_step.flush(state)
+    assert_same(state, (loop.params, loop.opt_state))
+    assert train_step.flush(state) is state
+
+
+def test_delayed_with_masters():
+    tx = jzero.master_weights(optax.adam(1e-2))
+    policy = jzero.HostCPU(delayed_update=True, delay_after=1)
+    train_step, loop = on(1, tx, policy), PlainLoop(tx, jnp.bfloat16)
+    state: Any = new_state(tx, jnp.bfloat16)
+    for i, batch in enumerate(batches(5)):
+        state, _ = train_step(state, batch)
+        loop.step(batch, delays=i >= 1)
+        for x, y in zip(state[0], loop.params, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(x, np.float32), np.asarray(y, np.float32), atol=2e-2
+            )
+
+
+def test_a_state_that_waits_cannot_be_read_or_saved(tmp_path):
+    train_step = on(2, policy=jzero.HostCPU(delayed_update=True, delay_after=0))
+    state, _ = train_step(new_state(ADAMW), BATCH)
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        with pytest.raises(jzero.StateError, match=r"state = train_step\.flush\(state\) first"):
+            checkpointer.save(1, state)
+        with pytest.raises(jzero.StateError, match=r"flush\(state\) first"):
+            np.asarray(hosted(state)[0])
+        state = train_step.flush(state)
+        checkpointer.save(1, state)
+        state, _ = train_step(state, BATCH)
+        state = train_step.flush(state)
+        other = checkpointer.restore(jax.eval_shape(lambda: new_state(ADAMW)))
+    other, _ = train_step(other, BATCH)
+    assert_same(state, train_step.flush(other))
+
+
+def test_a_step_that_is_not_delayed_takes_a_state_that_waits():
+    """Other options, the same state: what is pending is applied before gradients are computed."""
+    delayed = on(2, policy=jzero.HostCPU(delayed_update=True, delay_after=0))
+    train_step, plain = on(2), jax.jit(make_step(ADAMW))
+    state, _ = delayed(new_state(ADAMW), BATCH)
+    state, _ = train_step(state, BATCH)
+    expected = plain(plain(new_state(ADAMW), BATCH)[0], BATCH)[0]
+    assert_same(state, expected)
+
+
+def test_a_last_batch_of_another_shape():
+    """Gradients of one program are applied while another one computes."""
+    policy = jzero.HostCPU(delayed_update=True, delay_after=0)
+    train_step, loop = on(4, policy=policy), PlainLoop(ADAMW)
+    state: Any = new_state(ADAMW)
+    for num in (16, 8, 8, 16):
+        state, _ = train_step(state, BATCH[:num])
+        loop.step(BATCH[:num], delays=True)
+        assert_same(state[0], loop.params)
+    loop.flush()
+    assert_same(train_step.flush(state), (loop.params, loop.opt_state))
+
+
+def test_leaves_of_different_steps():
+    train_step = on(2, policy=jzero.HostCPU(delayed_update=True, delay_after=0))
+    (params, opt_state), _ = train_step(new_state(ADAMW), BATCH)
+    (_, other), _ = train_step(new_state(ADAMW), BATCH)
+    adam = opt_state[1][0]
+    mixed = opt_state[0], (adam._replace(mu=other[1][0].mu), *opt_state[1][1:])
+    with pytest.raises(jzero.StateError, match="come from different steps"):
+        train_step((params, mixed), BATCH)
+    train_step((params, opt_state), BATCH)
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def test_a_host_that_fails_leaves_the_state():
+    """The update asks Python, which raises in the third step; the training goes on after it."""
+    fails = False
+
+    def check(x):
+        if fails:
+            raise ValueError("planted")
+        return x
+
+    def step_fn(state, x):
+        w, m, count = state
+        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        m = 0.9 * m + g
+        seen = jax.pure_callback(check, jax.ShapeDtypeStruct((64, 64), jnp.float32), m + 1)
+        return w - 0.1 * seen, m, count + jnp.sum(g)
+
+    def new():
+        return jnp.ones((64, 64)), jnp.zeros((64, 64)), jnp.zeros(())
+
+    step = on(1, step_fn=step_fn)
+    state = step(step(new(), BATCH), BATCH)
+    before = [np.array(x) for x in state]
+    fails = True
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="planted"):
+        step(state, BATCH)
+    fails = False
+    for x, y in zip(state, before, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), y)
+    step(state, BATCH)
+
+
+def test_an_interrupted_update_consumes_the_state(monkeypatch):
+    train_step = on(2)
+    state, _ = train_step(new_state(ADAMW), BATCH)
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_hosted.HostedStep, "_at_rest", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train_step(state, BATCH)
+    with pytest.raises(jzero.StateError, match="were already donated"):
+        train_step(state, BATCH)
+    train_step(new_state(ADAMW), BATCH)
+
+
+def test_a_refused_batch_leaves_the_state():
+    train_step = on(4)
+    state, _ = train_step(new_state(ADAMW), BATCH)
+    with pytest.raises(jzero.BatchError):
+        train_step(state, BATCH[:15])
+    train_step(state, BATCH)
+
+
+# -- settings that cannot be obeyed ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(ratio=0), r"ratio=0\. .*above 0, up to 1"),
+        (dict(ratio=1.5), r"ratio=1\.5"),
+        (dict(ratio=float("nan")), "ratio=nan"),
+        (dict(ratio="half"), "ratio='half'"),
+        (dict(ratio=True), "ratio=True"),
+        (dict(delayed_update=1), "delayed_update=1"),
+        (dict(delay_after=3), "delay_after=3 without delayed_update"),
+        (dict(delayed_update=True, delay_after=-1), "delay_after=-1"),
+        (dict(delayed_update=True, delay_after=2.5), r"delay_after=2\.5"),
+        (dict(threads=0), "threads=0"),
+        (dict(threads="all"), "threads='all'"),
+    ],
+)
+def test_policies_that_are_none(options, says):
+    with pytest.raises(jzero.OptionError, match=says):
+        jzero.HostCPU(**options)
+
+
+def test_numbers_of_numpy():
+    policy = jzero.HostCPU(True, np.int64(3), np.float32(0.5), np.int32(2))  # type: ignore[arg-type]
+    assert policy == jzero.HostCPU(True, 3, 0.5, 2)
+    assert policy.delays(3)
+    assert not policy.delays(2)
+    assert not jzero.HostCPU(delayed_update=True).delays(39)
+    assert jzero.HostCPU(delayed_update=True).delays(40)
+
+
+def test_what_needs_other_devices_is_named():
+    with pytest.raises(jzero.OptionError) as error:
+        on(2, optax.lamb(1e-2)).plan(new_state(optax.lamb(1e-2)), BATCH)
+    text = str(error.value)
+    assert "4 groups of leaves fail" in text
+    assert "state[1][0].mu[0], state[1][0].nu[0]: all-reduce between the devices" in text
+    assert "Use jzero.PinnedHost(), which updates on the devices." in text
+
+
+def test_other_mesh_axes_are_refused():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    train_step = small.shard_train_step(
+        make_step(), mesh=mesh, axis_names="data", auto_specs={r"\[0\]$": P(None, "model")},
+        offload=jzero.HostCPU(),
+    )  # fmt: skip
+    with pytest.raises(
+        jzero.OptionError, match=r"mesh axes \['model'\].*Use jzero\.PinnedHost\(\)"
+    ):
+        train_step.plan(new_state(), BATCH)
+
+
+@pytest.mark.usefixtures("optax_promotions")
+def test_delays_that_cannot_be():
+    policy = jzero.HostCPU(delayed_update=True)
+
+    entry = optimizers.ENTRIES["sophia"]  # Its estimate of the Hessian reads moments.
+    state, (batch, *_) = optimizers.make_state(entry), optimizers.make_batches()
+    step_fn = optimizers.make_step(entry)
+    with pytest.raises(
+        jzero.OptionError, match=r"is read with the batch(.|\n)*Drop delayed_update"
+    ):
+        on(1, step_fn=step_fn, policy=policy).plan(state, batch)
+
+    w = jnp.ones((64, 8))
+
+    def hands_out(state, x):
+        w, m = state
+        m = 0.9 * m + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return (w - 0.1 * m, m), {"m": m}
+
+    with pytest.raises(jzero.OptionError, match="output 0 beside the state follows from optimizer"):
+        on(1, step_fn=hands_out, policy=policy).plan((w, w), BATCH)
+    (_, m), metrics = on(1, step_fn=hands_out)((w, w), BATCH)
+    np.testing.assert_array_equal(np.asarray(m), np.asarray(metrics["m"]))
+
+
+def test_it_is_no_one_program():
+    train_step = on(2)
+    with pytest.raises(jzero.OptionError, match="and the step is lowered"):
+        train_step.lower(new_state(ADAMW), BATCH)
+    with pytest.raises(jzero.OptionError, match="called under an outer jax.jit"):
+        jax.jit(train_step)(new_state(ADAMW), BATCH)
+
+
+# -- a share of the state --------------------------------------------------------------------------
+
+
+def share(plan) -> float:
+    leaves = [leaf for leaf in plan.leaves if leaf.role == "optimizer state" and leaf.shape]
+    return sum(x.nbytes for x in leaves if x.tier == "host") / sum(x.nbytes for x in leaves)
+
+
+@pytest.mark.parametrize("ratio", [0.9, 0.5, 0.2])
+def test_a_share_rests_on_the_host(ratio):
+    train_step = on(4, policy=jzero.HostCPU(ratio=ratio))
+    report = train_step.describe(new_state(ADAMW), BATCH)
+    assert ratio - 0.4 < share(report.plan) <= ratio
+    host = report.plan.nbytes_at_rest(tier="host")
+    every = host + report.plan.nbytes_at_rest("optimizer state")
+    assert f"{host} bytes for each device: {host / every:.1%} of the optimizer state" in str(report)
+    state, expected = new_state(ADAMW), new_state(ADAMW)
+    for batch in batches(3):
+        state, _ = train_step(state, batch)
+        expected, _ = jax.jit(make_step(ADAMW))(expected, batch)
+    assert_same(state, expected)
+
+
+def test_a_share_that_is_too_small():
+    with pytest.raises(jzero.OptionError) as error:
+        on(4, policy=jzero.HostCPU(ratio=0.001)).plan(new_state(ADAMW), BATCH)
+    assert "are the fewest leaves that are updated together: 0.008 of all bytes" in str(error.value)
+    found = re.search(r"Use ratio=([\d.]+) or more", str(error.value))
+    assert found
+    plan = on(4, policy=jzero.HostCPU(ratio=float(found.group(1)))).plan(new_state(ADAMW), BATCH)
+    assert 0 < share(plan) < 0.01
+
+
+def test_what_meets_in_scalars_rests_together():
+    """The norm of all updates scales each of them."""
+    tx = optax.chain(optax.adam(1e-2), optax.clip_by_global_norm(1.0))
+    with pytest.raises(jzero.OptionError, match=r"1\.000 of all bytes"):
+        on(1, tx, jzero.HostCPU(ratio=0.5)).plan(new_state(tx), BATCH)
+    train_step, state, expected = on(1, tx), new_state(tx), new_state(tx)
+    for batch in batches(3):
+        state, _ = train_step(state, batch)
+        expected, _ = jax.jit(make_step(tx))(expected, batch)
+    assert_same(state, expected)
+
+
+def test_the_share_that_ends_together():
+    bandwidths = _bandwidth.Bandwidths(host=1e9, device=3e9, link=1e12)
+    assert _bandwidth.share(bandwidths, 12e9, 2e9) == pytest.approx(0.25)
+    slow = bandwidths._replace(link=1e8)
+    on_host, on_device = 2e9 / 1e8, 12e9 / 3e9
+    assert _bandwidth.share(slow, 12e9, 2e9) == pytest.approx(on_device / (on_host + on_device))
+
+
+def test_the_share_is_measured(monkeypatch):
+    """On the device that computes; here it is as fast as the host that it is."""
+    measured: list[Any] = []
+    measure = _bandwidth.measure
+
+    def note(*args: Any) -> Any:
+        measured.append(measure(*args))
+        return measured[-1]
+
+    monkeypatch.setattr(_bandwidth, "measure", note)
+    train_step = on(1, policy=jzero.HostCPU(ratio="auto"))
+    assert 0 < share(train_step.plan(new_state(ADAMW), BATCH)) < 1
+    (found,) = measured
+    assert 1e8 < min(found) < max(found) < 1e12
+
+
+def test_no_share_is_measured_without_devices():
+    mesh = jax.sharding.AbstractMesh((512,), ("data",))
+    policy = jzero.HostCPU(ratio="auto")
+    train_step = small.shard_train_step(make_step(), mesh=mesh, offload=policy)
+    batch = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    with pytest.raises(jzero.OptionError, match=r"ratio='auto'.*the mesh has no devices"):
+        train_step.plan(jax.eval_shape(new_state), batch)
+
+
+# -- reports ---------------------------------------------------------------------------------------
+
+
+def test_report_without_devices():
+    mesh = jax.sharding.AbstractMesh((512,), ("data",))
+    train_step = small.shard_train_step(make_step(ADAMW), mesh=mesh, offload=jzero.HostCPU())
+    batch = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    report = train_step.describe(jax.eval_shape(lambda: new_state(ADAMW)), batch)
+    assert "The host updates them in their place:\n12 of 12 leaves in one pass each" in str(report)
+    assert "8 of 13 leaves rest in host memory" in str(report)
+
+
+def test_report_names_what_is_left_to_xla():
+    tx = optax.lamb(1e-2)
+    report = on(1, tx).describe(new_state(tx), BATCH)
+    assert re.search(r"by a kernel, after XLA \(.*float32\[64,48\]\): state\[0\]\[0\]", str(report))
