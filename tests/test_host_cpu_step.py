@@ -178,7 +178,7 @@ def test_padding_stays_zero(stage):
         beyond[tuple(slice(n) for n in m.shape)] = True
         assert not buffer[~beyond[index]].any()
     if isinstance(w, jzero.PaddedArray):
-        padded = np.asarray(w.padded)
+        padded = np.array(w.padded)
         padded[tuple(slice(n) for n in w.shape)] = 0
         assert not padded.any()
 
