@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -88,6 +87,7 @@ class HostedStep:
             if i < len(self.leaves) and self._jaxpr.outvars[i] is not self._jaxpr.invars[i]
         ]  # fmt: skip
         self._engine: HostEngine | None = None
+        self._leaving: dict[tuple[int, ...], Callable[..., Any] | None] = {}
 
     def _grad_part(self, consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
         given, outs = self.grad.run(consumed, read)
@@ -98,10 +98,12 @@ class HostedStep:
         enter = self._parts.entering(self._entered)
         return leaves if enter is None else enter(leaves), None
 
-    @functools.cache  # noqa: B019  # as long as the step
     def _leave(self, outs: tuple[int, ...]) -> Callable[..., Any] | None:
-        leave = self._parts.leaving(outs)
-        return leave and jax.jit(leave, donate_argnums=0)
+        """A program that brings a chunk's outputs into the form in which they rest; None if they have it."""
+        if outs not in self._leaving:
+            leave = self._parts.leaving(outs)
+            self._leaving[outs] = leave and jax.jit(leave, donate_argnums=0)
+        return self._leaving[outs]
 
     def crossings(self) -> tuple[Crossing, ...]:
         """What a step copies from each device to its host and back."""
@@ -237,9 +239,4 @@ class HostedStep:
 def _to_host(run: Callable[..., Any], places: Sequence[NamedSharding]) -> Callable[..., Any]:
     """A program whose first results go to pinned memory, each as soon as it is there."""
     homes = [place.with_memory_kind(PINNED) for place in places]
-
-    def program(*args: Any) -> tuple[list[jax.Array], Any]:
-        down, rest = run(*args)
-        return jax.device_put(down, homes), rest
-
-    return jax.jit(program, out_shardings=(homes, None))
+    return jax.jit(run, out_shardings=(homes, None))

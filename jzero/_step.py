@@ -127,12 +127,13 @@ def shard_train_step(
         for moments too. ZeRO shards another dim of such a leaf. Inside the step, say it with
         `jax.lax.with_sharding_constraint(x, PartitionSpec(...))`; XLA places those collectives, and
         `describe` does not count them.
-      offload: where optimizer state rests. `jzero.PinnedHost(device_bytes=...)`: in the pinned memory of the
-        devices' host; each step copies it to the devices and back, piece by piece, and never has more than
-        `device_bytes` of it there. Scalars, leaves below `min_shard_bytes`, and what is read with the batch
-        stay. By default, `jzero.NoOffload()`, all rests on the devices. A step is then several programs: it
-        cannot be called under an outer `jax.jit` or lowered, and one that fails while it runs (out of
-        memory, not a refused batch) has consumed part of its state.
+      offload: where optimizer state rests. By default, `jzero.NoOffload()`, on the devices.
+        `jzero.PinnedHost(device_bytes=...)`: in the pinned memory of the devices' host; each step copies it
+        to the devices and back, piece by piece, and never has more than `device_bytes` of it there.
+        `jzero.HostCPU(...)`: in the host's memory, updated there by its processors; only gradients and
+        parameters cross. Scalars, leaves below `min_shard_bytes`, and what is read with the batch stay. A
+        step is then several programs: it cannot be called under an outer `jax.jit` or lowered. One that
+        fails while it runs (out of memory, not a refused batch) may have consumed part of its state.
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
       axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others must
         be of type Auto and stay XLA's.

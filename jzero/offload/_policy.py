@@ -72,17 +72,65 @@ class PinnedHost:
 class HostCPU:
     """Optimizer state rests in the memory of the devices' host, and is updated there by its processors.
 
-    Needs `pip install jzero[offload]`.
+    Gradients go down, new parameters come up; moments and masters never leave the host::
+
+        gradients = grad part(parameters, batch)     # each goes to the host when it is reduced
+        for chunk in chunks:                         # on the host, in place, one pass over memory
+            moments, parameters = update(moments, gradients)
+            copy(parameters, host -> device)         # while the next chunk is updated
+
+    Each process updates the shards of its own devices, by kernels generated from the step's own update: any
+    optimizer whose update treats every element alike (all of Adam's kin, with schedules, masks, clipping,
+    weight decay) runs at the speed of the host's memory; what does not is left to XLA's CPU backend, and
+    `describe` says which leaf goes by which road, and why. Needs `pip install jzero[offload]` (LLVM).
+
+    Traffic per step and device, for Psi parameters in its shard: 2 Psi bytes down and 2 Psi up with bfloat16
+    parameters and `jzero.master_weights`, the least there can be (ZeRO-Offload, section 4). Parameters that
+    the update itself reads (float32 ones without masters) go down, too. What follows from gradients alone
+    (their norm, finiteness) is computed on the devices, and crosses as a few scalars.
+
+    Memory: 2 Psi bytes at rest on each device in place of 14 Psi (masters and both moments of Adam, 12 Psi,
+    are on the host), and gradients while a step runs. On the host also pinned memory for what is on its way:
+    2 Psi of gradients and 2 Psi of parameters (4 Psi with `delayed_update`).
+
+    An update that needs other devices' shards (the norms of LAMB, Adafactor's means) is refused by name on
+    more than one device; `PinnedHost` can do it. If a step fails before the host has begun to overwrite
+    state, the state is as before; after that (an interruption) it is consumed.
+
+    >>> import jax, jax.numpy as jnp, optax, jzero
+    >>> tx = jzero.master_weights(optax.adamw(1e-2))
+    >>> def step_fn(state, batch):
+    ...     params, opt_state = state
+    ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(params)
+    ...     updates, opt_state = tx.update(grads, opt_state, params)
+    ...     return optax.apply_updates(params, updates), opt_state
+    >>> train_step = jzero.shard_train_step(step_fn, offload=jzero.HostCPU())
+    >>> w, batch = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((8, 64), jnp.bfloat16)
+    >>> w, opt_state = train_step((w, tx.init(w)), batch)
+    >>> opt_state.masters
+    HostArray(shape=(64, 64), dtype=float32)
+    >>> [(x.direction, x.dtype, x.elements) for x in train_step.describe((w, opt_state), batch).crossings
+    ...  if x.elements > 1]  # of one of 8 devices
+    [('to host', 'bfloat16', 512), ('to device', 'bfloat16', 512)]
 
     Attributes:
-      delayed_update: whether the host applies the gradients of one step while the devices compute the next
-        (one-step delayed parameter update), so that neither waits for the other.
+      delayed_update: whether the host applies the gradients of one step while the devices compute those of
+        the next, so that neither waits for the other: each gradient is of parameters that lack exactly the
+        update before (the one-step delayed parameter update of ZeRO-Offload, section 5.2). What rests on
+        the devices (scalars, leaves below `min_shard_bytes`, a `ratio`'s share) is never stale. A state
+        waits for its last gradients until `train_step.flush(state)`: before a checkpoint, and at the end.
       delay_after: how many steps are not delayed, so that a training has left its first steps, in which
-        gradients change fast; 40 by default.
+        gradients change fast; 40 by default, as in the paper. Counted since the state was placed or restored.
       ratio: the share of optimizer state, by bytes, that rests on the host, above 0 and up to 1; the rest
-        rests on the devices and is updated there at the same time. 'auto' measures both, so that both end
-        together.
-      threads: how many threads update; as many as this process may use processors by default.
+        rests on the devices and is updated there at the same time (Twin-Flow of ZeRO-Offload++). Leaves that
+        are updated together rest together; `describe` says what share that gives. 'auto' measures host,
+        device and the way between them once (about a second), and chooses the share with which both end
+        together; one process only.
+      threads: how many threads update; as many as this process may use processors by default. Several
+        processes on one host should share them.
+
+    Reference:
+      Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021.
     """
 
     delayed_update: bool = False
