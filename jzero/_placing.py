@@ -84,7 +84,7 @@ def place_state(
       places: where they go.
       held: which of them every process holds whole; they have compared these.
     """
-    out = list(leaves)
+    out, held = list(leaves), set(held)
     here = [i for i, target in enumerate(places) if target.home is None]
     for i, (leaf, (plan, sharding, home)) in enumerate(zip(leaves, places, strict=True)):
         if home is not None:

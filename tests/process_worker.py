@@ -26,6 +26,7 @@ TRAININGS = {
     "stage 1": {"stage": 1},
     "stage 3, accumulate 2": {"stage": 3, "accumulate": 2},
     "stage 3 in each process": {"stage": 3, "param_axes": "local"},
+    "stage 3, on the host": {"stage": 3, "offload": jzero.HostCPU()},
 }
 tx = optax.adam(1e-2)
 
