@@ -35,6 +35,7 @@ def obstacle(parts: Parts, piece: Piece) -> str:
     if _layout_of(parts, piece) is None:
         return "they do not all rest alike, or over mesh axes beside the data axes"
     own = {*piece.reads, *(frame.jaxpr.invars[i] for i in piece.outs)} & set(parts.leaf_of)
+    own = {var for var in own if var.aval.shape}  # All may read a scalar: a loss scale.
     others = [other for pack in parts.packs for other in pack if other is not piece]
     if any(own & set(other.reads) for other in others):  # They need the leaf as it was.
         return "other updates read them, too"

@@ -143,7 +143,8 @@ def test_a_small_value_crosses_before_it_is_repeated():
 
 def test_masters_follow_parameters_that_their_update_does_not_read():
     """The parameter's first dim is another axis's, so that its second one is sharded, and the master's."""
-    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=auto)
     tx, policy = WITH_MASTERS["adamw, clipped"], jzero.PinnedHost(ROOM)
     train_step = small.shard_train_step(
         make_step(tx), mesh=mesh, axis_names="data", offload=policy,
