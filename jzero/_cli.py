@@ -13,17 +13,26 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from jzero import _plot, _tables
-from jzero._errors import CheckpointError, JzeroError
-from jzero._estimate import Estimate, estimate
+from jzero._errors import CheckpointError, JzeroError, OptionError, message
+from jzero._estimate import WHO, Estimate, estimate, roles_on_devices
+from jzero._formulas import WAYS
 from jzero._options import GATHER
 from jzero._presets import OPTIMIZERS, PRECISIONS
-from jzero._quantities import readable_bytes, readable_count
+from jzero._quantities import BYTES_RULE, parse_bytes, readable_bytes, readable_count
 from jzero._tables import Table
 from jzero.checkpoint import _commands
 from jzero.checkpoint._commands import Shown
+from jzero.offload._policy import HostCPU, NoOffload, Offload, PinnedHost
 from jzero.sharding._plan import STAGES
 
-_UNWRAPPED = 160  # columns of a table that is written to a file or a pipe
+_UNWRAPPED = 200  # columns of a table that is written to a file or a pipe
+# By the name that --offload has for it: the policy, and the flags that are its fields.
+_POLICIES: dict[str | None, tuple[type[Offload], dict[str, str]]] = {
+    None: (NoOffload, {}),
+    "pinned": (PinnedHost, {"device_bytes": "--device-bytes"}),
+    "host": (HostCPU, {"ratio": "--ratio", "delayed_update": "--delayed"}),
+}
+_OFFLOAD = tuple(filter(None, _POLICIES))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -71,7 +80,12 @@ def _add_estimate(command: argparse.ArgumentParser) -> None:
         "--gather": dict(choices=GATHER, help="how long gathered parameters live"),
         "--param-axes": dict(type=_names, metavar=names, help="axes over which parameters rest"),
         "--optimizer-axes": dict(type=_names, metavar=names, help="... and optimizer state"),
-    }
+        "--offload": dict(choices=_OFFLOAD, help="where optimizer state rests"),
+        "--device-bytes": dict(type=_bytes, help="of it on a device at a time, 1GiB (pinned)"),
+        "--ratio": dict(type=_ratio, help="share of it that rests on the host (host)"),
+        "--delayed": dict(action="store_const", const=True, dest="delayed_update",
+                          help="gradients are applied while the next are computed (host)"),
+    }  # fmt: skip
     for flag, settings in flags.items():
         command.add_argument(flag, default=argparse.SUPPRESS, **settings)
     command.add_argument("--memory", help="of a device, 80GB or 80GiB: tells the largest model")
@@ -81,6 +95,7 @@ def _add_estimate(command: argparse.ArgumentParser) -> None:
 
 def _estimate(json: bool, plot: str | None, memory: str | None, **arguments: Any) -> Shown:
     stages = [arguments.pop("stage")] if "stage" in arguments else list(STAGES)
+    arguments["offload"] = _policy(arguments)
     found = [
         estimate(arguments["num_params"], **_without_params(arguments), stage=s) for s in stages
     ]
@@ -93,6 +108,20 @@ def _estimate(json: bool, plot: str | None, memory: str | None, **arguments: Any
         yield from _show_one(found[0], largest[0], memory)
     else:
         yield from _show_stages(found, largest, memory)
+
+
+def _policy(arguments: dict[str, Any]) -> Offload:
+    """The policy that the flags say; takes them out of the arguments."""
+    kind = arguments.pop("offload", None)
+    policy, fields = _POLICIES[kind]
+    flags = {field: flag for _, flags in _POLICIES.values() for field, flag in flags.items()}
+    given = {field: arguments.pop(field) for field in flags if field in arguments}
+    if others := [flags[field] for field in given if field not in fields]:
+        raise OptionError(message(
+            WHO, f"{' and '.join(others)} with {'no offload' if kind is None else f'--offload {kind}'}",
+            "--device-bytes is for --offload pinned; --ratio and --delayed are for --offload host.",
+            "Drop one or the other."))  # fmt: skip
+    return policy(**given)
 
 
 def _without_params(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -109,10 +138,12 @@ def _as_json(found: Sequence[Estimate], largest: Sequence[int | None]) -> str:
             "memory": [row._asdict() for row in e.memory],
             "at_rest": e.at_rest,
             "total": e.total,
+            "on_host": e.on_host,
             "traffic": [
                 {"op": c.op, "dtype": c.dtype, "axes": c.axes, "elements": c.total_elements,
                  "bytes": c.nbytes} for c in e.traffic
             ],
+            "crossings": [row._asdict() for row in e.crossings],
             "elements_moved": e.elements_moved,
             **({} if num is None else {"largest_model": num}),
         }
@@ -127,6 +158,8 @@ def _show_one(found: Estimate, largest: int | None, memory: str | None) -> Shown
     yield _tables.memory_table(found.memory)
     moved = _tables.traffic_table(found.traffic)
     yield moved or "A step moves nothing between devices."
+    if crossing := _tables.crossing_table(found.crossings):
+        yield crossing
     if largest is not None:
         yield f"The largest model whose total fits into {memory}: {readable_count(largest)}."
 
@@ -137,21 +170,32 @@ def _show_stages(
     first = found[0]
     axes = ", ".join(f"'{name}' of size {size}" for name, size in first.sharding.axes)
     yield f"{readable_count(first.num_params)} parameters; data axes: {axes}; on each device:"
-    roles = list(dict.fromkeys(row.role for e in found for row in e.memory))
+    roles = roles_on_devices(found)
+    offloads = first.options.offloads
+    host = ["on its host", *WAYS] * offloads
     title = [] if memory is None else [f"largest in {memory}"]
     rows = [
         (
             str(e.options.stage),
             *(readable_bytes(e.nbytes(role)) for role in roles),
             f"{readable_bytes(e.total)} = {e.total / 1e9:.4g} GB",
+            *_on_hosts(e) * offloads,
             f"{e.elements_moved / e.num_params:.3g} Psi",
             *([] if num is None else [readable_count(num)]),
         )
         for e, num in zip(found, largest, strict=True)
     ]
-    yield Table(("stage", *roles, "total", "moved per step", *title), rows)
-    yield "Gradients live within a step; the others rest. Activations are not in it."
+    yield Table(("stage", *roles, "total", *host, "moved per step", *title), rows)
+    yield "Parameters and optimizer state rest; the others live within a step. Activations are not in it."
+    if offloads:
+        yield "To host, to device: what crosses in a step. On its host: what waits for that, too."
     yield "Psi: as many elements as there are parameters. More of one stage: --stage."
+
+
+def _on_hosts(found: Estimate) -> list[str]:
+    """What each device's host holds, and what crosses to it and back."""
+    crossing = [sum(c.nbytes for c in found.crossings if c.direction == way) for way in WAYS]
+    return list(map(readable_bytes, [found.on_host, *crossing]))
 
 
 def _rich(table: Table) -> RichTable:
@@ -175,6 +219,20 @@ def _print(what: str | Table) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def _bytes(text: str) -> int:
+    num = parse_bytes(text)
+    if num is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {BYTES_RULE}")
+    return num
+
+
+def _ratio(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # The policy says what it may be.
 
 
 def _mesh(text: str) -> dict[str, int]:

@@ -20,7 +20,8 @@ from jzero._quantities import (
     parse_count,
     readable_count,
 )
-from jzero._tables import Memory
+from jzero._tables import Crossing, Memory
+from jzero.offload._policy import NO_OFFLOAD, HostCPU, Offload
 from jzero.sharding._plan import Sharding
 from jzero.sharding._traffic import Collective
 
@@ -45,6 +46,7 @@ def estimate(
     gather: str | None = None,
     param_axes: str | Sequence[str] | None = None,
     optimizer_axes: str | Sequence[str] | None = None,
+    offload: Offload = NO_OFFLOAD,
 ) -> Estimate:
     """What a training needs on each device and moves in a step, from numbers alone.
 
@@ -53,6 +55,12 @@ def estimate(
         parameters       param_bytes     * Psi / devices of param_axes       # stage 3, else / 1
         optimizer state  optimizer_bytes * Psi / devices of optimizer_axes   # stage >= 1
         gradients        gradient_bytes  * Psi / devices of optimizer_axes   # unless reduced once
+
+    `offload` takes the optimizer state off the devices. With `PinnedHost` at most `device_bytes` of it visit
+    each, and all of it crosses to the device and back in a step. With `HostCPU` gradients cross to the host
+    and new parameters to the device, which wait in pinned memory (those of two steps if delayed); the
+    optimizer state without masters reads parameters, which then cross to the host, too. Gradients count as
+    if all of a step's were on the device before the first has left it.
 
     Every leaf is taken to divide by the devices. Activations, temporary buffers and what XLA keeps beside
     them are not in it; `ShardedTrainStep.describe` is exact about a real step's state and traffic.
@@ -79,6 +87,28 @@ def estimate(
     >>> jzero.estimate(1, devices=64, stage=3).largest_model("32GB")
     128000000000
 
+    Offloaded, a model with masters rests in 2 bytes per parameter on one device:
+
+    >>> print(jzero.estimate("10B", devices=1, offload=jzero.HostCPU()))
+    jzero: estimate of 10B parameters at stage 3 over 1 devices (data axes: 'data' of size 1)
+    <BLANKLINE>
+    memory                        whole  on each device  on its host
+    parameter                  18.6 GiB        18.6 GiB          0 B
+    optimizer state           111.8 GiB             0 B    111.8 GiB
+    leaving parameter          18.6 GiB             0 B     18.6 GiB  pinned
+    at rest                   149.0 GiB        18.6 GiB    130.4 GiB
+    gradient                   18.6 GiB        18.6 GiB          0 B  in shards: reduced as they are produced
+    arriving gradient          18.6 GiB             0 B     18.6 GiB  pinned
+    with those within a step  186.3 GiB        37.3 GiB    149.0 GiB
+    <BLANKLINE>
+    A step moves nothing between devices.
+    <BLANKLINE>
+    per step, each device       what   dtype        elements     bytes
+    to host                 gradient  16-bit  10,000,000,000  18.6 GiB
+    to device              parameter  16-bit  10,000,000,000  18.6 GiB
+    <BLANKLINE>
+    A device sends and receives 0 Psi elements for Psi parameters.
+
     Args:
       num_params: Psi, a whole number or a string such as '350M', '7.5B', '1T'.
       devices: how many share the batch; one mesh axis, 'data'.
@@ -100,19 +130,25 @@ def estimate(
         'per_pass' keeps one layer's, which these numbers do not tell, and which is not counted.
       param_axes: the axes over which parameters rest.
       optimizer_axes: the axes over which gradients and optimizer state are sharded.
+      offload: where optimizer state rests: `jzero.PinnedHost(device_bytes=...)` or `jzero.HostCPU(ratio=...,
+        delayed_update=...)`. A real step keeps leaves below `min_shard_bytes` on the devices, and at most
+        `ratio` of the bytes on the host: leaves are not cut. The random bits of `precision='stochastic'`
+        are not in what crosses.
 
     Returns:
       An `Estimate`: `print` it.
 
     Raises:
-      OptionError: an argument that is not what it should be, or options that `shard_train_step` would
-        refuse.
+      OptionError: an argument that is not what it should be, options that `shard_train_step` would refuse,
+        or `ratio='auto'`, which is measured.
       MeshError: axes that the mesh does not have.
 
     Reference:
       Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter
       Models", 2020: section 3.1 (2 + 2 + K bytes, K = 12 for Adam), section 5 and Table 1 (stages),
       section 7 (traffic).
+      Ren et al.: "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021: section 3 (2 bytes per
+      parameter on the device, 4 that cross), section 5.2 (delayed update).
     """
     given = {
         "param_bytes": param_bytes,
@@ -127,9 +163,10 @@ def estimate(
     options = Options(
         stage=stage, accumulate=accumulate, reduce=reduce, accumulate_dtype=accumulate_dtype,
         reduce_dtype=reduce_dtype, gather=gather, param_axes=axis_tuple(param_axes),
-        optimizer_axes=axis_tuple(optimizer_axes), who=WHO,
+        optimizer_axes=axis_tuple(optimizer_axes), offload=offload, who=WHO,
     )  # fmt: skip
     sizes = _bytes_per_param(optimizer, precision, **given)
+    _check_offload(offload, sizes)
     return Estimate(count, options, options.sharding(axes), sizes)
 
 
@@ -167,6 +204,13 @@ class Estimate:
         )
 
     @property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What crosses between each device and its host in a step; of state, an element per parameter."""
+        return tuple(
+            _formulas.crossings(self.num_params, self.options, self.sharding, self.bytes_per_param)
+        )
+
+    @property
     def at_rest(self) -> int:
         """Bytes on each device between steps: parameters and optimizer state."""
         return _tables.at_rest(self.memory)
@@ -175,6 +219,14 @@ class Estimate:
     def total(self) -> int:
         """Bytes on each device, those within a step (gradients) included: the paper's model states."""
         return sum(row.per_device for row in self.memory)
+
+    @property
+    def on_host(self) -> int:
+        """Bytes that each device's host holds for it, those within a step included.
+
+        Devices of one process that are replicas of each other share the optimizer state of `HostCPU`.
+        """
+        return sum(row.on_host for row in self.memory)
 
     @property
     def elements_moved(self) -> int:
@@ -195,7 +247,7 @@ class Estimate:
     def largest_model(self, memory: float | str) -> int:
         """The most parameters whose `total` fits into `memory`, with everything else as it is.
 
-        An upper bound: activations and temporary buffers need room too.
+        An upper bound: activations and temporary buffers need room too, and the host needs `on_host`.
 
         Args:
           memory: bytes of one device, or a string such as '80GiB' (80 * 2**30) or '80GB' (80 * 10**9).
@@ -208,11 +260,14 @@ class Estimate:
             raise OptionError(message(
                 WHO, f"memory={memory!r}", f"The memory of a device is {BYTES_RULE}.",
                 "Write largest_model('80GiB')."))  # fmt: skip
-        found = int(num_bytes / sum(need.size / need.num_shards for need in self._needs()))
-        # The bytes of each role are rounded up.
-        while found and dataclasses.replace(self, num_params=found).total > num_bytes:
-            found -= 1
-        return found
+        num_shards = self.sharding.count(self.sharding.param_axes)
+        low, high = 0, int(num_bytes * num_shards / self.bytes_per_param.parameters)
+        # By search: the bytes of each role are rounded up, and those of some are bounded.
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = dataclasses.replace(self, num_params=middle).total <= num_bytes
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
 
     def _needs(self) -> list[_formulas.Need]:
         return list(_formulas.needs(self.options, self.sharding, self.bytes_per_param))
@@ -220,6 +275,7 @@ class Estimate:
     def __str__(self) -> str:
         axes = ", ".join(f"'{name}' of size {size}" for name, size in self.sharding.axes)
         table = _tables.traffic_table(self.traffic)
+        crossing = _tables.crossing_table(self.crossings)
         moved = Fraction(self.elements_moved, self.num_params)
         return "\n".join([
             f"jzero: estimate of {readable_count(self.num_params)} parameters at stage "
@@ -229,8 +285,15 @@ class Estimate:
             "",
             *(table.text() if table else ["A step moves nothing between devices."]),
             "",
+            *([*crossing.text(), ""] if crossing else []),
             f"A device sends and receives {float(moved):.3g} Psi elements for Psi parameters.",
         ])  # fmt: skip
+
+
+def roles_on_devices(found: Sequence[Estimate]) -> list[str]:
+    """The roles of some estimates, but for those that only hosts hold."""
+    rows = [row for e in found for row in e.memory]
+    return list(dict.fromkeys(row.role for row in rows if row.per_device or not row.on_host))
 
 
 def _bytes_per_param(
@@ -243,7 +306,10 @@ def _bytes_per_param(
     state = row.masters + OPTIMIZERS[optimizer] if optimizer_bytes is None else optimizer_bytes
     # By way of text: 0.01 is to be a hundredth, not the nearest binary fraction.
     return BytesPerParam(
-        *(Fraction(str(n)) for n in (params, grads, state, min(params, row.compute)))
+        *(
+            Fraction(str(n))
+            for n in (params, grads, state, min(params, row.compute), min(state, row.masters))
+        )
     )
 
 
@@ -286,6 +352,18 @@ def _check(
         raise OptionError(message(
             WHO, bad, "Each argument is a number, or a name in the docstring's lists.",
             "Write estimate('7.5B', devices=64, stage=3).", things="arguments"))  # fmt: skip
+
+
+def _check_offload(offload: Offload, sizes: BytesPerParam) -> None:
+    if isinstance(offload, HostCPU) and offload.ratio == "auto":
+        raise OptionError(message(
+            WHO, "offload=HostCPU(ratio='auto')", "It is measured on the devices, and there are none here.",
+            "Use a number, such as describe() reports it for a real step."))  # fmt: skip
+    if _formulas.share_on_host(offload) and not sizes.optimizer_state:
+        raise OptionError(message(
+            WHO, f"offload={offload}, and the optimizer has no state",
+            "Moments, averages and masters are offloaded.", "Drop offload, or use another optimizer."
+        ))  # fmt: skip
 
 
 def _is_bytes(value: Any, above_zero: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The ZeRO paper's formulas: bytes of each role on each device, and elements that a step moves."""
+"""The formulas of ZeRO and ZeRO-Offload: bytes of each role, on devices and hosts, and what a step moves."""
 
 from __future__ import annotations
 
@@ -10,46 +10,94 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jzero._options import Options
-from jzero._tables import Memory
+from jzero._tables import Crossing, Memory
+from jzero.offload._policy import HostCPU, Offload, PinnedHost
 from jzero.sharding._plan import OPTIMIZER, PARAMETER, Sharding
 from jzero.sharding._traffic import Collective
 
 GRADIENT, GATHERED, ACCUMULATOR = "gradient", "gathered parameter", "accumulator"
+VISITING, RENEWED = "visiting optimizer state", "renewed parameter"
+WAYS = TO_HOST, TO_DEVICE = "to host", "to device"
 
 
 class BytesPerParam(NamedTuple):
-    """Bytes per parameter: at rest, of its gradient, of its optimizer state, and in a pass."""
+    """Bytes per parameter.
+
+    Attributes:
+      parameters: at rest.
+      gradients: as the optimizer receives them.
+      optimizer_state: masters included.
+      compute: as a pass gathers parameters and reduces gradients.
+      masters: of the optimizer state, what makes the parameter at rest a copy that no update reads.
+    """
 
     parameters: Fraction
     gradients: Fraction
     optimizer_state: Fraction
     compute: Fraction
+    masters: Fraction
 
 
 class Need(NamedTuple):
-    """What one role takes: bytes per parameter, in that many shards, at rest or within a step."""
+    """What one role takes.
+
+    Attributes:
+      role: its name.
+      size: bytes per parameter.
+      num_shards: on how many devices they are divided.
+      at_rest: held between steps too.
+      note: what the number means.
+      on_host: the share of it that each device's host holds, and not the device.
+      most: bytes that are on each device at a time, if they are bounded.
+    """
 
     role: str
     size: Fraction
     num_shards: int
     at_rest: bool
     note: str
+    on_host: Fraction = Fraction(0)
+    most: int | None = None
 
 
 def needs(options: Options, sharding: Sharding, sizes: BytesPerParam) -> Iterator[Need]:
-    """The stage's row, by role (ZeRO, section 5)."""
+    """The stage's row, by role (ZeRO, section 5), and what offload moves (ZeRO-Offload, section 3)."""
     num_shards = sharding.count(sharding.shard_axes)
     num_param_shards = sharding.count(sharding.param_axes)
     yield Need(PARAMETER, sizes.parameters, num_param_shards, True, "")
-    yield Need(OPTIMIZER, sizes.optimizer_state, num_shards, True, "")
+    on_host = share_on_host(options.offload)
+    yield Need(OPTIMIZER, sizes.optimizer_state, num_shards, True, "", on_host)
     num = 1 if options.reduce_once else num_shards
-    yield Need(GRADIENT, sizes.gradients, num, False, _gradient_note(options))
+    size = _crossing_gradients(sizes) if options.offloads else sizes.gradients
+    yield Need(GRADIENT, size, num, False, _gradient_note(options))
     if options.accumulate > 1:
         size = Fraction(jnp.dtype(options.accumulate_dtype or jnp.float32).itemsize)
         yield Need(ACCUMULATOR, size, num, False, f"sums {options.accumulate} microbatches")
     if num_param_shards > 1 and options.keep_gathered:
         when = "the whole step" if options.gather_once else "each microbatch"
         yield Need(GATHERED, sizes.compute, 1, False, f"gathered during {when}")
+    if isinstance(options.offload, PinnedHost):
+        most = options.offload.device_bytes
+        yield Need(VISITING, sizes.optimizer_state, num_shards, False, "in turns", most=most)
+    if isinstance(options.offload, HostCPU):
+        yield from _hosted_needs(options.offload, sizes, num_shards)
+
+
+def _hosted_needs(policy: HostCPU, sizes: BytesPerParam, num_shards: int) -> Iterator[Need]:
+    """What the way to the host and back takes, all of it in the host's pinned memory but one row."""
+    share, there = share_on_host(policy), Fraction(1)
+    gradients, params = share * _crossing_gradients(sizes), share * sizes.parameters
+    if policy.delayed_update:
+        # One set is written while the devices may not have copied the other.
+        yield Need("leaving parameter", 2 * params, num_shards, True, "pinned, two sets", there)
+        note = "pinned, for the next step"
+        yield Need("pending gradient", gradients, num_shards, True, note, there)
+        yield Need(RENEWED, params, num_shards, False, "arrives while the old ones are used")
+    else:
+        yield Need("leaving parameter", params, num_shards, True, "pinned", there)
+    yield Need("arriving gradient", gradients, num_shards, False, "pinned", there)
+    if not sizes.masters:
+        yield Need("arriving parameter", params, num_shards, False, "pinned", there)
 
 
 def memory(num_params: int, rows: Iterable[Need]) -> tuple[Memory, ...]:
@@ -57,8 +105,11 @@ def memory(num_params: int, rows: Iterable[Need]) -> tuple[Memory, ...]:
 
     def row(need: Need) -> Memory:
         whole = need.size * num_params
-        per_device = math.ceil(whole / need.num_shards)
-        return Memory(need.role, math.ceil(whole), per_device, need.at_rest, need.note)
+        if need.most is not None:
+            whole = min(whole, Fraction(need.most * need.num_shards))
+        each = whole / need.num_shards
+        here, there = math.ceil(each * (1 - need.on_host)), math.ceil(each * need.on_host)
+        return Memory(need.role, math.ceil(whole), here, need.at_rest, need.note, there)
 
     return tuple(map(row, rows))
 
@@ -82,8 +133,46 @@ def traffic(
     ):
         if sharding.count(axes) > 1:
             elements = math.ceil(Fraction(num_params, sharding.count(held_over)))
-            name = f"{float(8 * size):g}-bit"
-            yield Collective(op, axes, name, float(size), elements, times, "")
+            yield Collective(op, axes, _dtype(size), float(size), elements, times, "")
+
+
+def crossings(
+    num_params: int, options: Options, sharding: Sharding, sizes: BytesPerParam
+) -> Iterator[Crossing]:
+    """What crosses between each device and its host: state there and back, or gradients and parameters."""
+    policy = options.offload
+    rows: list[tuple[str, str, Fraction]] = []
+    if isinstance(policy, PinnedHost):
+        rows = [(way, OPTIMIZER, sizes.optimizer_state) for way in (TO_HOST, TO_DEVICE)]
+    if isinstance(policy, HostCPU):
+        read = Fraction(0) if sizes.masters else sizes.parameters
+        rows = [
+            (TO_HOST, GRADIENT, _crossing_gradients(sizes)),
+            (TO_HOST, PARAMETER, read),
+            (TO_DEVICE, PARAMETER, sizes.parameters),
+        ]
+    count = share_on_host(policy) * num_params / sharding.count(sharding.shard_axes)
+    for direction, what, size in rows:
+        if size:
+            nbytes = math.ceil(count * size)
+            yield Crossing(direction, what, _dtype(size), math.ceil(count), nbytes)
+
+
+def share_on_host(policy: Offload) -> Fraction:
+    """The share of the optimizer state that rests on the host."""
+    if isinstance(policy, HostCPU):
+        return Fraction(str(policy.ratio))
+    return Fraction(int(isinstance(policy, PinnedHost)))
+
+
+def _crossing_gradients(sizes: BytesPerParam) -> Fraction:
+    """Bytes of a gradient of a step that is cut: it is handed out before the update makes it wider."""
+    return min(sizes.gradients, sizes.compute)
+
+
+def _dtype(size: Fraction) -> str:
+    """Of that many bytes per parameter; of state, all of its leaves together."""
+    return f"{float(8 * size):g}-bit"
 
 
 def _gathers(options: Options) -> int:

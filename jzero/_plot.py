@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from jzero._errors import OptionError, message
-from jzero._estimate import WHO, Estimate
+from jzero._estimate import WHO, Estimate, roles_on_devices
 from jzero._quantities import parse_bytes, readable_bytes, readable_count
 
 # Dark to light from the bottom, so that roles can be told apart without colour too.
-_COLORS = ("#0d47a1", "#42a5f5", "#ffb300", "#8d6e63", "#b0bec5")
+_COLORS = ("#0d47a1", "#42a5f5", "#ffb300", "#8d6e63", "#b0bec5", "#e0e0e0")
 
 
 def plot_stages(found: Sequence[Estimate], file: str, memory: str | None = None) -> None:
@@ -40,7 +40,7 @@ def plot_stages(found: Sequence[Estimate], file: str, memory: str | None = None)
 def _draw(axes: Any, found: Sequence[Estimate], memory: str | None) -> None:
     gib = 2**30
     names = [f"stage {e.options.stage}" for e in found]
-    roles = list(dict.fromkeys(row.role for e in found for row in e.memory))
+    roles = roles_on_devices(found)
     below = [0.0] * len(found)
     for role, color in zip(roles, _COLORS, strict=False):
         sizes = [e.nbytes(role) / gib for e in found]

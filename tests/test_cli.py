@@ -82,9 +82,49 @@ def test_json_of_all_stages():
     assert "largest_model" not in stages[0]
 
 
-def test_plot(tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        (("host",), jzero.HostCPU()),
+        (("host", "--ratio", "0.75", "--delayed"), jzero.HostCPU(ratio=0.75, delayed_update=True)),
+        (("pinned",), jzero.PinnedHost()),
+        (("pinned", "--device-bytes", "256MiB"), jzero.PinnedHost(2**28)),
+    ],
+    ids=str,
+)
+def test_offload_as_json(flags, policy):
+    found = json.loads(output(*SMALL, "--stage", "2", "--offload", *flags, "--json"))
+    expected = jzero.estimate("7.5B", devices=64, stage=2, offload=policy)
+    (stage,) = found["stages"]
+    assert [tuple(row.values()) for row in stage["memory"]] == list(expected.memory)
+    assert [tuple(row.values()) for row in stage["crossings"]] == list(expected.crossings)
+    assert (stage["total"], stage["on_host"]) == (expected.total, expected.on_host)
+
+
+def test_offload_of_all_stages():
+    """Nothing is cut off, and a column stands for everything on the hosts."""
+    text = output(*SMALL, "--offload", "host", "--delayed", "--accumulate", "2", "--memory", "80GB")
+    header, *rows = [
+        line.replace("┃", "│").split("│") for line in text.splitlines() if line[0] in "┃│"
+    ]
+    titles = [cell.strip() for cell in header]
+    assert titles[5:10] == ["renewed parameter", "total", "on its host", "to host", "to device"]
+    assert "arriving gradient" not in titles
+    assert [cell.strip() for cell in rows[-1][7:10]] == ["2.2 GiB", "223.5 MiB", "223.5 MiB"]
+    assert "…" not in text
+    assert "To host, to device: what crosses in a step." in text
+
+
+def test_offload_of_one_stage():
+    text = output(*SMALL, "--stage", "3", "--offload", "pinned", "--device-bytes", "256MiB")
+    for part in ("visiting optimizer state", "256.0 MiB", "on its host", "to device", "96-bit"):
+        assert part in text
+
+
+@pytest.mark.parametrize("flags", [("--accumulate", "2"), ("--offload", "host", "--delayed")])
+def test_plot(tmp_path, flags):
     file = tmp_path / "out.png"
-    output(*SMALL, "--memory", "80GB", "--accumulate", "2", "--plot", str(file))
+    output(*SMALL, "--memory", "80GB", *flags, "--plot", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
@@ -113,6 +153,25 @@ def test_plot_without_matplotlib():
         ((*SMALL, "--stage", "4"), "argument --stage: invalid choice: 4"),
         ((*SMALL, "--optimizer", "adamm"), "argument --optimizer: invalid choice: 'adamm'"),
         ((*SMALL, "--gather", "keep"), "stage=0 and gather='keep'. Below stage 3"),
+        (
+            (*SMALL, "--offload", "pinned", "--ratio", "0.5", "--delayed"),
+            "estimate: --ratio and --delayed with --offload pinned. --device-bytes is for --offload pinned;",
+        ),
+        (
+            (*SMALL, "--device-bytes", "1GiB"),
+            "estimate: --device-bytes with no offload. --device-bytes",
+        ),
+        ((*SMALL, "--offload", "nvme"), "argument --offload: invalid choice: 'nvme'"),
+        (
+            (*SMALL, "--offload", "pinned", "--device-bytes", "1G"),
+            "'1G' is not a whole number from 1",
+        ),
+        ((*SMALL, "--offload", "host", "--ratio", "auto"), "HostCPU(ratio='auto'). It is measured"),
+        (
+            (*SMALL, "--offload", "host", "--ratio", "half"),
+            "HostCPU: ratio='half'. It is the share",
+        ),
+        ((*SMALL, "--offload", "host", "--ratio", "0"), "HostCPU: ratio=0.0. It is the share"),
         ((*SMALL, "--memory", "80G"), "memory='80G'. The memory of a device is"),
         ((*SMALL, "--plot", "out.xyz"), "plot='out.xyz'. Its suffix is one of"),
         ((*SMALL, "--plot", "/no/such/folder/x.png"), "cannot be written: No such file"),

@@ -1,0 +1,225 @@
+"""estimate(offload=...) against describe() and the programs of real steps, what they hold, and the paper."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+
+import jzero
+import small
+from jzero._quantities import parse_bytes
+
+WIDTH = 64
+PSI = 2 * WIDTH * WIDTH
+COUNTER = 4  # Adam's, an int32 scalar, stays on the devices
+TX = optax.adamw(1e-3)
+PRECISIONS = {
+    "mixed": (jnp.bfloat16, jnp.bfloat16, jzero.master_weights(TX)),
+    "float32": (jnp.float32, jnp.float32, TX),
+    "float32_masters": (jnp.float32, jnp.bfloat16, TX),
+}
+
+
+def make_step(precision="mixed"):
+    """A step with two equal matrices, so that half of the bytes are half of the leaves; and its state."""
+    dtype, compute, tx = PRECISIONS[precision]
+
+    def step_fn(state, x):
+        params, opt_state = state
+
+        def loss_fn(params):
+            y = x.astype(compute) @ params["a"].astype(compute) @ params["b"].astype(compute)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        grads = jax.grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = {name: jnp.eye(WIDTH, dtype=dtype) for name in "ab"}
+    return step_fn, (params, tx.init(params))
+
+
+BATCH = jnp.ones((WIDTH, WIDTH))
+
+
+def found_by(precision, axes=(("data", 8),), **options):
+    """What `describe` says of a real step."""
+    step_fn, state = make_step(precision)
+    names, sizes = zip(*axes, strict=True)
+    train_step = small.shard_train_step(step_fn, mesh=AbstractMesh(sizes, names), **options)
+    state = jax.eval_shape(lambda: state)
+    return train_step.describe(state, BATCH)
+
+
+def by_way(crossings):
+    """`{(direction, what): bytes}`, scalars aside."""
+    totals: dict[tuple[str, str], int] = {}
+    for c in crossings:
+        if c.elements > 1:
+            totals[c.direction, c.what] = totals.get((c.direction, c.what), 0) + c.nbytes
+    return totals
+
+
+def check(found, expected):
+    """Bytes at rest on devices and hosts, and what crosses."""
+    assert by_way(found.crossings) == by_way(expected.crossings) != {}
+    rows = {row.role: row for row in found.memory}
+    wanted = {row.role: row for row in expected.memory}
+    assert rows["parameter"].per_device == wanted["parameter"].per_device
+    assert rows["optimizer state"].per_device == wanted["optimizer state"].per_device + COUNTER
+    for role, row in rows.items():
+        assert row.on_host == wanted[role].on_host
+
+
+@pytest.mark.parametrize("delayed_update", [False, True])
+@pytest.mark.parametrize("ratio", [1, 0.5])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_hosted_step_is_as_estimated(stage, precision, ratio, delayed_update):
+    policy = jzero.HostCPU(ratio=ratio, delayed_update=delayed_update)
+    found = found_by(precision, stage=stage, offload=policy)
+    expected = jzero.estimate(PSI, devices=8, stage=stage, precision=precision, offload=policy)
+    check(found, expected)
+    assert {c.elements for c in expected.crossings} == {PSI * ratio / 8}
+
+
+@pytest.mark.parametrize("device_bytes", [2**30, 6000])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_streamed_step_is_as_estimated(stage, precision, device_bytes):
+    policy = jzero.PinnedHost(device_bytes)
+    found = found_by(precision, stage=stage, offload=policy)
+    expected = jzero.estimate(PSI, devices=8, stage=stage, precision=precision, offload=policy)
+    check(found, expected)
+    moved = sum(turn.nbytes for turn in found.plan.turns)
+    most = max(turn.nbytes_at_once for turn in found.plan.turns)
+    assert min(3 * most, moved) <= expected.nbytes("visiting optimizer state")
+    assert expected.nbytes("visiting optimizer state") == min(device_bytes, moved)
+
+
+@pytest.mark.parametrize("policy", [jzero.HostCPU(), jzero.PinnedHost()], ids=["host", "pinned"])
+@pytest.mark.parametrize(
+    "options",
+    [{"stage": 0}, {"stage": 1, "accumulate": 2}, {"stage": 3, "accumulate": 2},
+     {"stage": 3, "accumulate": 2, "reduce": "once", "gather": "keep"},
+     {"stage": 3, "reduce_dtype": jnp.float32},
+     {"stage": 2, "optimizer_axes": "local"}, {"stage": 3, "param_axes": "local"},
+     {"stage": 3, "param_axes": "local", "optimizer_axes": "local"}],
+    ids=str,
+)  # fmt: skip
+def test_other_options(options, policy):
+    axes = {"node": 2, "local": 4}
+    found = found_by("mixed", tuple(axes.items()), offload=policy, **options)
+    check(found, jzero.estimate(PSI, mesh=axes, offload=policy, **options))
+
+
+@pytest.mark.parametrize("delayed_update", [False, True])
+@pytest.mark.parametrize("precision", ["mixed", "float32"])
+def test_what_the_host_holds_beside_the_state(precision, delayed_update):
+    """A step that runs: its memory for parameters, and the gradients that wait for the next step."""
+    pytest.importorskip("llvmlite")
+    after = 0 if delayed_update else None
+    policy = jzero.HostCPU(delayed_update=delayed_update, delay_after=after)
+    step_fn, state = make_step(precision)
+    train_step = small.shard_train_step(step_fn, stage=3, offload=policy)
+    state = train_step.shard(state)
+    for _ in range(2):
+        state = train_step(state, BATCH)
+    expected = {
+        row.role: row.on_host
+        for row in jzero.estimate(PSI, devices=8, precision=precision, offload=policy).memory
+    }
+    (program,) = train_step._programs.values()
+    engine = program.step._engine
+    kept = [x for outputs in engine._sets for x in outputs.arrays]
+    assert {x.sharding.memory_kind for x in kept} == {"pinned_host"}
+    assert sum(x.nbytes for x in kept) // 8 == expected["leaving parameter"]
+    leaves = [x for x in jax.tree.leaves(state) if isinstance(x, jzero.HostArray)]
+    (pending,) = {leaf.pending for leaf in leaves}
+    waiting = [x for x in pending.reads.values() if x.size > 1] if pending else []
+    assert sum(x.nbytes for x in waiting) // 8 == expected.get("pending gradient", 0)
+    assert bool(waiting) == delayed_update
+
+
+# -- the paper -------------------------------------------------------------------------------------
+
+
+def test_bytes_per_parameter_of_zero_offload():
+    """Ren et al., 2021, section 3: from 16 bytes per parameter to 2 at rest; 2 cross each way."""
+    whole, found = (
+        jzero.estimate("10B", devices=1, offload=policy)
+        for policy in (jzero.NoOffload(), jzero.HostCPU())
+    )
+    assert whole.total == 16 * 10**10
+    assert found.at_rest == 2 * 10**10
+    assert found.total == 4 * 10**10  # with gradients, if none left before the last was made
+    assert found.on_host == (12 + 2 + 2) * 10**10
+    assert by_way(found.crossings) == {
+        ("to host", "gradient"): 2 * 10**10,
+        ("to device", "parameter"): 2 * 10**10,
+    }
+    delayed = jzero.estimate("10B", devices=1, offload=jzero.HostCPU(delayed_update=True))
+    assert delayed.on_host == found.on_host + (2 + 2) * 10**10
+    assert delayed.total == found.total + 2 * 10**10
+
+
+def test_shards_share_what_crosses():
+    """ZeRO-Offload, section 4.2: with stage 2 it is divided by the devices."""
+    one, many = (jzero.estimate("10B", devices=n, stage=2, offload=jzero.HostCPU()) for n in (1, 8))
+    assert [c.nbytes / 8 for c in one.crossings] == [c.nbytes for c in many.crossings]
+    assert one.on_host == 8 * many.on_host
+
+
+def test_no_offload_crosses_nothing():
+    found = jzero.estimate("1B", devices=8)
+    assert (found.crossings, found.on_host) == ((), 0)
+    assert "host" not in str(found)
+
+
+# -- the largest model -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [jzero.HostCPU(), jzero.HostCPU(ratio=0.3, delayed_update=True), jzero.PinnedHost(10_000)],
+    ids=str,
+)
+@pytest.mark.parametrize("memory", [1, 12_345, "80GiB"])
+def test_the_largest_model_fits_and_no_larger_one(policy, memory):
+    options = {"devices": 3, "stage": 2, "offload": policy}
+    num, num_bytes = jzero.estimate(1, **options).largest_model(memory), parse_bytes(memory)
+    assert num_bytes is not None
+    assert jzero.estimate(num + 1, **options).total > num_bytes
+    assert num == 0 or jzero.estimate(num, **options).total <= num_bytes
+
+
+# -- what is printed, and messages -----------------------------------------------------------------
+
+
+def test_what_crosses_is_printed():
+    lines = str(jzero.estimate("1B", devices=8, offload=jzero.PinnedHost(2**20))).splitlines()
+    rows = [" ".join(line.split()) for line in lines]
+    assert "memory whole on each device on its host" in rows
+    assert "optimizer state 11.2 GiB 0 B 1.4 GiB" in rows
+    assert "visiting optimizer state 8.0 MiB 1.0 MiB 0 B in turns" in rows
+    assert "to host optimizer state 96-bit 125,000,000 1.4 GiB" in rows
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ({"offload": jzero.HostCPU(ratio="auto")},
+         "estimate: offload=HostCPU(ratio='auto'). It is measured on the devices, and there are none"),
+        ({"offload": jzero.HostCPU(), "optimizer": "sgd", "precision": "float32"},
+         "ratio=1.0, threads=None), and the optimizer has no state. Moments, averages and masters"),
+        ({"offload": jzero.PinnedHost(), "optimizer_bytes": 0},
+         "estimate: offload=PinnedHost(device_bytes=1073741824), and the optimizer has no state."),
+        ({"offload": "host"}, "estimate: offload='host'. It is a policy"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_offload_that_cannot_be_estimated(args, text):
+    with pytest.raises(jzero.OptionError) as caught:
+        jzero.estimate("1B", devices=8, **args)
+    assert text in str(caught.value)
