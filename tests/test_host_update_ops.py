@@ -171,7 +171,7 @@ def dividends() -> np.ndarray:
 @pytest.mark.parametrize("fn", [lax.div, lambda x, y: x / jnp.broadcast_to(y, x.shape)])
 def test_division_by_one_number(fn: Callable[..., Any], divisor: float):
     """XLA, too, multiplies by the reciprocal, which is within an ULP and a half of the quotient."""
-    x, y = dividends(), np.float32(divisor)
+    x, y = dividends(), np.array(divisor, np.float32)
     got, want = run(fn, [x, y])
     assert_same(got, want, 0)
     np.testing.assert_array_equal(got[1 - LANES :], got[: LANES - 1])
@@ -185,7 +185,7 @@ def test_division_by_one_number(fn: Callable[..., Any], divisor: float):
 @pytest.mark.parametrize("divisor", UNUSUAL)
 def test_division_by_an_unusual_number(divisor: float):
     """The true quotient, where XLA's reciprocal of a large number is zero."""
-    x, y = dividends(), np.float32(divisor)
+    x, y = dividends(), np.array(divisor, np.float32)
     got, _ = run(lax.div, [x, y])
     with np.errstate(all="ignore"):
         assert_same(got, (flushed(x) / flushed(y)).astype(np.float32), 0)

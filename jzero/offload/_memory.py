@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jzero._errors import StateError, describe_leaf, message
 
@@ -36,20 +37,18 @@ def is_key(x: Any) -> bool:
 def on_host(arrays: Arrays) -> list[Any]:
     """The arrays, ready and in host memory; those that are there already are not copied."""
     arrays = jax.block_until_ready(list(arrays))
-    # Few shardings for hundreds of leaves in every step; NumPy's view of a leaf takes 4 us.
-    shardings = [getattr(x, "sharding", None) for x in arrays]
-    there = {key for key, x in {id(x): x for x in shardings}.items() if _is_host(x)}
-    return [
-        x if id(sharding) in there or is_key(x) else np.asarray(x, order="C")
-        for x, sharding in zip(arrays, shardings, strict=True)
-    ]
+    # NumPy's view of a leaf takes 4 us, and hundreds of leaves come in every step.
+    return [x if _lies_on_host(x) or is_key(x) else np.asarray(x, order="C") for x in arrays]
 
 
-def _is_host(sharding: Any) -> bool:
-    if sharding is None or len(sharding.device_set) > 1:
+def _lies_on_host(x: Any) -> bool:
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, SingleDeviceSharding):
         return False
-    (device,) = sharding.device_set
-    return device.platform == "cpu" or sharding.memory_kind in ("pinned_host", "unpinned_host")
+    if sharding.memory_kind in ("pinned_host", "unpinned_host"):
+        return True
+    devices: Any = sharding.device_set
+    return all(device.platform == "cpu" for device in devices)
 
 
 def address(x: Any) -> int:
