@@ -241,6 +241,21 @@ def test_inputs_of_any_kind():
         np.testing.assert_array_equal(result, results[0])
 
 
+def test_keys_among_the_inputs():
+    """No kernel reads them, and NumPy has none: XLA does, on the CPU."""
+
+    def update(state: Any, inputs: Any) -> tuple[Any, Any]:
+        noise = jax.random.normal(inputs[0], (4, 8))
+        return (state[0] + noise.sum(), state[1] * 2), (noise,)
+
+    state, key = [host(4, 8), host(8)], jax.random.key(7)
+    expected = reference(update, state, [key])
+    engine = HostUpdate(update, state, [key])
+    outputs = engine.make_outputs()
+    call(engine, state, [key], outputs)
+    assert max(ulps(*pair) for pair in zip([*state, *outputs], expected, strict=True)) <= 2
+
+
 def test_constants_of_the_update():
     mask, w = np.arange(100) % 2 == 0, host(100)
     expected = np.where(mask, w, 0)

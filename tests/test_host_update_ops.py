@@ -12,6 +12,7 @@ from jax import lax
 
 from host_updates import call, on_host, ulps
 from jzero.offload._host_update import HostUpdate
+from jzero.offload._kernel import LANES
 from jzero.offload._ops import OPS
 from jzero.offload._roads import KERNEL
 from jzero.offload._writer import TYPES
@@ -73,9 +74,8 @@ CASES = {
     "copy": Case(lambda x: jnp.array(x, copy=True), 1, COMPARED),
 }
 
-TINY = (
-    1.1754944e-38  # The smallest normal float32; what is below it is zero, to XLA and to kernels.
-)
+# The smallest normal float32; what is below it is zero, to XLA and to kernels.
+TINY = float(np.finfo(np.float32).tiny)
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, -2.5, 1e-3, 7e4, np.inf, -np.inf, np.nan]
 SPECIAL += [TINY, 3.4028235e38, 1e-40, -1e-45]
 
@@ -150,6 +150,54 @@ def test_every_dtype_has_cases():
 
 def test_every_primitive_has_a_case():
     assert {name for name, _ in OPS} == {*CASES, "convert_element_type"}
+
+
+# What divides a leaf is often one number (a bias correction, a norm): its reciprocal is taken once.
+DIVISORS = [3.0, -0.1, 1e-3, 12345.678, 2.0**-100, 2.0**100]
+# The reciprocals of these are zero, infinite, not normal, or too near to that.
+UNUSUAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, TINY, 3.4028235e38, 2.0**-101, 2.0**101]
+
+
+@functools.cache
+def dividends() -> np.ndarray:
+    """Numbers of all sizes, the last of which are computed one by one and are those that come first."""
+    rng = np.random.default_rng(0)
+    numbers = rng.standard_normal(100 * LANES) * 10.0 ** rng.integers(-30, 30, 100 * LANES)
+    numbers[: len(SPECIAL)] = SPECIAL
+    return np.append(numbers, numbers[: LANES - 1]).astype(np.float32)
+
+
+@pytest.mark.parametrize("divisor", DIVISORS)
+@pytest.mark.parametrize("fn", [lax.div, lambda x, y: x / jnp.broadcast_to(y, x.shape)])
+def test_division_by_one_number(fn: Callable[..., Any], divisor: float):
+    """XLA, too, multiplies by the reciprocal, which is within an ULP and a half of the quotient."""
+    x, y = dividends(), np.array(divisor, np.float32)
+    got, want = run(fn, [x, y])
+    assert_same(got, want, 0)
+    np.testing.assert_array_equal(got[1 - LANES :], got[: LANES - 1])
+    with np.errstate(all="ignore"):
+        exact = flushed(x).astype(np.float64) / np.float64(y)
+        normal = np.isfinite(exact) & (np.abs(exact) > 2 * TINY) & (np.abs(exact) < 1e38)
+    unit = np.spacing(np.abs(exact[normal]).astype(np.float32))
+    assert np.max(np.abs(got[normal] - exact[normal]) / unit) <= 1.5
+
+
+@pytest.mark.parametrize("divisor", UNUSUAL)
+def test_division_by_an_unusual_number(divisor: float):
+    """The true quotient, where XLA's reciprocal of a large number is zero."""
+    x, y = dividends(), np.array(divisor, np.float32)
+    got, _ = run(lax.div, [x, y])
+    with np.errstate(all="ignore"):
+        assert_same(got, (flushed(x) / flushed(y)).astype(np.float32), 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_division_in_16_bits_is_rounded_once(dtype: str):
+    x, y = operands(dtype, 2)[0], np.asarray(3, jnp.dtype(dtype))
+    got, _ = run(lax.div, [x, y])
+    with np.errstate(all="ignore"):
+        want = (flushed(x).astype(np.float32) / np.float32(3)).astype(x.dtype)
+    assert_same(got, want, 0)
 
 
 @pytest.mark.parametrize("power", [-3, -1, 0, 1, 2, 7])

@@ -91,6 +91,7 @@ class HostUpdate:
         """
         self._state = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)
         self._inputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
+        self._input_names = _numbered("inputs", self._inputs)
         traced, flat, consts = traced_flat(update, self._state, self._inputs)
         new_state, outputs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         self.outputs = tuple(outputs)
@@ -106,6 +107,7 @@ class HostUpdate:
         self._loops: dict[int, Loops] = {}  # By the number of shards.
         self._known_state, self._known_outputs = Addresses(), Addresses()
         self._prepared: _Prepared | None = None
+        self._running = False
 
     def _build(self, analysis: Analysis, jaxpr: _jaxpr.Jaxpr, chunk_bytes: int) -> None:
         # JAX 0.12 makes arguments of the constants of `jaxpr`, which is for `part`.
@@ -121,7 +123,10 @@ class HostUpdate:
         made = [var for var in scalars if var not in set(operands)]
         slots = {var: slot for slot, var in enumerate([*operands, *made])}
         read = {slots[var] for group in found for var in [*group.reads, *group.scalars]}
-        self._read_inputs = [i for i in range(len(self._inputs)) if i + num_state in read]
+        # Of inputs that no kernel reads, keys among them, nobody needs to know an address.
+        self._read_inputs = [
+            i + num_state for i in range(len(self._inputs)) if i + num_state in read
+        ]
         self._num_operands, self._num_made = len(operands), len(made)
         self._chunks = [_make_loops(chunk, slots, num_state) for chunk in chunks]
         self._done = [
@@ -146,13 +151,13 @@ class HostUpdate:
         Raises:
           StateError: shapes or dtypes are not those that were given before, or memory is shared.
         """
+        assert not self._running, "the update before is not complete"
         self._prepared = None
         every = [x for state in states for x in state]
         at = self._known_state(
             every, lambda: check_given(WHO, self._names, states, self._state, write=True)
         )
-        names = _numbered("inputs", self._inputs)
-        check_given(WHO, names, inputs, self._inputs, write=False)
+        check_given(WHO, self._input_names, inputs, self._inputs, write=False)
         inputs = [on_host(shard) for shard in inputs]
         results = self._xla(
             [[*state, *own, *self._consts] for state, own in zip(states, inputs, strict=True)]
@@ -161,8 +166,7 @@ class HostUpdate:
         addresses = np.zeros((len(states), num_slots + len(self.outputs)), np.int64)
         addresses[:, :num_state] = at.reshape(len(states), num_state)
         for row, own, made in zip(addresses, inputs, results, strict=True):
-            for i in self._read_inputs:
-                row[num_state + i] = address(own[i])
+            row[self._read_inputs] = [address(own[i - num_state]) for i in self._read_inputs]
             row[self._num_operands : num_slots] = [address(x) for x in made[: self._num_made]]
         consts = slice(num_state + len(self._inputs), self._num_operands)
         addresses[:, consts] = [0 if is_key(x) else address(x) for x in self._consts]
@@ -176,26 +180,28 @@ class HostUpdate:
             before is faster than fresh one.
 
         Yields:
-          The indices of outputs that are complete now, in every shard. Who stops asking for more has the
-          whole update made nevertheless.
+          The indices of outputs that are complete now, in every shard. Nothing happens before the first is
+          asked for; from then on the whole update is made, even for who stops asking.
 
         Raises:
           StateError: outputs have other shapes or dtypes. Nothing was updated.
         """
         prepared = self._prepared
         assert prepared is not None, "prepare() comes first"
-        names = _numbered("outputs", self.outputs)
+        names = self._names[len(self._state) :]
         at = self._known_outputs(
             [x for shard in outputs for x in shard],
             lambda: check_given(WHO, names, outputs, self.outputs, write=True),
         )
         first = self._num_operands + self._num_made
         prepared.addresses[:, first:] = at.reshape(len(outputs), -1)
+        self._prepared = None
         return self._run(prepared, outputs)
 
     def _run(
         self, prepared: _Prepared, outputs: Sequence[Arrays]
     ) -> Generator[list[int], None, None]:
+        self._running = True
         num_shards, num_slots = prepared.addresses.shape
         if num_shards not in self._loops:
             self._loops[num_shards] = Loops(self._chunks, num_shards, num_slots)
@@ -216,7 +222,7 @@ class HostUpdate:
                 calls.finish(self._drive, chunk)
             # Last: kernels read the old state.
             _copy(prepared.results, prepared.states, self._xla_state)
-            self._prepared = None
+            self._running = False
 
     def make_outputs(self) -> list[np.ndarray]:
         """Memory for a shard's outputs."""

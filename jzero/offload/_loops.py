@@ -12,8 +12,9 @@ import numpy as np
 # Elements of a piece. AdamW reads 512 KB of it: enough that taking the next one costs nothing, and little
 # enough that threads end together.
 PIECE = 1 << 15
-# Two numbers, each on cache lines of its own: the next piece, and how many are done.
-_COUNTER = 32
+# A counter is two numbers on cache lines of their own: which piece is next, and, so many numbers behind it,
+# how many are done.
+FINISHED = 16
 
 # Works on some calls, as many threads as like to; returns how many of them are not done.
 Drive = Callable[[int, int], int]
@@ -101,7 +102,7 @@ class Calls:
     """
 
     def __init__(self, table: np.ndarray, ends: Sequence[int]):
-        self._counters = np.zeros((len(table), _COUNTER), np.int64)
+        self._counters = np.zeros((len(table), 2 * FINISHED), np.int64)
         table[:, 4] = self._counters.ctypes.data + np.arange(len(table)) * self._counters.strides[0]
         self._table, self._ends = table, ends
         self._at, self._row = table.ctypes.data, table.strides[0]

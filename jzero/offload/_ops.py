@@ -43,6 +43,11 @@ def size_of(atom: _jaxpr.Atom) -> int:
     return math.prod(atom.aval.shape)
 
 
+def is_same(eqn: _jaxpr.Eqn) -> bool:
+    """Whether the result is the operand, element by element."""
+    return op_for(eqn) is _same
+
+
 def write(writer: Writer, eqn: _jaxpr.Eqn, args: list[str]) -> str:
     """Adds the lines of an equation that `op_for` knows; returns the register of its result."""
     op = op_for(eqn)

@@ -120,6 +120,13 @@ class Writer:
             return self.let(f"bitcast {self.many('i32')} {bits} to {self.many('float')}")
         return x
 
+    def prefetch(self, pointer: str, distance: int) -> None:
+        """Asks for the memory so many bytes behind a pointer, which need not be there."""
+        self.declared.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
+        ahead = self.let(f"getelementptr i8, ptr {pointer}, i64 {distance}")
+        # To be read, into the nearest cache, data: asking for the right to write cost what this gains.
+        self.lines.append(f"  call void @llvm.prefetch.p0(ptr {ahead}, i32 0, i32 3, i32 1)")
+
     def store(self, x: str, pointer: str, dtype: str) -> None:
         """Elements to memory."""
         register, memory = (self.many(name) for name in TYPES[dtype][:2])
