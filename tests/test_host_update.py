@@ -73,7 +73,7 @@ def test_hundreds_of_leaves_are_one_kernel():
     shapes = [(3, i) for i in range(1, 301)]
     update, state = adamw([host(*shape) for shape in shapes])
     engine = HostUpdate(update, state, bfloat16(shapes))
-    assert engine.describe().startswith("1200 of 1201 leaves in one pass each (1 kernels)")
+    assert engine.describe().startswith("1 kernels\n1200 of 1201 leaves in one pass each")
 
 
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf, -0.0, 1e-40, 1e18])
@@ -176,7 +176,8 @@ def test_describe_says_why():
     )
     assert update.roads[-1].by == KEPT
     assert update.describe().splitlines() == [
-        "1 of 4 leaves in one pass each (1 kernels)",
+        "1 kernels",
+        "1 of 4 leaves in one pass each",
         "by a kernel, after XLA (reduce_sum of float32[20,8]): w",
         "by XLA (reduce_sum of float32[20,8]): rows",
         "by XLA (a scalar): count",
