@@ -140,6 +140,20 @@ def test_state_is_updated_in_its_place_and_consumed():
     assert [leaf.num_steps for leaf in hosted(second)] == [2] * 8
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_dropped_state_is_freed(stage):
+    """The step keeps nothing of a state on the devices."""
+    mine = jnp.dtype("float16")  # which nothing else here has
+    tx = jzero.master_weights(optax.adam(1e-2))
+    train_step = on(2, tx, stage=stage)
+    state = train_step.init(new_state, tx, mine)
+    for _ in range(2):
+        state, _ = train_step(state, BATCH)
+    del state
+    held = [x for x in jax.live_arrays() if x.dtype == mine]
+    assert {x.sharding.memory_kind for x in held} <= {"pinned_host"}
+
+
 def test_states_in_turn():
     """Two trainings with one step, as those of a generator and its critic."""
     train_step, plain = on(4), jax.jit(make_step(ADAMW))
