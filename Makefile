@@ -7,6 +7,8 @@
 #   make fsdp2        the same small GPT by jzero and by PyTorch's FSDP2, in turns (installs torch)
 #   make host-update  updates in host memory by jzero, DeepSpeed, PyTorch and XLA, in turns (installs torch)
 #   make test         the tests, on 8 virtual CPU devices
+#   make test-gpu     the tests that need a GPU, with GPU_PYTHON (a JAX that sees it; test dependencies)
+#   make one-gpu      these, and offload's speed and memory on one GPU, in ten minutes
 #   make test-newest  the tests with the newest JAX, when there is a Python that it supports
 #   make lint         ruff and mypy
 #   make clean        remove the environments and caches
@@ -19,6 +21,8 @@ COMPARE_ARGS ?=
 COMPILE_ARGS ?=
 FSDP2_ARGS ?=
 HOST_UPDATE_ARGS ?=
+ONE_GPU_ARGS ?=
+GPU_PYTHON ?= $(BIN)/python
 # Tracing and compiling small programs is what takes the time, most of it in one thread; a second
 # worker costs a fifth more processor time (references are computed once per worker).
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
@@ -26,7 +30,7 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 SOURCES := jzero tests experiments
 
-.PHONY: train compare tables compile-tables fsdp2 host-update test test-newest lint clean
+.PHONY: train compare tables compile-tables fsdp2 host-update one-gpu test test-gpu test-newest lint clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
@@ -50,6 +54,13 @@ host-update: .venv-host-update/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+# Four processes share the GPU: tracing and compiling is most of their time.
+test-gpu:
+	JZERO_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON) -m pytest -q -n 4 tests/gpu
+
+one-gpu:
+	$(GPU_PYTHON) experiments/offload/one_gpu/run.py $(ONE_GPU_ARGS)
 
 test-newest:
 	@if [ -z "$(NEWEST_PYTHON)" ]; then \

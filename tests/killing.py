@@ -20,6 +20,7 @@ import optax
 
 import jzero
 
+NOWHERE = jzero.NoOffload()
 NUM_STEPS = 10_000  # more than a child ever gets to
 TX = optax.adam(1e-3)
 
@@ -40,12 +41,12 @@ def batch(step: int) -> np.ndarray:
     return np.random.default_rng(step).standard_normal((8, 300)).astype(np.float32)
 
 
-def train(directory: str, complete: Any) -> None:
+def train(directory: str, complete: Any, offload: Any = NOWHERE) -> None:
     """A child's life: goes on from the latest step, saves every one, says which are complete.
 
     Told to end by SIGTERM, it does.
     """
-    train_step = jzero.shard_train_step(step_fn)
+    train_step = jzero.shard_train_step(step_fn, offload=offload)
     with jzero.Checkpointer(directory, train_step, max_to_keep=3) as checkpointer:
         start = checkpointer.latest_step()
         if start is None:
@@ -66,8 +67,8 @@ def train(directory: str, complete: Any) -> None:
 class Reference:
     """The same training, never killed."""
 
-    def __init__(self) -> None:
-        self.train_step = jzero.shard_train_step(step_fn)
+    def __init__(self, offload: Any = NOWHERE) -> None:
+        self.train_step = jzero.shard_train_step(step_fn, offload=offload)
         self.step, self.state = 0, self.train_step.init(new_state)
 
     def at(self, step: int) -> Any:
@@ -90,21 +91,23 @@ def check(directory: str, complete: int, reference: Reference) -> int:
     return latest
 
 
-def start(directory: str) -> tuple[Any, Any]:
+def start(directory: str, offload: Any = NOWHERE) -> tuple[Any, Any]:
     """A child process, and the number of the latest step that it says is complete."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["jzero"])
     complete = context.Value("i", 0)
-    child = context.Process(target=train, args=(directory, complete))
+    child = context.Process(target=train, args=(directory, complete, offload))
     child.start()
     return child, complete
 
 
-def run(directory: str, rounds: int, seconds: float, seed: int) -> list[int]:
+def run(
+    directory: str, rounds: int, seconds: float, seed: int, offload: Any = NOWHERE
+) -> list[int]:
     """Kills `rounds` children, each within so many seconds after its start; the latest step after each."""
-    rng, reference, steps = random.Random(seed), Reference(), []
+    rng, reference, steps = random.Random(seed), Reference(offload), []
     for _ in range(rounds):
-        child, complete = start(directory)
+        child, complete = start(directory, offload)
         time.sleep(rng.uniform(0, seconds))
         child.kill()
         child.join()
@@ -120,9 +123,11 @@ def main() -> None:
         "--seconds", type=float, default=4.0, help="a child lives at most this long"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--on-host", action="store_true", help="optimizer state on the host")
     args = parser.parse_args()
+    offload = jzero.HostCPU() if args.on_host else NOWHERE
     with tempfile.TemporaryDirectory() as directory:
-        steps = run(directory, args.rounds, args.seconds, args.seed)
+        steps = run(directory, args.rounds, args.seconds, args.seed, offload)
     progress = sum(after > before for before, after in itertools.pairwise([0, *steps]))
     print(
         f"{len(steps)} kills, {progress} of them after a new step was complete, {steps[-1]} steps in all"

@@ -24,7 +24,7 @@ optax_promotions = test_optimizers.optax_promotions
 NEEDS_OTHER_DEVICES = {
     "adafactor", "adafactor(momentum, decay)", "lamb", "lbfgs", "sm3", "dadapt_adamw", "dog",
     "dog(learning_rate)", "dowg", "galore", "momo", "momo(large)", "momo_adam", "muon",
-    "muon(adaptive, 3-D)", "prodigy", "sophia", "scale_by_distance_over_gradients",
+    "muon(adaptive, 3-D)", "prodigy", "scale_by_distance_over_gradients",
     "MultiSteps(gradient_transformation)", "flatten", "mechanize", "multi_transform", "partition",
 }  # fmt: skip
 # XLA keeps more bits of intermediate values than their dtype has, and the host does not.

@@ -1,0 +1,145 @@
+"""One measurement in a process of its own; prints what is known so far, as a line of JSON, after each phase.
+
+python experiments/offload/one_gpu/worker.py --layers 24 --dim 2048 --policy host --rows 8 32
+
+Whoever reads takes the last line: a process that is killed or runs out of time or memory loses only what it
+had not reached. `status` is 'ok' at the end, 'no device memory' or 'no host memory' if that ended it.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import time
+from typing import Any
+
+import jax
+
+import jzero
+from model import GPT
+
+POLICIES: dict[str, Any] = {
+    "jit": None,  # the same step under jax.jit, its state donated
+    "none": jzero.NoOffload(),
+    "pinned": jzero.PinnedHost(),
+    "host": jzero.HostCPU(),
+    "delayed": jzero.HostCPU(delayed_update=True, delay_after=1),
+    "half": jzero.HostCPU(ratio=0.5),
+    "auto": jzero.HostCPU(ratio="auto"),
+}
+GROUPS = 3  # of steps that are timed together
+
+
+class Log:
+    """What is known so far."""
+
+    def __init__(self, **known: Any):
+        self.known = known
+        self._start = time.perf_counter()
+
+    def __call__(self, phase: str, **found: Any) -> None:
+        now = time.perf_counter()
+        phases = self.known.setdefault("phase_seconds", {})
+        phases[phase], self._start = round(now - self._start, 2), now
+        print(json.dumps(self.known | found), flush=True)
+        self.known |= found
+
+
+def make_step(model: GPT, policy: str) -> Any:
+    if policy == "jit":
+        return jax.jit(model.step, donate_argnums=0)
+    return jzero.shard_train_step(model.step, offload=POLICIES[policy])
+
+
+def at_rest(step: Any, state: Any, tokens: Any) -> dict[str, Any]:
+    """Bytes that the plan says rest where."""
+    if not isinstance(step, jzero.ShardedTrainStep):
+        return {}
+    plan = step.plan(state, tokens)
+    tiers = sorted({leaf.tier for leaf in plan.leaves})
+    return {"at_rest_bytes": {tier: plan.nbytes_at_rest(tier=tier) for tier in tiers}}
+
+
+def memory() -> dict[str, Any]:
+    """Of the device by the runtime's count, where it counts, and this process's largest on the host."""
+    stats = jax.devices()[0].memory_stats() or {}
+    names = ("peak_bytes_in_use", "bytes_in_use", "bytes_limit")
+    host = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {name: stats.get(name) for name in names} | {"host_peak_bytes": host}
+
+
+def timed(step: Any, state: Any, batches: list[Any], seconds: float) -> tuple[Any, dict[str, Any]]:
+    """Seconds per step, groups of steps timed together: their ends wait, steps within a group do not."""
+
+    loss: Any = None
+
+    def run(num: int) -> float:
+        nonlocal state, loss
+        start = time.perf_counter()
+        for i in range(num):
+            state, loss = step(state, batches[i % len(batches)])
+        jax.block_until_ready((state, loss))
+        return (time.perf_counter() - start) / num
+
+    first, warm = run(1), run(2)
+    # By now all policies have made as many steps: it shows that they train alike (a delayed one is behind).
+    third_loss = float(loss)
+    num = max(2, min(20, round(seconds / GROUPS / warm)))
+    found = [run(num) for _ in range(GROUPS)]
+    return state, {
+        "first_step_seconds": first, "steps": 3 + GROUPS * num, "third_loss": third_loss,
+        "step_seconds": statistics.median(found), "step_seconds_all": found,
+    }  # fmt: skip
+
+
+def measure(args: argparse.Namespace, log: Log) -> None:
+    model = GPT(args.layers, args.dim, args.vocab, args.context, args.unrolled)
+    step, batches = make_step(model, args.policy), [model.batch(args.rows[0], i) for i in range(4)]
+    shapes = jax.eval_shape(model.init)
+    known = at_rest(step, shapes, batches[0])  # which also tells where to make the state
+    log("plan", parameters=model.num_params, **known)
+    init = step.init if isinstance(step, jzero.ShardedTrainStep) else lambda f: jax.jit(f)()
+    state = jax.block_until_ready(init(model.init))
+    log("init", after_init=memory())
+    runs: list[dict[str, Any]] = []
+    for rows in args.rows:
+        batches = [model.batch(rows, i) for i in range(4)]
+        state, found = timed(step, state, batches, args.seconds)
+        if args.policy == "delayed":  # What waits belongs to a program for so many rows.
+            state = jax.block_until_ready(step.flush(state))
+        tokens = rows * model.context / found["step_seconds"]
+        rates = {"tokens_per_second": tokens, "tflops": tokens * model.flops_per_token / 1e12}
+        runs.append({"rows": rows, **found, **rates, **memory()})
+        log(f"{rows} rows", runs=runs)
+    log("end", status="ok")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--dim", type=int, required=True)
+    parser.add_argument("--vocab", type=int, default=32_768)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--unrolled", action="store_true")
+    parser.add_argument("--policy", choices=POLICIES, required=True)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8])
+    parser.add_argument("--seconds", type=float, default=6.0, help="of timed steps, about")
+    args = parser.parse_args()
+    log = Log(**vars(args))
+    log("start", device=jax.devices()[0].device_kind)
+    try:
+        measure(args, log)
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
+            raise
+        where = "host" if "host memory" in text.lower() else "device"
+        log("failure", status=f"no {where} memory", error=text[:600], **memory())
+    except (MemoryError, jzero.OptionError) as error:
+        if isinstance(error, jzero.OptionError) and "the host's memory" not in str(error):
+            raise
+        log("failure", status="no host memory", error=str(error)[:600], **memory())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Every stage and tier trains as `jax.jit` does, on one GPU: several steps, every leaf."""
+
+from typing import Any
+
+import jax
+import pytest
+
+import jzero
+import small
+import zoo
+from gpu import training
+from test_offload import least_room
+
+FULL, MASTERS = "transformer_scan_remat", "masters"
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", [FULL, MASTERS])
+def test_stages(name: str, stage: int):
+    training.check(name, stage=stage)
+
+
+def test_pinned_host_in_one_turn():
+    training.check(FULL, offload=jzero.PinnedHost())
+
+
+@pytest.mark.parametrize("name", [FULL, MASTERS])
+def test_pinned_host_in_turns_and_slices(name: str):
+    entry = training.get(name)
+    arguments = training.new_state(name), *entry.batches(1)[0]
+    policy = least_room(entry.step, arguments, 300)
+    plan = training.check(name, offload=policy).plan(*arguments)
+    assert len(plan.turns) > 2
+    assert any(turn.parts > 1 for turn in plan.turns)
+
+
+@pytest.mark.parametrize("name", ["transformer", MASTERS])
+def test_host_cpu(name: str):
+    pytest.importorskip("llvmlite")
+    training.check(name, offload=jzero.HostCPU())
+
+
+@pytest.mark.parametrize(("name", "ratio"), [(MASTERS, 0.5), ("transformer", "auto")])
+def test_ratio(name: str, ratio: Any):
+    pytest.importorskip("llvmlite")
+    train_step = training.check(name, offload=jzero.HostCPU(ratio=ratio))
+    plan = train_step.plan(training.new_state(name), *training.get(name).batches(1)[0])
+    host = plan.nbytes_at_rest(tier="host")
+    moving = sum(leaf.nbytes for leaf in plan.leaves if leaf.role == "optimizer state")
+    assert 0 < host / moving < 1
+    if ratio != "auto":
+        assert host / moving <= ratio
+
+
+@pytest.mark.parametrize("name", [FULL, MASTERS])
+def test_delayed_update(name: str):
+    """After a flush, the training in which every gradient is applied one step late."""
+    pytest.importorskip("llvmlite")
+    entry, policy = training.get(name), jzero.HostCPU(delayed_update=True, delay_after=0)
+    train_step = small.shard_train_step(entry.step, offload=policy)
+    state = train_step.flush(training.trained(name, train_step))
+    found = zoo.to_host(train_step.unshard(state))
+    wanted = training.by_jit_delayed(name)
+    zoo.assert_trees_close(found, wanted, entry.tolerance, "state")
+
+
+def test_delayed_update_begins_late():
+    """As long as updates are not delayed, the training is the plain one."""
+    pytest.importorskip("llvmlite")
+    training.check(FULL, offload=jzero.HostCPU(delayed_update=True, delay_after=training.NUM_STEPS))
+
+
+@pytest.mark.parametrize(
+    ("policy", "tier"),
+    [
+        (jzero.NoOffload(), "device"), (jzero.PinnedHost(), "pinned_host"), (jzero.HostCPU(), "host"),
+    ],
+)  # fmt: skip
+def test_where_leaves_rest(policy: Any, tier: str):
+    if tier == "host":
+        pytest.importorskip("llvmlite")
+    train_step = small.shard_train_step(training.get(FULL).step, offload=policy)
+    state = training.trained(FULL, train_step, 2)
+    assert training.tiers(state) == {"params": {"device"}, "opt_state": {tier}}
+    whole = training.tiers(train_step.unshard(state))
+    assert whole == {"params": {"device"}, "opt_state": {"device"}}
+    assert {d.platform for x in jax.tree.leaves(state.params) for d in x.devices()} == {
+        jax.devices()[0].platform
+    }
