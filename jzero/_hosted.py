@@ -76,8 +76,10 @@ class HostedStep:
         self._parts = Parts(runner, update, list(filter(None, packs)), shardings)
         self.grad, self.turns = self._parts.grad_part(), self._parts.turns()
         reads = dict(zip(self.part.reads, self.part.read_avals(), strict=True))
-        self._entered = [var for var in reads if var in self._parts.leaf_of]
-        self._sent = [var for var in reads if var not in self._parts.leaf_of]
+        # What the host renews it reads as it is then; all else, a loss scale, as it was for the gradients.
+        leaf_of, renewed = self._parts.leaf_of, set(self.part.outs)
+        self._entered = [var for var in reads if leaf_of.get(var) in renewed]
+        self._sent = [var for var in reads if leaf_of.get(var) not in renewed]
         self._stays = [v for turn in self.turns[1:] for v in turn.takes if v in self.grad.gives]
         self._grad = _to_host(self._grad_part, [reads[var].sharding for var in self._sent])
         self._enter = _to_host(self._enter_part, [reads[var].sharding for var in self._entered])
@@ -91,12 +93,18 @@ class HostedStep:
 
     def _grad_part(self, consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
         given, outs = self.grad.run(consumed, read)
-        values = dict(zip(self.grad.gives, given, strict=True))
+        values = dict(zip(self.grad.takes, [*consumed, *read], strict=True))
+        values |= zip(self.grad.gives, given, strict=True)
+        leaves = [v for v in self._sent if v in self._parts.leaf_of]
+        values |= zip(leaves, self._as_shards(leaves, [values[v] for v in leaves]), strict=True)
         return [values[v] for v in self._sent], ([values[v] for v in self._stays], outs)
 
     def _enter_part(self, leaves: list[Any]) -> tuple[list[Any], None]:
-        enter = self._parts.entering(self._entered)
-        return leaves if enter is None else enter(leaves), None
+        return self._as_shards(self._entered, leaves), None
+
+    def _as_shards(self, variables: Sequence[Var], leaves: list[Any]) -> list[Any]:
+        enter = self._parts.entering(variables)
+        return leaves if enter is None else enter(leaves)
 
     def _leave(self, outs: tuple[int, ...]) -> Callable[..., Any] | None:
         """A program that brings a chunk's outputs into the form in which they rest; None if they have it."""
@@ -109,7 +117,8 @@ class HostedStep:
         """What a step copies from each device to its host and back."""
         part, num = self.part, len(self.leaves)
         roles = [self.leaves[i].role if i < num else "output" for i in part.outs]
-        whats = ["parameter" if var in self._entered else "gradient" for var in part.reads]
+        leaf_of = self._parts.leaf_of
+        whats = [self.leaves[leaf_of[v]].role if v in leaf_of else "gradient" for v in part.reads]
         down, up = part.read_avals(), part.out_avals()
         return tuple(
             Crossing(

@@ -275,6 +275,56 @@ def test_delayed_with_masters():
             )
 
 
+@pytest.mark.parametrize("num", [1, 4])
+def test_a_loss_scale_waits_with_its_gradients(num):
+    """A leaf that rests on the devices, and has another value when they are divided by it."""
+
+    def grads(w, scale, x):
+        return jax.grad(lambda w: scale * jnp.mean((x @ w) ** 2))(w)
+
+    def renewed(w, m, g, scale):
+        m = 0.9 * m + g / scale
+        return w - 0.1 * m, m
+
+    def step_fn(state, x):
+        w, m, scale = state
+        return *renewed(w, m, grads(w, scale, x), scale), scale * 4
+
+    policy = jzero.HostCPU(delayed_update=True, delay_after=0)
+    train_step = on(num, policy=policy, step_fn=step_fn)
+    w, m, scale = jnp.linspace(-1, 1, 64 * 8).reshape(64, 8), jnp.zeros((64, 8)), jnp.ones(())
+    state: Any = (w, m, scale)
+    pending: Any = None
+    for batch in batches(4):
+        state = train_step(state, batch)
+        late, pending = pending, (grads(w, scale, batch), scale)
+        w, m = renewed(w, m, *late) if late else (w, m)
+        scale *= 4
+        assert_same((state[0], state[2]), (w, scale))
+    assert_same(train_step.flush(state)[:2], renewed(w, m, *pending))
+
+
+def test_an_argument_that_the_update_reads():
+    """Not through the batch: a learning rate, which waits with its gradients, too."""
+
+    def step_fn(state, x, learning_rate):
+        w, m = state
+        m = 0.9 * m + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - learning_rate * m, m
+
+    delayed = jzero.HostCPU(delayed_update=True, delay_after=0)
+    train_step, late_step = on(4, step_fn=step_fn), on(4, step_fn=step_fn, policy=delayed)
+    w = jnp.linspace(-1, 1, 64 * 8).reshape(64, 8)
+    state: Any = (w, 0 * w)
+    expected: Any = (w, 0 * w)
+    for i, batch in enumerate(batches(3)):
+        rate = jnp.float32(0.1 * (i + 1))
+        late = late_step.flush(late_step(expected, batch, rate))
+        state, expected = train_step(state, batch, rate), jax.jit(step_fn)(expected, batch, rate)
+        assert_same(state, expected)
+        assert_same(late, expected)
+
+
 def test_a_state_that_waits_cannot_be_read_or_saved(tmp_path):
     train_step = on(2, policy=jzero.HostCPU(delayed_update=True, delay_after=0))
     state, _ = train_step(new_state(ADAMW), BATCH)
