@@ -112,21 +112,22 @@ def test_where_there_is_no_gpu(tmp_path: pathlib.Path):
 
 
 @pytest.mark.slow
-def test_all_of_it_with_a_toy(tmp_path: pathlib.Path):
+def test_a_toy_from_end_to_end(tmp_path: pathlib.Path):
     pytest.importorskip("llvmlite")
-    ended = run("--tiny", "--touch-gib", "0.5", "--out", str(tmp_path))
+    ended = run("--tiny", "--parts", "speed", "largest", "--out", str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
-    bad = {name: x for name, x in found.items()
-           if isinstance(x, dict) and x.get("status", "ok") != "ok"}  # fmt: skip
-    assert bad == {}
-    assert found["tests"]["failures"] == []
-    losses = {name: run["third_loss"] for name, x in found.items() if name.startswith("speed")
-              if "unrolled" not in name for run in x["runs"]}  # fmt: skip
-    delayed = losses.pop("speed delayed")
-    assert len(losses) == 6
-    assert max(losses.values()) - min(losses.values()) < 1e-2 < delayed - min(losses.values())
+    states = {name: x["status"] for name, x in found.items() if "status" in x}
+    assert set(states.values()) == {"ok"}, states
+    losses = {
+        name: found[f"speed {name}"]["runs"][0]["third_loss"]
+        for name in ("jit", "host", "delayed", "pinned", "none")
+    }
+    late = losses.pop("delayed")
+    # bfloat16 rounds differently in different programs.
+    assert max(losses.values()) - min(losses.values()) < 1e-2 < late - max(losses.values())
     assert "What did not run" not in ended.stdout
     assert "delayed update, " in ended.stdout
     assert "times as many parameters with offload" in ended.stdout
+    assert path.with_suffix(".md").read_text() in ended.stdout

@@ -68,7 +68,7 @@ def memory() -> dict[str, Any]:
     return {name: stats.get(name) for name in names} | {"host_peak_bytes": host}
 
 
-def timed(step: Any, state: Any, batches: list[Any], seconds: float) -> tuple[Any, dict[str, Any]]:
+def timed(step: Any, state: Any, tokens: Any, seconds: float) -> tuple[Any, dict[str, Any]]:
     """Seconds per step, groups of steps timed together: their ends wait, steps within a group do not."""
 
     loss: Any = None
@@ -76,8 +76,8 @@ def timed(step: Any, state: Any, batches: list[Any], seconds: float) -> tuple[An
     def run(num: int) -> float:
         nonlocal state, loss
         start = time.perf_counter()
-        for i in range(num):
-            state, loss = step(state, batches[i % len(batches)])
+        for _ in range(num):
+            state, loss = step(state, tokens)
         jax.block_until_ready((state, loss))
         return (time.perf_counter() - start) / num
 
@@ -94,17 +94,17 @@ def timed(step: Any, state: Any, batches: list[Any], seconds: float) -> tuple[An
 
 def measure(args: argparse.Namespace, log: Log) -> None:
     model = GPT(args.layers, args.dim, args.vocab, args.context, args.unrolled)
-    step, batches = make_step(model, args.policy), [model.batch(args.rows[0], i) for i in range(4)]
-    shapes = jax.eval_shape(model.init)
-    known = at_rest(step, shapes, batches[0])  # which also tells where to make the state
+    step, shapes = make_step(model, args.policy), jax.eval_shape(model.init)
+    known = at_rest(
+        step, shapes, model.batch(args.rows[0])
+    )  # It also tells where to make the state.
     log("plan", parameters=model.num_params, **known)
     init = step.init if isinstance(step, jzero.ShardedTrainStep) else lambda f: jax.jit(f)()
     state = jax.block_until_ready(init(model.init))
     log("init", after_init=memory())
     runs: list[dict[str, Any]] = []
     for rows in args.rows:
-        batches = [model.batch(rows, i) for i in range(4)]
-        state, found = timed(step, state, batches, args.seconds)
+        state, found = timed(step, state, model.batch(rows), args.seconds)
         if args.policy == "delayed":  # What waits belongs to a program for so many rows.
             state = jax.block_until_ready(step.flush(state))
         tokens = rows * model.context / found["step_seconds"]
