@@ -65,7 +65,7 @@ class HostEngine:
         outs, shapes = part.out_avals(), part.out_shapes()
         self._places = [aval.sharding for aval in outs]
         self._sets = [self._outputs(outs) for _ in range(num_sets)]
-        self._state: Sequence[HostArray] = ()
+        self._buffers: list[Sequence[np.ndarray]] = []  # Of each leaf, as prepared.
         self._padding_of_outs = [
             _padding(aval.sharding, aval.shape, shape, self._local)
             for aval, shape in zip(outs, shapes, strict=True)
@@ -88,12 +88,12 @@ class HostEngine:
             [*(x.addressable_data(k) for x in reads), *indices]
             for k, indices in zip(self._at, self._indices, strict=True)
         ]
-        buffers = [[leaf.buffers[k] for leaf in state] for k in range(len(self._at))]
-        self.update.prepare(buffers, inputs)
+        self._buffers = [leaf.buffers for leaf in state]
+        shards = [[buffers[k] for buffers in self._buffers] for k in range(len(self._at))]
+        self.update.prepare(shards, inputs)
         self._sets.append(self._sets.pop(0))
         # The devices have computed with these long ago, unless nobody used them.
         jax.block_until_ready([x for x in self._sets[-1].sent if not x.is_deleted()])
-        self._state = state
 
     def run(self) -> Iterator[dict[int, jax.Array]]:
         """Updates in place; yields what a chunk makes for the devices, by output, on its way there."""
@@ -106,8 +106,8 @@ class HostEngine:
             sent = jax.device_put([outputs.arrays[i] for i in done], places)
             outputs.sent.extend(sent)
             yield {self._part.outs[i]: x for i, x in zip(done, sent, strict=True)}
-        for leaf, padding in zip(self._state, self._padding_of_leaves, strict=True):
-            for buffer, index in zip(leaf.buffers, padding, strict=True):
+        for buffers, padding in zip(self._buffers, self._padding_of_leaves, strict=True):
+            for buffer, index in zip(buffers, padding, strict=True):
                 if index is not None:
                     buffer[index] = 0
 
