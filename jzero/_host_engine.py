@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,12 +26,12 @@ class _Outputs(NamedTuple):
     Attributes:
       arrays: in pinned memory; whole, each device's part in its own buffer.
       views: for each array, that memory of each local device.
-      sent: the arrays' last copies on the devices.
+      sent: the arrays' last copies on the devices, as long as somebody has them.
     """
 
     arrays: list[jax.Array]
     views: list[list[np.ndarray]]
-    sent: list[jax.Array]
+    sent: list[weakref.ref[jax.Array]]
 
 
 class HostEngine:
@@ -93,7 +94,8 @@ class HostEngine:
         self.update.prepare(shards, inputs)
         self._sets.append(self._sets.pop(0))
         # The devices have computed with these long ago, unless nobody used them.
-        jax.block_until_ready([x for x in self._sets[-1].sent if not x.is_deleted()])
+        alive = [x for ref in self._sets[-1].sent if (x := ref()) is not None]
+        jax.block_until_ready([x for x in alive if not x.is_deleted()])
 
     def run(self) -> Iterator[dict[int, jax.Array]]:
         """Updates in place; yields what a chunk makes for the devices, by output, on its way there."""
@@ -104,7 +106,7 @@ class HostEngine:
                 self._complete(outputs.views[i], self._padding_of_outs[i])
             places = [self._places[i] for i in done]
             sent = jax.device_put([outputs.arrays[i] for i in done], places)
-            outputs.sent.extend(sent)
+            outputs.sent.extend(map(weakref.ref, sent))
             yield {self._part.outs[i]: x for i, x in zip(done, sent, strict=True)}
         for buffers, padding in zip(self._buffers, self._padding_of_leaves, strict=True):
             for buffer, index in zip(buffers, padding, strict=True):

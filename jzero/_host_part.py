@@ -126,6 +126,14 @@ class HostPart:
         analysis = Analysis(flat, len(avals))
         return [analysis.road(i, name) for i, name in enumerate(self.names())]
 
+    def identity(self) -> tuple[Any, ...] | None:
+        """Equal for parts that do the same, as for two shapes of a batch; None if nobody can tell."""
+        jaxpr = self._body.jaxpr
+        if jaxpr.constvars:
+            return None
+        crossing = [(x.shape, x.dtype, x.sharding) for x in (*self.read_avals(), *self.out_avals())]
+        return (str(jaxpr), *self.axes, *self.leaves, *self.outs, *self.names(), *crossing)
+
     def replica_of(self, local: Sequence[jax.Device], devices: Sequence[jax.Device]) -> list[int]:
         """For each local device, the place among `devices` of the one that holds the same shards."""
         axes = [self.mesh.axis_names.index(a) for a in self._runner.setting.sharding.shard_axes]

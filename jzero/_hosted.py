@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from jzero.sharding._rules import size_in_bytes
 
 Var = _jaxpr.Var
 WHO = _call.WHO
+# Those in use: steps on batches of other shapes share one, its pinned memory above all.
+_engines: weakref.WeakValueDictionary[Any, HostEngine] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(eq=False)
@@ -214,10 +217,17 @@ class HostedStep:
             yield self._at_rest(state, chunk)
 
     def _new_engine(self, devices: Sequence[jax.Device]) -> HostEngine:
-        leaves = [self.leaves[i] for i in self.part.leaves]
+        leaves, policy = [self.leaves[i] for i in self.part.leaves], self._policy
         # A delayed update writes while the step before may still send.
-        num_sets = 2 if self._policy.delayed_update else 1
-        return HostEngine(self.part, leaves, devices, self._policy.threads, num_sets)
+        num_sets = 2 if policy.delayed_update else 1
+        identity = self.part.identity()
+        key = (identity, tuple(leaves), tuple(devices), policy.threads, num_sets)
+        engine = _engines.get(key) if identity else None
+        if engine is None:
+            engine = HostEngine(self.part, leaves, devices, policy.threads, num_sets)
+            if identity:
+                _engines[key] = engine
+        return engine
 
     def _at_rest(self, state: Sequence[Any], chunk: dict[int, jax.Array]) -> dict[int, jax.Array]:
         """What the host made, as it rests on the devices, in the place of the old leaves."""

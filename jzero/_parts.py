@@ -195,8 +195,8 @@ class Parts:
         place = self._inputs.get(var)
         if place is None:
             return _layout.partition_spec(self.layout(var))
-        specs = [*self.runner.state_specs, *self.runner.specs]
-        return specs[place]
+        num, runner = self._num_leaves, self.runner
+        return runner.state_specs[place] if place < num else runner.specs[place - num]
 
     def entering(self, variables: Sequence[Var]) -> Callable[..., Any] | None:
         """`leaves -> shards`: leaves that rest on the devices, in shards like gradients; None if they are."""

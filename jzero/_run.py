@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -61,18 +62,18 @@ class Runner:
         """How many devices there are."""
         return math.prod(self.setting.axes.values())
 
-    @property
+    @functools.cached_property
     def layouts(self) -> list[Layout]:
         """Of everything that the step returns."""
         return [*(leaf.layout for leaf in self.leaves), *self.outputs]
 
-    @property
+    @functools.cached_property
     def examples(self) -> list[bool]:
         """For each output of the step, whether it has one entry per example."""
         others = [isinstance(layout, Shard) for layout in self.outputs]
         return [False] * len(self.leaves) + others
 
-    @property
+    @functools.cached_property
     def state_specs(self) -> list[P]:
         """How each leaf is split over the data axes."""
         return [_layout.partition_spec(leaf.layout) for leaf in self.leaves]
@@ -182,7 +183,7 @@ class Runner:
         if not _jaxpr.is_literal(atom) and atom in env.means:
             return env.means[atom]
         value = interp.read(frame, env, None, atom)
-        averages = frame.out_varying[index] and not self.examples[index]
+        averages = frame.returns(atom) and not self.examples[index]
         if not averages or interp.microbatches > 1:  # Their loop has averaged it.
             return value
         return interp.mean_of(interp.full(frame, atom, value))

@@ -37,7 +37,7 @@ class Crossing(NamedTuple):
 
     Attributes:
       direction: 'to host' or 'to device'.
-      what: 'gradients', 'parameters', 'optimizer state', ...
+      what: 'gradient', 'parameter', 'optimizer state', ...
       dtype: of the elements.
       elements: in each device's part, padding included.
       nbytes: of these.

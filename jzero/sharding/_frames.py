@@ -90,11 +90,14 @@ class Frame:
         """Variance of the operands as `eqn` reads them."""
         return [NOWHERE if self.averages(eqn, a) else self.varies(a) for a in eqn.invars]
 
+    def returns(self, atom: _jaxpr.Atom) -> Axes:
+        """Variance of an output."""
+        return NOWHERE if self.averages(None, atom) else self.varies(atom)
+
     @property
     def out_varying(self) -> list[Axes]:
         """Variance of the outputs."""
-        outs = self.jaxpr.outvars
-        return [NOWHERE if self.averages(None, atom) else self.varies(atom) for atom in outs]
+        return [self.returns(atom) for atom in self.jaxpr.outvars]
 
     def walk(self) -> Iterator[tuple[Frame, int, _jaxpr.Eqn]]:
         """Every equation of this frame and the frames below it."""
