@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ class _Outputs(NamedTuple):
     Attributes:
       arrays: in pinned memory; whole, each device's part in its own buffer.
       views: for each array, that memory of each local device.
-      sent: the arrays' last copies on the devices, as long as somebody has them.
+      sent: what the devices have of their last copies, as long as somebody has it.
     """
 
     arrays: list[jax.Array]
@@ -106,12 +106,15 @@ class HostEngine:
                 self._complete(outputs.views[i], self._padding_of_outs[i])
             places = [self._places[i] for i in done]
             sent = jax.device_put([outputs.arrays[i] for i in done], places)
-            outputs.sent.extend(map(weakref.ref, sent))
             yield {self._part.outs[i]: x for i, x in zip(done, sent, strict=True)}
         for buffers, padding in zip(self._buffers, self._padding_of_leaves, strict=True):
             for buffer, index in zip(buffers, padding, strict=True):
                 if index is not None:
                     buffer[index] = 0
+
+    def sent(self, arrays: Iterable[jax.Array]) -> None:
+        """Notes what the devices made of a chunk: its memory is not written again before that is there."""
+        self._sets[-1].sent.extend(map(weakref.ref, arrays))
 
     def _complete(self, views: Sequence[np.ndarray], padding: Sequence[Index | None]) -> None:
         """Zeros where an output is padded, and copies of it for replicas."""

@@ -214,7 +214,10 @@ class HostedStep:
         """Runs what is prepared; each chunk of what it makes, on its way to the devices."""
         assert self._engine is not None
         for chunk in self._engine.run():
-            yield self._at_rest(state, chunk)
+            at_rest = self._at_rest(state, chunk)
+            # Not the chunk, which a program may have consumed that has yet to run.
+            self._engine.sent(at_rest.values())
+            yield at_rest
 
     def _new_engine(self, devices: Sequence[jax.Device]) -> HostEngine:
         leaves, policy = [self.leaves[i] for i in self.part.leaves], self._policy

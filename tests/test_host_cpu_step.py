@@ -383,6 +383,50 @@ def test_batches_of_two_shapes_share_an_engine():
     assert program.step._engine not in [p.step._engine for p in programs]
 
 
+def other_steps():
+    """Pairs of steps that do not do the same, of one text."""
+    scale = np.linspace(1, 2, 64 * 24, dtype=np.float32).reshape(64, 24)
+
+    def scaled(by):
+        def step_fn(state, x):
+            w, a, b = state
+            a = 0.9 * a + by * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+            return w - 0.1 * a, a, b
+
+        return step_fn
+
+    def pulled(swap):
+        def step_fn(state, x):
+            w, a, b = state
+            by, to = (b, a) if swap else (a, b)
+            return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w) - by * (w - to), a, b
+
+        return step_fn
+
+    yield pytest.param(scaled(scale), scaled(scale + 1), id="constants")
+    yield pytest.param(pulled(False), pulled(True), id="leaves")
+
+
+@pytest.mark.parametrize(("one", "other"), list(other_steps()))
+def test_steps_that_differ_share_no_engine(one, other):
+    w = jnp.linspace(-1, 1, 64 * 24).reshape(64, 24)
+    kept = []
+    for step_fn in (one, other):
+        kept.append(on(4, step_fn=step_fn))
+        state = (w, w / 2, w / 4)
+        assert_same(kept[-1](state, BATCH), jax.jit(step_fn)(state, BATCH))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_sent_is_there_before_its_memory_is_written(stage):
+    """Parameters of a state in use, also those that a program has yet to gather from what was sent."""
+    train_step = on(4, stage=stage)
+    params, _ = train_step(new_state(ADAMW), BATCH)[0]
+    (program,) = train_step._programs.values()
+    waits = {id(ref()) for ref in program.step._engine._sets[-1].sent}
+    assert waits == {id(getattr(x, "padded", x)) for x in params}
+
+
 def test_leaves_of_different_steps():
     train_step = on(2, policy=jzero.HostCPU(delayed_update=True, delay_after=0))
     (params, opt_state), _ = train_step(new_state(ADAMW), BATCH)
