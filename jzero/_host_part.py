@@ -17,7 +17,7 @@ from jzero._errors import OptionError, message
 from jzero._parts import Parts
 from jzero._run import Runner
 from jzero.offload._roads import Analysis, Road, traced_flat
-from jzero.sharding import _layout, _pieces, _traffic
+from jzero.sharding import _elementwise, _layout, _pieces, _traffic
 from jzero.sharding._layout import Layout, Shard
 from jzero.sharding._pieces import Piece, UpdatePart
 from jzero.sharding._plan import HOST, LeafPlan
@@ -169,10 +169,15 @@ class HostPart:
             if ops := _moves(body.jaxpr):
                 paths = [self._runner.leaves[i].path for i in _pieces.leaves_of([piece])]
                 more = ", ..." if len(paths) > 3 else ""
-                bad.append(f"{', '.join(paths[:3])}{more}: {', '.join(ops)} between the devices")
+                where = _elementwise.obstacle(self._runner.frame, piece)
+                bad.append(
+                    f"{', '.join(paths[:3])}{more}: {', '.join(ops)} between the devices"
+                    f"{where and f' ({where})'}"
+                )
         raise OptionError(message(
             WHO, bad, "What the host updates must follow from one device's shards: its processors take part "
-            "in no collective.", "Use jzero.PinnedHost(), which updates on the devices.",
+            "in no collective.", "Drop what asks for it (a norm of the updates, as a metric), or use "
+            "jzero.PinnedHost(), which updates on the devices.",
             things="groups of leaves", shown=6))  # fmt: skip
 
 
