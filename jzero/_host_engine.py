@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ class _Outputs(NamedTuple):
     Attributes:
       arrays: in pinned memory; whole, each device's part in its own buffer.
       views: for each array, that memory of each local device.
-      sent: the arrays' last copies on the devices, as long as somebody has them.
+      sent: what the devices have of their last copies, as long as somebody has it.
     """
 
     arrays: list[jax.Array]
@@ -66,7 +66,7 @@ class HostEngine:
         outs, shapes = part.out_avals(), part.out_shapes()
         self._places = [aval.sharding for aval in outs]
         self._sets = [self._outputs(outs) for _ in range(num_sets)]
-        self._state: Sequence[HostArray] = ()
+        self._buffers: list[Sequence[np.ndarray]] = []  # Of each leaf, as prepared.
         self._padding_of_outs = [
             _padding(aval.sharding, aval.shape, shape, self._local)
             for aval, shape in zip(outs, shapes, strict=True)
@@ -89,13 +89,13 @@ class HostEngine:
             [*(x.addressable_data(k) for x in reads), *indices]
             for k, indices in zip(self._at, self._indices, strict=True)
         ]
-        buffers = [[leaf.buffers[k] for leaf in state] for k in range(len(self._at))]
-        self.update.prepare(buffers, inputs)
+        self._buffers = [leaf.buffers for leaf in state]
+        shards = [[buffers[k] for buffers in self._buffers] for k in range(len(self._at))]
+        self.update.prepare(shards, inputs)
         self._sets.append(self._sets.pop(0))
         # The devices have computed with these long ago, unless nobody used them.
         alive = [x for ref in self._sets[-1].sent if (x := ref()) is not None]
         jax.block_until_ready([x for x in alive if not x.is_deleted()])
-        self._state = state
 
     def run(self) -> Iterator[dict[int, jax.Array]]:
         """Updates in place; yields what a chunk makes for the devices, by output, on its way there."""
@@ -106,12 +106,15 @@ class HostEngine:
                 self._complete(outputs.views[i], self._padding_of_outs[i])
             places = [self._places[i] for i in done]
             sent = jax.device_put([outputs.arrays[i] for i in done], places)
-            outputs.sent.extend(map(weakref.ref, sent))
             yield {self._part.outs[i]: x for i, x in zip(done, sent, strict=True)}
-        for leaf, padding in zip(self._state, self._padding_of_leaves, strict=True):
-            for buffer, index in zip(leaf.buffers, padding, strict=True):
+        for buffers, padding in zip(self._buffers, self._padding_of_leaves, strict=True):
+            for buffer, index in zip(buffers, padding, strict=True):
                 if index is not None:
                     buffer[index] = 0
+
+    def sent(self, arrays: Iterable[jax.Array]) -> None:
+        """Notes what the devices made of a chunk: its memory is not written again before that is there."""
+        self._sets[-1].sent.extend(map(weakref.ref, arrays))
 
     def _complete(self, views: Sequence[np.ndarray], padding: Sequence[Index | None]) -> None:
         """Zeros where an output is padded, and copies of it for replicas."""

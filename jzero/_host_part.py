@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from jzero._errors import OptionError, message
 from jzero._parts import Parts
 from jzero._run import Runner
 from jzero.offload._roads import Analysis, Road, traced_flat
-from jzero.sharding import _layout, _pieces, _traffic
+from jzero.sharding import _elementwise, _layout, _pieces, _traffic
 from jzero.sharding._layout import Layout, Shard
 from jzero.sharding._pieces import Piece, UpdatePart
 from jzero.sharding._plan import HOST, LeafPlan
@@ -67,9 +68,7 @@ class HostPart:
         self, state: Sequence[jax.Array], inputs: Sequence[jax.Array]
     ) -> tuple[list[Any], list[Any]]:
         """`(leaves, reads and indices) -> (new leaves, outs)`, all of one device's shards."""
-        invars = self._runner.frame.jaxpr.invars
-        names = [*(invars[i] for i in self.leaves), *self.reads]
-        known = dict(zip(names, [*state, *inputs], strict=False))
+        known = dict(zip(self._known(), [*state, *inputs], strict=False))
         results = self._body.run(
             [known.get(v) for v in self._turn.takes], inputs[len(self.reads) :]
         )
@@ -128,11 +127,20 @@ class HostPart:
 
     def identity(self) -> tuple[Any, ...] | None:
         """Equal for parts that do the same, as for two shapes of a batch; None if nobody can tell."""
-        jaxpr = self._body.jaxpr
-        if jaxpr.constvars:
+        # What a jaxpr computes is all in its text but for constants, which stand before a semicolon.
+        text = str(self._body.jaxpr)
+        if self._body.constants or re.search(r"lambda\s+[^;\s]", text):
             return None
         crossing = [(x.shape, x.dtype, x.sharding) for x in (*self.read_avals(), *self.out_avals())]
-        return (str(jaxpr), *self.axes, *self.leaves, *self.outs, *self.names(), *crossing)
+        # The text does not say which argument is which leaf.
+        place = {var: i for i, var in enumerate(self._known())}
+        takes = [place.get(var) for var in self._turn.takes]
+        return (text, *takes, *self.axes, *self.leaves, *self.outs, *self.names(), *crossing)
+
+    def _known(self) -> list[Var]:
+        """What `update` is given, but for indices."""
+        invars = self._runner.frame.jaxpr.invars
+        return [*(invars[i] for i in self.leaves), *self.reads]
 
     def replica_of(self, local: Sequence[jax.Device], devices: Sequence[jax.Device]) -> list[int]:
         """For each local device, the place among `devices` of the one that holds the same shards."""
@@ -161,10 +169,15 @@ class HostPart:
             if ops := _moves(body.jaxpr):
                 paths = [self._runner.leaves[i].path for i in _pieces.leaves_of([piece])]
                 more = ", ..." if len(paths) > 3 else ""
-                bad.append(f"{', '.join(paths[:3])}{more}: {', '.join(ops)} between the devices")
+                where = _elementwise.obstacle(self._runner.frame, piece)
+                bad.append(
+                    f"{', '.join(paths[:3])}{more}: {', '.join(ops)} between the devices"
+                    f"{where and f' ({where})'}"
+                )
         raise OptionError(message(
             WHO, bad, "What the host updates must follow from one device's shards: its processors take part "
-            "in no collective.", "Use jzero.PinnedHost(), which updates on the devices.",
+            "in no collective.", "Drop what asks for it (a norm of the updates, as a metric), or use "
+            "jzero.PinnedHost(), which updates on the devices.",
             things="groups of leaves", shown=6))  # fmt: skip
 
 

@@ -160,13 +160,14 @@ class HostedStep:
         made = dict(zip(self.grad.outs, outs, strict=True))
         now = Pending(self, dict(zip(self._sent, sent, strict=True)))
         job = pending if delays else now
-        update = job.step.updating(state, job.reads | read) if job else ()
+        if job:
+            job.step.prepare(state, job.reads | read)
         for turn in self.turns[1:]:  # what rests on the devices, while the host works
             values.update(zip(self._stays, stays, strict=True))
             made |= turn(values, turn.jitted)
-        for chunk in update:
-            made |= chunk
         hosted = self._taken(state, now if delays else None, num_steps + 1)
+        for chunk in job.step.updating(state) if job else ():
+            made |= chunk
         for i in self._renewed:
             state[i].delete()
         new = [hosted.get(i, made.get(i, x)) for i, x in enumerate(state)]
@@ -176,10 +177,11 @@ class HostedStep:
         """The state with what is pending, of this step, applied; it is consumed."""
         pending, num_steps = self._history(state)
         assert pending is not None
-        made: dict[int, jax.Array] = {}
-        for chunk in self.updating(state, pending.reads | self.read_leaves(state)):
-            made |= chunk
+        self.prepare(state, pending.reads | self.read_leaves(state))
         hosted = self._taken(state, None, num_steps)
+        made: dict[int, jax.Array] = {}
+        for chunk in self.updating(state):
+            made |= chunk
         return [hosted.get(i, made.get(i, x)) for i, x in enumerate(state)]
 
     def _history(self, state: Sequence[Any]) -> tuple[Pending | None, int]:
@@ -201,26 +203,21 @@ class HostedStep:
         down, _ = self._enter([state[self._parts.leaf_of[var]] for var in self._entered])
         return dict(zip(self._entered, down, strict=True))
 
-    def updating(
-        self, state: Sequence[Any], reads: dict[Var, jax.Array]
-    ) -> Iterator[dict[int, jax.Array]]:
-        """Prepares the host's part; then each chunk of what it makes, on its way to the devices."""
+    def prepare(self, state: Sequence[Any], reads: dict[Var, jax.Array]) -> None:
+        """Does what can fail of the host's part, and overwrites nothing."""
         if self._engine is None:
             self._engine = self._new_engine(state[self._hosted[0]].devices)
-        engine = self._engine
-        mine = [state[i] for i in self.part.leaves]
-        engine.prepare(mine, [reads[var] for var in self.part.reads])
+        leaves = [state[i] for i in self.part.leaves]
+        self._engine.prepare(leaves, [reads[var] for var in self.part.reads])
 
-        def chunks() -> Iterator[dict[int, jax.Array]]:
-            try:
-                for chunk in engine.run():
-                    yield self._at_rest(state, chunk)
-            except BaseException:  # an interruption, or no memory on the devices
-                for leaf in mine:
-                    leaf.delete()
-                raise
-
-        return chunks()
+    def updating(self, state: Sequence[Any]) -> Iterator[dict[int, jax.Array]]:
+        """Runs what is prepared; each chunk of what it makes, on its way to the devices."""
+        assert self._engine is not None
+        for chunk in self._engine.run():
+            at_rest = self._at_rest(state, chunk)
+            # Not the chunk, which a program may have consumed that has yet to run.
+            self._engine.sent(at_rest.values())
+            yield at_rest
 
     def _new_engine(self, devices: Sequence[jax.Device]) -> HostEngine:
         leaves, policy = [self.leaves[i] for i in self.part.leaves], self._policy
@@ -248,7 +245,10 @@ class HostedStep:
     def _taken(
         self, state: Sequence[Any], pending: Pending | None, num_steps: int
     ) -> dict[int, HostArray]:
-        """The leaves on the host as the new state has them, in the same memory."""
+        """The leaves on the host as the new state has them, in the same memory.
+
+        Before any is overwritten, so that an interruption leaves no state that is half a step old.
+        """
         taken = {i: state[i].take() for i in self._hosted}
         for leaf in taken.values():
             leaf.pending, leaf.num_steps = pending, num_steps

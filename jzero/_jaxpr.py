@@ -467,12 +467,14 @@ class Body(NamedTuple):
       jaxpr: its equations; `axis_index` is not among them, but inside loops and branches.
       used: the arguments that something reads, by index.
       axes: mesh axes whose index it asks, once for each time it does.
+      constants: arrays that are in none of its arguments, and in no text.
       run: `(arguments, indices) -> results`; an argument that is not used may be None.
     """
 
     jaxpr: Jaxpr
     used: set[int]
     axes: list[str]
+    constants: list[Any]
     run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
@@ -504,4 +506,5 @@ def body_of_shard_map(fn: Callable[..., Any], *args: Any) -> Body:
 
         return core.eval_jaxpr(jaxpr, consts, *map(value, eqn.invars), *indices)
 
-    return Body(jaxpr, used, [e.params["axis_name"] for e in asked], run)
+    asks = [e.params["axis_name"] for e in asked]
+    return Body(jaxpr, used, asks, [*outer_consts, *consts], run)

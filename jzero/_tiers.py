@@ -91,7 +91,9 @@ def _share(policy: HostCPU, leaves: Leaves, setting: Setting) -> float:
             "Host and devices are measured in one process, so that all go by one number.",
             "Use a number, such as describe() reports it for one process."))  # fmt: skip
     moving = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier != DEVICE)
-    params = sum(leaf.nbytes // leaf.num_shards for leaf in leaves if leaf.role == PARAMETER)
+    # They cross in shards, whole as they may rest.
+    num_shards = setting.sharding.count(setting.sharding.shard_axes)
+    params = sum(leaf.nbytes for leaf in leaves if leaf.role == PARAMETER) // num_shards
     found = _bandwidth.measure(local[0], len(local), policy.threads)
     return _bandwidth.share(found, moving, params)
 

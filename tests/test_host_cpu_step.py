@@ -383,6 +383,50 @@ def test_batches_of_two_shapes_share_an_engine():
     assert program.step._engine not in [p.step._engine for p in programs]
 
 
+def other_steps():
+    """Pairs of steps that do not do the same, of one text."""
+    scale = np.linspace(1, 2, 64 * 24, dtype=np.float32).reshape(64, 24)
+
+    def scaled(by):
+        def step_fn(state, x):
+            w, a, b = state
+            a = 0.9 * a + by * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+            return w - 0.1 * a, a, b
+
+        return step_fn
+
+    def pulled(swap):
+        def step_fn(state, x):
+            w, a, b = state
+            by, to = (b, a) if swap else (a, b)
+            return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w) - by * (w - to), a, b
+
+        return step_fn
+
+    yield pytest.param(scaled(scale), scaled(scale + 1), id="constants")
+    yield pytest.param(pulled(False), pulled(True), id="leaves")
+
+
+@pytest.mark.parametrize(("one", "other"), list(other_steps()))
+def test_steps_that_differ_share_no_engine(one, other):
+    w = jnp.linspace(-1, 1, 64 * 24).reshape(64, 24)
+    kept = []
+    for step_fn in (one, other):
+        kept.append(on(4, step_fn=step_fn))
+        state = (w, w / 2, w / 4)
+        assert_same(kept[-1](state, BATCH), jax.jit(step_fn)(state, BATCH))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_sent_is_there_before_its_memory_is_written(stage):
+    """Parameters of a state in use, also those that a program has yet to gather from what was sent."""
+    train_step = on(4, stage=stage)
+    params, _ = train_step(new_state(ADAMW), BATCH)[0]
+    (program,) = train_step._programs.values()
+    waits = {id(ref()) for ref in program.step._engine._sets[-1].sent}
+    assert waits == {id(getattr(x, "padded", x)) for x in params}
+
+
 def test_leaves_of_different_steps():
     train_step = on(2, policy=jzero.HostCPU(delayed_update=True, delay_after=0))
     (params, opt_state), _ = train_step(new_state(ADAMW), BATCH)
@@ -491,7 +535,23 @@ def test_what_needs_other_devices_is_named():
     text = str(error.value)
     assert "4 groups of leaves fail" in text
     assert "state[1][0].mu[0], state[1][0].nu[0]: all-reduce between the devices" in text
-    assert "Use jzero.PinnedHost(), which updates on the devices." in text
+    assert "or use jzero.PinnedHost(), which updates on the devices." in text
+
+
+def test_a_metric_that_needs_other_devices_is_found():
+    def step_fn(state, x):
+        w, m = state
+        m = 0.9 * m + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return (w - 0.1 * m, m), {"norm": jnp.sum(m**2)}
+
+    w = jnp.ones((64, 8))
+    with pytest.raises(jzero.OptionError) as error:
+        on(2, step_fn=step_fn).plan((w, w), BATCH)
+    where = (
+        r"reduce_sum \(.*test_host_cpu_step\.py:\d+.*step_fn.*\) does not treat every element alike"
+    )
+    assert re.search(where, str(error.value))
+    assert "Drop what asks for it (a norm of the updates, as a metric)" in str(error.value)
 
 
 def test_other_mesh_axes_are_refused():
@@ -605,6 +665,23 @@ def test_the_share_is_measured(monkeypatch):
     train_step = on(2, policy=jzero.HostCPU(ratio="auto", threads=3))
     assert 0.1 < share(train_step.plan(new_state(ADAMW), BATCH)) <= 0.5
     assert asked == [(jax.devices()[0], 2, 3)]
+
+
+def test_a_share_goes_by_what_crosses(monkeypatch):
+    """A shard of each parameter, at stages where they rest whole, too."""
+    found = _bandwidth.Bandwidths(host=1e12, device=1e9, link=1e9)
+    monkeypatch.setattr(_bandwidth, "measure", lambda *_: found)
+    asked: list[Any] = []
+    ask = _bandwidth.share
+
+    def note(*args: Any) -> float:
+        asked.append(args)
+        return ask(*args)
+
+    monkeypatch.setattr(_bandwidth, "share", note)
+    for stage in (1, 3):
+        on(4, policy=jzero.HostCPU(ratio="auto"), stage=stage).plan(new_state(ADAMW), BATCH)
+    assert asked[0] == asked[1]
 
 
 def test_no_share_is_measured_without_devices():

@@ -24,7 +24,7 @@ import numpy as np
 from jzero import _jaxpr
 from jzero._groups import groups as in_groups
 from jzero.offload._kernel import NAME, kernel_text
-from jzero.offload._loops import DRIVE, Loop, Loops, share
+from jzero.offload._loops import DRIVE, Calls, Loop, Loops, share
 from jzero.offload._machine import X86, callable_at, compiled
 from jzero.offload._memory import (
     Addresses,
@@ -108,6 +108,7 @@ class HostUpdate:
         self._known_state, self._known_outputs = Addresses(), Addresses()
         self._prepared: _Prepared | None = None
         self._running = False
+        self._calls: Calls | None = None  # of an update that is not complete
 
     def _build(self, analysis: Analysis, jaxpr: _jaxpr.Jaxpr, chunk_bytes: int) -> None:
         # JAX 0.12 makes arguments of the constants of `jaxpr`, which is for `part`.
@@ -152,7 +153,9 @@ class HostUpdate:
           StateError: shapes or dtypes are not those that were given before, or memory is shared.
         """
         assert not self._running, "the update before is not complete"
-        self._prepared = None
+        if self._calls is not None:  # Its end was interrupted, too: threads are still at work.
+            self._calls.complete(self._drive)
+        self._calls = self._prepared = None
         every = [x for state in states for x in state]
         at = self._known_state(
             every, lambda: check_given(WHO, self._names, states, self._state, write=True)
@@ -201,15 +204,15 @@ class HostUpdate:
     def _run(
         self, prepared: _Prepared, outputs: Sequence[Arrays]
     ) -> Generator[list[int], None, None]:
-        self._running = True
         num_shards, num_slots = prepared.addresses.shape
         if num_shards not in self._loops:
             self._loops[num_shards] = Loops(self._chunks, num_shards, num_slots)
         loops = self._loops[num_shards]
-        calls = loops.start(prepared.addresses)
-        share(calls, self._drive, self._pool, min(self._threads, loops.num_pieces) - 1)
+        self._calls = calls = loops.start(prepared.addresses, (prepared, outputs))
         chunks = iter(enumerate(self._done))
         try:
+            self._running = True
+            share(calls, self._drive, self._pool, min(self._threads, loops.num_pieces) - 1)
             if self._xla_outputs:
                 _copy(prepared.results, outputs, self._xla_outputs)
                 yield [i for _, i in self._xla_outputs]
@@ -218,11 +221,11 @@ class HostUpdate:
                 if done:
                     yield done
         finally:
-            for chunk, _ in chunks:
-                calls.finish(self._drive, chunk)
+            self._running = False
+            calls.complete(self._drive)
+            self._calls = None
             # Last: kernels read the old state.
             _copy(prepared.results, prepared.states, self._xla_state)
-            self._running = False
 
     def make_outputs(self) -> list[np.ndarray]:
         """Memory for a shard's outputs."""

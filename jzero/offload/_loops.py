@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,22 +89,23 @@ class Loops:
             start += own.nbytes
         self.num_pieces = int(self._calls[:, 3].sum())
 
-    def start(self, addresses: np.ndarray) -> Calls:
-        """What there is to do in a call; `addresses` are those of all slots, for each shard."""
+    def start(self, addresses: np.ndarray, memory: Any) -> Calls:
+        """What there is to do in a call; `addresses` are those of all slots, for each shard, in `memory`."""
         np.take(addresses.reshape(-1), self._slots, out=self._operands)
-        return Calls(self._calls.copy(), self._ends)
+        return Calls(self._calls.copy(), self._ends, (self, memory))
 
 
 class Calls:
     """The kernels of one call of an update, that threads may join at any time.
 
-    A thread that comes when all is done finds counters that say so, which is why each call has its own.
+    A thread that comes when all is done finds counters that say so, which is why each call has its own. While
+    one is at work nothing that kernels know by its address is freed, whoever was interrupted.
     """
 
-    def __init__(self, table: np.ndarray, ends: Sequence[int]):
+    def __init__(self, table: np.ndarray, ends: Sequence[int], memory: Any):
         self._counters = np.zeros((len(table), 2 * FINISHED), np.int64)
         table[:, 4] = self._counters.ctypes.data + np.arange(len(table)) * self._counters.strides[0]
-        self._table, self._ends = table, ends
+        self._table, self._ends, self._memory = table, ends, memory
         self._at, self._row = table.ctypes.data, table.strides[0]
 
     def help(self, drive: Drive) -> None:
@@ -116,6 +117,11 @@ class Calls:
         first, end = self._ends[chunk : chunk + 2]
         while drive(self._at + first * self._row, end - first):
             time.sleep(0)  # Others are at their last pieces.
+
+    def complete(self, drive: Drive) -> None:
+        """Works on all chunks until all is done."""
+        for chunk in range(len(self._ends) - 1):
+            self.finish(drive, chunk)
 
 
 def share(calls: Calls, drive: Drive, pool: concurrent.futures.Executor, helpers: int) -> None:

@@ -1,0 +1,103 @@
+"""Ctrl-C in the middle of a step with state on the host: at every line of what runs there."""
+
+import functools
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jzero
+import small
+from test_offload import BATCH
+
+pytest.importorskip("llvmlite")
+
+FILES = ("_hosted.py", "_host_engine.py", "_host_update.py", "_loops.py")
+# In a `finally`; between this line and the one before Python asks for no signals.
+ATOMIC = "self._running = False"
+
+
+class Interrupted:
+    """Runs a function, and raises KeyboardInterrupt at the n-th line in `FILES`, from 0.
+
+    Attributes:
+      lines: how many there were.
+      where: the one that was interrupted.
+    """
+
+    def __init__(self, at: int):
+        self._at, self.lines, self.where = at, 0, ""
+
+    def __call__(self, run: Callable[[], Any]) -> BaseException | None:
+        before = sys.gettrace()
+        sys.settrace(self._called)
+        try:
+            run()
+        except KeyboardInterrupt as error:
+            return error
+        finally:
+            sys.settrace(before)
+        return None
+
+    def _called(self, frame: Any, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename.endswith(FILES) else None
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        name, number = frame.f_code.co_filename, frame.f_lineno
+        if event == "line" and linecache.getline(name, number).strip() != ATOMIC:
+            self.lines += 1
+            if self.lines > self._at:
+                self.where, self._at = f"{name}:{number}", sys.maxsize
+                raise KeyboardInterrupt
+        return self._line
+
+
+def momentum(state: Any, x: Any) -> Any:
+    w, m = state
+    m = 0.9 * m + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w - 0.1 * m, m
+
+
+def average(state: Any, x: Any) -> Any:
+    """The host makes nothing for the devices."""
+    w, ema = state
+    w = w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w, 0.9 * ema + 0.1 * w
+
+
+def states(train_step: Any) -> Iterator[Any]:
+    w = jnp.linspace(-1, 1, 64 * 24).reshape(64, 24)
+    while True:
+        yield train_step(train_step((w, w / 2), BATCH), BATCH)
+
+
+@pytest.mark.parametrize("step_fn", [momentum, average])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_step_that_is_interrupted_leaves_its_state_or_none_of_it(step_fn, delayed):
+    policy = jzero.HostCPU(delayed_update=delayed, delay_after=0 if delayed else None)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    train_step = small.shard_train_step(step_fn, mesh=mesh, offload=policy)
+    new = states(train_step)
+    expected = [np.asarray(x) for x in train_step.flush(next(new))]
+    held, at, consumed = None, 0, 0
+    while True:
+        state, interrupted = next(new), Interrupted(at)
+        # Who holds an exception, as a notebook does, holds all that its traceback refers to.
+        held = interrupted(functools.partial(train_step, state, BATCH))
+        if held is None:
+            break
+        at += 1
+        if any(x.is_deleted() for x in state):
+            consumed += 1
+            continue
+        found = train_step.flush(state)
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(x), y, err_msg=interrupted.where)
+    assert 0 < consumed < at
+    for x, y in zip(train_step.flush(next(new)), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), y)
