@@ -135,6 +135,8 @@ def _pinned(aval: jax.ShapeDtypeStruct, devices: Sequence[jax.Device]) -> jax.Ar
         )
         for device in devices
     ]
+    # Zeros that are still on their way would overwrite what the host writes.
+    parts = jax.block_until_ready(parts)
     home = aval.sharding.with_memory_kind(PINNED)
     return jax.make_array_from_single_device_arrays(aval.shape, home, parts)
 

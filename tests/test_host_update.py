@@ -16,8 +16,9 @@ import optax
 import pytest
 from jax import lax
 
+import jzero
 from host_updates import call, on_host, problem, random, reference, ulps
-from jzero.offload._host_update import HostUpdate
+from jzero.offload._host_update import HostUpdate, processor
 from jzero.offload._kernel import LANES
 from jzero.offload._loops import PIECE
 from jzero.offload._memory import host_empty
@@ -442,3 +443,8 @@ def test_without_llvmlite():
     expected = "ImportError: HostUpdate: llvmlite is not installed. It compiles the update of state"
     assert expected in run.stderr
     assert "pip install 'jzero[offload]'" in run.stderr
+
+
+def test_a_jax_without_the_host():
+    with pytest.raises(jzero.MeshError, match=r"no nowhere backend\. .*Set JAX_PLATFORMS=cuda,cpu"):
+        processor("nowhere")

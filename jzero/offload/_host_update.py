@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jzero import _jaxpr
+from jzero._errors import MeshError, message
 from jzero._groups import groups as in_groups
 from jzero.offload._kernel import NAME, kernel_text
 from jzero.offload._loops import DRIVE, Calls, Loop, Loops, share
@@ -246,6 +247,20 @@ class _Prepared(NamedTuple):
     addresses: np.ndarray
 
 
+def processor(platform: str = "cpu") -> jax.Device:
+    """The host as a device of JAX.
+
+    Raises:
+      MeshError: JAX runs without it.
+    """
+    try:
+        return jax.local_devices(backend=platform)[0]
+    except RuntimeError as error:
+        raise MeshError(message(
+            WHO, f"JAX has no {platform} backend", "XLA computes on the host what kernels do not.",
+            "Set JAX_PLATFORMS=cuda,cpu, or do not set it.")) from error  # fmt: skip
+
+
 class _XlaPart:
     """What XLA computes of an update, on the CPU, before any of it is overwritten."""
 
@@ -254,7 +269,7 @@ class _XlaPart:
     ):
         part = _jaxpr.part(jaxpr, wanted)
         self._reads = [slots[var] for var in part.reads]
-        self._device = jax.local_devices(backend="cpu")[0]
+        self._device = processor()
         there = jax.sharding.SingleDeviceSharding(self._device)
         self._run = jax.jit(part.run, in_shardings=there, out_shardings=there)
         # JAX returns an argument as it came: a view of memory that is about to change.
