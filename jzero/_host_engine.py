@@ -11,11 +11,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from jzero import _call, _host_memory
 from jzero._host_array import HostArray
 from jzero._host_part import HostPart, shard_of
 from jzero.offload._host_update import HostUpdate
 from jzero.sharding._plan import LeafPlan
+from jzero.sharding._rules import size_in_bytes
 
+WHO = _call.WHO
 PINNED = "pinned_host"
 Index = tuple[slice, ...]
 
@@ -54,6 +57,9 @@ class HostEngine:
           threads: how many threads update.
           num_sets: of outputs, used in turn: one more than steps whose copies to the devices may be under way
             when the next one writes.
+
+        Raises:
+          OptionError: the host has too little memory for what is on its way.
         """
         self._part = part
         self.update = HostUpdate(
@@ -65,6 +71,12 @@ class HostEngine:
         self._indices = [_indices(part.mesh, device, part.axes) for device in devices]
         outs, shapes = part.out_avals(), part.out_shapes()
         self._places = [aval.sharding for aval in outs]
+        down, up = (
+            sum(size_in_bytes(shard_of(x)) for x in avals) for avals in (part.read_avals(), outs)
+        )
+        needed = len(self._local) * (down + num_sets * up)
+        found = _host_memory.shortage(needed, "gradients and parameters on their way")
+        _host_memory.check(WHO, found)
         self._sets = [self._outputs(outs) for _ in range(num_sets)]
         self._buffers: list[Sequence[np.ndarray]] = []  # Of each leaf, as prepared.
         self._padding_of_outs = [

@@ -11,15 +11,13 @@ from jzero._quantities import readable_bytes
 ROOT = Path("/")  # of the file system that tells
 
 
-def shortage(num_bytes: int) -> str | None:
+def shortage(num_bytes: int, what: str = "state") -> str | None:
     """What speaks against needing so many bytes more, or None; each process counts for itself alone."""
     found = available() if num_bytes else None
     if found is None or num_bytes <= found:
         return None
-    return (
-        f"this process needs {num_bytes} bytes ({readable_bytes(num_bytes)}) of the host's memory for state, "
-        f"and {found} ({readable_bytes(found)}) are available"
-    )
+    needed = f"{num_bytes} bytes ({readable_bytes(num_bytes)}) of the host's memory for {what}"
+    return f"this process needs {needed}, and {found} ({readable_bytes(found)}) are available"
 
 
 def check(who: str, found: str | None) -> None:

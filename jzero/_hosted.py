@@ -28,8 +28,7 @@ from jzero.sharding._rules import size_in_bytes
 
 Var = _jaxpr.Var
 WHO = _call.WHO
-# Those in use: steps on batches of other shapes share one, its pinned memory above all.
-_engines: weakref.WeakValueDictionary[Any, HostEngine] = weakref.WeakValueDictionary()
+Engines = weakref.WeakValueDictionary[Any, HostEngine]
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,8 +65,17 @@ class HostedStep:
 
     def __init__(
         self, runner: Runner, update: UpdatePart, policy: HostCPU,
-        shardings: Sequence[NamedSharding],
+        shardings: Sequence[NamedSharding], engines: Engines,
     ):  # fmt: skip
+        """Builds the programs.
+
+        Args:
+          runner: the step.
+          update: its update part.
+          policy: how it runs.
+          shardings: where the state rests, for JAX.
+          engines: those in use by steps on batches of other shapes; they share what is the same.
+        """
         self.leaves, self.shardings = runner.leaves, shardings
         self._jaxpr, self._policy = runner.frame.jaxpr, policy
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == HOST]
@@ -92,6 +100,7 @@ class HostedStep:
             if i < len(self.leaves) and self._jaxpr.outvars[i] is not self._jaxpr.invars[i]
         ]  # fmt: skip
         self._engine: HostEngine | None = None
+        self._engines = engines
         self._leaving: dict[tuple[int, ...], Callable[..., Any] | None] = {}
 
     def _grad_part(self, consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
@@ -225,11 +234,11 @@ class HostedStep:
         num_sets = 2 if policy.delayed_update else 1
         identity = self.part.identity()
         key = (identity, tuple(leaves), tuple(devices), policy.threads, num_sets)
-        engine = _engines.get(key) if identity else None
+        engine = self._engines.get(key) if identity else None
         if engine is None:
             engine = HostEngine(self.part, leaves, devices, policy.threads, num_sets)
             if identity:
-                _engines[key] = engine
+                self._engines[key] = engine
         return engine
 
     def _at_rest(self, state: Sequence[Any], chunk: dict[int, jax.Array]) -> dict[int, jax.Array]:

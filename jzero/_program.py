@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero import _call, _outputs, _slices, _tiers, _trace
 from jzero._errors import MeshError, OptionError, message
-from jzero._hosted import HostedStep
+from jzero._hosted import Engines, HostedStep
 from jzero._offloaded import OffloadedStep
 from jzero._parts import Parts
 from jzero._run import Runner
@@ -77,7 +77,7 @@ def state_leaves(state: Any, setting: Setting) -> list[Leaf]:
 
 def build(
     step_fn: Callable[..., Any], signature: _call.Signature, setting: Setting, state: Any,
-    arrays: dict[str, Any], static: tuple[tuple[str, Any], ...],
+    arrays: dict[str, Any], static: tuple[tuple[str, Any], ...], engines: Engines,
 ) -> Program:  # fmt: skip
     """Traces the step, decides what goes where, and returns the program that does it.
 
@@ -88,6 +88,7 @@ def build(
       state: the state's tree of `ShapeDtypeStruct`s.
       arrays: the same for every other argument, by name.
       static: the static arguments.
+      engines: of this step's other programs, on the host.
     """
     state_avals, state_tree = jax.tree.flatten(state)
     array_avals, arrays_tree = jax.tree.flatten(arrays)
@@ -157,7 +158,7 @@ def build(
         setting, plan.leaves, traced, links, tuple(specs), tuple(outputs), update.apart, update.boundary
     )  # fmt: skip
     state_shardings = shardings_of(plan.leaves, setting.mesh)
-    plan, run, step = _runs(runner, plan, update, state_shardings)
+    plan, run, step = _runs(runner, plan, update, state_shardings, engines)
     return Program(
         plan,
         run,
@@ -170,14 +171,14 @@ def build(
 
 
 def _runs(
-    runner: Runner, plan: Plan, update: UpdatePart, shardings: list[NamedSharding]
+    runner: Runner, plan: Plan, update: UpdatePart, shardings: list[NamedSharding], engines: Engines
 ) -> tuple[Plan, Callable[..., Any], Any]:
     """The plan, the step as a function of whole arrays, and compiled, as the policy has it."""
     policy = runner.setting.options.offload
     if isinstance(policy, PinnedHost):
         return _streamed(runner, plan, update, policy, shardings)
     if isinstance(policy, HostCPU):
-        hosted = HostedStep(runner, update, policy, shardings)
+        hosted = HostedStep(runner, update, policy, shardings, engines)
         return plan, hosted.run, hosted
     run = runner.whole_step()
     # Else XLA would choose over the automatic axes, and the next step would move the state back.

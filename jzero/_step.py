@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jzero import _call, _host_memory, _identity, _jaxpr, _placing, _processes, _program, _setting
 from jzero._batch import Batch
-from jzero._errors import MeshError, OptionError, message
+from jzero._errors import MeshError, OptionError, StateError, message
 from jzero._host_array import HostArray
 from jzero._options import Options, axis_tuple
 from jzero._padded import PaddedArray
@@ -215,6 +216,7 @@ class ShardedTrainStep:
         # By what is quick to ask of a call; an array and its shape then are two keys of one program.
         self._seen: dict[Any, _program.Program] = {}
         self._layouts: dict[Any, tuple[_plan.LeafPlan, ...]] = {}
+        self._engines: Any = weakref.WeakValueDictionary()
         self._agreed: set[int] = set()  # programs that all processes have built alike, by id
         # Of the last plans and shardings, since every step asks: hundreds of leaves take 0.7 ms.
         self._places: tuple[Any, Any, list[_placing.Place]] | None = None
@@ -328,13 +330,18 @@ class ShardedTrainStep:
         (1.0, 0.9875)
 
         Raises:
-          StateError: a step has consumed it.
+          StateError: a step has consumed it, or it is another step's.
         """
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(state, leaves)
         pending = next((x.pending for x in leaves if isinstance(x, HostArray) and x.pending), None)
         if pending is None:
             return state
+        if not isinstance(self._options.offload, HostCPU):
+            raise StateError(message(
+                "flush", "the state waits for gradients, and this train_step keeps none on the host",
+                "A step applies what it has computed.",
+                "Call flush of the train_step that returned the state."))  # fmt: skip
         step = pending.step
         new = step.flush(self._place_state(state, leaves, step.leaves, step.shardings))
         return jax.tree.unflatten(tree, _placing.wrap(new, step.leaves))
@@ -522,7 +529,7 @@ class ShardedTrainStep:
         key = (setting, tree, call.static, _avals_key(leaves))
         if key not in self._programs:
             self._programs[key] = _program.build(
-                self._step_fn, self._signature, setting, state, arrays, call.static
+                self._step_fn, self._signature, setting, state, arrays, call.static, self._engines
             )
             state_key = _state_key(setting, *jax.tree.flatten(state))
             self._layouts[state_key] = self._programs[key].plan.leaves

@@ -44,7 +44,9 @@ def decide(leaves: Leaves, frame: Frame, setting: Setting) -> tuple[Leaves, Upda
     update = _pieces.cut_update(frame, offloaded)
     if isinstance(policy, HostCPU):
         _check_hosted(policy, leaves, frame, update, staying, setting)
-        resting = _shared(resting, update.pieces, _share(policy, resting, setting))
+        resting = _shared(
+            resting, update.pieces, _share(policy, resting, setting), policy.ratio == "auto"
+        )
     return resting, update
 
 
@@ -98,7 +100,7 @@ def _share(policy: HostCPU, leaves: Leaves, setting: Setting) -> float:
     return _bandwidth.share(found, moving, params)
 
 
-def _shared(leaves: Leaves, pieces: Sequence[Piece], ratio: float) -> Leaves:
+def _shared(leaves: Leaves, pieces: Sequence[Piece], ratio: float, measured: bool) -> Leaves:
     """The leaves with those back on the devices that `ratio`, a share of all bytes, leaves there."""
     if ratio == 1:
         return leaves
@@ -112,8 +114,10 @@ def _shared(leaves: Leaves, pieces: Sequence[Piece], ratio: float) -> Leaves:
         if held + nbytes <= most:
             host |= set(_pieces.leaves_of(group))
             held += nbytes
+    smallest = min(together, key=lambda group: _pieces.nbytes_of(group, sizes))
+    if not host and measured:
+        host = set(_pieces.leaves_of(smallest))
     if not host:
-        smallest = min(together, key=lambda group: _pieces.nbytes_of(group, sizes))
         least = _pieces.nbytes_of(smallest, sizes) / (most / ratio)
         paths = [leaves[i].path for i in _pieces.leaves_of(smallest)]
         more = ", ..." if len(paths) > 3 else ""

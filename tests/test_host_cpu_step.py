@@ -1,7 +1,6 @@
 """Steps with optimizer state on the host, looked at: what crosses, staleness, failures, refusals."""
 
 import re
-import weakref
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import jzero
 import optimizers
 import small
 import test_optimizers
-from jzero import _host_engine, _hosted
+from jzero import _host_engine, _host_memory, _hosted
 from jzero.offload import _bandwidth
 from test_offload import BATCH, SHAPES, make_step, new_state
 
@@ -73,7 +72,6 @@ def watched(monkeypatch):
                 yield chunk
 
     monkeypatch.setattr(_hosted, "HostEngine", Watched)
-    monkeypatch.setattr(_hosted, "_engines", weakref.WeakValueDictionary())
     return down, up
 
 
@@ -330,13 +328,16 @@ def test_an_argument_that_the_update_reads():
 def test_a_state_that_waits_cannot_be_read_or_saved(tmp_path):
     train_step = on(2, policy=jzero.HostCPU(delayed_update=True, delay_after=0))
     state, _ = train_step(new_state(ADAMW), BATCH)
-    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+    with jzero.Checkpointer(tmp_path, train_step, save_interval_steps=2) as checkpointer:
+        assert checkpointer.is_due(1)  # the first one
         with pytest.raises(jzero.StateError, match=r"state = train_step\.flush\(state\) first"):
             checkpointer.save(1, state)
         with pytest.raises(jzero.StateError, match=r"flush\(state\) first"):
             np.asarray(hosted(state)[0])
         state = train_step.flush(state)
         checkpointer.save(1, state)
+        assert [checkpointer.is_due(step) for step in (1, 2, 3)] == [False, True, False]
+        assert checkpointer.is_due(3, force=True)
         state, _ = train_step(state, BATCH)
         state = train_step.flush(state)
         other = checkpointer.restore(jax.eval_shape(lambda: new_state(ADAMW)))
@@ -365,6 +366,31 @@ def test_a_last_batch_of_another_shape():
         assert_same(state[0], loop.params)
     loop.flush()
     assert_same(train_step.flush(state), (loop.params, loop.opt_state))
+
+
+def test_a_state_is_flushed_by_the_step_that_returned_it():
+    train_step = on(2, policy=jzero.HostCPU(delayed_update=True, delay_after=0))
+    state, _ = train_step(new_state(ADAMW), BATCH)
+    other = on(2, policy=jzero.NoOffload())
+    with pytest.raises(
+        jzero.StateError, match="Call flush of the train_step that returned the state"
+    ):
+        other.flush(state)
+    train_step.flush(state)
+
+
+def test_memory_for_what_is_on_its_way(monkeypatch, tmp_path):
+    """There was enough for the state, and is too little for gradients: said before anything is lost."""
+    train_step = on(2)
+    state = train_step.shard(new_state(ADAMW), BATCH)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemAvailable: 1 kB\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(_host_memory, "ROOT", tmp_path)
+        says = r"needs \d+ bytes \([\d.]+ KiB\) of the host's memory for gradients and parameters on their"
+        with pytest.raises(jzero.OptionError, match=says):
+            train_step(state, BATCH)
+    train_step(state, BATCH)
 
 
 def test_batches_of_two_shapes_share_an_engine():
@@ -682,6 +708,14 @@ def test_a_share_goes_by_what_crosses(monkeypatch):
     for stage in (1, 3):
         on(4, policy=jzero.HostCPU(ratio="auto"), stage=stage).plan(new_state(ADAMW), BATCH)
     assert asked[0] == asked[1]
+
+
+def test_a_measured_share_is_at_least_the_smallest(monkeypatch):
+    """The device is so much faster that the host should have nothing."""
+    found = _bandwidth.Bandwidths(host=1.0, device=1e12, link=1.0)
+    monkeypatch.setattr(_bandwidth, "measure", lambda *_: found)
+    plan = on(2, policy=jzero.HostCPU(ratio="auto")).plan(new_state(ADAMW), BATCH)
+    assert 0 < share(plan) < 0.01
 
 
 def test_no_share_is_measured_without_devices():

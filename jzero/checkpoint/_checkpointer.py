@@ -84,6 +84,11 @@ class Checkpointer:
             if stop:
                 break
 
+    With `HostCPU(delayed_update=True)`, a state that is to be saved is flushed first::
+
+        if checkpointer.is_due(step, force=stop):
+            state = train_step.flush(state)
+
     With several processes, all of them make the same calls. Saving copies the state to the host and writes it
     in the background, so the next step may consume it: at most one copy of what rests on this host and on its
     devices, and 256 MiB, or one leaf, of what is being written. Restoring reads each shard straight to its
@@ -156,7 +161,7 @@ class Checkpointer:
         At the end of a training call `wait` or `close` (or use `with`): what is still being written when
         the interpreter ends is lost.
         """
-        if not self._is_due(step, force):
+        if not self.is_due(step, force=force):
             return False
         leaves = jax.tree.leaves(state)
         _placing.check_alive(state, leaves)
@@ -178,6 +183,22 @@ class Checkpointer:
             )
         self._last = step
         return True
+
+    def is_due(self, step: int, *, force: bool = False) -> bool:
+        """Whether `save` would save this step; to flush a delayed update only then.
+
+        Raises:
+          CheckpointError: there is a later step.
+        """
+        step, latest = _step_number(step), self._manager.latest_step()
+        if step == self._last:
+            return False
+        if latest is not None and step <= latest:
+            raise CheckpointError(message(
+                "Checkpointer.save", f"step {step} is not after step {latest} of {self._directory}",
+                "Steps are saved in order.", "To go back to an earlier step, remove the directories of those "
+                "after it first, or save to another directory."))  # fmt: skip
+        return force or self._manager.should_save(step)
 
     def restore(
         self,
@@ -259,17 +280,6 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _is_due(self, step: int, force: bool) -> bool:
-        step, latest = _step_number(step), self._manager.latest_step()
-        if step == self._last:
-            return False
-        if latest is not None and step <= latest:
-            raise CheckpointError(message(
-                "Checkpointer.save", f"step {step} is not after step {latest} of {self._directory}",
-                "Steps are saved in order.", "To go back to an earlier step, remove the directories of those "
-                "after it first, or save to another directory."))  # fmt: skip
-        return force or self._manager.should_save(step)
 
     def _notes(self, state: Any) -> dict[str, Any]:
         """What a reader may want to know that the files do not say: roles, if a step has run."""

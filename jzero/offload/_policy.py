@@ -94,8 +94,8 @@ class HostCPU:
     2 Psi of gradients and 2 Psi of parameters (4 Psi with `delayed_update`).
 
     An update that needs other devices' shards (the norms of LAMB, Adafactor's means) is refused by name on
-    more than one device; `PinnedHost` can do it. If a step fails before the host has begun to overwrite
-    state, the state is as before; after that (an interruption) it is consumed.
+    more than one device; `PinnedHost` can do it. If a step fails before the host (with a `ratio`, before the
+    devices) has begun to overwrite state, the state is as before; after that, it is consumed.
 
     >>> import jax, jax.numpy as jnp, optax, jzero
     >>> tx = jzero.master_weights(optax.adamw(1e-2))
