@@ -45,7 +45,11 @@ temperature = 0.7
 # ---------------------------------------------------------------------------------------------
 
 HERE = Path(__file__).parent
-
+OFFLOAD: dict[str, Callable[..., Any]] = {
+    "none": jzero.NoOffload,
+    "pinned": jzero.PinnedHost,
+    "host": jzero.HostCPU,
+}
 
 # Where launchers say how many processes they started: by hand, mpirun, srun.
 PROCESS_COUNTS = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -101,10 +105,20 @@ def parse_args(
         add("--reduce-dtype", choices=["float32", "bfloat16"], help="of gradients on the way")
         add("--nodes", type=positive, default=1, help="stage 3 keeps parameters inside each node")
         add("--bfloat16-params", action="store_true", help="with float32 masters in the optimizer")
+        add("--offload", default="none", choices=OFFLOAD, help="where optimizer state rests")
+        add("--device-bytes", type=positive, help="of it on each device at a time (pinned)")
+        add("--delayed", action="store_true", default=None, dest="delayed_update",
+            help="update while the devices compute the next step (host)")  # fmt: skip
+        add("--delay-after", type=int, help="steps that are not delayed (host)")
+        add("--ratio", type=share, help="of it on the host, from 0 to 1, or auto (host)")
         add("--checkpoints", type=Path, help="folder to save to, and to go on from")
         add("--save-every", type=positive, default=100, help="steps between checkpoints")
     add("--out", type=Path, default=HERE / out, help="folder for the results")
     args = parser.parse_args()
+    try:
+        offload_policy(args)
+    except (TypeError, jzero.OptionError) as error:  # a TypeError: of another policy
+        parser.error(f"--offload {args.offload}: {error}")
     num_processes = connect()
     # The flags concern CPU devices only. XLA reads them when the first device is asked for, not at
     # import, and of two settings the last one counts.
@@ -132,6 +146,10 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float | str:
+    return text if text == "auto" else float(text)
+
+
 def environment(num_devices: int | None) -> dict[str, Any]:
     """The date, versions and hardware that every result is recorded with."""
     packages = ["jax", "jaxlib", "flax", "optax", "numpy"]
@@ -157,8 +175,19 @@ def sharding_options(args: argparse.Namespace) -> dict[str, Any]:
         options |= {"param_axes": "local"} if args.stage == 3 else {}
     else:
         options["mesh"] = jax.make_mesh((len(devices),), ("data",), devices=devices)
-    names = ("accumulate", "reduce", "gather", "reduce_dtype")
-    return options | {name: vars(args)[name] for name in names if vars(args).get(name)}
+    options |= given(args, "accumulate", "reduce", "gather", "reduce_dtype")
+    return options | {"offload": offload_policy(args)}
+
+
+def offload_policy(args: argparse.Namespace) -> jzero.NoOffload | jzero.PinnedHost | jzero.HostCPU:
+    """Where the command line wants optimizer state to rest."""
+    options = given(args, "device_bytes", "delayed_update", "delay_after", "ratio")
+    return OFFLOAD[vars(args).get("offload", "none")](**options)
+
+
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of the options that the command line has."""
+    return {name: vars(args)[name] for name in names if vars(args).get(name) is not None}
 
 
 def cast_params(args: argparse.Namespace, params: Any) -> Any:
