@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -120,16 +121,7 @@ def parse_args(
     except (TypeError, jzero.OptionError) as error:  # a TypeError: of another policy
         parser.error(f"--offload {args.offload}: {error}")
     num_processes = connect()
-    # The flags concern CPU devices only. XLA reads them when the first device is asked for, not at
-    # import, and of two settings the last one counts.
-    per_process = max((args.devices or 8) // num_processes, 1)
-    flags = [f"--xla_force_host_platform_device_count={per_process}"]
-    if num_processes == 1:
-        # Virtual devices may wait for each other for ever under this scheduler. Without it, processes
-        # may call collectives in different orders (docs/design.md, 7).
-        flags += ["--xla_cpu_enable_concurrency_optimized_scheduler=false"]
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
-    os.environ.setdefault("PJRT_NPROC", "32")  # threads: collectives that wait hold one each
+    use_virtual_devices(max((args.devices or 8) // num_processes, 1), num_processes)
     num_devices = args.devices or jax.device_count()
     if num_devices > jax.device_count():
         parser.error(f"--devices {num_devices}: there are {jax.device_count()} {jax.devices()}")
@@ -138,6 +130,19 @@ def parse_args(
     if args.batch_size % num_devices:
         parser.error(f"--batch-size {args.batch_size} does not divide by {num_devices} devices")
     return args
+
+
+def use_virtual_devices(num: int, num_processes: int = 1) -> None:
+    """So many CPU devices in each process, where there are no others. Before JAX touches a device."""
+    # XLA reads its flags when the first device is asked for, not at import, and of two settings the
+    # last one counts.
+    flags = [f"--xla_force_host_platform_device_count={num}"]
+    if num_processes == 1:
+        # Virtual devices may wait for each other for ever under this scheduler. Without it, processes
+        # may call collectives in different orders (docs/design.md, 7).
+        flags += ["--xla_cpu_enable_concurrency_optimized_scheduler=false"]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+    os.environ.setdefault("PJRT_NPROC", "32")  # threads: collectives that wait hold one each
 
 
 def positive(text: str) -> int:
@@ -230,7 +235,7 @@ def report(
     apply: Callable,
     params: Any,
 ) -> None:
-    """Evaluates `apply(params, tokens)`; writes loss.png and sample.txt.
+    """Evaluates `apply(params, tokens)`; writes loss.png, sample.txt and held_out.json.
 
     `losses` are those of all steps, in nats per byte.
     """
@@ -238,6 +243,8 @@ def report(
     prompt, continuation = sample(text.held_out, apply, params, args.seed)
     plot_loss(args.out / "loss.png", losses, held_out, args)
     (args.out / "sample.txt").write_text(f"{prompt}{continuation}\n")
+    numbers = {**environment(args.devices), "held_out_loss_nats_per_byte": held_out}
+    (args.out / "held_out.json").write_text(json.dumps(numbers, indent=1) + "\n")
 
     console = Console(highlight=False)
     console.rule("sample: the beginning of a held-out file (dim), continued by the model")
@@ -248,7 +255,7 @@ def report(
         f"{args.steps} steps at {tokens_per_second:,.0f} tokens/s\n"
         f"training loss {np.mean(losses[-20:]):.3f} nats/byte (mean of the last 20 steps)\n"
         f"held-out loss {held_out:.3f} nats/byte ({text.num_files[1]} files never trained on)\n"
-        f"metrics.csv, loss.png and sample.txt are in {os.path.relpath(args.out)}"
+        f"metrics.csv, held_out.json, loss.png and sample.txt are in {os.path.relpath(args.out)}"
     )
 
 
