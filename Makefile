@@ -7,7 +7,7 @@
 #   make fsdp2        the same small GPT by jzero and by PyTorch's FSDP2, in turns (installs torch)
 #   make host-update  updates in host memory by jzero, DeepSpeed, PyTorch and XLA, in turns (installs torch)
 #   make offload-traffic  bytes at rest and on the way, with and without offload, counted in arrays; two minutes
-#   make offload-delayed  loss with delayed updates beside that without, two seeds; a quarter of an hour
+#   make offload-delayed  loss with delayed updates beside that without, at three learning rates; a quarter of an hour
 #   make offload-timeline what devices and host do in time, drawn from traces; a minute
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-gpu     the tests that need a GPU, with GPU_PYTHON (a JAX that sees it; test dependencies)

@@ -99,6 +99,7 @@ def parse_args(
     add("--steps", type=positive, default=steps, help="optimizer steps")
     add("--batch-size", type=positive, default=16, help="sequences per step, over all devices")
     add("--seed", type=int, default=0, help="of parameters, batches and sample")
+    add("--learning-rate", type=float, default=peak_learning_rate, help="at its peak")
     if choose_stage:
         add("--accumulate", type=positive, default=1, help="microbatches per step and device")
         add("--reduce", choices=["once", "each"], help="gradients of microbatches (stage 3)")
@@ -202,17 +203,17 @@ def cast_params(args: argparse.Namespace, params: Any) -> Any:
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-    tx = adamw(args.steps)
+    tx = adamw(args.steps, vars(args).get("learning_rate", peak_learning_rate))
     return jzero.master_weights(tx) if vars(args).get("bfloat16_params") else tx
 
 
-def adamw(steps: int) -> optax.GradientTransformation:
+def adamw(steps: int, learning_rate: float) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
-        peak_value=peak_learning_rate,
+        peak_value=learning_rate,
         warmup_steps=min(warmup_steps, steps // 2),
         decay_steps=max(steps, 2),
-        end_value=peak_learning_rate / 20,
+        end_value=learning_rate / 20,
     )
     return optax.chain(
         optax.clip_by_global_norm(clip_norm),
