@@ -87,7 +87,7 @@ def row(run: Run, training: Training, plain: Training) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| peak learning rate | update | seed | held-out loss | above no offload | largest of a step's loss |",
+        "| peak learning rate | update | seed | held-out loss | above no offload | largest of a step |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for x in rows:
