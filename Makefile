@@ -6,6 +6,9 @@
 #   make compile-tables   compile for GPUs what the tables lack; COMPILE_ARGS="--again ''" for all, half an hour
 #   make fsdp2        the same small GPT by jzero and by PyTorch's FSDP2, in turns (installs torch)
 #   make host-update  updates in host memory by jzero, DeepSpeed, PyTorch and XLA, in turns (installs torch)
+#   make offload-traffic  bytes at rest and on the way, with and without offload, counted in arrays; two minutes
+#   make offload-delayed  loss with delayed updates beside that without, at three learning rates; a quarter of an hour
+#   make offload-timeline what devices and host do in time, drawn from traces; a minute
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-gpu     the tests that need a GPU, with GPU_PYTHON (a JAX that sees it; test dependencies)
 #   make one-gpu      these, and offload's speed and memory on one GPU, in ten minutes
@@ -23,6 +26,7 @@ FSDP2_ARGS ?=
 HOST_UPDATE_ARGS ?=
 ONE_GPU_ARGS ?=
 GPU_PYTHON ?= $(BIN)/python
+OFFLOAD_ARGS ?=
 # Tracing and compiling small programs is what takes the time, most of it in one thread; a second
 # worker costs a fifth more processor time (references are computed once per worker).
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
@@ -30,7 +34,8 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 SOURCES := jzero tests experiments
 
-.PHONY: train compare tables compile-tables fsdp2 host-update one-gpu test test-gpu test-newest lint clean
+.PHONY: train compare tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
+    offload-timeline one-gpu test test-gpu test-newest lint clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
@@ -51,6 +56,15 @@ fsdp2: .venv-fsdp2/installed
 host-update: .venv-host-update/installed
 	PATH="$(CURDIR)/.venv-host-update/bin:$$PATH" DS_ACCELERATOR=cpu JAX_PLATFORMS=cpu \
 	    .venv-host-update/bin/python experiments/offload/host_update/compare.py $(HOST_UPDATE_ARGS)
+
+offload-traffic: .venv/installed
+	$(BIN)/python experiments/offload/traffic/measure.py $(OFFLOAD_ARGS)
+
+offload-delayed: .venv/installed
+	$(BIN)/python experiments/offload/delayed/compare.py $(OFFLOAD_ARGS)
+
+offload-timeline: .venv/installed
+	$(BIN)/python experiments/offload/timeline/timeline.py $(OFFLOAD_ARGS)
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)

@@ -96,7 +96,8 @@ class HostEngine:
     def prepare(self, state: Sequence[HostArray], reads: Sequence[jax.Array]) -> None:
         """Does everything that can fail, and overwrites nothing. Waits for `reads`, in pinned memory."""
         # All devices, those that are replicas too: parameters are freed after this.
-        jax.block_until_ready(list(reads))
+        with jax.profiler.TraceAnnotation("jzero: wait for gradients"):
+            jax.block_until_ready(list(reads))
         inputs = [
             [*(x.addressable_data(k) for x in reads), *indices]
             for k, indices in zip(self._at, self._indices, strict=True)
@@ -117,7 +118,8 @@ class HostEngine:
             for i in done:
                 self._complete(outputs.views[i], self._padding_of_outs[i])
             places = [self._places[i] for i in done]
-            sent = jax.device_put([outputs.arrays[i] for i in done], places)
+            with jax.profiler.TraceAnnotation("jzero: send parameters"):
+                sent = jax.device_put([outputs.arrays[i] for i in done], places)
             yield {self._part.outs[i]: x for i, x in zip(done, sent, strict=True)}
         for buffers, padding in zip(self._buffers, self._padding_of_leaves, strict=True):
             for buffer, index in zip(buffers, padding, strict=True):

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -45,7 +46,11 @@ temperature = 0.7
 # ---------------------------------------------------------------------------------------------
 
 HERE = Path(__file__).parent
-
+OFFLOAD: dict[str, Callable[..., Any]] = {
+    "none": jzero.NoOffload,
+    "pinned": jzero.PinnedHost,
+    "host": jzero.HostCPU,
+}
 
 # Where launchers say how many processes they started: by hand, mpirun, srun.
 PROCESS_COUNTS = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -94,6 +99,7 @@ def parse_args(
     add("--steps", type=positive, default=steps, help="optimizer steps")
     add("--batch-size", type=positive, default=16, help="sequences per step, over all devices")
     add("--seed", type=int, default=0, help="of parameters, batches and sample")
+    add("--learning-rate", type=float, default=peak_learning_rate, help="at its peak")
     if choose_stage:
         add("--accumulate", type=positive, default=1, help="microbatches per step and device")
         add("--reduce", choices=["once", "each"], help="gradients of microbatches (stage 3)")
@@ -101,21 +107,22 @@ def parse_args(
         add("--reduce-dtype", choices=["float32", "bfloat16"], help="of gradients on the way")
         add("--nodes", type=positive, default=1, help="stage 3 keeps parameters inside each node")
         add("--bfloat16-params", action="store_true", help="with float32 masters in the optimizer")
+        add("--offload", default="none", choices=OFFLOAD, help="where optimizer state rests")
+        add("--device-bytes", type=positive, help="of it on each device at a time (pinned)")
+        add("--delayed", action="store_true", default=None, dest="delayed_update",
+            help="update while the devices compute the next step (host)")  # fmt: skip
+        add("--delay-after", type=int, help="steps that are not delayed (host)")
+        add("--ratio", type=share, help="of it on the host, from 0 to 1, or auto (host)")
         add("--checkpoints", type=Path, help="folder to save to, and to go on from")
         add("--save-every", type=positive, default=100, help="steps between checkpoints")
     add("--out", type=Path, default=HERE / out, help="folder for the results")
     args = parser.parse_args()
+    try:
+        offload_policy(args)
+    except (TypeError, jzero.OptionError) as error:  # a TypeError: of another policy
+        parser.error(f"--offload {args.offload}: {error}")
     num_processes = connect()
-    # The flags concern CPU devices only. XLA reads them when the first device is asked for, not at
-    # import, and of two settings the last one counts.
-    per_process = max((args.devices or 8) // num_processes, 1)
-    flags = [f"--xla_force_host_platform_device_count={per_process}"]
-    if num_processes == 1:
-        # Virtual devices may wait for each other for ever under this scheduler. Without it, processes
-        # may call collectives in different orders (docs/design.md, 7).
-        flags += ["--xla_cpu_enable_concurrency_optimized_scheduler=false"]
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
-    os.environ.setdefault("PJRT_NPROC", "32")  # threads: collectives that wait hold one each
+    use_virtual_devices(max((args.devices or 8) // num_processes, 1), num_processes)
     num_devices = args.devices or jax.device_count()
     if num_devices > jax.device_count():
         parser.error(f"--devices {num_devices}: there are {jax.device_count()} {jax.devices()}")
@@ -126,10 +133,27 @@ def parse_args(
     return args
 
 
+def use_virtual_devices(num: int, num_processes: int = 1) -> None:
+    """So many CPU devices in each process, where there are no others. Before JAX touches a device."""
+    # XLA reads its flags when the first device is asked for, not at import, and of two settings the
+    # last one counts.
+    flags = [f"--xla_force_host_platform_device_count={num}"]
+    if num_processes == 1:
+        # Virtual devices may wait for each other for ever under this scheduler. Without it, processes
+        # may call collectives in different orders (docs/design.md, 7).
+        flags += ["--xla_cpu_enable_concurrency_optimized_scheduler=false"]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+    os.environ.setdefault("PJRT_NPROC", "32")  # threads: collectives that wait hold one each
+
+
 def positive(text: str) -> int:
     if int(text) < 1:
         raise ValueError
     return int(text)
+
+
+def share(text: str) -> float | str:
+    return text if text == "auto" else float(text)
 
 
 def environment(num_devices: int | None) -> dict[str, Any]:
@@ -157,8 +181,19 @@ def sharding_options(args: argparse.Namespace) -> dict[str, Any]:
         options |= {"param_axes": "local"} if args.stage == 3 else {}
     else:
         options["mesh"] = jax.make_mesh((len(devices),), ("data",), devices=devices)
-    names = ("accumulate", "reduce", "gather", "reduce_dtype")
-    return options | {name: vars(args)[name] for name in names if vars(args).get(name)}
+    options |= given(args, "accumulate", "reduce", "gather", "reduce_dtype")
+    return options | {"offload": offload_policy(args)}
+
+
+def offload_policy(args: argparse.Namespace) -> jzero.NoOffload | jzero.PinnedHost | jzero.HostCPU:
+    """Where the command line wants optimizer state to rest."""
+    options = given(args, "device_bytes", "delayed_update", "delay_after", "ratio")
+    return OFFLOAD[vars(args).get("offload", "none")](**options)
+
+
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of the options that the command line has."""
+    return {name: vars(args)[name] for name in names if vars(args).get(name) is not None}
 
 
 def cast_params(args: argparse.Namespace, params: Any) -> Any:
@@ -168,17 +203,17 @@ def cast_params(args: argparse.Namespace, params: Any) -> Any:
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-    tx = adamw(args.steps)
+    tx = adamw(args.steps, vars(args).get("learning_rate", peak_learning_rate))
     return jzero.master_weights(tx) if vars(args).get("bfloat16_params") else tx
 
 
-def adamw(steps: int) -> optax.GradientTransformation:
+def adamw(steps: int, learning_rate: float) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
-        peak_value=peak_learning_rate,
+        peak_value=learning_rate,
         warmup_steps=min(warmup_steps, steps // 2),
         decay_steps=max(steps, 2),
-        end_value=peak_learning_rate / 20,
+        end_value=learning_rate / 20,
     )
     return optax.chain(
         optax.clip_by_global_norm(clip_norm),
@@ -201,7 +236,7 @@ def report(
     apply: Callable,
     params: Any,
 ) -> None:
-    """Evaluates `apply(params, tokens)`; writes loss.png and sample.txt.
+    """Evaluates `apply(params, tokens)`; writes loss.png, sample.txt and held_out.json.
 
     `losses` are those of all steps, in nats per byte.
     """
@@ -209,6 +244,8 @@ def report(
     prompt, continuation = sample(text.held_out, apply, params, args.seed)
     plot_loss(args.out / "loss.png", losses, held_out, args)
     (args.out / "sample.txt").write_text(f"{prompt}{continuation}\n")
+    numbers = {**environment(args.devices), "held_out_loss_nats_per_byte": held_out}
+    (args.out / "held_out.json").write_text(json.dumps(numbers, indent=1) + "\n")
 
     console = Console(highlight=False)
     console.rule("sample: the beginning of a held-out file (dim), continued by the model")
@@ -219,7 +256,7 @@ def report(
         f"{args.steps} steps at {tokens_per_second:,.0f} tokens/s\n"
         f"training loss {np.mean(losses[-20:]):.3f} nats/byte (mean of the last 20 steps)\n"
         f"held-out loss {held_out:.3f} nats/byte ({text.num_files[1]} files never trained on)\n"
-        f"metrics.csv, loss.png and sample.txt are in {os.path.relpath(args.out)}"
+        f"metrics.csv, held_out.json, loss.png and sample.txt are in {os.path.relpath(args.out)}"
     )
 
 

@@ -64,12 +64,7 @@ def fit(
         checkpointer = None
         if args.checkpoints is not None:
             checkpointer = stack.enter_context(
-                jzero.Checkpointer(
-                    args.checkpoints,
-                    train_step,
-                    max_to_keep=max_to_keep,
-                    save_interval_steps=args.save_every,
-                )
+                jzero.Checkpointer(args.checkpoints, train_step, max_to_keep=max_to_keep)
             )
         first = checkpointer.latest_step() if checkpointer else None
         if checkpointer is None or first is None:
@@ -111,12 +106,14 @@ def train(
             progress.update(task, advance=1, description=text)
             if checkpointer is not None:
                 stop = checkpointer.preempted(history.last)
-                end = stop or history.last == args.steps
-                if checkpointer.save(history.last, state, batches, force=end) and not silent:
-                    write_metrics(args, history)  # A run that is killed writes no others.
+                if stop or history.last == args.steps or history.last % args.save_every == 0:
+                    state = train_step.flush(state)  # One that waits for an update cannot be saved.
+                    checkpointer.save(history.last, state, batches)
+                    if not silent:
+                        write_metrics(args, history)  # A run that is killed writes no others.
                 if stop:
                     break
-    return state, history
+    return train_step.flush(state), history
 
 
 def write_metrics(args: argparse.Namespace, history: History) -> list[float]:

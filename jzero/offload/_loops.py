@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 # Elements of a piece. AdamW reads 512 KB of it: enough that taking the next one costs nothing, and little
@@ -15,6 +16,7 @@ PIECE = 1 << 15
 # A counter is two numbers on cache lines of their own: which piece is next, and, so many numbers behind it,
 # how many are done.
 FINISHED = 16
+UPDATE = "jzero: update"  # as traces have it
 
 # Works on some calls, as many threads as like to; returns how many of them are not done.
 Drive = Callable[[int, int], int]
@@ -110,13 +112,15 @@ class Calls:
 
     def help(self, drive: Drive) -> None:
         """Works on all chunks, in order, until no piece is left to take."""
-        drive(self._at, len(self._table))
+        with jax.profiler.TraceAnnotation(UPDATE):
+            drive(self._at, len(self._table))
 
     def finish(self, drive: Drive, chunk: int) -> None:
         """Works on one chunk until all of it is done."""
         first, end = self._ends[chunk : chunk + 2]
-        while drive(self._at + first * self._row, end - first):
-            time.sleep(0)  # Others are at their last pieces.
+        with jax.profiler.TraceAnnotation(UPDATE):
+            while drive(self._at + first * self._row, end - first):
+                time.sleep(0)  # Others are at their last pieces.
 
     def complete(self, drive: Drive) -> None:
         """Works on all chunks until all is done."""
