@@ -141,9 +141,9 @@ class Report:
             if leaf.tier == DEVICE
         ]
         if staying:
-            more = ", ..." if len(staying) > 8 else ""
+            end = ", ..." if len(staying) > 8 else "."
             lines.append(
-                f"Optimizer state that stays on the devices: {', '.join(staying[:8])}{more}."
+                f"Optimizer state that stays on the devices: {', '.join(staying[:8])}{end}"
             )
         return lines
 
