@@ -227,12 +227,20 @@ class HostArray:
 @functools.cache
 def keepers(mesh: Mesh, axes: tuple[str, ...]) -> tuple[jax.Device, ...]:
     """The devices whose parts this process keeps: of its own at one place along `axes`, the first."""
-    dims = [mesh.axis_names.index(axis) for axis in axes]
     found: dict[tuple[int, ...], jax.Device] = {}
-    for place, device in np.ndenumerate(mesh.devices):
-        if device.process_index == jax.process_index():
-            found.setdefault(tuple(place[dim] for dim in dims), device)
+    for device, place in places(mesh, axes).items():
+        found.setdefault(place, device)
     return tuple(found.values())
+
+
+def places(mesh: Mesh, axes: Sequence[str]) -> dict[jax.Device, tuple[int, ...]]:
+    """Where each device of this process is along `axes`, in the order of the mesh."""
+    dims = [mesh.axis_names.index(axis) for axis in axes]
+    return {
+        device: tuple(place[dim] for dim in dims)
+        for place, device in np.ndenumerate(mesh.devices)
+        if device.process_index == jax.process_index()
+    }
 
 
 def on_host(x: Any, home: Home) -> HostArray:

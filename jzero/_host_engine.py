@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jzero import _call, _host_memory
-from jzero._host_array import HostArray
+from jzero._host_array import HostArray, places
 from jzero._host_part import HostPart, shard_of
 from jzero.offload._host_update import HostUpdate
 from jzero.sharding._plan import LeafPlan
@@ -65,10 +65,12 @@ class HostEngine:
         self.update = HostUpdate(
             part.update, part.state_avals(), part.input_avals(), names=part.names(), threads=threads
         )
-        self._local = [d for d in part.mesh.devices.flat if d.process_index == jax.process_index()]
+        shards, indices = (places(part.mesh, axes) for axes in (part.shard_axes, part.axes))
+        self._local = list(shards)
         self._at = [self._local.index(device) for device in devices]
-        self._like = [self._at[i] for i in part.replica_of(self._local, devices)]
-        self._indices = [_indices(part.mesh, device, part.axes) for device in devices]
+        first = {shards[device]: at for device, at in zip(devices, self._at, strict=True)}
+        self._like = [first[place] for place in shards.values()]
+        self._indices = [[np.asarray(i, np.int32) for i in indices[device]] for device in devices]
         outs, shapes = part.out_avals(), part.out_shapes()
         self._places = [aval.sharding for aval in outs]
         down, up = (
@@ -161,11 +163,6 @@ def _view(x: jax.Array) -> np.ndarray:
         return np.zeros(x.shape, x.dtype)
     memory: Any = (ctypes.c_char * x.nbytes).from_address(x.unsafe_buffer_pointer())
     return np.frombuffer(memory, x.dtype).reshape(x.shape)
-
-
-def _indices(mesh: Any, device: jax.Device, axes: Sequence[str]) -> list[np.ndarray]:
-    place = dict(zip(mesh.axis_names, np.argwhere(mesh.devices == device)[0], strict=True))
-    return [np.asarray(place[axis], np.int32) for axis in axes]
 
 
 def _padding(

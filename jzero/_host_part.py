@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from jzero import _call, _jaxpr
@@ -127,9 +125,8 @@ class HostPart:
 
     def identity(self) -> tuple[Any, ...] | None:
         """Equal for parts that do the same, as for two shapes of a batch; None if nobody can tell."""
-        # What a jaxpr computes is all in its text but for constants, which stand before a semicolon.
-        text = str(self._body.jaxpr)
-        if self._body.constants or re.search(r"lambda\s+[^;\s]", text):
+        text = _jaxpr.whole_text(self._body.jaxpr)
+        if self._body.constants or text is None:
             return None
         crossing = [(x.shape, x.dtype, x.sharding) for x in (*self.read_avals(), *self.out_avals())]
         # The text does not say which argument is which leaf.
@@ -142,15 +139,10 @@ class HostPart:
         invars = self._runner.frame.jaxpr.invars
         return [*(invars[i] for i in self.leaves), *self.reads]
 
-    def replica_of(self, local: Sequence[jax.Device], devices: Sequence[jax.Device]) -> list[int]:
-        """For each local device, the place among `devices` of the one that holds the same shards."""
-        axes = [self.mesh.axis_names.index(a) for a in self._runner.setting.sharding.shard_axes]
-
-        def place(device: jax.Device) -> tuple[int, ...]:
-            return tuple(np.argwhere(self.mesh.devices == device)[0][axes])
-
-        places = list(map(place, devices))
-        return [places.index(place(device)) for device in local]
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which shards differ."""
+        return self._runner.setting.sharding.shard_axes
 
     @property
     def mesh(self) -> Any:

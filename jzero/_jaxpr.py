@@ -8,6 +8,7 @@ merged into `Jaxpr` (0.12), reductions are `psum_invariant` under varying-axes t
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -476,6 +477,13 @@ class Body(NamedTuple):
     axes: list[str]
     constants: list[Any]
     run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+
+
+def whole_text(jaxpr: Any) -> str | None:
+    """The text of a jaxpr, equal for jaxprs that compute the same; None if it does not say all."""
+    text = str(jaxpr)
+    # All is in it but for constants, which stand before a semicolon.
+    return None if re.search(r"lambda\s+[^;\s]", text) else text
 
 
 def body_of_shard_map(fn: Callable[..., Any], *args: Any) -> Body:

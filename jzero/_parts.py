@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,9 +68,8 @@ class Compiled:
         """The program of a turn that will take these values."""
         if (key := (turn.outs, turn.gives)) not in self._of:
             takes = [[values[var] for var in group] for group in (turn.consumes, turn.reads)]
-            # What a jaxpr computes is all in its text but for constants, which stand before a semicolon.
-            text = str(jax.make_jaxpr(turn.run)(*takes))
-            shared = self._share and not re.search(r"lambda\s+[^;\s]", text)
+            text = _jaxpr.whole_text(jax.make_jaxpr(turn.run)(*takes))
+            shared = self._share and text is not None
             # The text does not say how arguments and results are grouped.
             nums = tuple(map(len, (turn.consumes, turn.reads, turn.gives, turn.outs)))
             equal = (text, nums)

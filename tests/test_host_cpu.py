@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import jzero
@@ -12,9 +11,8 @@ import optimizers
 import parity
 import small
 import test_optimizers
-import zoo
 from optimizers import ENTRIES
-from test_offload import BY_DEFAULT, NOTHING_TO_OFFLOAD, STEPS_BY_DEFAULT, ZOO_NOTHING
+from test_offload import SETTINGS, optimizer_names, step_names
 
 pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
@@ -29,13 +27,6 @@ NEEDS_OTHER_DEVICES = {
 }  # fmt: skip
 # XLA keeps more bits of intermediate values than their dtype has, and the host does not.
 ROUNDED = {"adam(bfloat16 moment)"}
-
-
-def optimizer_names():
-    for name in ENTRIES:
-        marks = () if name in BY_DEFAULT else pytest.mark.slow
-        if name not in NOTHING_TO_OFFLOAD:
-            yield pytest.param(name, marks=marks)
 
 
 def rounded(name: str) -> list[Any]:
@@ -73,18 +64,6 @@ def test_optimizers_train_as_on_one_device(name: str):
         train(name, 8)
 
 
-SETTINGS: list[tuple[dict[str, int], dict[str, Any]]] = [
-    *(({"data": num}, dict(stage=stage)) for num in (1, 2, 4, 8) for stage in (0, 1, 2, 3)),
-    ({"data": 2}, dict(stage=3, accumulate=4)),
-    ({"data": 4}, dict(stage=1, accumulate=2)),
-    ({"data": 4}, dict(stage=3, accumulate=2, reduce="once", gather="once_per_step")),
-    ({"node": 2, "local": 2}, dict(stage=3, param_axes="local")),
-    ({"node": 2, "local": 2}, dict(stage=3, param_axes="local", optimizer_axes="local", accumulate=2)),
-    ({"data": 4}, dict(stage=3, full="", prefetch_bytes=0)),
-    ({"data": 4}, dict(stage=2, reduce_dtype=jnp.float32, accumulate=2)),
-]  # fmt: skip
-
-
 def check(name: str, axes: dict[str, int], policy: jzero.HostCPU, **options: Any) -> None:
     sharded = functools.partial(small.shard_train_step, offload=policy, **options)
     parity.check(name, axes, sharded, options)
@@ -96,13 +75,6 @@ def check(name: str, axes: dict[str, int], policy: jzero.HostCPU, **options: Any
 def test_settings_train_as_on_one_device(axes, options):
     check("mlp", axes, jzero.HostCPU(), **options)
     check("mlp", axes, jzero.HostCPU(ratio=0.5, threads=1), **options)
-
-
-def step_names():
-    for name in zoo.NAMES:
-        marks = () if name in STEPS_BY_DEFAULT else pytest.mark.slow
-        if name not in {*ZOO_NOTHING, "mlp"}:
-            yield pytest.param(name, marks=marks)
 
 
 @pytest.mark.parametrize("name", list(step_names()))

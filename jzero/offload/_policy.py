@@ -59,13 +59,11 @@ class PinnedHost:
     tier: ClassVar[str] = "pinned_host"
 
     def __post_init__(self) -> None:
-        num = _int(self.device_bytes)
-        if num is None or num < 1:
-            raise OptionError(message(
-                "PinnedHost", f"device_bytes={self.device_bytes!r}",
-                "It is how many bytes of optimizer state may be on a device at a time, an int from 1.",
-                "Use device_bytes=2**30, or drop it."))  # fmt: skip
-        object.__setattr__(self, "device_bytes", num)
+        _make_int(
+            self, "device_bytes", 1,
+            "It is how many bytes of optimizer state may be on a device at a time, an int from 1.",
+            "Use device_bytes=2**30, or drop it.",
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,18 +144,16 @@ class HostCPU:
                 "HostCPU", f"delayed_update={self.delayed_update!r}", "It is True or False.",
                 "Use delayed_update=True to let host and devices work at the same time."))  # fmt: skip
         if self.delay_after is not None:
-            num = _int(self.delay_after)
-            if num is None or num < 0:
-                raise OptionError(message(
-                    "HostCPU", f"delay_after={self.delay_after!r}",
-                    "It is the number of steps that are not delayed, an int from 0.",
-                    "Use delay_after=40, or drop it."))  # fmt: skip
+            _make_int(
+                self, "delay_after", 0,
+                "It is the number of steps that are not delayed, an int from 0.",
+                "Use delay_after=40, or drop it.",
+            )  # fmt: skip
             if not self.delayed_update:
                 raise OptionError(message(
                     "HostCPU", f"delay_after={self.delay_after!r} without delayed_update",
                     "It is the number of steps before updates are delayed.",
                     "Drop it, or use delayed_update=True."))  # fmt: skip
-            object.__setattr__(self, "delay_after", num)
         if self.ratio != "auto":
             share = _float(self.ratio)
             if share is None or not 0 < share <= 1:
@@ -167,12 +163,10 @@ class HostCPU:
                     "Use a number in this range, 'auto', or drop it."))  # fmt: skip
             object.__setattr__(self, "ratio", share)
         if self.threads is not None:
-            num = _int(self.threads)
-            if num is None or num < 1:
-                raise OptionError(message(
-                    "HostCPU", f"threads={self.threads!r}", "It is how many threads update, an int from 1.",
-                    "Drop it to use all processors that this process may use."))  # fmt: skip
-            object.__setattr__(self, "threads", num)
+            _make_int(
+                self, "threads", 1, "It is how many threads update, an int from 1.",
+                "Drop it to use all processors that this process may use.",
+            )  # fmt: skip
 
     def delays(self, num_steps: int) -> bool:
         """Whether the update of a step is delayed that has so many steps before it."""
@@ -190,14 +184,16 @@ def _float(x: Any) -> float | None:
         return None
 
 
-def _int(x: Any) -> int | None:
-    """An int, of NumPy's, too; None if it is none."""
-    if isinstance(x, bool):
-        return None
+def _make_int(policy: Any, name: str, least: int, rule: str, edit: str) -> None:
+    """Makes a field an int, of NumPy's, too; raises an error if it is none, or less than `least`."""
+    value = getattr(policy, name)
     try:
-        return operator.index(x)
+        num = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        return None
+        num = None
+    if num is None or num < least:
+        raise OptionError(message(type(policy).__name__, f"{name}={value!r}", rule, edit))
+    object.__setattr__(policy, name, num)
 
 
 Offload = NoOffload | PinnedHost | HostCPU
