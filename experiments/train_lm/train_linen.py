@@ -7,6 +7,7 @@ python experiments/train_lm/train_linen.py --batch-size 256 --seed 1 --out /tmp/
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import flax.linen as nn
@@ -65,8 +66,8 @@ def train_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, dict[st
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 
-def train(args: argparse.Namespace, text: data.Text):
-    """Returns the trained parameters, whole, and the history of the run."""
+def make_init(args: argparse.Namespace) -> Callable[[], TrainState]:
+    """A function that makes the state, of the size that `common` has now."""
     model, tx = GPT(), common.make_optimizer(args)
 
     def init() -> TrainState:
@@ -75,8 +76,13 @@ def train(args: argparse.Namespace, text: data.Text):
         params = common.cast_params(args, params)
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
+    return init
+
+
+def train(args: argparse.Namespace, text: data.Text):
+    """Returns the trained parameters, whole, and the history of the run."""
     sharded_step = jzero.shard_train_step(train_step, **common.sharding_options(args))
-    state, history = loop.fit(sharded_step, init, text.train, args)
+    state, history = loop.fit(sharded_step, make_init(args), text.train, args)
     return jax.device_get(sharded_step.unshard(state).params), history
 
 

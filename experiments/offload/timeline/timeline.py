@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.training.train_state import TrainState
 
 import jzero
 import lanes
@@ -41,15 +40,7 @@ WARM_UP = 4  # steps that compile, and touch all memory
 
 def record(policy: Any, args: argparse.Namespace, folder: Path) -> None:
     """Traces some steps of a training."""
-    model = train_linen.GPT()
-    settings = argparse.Namespace(steps=100, bfloat16_params=True)
-    tx = common.make_optimizer(settings)
-
-    def init() -> TrainState:
-        tokens = jnp.zeros((1, common.context), jnp.int32)
-        params = common.cast_params(settings, model.init(jax.random.key(0), tokens)["params"])
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-
+    init = train_linen.make_init(argparse.Namespace(steps=100, seed=0, bfloat16_params=True))
     mesh = jax.make_mesh((args.devices,), ("data",), devices=jax.devices()[: args.devices])
     step = jzero.shard_train_step(train_linen.train_step, stage=3, mesh=mesh, offload=policy)
     shape = args.rows * args.devices, common.context + 1

@@ -45,16 +45,8 @@ LARGE = dict(num_layers=32, dim=4096, num_heads=32, context=2048, vocab_size=32_
 
 def make_init() -> Callable[[], TrainState]:
     """Makes train_lm's state, of the size that it has now: bfloat16 parameters, masters in the optimizer."""
-    model = train_linen.GPT()
-    args = argparse.Namespace(steps=100, bfloat16_params=True)
-    tx = common.make_optimizer(args)
-
-    def init() -> TrainState:
-        tokens = jnp.zeros((1, common.context), jnp.int32)
-        params = common.cast_params(args, model.init(jax.random.key(0), tokens)["params"])
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-
-    return init  # a new function: JAX remembers the shapes that an old one made
+    # A new function: JAX remembers the shapes that an old one made.
+    return train_linen.make_init(argparse.Namespace(steps=100, seed=0, bfloat16_params=True))
 
 
 def num_params() -> int:
