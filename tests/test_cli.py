@@ -1,5 +1,7 @@
-"""`python -m jzero estimate` and `inspect`, run as commands."""
+"""`python -m jzero estimate` and `inspect`."""
 
+import contextlib
+import io
 import json
 import pathlib
 import shutil
@@ -13,18 +15,31 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jzero
+from jzero._cli import main
 
 SMALL = ("estimate", "--params", "7.5B", "--devices", "64")
 
 
-def run(*arguments, command=("-m", "jzero")):
+def run(*arguments):
+    """In this process: to start one takes a second."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(arguments)
+        except SystemExit as ended:  # Of a text, the interpreter makes this.
+            status = ended.code if isinstance(ended.code, int) else 1
+            print(ended.code, file=err)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+def command(*arguments, start=("-m", "jzero")):
     return subprocess.run(
-        [sys.executable, *command, *arguments], capture_output=True, text=True, check=False
+        [sys.executable, *start, *arguments], capture_output=True, text=True, check=False
     )
 
 
-def output(*arguments):
-    done = run(*arguments)
+def output(*arguments, how=run):
+    done = how(*arguments)
     # What XLA's compiler for GPUs says when JAX is imported where there is no GPU.
     chatter = ("cudart_stub", "absl::InitializeLog")
     said = [line for line in done.stderr.splitlines() if not any(c in line for c in chatter)]
@@ -42,7 +57,7 @@ def test_all_stages():
 
 def test_the_readme_shows_what_is_printed():
     page = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
-    text = output(*SMALL, "--memory", "80GB")
+    text = output(*SMALL, "--memory", "80GB", how=command)
     printed = [line.replace("┃", "│").split("│") for line in text.splitlines() if line[0] in "┃│"]
     rows = ["|".join(f" {cell.strip()} " if cell else "" for cell in row) for row in printed]
     assert len(rows) == 5
@@ -130,11 +145,11 @@ def test_plot(tmp_path, flags):
 
 def test_plot_without_matplotlib():
     code = "import sys; sys.modules['matplotlib'] = None; from jzero._cli import main; main()"
-    done = run(*SMALL, "--plot", "out.png", command=("-c", code))
+    done = command(*SMALL, "--plot", "out.png", start=("-c", code))
     assert done.returncode == 2
     assert "matplotlib is not installed. " in done.stderr
     assert "pip install 'jzero[plot]', or drop --plot." in done.stderr
-    assert run(*SMALL, command=("-c", code)).returncode == 0
+    assert command(*SMALL, start=("-c", code)).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -294,7 +309,7 @@ def test_verify_finds_what_is_cut(damaged):
 def test_damaged_notes(steps, tmp_path):
     path = shutil.copytree(steps / "3", tmp_path / "3")
     (path / "_CHECKPOINT_METADATA").write_text("{")
-    done = run("inspect", str(path))
+    done = command("inspect", str(path))
     assert done.returncode == 1
     assert "_CHECKPOINT_METADATA: JSONDecodeError: Expecting property name" in done.stderr
 

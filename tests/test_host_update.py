@@ -71,7 +71,7 @@ def test_every_size_in_one_update(threads: int):
 
 
 def test_hundreds_of_leaves_are_one_kernel():
-    shapes = [(3, i) for i in range(1, 301)]
+    shapes = [(3, 1 + i % 7) for i in range(300)]
     update, state = adamw([host(*shape) for shape in shapes])
     engine = HostUpdate(update, state, bfloat16(shapes))
     assert engine.describe().startswith("1 kernels\n1200 of 1201 leaves in one pass each")

@@ -38,7 +38,8 @@ UPDATED_AT_ONCE = {"cond_on_gradients"}  # One equation updates all leaves.
 ZOO_NOTHING = {"inner_steps", "evaluate_after_update"}
 BY_DEFAULT = {
     "adafactor", "adamw", "clip_by_global_norm", "lamb", "lbfgs", "mechanize", "MultiSteps", "muon",
-    "flatten", "sam(opaque)", "schedule_free_adamw", "skip_not_finite", "sophia", "lookahead", "ema",
+    "MultiSteps(skip_not_finite)", "flatten", "sam(opaque)", "schedule_free_adamw", "sophia", "lookahead",
+    "ema",
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -60,21 +61,34 @@ FIRST = "print('{\"phase\": 1}', flush=True); "
         (FIRST + 'print(\'{"status": "no device memory"}\')', "no device memory"),
         (FIRST + "raise SystemExit(3)", "failed, exit 3"),
         (FIRST + "import os; os.kill(os.getpid(), 9)", "killed: host memory?"),
-        (FIRST + "import time; time.sleep(60)", "stopped after 1 s"),
+        (FIRST + "import time; time.sleep(60)", "stopped after"),
     ],
 )
 def test_a_process_that_ends_badly_is_kept_as_far_as_it_came(runner: Any, text: str, status: str):
-    found = runner.run("it", program(text), limit=1, least=1)
-    assert found["status"] == status
+    stopped = status == "stopped after"
+    # So long that Python starts on a busy machine.
+    found = runner.run("it", program(text), limit=3 if stopped else 50, least=1)
+    assert found["status"] == status or (stopped and found["status"].startswith(status))
     assert "phase" in found or status == "no device memory"
     assert json.loads(runner.path.read_text())["it"] == found
+
+
+def running(pid: int) -> bool:
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def test_what_a_process_started_ends_with_it(runner: Any):
     text = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1); "
     found = runner.run("it", program(text + "print('{\"pid\": %d}' % p.pid)"), limit=20, least=1)
-    state = pathlib.Path(f"/proc/{found['pid']}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    # Killed when run() returns, but the kernel takes a moment to end it.
+    deadline = time.monotonic() + 60
+    while running(found["pid"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_nothing_begins_without_time(runner: Any):
