@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-# Elements of a piece. AdamW reads 512 KB of it: enough that taking the next one costs nothing, and little
-# enough that threads end together.
-PIECE = 1 << 15
+# Elements of a piece. AdamW reads 1 MB of it: enough that taking the next one costs nothing (half of it takes
+# 1 to 2 % longer), and little enough that threads end together.
+PIECE = 1 << 16
 # A counter is two numbers on cache lines of their own: which piece is next, and, so many numbers behind it,
 # how many are done.
 FINISHED = 16

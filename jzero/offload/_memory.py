@@ -47,8 +47,8 @@ def _lies_on_host(x: Any) -> bool:
         return False
     if sharding.memory_kind in ("pinned_host", "unpinned_host"):
         return True
-    devices: Any = sharding.device_set
-    return all(device.platform == "cpu" for device in devices)
+    (device,) = sharding.device_set
+    return device.platform == "cpu"
 
 
 def address(x: Any) -> int:
