@@ -77,10 +77,12 @@ class HostArray:
       num_steps: how many steps have updated it since it was placed.
     """
 
-    def __init__(self, home: Home, buffers: Sequence[np.ndarray], pending: Any = None):
+    def __init__(
+        self, home: Home, buffers: Sequence[np.ndarray], pending: Any = None, num_steps: int = 0
+    ):
         self.home = home
         self.pending = pending
-        self.num_steps = 0
+        self.num_steps = num_steps
         self._buffers: tuple[np.ndarray, ...] | None = tuple(buffers)
 
     @property
@@ -142,15 +144,15 @@ class HostArray:
         """Bytes of the whole leaf, without padding."""
         return self.size * self.dtype.itemsize
 
-    def take(self) -> HostArray:
-        """The same leaf, in the same buffers, for who updates it; this one is then deleted."""
-        taken = HostArray(self.home, self.buffers, self.pending)
+    def take(self, pending: Any, num_steps: int) -> HostArray:
+        """The same leaf, in the same buffers, after so many steps; this one is then deleted."""
+        taken = HostArray(self.home, self.buffers, pending, num_steps)
         self.delete()
         return taken
 
     def delete(self) -> None:
-        """Lets go of its buffers."""
-        self._buffers = None
+        """Lets go of its buffers, and of what is pending."""
+        self._buffers = self.pending = None
 
     def is_deleted(self) -> bool:
         """Whether a step has consumed it."""

@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jzero import _call, _host_memory
 from jzero._host_array import HostArray, places
 from jzero._host_part import HostPart, shard_of
+from jzero._memories import PINNED
 from jzero.offload._host_update import HostUpdate
 from jzero.sharding._plan import LeafPlan
 from jzero.sharding._rules import size_in_bytes
 
 WHO = _call.WHO
-PINNED = "pinned_host"
 Index = tuple[slice, ...]
 
 
@@ -89,6 +89,11 @@ class HostEngine:
             _padding(part.at_rest(leaf), leaf.padded_shape, leaf.shape, devices) for leaf in leaves
         ]
 
+    @property
+    def chunks(self) -> list[list[int]]:
+        """What `run` yields, each time, by output."""
+        return [[self._part.outs[i] for i in done] for done in self.update.chunks]
+
     def _outputs(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Outputs:
         arrays = [_pinned(aval, self._local) for aval in avals]
         # `addressable_data` has one array for all devices if they hold the same.
@@ -114,7 +119,8 @@ class HostEngine:
 
     def run(self) -> Iterator[dict[int, jax.Array]]:
         """Updates in place; yields what a chunk makes for the devices, by output, on its way there."""
-        outputs = self._sets[-1]
+        outputs, buffers = self._sets[-1], self._buffers
+        self._buffers = []  # The state may be dropped after this.
         outputs.sent.clear()
         for done in self.update.run([[views[k] for views in outputs.views] for k in self._at]):
             for i in done:
@@ -123,8 +129,8 @@ class HostEngine:
             with jax.profiler.TraceAnnotation("jzero: send parameters"):
                 sent = jax.device_put([outputs.arrays[i] for i in done], places)
             yield {self._part.outs[i]: x for i, x in zip(done, sent, strict=True)}
-        for buffers, padding in zip(self._buffers, self._padding_of_leaves, strict=True):
-            for buffer, index in zip(buffers, padding, strict=True):
+        for of_leaf, padding in zip(buffers, self._padding_of_leaves, strict=True):
+            for buffer, index in zip(of_leaf, padding, strict=True):
                 if index is not None:
                     buffer[index] = 0
 
@@ -162,6 +168,7 @@ def _view(x: jax.Array) -> np.ndarray:
     if not x.nbytes:
         return np.zeros(x.shape, x.dtype)
     memory: Any = (ctypes.c_char * x.nbytes).from_address(x.unsafe_buffer_pointer())
+    memory.owner = x  # A thread that is still at work on a view keeps the memory.
     return np.frombuffer(memory, x.dtype).reshape(x.shape)
 
 

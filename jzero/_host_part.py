@@ -12,13 +12,14 @@ from jax.sharding import NamedSharding
 
 from jzero import _call, _jaxpr
 from jzero._errors import OptionError, message
+from jzero._memories import HOST
 from jzero._parts import Parts
 from jzero._run import Runner
 from jzero.offload._roads import Analysis, Road, traced_flat
 from jzero.sharding import _elementwise, _layout, _pieces, _traffic
 from jzero.sharding._layout import Layout, Shard
 from jzero.sharding._pieces import Piece, UpdatePart
-from jzero.sharding._plan import HOST, LeafPlan
+from jzero.sharding._plan import LeafPlan
 
 Var = _jaxpr.Var
 WHO = _call.WHO

@@ -14,16 +14,15 @@ from jax.sharding import NamedSharding
 from jzero import _call, _jaxpr
 from jzero._errors import StateError, message
 from jzero._host_array import HostArray
-from jzero._host_engine import PINNED, HostEngine
+from jzero._host_engine import HostEngine
 from jzero._host_part import HostPart, shard_of
-from jzero._parts import Parts, run_parts
+from jzero._memories import HOST, PINNED
+from jzero._parts import Parts
 from jzero._run import Runner
 from jzero._tables import Crossing
-from jzero._tiers import connected
 from jzero.offload._policy import HostCPU
 from jzero.offload._roads import roads_text
-from jzero.sharding._pieces import UpdatePart, leaves_of
-from jzero.sharding._plan import HOST
+from jzero.sharding._pieces import UpdatePart
 from jzero.sharding._rules import size_in_bytes
 
 Var = _jaxpr.Var
@@ -79,12 +78,10 @@ class HostedStep:
         self.leaves, self.shardings = runner.leaves, shardings
         self._jaxpr, self._policy = runner.frame.jaxpr, policy
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == HOST]
-        groups = connected(update.pieces)
-        there = [set(leaves_of(group)) & set(self._hosted) for group in groups]
-        packs = [[p for group, on_host in zip(groups, there, strict=True) if bool(on_host) == wanted
-                  for p in group] for wanted in (True, False)]  # fmt: skip
-        self.part = HostPart(runner, update, packs[0], shardings)
-        self._parts = Parts(runner, update, list(filter(None, packs)), shardings)
+        resting = [piece for piece in update.pieces if piece not in update.hosted]
+        self.part = HostPart(runner, update, update.hosted, shardings)
+        packs = list(filter(None, [update.hosted, resting]))
+        self._parts = Parts(runner, update, packs, shardings)
         self.grad, self.turns = self._parts.grad_part(), self._parts.turns()
         reads = dict(zip(self.part.reads, self.part.read_avals(), strict=True))
         # What the host renews it reads as it is then; all else, a loss scale, as it was for the gradients.
@@ -95,13 +92,10 @@ class HostedStep:
         self._grad = _to_host(self._grad_part, [reads[var].sharding for var in self._sent])
         self._enter = _to_host(self._enter_part, [reads[var].sharding for var in self._entered])
         # Their old values are freed when the step cannot fail any more.
-        self._renewed = [
-            i for i in self.grad.outs
-            if i < len(self.leaves) and self._jaxpr.outvars[i] is not self._jaxpr.invars[i]
-        ]  # fmt: skip
+        self._renewed = [i for i in self.grad.outs if i < len(self.leaves)]
         self._engine: HostEngine | None = None
         self._engines = engines
-        self._leaving: dict[tuple[int, ...], Callable[..., Any] | None] = {}
+        self._leaving: dict[tuple[int, ...], Callable[..., Any]] = {}
 
     def _grad_part(self, consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
         given, outs = self.grad.run(consumed, read)
@@ -118,12 +112,14 @@ class HostedStep:
         enter = self._parts.entering(variables)
         return leaves if enter is None else enter(leaves)
 
-    def _leave(self, outs: tuple[int, ...]) -> Callable[..., Any] | None:
-        """A program that brings a chunk's outputs into the form in which they rest; None if they have it."""
-        if outs not in self._leaving:
-            leave = self._parts.leaving(outs)
-            self._leaving[outs] = leave and jax.jit(leave, donate_argnums=0)
-        return self._leaving[outs]
+    def _compile_leaving(self, state: Sequence[Any], chunks: Sequence[Sequence[int]]) -> None:
+        """The programs that bring what chunks make into the form in which it rests, if it has another."""
+        sent = dict(zip(self.part.outs, self.part.out_avals(), strict=True))
+        for chunk in chunks:
+            outs = tuple(i for i in chunk if i < len(state))
+            if (leave := self._parts.leaving(outs)) is not None:
+                arguments = [state[i] for i in outs], [sent[i] for i in outs]
+                self._leaving[outs] = jax.jit(leave, donate_argnums=0).lower(*arguments).compile()
 
     def crossings(self) -> tuple[Crossing, ...]:
         """What a step copies from each device to its host and back."""
@@ -146,11 +142,11 @@ class HostedStep:
 
     def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The step on whole arrays as one function, to be read; all of it on the devices."""
-        return run_parts(self._parts, (self.grad, *self.turns), state, arrays)
+        return self._parts.run((self.grad, *self.turns), state, arrays)
 
     def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """Its trace as one program: what processes compare before they run it."""
-        return jax.jit(self.run).trace(state, arrays)
+        return self._parts.trace((self.grad, *self.turns), state, arrays)
 
     def __call__(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
@@ -215,13 +211,17 @@ class HostedStep:
     def prepare(self, state: Sequence[Any], reads: dict[Var, jax.Array]) -> None:
         """Does what can fail of the host's part, and overwrites nothing."""
         if self._engine is None:
-            self._engine = self._new_engine(state[self._hosted[0]].devices)
+            engine = self._new_engine(state[self._hosted[0]].devices)
+            self._compile_leaving(state, engine.chunks)
+            self._engine = engine
         leaves = [state[i] for i in self.part.leaves]
         self._engine.prepare(leaves, [reads[var] for var in self.part.reads])
 
     def updating(self, state: Sequence[Any]) -> Iterator[dict[int, jax.Array]]:
         """Runs what is prepared; each chunk of what it makes, on its way to the devices."""
         assert self._engine is not None
+        # Nobody can wait for what is deleted below; a copy to it may still read memory that is written next.
+        jax.block_until_ready([state[i] for i in self.part.outs if i < len(state)])
         for chunk in self._engine.run():
             at_rest = self._at_rest(state, chunk)
             # Not the chunk, which a program may have consumed that has yet to run.
@@ -245,7 +245,7 @@ class HostedStep:
         """What the host made, as it rests on the devices, in the place of the old leaves."""
         outs = tuple(i for i in chunk if i < len(state))
         olds = [state[i] for i in outs]
-        if (leave := self._leave(outs)) is not None:
+        if (leave := self._leaving.get(outs)) is not None:
             return chunk | dict(zip(outs, leave(olds, [chunk[i] for i in outs]), strict=True))
         for old in olds:
             old.delete()
@@ -258,10 +258,7 @@ class HostedStep:
 
         Before any is overwritten, so that an interruption leaves no state that is half a step old.
         """
-        taken = {i: state[i].take() for i in self._hosted}
-        for leaf in taken.values():
-            leaf.pending, leaf.num_steps = pending, num_steps
-        return taken
+        return {i: state[i].take(pending, num_steps) for i in self._hosted}
 
 
 def _to_host(run: Callable[..., Any], places: Sequence[NamedSharding]) -> Callable[..., Any]:

@@ -367,15 +367,8 @@ def trace(
     return traced[0]
 
 
-def trace_whole(fn: Callable[[], Any]) -> Traced:
-    """Traces a function of no arguments; what it closes over becomes constants."""
-    jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)()
-    leaves, tree = jax.tree.flatten(shapes)
-    return Traced(*open_jaxpr(jaxpr), tree, leaves)
-
-
 def trace_here(fn: Callable[..., Any], *args: Any) -> Traced:
-    """Traces `fn(*args)` where we stand; values of traces around it that it reads become constants."""
+    """Traces `fn(*args)` where we stand; arrays that it closes over, traced ones too, become constants."""
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     leaves, tree = jax.tree.flatten(shapes)
     return Traced(*open_jaxpr(jaxpr), tree, leaves)

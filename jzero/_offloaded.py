@@ -9,11 +9,12 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero import _jaxpr
-from jzero._parts import Compiled, Part, Parts, in_order, run_parts
+from jzero._memories import DEVICE
+from jzero._parts import Compiled, Part, Parts
 from jzero._slices import SlicedTurn
 from jzero._tables import Crossing
 from jzero.offload._pinned import Visit, stream
-from jzero.sharding._plan import DEVICE, Turn
+from jzero.sharding._plan import Turn
 from jzero.sharding._traffic import Collective
 
 Var = _jaxpr.Var
@@ -91,11 +92,11 @@ class OffloadedStep:
 
     def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The step on whole arrays as one function, to be read; nothing is copied to or from the host."""
-        return run_parts(self._parts, (self.grad, *self.turns), state, arrays)
+        return self._parts.run((self.grad, *self.turns), state, arrays)
 
     def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """Its trace as one program: what processes compare before they run it."""
-        return jax.jit(self.run).trace(state, arrays)
+        return self._parts.trace((self.grad, *self.turns), state, arrays)
 
     def __call__(
         self, state: Sequence[jax.Array], arrays: Sequence[jax.Array]
@@ -104,7 +105,7 @@ class OffloadedStep:
         values = dict(zip(self._jaxpr.invars, [*state, *arrays], strict=True))
         outs = self.grad(values, self.grad.jitted)
         stream(self._visits(values, outs), self._device_bytes)
-        return in_order(self._parts, outs, state)
+        return self._parts.in_order(outs, state)
 
     def _visits(self, values: Values, outs: dict[int, Any]) -> Iterator[Visit]:
         for index, (turn, plan) in enumerate(zip(self.turns, self._plans, strict=True)):

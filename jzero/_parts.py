@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero import _jaxpr
+from jzero._memories import DEVICE
 from jzero._run import Runner, placed
 from jzero.sharding import _layout, _traffic
 from jzero.sharding._interpret import Env, Interpreter
 from jzero.sharding._layout import FULL, Layout, Shard
 from jzero.sharding._pieces import Piece, UpdatePart
-from jzero.sharding._plan import DEVICE
 from jzero.sharding._traffic import Collective
 from jzero.sharding._values import FullValue, Value
 
@@ -97,10 +98,12 @@ class Parts:
         self.leaf_of = {var: i for i, var in enumerate(invars[: self._num_leaves])}
 
     def grad_part(self) -> Part:
-        """What is left of the step without its update part."""
-        invars, leaves = self._frame.jaxpr.invars, self.runner.leaves
-        outs = [i for i in range(len(self._frame.jaxpr.outvars)) if i not in self._update.outs]
-        outs = [i for i in outs if i >= len(leaves) or leaves[i].tier == DEVICE]
+        """What is left of the step without its update part; a leaf that it hands through is no output."""
+        jaxpr, leaves = self._frame.jaxpr, self.runner.leaves
+        invars, outvars = jaxpr.invars, jaxpr.outvars
+        outs = [i for i in range(len(outvars)) if i not in self._update.outs]
+        outs = [i for i in outs if i >= len(leaves)
+                or (leaves[i].tier == DEVICE and outvars[i] is not invars[i])]  # fmt: skip
         here = [v for i, v in enumerate(invars) if i >= len(leaves) or leaves[i].tier == DEVICE]
         later = {var for piece in self._update.pieces for var in piece.reads}
         own = {invars[i] for i in outs if i < len(leaves)}
@@ -169,6 +172,28 @@ class Parts:
             options["out_shardings"] = ([None] * len(gives), kept)
         jitted = jax.jit(run, donate_argnums=0, **options)
         return Part(tuple(consumes), tuple(reads), tuple(gives), tuple(outs), run, jitted)
+
+    def run(
+        self, programs: Sequence[Part], state: Sequence[Any], arrays: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """A step on whole arrays, program after program; nothing is copied to or from the host."""
+        values = dict(zip(self._frame.jaxpr.invars, [*state, *arrays], strict=True))
+        outs: dict[int, Any] = {}
+        for part in programs:
+            outs |= part(values, part.run)
+        return self.in_order(outs, state)
+
+    def trace(self, programs: Sequence[Part], state: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """The trace of `run` as one program: what processes compare before they run it."""
+        return jax.jit(functools.partial(self.run, programs)).trace(state, arrays)
+
+    def in_order(
+        self, outs: Mapping[int, Any], state: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """New state and outputs; a leaf that no program made keeps its value."""
+        num = len(self._frame.jaxpr.outvars)
+        found = [outs[i] if i in outs else state[i] for i in range(num)]
+        return found[: len(state)], found[len(state) :]
 
     def collectives(self, part: Part) -> tuple[Collective, ...]:
         """What a program moves between the devices: nothing, if it could run where there are no others."""
@@ -261,24 +286,3 @@ class Parts:
     def _given(self, interp: Interpreter, env: Env, var: Var) -> Any:
         value = interp.read(self._frame, env, self._update.boundary.get(var), var)
         return interp.as_dim(self._frame, var, value, interp.dim_of(self._frame, var))
-
-
-def run_parts(
-    parts: Parts, programs: Sequence[Part], state: Sequence[Any], arrays: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    """A step on whole arrays, program after program; nothing is copied to or from the host."""
-    jaxpr = parts.runner.frame.jaxpr
-    values = dict(zip(jaxpr.invars, [*state, *arrays], strict=True))
-    outs: dict[int, Any] = {}
-    for part in programs:
-        outs |= part(values, part.run)
-    return in_order(parts, outs, state)
-
-
-def in_order(
-    parts: Parts, outs: Mapping[int, Any], state: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    """New state and outputs; a leaf that no program made keeps its value."""
-    num = len(parts.runner.frame.jaxpr.outvars)
-    found = [outs[i] if i in outs else state[i] for i in range(num)]
-    return found[: len(state)], found[len(state) :]

@@ -16,7 +16,8 @@ from jzero import _call, _host_array, _jaxpr, _padded
 from jzero._errors import BatchError, StateError, describe_leaf, message
 from jzero._groups import groups
 from jzero._host_array import Home, HostArray
-from jzero.sharding._plan import DEVICE, HOST, LeafPlan
+from jzero._memories import DEVICE, HOST
+from jzero.sharding._plan import LeafPlan
 
 WHO = _call.WHO
 # Bytes on each device of leaves for the host that are made together, where no policy says how many may be.

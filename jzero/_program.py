@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jzero import _call, _outputs, _slices, _tiers, _trace
 from jzero._errors import MeshError, OptionError, message
 from jzero._hosted import Engines, HostedStep
+from jzero._memories import DEVICE, HOST, PINNED
 from jzero._offloaded import OffloadedStep
 from jzero._parts import Parts
 from jzero._run import Runner
@@ -29,7 +30,7 @@ WHO = _call.WHO
 # While one is copied to the devices, one is updated and one is copied back.
 TURNS_AT_ONCE = 3
 # JAX's names of the tiers that have another one; of what is no JAX array, where it rests on the way.
-_MEMORY_KINDS = {_plan.DEVICE: None, _plan.HOST: "pinned_host"}
+_MEMORY_KINDS = {DEVICE: None, HOST: PINNED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Program:
     Attributes:
       plan: where the state rests.
       run: the step on flat lists, `(state leaves, argument leaves) -> (state leaves, outputs)`.
-      step: the same, compiled, the state donated: one `jax.jit` function, or an `OffloadedStep` of several.
+      step: the same, compiled, the state donated: one `jax.jit` function, or several in an
+        `OffloadedStep` or a `HostedStep`.
       out_tree: structure of what the step returns; the state's leaves come first.
       state_shardings: one per leaf of the state.
       argument_shardings: one per leaf of the other arguments.
@@ -235,7 +237,7 @@ def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:
     Raises:
       MeshError: the devices have no such memory.
     """
-    for tier in {leaf.tier for leaf in leaves} - {_plan.DEVICE}:
+    for tier in {leaf.tier for leaf in leaves} - {DEVICE}:
         check_tier(mesh, _MEMORY_KINDS.get(tier, tier))
     return [
         NamedSharding(

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from jzero import _tables
 from jzero._errors import describe_leaf
+from jzero._memories import DEVICE
 from jzero._quantities import readable_bytes
 from jzero._tables import Crossing, Memory, crossing_table, memory_table, traffic_table
 from jzero.sharding._layout import Full
-from jzero.sharding._plan import DEVICE, OPTIMIZER, OTHER, PARAMETER, LeafPlan, Plan
+from jzero.sharding._plan import OPTIMIZER, OTHER, PARAMETER, LeafPlan, Plan
 from jzero.sharding._traffic import Collective
 
 

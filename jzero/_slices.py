@@ -14,11 +14,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero import _jaxpr
+from jzero._memories import DEVICE
 from jzero._parts import Parts
 from jzero.sharding import _elementwise, _layout
 from jzero.sharding._layout import Layout, Shard
 from jzero.sharding._pieces import Piece
-from jzero.sharding._plan import DEVICE, LeafPlan
+from jzero.sharding._plan import LeafPlan
 
 Var = _jaxpr.Var
 Values = dict[Var, Any]

@@ -17,6 +17,7 @@ from jzero import _call, _host_memory, _identity, _jaxpr, _placing, _processes, 
 from jzero._batch import Batch
 from jzero._errors import MeshError, OptionError, StateError, message
 from jzero._host_array import HostArray
+from jzero._memories import HOST
 from jzero._options import Options, axis_tuple
 from jzero._padded import PaddedArray
 from jzero._report import Report
@@ -276,7 +277,7 @@ class ShardedTrainStep:
           ProcessError: several processes are about to make different states, or one does not come.
         """
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
-        traced = _jaxpr.trace_whole(lambda: init_fn(*args, **kwargs))
+        traced = _jaxpr.trace_here(lambda: init_fn(*args, **kwargs))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         leaves, shardings = self.leaf_plans(state)
         places = self.places(leaves, shardings)
@@ -330,7 +331,7 @@ class ShardedTrainStep:
         (1.0, 0.9875)
 
         Raises:
-          StateError: a step has consumed it, or it is another step's.
+          StateError: a step has consumed it, or it waits for gradients and this train_step has no `HostCPU`.
         """
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(state, leaves)
@@ -409,7 +410,7 @@ class ShardedTrainStep:
         known = self._places
         if known is None or known[0] is not plans or known[1] is not shardings:
             axes: tuple[str, ...] = ()
-            if self._options.offload.tier == _plan.HOST:
+            if self._options.offload.tier == HOST:
                 setting = self._setting()
                 axes = (*setting.sharding.shard_axes, *setting.automatic)
             known = self._places = plans, shardings, _placing.places(plans, shardings, axes)

@@ -9,13 +9,14 @@ from jax.sharding import Mesh
 
 from jzero import _call
 from jzero._errors import OptionError, describe_leaf, message
+from jzero._memories import DEVICE, HOST
 from jzero._setting import Setting
 from jzero.offload import _bandwidth
 from jzero.offload._policy import HostCPU, NoOffload
 from jzero.sharding import _pieces, _plan
 from jzero.sharding._frames import Frame
 from jzero.sharding._pieces import Piece, UpdatePart
-from jzero.sharding._plan import DEVICE, OPTIMIZER, PARAMETER, LeafPlan
+from jzero.sharding._plan import OPTIMIZER, PARAMETER, LeafPlan
 
 WHO = _call.WHO
 Leaves = tuple[LeafPlan, ...]
@@ -36,17 +37,20 @@ def decide(leaves: Leaves, frame: Frame, setting: Setting) -> tuple[Leaves, Upda
     staying = [i for i, var in enumerate(invars) if var in feeding]
     resting = _plan.offload(leaves, policy.tier, options.min_shard_bytes, staying)
     offloaded = [i for i, leaf in enumerate(resting) if leaf.tier != DEVICE]
-    if not offloaded:
+    update = _pieces.cut_update(frame, offloaded)
+    if not update.pieces:
         raise OptionError(message(
             WHO, f"offload={policy}, and the state has no optimizer state that is worth it",
             "Leaves of min_shard_bytes that only the update reads are offloaded: moments, averages, masters.",
             "Drop offload."))  # fmt: skip
-    update = _pieces.cut_update(frame, offloaded)
     if isinstance(policy, HostCPU):
         _check_hosted(policy, leaves, frame, update, staying, setting)
-        resting = _shared(
-            resting, update.pieces, _share(policy, resting, setting), policy.ratio == "auto"
-        )
+        together = _connected(update.pieces)
+        share = _share(policy, resting, setting)
+        resting = _shared(resting, together, share, policy.ratio == "auto")
+        there = {i for i, leaf in enumerate(resting) if leaf.tier == HOST}
+        hosted = [p for group in together if there & set(_pieces.leaves_of(group)) for p in group]
+        update = dataclasses.replace(update, hosted=tuple(hosted))
     return resting, update
 
 
@@ -100,12 +104,13 @@ def _share(policy: HostCPU, leaves: Leaves, setting: Setting) -> float:
     return _bandwidth.share(found, moving, params)
 
 
-def _shared(leaves: Leaves, pieces: Sequence[Piece], ratio: float, measured: bool) -> Leaves:
+def _shared(
+    leaves: Leaves, together: Sequence[Sequence[Piece]], ratio: float, measured: bool
+) -> Leaves:
     """The leaves with those back on the devices that `ratio`, a share of all bytes, leaves there."""
     if ratio == 1:
         return leaves
     sizes = [leaf.nbytes for leaf in leaves]
-    together = connected(pieces)
     most = ratio * sum(_pieces.nbytes_of(group, sizes) for group in together)
     host: set[int] = set()
     held = 0
@@ -132,7 +137,7 @@ def _shared(leaves: Leaves, pieces: Sequence[Piece], ratio: float, measured: boo
     )
 
 
-def connected(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _connected(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """Pieces in groups between which nothing passes, and that have no leaf in common."""
     given = {var for piece in pieces for var in piece.gives}
     groups: list[tuple[set[object], list[Piece]]] = []

@@ -20,7 +20,7 @@ import jzero
 from host_updates import call, on_host, problem, random, reference, ulps
 from jzero.offload._host_update import HostUpdate, processor
 from jzero.offload._kernel import LANES
-from jzero.offload._loops import PIECE
+from jzero.offload._loops import BLOCK
 from jzero.offload._memory import host_empty
 from jzero.offload._roads import KEPT, KERNEL, XLA
 from optimizers import ENTRIES
@@ -56,7 +56,7 @@ def bfloat16(shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
     return [random(rng, jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for shape in shapes]
 
 
-SIZES = [0, 1, 2, LANES - 1, LANES, LANES + 1, PIECE, 2 * PIECE + LANES + 3]
+SIZES = [0, 1, 2, LANES - 1, LANES, LANES + 1, BLOCK, 2 * BLOCK + LANES + 3]
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -213,9 +213,9 @@ def test_other_outputs_in_each_call():
 
 
 def test_updates_in_several_threads():
-    update, first = adamw([host(3 * PIECE)])
+    update, first = adamw([host(3 * BLOCK)])
     states = [[on_host(leaf) for leaf in first] for _ in range(4)]
-    grads = bfloat16([(3 * PIECE,)])
+    grads = bfloat16([(3 * BLOCK,)])
     engines = [HostUpdate(update, state, grads) for state in states]
     jobs = [
         (engine, state, grads, engine.make_outputs())
@@ -296,9 +296,9 @@ def test_shards_are_updated_together():
 
 def many_leaves(chunk_leaves: int = 3) -> tuple[HostUpdate, list[np.ndarray], list[jax.Array]]:
     """An update of 12 leaves in chunks, the first of which has no output."""
-    shapes = [(PIECE + 1,)] * 12
+    shapes = [(BLOCK + 1,)] * 12
     update, state = adamw([host(*shape) for shape in shapes])
-    nbytes = (PIECE + 1) * (7 * 4 + 2 + 2)
+    nbytes = (BLOCK + 1) * (7 * 4 + 2 + 2)
 
     def without_first(state: Any, inputs: Any) -> tuple[Any, Any]:
         state, outputs = update(state, inputs)

@@ -10,7 +10,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 
 # From the bottom up. A file imports from the layers below its own.
 LAYERS = (
-    ("_errors", "_groups", "_padded", "_presets", "_quantities"),
+    ("_errors", "_groups", "_memories", "_padded", "_presets", "_quantities"),
     (
         "_jaxpr",
         "sharding/_layout",

@@ -95,6 +95,20 @@ def test_nothing_to_offload_is_said(name: str):
         train_step.plan(optimizers.make_state(entry), optimizers.make_batches()[0])
 
 
+@pytest.mark.parametrize("policy", [jzero.PinnedHost(), jzero.HostCPU(ratio=0.5)], ids=str)
+def test_nothing_to_update_is_said(policy: Any):
+    def step_fn(state, x):
+        return {
+            "w": state["w"] - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"]),
+            "m": state["m"],
+        }
+
+    train_step = small.shard_train_step(step_fn, offload=policy)
+    state = {"w": jnp.ones((64, 64)), "m": jnp.ones((64, 64))}
+    with pytest.raises(jzero.OptionError, match="has no optimizer state that is worth it"):
+        train_step.plan(state, BATCH)
+
+
 SETTINGS: list[tuple[dict[str, int], dict[str, Any]]] = [
     *(({"data": num}, dict(stage=stage)) for num in (1, 2, 4, 8) for stage in (0, 1, 2, 3)),
     ({"data": 2}, dict(stage=3, accumulate=4)),

@@ -213,7 +213,7 @@ class HostUpdate:
         chunks = iter(enumerate(self._done))
         try:
             self._running = True
-            share(calls, self._drive, self._pool, min(self._threads, loops.num_pieces) - 1)
+            share(calls, self._drive, self._pool, min(self._threads, loops.num_blocks) - 1)
             if self._xla_outputs:
                 _copy(prepared.results, outputs, self._xla_outputs)
                 yield [i for _, i in self._xla_outputs]
@@ -227,6 +227,12 @@ class HostUpdate:
             self._calls = None
             # Last: kernels read the old state.
             _copy(prepared.results, prepared.states, self._xla_state)
+
+    @property
+    def chunks(self) -> list[list[int]]:
+        """Each time that `run` says so, the outputs that are complete then."""
+        by_xla = [i for _, i in self._xla_outputs]
+        return [done for done in (by_xla, *self._done) if done]
 
     def make_outputs(self) -> list[np.ndarray]:
         """Memory for a shard's outputs."""
@@ -272,16 +278,21 @@ class _XlaPart:
         self._device = processor()
         there = jax.sharding.SingleDeviceSharding(self._device)
         self._run = jax.jit(part.run, in_shardings=there, out_shardings=there)
-        # JAX returns an argument as it came: a view of memory that is about to change.
+        # JAX returns an argument as it came, in memory that is about to change, and its copies are not there
+        # before somebody waits for them.
         self._returned = [atom in part.reads for atom in wanted]
 
     def __call__(self, shards: Sequence[Arrays]) -> list[Arrays]:
         """The wanted values for the operands of each shard."""
-        started = [
-            self._run(*(self._given(shard[slot]) for slot in self._reads)) for shard in shards
-        ]
+        with jax.set_mesh(None):  # One around the call has other devices.
+            started = [
+                self._run(*(self._given(shard[slot]) for slot in self._reads)) for shard in shards
+            ]
         return [
-            [x.copy() if back else x for x, back in zip(results, self._returned, strict=True)]
+            [
+                np.array(x) if back and not is_key(x) else x
+                for x, back in zip(results, self._returned, strict=True)
+            ]
             for results in jax.block_until_ready(started)
         ]
 

@@ -1,8 +1,8 @@
 """A group of elementwise equations as one loop of LLVM IR: every leaf is read once and written once.
 
-The function takes pieces of leaves, each a row of three numbers: which row of operands, the first element,
+The function takes blocks of leaves, each a row of three numbers: which row of operands, the first element,
 how many. A row of operands has the address of each leaf that is read, each that is written, and each scalar.
-Threads that call it at the same time take pieces from one counter, and count in another those that are done,
+Threads that call it at the same time take blocks from one counter, and count in another those that are done,
 which it returns.
 Groups of one structure have the same text, and so the same machine code.
 """
@@ -28,21 +28,21 @@ _AHEAD = 1024
 _TEXT = """\
 {declarations}
 
-define i64 @{name}(ptr %operands, ptr %pieces, i64 %num_pieces, ptr %counter) {{
+define i64 @{name}(ptr %operands, ptr %blocks, i64 %num_blocks, ptr %counter) {{
 entry:
   %finished = getelementptr i64, ptr %counter, i64 {finished}
 {prologue}
   br label %next
 next:
   %index = atomicrmw add ptr %counter, i64 1 monotonic
-  %more = icmp slt i64 %index, %num_pieces
-  br i1 %more, label %piece, label %done
-piece:
-  %piece.at = getelementptr [3 x i64], ptr %pieces, i64 %index
-  %row = load i64, ptr %piece.at
-  %first.at = getelementptr i64, ptr %piece.at, i64 1
+  %more = icmp slt i64 %index, %num_blocks
+  br i1 %more, label %block, label %done
+block:
+  %block.at = getelementptr [3 x i64], ptr %blocks, i64 %index
+  %row = load i64, ptr %block.at
+  %first.at = getelementptr i64, ptr %block.at, i64 1
   %first = load i64, ptr %first.at
-  %size.at = getelementptr i64, ptr %piece.at, i64 2
+  %size.at = getelementptr i64, ptr %block.at, i64 2
   %size = load i64, ptr %size.at
   %at = getelementptr [{columns} x ptr], ptr %operands, i64 %row
 {pointers}
@@ -51,7 +51,7 @@ piece:
   %whole = select i1 {usual}, i64 %vectors, i64 0
   br label %lanes
 lanes:
-  %i = phi i64 [ 0, %piece ], [ %i.next, %lanes.body ]
+  %i = phi i64 [ 0, %block ], [ %i.next, %lanes.body ]
   %lanes.more = icmp slt i64 %i, %whole
   br i1 %lanes.more, label %lanes.body, label %rest
 lanes.body:
@@ -205,7 +205,7 @@ def _body(
 
 
 def _pointer(name: str, column: int, dtype: str | None) -> str:
-    # A leaf's, at the piece; a scalar, without a dtype here, is where it is for every piece.
+    # A leaf's, at the block; a scalar, without a dtype here, is where it is for every block.
     lines = [
         f"  %{name}.at = getelementptr ptr, ptr %at, i64 {column}",
         f"  %{name}{'.leaf' if dtype else ''} = load ptr, ptr %{name}.at",

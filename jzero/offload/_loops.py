@@ -1,4 +1,4 @@
-"""Kernels over pieces of leaves: which piece is at which address, and the threads that share them."""
+"""Kernels over blocks of leaves: which block is at which address, and the threads that share them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-# Elements of a piece. AdamW reads 1 MB of it: enough that taking the next one costs nothing (half of it takes
+# Elements of a block. AdamW reads 1 MB of it: enough that taking the next one costs nothing (half of it takes
 # 1 to 2 % longer), and little enough that threads end together.
-PIECE = 1 << 16
-# A counter is two numbers on cache lines of their own: which piece is next, and, so many numbers behind it,
+BLOCK = 1 << 16
+# A counter is two numbers on cache lines of their own: which block is next, and, so many numbers behind it,
 # how many are done.
 FINISHED = 16
 UPDATE = "jzero: update"  # as traces have it
@@ -37,14 +37,14 @@ call:
   %kernel = load ptr, ptr %at
   %operands.at = getelementptr ptr, ptr %at, i64 1
   %operands = load ptr, ptr %operands.at
-  %pieces.at = getelementptr ptr, ptr %at, i64 2
-  %pieces = load ptr, ptr %pieces.at
-  %num_pieces.at = getelementptr ptr, ptr %at, i64 3
-  %num_pieces = load i64, ptr %num_pieces.at
+  %blocks.at = getelementptr ptr, ptr %at, i64 2
+  %blocks = load ptr, ptr %blocks.at
+  %num_blocks.at = getelementptr ptr, ptr %at, i64 3
+  %num_blocks = load i64, ptr %num_blocks.at
   %counter.at = getelementptr ptr, ptr %at, i64 4
   %counter = load ptr, ptr %counter.at
-  %done = call i64 %kernel(ptr %operands, ptr %pieces, i64 %num_pieces, ptr %counter)
-  %less = icmp slt i64 %done, %num_pieces
+  %done = call i64 %kernel(ptr %operands, ptr %blocks, i64 %num_blocks, ptr %counter)
+  %less = icmp slt i64 %done, %num_blocks
   %one = zext i1 %less to i64
   %pending.next = add i64 %pending, %one
   %i.next = add i64 %i, 1
@@ -59,7 +59,7 @@ class Loop(NamedTuple):
     """One kernel and all the leaves that it runs over.
 
     Attributes:
-      kernel: address of `(operands, pieces, number of pieces, counter) -> pieces that are done`.
+      kernel: address of `(operands, blocks, number of blocks, counter) -> blocks that are done`.
       sizes: elements of each leaf.
       slots: for each leaf, those of its operands.
     """
@@ -82,14 +82,14 @@ class Loops:
         slots = [(shards + np.array(loop.slots)[None]).reshape(-1) for loop in loops]
         self._slots = np.concatenate([np.zeros(0, np.int64), *slots])
         self._operands = np.empty_like(self._slots)
-        self._pieces = [_pieces(loop.sizes, num_shards) for loop in loops]
-        # Kernel, operands, pieces, number of pieces, counter.
+        self._blocks = [_blocks(loop.sizes, num_shards) for loop in loops]
+        # Kernel, operands, blocks, number of blocks, counter.
         self._calls = np.zeros((len(loops), 5), np.int64)
         start = self._operands.ctypes.data
-        for row, loop, pieces, own in zip(self._calls, loops, self._pieces, slots, strict=True):
-            row[:4] = loop.kernel, start, pieces.ctypes.data, len(pieces)
+        for row, loop, blocks, own in zip(self._calls, loops, self._blocks, slots, strict=True):
+            row[:4] = loop.kernel, start, blocks.ctypes.data, len(blocks)
             start += own.nbytes
-        self.num_pieces = int(self._calls[:, 3].sum())
+        self.num_blocks = int(self._calls[:, 3].sum())
 
     def start(self, addresses: np.ndarray, memory: Any) -> Calls:
         """What there is to do in a call; `addresses` are those of all slots, for each shard, in `memory`."""
@@ -111,7 +111,7 @@ class Calls:
         self._at, self._row = table.ctypes.data, table.strides[0]
 
     def help(self, drive: Drive) -> None:
-        """Works on all chunks, in order, until no piece is left to take."""
+        """Works on all chunks, in order, until no block is left to take."""
         with jax.profiler.TraceAnnotation(UPDATE):
             drive(self._at, len(self._table))
 
@@ -120,7 +120,7 @@ class Calls:
         first, end = self._ends[chunk : chunk + 2]
         with jax.profiler.TraceAnnotation(UPDATE):
             while drive(self._at + first * self._row, end - first):
-                time.sleep(0)  # Others are at their last pieces.
+                time.sleep(0)  # Others are at their last blocks.
 
     def complete(self, drive: Drive) -> None:
         """Works on all chunks until all is done."""
@@ -134,12 +134,12 @@ def share(calls: Calls, drive: Drive, pool: concurrent.futures.Executor, helpers
         pool.submit(calls.help, drive)
 
 
-def _pieces(sizes: Sequence[int], num_shards: int) -> np.ndarray:
+def _blocks(sizes: Sequence[int], num_shards: int) -> np.ndarray:
     """Rows of: which of the leaves of all shards, its first element, how many elements."""
-    starts = [np.arange(0, size, PIECE) for size in sizes]
+    starts = [np.arange(0, size, BLOCK) for size in sizes]
     which = np.repeat(np.arange(len(sizes)), [len(x) for x in starts])
     first = np.concatenate(starts)
-    count = np.minimum(PIECE, np.array(sizes)[which] - first)
+    count = np.minimum(BLOCK, np.array(sizes)[which] - first)
     shards = np.arange(num_shards)[:, None] * len(sizes)
     return np.stack(
         [(shards + which).ravel(), np.tile(first, num_shards), np.tile(count, num_shards)], axis=1

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jzero._errors import StateError, describe_leaf, message
+from jzero._memories import PINNED
 
 Arrays: TypeAlias = Sequence[Any]
 
@@ -45,10 +46,10 @@ def _lies_on_host(x: Any) -> bool:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, SingleDeviceSharding):
         return False
-    if sharding.memory_kind in ("pinned_host", "unpinned_host"):
+    if sharding.memory_kind in (PINNED, "unpinned_host"):
         return True
-    (device,) = sharding.device_set
-    return device.platform == "cpu"
+    devices: Any = sharding.device_set
+    return next(iter(devices)).platform == "cpu"
 
 
 def address(x: Any) -> int:

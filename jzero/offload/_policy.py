@@ -7,6 +7,7 @@ import operator
 from typing import Any, ClassVar
 
 from jzero._errors import OptionError, message
+from jzero._memories import DEVICE, HOST, PINNED
 
 _DELAY_AFTER = 40  # ZeRO-Offload, section 5.2
 
@@ -15,7 +16,7 @@ _DELAY_AFTER = 40  # ZeRO-Offload, section 5.2
 class NoOffload:
     """Everything rests on the devices; the default of `shard_train_step(offload=...)`."""
 
-    tier: ClassVar[str] = "device"
+    tier: ClassVar[str] = DEVICE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class PinnedHost:
     """
 
     device_bytes: int = 2**30
-    tier: ClassVar[str] = "pinned_host"
+    tier: ClassVar[str] = PINNED
 
     def __post_init__(self) -> None:
         _make_int(
@@ -89,7 +90,7 @@ class HostCPU:
 
     Memory: 2 Psi bytes at rest on each device in place of 14 Psi (masters and both moments of Adam, 12 Psi,
     are on the host), and gradients while a step runs. On the host also pinned memory for what is on its way:
-    2 Psi of gradients and 2 Psi of parameters (4 Psi with `delayed_update`).
+    2 Psi of gradients and 2 Psi of parameters (twice both with `delayed_update`).
 
     An update that needs other devices' shards (the norms of LAMB, Adafactor's means) is refused by name on
     more than one device; `PinnedHost` can do it. If a step fails before the host (with a `ratio`, before the
@@ -136,7 +137,7 @@ class HostCPU:
     delay_after: int | None = None
     ratio: float | str = 1.0
     threads: int | None = None
-    tier: ClassVar[str] = "host"
+    tier: ClassVar[str] = HOST
 
     def __post_init__(self) -> None:
         if not isinstance(self.delayed_update, bool):

@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from jzero._errors import OptionError, message
+from jzero._memories import DEVICE
 from jzero.sharding import _layout
 from jzero.sharding._frames import Frame
 from jzero.sharding._layout import FULL, Automatic, Layout, Shard
 from jzero.sharding._links import Links
 
 PARAMETER, OPTIMIZER, OTHER = "parameter", "optimizer state", "other"
-DEVICE, HOST = "device", "host"
 
 
 class Stage(NamedTuple):
