@@ -5,22 +5,24 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero import _call, _host_memory, _identity, _jaxpr, _placing, _processes, _program, _setting
+from jzero import _call, _host_memory, _identity, _jaxpr, _placing, _processes, _program
 from jzero._batch import Batch
-from jzero._errors import MeshError, OptionError, StateError, message
+from jzero._errors import OptionError, StateError, message
 from jzero._host_array import HostArray
 from jzero._memories import HOST
 from jzero._options import Options, axis_tuple
 from jzero._padded import PaddedArray
+from jzero._program import Program
+from jzero._programs import Programs, placed_inputs
 from jzero._report import Report
+from jzero._setting import Setting, setting_of
 from jzero.offload._policy import NO_OFFLOAD, HostCPU, Offload
 from jzero.sharding import _microbatch, _plan, _traffic
 
@@ -213,12 +215,7 @@ class ShardedTrainStep:
         self._axis_names = axis_tuple(axis_names)
         self._axis_name = axis_name
         self._signature = _call.Signature.of(step_fn, static_argnums, static_argnames, in_specs)
-        self._programs: dict[Any, _program.Program] = {}
-        # By what is quick to ask of a call; an array and its shape then are two keys of one program.
-        self._seen: dict[Any, _program.Program] = {}
-        self._layouts: dict[Any, tuple[_plan.LeafPlan, ...]] = {}
-        self._engines: Any = weakref.WeakValueDictionary()
-        self._agreed: set[int] = set()  # programs that all processes have built alike, by id
+        self._programs = Programs(step_fn, self._signature)
         # Of the last plans and shardings, since every step asks: hundreds of leaves take 0.7 ms.
         self._places: tuple[Any, Any, list[_placing.Place]] | None = None
         functools.update_wrapper(self, step_fn, updated=())
@@ -247,7 +244,7 @@ class ShardedTrainStep:
             )
             new_state = _placing.unpad(new_state, leaves, program.state_shardings)
         else:
-            program = self._agreed_program_for(call)
+            program = self._programs.agreed(call, self._setting())
             leaves = program.plan.leaves
             new_state, outs = program.step(
                 self._place_state(call.state, state, leaves, program.state_shardings),
@@ -429,7 +426,7 @@ class ShardedTrainStep:
         if args or kwargs:
             plans = self._program_for(self._signature.bind((state, *args), kwargs)).plan.leaves
         else:
-            plans = self._layouts.get(_state_key(setting, *jax.tree.flatten(abstract)))
+            plans = self._programs.layout_of(abstract, setting)
         if plans is None:
             plans = _plan.plan_from_shapes(
                 _program.state_leaves(abstract, setting),
@@ -449,7 +446,7 @@ class ShardedTrainStep:
         """
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
-        jaxpr = jax.make_jaxpr(program.run)(*_placed_inputs(call, program))
+        jaxpr = jax.make_jaxpr(program.run)(*placed_inputs(call, program))
         offload = self._options.offload
         return Report(
             program.plan,
@@ -465,7 +462,7 @@ class ShardedTrainStep:
         self._check_one_program("lowered")
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
-        return program.step.lower(*_placed_inputs(call, program))
+        return program.step.lower(*placed_inputs(call, program))
 
     def _check_one_program(self, how: str) -> None:
         if self._options.offloads:
@@ -482,8 +479,8 @@ class ShardedTrainStep:
     def on_mesh(self, mesh: Any) -> ShardedTrainStep:
         """The same step, with the same options, on another mesh."""
         other = copy.copy(self)
-        other._mesh, other._programs, other._seen, other._layouts = mesh, {}, {}, {}
-        other._agreed, other._places = set(), None
+        other._mesh, other._places = mesh, None
+        other._programs = Programs(self._step_fn, self._signature)
         return other
 
     def batch_of(self, who: str, *args: Any, **kwargs: Any) -> Batch:
@@ -495,126 +492,8 @@ class ShardedTrainStep:
         parts = math.prod(setting.batch_axes.values())
         return Batch.of(who, self._signature, call, dims, parts)
 
-    def _agreed_program_for(self, call: _call.Call) -> _program.Program:
-        """The program for this call; before it first runs, every process must have built the same."""
-        setting = self._setting()
-        try:
-            program = self._built(call, setting)
-        except Exception as error:
-            if not self._agreed:  # Else the others would wait for this process.
-                failure = f"failed with {type(error).__name__}: {error}"
-                _processes.agree(WHO, setting.mesh, lambda: {"call": [failure]})
-            raise
-        if id(program) not in self._agreed:
-            _processes.agree(WHO, setting.mesh, lambda: _identity.of_program(
-                setting, call, program, program.step.trace(*_placed_inputs(call, program))
-            ))  # fmt: skip
-            self._agreed.add(id(program))
-        return program
+    def _program_for(self, call: _call.Call) -> Program:
+        return self._programs.of(call, self._setting())
 
-    def _program_for(self, call: _call.Call) -> _program.Program:
-        return self._built(call, self._setting())
-
-    def _built(self, call: _call.Call, setting: _program.Setting) -> _program.Program:
-        """The program for this call's shapes, built once."""
-        seen = setting, call.static, _call.signature_of((call.state, call.arrays))
-        if seen not in self._seen:
-            self._seen[seen] = self._program_from(call, setting)
-        return self._seen[seen]
-
-    def _program_from(self, call: _call.Call, setting: _setting.Setting) -> _program.Program:
-        state, arrays = _call.abstract(call.state, "state"), {
-            name: _call.abstract(value, name) for name, value in call.arrays.items()
-        }  # fmt: skip
-        leaves, tree = jax.tree.flatten((state, arrays))
-        key = (setting, tree, call.static, _avals_key(leaves))
-        if key not in self._programs:
-            self._programs[key] = _program.build(
-                self._step_fn, self._signature, setting, state, arrays, call.static, self._engines
-            )
-            state_key = _state_key(setting, *jax.tree.flatten(state))
-            self._layouts[state_key] = self._programs[key].plan.leaves
-        return self._programs[key]
-
-    def _setting(self) -> _setting.Setting:
-        mesh = self._mesh if self._mesh is not None else _current_mesh(self._axis_name)
-        if not hasattr(mesh, "axis_names"):
-            raise MeshError(message(
-                WHO, f"mesh is a {type(mesh).__name__}", "It must be a jax.sharding.Mesh.",
-                "Make one with jax.make_mesh((8,), ('data',))."))  # fmt: skip
-        current = jax.sharding.get_abstract_mesh()
-        if not current.empty and current.shape_tuple != mesh.shape_tuple:
-            raise MeshError(message(
-                WHO, f"mesh has axes {dict(mesh.shape)}, and jax.set_mesh's has {dict(current.shape)}",
-                "JAX runs a program on one mesh.", "Drop mesh=, or call the step outside of "
-                "the other mesh's context."))  # fmt: skip
-        names = tuple(self._axis_names or mesh.axis_names)
-        unknown = [name for name in names if name not in mesh.axis_names]
-        if unknown:
-            raise MeshError(message(
-                WHO, f"axis_names has {unknown}, and the mesh has {tuple(mesh.axis_names)}",
-                "ZeRO shards over axes of the mesh.", "Correct axis_names, or drop it."))  # fmt: skip
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        explicit = [name for name in types if name not in names and types[name] != AxisType.Auto]
-        if explicit:
-            raise MeshError(message(
-                WHO, f"mesh axes {explicit} are not among axis_names {names}, and not Auto",
-                "Over axes that are not data axes XLA shards, as the step's constraints say.",
-                "Make the mesh with axis_types=(jax.sharding.AxisType.Auto, ...)."))  # fmt: skip
-        if self._axis_name is not None and self._axis_name in names and len(names) > 1:
-            raise MeshError(message(
-                WHO, f"axis_name={self._axis_name!r} is only one of the mesh's axes {names}",
-                "A step's own axis stands for all data axes together.",
-                "Use a name that the mesh does not have, or a mesh with this axis alone."))  # fmt: skip
-        return _setting.Setting(self._options, mesh, names, self._axis_name)
-
-
-def _current_mesh(axis_name: str | None) -> Any:
-    """`jax.set_mesh`'s mesh, else one axis over all devices."""
-    abstract = jax.sharding.get_abstract_mesh()
-    if abstract.empty:
-        return _default_mesh(axis_name or "data", tuple(jax.devices()))
-    try:
-        return jax.sharding.get_mesh()
-    except ValueError:  # Under jit there is only the abstract one, and it suffices.
-        return abstract
-
-
-@functools.cache
-def _default_mesh(name: str, devices: tuple[Any, ...]) -> Mesh:
-    return Mesh(devices, (name,))
-
-
-def _avals_key(avals: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals)
-
-
-def _state_key(setting: _setting.Setting, leaves: Sequence[Any], tree: Any) -> Any:
-    return setting, tree, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
-
-
-def _placed_inputs(call: _call.Call, program: _program.Program) -> tuple[list[Any], list[Any]]:
-    """The program's inputs as shapes with shardings."""
-    arrays = [
-        leaf
-        for name, value in call.arrays.items()
-        for leaf in jax.tree.leaves(_call.abstract(value, name))
-    ]
-    state = jax.tree.leaves(_call.abstract(call.state, "state"))
-    shapes = [leaf.padded_shape for leaf in program.plan.leaves]
-    return (
-        _with_shardings(state, shapes, program.state_shardings),
-        _with_shardings(arrays, [leaf.shape for leaf in arrays], program.argument_shardings),
-    )
-
-
-def _with_shardings(
-    avals: Sequence[Any], shapes: Sequence[tuple[int, ...]], shardings: Sequence[NamedSharding]
-) -> list[Any]:
-    return [
-        # Programs take all values in the devices' memory, and offloaded leaves are copied there.
-        jax.ShapeDtypeStruct(
-            shape, a.dtype, weak_type=a.weak_type, sharding=NamedSharding(s.mesh, s.spec)
-        )
-        for a, shape, s in zip(avals, shapes, shardings, strict=True)
-    ]
+    def _setting(self) -> Setting:
+        return setting_of(self._options, self._mesh, self._axis_names, self._axis_name)

@@ -130,7 +130,7 @@ def test_what_the_host_holds_beside_the_state(precision, delayed_update):
         row.role: row.on_host
         for row in jzero.estimate(PSI, devices=8, precision=precision, offload=policy).memory
     }
-    (program,) = train_step._programs.values()
+    (program,) = train_step._programs.built.values()
     engine = program.step._engine
     kept = [x for outputs in engine._sets for x in outputs.arrays]
     assert {x.sharding.memory_kind for x in kept} == {"pinned_host"}

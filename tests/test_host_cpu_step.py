@@ -473,12 +473,12 @@ def test_batches_of_two_shapes_share_an_engine():
         state, _ = train_step(state, BATCH[:num])
         expected, _ = jax.jit(make_step(ADAMW))(expected, BATCH[:num])
     assert_same(state, expected)
-    programs = train_step._programs.values()
+    programs = train_step._programs.built.values()
     assert len(programs) == 2
     assert len({id(program.step._engine) for program in programs}) == 1
     other = on(4, optax.adamw(2e-2))
     other(new_state(optax.adamw(2e-2)), BATCH)
-    (program,) = other._programs.values()
+    (program,) = other._programs.built.values()
     assert program.step._engine not in [p.step._engine for p in programs]
 
 
@@ -521,7 +521,7 @@ def test_what_is_sent_is_there_before_its_memory_is_written(stage):
     """Parameters of a state in use, also those that a program has yet to gather from what was sent."""
     train_step = on(4, stage=stage)
     params, _ = train_step(new_state(ADAMW), BATCH)[0]
-    (program,) = train_step._programs.values()
+    (program,) = train_step._programs.built.values()
     waits = {id(ref()) for ref in program.step._engine._sets[-1].sent}
     assert waits == {id(getattr(x, "padded", x)) for x in params}
 

@@ -87,6 +87,7 @@ LAYERS = (
     ("_hosted",),
     ("_program",),
     ("_identity",),
+    ("_programs",),
     ("_step", "_estimate"),
     (
         "_preflight",

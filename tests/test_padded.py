@@ -182,7 +182,7 @@ def test_one_program_for_a_leaf_padded_or_plain():
     state, _ = train_step(init(tx), tokens())
     state, _ = train_step(state, tokens())
     train_step(jax.device_get(state), tokens())  # NumPy arrays, from a checkpoint
-    assert len(train_step._programs) == 1
+    assert len(train_step._programs.built) == 1
 
 
 def test_a_state_padded_for_another_mesh_is_padded_anew():

@@ -1,12 +1,12 @@
 // The memory limit: what every optimizer must do at least, and nothing else. Reads a gradient and some leaves of
-// state, changes the leaves in place, and writes a copy in 16 bits if there is one. In one pass over pieces, as
+// state, changes the leaves in place, and writes a copy in 16 bits if there is one. In one pass over blocks, as
 // wide as the compiler can.
 #include <cstdint>
 #include <cstring>
 
 namespace {
 
-constexpr int64_t piece = 1 << 15;
+constexpr int64_t block = 1 << 16;
 
 float read(const float* grad, int64_t i) { return grad[i]; }
 
@@ -21,8 +21,8 @@ template <int leaves, bool copy, typename Grad>
 void touch(float* __restrict__ p, float* __restrict__ m, float* __restrict__ v, const Grad* __restrict__ grad,
            uint16_t* __restrict__ out, int64_t size) {
 #pragma omp parallel for schedule(dynamic)
-  for (int64_t start = 0; start < size; start += piece) {
-    const int64_t end = start + piece < size ? start + piece : size;
+  for (int64_t start = 0; start < size; start += block) {
+    const int64_t end = start + block < size ? start + block : size;
     for (int64_t i = start; i < end; i++) {
       const float g = read(grad, i);
       p[i] += g;

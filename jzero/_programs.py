@@ -1,0 +1,114 @@
+"""`Programs`: those of one step, each built once, and agreed on by all processes before it first runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jzero import _call, _identity, _processes, _program
+from jzero._program import Program
+from jzero._setting import Setting
+from jzero.sharding._plan import LeafPlan
+
+WHO = _call.WHO
+
+
+class Programs:
+    """The programs of one step.
+
+    Attributes:
+      built: by setting, static arguments and shapes.
+    """
+
+    def __init__(self, step_fn: Callable[..., Any], signature: _call.Signature):
+        self._step_fn, self._signature = step_fn, signature
+        self.built: dict[Any, Program] = {}
+        # By what is quick to ask of a call; an array and its shape then are two keys of one program.
+        self._seen: dict[Any, Program] = {}
+        self._layouts: dict[Any, tuple[LeafPlan, ...]] = {}
+        self._engines: Any = weakref.WeakValueDictionary()
+        self._agreed: set[int] = set()  # programs that all processes have built alike, by id
+
+    def of(self, call: _call.Call, setting: Setting) -> Program:
+        """The program for a call's shapes."""
+        seen = setting, call.static, _call.signature_of((call.state, call.arrays))
+        if seen not in self._seen:
+            self._seen[seen] = self._of_shapes(call, setting)
+        return self._seen[seen]
+
+    def _of_shapes(self, call: _call.Call, setting: Setting) -> Program:
+        state, arrays = _call.abstract(call.state, "state"), {
+            name: _call.abstract(value, name) for name, value in call.arrays.items()
+        }  # fmt: skip
+        leaves, tree = jax.tree.flatten((state, arrays))
+        key = (setting, tree, call.static, _avals_key(leaves))
+        if key not in self.built:
+            self.built[key] = _program.build(
+                self._step_fn, self._signature, setting, state, arrays, call.static, self._engines
+            )
+            self._layouts[_state_key(state, setting)] = self.built[key].plan.leaves
+        return self.built[key]
+
+    def agreed(self, call: _call.Call, setting: Setting) -> Program:
+        """The program for a call that is about to run: every process must have built the same.
+
+        Raises:
+          ProcessError: one has another, or does not come.
+        """
+        try:
+            program = self.of(call, setting)
+        except Exception as error:
+            if not self._agreed:  # Else the others would wait for this process.
+                failure = f"failed with {type(error).__name__}: {error}"
+                _processes.agree(WHO, setting.mesh, lambda: {"call": [failure]})
+            raise
+        if id(program) not in self._agreed:
+            _processes.agree(WHO, setting.mesh, lambda: _identity.of_program(
+                setting, call, program, program.step.trace(*placed_inputs(call, program))
+            ))  # fmt: skip
+            self._agreed.add(id(program))
+        return program
+
+    def layout_of(self, state: Any, setting: Setting) -> tuple[LeafPlan, ...] | None:
+        """Where the leaves of a state of `ShapeDtypeStruct`s rest, as the last program for it has them."""
+        return self._layouts.get(_state_key(state, setting))
+
+
+def placed_inputs(call: _call.Call, program: Program) -> tuple[list[Any], list[Any]]:
+    """The program's inputs as shapes with shardings."""
+    arrays = [
+        leaf
+        for name, value in call.arrays.items()
+        for leaf in jax.tree.leaves(_call.abstract(value, name))
+    ]
+    state = jax.tree.leaves(_call.abstract(call.state, "state"))
+    shapes = [leaf.padded_shape for leaf in program.plan.leaves]
+    return (
+        _with_shardings(state, shapes, program.state_shardings),
+        _with_shardings(arrays, [leaf.shape for leaf in arrays], program.argument_shardings),
+    )
+
+
+def _with_shardings(
+    avals: Sequence[Any], shapes: Sequence[tuple[int, ...]], shardings: Sequence[NamedSharding]
+) -> list[Any]:
+    return [
+        # Programs take all values in the devices' memory, and offloaded leaves are copied there.
+        jax.ShapeDtypeStruct(
+            shape, a.dtype, weak_type=a.weak_type, sharding=NamedSharding(s.mesh, s.spec)
+        )
+        for a, shape, s in zip(avals, shapes, shardings, strict=True)
+    ]
+
+
+def _avals_key(avals: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals)
+
+
+def _state_key(state: Any, setting: Setting) -> Any:
+    leaves, tree = jax.tree.flatten(state)
+    return setting, tree, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
