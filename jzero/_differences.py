@@ -14,13 +14,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jzero import _jaxpr
+from jzero import _jaxpr, _rewrite
 
 Makers = dict[_jaxpr.Var, _jaxpr.Eqn]
 CAST = "convert_element_type"
 
 
-def without_differences(jaxpr: _jaxpr.Flat) -> _jaxpr.Flat:
+def without_differences(jaxpr: _rewrite.Flat) -> _rewrite.Flat:
     """The jaxpr with `n` for every `p + (n - p)` whose n and p were cast up, and that is cast down again.
 
     The differences stay, read by nobody: they tell `sharding/_links.py` that p and n are sharded alike.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jzero import _call, _jaxpr
+from jzero import _call, _jaxpr, _rewrite
 from jzero._errors import OptionError, message
 from jzero._memories import HOST
 from jzero._parts import Parts
@@ -52,7 +52,7 @@ class HostPart:
         self._runner = dataclasses.replace(runner, leaves=tuple(leaves), masks_padding=False)
         self.parts = Parts(self._runner, update, [pieces], shardings)
         (self._turn,) = self.parts.turns()
-        self._body = _jaxpr.body_of_shard_map(self._turn.run, *self.parts.avals(self._turn))
+        self._body = _rewrite.body_of_shard_map(self._turn.run, *self.parts.avals(self._turn))
         self._check()
         takes = self._turn.takes
         hosted = {invars[i]: i for i, leaf in enumerate(leaves) if leaf.tier == HOST}
@@ -126,7 +126,7 @@ class HostPart:
 
     def identity(self) -> tuple[Any, ...] | None:
         """Equal for parts that do the same, as for two shapes of a batch; None if nobody can tell."""
-        text = _jaxpr.whole_text(self._body.jaxpr)
+        text = _rewrite.whole_text(self._body.jaxpr)
         if self._body.constants or text is None:
             return None
         crossing = [(x.shape, x.dtype, x.sharding) for x in (*self.read_avals(), *self.out_avals())]
@@ -158,7 +158,7 @@ class HostPart:
         for piece in self._pieces:
             parts = Parts(self._runner, self._update, [[piece]], self._shardings)
             (turn,) = parts.turns()
-            body = _jaxpr.body_of_shard_map(turn.run, *parts.avals(turn))
+            body = _rewrite.body_of_shard_map(turn.run, *parts.avals(turn))
             if ops := _moves(body.jaxpr):
                 paths = [self._runner.leaves[i].path for i in _pieces.leaves_of([piece])]
                 more = ", ..." if len(paths) > 3 else ""

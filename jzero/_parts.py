@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero import _jaxpr
+from jzero import _jaxpr, _rewrite
 from jzero._memories import DEVICE
 from jzero._run import Runner, placed
 from jzero.sharding import _layout, _traffic
@@ -69,7 +69,7 @@ class Compiled:
         """The program of a turn that will take these values."""
         if (key := (turn.outs, turn.gives)) not in self._of:
             takes = [[values[var] for var in group] for group in (turn.consumes, turn.reads)]
-            text = _jaxpr.whole_text(jax.make_jaxpr(turn.run)(*takes))
+            text = _rewrite.whole_text(jax.make_jaxpr(turn.run)(*takes))
             shared = self._share and text is not None
             # The text does not say how arguments and results are grouped.
             nums = tuple(map(len, (turn.consumes, turn.reads, turn.gives, turn.outs)))

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero import _call, _host_array, _jaxpr, _padded
+from jzero import _call, _host_array, _jaxpr, _padded, _rewrite
 from jzero._errors import BatchError, StateError, describe_leaf, message
 from jzero._groups import groups
 from jzero._host_array import Home, HostArray
@@ -127,7 +127,7 @@ def born(traced: _jaxpr.Traced, places: Sequence[Place], device_bytes: int) -> l
     for group in _groups([target.plan for target in places], device_bytes or _BORN_TOGETHER):
         wanted = [traced.jaxpr.outvars[i] for i in group]
         targets = [places[i] for i in group]
-        part = _jaxpr.part(traced.jaxpr, wanted, effects=targets[0].plan.tier == DEVICE)
+        part = _rewrite.excerpt(traced.jaxpr, wanted, effects=targets[0].plan.tier == DEVICE)
         arrays = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
         shardings = [target.sharding.with_memory_kind(DEVICE) for target in targets]
 

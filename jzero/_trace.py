@@ -17,7 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jzero import _grad, _jaxpr, _whole
+from jzero import _grad, _jaxpr, _rewrite, _whole
 from jzero._differences import without_differences
 from jzero._errors import StepError, message
 from jzero.sharding import _frames
@@ -129,7 +129,7 @@ def _analysed(
     outer = _frames.Outer(average_losses=way != WRITTEN)
     jaxpr, consts = traced.jaxpr, traced.consts
     if flat:
-        jaxpr, consts = _jaxpr.flatten_calls(jaxpr, consts)
+        jaxpr, consts = _rewrite.flatten_calls(jaxpr, consts)
         jaxpr = without_differences(jaxpr) if offloads else jaxpr
     frame = _frames.build_frames(jaxpr, consts, in_varying, outer)
     return TracedStep(frame, traced.out_tree, traced.out_avals, way)

@@ -12,7 +12,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero import _jaxpr
+from jzero import _jaxpr, _rewrite
 from jzero._differences import without_differences
 
 P = jnp.linspace(-2, 2, 12).reshape(4, 3).astype(jnp.bfloat16)
@@ -21,7 +21,7 @@ N = P * jnp.asarray(1.01, jnp.bfloat16)
 
 def rewritten(fn, *args):
     closed = jax.make_jaxpr(fn)(*args)
-    flat, consts = _jaxpr.flatten_calls(*_jaxpr.open_jaxpr(closed))
+    flat, consts = _rewrite.flatten_calls(*_jaxpr.open_jaxpr(closed))
     return flat, without_differences(flat), consts
 
 

@@ -34,7 +34,7 @@ LAYERS = (
         "sharding/_traffic",
         "_grad",
         "_call",
-        "_differences",
+        "_rewrite",
         "_precision",
         "_schedule",
         "_processes",
@@ -42,6 +42,7 @@ LAYERS = (
         "offload/_ops",
     ),
     (
+        "_differences",
         "sharding/_values",
         "sharding/_frames",
         "sharding/_pipeline",

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jzero import _jaxpr
+from jzero import _jaxpr, _rewrite
 from jzero._errors import MeshError, message
 from jzero._groups import groups as in_groups
 from jzero.offload._kernel import NAME, kernel_text
@@ -273,7 +273,7 @@ class _XlaPart:
     def __init__(
         self, jaxpr: _jaxpr.Jaxpr, wanted: Sequence[_jaxpr.Atom], slots: dict[_jaxpr.Var, int]
     ):
-        part = _jaxpr.part(jaxpr, wanted)
+        part = _rewrite.excerpt(jaxpr, wanted)
         self._reads = [slots[var] for var in part.reads]
         self._device = processor()
         there = jax.sharding.SingleDeviceSharding(self._device)

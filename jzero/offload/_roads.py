@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jzero import _jaxpr
+from jzero import _jaxpr, _rewrite
 from jzero._errors import describe_leaf
 from jzero.offload._ops import is_cheap, op_for, size_of
 from jzero.offload._writer import TYPES, dtype_of, itemsize
@@ -63,7 +63,7 @@ class Analysis:
     The first `num_state` inputs are the state, and the first `num_state` outputs its new values.
     """
 
-    def __init__(self, jaxpr: _jaxpr.Flat, num_state: int):
+    def __init__(self, jaxpr: _rewrite.Flat, num_state: int):
         self.jaxpr = jaxpr
         self.num_state = num_state
         self._made_by: dict[_jaxpr.Var, int] = {}  # The index of its equation.
@@ -173,11 +173,11 @@ def groups(analysis: Analysis, outputs: Sequence[int]) -> list[Group]:
 
 def traced_flat(
     update: Callable[..., Any], state: Sequence[Any], inputs: Sequence[Any]
-) -> tuple[_jaxpr.Traced, _jaxpr.Flat, list[Any]]:
+) -> tuple[_jaxpr.Traced, _rewrite.Flat, list[Any]]:
     """The trace of an update, its equations without calls and cheap branches, and their constants."""
     traced = _jaxpr.trace_here(update, tuple(state), tuple(inputs))
-    calls = _jaxpr.flatten_calls(traced.jaxpr, traced.consts)
-    return traced, *_jaxpr.select_branches(*calls, is_cheap)
+    calls = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+    return traced, *_rewrite.select_branches(*calls, is_cheap)
 
 
 def roads_text(roads: Sequence[Road]) -> str:

@@ -50,7 +50,7 @@ def cut(
     """The phases of a step; the last one's loop may be empty.
 
     Args:
-      frame: the root frame, without calls (`_jaxpr.flatten_calls`).
+      frame: the root frame, without calls (`_rewrite.flatten_calls`).
       examples: for each output of the frame, whether it has one entry per example.
       apart: equations that run after all phases, elsewhere; phases only hand out what they read.
       handed_out: what that is, and an equation that reads it. Nothing else reads it before it is summed up.

@@ -79,7 +79,7 @@ def cut_update(frame: Frame, offloaded: Collection[int]) -> UpdatePart:
     """Cuts a step in two, for the leaves that do not rest on the devices.
 
     Args:
-      frame: the root frame, without calls (`_jaxpr.flatten_calls`).
+      frame: the root frame, without calls (`_rewrite.flatten_calls`).
       offloaded: positions of leaves of the state.
     """
     cutter = _UpdateCutter(frame, offloaded)

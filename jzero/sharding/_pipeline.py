@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jzero import _jaxpr
+from jzero import _jaxpr, _rewrite
 from jzero.sharding import _collectives
 from jzero.sharding._queue import PRODUCTS, GatherQueue
 
@@ -42,7 +42,7 @@ def scan(
     ahead = _gathers_ahead(traced.jaxpr, len(init), queue.limit)
     if ahead:
         return _Loop(traced, xs, len(init), length, reverse, ahead).run(init, queue)
-    whole = _jaxpr.part(traced.jaxpr, traced.jaxpr.outvars)
+    whole = _rewrite.excerpt(traced.jaxpr, traced.jaxpr.outvars)
     known = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
 
     def again(carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
@@ -65,8 +65,8 @@ class _Loop:
         self.known = dict(zip(jaxpr.constvars, traced.consts, strict=True))
         self.stacks = dict(zip(sliced, xs, strict=True))
         self.length, self.reverse, self.ahead = length, reverse, ahead
-        self.gathers = _jaxpr.part(jaxpr, ahead, effects=False)
-        turn = _jaxpr.part(jaxpr, jaxpr.outvars, ahead)
+        self.gathers = _rewrite.excerpt(jaxpr, ahead, effects=False)
+        turn = _rewrite.excerpt(jaxpr, jaxpr.outvars, ahead)
         # One function for the loop and for its last turn: it is traced and lowered once.
         self.turn = turn._replace(run=jax.jit(turn.run))
 
@@ -102,7 +102,10 @@ class _Loop:
         ]
 
     def arguments(
-        self, part: _jaxpr.Part, i: Any, values: Mapping[_jaxpr.Var, Any] = MappingProxyType({})
+        self,
+        part: _rewrite.Excerpt,
+        i: Any,
+        values: Mapping[_jaxpr.Var, Any] = MappingProxyType({}),
     ) -> Arrays:
         """What a part reads in turn `i`: constants, slices, and `values`."""
         known, at = self.known | dict(values), self.position(i)
