@@ -130,7 +130,7 @@ def _shared(
             WHO, f"offload=HostCPU(ratio={ratio:g}), and {', '.join(paths[:3])}{more} are the fewest "
             f"leaves that are updated together: {least:.3f} of all bytes",
             "Leaves whose updates depend on each other rest in one place.",
-            f"Use ratio={least + 0.0005:.3f} or more, or drop offload."))  # fmt: skip
+            f"Use ratio={min(least + 0.0005, 1):.3f} or more, or drop offload."))  # fmt: skip
     return tuple(
         leaf if i in host else dataclasses.replace(leaf, tier=DEVICE)
         for i, leaf in enumerate(leaves)
