@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +29,9 @@ from jzero.sharding._rules import size_in_bytes
 Var = _jaxpr.Var
 WHO = _call.WHO
 Engines = weakref.WeakValueDictionary[Any, HostEngine]
+# An engine is one call's at a time, and the processors are everybody's. Reentrant: a signal's handler that
+# trains or flushes in the middle of an update is told so, and does not wait for ever.
+_UPDATING = threading.RLock()
 
 
 @dataclasses.dataclass(eq=False)
@@ -165,14 +169,15 @@ class HostedStep:
         made = dict(zip(self.grad.outs, outs, strict=True))
         now = Pending(self, dict(zip(self._sent, sent, strict=True)))
         job = pending if delays else now
-        if job:
-            job.step.prepare(state, job.reads | read)
-        for turn in self.turns[1:]:  # what rests on the devices, while the host works
-            values.update(zip(self._stays, stays, strict=True))
-            made |= turn(values, turn.jitted)
-        hosted = self._taken(state, now if delays else None, num_steps + 1)
-        for chunk in job.step.updating(state) if job else ():
-            made |= chunk
+        with _UPDATING:
+            if job:
+                job.step.prepare(state, job.reads | read)
+            for turn in self.turns[1:]:  # what rests on the devices, while the host works
+                values.update(zip(self._stays, stays, strict=True))
+                made |= turn(values, turn.jitted)
+            hosted = self._taken(state, now if delays else None, num_steps + 1)
+            for chunk in job.step.updating(state) if job else ():
+                made |= chunk
         for i in self._renewed:
             state[i].delete()
         new = [hosted.get(i, made.get(i, x)) for i, x in enumerate(state)]
@@ -182,11 +187,12 @@ class HostedStep:
         """The state with what is pending, of this step, applied; it is consumed."""
         pending, num_steps = self._history(state)
         assert pending is not None
-        self.prepare(state, pending.reads | self.read_leaves(state))
-        hosted = self._taken(state, None, num_steps)
         made: dict[int, jax.Array] = {}
-        for chunk in self.updating(state):
-            made |= chunk
+        with _UPDATING:
+            self.prepare(state, pending.reads | self.read_leaves(state))
+            hosted = self._taken(state, None, num_steps)
+            for chunk in self.updating(state):
+                made |= chunk
         return [hosted.get(i, made.get(i, x)) for i, x in enumerate(state)]
 
     def _history(self, state: Sequence[Any]) -> tuple[Pending | None, int]:
