@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -143,11 +144,11 @@ class SlicedTurn:
             list[jax.Array]
         ] = []  # of the state on the devices, as shards: renewed, only read
 
-        def fetch(start: int, size: int) -> Any:
+        def fetch(start: jax.Array, size: int) -> Any:
             groups = [[values[var] for var in group] for group in (self._own, self._others)]
             return self._fetch(*groups, start, size=size)
 
-        def update(start: int, size: int, arrays: Any) -> list[jax.Array]:
+        def update(start: jax.Array, size: int, arrays: Any) -> list[jax.Array]:
             if not held:
                 held.append(self._enter_renewed([values[v] for v in self._vars(self._renewed)]))
                 held.append(self._enter_large([values[v] for v in self._large]))
@@ -159,7 +160,7 @@ class SlicedTurn:
             if homes := self._vars(self._back):
                 stored, done = self._store([values[var] for var in homes], new, start)
                 values.update(zip(homes, stored, strict=True))
-            if (start, size) == self._slices[-1]:
+            if start is self._starts[-1]:
                 finish()
             return [done]
 
@@ -173,8 +174,15 @@ class SlicedTurn:
             for var in self._frees:
                 del values[var]
 
-        for start, size in self._slices:
+        for start, (_, size) in zip(self._starts, self._slices, strict=True):
             yield functools.partial(fetch, start, size), functools.partial(update, start, size)
+
+    @functools.cached_property
+    def _starts(self) -> list[jax.Array]:
+        """The first row of each slice, on the devices: a transfer guard forbids a step to copy it there."""
+        place = NamedSharding(self._runner.setting.mesh, P())
+        rows = [np.asarray(start, np.int32) for start, _ in self._slices]
+        return [jax.make_array_from_callback((), place, x.__getitem__) for x in rows]
 
     # -- programs ------------------------------------------------------------------------------------
 
