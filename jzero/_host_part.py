@@ -46,7 +46,7 @@ class HostPart:
         leaves = [
             leaf
             if leaf.tier == HOST
-            else _as_crossed(leaf, crossing.layout(var), runner.links.num_shards)
+            else _as_crossed(leaf, crossing.crossing(var), runner.links.num_shards)
             for leaf, var in zip(runner.leaves, invars, strict=False)
         ]
         self._runner = dataclasses.replace(runner, leaves=tuple(leaves), masks_padding=False)

@@ -96,6 +96,7 @@ class Parts:
         invars = self._frame.jaxpr.invars
         self._inputs = {var: i for i, var in enumerate(invars)}
         self.leaf_of = {var: i for i, var in enumerate(invars[: self._num_leaves])}
+        self._read = {var for piece in update.pieces for var in piece.reads}
 
     def grad_part(self) -> Part:
         """What is left of the step without its update part; a leaf that it hands through is no output."""
@@ -105,9 +106,8 @@ class Parts:
         outs = [i for i in outs if i >= len(leaves)
                 or (leaves[i].tier == DEVICE and outvars[i] is not invars[i])]  # fmt: skip
         here = [v for i, v in enumerate(invars) if i >= len(leaves) or leaves[i].tier == DEVICE]
-        later = {var for piece in self._update.pieces for var in piece.reads}
         own = {invars[i] for i in outs if i < len(leaves)}
-        consumes = [var for var in here if var in own and var not in later]
+        consumes = [var for var in here if var in own and var not in self._read]
         run = self.runner.grad_part()
 
         def compute(interp: Interpreter, values: dict[Var, Any]) -> Env:
@@ -214,6 +214,14 @@ class Parts:
         dim = runner.links.sharded_dim(self._frame, var) if runner.num_devices > 1 else None
         return FULL if dim is None else Shard(dim, runner.setting.sharding.shard_axes)
 
+    def crossing(self, var: Var) -> Layout:
+        """Of a leaf, as gradients are: its own if an update reads it, else that of what renews it.
+
+        They differ if nothing else ties a leaf to its new value: parameters that are only a cast of masters.
+        """
+        renewed = self._frame.jaxpr.outvars[self.leaf_of[var]]
+        return self.layout(var if var in self._read else renewed)
+
     def _spec(self, var: Var) -> P:
         place = self._inputs.get(var)
         if place is None:
@@ -226,17 +234,17 @@ class Parts:
         if all(map(self._rests_in_shards, variables)):
             return None
         leaves = [self._leaf(var) for var in variables]
+        layouts = [self.crossing(var) for var in variables]
 
         def local(xs: list[Any]) -> list[Any]:
             interp, frame = self.runner.interpreter(), self._frame
-            triples = zip(variables, xs, leaves, strict=True)
             return [
-                interp.as_dim(frame, v, placed(x, leaf), interp.dim_of(frame, v))
-                for v, x, leaf in triples
+                interp.as_dim(frame, var, placed(x, leaf), _dim(layout))
+                for var, x, leaf, layout in zip(variables, xs, leaves, layouts, strict=True)
             ]
 
         specs = [_layout.partition_spec(leaf.layout) for leaf in leaves]
-        crossed = [_layout.partition_spec(self.layout(var)) for var in variables]
+        crossed = [_layout.partition_spec(layout) for layout in layouts]
         return self.runner.shard_map(local, (specs,), crossed)
 
     def leaving(self, outs: Sequence[int]) -> Callable[..., Any] | None:
@@ -245,25 +253,22 @@ class Parts:
         if all(map(self._rests_in_shards, variables)):
             return None
         runner, frame = self.runner, self._frame
+        layouts = [self.crossing(var) for var in variables]
 
         def local(olds: list[Any], shards: list[Any]) -> list[Any]:
             interp, new = runner.interpreter(), []
-            for i, var, old, x in zip(outs, variables, olds, shards, strict=True):
-                atom, path, dim = (
-                    frame.jaxpr.outvars[i],
-                    self._leaf(var).path,
-                    interp.dim_of(frame, var),
-                )
-                env = Env({atom: interp.devices.value(x, dim, atom.aval.shape, path)})
-                new.append(runner.out(interp, env, i, old))
+            for i, layout, old, x in zip(outs, layouts, olds, shards, strict=True):
+                atom, path = frame.jaxpr.outvars[i], runner.leaves[i].path
+                value = interp.devices.value(x, _dim(layout), atom.aval.shape, path)
+                new.append(runner.out(interp, Env({atom: value}), i, old))
             return new
 
         specs = [runner.state_specs[i] for i in outs]
-        crossed = [_layout.partition_spec(self.layout(var)) for var in variables]
+        crossed = [_layout.partition_spec(layout) for layout in layouts]
         return runner.shard_map(local, (specs, crossed), specs)
 
     def _rests_in_shards(self, var: Var) -> bool:
-        return var not in self.leaf_of or self._leaf(var).layout == self.layout(var)
+        return var not in self.leaf_of or self._leaf(var).layout == self.crossing(var)
 
     def aval(self, var: Var) -> jax.ShapeDtypeStruct:
         """Of a leaf of the state, or of what another part gives."""
@@ -286,3 +291,7 @@ class Parts:
     def _given(self, interp: Interpreter, env: Env, var: Var) -> Any:
         value = interp.read(self._frame, env, self._update.boundary.get(var), var)
         return interp.as_dim(self._frame, var, value, interp.dim_of(self._frame, var))
+
+
+def _dim(layout: Layout) -> int | None:
+    return layout.dim if isinstance(layout, Shard) else None

@@ -18,6 +18,7 @@ import small
 import test_optimizers
 from jzero import _host_engine, _host_memory, _hosted
 from jzero.offload import _bandwidth
+from jzero.sharding._layout import FULL
 from test_offload import BATCH, SHAPES, make_step, new_state
 
 pytest.importorskip("llvmlite")
@@ -219,7 +220,8 @@ def test_states_in_turn():
 def test_trainings_in_threads(delayed):
     """One step, a state for each thread: a search for hyperparameters."""
     policy = jzero.HostCPU(delayed_update=True, delay_after=1) if delayed else jzero.HostCPU()
-    train_step = on(1, policy=policy)  # without collectives, which two threads may start in two orders
+    # One device: threads may start collectives in different orders.
+    train_step = on(1, policy=policy)
 
     def train(_: int) -> Any:
         state: Any = new_state()
@@ -231,6 +233,48 @@ def test_trainings_in_threads(delayed):
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         for found in pool.map(train, range(6)):
             assert_same(found, expected)
+
+
+@pytest.mark.parametrize("policy", [jzero.PinnedHost(2_000), jzero.PinnedHost(), jzero.HostCPU()])
+def test_a_step_copies_nothing_that_a_guard_forbids(policy):
+    """Between host and devices: under `jax.transfer_guard`, in slices, in one turn and on the host."""
+    train_step = on(4, policy=policy)
+    state, _ = train_step(new_state(), BATCH)
+    sharding = jax.tree.leaves(state[0])[0].sharding
+    batch = jax.device_put(BATCH, jax.NamedSharding(sharding.mesh, jax.P(sharding.mesh.axis_names)))
+    for _ in range(2):
+        with jax.transfer_guard("disallow"):
+            state, _ = train_step(state, batch)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("policy", [jzero.HostCPU(), jzero.PinnedHost(700)])
+def test_masters_of_the_steps_own(policy, stage):
+    """Of parameters that are too small to be sharded, and that nothing ties to them but a cast."""
+
+    def step_fn(state, x):
+        w, master, m = state
+        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w.astype(jnp.float32))
+        m = 0.9 * m + g
+        master = master - 0.1 * m
+        return master.astype(w.dtype), master, m
+
+    def new():
+        master = jnp.linspace(-1, 1, 64 * 6).reshape(64, 6)
+        return master.astype(jnp.bfloat16), master, jnp.zeros_like(master)
+
+    train_step = on(4, step_fn=step_fn, policy=policy, stage=stage, min_shard_bytes=1024)
+    plan = train_step.plan(new(), BATCH)
+    assert [leaf.layout == FULL for leaf in plan.leaves] == [True, False, False]
+    if isinstance(policy, jzero.PinnedHost):
+        assert [turn.parts for turn in plan.turns] == [4]
+    state = train_step(new(), BATCH)
+    assert_same(state[1:], jax.jit(step_fn)(new(), BATCH)[1:])
+    for _ in range(2):
+        w, master, _ = state
+        np.testing.assert_array_equal(w, np.asarray(master).astype(w.dtype))
+        assert w.sharding.is_fully_replicated
+        state = train_step(state, BATCH)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
