@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import re
+import time
 import weakref
 from typing import Any
 
@@ -169,7 +170,10 @@ def test_a_dropped_state_is_freed_on_the_host(policy):
     buffers = [weakref.ref(x.base) for leaf in hosted(state) for x in leaf.buffers]
     assert all(ref() is not None for ref in buffers)
     del state
-    assert [ref() for ref in buffers] == [None] * len(buffers)
+    deadline = time.monotonic() + 60
+    while any(ref() is not None for ref in buffers):  # A thread that came late knows of them.
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_memory_of_outputs_lives_as_long_as_a_thread_may_write_it():
