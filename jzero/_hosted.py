@@ -97,6 +97,7 @@ class HostedStep:
         self._enter = _to_host(self._enter_part, [reads[var].sharding for var in self._entered])
         # Their old values are freed when the step cannot fail any more.
         self._renewed = [i for i in self.grad.outs if i < len(self.leaves)]
+        self._renewed_here = {*self._renewed, *(i for turn in self.turns[1:] for i in turn.outs)}
         self._engine: HostEngine | None = None
         self._engines = engines
         self._leaving: dict[tuple[int, ...], Callable[..., Any]] = {}
@@ -158,7 +159,8 @@ class HostedStep:
         """Runs one step; the state is consumed, unless it fails before the host overwrites any."""
         pending, num_steps = self._history(state)
         delays = self._policy.delays(num_steps)
-        if pending is not None and not delays:
+        # Another step's gradients may be of leaves that the devices renew in this one.
+        if pending and not (delays and self._renewed_here.isdisjoint(pending.step.part.outs)):
             state, pending = pending.step.flush(state), None
         read: dict[Var, jax.Array] = {}
         if pending is not None or not delays:  # first in line: the host may already wait for it

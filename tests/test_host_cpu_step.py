@@ -495,6 +495,29 @@ def test_a_step_that_is_not_delayed_takes_a_state_that_waits():
     assert_same(state, expected)
 
 
+def test_a_delayed_step_takes_a_state_that_waits_for_another_one():
+    """One that renews on the devices what the other does on the host: neither update is lost."""
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    def momentum(state, x):
+        w, m = state
+        m = 0.9 * m + gradient(w, x)
+        return w - 0.1 * m, m
+
+    def average(state, x):
+        w, m = state
+        w = w - 0.01 * gradient(w, x)
+        return w, 0.9 * m + 0.1 * w
+
+    policy = jzero.HostCPU(delayed_update=True, delay_after=0)
+    one, other = (on(2, step_fn=step_fn, policy=policy) for step_fn in (momentum, average))
+    w = jnp.linspace(-1, 1, 64 * 24).reshape(64, 24)
+    state = other.flush(other(one((w, w / 2), BATCH), BATCH))
+    assert_same(state, average(momentum((w, w / 2), BATCH), BATCH))
+
+
 def test_a_last_batch_of_another_shape():
     """Gradients of one program are applied while another one computes."""
     policy = jzero.HostCPU(delayed_update=True, delay_after=0)
