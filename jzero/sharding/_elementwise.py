@@ -21,8 +21,9 @@ def obstacle(frame: Frame, piece: Piece) -> str:
     eqns = [frame.jaxpr.eqns[i] for i in piece.eqns]
     for eqn in eqns:
         if not _rules.is_elementwise(eqn):
+            where = _jaxpr.summary(eqn)  # '' inside of JAX's own functions
             return (
-                f"{eqn.primitive.name} ({_jaxpr.summary(eqn)}) does not treat every element alike"
+                f"{eqn.primitive.name}{where and f' ({where})'} does not treat every element alike"
             )
     atoms = [a for eqn in eqns for a in [*eqn.invars, *eqn.outvars]]
     atoms += [*piece.reads, *(frame.jaxpr.outvars[i] for i in piece.outs)]
