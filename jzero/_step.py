@@ -345,7 +345,10 @@ class ShardedTrainStep:
         return jax.tree.unflatten(tree, _placing.wrap(new, step.leaves))
 
     def unshard(self, state: Any) -> Any:
-        """The state with every leaf whole on every device of the mesh, to evaluate or to export."""
+        """The state with every leaf whole on every device of the mesh, to evaluate, to keep or to export.
+
+        In arrays of its own: the next step consumes the state, and none of them.
+        """
         setting = self._setting()
         full = NamedSharding(setting.mesh, PartitionSpec())
         leaves, tree = jax.tree.flatten(state)
@@ -355,6 +358,9 @@ class ShardedTrainStep:
         whole = _placing.place(
             plain, [full] * len(leaves), lambda: _call.leaf_paths(state, "state")
         )
+        for i, leaf in enumerate(leaves):
+            if whole[i] is leaf:
+                whole[i] = jax.device_put(leaf, leaf.sharding, may_alias=False)
         return jax.tree.unflatten(tree, whole)
 
     def state_shardings(self, state: Any, *args: Any, **kwargs: Any) -> Any:

@@ -289,6 +289,19 @@ def test_unplaced_state_survives():
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(make_state()), zoo.FP32, "unplaced")
 
 
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.PinnedHost()], ids=str)
+def test_what_was_unsharded_is_kept(offload, num_devices):
+    """The best parameters so far, of which some rest whole: the next step does not consume them."""
+    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    train_step = small.shard_train_step(train, mesh=mesh, stage=1, offload=offload)
+    state, _ = train_step(make_state(), X, Y)
+    best = train_step.unshard(state)
+    expected = zoo.to_host(best)
+    train_step(state, X, Y)
+    zoo.assert_trees_close(zoo.to_host(best), expected, zoo.FP32, "kept")
+
+
 def test_init_places():
     train_step = small.shard_train_step(train)
     state = train_step.init(make_state, 7)
