@@ -204,6 +204,9 @@ class HostArray:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __bool__(self) -> bool:
+        return bool(np.asarray(self))
+
     def __iter__(self) -> Iterator[Any]:
         return iter(np.asarray(self))
 

@@ -82,6 +82,9 @@ class PaddedArray:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __bool__(self) -> bool:
+        return bool(self.__jax_array__())
+
     def __iter__(self) -> Iterator[jax.Array]:
         return iter(self.__jax_array__())
 

@@ -224,6 +224,8 @@ def test_reads_as_its_true_shape():
     assert jnp.zeros_like(leaf).shape == (53, 14)
     assert (len(leaf), len(list(leaf))) == (53, 53)
     assert (leaf == value).all()
+    with pytest.raises(ValueError, match="truth value"):
+        bool(leaf)
     with pytest.raises(AttributeError, match=r"no attribute 'mean'.* jnp.asarray\(x\), or"):
         leaf.mean()
     assert jax.block_until_ready(state)["params"]["odd"] is leaf

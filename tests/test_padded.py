@@ -215,6 +215,8 @@ def test_a_padded_array_reads_as_its_true_shape():
     assert jnp.zeros_like(table).shape == (53, 11)
     assert (len(table), len(list(table))) == (53, 53)
     assert (table == np.asarray(table)).all()
+    with pytest.raises(ValueError, match="truth value"):
+        bool(table)
     with pytest.raises(AttributeError, match=r"no attribute 'mean'.* jnp.asarray\(x\), or"):
         table.mean()
     assert jax.block_until_ready(state)[0]["table"] is table
