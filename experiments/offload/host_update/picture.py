@@ -32,12 +32,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
             for row in result["rows"]
             if (row["millions"], row["num_leaves"], row["grads"], row["copy"]) == chosen
         ]
-        for i, (name, color) in enumerate(COLORS.items()):
+        shown = [name for name in COLORS if any(name in row["share"] for row in rows)]
+        for i, name in enumerate(shown):
             at = [j for j, row in enumerate(rows) if name in row["share"]]
             shares = [rows[j]["share"][name] for j in at]
-            axis.bar(
-                np.array(at) + 0.16 * (i - 2), shares, 0.15, color=color, alpha=0.7, label=name
-            )
+            places = np.array(at) + 0.16 * (i - (len(shown) - 1) / 2)
+            axis.bar(places, shares, 0.15, color=COLORS[name], alpha=0.7, label=name)
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set_xticks(range(len(rows)), [row["optimizer"] for row in rows])
         axis.set_title(f"{grads} gradients" + (", bfloat16 copy of the parameters" if copy else ""))
