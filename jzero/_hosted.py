@@ -224,12 +224,12 @@ class HostedStep:
             self._engine = engine
         leaves = [state[i] for i in self.part.leaves]
         self._engine.prepare(leaves, [reads[var] for var in self.part.reads])
+        # Nobody can wait for them when they are deleted; a copy to them may read memory that is written next.
+        jax.block_until_ready([state[i] for i in self.part.outs if i < len(state)])
 
     def updating(self, state: Sequence[Any]) -> Iterator[dict[int, jax.Array]]:
         """Runs what is prepared; each chunk of what it makes, on its way to the devices."""
         assert self._engine is not None
-        # Nobody can wait for what is deleted below; a copy to it may still read memory that is written next.
-        jax.block_until_ready([state[i] for i in self.part.outs if i < len(state)])
         for chunk in self._engine.run():
             at_rest = self._at_rest(state, chunk)
             # Not the chunk, which a program may have consumed that has yet to run.

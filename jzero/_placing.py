@@ -193,6 +193,15 @@ def place(
     return out
 
 
+def copied(leaves: list[jax.Array], sharding: NamedSharding) -> list[jax.Array]:
+    """Arrays of the same values, in memory of their own."""
+    return jax.jit(_copied, out_shardings=sharding)(leaves) if leaves else []
+
+
+def _copied(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.copy(x) for x in leaves]
+
+
 def _put_across(leaf: Any, sharding: NamedSharding, path: str) -> Any:
     """`jax.device_put` to devices of several processes, which must all hold the same whole leaf."""
     if _is_key(leaf):

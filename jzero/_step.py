@@ -358,9 +358,10 @@ class ShardedTrainStep:
         whole = _placing.place(
             plain, [full] * len(leaves), lambda: _call.leaf_paths(state, "state")
         )
-        for i, leaf in enumerate(leaves):
-            if whole[i] is leaf:
-                whole[i] = jax.device_put(leaf, leaf.sharding, may_alias=False)
+        shared = [i for i, leaf in enumerate(leaves) if whole[i] is leaf]
+        copies = _placing.copied([leaves[i] for i in shared], full)
+        for i, copy_of in zip(shared, copies, strict=True):
+            whole[i] = copy_of
         return jax.tree.unflatten(tree, whole)
 
     def state_shardings(self, state: Any, *args: Any, **kwargs: Any) -> Any:
