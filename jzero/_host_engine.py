@@ -101,10 +101,7 @@ class HostEngine:
         return _Outputs(arrays, views, [])
 
     def prepare(self, state: Sequence[HostArray], reads: Sequence[jax.Array]) -> None:
-        """Does everything that can fail, and overwrites nothing. Waits for `reads`, in pinned memory."""
-        # All devices, those that are replicas too: parameters are freed after this.
-        with jax.profiler.TraceAnnotation("jzero: wait for gradients"):
-            jax.block_until_ready(list(reads))
+        """Does what can fail, and overwrites nothing. `reads` are there, in pinned memory."""
         inputs = [
             [*(x.addressable_data(k) for x in reads), *indices]
             for k, indices in zip(self._at, self._indices, strict=True)

@@ -41,12 +41,12 @@ class HostPart:
         shardings: Sequence[NamedSharding],
     ):  # fmt: skip
         self._update, self._pieces, self._shardings = update, pieces, shardings
-        crossing = Parts(runner, update, [pieces], shardings)
+        as_planned = Parts(runner, update, [pieces], shardings)
         invars = runner.frame.jaxpr.invars
         leaves = [
             leaf
             if leaf.tier == HOST
-            else _as_crossed(leaf, crossing.crossing(var), runner.links.num_shards)
+            else _as_crossed(leaf, as_planned.crossed_layout(var), runner.links.num_shards)
             for leaf, var in zip(runner.leaves, invars, strict=False)
         ]
         self._runner = dataclasses.replace(runner, leaves=tuple(leaves), masks_padding=False)

@@ -30,7 +30,7 @@ Var = _jaxpr.Var
 WHO = _call.WHO
 Engines = weakref.WeakValueDictionary[Any, HostEngine]
 # An engine is one call's at a time, and the processors are everybody's. Reentrant: a signal's handler that
-# trains or flushes in the middle of an update is told so, and does not wait for ever.
+# calls in the middle of an update is refused (`HostUpdate.prepare`), and does not wait for ever.
 _UPDATING = threading.RLock()
 
 
@@ -56,7 +56,8 @@ class HostedStep:
             send parameters to the devices              # while the next chunk is updated
 
     A delayed step updates with the gradients of the step before, which the host has, while the devices
-    compute new ones. Whatever can fail is done before anything of the old state is overwritten.
+    compute new ones. What can fail is done before anything of the old state is overwritten, but for copies to
+    devices that have no room.
 
     Attributes:
       leaves: where the state rests.
@@ -82,7 +83,8 @@ class HostedStep:
         self.leaves, self.shardings = runner.leaves, shardings
         self._jaxpr, self._policy = runner.frame.jaxpr, policy
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == HOST]
-        resting = [piece for piece in update.pieces if piece not in update.hosted]
+        hosted = set(map(id, update.hosted))
+        resting = [piece for piece in update.pieces if id(piece) not in hosted]
         self.part = HostPart(runner, update, update.hosted, shardings)
         packs = list(filter(None, [update.hosted, resting]))
         self._parts = Parts(runner, update, packs, shardings)
@@ -171,6 +173,8 @@ class HostedStep:
         made = dict(zip(self.grad.outs, outs, strict=True))
         now = Pending(self, dict(zip(self._sent, sent, strict=True)))
         job = pending if delays else now
+        if job:
+            job.step.wait(state, job.reads | read)
         with _UPDATING:
             if job:
                 job.step.prepare(state, job.reads | read)
@@ -190,8 +194,10 @@ class HostedStep:
         pending, num_steps = self._history(state)
         assert pending is not None
         made: dict[int, jax.Array] = {}
+        reads = pending.reads | self.read_leaves(state)
+        self.wait(state, reads)
         with _UPDATING:
-            self.prepare(state, pending.reads | self.read_leaves(state))
+            self.prepare(state, reads)
             hosted = self._taken(state, None, num_steps)
             for chunk in self.updating(state):
                 made |= chunk
@@ -216,16 +222,22 @@ class HostedStep:
         down, _ = self._enter([state[self._parts.leaf_of[var]] for var in self._entered])
         return dict(zip(self._entered, down, strict=True))
 
+    def wait(self, state: Sequence[Any], reads: dict[Var, jax.Array]) -> None:
+        """Waits for what the devices make; others may have their turn meanwhile."""
+        # Nobody can wait for them when they are deleted; a copy to them may read memory that is written next.
+        olds = [state[i] for i in self.part.outs if i < len(state)]
+        # Of all devices, those that are replicas too: parameters are freed after this.
+        with jax.profiler.TraceAnnotation("jzero: wait for gradients"):
+            jax.block_until_ready([*reads.values(), *olds])
+
     def prepare(self, state: Sequence[Any], reads: dict[Var, jax.Array]) -> None:
-        """Does what can fail of the host's part, and overwrites nothing."""
+        """Does what can fail of the host's part, and overwrites nothing; `reads` are there."""
         if self._engine is None:
             engine = self._new_engine(state[self._hosted[0]].devices)
             self._compile_leaving(state, engine.chunks)
             self._engine = engine
         leaves = [state[i] for i in self.part.leaves]
         self._engine.prepare(leaves, [reads[var] for var in self.part.reads])
-        # Nobody can wait for them when they are deleted; a copy to them may read memory that is written next.
-        jax.block_until_ready([state[i] for i in self.part.outs if i < len(state)])
 
     def updating(self, state: Sequence[Any]) -> Iterator[dict[int, jax.Array]]:
         """Runs what is prepared; each chunk of what it makes, on its way to the devices."""

@@ -214,8 +214,8 @@ class Parts:
         dim = runner.links.sharded_dim(self._frame, var) if runner.num_devices > 1 else None
         return FULL if dim is None else Shard(dim, runner.setting.sharding.shard_axes)
 
-    def crossing(self, var: Var) -> Layout:
-        """Of a leaf, as gradients are: its own if an update reads it, else that of what renews it.
+    def crossed_layout(self, var: Var) -> Layout:
+        """Of a leaf that crosses like gradients: its own if an update reads it, else that of what renews it.
 
         They differ if nothing else ties a leaf to its new value: parameters that are only a cast of masters.
         """
@@ -234,7 +234,7 @@ class Parts:
         if all(map(self._rests_in_shards, variables)):
             return None
         leaves = [self._leaf(var) for var in variables]
-        layouts = [self.crossing(var) for var in variables]
+        layouts = [self.crossed_layout(var) for var in variables]
 
         def local(xs: list[Any]) -> list[Any]:
             interp, frame = self.runner.interpreter(), self._frame
@@ -253,7 +253,7 @@ class Parts:
         if all(map(self._rests_in_shards, variables)):
             return None
         runner, frame = self.runner, self._frame
-        layouts = [self.crossing(var) for var in variables]
+        layouts = [self.crossed_layout(var) for var in variables]
 
         def local(olds: list[Any], shards: list[Any]) -> list[Any]:
             interp, new = runner.interpreter(), []
@@ -268,7 +268,7 @@ class Parts:
         return runner.shard_map(local, (specs, crossed), specs)
 
     def _rests_in_shards(self, var: Var) -> bool:
-        return var not in self.leaf_of or self._leaf(var).layout == self.crossing(var)
+        return var not in self.leaf_of or self._leaf(var).layout == self.crossed_layout(var)
 
     def aval(self, var: Var) -> jax.ShapeDtypeStruct:
         """Of a leaf of the state, or of what another part gives."""

@@ -26,9 +26,10 @@ def run(*arguments):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main(arguments)
-        except SystemExit as ended:  # Of a text, the interpreter makes this.
+        except SystemExit as ended:
             status = ended.code if isinstance(ended.code, int) else 1
-            print(ended.code, file=err)
+            if isinstance(ended.code, str):  # As the interpreter does.
+                print(ended.code, file=err)
     return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import re
+import threading
 import time
 import weakref
 from typing import Any
@@ -239,11 +240,59 @@ def test_trainings_in_threads(delayed):
             assert_same(found, expected)
 
 
+def test_a_training_that_waits_for_its_devices_holds_nobody_up():
+    """Its gradients come when another one, on another device, is done."""
+    done, came = threading.Event(), []
+
+    def wait(_):
+        came.append(done.wait(60))
+
+    def slow(state, x):
+        w, m = state
+        jax.debug.callback(wait, x[0, 0])
+        m = 0.9 * m + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * m, m
+
+    def on_device(i: int, step_fn: Any) -> Any:
+        mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[i : i + 1])
+        return small.shard_train_step(step_fn, mesh=mesh, offload=jzero.HostCPU())
+
+    w = jnp.ones((64, 8))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(on_device(1, slow), (w, w), BATCH)
+        train_step, state = on_device(2, make_step(ADAMW)), new_state(ADAMW)
+        for _ in range(3):
+            state, _ = train_step(state, BATCH)
+        done.set()
+        waits.result()
+    assert came == [True]
+
+
+def test_a_handler_that_trains_is_told_so(monkeypatch):
+    """In the middle of an update, as a signal's may be called."""
+    train_step = on(2)
+    state, second = (train_step.init(new_state, ADAMW) for _ in range(2))
+    original = _hosted.HostedStep._at_rest
+    told: list[Any] = []
+
+    def handled(*args: Any) -> Any:
+        if not told:
+            told.append(pytest.raises(jzero.StateError, train_step, second, BATCH))
+        return original(*args)
+
+    monkeypatch.setattr(_hosted.HostedStep, "_at_rest", handled)
+    found, _ = train_step(state, BATCH)
+    text = "in the middle of its own update.*one state at a time. Set a flag there"
+    assert re.search(text, str(told[0].value))
+    assert_same(found, jax.jit(make_step(ADAMW))(new_state(ADAMW), BATCH)[0])
+    train_step(second, BATCH)
+
+
 @pytest.mark.parametrize("policy", [jzero.PinnedHost(2_000), jzero.PinnedHost(), jzero.HostCPU()])
 def test_a_step_copies_nothing_that_a_guard_forbids(policy):
     """Between host and devices: under `jax.transfer_guard`, in slices, in one turn and on the host."""
     train_step = on(4, policy=policy)
-    state, _ = train_step(new_state(), BATCH)
+    state = train_step.shard(new_state(), BATCH)
     sharding = jax.tree.leaves(state[0])[0].sharding
     batch = jax.device_put(BATCH, jax.NamedSharding(sharding.mesh, jax.P(sharding.mesh.axis_names)))
     for _ in range(2):

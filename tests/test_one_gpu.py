@@ -66,8 +66,8 @@ FIRST = "print('{\"phase\": 1}', flush=True); "
 )
 def test_a_process_that_ends_badly_is_kept_as_far_as_it_came(runner: Any, text: str, status: str):
     stopped = status == "stopped after"
-    # So long that Python starts on a busy machine.
-    found = runner.run("it", program(text), limit=3 if stopped else 50, least=1)
+    # It must have begun, on a busy machine too.
+    found = runner.run("it", program(text), limit=8 if stopped else 50, least=1)
     assert found["status"] == status or (stopped and found["status"].startswith(status))
     assert "phase" in found or status == "no device memory"
     assert json.loads(runner.path.read_text())["it"] == found

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jzero import _jaxpr, _rewrite
-from jzero._errors import MeshError, message
+from jzero._errors import MeshError, StateError, message
 from jzero._groups import groups as in_groups
 from jzero.offload._kernel import NAME, kernel_text
 from jzero.offload._loops import DRIVE, Calls, Loop, Loops, share
@@ -151,9 +151,14 @@ class HostUpdate:
           inputs: for each shard, arrays. JAX arrays in host memory are read where they are.
 
         Raises:
-          StateError: shapes or dtypes are not those that were given before, or memory is shared.
+          StateError: shapes or dtypes are not those that were given before, memory is shared, or an update is
+            under way.
         """
-        assert not self._running, "the update before is not complete"
+        if self._running:
+            raise StateError(message(
+                WHO, "it is called in the middle of its own update, as by a signal's handler",
+                "The host updates one state at a time.",
+                "Set a flag there, and look at it after the step."))  # fmt: skip
         if self._calls is not None:  # Its end was interrupted, too: threads are still at work.
             self._calls.complete(self._drive)
         self._calls = self._prepared = None
