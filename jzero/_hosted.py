@@ -173,11 +173,12 @@ class HostedStep:
         made = dict(zip(self.grad.outs, outs, strict=True))
         now = Pending(self, dict(zip(self._sent, sent, strict=True)))
         job = pending if delays else now
+        reads = job.reads | read if job else {}
         if job:
-            job.step.wait(state, job.reads | read)
+            job.step.wait(state, reads)
         with _UPDATING:
             if job:
-                job.step.prepare(state, job.reads | read)
+                job.step.prepare(state, reads)
             for turn in self.turns[1:]:  # what rests on the devices, while the host works
                 values.update(zip(self._stays, stays, strict=True))
                 made |= turn(values, turn.jitted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero import _call, _identity, _processes, _program
+from jzero._hosted import Engines
 from jzero._program import Program
 from jzero._setting import Setting
 from jzero.sharding._plan import LeafPlan
@@ -30,7 +30,7 @@ class Programs:
         # By what is quick to ask of a call; an array and its shape then are two keys of one program.
         self._seen: dict[Any, Program] = {}
         self._layouts: dict[Any, tuple[LeafPlan, ...]] = {}
-        self._engines: Any = weakref.WeakValueDictionary()
+        self._engines = Engines()
         self._agreed: set[int] = set()  # programs that all processes have built alike, by id
 
     def of(self, call: _call.Call, setting: Setting) -> Program:

@@ -17,6 +17,7 @@ import pytest
 
 import jzero
 import process_worker
+import waiting
 
 HERE = pathlib.Path(__file__).parent
 WORKER = HERE / "process_worker.py"
@@ -87,10 +88,7 @@ def output(folder, i):
 
 
 def wait_until(condition, what):
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, f"not within {DEADLINE} s: {what}"
-        time.sleep(0.05)
+    waiting.wait_until(condition, what, DEADLINE)
 
 
 def run(command, environments, folder):
