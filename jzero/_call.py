@@ -225,6 +225,46 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
     )
 
 
+def rows_of_arguments(
+    arrays: Mapping[str, Any], specs: Mapping[str, Any], axes: Mapping[str, int]
+) -> list[int | None]:
+    """The dim of each leaf that is the batch's: dim 0, or the one that `in_specs` splits over all data axes.
+
+    Keys and what has fewer rows than there are devices is whole. It decides only costs.
+
+    Raises:
+      BatchError: a spec that does not fit its leaf.
+    """
+    num = math.prod(axes.values())
+    out: list[int | None] = []
+    bad: list[str] = []
+    for name, tree in arrays.items():
+        leaves, treedef = jax.tree.flatten(tree)
+        overrides = _broadcast_specs(name, specs[name], treedef) if name in specs else None
+        for i, (path, leaf) in enumerate(zip(leaf_paths(tree, name), leaves, strict=True)):
+            if overrides is None:
+                out.append(0 if leaf.shape and leaf.shape[0] >= num and num > 1 else None)
+                continue
+            bad += _unknown(path, leaf, overrides[i], axes)
+            whole = [d for d, entry in enumerate(overrides[i]) if set(spec_axes(entry)) == set(axes)]
+            out.append(whole[0] if whole and num > 1 else None)
+    if bad:
+        raise BatchError(message(
+            WHO, bad, "A spec says which dim of an argument is split over the data axes.",
+            "Correct it, or drop it to split dim 0."))  # fmt: skip
+    return out
+
+
+def _unknown(path: str, leaf: Any, spec: P, axes: Mapping[str, int]) -> list[str]:
+    what = describe_leaf(path, leaf.shape, leaf.dtype)
+    if len(spec) > len(leaf.shape):
+        return [f"{what} has fewer dims than its spec {spec}"]
+    names = [name for entry in spec for name in spec_axes(entry) if name not in axes]
+    if names:
+        return [f"{what}: its spec {spec} names axis {names[0]!r}; the data axes are {tuple(axes)}"]
+    return []
+
+
 def argument_specs(
     arrays: Mapping[str, Any], specs: Mapping[str, Any], axes: Mapping[str, int], accumulate: int
 ) -> list[P]:
@@ -278,15 +318,11 @@ def _broadcast_specs(name: str, spec: Any, treedef: Any) -> list[P]:
 
 def _misfits(path: str, leaf: Any, spec: P, axes: Mapping[str, int], accumulate: int) -> list[str]:
     what = describe_leaf(path, leaf.shape, leaf.dtype)
-    if len(spec) > len(leaf.shape):
-        return [f"{what} has fewer dims than its spec {spec}"]
+    unknown = _unknown(path, leaf, spec, axes)
+    if unknown:
+        return unknown
     for dim, entry in enumerate(spec):
         names = spec_axes(entry)
-        unknown = [name for name in names if name not in axes]
-        if unknown:
-            return [
-                f"{what}: its spec {spec} names axis {unknown[0]!r}; the data axes are {tuple(axes)}"
-            ]
         parts = math.prod(axes[name] for name in names)
         if leaf.shape[dim] % parts:
             num = accumulate if tuple(axes)[-1] in names else 1

@@ -13,9 +13,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import core, distributed, source_info_util
+from jax.extend.random import threefry2x32_p
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -279,6 +281,21 @@ def trace(
     return traced[0]
 
 
+def trace_whole(
+    fn: Callable[..., Any], args: Sequence[Any], automatic: Mapping[str, int]
+) -> Traced:
+    """Traces `fn(*args)` as plain `jax.jit` would: whole arrays, no devices, no axes.
+
+    `automatic` are mesh axes that sharding constraints may name.
+    """
+    nothing = AbstractMesh((), ())
+    mesh = AbstractMesh(
+        tuple(automatic.values()), tuple(automatic), axis_types=(AxisType.Auto,) * len(automatic)
+    )
+    with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(mesh):
+        return trace_here(fn, *args)
+
+
 def trace_here(fn: Callable[..., Any], *args: Any) -> Traced:
     """Traces `fn(*args)` where we stand; arrays that it closes over, traced ones too, become constants."""
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -354,3 +371,49 @@ def inner_jaxprs(eqn: Eqn) -> list[Any]:
         for value in (param if isinstance(param, (tuple, list)) else [param])
         if hasattr(value, "eqns")
     ]
+
+
+class Closed(NamedTuple):
+    """A jaxpr with its constants, as `open_jaxpr` takes it apart; of jaxprs that jzero puts together."""
+
+    jaxpr: Any
+    consts: list[Any]
+
+
+def equation(primitive: Any, ins: Sequence[Atom], outs: Sequence[Var], source: Eqn, **params: Any) -> Eqn:
+    """A new equation, as if `source` had been it."""
+    return core.new_jaxpr_eqn(list(ins), list(outs), primitive, params, set(), source.source_info)
+
+
+def var_like(aval: Any, shape: Sequence[int] | None = None, dtype: Any = None) -> Var:
+    """A new variable with the type of `aval`, but of another shape, or dtype."""
+    if shape is None and dtype is None:
+        return core.Var(aval)
+    shape = aval.shape if shape is None else tuple(shape)
+    weak = getattr(aval, "weak_type", False) and dtype is None
+    return core.Var(core.ShapedArray(shape, aval.dtype if dtype is None else dtype, weak_type=weak))
+
+
+PRIMITIVES = {
+    "psum": lax.psum_p, "pmax": lax.pmax_p, "pmin": lax.pmin_p, "all_gather": lax.all_gather_p,
+    "axis_index": lax.axis_index_p, "cond": lax.cond_p, "scan": lax.scan_p, "while": lax.while_p,
+}  # fmt: skip
+
+
+def is_threefry(dtype: Any) -> bool:
+    """Whether keys of this dtype give bits by counting, so that any part of them can be made alone."""
+    found = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) and dtype._impl.name == "threefry2x32"
+    return found and bool(jax.config.jax_threefry_partitionable)
+
+
+def threefry_bits(key: Any, high: Any, low: Any, bit_width: int) -> Any:
+    """What `random_bits` makes at places of the flat array that are `high * 2**32 + low`."""
+    first, second = jax.random.key_data(key)
+    shape = jnp.shape(low)
+    b1, b2 = threefry2x32_p.bind(
+        jnp.broadcast_to(first, shape), jnp.broadcast_to(second, shape), high, low
+    )
+    dtype = jnp.dtype(f"uint{bit_width}")
+    if bit_width == 64:
+        return lax.shift_left(b1.astype(dtype), jnp.asarray(32, dtype)) | b2.astype(dtype)
+    return (b1 ^ b2).astype(dtype)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jzero import _call, _outputs, _slices, _tiers, _trace
 from jzero._errors import MeshError, OptionError, message
 from jzero._hosted import Engines, HostedStep
+from jzero._local_step import FlatStep, local_step
 from jzero._memories import DEVICE, HOST, PINNED
 from jzero._offloaded import OffloadedStep
 from jzero._parts import Parts
@@ -94,12 +95,6 @@ def build(
     """
     state_avals, state_tree = jax.tree.flatten(state)
     array_avals, arrays_tree = jax.tree.flatten(arrays)
-    options = setting.options
-    specs = _call.argument_specs(arrays, signature.specs, setting.batch_axes, options.accumulate)
-    local = [
-        _call.local_aval(aval, spec, setting.batch_axes)
-        for aval, spec in zip(array_avals, specs, strict=True)
-    ]
     num_state = len(state_avals)
 
     def flat_step(*leaves: Any) -> Any:
@@ -110,30 +105,9 @@ def build(
             static,
         )
 
-    folds = [
-        not any(spec) and _call.is_key(aval.dtype, aval.shape)
-        for aval, spec in zip(array_avals, specs, strict=True)
-    ]
-    step_axes = {
-        name: math.prod(setting.batch_axes[axis] for axis in axes)
-        for name, axes in setting.step_axes.items()
-    }
-    varying = [False] * num_state + [any(map(_call.spec_axes, spec)) for spec in specs]
-    traced = _trace.trace_step(
-        flat_step,
-        [*state_avals, *local],
-        varying,
-        [False] * num_state + folds,
-        step_axes,
-        setting.axis_name is not None,
-        flat=options.accumulate > 1 or options.offloads,
-        offloads=options.offloads,
-        automatic=setting.automatic,
-    )
-    _trace.check_not_per_example(
-        traced, flat_step, [*state_avals, *array_avals], varying, step_axes, setting.automatic
-    )
-    _outputs.check_outputs(traced, state_avals, state_tree)
+    flat = FlatStep(flat_step, state_avals, state_tree, arrays, array_avals, signature.specs)
+    local = local_step(flat, setting)
+    traced, options = local.traced, setting.options
     frame, out_varying = traced.frame, traced.frame.out_varying
     leaves = state_leaves(state, setting)
     links = Links(frame, setting.sharding.count(setting.sharding.shard_axes))
@@ -150,14 +124,8 @@ def build(
         options.reduce_once,
     )
     _outputs.check_varying_state(plan, traced, averaged)
-    globals_ = _outputs.global_shapes(
-        traced, flat_step, [*state_avals, *array_avals], step_axes, num_state, setting.automatic
-    )
-    outputs = _outputs.output_layouts(
-        traced, globals_, num_state, setting.axis_names, math.prod(setting.batch_axes.values()) == 1
-    )
     runner = Runner(
-        setting, plan.leaves, traced, links, tuple(specs), tuple(outputs), update.apart, update.boundary
+        setting, plan.leaves, traced, links, local.specs, local.outputs, update.apart, update.boundary
     )  # fmt: skip
     state_shardings = shardings_of(plan.leaves, setting.mesh)
     plan, run, step = _runs(runner, plan, update, state_shardings, engines)
@@ -167,8 +135,8 @@ def build(
         step,
         traced.out_tree,
         state_shardings,
-        [NamedSharding(setting.mesh, spec) for spec in specs],
-        tuple(path for path, key in zip(_call.argument_paths(arrays), folds, strict=True) if key),
+        [NamedSharding(setting.mesh, spec) for spec in local.specs],
+        tuple(path for path, key in zip(_call.argument_paths(arrays), local.keys, strict=True) if key),
     )
 
 

@@ -20,10 +20,13 @@ import jax.numpy as jnp
 from jzero import _grad, _jaxpr, _rewrite, _whole
 from jzero._differences import without_differences
 from jzero._errors import StepError, message
+from jzero.batch._body import Movement
+from jzero.batch._localize import localize
+from jzero.batch._rows import Form, Rows
 from jzero.sharding import _frames
 from jzero.sharding._frames import Frame
 
-TYPED, WRITTEN, MARKED = "typed", "written", "marked"
+TYPED, WRITTEN, MARKED, WHOLE = "typed", "written", "marked", "whole batch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +37,56 @@ class TracedStep:
       frame: the root frame; its inputs are the state's leaves, then the other arguments'.
       out_tree: the tree of what the step returned.
       out_avals: shapes and dtypes of the leaves, as one device sees them.
-      reductions: 'typed', 'written' or 'marked'.
+      reductions: 'whole batch', 'typed', 'written' or 'marked'.
+      outputs: of a whole-batch step, in which form it returns each of its outputs.
+      movements: of a whole-batch step, the rows that it gathers.
     """
 
     frame: Frame
     out_tree: Any
     out_avals: list[Any]
     reductions: str
+    outputs: tuple[Form, ...] = ()
+    movements: tuple[Movement, ...] = ()
+
+
+def trace_whole(
+    flat_step: Callable[..., Any], avals: Sequence[Any], forms: Sequence[Form], given: Sequence[Form],
+    num_state: int, axes: dict[str, int], offloads: bool, automatic: dict[str, int],
+) -> TracedStep | None:  # fmt: skip
+    """Traces `flat_step(*leaves)` at the shapes of the whole batch, and rewrites it for one device.
+
+    Args:
+      flat_step: the step as a function of leaves.
+      avals: shapes of the leaves, whole.
+      forms: what each leaf shall be on the devices: FULL, or rows.
+      given: in which form the devices get it: the same, or FULL.
+      num_state: how many leaves are the state's.
+      axes: names (as the step uses them) and sizes of the data axes.
+      offloads: also replace `p + (n - p)` by `n` (`_differences.py`).
+      automatic: names and sizes of the mesh's other axes.
+
+    Returns:
+      None if the step has collectives of its own over the data axes, and so is one device's already.
+
+    Raises:
+      StepError: the step calls `jax.shard_map` itself, or has ordered effects.
+      Exception: whatever the step itself raises when traced.
+    """
+    try:
+        traced = _jaxpr.trace_whole(flat_step, avals, automatic)
+    except NameError as error:
+        if "unbound axis name" in str(error):
+            return None
+        raise
+    flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+    flat = without_differences(flat) if offloads else flat
+    found = localize(flat, consts, forms, given, num_state, axes)
+    varying = [frozenset(axes) if isinstance(form, Rows) else _frames.NOWHERE for form in given]
+    frame = _frames.build_frames(found.jaxpr, found.consts, varying, _frames.Outer())
+    return TracedStep(
+        frame, traced.out_tree, traced.out_avals, WHOLE, tuple(found.outputs), tuple(found.movements)
+    )
 
 
 def trace_step(

@@ -1,0 +1,373 @@
+"""Equations of the whole-batch step on one device: along a factor of theirs, or on gathered operands."""
+
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero import _jaxpr
+from jzero._errors import StepError, message
+from jzero._jaxpr import Atom, Eqn
+from jzero.batch import _factors
+from jzero.batch._body import Body, Handler, Value, size_of
+from jzero.batch._factors import SCATTER_REDUCES, Factor
+from jzero.batch._rows import FULL, OWN, SUM, Form, Rows, even_rows, is_padded, reshaped
+from jzero.sharding import _rules
+
+MOST_CONSTANT = 2**20  # elements of a constant that is evaluated to see what it is
+
+
+class NotRowByRow(Exception):
+    """A loop along the batch cannot run on each device's rows alone."""
+
+
+def run(body: Body, jaxpr: Any, env: dict[Any, Value]) -> list[Value]:
+    """Writes a flat jaxpr's equations into `body`; `env` has its inputs."""
+
+    def read(atom: Atom) -> Value:
+        return _literal(atom) if _jaxpr.is_literal(atom) else env[atom]
+
+    outer = body.source
+    for eqn in jaxpr.eqns:
+        body.source = eqn
+        ins = [read(atom) for atom in eqn.invars]
+        outs = _apply(body, eqn, ins)
+        _note_facts(eqn, ins, outs)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    body.source = outer
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def whole(atom: Atom) -> Value:
+    """A value that is there whole."""
+    return Value(atom.aval, FULL, {FULL: atom})
+
+
+def rows_of(aval: Any, rows: Rows, atom: Atom) -> Value:
+    """A value of which this device's rows are there."""
+    return Value(aval, rows, {rows: atom})
+
+
+def _literal(atom: Atom) -> Value:
+    value = whole(atom)
+    value.fill = atom.val if np.ndim(atom.val) == 0 else None
+    value.constant = lambda: np.asarray(atom.val, atom.aval.dtype)
+    return value
+
+
+def _apply(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
+    name = eqn.primitive.name
+    handler = body.table.handlers.get(name)
+    if handler is not None:
+        outs = handler(body, eqn, ins)
+        if outs is not None:
+            return outs
+    if _jaxpr.has_side_effects(eqn):
+        return body.table.effect(body, eqn, ins)
+    if any(value.form in (OWN, SUM) for value in ins):
+        return on_own(body, eqn, ins)
+    if not any(isinstance(value.form, Rows) for value in ins):
+        return _on_whole(body, eqn, ins)
+    outs = _by_factor(body, eqn, ins)
+    if outs is None and name in body.table.along:
+        outs = body.table.along[name](body, eqn, ins)
+    return gathered(body, eqn, ins) if outs is None else outs
+
+
+# -- whole values ------------------------------------------------------------------------------------
+
+
+def _on_whole(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
+    out = eqn.outvars[0].aval if eqn.outvars else None
+    if len(eqn.outvars) == 1 and size_of(out) > 1 and _may_wait(eqn, ins):
+        return [Value(out, FULL, {}, make=_maker(body, eqn, ins))]
+    return on_whole(body, eqn, ins)
+
+
+def on_whole(body: Body, eqn: Eqn, ins: list[Value], reason: str = "") -> list[Value]:
+    """The equation on whole operands, now."""
+    atoms = body.emit(eqn, [body.at(v, FULL, reason) for v in ins], [FULL] * len(eqn.outvars))
+    return [
+        Value(var.aval, FULL, {FULL: atom}) for var, atom in zip(eqn.outvars, atoms, strict=True)
+    ]
+
+
+def _may_wait(eqn: Eqn, ins: list[Value]) -> bool:
+    """Whether its result is made where it is needed: there it may be rows only, and cheap to make."""
+    name, size = eqn.primitive.name, size_of(eqn.outvars[0].aval)
+    if name == "iota":
+        return True
+    if name == "random_bits":
+        return ins[0].aval.ndim == 0
+    if name == "broadcast_in_dim":
+        return all(v.is_lazy or size_of(v.aval) < size for v in ins)
+    if name not in _rules.RULES or name in ("dynamic_slice", "dynamic_update_slice", "sort", "pad"):
+        return False
+    return any(v.is_lazy for v in ins) and all(v.is_lazy or size_of(v.aval) < size for v in ins)
+
+
+def _maker(body: Body, eqn: Eqn, ins: list[Value]) -> Callable[[Value, Form], Atom]:
+    def make(value: Value, form: Form) -> Atom:
+        if isinstance(form, Rows):
+            atom = _made_in_rows(body, eqn, ins, form)
+            return body.take(body.at(value, FULL), form) if atom is None else atom
+        return body.emit(eqn, [body.at(v, FULL) for v in ins], [FULL])[0]
+
+    return make
+
+
+def _made_in_rows(body: Body, eqn: Eqn, ins: list[Value], rows: Rows) -> Atom | None:
+    """The rows of an equation's result alone; None if they cannot be made without the rest."""
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    if name in body.table.in_rows:
+        return body.table.in_rows[name](body, eqn, ins, rows)
+    if name == "reshape":
+        if len(ins) > 1 or eqn.params.get("dimensions") is not None:
+            return None
+        before = reshaped(shape, ins[0].aval.shape, rows, body.num)
+        return None if before is None else reshape_rows(body, eqn, body.at(ins[0], before), rows)
+    for factor in _factors.factors_of(eqn):
+        if factor.outs == (rows.dim,):
+            outs = _run_factor(body, eqn, ins, factor, rows)
+            return outs[0].atoms[rows]
+    if name == "broadcast_in_dim":  # A dim that the operand does not have.
+        sizes = eqn.params["shape"]
+        local = (*sizes[: rows.dim], rows.size, *sizes[rows.dim + 1 :])
+        return body.emit(eqn, [body.at(v, FULL) for v in ins], [rows], shape=local)[0]
+    return None
+
+
+def _note_facts(eqn: Eqn, ins: list[Value], outs: list[Value]) -> None:
+    """What is known of constants: which number fills them, and how to evaluate them."""
+    if len(outs) != 1 or eqn.primitive.name in ("random_bits", "random_seed", "random_wrap"):
+        return
+    out = outs[0]
+    if any(out is value for value in ins):
+        return
+    if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape", "copy"):
+        out.fill = ins[0].fill
+    known = all(value.constant is not None for value in ins) and out.form is FULL
+    if known and _can_be_evaluated(eqn):
+        operands = [value.constant for value in ins]
+
+        def evaluate(found: list[np.ndarray] = []) -> np.ndarray:  # noqa: B006
+            if not found:
+                with jax.ensure_compile_time_eval():
+                    arrays = [constant() for constant in operands if constant is not None]
+                    found.append(np.asarray(_jaxpr.bind(eqn, *arrays)[0]))
+            return found[0]
+
+        out.constant = evaluate
+
+
+def _can_be_evaluated(eqn: Eqn) -> bool:
+    aval = eqn.outvars[0].aval
+    plain = not (_jaxpr.inner_jaxprs(eqn) or _jaxpr.has_side_effects(eqn) or "callback" in eqn.primitive.name)
+    extended = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return plain and not extended and size_of(aval) <= MOST_CONSTANT
+
+
+# -- rows --------------------------------------------------------------------------------------------
+
+
+def _by_factor(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+    """The equation on rows, along the factor that moves least; None if there is none."""
+    factors = _factors.factors_of(eqn)
+    candidates: list[tuple[float, Factor, Rows]] = []
+    for k, value in enumerate(ins):
+        if not isinstance(value.form, Rows):
+            continue
+        for factor in factors:
+            if factor.ins[k] == value.form.dim and _fits(body, eqn, ins, factor, value):
+                cost = _cost(body, eqn, ins, factor, value.form)
+                candidates.append((cost, factor, value.form))
+    if not candidates:
+        return None
+    _, factor, rows = min(candidates, key=lambda found: found[0])
+    return _run_factor(body, eqn, ins, factor, rows)
+
+
+def _fits(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, value: Value) -> bool:
+    """Whether the devices' rows of `value` can be rows of the equation's factor."""
+    rows = value.form
+    assert isinstance(rows, Rows)
+    size = value.aval.shape[rows.dim]
+    if factor.groups:
+        even = factor.groups % body.num == 0 and not is_padded(rows, size, body.num)
+        return even and rows.outer == 1
+    sizes = [v.aval.shape[d] for v, d in zip(ins, factor.ins, strict=True) if d is not None]
+    outs = zip(eqn.outvars, factor.outs, strict=True)
+    sizes += [var.aval.shape[d] for var, d in outs if d is not None]
+    return all(other == size for other in sizes)
+
+
+def _cost(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Rows) -> float:
+    """Bytes that move, about; rows that are given up count with what is made of them."""
+    cost = 0.0
+    for value, dim in zip(ins, factor.ins, strict=True):
+        wanted: Form = FULL if dim is None else _on_dim(body, eqn, ins, factor, rows, value, dim)
+        if isinstance(value.form, Rows) and wanted != value.form:
+            cost += value.nbytes
+    if all(dim is None for dim in factor.outs):
+        cost += sum(2 * _rules.size_in_bytes(var.aval) for var in eqn.outvars)
+    return cost
+
+
+def _on_dim(
+    body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Rows, value: Value, dim: int
+) -> Rows:
+    return even_rows(dim, value.aval.shape[dim], body.num) if factor.groups else rows.at(dim)
+
+
+def _run_factor(
+    body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Rows
+) -> list[Value]:
+    name = eqn.primitive.name
+    reason = "another operand's rows are along another dim"
+    reduces = factor.reduces if all(dim is None for dim in factor.outs) else None
+    atoms = []
+    for value, dim in zip(ins, factor.ins, strict=True):
+        if dim is None:
+            atom = body.at(value, FULL, reason)
+            if name in SCATTER_REDUCES and reduces == "sum" and value is ins[0]:
+                atom = _once(body, value, atom)
+        else:
+            form = _on_dim(body, eqn, ins, factor, rows, value, dim)
+            atom = body.at(value, form, reason)
+            scattered = name in SCATTER_REDUCES and value is not ins[2]
+            if reduces is not None and not scattered:
+                atom = body.mask(atom, form, value.aval.shape[dim], reduces)
+        atoms.append(atom)
+    local = factor.local(rows.size, body.num)
+    if reduces is not None:
+        (out,) = body.emit(eqn, atoms, [FULL], **local)
+        out = body.reduce(out, reduces)
+        return [Value(eqn.outvars[0].aval, FULL, {FULL: out})]
+    forms: list[Form] = []
+    for var, dim in zip(eqn.outvars, factor.outs, strict=True):
+        assert dim is not None
+        size = var.aval.shape[dim]
+        forms.append(even_rows(dim, size, body.num) if factor.groups else rows.at(dim))
+    outs = body.emit(eqn, atoms, forms, **local)
+    return [
+        Value(var.aval, form, {form: out})
+        for var, form, out in zip(eqn.outvars, forms, outs, strict=True)
+    ]
+
+
+def _once(body: Body, value: Value, atom: Atom) -> Atom:
+    """A whole value as a term of a sum over the devices."""
+    if value.fill is not None and value.fill == 0:
+        return atom
+    return body.inline(_on_first, (), atom, body.index)[0]
+
+
+def _on_first(x: Any, index: Any) -> Any:
+    return jnp.where(index == 0, x, jnp.zeros_like(x))
+
+
+def gathered(body: Body, eqn: Eqn, ins: list[Value], reason: str = "") -> list[Value]:
+    """The equation on whole operands, their rows gathered; results are cut into rows again."""
+    reason = reason or f"no rule for {eqn.primitive.name} along the batch"
+    outs = on_whole(body, eqn, ins, reason)
+    cut = [v for v in ins if isinstance(v.form, Rows)]
+    return [_cut_again(body, out, cut) for out in outs]
+
+
+def _cut_again(body: Body, out: Value, cut: Sequence[Value]) -> Value:
+    """What was made of gathered rows as rows again, lest all that follows be done by every device."""
+    shape = out.aval.shape
+    for value in cut:
+        assert isinstance(value.form, Rows)
+        dim = value.form.dim
+        size = value.aval.shape[dim]
+        same = [d for d in (dim, *range(len(shape))) if d < len(shape) and shape[d] == size]
+        if not same and len(shape) == value.aval.ndim and shape[dim] >= body.num:
+            same = [dim]
+        if same:
+            rows = even_rows(same[0], shape[same[0]], body.num)
+            return Value(out.aval, rows, {rows: body.at(out, rows), FULL: out.atoms[FULL]})
+    return out
+
+
+# -- values of single rows -----------------------------------------------------------------------------
+
+
+def on_own(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
+    """An equation on values of one row of the batch, inside a loop along it."""
+    form: Form = OWN
+    if any(value.form is SUM for value in ins):
+        adds = eqn.primitive.name in ("add", "add_any")
+        takes_away = eqn.primitive.name == "sub" and ins[0].form is SUM and ins[1].form is not SUM
+        if not (adds or takes_away):
+            raise NotRowByRow
+        form = SUM
+    atoms = [v.atoms[v.form] if v.form in (OWN, SUM) else body.at(v, FULL, "a loop along the batch reads it")
+             for v in ins]  # fmt: skip
+    outs = body.emit(eqn, atoms, [FULL] * len(eqn.outvars))
+    return [Value(var.aval, form, {form: out}) for var, out in zip(eqn.outvars, outs, strict=True)]
+
+
+def reshape_rows(body: Body, eqn: Eqn, x: Atom, rows: Rows) -> Atom:
+    """The rows `x`, as rows of the reshaped value."""
+    sizes = eqn.params["new_sizes"]
+    local = (*sizes[: rows.dim], rows.size, *sizes[rows.dim + 1 :])
+    return body.emit(eqn, [x], [rows], new_sizes=local)[0]
+
+
+def _identity(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
+    return ins
+
+
+def _constrain(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+    """Kept: it may speak of automatic axes; of data axes the rest of jzero drops it."""
+    (value,) = ins
+    if value.form in (OWN, SUM):
+        return ins
+    form = value.form
+    (out,) = body.emit(eqn, [body.at(value, form)], [form])
+    return [Value(value.aval, form, {form: out})]
+
+
+def _sum(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+    """A sum over dims of size 1 is none: what waits for the devices' sum may go on waiting behind it."""
+    (value,), axes = ins, eqn.params["axes"]
+    if value.form is not FULL or value.is_lazy or any(value.aval.shape[d] != 1 for d in axes):
+        return None
+    out = eqn.outvars[0].aval
+    (atom,) = body.inline(_squeezed, (axes,), value.atoms[FULL])
+    return [Value(out, FULL, {FULL: atom})]
+
+
+def _squeezed(axes: tuple[int, ...], x: Any) -> Any:
+    return jax.lax.squeeze(x, axes)
+
+
+def _barrier(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
+    forms = [value.at_hand for value in ins]
+    if SUM in forms:
+        raise NotRowByRow
+    atoms = body.emit(eqn, [body.at(v, f) for v, f in zip(ins, forms, strict=True)], forms)
+    return [Value(v.aval, f, {f: a}) for v, f, a in zip(ins, forms, atoms, strict=True)]
+
+
+def _refuse_shard_map(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
+    raise StepError(message(
+        "shard_train_step", f"the step calls jax.shard_map itself ({_jaxpr.summary(eqn)})",
+        "jzero runs the step inside a shard_map of its own, over the same devices.",
+        "Write that part for the whole batch, without shard_map; or write the whole step for one device, "
+        "with collectives, and pass axis_name=."))  # fmt: skip
+
+
+HANDLERS: dict[str, Handler] = {
+    **dict.fromkeys(_rules.IDENTITIES, _identity),
+    "sharding_constraint": _constrain,
+    "optimization_barrier": _barrier,
+    "reduce_sum": _sum,
+    "shard_map": _refuse_shard_map,
+}

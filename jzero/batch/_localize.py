@@ -1,0 +1,90 @@
+"""The whole-batch step rewritten as the step of one device, which has some rows of the batch.
+
+`localize` takes the jaxpr that plain `jax.jit` would compile, at whole-batch shapes, and rewrites it for
+devices that each hold some rows of the arguments. Nothing is guessed: every value is FULL or ROWS, and an
+equation either has a factor (`_factors.py`) that says what becomes of the rows, or a rule along the batch
+(`_along.py`), or its operands are gathered. What is summed over rows is summed over the devices where it is
+summed. So the result is exact for every step, and an operation without a rule costs time and is listed.
+
+What comes out is a jaxpr with collectives, as an expert would have written the step for one device; the
+rest of jzero takes it as such.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jzero import _jaxpr, _rewrite
+from jzero.batch import _along, _control, _effects, _equations
+from jzero.batch._body import Body, Movement, Table, Value
+from jzero.batch._equations import run, whole
+from jzero.batch._rows import FULL, Form, Rows, is_padded, local_shape
+
+TABLE = Table(
+    _equations.HANDLERS | _along.HANDLERS | _control.HANDLERS | _effects.HANDLERS,
+    _along.ALONG,
+    _along.IN_ROWS,
+    _effects.once,
+)
+
+
+class Localized:
+    """The step of one device.
+
+    Attributes:
+      jaxpr, consts: its equations; inputs and outputs are those of the whole step.
+      outputs: for each output, its rows, or FULL.
+      movements: rows that are gathered, and why.
+    """
+
+    def __init__(self, jaxpr: Any, consts: list[Any], outputs: list[Form], movements: list[Movement]):
+        self.jaxpr, self.consts = jaxpr, consts
+        self.outputs, self.movements = outputs, movements
+
+
+def localize(
+    flat: _rewrite.Flat, consts: Sequence[Any], forms: Sequence[Form], given: Sequence[Form],
+    num_state: int, axes: dict[str, int],
+) -> Localized:  # fmt: skip
+    """Rewrites a whole-batch step.
+
+    Args:
+      flat: its jaxpr, calls replaced by their equations.
+      consts: values of its constants.
+      forms: what each input shall be: FULL, or rows.
+      given: in which form the device gets it: the same, or FULL.
+      num_state: how many of the outputs are the state, which is the same on all devices.
+      axes: names and sizes of the data axes.
+    """
+    body = Body(tuple(axes), math.prod(axes.values()), TABLE)
+    env: dict[Any, Value] = {}
+    for var in flat.constvars:
+        env[var] = whole(var)
+    invars = []
+    for var, form, got in zip(flat.invars, forms, given, strict=True):
+        shape = tuple(got.size if d == got.dim else n for d, n in enumerate(var.aval.shape)) if isinstance(
+            got, Rows) else None  # fmt: skip
+        atom = _jaxpr.var_like(var.aval, shape)
+        invars.append(atom)
+        env[var] = Value(var.aval, form, {got: atom})
+    body.source = flat.eqns[0] if flat.eqns else None
+    for var, form, got in zip(flat.invars, forms, given, strict=True):
+        if form != got:
+            assert isinstance(form, Rows)
+            env[var].atoms[form] = body.take(env[var].atoms[FULL], form)
+    values = run(body, flat, env)
+    if flat.eqns:
+        body.source = flat.eqns[-1]
+    outs, outputs = [], []
+    for i, value in enumerate(values):
+        form = value.at_hand if i >= num_state else FULL
+        if isinstance(form, Rows):
+            size = value.aval.shape[form.dim]
+            if form.outer > 1 or is_padded(form, size, body.num):
+                form = FULL
+        outs.append(body.at(value, form, "it is returned"))
+        outputs.append(form)
+    jaxpr = _rewrite.Flat([*flat.constvars, *body.constvars], invars, outs, body.eqns)
+    return Localized(jaxpr, [*consts, *body.consts], outputs, body.movements)

@@ -1,0 +1,236 @@
+"""Counts of rows, Python numbers that come from shapes, and integers that no mean may touch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ._family import Family, family
+from ._parts import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    SGD,
+    cross_entropies,
+    labelled,
+    learn,
+    mlp,
+    mlp_params,
+    mlp_start,
+    normals,
+    start,
+    update,
+    with_arguments,
+)
+
+GLOBAL_BATCH = ROWS
+
+
+@family
+def counters_from_shapes():
+    """Examples and tokens seen, as Python numbers of the batch's shape."""
+
+    def init(dtype):
+        zero = jnp.zeros((), jnp.int32)
+        return {**mlp_start(dtype), "examples": zero, "values": jnp.zeros((), dtype)}
+
+    def step(state, x, label):
+        def loss_fn(params):
+            return cross_entropies(mlp(params, x), label).mean(), {"rows": len(x)}
+
+        examples, values = state["examples"] + x.shape[0], state["values"] + x.size
+        return learn(state, loss_fn, examples=examples, values=values)
+
+    return Family(init=init, batches=labelled, step=step, covers="A5 I4")
+
+
+@family
+def sum_over_global_batch():
+    """The loss is a sum, divided by the number of rows that the author knows."""
+
+    def step(state, x, label):
+        def loss_fn(params):
+            losses = cross_entropies(mlp(params, x), label)
+            return losses.sum() / GLOBAL_BATCH, {"total": losses.sum()}
+
+        return learn(state, loss_fn)
+
+    return Family(init=mlp_start, batches=labelled, step=step, covers="A5")
+
+
+@family
+def sum_of_the_losses():
+    """No mean at all."""
+    tx = optax.sgd(3e-3, momentum=0.9)
+
+    def init(dtype):
+        return start(mlp_params(dtype), tx)
+
+    def step(state, x, label):
+        def loss_fn(params):
+            return cross_entropies(mlp(params, x), label).sum(), {}
+
+        return learn(state, loss_fn, tx)
+
+    return Family(init=init, batches=labelled, step=step, covers="A5 A8")
+
+
+@family
+def learning_rate_from_the_shape():
+    """Square-root scaling: the step's length comes from the batch's size."""
+
+    def step(state, x, label):
+        def loss(params):
+            return cross_entropies(mlp(params, x), label).mean()
+
+        grads = jax.grad(loss)(state["params"])
+        grads = jax.tree.map(lambda g: g * (x.shape[0] / 16) ** 0.5, grads)
+        clip = optax.clip_by_global_norm(0.1 * x.shape[0] ** 0.5)
+        grads, _ = clip.update(grads, clip.init(grads))
+        return update(state, grads), {"loss": loss(state["params"])}
+
+    return Family(init=mlp_start, batches=labelled, step=step, covers="A5")
+
+
+@family
+def schedule_by_examples_seen():
+    """The learning rate decays with a count of the tokens that are no padding."""
+
+    def tokens(i, dtype):
+        lengths = np.random.default_rng(20 + i).integers(1, 7, ROWS)
+        return (np.arange(6)[None] < lengths[:, None],)
+
+    def init(dtype):
+        return {**mlp_start(dtype), "tokens": jnp.zeros((), jnp.int32)}
+
+    def step(state, x, mask):
+        def loss(params):
+            return jnp.mean(mlp(params, x) ** 2, where=mask[..., None])
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        tokens = state["tokens"] + mask.sum(dtype=jnp.int32)
+        rate = 1.0 / (1.0 + tokens.astype(x.dtype) / 100)
+        grads = jax.tree.map(lambda g: rate * g, grads)
+        outputs = {"loss": value, "rate": rate, "tokens": tokens}
+        return update(state, grads, tokens=tokens), outputs
+
+    batches = with_arguments(normals((ROWS, 6, FEATURES)), tokens)
+    return Family(init=init, batches=batches, step=step, covers="A5 A8")
+
+
+@family
+def integer_metrics():
+    """Counts, a confusion matrix, extremes and places, none of which has a mean."""
+
+    def step(state, x, label):
+        def loss_fn(params):
+            logits = mlp(params, x)
+            guess = logits.argmax(-1)
+            confusion = jnp.zeros((CLASSES, CLASSES), jnp.int32).at[label, guess].add(1)
+            outputs = {
+                "correct": (guess == label).sum(),
+                "in_top_3": (jax.lax.top_k(logits, 3)[1] == label[:, None]).any(-1).sum(),
+                "confusion": confusion,
+                "largest_label": label.max(),
+                "smallest_guess": guess.min(),
+                "guesses": guess,
+                "first_wrong": (guess != label).argmax(),
+                "classes_seen": (jnp.bincount(label, length=CLASSES) > 0).sum(),
+            }
+            return cross_entropies(logits, label).mean(), outputs
+
+        return learn(state, loss_fn)
+
+    return Family(init=mlp_start, batches=labelled, step=step, covers="A5 I4")
+
+
+@family
+def bits_of_the_batch():
+    """Reductions of integers and truth values: wrap-around sums, products, and, or, xor, bit counts."""
+
+    def step(state, x, label):
+        def loss_fn(params):
+            logits = mlp(params, x)
+            hashed = label.astype(jnp.uint32) * jnp.uint32(2654435761)
+            right = logits.argmax(-1) == label
+            outputs = {
+                "hash": hashed.sum(dtype=jnp.uint32),
+                "xor": jnp.bitwise_xor.reduce(hashed),
+                "or": jnp.bitwise_or.reduce(label),
+                "and": jnp.bitwise_and.reduce(label | 8),
+                "all": (label < 9).all(),
+                "any": right.any(),
+                "bits": jax.lax.population_count(hashed).sum(),
+                "small": label.astype(jnp.int8).sum(dtype=jnp.int8),
+                "product": (2 * label + 1).astype(jnp.uint32).prod(dtype=jnp.uint32),
+                "packed": jnp.packbits(right),
+            }
+            return cross_entropies(logits, label).mean(), outputs
+
+        return learn(state, loss_fn)
+
+    return Family(init=mlp_start, batches=labelled, step=step, covers="A5 I4")
+
+
+@family
+def reductions_of_every_kind():
+    """Products, extremes, logsumexp, variances and norms of floats over the batch."""
+
+    def step(state, x, label):
+        def loss_fn(params):
+            logits = mlp(params, x)
+            losses = cross_entropies(logits, label)
+            of_batch = {
+                "product": jnp.prod(0.5 + 0.1 * losses),
+                "largest": losses.max(),
+                "smallest": losses.min(),
+                "per_class_largest": logits.max(0),
+                "logsumexp": jax.nn.logsumexp(losses),
+                "variance": losses.var(ddof=1),
+                "norm": jnp.linalg.norm(losses),
+                "ptp": jnp.ptp(losses),
+                "geometric": jnp.exp(jnp.log(losses).mean()),
+            }
+            loss = sum(jnp.mean(value) for value in of_batch.values())
+            return loss + losses.mean(), of_batch
+
+        return learn(state, loss_fn)
+
+    return Family(init=mlp_start, batches=labelled, step=step, covers="A8 I2")
+
+
+@family
+def python_step_outputs():
+    """Outputs that are Python numbers, None, rows of other dtypes, nested containers, empty arrays."""
+
+    def step(state, x, label):
+        def loss(params):
+            return cross_entropies(mlp(params, x), label).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        rows = {"half": x.astype(jnp.float16), "is_odd": label % 2 == 1, "byte": label.astype("u1")}
+        outputs = {"loss": value, "rows": rows, "one": 1, "pi": 3.0, "none": None}
+        outputs["nested"] = (x.sum(), [label.sum(), (x[:0], jnp.zeros((0, 3), x.dtype))])
+        return update(state, grads), outputs
+
+    return Family(init=mlp_start, batches=labelled, step=step, covers="I4")
+
+
+@family
+def gradients_as_outputs():
+    """The gradient itself, its norm and the updates are returned, as large as the parameters."""
+
+    def step(state, x, label):
+        def loss(params):
+            return cross_entropies(mlp(params, x), label).mean()
+
+        value, (grads, of_rows) = jax.value_and_grad(
+            lambda p, rows: cross_entropies(mlp(p, rows), label).mean(), argnums=(0, 1)
+        )(state["params"], x)
+        updates, opt = SGD.update(grads, state["opt"])
+        params = optax.apply_updates(state["params"], updates)
+        outputs = {"loss": value, "grads": grads, "of_rows": of_rows, "updates": updates}
+        outputs["norm"], outputs["after"] = optax.tree.norm(grads), loss(params)
+        return {"params": params, "opt": opt}, outputs
+
+    return Family(init=mlp_start, batches=labelled, step=step, covers="A7 I4")

@@ -1,0 +1,352 @@
+"""Random bits are those of one device, however the keys come: never folded, never averaged."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ._family import Family, family, register
+from ._parts import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    WIDTH,
+    cross_entropies,
+    dense,
+    dense_params,
+    labelled,
+    learn,
+    mlp,
+    mlp_start,
+    normals,
+    start,
+    update,
+    with_arguments,
+)
+
+
+def _with_mask(params, x, label, kept):
+    """The loss of a net whose hidden units are dropped where `kept` says, at a rate of a half."""
+    h = jnp.where(kept, 2 * jnp.tanh(dense(params[0], x)), 0)
+    losses = cross_entropies(dense(params[1], h), label)
+    return losses.mean(), {"losses": losses, "kept": kept, "num_kept": kept.sum()}
+
+
+def _mask(key, rows):
+    return jax.random.bernoulli(key, 0.5, (rows, WIDTH))
+
+
+def _dropout(key_of_step, impl_config=None):
+    def step(state, x, label, key):
+        kept = _mask(key, x.shape[0])
+        return learn(state, lambda params: _with_mask(params, x, label, kept))
+
+    return Family(
+        init=mlp_start,
+        batches=with_arguments(labelled, lambda i, _: (key_of_step(i),)),
+        step=step,
+        covers="I3",
+        config=impl_config or {},
+    )
+
+
+for _name, _key_of_step, _config in [
+    ("dropout_typed_key", jax.random.key, None),
+    ("dropout_raw_key", jax.random.PRNGKey, None),
+    ("dropout_rbg_key", functools.partial(jax.random.key, impl="rbg"), None),
+    ("dropout_unsafe_rbg_key", functools.partial(jax.random.key, impl="unsafe_rbg"), None),
+    # Bits of a part of the rows cannot be computed alone: the whole must be.
+    ("dropout_threefry_in_order", jax.random.key, {"jax_threefry_partitionable": False}),
+]:
+    register(_name, functools.partial(_dropout, _key_of_step, _config))
+
+
+@family
+def dropout_key_in_the_state():
+    """The key rests in the state, is split in each step, and another one is folded with a counter."""
+
+    def init(dtype):
+        keys = {"key": jax.random.key(3), "raw": jax.random.PRNGKey(4)}
+        return {**mlp_start(dtype), **keys, "step": jnp.zeros((), jnp.int32)}
+
+    def step(state, x, label):
+        key, dropout_key = jax.random.split(state["key"])
+        kept = _mask(dropout_key, x.shape[0])
+        kept &= _mask(jax.random.fold_in(state["raw"], state["step"]), x.shape[0]) | (x[:, :1] > 0)
+        more = {"key": key, "step": state["step"] + 1}
+        return learn(state, lambda params: _with_mask(params, x, label, kept), **more)
+
+    return Family(init=init, batches=labelled, step=step, covers="I3")
+
+
+@family
+def dropout_dict_of_keys():
+    """Flax's `rngs`: several keys in one argument, of which one is not used."""
+
+    def keys(i, _):
+        names = ("dropout", "noise", "unused")
+        return ({name: jax.random.key(10 * i + j) for j, name in enumerate(names)},)
+
+    def step(state, x, label, rngs):
+        kept = _mask(rngs["dropout"], x.shape[0])
+        noisy = x + 0.1 * jax.random.normal(rngs["noise"], x.shape, x.dtype)
+        return learn(state, lambda params: _with_mask(params, noisy, label, kept))
+
+    batches = with_arguments(labelled, keys)
+    return Family(init=mlp_start, batches=batches, step=step, covers="I3")
+
+
+def _per_example(keys_of_step):
+    def step(state, x, label, keys):
+        def of_row(key):
+            mask_key, crop_key = jax.random.split(key)
+            kept = jax.random.bernoulli(mask_key, 0.5, (WIDTH,))
+            return kept, jax.random.randint(crop_key, (), 0, FEATURES)
+
+        kept, at = jax.vmap(of_row)(keys)
+        rolled = jax.vmap(jnp.roll)(x, at)
+
+        def loss_fn(params):
+            loss, outputs = _with_mask(params, rolled, label, kept)
+            return loss, {**outputs, "at": at}
+
+        return learn(state, loss_fn)
+
+    return Family(
+        init=mlp_start,
+        batches=with_arguments(labelled, lambda i, _: (keys_of_step(i),)),
+        step=step,
+        covers="B3 I3",
+        note="one key for each row, as an argument with rows",
+    )
+
+
+def _raw_keys(i):
+    return np.random.default_rng(30 + i).integers(0, 2**32, (ROWS, 2)).astype(np.uint32)
+
+
+register(
+    "one_typed_key_for_each_row",
+    functools.partial(_per_example, lambda i: jax.random.split(jax.random.key(i), ROWS)),
+)
+register("one_raw_key_for_each_row", functools.partial(_per_example, _raw_keys))
+
+
+@family
+def keys_for_rows_made_inside():
+    """One key is split into one for each row; others are folded with the rows' labels."""
+
+    def step(state, x, label, key):
+        noise_key, mask_key = jax.random.split(key)
+        of_rows = jax.random.split(noise_key, x.shape[0])
+        of_labels = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(mask_key, label)
+        noise = jax.vmap(lambda k: jax.random.normal(k, (FEATURES,), x.dtype))(of_rows)
+        kept = jax.vmap(lambda k: jax.random.bernoulli(k, 0.5, (WIDTH,)))(of_labels)
+        state, outputs = learn(
+            state, lambda params: _with_mask(params, x + 0.1 * noise, label, kept)
+        )
+        return state, {**outputs, "noise": noise, "key_of_row": jax.random.key_data(of_rows)}
+
+    batches = with_arguments(labelled, lambda i, _: (jax.random.key(i),))
+    return Family(init=mlp_start, batches=batches, step=step, covers="B3 I3")
+
+
+@family
+def rng_bit_generator():
+    """XLA's own generator, with its state in the train state: bits and the next state, exactly."""
+
+    def init(dtype):
+        return {**mlp_start(dtype), "rng": jnp.arange(4, dtype=jnp.uint32)}
+
+    def step(state, x, label):
+        rng, bits = jax.lax.rng_bit_generator(state["rng"], (x.shape[0], WIDTH), dtype=jnp.uint32)
+        kept = bits > jnp.uint32(2**31)
+        state, outputs = learn(
+            state, lambda params: _with_mask(params, x, label, kept), rng=rng
+        )
+        return state, {**outputs, "bits": bits}
+
+    return Family(init=init, batches=labelled, step=step, covers="A2 I3")
+
+
+@family
+def gradient_noise():
+    """Langevin dynamics: noise on the gradient from a key argument, as large as the author says."""
+
+    def step(state, x, label, key):
+        def loss(params):
+            return cross_entropies(mlp(params, x), label).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        leaves, structure = jax.tree.flatten(grads)
+        keys = jax.random.split(key, len(leaves))
+        noise = [
+            0.1 * jax.random.normal(k, leaf.shape, leaf.dtype)
+            for k, leaf in zip(keys, leaves, strict=True)
+        ]
+        grads = jax.tree.map(jnp.add, grads, jax.tree.unflatten(structure, noise))
+        outputs = {"loss": value, "noise": noise[0], "size": optax.tree.norm(noise)}
+        return update(state, grads), outputs
+
+    batches = with_arguments(labelled, lambda i, _: (jax.random.key(i),))
+    return Family(init=mlp_start, batches=batches, step=step, covers="A3 I3")
+
+
+@family
+def perturbed_parameters():
+    """Weights are drawn around their means (Bayes by backprop), with a KL term that is no mean."""
+
+    def init(dtype):
+        means = mlp_start(dtype)["params"]
+        return start({"mean": means, "log_std": jax.tree.map(lambda p: 0 * p - 3.0, means)})
+
+    def step(state, x, label, key):
+        def loss_fn(params):
+            leaves, structure = jax.tree.flatten(params["mean"])
+            keys = jax.tree.unflatten(structure, list(jax.random.split(key, len(leaves))))
+
+            def drawn(mean, log_std, k):
+                return mean + jnp.exp(log_std) * jax.random.normal(k, mean.shape, mean.dtype)
+
+            sample = jax.tree.map(drawn, params["mean"], params["log_std"], keys)
+            losses = cross_entropies(mlp(sample, x), label)
+            kl = optax.tree.norm(params["mean"]) ** 2 - optax.tree.sum(params["log_std"])
+            return losses.mean() + 1e-3 * kl, {"losses": losses, "kl": kl}
+
+        return learn(state, loss_fn)
+
+    batches = with_arguments(labelled, lambda i, _: (jax.random.key(i),))
+    return Family(init=init, batches=batches, step=step, covers="A3 I3")
+
+
+@family
+def returned_key():
+    """The step hands back the next key, among its outputs and in its state."""
+
+    def init(dtype):
+        return {**mlp_start(dtype), "last": jax.random.key(0)}
+
+    def step(state, x, label, key):
+        following, mask_key = jax.random.split(key)
+        kept = _mask(mask_key, x.shape[0])
+        state, outputs = learn(
+            state, lambda params: _with_mask(params, x, label, kept), last=following
+        )
+        keys = jax.random.split(following, x.shape[0])
+        return state, {**outputs, "key": following, "keys": keys}
+
+    batches = with_arguments(labelled, lambda i, _: (jax.random.key(i),))
+    return Family(init=init, batches=batches, step=step, covers="I3", note="Misleading: a key")
+
+
+@family
+def sampled_actions():
+    """Categorical and Gumbel samples of the model's own probabilities, a choice without replacement."""
+
+    def step(state, x, reward, key):
+        keys = jax.random.split(key, 4)
+        action = jax.random.categorical(keys[0], mlp(state["params"], x))
+        noise = jax.random.gumbel(keys[1], (x.shape[0], CLASSES), x.dtype)
+        chosen = jax.random.choice(keys[2], x.shape[0], (20,), replace=False)
+        order = jax.random.permutation(keys[3], x.shape[0])
+
+        def loss_fn(params):
+            logits = mlp(params, x)
+            log_probs = jax.nn.log_softmax(logits)
+            of_action = jnp.take_along_axis(log_probs, action[:, None], 1)[:, 0]
+            soft = jax.nn.softmax(logits + noise) @ jnp.arange(CLASSES, dtype=x.dtype)
+            loss = -(reward * of_action)[chosen].mean() + 0.01 * (soft * soft[order]).mean()
+            return loss, {"action": action, "chosen": chosen, "order": order}
+
+        return learn(state, loss_fn)
+
+    batches = with_arguments(
+        normals((ROWS, FEATURES), (ROWS,)), lambda i, _: (jax.random.key(i),)
+    )
+    return Family(init=mlp_start, batches=batches, step=step, covers="I3 A7")
+
+
+@family
+def mixup():
+    """Rows are mixed with a random permutation of the batch, by one Beta-distributed number."""
+
+    def step(state, x, label, key):
+        beta_key, order_key, shift_key = jax.random.split(key, 3)
+        # Drawn in float32 in any case: rejection sampling takes other bits in float64.
+        share = jax.random.beta(beta_key, 0.4, 0.4, dtype=jnp.float32).astype(x.dtype)
+        order = jax.random.permutation(order_key, x.shape[0])
+        mixed = share * x + (1 - share) * x[order]
+        shift = jax.random.randint(shift_key, (), 0, x.shape[0])
+        mixed = jnp.roll(mixed, shift, axis=0)
+        label = jnp.roll(label, shift)
+
+        def loss_fn(params):
+            logits = mlp(params, mixed)
+            losses = share * cross_entropies(logits, label)
+            losses += (1 - share) * cross_entropies(logits, label[order])
+            return losses.mean(), {"share": share, "order": order, "shift": shift}
+
+        return learn(state, loss_fn)
+
+    batches = with_arguments(labelled, lambda i, _: (jax.random.key(i),))
+    return Family(init=mlp_start, batches=batches, step=step, covers="I3 A7")
+
+
+@family
+def stochastic_depth():
+    """Each row skips each layer by its own coin, drawn within a scan over layers."""
+    num_layers = 3
+
+    def init(dtype):
+        layers = [dense_params(10 * i, FEATURES, FEATURES, dtype) for i in range(num_layers)]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+        return start({"layers": stacked, "head": dense_params(99, FEATURES, CLASSES, dtype)})
+
+    def step(state, x, label, key):
+        def layer(h, inputs):
+            params, k = inputs
+            kept = jax.random.bernoulli(k, 0.7, (h.shape[0], 1))
+            return h + jnp.where(kept, jnp.tanh(dense(params, h)), 0), kept[:, 0]
+
+        def loss_fn(params):
+            keys = jax.random.split(key, num_layers)
+            h, kept = jax.lax.scan(jax.checkpoint(layer), x, (params["layers"], keys))
+            losses = cross_entropies(dense(params["head"], h), label)
+            return losses.mean(), {"losses": losses, "kept": kept}
+
+        return learn(state, loss_fn)
+
+    batches = with_arguments(labelled, lambda i, _: (jax.random.key(i),))
+    return Family(init=init, batches=batches, step=step, covers="I3 I2")
+
+
+@family
+def drawn_from_many_distributions():
+    """Bits of all widths, integers, and distributions that draw in loops, for each row."""
+
+    def step(state, x, label, key):
+        keys = jax.random.split(key, 8)
+        rows = x.shape[0]
+        scale = 1.0 + x[:, 0] ** 2
+        drawn = {
+            "bits8": jax.random.bits(keys[0], (rows, 3), jnp.uint8),
+            "bits32": jax.random.bits(keys[1], (rows, 5)),
+            "integers": jax.random.randint(keys[2], (rows,), -5, 17),
+            "signs": jax.random.rademacher(keys[3], (rows, 2), jnp.int32),
+            "truncated": jax.random.truncated_normal(keys[4], -1.0, 2.0, (rows,), x.dtype),
+            "exponential": jax.random.exponential(keys[5], (rows,), x.dtype),
+            "gamma": jax.random.gamma(keys[6], scale.astype(jnp.float32)),
+            "poisson": jax.random.poisson(keys[7], scale.astype(jnp.float32)),
+        }
+        weights = drawn["exponential"] + drawn["gamma"].astype(x.dtype)
+
+        def loss_fn(params):
+            losses = cross_entropies(mlp(params, x), (label + drawn["integers"]) % CLASSES)
+            return (weights * losses).mean() / 3, drawn
+
+        return learn(state, loss_fn)
+
+    batches = with_arguments(labelled, lambda i, _: (jax.random.key(i),))
+    return Family(init=mlp_start, batches=batches, step=step, covers="I3")
