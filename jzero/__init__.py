@@ -1,5 +1,9 @@
 """ZeRO for JAX: train steps whose parameters, gradients and optimizer state live in shards."""
 
+# Gradients need no name of jzero's: these are JAX's own, for scripts that were written when they did.
+from jax import grad as grad
+from jax import value_and_grad as value_and_grad
+
 from jzero._errors import BatchError as BatchError
 from jzero._errors import CheckpointError as CheckpointError
 from jzero._errors import JzeroError as JzeroError
@@ -11,8 +15,6 @@ from jzero._errors import StateError as StateError
 from jzero._errors import StepError as StepError
 from jzero._estimate import Estimate as Estimate
 from jzero._estimate import estimate as estimate
-from jzero._grad import grad as grad
-from jzero._grad import value_and_grad as value_and_grad
 from jzero._host_array import HostArray as HostArray
 from jzero._nnx import from_nnx as from_nnx
 from jzero._padded import PaddedArray as PaddedArray

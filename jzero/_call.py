@@ -246,7 +246,9 @@ def rows_of_arguments(
                 out.append(0 if leaf.shape and leaf.shape[0] >= num and num > 1 else None)
                 continue
             bad += _unknown(path, leaf, overrides[i], axes)
-            whole = [d for d, entry in enumerate(overrides[i]) if set(spec_axes(entry)) == set(axes)]
+            whole = [
+                d for d, entry in enumerate(overrides[i]) if set(spec_axes(entry)) == set(axes)
+            ]
             out.append(whole[0] if whole and num > 1 else None)
     if bad:
         raise BatchError(message(

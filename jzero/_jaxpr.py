@@ -2,14 +2,13 @@
 
 Everything that differs between JAX releases is decided here, once, so that the rest of jzero reads the
 same on all of them. Seen so far: scan's `num_consts`/`num_carry` became flat trees (0.12), `ClosedJaxpr`
-merged into `Jaxpr` (0.12), reductions are `psum_invariant` under varying-axes typing and `psum` without.
+merged into `Jaxpr` (0.12).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -18,7 +17,6 @@ import numpy as np
 from jax import lax
 from jax._src import core, distributed, source_info_util
 from jax.extend.random import threefry2x32_p
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -182,16 +180,6 @@ def has_side_effects(eqn: Eqn) -> bool:
     return any(not isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
 
 
-def is_vmapped(eqn: Eqn) -> bool:
-    """Whether the AD that made the equation was vmapped: `vmap(grad(...))`, not the reverse."""
-    transforms = [
-        entry.name
-        for entry in eqn.source_info.name_stack.stack
-        if isinstance(entry, source_info_util.Transform)
-    ]
-    return bool(transforms) and transforms[0] == "vmap"
-
-
 def _keep_local(params: dict[str, Any]) -> dict[str, Any]:
     # Shardings recorded while tracing name the tracing mesh; inside shard_map there is nothing to say.
     return {
@@ -235,12 +223,8 @@ def summary(eqn: Eqn) -> str:
 def trace(
     fn: Callable[..., Any],
     args: Sequence[Any],
-    axes: dict[str, int],
-    varying: Sequence[bool],
-    *,
-    typed: bool,
-    salt: str = "",
-    automatic: Mapping[str, int] = MappingProxyType({}),
+    axes: Mapping[str, int],
+    automatic: Mapping[str, int],
 ) -> Traced:
     """Traces `fn(*args)` as one device of a mesh with `axes` would see it. Needs no devices.
 
@@ -248,35 +232,19 @@ def trace(
       fn: function of flat arrays.
       args: one `ShapeDtypeStruct` per argument, at per-device shapes.
       axes: mesh axis names and sizes that are bound while tracing.
-      varying: for each argument, whether it differs between devices.
-      typed: with varying-axes typing, so that JAX's own AD places the reductions.
-      salt: traces with different salts share no cached traces of inner `jax.jit`s.
       automatic: further axes of the mesh, which sharding constraints may name.
     """
-    manual = dict(axes) | ({f"_jzero_{salt}": 1} if salt else {})
-    sizes = manual | dict(automatic)
-    mesh = AbstractMesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-    )
+    sizes = dict(axes) | dict(automatic)
     traced: list[Traced] = []
 
     def body(*local_args: Any) -> tuple[()]:
-        if typed:
-            local_args = tuple(
-                jax.lax.pcast(arg, tuple(axes), to="varying") if vary else arg
-                for arg, vary in zip(local_args, varying, strict=True)
-            )
-        jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*local_args)
-        leaves, tree = jax.tree.flatten(shapes)
-        traced.append(Traced(*open_jaxpr(jaxpr), tree, leaves))
+        traced.append(trace_here(fn, *local_args))
         return ()
 
-    shard_mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=P(), out_specs=(), check_vma=typed, axis_names=set(manual)
-    )
-    # JAX lets no mesh context change into one of another size, but into none at all.
-    nothing = AbstractMesh((), ())
-    with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(mesh):
+    with _abstract_mesh(sizes) as mesh:
+        shard_mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=P(), out_specs=(), check_vma=False, axis_names=set(axes)
+        )
         jax.eval_shape(shard_mapped, *args)
     return traced[0]
 
@@ -288,12 +256,20 @@ def trace_whole(
 
     `automatic` are mesh axes that sharding constraints may name.
     """
-    nothing = AbstractMesh((), ())
-    mesh = AbstractMesh(
-        tuple(automatic.values()), tuple(automatic), axis_types=(AxisType.Auto,) * len(automatic)
-    )
-    with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(mesh):
+    with _abstract_mesh(automatic):
         return trace_here(fn, *args)
+
+
+@contextlib.contextmanager
+def _abstract_mesh(sizes: Mapping[str, int]) -> Iterator[AbstractMesh]:
+    """While it is open, this mesh of automatic axes is current, whatever was."""
+    mesh = AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+    # JAX lets no mesh context change into one of another size, but into none at all.
+    nothing = AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(mesh):
+        yield mesh
 
 
 def trace_here(fn: Callable[..., Any], *args: Any) -> Traced:
@@ -301,45 +277,6 @@ def trace_here(fn: Callable[..., Any], *args: Any) -> Traced:
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     leaves, tree = jax.tree.flatten(shapes)
     return Traced(*open_jaxpr(jaxpr), tree, leaves)
-
-
-def _reduce_mark_abstract(ct: Any, primal: Any) -> Any:
-    del primal
-    return ct
-
-
-# The cotangent `ct` of `primal` is complete on this device and *to be reduced* over the data axes, if
-# `primal` is the same on all of them (jzero.value_and_grad; design, "three ways").
-reduce_mark_p = core.Primitive("jzero_reduce_mark")
-reduce_mark_p.def_impl(lambda ct, primal: ct)
-reduce_mark_p.def_abstract_eval(_reduce_mark_abstract)
-mlir.register_lowering(reduce_mark_p, lambda ctx, ct, primal: [ct])
-
-
-def _reduce_mark_jvp(primals: Any, tangents: Any) -> Any:
-    (ct, primal), (ct_dot, _) = primals, tangents
-    out = reduce_mark_p.bind(ct, primal)
-    return out, ad.Zero(jax.typeof(out).to_tangent_aval()) if isinstance(ct_dot, ad.Zero) else (
-        reduce_mark_p.bind(ct_dot, primal)
-    )
-
-
-def _reduce_mark_transpose(out_ct: Any, ct: Any, primal: Any) -> Any:
-    # A mean over devices is its own transpose when every device holds its own share of the loss.
-    return None if isinstance(out_ct, ad.Zero) else reduce_mark_p.bind(out_ct, primal), None
-
-
-def _reduce_mark_batch(args: Any, dims: Any) -> Any:
-    ct, primal = args
-    ct_dim, primal_dim = dims
-    if ct_dim is None:
-        ct, ct_dim = batching.broadcast(ct, primal.shape[primal_dim], 0, None), 0
-    return reduce_mark_p.bind(ct, primal), ct_dim
-
-
-ad.primitive_jvps[reduce_mark_p] = _reduce_mark_jvp
-ad.primitive_transposes[reduce_mark_p] = _reduce_mark_transpose
-batching.primitive_batchers[reduce_mark_p] = _reduce_mark_batch
 
 
 def new_var(like: Atom) -> Var:
@@ -380,7 +317,9 @@ class Closed(NamedTuple):
     consts: list[Any]
 
 
-def equation(primitive: Any, ins: Sequence[Atom], outs: Sequence[Var], source: Eqn, **params: Any) -> Eqn:
+def equation(
+    primitive: Any, ins: Sequence[Atom], outs: Sequence[Var], source: Eqn, **params: Any
+) -> Eqn:
     """A new equation, as if `source` had been it."""
     return core.new_jaxpr_eqn(list(ins), list(outs), primitive, params, set(), source.source_info)
 
@@ -403,7 +342,7 @@ PRIMITIVES = {
 def is_threefry(dtype: Any) -> bool:
     """Whether keys of this dtype give bits by counting, so that any part of them can be made alone."""
     found = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) and dtype._impl.name == "threefry2x32"
-    return found and bool(jax.config.jax_threefry_partitionable)
+    return found and bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
 
 
 def threefry_bits(key: Any, high: Any, low: Any, bit_width: int) -> Any:

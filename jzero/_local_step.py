@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -48,10 +48,10 @@ class FlatStep:
     """
 
     fn: Callable[..., Any]
-    state: Sequence[Any]
+    state: list[Any]
     state_tree: Any
     arrays: dict[str, Any]
-    array_avals: Sequence[Any]
+    array_avals: list[Any]
     in_specs: Any
 
 
@@ -61,7 +61,7 @@ def local_step(step: FlatStep, setting: Setting) -> LocalStep:
     Steps with collectives of their own over the data axes are one device's already. Microbatches still run
     what is traced at their shapes.
     """
-    found = of_whole_batch(step, setting) if setting.options.accumulate == 1 else None
+    found = of_whole_batch(step, setting)
     return of_one_device(step, setting) if found is None else found
 
 
@@ -112,19 +112,17 @@ def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
     )
     num_state = len(step.state)
     varying = [False] * num_state + [any(map(_call.spec_axes, spec)) for spec in specs]
-    traced = _trace.trace_step(
+    traced = _trace.trace_written(
         step.fn,
         [*step.state, *local],
         varying,
         [False] * num_state + list(keys),
         axes,
-        setting.axis_name is not None,
         flat=options.accumulate > 1 or options.offloads,
         offloads=options.offloads,
         automatic=setting.automatic,
     )
     whole = [*step.state, *step.array_avals]
-    _trace.check_not_per_example(traced, step.fn, whole, varying, axes, setting.automatic)
     _outputs.check_outputs(traced, step.state, step.state_tree)
     shapes = _outputs.global_shapes(traced, step.fn, whole, axes, num_state, setting.automatic)
     alone = math.prod(setting.batch_axes.values()) == 1

@@ -144,13 +144,9 @@ def check_varying_state(plan: Plan, traced: _trace.TracedStep, averaged: Sequenc
         for leaf, new, _ in differing
         if new in traced.frame.local_gradients
     ]
-    if updates and traced.reductions != _trace.TYPED:
-        edit = (
-            "Reduce the gradients with jax.lax.pmean before the update."
-            if traced.reductions == _trace.WRITTEN
-            else "Take them with jax.grad or jzero.grad inside the step (not `from jax import grad`)."
-        )
+    if updates:
         raise StepError(message(
             WHO, [f"the update of {leaf} differs between devices" for leaf in updates],
-            "Gradients must be reduced over the data axes before a parameter is updated.", edit,
+            "Gradients must be reduced over the data axes before a parameter is updated.",
+            "Reduce the gradients with jax.lax.pmean before the update.",
         ))  # fmt: skip

@@ -140,7 +140,6 @@ class Parts:
             env = Env({var: self._value(interp, var, x) for var, x in arrays.items()})
             constants = zip(frame.jaxpr.constvars, frame.consts, strict=True)
             env.values |= {var: FullValue(_jaxpr.constant(x)) for var, x in constants}
-            env.means |= {var: x for var, x in env.values.items() if var in frame.losses}
             interp.run_equations(frame, eqns, env)
             return env
 
@@ -289,7 +288,7 @@ class Parts:
         return interp.devices.value(x, interp.dim_of(self._frame, var), var.aval.shape, name)
 
     def _given(self, interp: Interpreter, env: Env, var: Var) -> Any:
-        value = interp.read(self._frame, env, self._update.boundary.get(var), var)
+        value = interp.read(self._frame, env, var)
         return interp.as_dim(self._frame, var, value, interp.dim_of(self._frame, var))
 
 

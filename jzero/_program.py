@@ -136,7 +136,9 @@ def build(
         traced.out_tree,
         state_shardings,
         [NamedSharding(setting.mesh, spec) for spec in local.specs],
-        tuple(path for path, key in zip(_call.argument_paths(arrays), local.keys, strict=True) if key),
+        tuple(
+            path for path, key in zip(_call.argument_paths(arrays), local.keys, strict=True) if key
+        ),
     )
 
 

@@ -159,9 +159,7 @@ class Report:
 
 _REDUCTIONS = {
     "whole batch": "where the step sums over the batch; it trains what jax.jit trains on one device",
-    "typed": "placed by JAX's AD (an untouched step); gradients are means over the devices",
     "written": "the step's own collectives, as written",
-    "marked": "at jax.grad / jax.value_and_grad; gradients are means over the devices",
 }
 
 

@@ -122,7 +122,6 @@ class Runner:
         return Interpreter(
             self.links,
             devices,
-            mean=self.traced.reductions == _trace.TYPED,
             axis_names=setting.step_axes,
             automatic=tuple(setting.automatic),
             handlers=ORDINARY | CONTROL,
@@ -182,8 +181,8 @@ class Runner:
         frame, atom = self.frame, self.frame.jaxpr.outvars[index]
         if not _jaxpr.is_literal(atom) and atom in env.means:
             return env.means[atom]
-        value = interp.read(frame, env, None, atom)
-        averages = frame.returns(atom) and not self.examples[index]
+        value = interp.read(frame, env, atom)
+        averages = frame.varies(atom) and not self.examples[index]
         if not averages or interp.microbatches > 1:  # Their loop has averaged it.
             return value
         return interp.mean_of(interp.full(frame, atom, value))

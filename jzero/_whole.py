@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from jzero._errors import StepError, message
-from jzero.sharding._frames import TOTAL
 
 # Data axes as the step sees them, microbatches counted in; empty outside a step and on one device.
 _axes: contextvars.ContextVar[Mapping[str, int]] = contextvars.ContextVar(
@@ -93,8 +92,7 @@ def _total(x: jax.Array) -> jax.Array:
     axes = tuple(_axes.get())
     if not axes:
         return x
-    with jax.named_scope(TOTAL):
-        return jax.lax.psum(x, axes)
+    return jax.lax.psum(x, axes)
 
 
 def _total_jvp(primals: Any, tangents: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Operations along the batch itself: reshapes, pieces put together, running sums, look-ups of one's own row."""
+"""Operations along the batch itself: reshapes, concatenation, running sums, look-ups of one's own row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def _reshape(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
         return [made]
     # Cut along the first dim of what the rows became that is large enough.
     before = math.prod(value.aval.shape[: rows.dim])
-    dims = [d for d, n in enumerate(out.shape) if n >= body.num and math.prod(out.shape[:d]) >= before]
+    dims = [
+        d for d, n in enumerate(out.shape) if n >= body.num and math.prod(out.shape[:d]) >= before
+    ]
     even = [d for d in dims if out.shape[d] % body.num == 0]
     for dim in [*even, *dims][:1]:
         cut = even_rows(dim, out.shape[dim], body.num)
@@ -65,7 +67,11 @@ def _blocks(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     else:
         starts, limits = params["start_indices"], params["limit_indices"]
         others = [(0, n) for n in shape]
-        if any((a, b) != o for d, (a, b, o) in enumerate(zip(starts, limits, others, strict=True)) if d != dim):
+        if any(
+            (a, b) != o
+            for d, (a, b, o) in enumerate(zip(starts, limits, others, strict=True))
+            if d != dim
+        ):
             return None
         if params["strides"] is not None and any(step != 1 for step in params["strides"]):
             return None
@@ -96,7 +102,9 @@ def _cumsum(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     (sums,) = body.emit(eqn, [x], [rows])
     (total,) = body.inline(_total, (rows.dim, eqn.params["reverse"]), sums)
     body.note_movement(
-        Value(_jaxpr.var_like(None, (body.num, *total.aval.shape), total.aval.dtype).aval, FULL, {}),
+        Value(
+            _jaxpr.var_like(None, (body.num, *total.aval.shape), total.aval.dtype).aval, FULL, {}
+        ),
         "the totals of the devices are exchanged",
     )
     ones = Rows(rows.dim, 1, 1)
@@ -150,7 +158,9 @@ def _counts_rows(indices: Value, column: int, dim: int) -> bool:
     return bool(np.array_equal(value.constant(), np.broadcast_to(counts, shape)))
 
 
-def _own_rows(body: Body, operand: Value, indices: Value, numbers: Any) -> tuple[int, int, Rows] | None:
+def _own_rows(
+    body: Body, operand: Value, indices: Value, numbers: Any
+) -> tuple[int, int, Rows] | None:
     """`(column, dim of the indices, rows)` if every row of the indices names that row of the operand."""
     rows = indices.form
     if not isinstance(rows, Rows) or rows.outer > 1 or rows.dim == indices.aval.ndim - 1:
@@ -236,7 +246,11 @@ def _bits(rows: Rows, num: int, shape: tuple[int, ...], width: int, key: Any, in
     place = jnp.zeros(local, jnp.uint32)
     for dim, size in enumerate(shape):
         own = dim == rows.dim
-        at = row_numbers(rows, num, index).astype(jnp.uint32) if own else jnp.arange(size, dtype=jnp.uint32)
+        at = (
+            row_numbers(rows, num, index).astype(jnp.uint32)
+            if own
+            else jnp.arange(size, dtype=jnp.uint32)
+        )
         step = jnp.asarray(math.prod(shape[dim + 1 :]), jnp.uint32)
         place = place + lax.broadcast_in_dim(at * step, local, (dim,))
     return _jaxpr.threefry_bits(key, jnp.zeros(local, jnp.uint32), place, width)

@@ -1,4 +1,4 @@
-"""The step as one device runs it, while it is being written: values, and equations that make and move them."""
+"""One device's step while it is being written: values, and equations that make and move them."""
 
 from __future__ import annotations
 
@@ -124,15 +124,21 @@ class Body:
         outs = []
         for out, form in zip(eqn.outvars, forms, strict=True):
             rows = isinstance(form, Rows)
-            outs.append(_jaxpr.var_like(out.aval, local_shape(out.aval.shape, form) if rows else None))
+            outs.append(
+                _jaxpr.var_like(out.aval, local_shape(out.aval.shape, form) if rows else None)
+            )
         params = {**eqn.params, **overrides} if overrides else eqn.params
         source = self.source.source_info
-        self.eqns.append(eqn.replace(invars=list(ins), outvars=outs, params=params, source_info=source))
+        self.eqns.append(
+            eqn.replace(invars=list(ins), outvars=outs, params=params, source_info=source)
+        )
         return outs
 
     def inline(self, fn: Callable[..., Any], static: tuple[Any, ...], *ins: Atom) -> list[Atom]:
         """Writes the equations of `fn(*static, *ins)`."""
-        types = tuple((a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False)) for a in ins)
+        types = tuple(
+            (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False)) for a in ins
+        )
         flat, consts = _traced(fn, static, types)
         fresh = [_jaxpr.new_var(var) for var in flat.constvars]
         self.constvars += fresh

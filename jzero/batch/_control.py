@@ -61,6 +61,10 @@ class _Input:
         return [body.at(self.outer, _shifted(form, self.offset), reason) for form in self.forms]
 
 
+def _grew(inputs: Sequence[_Input]) -> bool:
+    return sum(x.grew() for x in inputs) > 0  # Every one is asked.
+
+
 def _shifted(form: Form, offset: int) -> Form:
     return form.at(form.dim + offset) if isinstance(form, Rows) else form
 
@@ -137,7 +141,7 @@ def _remat(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
         done = _run(body, flat, [x.inside() for x in inputs])
         forms = [v.at_hand for v in done.outs]
         outs = [done.body.at(v, form) for v, form in zip(done.outs, forms, strict=True)]
-        if not any([x.grew() for x in inputs]):
+        if not _grew(inputs):
             break
     closed = done.closed([a for x in inputs for a in x.atoms], outs)
     outvars = _out_vars(eqn, forms)
@@ -170,7 +174,7 @@ def _cond(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
             [r.body.at(v, form, reason) for v, form in zip(r.outs, found, strict=True)]
             for r in runs
         ]
-        grew = any([x.grew() for x in inputs])
+        grew = _grew(inputs)
         if not grew and found == forms:
             break
         forms = found
@@ -268,7 +272,7 @@ class _Scan:
             ]
             self.y_forms = [self.y_form(v) for v in ys]
             self.ys = [self.done.body.at(v, f) for v, f in zip(ys, self.y_forms, strict=True)]
-        grew = any([x.grew() for x in [*self.consts, *self.xs]])
+        grew = _grew([*self.consts, *self.xs])
         same = forms == self.forms and not grew
         self.forms = forms
         return same
@@ -355,12 +359,8 @@ def _while(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     loop = _jaxpr.while_parts(eqn)
     cond, step = _flat(loop.cond, loop.cond_consts), _flat(loop.body, loop.body_consts)
     cond_ins, step_ins, init = split(ins, loop.num_cond_consts, loop.num_body_consts)
-    cond_inputs = [
-        _Input.of(v, var.aval) for v, var in zip(cond_ins, cond[0].invars, strict=False)
-    ]
-    step_inputs = [
-        _Input.of(v, var.aval) for v, var in zip(step_ins, step[0].invars, strict=False)
-    ]
+    cond_inputs = [_Input.of(v, var.aval) for v, var in zip(cond_ins, cond[0].invars, strict=False)]
+    step_inputs = [_Input.of(v, var.aval) for v, var in zip(step_ins, step[0].invars, strict=False)]
     carry_vars = step[0].invars[loop.num_body_consts :]
     again_var = cond[0].outvars[0]
     several = bool(again_var.aval.ndim)  # A vmapped loop: each element stops by itself.
@@ -391,7 +391,7 @@ def _while(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
                 new = _where_going_on(
                     done, cond, given[loop.num_body_consts :], step_values, new, forms
                 )
-        grew = any([x.grew() for x in [*cond_inputs, *step_inputs]])
+        grew = _grew([*cond_inputs, *step_inputs])
         if found == forms and not grew:
             break
         forms = found
@@ -424,7 +424,9 @@ def _goes_on(body: Body, again: Value, reduce: bool) -> Any:
     form = again.at_hand
     atom = body.at(again, form)
     if isinstance(form, Rows):
-        atom = body.inline(_only_true, (form, again.aval.shape[form.dim], body.num), atom, body.index)[0]
+        atom = body.inline(
+            _only_true, (form, again.aval.shape[form.dim], body.num), atom, body.index
+        )[0]
     if not reduce or not again.aval.ndim:
         return atom
     (atom,) = body.inline(_any, (), atom)
@@ -449,7 +451,9 @@ def _where_going_on(
     fresh = [_jaxpr.new_var(var) for var in jaxpr.constvars]
     body.constvars += fresh
     body.consts += values
-    env = {var: Value(var.aval, FULL, {FULL: f}) for var, f in zip(jaxpr.constvars, fresh, strict=True)}
+    env = {
+        var: Value(var.aval, FULL, {FULL: f}) for var, f in zip(jaxpr.constvars, fresh, strict=True)
+    }
     env |= zip(jaxpr.invars, [*consts, *carry], strict=True)
     (again,) = run(body, jaxpr, env)
     out = []
@@ -467,5 +471,9 @@ def _chosen(goes_on: Any, new: Any, old: Any) -> Any:
 
 
 HANDLERS: dict[str, Handler] = {
-    "remat2": _remat, "checkpoint": _remat, "cond": _cond, "scan": _scan, "while": _while,
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
 }

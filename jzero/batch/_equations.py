@@ -1,6 +1,5 @@
 """Equations of the whole-batch step on one device: along a factor of theirs, or on gathered operands."""
 
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -167,7 +166,9 @@ def _note_facts(eqn: Eqn, ins: list[Value], outs: list[Value]) -> None:
 
 def _can_be_evaluated(eqn: Eqn) -> bool:
     aval = eqn.outvars[0].aval
-    plain = not (_jaxpr.inner_jaxprs(eqn) or _jaxpr.has_side_effects(eqn) or "callback" in eqn.primitive.name)
+    plain = not (
+        _jaxpr.inner_jaxprs(eqn) or _jaxpr.has_side_effects(eqn) or "callback" in eqn.primitive.name
+    )
     extended = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     return plain and not extended and size_of(aval) <= MOST_CONSTANT
 
@@ -224,9 +225,7 @@ def _on_dim(
     return even_rows(dim, value.aval.shape[dim], body.num) if factor.groups else rows.at(dim)
 
 
-def _run_factor(
-    body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Rows
-) -> list[Value]:
+def _run_factor(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Rows) -> list[Value]:
     name = eqn.primitive.name
     reason = "another operand's rows are along another dim"
     reduces = factor.reduces if all(dim is None for dim in factor.outs) else None

@@ -20,7 +20,7 @@ from jzero import _jaxpr, _rewrite
 from jzero.batch import _along, _control, _effects, _equations
 from jzero.batch._body import Body, Movement, Table, Value
 from jzero.batch._equations import run, whole
-from jzero.batch._rows import FULL, Form, Rows, is_padded, local_shape
+from jzero.batch._rows import FULL, Form, Rows, is_padded
 
 TABLE = Table(
     _equations.HANDLERS | _along.HANDLERS | _control.HANDLERS | _effects.HANDLERS,
@@ -39,7 +39,9 @@ class Localized:
       movements: rows that are gathered, and why.
     """
 
-    def __init__(self, jaxpr: Any, consts: list[Any], outputs: list[Form], movements: list[Movement]):
+    def __init__(
+        self, jaxpr: Any, consts: list[Any], outputs: list[Form], movements: list[Movement]
+    ):
         self.jaxpr, self.consts = jaxpr, consts
         self.outputs, self.movements = outputs, movements
 

@@ -64,8 +64,8 @@ def is_padded(rows: Rows, size: int, num: int) -> bool:
 def reshaped(shape: Sequence[int], out: Sequence[int], rows: Rows, num: int) -> Rows | None:
     """Where the rows of an array of `shape` are after a reshape to `out`; None if they are no rows there.
 
-    Counted in elements of the flat array, a dim's blocks begin every `n * size * rest`, and a device's rows are
-    runs of `inner * rest`; the new dim must have the same runs.
+    In the flat array a device's rows are runs of `inner * rest` elements, one for each block of this dim and
+    of the dims before it; the new dim must have the same runs.
     """
     if 0 in shape:
         return None

@@ -89,9 +89,7 @@ def _cond(
         [value.x for value in settled],
     )
     return [
-        Unreduced(x, interp.mean_scale, x.dtype)
-        if wait
-        else interp.devices.value(x, dim, out.aval.shape)
+        Unreduced(x, 1.0, x.dtype) if wait else interp.devices.value(x, dim, out.aval.shape)
         for x, dim, wait, out in zip(arrays, dims, pending, eqn.outvars, strict=True)
     ]
 

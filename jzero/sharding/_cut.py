@@ -119,8 +119,7 @@ class _Cutter:
 
         What AD adds up (tied weights) then is one sum, and a loop may go on adding to it.
         """
-        averages = self._frame.averages
-        kinds = [Kind.PARTIAL if averages(eqn, a) else self._kind(a) for a in eqn.invars]
+        kinds = [self._kind(a) for a in eqn.invars]
         rule = _rules.rule_for(eqn)
         adds = eqn.primitive.name in ("add", "add_any") or (rule is not None and rule.linear)
         if Kind.PARTIAL not in kinds or not (adds or Kind.LOCAL in kinds):
@@ -143,7 +142,7 @@ class _Cutter:
         """Whether `eqn` reads what a loop summed up."""
         if _jaxpr.is_literal(atom):
             return False
-        due = self._kinds[atom] is Kind.PARTIAL or self._frame.averages(eqn, atom)
+        due = self._kinds[atom] is Kind.PARTIAL
         return due and (eqn is None or id(eqn) not in self._unfinished)
 
     # -- phases ----------------------------------------------------------------------------------
@@ -157,13 +156,12 @@ class _Cutter:
         ones: dict[_jaxpr.Var, None] = {}
         for index, eqn, atom in self._reads():
             if self._finished(eqn, atom):
-                (means if self._frame.averages(eqn, atom) else sums)[atom] = None
+                sums[atom] = None
             elif atom in self._lasts and index not in self._loop:
                 lasts[atom] = None
         for atom, example in zip(outvars, examples, strict=True):
             if not _jaxpr.is_literal(atom) and self._kinds[atom] is Kind.LOCAL:
-                if not self._frame.averages(None, atom):
-                    (ones if example else means)[atom] = None
+                (ones if example else means)[atom] = None
         sunk = self._sunk()
         levels = max([*self._levels.values(), *self._level, 0]) + 1
         if any(self._levels[var] == levels - 1 for group in (sums, means) for var in group):

@@ -3,8 +3,7 @@
 A frame is one place a jaxpr is called from, so that a function called twice is judged twice. Three facts
 are found about its variables:
 
-* **varying** (here): the mesh axes over which the value differs between devices. jzero's own dataflow, so
-  that it holds for steps traced with and without JAX's varying-axes types.
+* **varying** (here): the mesh axes over which the value differs between devices. jzero's own dataflow.
 * **linked dims** (`_links.py`): dims that are sharded together.
 * **needs** (`_needs.py`): who needs the whole value, and what feeds the batch.
 """
@@ -13,9 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
-
-import jax.numpy as jnp
 
 from jzero import _jaxpr
 from jzero.sharding import _rules
@@ -32,16 +28,6 @@ SPREADING = frozenset(
     {"axis_index", "ppermute", "pshuffle", "all_to_all", "reduce_scatter", "psum_scatter"}
 )
 COLLECTIVES = AGREEING | SPREADING
-MARK = _jaxpr.reduce_mark_p.name
-# Sums over the whole batch that a step asks for (`jzero.total`); they are no reductions of gradients.
-TOTAL = "jzero.total"
-
-
-class Outer(NamedTuple):
-    """What a frame inherits: the AD pass around it, and whether losses are averaged when they leave it."""
-
-    autodiff: str | None = None
-    average_losses: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,8 +37,7 @@ class Frame:
     jaxpr: _jaxpr.Jaxpr
     consts: list
     varying: dict[_jaxpr.Var, Axes]
-    outer: Outer
-    losses: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
+    autodiff: str | None = None  # the AD pass around it
     children: dict[int, list[Frame]] = dataclasses.field(default_factory=dict)
     unreduced: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
     local_gradients: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
@@ -74,30 +59,16 @@ class Frame:
 
     def pass_of(self, eqn: _jaxpr.Eqn) -> str | None:
         """'forward' or 'backward' if JAX's AD made the equation, or the loop or call around it."""
-        return self.outer.autodiff or _jaxpr.autodiff_pass(eqn)
-
-    def averages(self, eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> bool:
-        """Whether `eqn` (None: the frame's output) reads the mean of `atom` over the devices.
-
-        A scalar loss is local inside its forward pass. What the step does with it afterwards (a metric,
-        a learning rate that depends on it) is about the whole batch.
-        """
-        if _jaxpr.is_literal(atom) or atom not in self.losses:
-            return False
-        return (self.outer.autodiff if eqn is None else self.pass_of(eqn)) is None
+        return self.autodiff or _jaxpr.autodiff_pass(eqn)
 
     def reads(self, eqn: _jaxpr.Eqn) -> list[Axes]:
-        """Variance of the operands as `eqn` reads them."""
-        return [NOWHERE if self.averages(eqn, a) else self.varies(a) for a in eqn.invars]
-
-    def returns(self, atom: _jaxpr.Atom) -> Axes:
-        """Variance of an output."""
-        return NOWHERE if self.averages(None, atom) else self.varies(atom)
+        """Variance of the operands."""
+        return [self.varies(atom) for atom in eqn.invars]
 
     @property
     def out_varying(self) -> list[Axes]:
         """Variance of the outputs."""
-        return [self.returns(atom) for atom in self.jaxpr.outvars]
+        return [self.varies(atom) for atom in self.jaxpr.outvars]
 
     def walk(self) -> Iterator[tuple[Frame, int, _jaxpr.Eqn]]:
         """Every equation of this frame and the frames below it."""
@@ -118,20 +89,18 @@ def axes_of(eqn: _jaxpr.Eqn) -> tuple[str, ...]:
 
 
 def build_frames(
-    jaxpr: _jaxpr.Jaxpr, consts: list, in_varying: Sequence[Axes], outer: Outer
+    jaxpr: _jaxpr.Jaxpr, consts: list, in_varying: Sequence[Axes], autodiff: str | None = None
 ) -> Frame:
     """The tree of frames of `jaxpr`, with the variance of every variable."""
     varying = dict(zip(jaxpr.invars, in_varying, strict=True))
     varying |= dict.fromkeys(jaxpr.constvars, NOWHERE)
-    frame = Frame(jaxpr, consts, varying, outer)
+    frame = Frame(jaxpr, consts, varying, autodiff)
     for index, eqn in enumerate(jaxpr.eqns):
         flow = _FLOW.get(eqn.primitive.name, _flow_default)
         outs = flow(frame, index, eqn, frame.reads(eqn))
         frame.varying |= dict(zip(eqn.outvars, outs, strict=True))
         _note_unreduced(frame, index, eqn)
         _note_local_gradients(frame, index, eqn)
-        if outer.average_losses and frame.pass_of(eqn) == "forward":
-            frame.losses |= {out for out in eqn.outvars if frame.varies(out) and _is_loss(out)}
     return frame
 
 
@@ -152,15 +121,10 @@ def _note_local_gradients(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> None:
     }
 
 
-def _is_loss(var: _jaxpr.Var) -> bool:
-    return var.aval.shape == () and jnp.issubdtype(var.aval.dtype, jnp.floating)
-
-
 def _child(
     frame: Frame, eqn: _jaxpr.Eqn, jaxpr: _jaxpr.Jaxpr, consts: list, ins: Sequence[Axes]
 ) -> Frame:
-    outer = frame.outer._replace(autodiff=frame.pass_of(eqn))
-    return build_frames(jaxpr, consts, ins, outer)
+    return build_frames(jaxpr, consts, ins, frame.pass_of(eqn))
 
 
 def _union(ins: Sequence[Axes]) -> Axes:
@@ -179,11 +143,6 @@ def _flow_default(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Axes]) ->
     if eqn.primitive.name in COLLECTIVES:
         out |= set(axes_of(eqn))
     return [out] * len(eqn.outvars)
-
-
-def _flow_mark(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Axes]) -> list[Axes]:
-    cotangent, primal = ins
-    return [cotangent if primal else NOWHERE]
 
 
 def _flow_scan(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Axes]) -> list[Axes]:
@@ -231,7 +190,6 @@ _FLOW: dict[str, Callable[[Frame, int, _jaxpr.Eqn, list[Axes]], list[Axes]]] = {
     "scan": _flow_scan,
     "while": _flow_while,
     "cond": _flow_cond,
-    MARK: _flow_mark,
 }
 
 
@@ -255,7 +213,7 @@ def is_unreduced(frame: Frame, atom: _jaxpr.Atom) -> bool:
 
 def _note_unreduced(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> None:
     name = eqn.primitive.name
-    if name in REDUCTIONS or name == MARK:
+    if name in REDUCTIONS:
         for out, axes in zip(eqn.outvars, frame.reads(eqn), strict=False):
             if axes and not frame.varies(out):
                 frame.unreduced.add(out)

@@ -33,7 +33,7 @@ WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
 
 @dataclasses.dataclass
 class Env:
-    """Values of a frame's variables, and the means over the devices that were read of them."""
+    """Values of a frame's variables, and of a loop over microbatches the means of what it returns."""
 
     values: dict[_jaxpr.Var, Value]
     means: dict[_jaxpr.Var, Value] = dataclasses.field(default_factory=dict)
@@ -46,7 +46,6 @@ class Interpreter:
     Attributes:
       links: which dims are sharded.
       devices: the data axes, and the current pass.
-      mean: reductions that JAX's AD placed are means (the loss is the mean over devices).
       axis_names: the mesh axes behind each axis name that the step uses.
       automatic: mesh axes over which XLA shards; sharding constraints may name them.
       handlers: what runs an equation, by the name of its primitive.
@@ -63,7 +62,6 @@ class Interpreter:
 
     links: Links
     devices: Devices
-    mean: bool
     axis_names: dict[str, tuple[str, ...]]
     automatic: tuple[str, ...]
     handlers: Mapping[str, Handler]
@@ -81,7 +79,7 @@ class Interpreter:
         """Values of the frame's outputs, given those of its inputs."""
         env = self.start(frame, args)
         self.run_equations(frame, range(len(frame.jaxpr.eqns)), env)
-        return [self.read(frame, env, None, atom) for atom in frame.jaxpr.outvars]
+        return [self.read(frame, env, atom) for atom in frame.jaxpr.outvars]
 
     def start(self, frame: Frame, args: Sequence[Value]) -> Env:
         """The frame's variables before its first equation."""
@@ -98,7 +96,7 @@ class Interpreter:
                 self.reduce_before_loop(frame, index, eqn, env)
                 self.reduce_in_order(frame, index, eqn, env)
                 handler = self.handlers.get(eqn.primitive.name, self.otherwise)
-                ins = [self.read(frame, env, eqn, atom) for atom in eqn.invars]
+                ins = [self.read(frame, env, atom) for atom in eqn.invars]
                 outs = handler(self, frame, index, eqn, ins)
             env.values |= zip(eqn.outvars, outs, strict=True)
             self.note_varying(frame, eqn, outs)
@@ -153,16 +151,12 @@ class Interpreter:
         for i in in_order_made([value for _, value in due]):
             self.settle(frame, *due[i])
 
-    def read(self, frame: Frame, env: Env, eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> Value:
-        """What `eqn` (None: the frame's output) reads: the value, or its mean over the devices."""
+    def read(self, frame: Frame, env: Env, atom: _jaxpr.Atom) -> Value:
+        """The value of an operand or output."""
         if _jaxpr.is_literal(atom):
             return FullValue(_jaxpr.literal(atom))
-        if not frame.averages(eqn, atom):
-            value = env.values[atom]
-            return self.settle(frame, atom, value) if atom in self.handed_out else value
-        if atom not in env.means:
-            env.means[atom] = self.mean_of(self.full(frame, atom, env.values[atom]))
-        return env.means[atom]
+        value = env.values[atom]
+        return self.settle(frame, atom, value) if atom in self.handed_out else value
 
     # -- layouts ---------------------------------------------------------------------------------
 
@@ -231,7 +225,7 @@ class Interpreter:
     def enter_pass(self, frame: Frame, eqn: _jaxpr.Eqn) -> None:
         """Starts a new scope for gathers when the equation belongs to another pass than the last."""
         current = None if self.keep_gathered else frame.pass_of(eqn)
-        if frame.outer.autodiff is not None or current is None or current == self.seen_pass:
+        if frame.autodiff is not None or current is None or current == self.seen_pass:
             return
         queue = self.devices.queue
         if self.seen_pass is not None and queue.latest is not None:

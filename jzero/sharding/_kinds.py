@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jzero import _jaxpr
 from jzero._errors import StepError, message
 from jzero.sharding import _rules
-from jzero.sharding._frames import MARK, REDUCTIONS, Frame, split
+from jzero.sharding._frames import REDUCTIONS, Frame, split
 
 
 class CutError(StepError):
@@ -37,7 +37,7 @@ def equations(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> list[tuple[Frame, _j
 
 def reduces(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
     """Whether the equation reduces something that differs between devices."""
-    return eqn.primitive.name in {*REDUCTIONS, MARK} and any(frame.reads(eqn))
+    return eqn.primitive.name in REDUCTIONS and any(frame.reads(eqn))
 
 
 # Which operands must be summands (partial or zero), so that the result is the partial sum of the results;
@@ -49,13 +49,13 @@ _SUMMANDS = {
         slice(None),
     ),
     **dict.fromkeys(_rules.IDENTITIES | REDUCTIONS, slice(None)),
-    **dict.fromkeys(["div", "dynamic_slice", "gather", MARK], slice(0, 1)),
+    **dict.fromkeys(["div", "dynamic_slice", "gather"], slice(0, 1)),
     **dict.fromkeys(["dynamic_update_slice", "pad"], slice(0, 2)),
     "scatter-add": slice(0, 3, 2),
     "select_n": slice(1, None),
 }
 _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
-_ZERO_OF_ZEROS = frozenset(_SUMMANDS) - {"div", MARK}
+_ZERO_OF_ZEROS = frozenset(_SUMMANDS) - {"div"}
 
 
 def literal_kind(atom: _jaxpr.Atom) -> Kind:
@@ -115,15 +115,13 @@ def _frame_kinds(frame: Frame, ins: Sequence[Kind]) -> list[Kind]:
     kinds = dict(zip(frame.jaxpr.invars, ins, strict=True))
     kinds |= dict.fromkeys(frame.jaxpr.constvars, Kind.SAME)
 
-    def read(eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> Kind:
-        if _jaxpr.is_literal(atom):
-            return literal_kind(atom)
-        return Kind.PARTIAL if frame.averages(eqn, atom) else kinds[atom]
+    def read(atom: _jaxpr.Atom) -> Kind:
+        return literal_kind(atom) if _jaxpr.is_literal(atom) else kinds[atom]
 
     for index, eqn in enumerate(frame.jaxpr.eqns):
-        outs = kinds_of(frame, index, eqn, [read(eqn, atom) for atom in eqn.invars])
+        outs = kinds_of(frame, index, eqn, [read(atom) for atom in eqn.invars])
         kinds |= zip(eqn.outvars, outs, strict=True)
-    return [read(None, atom) for atom in frame.jaxpr.outvars]
+    return [read(atom) for atom in frame.jaxpr.outvars]
 
 
 def _join(eqn: _jaxpr.Eqn, kinds: Sequence[Kind]) -> Kind:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jzero import _jaxpr
 from jzero.sharding import _rules
-from jzero.sharding._frames import MARK, Frame, split
+from jzero.sharding._frames import Frame, split
 
 DimKey = tuple[int, _jaxpr.Var, int]
 
@@ -94,8 +94,6 @@ class Links:
                     self._link_call(frame, eqn.invars[1:], eqn.outvars, child)
             elif children:
                 self._link_call(frame, eqn.invars, eqn.outvars, children[0])
-            elif name == MARK:
-                self._link(frame, eqn.invars[1], frame, eqn.outvars[0])
             elif name in _rules.IDENTITIES:
                 for x, y in zip(eqn.invars, eqn.outvars, strict=True):
                     self._link(frame, x, frame, y)

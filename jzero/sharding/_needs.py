@@ -13,7 +13,7 @@ from typing import Any
 
 from jzero import _jaxpr
 from jzero.sharding import _rules
-from jzero.sharding._frames import MARK, Frame, split
+from jzero.sharding._frames import Frame, split
 
 
 def note_needs(frame: Frame, num_outs: int) -> None:
@@ -103,8 +103,6 @@ class _Needs:
             return self.flow(children[0], outs)
         if name in _rules.IDENTITIES:
             return outs
-        if name == MARK:
-            return [True, False]
         return [asked] * len(eqn.invars)
 
     def _scan(self, eqn: _jaxpr.Eqn, body: Frame, outs: list[bool]) -> list[bool]:

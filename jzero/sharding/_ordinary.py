@@ -101,7 +101,7 @@ def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unr
 def _as_contributions(interp: Interpreter, ins: list[Value]) -> list[Value]:
     """Terms of a running sum: what was reduced already is shared out to the devices again."""
     scales = [v.scale for v in ins if isinstance(v, Unreduced) and v.scale is not None]
-    scale = scales[0] if scales else interp.mean_scale
+    scale = scales[0] if scales else 1.0
 
     def contribution(value: Value) -> Value:
         if waits(value) and value.dim is None:
@@ -231,25 +231,12 @@ def _constrain(
     return [dataclasses.replace(value, x=x)]
 
 
-def _mark(
-    interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
-) -> list[Value]:
-    cotangent, _ = ins
-    if not (frame.reads(eqn)[0] and not frame.varies(eqn.outvars[0])):
-        return [cotangent]
-    x = _on_the_wire(interp, interp.full(frame, eqn.invars[0], cotangent))
-    leaf = interp.links.leaf_of(frame, eqn.outvars[0])
-    return [Unreduced(x, interp.mean_scale, eqn.outvars[0].aval.dtype, leaf)]
-
-
 def _psum(
     interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
 ) -> list[Value]:
     everywhere = set(_frames.axes_of(eqn)) == set(interp.axis_names)
     if not everywhere or eqn.params.get("axis_index_groups"):
         return _collective(interp, frame, index, eqn, ins)
-    counts = _jaxpr.in_scope(eqn, _frames.TOTAL)
-    scale = interp.mean_scale if interp.mean and not counts else 1.0
     num = interp.devices.num * interp.microbatches
     outs: list[Value] = []
     operands = zip(eqn.invars, eqn.outvars, frame.reads(eqn), ins, strict=True)
@@ -258,9 +245,9 @@ def _psum(
         if axes:
             gradient = frame.pass_of(eqn) == "backward" or atom in frame.local_gradients
             wire = _on_the_wire(interp, x) if gradient else x
-            outs.append(Unreduced(wire, scale, x.dtype, interp.links.leaf_of(frame, out)))
+            outs.append(Unreduced(wire, 1.0, x.dtype, interp.links.leaf_of(frame, out)))
         else:  # The sum of what all devices have in common.
-            outs.append(FullValue(x * jnp.asarray(num * scale, x.dtype)))
+            outs.append(FullValue(x * jnp.asarray(num, x.dtype)))
     return outs
 
 
@@ -297,5 +284,4 @@ ORDINARY: dict[str, Handler] = {
     **dict.fromkeys(_frames.REDUCTIONS, _psum),
     **dict.fromkeys(_rules.IDENTITIES, _identity),
     "sharding_constraint": _constrain,
-    _frames.MARK: _mark,
 }

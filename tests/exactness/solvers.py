@@ -1,0 +1,605 @@
+"""Optimizers that look at losses, search, solve and decide: with the whole batch's numbers."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ._family import Family, family
+from ._parts import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    SGD,
+    WIDTH,
+    adamw,
+    cross_entropies,
+    dense,
+    labelled,
+    learn,
+    mlp,
+    mlp_params,
+    mlp_start,
+    normals,
+    start,
+    update,
+    with_arguments,
+)
+
+
+def _loss(params, x, label):
+    return cross_entropies(mlp(params, x), label).mean()
+
+
+def _moved(params, direction, length):
+    return jax.tree.map(lambda p, d: p + length * d, params, direction)
+
+
+def _with_keys(i, _):
+    return (jax.random.key(i),)
+
+
+def _accept_or_reject(state, x, label, key):
+    leaves, structure = jax.tree.flatten(state["params"])
+    keys = jax.random.split(key, len(leaves))
+    noise = [
+        jax.random.normal(k, leaf.shape, leaf.dtype)
+        for k, leaf in zip(keys, leaves, strict=True)
+    ]
+    value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
+    proposal = update(state, jax.tree.map(lambda g: 3 * g, grads))
+    moved = _moved(proposal["params"], jax.tree.unflatten(structure, noise), 0.05)
+    after = _loss(moved, x, label)
+    is_better = after < value
+    state = jax.lax.cond(
+        is_better, lambda: {**proposal, "params": moved}, lambda: {**state, "opt": proposal["opt"]}
+    )
+    return state, {"loss": value, "after": after, "accepted": is_better}
+
+
+@family
+def accept_or_reject():
+    """A second loss decides whether the proposal becomes the parameters."""
+    batches = with_arguments(labelled, _with_keys)
+    return Family(init=mlp_start, batches=batches, step=_accept_or_reject, covers="A3 A2")
+
+
+@family
+def accept_or_reject_in_microbatches():
+    """The same with two microbatches, which must see each other's losses."""
+    return Family(
+        init=mlp_start,
+        batches=with_arguments(labelled, _with_keys),
+        step=_accept_or_reject,
+        covers="B6 A3",
+        options={"accumulate": 2},
+    )
+
+
+@family
+def armijo():
+    """Backtracking by a while loop, until the whole batch's loss has fallen enough."""
+
+    def step(state, x, label):
+        value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
+        slope = optax.tree.norm(grads) ** 2
+
+        def too_long(carry):
+            length, after, turns = carry
+            return (after > value - 0.1 * length * slope) & (turns < 12)
+
+        def halve(carry):
+            length, _, turns = carry
+            moved = _moved(state["params"], grads, -length / 2)
+            return length / 2, _loss(moved, x, label), turns + 1
+
+        first = jnp.asarray(16.0, x.dtype), jnp.asarray(jnp.inf, x.dtype), 0
+        length, after, turns = jax.lax.while_loop(too_long, halve, first)
+        state = {**state, "params": _moved(state["params"], grads, -length)}
+        return state, {"loss": value, "after": after, "turns": turns, "length": length}
+
+    return Family(init=mlp_start, batches=labelled, step=step, covers="A3 A2")
+
+
+def _line_search(tx):
+    def init(dtype):
+        return start(mlp_params(dtype), tx)
+
+    def step(state, x, label):
+        def value_fn(params):
+            return _loss(params, x, label)
+
+        value, grads = optax.value_and_grad_from_state(value_fn)(
+            state["params"], state=state["opt"]
+        )
+        updates, opt = tx.update(
+            grads, state["opt"], state["params"], value=value, grad=grads, value_fn=value_fn
+        )
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt}, {"loss": value}
+
+    return Family(init=init, batches=labelled, step=step, covers="A3", slow=True)
+
+
+@family
+def optax_backtracking_linesearch():
+    """optax's Armijo search, which calls the loss from inside the optimizer."""
+    search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=8, store_grad=True)
+    found = _line_search(optax.chain(optax.sgd(8.0), search))
+    return found
+
+
+@family
+def optax_lbfgs():
+    """Memory of past steps and a zoom line search."""
+    search = optax.scale_by_zoom_linesearch(max_linesearch_steps=6)
+    return _line_search(optax.lbfgs(memory_size=3, linesearch=search))
+
+
+@family
+def mezo_with_adam():
+    """Two losses and no gradient: their difference times noise from a key, into Adam."""
+    tx = adamw()
+
+    def init(dtype):
+        return start(mlp_params(dtype), tx)
+
+    def step(state, x, label, key):
+        leaves, structure = jax.tree.flatten(state["params"])
+        keys = jax.random.split(key, len(leaves))
+        noise = jax.tree.unflatten(
+            structure,
+            [
+                jax.random.normal(k, leaf.shape, leaf.dtype)
+                for k, leaf in zip(keys, leaves, strict=True)
+            ],
+        )
+        length = 0.1
+        above = _loss(_moved(state["params"], noise, length), x, label)
+        below = _loss(_moved(state["params"], noise, -length), x, label)
+        slope = (above - below) / (2 * length)
+        grads = jax.tree.map(lambda z: slope * z, noise)
+        return update(state, grads, tx), {"above": above, "below": below}
+
+    batches = with_arguments(labelled, _with_keys)
+    return Family(init=init, batches=batches, step=step, covers="A3 I3")
+
+
+@family
+def evolution_strategy():
+    """Sixteen perturbed copies, each with a loss of the whole batch; ranks weight their noise."""
+    population = 16
+
+    def step(state, x, label, key):
+        leaves, structure = jax.tree.flatten(state["params"])
+        keys = jax.random.split(key, len(leaves))
+        noise = jax.tree.unflatten(
+            structure,
+            [
+                jax.random.normal(k, (population, *leaf.shape), leaf.dtype)
+                for k, leaf in zip(keys, leaves, strict=True)
+            ],
+        )
+
+        def fitness(one):
+            return _loss(_moved(state["params"], one, 0.1), x, label)
+
+        losses = jax.vmap(fitness)(noise)
+        ranks = jnp.argsort(jnp.argsort(losses)).astype(x.dtype) / population - 0.5
+        grads = jax.tree.map(lambda z: jnp.tensordot(ranks, z, axes=1), noise)
+        return update(state, grads), {"losses": losses, "best": losses.argmin()}
+
+    batches = with_arguments(labelled, _with_keys)
+    return Family(init=mlp_start, batches=batches, step=step, covers="A3 I3")
+
+
+@family
+def sam():
+    """The gradient is taken where the whole batch's first gradient leads."""
+
+    def step(state, x, label):
+        value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
+        moved = _moved(state["params"], grads, 0.1 / (optax.tree.norm(grads) + 1e-6))
+        return update(state, jax.grad(_loss)(moved, x, label)), {"loss": value}
+
+    return Family(init=mlp_start, batches=labelled, step=step, covers="A1 A3")
+
+
+@family
+def sophia_g():
+    """A Hessian diagonal from gradients of sampled labels, squared and times the number of rows."""
+
+    def init(dtype):
+        zeros = jax.tree.map(jnp.zeros_like, mlp_params(dtype))
+        return {**mlp_start(dtype), "momentum": zeros, "hessian": zeros}
+
+    def step(state, x, label, key):
+        params = state["params"]
+        value, grads = jax.value_and_grad(_loss)(params, x, label)
+        sampled = jax.random.categorical(key, mlp(params, x))
+        guess = jax.grad(_loss)(params, x, sampled)
+        hessian = jax.tree.map(
+            lambda h, g: 0.5 * h + 0.5 * g**2 * x.shape[0], state["hessian"], guess
+        )
+        momentum = jax.tree.map(lambda m, g: 0.8 * m + 0.2 * g, state["momentum"], grads)
+        ratio = jax.tree.map(lambda m, h: jnp.clip(m / (h + 1e-2), -1, 1), momentum, hessian)
+        clipped = sum(jnp.sum(jnp.abs(r) == 1) for r in jax.tree.leaves(ratio))
+        params = _moved(params, ratio, -0.05)
+        state = {**state, "params": params, "momentum": momentum, "hessian": hessian}
+        return state, {"loss": value, "sampled": sampled, "clipped": clipped}
+
+    batches = with_arguments(labelled, _with_keys)
+    return Family(init=init, batches=batches, step=step, covers="A5 I3")
+
+
+@family
+def polyak_step_size():
+    """The loss over the squared norm of its gradient."""
+
+    def step(state, x, label):
+        value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
+        length = jnp.minimum(0.1 * value / (optax.tree.norm(grads) ** 2 + 1e-3), 1.0)
+        params = _moved(state["params"], grads, -length)
+        return {**state, "params": params}, {"loss": value, "length": length}
+
+    return Family(init=mlp_start, batches=labelled, step=step, covers="A3 A8")
+
+
+@family
+def reduce_on_plateau():
+    """optax's: a counter in the state follows whether the loss still falls."""
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, atol=10.0)
+    tx = optax.chain(optax.sgd(0.1, momentum=0.9), plateau)
+
+    def init(dtype):
+        return start(mlp_params(dtype), tx)
+
+    def step(state, x, label):
+        value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
+        updates, opt = tx.update(grads, state["opt"], state["params"], value=value)
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt}, {"loss": value}
+
+    return Family(init=init, batches=labelled, step=step, covers="A3")
+
+
+@family
+def schedules_and_clipping():
+    """A chain: global norm, adaptive clipping, a warmup and cosine schedule, decay of kernels only."""
+    schedule = optax.warmup_cosine_decay_schedule(1e-3, 3e-2, 2, 10)
+    tx = optax.chain(
+        optax.clip_by_global_norm(0.5),
+        optax.adaptive_grad_clip(0.2),
+        adamw(schedule, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p)),
+    )
+
+    def init(dtype):
+        return start(mlp_params(dtype), tx)
+
+    def step(state, x, label):
+        def loss_fn(params):
+            return _loss(params, x, label), {}
+
+        state, outputs = learn(state, loss_fn, tx)
+        count = optax.tree.get(state["opt"], "count", filtering=lambda path, _: "Schedule" in str(path[-1]))
+        return state, {**outputs, "rate": schedule(count)}
+
+    return Family(init=init, batches=labelled, step=step, covers="A3")
+
+
+@family
+def loss_scaling():
+    """Half precision with a scale that halves when any gradient of any row is not finite."""
+
+    def init(dtype):
+        scale = {"scale": jnp.asarray(2.0**10, dtype), "good": jnp.zeros((), jnp.int32)}
+        return {**mlp_start(dtype), **scale}
+
+    def batches(num_steps, dtype):
+        found = labelled(num_steps, dtype)
+        if num_steps > 1:
+            found[1][0][5] *= 1e7
+        return found
+
+    def step(state, x, label):
+        def scaled(params):
+            return _loss(jax.tree.map(lambda p: p.astype(jnp.float16), params),
+                         x.astype(jnp.float16), label).astype(x.dtype) * state["scale"]
+
+        value, grads = jax.value_and_grad(scaled)(state["params"])
+        grads = jax.tree.map(lambda g: g / state["scale"], grads)
+        finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+        new = update(state, grads)
+        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        good = jnp.where(finite, state["good"] + 1, 0)
+        scale = jnp.where(finite, jnp.where(good >= 2, 2.0, 1.0), 0.5) * state["scale"]
+        outputs = {"finite": finite, "scale": scale}
+        return {**new, "scale": scale, "good": good}, outputs
+
+    return Family(
+        init=init,
+        batches=batches,
+        step=step,
+        covers="A3 I2",
+        exact_dtypes=("float32",),
+        note="float16 sums",
+    )
+
+
+@family
+def skip_nonfinite_updates():
+    """optax.apply_if_finite: one row overflows in the second step, and nothing moves."""
+    tx = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), max_consecutive_errors=3)
+
+    def init(dtype):
+        return start(mlp_params(dtype), tx)
+
+    def batches(num_steps, dtype):
+        found = labelled(num_steps, dtype)
+        if num_steps > 1:
+            found[1][0][20] = float("nan")
+        return found
+
+    def step(state, x, label):
+        def loss_fn(params):
+            losses = cross_entropies(mlp(params, x), label)
+            return losses.mean(), {"bad_rows": (~jnp.isfinite(losses)).sum()}
+
+        (_, outputs), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
+        return update(state, grads, tx), outputs
+
+    return Family(init=init, batches=batches, step=step, covers="A3 A2")
+
+
+@family
+def conjugate_gradients():
+    """Newton's step by jax.scipy.sparse.linalg.cg on products with a damped Gauss-Newton matrix."""
+
+    def step(state, x, label):
+        def logits_fn(params):
+            return mlp(params, x)
+
+        def of_logits(logits):
+            return cross_entropies(logits, label).mean()
+
+        value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
+        logits, pushed = jax.linearize(logits_fn, state["params"])
+        pulled = jax.linear_transpose(pushed, state["params"])
+
+        def product(direction):
+            curved = jax.jvp(jax.grad(of_logits), (logits,), (pushed(direction),))[1]
+            (back,) = pulled(curved)
+            return jax.tree.map(lambda b, d: b + 0.1 * d, back, direction)
+
+        newton, _ = jax.scipy.sparse.linalg.cg(product, grads, maxiter=4)
+        return {**state, "params": _moved(state["params"], newton, -0.5)}, {"loss": value}
+
+    return Family(init=mlp_start, batches=labelled, step=step, covers="B2 I2")
+
+
+@family
+def custom_linear_solve():
+    """Ridge regression on learned features, solved inside the loss and differentiated through."""
+
+    def init(dtype):
+        return start(mlp_params(dtype, (FEATURES, WIDTH, 6)))
+
+    def step(state, x, y, x_new, y_new):
+        def loss_fn(params):
+            features = jnp.tanh(mlp(params, x))
+            gram = features.T @ features / x.shape[0] + 0.1 * jnp.eye(6, dtype=x.dtype)
+
+            def matvec(w):
+                return gram @ w
+
+            def solve(_, right):
+                return jnp.linalg.solve(gram, right)
+
+            right = features.T @ y / x.shape[0]
+            head = jax.lax.custom_linear_solve(matvec, right, solve, symmetric=True)
+            errors = (jnp.tanh(mlp(params, x_new)) @ head - y_new) ** 2
+            return errors.mean(), {"head": head, "errors": errors}
+
+        return learn(state, loss_fn)
+
+    batches = normals((ROWS, FEATURES), (ROWS,), (16, FEATURES), (16,))
+    return Family(init=init, batches=batches, step=step, covers="B2 A8")
+
+
+@family
+def gauss_newton_on_rows():
+    """Natural gradient in the space of rows: a solve with a [rows, rows] kernel of Jacobians."""
+
+    def init(dtype):
+        return start(mlp_params(dtype, (FEATURES, 6, 1)))
+
+    def step(state, x, y):
+        def row(params, example):
+            return mlp(params, example)[0]
+
+        made = jax.vmap(row, in_axes=(None, 0))(state["params"], x)
+        jacobian = jax.vmap(jax.grad(row), in_axes=(None, 0))(state["params"], x)
+        flat = jnp.concatenate([j.reshape(x.shape[0], -1) for j in jax.tree.leaves(jacobian)], 1)
+        gram = flat @ flat.T + jnp.eye(x.shape[0], dtype=x.dtype)
+        weights = jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(gram), made - y)
+        direction = jax.tree.map(lambda j: jnp.tensordot(weights, j, axes=1), jacobian)
+        state = {**state, "params": _moved(state["params"], direction, -0.5)}
+        return state, {"errors": made - y, "weights": weights}
+
+    batches = normals((ROWS, FEATURES), (ROWS,))
+    return Family(init=init, batches=batches, step=step, covers="A1 A8 I2")
+
+
+@family
+def fixed_point_of_the_batch():
+    """Responsibilities of a mixture (EM): a fixed number of turns over all rows, then a gradient."""
+
+    def init(dtype):
+        params = mlp_params(dtype, (FEATURES, WIDTH, 4))
+        return start(params, centres=mlp_params(dtype, (3, 4))[0]["kernel"])
+
+    def step(state, x):
+        z = mlp(state["params"], x)
+
+        def turn(_, centres):
+            distances = ((z[:, None] - centres[None]) ** 2).sum(-1)
+            shares = jax.nn.softmax(-distances)
+            return shares.T @ z / (shares.sum(0)[:, None] + 1e-3)
+
+        centres = jax.lax.fori_loop(0, 4, turn, state["centres"])
+
+        def loss_fn(params):
+            distances = ((mlp(params, x)[:, None] - centres[None]) ** 2).sum(-1)
+            loss = -jax.nn.logsumexp(-distances, axis=-1).mean()
+            return loss + jnp.exp(-((mlp(params, x)) ** 2).mean()), {"centres": centres}
+
+        return learn(state, loss_fn, centres=centres)
+
+    return Family(init=init, batches=normals((ROWS, FEATURES)), step=step, covers="A6 A8")
+
+
+@family
+def several_optimizers_in_turn():
+    """optax.MultiSteps, lookahead-like slow weights, and an average of parameters in the state."""
+    tx = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), SGD), every_k_schedule=2)
+
+    def init(dtype):
+        params = mlp_params(dtype)
+        return start(params, tx, slow=params, step=jnp.zeros((), jnp.int32))
+
+    def step(state, x, label):
+        def loss_fn(params):
+            return _loss(params, x, label), {}
+
+        state, outputs = learn(state, loss_fn, tx, step=state["step"] + 1)
+        slow = optax.incremental_update(state["params"], state["slow"], 0.5)
+        is_time = state["step"] % 2 == 0
+        params = jax.tree.map(lambda a, b: jnp.where(is_time, a, b), slow, state["params"])
+        return {**state, "slow": slow, "params": params}, outputs
+
+    return Family(init=init, batches=labelled, step=step, covers="A3")
+
+
+@family
+def td3_in_microbatches():
+    """Twin critics, a delayed actor, clipped noise from a key, two microbatches."""
+
+    def init(dtype):
+        actor = mlp_params(dtype, (FEATURES, WIDTH, 2))
+        critics = [mlp_params(dtype, (FEATURES + 2, WIDTH, 1), seed=s) for s in (50, 60)]
+        params = {"actor": actor, "critics": critics}
+        return {
+            "params": params,
+            "target": params,
+            "actor_opt": SGD.init(actor),
+            "critic_opt": SGD.init(critics),
+            "step": jnp.zeros((), jnp.int32),
+        }
+
+    def values(critics, x, action):
+        rows = jnp.concatenate([x, action], axis=-1)
+        return [mlp(critic, rows)[:, 0] for critic in critics]
+
+    def step(state, x, action, reward, x_next, key):
+        params, target = state["params"], state["target"]
+        noise = jnp.clip(0.2 * jax.random.normal(key, action.shape, x.dtype), -0.5, 0.5)
+        next_action = jnp.tanh(mlp(target["actor"], x_next)) + noise
+        wanted = reward + 0.9 * jnp.minimum(*values(target["critics"], x_next, next_action))
+
+        def critic_loss(critics):
+            return sum(((v - wanted) ** 2).mean() for v in values(critics, x, action))
+
+        loss, grads = jax.value_and_grad(critic_loss)(params["critics"])
+        updates, critic_opt = SGD.update(grads, state["critic_opt"])
+        critics = optax.apply_updates(params["critics"], updates)
+
+        def actor_loss(actor):
+            return -values(critics, x, jnp.tanh(mlp(actor, x)))[0].mean()
+
+        def train_actor():
+            updates, opt = SGD.update(jax.grad(actor_loss)(params["actor"]), state["actor_opt"])
+            return optax.apply_updates(params["actor"], updates), opt
+
+        def wait():
+            return params["actor"], state["actor_opt"]
+
+        actor, actor_opt = jax.lax.cond(state["step"] % 2 == 0, train_actor, wait)
+        params = {"actor": actor, "critics": critics}
+        new = {
+            "params": params,
+            "target": optax.incremental_update(params, target, 0.1),
+            "actor_opt": actor_opt,
+            "critic_opt": critic_opt,
+            "step": state["step"] + 1,
+        }
+        return new, {"loss": loss, "wanted": wanted}
+
+    return Family(
+        init=init,
+        batches=with_arguments(
+            normals((ROWS, FEATURES), (ROWS, 2), (ROWS,), (ROWS, FEATURES)), _with_keys
+        ),
+        step=step,
+        covers="I2",
+        note="Misleading: TD3 with accumulate",
+        options={"accumulate": 2},
+    )
+
+
+@family
+def matrix_preconditioners():
+    """Muon and Shampoo-like factors read whole gradients: they must be those of all rows."""
+    tx = optax.contrib.muon(0.02)
+
+    def init(dtype):
+        return start(mlp_params(dtype), tx)
+
+    def step(state, x, label):
+        def loss_fn(params):
+            logits = dense(params[1], jnp.tanh(dense(params[0], x)))
+            return cross_entropies(logits, label).mean(), {"guesses": logits.argmax(-1)}
+
+        return learn(state, loss_fn, tx)
+
+    assert CLASSES == 10
+    return Family(init=init, batches=labelled, step=step, covers="A1")
+
+
+def _bf16_moments(options, covers):
+    import jzero
+
+    tx = jzero.master_weights(optax.adam(1e-2, eps=1e-3, mu_dtype=jnp.bfloat16))
+
+    def init(dtype):
+        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), mlp_params(dtype))
+        return start(params, tx)
+
+    def step(state, x, label):
+        def loss_fn(params):
+            wide = jax.tree.map(lambda p: p.astype(x.dtype), params)
+            return _loss(wide, x, label), {}
+
+        return learn(state, loss_fn, tx)
+
+    return Family(
+        init=init,
+        batches=labelled,
+        step=step,
+        covers=covers,
+        options=options,
+        exact_dtypes=("float32",),
+        note="bf16 parameters and moments, float32 masters",
+    )
+
+
+@family
+def bf16_moments():
+    """Each rounding of a moment must happen where the program says, and nowhere else."""
+    return _bf16_moments({}, "A10")
+
+
+@family
+def bf16_moments_on_the_host():
+    """The host's kernels round a moment as often as the program does."""
+    import jzero
+
+    return _bf16_moments({"offload": jzero.HostCPU()}, "A10")
