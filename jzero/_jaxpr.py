@@ -215,6 +215,11 @@ def source_of(eqn: Eqn) -> contextlib.AbstractContextManager[None]:
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
 
 
+def has_line(eqn: Eqn) -> bool:
+    """Whether JAX knows where the user wrote it; of what a library jits, it knows only the call."""
+    return bool(source_info_util.summarize(eqn.source_info))
+
+
 def summary(eqn: Eqn) -> str:
     """`file.py:12 (train_step)`: where the user wrote what became `eqn`."""
     return source_info_util.summarize(eqn.source_info)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
 from jzero import _call, _outputs, _trace
+from jzero._errors import StepError, describe_leaf, message
 from jzero._setting import Setting
 from jzero._trace import TracedStep
+from jzero.batch._body import Movement
 from jzero.batch._rows import FULL, Form, Rows, even_rows, is_padded
 from jzero.sharding import _layout
 from jzero.sharding._layout import Layout, Shard
@@ -25,13 +27,15 @@ class LocalStep:
       traced: the step.
       specs: how each leaf of the arguments is split.
       outputs: layouts of what the step returns beside the state.
-      keys: arguments that are keys, and folded with the device's index.
+      keys: arguments that are keys, and folded with the device's index, if the step is one device's.
+      whole_arguments: arguments with rows that come whole to every device, as the devices do not divide them.
     """
 
     traced: TracedStep
     specs: tuple[P, ...]
     outputs: tuple[Layout, ...]
     keys: tuple[bool, ...]
+    whole_arguments: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +95,26 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     layouts = [_layout_of(form, setting.axis_names) for form in [*given, *traced.outputs]]
     specs = tuple(map(_layout.partition_spec, layouts[num_state : len(given)]))
     outputs = tuple(layouts[len(given) + num_state :])
-    return LocalStep(traced, specs, outputs, (False,) * len(specs))
+    _check_movements(traced.movements, setting.options.max_gather_bytes)
+    uneven = [form != got for form, got in zip(forms[num_state:], given[num_state:], strict=True)]
+    paths = _call.argument_paths(step.arrays)
+    whole = tuple(
+        f"{describe_leaf(path, aval.shape, aval.dtype)}"
+        for path, aval, is_whole in zip(paths, step.array_avals, uneven, strict=True)
+        if is_whole
+    )
+    return LocalStep(traced, specs, outputs, (False,) * len(specs), whole)
+
+
+def _check_movements(movements: Sequence[Movement], most: int) -> None:
+    bad = sorted((m for m in movements if m.nbytes > most), key=lambda m: -m.nbytes)
+    if bad:
+        raise StepError(message(
+            _call.WHO, [f"{m} ({m.nbytes} bytes)" for m in bad],
+            "An operation that needs the rows of all devices gathers them, and "
+            f"max_gather_bytes={most} is the most of one value that may be whole on every device.",
+            "Write it so that rows stay apart (per row, or by sums over the batch), or permit it with "
+            f"max_gather_bytes={bad[0].nbytes}.", things="operations", shown=8))  # fmt: skip
 
 
 def _layout_of(form: Form, axis_names: tuple[str, ...]) -> Layout:

@@ -24,6 +24,8 @@ GATHER = ("per_pass", "keep", "once_per_step")
 # before it computes; of a larger one, the rest while its own first part does. Of a layer of 192 Mi, twice
 # the bound hid 85 and not 89 % of the gathered bytes (experiments/gather_policy).
 PREFETCH_BYTES = 2**28
+# Of one value of the batch. A batch of 1024 images of 256 x 256 takes 200 MB in bytes.
+MAX_GATHER_BYTES = 2**28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Options:
     optimizer_axes: tuple[str, ...] | None = None
     auto_specs: tuple[tuple[str, Any], ...] = ()
     offload: Offload = NO_OFFLOAD
+    max_gather_bytes: int = MAX_GATHER_BYTES
     who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
 
     def __post_init__(self) -> None:
@@ -100,6 +103,13 @@ class Options:
                 self.who, f"min_shard_bytes={self.min_shard_bytes!r}",
                 "It is the number of bytes below which a leaf stays full, an int from 0.",
                 "Use min_shard_bytes=0 to shard every leaf that can be."))  # fmt: skip
+        if isinstance(self.max_gather_bytes, bool) or not (
+            isinstance(self.max_gather_bytes, int) and self.max_gather_bytes >= 0
+        ):
+            raise OptionError(message(
+                self.who, f"max_gather_bytes={self.max_gather_bytes!r}",
+                "It is how many bytes of the batch's rows one operation may gather, an int from 0.",
+                "Drop it for 256 MiB."))  # fmt: skip
         if self.full is not None and self.stage < 3:
             raise OptionError(message(
                 self.who, f"stage={self.stage} and full={self.full!r}",

@@ -20,6 +20,7 @@ from jzero._offloaded import OffloadedStep
 from jzero._parts import Parts
 from jzero._run import Runner
 from jzero._setting import Setting
+from jzero.batch._body import Movement
 from jzero.offload._policy import HostCPU, PinnedHost
 from jzero.sharding import _layout, _pieces, _plan
 from jzero.sharding._links import Links
@@ -46,7 +47,9 @@ class Program:
       out_tree: structure of what the step returns; the state's leaves come first.
       state_shardings: one per leaf of the state.
       argument_shardings: one per leaf of the other arguments.
-      keys: paths of the arguments taken for PRNG keys.
+      keys: paths of the arguments taken for PRNG keys, of a step with collectives of its own.
+      movements: rows of the batch that operations gather.
+      whole_arguments: arguments with rows that come whole to every device, which do not divide them.
     """
 
     plan: Plan
@@ -56,6 +59,8 @@ class Program:
     state_shardings: list[NamedSharding]
     argument_shardings: list[NamedSharding]
     keys: tuple[str, ...]
+    movements: tuple[Movement, ...] = ()
+    whole_arguments: tuple[str, ...] = ()
 
 
 def state_leaves(state: Any, setting: Setting) -> list[Leaf]:
@@ -139,6 +144,8 @@ def build(
         tuple(
             path for path, key in zip(_call.argument_paths(arrays), local.keys, strict=True) if key
         ),
+        traced.movements,
+        local.whole_arguments,
     )
 
 

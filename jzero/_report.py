@@ -10,6 +10,7 @@ from jzero._errors import describe_leaf
 from jzero._memories import DEVICE
 from jzero._quantities import readable_bytes
 from jzero._tables import Crossing, Memory, crossing_table, memory_table, traffic_table
+from jzero.batch._body import Movement
 from jzero.sharding._layout import Full
 from jzero.sharding._plan import OPTIMIZER, OTHER, PARAMETER, LeafPlan, Plan
 from jzero.sharding._traffic import Collective
@@ -26,6 +27,8 @@ class Report:
       accumulator_bytes: on each device, what sums up the gradients and metrics of microbatches.
       crossings: what each device and its host copy to each other in a step.
       roads: how the host updates what rests there, if it does.
+      movements: operations that gather rows of the batch, because nothing cheaper is exact.
+      whole_arguments: arguments that come whole to every device, as the devices do not divide their rows.
     """
 
     plan: Plan
@@ -34,6 +37,8 @@ class Report:
     accumulator_bytes: int = 0
     crossings: tuple[Crossing, ...] = ()
     roads: str = ""
+    movements: tuple[Movement, ...] = ()
+    whole_arguments: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         axes = ", ".join(f"'{name}' of size {size}" for name, size in self.plan.axes)
@@ -51,6 +56,7 @@ class Report:
             "",
             *self._traffic(),
             *self._crossings(),
+            *self._gathered_rows(),
         ]
         if self.keys:
             lines += ["", f"PRNG keys, folded with the device's index: {', '.join(self.keys)}"]
@@ -152,6 +158,20 @@ class Report:
         table = crossing_table(self.crossings)
         return ["", *table.text()] if table else []
 
+    def _gathered_rows(self) -> list[str]:
+        lines = []
+        if self.whole_arguments:
+            lines += ["", "Whole on every device, which do not divide their rows: "
+                      f"{_listed(self.whole_arguments)}."]  # fmt: skip
+        if self.movements:
+            total = sum(m.nbytes * m.times for m in self.movements)
+            found = sorted(self.movements, key=lambda m: -m.nbytes * m.times)
+            size = readable_bytes(total)
+            lines += ["", f"{len(found)} operations gather rows of the batch, {size} in all:"]
+            lines += [f"  {readable_bytes(m.nbytes)}  {m}" for m in found[:20]]
+            lines += [f"  and {len(found) - 20} more"] if len(found) > 20 else []
+        return lines
+
     def _traffic(self) -> list[str]:
         table = traffic_table(self.traffic)
         return table.text() if table else ["A step moves nothing between devices."]
@@ -161,6 +181,11 @@ _REDUCTIONS = {
     "whole batch": "where the step sums over the batch; it trains what jax.jit trains on one device",
     "written": "the step's own collectives, as written",
 }
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
+    return "; ".join(names[:8]) + more
 
 
 def _memory(role: str, leaves: Sequence[LeafPlan]) -> Memory:

@@ -32,10 +32,13 @@ def flatten_calls(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Flat, list[Any]]
         def read(atom: Atom) -> Atom:
             return atom if _jaxpr.is_literal(atom) else env[atom]
 
+        lines = outer is None or not inner.eqns or _jaxpr.has_line(inner.eqns[0])
         for eqn in inner.eqns:
             new = eqn.replace(invars=[read(atom) for atom in eqn.invars])
             if outer is not None:
                 source = eqn.source_info
+                if not lines:
+                    source = source.replace(traceback=outer.source_info.traceback)
                 stack = outer.source_info.name_stack + source.name_stack
                 new = new.replace(source_info=source.replace(name_stack=stack))
             call = None if _jaxpr.is_rematted(eqn) else _jaxpr.call_parts(eqn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jzero._batch import Batch
 from jzero._errors import OptionError, StateError, message
 from jzero._host_array import HostArray
 from jzero._memories import HOST
-from jzero._options import Options, axis_tuple
+from jzero._options import MAX_GATHER_BYTES, Options, axis_tuple
 from jzero._padded import PaddedArray
 from jzero._program import Program
 from jzero._programs import Programs, placed_inputs
@@ -45,6 +46,7 @@ def shard_train_step(
     optimizer_axes: str | Sequence[str] | None = None,
     auto_specs: Mapping[str, PartitionSpec] | None = None,
     offload: Offload = NO_OFFLOAD,
+    max_gather_bytes: int = MAX_GATHER_BYTES,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     axis_name: str | None = None,
@@ -138,6 +140,9 @@ def shard_train_step(
         parameters cross. Scalars, leaves below `min_shard_bytes`, and what is read with the batch stay. A
         step is then several programs: it cannot be called under an outer `jax.jit` or lowered. One that
         fails while it runs (out of memory, not a refused batch) may have consumed part of its state.
+      max_gather_bytes: the most bytes of a value with the batch's rows that one operation may gather on
+        every device. An operation that needs the rows of all devices (a sort of the batch, an opaque call)
+        is exact and not free; `describe` lists each, and one above this bound is refused.
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
       axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others must
         be of type Auto and stay XLA's.
@@ -163,7 +168,7 @@ def shard_train_step(
     chosen = Options(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
-        _items(auto_specs), offload,
+        _items(auto_specs), offload, max_gather_bytes,
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
@@ -203,9 +208,10 @@ class ShardedTrainStep:
             raise OptionError(message(
                 WHO, "step_fn is already a ShardedTrainStep", "A step is sharded once.",
                 "Pass its __wrapped__."))  # fmt: skip
-        if hasattr(step_fn, "lower") and not hasattr(
-            step_fn, "trace"
-        ):  # jit's functions have both.
+        # jit's functions have both; Equinox's are objects, and are traced like any other.
+        if isinstance(step_fn, types.FunctionType) and (
+            hasattr(step_fn, "lower") and not hasattr(step_fn, "trace")
+        ):
             raise OptionError(message(
                 WHO, "step_fn was made by jax.pmap", "jzero runs the step on all devices itself.",
                 "Pass the function inside, with the axis_name= that pmap had."))  # fmt: skip
@@ -462,6 +468,8 @@ class ShardedTrainStep:
             _traffic.carried_bytes(jaxpr, _microbatch.SCOPE),
             program.step.crossings() if self._options.offloads else (),
             program.step.roads() if isinstance(offload, HostCPU) else "",
+            program.movements,
+            program.whole_arguments,
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

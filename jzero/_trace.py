@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jzero import _jaxpr, _rewrite, _whole
 from jzero._differences import without_differences
+from jzero._errors import StepError, message
 from jzero.batch._body import Movement
 from jzero.batch._localize import localize
 from jzero.batch._rows import Form, Rows
@@ -121,7 +122,16 @@ def trace_written(
         frozenset(axes) if vary or key else _frames.NOWHERE
         for vary, key in zip(varying, keys, strict=True)
     ]
-    traced = _jaxpr.trace(folded, avals, axes, automatic)
+    try:
+        traced = _jaxpr.trace(folded, avals, axes, automatic)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise StepError(message(
+            "shard_train_step", f"the step names an axis that the mesh has not ({error})",
+            f"The data axes are {tuple(axes)}; a step with collectives of its own is one device's.",
+            "Pass axis_name=, the name that jax.pmap had; or drop the collectives and write the step for "
+            "the whole batch.")) from error  # fmt: skip
     jaxpr, consts = traced.jaxpr, traced.consts
     if flat:
         jaxpr, consts = _rewrite.flatten_calls(jaxpr, consts)

@@ -21,7 +21,9 @@ def check(name, axes, shard_train_step, options=None):
     train_step = shard_train_step(entry.step, mesh=mesh, **entry.options)
     batches = entry.batches(NUM_STEPS)
     state = train_step.shard(new_state(name), *batches[0])
-    expected = one_device(name, num * (options or {}).get("accumulate", 1))
+    # Only a step with collectives of its own knows into how many parts the batch is split.
+    num_shards = num * (options or {}).get("accumulate", 1) if entry.axis_name else 1
+    expected = one_device(name, num_shards)
     for i, batch in enumerate(batches):
         state, metrics = separate(entry, train_step(state, *batch))
         expected_metrics = expected[i][1]
@@ -41,20 +43,18 @@ compiled_init = functools.cache(jax.jit)  # several entries share one `init`
 
 @functools.cache
 def compiled_reference(name, num_shards):
-    entry = zoo.get(name)
-    return jax.jit(entry.reference(num_shards) if entry.reference else entry.step)
+    return jax.jit(zoo.get(name).reference(num_shards))
 
 
 @functools.cache
-def one_device(name, num_devices):
-    return trajectory(name, num_devices, zoo.get(name).batches(NUM_STEPS))
+def one_device(name, num_shards=1):
+    """The training that all settings must equal; a step with collectives runs on `num_shards` parts."""
+    return trajectory(name, zoo.get(name).batches(NUM_STEPS), num_shards)
 
 
-def trajectory(name, num_devices, batches):
+def trajectory(name, batches, num_shards=1):
     """(state, metrics) after each step, on one device."""
-    entry = zoo.get(name)
-    # A step that is its own reference is compiled once for all numbers of devices.
-    step = compiled_reference(name, num_devices if entry.reference else 1)
+    entry, step = zoo.get(name), compiled_reference(name, num_shards)
     state, result = new_state(name), []
     for batch in batches:
         state, metrics = separate(entry, step(state, *batch))

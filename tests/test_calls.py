@@ -80,7 +80,7 @@ def test_keys_differ_between_devices(make_key, container):
 
     def of_shards(state, x, y, rngs):
         mean = functools.partial(jax.lax.pmean, axis_name="shards")
-        return zoo.on_shards(functools.partial(step, mean=mean), 8)(state, x, y, rngs)
+        return zoo.on_shards(functools.partial(step, mean=mean), 8, "shards")(state, x, y, rngs)
 
     rngs = {"dropout": make_key(5), "params": make_key(6)} if container == "dict" else make_key(5)
     same_training(small.shard_train_step(step), jax.jit(of_shards), X, Y, rngs=rngs)

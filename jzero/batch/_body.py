@@ -37,6 +37,10 @@ class Movement:
     times: int
     reason: str
 
+    def __str__(self) -> str:
+        times = f", {self.times} times a step" if self.times > 1 else ""
+        return f"{self.operation} at {self.where}: {self.reason}{times}"
+
 
 @dataclasses.dataclass(eq=False)
 class Value:
@@ -107,6 +111,7 @@ class Body:
         self.consts: list[Any] = []
         self.movements: list[Movement] = []
         self.source: Any = None  # the equation that is being rewritten
+        self.turn: Atom | None = None  # what the next ordered effect waits for
         self._index: Atom | None = None
 
     def inside(self, times: int = 1) -> Body:

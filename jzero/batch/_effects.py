@@ -6,12 +6,15 @@ another answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
 
 from jzero import _jaxpr, _rewrite
-from jzero._errors import StepError, message
 from jzero._jaxpr import Eqn
 from jzero.batch._body import Body, Handler, Value
 from jzero.batch._equations import NotRowByRow
@@ -19,48 +22,76 @@ from jzero.batch._rows import FULL, OWN, SUM
 
 
 def once(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
-    """The equation on the first device; all get its results."""
+    """The equation on the first device; all get its results.
+
+    JAX keeps an order of effects on one device only. So each that asks for one waits for a number that the
+    one before it has returned.
+    """
     if any(value.form in (OWN, SUM) for value in ins):
         raise NotRowByRow
-    if eqn.params.get("ordered"):
-        raise StepError(message(
-            "shard_train_step", f"an ordered {eqn.primitive.name} ({_jaxpr.summary(eqn)})",
-            "JAX runs ordered effects on one device only.", "Drop ordered=True."))  # fmt: skip
     atoms = [body.at(v, FULL, "a callback gets whole values, once") for v in ins]
+    ordered = bool(eqn.params.get("ordered")) or "rdered" in str(eqn.params.get("effect", ""))
+    if body.turn is None or not ordered:
+        (turn,) = body.inline(_zero, ())
+    else:
+        turn = body.turn
     (first,) = body.inline(_is_first, (), body.index)
-    branches = (_nothing(eqn, atoms), _all(eqn, atoms))
-    outs = [_jaxpr.var_like(var.aval) for var in eqn.outvars]
+    shapes = [jax.ShapeDtypeStruct((), np.int32)]
+    shapes += [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+    operands = [turn, *atoms]
+    branches = tuple(
+        _branch(
+            lambda *xs, do=do: _call(_host(eqn), shapes, xs) if do else _zeros(shapes), operands
+        )
+        for do in (False, True)
+    )
+    outs = [_jaxpr.var_like(None, shape.shape, shape.dtype) for shape in shapes]
     cond = _jaxpr.equation(
-        _jaxpr.PRIMITIVES["cond"], [first, *atoms], outs, body.source, branches=branches
+        _jaxpr.PRIMITIVES["cond"], [first, *operands], outs, body.source, branches=branches
     )
     body.eqns.append(cond.replace(effects=eqn.effects))
-    values = []
-    for var, out in zip(eqn.outvars, outs, strict=True):
-        kind = "max" if var.aval.dtype == jnp.bool_ else "sum"
-        values.append(Value(var.aval, FULL, {FULL: body.reduce(out, kind)}))
-    return values
+    results = [body.reduce(out, "max" if out.aval.dtype == np.bool_ else "sum") for out in outs]
+    body.turn = results[0] if ordered else body.turn
+    return [
+        Value(var.aval, FULL, {FULL: out})
+        for var, out in zip(eqn.outvars, results[1:], strict=True)
+    ]
+
+
+def _host(eqn: Eqn) -> Callable[..., list[Any]]:
+    """What the equation does, as a function of arrays on the host; its first result says that it is done."""
+    primitive, params = eqn.primitive, eqn.params
+
+    def call(turn: Any, *arrays: Any) -> list[Any]:
+        del turn
+        if primitive.name == "io_callback":
+            return [np.int32(0), *params["callback"](*arrays)]
+        primitive.impl(*arrays, **params)
+        return [np.int32(0)]
+
+    return call
+
+
+def _call(host: Callable[..., list[Any]], shapes: list[Any], operands: Any) -> Any:
+    return io_callback(host, shapes, *operands)
+
+
+def _branch(fn: Callable[..., Any], operands: list[Any]) -> _jaxpr.Closed:
+    shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in operands]
+    traced = _jaxpr.trace_here(fn, *shapes)
+    return _jaxpr.Closed(*_rewrite.flatten_calls(traced.jaxpr, traced.consts))
+
+
+def _zeros(shapes: list[Any]) -> list[Any]:
+    return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+
+
+def _zero() -> Any:
+    return jnp.zeros((), jnp.int32)
 
 
 def _is_first(index: Any) -> Any:
     return (index == 0).astype(jnp.int32)
 
 
-def _all(eqn: Eqn, atoms: list[Any]) -> _jaxpr.Closed:
-    ins = [_jaxpr.var_like(atom.aval) for atom in atoms]
-    outs = [_jaxpr.new_var(var) for var in eqn.outvars]
-    again = eqn.replace(invars=ins, outvars=outs)
-    return _jaxpr.Closed(_rewrite.Flat([], ins, outs, [again]), [])
-
-
-def _nothing(eqn: Eqn, atoms: list[Any]) -> _jaxpr.Closed:
-    ins = [_jaxpr.var_like(atom.aval) for atom in atoms]
-    traced = _jaxpr.trace_here(
-        lambda: [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
-    )
-    flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
-    return _jaxpr.Closed(_rewrite.Flat(flat.constvars, ins, flat.outvars, flat.eqns), consts)
-
-
-HANDLERS: dict[str, Handler] = dict.fromkeys(
-    ["pure_callback", "io_callback", "debug_callback", "debug_print"], once
-)
+HANDLERS: dict[str, Handler] = dict.fromkeys(["io_callback", "debug_callback", "debug_print"], once)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero import _jaxpr
+from jzero import _jaxpr, _rewrite
 from jzero._errors import StepError, message
 from jzero._jaxpr import Atom, Eqn
 from jzero.batch import _factors
@@ -323,6 +324,26 @@ def _identity(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     return ins
 
 
+def _over_vmapped(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
+    """A collective over an axis that `jax.vmap` has made a dim: a plain reduction of that dim."""
+    reduce = _VMAPPED[eqn.primitive.name]
+    axes = tuple(eqn.params["axes"])
+    outs = []
+    for value in ins:
+        shape = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
+        traced = _jaxpr.trace_here(functools.partial(reduce, axis=axes), shape)
+        flat, _ = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+        outs += run(body, flat, dict(zip(flat.invars, [value], strict=True)))
+    return outs
+
+
+def _lax_sum(x: Any, axis: tuple[int, ...]) -> Any:
+    return jnp.sum(x, axis, dtype=x.dtype)
+
+
+_VMAPPED: dict[str, Any] = {"psum": _lax_sum, "pmax": jnp.max, "pmin": jnp.min}
+
+
 def _constrain(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     """Kept: it may speak of automatic axes; of data axes the rest of jzero drops it."""
     (value,) = ins
@@ -369,4 +390,5 @@ HANDLERS: dict[str, Handler] = {
     "optimization_barrier": _barrier,
     "reduce_sum": _sum,
     "shard_map": _refuse_shard_map,
+    **dict.fromkeys(["psum", "pmax", "pmin"], _over_vmapped),
 }

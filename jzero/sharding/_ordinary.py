@@ -276,7 +276,8 @@ def _axis_index(interp: Interpreter, axes: tuple[str, ...]) -> jax.Array:
     index = lax.axis_index(axes)
     if interp.microbatch is None or axes[-1] != interp.devices.axes[-1]:
         return index
-    return index * interp.microbatches + interp.microbatch  # microbatches lie along the last axis
+    # Microbatches lie along the last axis.
+    return index * interp.microbatches + interp.microbatch.astype(index.dtype)
 
 
 ORDINARY: dict[str, Handler] = {

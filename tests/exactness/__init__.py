@@ -4,6 +4,7 @@ import importlib
 import pathlib
 
 from ._family import NAMES as NAMES
+from ._family import SLOW as SLOW
 from ._family import Family as Family
 from ._family import get as get
 from ._family import module_of as module_of

@@ -47,7 +47,9 @@ def train(
 def train_on(family: Family, run: Callable[..., Any], batches: list[Any], dtype: Any) -> Training:
     """The same on given batches. Call it within `jax.enable_x64(True)` for float64."""
     with configured(family):
-        state, outputs, calls = family.init(dtype), [], []
+        state = family.init(dtype)
+        outputs: list[Any] = []
+        calls: list[Any] = []
         for args in batches:
             with recorded(family, calls):
                 state, output = run(state, *args)
@@ -69,7 +71,7 @@ def differences(expected: Training, actual: Training, dtype: Any) -> list[str]:
       dtype: of both trainings; leaves of another one are compared by their own.
     """
     del dtype  # each leaf knows its own
-    problems = []
+    problems: list[str] = []
     for i, (wanted, found) in enumerate(zip(expected.outputs, actual.outputs, strict=True)):
         problems += _differences(wanted, found, f"step {i} outputs")
     problems += _differences(expected.state, actual.state, "state")

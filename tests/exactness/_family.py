@@ -35,7 +35,6 @@ class Family:
       config: settings of `jax.config` under which both trainings run.
       automatic: devices along a second mesh axis that is not a data axis and stays XLA's, 'model'.
       calls: where the step's effects leave what the host was given; None for a step without effects.
-      slow: takes seconds to compile on one device.
     """
 
     init: Callable[[Any], Any]
@@ -51,7 +50,6 @@ class Family:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     automatic: int = 1
     calls: list[Any] | None = None
-    slow: bool = False
 
     def in_specs(self, axes: Any) -> dict[str, jax.P]:
         """The option of this name, for data axes `axes` (a name or a tuple of names)."""
@@ -63,6 +61,7 @@ class Family:
 
 _BUILDERS: dict[str, Callable[[], Family]] = {}
 NAMES: list[str] = []
+SLOW: set[str] = set()  # near relatives of other families: only for whole tables
 
 
 def family(build: Callable[[], Family]) -> Callable[[], Family]:
@@ -71,11 +70,19 @@ def family(build: Callable[[], Family]) -> Callable[[], Family]:
     return build
 
 
-def register(name: str, build: Callable[[], Family]) -> None:
+def relative(build: Callable[[], Family]) -> Callable[[], Family]:
+    """The same for a near relative of another family, or one that takes long to compile."""
+    register(build.__name__, build, is_slow=True)
+    return build
+
+
+def register(name: str, build: Callable[[], Family], is_slow: bool = False) -> None:
     """The same, for families that are built in a loop."""
     assert name not in _BUILDERS, name
     _BUILDERS[name] = build
     NAMES.append(name)
+    if is_slow:
+        SLOW.add(name)
 
 
 @functools.cache

@@ -122,9 +122,7 @@ def with_arguments(
     """`batches` with further arguments: `more(i, dtype)` in step i."""
 
     def extended(num_steps: int, dtype: Any) -> list[Any]:
-        return [
-            (*args, *more(i, dtype)) for i, args in enumerate(batches(num_steps, dtype))
-        ]
+        return [(*args, *more(i, dtype)) for i, args in enumerate(batches(num_steps, dtype))]
 
     return extended
 

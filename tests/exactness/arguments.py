@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._family import Family, family
+from ._family import Family, family, relative
 from ._parts import (
     CLASSES,
     FEATURES,
@@ -46,7 +46,7 @@ def class_weights():
     return Family(init=mlp_start, batches=batches, step=_weighted_step, covers="A4")
 
 
-@family
+@relative
 def class_weights_kept_whole():
     """The same, and the caller says that they are no rows."""
     return Family(
@@ -155,9 +155,7 @@ def time_major():
 @family
 def time_major_without_a_word():
     """The same with eight time steps that lie over the devices: slower, and as exact."""
-    return Family(
-        init=_recurrent, batches=_time_major(8), step=_time_major_step, covers="A4 I2"
-    )
+    return Family(init=_recurrent, batches=_time_major(8), step=_time_major_step, covers="A4 I2")
 
 
 @family
@@ -217,7 +215,7 @@ def affinities_between_rows():
     return Family(init=mlp_start, batches=batches, step=step, covers="A4 A8")
 
 
-@family
+@relative
 def teacher_as_an_argument():
     """Distillation: another model's parameters and a table come beside the rows."""
 
@@ -270,13 +268,13 @@ def rows_27():
     return Family(init=mlp_start, batches=_uneven(27), step=_uneven_step, covers="I4")
 
 
-@family
+@relative
 def rows_5():
     """Fewer rows than devices."""
     return Family(init=mlp_start, batches=_uneven(5), step=_uneven_step, covers="I4")
 
 
-@family
+@relative
 def rows_of_one():
     """A single row."""
     return Family(init=mlp_start, batches=_uneven(1), step=_uneven_step, covers="I4")

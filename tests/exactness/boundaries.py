@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._family import Family, family, register
+from ._family import Family, family, register, relative
 from ._parts import (
     CLASSES,
     FEATURES,
@@ -74,10 +74,10 @@ def _pallas(example_of_each_block):
 
 
 register("pallas_kernel", functools.partial(_pallas, False))
-register("pallas_kernel_on_a_grid", functools.partial(_pallas, True))
+register("pallas_kernel_on_a_grid", functools.partial(_pallas, True), is_slow=True)
 
 
-@family
+@relative
 def pallas_kernel_in_the_update():
     """A fused update of each parameter, written by hand."""
     from jax.experimental import pallas as pl
@@ -89,9 +89,9 @@ def pallas_kernel_in_the_update():
         value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
 
         def moved(p, g):
-            return pl.pallas_call(
-                kernel, jax.ShapeDtypeStruct(p.shape, p.dtype), interpret=True
-            )(p, g)
+            return pl.pallas_call(kernel, jax.ShapeDtypeStruct(p.shape, p.dtype), interpret=True)(
+                p, g
+            )
 
         return {**state, "params": jax.tree.map(moved, state["params"], grads)}, {"loss": value}
 
@@ -130,7 +130,10 @@ def lookup_in_microbatches_beside_an_automatic_axis():
     """An embedding lookup and integer cross-entropy, two microbatches, a mesh axis of XLA's."""
 
     def init(dtype):
-        params = {"embed": normal(0, (24, WIDTH), dtype, 0.5), "up": dense_params(1, WIDTH, 24, dtype)}
+        params = {
+            "embed": normal(0, (24, WIDTH), dtype, 0.5),
+            "up": dense_params(1, WIDTH, 24, dtype),
+        }
         return start(params)
 
     def step(state, tokens):
@@ -172,7 +175,8 @@ def jitted_with_shardings():
     """A step that was already laid out by hand over all devices, by in_shardings and constraints."""
 
     def laid_out(*names):
-        return jax.NamedSharding(jax.make_mesh((jax.device_count(),), ("mine",)), jax.P(*names))
+        mesh = jax.sharding.Mesh(np.asarray(jax.devices()), "mine")
+        return jax.NamedSharding(mesh, jax.P(*names))
 
     def plain(state, x, label):
         def loss_fn(params):
@@ -208,7 +212,7 @@ def own_shard_map():
     """The user's own per-device program: the one step that may be refused."""
 
     def step(state, x, label):
-        mesh = jax.make_mesh((jax.device_count(),), ("mine",))
+        mesh = jax.sharding.Mesh(np.asarray(jax.devices()), "mine")
 
         def local_gradient(params, rows, labels):
             grads = jax.grad(_loss)(params, rows, labels)
@@ -281,7 +285,11 @@ def _in_microbatches(accumulate):
             errors = (mlp(params, x)[:, 0] - y) ** 2
             weights = jax.nn.sigmoid(x[:, 0])
             loss = jnp.sqrt((weights * errors).sum() / weights.sum())
-            return loss, {"errors": errors, "count": (errors > 1).sum(), "median": jnp.median(errors)}
+            return loss, {
+                "errors": errors,
+                "count": (errors > 1).sum(),
+                "median": jnp.median(errors),
+            }
 
         return learn(state, loss_fn)
 
@@ -298,7 +306,7 @@ def _in_microbatches(accumulate):
 
 
 register("coupled_loss_in_2_microbatches", functools.partial(_in_microbatches, 2))
-register("coupled_loss_in_4_microbatches", functools.partial(_in_microbatches, 4))
+register("coupled_loss_in_4_microbatches", functools.partial(_in_microbatches, 4), is_slow=True)
 
 
 @family

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._family import Family, family
+from ._family import Family, family, relative
 from ._parts import (
     CLASSES,
     FEATURES,
@@ -128,7 +128,7 @@ def while_until_all_rows_converge():
     return Family(init=init, batches=labelled, step=step, covers="A2 I2")
 
 
-@family
+@relative
 def cond_with_rows():
     """A scalar of the batch chooses what happens to the rows, inside the gradient."""
 
@@ -250,7 +250,7 @@ def own_microbatches():
     return Family(init=mlp_start, batches=labelled, step=step, covers="I2")
 
 
-@family
+@relative
 def several_updates_in_one_step():
     """Optimizer steps on one batch, until its loss has fallen enough or three are done."""
 
@@ -272,7 +272,7 @@ def several_updates_in_one_step():
     return Family(init=mlp_start, batches=labelled, step=step, covers="A2 I2")
 
 
-@family
+@relative
 def early_exit_by_rows():
     """Rows that are sure after the first layer leave; the others pay for the second one."""
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._family import Family, family
+from ._family import Family, family, relative
 from ._parts import (
     CLASSES,
     FEATURES,
@@ -58,7 +58,7 @@ def sum_over_global_batch():
     return Family(init=mlp_start, batches=labelled, step=step, covers="A5")
 
 
-@family
+@relative
 def sum_of_the_losses():
     """No mean at all."""
     tx = optax.sgd(3e-3, momentum=0.9)
@@ -75,7 +75,7 @@ def sum_of_the_losses():
     return Family(init=init, batches=labelled, step=step, covers="A5 A8")
 
 
-@family
+@relative
 def learning_rate_from_the_shape():
     """Square-root scaling: the step's length comes from the batch's size."""
 
@@ -92,7 +92,7 @@ def learning_rate_from_the_shape():
     return Family(init=mlp_start, batches=labelled, step=step, covers="A5")
 
 
-@family
+@relative
 def schedule_by_examples_seen():
     """The learning rate decays with a count of the tokens that are no padding."""
 
@@ -216,7 +216,7 @@ def python_step_outputs():
     return Family(init=mlp_start, batches=labelled, step=step, covers="I4")
 
 
-@family
+@relative
 def gradients_as_outputs():
     """The gradient itself, its norm and the updates are returned, as large as the parameters."""
 

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._family import Family, family
+from ._family import Family, family, relative
 from ._parts import (
-    CLASSES,
     FEATURES,
     ROWS,
     cross_entropies,
@@ -45,7 +44,7 @@ def debug_print():
     return Family(init=mlp_start, batches=labelled, step=step, covers="I5", calls=[])
 
 
-@family
+@relative
 def debug_callback():
     """Whole rows and scalars go to the host."""
     calls, record = _recorder()
@@ -105,7 +104,7 @@ def io_callback_with_a_result():
     return Family(init=mlp_start, batches=labelled, step=step, covers="I5 A2", calls=calls)
 
 
-@family
+@relative
 def callback_in_a_scan():
     """One call for each layer or chunk of a loop, in order."""
     from jax.experimental import io_callback
@@ -172,7 +171,7 @@ def pure_callback_on_a_scalar():
     return Family(init=mlp_start, batches=labelled, step=step, covers="A2")
 
 
-@family
+@relative
 def pure_callback_for_each_row():
     """vmap_method='expand_dims': the host sees all rows; 'sequential': one after the other."""
 
@@ -193,6 +192,5 @@ def pure_callback_for_each_row():
 
         return learn(state, loss_fn)
 
-    assert CLASSES != FEATURES
     batches = normals((ROWS, FEATURES))
     return Family(init=mlp_start, batches=batches, step=step, covers="A2 I2")

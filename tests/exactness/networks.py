@@ -1,13 +1,11 @@
 """Convolutions, recurrences, mixtures, generative models, graphs: what models are made of."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._family import Family, family, register
+from ._family import Family, family, relative
 from ._parts import (
     CLASSES,
     FEATURES,
@@ -82,9 +80,7 @@ def resnet_with_batch_norm():
     def step(state, image, label):
         def loss_fn(params):
             x, running = _conv(image, params["stem"]), []
-            x = jax.lax.reduce_window(
-                x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME"
-            )
+            x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
             for block, old in zip(params["blocks"], state["running"], strict=True):
                 h, first = _batch_norm(_conv(x, block["first"]), block["scales"][0], old[0])
                 h = _conv(jax.nn.relu(h), block["second"])
@@ -170,7 +166,7 @@ def per_example_gradients_of_a_convolution():
     return Family(init=init, batches=_images, step=step, covers="A1 I2")
 
 
-@family
+@relative
 def convolution_with_rows_in_other_places():
     """Channels first, rows merged with time, an image moved by each row's own number of places."""
 
@@ -214,7 +210,7 @@ def convolution_with_rows_in_other_places():
     return Family(init=init, batches=batches, step=step, covers="I2")
 
 
-@family
+@relative
 def normalisations():
     """Layer, group, instance and weight norms, and one over batch and channels."""
 
@@ -479,7 +475,10 @@ def ppo():
     tx = adamw(3e-3)
 
     def init(dtype):
-        params = {"policy": mlp_params(dtype), "value": mlp_params(dtype, (FEATURES, 8, 1), seed=40)}
+        params = {
+            "policy": mlp_params(dtype),
+            "value": mlp_params(dtype, (FEATURES, 8, 1), seed=40),
+        }
         return start(params, tx)
 
     def step(state, x, action, reward, old_log_prob, key):
@@ -515,7 +514,7 @@ def ppo():
     return Family(init=init, batches=batches, step=step, covers="A8 I4 I3")
 
 
-@family
+@relative
 def ppo_over_time_and_rows():
     """Advantages by a scan over time, then [time, rows] merged and cut into minibatches."""
     length = 6
@@ -634,9 +633,8 @@ def graphs():
             losses = cross_entropies(dense(params["head"], pooled), batch["label"])
             is_graph = jnp.arange(num_graphs) < num_graphs - 1
             loss = jnp.where(is_graph, losses, 0).sum() / is_graph.sum()
-            return loss, {"losses": losses, "sizes": sizes, "degrees": jnp.bincount(
-                batch["receivers"], weights=is_edge, length=num_nodes
-            ).astype(jnp.int32)}
+            degrees = jax.ops.segment_sum(is_edge.astype(jnp.int32), batch["receivers"], num_nodes)
+            return loss, {"losses": losses, "sizes": sizes, "degrees": degrees}
 
         return learn(state, loss_fn)
 
@@ -875,7 +873,7 @@ def float8_products():
     )
 
 
-@family
+@relative
 def bfloat16_compute():
     """bf16 parameters and activations from float32 masters; losses in float32."""
 
@@ -890,8 +888,7 @@ def bfloat16_compute():
             return losses.mean(), {"correct": (logits.argmax(-1) == label).sum()}
 
         state, outputs = learn(state, loss_fn)
-        return state, {name: value.astype(jnp.bfloat16) if value.dtype == jnp.float32 else value
-                       for name, value in outputs.items()}
+        return state, {**outputs, "loss": outputs["loss"].astype(jnp.bfloat16)}
 
     return Family(
         init=init,
@@ -936,7 +933,7 @@ def selects_and_windows():
     return Family(init=init, batches=batches, step=step, covers="I2")
 
 
-@family
+@relative
 def two_tower_recommender():
     """In-batch negatives corrected by how often an item occurs in the batch; sparse-like updates."""
     num_items = 40
@@ -973,7 +970,8 @@ def two_tower_recommender():
     return Family(init=init, batches=batches, step=step, covers="A8 A5 A6")
 
 
-def _diffusion(as_velocity):
+@relative
+def diffusion():
     """Noise levels for each row from a key, a weight of each level, an average of parameters."""
 
     def init(dtype):
@@ -988,7 +986,7 @@ def _diffusion(as_velocity):
         noise = jax.random.normal(noise_key, x.shape, x.dtype)
         signal = jnp.cos(level * jnp.pi / 2)[:, None]
         rest = jnp.sin(level * jnp.pi / 2)[:, None]
-        wanted = signal * noise - rest * x if as_velocity else noise
+        wanted = signal * noise - rest * x
 
         def loss_fn(params):
             inputs = jnp.concatenate([signal * x + rest * noise, signal, rest], axis=1)
@@ -1001,7 +999,3 @@ def _diffusion(as_velocity):
 
     batches = with_arguments(normals((ROWS, FEATURES)), lambda i, _: (jax.random.key(7),))
     return Family(init=init, batches=batches, step=step, covers="I3 I2")
-
-
-register("diffusion", functools.partial(_diffusion, False))
-register("diffusion_of_velocities", functools.partial(_diffusion, True))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._family import Family, family
+from ._family import Family, family, relative
 from ._parts import (
     CLASSES,
     FEATURES,
@@ -103,7 +103,7 @@ def sorted_rows():
     return Family(init=mlp_start, batches=labelled, step=step, covers="A7 I2")
 
 
-@family
+@relative
 def sorted_with_their_labels():
     """lax.sort of several operands along the batch, and a whole matrix along dim 0."""
 
@@ -225,7 +225,7 @@ def halves_of_the_batch():
     return Family(init=_regressor, batches=batches, step=step, covers="A7 I2")
 
 
-@family
+@relative
 def every_other_row():
     """Even rows are anchors, odd ones positives: strided slices and a reshape into pairs."""
 
@@ -311,7 +311,7 @@ def lookup_by_arange():
     return Family(init=mlp_start, batches=labelled, step=step, covers="A7 I2")
 
 
-@family
+@relative
 def ranks():
     """Ranks among all rows, by argsort of argsort and by searchsorted; a rank correlation."""
 
@@ -330,7 +330,7 @@ def ranks():
     return Family(init=_regressor, batches=REGRESSION, step=step, covers="A7")
 
 
-@family
+@relative
 def wasserstein():
     """Two populations, each sorted along the batch, feature by feature."""
 
@@ -404,7 +404,7 @@ def discounted_returns():
     return Family(init=_regressor, batches=batches, step=step, covers="A7 I2")
 
 
-@family
+@relative
 def repeated_and_unique_rows():
     """Rows are repeated and tiled; the classes that occur are found, with their first rows."""
 
@@ -426,7 +426,7 @@ def repeated_and_unique_rows():
     return Family(init=mlp_start, batches=labelled, step=step, covers="A7")
 
 
-@family
+@relative
 def last_row_into_the_state():
     """The last row's hidden values start the next step: truncated backpropagation over steps."""
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._family import Family, family, register
+from ._family import Family, family, register, relative
 from ._parts import (
     FEATURES,
     ROWS,
@@ -108,10 +108,10 @@ for _name, _gradients in {
     "dp_sgd_by_map_in_batches": functools.partial(_by_map, batch_size=5),
     "dp_sgd_by_chunks": _by_chunks,
 }.items():
-    register(_name, functools.partial(_dp_sgd, _gradients))
+    register(_name, functools.partial(_dp_sgd, _gradients), is_slow=_name == "dp_sgd_by_chunks")
 
 
-@family
+@relative
 def dp_sgd_by_optax():
     """optax.contrib's transformation takes the gradients of all rows, stacked."""
     tx = optax.contrib.differentially_private_aggregate(CLIP, noise_multiplier=0.1, key=3)
@@ -129,7 +129,7 @@ def dp_sgd_by_optax():
     return Family(init=init, batches=labelled, step=step, covers="A1 I3")
 
 
-@family
+@relative
 def gradient_diversity():
     """The spread of per-row gradients sets the step's length (gradient noise scale)."""
 
@@ -225,7 +225,7 @@ for _name, _losses in {
     register(_name, functools.partial(_maml, _losses))
 
 
-@family
+@relative
 def reptile():
     """No outer gradient: the adapted parameters of all tasks are averaged."""
 
@@ -277,7 +277,7 @@ def ttt_layer():
     return Family(init=init, batches=batches, step=step, covers="A1 I2")
 
 
-@family
+@relative
 def jacobian_penalty():
     """A Jacobian for each row, by vmap of jacrev, inside the loss."""
 
@@ -308,7 +308,7 @@ def one_row_at_a_time():
     return Family(init=mlp_start, batches=labelled, step=step, covers="A1 I2")
 
 
-@family
+@relative
 def per_example_weights_learned():
     """Learning to reweight: rows count by how much their gradient helps on clean rows."""
 

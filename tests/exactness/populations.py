@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._family import Family, family
+from ._family import Family, family, relative
 from ._parts import (
     CLASSES,
     FEATURES,
@@ -82,7 +82,7 @@ def masked_mean():
     return Family(init=mlp_start, batches=batches, step=step, covers="A8 A5")
 
 
-@family
+@relative
 def mean_where():
     """The same by `where=`, for mean, maximum, variance and logsumexp."""
 
@@ -158,12 +158,10 @@ def clip_where_rows_equal_features():
     def init(dtype):
         return _two_towers(dtype, 16, 16, 16)
 
-    return Family(
-        init=init, batches=normals((16, 16), (16, 16)), step=_clip_step, covers="A8 I2"
-    )
+    return Family(init=init, batches=normals((16, 16), (16, 16)), step=_clip_step, covers="A8 I2")
 
 
-@family
+@relative
 def siglip():
     """Sigmoids over all pairs, normalised by the rows alone."""
 
@@ -205,7 +203,7 @@ def simclr():
     return Family(init=mlp_start, batches=batches, step=step, covers="A8 I2")
 
 
-@family
+@relative
 def barlow_twins():
     """A correlation of features, each normalised over the batch."""
 
@@ -227,7 +225,7 @@ def barlow_twins():
     return Family(init=mlp_start, batches=batches, step=step, covers="A8")
 
 
-@family
+@relative
 def vicreg():
     """A hinge on each feature's deviation over the batch, and the covariance of features."""
 
@@ -248,14 +246,12 @@ def vicreg():
     return Family(init=mlp_start, batches=batches, step=step, covers="A8")
 
 
-@family
+@relative
 def sinkhorn_assignments():
     """SwAV: scores are normalised over rows and over prototypes in turns."""
 
     def init(dtype):
-        return start(
-            {"net": mlp_params(dtype), "prototypes": normal(50, (12, CLASSES), dtype)}
-        )
+        return start({"net": mlp_params(dtype), "prototypes": normal(50, (12, CLASSES), dtype)})
 
     def sinkhorn(scores):
         q = jnp.exp(scores / 0.5)
@@ -280,7 +276,7 @@ def sinkhorn_assignments():
     return Family(init=init, batches=batches, step=step, covers="A8")
 
 
-@family
+@relative
 def batch_hard_triplets():
     """For each row the farthest of its class and the nearest of the others."""
 
@@ -301,7 +297,7 @@ def batch_hard_triplets():
     return Family(init=mlp_start, batches=labelled, step=step, covers="A8 A7")
 
 
-@family
+@relative
 def pairwise_ranking():
     """A hinge for each pair of rows whose targets are in order, over the number of such pairs."""
 
@@ -320,7 +316,7 @@ def pairwise_ranking():
     return Family(init=_regressor, batches=REGRESSION, step=step, covers="A8 A5")
 
 
-@family
+@relative
 def maximum_mean_discrepancy():
     """Kernels between all pairs of rows of two populations of different sizes."""
 
@@ -341,7 +337,7 @@ def maximum_mean_discrepancy():
     return Family(init=mlp_start, batches=batches, step=step, covers="A8")
 
 
-@family
+@relative
 def dice():
     """Twice an overlap over a sum of sizes, for each class, and an F1 of counts."""
 
@@ -361,7 +357,7 @@ def dice():
     return Family(init=mlp_start, batches=labelled, step=step, covers="A8 A5")
 
 
-@family
+@relative
 def standardised_advantages():
     """Policy gradient: returns minus their mean, over their deviation."""
 
@@ -383,7 +379,7 @@ def standardised_advantages():
     return Family(init=mlp_start, batches=batches, step=step, covers="A8")
 
 
-@family
+@relative
 def soft_maximum_of_the_losses():
     """Group robustness: a row's weight is the softmax of its loss among all losses."""
 
@@ -428,7 +424,7 @@ def loss_weights_from_a_vector_of_losses():
     return Family(init=init, batches=batches, step=step, covers="A3")
 
 
-@family
+@relative
 def gradients_of_several_losses():
     """PCGrad: a task's gradient loses its part against the other's, by a jacobian of losses."""
 
@@ -470,7 +466,7 @@ def groups_of_rows():
     return Family(init=mlp_start, batches=labelled, step=step, covers="A8 I2")
 
 
-@family
+@relative
 def leave_one_out_baseline():
     """RLOO: each row's baseline is the mean of the others of its prompt, and prompts are not rows."""
 
@@ -495,7 +491,7 @@ def leave_one_out_baseline():
     return Family(init=mlp_start, batches=batches, step=step, covers="A8 I2")
 
 
-@family
+@relative
 def whitening_where_rows_equal_features():
     """16 rows of 16 features, their Gram matrices on both sides, and a Cholesky factor."""
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._family import Family, family, register
+from ._family import Family, family, register, relative
 from ._parts import (
     CLASSES,
     FEATURES,
@@ -60,7 +60,8 @@ for _name, _key_of_step, _config in [
     # Bits of a part of the rows cannot be computed alone: the whole must be.
     ("dropout_threefry_in_order", jax.random.key, {"jax_threefry_partitionable": False}),
 ]:
-    register(_name, functools.partial(_dropout, _key_of_step, _config))
+    _is_slow = _name == "dropout_unsafe_rbg_key"
+    register(_name, functools.partial(_dropout, _key_of_step, _config), is_slow=_is_slow)
 
 
 @family
@@ -81,7 +82,7 @@ def dropout_key_in_the_state():
     return Family(init=init, batches=labelled, step=step, covers="I3")
 
 
-@family
+@relative
 def dropout_dict_of_keys():
     """Flax's `rngs`: several keys in one argument, of which one is not used."""
 
@@ -163,9 +164,7 @@ def rng_bit_generator():
     def step(state, x, label):
         rng, bits = jax.lax.rng_bit_generator(state["rng"], (x.shape[0], WIDTH), dtype=jnp.uint32)
         kept = bits > jnp.uint32(2**31)
-        state, outputs = learn(
-            state, lambda params: _with_mask(params, x, label, kept), rng=rng
-        )
+        state, outputs = learn(state, lambda params: _with_mask(params, x, label, kept), rng=rng)
         return state, {**outputs, "bits": bits}
 
     return Family(init=init, batches=labelled, step=step, covers="A2 I3")
@@ -194,7 +193,7 @@ def gradient_noise():
     return Family(init=mlp_start, batches=batches, step=step, covers="A3 I3")
 
 
-@family
+@relative
 def perturbed_parameters():
     """Weights are drawn around their means (Bayes by backprop), with a KL term that is no mean."""
 
@@ -241,7 +240,7 @@ def returned_key():
     return Family(init=init, batches=batches, step=step, covers="I3", note="Misleading: a key")
 
 
-@family
+@relative
 def sampled_actions():
     """Categorical and Gumbel samples of the model's own probabilities, a choice without replacement."""
 
@@ -262,13 +261,11 @@ def sampled_actions():
 
         return learn(state, loss_fn)
 
-    batches = with_arguments(
-        normals((ROWS, FEATURES), (ROWS,)), lambda i, _: (jax.random.key(i),)
-    )
+    batches = with_arguments(normals((ROWS, FEATURES), (ROWS,)), lambda i, _: (jax.random.key(i),))
     return Family(init=mlp_start, batches=batches, step=step, covers="I3 A7")
 
 
-@family
+@relative
 def mixup():
     """Rows are mixed with a random permutation of the batch, by one Beta-distributed number."""
 
@@ -294,7 +291,7 @@ def mixup():
     return Family(init=mlp_start, batches=batches, step=step, covers="I3 A7")
 
 
-@family
+@relative
 def stochastic_depth():
     """Each row skips each layer by its own coin, drawn within a scan over layers."""
     num_layers = 3
@@ -322,7 +319,7 @@ def stochastic_depth():
     return Family(init=init, batches=batches, step=step, covers="I3 I2")
 
 
-@family
+@relative
 def drawn_from_many_distributions():
     """Bits of all widths, integers, and distributions that draw in loops, for each row."""
 

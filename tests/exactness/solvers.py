@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._family import Family, family
+from ._family import Family, family, relative
 from ._parts import (
-    CLASSES,
     FEATURES,
     ROWS,
     SGD,
@@ -42,8 +41,7 @@ def _accept_or_reject(state, x, label, key):
     leaves, structure = jax.tree.flatten(state["params"])
     keys = jax.random.split(key, len(leaves))
     noise = [
-        jax.random.normal(k, leaf.shape, leaf.dtype)
-        for k, leaf in zip(keys, leaves, strict=True)
+        jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)
     ]
     value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
     proposal = update(state, jax.tree.map(lambda g: 3 * g, grads))
@@ -117,7 +115,7 @@ def _line_search(tx):
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt": opt}, {"loss": value}
 
-    return Family(init=init, batches=labelled, step=step, covers="A3", slow=True)
+    return Family(init=init, batches=labelled, step=step, covers="A3")
 
 
 @family
@@ -128,7 +126,7 @@ def optax_backtracking_linesearch():
     return found
 
 
-@family
+@relative
 def optax_lbfgs():
     """Memory of past steps and a zoom line search."""
     search = optax.scale_by_zoom_linesearch(max_linesearch_steps=6)
@@ -164,7 +162,7 @@ def mezo_with_adam():
     return Family(init=init, batches=batches, step=step, covers="A3 I3")
 
 
-@family
+@relative
 def evolution_strategy():
     """Sixteen perturbed copies, each with a loss of the whole batch; ranks weight their noise."""
     population = 16
@@ -280,7 +278,9 @@ def schedules_and_clipping():
             return _loss(params, x, label), {}
 
         state, outputs = learn(state, loss_fn, tx)
-        count = optax.tree.get(state["opt"], "count", filtering=lambda path, _: "Schedule" in str(path[-1]))
+        count = optax.tree.get(
+            state["opt"], "count", filtering=lambda path, _: "Schedule" in str(path[-1])
+        )
         return state, {**outputs, "rate": schedule(count)}
 
     return Family(init=init, batches=labelled, step=step, covers="A3")
@@ -302,8 +302,14 @@ def loss_scaling():
 
     def step(state, x, label):
         def scaled(params):
-            return _loss(jax.tree.map(lambda p: p.astype(jnp.float16), params),
-                         x.astype(jnp.float16), label).astype(x.dtype) * state["scale"]
+            return (
+                _loss(
+                    jax.tree.map(lambda p: p.astype(jnp.float16), params),
+                    x.astype(jnp.float16),
+                    label,
+                ).astype(x.dtype)
+                * state["scale"]
+            )
 
         value, grads = jax.value_and_grad(scaled)(state["params"])
         grads = jax.tree.map(lambda g: g / state["scale"], grads)
@@ -325,7 +331,7 @@ def loss_scaling():
     )
 
 
-@family
+@relative
 def skip_nonfinite_updates():
     """optax.apply_if_finite: one row overflows in the second step, and nothing moves."""
     tx = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), max_consecutive_errors=3)
@@ -405,7 +411,7 @@ def custom_linear_solve():
     return Family(init=init, batches=batches, step=step, covers="B2 A8")
 
 
-@family
+@relative
 def gauss_newton_on_rows():
     """Natural gradient in the space of rows: a solve with a [rows, rows] kernel of Jacobians."""
 
@@ -429,7 +435,7 @@ def gauss_newton_on_rows():
     return Family(init=init, batches=batches, step=step, covers="A1 A8 I2")
 
 
-@family
+@relative
 def fixed_point_of_the_batch():
     """Responsibilities of a mixture (EM): a fixed number of turns over all rows, then a gradient."""
 
@@ -457,7 +463,7 @@ def fixed_point_of_the_batch():
     return Family(init=init, batches=normals((ROWS, FEATURES)), step=step, covers="A6 A8")
 
 
-@family
+@relative
 def several_optimizers_in_turn():
     """optax.MultiSteps, lookahead-like slow weights, and an average of parameters in the state."""
     tx = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), SGD), every_k_schedule=2)
@@ -545,7 +551,7 @@ def td3_in_microbatches():
     )
 
 
-@family
+@relative
 def matrix_preconditioners():
     """Muon and Shampoo-like factors read whole gradients: they must be those of all rows."""
     tx = optax.contrib.muon(0.02)
@@ -560,7 +566,6 @@ def matrix_preconditioners():
 
         return learn(state, loss_fn, tx)
 
-    assert CLASSES == 10
     return Family(init=init, batches=labelled, step=step, covers="A1")
 
 
@@ -591,7 +596,7 @@ def _bf16_moments(options, covers):
     )
 
 
-@family
+@relative
 def bf16_moments():
     """Each rounding of a moment must happen where the program says, and nowhere else."""
     return _bf16_moments({}, "A10")

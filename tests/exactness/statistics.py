@@ -1,5 +1,7 @@
 """State that is no mean of what devices would make of their rows: queues, counts, maxima, codebooks."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import optax
 from flax.training import train_state
 
-from ._family import Family, family
+from ._family import Family, family, relative
 from ._parts import (
     CLASSES,
     FEATURES,
@@ -37,7 +39,7 @@ def _unit(x):
 
 
 class _BatchNormState(train_state.TrainState):
-    batch_stats: object
+    batch_stats: Any
 
 
 class _BatchNormNet(nn.Module):
@@ -212,7 +214,7 @@ def moco_queue():
     return Family(init=init, batches=batches, step=step, covers="A6 I2")
 
 
-@family
+@relative
 def queue_by_slices():
     """The same by a dynamic update slice and by dropping the oldest rows."""
 
@@ -228,9 +230,7 @@ def queue_by_slices():
 
         state, outputs = learn(state, loss_fn)
         num = x.shape[0]
-        ring = jax.lax.dynamic_update_slice_in_dim(
-            state["ring"], outputs["z"], state["at"], axis=0
-        )
+        ring = jax.lax.dynamic_update_slice_in_dim(state["ring"], outputs["z"], state["at"], axis=0)
         line = jnp.concatenate([state["line"][num:], outputs["z"]])
         return {**state, "ring": ring, "line": line, "at": (state["at"] + num) % 64}, outputs
 
@@ -263,7 +263,7 @@ def memory_bank():
     return Family(init=init, batches=batches, step=step, covers="A6 I2")
 
 
-@family
+@relative
 def replay_buffer():
     """Transitions go into a ring, and the gradient is of rows drawn from it."""
     size = 96
@@ -296,7 +296,7 @@ def replay_buffer():
     return Family(init=init, batches=batches, step=step, covers="A6 A5 I3")
 
 
-@family
+@relative
 def dino_centre():
     """A teacher's outputs are centred by a running mean; the teacher follows the student."""
 
@@ -320,7 +320,7 @@ def dino_centre():
     return Family(init=init, batches=batches, step=step, covers="A6")
 
 
-@family
+@relative
 def running_quantile():
     """The state follows a quantile of all rows, by sort, and rows above it are clipped."""
 
@@ -340,7 +340,7 @@ def running_quantile():
     return Family(init=init, batches=labelled, step=step, covers="A6 A7")
 
 
-@family
+@relative
 def kfac_factors():
     """Running second moments of inputs and of output gradients precondition the gradient."""
 
@@ -371,7 +371,7 @@ def kfac_factors():
     return Family(init=init, batches=labelled, step=step, covers="A6 A5")
 
 
-@family
+@relative
 def spectral_norm():
     """One power iteration in each step: a state that the batch reaches only through the weights."""
 
@@ -406,7 +406,10 @@ def float8_amax_history():
 
     def init(dtype):
         history = {name: jnp.ones(length, dtype) for name in ("x", "kernel", "grad")}
-        params = {"first": kernel(0, (FEATURES, WIDTH), dtype), "head": kernel(1, (WIDTH, 10), dtype)}
+        params = {
+            "first": kernel(0, (FEATURES, WIDTH), dtype),
+            "head": kernel(1, (WIDTH, 10), dtype),
+        }
         return start(params, history=history)
 
     def step(state, x, label):
@@ -439,8 +442,7 @@ def float8_amax_history():
         new = {"x": jnp.abs(x).max(), "kernel": jnp.abs(state["params"]["first"]).max()}
         new["grad"] = grad_amax
         history = {
-            name: jnp.roll(past, 1).at[0].set(new[name])
-            for name, past in state["history"].items()
+            name: jnp.roll(past, 1).at[0].set(new[name]) for name, past in state["history"].items()
         }
         return update(state, grads, history=history), {"loss": loss, "amax": new}
 
@@ -453,7 +455,7 @@ def float8_amax_history():
     )
 
 
-@family
+@relative
 def float8_flax():
     """Flax's own Fp8 dot-general, whose scales and histories are overwritten by their gradients."""
 
@@ -473,7 +475,8 @@ def float8_flax():
     def step(state, x, label):
         def loss_fn(params, scales):
             variables = {"params": params, "_overwrite_with_gradient": scales}
-            losses = cross_entropies(model.apply(variables, x), label)
+            logits: Any = model.apply(variables, x)
+            losses = cross_entropies(logits, label)
             return losses.mean(), losses
 
         grad_fn = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._family import Family, family, register
+from ._family import Family, family, register, relative
 from ._parts import adamw, cross_entropies, kernel, learn, normal, start
 
 VOCAB = 24
@@ -227,7 +227,7 @@ def _lengths(q):
     return jnp.arange(q.shape[0], dtype=jnp.int32) % LENGTH + 1
 
 
-for _name, _make_forward, _kv_heads in [
+_FORWARDS = [
     ("transformer_scanned", _scanned, HEADS),
     ("transformer_scanned_without_remat", lambda: _scanned(remat=False), HEADS),
     (
@@ -266,17 +266,29 @@ for _name, _make_forward, _kv_heads in [
             _with(
                 _jax_nn(
                     bias=lambda q: jnp.linspace(0, 1, LENGTH, dtype=q.dtype)[None, None, None],
-                    mask=lambda q: (q[:, :, 0, 0] > -1.0)[:, None, :, None]
-                    | jnp.eye(LENGTH, dtype=bool)[None, None],
+                    mask=lambda q: (
+                        (q[:, :, 0, 0] > -1.0)[:, None, :, None]
+                        | jnp.eye(LENGTH, dtype=bool)[None, None]
+                    ),
                 )
             )
         ),
         HEADS,
     ),
-]:
-    register(
-        _name, functools.partial(_language_model, _make_forward, kv_heads=_kv_heads)
-    )
+]
+# In every run: what most models use, and one of each kind of mask.
+_FREQUENT = {
+    "transformer_scanned",
+    "transformer_unrolled",
+    "rope",
+    "grouped_queries",
+    "sliding_window_and_alibi",
+    "jax_nn_attention",
+    "jax_nn_attention_bias_and_mask",
+}
+for _name, _make_forward, _kv_heads in _FORWARDS:
+    _build = functools.partial(_language_model, _make_forward, kv_heads=_kv_heads)
+    register(_name, _build, is_slow=_name not in _FREQUENT)
 
 
 @family
@@ -305,7 +317,7 @@ def tied_loss_in_chunks_of_tokens():
     return Family(init=init, batches=_tokens, step=step, covers="I2")
 
 
-@family
+@relative
 def masked_language_model():
     """Positions are drawn, hidden, gathered by top-k, and their loss divided by their number."""
 
@@ -335,7 +347,7 @@ def masked_language_model():
     return Family(init=init, batches=batches, step=step, covers="I2 I3 A8")
 
 
-@family
+@relative
 def vision_transformer():
     """Patches by reshapes and transposes, a class token, layers in vmapped pairs."""
 
@@ -378,7 +390,7 @@ def vision_transformer():
     return Family(init=init, batches=batches, step=step, covers="I2")
 
 
-@family
+@relative
 def greedy_decoding_with_a_cache():
     """Tokens are sampled one by one into a cache by dynamic updates, then learned from."""
     num_new = 4

@@ -1,4 +1,4 @@
-"""Small realistic train steps, each with what one device must compute for several."""
+"""Small realistic train steps, and what one device computes for several."""
 
 from jzero._compare import to_host
 from jzero.testing import Tolerance

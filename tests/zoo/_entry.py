@@ -1,11 +1,8 @@
 """What an entry of the zoo is, and how one device imitates several.
 
-Most steps are linear in their batch: the mean of the gradients of equal sub-batches is the gradient
-of the whole batch, so the step itself, on one device, is the reference. Where it is not so (batch
-statistics, dropout keys that differ between devices, branches on the local batch), the reference
-runs the step on each device's part of the batch under `jax.vmap` with a named axis, and takes the
-means where n devices take them. Such a step is written once, as `make_step(mean)`: the user's step
-is `make_step(identity)`.
+Several devices train what one device trains with the whole batch, so that a step is its own
+reference. A step with collectives of its own (`axis_name=`) is written for one device's part of the
+batch: its reference runs it on each of the parts, under `jax.vmap` with a named axis.
 """
 
 import dataclasses
@@ -20,8 +17,6 @@ from jzero._compare import TOLERANCES
 from jzero.testing import Tolerance
 
 Step = Callable[..., Any]
-SHARDS = "shards"  # the vmapped axis on which one device imitates several
-
 
 # Sums over the batch are taken in another order on n devices. Set once; an entry with another one
 # says why. The one that jzero.testing has for float32, here for all dtypes.
@@ -30,14 +25,12 @@ FP32 = TOLERANCES["float32"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A train step with a state, data, and what one device must compute for n devices.
+    """A train step with a state and data.
 
     Attributes:
       init: builds the state; a pure function that `jax.jit` accepts.
       batches: `batches(num_steps)` is a list of the positional arguments that follow the state.
       step: `step(state, *batch) -> (state, metrics)`.
-      reference: `reference(n)` is the function of one device and the whole batch that n devices
-        must equal; None where it is `step` itself, for every n.
       options: keyword arguments of `jzero.shard_train_step`.
       returns_metrics: False where the step returns the state alone.
     """
@@ -45,10 +38,18 @@ class Entry:
     init: Callable[[], Any]
     batches: Callable[[int], list[tuple[Any, ...]]]
     step: Step
-    reference: Callable[[int], Step] | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     returns_metrics: bool = True
     tolerance: Tolerance = FP32
+
+    @property
+    def axis_name(self) -> str | None:
+        """The name of the data axis in a step with collectives of its own."""
+        return self.options.get("axis_name")
+
+    def reference(self, num_shards: int) -> Step:
+        """What one device must compute with the whole batch, for a step run on parts of it."""
+        return on_shards(self.step, num_shards, self.axis_name) if self.axis_name else self.step
 
 
 _BUILDERS: dict[str, Callable[[], Entry]] = {}
@@ -67,20 +68,7 @@ def get(name: str) -> Entry:
     return _BUILDERS[name]()
 
 
-def identity(tree: Any) -> Any:
-    return tree
-
-
-def mean_over_shards(tree: Any) -> Any:
-    """The mean of the float leaves over the imitated devices; the others are equal on all."""
-
-    def mean(leaf):
-        return jax.lax.pmean(leaf, SHARDS) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-    return jax.tree.map(mean, tree)
-
-
-def on_shards(step: Step, num_shards: int, axis_name: str = SHARDS) -> Step:
+def on_shards(step: Step, num_shards: int, axis_name: str) -> Step:
     """One device computing what `num_shards` devices compute, each on its part of the batch.
 
     Every output must be the same on all of them: `step` takes its means over `axis_name` itself.
@@ -93,11 +81,6 @@ def on_shards(step: Step, num_shards: int, axis_name: str = SHARDS) -> Step:
         return jax.tree.map(lambda leaf: leaf[0], outputs)
 
     return run
-
-
-def split_reference(make_step: Callable[..., Step]) -> Callable[[int], Step]:
-    """`reference` of a step that is written as `make_step(mean)`."""
-    return lambda num_shards: on_shards(make_step(mean_over_shards), num_shards)
 
 
 def _part_per_shard(leaf: jax.Array, num_shards: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The other two ways in which a step says where its gradients are reduced (design, section 3)."""
+"""Steps with collectives of their own, which are written for one device's part of the batch."""
 
 from typing import Any
 
@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax.training import train_state
 
-import jzero
-
-from ._entry import Entry, entry, on_shards
+from ._entry import Entry, entry
 from ._models import (
     NUM_CLASSES,
     NUM_FEATURES,
@@ -18,7 +16,7 @@ from ._models import (
     cross_entropy,
     labelled_batches,
 )
-from .networks import classifier_state, create_state
+from .networks import classifier_state
 
 AXIS = "batch"
 
@@ -59,13 +57,7 @@ def pmap_style():
         variables = model.init(jax.random.key(0), jnp.zeros((1, NUM_FEATURES)))
         return PmapState.create(apply_fn=model.apply, tx=adamw(), **variables)
 
-    return Entry(
-        init=init,
-        batches=labelled_batches,
-        step=_pmap_step,
-        reference=lambda num_shards: on_shards(_pmap_step, num_shards, axis_name=AXIS),
-        options={"axis_name": AXIS},
-    )
+    return Entry(init=init, batches=labelled_batches, step=_pmap_step, options={"axis_name": AXIS})
 
 
 @entry
@@ -86,36 +78,5 @@ def pmap_style_sum():
         init=classifier_state,
         batches=labelled_batches,
         step=step,
-        reference=lambda num_shards: on_shards(step, num_shards, axis_name=AXIS),
         options={"axis_name": AXIS},
-    )
-
-
-@entry
-def explicit_reduction():
-    """`jzero.value_and_grad` in the place of JAX's, around an LSTM that typing refuses."""
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            hidden: Any = nn.RNN(nn.LSTMCell(8))(x[..., None])
-            return nn.Dense(NUM_CLASSES)(hidden[:, -1])
-
-    def make_step(value_and_grad):
-        def step(state, batch):
-            def loss_fn(params):
-                logits = state.apply_fn({"params": params}, batch["x"])
-                return cross_entropy(logits, batch["label"]), logits
-
-            (loss, logits), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
-            metrics = {"loss": loss, "accuracy": accuracy(logits, batch["label"])}
-            return state.apply_gradients(grads=grads), metrics
-
-        return step
-
-    return Entry(
-        init=lambda: create_state(Net(), jnp.zeros((1, NUM_FEATURES)), adamw()),
-        batches=labelled_batches,
-        step=make_step(jzero.value_and_grad),
-        reference=lambda _: make_step(jax.value_and_grad),
     )

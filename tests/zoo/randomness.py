@@ -1,7 +1,6 @@
-"""Steps that see more than their rows: batch statistics, and dropout keys of every kind.
+"""Steps that see more than their rows: statistics of the whole batch, and dropout keys of every kind.
 
-A key that is passed beside the batch is folded with the device's index, so that devices drop
-different units; a key that rests in the state is the same on all devices.
+Every device draws the numbers that one device would draw for its rows, wherever the key comes from.
 """
 
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.training import train_state
 
-from ._entry import Entry, entry, identity, split_reference
+from ._entry import Entry, entry
 from ._models import (
     MLP,
     NUM_CLASSES,
@@ -29,7 +28,7 @@ class BatchNormState(train_state.TrainState):
 
 @entry
 def batch_norm():
-    """Running statistics vary between devices: the state keeps their mean."""
+    """Rows are normalised by the mean and variance of the whole batch, which the state keeps."""
 
     class Net(nn.Module):
         @nn.compact
@@ -43,26 +42,18 @@ def batch_norm():
         variables = model.init(jax.random.key(0), jnp.zeros((1, NUM_FEATURES)))
         return BatchNormState.create(apply_fn=model.apply, tx=adamw(), **variables)
 
-    def make_step(mean):
-        def step(state, batch):
-            def loss_fn(params):
-                variables = {"params": params, "batch_stats": state.batch_stats}
-                logits, updates = state.apply_fn(variables, batch["x"], mutable=["batch_stats"])
-                return cross_entropy(logits, batch["label"]), (logits, updates["batch_stats"])
+    def step(state, batch):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            logits, updates = state.apply_fn(variables, batch["x"], mutable=["batch_stats"])
+            return cross_entropy(logits, batch["label"]), (logits, updates["batch_stats"])
 
-            grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-            (loss, (logits, batch_stats)), grads = grad_fn(state.params)
-            state = state.apply_gradients(grads=mean(grads), batch_stats=mean(batch_stats))
-            return state, mean({"loss": loss, "accuracy": accuracy(logits, batch["label"])})
+        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, (logits, batch_stats)), grads = grad_fn(state.params)
+        state = state.apply_gradients(grads=grads, batch_stats=batch_stats)
+        return state, {"loss": loss, "accuracy": accuracy(logits, batch["label"])}
 
-        return step
-
-    return Entry(
-        init=init,
-        batches=labelled_batches,
-        step=make_step(identity),
-        reference=split_reference(make_step),
-    )
+    return Entry(init=init, batches=labelled_batches, step=step)
 
 
 def _dropout(with_keys, key_of) -> Entry:
@@ -76,24 +67,16 @@ def _dropout(with_keys, key_of) -> Entry:
     def batches(num_steps):
         return [(*batch, with_keys(i)) for i, batch in enumerate(labelled_batches(num_steps))]
 
-    def make_step(mean):
-        def step(state, batch, keys):
-            def loss_fn(params):
-                rngs = {"dropout": key_of(keys, state.step)}
-                logits = state.apply_fn({"params": params}, batch["x"], rngs=rngs)
-                return cross_entropy(logits, batch["label"])
+    def step(state, batch, keys):
+        def loss_fn(params):
+            rngs = {"dropout": key_of(keys, state.step)}
+            logits = state.apply_fn({"params": params}, batch["x"], rngs=rngs)
+            return cross_entropy(logits, batch["label"])
 
-            loss, grads = jax.value_and_grad(loss_fn)(state.params)
-            return state.apply_gradients(grads=mean(grads)), mean({"loss": loss})
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
 
-        return step
-
-    return Entry(
-        init=init,
-        batches=batches,
-        step=make_step(identity),
-        reference=split_reference(make_step),
-    )
+    return Entry(init=init, batches=batches, step=step)
 
 
 @entry
@@ -118,32 +101,23 @@ def dropout_dict_of_keys():
 
 @entry
 def dropout_key_in_state():
-    """The key rests in the state, so all devices drop the same units."""
+    """The key rests in the state, and every step splits it."""
     model = MLP(dropout_rate=0.5)
 
     def init():
         params = model.init(jax.random.key(0), jnp.zeros((1, NUM_FEATURES)), train=False)["params"]
         return {"params": params, "opt_state": adamw().init(params), "key": jax.random.key(3)}
 
-    def make_step(mean):
-        def step(state, batch):
-            key, dropout_key = jax.random.split(state["key"])
+    def step(state, batch):
+        key, dropout_key = jax.random.split(state["key"])
 
-            def loss_fn(params):
-                rngs = {"dropout": dropout_key}
-                logits = model.apply({"params": params}, batch["x"], rngs=rngs)
-                return cross_entropy(logits, batch["label"])
+        def loss_fn(params):
+            logits = model.apply({"params": params}, batch["x"], rngs={"dropout": dropout_key})
+            return cross_entropy(logits, batch["label"])
 
-            loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-            updates, opt_state = adamw().update(mean(grads), state["opt_state"], state["params"])
-            params = jax.tree.map(jnp.add, state["params"], updates)
-            return {"params": params, "opt_state": opt_state, "key": key}, mean({"loss": loss})
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt_state = adamw().update(grads, state["opt_state"], state["params"])
+        params = jax.tree.map(jnp.add, state["params"], updates)
+        return {"params": params, "opt_state": opt_state, "key": key}, {"loss": loss}
 
-        return step
-
-    return Entry(
-        init=init,
-        batches=labelled_batches,
-        step=make_step(identity),
-        reference=split_reference(make_step),
-    )
+    return Entry(init=init, batches=labelled_batches, step=step)

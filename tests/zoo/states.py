@@ -12,7 +12,7 @@ from flax.training import train_state
 
 import jzero
 
-from ._entry import Entry, entry, identity, split_reference
+from ._entry import Entry, entry
 from ._models import (
     MLP,
     NUM_CLASSES,
@@ -145,28 +145,20 @@ class Metrics:
 
 @entry
 def clu_metrics():
-    """Sums and counts are those of one device's part: their ratio is right, over steps as well."""
+    """Sums over the examples, and how many there are, are those of the whole batch."""
 
-    def make_step(mean):
-        def step(state, batch):
-            def loss_fn(params):
-                logits = _logits(params, batch)
-                losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-                return losses.mean(), (losses, logits)
+    def step(state, batch):
+        def loss_fn(params):
+            logits = _logits(params, batch)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+            return losses.mean(), (losses, logits)
 
-            (_, (losses, logits)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-            right = (logits.argmax(-1) == batch["label"]).astype(jnp.float32)
-            metrics = Metrics(loss=Average.of(losses), accuracy=Average.of(right))
-            return state.apply_gradients(grads=mean(grads)), mean(metrics)
+        (_, (losses, logits)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        right = (logits.argmax(-1) == batch["label"]).astype(jnp.float32)
+        metrics = Metrics(loss=Average.of(losses), accuracy=Average.of(right))
+        return state.apply_gradients(grads=grads), metrics
 
-        return step
-
-    return Entry(
-        init=classifier_state,
-        batches=labelled_batches,
-        step=make_step(identity),
-        reference=split_reference(make_step),
-    )
+    return Entry(init=classifier_state, batches=labelled_batches, step=step)
 
 
 @entry
@@ -186,23 +178,23 @@ def per_example_outputs():
 
 
 class NnxNet(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, dropout_rate: float = 0.0):
+    def __init__(self, rngs: nnx.Rngs):
         self.hidden = nnx.Linear(NUM_FEATURES, 16, rngs=rngs)
-        self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.head = nnx.Linear(16, NUM_CLASSES, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.head(self.dropout(nnx.relu(self.hidden(x))))
 
 
-def _nnx_objects(dropout_rate=0.0):
-    model = NnxNet(nnx.Rngs(0, dropout=1), dropout_rate)
+def _nnx_objects():
+    model = NnxNet(nnx.Rngs(0, dropout=1))
     optimizer = nnx.Optimizer(model, adamw(), wrt=nnx.Param)
     metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
     return model, optimizer, metrics
 
 
-def _nnx_train(mean, model, optimizer, metrics, batch):
+def _nnx_train(model, optimizer, metrics, batch):
     """The mutating step of Flax's tutorial."""
 
     def loss_fn(model):
@@ -211,78 +203,50 @@ def _nnx_train(mean, model, optimizer, metrics, batch):
 
     (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
     metrics.update(loss=loss, logits=logits, labels=batch["label"])
-    optimizer.update(model, mean(grads))
-    return {"loss": mean(loss)}
-
-
-def _nnx_functional(mean, dropout_rate=0.0):
-    graphdef = nnx.graphdef(_nnx_objects(dropout_rate))
-
-    def step(state, batch):
-        model, optimizer, metrics = nnx.merge(graphdef, state)
-        outputs = _nnx_train(mean, model, optimizer, metrics, batch)
-        # The sums of an nnx.Metric are those of one device's part, like clu's.
-        return mean(nnx.state((model, optimizer, metrics))), outputs
-
-    return step
+    optimizer.update(model, grads)
+    return {"loss": loss}
 
 
 @entry
 def nnx_functional():
     """`nnx.merge` and `nnx.state` inside; the `nnx.State` holds a dropout key and its count."""
+    graphdef = nnx.graphdef(_nnx_objects())
 
-    def make_step(mean):
-        return _nnx_functional(mean, dropout_rate=0.5)
+    def step(state, batch):
+        model, optimizer, metrics = nnx.merge(graphdef, state)
+        outputs = _nnx_train(model, optimizer, metrics, batch)
+        return nnx.state((model, optimizer, metrics)), outputs
 
-    return Entry(
-        init=lambda: nnx.state(_nnx_objects(dropout_rate=0.5)),
-        batches=labelled_batches,
-        step=make_step(identity),
-        reference=split_reference(make_step),
-    )
+    return Entry(init=lambda: nnx.state(_nnx_objects()), batches=labelled_batches, step=step)
 
 
 @entry
 def nnx_mutating():
     """The same by `jzero.from_nnx`, which finds the state in the objects."""
 
-    def train_step(model, optimizer, metrics, batch):
-        return _nnx_train(identity, model, optimizer, metrics, batch)
+    def init():
+        return jzero.from_nnx(_nnx_train, *_nnx_objects())[1]
 
-    step, _ = jzero.from_nnx(train_step, *_nnx_objects())
-    # The reference shares nothing with `from_nnx` but the shape of the state.
-    return Entry(
-        init=lambda: jzero.from_nnx(train_step, *_nnx_objects())[1],
-        batches=labelled_batches,
-        step=step,
-        reference=split_reference(_nnx_functional),
-    )
+    step, _ = jzero.from_nnx(_nnx_train, *_nnx_objects())
+    return Entry(init=init, batches=labelled_batches, step=step)
 
 
 @entry
 def running_metrics():
-    """Floats in the state that no optimizer touches: one is averaged, one counts local rows."""
+    """Floats in the state that no optimizer touches: a running accuracy, and a count of rows."""
 
     def init():
         return {"train": classifier_state(), "accuracy": jnp.zeros(()), "rows": jnp.zeros(())}
 
-    def make_step(mean):
-        def step(state, batch):
-            train = state["train"]
-            right = accuracy(_logits(train.params, batch), batch["label"])
-            loss, grads = jax.value_and_grad(_loss)(train.params, batch)
-            state = {
-                "train": train.apply_gradients(grads=mean(grads)),
-                "accuracy": mean(0.9 * state["accuracy"] + 0.1 * right),
-                "rows": state["rows"] + batch["x"].shape[0],
-            }
-            return state, mean({"loss": loss})
+    def step(state, batch):
+        train = state["train"]
+        right = accuracy(_logits(train.params, batch), batch["label"])
+        loss, grads = jax.value_and_grad(_loss)(train.params, batch)
+        state = {
+            "train": train.apply_gradients(grads=grads),
+            "accuracy": 0.9 * state["accuracy"] + 0.1 * right,
+            "rows": state["rows"] + batch["x"].shape[0],
+        }
+        return state, {"loss": loss}
 
-        return step
-
-    return Entry(
-        init=init,
-        batches=labelled_batches,
-        step=make_step(identity),
-        reference=split_reference(make_step),
-    )
+    return Entry(init=init, batches=labelled_batches, step=step)
