@@ -56,17 +56,19 @@ def shard_train_step(
 ) -> Any:
     """Removes the redundancy of data parallelism from a train step, like ZeRO.
 
-    The result is called like `step_fn` and gives the same training as `jax.jit(step_fn)` on one device
-    with the whole batch. In between, each device holds only its part of the state::
+    The result is called like `step_fn` and trains what `jax.jit(step_fn)` trains on one device with the
+    whole batch. In between, each device holds its rows of the batch and its part of the state::
 
-        grads = mean over devices of the gradient of the local batch     # reduce-scattered, stage >= 1
-        optimizer state and parameters are updated in shards             # stage >= 1
-        parameters rest in shards, gathered once for each pass           # stage 3
+        what is summed over the batch is summed over the devices, there   # gradients, losses, statistics
+        gradients are reduce-scattered                                    # stage >= 1
+        optimizer state and parameters are updated in shards              # stage >= 1
+        parameters rest in shards, gathered once for each pass            # stage 3
 
     `step_fn(state, *args) -> (state, metrics)`, or the state alone. The state is any pytree of arrays:
-    Flax `TrainState`, `nnx.State`, a tuple, a dataclass. The loss is the mean over the batch; metrics and
-    batch statistics (floats that depend on the batch) are averaged over the devices, outputs with one
-    entry per example come back whole.
+    Flax `TrainState`, `nnx.State`, a tuple, a dataclass. Whatever the step does with its rows (losses that
+    couple them, sorts, control flow on a loss, noise) means what it means on one device; outputs with rows
+    come back whole, in their order. An operation along the batch that has no rule gathers the rows:
+    `describe` lists it.
 
     >>> import jax, jax.numpy as jnp, optax, jzero
     >>> tx = optax.adam(1e-2)
@@ -81,21 +83,21 @@ def shard_train_step(
     >>> metrics["loss"].item()
     64.0
 
-    Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`; a PRNG key passed
-    as an argument is folded with the device's index, so that dropout differs between devices, and a key
-    kept in the state is not (`jzero.fold_device_index`); per-device batch statistics make BatchNorm
-    normalise over the local batch, as in every data-parallel training without synchronised norms. With
-    several processes, each calls the step with its own rows as part of one array
-    (`jax.make_array_from_process_local_data`); a NumPy array stands for the whole batch on all of them.
+    Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`. A step that has
+    collectives of its own over the data axes (`axis_name`) is taken as one device's, as `jax.pmap` would:
+    it is obeyed as written, on each device's rows. With several processes, each calls the step with its own
+    rows as part of one array (`jax.make_array_from_process_local_data`); a NumPy array stands for the whole
+    batch on all of them.
 
     Args:
       step_fn: the train step; None to use `shard_train_step(stage=...)` as a decorator.
       stage: 0 nothing is sharded (2 Psi elements of traffic per step for Psi parameters), 1 optimizer
         state, 2 also reduced gradients (both 2 Psi), 3 also parameters (3 Psi).
       accumulate: microbatches k that each device works through in a step, one after the other: the
-        activations of one are alive at a time. The step itself does not change; losses, metrics, batch
-        statistics and gradients are means over devices and microbatches, each counting alike, as if
-        there were k times as many devices (for losses normalised by a count: `jzero.weighted_mean`).
+        activations of one are alive at a time. The step itself does not change, and trains what it trains
+        with the whole batch. What needs a sum over all rows before it goes on (a count, batch statistics)
+        runs in several loops, of which the later ones compute again what they need; what needs the rows of
+        all microbatches at once is refused.
         Traffic: see `reduce` and `gather`. Memory: one more gradient, in `accumulate_dtype`, in the
         layout that `reduce` gives it.
       reduce: 'once' sums gradients up on each device and reduces them after the last microbatch: Psi
@@ -151,7 +153,8 @@ def shard_train_step(
       static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
       static_argnames: their names.
       in_specs: `{argument: PartitionSpec}` (by name or position; tree prefixes allowed) for arguments
-        other than the state that must not simply be split along dim 0.
+        whose rows are not along dim 0 (`P(None, 'data')`), or that shall be whole on every device (`P()`).
+        It decides only costs.
 
     Returns:
       A `ShardedTrainStep`.

@@ -1,6 +1,6 @@
-"""What a step may ask for beyond its own part of the batch: totals, weighted means, keys that differ.
+"""What a step written for one device may ask beyond its part of the batch: totals, weighted means, keys.
 
-Each is the plain thing outside a sharded step, so that the step stays a single-device step.
+Each is the plain formula in every other step, which sees the whole batch.
 """
 
 from __future__ import annotations
@@ -34,15 +34,13 @@ def data_axes(axes: dict[str, int]) -> Iterator[None]:
 
 
 def fold_device_index(key: jax.Array) -> jax.Array:
-    """Folds the device's index into a PRNG key, so that devices draw different numbers.
+    """Folds the device's index into a PRNG key, in a step written for one device (`axis_name`).
 
-    Keys passed as arguments beside the batch are folded by jzero itself. A key kept *in the state* is
-    not, because it must stay the same on all devices; fold it where the step uses it::
+    There devices otherwise draw the same numbers from a key kept *in the state*::
 
         dropout_key = jzero.fold_device_index(jax.random.fold_in(state.key, state.step))
 
-    With gradient accumulation every microbatch gets a key of its own. Outside a sharded step, and on one
-    device, it returns the key unchanged.
+    Everywhere else it returns the key unchanged: a step that sees the whole batch draws for all of it.
 
     >>> import jax, jzero
     >>> key = jax.random.key(0)
@@ -60,19 +58,15 @@ def fold_device_index(key: jax.Array) -> jax.Array:
 
 
 def total(x: Any) -> jax.Array:
-    """The sum of `x` over the whole batch: over the devices, and over the microbatches of a step.
+    """The sum of `x` over the devices, in a step written for one device (`axis_name`).
 
-    For what is counted rather than averaged: tokens that are not padding, correct answers. It is the
-    same on all devices, so that a metric made of it is summed and not averaged. Outside a sharded step
-    it returns `x`, which there already is of the whole batch.
+    For what is counted rather than averaged: tokens that are not padding, correct answers. With
+    accumulation it is over the microbatches, too. Everywhere else it returns `x`: a step that sees the
+    whole batch has summed over all of it.
 
     >>> import jax.numpy as jnp, jzero
     >>> jzero.total(jnp.sum(jnp.array([1, 1, 0]))).item()
     2
-
-    Something that does not depend on the batch is counted once for each device and microbatch. A loss
-    divided by a total is not a local mean; use `weighted_mean` for it. With accumulation, compute
-    that uses a total runs after a first loop over the microbatches that computes only the total.
 
     Args:
       x: an array of any shape; a number type.
@@ -115,11 +109,9 @@ def weighted_mean(values: Any, weights: Any) -> jax.Array:
 
         sum(values * weights) / total(sum(weights))      # sums over the whole batch
 
-    Devices and microbatches that hold different numbers of tokens then count by their tokens; a plain
-    mean of local means (`jnp.sum(x * mask) / jnp.sum(mask)`) would give them equal weight. What it
-    returns inside a sharded step is this device's share, scaled so that the plain mean over devices and
-    microbatches, which jzero takes of losses, metrics and gradients, is exactly the weighted one. So use
-    it as the loss or as a metric, linearly.
+    The plain formula in a step that sees the whole batch. In one written for one device (`axis_name`) it
+    is this device's share, scaled so that the mean over devices and microbatches, which the step takes with
+    `jax.lax.pmean`, is exactly the weighted one.
 
     >>> import jax.numpy as jnp, jzero
     >>> losses, mask = jnp.array([2.0, 4.0, 9.0]), jnp.array([1.0, 1.0, 0.0])

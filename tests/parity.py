@@ -21,7 +21,7 @@ def check(name, axes, shard_train_step, options=None):
     train_step = shard_train_step(entry.step, mesh=mesh, **entry.options)
     batches = entry.batches(NUM_STEPS)
     state = train_step.shard(new_state(name), *batches[0])
-    # Only a step with collectives of its own knows into how many parts the batch is split.
+    # Only a step with collectives of its own sees into how many parts the batch is split.
     num_shards = num * (options or {}).get("accumulate", 1) if entry.axis_name else 1
     expected = one_device(name, num_shards)
     for i, batch in enumerate(batches):
@@ -47,12 +47,11 @@ def compiled_reference(name, num_shards):
 
 
 @functools.cache
-def one_device(name, num_shards=1):
-    """The training that all settings must equal; a step with collectives runs on `num_shards` parts."""
-    return trajectory(name, zoo.get(name).batches(NUM_STEPS), num_shards)
+def one_device(name, num_shards):
+    return trajectory(name, num_shards, zoo.get(name).batches(NUM_STEPS))
 
 
-def trajectory(name, batches, num_shards=1):
+def trajectory(name, num_shards, batches):
     """(state, metrics) after each step, on one device."""
     entry, step = zoo.get(name), compiled_reference(name, num_shards)
     state, result = new_state(name), []

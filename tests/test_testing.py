@@ -194,10 +194,9 @@ def test_nothing_to_compare():
 def test_entries_of_the_zoo(name):
     """States and steps of other forms, with the zoo's own references."""
     entry = zoo.get(name)
-    reference = entry.reference(8)
     assert_same_training(
-        entry.step, entry.init, entry.batches(2), reference=reference, tolerance=entry.tolerance,
-        **entry.options,
+        entry.step, entry.init, entry.batches(2), reference=entry.reference(8),
+        tolerance=entry.tolerance, **entry.options,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero import _compare
+from jzero._compare import TOLERANCES
 from jzero.testing import Tolerance
 
 from ._family import Family
@@ -30,11 +31,13 @@ class Training:
       outputs: the outputs of each step.
       state: the state after the last one.
       calls: for each step, what its effects gave to the host, in order; with what was printed.
+      rounded_to: the family's, see there.
     """
 
     outputs: list[Any]
     state: Any
     calls: list[Any]
+    rounded_to: str | None = None
 
 
 def train(
@@ -54,7 +57,9 @@ def train_on(family: Family, run: Callable[..., Any], batches: list[Any], dtype:
             with recorded(family, calls):
                 state, output = run(state, *args)
                 outputs.append(to_host(output))
-        return Training(outputs, to_host(getattr(run, "unshard", _same)(state)), calls)
+        return Training(
+            outputs, to_host(getattr(run, "unshard", _same)(state)), calls, family.rounded_to
+        )
 
 
 def reference(family: Family) -> Callable[..., Any]:
@@ -72,9 +77,10 @@ def differences(expected: Training, actual: Training, dtype: Any) -> list[str]:
     """
     del dtype  # each leaf knows its own
     problems: list[str] = []
+    rounded_to = expected.rounded_to
     for i, (wanted, found) in enumerate(zip(expected.outputs, actual.outputs, strict=True)):
-        problems += _differences(wanted, found, f"step {i} outputs")
-    problems += _differences(expected.state, actual.state, "state")
+        problems += _differences(wanted, found, f"step {i} outputs", rounded_to)
+    problems += _differences(expected.state, actual.state, "state", rounded_to)
     for i, (wanted, found) in enumerate(zip(expected.calls, actual.calls, strict=True)):
         problems += _call_differences(wanted, found, f"step {i}")
     return problems
@@ -111,14 +117,17 @@ def to_host(tree: Any) -> Any:
     return _compare.to_host(tree)
 
 
-def _differences(expected: Any, actual: Any, name: str) -> Iterator[str]:
+def _differences(
+    expected: Any, actual: Any, name: str, rounded_to: str | None = None
+) -> Iterator[str]:
+    least = TOLERANCES[rounded_to] if rounded_to else None
     wanted, found = _leaves(expected, name), _leaves(actual, name)
     for path in {**wanted, **found}:
         if path not in found or path not in wanted:
             yield f"{path} is {'new' if path in found else 'missing'}"
             continue
         a, d = _parts(found[path]), _parts(wanted[path])
-        yield from _compare.differences(a, d, path, DOUBLE if d.dtype == np.float64 else None)
+        yield from _compare.differences(a, d, path, DOUBLE if d.dtype == np.float64 else least)
 
 
 def _call_differences(expected: Any, actual: Any, name: str) -> Iterator[str]:

@@ -29,6 +29,8 @@ class Family:
       row_dims: for the arguments whose rows do not lie along dim 0 of each leaf, by name: the dim;
         None for those without rows.
       exact_dtypes: the dtypes in which the step is to be compared.
+      rounded_to: the narrow float in which the step itself sums over rows, if it does: its sums
+        depend on the order, and all floats are compared as this dtype's.
       refused: a regular expression for the text with which jzero refuses the step; None where it
         must train it.
       reference: what one device runs in place of `step`, where that is not possible.
@@ -45,6 +47,7 @@ class Family:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     row_dims: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
     exact_dtypes: tuple[str, ...] = ("float32", "float64")
+    rounded_to: str | None = None
     refused: str | None = None
     reference: Step | None = None
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -896,7 +896,8 @@ def bfloat16_compute():
         step=step,
         covers="I2",
         exact_dtypes=("float32",),
-        note="each device rounds its own sums of gradients to bfloat16: loose by nature",
+        rounded_to="bfloat16",
+        note="gradients are summed over rows in bfloat16",
     )
 
 

@@ -25,7 +25,7 @@ from ._parts import (
     with_arguments,
 )
 
-CLIP = 0.5
+CLIP = 3.0  # some rows' gradients are longer, and some are not
 
 
 def _row_loss(params, x, label):

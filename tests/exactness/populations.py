@@ -283,7 +283,7 @@ def batch_hard_triplets():
     def step(state, x, label):
         def loss_fn(params):
             z = mlp(params, x)
-            distances = ((z[:, None] - z[None]) ** 2).sum(-1)
+            distances = ((z[:, None] - z[None]) ** 2).mean(-1)
             same = (label % 3)[:, None] == (label % 3)[None]
             farthest = jnp.where(same, distances, -1.0).max(1)
             nearest = jnp.where(same, 1e9, distances)

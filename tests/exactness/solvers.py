@@ -45,7 +45,7 @@ def _accept_or_reject(state, x, label, key):
     ]
     value, grads = jax.value_and_grad(_loss)(state["params"], x, label)
     proposal = update(state, jax.tree.map(lambda g: 3 * g, grads))
-    moved = _moved(proposal["params"], jax.tree.unflatten(structure, noise), 0.05)
+    moved = _moved(proposal["params"], jax.tree.unflatten(structure, noise), 0.2)
     after = _loss(moved, x, label)
     is_better = after < value
     state = jax.lax.cond(
@@ -90,7 +90,7 @@ def armijo():
             moved = _moved(state["params"], grads, -length / 2)
             return length / 2, _loss(moved, x, label), turns + 1
 
-        first = jnp.asarray(16.0, x.dtype), jnp.asarray(jnp.inf, x.dtype), 0
+        first = jnp.asarray(64.0, x.dtype), jnp.asarray(jnp.inf, x.dtype), 0
         length, after, turns = jax.lax.while_loop(too_long, halve, first)
         state = {**state, "params": _moved(state["params"], grads, -length)}
         return state, {"loss": value, "after": after, "turns": turns, "length": length}
@@ -327,7 +327,8 @@ def loss_scaling():
         step=step,
         covers="A3 I2",
         exact_dtypes=("float32",),
-        note="float16 sums",
+        rounded_to="float16",
+        note="gradients are summed over rows in float16",
     )
 
 

@@ -16,6 +16,10 @@ HEADS = 4
 HEAD = 4
 ROWS = 16  # as many as the width
 TX = adamw()
+FLOAT32_INSIDE = {
+    "exact_dtypes": ("float32",),
+    "note": "jax.nn takes the softmax in float32, whatever it is given",
+}
 
 
 def _tokens(num_steps, dtype):
@@ -115,7 +119,7 @@ def _unrolled(layer=_layer, remat=False):
     return forward
 
 
-def _language_model(make_forward, num_layers=2, kv_heads=HEADS, note=""):
+def _language_model(make_forward, num_layers=2, kv_heads=HEADS, **more):
     forward = make_forward()
 
     def init(dtype):
@@ -127,7 +131,7 @@ def _language_model(make_forward, num_layers=2, kv_heads=HEADS, note=""):
 
         return learn(state, loss_fn, TX)
 
-    return Family(init=init, batches=_tokens, step=step, covers="I2", note=note)
+    return Family(init=init, batches=_tokens, step=step, covers="I2", **more)
 
 
 def _with(attend, kv_heads=HEADS):
@@ -287,7 +291,8 @@ _FREQUENT = {
     "jax_nn_attention_bias_and_mask",
 }
 for _name, _make_forward, _kv_heads in _FORWARDS:
-    _build = functools.partial(_language_model, _make_forward, kv_heads=_kv_heads)
+    _more = FLOAT32_INSIDE if _name.startswith("jax_nn") else {}
+    _build = functools.partial(_language_model, _make_forward, kv_heads=_kv_heads, **_more)
     register(_name, _build, is_slow=_name not in _FREQUENT)
 
 
@@ -387,7 +392,7 @@ def vision_transformer():
             for _ in range(num_steps)
         ]
 
-    return Family(init=init, batches=batches, step=step, covers="I2")
+    return Family(init=init, batches=batches, step=step, covers="I2", **FLOAT32_INSIDE)
 
 
 @relative

@@ -90,7 +90,7 @@ def microbatch_python_loop():
 
 @entry
 def cond_on_gradients():
-    """The update is skipped where the reduced gradient is large, as it is on the second batch."""
+    """The update is skipped where the gradient is large, as it is on the second batch."""
 
     def batches(num_steps):
         result = labelled_batches(num_steps)

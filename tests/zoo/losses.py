@@ -161,7 +161,7 @@ def gradient_penalty():
 
 @entry
 def maml():
-    """One inner gradient step inside the loss: a gradient through a reduced gradient."""
+    """One inner gradient step inside the loss: a gradient through a gradient of the whole batch."""
 
     def step(state, support, query):
         def loss_fn(params):

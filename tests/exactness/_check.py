@@ -1,0 +1,91 @@
+"""One family, sharded in one setting, against one device with the whole batch in the same process."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jzero
+
+from . import _compare, _family
+
+# The text with which microbatches are refused that would need the rows of all of them at once.
+NOT_IN_MICROBATCHES = r"accumulate > 1, and"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How a family is sharded.
+
+    Attributes:
+      stage: 0 to 3.
+      axes: sizes of the data axes.
+      dtype: of the training.
+      accumulate: microbatches on each device.
+    """
+
+    stage: int = 3
+    axes: tuple[int, ...] = (8,)
+    dtype: str = "float64"
+    accumulate: int = 1
+
+    def __str__(self) -> str:
+        axes = "x".join(map(str, self.axes))
+        parts = f", {self.accumulate} microbatches" if self.accumulate > 1 else ""
+        return f"stage {self.stage}, {axes} devices, {self.dtype}{parts}"
+
+
+def applies(family: _family.Family, setting: Setting) -> bool:
+    """Whether the family can be asked for this: its dtype, and room for its other mesh axis."""
+    devices = family.automatic * functools.reduce(lambda a, b: a * b, setting.axes)
+    own = setting.accumulate == 1 or "accumulate" not in family.options
+    return setting.dtype in family.exact_dtypes and devices <= jax.device_count() and own
+
+
+def check(name: str, setting: Setting) -> tuple[str, list[str]]:
+    """Trains a family: ("equal", []), ("refused", [its text]) or ("differs", [what, where]).
+
+    JAX's 64-bit types are enabled by the caller, for float64.
+    """
+    family = _family.get(name)
+    dtype = jnp.dtype(setting.dtype)
+    try:
+        actual = _compare.train(family, sharded(family, setting), dtype)
+    except jzero.JzeroError as error:
+        return "refused", [str(error)]
+    expected = _compare.train(family, _compare.reference(family), dtype)
+    found = _compare.differences(expected, actual, dtype)
+    return ("differs", found) if found else ("equal", [])
+
+
+def verdict(name: str, setting: Setting) -> str | None:
+    """What is wrong with the family in this setting, or None: it is equal, or refused as it says."""
+    family = _family.get(name)
+    result, found = check(name, setting)
+    allowed = [family.refused] if family.refused else []
+    allowed += [NOT_IN_MICROBATCHES] if setting.accumulate > 1 else []
+    if result == "refused" and any(re.search(text, found[0]) for text in allowed):
+        return None
+    if result == "equal" and not family.refused:
+        return None
+    return f"{name}, {setting}: {result}. " + "; ".join(found[:4])
+
+
+def sharded(family: _family.Family, setting: Setting) -> Any:
+    """The family's step on a mesh of virtual devices."""
+    names = tuple("ab"[: len(setting.axes)]) if len(setting.axes) > 1 else ("data",)
+    sizes, kinds = (*setting.axes,), (jax.sharding.AxisType.Auto,)
+    axes = (*names, *(("model",) if family.automatic > 1 else ()))
+    sizes += (family.automatic,) if family.automatic > 1 else ()
+    num = functools.reduce(lambda a, b: a * b, sizes)
+    mesh = jax.make_mesh(sizes, axes, kinds * len(axes), devices=jax.devices()[:num])
+    options = {**family.options}
+    if setting.accumulate > 1:
+        options["accumulate"] = setting.accumulate
+    return jzero.shard_train_step(
+        family.step, stage=setting.stage, mesh=mesh, axis_names=names, min_shard_bytes=0,
+        in_specs=family.in_specs(names if len(names) > 1 else names[0]), **options,
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""Every family of steps trains what `jax.jit` trains with the whole batch, or is refused by name.
+
+Each at stage 3 on 8 devices, and a sample of the other settings; `make exactness` runs all of them
+(experiments/exactness).
+"""
+
+import random
+
+import jax
+import pytest
+
+import exactness
+from exactness._check import Setting, applies, verdict
+
+SLOW = exactness.SLOW
+MESHES = ((1,), (2,), (4,), (8,), (2, 2), (2, 4))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _double():
+    """For all threads, and not for a context: callbacks run in XLA's threads."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def widest(name):
+    return exactness.get(name).exact_dtypes[-1]
+
+
+def marked(name):
+    return pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+
+
+@pytest.mark.parametrize("name", list(map(marked, exactness.NAMES)))
+def test_trains_as_on_one_device(name):
+    axes = (8 // exactness.get(name).automatic,)
+    assert verdict(name, Setting(3, axes, widest(name))) is None
+
+
+def sample(num):
+    """Settings of families that are not slow, the same in every run."""
+    draw = random.Random(13)
+    found = []
+    while len(found) < num:
+        name = draw.choice([name for name in exactness.NAMES if name not in SLOW])
+        setting = Setting(
+            draw.randrange(4), draw.choice(MESHES), widest(name), draw.choice((1, 1, 2))
+        )
+        if applies(exactness.get(name), setting):
+            found.append((name, setting))
+    return found
+
+
+@pytest.mark.parametrize(("name", "setting"), sample(40), ids=str)
+def test_trains_so_in_other_settings(name, setting):
+    assert verdict(name, setting) is None
