@@ -120,8 +120,7 @@ class _Cutter:
         What AD adds up (tied weights) then is one sum, and a loop may go on adding to it.
         """
         kinds = [self._kind(a) for a in eqn.invars]
-        rule = _rules.rule_for(eqn)
-        adds = eqn.primitive.name in ("add", "add_any") or (rule is not None and rule.linear)
+        adds = eqn.primitive.name in ("add", "add_any") or _rules.is_linear(eqn)
         if Kind.PARTIAL not in kinds or not (adds or Kind.LOCAL in kinds):
             return None
         if any(a in self._handed_out and self._kinds[a] is Kind.PARTIAL for a in atoms):

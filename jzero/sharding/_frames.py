@@ -231,7 +231,7 @@ def _note_unreduced(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> None:
             for out, atom in zip(eqn.outvars, child.jaxpr.outvars, strict=True)
             if is_unreduced(child, atom)
         }
-    elif name in _rules.RULES and _rules.RULES[name].linear:
+    elif _rules.is_linear(eqn):
         if all(is_unreduced(frame, atom) for atom in eqn.invars):
             frame.unreduced.update(eqn.outvars)
 

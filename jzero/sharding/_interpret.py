@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax.numpy as jnp
+from jax import lax
 
 from jzero import _jaxpr
 from jzero.sharding import _collectives, _frames
@@ -253,7 +254,11 @@ class Interpreter:
     def as_contribution(self, value: Value, scale: float) -> Any:
         """What this device adds to a sum, `scale` times which is `value`; it was reduced already."""
         x = jnp.asarray(self.devices.full(value))
-        return x / jnp.asarray(scale * self.devices.num, x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return x / jnp.asarray(scale * self.devices.num, x.dtype)
+        assert scale == 1, scale
+        first = lax.axis_index(self.devices.axes) == 0
+        return jnp.where(first, x, jnp.zeros_like(x))
 
     def inside(self, divergent: bool = False) -> Interpreter:
         """The interpreter for a loop body or a branch: its gathers are its own."""

@@ -94,7 +94,8 @@ def kinds_of(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Kind]) -> list
         zeros = bool(ins) and name in _ZERO_OF_ZEROS and set(ins[_SUMMANDS[name]]) == {Kind.ZERO}
         same = Kind.ZERO if zeros else Kind.SAME
         return [Kind.LOCAL if frame.varies(out) else same for out in eqn.outvars]
-    if not _stays_partial(name, ins) or any(frame.varies(out) for out in eqn.outvars):
+    rounds = name == "convert_element_type" and not _rules.is_linear(eqn)
+    if rounds or not _stays_partial(name, ins) or any(frame.varies(out) for out in eqn.outvars):
         raise _refusal(eqn)
     return [Kind.PARTIAL] * len(eqn.outvars)
 

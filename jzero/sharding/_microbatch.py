@@ -79,8 +79,8 @@ class _Sum:
         if self.dim is None and waits(value):
             self.scale, self.wire, x = value.scale, value.x.dtype, value.x
         elif self.dim is None and inner.hold:
-            self.scale, self.wire = inner.mean_scale, self.var.aval.dtype
-            x = inner.as_contribution(value, inner.mean_scale)
+            self.scale, self.wire = 1.0, self.var.aval.dtype
+            x = inner.as_contribution(value, 1.0)
         else:
             value = inner.devices.scatter(value, self.dim)
             if waits(value) and value.dim == self.dim:

@@ -69,8 +69,7 @@ def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unr
     )
     if collects:
         ins = _as_contributions(interp, ins)
-    rule = _rules.RULES.get(name)
-    if not (scalar_sum or collects or (rule is not None and rule.linear)):
+    if not (scalar_sum or collects or _rules.is_linear(eqn)):
         return None
     # Python's sum() starts from a literal 0, which adds nothing to wait for.
     zeros = [scalar_sum and _jaxpr.is_literal(a) and a.val == 0 for a in eqn.invars]
@@ -84,9 +83,7 @@ def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unr
     if scalar_sum and not rest:
         return first
     if name == "convert_element_type":
-        dtype = eqn.params["new_dtype"]
-        floats = [jnp.issubdtype(d, jnp.floating) for d in (dtype, first.dtype, first.x.dtype)]
-        return dataclasses.replace(first, dtype=dtype) if all(floats) else None
+        return dataclasses.replace(first, dtype=eqn.params["new_dtype"])
     scales = {value.scale for value in waiting} - {None}
     if len(scales) > 1 or any((v.dtype, v.dim) != (first.dtype, first.dim) for v in rest):
         return None

@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from jzero import _jaxpr
 
 # For each operand, for each of its dims: the output dim it becomes, or None if it does not survive.
@@ -175,6 +177,15 @@ def rule_for(eqn: _jaxpr.Eqn) -> Rule | None:
         same = eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
         return rule if same else None
     return rule
+
+
+def is_linear(eqn: _jaxpr.Eqn) -> bool:
+    """Whether it may run before a sum that is due; so may the narrowing of a float, which rounds."""
+    rule = rule_for(eqn)
+    if eqn.primitive.name == "convert_element_type":
+        dtypes = (eqn.invars[0].aval.dtype, eqn.params["new_dtype"])
+        return all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+    return rule is not None and rule.linear
 
 
 def is_elementwise(eqn: _jaxpr.Eqn) -> bool:

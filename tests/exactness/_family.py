@@ -54,7 +54,7 @@ class Family:
     automatic: int = 1
     calls: list[Any] | None = None
 
-    def in_specs(self, axes: Any) -> dict[str, jax.P]:
+    def in_specs(self, axes: Any) -> dict[str | int, Any]:
         """The option of this name, for data axes `axes` (a name or a tuple of names)."""
         return {
             name: jax.P() if dim is None else jax.P(*[None] * dim, axes)

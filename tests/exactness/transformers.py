@@ -1,6 +1,7 @@
 """Language models: layers in a scan or one after the other, and every form of attention."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ HEADS = 4
 HEAD = 4
 ROWS = 16  # as many as the width
 TX = adamw()
-FLOAT32_INSIDE = {
+FLOAT32_INSIDE: dict[str, Any] = {
     "exact_dtypes": ("float32",),
     "note": "jax.nn takes the softmax in float32, whatever it is given",
 }

@@ -1,0 +1,668 @@
+"""Each rule of the batch: an operation on one device's rows gives the rows of the operation on all of them.
+
+A case is a small function, mostly one primitive, and the dims of its arguments as letters. For every letter of
+every argument, the argument is dealt to four devices along that dim, in each layout; `localize` rewrites the
+function for one device; what the four compute is put together and compared with the function of whole arrays.
+Padding is NaN, True, or a large number, so that whatever lets it through fails.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.scipy as jsp
+import numpy as np
+import pytest
+from jax import lax, random
+from jax.ad_checkpoint import checkpoint_name
+
+from jzero import _jaxpr, _rewrite
+from jzero.batch import _body, _localize, _rows
+from jzero.batch._rows import FULL, Rows
+
+DEVICES = 4
+# Sizes of the dims that hold rows. Dealt out, the devices have two blocks each, and all dims are of one size.
+LAYOUTS = {"contiguous": (8, 4), "dealt": (8, 8), "padded": (5, 7), "few": (3, 2)}
+OTHERS = (3, 6, 4, 9, 5, 7)  # sizes of the rest, in their order
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _float64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+    _body._traced.cache_clear()  # What it holds was traced with 64 bits.
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A function and its arguments.
+
+    Attributes:
+      fn: of arrays; and of a shape, if `to` is given.
+      arguments: of each its dims, `i:ab`: a letter is a dim, `(ab)` one that is as long as two, a digit one of
+        that size. Before the colon stands the dtype, see `DTYPES`.
+      along: dims whose rows it gathers, in some layout.
+      to: the dims of `fn`'s last argument.
+    """
+
+    fn: Callable[..., Any]
+    arguments: str
+    along: str = ""
+    to: str | None = None
+
+
+def ein(subscripts: str) -> Case:
+    dims = subscripts.split("->")[0].replace(",", " ")
+    return Case(functools.partial(jnp.einsum, subscripts), dims)
+
+
+def reshape(before: str, after: str, along: str = "") -> Case:
+    return Case(jnp.reshape, before, along, after)
+
+
+def conv(lhs: Any, rhs: Any, feature_groups: int = 1, batch_groups: int = 1, **options: Any) -> Any:
+    dims = lhs.ndim - 2
+    options = {"window_strides": (1,) * dims, "padding": "SAME"} | options
+    return lax.conv_general_dilated(
+        lhs, rhs, feature_group_count=feature_groups, batch_group_count=batch_groups, **options
+    )
+
+
+def grouped(lhs: Any, rhs: Any) -> Any:
+    return conv(lhs, rhs, feature_groups=lhs.shape[1] // rhs.shape[1])
+
+
+def batch_grouped(lhs: Any, rhs: Any) -> Any:
+    return conv(lhs, rhs, batch_groups=3)
+
+
+def gradient(fn: Callable[..., Any], argnum: int) -> Callable[..., Any]:
+    """The gradient of sum(sin(fn)), which is different for every element."""
+    return jax.grad(lambda *xs: jnp.sum(jnp.sin(fn(*xs))), argnum)
+
+
+def per_example(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` of each row of the first argument, and of the whole second one."""
+    return jax.vmap(fn, (0, None))
+
+
+def pool(x: Any, init: float, op: Any) -> Any:
+    return lax.reduce_window(x, init, op, (1, 2, 1), (1, 2, 1), "SAME")
+
+
+def max_pool(x: Any) -> Any:
+    return pool(x, -jnp.inf, lax.max)
+
+
+def avg_pool(x: Any) -> Any:
+    return pool(x, 0.0, lax.add) / pool(jnp.ones_like(x), 0.0, lax.add)
+
+
+def definite(x: Any) -> Any:
+    return regular(x @ x.mT)
+
+
+def regular(x: Any) -> Any:
+    return x + 9 * jnp.broadcast_to(jnp.eye(x.shape[-1]), x.shape)
+
+
+def solve_triangular(a: Any, b: Any, **options: Any) -> Any:
+    return lax.linalg.triangular_solve(regular(a), b, lower=True, **options)
+
+
+def ragged(sizes: Any, x: Any, weights: Any) -> Any:
+    return lax.ragged_dot(x, weights, sizes)
+
+
+def arange(x: Any) -> Any:
+    return jnp.arange(x.shape[0])
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1))
+
+
+def cross_entropy_by_rows(logits: Any, labels: Any) -> Any:
+    return -jnp.mean(jax.nn.log_softmax(logits)[arange(logits), labels])
+
+
+def layer_norm(x: Any, scale: Any) -> Any:
+    mean, var = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
+    return (x - mean) * lax.rsqrt(var + 1e-5) * scale[None, None]
+
+
+def batch_norm(x: Any) -> Any:
+    mean, var = jnp.mean(x, (0, 1), keepdims=True), jnp.var(x, (0, 1), keepdims=True)
+    return (x - mean) * lax.rsqrt(var + 1e-5)
+
+
+def contrastive(z: Any) -> Any:
+    return cross_entropy(jnp.einsum("id,jd->ij", z, z), arange(z))
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def noise(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """What one key draws for a whole array."""
+    return lambda x, key: x + draw(key, x.shape)
+
+
+def draws(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """What each row's own key draws."""
+    return jax.vmap(draw)
+
+
+def bits(dtype: Any) -> Callable[..., Any]:
+    return lambda x, key: (x > 0).astype(dtype) + random.bits(key, x.shape, dtype)
+
+
+def key_bits(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *xs: random.key_data(jax.vmap(fn)(*xs))
+
+
+ELEMENTWISE = {
+    "exp": Case(jnp.exp, "abc"),
+    "add": Case(jnp.add, "abc abc"),
+    "sub, dims of size 1": Case(jnp.subtract, "a1c 1bc"),
+    "mul_p, dims of size 1": Case(lambda x, y: lax.mul_p.bind(x, y), "a1c abc"),
+    "where": Case(jnp.where, "?:abc abc abc"),
+    "select_n, one for all": Case(lax.select_n, "?: ab ab"),
+    "clamp": Case(lax.clamp, "ab ab ab"),
+    "clip": Case(lambda x: jnp.clip(x, -0.5, 0.5), "ab"),
+    "int8 and back": Case(lambda x: (50 * x).astype(jnp.int8).astype(jnp.float64), "ab"),
+    "float8": Case(lambda x: x.astype(jnp.float8_e4m3fn), "ab"),
+    "float8 and back": Case(lambda x: x.astype(jnp.float8_e5m2).astype(jnp.float32), "ab"),
+    "bitcast": Case(lambda x: lax.bitcast_convert_type(x, jnp.uint64), "ab"),
+    "bitcast to narrower": Case(lambda x: lax.bitcast_convert_type(x, jnp.uint32), "ab"),
+    "bitcast to wider": Case(lambda x: lax.bitcast_convert_type(x, jnp.uint64), "u:ab2"),
+    "complex": Case(lambda x, y: jnp.conj(lax.complex(x, y) * 2j) / (1 + x), "ab ab"),
+    "real, imag": Case(lambda x: (jnp.real(x), jnp.imag(x), jnp.abs(x)), "c:ab"),
+    "population_count": Case(lambda x: (lax.population_count(x), lax.clz(x)), "u:ab"),
+    "igamma": Case(jsp.special.gammainc, "+:ab +:ab"),
+    "igammac": Case(jsp.special.gammaincc, "+:ab +:ab"),
+    "betainc": Case(jsp.special.betainc, "+:ab +:ab +:ab"),
+    "zeta": Case(lambda x, y: jsp.special.zeta(x + 2, y), "+:ab +:ab"),
+    "name": Case(lambda x: checkpoint_name(x, "x"), "ab"),
+    "log2": Case(jnp.log2, "+:ab"),
+}
+SHAPES = {
+    "merge two first": reshape("abc", "(ab)c"),
+    "merge two last": reshape("abc", "a(bc)"),
+    "merge all": reshape("abc", "(abc)"),
+    "split first": reshape("(ab)c", "abc"),
+    "split last": reshape("a(bc)", "abc"),
+    "split in three": reshape("(abc)", "abc"),
+    "merge and split": reshape("(ab)c", "a(bc)"),
+    "split and merge": reshape("a(bc)", "(ab)c"),
+    "merge elsewhere": reshape("abcd", "a(bc)d"),
+    "dims of size 1": reshape("1ab", "a1b1"),
+    "no rows afterwards": reshape("ab", "ba", "ab"),
+    "reshape, half a dim": reshape("2a3", "a6", "a"),
+    "squeeze": Case(lambda x: jnp.squeeze(x, (0, 2)), "1a1b"),
+    "expand_dims": Case(lambda x: jnp.expand_dims(x, (0, 2)), "ab"),
+    "transpose": Case(lambda x: jnp.transpose(x, (2, 0, 1)), "abc"),
+    "broadcast_to": Case(jnp.broadcast_to, "1ab", to="dab"),
+    "broadcast a size-1 dim": Case(jnp.broadcast_to, "a1c", to="abc"),
+    "broadcast and merge": Case(
+        lambda x, y, shape: y + jnp.broadcast_to(x[:, None], y.shape).reshape(y.shape), "ac abc", to="a"
+    ),
+    "repeat": Case(lambda x: jnp.repeat(x, 2, 1), "abc"),
+    "tile": Case(lambda x: jnp.tile(x, (1, 2)), "ab", "b"),
+    "stack": Case(lambda x, y: jnp.stack([x, y], 1), "ab ab"),
+    "unstack": Case(lambda x: jnp.unstack(x, axis=1), "a2b"),
+    "split": Case(lambda x: jnp.split(x, 2, 1), "a(2b)", "b"),
+    "concatenate": Case(lambda x, y: jnp.concatenate([x, y], 1), "ab ab", "b"),
+    "concatenate, other sizes": Case(lambda x, y: jnp.concatenate([x, y], 1), "ab a2", "b"),
+    "concatenate and slice": Case(
+        lambda x, y: (lambda z: (z[: len(x)], z[len(x) :]))(jnp.concatenate([x, y])), "ab ab", "a"
+    ),
+    "concatenate and split": Case(
+        lambda x, y: jnp.split(jnp.concatenate([x, y, x]), 3), "ab ab", "a"
+    ),
+    "slice": Case(lambda x: x[:, 1:], "abc", "b"),
+    "slice with strides": Case(lambda x: x[:, ::2], "abc", "b"),
+    "rev": Case(lambda x: jnp.flip(x, 1), "abc", "b"),
+    "roll": Case(lambda x: jnp.roll(x, 1, 1), "abc", "b"),
+    "pad": Case(
+        lambda x: lax.pad(x, jnp.pi, [(1, 2, 0), (0, 0, 0), (-1, 0, 1)]), "abc", "ac"
+    ),
+    "dynamic_slice": Case(
+        lambda x, i: lax.dynamic_slice_in_dim(x, i, 2, 1), "abc i:", "b"
+    ),
+    "dynamic_update_slice": Case(
+        lambda x, y, i: lax.dynamic_update_slice_in_dim(x, y, i, 1), "abc a2c i:", "b"
+    ),
+    "iota": Case(
+        lambda x: x + lax.broadcasted_iota(jnp.int32, x.shape, 0) * lax.broadcasted_iota(jnp.int32, x.shape, 1),
+        "ab",
+    ),
+    "one_hot": Case(lambda i: jax.nn.one_hot(i, 5), "i:ab"),
+    "tril": Case(jnp.tril, "abc"),
+    "diagonal": Case(jnp.diagonal, "aab", "a"),
+}
+REDUCTIONS = {
+    "sum": Case(lambda x: (jnp.sum(x, 1), jnp.sum(x, (0, 2)), jnp.sum(x)), "abc"),
+    "max": Case(lambda x: (jnp.max(x, 1), jnp.max(x)), "abc"),
+    "min": Case(lambda x: (jnp.min(x, 1), jnp.min(x)), "abc"),
+    "max of integers": Case(lambda x: (jnp.max(x, 0), jnp.min(x, 0), jnp.sum(x, 0)), "i:ab"),
+    "max of unsigned": Case(lambda x: (jnp.max(x, 0), jnp.min(x, 0), jnp.sum(x, 0)), "u:ab"),
+    "sum of complex": Case(lambda x: jnp.sum(x, 0), "c:ab"),
+    "prod": Case(lambda x: jnp.prod(x, 1), "abc", "b"),
+    "and, or": Case(lambda x: (jnp.all(x, 0), jnp.any(x, 0), jnp.sum(x, 0)), "?:ab"),
+    "and of integers": Case(lambda x: lax.reduce_and(x, (0,)), "i:ab"),
+    "or of integers": Case(lambda x: lax.reduce_or(x, (0,)), "i:ab"),
+    "xor": Case(lambda x: lax.reduce_xor(x, (0,)), "i:ab", "a"),
+    "xor of bools": Case(lambda x: lax.reduce_xor(x, (0,)), "?:ab", "a"),
+    "reduce": Case(
+        lambda x, y: lax.reduce((x, y), (0.0, 1.0), lambda s, t: (s[0] + t[0], s[1] * t[1]), (1,)),
+        "abc abc", "b",
+    ),
+    "argmax, argmin": Case(lambda x: (jnp.argmax(x, 1), jnp.argmin(x, 1)), "abc", "b"),
+    "norm": Case(lambda x: jnp.linalg.norm(x, axis=0), "ab"),
+    "logsumexp": Case(lambda x: (jax.nn.logsumexp(x, 0), jax.nn.softmax(x, 0)), "ab"),
+    "median": Case(lambda x: jnp.median(x, 0), "ab", "a"),
+    "variance": Case(lambda x: (jnp.var(x, 0), jnp.std(x)), "ab"),
+    "cumsum": Case(lambda x: jnp.cumsum(x, 1), "abc", "b"),
+    "cumsum, reversed": Case(lambda x: lax.cumsum(x, 1, reverse=True), "abc", "b"),
+    "cumsum of integers": Case(lambda x: lax.cumsum(x, 0), "i:ab", "a"),
+    "cumprod": Case(lambda x: lax.cumprod(x, 1), "abc", "b"),
+    "cummax, cummin": Case(lambda x: (lax.cummax(x, 1), lax.cummin(x, 1)), "abc", "b"),
+    "cumlogsumexp": Case(lambda x: lax.cumlogsumexp(x, 1), "abc", "b"),
+    "associative_scan": Case(lambda x: lax.associative_scan(jnp.add, x, axis=1), "btc", "t"),
+    "sort": Case(lambda x: jnp.sort(x, 1), "abc", "b"),
+    "sort of two": Case(lambda i, x: lax.sort((i, x), dimension=1, num_keys=2), "i:ab ab", "b"),
+    "argsort": Case(lambda x: jnp.argsort(x, 0), "ab", "a"),
+    "top_k": Case(lambda x: lax.top_k(x, 2), "ab", "b"),
+    "top_k of the first dim": Case(lambda x: lax.top_k(x, 2, axis=0), "ab", "a"),
+    "approx_max_k": Case(lambda x: lax.approx_max_k(x, 2), "ab", "b"),
+}
+PRODUCTS = {
+    "matrix product": ein("ij,jk->ik"),
+    "outer product": ein("i,j->ij"),
+    "batch of products": ein("bij,bjk->bik"),
+    "sum over rows": ein("bi,bj->ij"),
+    "two sums": ein("bti,btj->ij"),
+    "inner product": ein("a,a->"),
+    "scores": ein("bqhd,bkhd->bhqk"),
+    "vector": ein("bij,j->bi"),
+    "product of integers": Case(lambda x, y: x.T @ y, "i:ba i:bc"),
+    "product with itself": Case(lambda x: x @ x.T, "ab", "a"),
+    "attention": Case(attention, "bqhd bkhd bkhd"),
+    "ragged_dot": Case(ragged, "i:g mk gkn", "mg"),
+    "ragged_dot by rows": Case(jax.vmap(ragged, (None, 0, None)), "i:3 bmk 3kn", "bm"),
+    "conv": Case(conv, "niw oik", "wk"),
+    "conv, strides and padding": Case(
+        lambda x, k: conv(x, k, window_strides=(2,), padding=[(2, 1)], lhs_dilation=(2,), rhs_dilation=(2,)),
+        "niw oi3", "w",
+    ),
+    "conv 2d": Case(conv, "nihw oi33", "hw"),
+    "conv 2d, channels last": Case(
+        lambda x, k: conv(x, k, dimension_numbers=("NHWC", "HWIO", "NHWC")), "nhwi 33io", "hw"
+    ),
+    "conv, to the kernel": Case(gradient(conv, 1), "niw oi3", "w"),
+    "conv, to the image": Case(gradient(conv, 0), "niw oi3", "w"),
+    "grouped conv": Case(grouped, "n(gi)w (go)i3", "gowi"),
+    "grouped conv, to the kernel": Case(gradient(grouped, 1), "n(gi)w (go)i3", "gowi"),
+    "grouped conv, to the image": Case(gradient(grouped, 0), "n(gi)w (go)i3", "gowi"),
+    "depthwise conv": Case(grouped, "ngw g13", "gw"),
+    "depthwise conv, to the kernel": Case(gradient(grouped, 1), "ngw g13", "gw"),
+    "batch groups": Case(batch_grouped, "(3n)iw (3o)i3", "now"),
+    "many batch groups": Case(
+        lambda x, k: conv(x, k, batch_groups=k.shape[0]), "(on)iw oi3", "onw"
+    ),
+    "conv of each example": Case(jax.vmap(conv, (0, None)), "bniw oi3", "w"),
+    "conv of each with its kernel": Case(jax.vmap(conv), "bniw boi3", "bniow"),
+    "conv, to the kernel of each": Case(
+        jax.vmap(gradient(lambda x, k: conv(x[None], k), 1), (0, None)), "biw oi3", "biow"
+    ),
+}
+LOOK_UPS = {
+    "embedding": Case(lambda x, i: x[i], "vd i:bt", "v"),
+    "embedding's gradient": Case(gradient(lambda x, i: x[i], 0), "vd i:bt", "v"),
+    "two indices": Case(lambda x, i, j: x[i, j], "uvd i:b i:b", "uv"),
+    "take": Case(lambda x, i: jnp.take(x, i, axis=1), "avd i:b", "v"),
+    "take_along_axis": Case(lambda x, i: jnp.take_along_axis(x, i, 1), "bvd i:bkd", "v"),
+    "take_along_axis's gradient": Case(
+        gradient(lambda x, i: jnp.take_along_axis(x, i, 1), 0), "bvd i:bkd", "v"
+    ),
+    "own row": Case(lambda x, i: x[arange(x), i], "bv i:b", "v"),
+    "own row's gradient": Case(gradient(lambda x, i: x[arange(x), i], 0), "bv i:b", "v"),
+    "own row, several": Case(lambda x, i: x[arange(x)[:, None], i], "bv i:bk", "v"),
+    "own row, last": Case(lambda x, i: x[i, jnp.arange(x.shape[1])], "vb i:b", "v"),
+    "own row of windows": Case(lambda x, i: x[arange(x), i], "bvd i:b", "v"),
+    "own row, vmap": Case(jax.vmap(lambda x, i: x[i]), "bvd i:b", "v"),
+    "add to own row": Case(lambda x, i, y: x.at[arange(x), i].add(y), "bv i:b b", "v"),
+    "set in own row": Case(lambda x, i, y: x.at[arange(x), i].set(y), "bv i:b b", "v"),
+    "multiply own row": Case(lambda x, i, y: x.at[arange(x), i].multiply(y), "bv i:b b", "v"),
+    "maximum with own row": Case(lambda x, i, y: x.at[arange(x), i].max(y), "bv i:b b", "v"),
+    "scatter-add": Case(lambda x, i, y: x.at[i].add(y), "vd i:b bd", "v"),
+    "scatter-sub": Case(lambda x, i, y: x.at[i].subtract(y), "vd i:b bd", "v"),
+    "scatter-add of integers": Case(lambda x, i, y: x.at[i].add(y), "i:vd i:b i:bd", "v"),
+    "scatter-max": Case(lambda x, i, y: x.at[i].max(y), "vd i:b bd", "v"),
+    "scatter-min": Case(lambda x, i, y: x.at[i].min(y), "vd i:b bd", "v"),
+    "scatter-mul": Case(lambda x, i, y: x.at[i].multiply(y), "vd i:b bd", "vb"),
+    "scatter": Case(lambda x, i, y: x.at[i].set(y), "vd i:b bd", "vb"),
+    "scatter into columns": Case(lambda x, i, y: x.at[:, i].add(y), "avd i:b abd", "v"),
+    "scatter, vmap": Case(jax.vmap(lambda x, i, y: x.at[i].set(y)), "bvd i:bk bkd", "vk"),
+    "segment_sum": Case(lambda x, i: jax.ops.segment_sum(x, i, 4), "bd i:b"),
+    "segment_max": Case(lambda x, i: jax.ops.segment_max(x, i, 4), "bd i:b"),
+    "bincount": Case(lambda i: jnp.bincount(i, length=4), "i:b"),
+    "searchsorted, compared": Case(
+        lambda x, y: jnp.searchsorted(jnp.sort(x), y, method="compare_all"), "a b", "a"
+    ),
+}
+WINDOWS = {
+    "max pool": Case(max_pool, "bwc", "w"),
+    "average pool": Case(avg_pool, "bwc", "w"),
+    "max pool's gradient": Case(gradient(max_pool, 0), "bwc", "w"),
+    "average pool's gradient": Case(gradient(avg_pool, 0), "bwc", "w"),
+    "min pool": Case(lambda x: pool(x, jnp.inf, lax.min), "bwc", "w"),
+    "window of products": Case(lambda x: pool(x, 1.0, lax.mul), "bwc", "w"),
+    "max pool's tangent": Case(lambda x, y: jax.jvp(max_pool, (x,), (y,))[1], "bwc bwc", "w"),
+}
+LINEAR_ALGEBRA = {
+    "rfft": Case(lambda x: jnp.fft.rfft(x, axis=-1), "abc", "c"),
+    "irfft": Case(lambda x: jnp.fft.irfft(x, 6), "c:ab", "b"),
+    "fft2": Case(jnp.fft.fft2, "abc", "bc"),
+    "fft of the first dim": Case(lambda x: jnp.fft.fft(x, axis=0), "ab", "a"),
+    "cholesky": Case(lambda x: jnp.linalg.cholesky(definite(x)), "bnn", "n"),
+    "triangular_solve": Case(functools.partial(solve_triangular, left_side=True), "bnn bnk", "n"),
+    "triangular_solve, right": Case(functools.partial(solve_triangular, left_side=False), "bnn bkn", "n"),
+    "eigh": Case(lambda x: jnp.linalg.eigh(definite(x)), "bnn", "n"),
+    "eig": Case(lambda x: jnp.linalg.eigvals(definite(x)), "bnn", "n"),
+    "qr": Case(jnp.linalg.qr, "bmn", "mn"),
+    "svd": Case(lambda x: jnp.linalg.svd(x, full_matrices=False), "bmn", "mn"),
+    "lu": Case(lax.linalg.lu, "bmn", "mn"),
+    "inverse": Case(lambda x: jnp.linalg.inv(regular(x)), "bnn", "n"),
+    "solve": Case(lambda x, y: jnp.linalg.solve(regular(x), y), "bnn bnk", "n"),
+    "solve for the batch": Case(lambda x, y: jnp.linalg.solve(regular(x), y), "nn nb", "n"),
+    "slogdet": Case(lambda x: jnp.linalg.slogdet(regular(x)), "bnn", "n"),
+    "tridiagonal_solve": Case(
+        lambda x, y: lax.linalg.tridiagonal_solve(x, 9 + x, x, y), "bn bnk", "n"
+    ),
+}
+RANDOM = {
+    "bits of 8": Case(bits(jnp.uint8), "abc k:"),
+    "bits of 16": Case(bits(jnp.uint16), "abc k:"),
+    "bits of 32": Case(bits(jnp.uint32), "abc k:"),
+    "bits of 64": Case(bits(jnp.uint64), "abc k:"),
+    "normal": Case(noise(random.normal), "ab k:"),
+    "uniform, merged": Case(
+        lambda x, key: x + random.uniform(key, (x.size,)).reshape(x.shape), "ab k:"
+    ),
+    "bernoulli": Case(noise(lambda key, shape: random.bernoulli(key, 0.3, shape)), "ab k:"),
+    "randint": Case(noise(lambda key, shape: random.randint(key, shape, 0, 7)), "ab k:"),
+    "permutation": Case(lambda x, key: random.permutation(key, x), "ab k:", "a"),
+    "permutation of columns": Case(lambda x, key: random.permutation(key, x, axis=1), "ab k:", "b"),
+    "split of one key": Case(
+        lambda x, key: x + jax.vmap(random.normal)(random.split(key, x.shape[0]))[:, None], "ab k:"
+    ),
+    "seeds": Case(key_bits(random.key), "i:b"),
+    "split": Case(key_bits(random.split), "k:b"),
+    "fold_in": Case(key_bits(random.fold_in), "k:b i:b"),
+    "fold_in of one key": Case(
+        lambda i, key: random.key_data(jax.vmap(lambda j: random.fold_in(key, j))(i)), "i:b k:"
+    ),
+    "clone": Case(key_bits(random.clone), "k:b"),
+    "raw keys": Case(jax.vmap(lambda k: random.bits(random.wrap_key_data(k), (3,))), "u:b2"),
+    "bits by rows": Case(draws(lambda k: random.bits(k, (3, 2))), "k:b"),
+    "normal by rows": Case(draws(lambda k: random.normal(k, (3,))), "k:b"),
+    "bernoulli by rows": Case(draws(random.bernoulli), "k:b"),
+    "randint by rows": Case(draws(lambda k: random.randint(k, (3,), 0, 7)), "k:b"),
+    "permutation by rows": Case(jax.vmap(random.permutation), "k:b bt", "t"),
+    "keys looked up": Case(lambda keys, i: random.key_data(keys[i]), "k:v i:b", "v"),
+    "keys reshaped": Case(lambda keys: random.key_data(keys.reshape(-1)), "k:ab"),
+}
+FUNCTIONS = {
+    "cross entropy": Case(cross_entropy, "bv i:b", "v"),
+    "cross entropy, own rows": Case(cross_entropy_by_rows, "bv i:b", "v"),
+    "cross entropy's gradient": Case(jax.grad(cross_entropy), "bv i:b", "v"),
+    "cross entropy's gradient, own rows": Case(jax.grad(cross_entropy_by_rows), "bv i:b", "v"),
+    "layer norm": Case(layer_norm, "btd d"),
+    "layer norm, to the scale": Case(gradient(layer_norm, 1), "btd d"),
+    "batch norm": Case(batch_norm, "btd"),
+    "batch norm's gradient": Case(gradient(batch_norm, 0), "btd"),
+    "contrastive": Case(contrastive, "bd", "b"),
+    "attention's gradient": Case(gradient(attention, 1), "bqhd bkhd bkhd"),
+}
+CASES = (
+    ELEMENTWISE | SHAPES | REDUCTIONS | PRODUCTS | LOOK_UPS | WINDOWS | LINEAR_ALGEBRA | RANDOM | FUNCTIONS
+)  # fmt: skip
+
+
+# -- arguments ------------------------------------------------------------------------------------------
+
+Dims = list[str]  # of one argument; each a letter, several, or a number
+DTYPES = {"f": float, "+": float, "c": complex, "i": np.int32, "u": np.uint32, "?": bool, "k": None}
+
+
+def parsed(spec: str) -> tuple[str, Dims]:
+    dtype, _, dims = spec.rpartition(":")
+    return dtype or "f", [d.strip("()") for d in re.findall(r"\(\w+\)|\w", dims)]
+
+
+def length(dim: str, sizes: dict[str, int]) -> int:
+    return math.prod(int(c) if c.isdigit() else sizes[c] for c in dim)
+
+
+def drawn(dtype: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+    if dtype == "k":
+        return random.wrap_key_data(rng.integers(2**32, size=(*shape, 2), dtype=np.uint32))
+    if dtype in "iu":
+        return rng.integers(2**31 if dtype == "u" else 6, size=shape).astype(DTYPES[dtype])
+    x = rng.uniform(0.1, 1, shape) if dtype == "+" else rng.normal(size=shape)
+    return x > 0 if dtype == "?" else x + 1j * rng.normal(size=shape) if dtype == "c" else x
+
+
+def garbage(x: Any) -> Any:
+    """What padding holds."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return random.key(12345)
+    return {"f": np.nan, "c": np.nan, "b": True}.get(x.dtype.kind, 1_000_003)
+
+
+def dealt(x: Any, rows: Rows) -> Any:
+    """`x` as each device has it, stacked."""
+    dim, outer, inner = rows
+    shape = x.shape
+    more = [(0, outer * DEVICES * inner - n if d == dim else 0) for d, n in enumerate(shape)]
+    if isinstance(x, np.ndarray):
+        x = np.pad(x, more, constant_values=garbage(x))
+    elif any(after for _, after in more):
+        x = jnp.concatenate([x, jnp.broadcast_to(garbage(x), [m or n for n, (_, m) in zip(shape, more)])], dim)
+    x = x.reshape(*shape[:dim], outer, DEVICES, inner, *shape[dim + 1 :])
+    x = jnp.moveaxis(jnp.asarray(x), dim + 1, 0)
+    return x.reshape(DEVICES, *_rows.local_shape(shape, rows))
+
+
+def joined(parts: np.ndarray, rows: Rows) -> np.ndarray:
+    """What devices have of a dim in one block, put together."""
+    return np.concatenate(list(parts), rows.dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A letter of an argument's dim, along which the argument is dealt to the devices."""
+
+    argument: int
+    dim: int
+    letter: str
+
+
+def places_of(case: Case) -> list[Place]:
+    return [
+        Place(i, d, letter)
+        for i, spec in enumerate(case.arguments.split())
+        for d, dim in enumerate(parsed(spec)[1])
+        for letter in dim
+        if letter.isalpha()
+    ]
+
+
+def sizes_of(case: Case, letters: list[str], layout: str) -> dict[str, int]:
+    """How long every dim is if these hold rows."""
+    everything = sorted({c for c in re.sub(r".:", "", case.arguments) + (case.to or "") if c.isalpha()})
+    if layout == "dealt":
+        return dict.fromkeys(everything, 8)
+    own = dict(zip(letters, LAYOUTS[layout], strict=False))
+    rest = iter([size for size in OTHERS if size not in own.values()])
+    return {letter: own[letter] if letter in own else next(rest) for letter in everything}
+
+
+def rows_at(place: Place, dim: str, sizes: dict[str, int], layout: str) -> Rows:
+    before, after = dim.split(place.letter, 1)
+    blocks = 2 if layout == "dealt" else 1
+    inner = -(-sizes[place.letter] // (DEVICES * blocks))
+    return Rows(place.dim, length(before, sizes) * blocks, inner * length(after, sizes))
+
+
+# -- one device -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Configuration:
+    """A case whose arguments are dealt to the devices along `places`."""
+
+    case: Case
+    places: tuple[Place, ...]
+    layout: str
+
+    def __post_init__(self) -> None:
+        letters = list(dict.fromkeys(place.letter for place in self.places))
+        sizes = sizes_of(self.case, letters, self.layout)
+        specs = [parsed(spec) for spec in self.case.arguments.split()]
+        rng = np.random.default_rng(zlib.crc32(repr(sizes).encode()))
+        self.arguments = [drawn(dtype, tuple(length(d, sizes) for d in dims), rng) for dtype, dims in specs]
+        self.forms: list[_rows.Form] = [FULL] * len(specs)
+        for place in self.places:
+            dims = specs[place.argument][1]
+            self.forms[place.argument] = rows_at(place, dims[place.dim], sizes, self.layout)
+        shape = [] if self.case.to is None else [tuple(length(d, sizes) for d in parsed(self.case.to)[1])]
+        self.whole = lambda *xs: jax.tree.leaves(self.case.fn(*xs, *shape))
+        traced = _jaxpr.trace_here(self.whole, *self.arguments)
+        flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+        self.local = _localize.localize(flat, consts, self.forms, self.forms, 0, {"data": DEVICES})
+        self.moves = [str(m) for m in self.local.movements if m.reason != "it is returned"]
+
+    def can_be(self) -> bool:
+        """Whether the devices have rows: padding stands behind the last block, of which there is but one."""
+        pairs = zip(self.arguments, self.forms, strict=True)
+        return all(
+            form.outer == 1 or not _rows.is_padded(form, x.shape[form.dim], DEVICES)
+            for x, form in pairs if isinstance(form, Rows)
+        )  # fmt: skip
+
+    def inputs(self) -> list[Any]:
+        pairs = zip(self.arguments, self.forms, strict=True)
+        return [dealt(x, form) if isinstance(form, Rows) else x for x, form in pairs]
+
+    def on_all(self, *inputs: Any) -> list[Any]:
+        """What each device returns, stacked."""
+        axes = [0 if isinstance(form, Rows) else None for form in self.forms]
+        run = functools.partial(evaluated, self.local)
+        return jax.vmap(run, axes, axis_name="data", axis_size=DEVICES)(*inputs)
+
+    def check(self, expected: list[Any], parts: list[Any]) -> None:
+        for want, part, form in zip(expected, parts, self.local.outputs, strict=True):
+            got = np.asarray(part)
+            if isinstance(form, Rows):
+                got = joined(got, form)
+            else:
+                for other in got[1:]:
+                    np.testing.assert_array_equal(other, got[0], "not the same on all devices")
+                got = got[0]
+            assert got.dtype == want.dtype
+            if got.dtype in (np.float64, np.complex128):
+                np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12, err_msg=str(self))
+            else:
+                np.testing.assert_array_equal(got, want, str(self))
+
+    def __str__(self) -> str:
+        return f"{self.layout} {self.places}: {self.forms} -> {self.local.outputs}, {self.moves}"
+
+
+def evaluated(local: Any, *args: Any) -> list[Any]:
+    jaxpr, env = local.jaxpr, {}
+    env |= zip(jaxpr.constvars, map(_jaxpr.constant, local.consts), strict=True)
+    env |= zip(jaxpr.invars, args, strict=True)
+
+    def read(atom: Any) -> Any:
+        return _jaxpr.literal(atom) if _jaxpr.is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        outs = _jaxpr.bind(eqn, *map(read, eqn.invars))
+        for var, out in zip(eqn.outvars, outs, strict=True):
+            assert var.aval.shape == out.shape, eqn
+        env |= zip(eqn.outvars, outs, strict=True)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def check_all(configurations: list[Configuration]) -> None:
+    """All in one program: compiling many takes longer."""
+    inputs = [c.inputs() for c in configurations]
+    whole = jax.jit(lambda xs: [c.whole(*x) for c, x in zip(configurations, xs, strict=True)])
+    expected = whole([c.arguments for c in configurations])
+    parts = jax.jit(lambda xs: [c.on_all(*x) for c, x in zip(configurations, xs, strict=True)])(inputs)
+    for configuration, want, part in zip(configurations, expected, parts, strict=True):
+        configuration.check(want, part)
+
+
+def configured(case: Case, places: tuple[Place, ...], layouts: Any) -> list[Configuration]:
+    found = [Configuration(case, places, layout) for layout in layouts]
+    return [c for c in found if c.can_be()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_one_argument(name):
+    case = CASES[name]
+    configurations = []
+    moved = set()
+    for place in places_of(case):
+        for found in configured(case, (place,), LAYOUTS):
+            configurations.append(found)
+            moved |= {place.letter} if found.moves else set()
+            assert place.letter in case.along or not found.moves, str(found)
+    check_all(configurations)
+    assert moved == set(case.along)
+
+
+def pairs_of(case: Case) -> list[tuple[Place, Place]]:
+    return [(a, b) for a, b in itertools.combinations(places_of(case), 2) if a.argument != b.argument]
+
+
+TWO = [name for name, case in CASES.items() if pairs_of(case)]
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_rows_of_two_arguments(name):
+    case = CASES[name]
+    pairs = pairs_of(case)
+    check_pairs(case, [(p, [layout]) for p, layout in zip(pairs, itertools.cycle(LAYOUTS))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWO)
+def test_rows_of_two_arguments_in_every_layout(name):
+    check_pairs(CASES[name], [(pair, list(LAYOUTS)) for pair in pairs_of(CASES[name])])
+
+
+def check_pairs(case: Case, pairs: list[Any]) -> None:
+    configurations = []
+    for pair, layouts in pairs:
+        found = configured(case, pair, layouts)
+        a, b = (place.letter for place in pair)
+        for c in found:
+            assert a != b or a in case.along or not c.moves, str(c)
+        configurations += found
+    check_all(configurations)
