@@ -230,12 +230,13 @@ def rows_of_arguments(
 ) -> list[int | None]:
     """The dim of each leaf that is the batch's: dim 0, or the one that `in_specs` splits over all data axes.
 
-    Keys and what has fewer rows than there are devices is whole. It decides only costs.
+    What has fewer rows than there are devices is whole, unless nothing has more. It decides only costs.
 
     Raises:
       BatchError: a spec that does not fit its leaf.
     """
-    num = math.prod(axes.values())
+    most = max((leaf.shape[0] for leaf in jax.tree.leaves(arrays) if leaf.shape), default=1)
+    fewest = max(1, min(most, math.prod(axes.values())))
     out: list[int | None] = []
     bad: list[str] = []
     for name, tree in arrays.items():
@@ -243,13 +244,11 @@ def rows_of_arguments(
         overrides = _broadcast_specs(name, specs[name], treedef) if name in specs else None
         for i, (path, leaf) in enumerate(zip(leaf_paths(tree, name), leaves, strict=True)):
             if overrides is None:
-                out.append(0 if leaf.shape and leaf.shape[0] >= num and num > 1 else None)
+                out.append(0 if leaf.shape and leaf.shape[0] >= fewest else None)
                 continue
             bad += _unknown(path, leaf, overrides[i], axes)
-            whole = [
-                d for d, entry in enumerate(overrides[i]) if set(spec_axes(entry)) == set(axes)
-            ]
-            out.append(whole[0] if whole and num > 1 else None)
+            names = [set(spec_axes(entry)) for entry in overrides[i]]
+            out.append(names.index(set(axes)) if set(axes) in names else None)
     if bad:
         raise BatchError(message(
             WHO, bad, "A spec says which dim of an argument is split over the data axes.",

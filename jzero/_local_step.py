@@ -73,7 +73,7 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     """The whole batch's step, rewritten; None if it has collectives of its own."""
     axes = _step_axes(setting)
     num = math.prod(axes.values())
-    dims = _call.rows_of_arguments(step.arrays, step.in_specs, setting.axes)
+    dims = _call.rows_of_arguments(step.arrays, step.in_specs, setting.batch_axes)
     forms: list[Form] = [FULL] * len(step.state)
     forms += [
         FULL if dim is None else even_rows(dim, aval.shape[dim], num)

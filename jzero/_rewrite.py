@@ -114,6 +114,11 @@ def excerpt(
     return Excerpt(reads, lambda *args: _jaxpr.evaluate(whole, (), *args))
 
 
+def needed(eqns: Sequence[Eqn], wanted: Sequence[Atom]) -> list[Eqn]:
+    """The equations that compute `wanted`, or do more than compute."""
+    return _behind(eqns, wanted, set(), effects=True)[0]
+
+
 def _behind(
     eqns: Sequence[Eqn], wanted: Sequence[Atom], known: set[Var], effects: bool
 ) -> tuple[list[Eqn], set[Var]]:

@@ -1,8 +1,9 @@
 """Each rule of the batch: an operation on one device's rows gives the rows of the operation on all of them.
 
-A case is a small function, mostly one primitive, and the dims of its arguments as letters. For every letter of
-every argument, the argument is dealt to four devices along that dim, in each layout; `localize` rewrites the
-function for one device; what the four compute is put together and compared with the function of whole arrays.
+A case is a small function, mostly one primitive, and the dims of its arguments as letters. For every letter
+of every argument, the argument is dealt to four devices along that dim, in each layout; `localize` rewrites
+the function for one device; what the four compute is put together and compared with the function of whole
+arrays.
 Padding is NaN, True, or a large number, so that whatever lets it through fails.
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 from jax import lax, random
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jzero import _jaxpr, _rewrite
 from jzero.batch import _body, _localize, _rows
@@ -47,9 +49,10 @@ class Case:
 
     Attributes:
       fn: of arrays; and of a shape, if `to` is given.
-      arguments: of each its dims, `i:ab`: a letter is a dim, `(ab)` one that is as long as two, a digit one of
-        that size. Before the colon stands the dtype, see `DTYPES`.
-      along: dims whose rows it gathers, in some layout.
+      arguments: of each its dims, `i:ab`: a letter is a dim, `(ab)` one that is as long as two, a digit one
+        of that size. Before the colon stands the dtype, see `DTYPES`.
+      along: dims whose rows it gathers.
+      padded: dims whose rows it gathers if they are padded.
       to: the dims of `fn`'s last argument.
     """
 
@@ -57,6 +60,8 @@ class Case:
     arguments: str
     along: str = ""
     to: str | None = None
+    padded: str = ""
+    vmapped: bool = True  # False if its primitive cannot be vmapped
 
 
 def ein(subscripts: str) -> Case:
@@ -64,8 +69,8 @@ def ein(subscripts: str) -> Case:
     return Case(functools.partial(jnp.einsum, subscripts), dims)
 
 
-def reshape(before: str, after: str, along: str = "") -> Case:
-    return Case(jnp.reshape, before, along, after)
+def reshape(before: str, after: str, padded: str = "", along: str = "") -> Case:
+    return Case(jnp.reshape, before, along, after, padded)
 
 
 def conv(lhs: Any, rhs: Any, feature_groups: int = 1, batch_groups: int = 1, **options: Any) -> Any:
@@ -194,62 +199,67 @@ ELEMENTWISE = {
     "betainc": Case(jsp.special.betainc, "+:ab +:ab +:ab"),
     "zeta": Case(lambda x, y: jsp.special.zeta(x + 2, y), "+:ab +:ab"),
     "name": Case(lambda x: checkpoint_name(x, "x"), "ab"),
+    "device_put": Case(lambda x: jax.device_put(x), "ab"),
     "log2": Case(jnp.log2, "+:ab"),
 }
 SHAPES = {
-    "merge two first": reshape("abc", "(ab)c"),
-    "merge two last": reshape("abc", "a(bc)"),
-    "merge all": reshape("abc", "(abc)"),
+    "merge two first": reshape("abc", "(ab)c", "b"),
+    "merge two last": reshape("abc", "a(bc)", "c"),
+    "merge all": reshape("abc", "(abc)", "bc"),
     "split first": reshape("(ab)c", "abc"),
     "split last": reshape("a(bc)", "abc"),
     "split in three": reshape("(abc)", "abc"),
-    "merge and split": reshape("(ab)c", "a(bc)"),
-    "split and merge": reshape("a(bc)", "(ab)c"),
-    "merge elsewhere": reshape("abcd", "a(bc)d"),
+    "merge and split": reshape("(ab)c", "a(bc)", "c"),
+    "split and merge": reshape("a(bc)", "(ab)c", "b"),
+    "merge elsewhere": reshape("abcd", "a(bc)d", "c"),
     "dims of size 1": reshape("1ab", "a1b1"),
-    "no rows afterwards": reshape("ab", "ba", "ab"),
-    "reshape, half a dim": reshape("2a3", "a6", "a"),
+    "no rows afterwards": reshape("ab2", "b2a", along="ab"),
+    "reshape, half a dim": reshape("2a3", "a6", along="a"),
     "squeeze": Case(lambda x: jnp.squeeze(x, (0, 2)), "1a1b"),
     "expand_dims": Case(lambda x: jnp.expand_dims(x, (0, 2)), "ab"),
     "transpose": Case(lambda x: jnp.transpose(x, (2, 0, 1)), "abc"),
     "broadcast_to": Case(jnp.broadcast_to, "1ab", to="dab"),
     "broadcast a size-1 dim": Case(jnp.broadcast_to, "a1c", to="abc"),
     "broadcast and merge": Case(
-        lambda x, y, shape: y + jnp.broadcast_to(x[:, None], y.shape).reshape(y.shape), "ac abc", to="a"
+        lambda x, y, shape: y + jnp.broadcast_to(x[:, None], y.shape).reshape(y.shape),
+        "ac abc",
+        to="a",
     ),
     "repeat": Case(lambda x: jnp.repeat(x, 2, 1), "abc"),
     "tile": Case(lambda x: jnp.tile(x, (1, 2)), "ab", "b"),
     "stack": Case(lambda x, y: jnp.stack([x, y], 1), "ab ab"),
     "unstack": Case(lambda x: jnp.unstack(x, axis=1), "a2b"),
     "split": Case(lambda x: jnp.split(x, 2, 1), "a(2b)", "b"),
-    "concatenate": Case(lambda x, y: jnp.concatenate([x, y], 1), "ab ab", "b"),
+    "concatenate": Case(lambda x, y: jnp.concatenate([x, y], 1), "ab ab", padded="b"),
     "concatenate, other sizes": Case(lambda x, y: jnp.concatenate([x, y], 1), "ab a2", "b"),
     "concatenate and slice": Case(
-        lambda x, y: (lambda z: (z[: len(x)], z[len(x) :]))(jnp.concatenate([x, y])), "ab ab", "a"
+        lambda x, y: (lambda z: (z[: len(x)], z[len(x) :]))(jnp.concatenate([x, y])),
+        "ab ab",
+        padded="a",
     ),
     "concatenate and split": Case(
-        lambda x, y: jnp.split(jnp.concatenate([x, y, x]), 3), "ab ab", "a"
+        lambda x, y: jnp.split(jnp.concatenate([x, y, x]), 3), "ab ab", padded="a"
     ),
     "slice": Case(lambda x: x[:, 1:], "abc", "b"),
     "slice with strides": Case(lambda x: x[:, ::2], "abc", "b"),
     "rev": Case(lambda x: jnp.flip(x, 1), "abc", "b"),
     "roll": Case(lambda x: jnp.roll(x, 1, 1), "abc", "b"),
-    "pad": Case(
-        lambda x: lax.pad(x, jnp.pi, [(1, 2, 0), (0, 0, 0), (-1, 0, 1)]), "abc", "ac"
-    ),
-    "dynamic_slice": Case(
-        lambda x, i: lax.dynamic_slice_in_dim(x, i, 2, 1), "abc i:", "b"
-    ),
+    "pad": Case(lambda x: lax.pad(x, jnp.pi, [(1, 2, 0), (0, 0, 0), (-1, 0, 1)]), "abc", "ac"),
+    "dynamic_slice": Case(lambda x, i: lax.dynamic_slice_in_dim(x, i, 2, 1), "abc i:", "b"),
     "dynamic_update_slice": Case(
         lambda x, y, i: lax.dynamic_update_slice_in_dim(x, y, i, 1), "abc a2c i:", "b"
     ),
     "iota": Case(
-        lambda x: x + lax.broadcasted_iota(jnp.int32, x.shape, 0) * lax.broadcasted_iota(jnp.int32, x.shape, 1),
+        lambda x: (
+            x
+            + lax.broadcasted_iota(jnp.int32, x.shape, 0)
+            * lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        ),
         "ab",
     ),
     "one_hot": Case(lambda i: jax.nn.one_hot(i, 5), "i:ab"),
     "tril": Case(jnp.tril, "abc"),
-    "diagonal": Case(jnp.diagonal, "aab", "a"),
+    "diagonal": Case(jnp.diagonal, "aab"),
 }
 REDUCTIONS = {
     "sum": Case(lambda x: (jnp.sum(x, 1), jnp.sum(x, (0, 2)), jnp.sum(x)), "abc"),
@@ -260,13 +270,14 @@ REDUCTIONS = {
     "sum of complex": Case(lambda x: jnp.sum(x, 0), "c:ab"),
     "prod": Case(lambda x: jnp.prod(x, 1), "abc", "b"),
     "and, or": Case(lambda x: (jnp.all(x, 0), jnp.any(x, 0), jnp.sum(x, 0)), "?:ab"),
-    "and of integers": Case(lambda x: lax.reduce_and(x, (0,)), "i:ab"),
-    "or of integers": Case(lambda x: lax.reduce_or(x, (0,)), "i:ab"),
+    "and of integers": Case(lambda x: lax.reduce_and(x, (0,)), "i:ab", "a"),
+    "or of integers": Case(lambda x: lax.reduce_or(x, (0,)), "i:ab", "a"),
     "xor": Case(lambda x: lax.reduce_xor(x, (0,)), "i:ab", "a"),
     "xor of bools": Case(lambda x: lax.reduce_xor(x, (0,)), "?:ab", "a"),
     "reduce": Case(
         lambda x, y: lax.reduce((x, y), (0.0, 1.0), lambda s, t: (s[0] + t[0], s[1] * t[1]), (1,)),
-        "abc abc", "b",
+        "abc abc",
+        "b",
     ),
     "argmax, argmin": Case(lambda x: (jnp.argmax(x, 1), jnp.argmin(x, 1)), "abc", "b"),
     "norm": Case(lambda x: jnp.linalg.norm(x, axis=0), "ab"),
@@ -299,12 +310,16 @@ PRODUCTS = {
     "product of integers": Case(lambda x, y: x.T @ y, "i:ba i:bc"),
     "product with itself": Case(lambda x: x @ x.T, "ab", "a"),
     "attention": Case(attention, "bqhd bkhd bkhd"),
-    "ragged_dot": Case(ragged, "i:g mk gkn", "mg"),
-    "ragged_dot by rows": Case(jax.vmap(ragged, (None, 0, None)), "i:3 bmk 3kn", "bm"),
+    "ragged_dot": Case(ragged, "i:g mk gkn", "mg", vmapped=False),
+    "ragged_dot, to the rows": Case(gradient(ragged, 1), "i:g mk gkn", "mg", vmapped=False),
+    "ragged_dot, to the weights": Case(gradient(ragged, 2), "i:g mk gkn", "mgkn", vmapped=False),
     "conv": Case(conv, "niw oik", "wk"),
     "conv, strides and padding": Case(
-        lambda x, k: conv(x, k, window_strides=(2,), padding=[(2, 1)], lhs_dilation=(2,), rhs_dilation=(2,)),
-        "niw oi3", "w",
+        lambda x, k: conv(
+            x, k, window_strides=(2,), padding=[(2, 1)], lhs_dilation=(2,), rhs_dilation=(2,)
+        ),
+        "niw oi3",
+        "w",
     ),
     "conv 2d": Case(conv, "nihw oi33", "hw"),
     "conv 2d, channels last": Case(
@@ -321,12 +336,14 @@ PRODUCTS = {
     "many batch groups": Case(
         lambda x, k: conv(x, k, batch_groups=k.shape[0]), "(on)iw oi3", "onw"
     ),
-    "conv of each example": Case(jax.vmap(conv, (0, None)), "bniw oi3", "w"),
+    "conv of each example": Case(jax.vmap(conv, (0, None)), "bniw oi3", "w", padded="n"),
     "conv of each with its kernel": Case(jax.vmap(conv), "bniw boi3", "bniow"),
     "conv, to the kernel of each": Case(
-        jax.vmap(gradient(lambda x, k: conv(x[None], k), 1), (0, None)), "biw oi3", "biow"
+        jax.vmap(gradient(lambda x, k: conv(x[None], k), 1), (0, None)), "biw oi3", "bow"
     ),
 }
+# JAX 0.12 has a primitive for it that holds no jaxpr: its queries are gathered too.
+SEARCHED = "ab" if jax.__version_info__ >= (0, 12) else "a"
 LOOK_UPS = {
     "embedding": Case(lambda x, i: x[i], "vd i:bt", "v"),
     "embedding's gradient": Case(gradient(lambda x, i: x[i], 0), "vd i:bt", "v"),
@@ -354,12 +371,18 @@ LOOK_UPS = {
     "scatter-mul": Case(lambda x, i, y: x.at[i].multiply(y), "vd i:b bd", "vb"),
     "scatter": Case(lambda x, i, y: x.at[i].set(y), "vd i:b bd", "vb"),
     "scatter into columns": Case(lambda x, i, y: x.at[:, i].add(y), "avd i:b abd", "v"),
+    "dynamic_slice, vmap": Case(
+        jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 2)), "bvd i:b", "v"
+    ),
+    "dynamic_update_slice, vmap": Case(
+        jax.vmap(lambda x, i, y: lax.dynamic_update_slice_in_dim(x, y, i, 0)), "bvd i:b b2d", "v"
+    ),
     "scatter, vmap": Case(jax.vmap(lambda x, i, y: x.at[i].set(y)), "bvd i:bk bkd", "vk"),
     "segment_sum": Case(lambda x, i: jax.ops.segment_sum(x, i, 4), "bd i:b"),
     "segment_max": Case(lambda x, i: jax.ops.segment_max(x, i, 4), "bd i:b"),
     "bincount": Case(lambda i: jnp.bincount(i, length=4), "i:b"),
-    "searchsorted, compared": Case(
-        lambda x, y: jnp.searchsorted(jnp.sort(x), y, method="compare_all"), "a b", "a"
+    "searchsorted": Case(
+        lambda x, y: jnp.searchsorted(jnp.sort(x), y, method="compare_all"), "a b", SEARCHED
     ),
 }
 WINDOWS = {
@@ -378,7 +401,9 @@ LINEAR_ALGEBRA = {
     "fft of the first dim": Case(lambda x: jnp.fft.fft(x, axis=0), "ab", "a"),
     "cholesky": Case(lambda x: jnp.linalg.cholesky(definite(x)), "bnn", "n"),
     "triangular_solve": Case(functools.partial(solve_triangular, left_side=True), "bnn bnk", "n"),
-    "triangular_solve, right": Case(functools.partial(solve_triangular, left_side=False), "bnn bkn", "n"),
+    "triangular_solve, right": Case(
+        functools.partial(solve_triangular, left_side=False), "bnn bkn", "n"
+    ),
     "eigh": Case(lambda x: jnp.linalg.eigh(definite(x)), "bnn", "n"),
     "eig": Case(lambda x: jnp.linalg.eigvals(definite(x)), "bnn", "n"),
     "qr": Case(jnp.linalg.qr, "bmn", "mn"),
@@ -393,20 +418,26 @@ LINEAR_ALGEBRA = {
     ),
 }
 RANDOM = {
-    "bits of 8": Case(bits(jnp.uint8), "abc k:"),
-    "bits of 16": Case(bits(jnp.uint16), "abc k:"),
-    "bits of 32": Case(bits(jnp.uint32), "abc k:"),
-    "bits of 64": Case(bits(jnp.uint64), "abc k:"),
-    "normal": Case(noise(random.normal), "ab k:"),
+    "bits of 8": Case(bits(jnp.uint8), "abc k:", vmapped=False),
+    "bits of 16": Case(bits(jnp.uint16), "abc k:", vmapped=False),
+    "bits of 32": Case(bits(jnp.uint32), "abc k:", vmapped=False),
+    "bits of 64": Case(bits(jnp.uint64), "abc k:", vmapped=False),
+    "normal": Case(noise(random.normal), "ab k:", vmapped=False),
     "uniform, merged": Case(
-        lambda x, key: x + random.uniform(key, (x.size,)).reshape(x.shape), "ab k:"
+        lambda x, key: x + random.uniform(key, (x.size,)).reshape(x.shape), "ab k:", vmapped=False
     ),
-    "bernoulli": Case(noise(lambda key, shape: random.bernoulli(key, 0.3, shape)), "ab k:"),
-    "randint": Case(noise(lambda key, shape: random.randint(key, shape, 0, 7)), "ab k:"),
+    "bernoulli": Case(
+        noise(lambda key, shape: random.bernoulli(key, 0.3, shape)), "ab k:", vmapped=False
+    ),
+    "randint": Case(
+        noise(lambda key, shape: random.randint(key, shape, 0, 7)), "ab k:", vmapped=False
+    ),
     "permutation": Case(lambda x, key: random.permutation(key, x), "ab k:", "a"),
     "permutation of columns": Case(lambda x, key: random.permutation(key, x, axis=1), "ab k:", "b"),
     "split of one key": Case(
-        lambda x, key: x + jax.vmap(random.normal)(random.split(key, x.shape[0]))[:, None], "ab k:"
+        lambda x, key: x + jax.vmap(random.normal)(random.split(key, x.shape[0]))[:, None],
+        "ab k:",
+        vmapped=False,
     ),
     "seeds": Case(key_bits(random.key), "i:b"),
     "split": Case(key_bits(random.split), "k:b"),
@@ -422,7 +453,7 @@ RANDOM = {
     "randint by rows": Case(draws(lambda k: random.randint(k, (3,), 0, 7)), "k:b"),
     "permutation by rows": Case(jax.vmap(random.permutation), "k:b bt", "t"),
     "keys looked up": Case(lambda keys, i: random.key_data(keys[i]), "k:v i:b", "v"),
-    "keys reshaped": Case(lambda keys: random.key_data(keys.reshape(-1)), "k:ab"),
+    "keys reshaped": Case(lambda keys: random.key_data(keys.reshape(-1)), "k:ab", padded="b"),
 }
 FUNCTIONS = {
     "cross entropy": Case(cross_entropy, "bv i:b", "v"),
@@ -458,32 +489,30 @@ def length(dim: str, sizes: dict[str, int]) -> int:
 
 def drawn(dtype: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
     if dtype == "k":
-        return random.wrap_key_data(rng.integers(2**32, size=(*shape, 2), dtype=np.uint32))
+        return random.wrap_key_data(
+            jnp.asarray(rng.integers(2**32, size=(*shape, 2), dtype=np.uint32))
+        )
     if dtype in "iu":
         return rng.integers(2**31 if dtype == "u" else 6, size=shape).astype(DTYPES[dtype])
     x = rng.uniform(0.1, 1, shape) if dtype == "+" else rng.normal(size=shape)
     return x > 0 if dtype == "?" else x + 1j * rng.normal(size=shape) if dtype == "c" else x
 
 
-def garbage(x: Any) -> Any:
-    """What padding holds."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return random.key(12345)
-    return {"f": np.nan, "c": np.nan, "b": True}.get(x.dtype.kind, 1_000_003)
+# What padding holds, by the kind of dtype.
+GARBAGE: dict[str, Any] = {"f": np.nan, "c": np.nan, "b": True, "i": 1_000_003, "u": 1_000_003}
 
 
 def dealt(x: Any, rows: Rows) -> Any:
     """`x` as each device has it, stacked."""
+    if not isinstance(x, np.ndarray):  # keys, which are wrapped words
+        words = dealt(np.asarray(random.key_data(x)), rows)
+        return random.wrap_key_data(jnp.asarray(words))
     dim, outer, inner = rows
     shape = x.shape
     more = [(0, outer * DEVICES * inner - n if d == dim else 0) for d, n in enumerate(shape)]
-    if isinstance(x, np.ndarray):
-        x = np.pad(x, more, constant_values=garbage(x))
-    elif any(after for _, after in more):
-        x = jnp.concatenate([x, jnp.broadcast_to(garbage(x), [m or n for n, (_, m) in zip(shape, more)])], dim)
+    x = np.pad(x, more, constant_values=GARBAGE[x.dtype.kind])
     x = x.reshape(*shape[:dim], outer, DEVICES, inner, *shape[dim + 1 :])
-    x = jnp.moveaxis(jnp.asarray(x), dim + 1, 0)
-    return x.reshape(DEVICES, *_rows.local_shape(shape, rows))
+    return np.moveaxis(x, dim + 1, 0).reshape(DEVICES, *_rows.local_shape(shape, rows))
 
 
 def joined(parts: np.ndarray, rows: Rows) -> np.ndarray:
@@ -512,7 +541,9 @@ def places_of(case: Case) -> list[Place]:
 
 def sizes_of(case: Case, letters: list[str], layout: str) -> dict[str, int]:
     """How long every dim is if these hold rows."""
-    everything = sorted({c for c in re.sub(r".:", "", case.arguments) + (case.to or "") if c.isalpha()})
+    everything = sorted(
+        {c for c in re.sub(r".:", "", case.arguments) + (case.to or "") if c.isalpha()}
+    )
     if layout == "dealt":
         return dict.fromkeys(everything, 8)
     own = dict(zip(letters, LAYOUTS[layout], strict=False))
@@ -543,17 +574,27 @@ class Configuration:
         sizes = sizes_of(self.case, letters, self.layout)
         specs = [parsed(spec) for spec in self.case.arguments.split()]
         rng = np.random.default_rng(zlib.crc32(repr(sizes).encode()))
-        self.arguments = [drawn(dtype, tuple(length(d, sizes) for d in dims), rng) for dtype, dims in specs]
+        self.arguments = [
+            drawn(dtype, tuple(length(d, sizes) for d in dims), rng) for dtype, dims in specs
+        ]
         self.forms: list[_rows.Form] = [FULL] * len(specs)
         for place in self.places:
             dims = specs[place.argument][1]
             self.forms[place.argument] = rows_at(place, dims[place.dim], sizes, self.layout)
-        shape = [] if self.case.to is None else [tuple(length(d, sizes) for d in parsed(self.case.to)[1])]
+        shape = (
+            []
+            if self.case.to is None
+            else [tuple(length(d, sizes) for d in parsed(self.case.to)[1])]
+        )
         self.whole = lambda *xs: jax.tree.leaves(self.case.fn(*xs, *shape))
         traced = _jaxpr.trace_here(self.whole, *self.arguments)
         flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
         self.local = _localize.localize(flat, consts, self.forms, self.forms, 0, {"data": DEVICES})
         self.moves = [str(m) for m in self.local.movements if m.reason != "it is returned"]
+
+    @property
+    def is_padded(self) -> bool:
+        return self.layout in ("padded", "few")
 
     def can_be(self) -> bool:
         """Whether the devices have rows: padding stands behind the last block, of which there is but one."""
@@ -571,6 +612,17 @@ class Configuration:
         """What each device returns, stacked."""
         axes = [0 if isinstance(form, Rows) else None for form in self.forms]
         run = functools.partial(evaluated, self.local)
+        if not self.case.vmapped:
+            mesh = jax.sharding.Mesh(jax.devices()[:DEVICES], "data")
+            specs = tuple(P() if axis is None else P("data") for axis in axes)
+
+            def on_each(*xs):
+                own = [x if axis is None else x[0] for x, axis in zip(xs, axes, strict=True)]
+                return [out[None] for out in run(*own)]
+
+            return jax.shard_map(
+                on_each, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False
+            )(*inputs)
         return jax.vmap(run, axes, axis_name="data", axis_size=DEVICES)(*inputs)
 
     def check(self, expected: list[Any], parts: list[Any]) -> None:
@@ -593,7 +645,8 @@ class Configuration:
 
 
 def evaluated(local: Any, *args: Any) -> list[Any]:
-    jaxpr, env = local.jaxpr, {}
+    jaxpr = local.jaxpr
+    env: dict[Any, Any] = {}
     env |= zip(jaxpr.constvars, map(_jaxpr.constant, local.consts), strict=True)
     env |= zip(jaxpr.invars, args, strict=True)
 
@@ -613,7 +666,9 @@ def check_all(configurations: list[Configuration]) -> None:
     inputs = [c.inputs() for c in configurations]
     whole = jax.jit(lambda xs: [c.whole(*x) for c, x in zip(configurations, xs, strict=True)])
     expected = whole([c.arguments for c in configurations])
-    parts = jax.jit(lambda xs: [c.on_all(*x) for c, x in zip(configurations, xs, strict=True)])(inputs)
+    parts = jax.jit(lambda xs: [c.on_all(*x) for c, x in zip(configurations, xs, strict=True)])(
+        inputs
+    )
     for configuration, want, part in zip(configurations, expected, parts, strict=True):
         configuration.check(want, part)
 
@@ -625,20 +680,29 @@ def configured(case: Case, places: tuple[Place, ...], layouts: Any) -> list[Conf
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_one_argument(name):
-    case = CASES[name]
-    configurations = []
-    moved = set()
-    for place in places_of(case):
-        for found in configured(case, (place,), LAYOUTS):
-            configurations.append(found)
-            moved |= {place.letter} if found.moves else set()
-            assert place.letter in case.along or not found.moves, str(found)
-    check_all(configurations)
-    assert moved == set(case.along)
+    """Of the layouts, every place has one that divides it and one that does not; which ones, goes round."""
+    check_one(CASES[name], lambda i, layout: list(LAYOUTS).index(layout) % 2 == i % 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_one_argument_in_every_layout(name):
+    check_one(CASES[name], lambda i, layout: True)
+
+
+def check_one(case: Case, wanted: Callable[[int, str], bool]) -> None:
+    places = list(enumerate(places_of(case)))
+    found = [(i, c) for i, place in places for c in configured(case, (place,), LAYOUTS)]
+    check_all([c for i, c in found if wanted(i, c.layout)])
+    moving = [c for _, c in found if c.moves]
+    along = {c.places[0].letter for c in moving if not c.is_padded}
+    padded = {c.places[0].letter for c in moving} - along
+    assert (along, padded) == (set(case.along), set(case.padded)), [str(c) for c in moving]
 
 
 def pairs_of(case: Case) -> list[tuple[Place, Place]]:
-    return [(a, b) for a, b in itertools.combinations(places_of(case), 2) if a.argument != b.argument]
+    pairs = itertools.combinations(places_of(case), 2)
+    return [(a, b) for a, b in pairs if a.argument != b.argument]
 
 
 TWO = [name for name, case in CASES.items() if pairs_of(case)]
@@ -646,23 +710,92 @@ TWO = [name for name, case in CASES.items() if pairs_of(case)]
 
 @pytest.mark.parametrize("name", TWO)
 def test_rows_of_two_arguments(name):
-    case = CASES[name]
-    pairs = pairs_of(case)
-    check_pairs(case, [(p, [layout]) for p, layout in zip(pairs, itertools.cycle(LAYOUTS))])
+    """Every third pair of places, in one layout."""
+    pairs = pairs_of(CASES[name])[::3]
+    check_two(CASES[name], list(zip(pairs, itertools.cycle(LAYOUTS), strict=False)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TWO)
 def test_rows_of_two_arguments_in_every_layout(name):
-    check_pairs(CASES[name], [(pair, list(LAYOUTS)) for pair in pairs_of(CASES[name])])
+    check_two(CASES[name], list(itertools.product(pairs_of(CASES[name]), LAYOUTS)))
 
 
-def check_pairs(case: Case, pairs: list[Any]) -> None:
-    configurations = []
-    for pair, layouts in pairs:
-        found = configured(case, pair, layouts)
-        a, b = (place.letter for place in pair)
-        for c in found:
-            assert a != b or a in case.along or not c.moves, str(c)
-        configurations += found
-    check_all(configurations)
+def check_two(case: Case, wanted: list[tuple[tuple[Place, Place], str]]) -> None:
+    found = [c for pair, layout in wanted for c in configured(case, pair, [layout])]
+    check_all(found)
+    for c in found:
+        a, b = (place.letter for place in c.places)
+        free = a != b or a in case.along or (a in case.padded and c.is_padded)
+        assert free or not c.moves, str(c)
+
+
+@pytest.mark.xfail(reason="localize has no equation to name as the source of a gather", strict=True)
+def test_function_without_equations():
+    check_all([Configuration(Case(lambda x: x, "ab"), (Place(0, 0, "a"),), "padded")])
+
+
+# -- reshapes, by counting --------------------------------------------------------------------------------
+
+
+def products(total: int, ndim: int) -> list[tuple[int, ...]]:
+    """Shapes of so many elements."""
+    if ndim == 0:
+        return [()] if total == 1 else []
+    sizes = [n for n in range(1, total + 1) if total % n == 0]
+    return [(n, *rest) for n in sizes for rest in products(total // n, ndim - 1)]
+
+
+def held(numbers: np.ndarray, rows: Rows, num: int) -> list[np.ndarray]:
+    """Which elements each device has; -1 for padding."""
+    dim, outer, inner = rows
+    more = [(0, outer * num * inner - n if d == dim else 0) for d, n in enumerate(numbers.shape)]
+    shape = numbers.shape
+    parts = np.pad(numbers, more, constant_values=-1)
+    parts = parts.reshape(*shape[:dim], outer, num, inner, *shape[dim + 1 :])
+    return [p.reshape(_rows.local_shape(shape, rows)) for p in np.moveaxis(parts, dim + 1, 0)]
+
+
+def layouts_of(shape: tuple[int, ...], num: int) -> list[Rows]:
+    found = []
+    for dim, size in enumerate(shape):
+        found += [
+            Rows(dim, n, size // num // n) for n in range(1, size + 1) if size % (num * n) == 0
+        ]
+        least = -(-size // num)
+        found += [
+            Rows(dim, 1, inner) for inner in (least, least + 1) if size % num or inner > least
+        ]
+    return found
+
+
+@pytest.mark.parametrize("num", [2, 3])
+@pytest.mark.parametrize("total", [4, 6, 12, 18, 24])
+def test_rows_stay_rows_in_a_reshape(total, num):
+    """If `reshaped` says where the rows are, every device has what it would; and it misses none."""
+    numbers = np.arange(total)
+    shapes = [s for ndim in (1, 2, 3) for s in products(total, ndim) if s.count(1) < 2]
+    for shape, out in itertools.product(shapes, shapes):
+        for rows in layouts_of(shape, num):
+            before = held(numbers.reshape(shape), rows, num)
+            new = _rows.reshaped(shape, out, rows, num)
+            if new is None:
+                padded = _rows.is_padded(rows, shape[rows.dim], num)
+                others = [] if padded else [
+                    r for r in layouts_of(out, num)
+                    if out[r.dim] > 1 and not _rows.is_padded(r, out[r.dim], num)
+                ]  # fmt: skip
+                for other in others:
+                    after = held(numbers.reshape(out), other, num)
+                    assert not same_elements(before, after), (shape, out, rows, other)
+            else:
+                after = held(numbers.reshape(out), new, num)
+                assert same_elements(before, after), (shape, out, rows, new)
+
+
+def same_elements(before: list[np.ndarray], after: list[np.ndarray]) -> bool:
+    """Whether a reshape of what each device has is what it should have; in padding anything may be."""
+    return all(
+        a.size == b.size and np.array_equal(np.where(b == -1, -1, a.reshape(b.shape)), b)
+        for a, b in zip(before, after, strict=True)
+    )

@@ -9,7 +9,6 @@ import gpu_compiler
 import jzero
 from jzero import (
     _estimate,
-    _grad,
     _host_array,
     _nnx,
     _padded,
@@ -26,7 +25,6 @@ from jzero.offload import _policy
 MODULES = [
     _checkpointer,
     _estimate,
-    _grad,
     _host_array,
     _nnx,
     _padded,

@@ -123,7 +123,7 @@ def test_keys_and_side_effects_inside_a_loop():
             train_step(train_step.shard(state, x, jax.random.key(2)), x, jax.random.key(2))
         )
         jax.effects_barrier()
-        assert len(CALLS) == 3 * 4  # each layer on each device, once
+        assert len(CALLS) == 3  # each layer, once for all devices
     assert_close(*results)
 
 

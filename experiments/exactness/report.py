@@ -11,7 +11,6 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 import conftest  # noqa: E402, F401
-
 import exactness  # noqa: E402
 
 
@@ -25,7 +24,9 @@ def main() -> None:
         for (family, _), found in last.items():
             counts[exactness.module_of(family)][found["result"]] += 1
         print(f"{path.stem}: {len(last)} trainings\n")
-        print("| theme | equal | refused by name | differs | fails |\n| --- | --- | --- | --- | --- |")
+        print(
+            "| theme | equal | refused by name | differs | fails |\n| --- | --- | --- | --- | --- |"
+        )
         for theme, found in sorted(counts.items()):
             row = [str(found[key]) for key in ("equal", "refused", "differs", "fails")]
             print(f"| {theme.replace('_', ' ')} | {' | '.join(row)} |")

@@ -1,17 +1,16 @@
 """Every family of steps in every setting, against one device with the whole batch.
 
-python experiments/exactness/run.py                      # all of it: hours on two cores; goes on where it stopped
+python experiments/exactness/run.py                   # all of it: hours on two cores; goes on where it was
 python experiments/exactness/run.py --stages 3 --meshes 8 --dtypes float64 --accumulate 1
-python experiments/exactness/run.py --shard 1/2          # one half of the families, for a second process
+python experiments/exactness/run.py --part 1/2        # one half of the families, for a second process
 
-Writes a line of results/<JAX version>.jsonl for each family and setting, and leaves out those that are
-there with the same library. `report.py` makes the table.
+Writes lines of results/<name>.jsonl for each family and setting, and leaves out those that are there with
+the same library. `report.py` makes the tables and the picture.
 """
 
 import argparse
 import datetime
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -19,13 +18,15 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# The settings of the tests: virtual devices, and threads enough for collectives that wait.
+# The settings of the tests, which must be in the environment before JAX is imported.
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
+# isort: off
 import conftest  # noqa: E402, F401
 import jax  # noqa: E402
-
 import exactness  # noqa: E402
-from exactness._check import NOT_IN_MICROBATCHES, Setting, applies, check  # noqa: E402
+import jzero  # noqa: E402
+from exactness._check import Setting, applies, check  # noqa: E402
+# isort: on
 
 # ---------------------------------------------------------------------------------------------
 stages = (3, 2, 1, 0)
@@ -35,28 +36,32 @@ accumulate = (1, 2)
 # ---------------------------------------------------------------------------------------------
 
 
-def library() -> str:
-    """The commit whose files are tested, with a mark if they are not all committed."""
-    root = HERE.parents[1]
+def library(package: Path) -> str:
+    """The hash that git gives the library's files, with a mark if they are not all committed."""
 
     def git(*args: str) -> str:
+        command = ["git", *args]
         return subprocess.run(
-            ["git", *args], cwd=root, capture_output=True, text=True, check=True
+            command, cwd=package, capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    tree = git("rev-parse", "--short", "HEAD:jzero")
-    return tree + ("+" if git("status", "--porcelain", "jzero") else "")
+    return git("rev-parse", "--short", "HEAD:jzero") + "+" * bool(git("status", "--porcelain", "."))
 
 
 def one(name: str, setting: Setting) -> dict[str, object]:
+    """The result of a family in a setting, and how long it took."""
     jax.config.update("jax_enable_x64", setting.dtype == "float64")
     start = time.perf_counter()
     try:
-        result, found = check(name, setting)
-    except Exception as error:  # What jzero does not refuse by name is a defect, and goes on the list.
-        result, found = "fails", [f"{type(error).__name__}: {error}"]
-    return {"result": result, "found": [text[:300] for text in found[:3]],
-            "seconds": round(time.perf_counter() - start, 2)}  # fmt: skip
+        result, found, most = check(name, setting)
+    except Exception as error:  # What jzero does not refuse by name is a defect, and is listed.
+        result, found, most = "fails", [f"{type(error).__name__}: {error}"], 0.0
+    return {
+        "result": result,
+        "found": [text[:300] for text in found[:3]],
+        "largest": float(f"{most:.2g}"),
+        "seconds": round(time.perf_counter() - start, 2),
+    }
 
 
 def main() -> None:
@@ -66,32 +71,37 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=dtypes)
     parser.add_argument("--accumulate", type=int, nargs="+", default=accumulate)
     parser.add_argument("--families", nargs="+", default=exactness.NAMES)
-    parser.add_argument("--shard", default="0/1", help="which part of the families: 0/2, 1/2")
+    parser.add_argument("--name", default=f"jax-{jax.__version__}", help="of the file of results")
+    parser.add_argument("--part", default="0/1", help="which part of the families: 0/2, 1/2")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"jax-{jax.__version__}.jsonl"
-    tree, part, parts = library(), *map(int, args.shard.split("/"))
+    path = args.out / f"{args.name}.jsonl"
+    tree, part, parts = library(Path(jzero.__file__).parent), *map(int, args.part.split("/"))
     lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     known = {(x["family"], x["setting"]) for x in lines if x["library"] == tree}
+    versions = {"date": datetime.date.today().isoformat(), "python": platform.python_version()}
     settings = [
         Setting(stage, tuple(map(int, mesh.split("x"))), dtype, num)
         for num in args.accumulate for mesh in args.meshes for dtype in args.dtypes for stage in args.stages
     ]  # fmt: skip
+
+    def write(line: dict[str, object]) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
     for i, name in enumerate(args.families):
-        family = exactness.get(name)
         for setting in settings if i % parts == part else ():
-            if not applies(family, setting) or (name, str(setting)) in known:
+            if not applies(exactness.get(name), setting) or (name, str(setting)) in known:
                 continue
-            done = {"family": name, "setting": str(setting), **one(name, setting), "library": tree,
-                    "date": datetime.date.today().isoformat(), "python": platform.python_version()}  # fmt: skip
-            with path.open("a") as file:
-                file.write(json.dumps(done) + "\n")
+            about = {"family": name, "setting": str(setting), "library": tree, **versions}
+            write({**about, "result": "unfinished", "found": []})  # It may end the process.
+            done = {**about, **one(name, setting)}
+            write(done)
             if done["result"] not in ("equal", "refused"):
-                print(name, setting, done["result"], *done["found"], sep="; ", flush=True)
+                print(name, setting, done["result"], *done["found"], sep="; ", flush=True)  # type: ignore
         jax.clear_caches()
 
 
 if __name__ == "__main__":
-    assert os.environ.get("JAX_PLATFORMS") == "cpu" and NOT_IN_MICROBATCHES
     main()

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jzero import _jaxpr
+from jzero import _jaxpr, _rewrite
 from jzero._jaxpr import Atom, Eqn
 from jzero.batch._body import Body, Handler, MadeInRows, Value, row_numbers
-from jzero.batch._equations import gathered, reshape_rows, rows_of
+from jzero.batch._equations import gathered, on_whole, reshape_rows, rows_of, run, whole
+from jzero.batch._factors import SCATTER_REDUCES
 from jzero.batch._rows import FULL, OWN, SUM, Rows, even_rows, is_padded, reshaped
 
 
@@ -132,25 +133,30 @@ def _behind(dim: int, reverse: bool, sums: Any, totals: Any, index: Any) -> Any:
 
 def _note_columns(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     """Remembers what an array of indices is put together from."""
-    if not any(isinstance(v.form, Rows) for v in ins) or any(v.form in (OWN, SUM) for v in ins):
+    if any(v.form in (OWN, SUM) for v in ins):
         return None
     dim, out = eqn.params["dimension"], eqn.outvars[0].aval
-    along = _concatenate(body, eqn, ins) if any(
-        isinstance(v.form, Rows) and v.form.dim == dim for v in ins) else None  # fmt: skip
-    if along is not None or dim != out.ndim - 1 or any(v.aval.shape[dim] != 1 for v in ins):
-        return along
     rows = [v.form for v in ins if isinstance(v.form, Rows)]
-    if not rows:
+    if any(form.dim == dim for form in rows):
+        along = _concatenate(body, eqn, ins)
+        if along is not None:
+            return along
+    if dim != out.ndim - 1 or any(v.aval.shape[dim] != 1 for v in ins):
         return None
-    (atom,) = body.emit(eqn, [body.at(v, rows[0]) for v in ins], [rows[0]])
-    made = rows_of(out, rows[0], atom)
+    if rows:
+        (atom,) = body.emit(eqn, [body.at(v, rows[0]) for v in ins], [rows[0]])
+        made = rows_of(out, rows[0], atom)
+    elif any(v.constant is not None for v in ins):
+        (made,) = on_whole(body, eqn, ins)
+    else:
+        return None
     made.columns = dict(enumerate(ins))
     return [made]
 
 
 def _counts_rows(indices: Value, column: int, dim: int) -> bool:
     """Whether a column of an array of indices is 0, 1, 2, ... along a dim."""
-    value = (indices.columns or {}).get(column)
+    value = (indices.columns or {0: indices}).get(column)
     if value is None or value.constant is None:
         return False
     shape = value.aval.shape
@@ -158,33 +164,37 @@ def _counts_rows(indices: Value, column: int, dim: int) -> bool:
     return bool(np.array_equal(value.constant(), np.broadcast_to(counts, shape)))
 
 
-def _own_rows(
-    body: Body, operand: Value, indices: Value, numbers: Any
-) -> tuple[int, int, Rows] | None:
-    """`(column, dim of the indices, rows)` if every row of the indices names that row of the operand."""
-    rows = indices.form
-    if not isinstance(rows, Rows) or rows.outer > 1 or rows.dim == indices.aval.ndim - 1:
-        return None
-    for column, dim in enumerate(numbers):
-        same = operand.aval.shape[dim] == indices.aval.shape[rows.dim]
-        if same and _counts_rows(indices, column, rows.dim):
-            return column, dim, rows
+def _own_rows(ins: list[Value], numbers: Any, places: list[int]) -> tuple[int, int, Rows] | None:
+    """`(column, dim of the operand, rows)` if every row of the indices names that row of the operand.
+
+    `places` are dims of the updates, for those of the indices.
+    """
+    operand, indices, *_ = ins
+    for k in range(indices.aval.ndim - 1):
+        if isinstance(indices.form, Rows) and indices.form.dim != k:
+            continue
+        for column, dim in enumerate(numbers):
+            dims = zip(ins, (dim, k, places[k]), strict=False)
+            held = [v.form for v, d in dims if isinstance(v.form, Rows) and v.form.dim == d]
+            same = held and operand.aval.shape[dim] == indices.aval.shape[k]
+            if same and _counts_rows(indices, column, k):
+                return column, dim, held[0].at(k)
     return None
 
 
 def _gather(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     operand, indices = ins
-    if operand.form in (OWN, SUM):
+    if any(v.form in (OWN, SUM) for v in ins):
         return None
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
-    found = _own_rows(body, operand, indices, numbers.start_index_map)
+    places = [d for d in range(out.ndim) if d not in numbers.offset_dims]
+    found = _own_rows(ins, numbers.start_index_map, places)
     if found is None:
         return None
     column, dim, rows = found
     if dim not in numbers.collapsed_slice_dims:
         return None
-    places = [d for d in range(out.ndim) if d not in numbers.offset_dims]
-    (local,) = body.inline(_from_own, (column, rows), indices.atoms[rows], body.index)
+    (local,) = body.inline(_in_own, (column, rows), body.at(indices, rows))
     new = rows.at(places[rows.dim])
     (atom,) = body.emit(eqn, [body.at(operand, rows.at(dim)), local], [new])
     return [rows_of(out, new, atom)]
@@ -195,24 +205,46 @@ def _scatter(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     if any(v.form in (OWN, SUM) for v in ins):
         return None
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
-    found = _own_rows(body, operand, indices, numbers.scatter_dims_to_operand_dims)
+    places = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]
+    found = _own_rows(ins, numbers.scatter_dims_to_operand_dims, places)
     if found is None:
         return None
     column, dim, rows = found
     if dim not in numbers.inserted_window_dims:
         return None
-    places = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]
-    (local,) = body.inline(_from_own, (column, rows), indices.atoms[rows], body.index)
+    (local,) = body.inline(_in_own, (column, rows), body.at(indices, rows))
     new = rows.at(dim)
     moved = body.at(updates, rows.at(places[rows.dim]))
     (atom,) = body.emit(eqn, [body.at(operand, new), local, moved], [new])
     return [rows_of(out, new, atom)]
 
 
-def _from_own(column: int, rows: Rows, indices: Any, index: Any) -> Any:
-    first = (index * rows.inner).astype(indices.dtype)
-    offset = jnp.where(jnp.arange(indices.shape[-1]) == column, first, jnp.zeros_like(first))
-    return indices - lax.broadcast_in_dim(offset, indices.shape, (indices.ndim - 1,))
+def _in_own(column: int, rows: Rows, indices: Any) -> Any:
+    """The indices, of which a column counts this device's rows."""
+    counts = lax.broadcasted_iota(indices.dtype, indices.shape, rows.dim)
+    columns = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
+    return jnp.where(columns == column, counts, indices)
+
+
+# -- wrappers ------------------------------------------------------------------------------------------
+
+
+def _linear_solve(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
+    """What it wraps for the sake of derivatives, which are taken already: its solver."""
+    counts = eqn.params["const_lengths"]
+    before, mine = counts.matvec + counts.vecmat, counts.solve
+    solver, consts = _rewrite.flatten_calls(*_jaxpr.open_jaxpr(eqn.params["jaxprs"].solve))
+    operands = [*ins[before : before + mine], *ins[sum(counts) :]]
+    fresh = [_jaxpr.new_var(var) for var in solver.constvars]
+    body.constvars += fresh
+    body.consts += consts
+    env = {var: whole(new) for var, new in zip(solver.constvars, fresh, strict=True)}
+    return run(body, solver, env | dict(zip(solver.invars, operands, strict=True)))
+
+
+def _placed(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+    """`jax.device_put(x)` says nothing if it names no device."""
+    return ins if all(device is None for device in eqn.params["devices"]) else None
 
 
 # -- made where they are needed ------------------------------------------------------------------------
@@ -259,7 +291,9 @@ def _bits(rows: Rows, num: int, shape: tuple[int, ...], width: int, key: Any, in
 HANDLERS: dict[str, Handler] = {
     "concatenate": _note_columns,
     "gather": _gather,
-    **dict.fromkeys(["scatter", "scatter-add", "scatter_add"], _scatter),
+    **dict.fromkeys(["scatter", "scatter-mul", "scatter_mul", *SCATTER_REDUCES], _scatter),
+    "custom_linear_solve": _linear_solve,
+    "device_put": _placed,
 }
 ALONG: dict[str, Handler] = {
     "reshape": _reshape,

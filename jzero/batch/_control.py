@@ -100,7 +100,10 @@ class _Run:
     def closed(self, invars: Sequence[Any], outvars: Sequence[Any]) -> _jaxpr.Closed:
         body = self.body
         flat = _rewrite.Flat(
-            [*self.constvars, *body.constvars], list(invars), list(outvars), body.eqns
+            [*self.constvars, *body.constvars],
+            list(invars),
+            list(outvars),
+            _rewrite.needed(body.eqns, outvars),  # A loss that nobody reads is not summed up.
         )
         return _jaxpr.Closed(flat, [*self.consts, *body.consts])
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jax import lax
+
 from jzero import _jaxpr
 from jzero.sharding import _rules
 
@@ -39,10 +41,17 @@ def factors_of(eqn: _jaxpr.Eqn) -> list[Factor]:
     structured = STRUCTURED.get(eqn.primitive.name)
     if structured is not None:
         return structured(eqn)
-    rule = _rules.rule_for(eqn)
+    rule = _ELEMENTWISE if eqn.primitive.name in MORE_ELEMENTWISE else _rules.rule_for(eqn)
     if rule is None or eqn.primitive.name == "reshape":
         return []
     return _from_dims(eqn, rule)
+
+
+_ELEMENTWISE = _rules.RULES["add"]
+MORE_ELEMENTWISE = frozenset(
+    """clz complex eq_to igamma igamma_grad_a igammac le_to log2 lt_to mulhi name random_fold_in
+    random_gamma_grad regularized_incomplete_beta threefry2x32 zeta""".split()
+)
 
 
 def _from_dims(eqn: _jaxpr.Eqn, rule: _rules.Rule) -> list[Factor]:
@@ -56,7 +65,8 @@ def _from_dims(eqn: _jaxpr.Eqn, rule: _rules.Rule) -> list[Factor]:
 
         if any(dim is not None for dim in ins):
             found.append(Factor(ins, (out,) * len(eqn.outvars), local=local))
-    if rule.reduces is not None:
+    bits = eqn.primitive.name in ("reduce_and", "reduce_or") and eqn.outvars[0].aval.dtype != bool
+    if rule.reduces is not None and not bits:  # Of integers, it is no minimum or maximum.
         gone = [dim for dim, out in enumerate(maps[0]) if out is None]
         found += [Factor((dim,), (None,), rule.reduces) for dim in gone]
     return found
@@ -112,6 +122,10 @@ def _cut(sizes: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
+# A window as large as its dim stays where it is, wherever the indices would move it.
+STAYS_INSIDE = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
+
 def _gather(eqn: _jaxpr.Eqn) -> list[Factor]:
     operand, indices = (atom.aval for atom in eqn.invars)
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
@@ -124,7 +138,8 @@ def _gather(eqn: _jaxpr.Eqn) -> list[Factor]:
     for k in range(indices.ndim - 1):
         found.append(Factor((batching.get(k), k), (places[k],)))
     for dim, out in zip(kept, numbers.offset_dims, strict=True):
-        if sizes[dim] == operand.shape[dim] and dim not in numbers.start_index_map:
+        moved = dim in numbers.start_index_map and eqn.params["mode"] not in STAYS_INSIDE
+        if sizes[dim] == operand.shape[dim] and not moved:
 
             def local(size: int, num: int, dim: int = dim) -> dict[str, Any]:
                 return {"slice_sizes": _cut(sizes, dim, size)}
@@ -157,7 +172,10 @@ def _scatter(eqn: _jaxpr.Eqn) -> list[Factor]:
             found.append(Factor((None, k, rows[k]), (None,), reduces))
     for dim, window in zip(kept, numbers.update_window_dims, strict=True):
         whole = updates.shape[window] == operand.shape[dim]
-        if whole and dim not in numbers.scatter_dims_to_operand_dims:
+        moved = (
+            dim in numbers.scatter_dims_to_operand_dims and eqn.params["mode"] not in STAYS_INSIDE
+        )
+        if whole and not moved:
             found.append(Factor((dim, None, window), (dim,)))
     return found
 
@@ -205,6 +223,31 @@ def _window(eqn: _jaxpr.Eqn) -> list[Factor]:
         )  # fmt: skip
 
     return _same([d for d in range(eqn.invars[0].aval.ndim) if untouched(d)], eqn)
+
+
+def _bitcast(eqn: _jaxpr.Eqn) -> list[Factor]:
+    """To narrower words, which become a new last dim, or to wider ones."""
+    before, after = eqn.invars[0].aval.ndim, eqn.outvars[0].aval.ndim
+    return _same(list(range(min(before, after))), eqn)
+
+
+def _reduce(eqn: _jaxpr.Eqn) -> list[Factor]:
+    """With any function; its arrays are followed by as many initial values."""
+    arrays, name = len(eqn.outvars), "dimensions" if "dimensions" in eqn.params else "axes"
+    kept = _free(eqn.invars[0].aval.ndim, eqn.params[name])
+    nothing = (None,) * (len(eqn.invars) - arrays)
+    return [Factor((d,) * arrays + nothing, (out,) * arrays) for out, d in enumerate(kept)]
+
+
+def _triangular_solve(eqn: _jaxpr.Eqn) -> list[Factor]:
+    ndim = eqn.invars[1].aval.ndim
+    free = ndim - 1 if eqn.params["left_side"] else ndim - 2
+    return [*_leading(2)(eqn), Factor((None, free), (free,))]
+
+
+def _tridiagonal_solve(eqn: _jaxpr.Eqn) -> list[Factor]:
+    free = eqn.invars[3].aval.ndim - 1
+    return [*_leading(1)(eqn), Factor((None, None, None, free), (free,))]
 
 
 def _tile(eqn: _jaxpr.Eqn) -> list[Factor]:
@@ -255,14 +298,19 @@ STRUCTURED: dict[str, Callable[[_jaxpr.Eqn], list[Factor]]] = {
     "approx_top_k": _all_but("reduction_dimension"),
     **dict.fromkeys(
         ["reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min",
-         "select_and_scatter_add", "select_and_gather_add"], _window),
+         "select_and_scatter", "select_and_scatter_add", "select_and_gather_add"], _window),
+    "bitcast_convert_type": _bitcast,
+    **dict.fromkeys(["reduce", "reduce_xor"], _reduce),
     "fft": _leading(lambda eqn: len(eqn.params["fft_lengths"])),
     **dict.fromkeys(
-        ["cholesky", "qr", "eig", "eigh", "svd", "lu", "geqrf", "hessenberg", "schur", "tridiagonal",
-         "triangular_solve", "householder_product"], _leading(2)),
-    **dict.fromkeys(["lu_pivots_to_permutation", "tridiagonal_solve", "random_wrap"], _leading(1)),
+        ["cholesky", "qr", "eig", "eigh", "svd", "lu", "geqrf", "geqp3", "hessenberg", "schur", "tridiagonal",
+         "householder_product", "ormqr", "symmetric_product"], _leading(2)),
+    "triangular_solve": _triangular_solve,
+    "tridiagonal_solve": _tridiagonal_solve,
+    **dict.fromkeys(["lu_pivots_to_permutation", "random_wrap"], _leading(1)),
     **dict.fromkeys(
-        ["random_seed", "random_clone", "random_fold_in", "random_split", "random_unwrap", "random_bits"],
+        ["random_seed", "random_clone", "random_split", "random_unwrap", "random_bits",
+         "random_gamma"],
         _leading(0)),
     "tile": _tile,
     "stack": _stack,

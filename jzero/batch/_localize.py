@@ -88,5 +88,6 @@ def localize(
                 form = FULL
         outs.append(body.at(value, form, "it is returned"))
         outputs.append(form)
-    jaxpr = _rewrite.Flat([*flat.constvars, *body.constvars], invars, outs, body.eqns)
+    eqns = _rewrite.needed(body.eqns, outs)
+    jaxpr = _rewrite.Flat([*flat.constvars, *body.constvars], invars, outs, eqns)
     return Localized(jaxpr, [*consts, *body.consts], outputs, body.movements)

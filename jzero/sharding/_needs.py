@@ -20,11 +20,16 @@ def note_needs(frame: Frame, num_outs: int) -> None:
     """Fills `needs_full` and `feeds_batch` of the frame and those below; outputs need nothing."""
     full = _Needs(lambda f: f.needs_full, lambda f, e: _rules.rule_for(e) is None or _spreads(f, e))
     full.flow(frame, [False] * num_outs)
-    _Needs(lambda f: f.feeds_batch, _spreads).flow(frame, [False] * num_outs)
+    _Needs(lambda f: f.feeds_batch, _is_of_a_pass).flow(frame, [False] * num_outs)
 
 
 def _spreads(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
     return any(frame.varies(out) for out in eqn.outvars)
+
+
+def _is_of_a_pass(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
+    # A weight that only a penalty reads, and no row, is a parameter too.
+    return _spreads(frame, eqn) or frame.pass_of(eqn) is not None
 
 
 def read_dtype(frame: Frame, var: _jaxpr.Var, indices: Iterable[int] | None = None) -> Any:

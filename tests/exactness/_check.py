@@ -45,8 +45,8 @@ def applies(family: _family.Family, setting: Setting) -> bool:
     return setting.dtype in family.exact_dtypes and devices <= jax.device_count() and own
 
 
-def check(name: str, setting: Setting) -> tuple[str, list[str]]:
-    """Trains a family: ("equal", []), ("refused", [its text]) or ("differs", [what, where]).
+def check(name: str, setting: Setting) -> tuple[str, list[str], float]:
+    """Trains a family: "equal", "refused" with its text, or "differs" with what, where and how much at most.
 
     JAX's 64-bit types are enabled by the caller, for float64.
     """
@@ -55,16 +55,16 @@ def check(name: str, setting: Setting) -> tuple[str, list[str]]:
     try:
         actual = _compare.train(family, sharded(family, setting), dtype)
     except jzero.JzeroError as error:
-        return "refused", [str(error)]
+        return "refused", [str(error)], 0.0
     expected = _compare.train(family, _compare.reference(family), dtype)
     found = _compare.differences(expected, actual, dtype)
-    return ("differs", found) if found else ("equal", [])
+    return "differs" if found else "equal", found, _compare.largest_difference(expected, actual)
 
 
 def verdict(name: str, setting: Setting) -> str | None:
     """What is wrong with the family in this setting, or None: it is equal, or refused as it says."""
     family = _family.get(name)
-    result, found = check(name, setting)
+    result, found, _ = check(name, setting)
     allowed = [family.refused] if family.refused else []
     allowed += [NOT_IN_MICROBATCHES] if setting.accumulate > 1 else []
     if result == "refused" and any(re.search(text, found[0]) for text in allowed):

@@ -86,6 +86,24 @@ def differences(expected: Training, actual: Training, dtype: Any) -> list[str]:
     return problems
 
 
+def largest_difference(expected: Training, actual: Training) -> float:
+    """The largest of all leaves', each relative to its leaf's largest element; integers count whole."""
+    pairs = [*zip(expected.outputs, actual.outputs, strict=True), (expected.state, actual.state)]
+    largest = 0.0
+    for a, b in pairs:
+        wanted, found = _leaves(a, ""), _leaves(b, "")
+        for path in wanted.keys() & found.keys():
+            x, y = (_parts(leaf).astype(np.float64) for leaf in (wanted[path], found[path]))
+            if x.shape != y.shape or not x.size:
+                largest = max(largest, float(x.shape != y.shape))
+                continue
+            apart = np.nan_to_num(
+                np.abs(x - y), nan=0.0 if np.array_equal(np.isnan(x), np.isnan(y)) else 1.0
+            )
+            largest = max(largest, float(apart.max() / max(np.nanmax(np.abs(x)), 1e-30)))
+    return largest
+
+
 @contextlib.contextmanager
 def configured(family: Family) -> Iterator[None]:
     """The family's settings of JAX, and afterwards those from before."""

@@ -149,7 +149,7 @@ def mixed_bf16():
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=grads), {"loss": loss}
 
-    # bfloat16 has 8 bits, and JAX sums gradients over devices before the cast back to float32: two
+    # bfloat16 has 8 bits, and gradients are summed over the devices before the cast to float32: two
     # roundings at 2**-8, twice that in the second moments.
     tolerance = Tolerance(rtol=2**-6, leaf_rtol=2**-6)
     return Entry(init=init, batches=labelled_batches, step=step, tolerance=tolerance)
