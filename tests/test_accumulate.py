@@ -201,18 +201,23 @@ def test_accumulators_are_reported():
 # -- losses normalised by a count ----------------------------------------------------------------
 
 
-def masked_step(take_mean):
+def masked_step(take_mean, reduced=lambda tree: tree):
     def step(state, batch):
         def loss_fn(params):
             errors = jnp.square(jnp.tanh(batch["x"] @ params["w"]) @ params["v"])
             return take_mean(errors, batch["mask"])
 
-        loss, grads = jax.value_and_grad(loss_fn)(state)
+        loss, grads = reduced(jax.value_and_grad(loss_fn)(state))
         correct = jzero.total(jnp.sum(batch["mask"] > 0))
         new_state = jax.tree.map(lambda p, g: p - 0.1 * g, state, grads)
         return new_state, {"loss": loss, "tokens": correct}
 
     return step
+
+
+def masked_step_of_a_device(take_mean):
+    """The same, as written for `jax.pmap(..., axis_name="batch")`."""
+    return masked_step(take_mean, lambda tree: jax.lax.pmean(tree, "batch"))
 
 
 def plain_mean(values, mask):
@@ -245,12 +250,27 @@ def trained(step):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("num_devices", "k"), [(1, 1), (1, 8), (2, 4), (4, 1), (4, 2), (8, 8)])
-def test_ragged_microbatches_equal_one_big_batch(stage, num_devices, k):
+@pytest.mark.parametrize("written_for", ["the whole batch", "a device"])
+def test_ragged_microbatches_equal_one_big_batch(written_for, stage, num_devices, k):
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
-    step = masked_step(jzero.weighted_mean)
-    sharded = small.shard_train_step(step, stage=stage, mesh=mesh, accumulate=k)
+    options = dict(stage=stage, mesh=mesh, accumulate=k)
+    if written_for == "a device":
+        step = masked_step_of_a_device(jzero.weighted_mean)
+        sharded = small.shard_train_step(step, axis_name="batch", **options)
+    else:
+        sharded = small.shard_train_step(masked_step(plain_mean), **options)
     state, history = trained(sharded)
-    # On one device, outside of jzero, it is the plain weighted mean.
+    expected_state, expected = trained(jax.jit(masked_step(plain_mean)))
+    for got, want in zip(history, expected, strict=True):
+        np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
+        assert got["tokens"] == want["tokens"]
+    for name in state:
+        np.testing.assert_allclose(state[name], expected_state[name], rtol=2e-5, atol=2e-6)
+
+
+def test_a_weighted_mean_is_the_plain_one_in_a_step_for_the_whole_batch():
+    options = dict(stage=3, accumulate=2)
+    state, history = trained(small.shard_train_step(masked_step(jzero.weighted_mean), **options))
     expected_state, expected = trained(jax.jit(masked_step(plain_mean)))
     for got, want in zip(history, expected, strict=True):
         np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
@@ -260,16 +280,18 @@ def test_ragged_microbatches_equal_one_big_batch(stage, num_devices, k):
 
 
 def test_a_mean_of_local_means_is_another_loss():
-    """The test above could fail."""
-    _, history = trained(small.shard_train_step(masked_step(plain_mean), stage=3))
+    """The tests above could fail: it is what a step for a device means without `weighted_mean`."""
+    step = masked_step_of_a_device(plain_mean)
+    _, history = trained(small.shard_train_step(step, stage=3, axis_name="batch"))
     _, expected = trained(jax.jit(masked_step(plain_mean)))
     assert abs(history[0]["loss"] - expected[0]["loss"]) > 1e-3
 
 
-def test_a_total_needs_a_loop_of_its_own_and_little_else():
-    sharded = small.shard_train_step(masked_step(jzero.weighted_mean), stage=3, accumulate=4)
+@pytest.mark.parametrize("take_mean", [plain_mean, jzero.weighted_mean])
+def test_a_count_needs_a_loop_of_its_own_and_little_else(take_mean):
+    sharded = small.shard_train_step(masked_step(take_mean), stage=3, accumulate=4)
     found = sharded.describe(weights(), next(ragged_batches()))
-    assert found.plan.reductions == "typed"
+    assert found.plan.reductions == "whole batch"
     psi = 16 * 32 + 32
     assert found.elements("reduce-scatter") == 4 * psi
     assert found.elements("all-reduce") == 3  # the weights' total, the count of tokens, the loss
@@ -290,23 +312,22 @@ def test_gradient_through_a_total_is_refused():
         small.shard_train_step(step)(jnp.ones((8, 8)), jnp.ones((16, 8)))
 
 
-# -- what depends on the microbatch ----------------------------------------------------------------
+# -- what comes from the rows ----------------------------------------------------------------------
 
 
-def test_every_microbatch_draws_numbers_of_its_own():
-    def step(state, key, x):
-        noise = jax.random.normal(key, (len(x),))
-        return state - 0.1 * jax.grad(lambda w: jnp.mean(x @ w))(state), {"noise": noise}
+@pytest.mark.parametrize("k", [1, 4])
+def test_random_numbers_are_those_of_one_device(k):
+    """To the bit, in the order of the batch; and what is trained with them."""
 
-    w, x = jnp.ones((8, 8)), jnp.ones((64, 8))
-    sharded = small.shard_train_step(step, stage=3, accumulate=4)
-    _, metrics = sharded(w, jax.random.key(0), x)
-    noise = np.asarray(metrics["noise"])
-    assert noise.shape == (64,)  # one entry per example, in the order of the batch
-    parts = noise.reshape(32, 2)
-    assert len({tuple(part) for part in parts}) == 32
-    expected = jax.random.normal(jax.random.fold_in(jax.random.key(0), 5), (2,))
-    np.testing.assert_array_equal(parts[5], expected)  # microbatch 1 of device 1
+    def step(w, key, x):
+        noise = jax.random.normal(key, x.shape)
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x + noise) @ w))(w), {"noise": noise}
+
+    w, x, key = jnp.ones((8, 8)), jnp.ones((64, 8)), jax.random.key(0)
+    new, metrics = small.shard_train_step(step, stage=3, accumulate=k)(w, key, x)
+    expected, expected_metrics = jax.jit(step)(w, key, x)
+    np.testing.assert_array_equal(metrics["noise"], expected_metrics["noise"])
+    np.testing.assert_allclose(new, expected, rtol=1e-5)
 
 
 def test_per_example_outputs_keep_their_order():
@@ -337,21 +358,34 @@ def test_an_ensemble_of_weighted_means():
         np.testing.assert_allclose(metrics["losses"], expected_metrics["losses"], rtol=1e-5)
 
 
-def test_prints_of_every_microbatch_and_of_the_whole(capfd):
+@pytest.mark.parametrize("k", [1, 4])
+def test_what_is_summed_is_printed_once(k, capfd):
     def step(w, x):
         loss, grads = jax.value_and_grad(lambda w: jnp.mean(x @ w))(w)
-        jax.debug.print("row {}", x[0, 0])
         jax.debug.print("loss {}", loss)
+        jax.debug.print("sum {}", x.sum())
         return w - 0.1 * grads
 
     w, x = jnp.ones((8, 8)), jnp.arange(64 * 8.0).reshape(64, 8)
-    new = small.shard_train_step(step, stage=3, accumulate=4)(w, x)
-    jax.block_until_ready(new)
+    jax.block_until_ready(small.shard_train_step(step, stage=3, accumulate=k)(w, x))
     jax.effects_barrier()
     lines = capfd.readouterr().out.splitlines()
-    rows = {line for line in lines if line.startswith("row")}
-    assert rows == {f"row {float(x[2 * i, 0])}" for i in range(32)}
-    assert {line for line in lines if line.startswith("loss")} == {f"loss {float(jnp.mean(x @ w))}"}
+    assert sorted(lines) == [f"loss {float(jnp.mean(x @ w))}", f"sum {float(x.sum())}"]
+
+
+def test_rows_are_printed_whole_without_microbatches_only(capfd):
+    """Microbatches run one after the other: none has the rows of the others."""
+
+    def step(w, x):
+        jax.debug.print("rows {}", x[:, 0])
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(x @ w))(w)
+
+    w, x = jnp.ones((8, 8)), jnp.arange(64 * 8.0).reshape(64, 8)
+    jax.block_until_ready(small.shard_train_step(step, stage=3)(w, x))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split() == f"rows {np.asarray(x[:, 0])}".split()
+    with pytest.raises(jzero.StepError, match=r"accumulate > 1, and .*test_accumulate\.py"):
+        small.shard_train_step(step, stage=3, accumulate=4)(w, x)
 
 
 def test_under_set_mesh():

@@ -134,14 +134,13 @@ def _as_it_is(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
 
 
 def _remat(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
-    if _is_own(ins):
-        return _as_it_is(body, eqn, ins)
     call = _jaxpr.call_parts(eqn)
     assert call is not None
     flat = _flat(*call)
     inputs = [_Input.of(v, var.aval) for v, var in zip(ins, flat[0].invars, strict=True)]
     while True:
-        done = _run(body, flat, [x.inside() for x in inputs])
+        given = [x.inside() for x in inputs]
+        done = _run(body, flat, given)
         forms = [v.at_hand for v in done.outs]
         outs = [done.body.at(v, form) for v, form in zip(done.outs, forms, strict=True)]
         if not _grew(inputs):
@@ -154,7 +153,10 @@ def _remat(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     body.eqns.append(eqn.replace(
         invars=operands, outvars=outvars, params=params, source_info=body.source.source_info
     ))  # fmt: skip
-    return _values(eqn, forms, outvars)
+    # What it only hands through is what it was: a loop around it may carry it unchanged.
+    through = {id(value): outer for value, outer in zip(given, ins, strict=True)}
+    made = _values(eqn, forms, outvars)
+    return [through.get(id(v), value) for v, value in zip(done.outs, made, strict=True)]
 
 
 def _cond(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:

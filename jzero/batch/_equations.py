@@ -326,15 +326,26 @@ def _identity(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
 
 def _over_vmapped(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     """A collective over an axis that `jax.vmap` has made a dim: a plain reduction of that dim."""
-    reduce = _VMAPPED[eqn.primitive.name]
-    axes = tuple(eqn.params["axes"])
-    outs = []
-    for value in ins:
-        shape = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
-        traced = _jaxpr.trace_here(functools.partial(reduce, axis=axes), shape)
-        flat, _ = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
-        outs += run(body, flat, dict(zip(flat.invars, [value], strict=True)))
-    return outs
+    reduce = functools.partial(_VMAPPED[eqn.primitive.name], axis=tuple(eqn.params["axes"]))
+    return [_instead(body, reduce, value) for value in ins]
+
+
+def _instead(body: Body, fn: Callable[[Any], Any], value: Value) -> Value:
+    """`fn(value)` in the place of the equation."""
+    shape = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
+    traced = _jaxpr.trace_here(fn, shape)
+    flat, _ = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+    eqns = [e.replace(source_info=body.source.source_info) for e in flat.eqns]
+    (out,) = run(body, flat._replace(eqns=eqns), {flat.invars[0]: value})
+    return out
+
+
+def _reshape_permuted(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+    """A reshape that permutes dims first, as gradients of vmapped convolutions do, is two equations."""
+    order, sizes = eqn.params.get("dimensions"), eqn.params["new_sizes"]
+    if order is None or not isinstance(ins[0].form, Rows):
+        return None
+    return [_instead(body, lambda x: jax.lax.transpose(x, order).reshape(sizes), ins[0])]
 
 
 def _lax_sum(x: Any, axis: tuple[int, ...]) -> Any:
@@ -389,6 +400,7 @@ HANDLERS: dict[str, Handler] = {
     "sharding_constraint": _constrain,
     "optimization_barrier": _barrier,
     "reduce_sum": _sum,
+    "reshape": _reshape_permuted,
     "shard_map": _refuse_shard_map,
     **dict.fromkeys(["psum", "pmax", "pmin"], _over_vmapped),
 }
