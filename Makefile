@@ -9,6 +9,7 @@
 #   make offload-traffic  bytes at rest and on the way, with and without offload, counted in arrays; two minutes
 #   make offload-delayed  loss with delayed updates beside that without, at three learning rates; a quarter of an hour
 #   make offload-timeline what devices and host do in time, drawn from traces; a minute
+#   make exactness    every family of steps in every setting against one device; hours, goes on where it stopped
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-gpu     the tests that need a GPU, with GPU_PYTHON (a JAX that sees it; test dependencies)
 #   make one-gpu      these, and offload's speed and memory on one GPU, in ten minutes
@@ -25,6 +26,7 @@ COMPILE_ARGS ?=
 FSDP2_ARGS ?=
 HOST_UPDATE_ARGS ?=
 ONE_GPU_ARGS ?=
+EXACTNESS_ARGS ?=
 GPU_PYTHON ?= $(BIN)/python
 OFFLOAD_ARGS ?=
 # Tracing and compiling small programs is what takes the time, most of it in one thread; a second
@@ -34,7 +36,7 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 SOURCES := jzero tests experiments
 
-.PHONY: train compare tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
+.PHONY: train compare exactness tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
     offload-timeline one-gpu test test-gpu test-newest lint clean
 
 train: .venv/installed
@@ -42,6 +44,10 @@ train: .venv/installed
 
 compare: .venv/installed
 	$(BIN)/python experiments/train_lm/compare.py $(COMPARE_ARGS)
+
+exactness: .venv/installed
+	$(BIN)/python experiments/exactness/run.py $(EXACTNESS_ARGS)
+	$(BIN)/python experiments/exactness/report.py
 
 tables: .venv/installed
 	$(BIN)/python experiments/paper_tables/tables.py

@@ -13,7 +13,7 @@ from jzero import _call, _outputs, _trace
 from jzero._errors import StepError, describe_leaf, message
 from jzero._setting import Setting
 from jzero._trace import TracedStep
-from jzero.batch._body import Movement
+from jzero.batch._body import OUTPUT, Movement
 from jzero.batch._rows import FULL, Form, Rows, even_rows, is_padded
 from jzero.sharding import _layout
 from jzero.sharding._layout import Layout, Shard
@@ -95,6 +95,7 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     layouts = [_layout_of(form, setting.axis_names) for form in [*given, *traced.outputs]]
     specs = tuple(map(_layout.partition_spec, layouts[num_state : len(given)]))
     outputs = tuple(layouts[len(given) + num_state :])
+    traced = dataclasses.replace(traced, movements=_with_paths(traced))
     _check_movements(traced.movements, setting.options.max_gather_bytes)
     uneven = [form != got for form, got in zip(forms[num_state:], given[num_state:], strict=True)]
     paths = _call.argument_paths(step.arrays)
@@ -104,6 +105,15 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
         if is_whole
     )
     return LocalStep(traced, specs, outputs, (False,) * len(specs), whole)
+
+
+def _with_paths(traced: TracedStep) -> tuple[Movement, ...]:
+    """What the step gathers; an output by its path, and not by its number."""
+    paths = _outputs.output_paths(traced.out_tree)
+    return tuple(
+        dataclasses.replace(m, where=paths[int(m.where)]) if m.operation == OUTPUT else m
+        for m in traced.movements
+    )
 
 
 def _check_movements(movements: Sequence[Movement], most: int) -> None:

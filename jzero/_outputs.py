@@ -34,7 +34,7 @@ def output_layouts(
     """Layouts of the outputs beside the state: averaged ones are full, per-example ones concatenated."""
     layouts: list[Layout] = []
     bad, pairs = [], []
-    paths = _output_paths(traced.out_tree, num_state)
+    paths = output_paths(traced.out_tree, num_state)
     for i, aval in enumerate(traced.out_avals[num_state:], num_state):
         dims = [] if globals_ is None else [
             dim for dim, (local, whole) in enumerate(zip(aval.shape, globals_[i], strict=True))
@@ -65,7 +65,8 @@ def output_layouts(
     return layouts
 
 
-def _output_paths(out_tree: Any, num_state: int) -> list[str]:
+def output_paths(out_tree: Any, num_state: int = 0) -> list[str]:
+    """Paths of what a step returns, without the state's leaves, which come first."""
     outs = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
     return _call.leaf_paths(outs, "output")[num_state:]
 

@@ -190,6 +190,7 @@ class Preflight:
             *self._verdict(),
             "",
             *self._collectives(),
+            *([] if self.report is None else self.report.gathered_rows()),
             "",
             *_LIMITS,
         ]

@@ -56,7 +56,7 @@ class Report:
             "",
             *self._traffic(),
             *self._crossings(),
-            *self._gathered_rows(),
+            *self.gathered_rows(),
         ]
         if self.keys:
             lines += ["", f"PRNG keys, folded with the device's index: {', '.join(self.keys)}"]
@@ -158,7 +158,8 @@ class Report:
         table = crossing_table(self.crossings)
         return ["", *table.text()] if table else []
 
-    def _gathered_rows(self) -> list[str]:
+    def gathered_rows(self) -> list[str]:
+        """Lines on what gathers rows of the batch; none if nothing does."""
         lines = []
         if self.whole_arguments:
             lines += ["", "Whole on every device, which do not divide their rows: "

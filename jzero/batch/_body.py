@@ -18,6 +18,8 @@ from jzero._jaxpr import Atom, Eqn
 from jzero.batch._rows import FULL, Form, Rows, is_padded, local_shape
 from jzero.sharding import _rules
 
+OUTPUT = "output"  # in the place of a primitive, of what is gathered because it is returned
+
 
 @dataclasses.dataclass(frozen=True)
 class Movement:
@@ -25,7 +27,7 @@ class Movement:
 
     Attributes:
       operation: the primitive.
-      where: the user's line, `file.py:12 (train_step)`.
+      where: the user's line, `file.py:12 (train_step)`; of an output, its path.
       nbytes: of the whole value.
       times: how often a step does it.
       reason: what the operation needs.

@@ -12,13 +12,14 @@ rest of jzero takes it as such.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from jzero import _jaxpr, _rewrite
 from jzero.batch import _along, _control, _effects, _equations
-from jzero.batch._body import Body, Movement, Table, Value
+from jzero.batch._body import OUTPUT, Body, Movement, Table, Value
 from jzero.batch._equations import run, whole
 from jzero.batch._rows import FULL, Form, Rows, is_padded
 
@@ -79,15 +80,20 @@ def localize(
     values = run(body, flat, env)
     if flat.eqns:
         body.source = flat.eqns[-1]
-    outs, outputs = [], []
+    outs, outputs, movements = [], [], body.movements
     for i, value in enumerate(values):
         form = value.at_hand if i >= num_state else FULL
         if isinstance(form, Rows):
             size = value.aval.shape[form.dim]
             if form.outer > 1 or is_padded(form, size, body.num):
                 form = FULL
+        body.movements = []
         outs.append(body.at(value, form, "it is returned"))
         outputs.append(form)
+        # Not the line of the last equation.
+        movements += [
+            dataclasses.replace(m, operation=OUTPUT, where=str(i)) for m in body.movements
+        ]
     eqns = _rewrite.needed(body.eqns, outs)
     jaxpr = _rewrite.Flat([*flat.constvars, *body.constvars], invars, outs, eqns)
-    return Localized(jaxpr, [*consts, *body.consts], outputs, body.movements)
+    return Localized(jaxpr, [*consts, *body.consts], outputs, movements)
