@@ -44,7 +44,10 @@ def problem(entry: Entry, grad_dtype: Any, copy_dtype: Any = None) -> Problem:
         copies = jax.tree.leaves(fast(entry, new[0])) if copy_dtype else []
         return data(jax.tree.leaves(new)), [x.astype(_kept(x.dtype, copy_dtype)) for x in copies]
 
-    grads = [jax.ShapeDtypeStruct(p.shape, _kept(p.dtype, grad_dtype)) for p in params]
+    examples = (optimizers.BATCH,) if entry.per_example else ()
+    grads = [
+        jax.ShapeDtypeStruct((*examples, *p.shape), _kept(p.dtype, grad_dtype)) for p in params
+    ]
     paths = jax.tree.leaves_with_path((start["params"], start["opt"]))
     return Problem(
         update,

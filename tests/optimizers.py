@@ -2,9 +2,8 @@
 
 `ENTRIES` maps a name to a factory and to the way a step must call it. Names that are only parts of
 others (`scale_by_adam` inside `adam`) need no entry: `covered_names` finds, through the closures of
-each entry's transformation, every factory that the table really runs. `CANNOT` lists what cannot
-be trained data-parallel from an untouched single-device step, with the reason, and
-`NOT_TRANSFORMATIONS` what only looks like a factory.
+each entry's transformation, every factory that the table really runs. `NOT_TRANSFORMATIONS` lists
+what only looks like a factory.
 
 The problem is chosen so that no gradient element is a cancelling sum. Optimizers that divide by the
 size of a gradient (Adam) or keep only its sign (Lion) otherwise amplify the rounding noise of
@@ -332,6 +331,10 @@ ENTRIES: dict[str, Entry] = {
     "scale_by_stddev": Entry(
         lambda: _then_sgd(optax.scale_by_stddev(initial_scale=1.0), learning_rate=1e-2)
     ),
+    "scale_by_backtracking_linesearch": Entry(
+        lambda: optax.chain(optax.sgd(0.5), optax.scale_by_backtracking_linesearch(5)),
+        with_value_fn,
+    ),
     "scale_by_zoom_linesearch": Entry(
         lambda: optax.chain(optax.sgd(0.5), optax.scale_by_zoom_linesearch(5)), with_value_fn
     ),
@@ -346,6 +349,23 @@ ENTRIES: dict[str, Entry] = {
     ),
     "trace": Entry(lambda: optax.chain(optax.trace(0.5, nesterov=True), optax.scale(-0.02))),
     "zero_nans": Entry(lambda: _then_sgd(optax.zero_nans()), poisoned=True),
+    # What treats gradients example by example before they are summed.
+    "differentially_private_aggregate": Entry(
+        lambda: _then_sgd(contrib.differentially_private_aggregate(1.0, 0.1, key=5)),
+        per_example=True,
+    ),
+    "dpsgd": Entry(lambda: contrib.dpsgd(0.02, 1.0, 0.1, seed=5, momentum=0.9), per_example=True),
+    "average_incrementally_updates": Entry(
+        lambda: aggregating.process(
+            optax.stateless_with_tree_map(lambda g, _: jnp.clip(g, -0.05, 0.05)),
+            aggregating.average_incrementally_updates(0, accumulation_steps=2),
+            optax.sgd(0.02),
+        ),
+        per_example=True,
+    ),
+    "add_mean_variance_to_opt": Entry(
+        lambda: aggregating.add_mean_variance_to_opt(optax.sgd(0.02)), per_example=True
+    ),
     # Wrappers.
     "MultiSteps": Entry(lambda: optax.MultiSteps(optax.adam(3e-3), 2)),
     "MultiSteps(gradient_transformation)": Entry(
@@ -467,54 +487,6 @@ ENTRIES: dict[str, Entry] = {
     ),
     "with_extra_args_support": Entry(
         lambda: optax.with_extra_args_support(optax.adam(3e-3)), with_value
-    ),
-}
-
-# The zoom line search asks jax.value_and_grad for its losses, so that jzero can average them.
-_LOSS_ALONE = (
-    "the search evaluates the loss of the local batch, without its gradient, inside a while loop: "
-    "every device would choose another step size"
-)
-_PER_EXAMPLE = (
-    "it treats gradients example by example before they are summed; the reduction of a typed step "
-    "comes first"
-)
-
-# What cannot be trained data-parallel from an untouched single-device step. jzero must refuse it,
-# never train something else in silence.
-CANNOT: dict[str, tuple[Entry, str]] = {
-    "scale_by_backtracking_linesearch": (
-        Entry(
-            lambda: optax.chain(optax.sgd(0.5), optax.scale_by_backtracking_linesearch(5)),
-            with_value_fn,
-        ),
-        _LOSS_ALONE,
-    ),
-    "differentially_private_aggregate": (
-        Entry(
-            lambda: _then_sgd(contrib.differentially_private_aggregate(1.0, 0.1, key=5)),
-            per_example=True,
-        ),
-        _PER_EXAMPLE,
-    ),
-    "dpsgd": (
-        Entry(lambda: contrib.dpsgd(0.02, 1.0, 0.1, seed=5, momentum=0.9), per_example=True),
-        _PER_EXAMPLE,
-    ),
-    "average_incrementally_updates": (
-        Entry(
-            lambda: aggregating.process(
-                optax.stateless_with_tree_map(lambda g, _: jnp.clip(g, -0.05, 0.05)),
-                aggregating.average_incrementally_updates(0, accumulation_steps=2),
-                optax.sgd(0.02),
-            ),
-            per_example=True,
-        ),
-        _PER_EXAMPLE,
-    ),
-    "add_mean_variance_to_opt": (
-        Entry(lambda: aggregating.add_mean_variance_to_opt(optax.sgd(0.02)), per_example=True),
-        _PER_EXAMPLE,
     ),
 }
 

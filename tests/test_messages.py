@@ -1,7 +1,5 @@
 """Wrong uses, each refused with who, what was found, the rule and the edit; nothing is consumed."""
 
-from jax import grad as early_grad  # Bound before jzero could see it.  # isort: skip
-
 import os
 import pathlib
 import subprocess
@@ -28,6 +26,12 @@ def loss_fn(w, x):
 
 def step(w, x):
     loss, g = jax.value_and_grad(loss_fn)(w, x)
+    return w - 0.1 * g, {"loss": loss}
+
+
+def written(w, x):
+    """The same for one device, as `jax.pmap(..., axis_name="data")` takes it."""
+    loss, g = jax.lax.pmean(jax.value_and_grad(loss_fn)(w, x), "data")
     return w - 0.1 * g, {"loss": loss}
 
 
@@ -84,6 +88,12 @@ def test_stage(stage):
         ({"auto_specs": P("model")}, ["auto_specs=", "maps regular expressions"]),
         ({"stage": 2, "param_axes": "data"}, ["stage=2 and param_axes=('data',)", "use stage=3"]),
         ({"stage": 0, "optimizer_axes": "data"}, ["stage=0 and optimizer_axes", "use stage=1"]),
+        (
+            {"max_gather_bytes": -1},
+            ["max_gather_bytes=-1", "an int from 0", "Drop it for 256 MiB"],
+        ),
+        ({"max_gather_bytes": True}, ["max_gather_bytes=True", "an int from 0"]),
+        ({"max_gather_bytes": 2e9}, ["max_gather_bytes=2000000000.0", "an int from 0"]),
         ({"offload": "cpu"}, ["offload='cpu'", "It is a policy", "Use offload=jzero.PinnedHost()"]),
         ({"offload": jzero.PinnedHost}, ["offload=<class", "Use offload=jzero.PinnedHost()"]),
     ],
@@ -161,24 +171,49 @@ def test_axes_of_roles():
 
 def test_batch_does_not_divide_into_microbatches():
     text = "x float32[16,8]: dim 0 of size 16 does not divide by 8 devices x 4 microbatches"
-    refuses(ValueError, text, sharded(accumulate=4), W, X)
+    refuses(ValueError, text, sharded(written, axis_name="data", accumulate=4), W, X)
 
 
 def test_microbatches_of_an_argument_that_is_split_over_some_axes():
     mesh = jax.make_mesh((2, 4), ("node", "local"))
-    train_step = sharded(mesh=mesh, accumulate=2, in_specs={"x": P("local")})
+    options = dict(mesh=mesh, axis_name="batch", accumulate=2, in_specs={"x": P("local")})
+    train_step = sharded(lambda w, x: jax.lax.pmean(step(w, x), "batch"), **options)
     refuses(ValueError, ["accumulate needs its spec", "to name all data axes"], train_step, W, X)
 
 
-def test_update_inside_the_loop_that_makes_the_gradient():
-    def fn(w, xs):
-        return jax.lax.scan(lambda w, x: (step(w, x[None])[0], None), w, xs)[0]
+def inner_steps(w, x):
+    return jax.lax.scan(lambda w, _: step(w, x), w, None, length=3)
 
+
+def written_inner_steps(w, x):
+    return jax.lax.scan(lambda w, _: written(w, x), w, None, length=3)
+
+
+@pytest.mark.parametrize(("fn", "name"), [(inner_steps, None), (written_inner_steps, "data")])
+def test_update_inside_the_loop_that_makes_the_gradient(fn, name):
     text = [
         "accumulate > 1",
         "uses a gradient or loss of the whole batch inside a loop",
         "Drop accumulate",
     ]
+    refuses(TypeError, text, sharded(fn, axis_name=name, accumulate=2), W, X)
+
+
+@pytest.mark.parametrize(
+    ("needs", "operation"),
+    [
+        (lambda rows: jnp.sort(rows), "all_gather"),
+        (lambda rows: jnp.max(rows), "pmax"),
+        (lambda rows: jnp.argmin(rows), "all_gather"),
+        (lambda rows: jax.lax.cond(rows[3] > 0, lambda: 1.0, lambda: 2.0), "all_gather"),
+    ],
+    ids=["sort", "max", "argmin", "a row"],
+)
+def test_microbatches_of_what_needs_all_rows_at_once(needs, operation):
+    def fn(w, x):
+        return step(w, x)[0], needs(x[:, 0])
+
+    text = ["accumulate > 1", operation, "test_messages.py", "Drop accumulate"]
     refuses(TypeError, text, sharded(fn, accumulate=2), W, X)
 
 
@@ -194,7 +229,8 @@ def test_collective_over_single_examples_with_microbatches():
 
 def test_output_that_compares_examples():
     text = ["float32[16,16] has several dims that follow the batch", "compare outside"]
-    refuses(TypeError, text, sharded(lambda w, x: (step(w, x)[0], x @ x.T)), W, X)
+    train_step = sharded(lambda w, x: (written(w, x)[0], x @ x.T), axis_name="data")
+    refuses(TypeError, text, train_step, W, X)
 
 
 def test_masters_without_params():
@@ -261,12 +297,15 @@ def test_specs_of_another_structure():
 
 def test_specs_with_an_unknown_axis():
     train_step = sharded(in_specs={"x": P("model")})
-    refuses(ValueError, ["names axis 'model'", "('data',)"], train_step, W, X)
+    text = ["x float32[16,8]: its spec P('model',) names axis 'model'", "the data axes are ('data',)",
+            "Correct it, or drop it to split dim 0"]  # fmt: skip
+    refuses(ValueError, text, train_step, W, X)
 
 
 def test_specs_with_too_many_dims():
     train_step = sharded(in_specs={"x": P(None, None, "data")})
-    refuses(ValueError, "fewer dims than its spec", train_step, W, X)
+    text = ["x float32[16,8] has fewer dims than its spec", "which dim of an argument is split"]
+    refuses(ValueError, text, train_step, W, X)
 
 
 # -- meshes ----------------------------------------------------------------------------------------
@@ -304,7 +343,7 @@ def test_mesh_of_other_devices_than_the_context():
 
 def test_batch_is_not_divisible_and_every_leaf_is_named():
     def fn(w, batch):
-        return step(w, batch["x"])
+        return written(w, batch["x"])
 
     batch = {"x": X[:12], "y": [X[:3, 0], X]}
     texts = [
@@ -313,7 +352,7 @@ def test_batch_is_not_divisible_and_every_leaf_is_named():
         "batch['y'][0] float32[3]",
         "in_specs",
     ]
-    refuses(ValueError, texts, sharded(fn), W, batch)
+    refuses(ValueError, texts, sharded(fn, axis_name="data"), W, batch)
 
 
 def test_argument_is_not_an_array():
@@ -375,17 +414,63 @@ def test_a_leafs_dtype_and_shape_change():
 
 
 def test_an_integer_metric_differs():
-    train_step = sharded(lambda w, x: (step(w, x)[0], {"hits": (x > 0).sum()}))
+    train_step = sharded(lambda w, x: (written(w, x)[0], {"hits": (x > 0).sum()}), axis_name="data")
     texts = ["output[1]['hits'] int32[] differs between devices", "astype"]
     refuses(TypeError, texts, train_step, W, X)
 
 
 def test_an_integer_in_the_state_differs():
     def fn(s, x):
-        return {"w": step(s["w"], x)[0], "seen": s["seen"] + (x > 0).sum()}
+        return {"w": written(s["w"], x)[0], "seen": s["seen"] + (x > 0).sum()}
 
     texts = ["the new state['seen'] int32[] differs between devices", "jax.lax.psum"]
-    refuses(ValueError, texts, sharded(fn), {"w": W, "seen": jnp.zeros((), jnp.int32)}, X)
+    state = {"w": W, "seen": jnp.zeros((), jnp.int32)}
+    refuses(ValueError, texts, sharded(fn, axis_name="data"), state, X)
+
+
+# -- what a step for the whole batch may not do ----------------------------------------------------
+
+
+def test_a_step_that_calls_shard_map():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def fn(w, x):
+        mean = jax.shard_map(
+            lambda x: jax.lax.pmean(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+        )
+        return step(w, x - mean(x).mean(0, keepdims=True))
+
+    texts = ["the step calls jax.shard_map itself", "test_messages.py", "pass axis_name="]
+    refuses(TypeError, texts, sharded(fn, mesh=mesh), W, X)
+    refuses(TypeError, texts, sharded(fn, mesh=mesh, accumulate=2), W, X)
+
+
+def test_rows_that_are_gathered_take_too_many_bytes():
+    def fn(w, x):
+        new, metrics = step(w, x)
+        return new, metrics | {"sizes": jnp.linalg.svd(x)[1]}
+
+    texts = ["svd at ", "test_messages.py", "no rule for svd along the batch (512 bytes)",
+             "max_gather_bytes=100 is the most", "permit it with max_gather_bytes=512"]  # fmt: skip
+    refuses(TypeError, texts, sharded(fn, max_gather_bytes=100), W, X)
+    refuses(TypeError, "max_gather_bytes=512", sharded(fn, max_gather_bytes=511), W, X)
+    rows = jax.random.normal(jax.random.key(0), X.shape)
+    new, metrics = sharded(fn, max_gather_bytes=512)(W, rows)
+    expected, expected_metrics = jax.jit(fn)(W, rows)
+    np.testing.assert_allclose(new, expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics["sizes"], expected_metrics["sizes"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"axis_name": "batch"}], ids=str)
+def test_an_axis_that_nobody_has(options):
+    """Also where `axis_name` says another one."""
+
+    def fn(w, x):
+        return jax.lax.pmean(step(w, x), "shards")
+
+    texts = ["the step names an axis that the mesh has not", "unbound axis name: shards",
+             "Pass axis_name=, the name that jax.pmap had"]  # fmt: skip
+    refuses(TypeError, texts, sharded(fn, **options), W, X)
 
 
 # -- where gradients are reduced -------------------------------------------------------------------
@@ -400,45 +485,22 @@ def test_a_data_parallel_step_forgets_its_gradients():
     refuses(TypeError, texts, sharded(fn, axis_name="batch"), W, X)
 
 
-def untypable(w, x):
-    """A scan that starts from a constant, which JAX's varying-axes typing refuses."""
-    h, _ = jax.lax.scan(lambda h, x_t: (jnp.tanh(h + x_t @ w), None), jnp.zeros(8), x)
-    return jnp.mean(h**2)
-
-
-def test_no_gradient_is_seen():
-    def fn(w, x):
-        return w - 0.1 * early_grad(untypable)(w, x)
-
-    texts = ["typing refuses this step", "from jax import grad", "jzero.grad"]
-    refuses(TypeError, texts, sharded(fn), W, X)
-
-
-def test_one_gradient_of_two_is_seen():
-    def fn(s, x):
-        g = jax.grad(untypable)(s["a"], x)
-        early = early_grad(untypable)(s["b"], x)
-        return {"a": s["a"] - 0.1 * g, "b": s["b"] - 0.1 * early}
-
-    texts = ["the update of state['b'] float32[8,8] differs between devices", "jzero.grad"]
-    refuses(TypeError, texts, sharded(fn), {"a": W, "b": W}, X)
-
-
 def test_a_search_whose_length_differs_between_devices():
     """Gradients inside a loop that devices leave at different times would hang."""
 
     def fn(w, x):
         def body(carry):
             w, _ = carry
-            return w - 0.1 * jax.grad(loss_fn)(w, x), x.sum()
+            return written(w, x)[0], x.sum()
 
         return jax.lax.while_loop(lambda c: c[1] < x.sum(), body, (w, jnp.zeros(())))[0]
 
-    refuses(TypeError, "the update of state float32[8,8] differs", sharded(fn), W, X)
+    texts = ["a gradient is reduced inside a branch", "All devices must take part", "jnp.where"]
+    refuses(TypeError, texts, sharded(fn, axis_name="data"), W, X)
 
 
 def test_the_steps_own_error_is_its_own():
-    """Retries do not hide what the user's code raises."""
+    """That a step is traced again, if it has collectives, does not hide what the user's code raises."""
 
     def fn(w, x):
         raise ZeroDivisionError("in the step")
@@ -459,11 +521,41 @@ def test_nnx_step_adds_a_variable():
     refuses(TypeError, "changes the structure of its objects", sharded(step_fn), state, X)
 
 
-def test_jax_grad_is_restored_after_a_retry():
-    assert jax.grad is early_grad
-    train_step = sharded(lambda w, x: w - 0.1 * jax.grad(untypable)(w, x))
-    assert train_step.plan(W, X).reductions == "marked"
-    assert jax.grad is early_grad
+# -- what is no error ------------------------------------------------------------------------------
+
+
+def search(w, x):
+    def body(carry):
+        w, loss, i = carry
+        return (*step(w, x), i + 1)
+
+    start = (w, {"loss": jnp.inf}, 0)
+    return jax.lax.while_loop(lambda c: (c[1]["loss"] > 0.1) & (c[2] < 9), body, start)
+
+
+def update_for_every_row(w, x):
+    return jax.lax.scan(lambda w, row: step(w, row[None]), w, x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        search,
+        inner_steps,
+        update_for_every_row,
+        lambda w, x: (step(w, x)[0], {"hits": (x > 0).sum()}),
+        lambda w, x: (step(w, x)[0], x @ x.T),
+    ],
+    ids=["search", "inner steps", "update for every row", "integer", "compared rows"],
+)
+@pytest.mark.parametrize("num_rows", [16, 13])
+def test_what_is_refused_of_a_device_is_exact_for_the_whole_batch(fn, num_rows):
+    """Collectives of its own would make these steps one device's."""
+    x = jax.random.normal(jax.random.key(0), (num_rows, 8))
+    actual, expected = sharded(fn, min_shard_bytes=0)(W, x), jax.jit(fn)(W, x)
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_numpy_and_python_leaves_are_fine():

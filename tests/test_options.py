@@ -1,7 +1,7 @@
-"""Options of `shard_train_step`, alone and in pairs, against one device.
+"""Options of `shard_train_step`, alone and in pairs, against one device with the whole batch.
 
-A microbatch is a device in time: k microbatches on n devices must train as the zoo's reference for n * k
-devices does, statistics and dropout keys included.
+To a step with collectives of its own a microbatch is a device in time: k of them on n devices must train as
+the zoo's reference for n * k devices does, statistics and dropout keys included.
 """
 
 import functools
@@ -34,8 +34,18 @@ FACTORS: dict[str, list[Any]] = {
     "param_axes": [None, "local"],
     "optimizer_axes": [None, "local"],
 }
-# A step that updates its parameters more than once cannot wait for the last microbatch to do so.
-CANNOT_ACCUMULATE = {"inner_steps"}
+# Steps that need more of the batch at once than one microbatch's rows, and what is said of them.
+CANNOT_ACCUMULATE = {
+    # It updates its parameters more than once, and cannot wait for the last microbatch to do so.
+    "inner_steps": "uses a gradient or loss of the whole batch inside a loop",
+    # Halves of the batch are cut out of the rows of all microbatches.
+    "microbatch_scan": "has a all_gather",
+    "microbatch_python_loop": "has a all_gather",
+    # A flag of any row, or the largest row, decides what is computed of all of them.
+    "cond_on_batch": "has a pmax",
+    "cond_with_constant_branch": "has a pmax",
+    "while_on_batch": "has a pmax",
+}
 
 
 def is_valid(setting):
@@ -117,7 +127,7 @@ def test_accumulation_in_all_settings(stage, reduce, num_devices):
 
 @pytest.mark.parametrize("name", sorted(CANNOT_ACCUMULATE))
 def test_steps_that_cannot_accumulate(name):
-    with pytest.raises(jzero.StepError, match="accumulate > 1, and"):
+    with pytest.raises(jzero.StepError, match=f"accumulate > 1, and .*{CANNOT_ACCUMULATE[name]}"):
         check(name, {"data": 4}, stage=3, accumulate=2)
 
 

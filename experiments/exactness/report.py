@@ -1,36 +1,76 @@
-"""The table of results/*.jsonl: families by theme, settings, and what of them is equal or refused.
+"""Tables and picture of results/*.jsonl: what trains as on one device, what is refused, and what differs.
 
-python experiments/exactness/report.py
+python experiments/exactness/report.py            # prints the tables, draws results/differences.png
 """
 
 import collections
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
+# isort: off
 import conftest  # noqa: E402, F401
 import exactness  # noqa: E402
+# isort: on
+
+RESULTS = ("equal", "refused", "differs", "fails", "unfinished")
+NOTHING = 1e-17  # where equality to the bit is drawn
+
+
+def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The last line for each family and setting."""
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return {(line["family"], line["setting"]): line for line in lines}
+
+
+def table(title: str, found: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """A row for each theme, a column for each result."""
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for (family, _), line in found.items():
+        counts[exactness.module_of(family)][line["result"]] += 1
+    print(f"\n{title}: {len(found)} trainings of {len({family for family, _ in found})} families\n")
+    print(f"| theme | {' | '.join(RESULTS)} |\n| --- |{' --- |' * len(RESULTS)}")
+    for theme, results in [
+        *sorted(counts.items()),
+        ("all", sum(counts.values(), collections.Counter())),
+    ]:
+        row = " | ".join(str(results[result]) for result in RESULTS)
+        print(f"| {theme.replace('_', ' ')} | {row} |")
+
+
+def picture(before: dict[Any, Any], after: dict[Any, Any], setting: str) -> None:
+    """The largest difference of each family to one device, before and now."""
+    import matplotlib.pyplot as plt
+
+    names = [
+        name for name in exactness.NAMES if (name, setting) in before and (name, setting) in after
+    ]
+    figure, axes = plt.subplots(figsize=(11, 4))
+    for label, found, marker in (("before", before, "x"), ("now", after, ".")):
+        pairs = [(i, found[name, setting]) for i, name in enumerate(names)]
+        pairs = [(i, x["largest"]) for i, x in pairs if x["result"] in ("equal", "differs")]
+        axes.plot([i for i, _ in pairs], [max(y, NOTHING) for _, y in pairs], marker, label=label)
+    themes = [exactness.module_of(name) for name in names]
+    starts = [i for i, theme in enumerate(themes) if not i or theme != themes[i - 1]]
+    axes.set_xticks(starts, [themes[i].replace("_", " ") for i in starts], rotation=40, ha="right")
+    axes.set_yscale("log")
+    axes.set_ylabel("largest difference to one device,\nrelative to its leaf")
+    axes.set_title(f"Families of train steps: {setting}; equal to the bit at {NOTHING:g}")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(HERE / "results" / "differences.png", dpi=120)
 
 
 def main() -> None:
-    for path in sorted((HERE / "results").glob("jax-*.jsonl")):
-        last = {}
-        for line in path.read_text().splitlines():
-            found = json.loads(line)
-            last[found["family"], found["setting"]] = found
-        counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-        for (family, _), found in last.items():
-            counts[exactness.module_of(family)][found["result"]] += 1
-        print(f"{path.stem}: {len(last)} trainings\n")
-        print(
-            "| theme | equal | refused by name | differs | fails |\n| --- | --- | --- | --- | --- |"
-        )
-        for theme, found in sorted(counts.items()):
-            row = [str(found[key]) for key in ("equal", "refused", "differs", "fails")]
-            print(f"| {theme.replace('_', ' ')} | {' | '.join(row)} |")
-        print()
+    before = read(HERE / "results" / "before.jsonl")
+    for path in sorted((HERE / "results").glob("*.jsonl")):
+        table(path.stem, read(path))
+    now = sorted((HERE / "results").glob("jax-0.10*.jsonl"))
+    if before and now:
+        picture(before, read(now[-1]), "stage 3, 8 devices, float64")
 
 
 if __name__ == "__main__":

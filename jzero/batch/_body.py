@@ -146,7 +146,7 @@ class Body:
         types = tuple(
             (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False)) for a in ins
         )
-        flat, consts = _traced(fn, static, types)
+        flat, consts = _traced(fn, static, types, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         fresh = [_jaxpr.new_var(var) for var in flat.constvars]
         self.constvars += fresh
         self.consts += consts
@@ -243,7 +243,10 @@ class Body:
 
 
 @functools.lru_cache(maxsize=4096)
-def _traced(fn: Callable[..., Any], static: tuple[Any, ...], types: tuple[Any, ...]) -> Any:
+def _traced(
+    fn: Callable[..., Any], static: tuple[Any, ...], types: tuple[Any, ...], x64: bool
+) -> Any:
+    del x64  # Another one gives other dtypes.
     avals = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in types]
     traced = _jaxpr.trace_here(functools.partial(fn, *static), *avals)
     return _rewrite.flatten_calls(traced.jaxpr, traced.consts)

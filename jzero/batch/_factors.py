@@ -48,10 +48,7 @@ def factors_of(eqn: _jaxpr.Eqn) -> list[Factor]:
 
 
 _ELEMENTWISE = _rules.RULES["add"]
-MORE_ELEMENTWISE = frozenset(
-    """clz complex eq_to igamma igamma_grad_a igammac le_to log2 lt_to mulhi name random_fold_in
-    random_gamma_grad regularized_incomplete_beta threefry2x32 zeta""".split()
-)
+MORE_ELEMENTWISE = frozenset({"random_fold_in", "threefry2x32"})
 
 
 def _from_dims(eqn: _jaxpr.Eqn, rule: _rules.Rule) -> list[Factor]:
@@ -65,8 +62,7 @@ def _from_dims(eqn: _jaxpr.Eqn, rule: _rules.Rule) -> list[Factor]:
 
         if any(dim is not None for dim in ins):
             found.append(Factor(ins, (out,) * len(eqn.outvars), local=local))
-    bits = eqn.primitive.name in ("reduce_and", "reduce_or") and eqn.outvars[0].aval.dtype != bool
-    if rule.reduces is not None and not bits:  # Of integers, it is no minimum or maximum.
+    if rule.reduces is not None:
         gone = [dim for dim, out in enumerate(maps[0]) if out is None]
         found += [Factor((dim,), (None,), rule.reduces) for dim in gone]
     return found

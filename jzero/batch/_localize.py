@@ -17,6 +17,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jzero import _jaxpr, _rewrite
 from jzero.batch import _along, _control, _effects, _equations
 from jzero.batch._body import OUTPUT, Body, Movement, Table, Value
@@ -29,6 +32,11 @@ TABLE = Table(
     _along.IN_ROWS,
     _effects.once,
 )
+
+
+def _nowhere() -> _jaxpr.Eqn:
+    """Where equations come from that are written for a step without any."""
+    return _jaxpr.trace_here(lambda x: -x, jax.ShapeDtypeStruct((), jnp.int32)).jaxpr.eqns[0]
 
 
 class Localized:
@@ -72,7 +80,7 @@ def localize(
         atom = _jaxpr.var_like(var.aval, shape)
         invars.append(atom)
         env[var] = Value(var.aval, form, {got: atom})
-    body.source = flat.eqns[0] if flat.eqns else None
+    body.source = flat.eqns[0] if flat.eqns else _nowhere()
     for var, form, got in zip(flat.invars, forms, given, strict=True):
         if form != got:
             assert isinstance(form, Rows)

@@ -130,11 +130,12 @@ def _cut_param(param: str) -> Callable[[_jaxpr.Eqn, int, int], dict[str, Any]]:
 
 ELEMENTWISE = """
     abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt
-    ceil clamp conj copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag
-    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
-    one_minus_square or polygamma population_count pow real reduce_precision rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
-    tanh xor
+    ceil clamp clz complex conj copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1
+    floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2
+    logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma
+    population_count pow random_gamma_grad real reduce_precision regularized_incomplete_beta rem round
+    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor zeta
 """.split()
 
 RULES: dict[str, Rule] = {
@@ -176,6 +177,8 @@ def rule_for(eqn: _jaxpr.Eqn) -> Rule | None:
     if eqn.primitive.name == "bitcast_convert_type":
         same = eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
         return rule if same else None
+    if eqn.primitive.name in ("reduce_and", "reduce_or") and eqn.invars[0].aval.dtype != bool:
+        return RULES["reduce_prod"]  # Of integers, it is no minimum or maximum.
     return rule
 
 
