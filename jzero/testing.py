@@ -59,8 +59,8 @@ def assert_same_training(
     >>> batches = [jax.random.normal(jax.random.key(i), (16, 8)) for i in range(3)]
     >>> assert_same_training(step_fn, lambda: jnp.ones((8, 8)), batches, stage=3)
 
-    Steps that several devices are meant to do differently need a `reference`: dropout (each device
-    folds its index into the key), normalisation over the local batch, collectives of their own.
+    A step with collectives of its own (`axis_name`) does not run on one device, and means what its devices
+    do, with keys and statistics of their own: it needs a `reference`. No other step does.
 
     Args:
       step_fn: `step_fn(state, *args) -> (state, metrics)`, or the state alone.
@@ -68,7 +68,7 @@ def assert_same_training(
       batches: for each step, a tuple of the arguments that follow the state, or the one argument if it
         is not a tuple.
       stage: as for `shard_train_step`.
-      reference: what one device must do instead of `step_fn`.
+      reference: what one device must do instead of `step_fn`, with the whole batch.
       tolerance: for all floating leaves. By default by dtype, for sums taken in another order: float64
         1e-11 of the element plus 1e-12 of the leaf's largest, float32 2e-5 and 1e-5, float16 4e-3 and
         2e-3, bfloat16 2e-2 and 1e-2. Everything else must be equal.
@@ -106,8 +106,9 @@ def assert_same_training(
             raise MismatchError(message(
                 f"{SAME}, batches[{num_batches - 1}]", found,
                 f"At stage {stage} a step must train on several devices as on one.",
-                "Is its loss a mean over the batch? Dropout and local statistics need reference=, "
-                "other rounding tolerance=jzero.testing.Tolerance(...).", shown=_SHOWN))  # fmt: skip
+                "In a step with collectives of its own: is something that it computes still local? What its "
+                "devices shall do differently needs another reference=, other rounding "
+                "tolerance=jzero.testing.Tolerance(...).", shown=_SHOWN))  # fmt: skip
     if not num_batches:
         raise OptionError(message(
             SAME, "batches is empty", "Each batch is one step.", "Pass at least one."))  # fmt: skip

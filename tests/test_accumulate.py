@@ -269,8 +269,8 @@ def test_ragged_microbatches_equal_one_big_batch(written_for, stage, num_devices
 
 
 def test_a_weighted_mean_is_the_plain_one_in_a_step_for_the_whole_batch():
-    options = dict(stage=3, accumulate=2)
-    state, history = trained(small.shard_train_step(masked_step(jzero.weighted_mean), **options))
+    step = masked_step(jzero.weighted_mean)
+    state, history = trained(small.shard_train_step(step, stage=3, accumulate=2))
     expected_state, expected = trained(jax.jit(masked_step(plain_mean)))
     for got, want in zip(history, expected, strict=True):
         np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)

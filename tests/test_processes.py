@@ -213,7 +213,7 @@ def disagreements(tmp_path_factory):
         ("stage", "options: stage=3 on processes 0, 2, stage=1 on process 1"),
         ("option", "options: gather=None on processes 0, 2, gather='keep' on process 1"),
         ("batch_shape", "arguments: x float32[12,12] P('data',) on processes 0, 2, x float32[6,12]"),
-        ("batch_that_one_cannot_split", "call: shard_train_step on processes 0, 2, failed with BatchError"),
+        ("batch_that_one_cannot_read", "call: shard_train_step on processes 0, 2, failed with BatchError"),
         ("state_structure", "state: state['w']  float32[12,12]  parameter"),
         ("hyperparameter", "mul 0.10000000149011612:f32[] "),
         ("constant", "program: constant "),

@@ -26,9 +26,9 @@ def init():
     return {"params": params, "opt_state": TX.init(params)}
 
 
-def make_step(loss_fn):
+def make_step(loss_fn, reduced=lambda tree: tree):
     def step(state, x):
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], x)
+        loss, grads = reduced(jax.value_and_grad(loss_fn)(state["params"], x))
         updates, opt_state = TX.update(grads, state["opt_state"], state["params"])
         return {
             "params": optax.apply_updates(state["params"], updates),
@@ -42,9 +42,17 @@ def mean_loss(params, x):
     return jnp.mean(jnp.square(x @ params["w"] + params["b"][None] - 1))
 
 
-def local_loss(params, x):
-    """Normalises over the batch, which on several devices is the local one."""
+def scaled_loss(params, x):
     return mean_loss(params, x / jnp.max(jnp.abs(x)))
+
+
+def mean_over_devices(tree):
+    return jax.lax.pmean(tree, "data")
+
+
+# It averages its gradients, and scales by the largest number of its own rows.
+WRONG = make_step(scaled_loss, mean_over_devices)
+IN_DEVICES: Any = {"axis_name": "data", "reference": make_step(scaled_loss)}
 
 
 def fails(text, fn, *args, error: Any = jzero.MismatchError, **kwargs):
@@ -102,51 +110,73 @@ def test_a_wrong_step_is_found_with_index_values_and_ulps():
         ["assert_same_training, batches[0]: ", " leaves fail:",
          "  - state['opt_state'][0].mu['w'] float32[8,4]: ",
          "elements differ, most at [", " instead of ", " ULPs apart",
-         "At stage 1 a step must train on several devices as on one. ", "reference="],
-        assert_same_training, make_step(local_loss), init, BATCHES, stage=1,
+         "At stage 1 a step must train on several devices as on one. ", "still local?"],
+        assert_same_training, WRONG, init, BATCHES, stage=1, **IN_DEVICES,
     )  # fmt: skip
     assert "output[1]['loss'] float32[]: 1 of 1 elements differ: " in text
 
 
 def test_the_first_leaves_of_many_are_shown():
-    def step(state, x):
-        return jax.tree.map(lambda w: w + jnp.max(x), state)
+    def step(state, x, reduced=lambda x: x):
+        return jax.tree.map(lambda w: w + reduced(jnp.max(x)), state)
 
-    text = fails("batches[0]: 11 leaves fail:\n", assert_same_training, step,
-                 lambda: [jnp.ones(8)] * 11, BATCHES)  # fmt: skip
+    def wrong(state, x):
+        return step(state, x, mean_over_devices)
+
+    text = fails("batches[0]: 11 leaves fail:\n", assert_same_training, wrong,
+                 lambda: [jnp.ones(8)] * 11, BATCHES, axis_name="data", reference=step)  # fmt: skip
     assert text.count("\n  - state[") == 8
     assert "\n  - and 3 more\nAt stage 3" in text
 
 
 def test_the_first_step_that_differs_is_named():
-    def step(w, batch):
+    def step(w, batch, reduced=lambda x: x):
         x, bad = batch
-        new = w - 0.1 * jnp.mean(x) + jnp.where(bad.max() > 0, jnp.max(x), 0.0)
-        return new, jnp.mean(x)
+        new = w - 0.1 * reduced(jnp.mean(x)) + jnp.where(bad[0], reduced(jnp.max(x)), 0.0)
+        return new, reduced(jnp.mean(x))
+
+    def wrong(w, batch):
+        new, mean = step(w, batch, mean_over_devices)
+        return mean_over_devices(new), mean
 
     batches = [((x, jnp.full(16, i == 1)),) for i, x in enumerate(BATCHES)]
     message = fails("batches[1]: state float32[8]: 8 of 8 elements differ, most at [",
-                    assert_same_training, step, lambda: jnp.ones(8), batches)  # fmt: skip
+                    assert_same_training, wrong, lambda: jnp.ones(8), batches,
+                    axis_name="data", reference=step)  # fmt: skip
     assert "output" not in message
 
 
 def test_a_reference_for_steps_that_devices_do_differently():
-    def noisy(w, x, key):
-        noise = jax.random.normal(jzero.fold_device_index(key), ())
-        return w - 0.1 * jax.grad(lambda w: jnp.mean(x @ w) * noise)(w)
+    """Each device folds its index into the key of a step that is written for one."""
+
+    def noisy(w, x, key, reduced=mean_over_devices):
+        noise = jax.random.normal(key, ())
+        return w - 0.1 * reduced(jax.grad(lambda w: jnp.mean(x @ w) * noise)(w))
+
+    def of_one_key(w, x, key):
+        return noisy(w, x, key, reduced=lambda tree: tree)
 
     keys = jax.random.split(jax.random.key(0), 3)
     batches = list(zip(BATCHES, keys, strict=True))
-    wrong = fails(
-        "state float32[8,4]", assert_same_training, noisy, lambda: jnp.ones((8, 4)), batches
-    )
-    assert "reference=" in wrong
-    quiet = [(x, 1) for x in BATCHES]
-    assert_same_training(
-        lambda w, x, s: w - 0.1 * s * jax.grad(lambda w: jnp.mean(x @ w))(w),
-        lambda: jnp.ones((8, 4)), quiet,
-        reference=lambda w, x, s: w - 0.1 * jax.grad(lambda w: jnp.mean(x @ w))(w),
-    )  # fmt: skip
+    start = (lambda: jnp.ones((8, 4)), batches)
+    of_devices = zoo.on_shards(noisy, 8, "data")
+    assert_same_training(noisy, *start, axis_name="data", reference=of_devices)
+    fails("reference=", assert_same_training, noisy, *start, axis_name="data", reference=of_one_key)
+    # Written for the whole batch, it needs none.
+    assert_same_training(of_one_key, *start)
+
+
+def test_the_reference_is_compared_with():
+    def step(w, x, scale):
+        return w - 0.1 * scale * jax.grad(lambda w: jnp.mean(x @ w))(w)
+
+    def reference(w, x, scale):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(x @ w))(w)
+
+    start = (lambda: jnp.ones((8, 4)),)
+    assert_same_training(step, *start, [(x, 1.0) for x in BATCHES], reference=reference)
+    batches = [(x, 2.0) for x in BATCHES]
+    fails("state float32[8,4]", assert_same_training, step, *start, batches, reference=reference)
 
 
 def test_written_steps_need_a_reference():
@@ -166,7 +196,7 @@ def test_the_tolerance_can_be_set():
     step = make_step(mean_loss)
     fails("ULPs apart", assert_same_training, step, init, BATCHES, tolerance=Tolerance(0.0, 0.0))
     loose = Tolerance(1e3, 1e3)
-    assert_same_training(make_step(local_loss), init, BATCHES, tolerance=loose)
+    assert_same_training(WRONG, init, BATCHES, tolerance=loose, **IN_DEVICES)
 
 
 def test_16_bit_leaves_have_their_own_tolerance():

@@ -164,13 +164,18 @@ def _counts_rows(indices: Value, column: int, dim: int) -> bool:
     return bool(np.array_equal(value.constant(), np.broadcast_to(counts, shape)))
 
 
-def _own_rows(ins: list[Value], numbers: Any, places: list[int]) -> tuple[int, int, Rows] | None:
+def _own_rows(
+    ins: list[Value], numbers: Any, places: list[int], batching: Any
+) -> tuple[int, int, Rows] | None:
     """`(column, dim of the operand, rows)` if every row of the indices names that row of the operand.
 
-    `places` are dims of the updates, for those of the indices.
+    `places` are dims of the updates, for those of the indices; `batching` dims of the indices are taken by
+    others of the operand.
     """
     operand, indices, *_ = ins
     for k in range(indices.aval.ndim - 1):
+        if k in batching:
+            continue
         if isinstance(indices.form, Rows) and indices.form.dim != k:
             continue
         for column, dim in enumerate(numbers):
@@ -188,7 +193,7 @@ def _gather(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
         return None
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     places = [d for d in range(out.ndim) if d not in numbers.offset_dims]
-    found = _own_rows(ins, numbers.start_index_map, places)
+    found = _own_rows(ins, numbers.start_index_map, places, numbers.start_indices_batching_dims)
     if found is None:
         return None
     column, dim, rows = found
@@ -206,7 +211,9 @@ def _scatter(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
         return None
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     places = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]
-    found = _own_rows(ins, numbers.scatter_dims_to_operand_dims, places)
+    found = _own_rows(
+        ins, numbers.scatter_dims_to_operand_dims, places, numbers.scatter_indices_batching_dims
+    )
     if found is None:
         return None
     column, dim, rows = found

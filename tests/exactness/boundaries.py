@@ -301,7 +301,9 @@ def _in_microbatches(accumulate):
         batches=normals((ROWS, FEATURES), (ROWS,)),
         step=step,
         covers="A8 A5 A7",
+        note="a median needs the rows of all microbatches",
         options={"accumulate": accumulate},
+        refused=r"accumulate > 1, and the step has a (all_gather|pmax)",
     )
 
 

@@ -29,6 +29,15 @@ class PmapNet(nn.Module):
         return nn.Dense(NUM_CLASSES)(nn.relu(x))
 
 
+class LocalNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, use_bias=False)(x)
+        x = nn.BatchNorm(use_running_average=False, momentum=0.8)(x)
+        x = nn.Dropout(0.3, deterministic=False)(nn.relu(x))
+        return nn.Dense(NUM_CLASSES)(x)
+
+
 class PmapState(train_state.TrainState):
     batch_stats: Any
 
@@ -80,3 +89,33 @@ def pmap_style_sum():
         step=step,
         options={"axis_name": AXIS},
     )
+
+
+@entry
+def pmap_style_local():
+    """Statistics of each device's own rows, and dropout by its own key: the meaning that pmap gives."""
+
+    def init():
+        model, keys = LocalNet(), jax.random.split(jax.random.key(0))
+        rngs = {"params": keys[0], "dropout": keys[1]}
+        variables = model.init(rngs, jnp.zeros((1, NUM_FEATURES)))
+        return PmapState.create(apply_fn=model.apply, tx=adamw(), **variables)
+
+    def batches(num_steps):
+        keys = jax.random.split(jax.random.key(9), num_steps)
+        return [(*batch, key) for batch, key in zip(labelled_batches(num_steps), keys, strict=True)]
+
+    def step(state, batch, key):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            rngs = {"dropout": key}
+            logits, updates = state.apply_fn(
+                variables, batch["x"], mutable=["batch_stats"], rngs=rngs
+            )
+            return cross_entropy(logits, batch["label"]), updates["batch_stats"]
+
+        (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        loss, stats, grads = jax.lax.pmean((loss, stats, grads), AXIS)
+        return state.apply_gradients(grads=grads, batch_stats=stats), {"loss": loss}
+
+    return Entry(init=init, batches=batches, step=step, options={"axis_name": AXIS})

@@ -216,6 +216,7 @@ def dynamic_scale_fp16():
         )
         return {"train": updated, "dynamic_scale": scale}, {"loss": loss}
 
-    # float16 has 11 bits; otherwise as `mixed_bf16`.
-    tolerance = Tolerance(rtol=2**-9, leaf_rtol=2**-9)
+    # float16 has 11 bits; otherwise as `mixed_bf16`. Rows that are merely permuted, on one device, differ by
+    # up to 1.5 * 2**-9 of the leaf's largest.
+    tolerance = Tolerance(rtol=2**-9, leaf_rtol=2**-8)
     return Entry(init=init, batches=batches, step=step, tolerance=tolerance)
