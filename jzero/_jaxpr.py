@@ -220,6 +220,11 @@ def has_line(eqn: Eqn) -> bool:
     return bool(source_info_util.summarize(eqn.source_info))
 
 
+def at_line(eqn: Eqn) -> str:
+    """` at file.py:12 (train_step)`, or nothing where JAX knows no line."""
+    return f" at {summary(eqn)}" if has_line(eqn) else ""
+
+
 def summary(eqn: Eqn) -> str:
     """`file.py:12 (train_step)`: where the user wrote what became `eqn`."""
     return source_info_util.summarize(eqn.source_info)
@@ -342,6 +347,9 @@ PRIMITIVES = {
     "psum": lax.psum_p, "pmax": lax.pmax_p, "pmin": lax.pmin_p, "all_gather": lax.all_gather_p,
     "axis_index": lax.axis_index_p, "cond": lax.cond_p, "scan": lax.scan_p, "while": lax.while_p,
 }  # fmt: skip
+
+
+COLLECTIVES = frozenset(PRIMITIVES[name] for name in ("psum", "pmax", "pmin", "all_gather"))
 
 
 def is_threefry(dtype: Any) -> bool:

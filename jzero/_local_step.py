@@ -87,8 +87,9 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     ]
     num_state = len(step.state)
     traced = _trace.trace_whole(
-        step.fn, avals, forms, given, num_state, axes, setting.options.offloads, setting.automatic
-    )
+        step.fn, avals, forms, given, num_state, axes, setting.options.offloads,
+        setting.axes | setting.automatic, setting.automatic,
+    )  # fmt: skip
     if traced is None:
         return None
     _outputs.check_outputs(traced, step.state, step.state_tree)

@@ -114,9 +114,23 @@ def excerpt(
     return Excerpt(reads, lambda *args: _jaxpr.evaluate(whole, (), *args))
 
 
-def needed(eqns: Sequence[Eqn], wanted: Sequence[Atom]) -> list[Eqn]:
-    """The equations that compute `wanted`, or do more than compute."""
-    return _behind(eqns, wanted, set(), effects=True)[0]
+def without_unread(
+    eqns: Sequence[Eqn], wanted: Sequence[Atom], costs: Callable[[Eqn], bool]
+) -> list[Eqn]:
+    """The equations without those that `costs` says and that neither `wanted` nor an effect needs.
+
+    What else nobody needs stays: that a loss reads a parameter says what it is, though nobody reads the loss.
+    """
+    live = set(map(id, _behind(eqns, wanted, set(), effects=True)[0]))
+    gone: set[Atom] = set()
+    kept = []
+    for eqn in eqns:
+        reads = any(not _jaxpr.is_literal(atom) and atom in gone for atom in eqn.invars)
+        if id(eqn) not in live and (reads or costs(eqn)):
+            gone.update(eqn.outvars)
+        else:
+            kept.append(eqn)
+    return kept
 
 
 def _behind(

@@ -48,7 +48,8 @@ class TracedStep:
 
 def trace_whole(
     flat_step: Callable[..., Any], avals: Sequence[Any], forms: Sequence[Form], given: Sequence[Form],
-    num_state: int, axes: dict[str, int], offloads: bool, automatic: dict[str, int],
+    num_state: int, axes: dict[str, int], offloads: bool, mesh_axes: dict[str, int],
+    automatic: dict[str, int],
 ) -> TracedStep | None:  # fmt: skip
     """Traces `flat_step(*leaves)` at the shapes of the whole batch, and rewrites it for one device.
 
@@ -60,13 +61,14 @@ def trace_whole(
       num_state: how many leaves are the state's.
       axes: names (as the step uses them) and sizes of the data axes.
       offloads: also replace `p + (n - p)` by `n` (`_differences.py`).
-      automatic: names and sizes of the mesh's other axes.
+      mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
+      automatic: those that are no data axes.
 
     Returns:
       None if the step has collectives of its own over the data axes, and so is one device's already.
 
     Raises:
-      StepError: the step calls `jax.shard_map` itself, or has ordered effects.
+      StepError: the step calls `jax.shard_map` itself.
       Exception: whatever the step itself raises when traced.
     """
     try:
@@ -75,6 +77,9 @@ def trace_whole(
         if "unbound axis name" in str(error):
             return None
         raise
+    except (RuntimeError, ValueError):
+        # A constraint that names a data axis wants it in the mesh; what it says of it is dropped.
+        traced = _jaxpr.trace_whole(flat_step, avals, mesh_axes)
     flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
     flat = without_differences(flat) if offloads else flat
     found = localize(flat, consts, forms, given, num_state, axes)

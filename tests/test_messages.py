@@ -202,10 +202,13 @@ def test_update_inside_the_loop_that_makes_the_gradient(fn, name):
 @pytest.mark.parametrize(
     ("needs", "operation"),
     [
-        (lambda rows: jnp.sort(rows), "all_gather"),
-        (lambda rows: jnp.max(rows), "pmax"),
-        (lambda rows: jnp.argmin(rows), "all_gather"),
-        (lambda rows: jax.lax.cond(rows[3] > 0, lambda: 1.0, lambda: 2.0), "all_gather"),
+        (lambda rows: jnp.sort(rows), "a gather of the batch's rows"),
+        (lambda rows: jnp.max(rows), "a maximum"),
+        (lambda rows: jnp.argmin(rows), "a gather of the batch's rows"),
+        (
+            lambda rows: jax.lax.cond(rows[3] > 0, lambda: 1.0, lambda: 2.0),
+            "a gather of the batch's rows",
+        ),
     ],
     ids=["sort", "max", "argmin", "a row"],
 )
@@ -223,7 +226,10 @@ def test_collective_over_single_examples_with_microbatches():
         g = jax.lax.pmean(jax.grad(loss_fn)(w, rows), "batch")
         return w - g
 
-    text = ["accumulate > 1, and the step has a all_gather over ('batch',)", "Drop accumulate"]
+    text = [
+        "accumulate > 1, and a gather of the batch's rows over ('batch',) is needed",
+        "Drop accumulate",
+    ]
     refuses(TypeError, text, sharded(fn, axis_name="batch", accumulate=2), W, X)
 
 

@@ -211,6 +211,12 @@ class Body:
             return x
         return self.inline(masked, (rows, size, self.num, neutral), x, self.index)[0]
 
+    def without_unread(self, outs: Sequence[Atom]) -> list[Eqn]:
+        """The equations, without collectives that nobody needs: a loss that is not read is not summed up."""
+        return _rewrite.without_unread(
+            self.eqns, outs, lambda eqn: eqn.primitive in _jaxpr.COLLECTIVES
+        )
+
     # -- values in other forms -------------------------------------------------------------------
 
     def at(self, value: Value, form: Form, reason: str = "") -> Atom:

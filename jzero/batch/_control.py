@@ -103,7 +103,7 @@ class _Run:
             [*self.constvars, *body.constvars],
             list(invars),
             list(outvars),
-            _rewrite.needed(body.eqns, outvars),  # A loss that nobody reads is not summed up.
+            body.without_unread(outvars),
         )
         return _jaxpr.Closed(flat, [*self.consts, *body.consts])
 

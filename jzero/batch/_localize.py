@@ -102,6 +102,6 @@ def localize(
         movements += [
             dataclasses.replace(m, operation=OUTPUT, where=str(i)) for m in body.movements
         ]
-    eqns = _rewrite.needed(body.eqns, outs)
+    eqns = body.without_unread(outs)
     jaxpr = _rewrite.Flat([*flat.constvars, *body.constvars], invars, outs, eqns)
     return Localized(jaxpr, [*consts, *body.consts], outputs, movements)

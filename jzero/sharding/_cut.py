@@ -227,6 +227,13 @@ class _Cutter:
         return tuple(sorted(needed))
 
 
+_NEEDS = {
+    "all_gather": "a gather of the batch's rows",
+    "pmax": "a maximum",
+    "pmin": "a minimum",
+}
+
+
 def _check_collectives(frame: Frame) -> None:
     everywhere = frozenset().union(*frame.varying.values())
     for _, _, eqn in frame.walk():
@@ -237,6 +244,7 @@ def _check_collectives(frame: Frame) -> None:
         if name not in REDUCTIONS or not whole:
             raise CutError(message(
                 "shard_train_step",
-                f"accumulate > 1, and the step has a {name} over {axes_of(eqn)} ({_jaxpr.summary(eqn)})",
-                "Over microbatches that run one after the other only sums over all data axes can be taken.",
-                "Drop accumulate, or use jax.lax.psum or pmean over all data axes."))  # fmt: skip
+                f"accumulate > 1, and {_NEEDS.get(name, f'a {name}')} over {axes_of(eqn)} is "
+                f"needed{_jaxpr.at_line(eqn)}",
+                "Of microbatches that run one after the other only sums over the whole batch can be taken.",
+                "Drop accumulate, or compute it for each row, or from sums over the batch."))  # fmt: skip

@@ -191,8 +191,7 @@ class Plan:
     Attributes:
       stage: 0 to 3.
       axes: names and sizes of the mesh axes that the step is sharded over.
-      reductions: how the step says where gradients are reduced: 'typed' (JAX's AD placed them),
-        'written' (the step's own collectives) or 'marked' (at `jax.value_and_grad`).
+      reductions: 'whole batch' (where the step sums over it), or 'written' (the step's own collectives).
       leaves: one `LeafPlan` per leaf of the state, in the order of `jax.tree.leaves`.
       accumulate: microbatches that each device works through in a step.
       reduce_once: gradients are reduced after the last microbatch, not for each.

@@ -303,7 +303,7 @@ def _in_microbatches(accumulate):
         covers="A8 A5 A7",
         note="a median needs the rows of all microbatches",
         options={"accumulate": accumulate},
-        refused=r"accumulate > 1, and the step has a (all_gather|pmax)",
+        refused=r"accumulate > 1, and a (gather of the batch's rows|maximum)",
     )
 
 
