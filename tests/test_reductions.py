@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh
@@ -157,3 +158,19 @@ def test_trains_the_same_reduced_early(monkeypatch):
 )
 def test_the_dim_that_is_sharded(shape, num, dim):
     assert _layout.choose_dim(shape, num) == dim
+
+
+def test_a_maximum_knows_of_a_row_that_is_no_number():
+    """Of the batch, and of a state's shards: an all-reduce would leave it out."""
+
+    def step(state, x):
+        w = state - 0.1 * x.mean(0)
+        return w, (x.max(0), x.min(), jnp.max(jnp.abs(w)), jnp.min(w))
+
+    x = jnp.arange(32.0).reshape(8, 4).at[1, 2].set(jnp.nan)
+    w = jnp.ones(4)
+    expected = jax.jit(step)(w, x)
+    found = small.shard_train_step(step, mesh=jax.make_mesh((4,), ("data",)))(w, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert all(np.isnan(np.asarray(value)).any() for value in found[1])

@@ -71,6 +71,10 @@ def _part_by_part(
 def all_reduce(local: jax.Array, axes: Axes, kind: str = "sum") -> jax.Array:
     """Sums (or takes 'max', 'min' of) `local` over the devices; each keeps the whole result."""
     with jax.named_scope("jzero.all_reduce"):
+        if kind != "sum" and jnp.issubdtype(local.dtype, jnp.inexact):
+            # An all-reduce takes NaN for no maximum and no minimum of others.
+            parts = lax.all_gather(local, axes)
+            return jnp.max(parts, axis=0) if kind == "max" else jnp.min(parts, axis=0)
         return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[kind](local, axes)
 
 
