@@ -123,7 +123,7 @@ class Signature:
                     ((int(k[len(name) + 1 : -1]), v) for k, v in values.items()
                      if k.startswith(f"{name}[")), key=lambda kv: kv[0])]  # fmt: skip
             elif parameter.kind == parameter.VAR_KEYWORD:
-                known = self.parameters.parameters
+                known = self.parameters.parameters.keys() - {name}  # It may name one of its own.
                 kwargs |= {k: v for k, v in values.items() if k not in known and "[" not in k}
             elif name not in values:
                 skipped = True  # Its default applies; what follows goes by name.

@@ -452,3 +452,12 @@ def test_describe_names_what_is_averaged():
     state = {"w": jnp.ones((16, 16)), "mean": jnp.zeros(16)}
     text = str(small.shard_train_step(step, axis_name="data").describe(state, jnp.ones((16, 16))))
     assert "averaged over the devices in each step: state['mean'] float32[16]." in text
+
+
+def test_a_keyword_may_have_the_name_of_all_keywords():
+    def step(state, **batch):
+        return state, batch["batch"].sum()
+
+    x = jnp.arange(8.0)
+    _, total = small.shard_train_step(step)(jnp.ones(8), batch=x)
+    assert total == x.sum()
