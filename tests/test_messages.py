@@ -220,6 +220,17 @@ def test_microbatches_of_what_needs_all_rows_at_once(needs, operation):
     refuses(TypeError, text, sharded(fn, accumulate=2), W, X)
 
 
+def test_rows_that_microbatches_do_not_divide():
+    def fn(w, x):
+        return step(w, x)[0], {"rows": x[:, 0]}
+
+    text = [
+        "output[1]['rows'] has rows that 16 microbatches of all devices do not divide",
+        "a multiple of 16",
+    ]
+    refuses(TypeError, text, sharded(fn, accumulate=2), W, X[:12])
+
+
 def test_collective_over_single_examples_with_microbatches():
     def fn(w, x):
         rows = jax.lax.all_gather(x, "batch", tiled=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jzero import _jaxpr
 
@@ -201,3 +202,14 @@ def is_elementwise(eqn: _jaxpr.Eqn) -> bool:
 def size_in_bytes(aval: Any) -> int:
     """Bytes of a whole value; extended dtypes (keys) count as one word an element."""
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+
+
+def extreme(dtype: Any, which: str) -> Any:
+    """The 'max' or 'min' that a dtype has; infinite, if it has that."""
+    if dtype == jnp.bool_:
+        return which == "max"
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return getattr(jnp.iinfo(dtype), which)
+    infinity = jnp.inf if which == "max" else -jnp.inf
+    has_infinity = np.isinf(np.asarray(infinity, dtype).astype(np.float32))  # some float8 have none
+    return infinity if has_infinity else getattr(jnp.finfo(dtype), which)

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax.numpy as jnp
-import numpy as np
 
 from jzero._errors import StepError, message
-from jzero.sharding import _collectives
+from jzero.sharding import _collectives, _rules
 from jzero.sharding._collectives import Axes
 from jzero.sharding._layout import Automatic, padded_size
 from jzero.sharding._queue import GatherQueue
@@ -163,8 +162,8 @@ class Devices:
             return value.x
         fill = {
             "sum": 0,
-            "max": _extreme(value.x.dtype, "min"),
-            "min": _extreme(value.x.dtype, "max"),
+            "max": _rules.extreme(value.x.dtype, "min"),
+            "min": _rules.extreme(value.x.dtype, "max"),
         }
         return _collectives.mask_padding(value.x, value.dim, value.size, value.axes, fill[reduces])
 
@@ -327,16 +326,6 @@ def _halves(value: Unreduced) -> tuple[float, float]:
         return 1.0, scale
     before = 2.0 ** (math.log2(scale) // 2)
     return before, scale / before
-
-
-def _extreme(dtype: Any, which: str) -> Any:
-    if dtype == jnp.bool_:
-        return which == "max"
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return getattr(jnp.iinfo(dtype), which)
-    infinity = jnp.inf if which == "max" else -jnp.inf
-    has_infinity = np.isinf(np.asarray(infinity, dtype).astype(np.float32))  # some float8 have none
-    return infinity if has_infinity else getattr(jnp.finfo(dtype), which)
 
 
 class DivergentError(StepError):
