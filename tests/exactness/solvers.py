@@ -1,5 +1,7 @@
 """Optimizers that look at losses, search, solve and decide: with the whole batch's numbers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -600,15 +602,13 @@ def _bf16_moments(options, covers):
 
 @relative
 def bf16_moments():
-    """Each rounding of a moment must happen where the program says, and nowhere else."""
-    return _bf16_moments({}, "A10")
+    """Parameters, and so gradients and their sums over the batch, in bfloat16 too."""
+    return dataclasses.replace(_bf16_moments({}, "A10"), rounded_to="bfloat16")
 
 
 @family
 def bf16_moments_on_the_host():
     """The host's kernels round after every operation; XLA may round less often."""
-    import dataclasses
-
     import jzero
 
     family = _bf16_moments({"offload": jzero.HostCPU()}, "A10")
