@@ -17,7 +17,7 @@ import exactness  # noqa: E402
 # isort: on
 
 RESULTS = ("equal", "refused", "differs", "fails", "unfinished")
-NOTHING = 1e-17  # where equality to the bit is drawn
+NOTHING, ALL = 1e-17, 10.0  # where equality to the bit is drawn, and what differs by more than this
 
 
 def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -52,11 +52,17 @@ def picture(before: dict[Any, Any], after: dict[Any, Any], setting: str) -> None
     for label, found, marker in (("before", before, "x"), ("now", after, ".")):
         pairs = [(i, found[name, setting]) for i, name in enumerate(names)]
         pairs = [(i, x["largest"]) for i, x in pairs if x["result"] in ("equal", "differs")]
-        axes.plot([i for i, _ in pairs], [max(y, NOTHING) for _, y in pairs], marker, label=label)
+        axes.plot(
+            [i for i, _ in pairs],
+            [min(max(y, NOTHING), ALL) for _, y in pairs],
+            marker,
+            label=label,
+        )
     themes = [exactness.module_of(name) for name in names]
     starts = [i for i, theme in enumerate(themes) if not i or theme != themes[i - 1]]
     axes.set_xticks(starts, [themes[i].replace("_", " ") for i in starts], rotation=40, ha="right")
     axes.set_yscale("log")
+    axes.set_ylim(NOTHING / 10, ALL * 10)
     axes.set_ylabel("largest difference to one device,\nrelative to its leaf")
     axes.set_title(f"Families of train steps: {setting}; equal to the bit at {NOTHING:g}")
     axes.legend()
