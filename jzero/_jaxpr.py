@@ -345,7 +345,7 @@ def var_like(aval: Any, shape: Sequence[int] | None = None, dtype: Any = None) -
 
 PRIMITIVES = {
     "psum": lax.psum_p, "pmax": lax.pmax_p, "pmin": lax.pmin_p, "all_gather": lax.all_gather_p,
-    "axis_index": lax.axis_index_p, "cond": lax.cond_p, "scan": lax.scan_p, "while": lax.while_p,
+    "axis_index": lax.axis_index_p, "cond": lax.cond_p,
 }  # fmt: skip
 
 

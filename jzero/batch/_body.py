@@ -87,6 +87,11 @@ class Value:
         return _rules.size_in_bytes(self.aval)
 
 
+def var_in(aval: Any, form: Form) -> Any:
+    """A new variable for what a device has of a value in this form."""
+    return _jaxpr.var_like(aval, local_shape(aval.shape, form) if isinstance(form, Rows) else None)
+
+
 class Table(NamedTuple):
     """What equations are rewritten by, beside their factors.
 
@@ -128,12 +133,7 @@ class Body:
         self, eqn: Eqn, ins: Sequence[Atom], forms: Sequence[Form], **overrides: Any
     ) -> list[Atom]:
         """Writes `eqn` on other operands; `forms` are those of its results."""
-        outs = []
-        for out, form in zip(eqn.outvars, forms, strict=True):
-            rows = isinstance(form, Rows)
-            outs.append(
-                _jaxpr.var_like(out.aval, local_shape(out.aval.shape, form) if rows else None)
-            )
+        outs = [var_in(out.aval, form) for out, form in zip(eqn.outvars, forms, strict=True)]
         params = {**eqn.params, **overrides} if overrides else eqn.params
         source = self.source.source_info
         self.eqns.append(
@@ -242,8 +242,7 @@ class Body:
             return value.atoms[form]
         if value.asked is not None:
             value.asked.add(form)
-            shape = local_shape(value.aval.shape, form)
-            atom = _jaxpr.var_like(value.aval, shape)  # A place-holder: the body will be run again.
+            atom = var_in(value.aval, form)  # A place-holder: the body will be run again.
         elif value.make is not None:
             atom = value.make(value, form)
         elif form is FULL:

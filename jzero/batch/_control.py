@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from jzero import _jaxpr, _rewrite
 from jzero._jaxpr import Eqn
-from jzero.batch._body import Body, Handler, Value, masked
+from jzero.batch._body import Body, Handler, Value, masked, var_in
 from jzero.batch._equations import NotRowByRow, run
-from jzero.batch._rows import FULL, OWN, SUM, Form, Rows, is_padded, local_shape
+from jzero.batch._rows import FULL, OWN, SUM, Form, Rows, is_padded
 from jzero.sharding._frames import split
 
 
@@ -40,7 +40,7 @@ class _Input:
 
     def inside(self) -> Value:
         """A new value of the body's."""
-        atoms = {form: _new(self.aval, form) for form in self.forms}
+        atoms = {form: var_in(self.aval, form) for form in self.forms}
         value = Value(self.aval, self.form, dict(atoms), asked=set())
         value.fill, value.constant = self.outer.fill, None if self.offset else self.outer.constant
         self.atoms = list(atoms.values())
@@ -69,12 +69,8 @@ def _shifted(form: Form, offset: int) -> Form:
     return form.at(form.dim + offset) if isinstance(form, Rows) else form
 
 
-def _new(aval: Any, form: Form) -> Any:
-    return _jaxpr.var_like(aval, local_shape(aval.shape, form) if isinstance(form, Rows) else None)
-
-
 def _out_vars(eqn: Eqn, forms: Sequence[Form]) -> list[Any]:
-    return [_new(var.aval, form) for var, form in zip(eqn.outvars, forms, strict=True)]
+    return [var_in(var.aval, form) for var, form in zip(eqn.outvars, forms, strict=True)]
 
 
 def _values(eqn: Eqn, forms: Sequence[Form], atoms: Sequence[Any]) -> list[Value]:
@@ -82,10 +78,6 @@ def _values(eqn: Eqn, forms: Sequence[Form], atoms: Sequence[Any]) -> list[Value
         Value(var.aval, form, {form: atom})
         for var, form, atom in zip(eqn.outvars, forms, atoms, strict=True)
     ]
-
-
-def _flat(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, list[Any]]:
-    return _rewrite.flatten_calls(jaxpr, consts)
 
 
 @dataclasses.dataclass(eq=False)
@@ -136,7 +128,7 @@ def _as_it_is(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
 def _remat(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     call = _jaxpr.call_parts(eqn)
     assert call is not None
-    flat = _flat(*call)
+    flat = _rewrite.flatten_calls(*call)
     inputs = [_Input.of(v, var.aval) for v, var in zip(ins, flat[0].invars, strict=True)]
     while True:
         given = [x.inside() for x in inputs]
@@ -163,7 +155,7 @@ def _cond(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     if _is_own(ins):
         return _as_it_is(body, eqn, ins)
     choice, *operands = ins
-    branches = [_flat(*branch) for branch in _jaxpr.cond_parts(eqn)]
+    branches = [_rewrite.flatten_calls(*branch) for branch in _jaxpr.cond_parts(eqn)]
     inputs = [
         _Input.of(v, var.aval) for v, var in zip(operands, branches[0][0].invars, strict=True)
     ]
@@ -228,7 +220,7 @@ class _Scan:
     def __init__(self, body: Body, eqn: Eqn, ins: list[Value], rows: Rows | None):
         self.body, self.eqn, self.rows = body, eqn, rows
         self.parts = scan = _jaxpr.scan_parts(eqn)
-        self.flat = _flat(scan.body, scan.body_consts)
+        self.flat = _rewrite.flatten_calls(scan.body, scan.body_consts)
         consts, self.init, xs = split(ins, scan.num_consts, scan.num_carry)
         const_vars, self.carry_vars, x_vars = split(
             self.flat[0].invars, scan.num_consts, scan.num_carry
@@ -256,7 +248,7 @@ class _Scan:
 
     def settled(self) -> bool:
         """Runs the body; whether all forms are what they were."""
-        self.carry = [_new(v.aval, f) for v, f in zip(self.carry_vars, self.forms, strict=True)]
+        self.carry = [var_in(v.aval, f) for v, f in zip(self.carry_vars, self.forms, strict=True)]
         carried = [
             Value(var.aval, form, {form: atom})
             for var, form, atom in zip(self.carry_vars, self.forms, self.carry, strict=True)
@@ -319,8 +311,8 @@ class _Scan:
         y_forms: list[Form] = [
             rows if rows is not None else _shifted(form, 1) for form in self.y_forms
         ]
-        outvars = [_new(var.aval, form) for var, form in zip(carry_out, self.forms, strict=True)]
-        outvars += [_new(var.aval, form) for var, form in zip(ys_out, y_forms, strict=True)]
+        outvars = [var_in(var.aval, form) for var, form in zip(carry_out, self.forms, strict=True)]
+        outvars += [var_in(var.aval, form) for var, form in zip(ys_out, y_forms, strict=True)]
         params = dict(
             jaxpr=closed, length=self.length, reverse=scan.reverse, unroll=scan.unroll,
             num_consts=len(consts), num_carry=len(starts),
@@ -362,7 +354,10 @@ def _while(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     if _is_own(ins):
         return _as_it_is(body, eqn, ins)
     loop = _jaxpr.while_parts(eqn)
-    cond, step = _flat(loop.cond, loop.cond_consts), _flat(loop.body, loop.body_consts)
+    cond, step = (
+        _rewrite.flatten_calls(loop.cond, loop.cond_consts),
+        _rewrite.flatten_calls(loop.body, loop.body_consts),
+    )
     cond_ins, step_ins, init = split(ins, loop.num_cond_consts, loop.num_body_consts)
     cond_inputs = [_Input.of(v, var.aval) for v, var in zip(cond_ins, cond[0].invars, strict=False)]
     step_inputs = [_Input.of(v, var.aval) for v, var in zip(step_ins, step[0].invars, strict=False)]
@@ -376,7 +371,7 @@ def _while(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     forms: list[Form] = [v.form if isinstance(v.form, Rows) else FULL for v in init]
 
     def carried() -> tuple[list[Any], list[Value]]:
-        atoms = [_new(v.aval, f) for v, f in zip(carry_vars, forms, strict=True)]
+        atoms = [var_in(v.aval, f) for v, f in zip(carry_vars, forms, strict=True)]
         return atoms, [
             Value(v.aval, f, {f: a}) for v, f, a in zip(carry_vars, forms, atoms, strict=True)
         ]

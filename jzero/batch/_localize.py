@@ -15,14 +15,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jzero import _jaxpr, _rewrite
 from jzero.batch import _along, _control, _effects, _equations
-from jzero.batch._body import OUTPUT, Body, Movement, Table, Value
+from jzero.batch._body import OUTPUT, Body, Movement, Table, Value, var_in
 from jzero.batch._equations import run, whole
 from jzero.batch._rows import FULL, Form, Rows, is_padded
 
@@ -39,20 +39,20 @@ def _nowhere() -> _jaxpr.Eqn:
     return _jaxpr.trace_here(lambda x: -x, jax.ShapeDtypeStruct((), jnp.int32)).jaxpr.eqns[0]
 
 
-class Localized:
+class Localized(NamedTuple):
     """The step of one device.
 
     Attributes:
-      jaxpr, consts: its equations; inputs and outputs are those of the whole step.
+      jaxpr: its equations; inputs and outputs are those of the whole step.
+      consts: values of its constants.
       outputs: for each output, its rows, or FULL.
       movements: rows that are gathered, and why.
     """
 
-    def __init__(
-        self, jaxpr: Any, consts: list[Any], outputs: list[Form], movements: list[Movement]
-    ):
-        self.jaxpr, self.consts = jaxpr, consts
-        self.outputs, self.movements = outputs, movements
+    jaxpr: Any
+    consts: list[Any]
+    outputs: list[Form]
+    movements: list[Movement]
 
 
 def localize(
@@ -75,9 +75,7 @@ def localize(
         env[var] = whole(var)
     invars = []
     for var, form, got in zip(flat.invars, forms, given, strict=True):
-        shape = tuple(got.size if d == got.dim else n for d, n in enumerate(var.aval.shape)) if isinstance(
-            got, Rows) else None  # fmt: skip
-        atom = _jaxpr.var_like(var.aval, shape)
+        atom = var_in(var.aval, got)
         invars.append(atom)
         env[var] = Value(var.aval, form, {got: atom})
     body.source = flat.eqns[0] if flat.eqns else _nowhere()
