@@ -14,6 +14,7 @@
 #   make test-gpu     the tests that need a GPU, with GPU_PYTHON (a JAX that sees it; test dependencies)
 #   make one-gpu      these, and offload's speed and memory on one GPU, in ten minutes
 #   make test-newest  the tests with the newest JAX, when there is a Python that it supports
+#   make test-oldest  the tests of checkpoints with the oldest Orbax that pyproject.toml permits
 #   make lint         ruff and mypy
 #   make clean        remove the environments and caches
 
@@ -37,7 +38,7 @@ BIN := .venv/bin
 SOURCES := jzero tests experiments
 
 .PHONY: train compare exactness tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
-    offload-timeline one-gpu test test-gpu test-newest lint clean
+    offload-timeline one-gpu test test-gpu test-newest test-oldest lint clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
@@ -90,6 +91,10 @@ test-newest:
 	    .venv-newest/bin/python -m pytest -q $(PYTEST_ARGS); \
 	fi
 
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -q $(PYTEST_ARGS) tests/test_checkpoint.py tests/test_checkpoint_faults.py \
+	    tests/test_checkpoint_writers.py tests/test_export.py
+
 # An experiment is a folder of scripts that import each other by their bare names, so each is
 # checked by itself: two of them may both have a plot.py.
 lint: .venv/installed
@@ -100,16 +105,18 @@ lint: .venv/installed
 	    echo "mypy $$folder"; MYPYPATH="$$folder" $(BIN)/mypy "$$folder" || exit 1; \
 	done
 
+.venv-oldest/installed: EXTRAS := test
+.venv-oldest/installed: PINS := orbax-checkpoint==0.12.6
 # The newest JAX also has XLA's compiler for GPUs (600 MB, and chatty where there is no GPU).
 .venv/installed: EXTRAS := test
 .venv-newest/installed: EXTRAS := test,preflight
 .venv-newest/installed: PYTHON := $(NEWEST_PYTHON)
 
-# One rule for both environments; a change of pyproject.toml installs again.
-.venv/installed .venv-newest/installed: pyproject.toml
+# One rule for all of them; a change of pyproject.toml installs again.
+.venv/installed .venv-newest/installed .venv-oldest/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "jzero needs Python 3.11 or newer, with its venv module"; exit 1; }
 	"$(PYTHON)" -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[$(EXTRAS)]'
+	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[$(EXTRAS)]' $(PINS)
 	@touch $@
 
 # PyTorch and jzero side by side, for this one experiment.
@@ -129,4 +136,4 @@ lint: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-fsdp2 .venv-host-update .cache .hypothesis
+	rm -rf .venv .venv-newest .venv-oldest .venv-fsdp2 .venv-host-update .cache .hypothesis

@@ -58,6 +58,13 @@ def message(
     return f"{who}: {len(found)} {things} fail:\n{lines}\n{rule} {edit}".rstrip()
 
 
+# Of what cannot be used again: the rule, and what to do.
+CONSUMED = (
+    "A step consumes its state, and so may one that was interrupted or failed.",
+    "Use the state that the last step returned, or restore the last checkpoint.",
+)
+
+
 def describe_leaf(path: str, shape: Sequence[int], dtype: object) -> str:
     """`state.params['w'] float32[16,32]`, the form a leaf has in every message."""
     dims = ",".join(str(size) for size in shape)

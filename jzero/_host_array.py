@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import _padded
-from jzero._errors import StateError, message
+from jzero._errors import CONSUMED, StateError, message
 from jzero._padded import PaddedArray
 from jzero.offload._memory import host_empty
 
@@ -115,8 +115,7 @@ class HostArray:
         """The part of each of `devices`, in C order; the next step overwrites them."""
         if self._buffers is None:
             raise StateError(message(
-                "HostArray", f"{self!r} was already donated", "A step consumes its state.",
-                "Use the state that the last step returned."))  # fmt: skip
+                "HostArray", f"{self!r} was already donated", *CONSUMED))  # fmt: skip
         return self._buffers
 
     @property

@@ -13,6 +13,7 @@ from jzero import _call, _jaxpr, _processes
 from jzero._errors import describe_leaf
 from jzero._program import Program
 from jzero._setting import Setting
+from jzero._unlike import PROGRAM, SHAPES
 from jzero.sharding._plan import LeafPlan
 
 
@@ -31,6 +32,26 @@ def of_state(setting: Setting, leaves: Sequence[LeafPlan]) -> dict[str, list[str
     }
 
 
+def of_call(call: _call.Call) -> dict[str, list[str]]:
+    """What is known of a call before its program is built."""
+    arguments = [line for name, tree in call.arrays.items() for line in _described(name, tree)]
+    return {"arguments": arguments, SHAPES: _described("state", call.state)}
+
+
+def _described(name: str, tree: Any) -> list[str]:
+    pairs = zip(_call.leaf_paths(tree, name), jax.tree.leaves(tree), strict=True)
+    return [_line(path, leaf) for path, leaf in pairs]
+
+
+def _line(path: str, leaf: Any) -> str:
+    """A leaf, which may be anything."""
+    try:
+        aval = _call.abstract_leaf(leaf)
+    except (TypeError, ValueError):
+        return f"{path} {type(leaf).__name__}"
+    return describe_leaf(path, aval.shape, aval.dtype)
+
+
 def of_program(
     setting: Setting, call: _call.Call, program: Program, traced: Any
 ) -> dict[str, list[str]]:
@@ -43,15 +64,12 @@ def of_program(
       traced: the trace of `program.step` for this call.
     """
     paths = _call.argument_paths(call.arrays)
-    leaves = map(_call.abstract_leaf, jax.tree.leaves(call.arrays))
-    arguments = [
-        f"{describe_leaf(path, leaf.shape, leaf.dtype)} {sharding.spec}"
-        for path, leaf, sharding in zip(paths, leaves, program.argument_shardings, strict=True)
-    ]
+    pairs = zip(paths, program.argument_shardings, strict=True)
     state = of_state(setting, program.plan.leaves)
     return state | {
         "state": [*state["state"], f"plan {program.plan.fingerprint}"],
-        "arguments": arguments,
+        **of_call(call),
+        "layouts": [f"{path} {sharding.spec}" for path, sharding in pairs],
         **of_jaxpr(*_jaxpr.open_jaxpr(traced.jaxpr)),
     }
 
@@ -59,4 +77,4 @@ def of_program(
 def of_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> dict[str, list[str]]:
     """A jaxpr's equations, and its constants by their checksums."""
     constants = [f"constant {_processes.checksum(value)}" for value in consts]
-    return {_processes.PROGRAM: [*str(jaxpr).splitlines(), *constants]}
+    return {PROGRAM: [*str(jaxpr).splitlines(), *constants]}

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import core, distributed, source_info_util
+from jax._src import core, distributed, source_info_util, xla_bridge
 from jax.extend.random import threefry2x32_p
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -308,6 +308,11 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
 def key_value_store() -> Any:
     """What the processes of `jax.distributed` share besides devices; None if there is nothing."""
     return distributed.global_state.client
+
+
+def has_backends() -> bool:
+    """Whether JAX has started its backends; asked without a lock, which a forked child may never get."""
+    return bool(xla_bridge._backends)
 
 
 def inner_jaxprs(eqn: Eqn) -> list[Any]:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero import _call, _host_array, _jaxpr, _padded, _rewrite
-from jzero._errors import BatchError, StateError, describe_leaf, message
+from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, message
 from jzero._groups import groups
 from jzero._host_array import Home, HostArray
 from jzero._memories import DEVICE, HOST
@@ -177,7 +177,7 @@ def place(
       BatchError: a leaf that several processes do not hold alike.
     """
     out = list(leaves)
-    moves = [i for i, leaf in enumerate(leaves) if not _lies_right(leaf, shardings[i])]
+    moves = [i for i, leaf in enumerate(leaves) if not lies_right(leaf, shardings[i])]
     if moves:
         sources = [_own(leaves[i], shardings[i]) for i in moves]
         targets = [shardings[i] for i in moves]
@@ -260,14 +260,15 @@ def _own(leaf: Any, sharding: NamedSharding) -> Any:
     return jnp.asarray(leaf) if jnp.isscalar(leaf) else leaf
 
 
-def _lies_right(leaf: Any, sharding: NamedSharding) -> bool:
+def lies_right(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether a leaf is a JAX array in this sharding."""
     if not (isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)):
         return False
     return leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
-def check_alive(state: Any, leaves: Sequence[Any]) -> None:
-    """Refuses a state, of these leaves, whose arrays an earlier step has consumed."""
+def check_alive(state: Any, leaves: Sequence[Any], who: str = WHO) -> None:
+    """Refuses a state, of these leaves, of which an earlier step has consumed all arrays, or some."""
     arrays = (jax.Array, _padded.PaddedArray, HostArray)
     dead = [isinstance(leaf, arrays) and leaf.is_deleted() for leaf in leaves]
     if any(dead):  # Paths cost more than the check, which every step makes.
@@ -275,8 +276,8 @@ def check_alive(state: Any, leaves: Sequence[Any]) -> None:
         gone = [path for path, is_dead in zip(paths, dead, strict=True) if is_dead]
         shown = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
         raise StateError(message(
-            WHO, f"{len(gone)} leaves were already donated: {shown}",
-            "A step consumes its state.", "Use the state that the last step returned."))  # fmt: skip
+            who, f"{len(gone)} of {len(leaves)} leaves were already donated: {shown}", *CONSUMED,
+        ))  # fmt: skip
 
 
 def check_flushed(

@@ -31,14 +31,18 @@ class Programs:
         self._seen: dict[Any, Program] = {}
         self._layouts: dict[Any, tuple[LeafPlan, ...]] = {}
         self._engines = Engines()
-        self._agreed: set[int] = set()  # programs that all processes have built alike, by id
+        # Programs that all processes have built alike, by id.
+        self._agreed: dict[int, _processes.Agreement] = {}
 
     def of(self, call: _call.Call, setting: Setting) -> Program:
         """The program for a call's shapes."""
-        seen = setting, call.static, _call.signature_of((call.state, call.arrays))
+        seen = self._quick_key(call, setting)
         if seen not in self._seen:
             self._seen[seen] = self._of_shapes(call, setting)
         return self._seen[seen]
+
+    def _quick_key(self, call: _call.Call, setting: Setting) -> Any:
+        return setting, call.static, _call.signature_of((call.state, call.arrays))
 
     def _of_shapes(self, call: _call.Call, setting: Setting) -> Program:
         state, arrays = _call.abstract(call.state, "state"), {
@@ -54,23 +58,41 @@ class Programs:
         return self.built[key]
 
     def agreed(self, call: _call.Call, setting: Setting) -> Program:
-        """The program for a call that is about to run: every process must have built the same.
+        """The program for a call that is about to run: every process must have built, and call, the same.
 
         Raises:
           ProcessError: one has another, or does not come.
         """
-        try:
-            program = self.of(call, setting)
-        except Exception as error:
-            if not self._agreed:  # Else the others would wait for this process.
-                failure = f"failed with {type(error).__name__}: {error}"
-                _processes.agree(WHO, setting.mesh, lambda: {"call": [failure]})
-            raise
-        if id(program) not in self._agreed:
-            _processes.agree(WHO, setting.mesh, lambda: _identity.of_program(
-                setting, call, program, program.step.trace(*placed_inputs(call, program))
-            ))  # fmt: skip
-            self._agreed.add(id(program))
+        program = self._seen.get(self._quick_key(call, setting))
+        before = self._agreed.get(id(program))
+        if program is None or before is None:
+            return self._agreed_first(call, setting)
+        if not _processes.goes_on(setting.mesh, before.name):
+            _processes.agree_again(WHO, setting.mesh, before)
+        return program
+
+    def _agreed_first(self, call: _call.Call, setting: Setting) -> Program:
+        """The same, of a program that has not run before."""
+        failures: list[Exception] = []
+
+        def sections() -> _processes.Sections:
+            try:
+                program = self.of(call, setting)
+            except Exception as error:
+                if self._agreed:  # The others may run what they know, and not come.
+                    raise
+                failures.append(error)
+                return {"call": [f"failed with {type(error).__name__}: {error}"]}
+            traced = program.step.trace(*placed_inputs(call, program))
+            return _identity.of_program(setting, call, program, traced)
+
+        agreement = _processes.agree(
+            WHO, setting.mesh, sections, about=lambda: _identity.of_call(call)
+        )
+        if failures:
+            raise failures[0]
+        program = self.of(call, setting)
+        self._agreed[id(program)] = agreement
         return program
 
     def layout_of(self, state: Any, setting: Setting) -> tuple[LeafPlan, ...] | None:

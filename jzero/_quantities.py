@@ -8,7 +8,7 @@ from fractions import Fraction
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_NUMBER = re.compile(r"(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)")
 
 COUNT_RULE = "a whole number from 1, or a string such as '350M', '7.5B' or '1T'"
 BYTES_RULE = "a whole number from 1, or a string such as '80GiB' or '80GB'"

@@ -239,6 +239,7 @@ class ShardedTrainStep:
           StateError, BatchError, StepError: see the message; the state is left as it was.
           ProcessError: several processes are about to run different programs, or one does not come.
         """
+        _processes.check(WHO)
         call = self._signature.bind(args, kwargs)
         state = jax.tree.leaves(call.state)
         arrays = jax.tree.leaves(call.arrays)
@@ -282,6 +283,7 @@ class ShardedTrainStep:
             (each of several processes on one host counts for itself).
           ProcessError: several processes are about to make different states, or one does not come.
         """
+        _processes.check("init")
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         traced = _jaxpr.trace_here(lambda: init_fn(*args, **kwargs))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
@@ -310,6 +312,7 @@ class ShardedTrainStep:
           OptionError: the host has too little memory for its part of it; see `init`.
           ProcessError: it differs between processes, or one does not come.
         """
+        _processes.check("shard")
         plans, shardings = self.leaf_plans(state, *args, **kwargs)
         leaves, tree = jax.tree.flatten(state)
         placed = self._place_state(state, leaves, plans, shardings)
@@ -339,8 +342,9 @@ class ShardedTrainStep:
         Raises:
           StateError: a step has consumed it, or it waits for gradients and this train_step has no `HostCPU`.
         """
+        _processes.check("flush")
         leaves, tree = jax.tree.flatten(state)
-        _placing.check_alive(state, leaves)
+        _placing.check_alive(state, leaves, "flush")
         pending = next((x.pending for x in leaves if isinstance(x, HostArray) and x.pending), None)
         if pending is None:
             return state
@@ -349,6 +353,7 @@ class ShardedTrainStep:
                 "flush", "the state waits for gradients, and this train_step keeps none on the host",
                 "A step applies what it has computed.",
                 "Call flush of the train_step that returned the state."))  # fmt: skip
+        _processes.note("flush", self._setting().mesh)
         step = pending.step
         new = step.flush(self._place_state(state, leaves, step.leaves, step.shardings))
         return jax.tree.unflatten(tree, _placing.wrap(new, step.leaves))
@@ -358,11 +363,14 @@ class ShardedTrainStep:
 
         In arrays of its own: the next step consumes the state, and none of them.
         """
+        _processes.check("unshard")
         setting = self._setting()
         full = NamedSharding(setting.mesh, PartitionSpec())
         leaves, tree = jax.tree.flatten(state)
-        _placing.check_alive(state, leaves)
+        _placing.check_alive(state, leaves, "unshard")
         _placing.check_flushed("unshard", state, leaves)
+        if not all(_placing.lies_right(x, full) for x in leaves):
+            _processes.confirm("unshard", mesh=setting.mesh)  # What it returns may be looked at.
         plain = [jnp.asarray(x) if isinstance(x, PaddedArray | HostArray) else x for x in leaves]
         whole = _placing.place(
             plain, [full] * len(leaves), lambda: _call.leaf_paths(state, "state")
@@ -453,6 +461,7 @@ class ShardedTrainStep:
 
     def plan(self, *args: Any, **kwargs: Any) -> _plan.Plan:
         """The plan for `(state, *args)`: arrays or `ShapeDtypeStruct`s; nothing runs."""
+        _processes.check("plan")
         return self._program_for(self._signature.bind(args, kwargs)).plan
 
     def describe(self, *args: Any, **kwargs: Any) -> Report:
@@ -460,6 +469,7 @@ class ShardedTrainStep:
 
         Arrays or `ShapeDtypeStruct`s; nothing runs, and with an abstract mesh no device is needed.
         """
+        _processes.check("describe")
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
         jaxpr = jax.make_jaxpr(program.run)(*placed_inputs(call, program))
@@ -477,6 +487,7 @@ class ShardedTrainStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
+        _processes.check("lower")
         self._check_one_program("lowered")
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
@@ -493,6 +504,11 @@ class ShardedTrainStep:
     def mesh(self) -> Any:
         """The mesh it was made for; None for whatever is current when it is called."""
         return self._mesh
+
+    @property
+    def current_mesh(self) -> Any:
+        """The mesh that a call would run on now."""
+        return self._setting().mesh
 
     def on_mesh(self, mesh: Any) -> ShardedTrainStep:
         """The same step, with the same options, on another mesh."""

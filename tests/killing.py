@@ -1,16 +1,17 @@
-"""Kills a training at random moments, and looks at what it left: `python tests/killing.py --rounds 300`.
+"""Kills a training at operations on files, and looks at what it left: `python tests/killing.py --rounds 300`.
 
 After every kill the latest step must be there, as far as the training had heard that one was complete, and
-its leaves must be those of a training that nobody killed, bit for bit.
+its leaves must be those of a training that nobody killed, bit for bit. Each training goes on where the one
+before was killed, with all that it left behind.
 """
 
 import argparse
+import contextlib
 import itertools
-import multiprocessing
 import os
 import random
 import tempfile
-import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import faults
 import jzero
+from faults._library import armed
 
-NOWHERE = jzero.NoOffload()
 NUM_STEPS = 10_000  # more than a child ever gets to
+NUM_OPERATIONS = 400  # a child is killed at one of the first; a save and a deletion have about 70
 TX = optax.adam(1e-3)
 
 
@@ -41,13 +44,23 @@ def batch(step: int) -> np.ndarray:
     return np.random.default_rng(step).standard_normal((8, 300)).astype(np.float32)
 
 
-def train(directory: str, complete: Any, offload: Any = NOWHERE) -> None:
+def new_train_step(on_host: bool) -> jzero.ShardedTrainStep:
+    offload = jzero.HostCPU() if on_host else jzero.NoOffload()
+    return jzero.shard_train_step(step_fn, offload=offload)
+
+
+def train(
+    say: Callable[[Any], None], directory: str, on_host: bool, fault: Sequence[Any] | None = None
+) -> None:
     """A child's life: goes on from the latest step, saves every one, says which are complete.
 
     Told to end by SIGTERM, it does.
     """
-    train_step = jzero.shard_train_step(step_fn, offload=offload)
-    with jzero.Checkpointer(directory, train_step, max_to_keep=3) as checkpointer:
+    train_step = new_train_step(on_host)
+    with contextlib.ExitStack() as stack:
+        if fault:
+            stack.enter_context(armed(directory, faults.Fault(*fault)))
+        checkpointer = stack.enter_context(jzero.Checkpointer(directory, train_step, max_to_keep=3))
         start = checkpointer.latest_step()
         if start is None:
             start, state = 0, train_step.init(new_state)
@@ -61,14 +74,14 @@ def train(directory: str, complete: Any, offload: Any = NOWHERE) -> None:
                 break
             if step % 3 == 0:
                 checkpointer.wait()
-                complete.value = step
+                say(step)
 
 
 class Reference:
     """The same training, never killed."""
 
-    def __init__(self, offload: Any = NOWHERE) -> None:
-        self.train_step = jzero.shard_train_step(step_fn, offload=offload)
+    def __init__(self, on_host: bool = False) -> None:
+        self.train_step = new_train_step(on_host)
         self.step, self.state = 0, self.train_step.init(new_state)
 
     def at(self, step: int) -> Any:
@@ -91,43 +104,27 @@ def check(directory: str, complete: int, reference: Reference) -> int:
     return latest
 
 
-def start(directory: str, offload: Any = NOWHERE) -> tuple[Any, Any]:
-    """A child process, and the number of the latest step that it says is complete."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["jzero"])
-    complete = context.Value("i", 0)
-    child = context.Process(target=train, args=(directory, complete, offload))
-    child.start()
-    return child, complete
-
-
 def run(
-    directory: str, rounds: int, seconds: float, seed: int, offload: Any = NOWHERE
+    children: faults.Children, directory: str, rounds: int, seed: int, on_host: bool = False
 ) -> list[int]:
-    """Kills `rounds` children, each within so many seconds after its start; the latest step after each."""
-    rng, reference, steps = random.Random(seed), Reference(offload), []
+    """Kills `rounds` children, each at some operation on a file; the latest step after each."""
+    rng, reference, steps = random.Random(seed), Reference(on_host), []
     for _ in range(rounds):
-        child, complete = start(directory, offload)
-        time.sleep(rng.uniform(0, seconds))
-        child.kill()
-        child.join()
-        assert child.exitcode == -9, f"the training ended by itself with {child.exitcode}"
-        steps.append(check(directory, complete.value, reference))
+        fault = faults.Fault("kill", rng.randint(1, NUM_OPERATIONS))
+        ended = children.run("killing:train", directory=directory, on_host=on_host, fault=fault)
+        assert ended.status == -9, f"the training ended by itself: {ended}"
+        steps.append(check(directory, max(ended.said, default=0), reference))
     return steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument(
-        "--seconds", type=float, default=4.0, help="a child lives at most this long"
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--on-host", action="store_true", help="optimizer state on the host")
     args = parser.parse_args()
-    offload = jzero.HostCPU() if args.on_host else NOWHERE
-    with tempfile.TemporaryDirectory() as directory:
-        steps = run(directory, args.rounds, args.seconds, args.seed, offload)
+    with tempfile.TemporaryDirectory() as folder, faults.Children(["killing"]) as children:
+        steps = run(children, folder, args.rounds, args.seed, args.on_host)
     progress = sum(after > before for before, after in itertools.pairwise([0, *steps]))
     print(
         f"{len(steps)} kills, {progress} of them after a new step was complete, {steps[-1]} steps in all"

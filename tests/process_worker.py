@@ -5,9 +5,12 @@ The folder is shared; what a process found out is in `<process>.json` there when
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
+import resource
+import signal
 import sys
 import time
 
@@ -18,6 +21,7 @@ import optax
 
 import jzero
 from jzero import _host_memory, _processes
+from jzero.checkpoint import _chunks
 
 # -- the same trajectory -------------------------------------------------------------------------
 
@@ -175,6 +179,98 @@ def uneven_places(folder):
         except jzero.CheckpointError as error:
             return str(error)
     return place.state
+
+
+PRIME = 5003
+
+
+def prime_state():
+    """Of a size of which a shard is not cut into equal chunks, nor the other leaf between its devices."""
+    return {"w": jnp.arange(2.0 * PRIME), "odd": jnp.arange(PRIME * 3.0).reshape(PRIME, 3)}
+
+
+def decay(state, rows):
+    return jax.tree.map(lambda x: x - 0.0 * rows.mean(), state)
+
+
+def prime_shards(folder):
+    """Saves and restores leaves of which processes have parts of the same chunks."""
+    _chunks.MAX_BYTES, _chunks.MIN_BYTES = 1000, 400
+    sharded = jzero.shard_train_step(decay, min_shard_bytes=0)
+    state = sharded.init(prime_state)
+    with jzero.Checkpointer(folder / "prime", sharded) as checkpointer:
+        checkpointer.save(1, state)
+        restored = checkpointer.restore(jax.eval_shape(prime_state))
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
+        np.testing.assert_array_equal(own_values(x), own_values(y))
+    return [own_values(x)[0].shape for x in jax.tree.leaves(restored)]
+
+
+def one_cannot_write(folder):
+    """What each process is told when one of them cannot write its part, and whether all save it then."""
+    sharded = jzero.shard_train_step(train_step)
+    state, told = sharded.init(new_state), []
+    with jzero.Checkpointer(folder / "steps", sharded) as checkpointer:
+        for step in (1, 2):
+            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if step == 2 and jax.process_index() == 1:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+            try:
+                checkpointer.save(step, state)
+                checkpointer.wait()
+            except jzero.CheckpointError as error:
+                told.append(str(error))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        saved = checkpointer.save(2, state)
+        checkpointer.wait()
+        return told, saved, checkpointer.steps()
+
+
+class Broken(Place):
+    def get_state(self):
+        if jax.process_index() == 1:
+            raise RuntimeError("the loader of process 1 is broken")
+        return self.state
+
+
+def unlike_checkpoints(folder):
+    """What each process is told when they save or restore unlike things; then all save and restore alike."""
+    sharded = jzero.shard_train_step(train_step)
+    here, shapes, found = jax.process_index(), jax.eval_shape(new_state), {}
+    state = sharded.init(new_state)
+    with jzero.Checkpointer(folder / "steps", sharded) as checkpointer:
+        acts = {
+            "steps saved": lambda: checkpointer.save(8 + here, state),
+            "states": lambda: checkpointer.save(8, state if here else state["params"]),
+            "iterators": lambda: checkpointer.save(8, state, Place() if here else None),
+            "an iterator fails": lambda: checkpointer.save(8, state, Broken()),
+            "steps restored": lambda: checkpointer.restore(shapes, step=2 - here),
+            "paths restored": lambda: jzero.restore(
+                folder / "steps" / str(2 - here), sharded, shapes
+            ),
+            "shapes restored": lambda: checkpointer.restore(shapes if here else shapes["params"]),
+        }
+        for step in (1, 2):
+            checkpointer.save(step, state)
+        for name, act in acts.items():
+            try:
+                found[name] = told(act)
+            except RuntimeError as error:
+                found[name] = ["RuntimeError", str(error)]
+        checkpointer.save(3, state, Place(3, here))
+        checkpointer.restore(shapes, data_iterator=Place())
+        return found, checkpointer.steps()
+
+
+def locked_out(folder):
+    """What each process is told when another job writes in the directory."""
+    sharded = jzero.shard_train_step(train_step)
+    with jzero.Checkpointer(folder / "locked", sharded) as checkpointer:
+        try:
+            checkpointer.save(1, sharded.init(new_state))
+        except jzero.CheckpointError as error:
+            return str(error)
 
 
 def until_preempted(folder):
@@ -401,6 +497,116 @@ def disagree(folder):
     # Whoever has met so often still meets.
     total = np.asarray(sharded(stage=0)(W, X)).sum()
     return found | {"agreement": float(total)}
+
+
+# -- differences in what has run before ----------------------------------------------------------
+
+
+def rows(num):
+    """So many rows, of each process its own."""
+    split = jax.NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), jax.P("data"))
+    return jax.make_array_from_process_local_data(split, np.ones((num, 12), np.float32))
+
+
+def with_rows(w, x):
+    """Gathers the rows, so that processes with unlike batches send each other unlike amounts."""
+    return sgd(w, x) + jnp.sort(x.sum(axis=1))[0]
+
+
+def differing(folder, odd_batch, step_fn=with_rows):
+    """After some steps in two shapes, the odd process passes `odd_batch`; all go on until they are ended."""
+    train_step, state, shapes = sharded(step_fn), W, [rows(4), rows(8)]
+    for i in range(24):  # Long enough to meet before the next change.
+        state = jax.block_until_ready(train_step(state, shapes[i > 1]))
+        time.sleep(0.05)
+    (folder / f"{jax.process_index()}.differs").write_text(str(time.time()))
+    if is_odd_one() and odd_batch == "unreadable":
+        assert told(lambda: train_step(state, "x"))[0] == "BatchError"
+        time.sleep(3600)
+    state = train_step(state, odd_batch if is_odd_one() else shapes[1])
+    for _ in range(100_000):
+        state = jax.block_until_ready(train_step(state, shapes[1]))
+
+
+def differ_fewer(folder):
+    """One process has a batch less than the others."""
+    train_step, state = sharded(), W
+    for _ in range(2 if is_odd_one() else 3):
+        (folder / f"{jax.process_index()}.differs").write_text(str(time.time()))
+        state = jax.block_until_ready(train_step(state, rows(4)))
+
+
+def differ_known(folder):
+    differing(folder, rows(4))
+
+
+def differ_new(folder):
+    differing(folder, rows(12))
+
+
+def differ_unreadable(folder):
+    differing(folder, "unreadable")
+
+
+def differ_unseen(folder):
+    """Steps too short to meet before each change, and collectives that do not mind; then a checkpoint."""
+    train_step, state, shapes = sharded(), W, [rows(4), rows(8)]
+    for i in range(201):
+        state = jax.block_until_ready(train_step(state, shapes[i % 2]))
+    jax.block_until_ready(train_step(state, shapes[0 if is_odd_one() else 1]))
+    began = time.monotonic()
+    saved = told(lambda: _processes.confirm("Checkpointer.save"))
+    seconds = time.monotonic() - began
+    return {"saved": saved, "again": told(lambda: train_step(W, X)), "seconds": seconds}
+
+
+def differ_at_the_end(folder):
+    """The same, and then nothing more."""
+    train_step, state, shapes = sharded(), W, [rows(4), rows(8)]
+    for i in range(201):
+        state = jax.block_until_ready(train_step(state, shapes[i % 2]))
+    (folder / f"{jax.process_index()}.differs").write_text(str(time.time()))
+    jax.block_until_ready(train_step(state, shapes[0 if is_odd_one() else 1]))
+
+
+def differ_and_unshard(folder):
+    """The same, and then the state is looked at."""
+    train_step, state, shapes = sharded(), W, [rows(4), rows(8)]
+    for i in range(201):
+        state = jax.block_until_ready(train_step(state, shapes[i % 2]))
+    state = train_step(state, shapes[0 if is_odd_one() else 1])
+    return told(lambda: train_step.unshard(state))
+
+
+def costs(folder):
+    """Microseconds of what every call does, of a change, and of a meeting."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    before = _processes.agree("costs", mesh, lambda: {"program": ["the same"]})
+    room = _processes._room_of(mesh)
+    assert room is not None
+    room.log.meets_from = 10**9
+    names = itertools.cycle("ab")
+
+    def same():
+        _processes.check("costs")
+        _processes.goes_on(mesh, before.name)
+
+    acts = {"same": same, "change": lambda: _processes.goes_on(mesh, next(names))}
+    found = {name: microseconds(act, 5000) for name, act in acts.items()}
+    found["meeting"] = microseconds(lambda: _processes.agree_again("costs", mesh, before), 100)
+    found["confirm"] = microseconds(lambda: _processes.confirm("costs"), 100)
+    return found
+
+
+def microseconds(act, num):
+    """The least of several means: of what it costs, not of what else the machine does."""
+    means = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(num // 5):
+            act()
+        means.append((time.perf_counter() - start) / (num // 5) * 1e6)
+    return min(means)
 
 
 # -- a process that ends -------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Checkpoints: restored in any layout, read and written by Orbax alone, and continued to the bit."""
 
 import itertools
+import json
 import subprocess
 import sys
 import textwrap
@@ -292,33 +293,73 @@ def test_reads_what_orbax_wrote(tmp_path):
         assert_same(train_step.unshard(checkpointer.restore(state)), state)
 
 
-READER = """
-    import sys
+READERS = """
+    import json, sys
     sys.modules["jzero"] = None  # an import of it fails
-    import numpy as np, orbax.checkpoint as ocp
-    with ocp.CheckpointManager(sys.argv[1], item_names=("state",)) as manager:
-        args = ocp.args.Composite(state=ocp.args.StandardRestore())
-        state = manager.restore(manager.latest_step(), args=args)["state"]
-    try:
-        import jzero
-    except ImportError:
-        flat = {"/".join(k): v for k, v in ocp.tree.to_flat_dict(state).items() if v is not None}
-        np.savez(sys.argv[2], **flat)
+    from pathlib import Path
+    import jax, numpy as np, orbax.checkpoint as ocp
+    from orbax.checkpoint.experimental import v1
+    STEPS = Path(sys.argv[1])
+    STEP, STATE = STEPS / "2", STEPS / "2" / "state"
+    PYTREE, STANDARD = ocp.args.PyTreeRestore, ocp.args.StandardRestore
+
+    def manager(restore, **options):
+        with ocp.CheckpointManager(STEPS, **options) as manager:
+            return restore(manager)["state"]
+
+    whole = ocp.PyTreeCheckpointer().restore(STATE)
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    def target(x):
+        split = jax.P("x") if x.ndim and x.shape[0] % 4 == 0 else jax.P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, split))
+    targets = jax.tree.map(target, whole)
+    handlers = dict(item_handlers={"state": ocp.StandardCheckpointHandler()})
+    ways = {
+        "PyTreeCheckpointer": lambda: whole,
+        "StandardCheckpointer": lambda: ocp.StandardCheckpointer().restore(STATE),
+        "StandardCheckpointer, sharded": lambda: ocp.StandardCheckpointer().restore(STATE, targets),
+        "Checkpointer": lambda: ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(STATE),
+        "AsyncCheckpointer": lambda: ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler()).restore(STATE),
+        "CompositeCheckpointHandler": lambda: ocp.Checkpointer(ocp.CompositeCheckpointHandler()).restore(
+            STEP, args=ocp.args.Composite(state=PYTREE()))["state"],
+        "CheckpointManager": lambda: manager(lambda m: m.restore(m.latest_step())),
+        "CheckpointManager, with handlers": lambda: manager(lambda m: m.restore(2), **handlers),
+        "CheckpointManager, standard": lambda: manager(
+            lambda m: m.restore(2, args=ocp.args.Composite(state=STANDARD())), item_names=("state",)),
+        "CheckpointManager, sharded": lambda: manager(
+            lambda m: m.restore(2, args=ocp.args.Composite(state=STANDARD(targets)))),
+        "CheckpointManager, pytree": lambda: manager(
+            lambda m: m.restore(2, args=ocp.args.Composite(state=PYTREE()))),
+        "v1.load_pytree": lambda: v1.load_pytree(STEP),
+        "v1.load_pytree, sharded": lambda: v1.load_pytree(STEP, targets),
+        "v1.load_checkpointables": lambda: v1.load_checkpointables(STEP)["state"],
+        "v1.training.Checkpointer": lambda: v1.training.Checkpointer(STEPS).load_pytree(2),
+    }
+    for number, (name, read) in enumerate(ways.items()):
+        flat = {"/".join(k): v for k, v in ocp.tree.to_flat_dict(read()).items() if v is not None}
+        np.savez(f"{sys.argv[2]}/{number}.npz", **flat)
+    print(json.dumps(list(ways)))
 """
 
 
-def test_orbax_alone_reads_it(saved, trained, tmp_path):
-    for name in ("stage 3 on 8", "stage 3 on 2x4", "stage 1 on 2x4, on the host"):
-        out = tmp_path / f"{len(name)}.npz"
-        code = textwrap.dedent(READER)
-        subprocess.run([sys.executable, "-c", code, saved[name], out], check=True, timeout=300)
-        found = np.load(out)
-        np.testing.assert_array_equal(found["params/odd"], trained.params["odd"])
-        np.testing.assert_array_equal(
-            found["opt_state/1/0/mu/layers/0"], trained.opt_state[1][0].mu["layers"][0]
-        )
-        np.testing.assert_array_equal(found["key"], jax.random.key_data(trained.key))
-        assert len(found.files) == len(jax.tree.leaves(trained))
+@pytest.mark.parametrize("name", ["stage 3 on 8", "stage 3 on 2x4", "stage 1 on 2x4, on the host"])
+def test_orbax_alone_reads_it(name, saved, trained, tmp_path):
+    """By each of its documented ways, as NumPy arrays or in the layout that is asked for."""
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", textwrap.dedent(READERS)]
+    run = subprocess.run(
+        [*command, saved[name], tmp_path],
+        check=True,
+        timeout=300,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for number, way in enumerate(json.loads(run.stdout.splitlines()[-1])):
+        found = np.load(tmp_path / f"{number}.npz")
+        moment = trained.opt_state[1][0].mu["layers"][0]
+        np.testing.assert_array_equal(found["params/odd"], trained.params["odd"], err_msg=way)
+        np.testing.assert_array_equal(found["opt_state/1/0/mu/layers/0"], moment, err_msg=way)
+        np.testing.assert_array_equal(found["key"], jax.random.key_data(trained.key), err_msg=way)
+        assert len(found.files) == len(jax.tree.leaves(trained)), way
 
 
 def test_nnx_and_a_lone_array(tmp_path):
@@ -446,5 +487,6 @@ def test_only_the_latest_are_kept(tmp_path):
             checkpointer.save(step, state)
         checkpointer.wait()
         assert checkpointer.latest_step() == 3
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+        assert checkpointer.steps() == [2, 3]
         assert not checkpointer.save(3, state)  # It is there.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]

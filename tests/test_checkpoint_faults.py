@@ -6,13 +6,17 @@ import random
 import resource
 import shutil
 import signal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
+import tensorstore
 
 import jzero
+from jzero.checkpoint import _export, _inspect, _writing
 
 
 def step_fn(state, batch):
@@ -60,20 +64,84 @@ def data_files(directory: pathlib.Path) -> list[pathlib.Path]:
     return sorted(files, key=lambda path: path.stat().st_size)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_flipped_bits_are_found(seed, saved, train_step):
-    """In any file: an error, or nothing that matters was hit; never another value."""
+class Place:
+    """A data iterator's."""
+
+    def __init__(self, at: int):
+        self.at = at
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+def is_found(step: pathlib.Path) -> bool:
+    """Whether `inspect --verify` finds damage."""
+    try:
+        return bool(_inspect.verify(_inspect.inspect(step)[1]).damaged)
+    except jzero.CheckpointError:
+        return True
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flipped_bits_are_found(seed, train_step, tmp_path):
+    """In any file: an error, or nothing that matters was hit; never another value, or place in the data.
+
+    Of files that are not data every bit matters to `inspect --verify`.
+    """
+    mixed = {**new_state(), "host": np.arange(150.0).reshape(3, 50), "rate": 0.5, "num": 12}
+    with jzero.Checkpointer(tmp_path / "steps", train_step) as checkpointer:
+        checkpointer.save(2, mixed, Place(7))
     rng = random.Random(seed)
-    for path in sorted(path for path in (saved / "2").rglob("*") if path.is_file()):
+
+    def read():
+        place = Place(0)
+        with jzero.Checkpointer(tmp_path / "steps", train_step) as checkpointer:
+            state = checkpointer.restore(mixed, step=2, data_iterator=place)
+        assert place.at == 7
+        for name, expected in mixed.items():
+            np.testing.assert_array_equal(state[name], expected)
+        out = tmp_path / "out.safetensors"
+        _export.export(tmp_path / "steps" / "2", out, select=".", overwrite=True)
+        tensors = safetensors.numpy.load_file(out)
+        for name, expected in mixed.items():
+            np.testing.assert_array_equal(tensors[name], expected)
+
+    read()
+    for path in sorted(path for path in (tmp_path / "steps").rglob("*") if path.is_file()):
         whole = path.read_bytes()
         flipped = bytearray(whole)
         flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
-        # Where nothing is found, it hit what is not used, such as a name in the notes.
         with contextlib.suppress(jzero.CheckpointError):
-            assert_restored(restore(saved, train_step))
+            read()
+        if path.parent.name != "d":
+            assert is_found(tmp_path / "steps" / "2"), path
         path.write_bytes(whole)
-    assert_restored(restore(saved, train_step))
+    read()
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("values", [[3.0], np.arange(90) % 7, np.sin(np.arange(64.0))], ids=len)
+def test_every_bit_of_a_chunk(checksum, values):
+    """An error or the same value; without the checksum, another value."""
+    values = np.asarray(values, np.float32)
+    metadata = {**_writing.metadata(values.shape, values.shape), "data_type": "float32"}
+    metadata["codecs"][1]["configuration"]["checksum"] = checksum
+    spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata}
+    store = tensorstore.open(spec, create=True).result()
+    store.write(values).result()
+    files: Any = store.kvstore
+    whole, wrong = files.read("c/0").result().value, 0
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        files.write("c/0", bytes(flipped)).result()
+        with contextlib.suppress(ValueError):
+            wrong += not np.array_equal(store.read().result(), values)
+    assert (wrong == 0) is checksum
 
 
 def test_damage_names_the_leaf_and_spares_the_step_before(saved, train_step):
@@ -92,18 +160,31 @@ def test_truncated_files(keep, saved, train_step):
     for path in data_files(saved / "2"):
         whole = path.read_bytes()
         path.write_bytes(whole[: int(len(whole) * keep)])
-    with pytest.raises(jzero.CheckpointError, match="Its files are damaged"):
-        restore(saved, train_step)
-    assert_restored(restore(saved, train_step, step=1))
+    with pytest.raises(jzero.CheckpointError, match="bytes. Its files are damaged"):
+        restore(saved, train_step, step=2)
+    with pytest.warns(
+        match="steps: 2 does not count as a step: .* bytes. What is not whole is left"
+    ):
+        assert_restored(restore(saved, train_step))
 
 
-def test_missing_files(saved, train_step):
-    data_files(saved / "2")[-1].unlink()
-    with pytest.raises(jzero.CheckpointError, match="damaged, incomplete"):
-        restore(saved, train_step)
-    (saved / "2" / "state" / "_METADATA").unlink()
+@pytest.mark.parametrize("sealed", [True, False])
+def test_missing_files(sealed, saved, train_step):
+    """The step before is the latest one then; that the last does not count is said once."""
+    if not sealed:  # as jzero wrote steps before it sealed them
+        (saved / "2" / "_JZERO_SEAL").unlink()
+    for name in ("manifest.ocdbt", "_METADATA"):
+        (saved / "2" / "state" / name).unlink()
+        with pytest.raises(
+            jzero.CheckpointError, match=f"{name} is missing.*Its files are damaged, inc"
+        ):
+            restore(saved, train_step, step=2)
+        with pytest.warns(match=f"steps: 2 does not count as a step: .*{name} is missing"):
+            assert_restored(restore(saved, train_step))
+        with jzero.Checkpointer(saved, train_step) as checkpointer:
+            assert (checkpointer.latest_step(), checkpointer.steps()) == (1, [1])
     with pytest.raises(jzero.CheckpointError, match="has a file _METADATA"):
-        restore(saved, train_step)
+        jzero.restore(saved / "2", train_step, new_state())
 
 
 def test_another_model(saved, train_step):
@@ -201,7 +282,7 @@ def test_a_reader_sees_what_another_writes(saved, train_step):
         assert_restored(reader.restore(new_state(), step=3))
 
 
-@pytest.mark.parametrize("state", [{0: 5}, {"a": (1, 2)}, {"a": np.int64(3)}])
+@pytest.mark.parametrize("state", [{0: 5}, {"a": (1, 2)}, {"a": np.int64(3)}, {"a": float("inf")}])
 def test_iterators_that_json_would_change(state, saved, train_step):
     class Iterator:
         def get_state(self):

@@ -266,7 +266,7 @@ def test_inspect_as_json(steps):
     assert [(row["role"], row["nbytes"]) for row in found["totals"]] == [
         ("optimizer state", 4), ("optimizer state", 27068), ("parameter", 27068),
     ]  # fmt: skip
-    assert found["verified"] == {"damaged": {}, "unchecked": []}
+    assert found["verified"] == {"damaged": {}, "unchecked": [], "sealed": True}
     one = json.loads(output("inspect", str(steps / "1"), "--json"))
     assert (one["step"], one["steps"]) == (1, [])
     assert "verified" not in one
@@ -281,8 +281,10 @@ def test_inspect_of_plain_orbax(tmp_path):
     assert "│ w    │      │ float64 │    500 │       500 │ 3.9 KiB │" in text
     assert "│ name │      │  string │" in text
     assert (
-        "3 of 3 leaves are whole.\n2 leaves have no checksums, as Orbax alone writes them" in text
+        "3 of 3 leaves are whole.\nIt has no seal: a flipped bit in what describes its leaves"
+        in text
     )
+    assert "2 leaves have no checksums, as Orbax alone writes them" in text
 
 
 def test_verify_names_what_is_damaged(damaged):
@@ -312,7 +314,11 @@ def test_damaged_notes(steps, tmp_path):
     (path / "_CHECKPOINT_METADATA").write_text("{")
     done = command("inspect", str(path))
     assert done.returncode == 1
-    assert "_CHECKPOINT_METADATA: JSONDecodeError: Expecting property name" in done.stderr
+    assert "_CHECKPOINT_METADATA has 1 of" in done.stderr
+    (path / "_JZERO_SEAL").unlink()  # as jzero wrote steps before it sealed them
+    done = command("inspect", str(path))
+    assert done.returncode == 1
+    assert "_CHECKPOINT_METADATA: it is not JSON: Expecting property name" in done.stderr
 
 
 def test_inspect_of_no_checkpoint(tmp_path):

@@ -351,14 +351,14 @@ DAMAGED = {
     "too short": ((1000).to_bytes(8, "little") + b"{}", "would have 1000 bytes, of 2 that follow"),
     "too long": (b"\xff" * 8 + b"{}", "bytes, of 2 that follow"),
     "no text": (file_of(b"\xff\xfe"), "its header is not JSON"),
-    "nested": (file_of(b"[" * 10**5), "its header is not JSON"),
+    "nested": (file_of(b"[" * 10**5), "its header is 100000 values deep, more than 100"),
     "a list": (file_of([1, 2]), "its header is not a JSON object"),
     "twice": (file_of(b'{"a": 1, "a": 2}'), "'a' is there twice"),
     "no entry": (file_of({"a": {"dtype": "F32"}}), "'a' has no dtype, shape and data_offsets, but {'"),
     "dtype": (file_of({"a": entry("F4")}), "'a' has dtype 'F4', not one of F64, F32"),
     "shape": (file_of({"a": entry(shape=[-2])}), "'a' has shape [-2]"),
     "size": (file_of({"a": entry(offsets=(0, 4))}), "'a' has bytes 0 to 4, and needs 8"),
-    "outside": (file_of({"a": entry(offsets=(-8, 0))}), "'a' begins at byte -8, before the end"),
+    "outside": (file_of({"a": entry(offsets=(-8, 0))}), "'a' has bytes -8 to 0"),
     "overlap": (
         file_of({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
         "'b' begins at byte 4, before the end of the one before, 8",
@@ -402,8 +402,19 @@ def test_index_that_does_not_fit(tmp_path, capsys):
     save_file({"a": np.ones(2), "b": np.ones(2)}, tmp_path / "1.safetensors")
     cases: list[tuple[str, str]] = [
         ("{", "it is not JSON"),
-        ("{}", "it has no weight_map of tensors to files beside it"),
-        ('{"weight_map": {"a": "../1.safetensors"}}', "it has no weight_map of tensors to files"),
+        ("[]", "it is [], not an object"),
+        ("{}", "weight_map is missing. Its entries have the names and types that they had"),
+        (
+            '{"weight_map": {}}',
+            "its weight_map has no tensors. An index has a weight_map: for each",
+        ),
+        ('{"weight_map": {"a": 1}}', "weight_map.a is 1, not a text"),
+        (
+            '{"weight_map": {"a": "../1.safetensors"}}',
+            "'a' is in '../1.safetensors'. An index has a",
+        ),
+        ('{"weight_map": {"a": ".."}}', "'a' is in '..'. An index has"),
+        ('{"weight_map": {"a": ""}}', "'a' is in ''. An index has"),
         ('{"weight_map": {"a": "2.safetensors"}}', "2.safetensors cannot be read: No such file"),
     ]
     for text, expected in cases:

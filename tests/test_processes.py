@@ -189,6 +189,64 @@ def test_data_iterators_of_several_processes(tmp_path):
     assert "2 processes saved data iterators in different states, and there are 1" in told
 
 
+def test_chunks_that_processes_share(tmp_path):
+    assert found_by("prime_shards", 2, 1, tmp_path) == [[[2502, 3], [5003]]] * 2
+    train_step = jzero.shard_train_step(process_worker.decay, min_shard_bytes=0)
+    wanted = process_worker.prime_state()
+    restored = jzero.restore(tmp_path / "prime" / "1", train_step, wanted)
+    for name, leaf in wanted.items():
+        np.testing.assert_array_equal(restored[name], leaf)
+    seal = json.loads(
+        (tmp_path / "prime" / "1" / "_JZERO_SEAL").read_text().rpartition("}")[0] + "}"
+    )
+    assert [chunks for *_, chunks in seal["leaves"].values()] == [[81, 3], [239]]
+    assert not (tmp_path / "prime" / "1" / "state" / "fragments").exists()
+
+
+def test_a_process_that_cannot_write_fails_all(tmp_path):
+    """With its reason, and soon; then all can save the step."""
+    found = found_by("one_cannot_write", 2, 1, tmp_path)
+    for (told, *then), begins in zip(found, ("process 1 failed", "process 0 failed"), strict=True):
+        assert len(told) == 1
+        assert f"Checkpointer.save: {begins} with " in told[0]
+        assert "File too large" in told[0]
+        assert then == [True, [1, 2]]
+
+
+def test_all_processes_are_told_that_another_job_writes(tmp_path):
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "locked" / "_JZERO_WRITER").write_text('["node7", "boot pid:[1]", 12, 34, "token"]')
+    told = found_by("locked_out", 2, 1, tmp_path)
+    assert all("process 12 on node7 writes in" in text for text in told)
+    assert "process 0 failed with CheckpointError: Checkpointer.save: process 12" in told[1]
+
+
+UNLIKE = {
+    "steps saved": ("ProcessError", "step: 8 on process 0, 9 on process 1"),
+    "states": ("ProcessError", "leaves: "),
+    "iterators": ("ProcessError", "data iterator: none on process 0, one on process 1"),
+    "an iterator fails": (
+        "ProcessError",
+        "ready on process 0, RuntimeError: the loader of",
+    ),
+    "steps restored": ("ProcessError", "checkpoint: 2, described by"),
+    "paths restored": ("ProcessError", "checkpoint: 2, described by"),
+    "shapes restored": ("ProcessError", "failed with CheckpointError: Checkpointer.restore"),
+}
+
+
+def test_processes_that_save_or_restore_unlike_things(tmp_path):
+    """All are told, soon, and can go on with what is alike."""
+    found = found_by("unlike_checkpoints", 2, 1, tmp_path)
+    for name, (kind, text) in UNLIKE.items():
+        told = [each[0][name] for each in found]
+        kinds = [error for error, _ in told]
+        assert kind in kinds, (name, told)
+        assert all(kinds), (name, told)
+        assert any(text in message for _, message in told), (name, told)
+    assert [each[1] for each in found] == [[1, 2, 3]] * 2
+
+
 def test_one_process_is_told_to_end_and_all_save(tmp_path):
     command = [sys.executable, WORKER, "until_preempted", tmp_path]
     with started(command, by_hand(2, 1), tmp_path) as processes:
@@ -212,7 +270,7 @@ def disagreements(tmp_path_factory):
     [
         ("stage", "options: stage=3 on processes 0, 2, stage=1 on process 1"),
         ("option", "options: gather=None on processes 0, 2, gather='keep' on process 1"),
-        ("batch_shape", "arguments: x float32[12,12] P('data',) on processes 0, 2, x float32[6,12]"),
+        ("batch_shape", "arguments: x float32[12,12] on processes 0, 2, x float32[6,12]"),
         ("batch_that_one_cannot_read", "call: shard_train_step on processes 0, 2, failed with BatchError"),
         ("state_structure", "state: state['w']  float32[12,12]  parameter"),
         ("hyperparameter", "mul 0.10000000149011612:f32[] "),
@@ -263,6 +321,65 @@ def test_process_that_does_not_come(disagreements):
     error, told = disagreements[1]["absence"]
     assert error == "ProcessError"
     assert "process 1 came when others had given up waiting" in told
+
+
+# What process 1 does unlike the others, and what all are told of it.
+DIFFERENCES = {
+    "differ_known": "call 26: arguments: x float32[12,12] on process 1",
+    "differ_new": "call 26: arguments: x float32[36,12] on process 1",
+    "differ_unreadable": "failed with BatchError: shard_train_step: x is a str",
+    "differ_fewer": "call 4: call: the end of the process on process 1",
+    "differ_at_the_end": "call 203: arguments: x float32[12,12] on process 1",
+}
+
+
+def test_process_that_calls_something_else_ends_all_with_its_name(tmp_path):
+    """All cases at once: mostly they wait."""
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for scenario in DIFFERENCES:
+            folder = tmp_path / scenario
+            folder.mkdir()
+            command = [sys.executable, WORKER, scenario, folder]
+            running[scenario] = stack.enter_context(started(command, by_hand(3, 1), folder))
+        everybody = [process for processes in running.values() for process in processes]
+        wait_until(lambda: all(p.poll() is not None for p in everybody), "all processes end")
+        end = time.time()
+        assert {process.poll() for process in everybody} == {1}
+        for scenario, odd in DIFFERENCES.items():
+            began = [float(path.read_text()) for path in (tmp_path / scenario).glob("*.differs")]
+            assert end - min(began) < 20  # 8, and what a busy machine adds
+            for i in range(3):
+                told = output(tmp_path / scenario, i)
+                assert "ProcessError: shard_train_step: " in told
+                assert odd in told
+                assert "on processes 0, 2" in told
+
+
+def test_difference_that_nothing_else_notices_keeps_a_checkpoint_from_being_made(tmp_path):
+    for found in found_by("differ_unseen", 2, 1, tmp_path):
+        for error, told in (found["saved"], found["again"]):
+            assert error == "ProcessError"
+            assert "call 203: arguments: x float32[16,12] on process 0, x float32[8,12] on" in told
+            assert "Give all processes batches of the same shapes, in the same order" in told
+        assert found["seconds"] < 10
+
+
+def test_what_is_looked_at_is_compared(tmp_path):
+    for error, told in found_by("differ_and_unshard", 2, 1, tmp_path):
+        assert error == "ProcessError"
+        assert (
+            "call 203: arguments: x float32[16,12] on process 0, x float32[8,12] on process 1"
+            in told
+        )
+
+
+def test_cost_of_comparing(tmp_path):
+    for found in found_by("costs", 2, 1, tmp_path):
+        assert found["same"] < 20, found  # 0.5 us; a hundredth of a step of 10 ms is 100
+        assert found["change"] < 50, found  # 1.4 us
+        assert found["meeting"] < 50_000, found  # 2 ms
+        assert found["confirm"] < 50_000, found
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -1,11 +1,12 @@
 """Saves and restores a state by jzero and by plain Orbax, in turns.
 
-python experiments/checkpoint_speed/measure.py                                # about 3 minutes
+python experiments/checkpoint_speed/measure.py                                # about 10 minutes
 python experiments/checkpoint_speed/measure.py --rounds 3 --params 8M
 
-Both write to the same disk from 8 virtual CPU devices, with what Orbax does by default (OCDBT, zstd),
-and wait until the checkpoint is complete. Every ratio is the median of the rounds' ratios. Writes
-results/<date>.json.
+Both write to the same disk from 8 virtual CPU devices, with what Orbax does by default (OCDBT, zstd), and
+save until the checkpoint is complete. jzero syncs every file before it counts; Orbax does not, so its time
+is also taken with a sync of the same files after it. Every ratio is the median of the rounds' ratios.
+Writes results/<date>.json.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,16 @@ import jzero
 HERE = Path(__file__).parent
 NUM_DEVICES = 8
 TX = optax.adamw(1e-3)
+PRIME = 5_000_011  # elements of a vector of 20 MB that nothing divides
+KEPT = "blocks the training"
+SAVED = "save"
+SYNCED = "save, synced"
+RESTORED = "restore"
 
 
 def step_fn(state: Any, batch: jax.Array) -> Any:
     params, opt_state = state
-    grads = jax.grad(lambda p: sum(jnp.mean((batch @ w) ** 2) for w in p.values()))(params)
+    grads = jax.grad(lambda p: sum(jnp.mean(w * batch.sum()) ** 2 for w in p.values()))(params)
     updates, opt_state = TX.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
@@ -42,19 +49,38 @@ def step_fn(state: Any, batch: jax.Array) -> Any:
 def new_state(num_params: int, num_leaves: int) -> Any:
     """Trained weights are hardly compressible, so all leaves are random numbers."""
     rows = max(num_params // (num_leaves * 1024) // NUM_DEVICES, 1) * NUM_DEVICES
-    keys = jax.random.split(jax.random.key(0), num_leaves)
-    params = {f"w{i}": 0.02 * jax.random.normal(key, (rows, 1024)) for i, key in enumerate(keys)}
-    opt_state = TX.init(params)
-    return params, jax.tree.map(lambda x: x + 1e-3 * params["w0"] if x.ndim else x, opt_state)
+    return with_moments({f"w{i}": (rows, 1024) for i in range(num_leaves)})
+
+
+def vector_state() -> Any:
+    return with_moments({"w": (PRIME,)})
+
+
+def with_moments(shapes: dict[str, tuple[int, ...]]) -> Any:
+    """In NumPy: nothing has to be compiled for it."""
+    rng = np.random.default_rng(0)
+
+    def values() -> dict[str, np.ndarray]:
+        return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+    whole = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    adam, *rest = jax.eval_shape(TX.init, whole)
+    return values(), (adam._replace(count=np.int32(1), mu=values(), nu=values()), *rest)
 
 
 class Jzero:
     def __init__(self, directory: Path, train_step: jzero.ShardedTrainStep):
+        self.directory = directory
         self.checkpointer = jzero.Checkpointer(directory, train_step)
 
     def save(self, state: Any) -> None:
         self.checkpointer.save(1, state)
+
+    def wait(self) -> None:
         self.checkpointer.wait()
+
+    def sync(self) -> None:
+        """It has been done."""
 
     def restore(self, state: Any) -> Any:
         return self.checkpointer.restore(state)
@@ -65,11 +91,21 @@ class Jzero:
 
 class Orbax:
     def __init__(self, directory: Path, train_step: jzero.ShardedTrainStep):
+        self.directory = directory
         self.manager = ocp.CheckpointManager(directory)
 
     def save(self, state: Any) -> None:
         self.manager.save(1, args=ocp.args.StandardSave(state))
+
+    def wait(self) -> None:
         self.manager.wait_until_finished()
+
+    def sync(self) -> None:
+        for folder, _, names in os.walk(self.directory, topdown=False):
+            for path in [*(Path(folder, name) for name in names), Path(folder)]:
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
 
     def restore(self, state: Any) -> Any:
         return self.manager.restore(1, args=ocp.args.StandardRestore(state))
@@ -78,45 +114,54 @@ class Orbax:
         self.manager.close()
 
 
-def timed(what: Any, *args: Any) -> tuple[float, Any]:
-    os.sync()  # What the other one wrote must not be written now.
-    start = time.perf_counter()
-    result = jax.block_until_ready(what(*args))
-    return time.perf_counter() - start, result
+def one_round(kind: Any, train_step: Any, state: Any, abstract: Any) -> dict[str, float]:
+    """Seconds of each thing."""
+    with tempfile.TemporaryDirectory(dir=HERE) as directory:
+        one = kind(Path(directory), train_step)
+        os.sync()  # What the other one wrote must not be written now.
+        times = [time.perf_counter()]
+        for what in (lambda: one.save(state), one.wait, one.sync):
+            what()
+            times.append(time.perf_counter())
+        start = time.perf_counter()
+        jax.block_until_ready(one.restore(abstract))
+        restored = time.perf_counter() - start
+        one.close()
+    blocked, saved, synced = (at - times[0] for at in times[1:])
+    return {KEPT: blocked, SAVED: saved, SYNCED: synced, RESTORED: restored}
 
 
-def measure(num_params: int, num_leaves: int, rounds: int) -> dict[str, Any]:
+def measure(init: Callable[..., Any], args: tuple[Any, ...], rounds: int) -> dict[str, Any]:
     mesh = jax.make_mesh((NUM_DEVICES,), ("data",))
     train_step = jzero.shard_train_step(step_fn, mesh=mesh)
-    state = train_step.init(new_state, num_params, num_leaves)
-    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    state = train_step.shard(init(*args))
+    leaves = jax.tree.leaves(state)
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    # A padded leaf is jzero's own: to Orbax goes what is at rest.
+    tree = jax.tree.structure(state)
+    plain = jax.tree.unflatten(tree, [getattr(leaf, "padded", leaf) for leaf in leaves])
     abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), plain
     )
-    seconds: dict[str, list[float]] = {}
+    found: dict[str, dict[str, list[float]]] = {"jzero": {}, "orbax": {}}
     for round_ in range(rounds):
-        for kind in (Jzero, Orbax)[:: 1 if round_ % 2 else -1]:
-            with tempfile.TemporaryDirectory(dir=HERE) as directory:
-                one = kind(Path(directory), train_step)
-                save, _ = timed(one.save, state)
-                restore, restored = timed(one.restore, abstract)
-                one.close()
-            del restored
-            name = kind.__name__.lower()
-            seconds.setdefault(f"{name} save", []).append(save)
-            seconds.setdefault(f"{name} restore", []).append(restore)
-    return {"bytes": nbytes, "leaves": len(jax.tree.leaves(state)), "seconds": seconds}
+        for name, kind, *given in [
+            ("jzero", Jzero, state, whole), ("orbax", Orbax, plain, abstract)
+        ][:: 1 if round_ % 2 else -1]:  # fmt: skip
+            for what, seconds in one_round(kind, train_step, *given).items():
+                found[name].setdefault(what, []).append(seconds)
+    return {"bytes": sum(leaf.nbytes for leaf in leaves), "leaves": len(leaves), "seconds": found}
 
 
 def summary(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Throughput of jzero as a share of Orbax's, and both in MB/s."""
+    """Seconds of both, and how many times as long Orbax takes."""
     rows = []
-    for what in ("save", "restore"):
-        ours, theirs = (np.array(found["seconds"][f"{who} {what}"]) for who in ("jzero", "orbax"))
+    for what in (KEPT, SAVED, SYNCED, RESTORED):
+        ours, theirs = (np.array(found["seconds"][who][what]) for who in ("jzero", "orbax"))
         low, ratio, high = np.percentile(theirs / ours, [25, 50, 75])
-        rates = [found["bytes"] / 1e6 / float(np.median(times)) for times in (ours, theirs)]
+        seconds = [float(np.median(times)) for times in (ours, theirs)]
         rows.append(
-            dict(what=what, ratio=ratio, low=low, high=high, jzero=rates[0], orbax=rates[1])
+            dict(what=what, ratio=ratio, low=low, high=high, jzero=seconds[0], orbax=seconds[1])
         )
     return rows
 
@@ -137,21 +182,26 @@ def main() -> None:
     parser.add_argument(
         "--params", default="64M", help="parameters; the state has 12 bytes for each"
     )
-    parser.add_argument("--leaves", type=int, nargs="+", default=[8, 128], help="of the parameters")
+    parser.add_argument(
+        "--leaves", type=int, nargs="+", default=[8, 128, 667], help="of the parameters"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
     num_params = jzero.estimate(args.params, devices=1).num_params
+    cases: list[tuple[Callable[..., Any], tuple[int, ...]]] = [(vector_state, ())]
+    cases += [(new_state, (num_params, num)) for num in args.leaves]
     tables = []
-    for num_leaves in args.leaves:
-        found = measure(num_params, num_leaves, args.rounds)
+    for init, given in cases:
+        found = measure(init, given, args.rounds)
         rows = summary(found)
         tables.append({**found, "summary": rows})
         print(f"{found['leaves']} leaves, {found['bytes'] / 1e6:.0f} MB")
         for row in rows:
             print(
-                f"  {row['what']:<8} jzero {row['jzero']:.0f} MB/s, Orbax {row['orbax']:.0f} MB/s; "
-                f"ratio {row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+                f"  {row['what']:<20} jzero {row['jzero']:.3f} s, Orbax {row['orbax']:.3f} s; "
+                f"ratio {row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
+                flush=True,
             )
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{datetime.date.today()}.json"

@@ -58,7 +58,7 @@ def one(name: str, setting: Setting) -> dict[str, object]:
         result, found, most = "fails", [f"{type(error).__name__}: {error}"], 0.0
     return {
         "result": result,
-        "found": [text[:300] for text in found[:3]],
+        "found": [text.replace(f"{HERE.parents[1]}/", "")[:300] for text in found[:3]],
         "largest": float(f"{most:.2g}"),
         "seconds": round(time.perf_counter() - start, 2),
     }

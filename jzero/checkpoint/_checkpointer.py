@@ -5,22 +5,26 @@ from __future__ import annotations
 import contextlib
 import operator
 import signal
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-from etils import epath
+from jax.experimental import multihost_utils
 
-from jzero import _placing
-from jzero._errors import CheckpointError, JzeroError, OptionError, StateError, message
+from jzero import _placing, _processes
+from jzero._errors import CheckpointError, JzeroError, OptionError, message
 from jzero._step import ShardedTrainStep
-from jzero.checkpoint import _arrays, _iterators, _stored
+from jzero.checkpoint import _files, _iterators, _seal, _steps, _stored
 from jzero.checkpoint._match import leaf_names
 from jzero.checkpoint._restore import restore_for
-from jzero.checkpoint._stored import DATA, STATE
+from jzero.checkpoint._savable import check_savable, described
+from jzero.checkpoint._saver import WHO as _SAVE
+from jzero.checkpoint._saver import Saver, check_is_last
+from jzero.checkpoint._together import Round
 from jzero.sharding._plan import OTHER
 
 
@@ -51,10 +55,11 @@ _sigterm = _Sigterm()
 class Checkpointer:
     """Saves the state of a sharded step, and restores it on whatever devices there are.
 
-    A thin layer over `orbax.checkpoint.CheckpointManager`. What it writes are ordinary Orbax checkpoints
-    (`directory/<step>/state`), each leaf in its true shape, whatever its layout; so they can be restored at
-    another stage, on another mesh, and without jzero. Unlike Orbax's own, they carry checksums: a flipped bit
-    is an error. A step is complete or not there at all: it is written beside, and renamed when it is whole.
+    What it writes are ordinary Orbax checkpoints (`directory/<step>/state`), each leaf in its true shape,
+    whatever its layout; so they can be restored at another stage, on another mesh, and without jzero. Unlike
+    Orbax's own, every byte is checked: a flipped bit is an error. A step is complete or not there at all: it
+    is written beside, synced and sealed, and renamed when it is whole; only then do older steps go. One
+    job at a time writes in a directory; any number may read.
 
     >>> import tempfile, jax, jax.numpy as jnp, jzero
     >>> def step_fn(w, batch):
@@ -89,13 +94,16 @@ class Checkpointer:
         if checkpointer.is_due(step, force=stop):
             state = train_step.flush(state)
 
-    With several processes, all of them make the same calls. Saving copies the state to the host and writes it
-    in the background, so the next step may consume it: at most one copy of what rests on this host and on its
-    devices, and 256 MiB, or one leaf, of what is being written. Restoring reads each shard straight to its
-    device (see `jzero.restore`).
+    With several processes, all of them make the same calls; if writing fails in one, all raise it, by the
+    next `save` that is due, `restore`, `wait` or `close`. A single process raises it by its next call.
+
+    Saving copies the state to the host and writes it in the background, so the next step may consume it: at
+    most one copy of what rests on this host and on its devices, and 256 MiB, or one leaf, of what is being
+    written. Restoring reads each shard straight to its device (see `jzero.restore`).
 
     Args:
-      directory: where the steps are, on a file system that all processes see; made if it is not there.
+      directory: where the steps are, on a file system that all processes see (no bucket); made if it is not
+        there.
       train_step: from `shard_train_step`; decides where restored leaves go.
       max_to_keep: how many steps to keep, the latest ones; None for all.
       save_interval_steps: `save` does something for multiples of it only (and for the first step, and when
@@ -113,29 +121,18 @@ class Checkpointer:
         asynchronous: bool = True,
     ):
         _check_arguments(train_step, max_to_keep, save_interval_steps)
-        self._directory = epath.Path(directory).absolute()
+        self._directory = _files.local("Checkpointer", directory)
+        with self._explained("it could not be opened"):
+            _files.make_directory(self._directory)
         self._train_step = train_step
+        self._interval, self._asynchronous = save_interval_steps, asynchronous
+        self._saver = Saver(self._directory, max_to_keep)
+        self._restored: int | None = None  # the step that was restored since the last save
+        self._found: int | None = None  # the latest step when the directory was last looked at
         self._watches = False
-        self._last: int | None = None  # the step that was saved or restored last
-        self._options = dict(
-            max_to_keep=max_to_keep,
-            save_interval_steps=save_interval_steps,
-            enable_async_checkpointing=asynchronous,
-            lightweight_initialize=True,  # A damaged step must not keep us from the others.
-        )
-        # Who only reads must not clean up what another process is writing.
-        self._writes = False
-        self._manager = self._open()
-
-    def _open(self) -> ocp.CheckpointManager:
-        with self._explained("opened"):
-            return ocp.CheckpointManager(
-                self._directory,
-                options=ocp.CheckpointManagerOptions(
-                    **self._options, cleanup_tmp_directories=self._writes
-                ),
-                item_handlers={STATE: _arrays.handler(), DATA: ocp.JsonCheckpointHandler()},
-            )
+        self._one_at_a_time = threading.RLock()
+        # Who forgets it lets others write.
+        weakref.finalize(self, self._saver.abandon)
 
     def save(
         self, step: int, state: Any, data_iterator: Any = None, *, force: bool = False
@@ -153,52 +150,47 @@ class Checkpointer:
           Whether it was this step's turn.
 
         Raises:
-          StateError: the state was consumed by a step or waits for a delayed update, or keys with dots make
-            two leaves one.
-          CheckpointError: writing failed, now or in the background since the last call, or there is a
-            later step. What was saved before is untouched.
+          StateError: the state was consumed by a step or waits for a delayed update, leaves cannot be
+            written, or keys with dots make two leaves one.
+          CheckpointError: writing failed, now or in the background since the last call, in this process or
+            another; there is a later step; or another job writes in this directory. What was saved before is
+            untouched, and the same step can be saved again.
+          ProcessError: processes have called different things, save different steps or states, or one of them
+            cannot; or this one was forked.
 
         At the end of a training call `wait` or `close` (or use `with`): what is still being written when
         the interpreter ends is lost.
         """
-        if not self.is_due(step, force=force):
-            return False
-        leaves = jax.tree.leaves(state)
-        _placing.check_alive(state, leaves)
-        _placing.check_flushed("Checkpointer.save", state, leaves)
-        _check_names(state)
-        items: dict[str, Any] = {STATE: ocp.args.PyTreeSave(_as_container(state))}
-        if data_iterator is not None:
-            items[DATA] = ocp.args.JsonSave({"iterators": _iterators.states(data_iterator)})
-        if not self._writes:
-            self._writes = True
-            self._manager.close()
-            self._manager = self._open()
-        with self._explained(f"step {step} saved"):
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(**items),
-                custom_metadata=self._notes(state),
-                force=True,
-            )
-        self._last = step
+        with self._one_at_a_time:
+            if not self.is_due(step, force=force):
+                return False
+            self.wait()
+            places = self._agreed(step, state, data_iterator)
+            with self._explained(f"step {step} could not be saved"):
+                self._saver.start(step, _as_container(state), places, self._notes(state))
+            self._restored = self._found = None
+            if not self._asynchronous:
+                self.wait()
         return True
 
     def is_due(self, step: int, *, force: bool = False) -> bool:
         """Whether `save` would save this step; to flush a delayed update only then.
 
         Raises:
-          CheckpointError: there is a later step.
+          CheckpointError: there is a later step, or writing failed in the background.
         """
-        step, latest = _step_number(step), self._manager.latest_step()
-        if step == self._last:
+        _processes.check(_SAVE)
+        self._raise_failure()
+        step = _step_number(_SAVE, step)
+        if step in (self._saver.step, self._restored):
             return False
+        latest = self._latest()
         if latest is not None and step <= latest:
-            raise CheckpointError(message(
-                "Checkpointer.save", f"step {step} is not after step {latest} of {self._directory}",
-                "Steps are saved in order.", "To go back to an earlier step, remove the directories of those "
-                "after it first, or save to another directory."))  # fmt: skip
-        return force or self._manager.should_save(step)
+            check_is_last(self._directory / str(step))
+            self._found = None  # Those after it were removed.
+            latest = self._latest()
+        due = force or latest is None or step % self._interval == 0
+        return due or (jax.process_count() > 1 and _reached_preemption(step))
 
     def restore(
         self,
@@ -219,26 +211,37 @@ class Checkpointer:
 
         Raises:
           CheckpointError: there is no such step, or its leaves are not those of the state, or are damaged.
+          ProcessError: processes want different steps, or have called different things.
         """
-        self.wait()
-        steps = _stored.steps(self._directory)
-        step = max(steps, default=None) if step is None else step
-        if step is None or step not in steps:
-            missing = "no step" if step is None else f"no step {step}"
-            raise CheckpointError(message(
-                "Checkpointer.restore", f"{self._directory} has {missing}",
-                f"It has the steps {steps}.", "Ask latest_step() first."))  # fmt: skip
-        path = self._directory / str(step)
         who = "Checkpointer.restore"
-        restored = restore_for(who, path, self._train_step, state, args, kwargs)
-        if data_iterator is not None:
-            self._restore_iterator(step, data_iterator)
-        self._last = step
+        with self._one_at_a_time:
+            self.wait()
+            _processes.confirm(who)
+            if step is None:  # The same in all processes, whatever each of them sees.
+                step = Round(who).lead("step", self.latest_step)
+            path = self._whole(who, step)
+            restored = restore_for(who, path, self._train_step, state, args, kwargs)
+            if data_iterator is not None:
+                saved = _stored.iterators(who, path)
+                _iterators.restore(data_iterator, saved, f"step {step} of {self._directory}")
+            self._restored = step
         return restored
 
     def latest_step(self) -> int | None:
-        """The number of the latest complete step; None if there is none."""
-        return max(_stored.steps(self._directory), default=None)
+        """The number of the latest complete step; None if there is none.
+
+        A directory that looks like a step and is not whole is left out, and a warning says so once.
+
+        Raises:
+          CheckpointError: writing failed in the background.
+        """
+        self._raise_failure()
+        return _steps.latest(self._directory)
+
+    def steps(self) -> list[int]:
+        """The numbers of all complete steps, in order; see `latest_step`."""
+        self._raise_failure()
+        return _steps.complete(self._directory)
 
     def preempted(self, step: int) -> bool:
         """Whether to save and end, because a process was sent SIGTERM: the same answer in all of them.
@@ -247,7 +250,7 @@ class Checkpointer:
         it any more after the first call (until `close`): ask after every step, in the main thread.
         """
         if jax.process_count() > 1:
-            return self._manager.reached_preemption(step)
+            return _reached_preemption(step)
         if not self._watches:
             _sigterm.watch()
             self._watches = True
@@ -259,16 +262,20 @@ class Checkpointer:
         Raises:
           CheckpointError: writing failed.
         """
-        with self._explained("written"):
-            self._manager.wait_until_finished()
+        with self._one_at_a_time, self._explained("a step could not be written"):
+            self._saver.wait()
 
     def close(self) -> None:
-        """Waits, and ends its threads."""
+        """Waits, and lets other processes write.
+
+        Raises:
+          CheckpointError: writing failed.
+        """
         if self._watches:
             _sigterm.release()
         self._watches = False
-        with self._explained("written"):
-            self._manager.close()
+        with self._one_at_a_time, self._explained("a step could not be written"):
+            self._saver.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -287,30 +294,72 @@ class Checkpointer:
         pairs = zip(leaf_names(state), plans, strict=True)
         return {"roles": {name: plan.role for name, plan in pairs if plan.role != OTHER}}
 
-    def _restore_iterator(self, step: int, data_iterator: Any) -> None:
-        where = f"step {step} of {self._directory}"
-        if not (self._directory / str(step) / DATA).exists():
+    def _agreed(self, step: int, state: Any, data_iterator: Any) -> list[Any] | None:
+        """Where the data iterators of all processes stand, once they are about to save the same."""
+        own, failure = None, None
+        try:
+            leaves = jax.tree.leaves(state)
+            _placing.check_alive(state, leaves, _SAVE)
+            _placing.check_flushed(_SAVE, state, leaves)
+            check_savable(_SAVE, state)
+            own = None if data_iterator is None else _iterators.state(data_iterator)
+        except Exception as error:
+            failure = error
+        try:
+            _processes.confirm(_SAVE, lambda: {
+                "step": [str(step)],
+                "outcome": ["ready" if failure is None else f"{type(failure).__name__}: {failure}"],
+                "data iterator": ["none" if data_iterator is None else "one"],
+                "leaves": described(state),
+            })  # fmt: skip
+        finally:
+            if failure is not None:
+                raise failure
+        return None if own is None else Round(_SAVE).gather("iterators", own)
+
+    def _whole(self, who: str, step: int | None) -> Path:
+        """The directory of a step that is to be restored."""
+        path = self._directory / str(None if step is None else _step_number(who, step))
+        if step is None or not path.exists():
+            missing = "no step" if step is None else f"no step {step}"
             raise CheckpointError(message(
-                f"Checkpointer.restore {where}", "it was saved without a data iterator",
-                "There is nothing to restore it from.", "Leave data_iterator out."))  # fmt: skip
-        with self._explained(f"the data iterator of step {step} restored"):
-            found = self._manager.restore(
-                step, args=ocp.args.Composite(**{DATA: ocp.args.JsonRestore()})
-            )
-        _iterators.restore(data_iterator, found[DATA]["iterators"], where)
+                who, f"{self._directory} has {missing}",
+                f"It has the steps {_steps.complete(self._directory)}.",
+                "Ask latest_step() first."))  # fmt: skip
+        try:
+            _steps.check_whole(path)
+        except _seal.Broken as error:
+            raise CheckpointError(_stored.damaged(who, path, error)) from error
+        return path
+
+    def _latest(self) -> int | None:
+        """The step after which the next is saved: the same in all processes, while one may be written.
+
+        Every step of a training asks, so the directory is looked at until it has one, and not again.
+        """
+        if self._saver.step is not None:
+            return self._saver.step
+        if self._found is None:
+            self._found = _steps.latest(self._directory)
+        return self._found
+
+    def _raise_failure(self) -> None:
+        """Raises what went wrong in the background; several processes do when all know it: in `wait`."""
+        if jax.process_count() > 1:
+            return
+        with self._explained("a step could not be written"):
+            self._saver.raise_failure()
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
         """Errors of Orbax, tensorstore and the file system as ours, with the place."""
         try:
             yield
-        except JzeroError:
+        except (JzeroError, Warning):
             raise
         except Exception as error:
-            if hasattr(self, "_manager"):
-                self._manager.reload()  # It forgets complete steps when one could not be written.
             raise CheckpointError(message(
-                f"Checkpointer {self._directory}", f"could not be {what}: {type(error).__name__}: {error}",
+                f"Checkpointer {self._directory}", f"{what}: {type(error).__name__}: {error}",
                 "Steps that were complete before still are.",
                 "Check the path, its permissions, and the space on its disk.")) from error  # fmt: skip
 
@@ -320,29 +369,22 @@ def _as_container(state: Any) -> Any:
     return {"state": state} if jax.tree_util.all_leaves([state]) else state
 
 
-def _check_names(state: Any) -> None:
-    """Orbax calls the array of `c/d` `c.d`: as that of a leaf whose name is `c.d`."""
-    seen: dict[str, str] = {}
-    same = []
-    for name in leaf_names(state):
-        key = name.replace("/", ".")
-        if key in seen:
-            same.append((seen[key], name))
-        seen[key] = name
-    if same:
-        raise StateError(message(
-            "Checkpointer.save", [f"the leaves {first} and {name} have one name" for first, name in same],
-            "In a checkpoint, dots and slashes separate keys.", "Rename one of them."))  # fmt: skip
+def _reached_preemption(step: int) -> bool:
+    """Whether all processes are to save this step, since one of them is about to end."""
+    try:
+        return multihost_utils.reached_preemption_sync_point(step)
+    except RuntimeError:  # The service that tells is switched off.
+        return False
 
 
-def _step_number(step: Any) -> int:
+def _step_number(who: str, step: Any) -> int:
     try:
         number = operator.index(step)
     except TypeError:
         number = -1
-    if number < 0:
+    if not 0 <= number < 2**31:
         raise OptionError(message(
-            "Checkpointer.save", f"step is {step!r}", "It counts steps.", "Pass an integer from 0 on."
+            who, f"step is {step!r:.80}", "It counts steps.", "Pass an integer from 0 on, below 2**31."
         ))  # fmt: skip
     return number
 

@@ -1,4 +1,4 @@
-"""`python -m jzero inspect`, `export` and `import`: their flags, and what they show."""
+"""`python -m jzero inspect`, `export`, `import` and `unlock`: their flags, and what they show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from jzero._errors import CheckpointError
 from jzero._quantities import readable_bytes
 from jzero._tables import Table
-from jzero.checkpoint import _arrays, _export, _import, _inspect, _stored
+from jzero.checkpoint import _export, _files, _import, _inspect, _lock, _reading, _stored
 from jzero.checkpoint._inspect import Inspection, Verified
 
 Shown = Iterator[str | Table]
@@ -18,7 +18,7 @@ _CHECKPOINT = "a checkpoint of Orbax, or a directory of steps (the latest)"
 
 
 def add(commands: Any) -> dict[str, Callable[..., Shown]]:
-    """Adds three commands to a parser; what runs each, with its flags as arguments."""
+    """Adds four commands to a parser; what runs each, with its flags as arguments."""
     _add_inspect(commands.add_parser(
         "inspect", allow_abbrev=False, help="what is in a checkpoint, and whether it is whole",
         description="The leaves of a checkpoint, and their totals."))  # fmt: skip
@@ -31,7 +31,12 @@ def add(commands: Any) -> dict[str, Callable[..., Shown]]:
         "import", allow_abbrev=False, help="safetensors as a checkpoint",
         description="Writes the tensors of safetensors files as a checkpoint of Orbax: a.b becomes the leaf "
         "params/a/b."))  # fmt: skip
-    return {"inspect": _show, "export": _write_files, "import": _write_checkpoint}
+    _add_unlock(commands.add_parser(
+        "unlock", allow_abbrev=False, help="let another process save steps in a directory",
+        description="Ends the right of a process that is dead to save steps in a directory."))  # fmt: skip
+    return {
+        "inspect": _show, "export": _write_files, "import": _write_checkpoint, "unlock": _unlock
+    }  # fmt: skip
 
 
 def _add_inspect(command: argparse.ArgumentParser) -> None:
@@ -61,12 +66,16 @@ def _add_import(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_unlock(command: argparse.ArgumentParser) -> None:
+    command.add_argument("directory", help="a directory of steps")
+
+
 def _show(checkpoint: str, verify: bool, json: bool) -> Shown:
     found, stored = _inspect.inspect(checkpoint)
     verified = _inspect.verify(stored) if verify else None
     yield from [_as_json(found, verified)] if json else _as_tables(found, verified)
     if verified is not None and verified.damaged:
-        error = _arrays.LeafErrors(verified.damaged)
+        error = _reading.LeafErrors(verified.damaged)
         raise CheckpointError(_stored.damaged(_inspect.WHO, stored.directory, error))
 
 
@@ -75,7 +84,7 @@ def _as_json(found: Inspection, verified: Verified | None) -> str:
     report = {**found._asdict(), "leaves": leaves, "totals": found.totals()}
     if verified is not None:
         damaged = {name: str(error) for name, error in verified.damaged.items()}
-        report["verified"] = {"damaged": damaged, "unchecked": verified.unchecked}
+        report["verified"] = {**verified._asdict(), "damaged": damaged}
     return json.dumps(report, indent=2)
 
 
@@ -101,7 +110,10 @@ def _as_tables(found: Inspection, verified: Verified | None) -> Shown:
 
 def _as_lines(found: Inspection, verified: Verified) -> Iterator[str]:
     num = len(found.leaves)
-    yield f"Every chunk was read: {num - len(verified.damaged)} of {num} leaves are whole."
+    damaged = sum(leaf.name in verified.damaged for leaf in found.leaves)
+    yield f"Every chunk was read: {num - damaged} of {num} leaves are whole."
+    if not verified.sealed:
+        yield "It has no seal: a flipped bit in what describes its leaves may go unseen."
     if verified.unchecked:
         yield (f"{len(verified.unchecked)} leaves have no checksums, as Orbax alone writes them: "
                "a flipped bit in them may go unseen.")  # fmt: skip
@@ -119,3 +131,8 @@ def _write_files(checkpoint: str, out: str, **options: Any) -> Shown:
 def _write_checkpoint(source: str, checkpoint: str, prefix: str) -> Shown:
     num = _import.import_(source, checkpoint, prefix=prefix)
     yield f"{checkpoint}: {num} leaves"
+
+
+def _unlock(directory: str) -> Shown:
+    owner = _lock.unlock("unlock", _files.local("unlock", directory))
+    yield f"{directory}: {owner} may no longer write in it"

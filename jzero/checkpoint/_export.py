@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
+import secrets
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +18,11 @@ import numpy as np
 from jzero._errors import CheckpointError, OptionError, message
 from jzero._groups import groups
 from jzero._quantities import BYTES_RULE, parse_bytes
-from jzero.checkpoint import _arrays, _safetensors, _stored, _stream
+from jzero.checkpoint import _files, _json, _private, _reading, _safetensors, _stored, _stream
+from jzero.checkpoint._json import shown
 from jzero.checkpoint._match import masters
 from jzero.checkpoint._safetensors import Tensor
-from jzero.sharding._plan import PARAMETER
+from jzero.sharding._plan import OPTIMIZER, OTHER, PARAMETER
 
 WHO = "export"
 FLOATS = {
@@ -53,18 +56,22 @@ def export(
 ) -> list[Path]:
     """Writes the parameters of a checkpoint to `out`, or to several files of `max_file_size` and an index.
 
+    Whoever reads `out`, or its index, finds all of an older export or all of the new one, whenever that is.
+
     Returns:
       The files; the last one is what `out` names, or its index.
     """
-    target, limit = _check(out, max_file_size, overwrite)
+    target, limit = _check(out, max_file_size)
     stored = _stored.find_latest(WHO, checkpoint)
     exports = _exports(stored, _chosen(stored, select), dtype)
     files = _split(exports, limit)
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.stem}-") as folder:
-            written = _write(stored, files, Path(folder), target)
+        with _private.folder(f"{WHO} {target}", target, partial(_withdraw, target)) as folder:
+            _check_free(target, overwrite)
+            written = _write(stored, files, folder, target)
+            _check_free(target, overwrite)  # That took a while.
             return _publish(written, target)
-    except _arrays.LeafErrors as error:
+    except _reading.LeafErrors as error:
         raise CheckpointError(_stored.damaged(WHO, stored.directory, error)) from error
     except OSError as error:
         raise CheckpointError(message(
@@ -72,8 +79,8 @@ def export(
             "Check the path, its permissions, and the space on its disk.")) from error  # fmt: skip
 
 
-def _check(out: str | Path, max_file_size: str, overwrite: bool) -> tuple[Path, int]:
-    target, limit = Path(out), parse_bytes(max_file_size)
+def _check(out: str | Path, max_file_size: str) -> tuple[Path, int]:
+    target, limit = _private.checked_path(WHO, out), parse_bytes(max_file_size)
     if target.suffix != _SUFFIX:
         raise OptionError(message(
             WHO, f"the output is {str(out)!r}", f"Its suffix is {_SUFFIX}.",
@@ -82,19 +89,41 @@ def _check(out: str | Path, max_file_size: str, overwrite: bool) -> tuple[Path, 
         raise OptionError(message(
             WHO, f"max_file_size={max_file_size!r}", f"It is {BYTES_RULE}.",
             "Leave it out for 5GB."))  # fmt: skip
-    if (there := _older(target)) and not overwrite:
-        raise OptionError(message(
-            WHO, f"there is {there[0]} already", "Files are only overwritten when asked.",
-            "Add --overwrite, or write another file."))  # fmt: skip
     return target, limit
 
 
+def _check_free(target: Path, overwrite: bool) -> None:
+    there = _older(target)
+    if directories := [path for path in there if path.is_dir()]:
+        raise OptionError(message(
+            WHO, f"{directories[0]} is a directory", "An export is files.", "Write another file."
+        ))  # fmt: skip
+    if there and not overwrite:
+        raise OptionError(message(
+            WHO, f"there is {there[0]} already", "Files are only overwritten when asked.",
+            "Add --overwrite, or write another file."))  # fmt: skip
+
+
 def _older(target: Path) -> list[Path]:
-    """The index and files of a former export to the same name, in the order in which to remove them."""
-    parts = re.compile(re.escape(target.stem) + r"-\d{5}-of-\d{5}" + re.escape(_SUFFIX))
+    """The index and files of a former export to the same name; what others are found by comes first."""
     beside = target.parent.iterdir() if target.parent.is_dir() else ()
-    found = sorted(path for path in beside if parts.fullmatch(path.name))
-    return [path for path in (_index(target), target) if path.exists()] + found
+    parts = sorted(path for path in beside if _is_part(path.name, target))
+    return [path for path in (target, _index(target)) if os.path.lexists(path)] + parts
+
+
+def _part_names(target: Path, num: int) -> list[str]:
+    """As Hugging Face calls them; with something new at the end if there is a file of such a name."""
+    tag = ""
+    while True:
+        names = [f"{target.stem}-{i + 1:05}-of-{num:05}{tag}{_SUFFIX}" for i in range(num)]
+        if not any(os.path.lexists(target.parent / name) for name in names):
+            return names
+        tag = f"-{secrets.token_hex(4)}"
+
+
+def _is_part(name: str, target: Path) -> bool:
+    pattern = r"-\d{5,}-of-\d{5,}(-[0-9a-f]{8})?"
+    return bool(re.fullmatch(re.escape(target.stem) + pattern + re.escape(_SUFFIX), name))
 
 
 def _index(target: Path) -> Path:
@@ -107,7 +136,7 @@ def _chosen(stored: _stored.Stored, select: str | None) -> list[str]:
         chosen = [name for name in stored.leaves if _regex(select).search(name)]
         rule = "A leaf is selected if the pattern is found in its name."
     else:
-        roles = _stored.roles(_stored.notes(WHO, stored))
+        roles = _roles(stored)
         chosen = [name for name in stored.leaves if roles.get(name) == PARAMETER]
         chosen = chosen or [name for name in stored.leaves if name.startswith(_PREFIX)]
         rule = "Parameters are leaves that a Checkpointer noted as such, or those under params."
@@ -119,12 +148,27 @@ def _chosen(stored: _stored.Stored, select: str | None) -> list[str]:
     return chosen
 
 
+def _roles(stored: _stored.Stored) -> dict[str, str]:
+    """The roles that were noted, if they are those of this checkpoint's leaves."""
+    found = _stored.roles(_stored.notes(WHO, stored))
+    known = (PARAMETER, OPTIMIZER, OTHER)
+    bad = [f"{shown(name)} is noted, and not there" for name in found if name not in stored.leaves]
+    bad += [f"{shown(name)} is noted as {shown(role)}, not as one of {', '.join(known)}"
+            for name, role in found.items() if role not in known]  # fmt: skip
+    if bad:
+        raise CheckpointError(message(
+            f"{WHO} {stored.directory}", bad, "The notes of a checkpoint have roles of its leaves.",
+            "They are damaged: export an earlier step, or say what to export with --select REGEX.",
+            shown=_SHOWN))  # fmt: skip
+    return found
+
+
 def _regex(select: str) -> re.Pattern[str]:
     try:
         return re.compile(select)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise OptionError(message(
-            WHO, f"select={select!r}: {error}", "It is a regular expression of Python.", "Correct it."
+            WHO, f"select={select!r:.100}: {error}", "It is a regular expression of Python.", "Correct it."
         )) from error  # fmt: skip
 
 
@@ -132,8 +176,10 @@ def _exports(stored: _stored.Stored, leaves: Sequence[str], dtype: str | None) -
     """The tensors. In another dtype than the leaf's, values come from its master, if it has one."""
     stores = _stream.open_leaves(WHO, stored)
     wide = masters(f"{WHO} {stored.directory}", stored.leaves) if dtype else {}
+    names = _tensor_names(leaves)
+    _check_names(stored, names)
     exports, bad = [], []
-    for name, leaf in zip(_tensor_names(leaves), leaves, strict=True):
+    for name, leaf in zip(names, leaves, strict=True):
         own = stores[leaf].dtype.numpy_dtype if leaf in stores else "a string"
         wanted = _wanted(own, dtype)
         if not _safetensors.can_hold(wanted):
@@ -152,6 +198,16 @@ def _tensor_names(leaves: Sequence[str]) -> list[str]:
     """The leaves' names with `.` for `/`, and without `params/` if all have it."""
     common = _PREFIX if all(leaf.startswith(_PREFIX) for leaf in leaves) else ""
     return [leaf.removeprefix(common).replace("/", ".") for leaf in leaves]
+
+
+def _check_names(stored: _stored.Stored, names: Sequence[str]) -> None:
+    bad = [f"{name} would be {num} tensors" for name, num in Counter(names).items() if num > 1]
+    bad += [f"{name} would be a tensor, and is not a tensor's name" for name in names
+            if name == _safetensors.METADATA]  # fmt: skip
+    if bad:
+        raise CheckpointError(message(
+            f"{WHO} {stored.directory}", bad, "Tensors have the names of leaves, with . for /.",
+            "Leave some out with --select REGEX.", "tensors", shown=_SHOWN))  # fmt: skip
 
 
 def _wanted(own: Any, dtype: str | None) -> Any:
@@ -173,9 +229,8 @@ def _write(
     stored: _stored.Stored, files: Sequence[Sequence[_Export]], folder: Path, target: Path
 ) -> list[Path]:
     """Writes all files into `folder`; the index last."""
-    num = len(files)
-    parts = [f"{target.stem}-{i + 1:05}-of-{num:05}{_SUFFIX}" for i in range(num)]
-    paths = [folder / name for name in (parts if num > 1 else [target.name])]
+    parts = _part_names(target, len(files)) if len(files) > 1 else []
+    paths = [folder / name for name in parts or [target.name]]
     overflown = [
         leaf
         for path, exports in zip(paths, files, strict=True)
@@ -186,9 +241,11 @@ def _write(
             f"{WHO} {stored.directory}", [f"{leaf} has values beyond the largest" for leaf in overflown],
             "No number becomes infinite.", "Export another --dtype; bf16 has the range of float32.",
             shown=_SHOWN))  # fmt: skip
-    if num > 1:
+    if parts:
         paths.append(folder / _index(target).name)
         paths[-1].write_text(_index_text(files, parts))
+        _files.sync(paths[-1])
+    _files.sync(folder)
     return paths
 
 
@@ -230,7 +287,50 @@ def _index_text(files: Sequence[Sequence[_Export]], names: Sequence[str]) -> str
 
 
 def _publish(written: Sequence[Path], target: Path) -> list[Path]:
-    """Moves what is complete to where it was asked for; an index last."""
-    for path in _older(target):
-        path.unlink()
-    return [path.rename(target.parent / path.name) for path in written]
+    """Moves what is complete to where it was asked for; then what it replaces goes.
+
+    What one finds at each moment, also after a kill or a power cut:
+
+    1. Parts come, under names that no file had: `target` and its index are what they were.
+    2. `target`, or the index, is replaced in one go, and is the new export from then on. If the older one
+       had the other form, both are there, and each is complete. (Of the two, Hugging Face reads `target`.)
+    3. What the older one was found by goes, `target` or the index, and only then its parts, which nothing
+       names any more: never is there an index without its parts.
+
+    Whoever has read an older index and finds its parts gone gets an error, and never parts of another export.
+    """
+    *parts, last = written
+    moved = [path.rename(target.parent / path.name) for path in parts]
+    _files.sync(target.parent)
+    moved.append(last.replace(target.parent / last.name))
+    _finish(target, moved)
+    return moved
+
+
+def _finish(target: Path, moved: Sequence[Path]) -> None:
+    """Once the new export is in place: removes the older one, each file before those that it names."""
+    try:
+        _files.sync(target.parent)
+        for path in _older(target):
+            if path not in moved:
+                path.unlink()
+                _files.sync(target.parent)
+    except OSError as error:
+        raise CheckpointError(message(
+            f"{WHO} {target}", f"the older export cannot be removed: {error}", "The new one is complete.",
+            "Remove the older one's files.")) from error  # fmt: skip
+
+
+def _withdraw(target: Path, folder: Path) -> None:
+    """Takes back the parts that came before their index, which is still in the folder and names them."""
+    index = folder / _index(target).name
+    if not index.exists():
+        return
+    try:
+        found = _json.read(WHO, index, {"weight_map": {str: str}})
+    except CheckpointError:  # Not yet complete: before it is, no part comes.
+        return
+    for name in set(found["weight_map"].values()):
+        if _is_part(name, target) and not (folder / name).exists():
+            (target.parent / name).unlink(missing_ok=True)
+    index.unlink()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jzero.checkpoint import _arrays, _stored, _stream
+from jzero.checkpoint import _files, _orbax, _reading, _seal, _steps, _stored, _stream
 
 WHO = "inspect"
 
@@ -69,35 +69,40 @@ def inspect(checkpoint: str | Path) -> tuple[Inspection, _stored.Stored]:
     leaves = [_entry(*pair, roles) for pair in zip(stored.leaves, metadata, strict=True)]
     root = _stored.root(stored)
     step = int(root.name) if root.name.isdecimal() else None
-    has_data = root != stored.directory and (root / _stored.DATA).exists()
+    has_data = root != stored.directory and (root / _orbax.DATA).exists()
     writer = _writer(notes, stored.directory.name)
-    steps = _stored.steps(checkpoint)
+    steps = _steps.complete(_files.local(WHO, checkpoint))
     directory = str(stored.directory)
     return Inspection(directory, step, steps, _time(notes), writer, has_data, leaves), stored
 
 
 class Verified(NamedTuple):
-    """What reading every chunk of a checkpoint found.
+    """What reading every file of a checkpoint found.
 
     Attributes:
-      damaged: what is wrong with each damaged leaf, by name.
+      damaged: what is wrong with each damaged leaf, by name, and with each other file, by its path.
       unchecked: leaves without checksums, in which a flipped bit may be read as if it were right.
+      sealed: whether the other files have a seal; else a flipped bit in them may go unseen.
     """
 
     damaged: dict[str, BaseException]
     unchecked: list[str]
+    sealed: bool
 
 
 def verify(stored: _stored.Stored) -> Verified:
-    """Reads every chunk of every leaf."""
-    found = Verified({}, [])
+    """Reads every chunk of every leaf, and all other files."""
+    found = Verified({}, [], stored.seal is not None)
+    if stored.seal is not None:
+        damaged = _seal.check_digests(_stored.root(stored), stored.seal)
+        found.damaged.update({name: _seal.Broken(damage) for name, damage in damaged.items()})
     for name, store in _stream.open_leaves(WHO, stored).items():
         if not _stream.has_checksums(store):
             found.unchecked.append(name)
         try:
             for _ in _stream.read_blocks(name, store):
                 pass
-        except _arrays.LeafErrors as error:
+        except _reading.LeafErrors as error:
             found.damaged.update(error.errors)
     return found
 

@@ -7,22 +7,15 @@ import json
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jzero._errors import CheckpointError, OptionError, message
+from jzero.checkpoint import _json
 
 
-def states(iterator: Any) -> list[Any]:
-    """`iterator.get_state()` of every process; the same list on all of them."""
+def state(iterator: Any) -> dict[str, Any]:
+    """`iterator.get_state()` of this process."""
     _check(iterator, "get_state")
-    own = json.dumps(_encode(iterator.get_state())).encode()
-    if jax.process_count() == 1:
-        return [json.loads(own)]
-    sizes = np.ravel(multihost_utils.process_allgather(np.int32(len(own))))
-    padded = np.frombuffer(own.ljust(sizes.max()), np.uint8)
-    gathered = multihost_utils.process_allgather(padded)
-    return [json.loads(row.tobytes()) for row in gathered]
+    return _encode(iterator.get_state())
 
 
 def restore(iterator: Any, saved: list[Any], where: str) -> None:
@@ -56,8 +49,8 @@ def _encode(state: Any) -> dict[str, Any]:
     if isinstance(state, bytes):
         return {"bytes": base64.b64encode(state).decode()}
     try:
-        same = json.loads(json.dumps(state)) == state
-    except (TypeError, ValueError):
+        same = _json.parse(json.dumps(state).encode()) == state
+    except (TypeError, ValueError, _json.Malformed):
         same = False
     if not same:
         raise OptionError(message(

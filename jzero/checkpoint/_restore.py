@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jzero import _call, _host_memory, _placing
+from jzero import _call, _host_memory, _placing, _processes
 from jzero._errors import OptionError, message
 from jzero._groups import groups
 from jzero._placing import Place
@@ -64,6 +64,7 @@ def restore(
     Raises:
       CheckpointError: every leaf that is missing, left over, of another shape or dtype, or damaged.
       OptionError: the host has too little memory for its part of the state; see `ShardedTrainStep.init`.
+      ProcessError: processes have called different things, or this one was forked.
     """
     return restore_for("restore", path, train_step, state, args, kwargs)
 
@@ -73,35 +74,60 @@ def restore_for(
     args: Sequence[Any], kwargs: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     """`restore`, for the caller that messages name."""
+    _processes.check(who)
     if not isinstance(train_step, ShardedTrainStep):
         raise OptionError(message(
             who, f"train_step is a {type(train_step).__name__}", "It decides where each leaf goes.",
             "Pass what jzero.shard_train_step returned."))  # fmt: skip
-    stored = _stored.find(who, path)
-    plans, shardings = train_step.leaf_plans(state, *args, **kwargs)
-    names = leaf_names(state)
-    leaves = dict(zip(names, jax.tree.leaves(_call.abstract(state, "state")), strict=True))
-    wanted = {
-        name: _as_stored(leaf, plan)
-        for (name, leaf), plan in zip(leaves.items(), plans, strict=True)
-    }
-    sources = match(who, wanted, stored.leaves, str(stored.directory))
-    places = dict(zip(names, train_step.places(plans, shardings), strict=True))
-    _host_memory.check(who, _host_memory.shortage(_placing.host_bytes([*places.values()])))
-    at_once = max(_AT_ONCE, *(2 * plan.nbytes for plan in plans))
+    mesh = train_step.current_mesh
+    with _processes.alike(who, mesh, lambda: {"checkpoint": task.identity()}):
+        task = _Task(who, path, train_step, state, args, kwargs)
+    with _processes.alike(who, mesh, lambda: {"call": [f"{who}, done"]}):
+        restored = task.run()
+    return restored
 
-    def read(group: Sequence[str]) -> list[Any]:
-        how = {sources[name].name: _restore_args(leaves[name], places[name]) for name in group}
-        found = _stored.read(who, stored, how, at_once)
+
+class _Task:
+    """A checkpoint that can be restored, and where each of its leaves goes."""
+
+    def __init__(
+        self, who: str, path: str | Path, train_step: ShardedTrainStep, state: Any,
+        args: Sequence[Any], kwargs: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._who, self._stored = who, _stored.find(who, path)
+        self._plans, shardings = train_step.leaf_plans(state, *args, **kwargs)
+        self._tree, names = jax.tree.structure(state), leaf_names(state)
+        leaves = jax.tree.leaves(_call.abstract(state, "state"))
+        self._leaves = dict(zip(names, leaves, strict=True))
+        pairs = zip(self._leaves.items(), self._plans, strict=True)
+        wanted = {name: _as_stored(leaf, plan) for (name, leaf), plan in pairs}
+        self._sources = match(who, wanted, self._stored.leaves, str(self._stored.directory))
+        places = train_step.places(self._plans, shardings)
+        self._places = dict(zip(names, places, strict=True))
+        _host_memory.check(who, _host_memory.shortage(_placing.host_bytes(places)))
+
+    def identity(self) -> list[str]:
+        """What must be the same in all processes."""
+        return _stored.identity(self._stored)
+
+    def run(self) -> Any:
+        """The state, placed."""
+        placed: dict[str, Any] = {}
+        for group in _groups(self._sources, self._places):
+            placed |= zip(group, self._read(group), strict=True)
+        wrapped = _placing.wrap([placed[name] for name in self._leaves], self._plans)
+        return jax.tree.unflatten(self._tree, wrapped)
+
+    def _read(self, group: Sequence[str]) -> list[Any]:
+        how = {
+            self._sources[name].name: _restore_args(self._leaves[name], self._places[name])
+            for name in group
+        }
+        at_once = max(_AT_ONCE, *(2 * plan.nbytes for plan in self._plans))
+        found = _stored.read(self._who, self._stored, how, at_once)
         # Python numbers become arrays, and what goes on to the host is there before more is read.
-        arrays = [found[sources[name].name] for name in group]
-        return _placing.place_state(arrays, [places[name] for name in group])
-
-    placed: dict[str, Any] = {}
-    for group in _groups(sources, places):
-        placed |= zip(group, read(group), strict=True)
-    wrapped = _placing.wrap([placed[name] for name in names], plans)
-    return jax.tree.unflatten(jax.tree.structure(state), wrapped)
+        arrays = [found[self._sources[name].name] for name in group]
+        return _placing.place_state(arrays, [self._places[name] for name in group])
 
 
 def _groups(sources: Mapping[str, Source], places: Mapping[str, Place]) -> Iterator[list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero._errors import CheckpointError, message
+from jzero.checkpoint import _json
+from jzero.checkpoint._json import Malformed, Maybe, shown
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"),
@@ -27,8 +29,10 @@ DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype("?"),
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_METADATA = "__metadata__"
+METADATA = "__metadata__"  # an entry that is no tensor
 _MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses longer ones
+_MAX_RANK = 32  # of arrays that tensorstore writes
+_MAX_SIZE = 2**63  # of a dim, and of all but those of size 0; NumPy counts no further
 
 
 class Tensor(NamedTuple):
@@ -44,10 +48,6 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class _Malformed(Exception):
-    """Findings."""
-
-
 def can_hold(dtype: Any) -> bool:
     """Whether the format has this dtype."""
     return dtype in _NAMES
@@ -55,7 +55,7 @@ def can_hold(dtype: Any) -> bool:
 
 def header(tensors: Sequence[Tensor]) -> bytes:
     """What a file of these tensors, in this order, begins with."""
-    entries: dict[str, Any] = {_METADATA: {"format": "flax"}}
+    entries: dict[str, Any] = {METADATA: {"format": "flax"}}
     start = 0
     for t in tensors:
         offsets = [start, start := start + t.nbytes]
@@ -72,21 +72,21 @@ def read_header(who: str, path: Path) -> list[Tensor]:
       CheckpointError: the file cannot be read, or is not whole and consistent.
     """
     try:
-        with path.open("rb") as file:
+        with _json.open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size - 8
+            size = os.fstat(file.fileno()).st_size - 8
             if not 2 <= length <= min(size, _MAX_HEADER):
-                raise _Malformed(
+                raise Malformed(
                     f"its header would have {length} bytes, of {max(size, 0)} that follow"
                 )
-            entries = _parse(file.read(length))
+            entries = _entries(file.read(length))
         tensors = sorted(_tensors(entries), key=lambda t: (t.start, t.nbytes))
         _check_places(tensors, size - length)
     except OSError as error:
         raise CheckpointError(message(
             who, f"{path} cannot be read: {error.strerror}", "It is a safetensors file, or an index of some.",
             "Correct the path, or its permissions.")) from error  # fmt: skip
-    except _Malformed as error:
+    except Malformed as error:
         raise CheckpointError(message(
             f"{who} {path}", list(error.args), "Its header says where in the file each tensor is.",
             "It is damaged, incomplete, or no safetensors file: get it again.", "entries", shown=20,
@@ -94,43 +94,50 @@ def read_header(who: str, path: Path) -> list[Tensor]:
     return [t._replace(start=t.start + 8 + length) for t in tensors]
 
 
-def _parse(text: bytes) -> Mapping[str, Any]:
-    try:
-        entries = json.loads(text, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:  # also what is not UTF-8
-        raise _Malformed(f"its header is not JSON: {error}") from error
-    if not isinstance(entries, dict):
-        raise _Malformed("its header is not a JSON object")
-    return {name: entry for name, entry in entries.items() if name != _METADATA}
-
-
-def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    times = Counter(name for name, _ in pairs)
-    if twice := [name for name, num in times.items() if num > 1]:
-        raise _Malformed(*(f"{name!r} is there twice" for name in twice))
-    return dict(pairs)
+def _entries(text: bytes) -> Mapping[str, Any]:
+    """What a header says of each tensor, whatever that is."""
+    entries = _json.parse(text, "its header")
+    if not isinstance(entries, dict) or text[:1] != b"{":
+        raise Malformed("its header is not a JSON object")
+    if bad := _json.check(entries, {METADATA: Maybe({str: str})}):
+        raise Malformed(*bad)
+    return {name: entry for name, entry in entries.items() if name != METADATA}
 
 
 def _tensors(entries: Mapping[str, Any]) -> list[Tensor]:
     found = [_tensor(name, entry) for name, entry in entries.items()]
     if bad := [problem for problem in found if isinstance(problem, str)]:
-        raise _Malformed(*bad)
+        raise Malformed(*bad)
     return [t for t in found if isinstance(t, Tensor)]
 
 
 def _tensor(name: str, entry: Any) -> Tensor | str:
     """A tensor, with where its data starts after the header; or what is wrong with it."""
     match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop]}:
             if dtype not in DTYPES:
-                return f"{name!r} has dtype {dtype!r}, not one of {', '.join(DTYPES)}"
-            if not all(type(size) is int and size >= 0 for size in shape):
-                return f"{name!r} has shape {shape}"
+                return f"{shown(name)} has dtype {shown(dtype)}, not one of {', '.join(DTYPES)}"
+            if not _is_shape(shape, DTYPES[dtype].itemsize):
+                return f"{shown(name)} has shape {shown(shape)}"
+            if not (_is_size(start) and _is_size(stop)):
+                return f"{shown(name)} has bytes {shown(start)} to {shown(stop)}"
             tensor = Tensor(name, DTYPES[dtype], tuple(shape), start)
             if stop - start != tensor.nbytes:
-                return f"{name!r} has bytes {start} to {stop}, and needs {tensor.nbytes}"
+                return f"{shown(name)} has bytes {start} to {stop}, and needs {tensor.nbytes}"
             return tensor
-    return f"{name!r} has no dtype, shape and data_offsets, but {str(entry)[:80]}"
+    return f"{shown(name)} has no dtype, shape and data_offsets, but {shown(entry)}"
+
+
+def _is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
+    """Whether an array can have it, empty ones included."""
+    if len(sizes) > _MAX_RANK or not all(map(_is_size, sizes)):
+        return False
+    return math.prod(size for size in sizes if size) * itemsize < _MAX_SIZE
+
+
+def _is_size(value: Any) -> bool:
+    """Whether it is a count; true is none."""
+    return type(value) is int and 0 <= value < _MAX_SIZE
 
 
 def _check_places(tensors: Iterable[Tensor], nbytes: int) -> None:
@@ -139,14 +146,14 @@ def _check_places(tensors: Iterable[Tensor], nbytes: int) -> None:
     for t in tensors:
         if t.start < end:
             bad.append(
-                f"{t.name!r} begins at byte {t.start}, before the end of the one before, {end}"
+                f"{shown(t.name)} begins at byte {t.start}, before the end of the one before, {end}"
             )
         elif t.start > end:
             bad.append(
-                f"{t.name!r} begins at byte {t.start}, and nothing is said of those from {end}"
+                f"{shown(t.name)} begins at byte {t.start}, and nothing is said of those from {end}"
             )
         end = t.start + t.nbytes
     if end != nbytes:
         bad.append(f"tensors have {end} bytes, and {nbytes} follow the header")
     if bad:
-        raise _Malformed(*bad)
+        raise Malformed(*bad)

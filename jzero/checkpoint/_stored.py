@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +12,18 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero._errors import CheckpointError, message
-from jzero.checkpoint import _arrays
+from jzero.checkpoint import _files, _handlers, _json, _reading, _seal, _steps
+from jzero.checkpoint._json import Maybe
 from jzero.checkpoint._match import Leaf, leaf_names
+from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, NOTES, STATE, TREE
+from jzero.checkpoint._seal import Seal, StoredLeaf
 
-STATE, DATA = "state", "data"  # The items of our checkpoints; a state alone is Orbax's "default".
-_TREE = "_METADATA"  # the file that every Orbax checkpoint of a pytree has
-_NOTES = "_CHECKPOINT_METADATA"  # what Orbax says of a checkpoint, or of all items of a step
+# Of what Orbax says of a checkpoint, that which is used.
+_NOTES_FORM = {
+    "item_handlers": Maybe(({str: str}, str)),
+    "commit_timestamp_nsecs": Maybe(int),
+    "custom_metadata": Maybe({"roles": Maybe({})}),
+}
 
 
 class Stored(NamedTuple):
@@ -24,13 +31,20 @@ class Stored(NamedTuple):
 
     Attributes:
       directory: where its files are.
+      seal: of the step that it is of; None if it has none.
       tree: nested dicts of Orbax's metadata, one per leaf.
       leaves: the same by name.
     """
 
-    directory: epath.Path
+    directory: Path
+    seal: Seal | None
     tree: Any
     leaves: dict[str, Leaf]
+
+    @property
+    def known(self) -> Mapping[str, StoredLeaf]:
+        """The types of leaves, by their names in Orbax's files, as far as they are sealed."""
+        return {} if self.seal is None else self.seal.leaves
 
 
 def find(who: str, path: str | Path) -> Stored:
@@ -39,34 +53,42 @@ def find(who: str, path: str | Path) -> Stored:
     Raises:
       CheckpointError: there is none, or what describes it is damaged.
     """
-    directory = _tree_directory(who, epath.Path(path).absolute())  # Orbax wants it absolute.
+    path = _files.local(who, path)
     try:
-        tree = _arrays.handler().metadata(directory).tree
+        directory = _tree_directory(who, path)
+        root = _root(directory)
+    except OSError as error:
+        raise CheckpointError(damaged(who, path, error)) from error
+    try:
+        seal = _seal.read(root)
+        if seal is not None and (found := _seal.check_digests(root, seal, _is_read)):
+            raise _seal.Broken("; ".join(f"{name} {damage}" for name, damage in found.items()))
+        known = None if seal is None else seal.leaves
+        tree = _handlers.handler(known=known).metadata(epath.Path(directory)).tree
     except Exception as error:
         raise CheckpointError(damaged(who, directory, error)) from error
     names, metadata = leaf_names(tree), jax.tree.leaves(tree)
     leaves = {name: _leaf(name, found) for name, found in zip(names, metadata, strict=True)}
-    return Stored(directory, tree, leaves)
-
-
-def steps(path: str | Path) -> list[int]:
-    """The complete steps in a `Checkpointer`'s directory; none in the directory of one checkpoint."""
-    directory = epath.Path(path)
-    parts = directory.iterdir() if directory.is_dir() else ()
-    found = (part for part in parts if part.name.isdecimal() and part.is_dir())
-    return sorted(int(part.name) for part in found if ocp.utils.is_checkpoint_finalized(part))
+    return Stored(directory, seal, tree, leaves)
 
 
 def find_latest(who: str, path: str | Path) -> Stored:
     """Like `find`; of a `Checkpointer`'s directory, the latest step."""
-    numbers = steps(path)
-    return find(who, epath.Path(path) / str(numbers[-1]) if numbers else path)
+    latest = _steps.latest(_files.local(who, path))
+    return find(who, path if latest is None else Path(path, str(latest)))
 
 
-def root(stored: Stored) -> epath.Path:
+def root(stored: Stored) -> Path:
     """The directory of all items of the step, if the checkpoint is one of them; else its own."""
-    parent = stored.directory.parent
-    return parent if (parent / _NOTES).exists() else stored.directory
+    return _root(stored.directory)
+
+
+def identity(stored: Stored) -> list[str]:
+    """What makes a checkpoint another one, in lines: its step, and the digest of what describes it."""
+    directory = root(stored)
+    files = [directory / _seal.NAME, directory / NOTES, stored.directory / TREE]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists()))
+    return [f"{directory.name}, described by {digest.hexdigest()[:8]}"]
 
 
 def notes(who: str, stored: Stored) -> dict[str, Any]:
@@ -75,13 +97,25 @@ def notes(who: str, stored: Stored) -> dict[str, Any]:
     Raises:
       CheckpointError: it is damaged.
     """
-    file = root(stored) / _NOTES
+    file = root(stored) / NOTES
+    return _json.read(who, file, _NOTES_FORM) if file.exists() else {}
+
+
+def iterators(who: str, step: Path) -> list[Any]:
+    """Where the data iterator of each process stood.
+
+    Raises:
+      CheckpointError: none was saved, or what was is damaged.
+    """
+    file = step / DATA / ITERATOR_FILE
     if not file.exists():
-        return {}
-    try:
-        return dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(damaged(who, file, error)) from error
+        raise CheckpointError(message(
+            f"{who} {step}", "it was saved without a data iterator",
+            "There is nothing to restore it from.", "Leave data_iterator out."))  # fmt: skip
+    found = _json.read(who, file, {"iterators": [{"bytes": Maybe(str)}]})["iterators"]
+    if not found or any(entry.keys() not in ({"json"}, {"bytes"}) for entry in found):
+        raise CheckpointError(damaged(who, file, ValueError("it has no states of iterators")))
+    return list(found)
 
 
 def roles(found: dict[str, Any]) -> dict[str, str]:
@@ -102,10 +136,11 @@ def read(
     restore_args = jax.tree.unflatten(
         treedef, [args.get(name, ocp.RestoreArgs()) for name in names]
     )
-    checkpointer = ocp.Checkpointer(_arrays.handler(concurrent_bytes))
+    handler = _handlers.handler(known=stored.known, concurrent_bytes=concurrent_bytes)
     try:
-        tree = checkpointer.restore(
-            stored.directory, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+        tree = handler.restore(
+            epath.Path(stored.directory),
+            args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args),
         )
     except Exception as error:
         raise CheckpointError(damaged(who, stored.directory, error)) from error
@@ -114,33 +149,43 @@ def read(
 
 def damaged(who: str, directory: Any, error: Exception) -> str:
     """The message for a checkpoint that cannot be read: each leaf that is the reason, if leaves are."""
-    leaves = error.errors.items() if isinstance(error, _arrays.LeafErrors) else []
-    found = [f"{name.replace('.', '/')}: {_first_line(reason)}" for name, reason in leaves]
+    leaves = error.errors.items() if isinstance(error, _reading.LeafErrors) else []
+    found = [f"{name}: {_first_line(reason)}" for name, reason in leaves]
     return message(
         f"{who} {directory}", found or [_first_line(error)],
         "Its files are damaged, incomplete, or not those of a checkpoint.",
         "Restore an earlier step, and check the disk.", shown=20)  # fmt: skip
 
 
-def _tree_directory(who: str, path: epath.Path) -> epath.Path:
+def _tree_directory(who: str, path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(message(
             who, f"there is no directory {path}", "A checkpoint is a directory.",
             "Correct the path."))  # fmt: skip
-    if not ocp.utils.is_checkpoint_finalized(path):
+    if _files.UNFINISHED in path.name:
         raise CheckpointError(message(
             who, f"{path} was never finished", "A checkpoint counts once it is complete.",
             "Use the latest complete step."))  # fmt: skip
-    if (path / _TREE).exists():
+    if (path / TREE).exists():
         return path
-    found = sorted(part.name for part in path.iterdir() if (part / _TREE).exists())
+    found = sorted(part.name for part in path.iterdir() if (part / TREE).exists())
     for name in (STATE, "default", *found[: len(found) == 1]):
         if name in found:
             return path / name
     raise CheckpointError(message(
         who, f"{path} has {sorted(part.name for part in path.iterdir())[:6]}",
-        f"A checkpoint of Orbax has a file {_TREE}, or one item that has.",
+        f"A checkpoint of Orbax has a file {TREE}, or one item that has.",
         "Name the directory of one step: checkpoints/1000."))  # fmt: skip
+
+
+def _root(directory: Path) -> Path:
+    parent = directory.parent
+    return parent if (parent / NOTES).exists() or (parent / _seal.NAME).exists() else directory
+
+
+def _is_read(name: str) -> bool:
+    """Whether a file is read to restore: not what each process wrote before all was put together."""
+    return "ocdbt.process_" not in name
 
 
 def _leaf(name: str, metadata: Any) -> Leaf:
@@ -153,4 +198,5 @@ def _leaf(name: str, metadata: Any) -> Leaf:
 
 def _first_line(error: BaseException) -> str:
     """What tensorstore says first is what went wrong; then it repeats its whole configuration."""
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+    line = str(error).splitlines()[0] if str(error) else ""
+    return (line if isinstance(error, _seal.Broken) else f"{type(error).__name__}: {line}")[:300]

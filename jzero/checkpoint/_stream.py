@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +23,12 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals as Com
 
 from jzero._errors import CheckpointError
 from jzero._groups import groups
-from jzero.checkpoint import _arrays
-from jzero.checkpoint._arrays import AT_ONCE
+from jzero.checkpoint import _handlers, _ocdbt, _orbax, _reading, _seal, _writing
 from jzero.checkpoint._match import leaf_names
 from jzero.checkpoint._stored import Stored, damaged
+
+# Bytes of leaves that are read or written together: the commands are to need little memory.
+AT_ONCE = 2**26
 
 
 class Source:
@@ -47,29 +51,38 @@ def open_leaves(who: str, stored: Stored) -> dict[str, tensorstore.TensorStore]:
     Raises:
       CheckpointError: those that cannot be opened.
     """
+    given = _writing.Writing(), stored.known
+    scalars = _ScalarOpener(*given)
     types = {
-        int: _ScalarOpener(),
-        float: _ScalarOpener(),
-        np.number: _ScalarOpener(),
-        np.ndarray: _NumpyOpener(),
+        int: scalars,
+        float: scalars,
+        np.number: scalars,
+        np.ndarray: _NumpyOpener(*given),
         str: type_handlers.StringHandler(),
-        jax.Array: _ArrayOpener(),
+        jax.Array: _ArrayOpener(*given),
     }
-    checkpointer = ocp.Checkpointer(_arrays.pytree_handler(types))
+    handler = _handlers.pytree_handler(types)
     try:
-        tree = checkpointer.restore(stored.directory, args=ocp.args.PyTreeRestore())
+        tree = handler.restore(epath.Path(stored.directory), args=ocp.args.PyTreeRestore())
     except Exception as error:
         raise CheckpointError(damaged(who, stored.directory, error)) from error
     leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
     return {name: leaf for name, leaf in leaves if isinstance(leaf, tensorstore.TensorStore)}
 
 
-def write_leaves(directory: epath.Path, tree: Any, notes: dict[str, Any]) -> None:
-    """Writes a checkpoint of `Source`s, complete or not at all."""
+def write_leaves(directory: Path, tree: Any, notes: dict[str, Any]) -> None:
+    """Writes a checkpoint of `Source`s to a new directory, seals and syncs it."""
+    started, writing = time.time_ns(), _writing.Writing()
     # Orbax warns where there is none for jax.Array.
-    types = {Source: _SourceHandler(), jax.Array: _arrays.ArrayHandler()}
-    checkpointer = ocp.Checkpointer(_arrays.pytree_handler(types))
-    checkpointer.save(directory, args=ocp.args.PyTreeSave(tree), custom_metadata=notes)
+    types = {Source: _SourceHandler(writing, {}), jax.Array: type_handlers.ArrayHandler()}
+    handler = _handlers.pytree_handler(types)
+    directory.mkdir()
+    handler.save(epath.Path(directory), args=ocp.args.PyTreeSave(tree))
+    writing.raise_failure()
+    handler.finalize(epath.Path(directory))
+    asyncio.run(_ocdbt.check_complete(directory, writing.leaves))
+    _orbax.write_notes(directory, _orbax.PYTREE, started, notes)
+    _seal.write(directory, writing.leaves)
 
 
 def read_blocks(name: str, store: tensorstore.TensorStore) -> Iterator[np.ndarray]:
@@ -83,7 +96,7 @@ def read_blocks(name: str, store: tensorstore.TensorStore) -> Iterator[np.ndarra
         try:
             block = np.asarray(store[index].read().result())
         except Exception as error:
-            raise _arrays.LeafErrors({name: error}) from error
+            raise _reading.LeafErrors({name: error}) from error
         yield block
 
 
@@ -115,11 +128,12 @@ def _blocks(
         yield slice(start, stop), (stop - start) * row
 
 
-class _Opener:
+class _Opener(_handlers.Handler):
     """A handler that opens leaves where others read them."""
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> list[Any]:
-        return await _arrays.each([_open(info) for info in infos], [info.name for info in infos])
+        work = [_reading.open_leaf(info, self._known.get(info.name)) for info in infos]
+        return await _reading.each(work, [info.name for info in infos])
 
 
 class _ArrayOpener(_Opener, type_handlers.ArrayHandler):
@@ -134,24 +148,6 @@ class _ScalarOpener(_Opener, type_handlers.ScalarHandler):
     pass
 
 
-async def _open(info: Any) -> tensorstore.TensorStore:
-    spec = type_handlers.get_json_tspec_read(
-        info,
-        info.is_ocdbt_checkpoint,
-        raise_array_data_missing_error=info.raise_array_data_missing_error,
-    )
-    return await tensorstore.open(spec, open=True, read=True, context=info.ts_context)
-
-
-class _SourceHandler(type_handlers.ArrayHandler):
-    """Writes `Source`s as the arrays that they will be."""
-
-    async def serialize(
-        self, values: Sequence[Source], infos: Sequence[Any], args: Any = None
-    ) -> list[Any]:
-        return [CommitFuture(_write(values, infos), name="write")]
-
-
 class _Part(NamedTuple):
     """What is written at a time: some rows of a leaf."""
 
@@ -162,19 +158,30 @@ class _Part(NamedTuple):
     nbytes: int
 
 
-async def _write(sources: Sequence[Source], infos: Sequence[Any]) -> None:
+class _SourceHandler(_handlers.Handler, type_handlers.ArrayHandler):
+    """Writes `Source`s as the arrays that they will be."""
+
+    def typestr(self) -> str:
+        return "np.ndarray"
+
+    async def serialize(
+        self, values: Sequence[Source], infos: Sequence[Any], args: Any = None
+    ) -> list[Any]:
+        parts = [part for pair in zip(values, infos, strict=True) for part in self._parts(*pair)]
+        return [CommitFuture(self._writing.noted(_write(parts)), name="write")]
+
+    def _parts(self, source: Source, info: Any) -> Iterator[_Part]:
+        spec = _writing.write_spec(info, source.shape, source.shape, source.dtype)
+        found = self._writing.note(info.name, spec)
+        for index, nbytes in _blocks(source.shape, source.dtype.itemsize, found.chunk_shape):
+            yield _Part(source, info, spec, index, nbytes)
+
+
+async def _write(parts: Sequence[_Part]) -> None:
     """One transaction for each `AT_ONCE` bytes: it holds what is written in it until it is committed."""
-    parts = [part for pair in zip(sources, infos, strict=True) for part in _parts(*pair)]
     for group in groups(parts, AT_ONCE):
-        async with tensorstore.Transaction(atomic=True) as transaction:
-            await asyncio.gather(*(_write_part(part, transaction) for part in group))
-
-
-def _parts(source: Source, info: Any) -> Iterator[_Part]:
-    spec = _arrays.write_spec(info, source.shape, source.shape, source.dtype)
-    chunk_shape = spec["metadata"]["chunk_grid"]["configuration"]["chunk_shape"]
-    for index, nbytes in _blocks(source.shape, source.dtype.itemsize, chunk_shape):
-        yield _Part(source, info, spec, index, nbytes)
+        async with _ocdbt.transaction() as together:
+            await _reading.all_of(_write_part(part, together) for part in group)
 
 
 async def _write_part(part: _Part, transaction: Any) -> None:

@@ -1,0 +1,169 @@
+"""Every fault at every operation on a file, of saves, exports, imports and restores; and power cuts.
+
+python experiments/checkpoint_faults/run.py                  # all of it; goes on where it stopped
+python experiments/checkpoint_faults/run.py --count          # how many faults there are
+python experiments/checkpoint_faults/run.py --every 10       # each tenth
+
+Writes a line of out/<library>.jsonl for each fault, leaves out those that are there, and then sums them up in
+results/<date>.json.
+"""
+
+import argparse
+import collections
+import datetime
+import functools
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+# The settings of the tests, which must be in the environment before JAX is imported.
+sys.path.insert(0, str(HERE.parents[1] / "tests"))
+# isort: off
+import conftest  # noqa: E402, F401
+import faults  # noqa: E402
+import jzero  # noqa: E402
+from faults._disk import disk_with_steps, steps_after_cut, why_no_disk  # noqa: E402
+# isort: on
+
+CUTS = "power cut"  # what is not a scenario of its own
+VERSIONS = ("jax", "orbax-checkpoint", "tensorstore")
+
+
+class Trial(NamedTuple):
+    """A fault that is yet to be met."""
+
+    scenario: str
+    fault: faults.Fault
+    meet: Callable[[], dict[str, Any]]
+
+    @property
+    def key(self) -> str:
+        return f"{self.scenario}: {self.fault}"
+
+
+def trials(children: faults.Children, folder: Path) -> Iterator[Trial]:
+    for name, scenario in faults.SCENARIOS.items():
+        operations = scenario.operations(children, folder)
+        for fault in scenario.faults(operations):
+            yield Trial(name, fault, functools.partial(met, scenario, fault, children, folder))
+    yield from cuts(children, folder)
+
+
+def met(
+    scenario: faults.Scenario, fault: faults.Fault, children: faults.Children, folder: Path
+) -> dict[str, Any]:
+    outcome = scenario.meet(children, folder, fault)
+    found = {"noticed": outcome.noticed, "broken": outcome.broken}
+    if outcome.operation is None:
+        return {**found, "operation": None}
+    return {**found, "operation": outcome.operation.name, "path": outcome.operation.path}
+
+
+def cuts(children: faults.Children, folder: Path) -> Iterator[Trial]:
+    """A power cut at every change of a save."""
+    if reason := why_no_disk():
+        return print(f"no power cuts: {reason}")
+    save = faults.SCENARIOS["save, in the background"]
+    changes = [op for op in save.operations(children, folder) if op.number and not op.reads]
+    disk = disk_with_steps(children, save, folder)
+    for at, operation in enumerate(changes, 1):
+        fault = faults.Fault("kill", at)
+
+        def meet(fault: faults.Fault = fault, name: str = operation.name) -> dict[str, Any]:
+            broken = steps_after_cut(children, save, disk, folder, fault)
+            return {"noticed": "cut", "broken": broken, "operation": name}
+
+        yield Trial(CUTS, fault, meet)
+
+
+def library() -> str:
+    """The hash that git gives the library's files, with a mark if they are not all committed."""
+
+    def git(*args: str) -> str:
+        command, package = ["git", *args], Path(jzero.__file__).parent
+        done = subprocess.run(command, cwd=package, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD:jzero") + "+" * bool(git("status", "--porcelain", "."))
+
+
+def summed_up(lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """Counts by scenario and by operation, and every promise that was broken."""
+    by_scenario: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    by_operation: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    for line in lines:
+        outcome = "broken" if line["broken"] else line["noticed"]
+        by_scenario[line["scenario"]][f"{line['fault'][0]}: {outcome}"] += 1
+        by_operation[line["operation"] or "not reached"][f"{line['fault'][0]}: {outcome}"] += 1
+    actions = collections.Counter(line["fault"][0] for line in lines if line["operation"])
+    return {
+        "date": datetime.date.today().isoformat(),
+        "library": library(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in VERSIONS},
+        "seconds": round(seconds),
+        "kills": actions["kill"] + actions["tear"],
+        "errors": actions["fail"] + actions["fail_from"],
+        "short writes": actions["shorten"],
+        "broken": sum(bool(line["broken"]) for line in lines),
+        "by scenario": {name: dict(sorted(counts.items())) for name, counts in by_scenario.items()},
+        "by operation": {name: dict(sorted(by_operation[name].items())) for name in sorted(by_operation)},
+        "broken promises": [line for line in lines if line["broken"]],
+    }  # fmt: skip
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--every", type=int, default=1, help="each n-th fault only")
+    parser.add_argument("--count", action="store_true", help="say how many there are, and end")
+    args = parser.parse_args()
+    if reason := faults.why_not():
+        sys.exit(reason)
+    faults._children.PATIENCE_SECONDS = 30  # A child needs less than one.
+    out = HERE / "out" / f"{library()}.jsonl"
+    out.parent.mkdir(exist_ok=True)
+    start, done = time.monotonic(), {line["key"] for line in read(out)}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        faults.Children(["faults._scripts"]) as children,
+        out.open("a") as file,
+    ):
+        every = list(trials(children, Path(folder)))[:: args.every]
+        if args.count:
+            return print(collections.Counter(f"{t.scenario}: {t.fault.action}" for t in every))
+        for i, trial in enumerate(trial for trial in every if trial.key not in done):
+            line = {
+                "key": trial.key,
+                "scenario": trial.scenario,
+                "fault": trial.fault,
+                **trial.meet(),
+            }
+            print(json.dumps(line), file=file, flush=True)
+            if line["broken"] or i % 50 == 0:
+                seconds = time.monotonic() - start
+                print(
+                    f"{i} of {len(every) - len(done)}, {seconds:.0f} s, {trial.key}: {line['broken']}"
+                )
+    result = summed_up(read(out), time.monotonic() - start)
+    path = HERE / "results" / f"{result['date']}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(
+        f"{path}: {result['kills']} kills, {result['errors']} errors, {result['broken']} broke a promise"
+    )
+
+
+if __name__ == "__main__":
+    main()

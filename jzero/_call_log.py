@@ -1,0 +1,180 @@
+"""`CallLog`: what a process has called on a mesh of several, in order; and where such logs differ.
+
+All processes make the same calls in one order, so that two logs can be compared call by call, as far as both
+have come. A log has an entry only where a call is not like the one before it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+RUNS = "runs"  # what all processes have agreed on before
+MEETS = "meets"  # ... and did so just before this call
+WAITS = "waits"  # to agree on it with the others
+FAILS = "fails"  # raised before it ran
+ENDS = "ends"  # no call: the process makes no more
+# So many changes are remembered while some process has yet to come to them.
+_MOST_ENTRIES = 4096
+
+
+@dataclasses.dataclass
+class Entry:
+    """A call that is not like the one before it; those after it are like it until the next entry.
+
+    Attributes:
+      call: its number, from 1.
+      kind: one of those above.
+      name: of what is called; of what has no name yet, of its description.
+    """
+
+    call: int
+    kind: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A log as another process reads it."""
+
+    calls: int
+    entries: list[Any]  # `[call, kind, name]` of each entry
+
+    def between(self, after: int, until: int) -> list[Any]:
+        """The entries after one call, up to another one."""
+        return [entry for entry in self.entries if after < entry[0] <= until]
+
+
+class CallLog:
+    """What this process has called.
+
+    Attributes:
+      calls: how many calls there were, the current one included.
+      name: of the last call; None if it has yet to be agreed on.
+      history: a digest of all calls that have ended.
+      meets_from: the first call before which processes may meet again at little cost.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.name: str | None = None
+        self.history = ""
+        self.meets_from = 0
+        self._entries: collections.deque[Entry] = collections.deque(maxlen=_MOST_ENTRIES)
+
+    def runs(self, name: str) -> None:
+        """A call of something that all processes know."""
+        if name != self.name:
+            self._append(Entry(self.calls + 1, RUNS, name))
+            self._remember(self.calls + 1, name)
+        self.calls += 1
+
+    def waits(self, name: str) -> Entry:
+        """A call that all processes have to agree on; it is settled later."""
+        entry = Entry(self.calls + 1, WAITS, name)
+        self._append(entry)
+        self.name = None
+        self.calls += 1
+        return entry
+
+    def ends(self, name: str) -> None:
+        """In the place of the next call: there is none."""
+        self._append(Entry(self.calls + 1, ENDS, name))
+        self.calls += 1
+
+    def settle(self, entry: Entry, kind: str, name: str) -> None:
+        """Says what became of a call that had to be agreed on."""
+        entry.kind, entry.name = kind, name
+        self.name = name if kind == MEETS else None
+        self._remember(entry.call, name if kind == MEETS else FAILS)
+
+    def forget(self, call: int) -> None:
+        """Drops what all processes have done alike, up to a call."""
+        while len(self._entries) > 1 and self._entries[1].call <= call:
+            self._entries.popleft()
+
+    def copy(self) -> Copy:
+        """The log as it is now, while another thread may be writing it."""
+        calls = self.calls
+        entries = [entry for entry in self._entries.copy() if entry.call <= calls]
+        return Copy(calls, [[entry.call, entry.kind, entry.name] for entry in entries])
+
+    def _append(self, entry: Entry) -> None:
+        self._entries.append(entry)
+        self.name = entry.name
+
+    def _remember(self, call: int, name: str) -> None:
+        text = f"{self.history} {call} {name}"
+        self.history = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A call that is not the same on all processes.
+
+    Attributes:
+      call: its number.
+      groups: for each thing that was called, by name, the processes; the fewest first.
+    """
+
+    call: int
+    groups: list[tuple[str, list[int]]]
+
+
+def first_difference(logs: Mapping[int, Copy], after: int = 0) -> Difference | None:
+    """The first call, of those that several processes have made, in which they differ.
+
+    Args:
+      logs: by process.
+      after: a call up to which they are known to be alike.
+    """
+    if _all_alike(list(logs.values()), after):
+        return None
+    calls = {entry[0] for log in logs.values() for entry in log.entries}
+    # What was dropped before a log's first entry was alike.
+    for call in sorted(calls | {after + 1}):
+        found = {process: state for process, log in logs.items() if (state := _at(log, call))}
+        if call > after and _differ(found.values()):
+            return Difference(call, _groups(found))
+    return None
+
+
+def _all_alike(logs: Sequence[Copy], after: int) -> bool:
+    """Whether no log has an entry that the first one lacks, as far as both have come; quick to tell."""
+    ends = [min(logs[0].calls, log.calls) for log in logs]
+    return all(
+        log.between(after, end) == logs[0].between(after, end)
+        for log, end in zip(logs, ends, strict=True)
+    )
+
+
+def _at(log: Copy, call: int) -> tuple[str, str] | None:
+    """Kind and name of a call; None if it is not in the log."""
+    before = log.between(0, call)
+    if call > log.calls or not before:
+        return None
+    number, kind, name = before[-1]
+    return (kind if number == call else RUNS), name
+
+
+def _differ(states: Iterable[tuple[str, str]]) -> bool:
+    """Whether one call was not the same, so that a process waits for ever, or goes on alone.
+
+    Processes that wait to agree find out by themselves that they bring different things.
+    """
+    states = list(states)
+    kinds = {kind for kind, _ in states}
+    ran = {name for kind, name in states if kind in (RUNS, MEETS)}
+    if ran:
+        return len(ran) > 1 or not kinds.isdisjoint({FAILS, ENDS}) or {RUNS, WAITS} <= kinds
+    return {WAITS, ENDS} <= kinds
+
+
+def _groups(states: Mapping[int, tuple[str, str]]) -> list[tuple[str, list[int]]]:
+    groups: dict[str, list[int]] = {}
+    for process, (_, name) in sorted(states.items()):
+        groups.setdefault(name, []).append(process)
+    return sorted(groups.items(), key=lambda group: len(group[1]))

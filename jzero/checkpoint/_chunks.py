@@ -1,0 +1,63 @@
+"""The chunks that a leaf is cut into on disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+# A reader decodes whole chunks, also for a small part of one; so other layouts read little in vain.
+MAX_BYTES = 16 * 2**20
+# Smaller ones cost more to find than to read.
+MIN_BYTES = 2**20
+
+
+def chunk_shape(shape: Sequence[int], shard_shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Chunks of 1 to 16 MiB, or of a whole shard that is smaller; of whole rows, if possible.
+
+    No chunk has parts of two shards, but where a shard has a large prime size in its only dim.
+
+    Args:
+      shape: the leaf's.
+      shard_shape: each device's part, padding included; smaller than `shape` in the dims that are sharded.
+      itemsize: bytes of an element.
+    """
+    shard = [max(size, 1) for size in shard_shape]
+    sharded = [part < size for part, size in zip(shard_shape, shape, strict=True)]
+    least = min(MIN_BYTES, math.prod(shard) * itemsize)
+    large = (
+        found
+        for found in _aligned(shard, sharded, itemsize)
+        if math.prod(found) * itemsize >= least
+    )
+    return next(large, None) or next(_aligned(shard, [False] * len(shard), itemsize))
+
+
+def _aligned(
+    shard: Sequence[int], sharded: Sequence[bool], itemsize: int
+) -> Iterator[tuple[int, ...]]:
+    """Shapes of at most 16 MiB, cut along the first dims; where a dim is sharded, into equal parts."""
+    if not shard:
+        yield ()
+        return
+    size, rest = shard[0], math.prod(shard[1:]) * itemsize
+    if size * rest <= MAX_BYTES:
+        yield tuple(shard)
+        return
+    sizes = [_cut(size, MAX_BYTES // rest, sharded[0])] if rest <= MAX_BYTES else []
+    for own in dict.fromkeys([*sizes, 1, size]):
+        if own * itemsize <= MAX_BYTES:
+            for others in _aligned(shard[1:], sharded[1:], itemsize * own):
+                yield own, *others
+
+
+def _cut(size: int, most: int, must_divide: bool) -> int:
+    """The largest part of a dim that is no larger than `most`; equal ones, or all but the last."""
+    if must_divide:
+        return max(_divisors_up_to(size, most))
+    return math.ceil(size / math.ceil(size / most))
+
+
+def _divisors_up_to(size: int, most: int) -> Iterator[int]:
+    for n in range(1, math.isqrt(size) + 1):
+        if size % n == 0:
+            yield from (part for part in (n, size // n) if part <= most)

@@ -1,0 +1,98 @@
+"""Files that outlive a power cut, and directories that are there wholly or not at all.
+
+A file's bytes are on the disk after `fsync` of the file, its name after `fsync` of the directory it is in.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jzero._errors import OptionError, message
+
+# Of a directory that is being written or removed; Orbax, too, takes such a one for unfinished.
+UNFINISHED = ".orbax-checkpoint-tmp"
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+
+
+def local(who: str, path: Any) -> Path:
+    """A path as a user gives it, made absolute; `~` is the user's home.
+
+    Raises:
+      OptionError: it is none, or names a bucket, where other rules decide what is complete.
+    """
+    if not isinstance(path, str | os.PathLike) or not (text := os.fspath(path)):
+        raise OptionError(message(
+            who, f"the path is {path!r:.80}", "It is a string or a pathlib.Path.", "Name a directory."
+        ))  # fmt: skip
+    if not isinstance(text, str) or "://" in text or text.startswith(("gs:/", "s3:/")):
+        raise OptionError(message(
+            who, f"the path is {path!r}", "Checkpoints are on a file system that all processes see.",
+            "Mount the bucket as one, or save to a disk and copy complete steps."))  # fmt: skip
+    return Path(path).expanduser().absolute()
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or a directory's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:  # by a file system that cannot do so for directories
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """The same for all files and directories in a directory, and itself."""
+    for folder, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            sync(Path(folder, name))
+        sync(Path(folder))
+
+
+def make_directory(directory: Path) -> None:
+    """Makes a directory and those that it is to be in, if they are not there, for good."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync(directory.parent)
+
+
+def unfinished(final: Path) -> Path:
+    """Where the directory is written that is to become `final`."""
+    return final.with_name(final.name + UNFINISHED)
+
+
+def publish(final: Path) -> None:
+    """Gives what was written, and synced, in `unfinished(final)` its final name, for good."""
+    os.rename(unfinished(final), final)
+    sync(final.parent)
+
+
+def remove(directory: Path) -> None:
+    """Removes a directory; whoever is interrupted leaves nothing that looks like it."""
+    trash = directory.with_name(f"{directory.name}.removed{UNFINISHED}")
+    discard(trash)
+    os.rename(directory, trash)
+    sync(directory.parent)
+    discard(trash)
+
+
+def discard(path: Path) -> None:
+    """Removes whatever is there, if something is; not what a link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes what writers that were interrupted have left in a directory of steps."""
+    for path in directory.iterdir():
+        if path.name.endswith(UNFINISHED):
+            discard(path)

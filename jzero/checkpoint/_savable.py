@@ -1,0 +1,105 @@
+"""Whether a checkpoint can hold a state, before anything is written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore
+
+from jzero._errors import StateError, describe_leaf, message
+from jzero._host_array import HostArray
+from jzero._padded import PaddedArray
+from jzero.checkpoint._match import leaf_names
+
+_ARRAYS = (jax.Array, PaddedArray, HostArray, np.ndarray)
+_NUMBERS = (int, float, complex, np.number, np.bool_)
+
+
+def check_savable(who: str, state: Any) -> None:
+    """That every leaf is an array or a number of a dtype that can be written, under a name of its own.
+
+    Raises:
+      StateError: all leaves that are not.
+    """
+    pairs = list(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
+    if not pairs:
+        raise StateError(message(
+            who, f"the state is {state!r:.80}, without leaves", "A checkpoint holds arrays.",
+            "Pass the state that the step returned."))  # fmt: skip
+    bad = [problem for name, leaf in pairs if (problem := _problem(name, leaf))]
+    bad += _without_names(state)
+    if bad:
+        raise StateError(message(
+            who, bad, "A checkpoint holds arrays and numbers, of dtypes that Zarr has.",
+            "Cast them, rename them, or keep them out of the state.", shown=20))  # fmt: skip
+    _check_one_name_each(who, [name for name, _ in pairs])
+
+
+def described(state: Any) -> list[str]:
+    """Each leaf in a line: what processes that save together must have alike."""
+    pairs = zip(leaf_names(state), jax.tree.leaves(state), strict=True)
+    return [describe_leaf(name, getattr(leaf, "shape", ()), _dtype(leaf)) for name, leaf in pairs]
+
+
+def _problem(name: str, leaf: Any) -> str | None:
+    if not isinstance(leaf, (*_ARRAYS, *_NUMBERS)):
+        return f"{name} is a {type(leaf).__name__}"
+    dtype = _dtype(leaf)
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or _can_hold(dtype):
+        return None
+    return f"{describe_leaf(name, np.shape(leaf), dtype)} has a dtype that cannot be written"
+
+
+def _dtype(leaf: Any) -> Any:
+    if hasattr(leaf, "dtype"):
+        return leaf.dtype
+    return np.asarray(leaf).dtype if isinstance(leaf, _NUMBERS) else type(leaf).__name__
+
+
+@functools.cache
+def _can_hold(dtype: Any) -> bool:
+    metadata = {"data_type": str(dtype), "shape": [1]}
+    spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata}
+    try:
+        tensorstore.open(spec, create=True).result()
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _without_names(state: Any) -> list[str]:
+    """Leaves with a key that no file in the store can have: it ends where a path's part ends."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(state)
+    keys = [(path, jax.tree_util.keystr((key,), simple=True)) for path, _ in paths for key in path]
+    return [
+        f"{jax.tree_util.keystr(path)[:200]!r} has the key {key[:80]!r}"
+        for path, key in keys
+        if key.startswith("/") or key.endswith("/") or "//" in key or not _is_text(key)
+    ]
+
+
+def _is_text(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return "\0" not in key
+
+
+def _check_one_name_each(who: str, names: Sequence[str]) -> None:
+    """Orbax calls the array of `c/d` `c.d`: as that of a leaf whose name is `c.d`."""
+    seen: dict[str, str] = {}
+    same = []
+    for name in names:
+        key = name.replace("/", ".")
+        if key in seen:
+            same.append((seen[key], name))
+        seen[key] = name
+    if same:
+        raise StateError(message(
+            who, [f"the leaves {first} and {name} have one name" for first, name in same],
+            "In a checkpoint, dots and slashes separate keys.", "Rename one of them."))  # fmt: skip

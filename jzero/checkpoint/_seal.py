@@ -1,0 +1,149 @@
+"""The seal of a step: the file, written last, that says what belongs to it.
+
+It lists every file of the step with its size, those that have no checksums of their own with their digest,
+and the type of every leaf; its last line is the digest of what is above. So a step from which something is
+missing, or in which a bit of what describes it has flipped, is found before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jzero._errors import CheckpointError
+from jzero.checkpoint import _files, _json
+
+NAME = "_JZERO_SEAL"
+_FORMAT = 1
+
+
+class Broken(Exception):
+    """What is wrong with a step, in a few words."""
+
+
+class File(NamedTuple):
+    """A file of a step; data files have no digest, for each chunk and node in them has a checksum."""
+
+    nbytes: int
+    digest: str | None
+
+
+class StoredLeaf(NamedTuple):
+    """The type of a leaf on disk, and of the chunks that it is cut into."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunk_shape: tuple[int, ...]
+
+
+class Seal(NamedTuple):
+    """What belongs to a step: files by their paths in it, leaves by their names in Orbax's files."""
+
+    files: Mapping[str, File]
+    leaves: Mapping[str, StoredLeaf]
+
+
+def write(directory: Path, leaves: Mapping[str, StoredLeaf]) -> None:
+    """Seals a directory whose files are complete: syncs all of it, and lists it in one more file."""
+    files = {
+        name: File(size, _digest_of(directory / name)) for name, size in _sizes(directory).items()
+    }
+    text = json.dumps({"format": _FORMAT, "files": files, "leaves": leaves})
+    (directory / NAME).write_text(f"{text}\n{_digest(text.encode())}\n")
+    _files.sync_tree(directory)
+
+
+def read(directory: Path) -> Seal | None:
+    """The seal of a directory whose files are there; None if it has none, as Orbax alone writes them.
+
+    Raises:
+      Broken: it is damaged, or of a later format; or a file is missing, or has not all of its bytes.
+      CheckpointError: it cannot be read now.
+    """
+    path = directory / NAME
+    if not path.exists():
+        return None
+    with malformed_is_broken():
+        text, _, digest = _json.read_bytes("seal", path).rstrip(b"\n").rpartition(b"\n")
+    if _digest(text) != digest.decode(errors="replace"):
+        raise Broken(f"{NAME} is damaged")
+    found = _json.parse(text)
+    if found["format"] != _FORMAT:
+        raise Broken(
+            f"{NAME} has format {found['format']}, and this jzero reads {_FORMAT}: update it"
+        )
+    files = {name: File(*entry) for name, entry in found["files"].items()}
+    _check_sizes(directory, files)
+    return Seal(files, {name: _stored_leaf(*entry) for name, entry in found["leaves"].items()})
+
+
+@contextlib.contextmanager
+def malformed_is_broken() -> Iterator[None]:
+    """A file that is not what it should be is `Broken`; one that cannot be read now is an error."""
+    try:
+        yield
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
+        raise Broken(str(error)) from error
+
+
+def _check_sizes(directory: Path, files: Mapping[str, File]) -> None:
+    """That every file is there, with all of its bytes."""
+    found = _sizes(directory)
+    bad = [
+        f"{name} is missing" if name not in found else
+        f"{name} has {found[name]} of {file.nbytes} bytes"
+        for name, file in files.items() if found.get(name) != file.nbytes
+    ]  # fmt: skip
+    if bad:
+        more = f", and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise Broken("; ".join(bad[:3]) + more)
+
+
+def check_digests(
+    directory: Path, seal: Seal, which: Callable[[str], bool] = lambda name: True
+) -> dict[str, str]:
+    """What is wrong with each file that has a digest and whose name `which` wants."""
+    wanted = {name: file for name, file in seal.files.items() if file.digest and which(name)}
+    found = {name: _damage(directory / name, file) for name, file in wanted.items()}
+    return {name: damage for name, damage in found.items() if damage}
+
+
+def _damage(path: Path, file: File) -> str | None:
+    try:
+        if path.stat().st_size != file.nbytes:
+            return f"has {path.stat().st_size} of {file.nbytes} bytes"
+        return None if _digest(path.read_bytes()) == file.digest else "is damaged"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    """Every file in a directory and below, but for the seal."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    walk = os.walk(directory, onerror=fail)
+    paths = (Path(folder, name) for folder, _, names in walk for name in names)
+    sizes = {path.relative_to(directory).as_posix(): path.lstat().st_size for path in paths}
+    return {name: size for name, size in sorted(sizes.items()) if name != NAME}
+
+
+def _digest_of(path: Path) -> str | None:
+    """None of OCDBT's data files, in `d`."""
+    return None if path.parent.name == "d" else _digest(path.read_bytes())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _stored_leaf(shape: Any, dtype: str, chunk_shape: Any) -> StoredLeaf:
+    return StoredLeaf(tuple(shape), dtype, tuple(chunk_shape))
