@@ -14,6 +14,7 @@ import pytest
 import jzero
 import small
 from test_host_interrupted import Interrupted as InterruptedInFiles
+from test_host_interrupted import no_lock_is_left
 
 FOLDER = str(pathlib.Path(jzero.__file__).parent)
 X = np.linspace(0, 1, 16 * 64, dtype=np.float32).reshape(16, 64)
@@ -91,6 +92,7 @@ def test_interrupted_step(policy):
         at += every
     assert found["whole"]
     assert found["consumed"]
+    assert no_lock_is_left()
 
 
 @pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[2]], ids=str)

@@ -1,7 +1,9 @@
 """Ctrl-C in the middle of a step with state on the host: at every line of what runs there."""
 
+import concurrent.futures
 import functools
 import linecache
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,13 +15,15 @@ import pytest
 
 import jzero
 import small
+from jzero import _hosted
 from test_offload import BATCH
 
 pytest.importorskip("llvmlite")
 
 FILES = ("_hosted.py", "_host_engine.py", "_host_update.py", "_loops.py")
-# In a `finally`; between this line and the one before Python asks for no signals.
-ATOMIC = "self._running = False"
+# Python asks for no signals between these lines and the one before: the first is in a `finally`, and that of a
+# `with` comes again when its block is left (Python 3.12 and newer).
+ATOMIC = re.compile(r"\s*(self\._running = False|with .*)$")
 
 
 class Interrupted:
@@ -49,7 +53,7 @@ class Interrupted:
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
         name, number = frame.f_code.co_filename, frame.f_lineno
-        if event == "line" and linecache.getline(name, number).strip() != ATOMIC:
+        if event == "line" and not ATOMIC.match(linecache.getline(name, number)):
             self.lines += 1
             if self.lines > self._at:
                 self.where, self._at = f"{name}:{number}", sys.maxsize
@@ -76,6 +80,19 @@ def states(train_step: Any) -> Iterator[Any]:
         yield train_step(train_step((w, w / 2), BATCH), BATCH)
 
 
+def no_lock_is_left() -> bool:
+    """Whether steps in other threads can update."""
+
+    def acquire() -> bool:
+        free = _hosted._UPDATING.acquire(blocking=False)
+        if free:
+            _hosted._UPDATING.release()
+        return free
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(acquire).result()
+
+
 @pytest.mark.parametrize("step_fn", [momentum, average])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_step_that_is_interrupted_leaves_its_state_or_none_of_it(step_fn, delayed):
@@ -99,5 +116,6 @@ def test_a_step_that_is_interrupted_leaves_its_state_or_none_of_it(step_fn, dela
         for x, y in zip(found, expected, strict=True):
             np.testing.assert_array_equal(np.asarray(x), y, err_msg=interrupted.where)
     assert 0 < consumed < at
+    assert no_lock_is_left()
     for x, y in zip(train_step.flush(next(new)), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(x), y)
