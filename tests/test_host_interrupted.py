@@ -21,8 +21,8 @@ from test_offload import BATCH
 pytest.importorskip("llvmlite")
 
 FILES = ("_hosted.py", "_host_engine.py", "_host_update.py", "_loops.py")
-# Python asks for no signals between these lines and the one before: the first is in a `finally`, and that of a
-# `with` comes again when its block is left (Python 3.12 and newer).
+# Between these lines and the one before Python asks for no signals: the first is in a `finally`, and that of
+# a `with` comes again when its block is left (Python 3.12 and newer).
 ATOMIC = re.compile(r"\s*(self\._running = False|with .*)$")
 
 
