@@ -16,7 +16,6 @@ from jzero._trace import TracedStep
 from jzero.batch._body import OUTPUT, Movement
 from jzero.batch._rows import FULL, Form, Rows, even_rows, is_padded
 from jzero.sharding import _layout
-from jzero.sharding._kinds import CutError
 from jzero.sharding._layout import Layout, Shard
 
 
@@ -98,7 +97,6 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     specs = tuple(map(_layout.partition_spec, layouts[num_state : len(given)]))
     outputs = tuple(layouts[len(given) + num_state :])
     traced = dataclasses.replace(traced, movements=_with_paths(traced))
-    _check_microbatches(traced.movements, setting, num)
     _check_movements(traced.movements, setting.options.max_gather_bytes)
     uneven = [form != got for form, got in zip(forms[num_state:], given[num_state:], strict=True)]
     paths = _call.argument_paths(step.arrays)
@@ -108,18 +106,6 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
         if is_whole
     )
     return LocalStep(traced, specs, outputs, (False,) * len(specs), whole)
-
-
-def _check_microbatches(movements: Sequence[Movement], setting: Setting, num: int) -> None:
-    """Rows that are returned stay with their microbatch, which all hold as many."""
-    uneven = [m for m in movements if m.operation == OUTPUT]
-    if setting.options.accumulate > 1 and uneven:
-        raise CutError(message(
-            _call.WHO, [f"accumulate > 1, and {m.where} has rows that {num} microbatches of all devices do "
-                        "not divide, or that are not in the order of the batch" for m in uneven],
-            "Rows are returned as the microbatches make them, each as many.",
-            f"Use a batch of a multiple of {num} rows, drop accumulate, or return a sum over them.",
-            things="outputs", shown=8))  # fmt: skip
 
 
 def _with_paths(traced: TracedStep) -> tuple[Movement, ...]:

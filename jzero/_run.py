@@ -133,15 +133,23 @@ class Runner:
             handed_out=self.handed_out,
         )
 
+    @functools.cached_property
+    def cut(self) -> _cut.Cut | None:
+        """The loops over the microbatches, if there are any."""
+        options = self.setting.options
+        if options.accumulate == 1:
+            return None
+        return _cut.cut(
+            self.frame, self.setting.step_axes, options.accumulate, self.examples, self.apart, self.handed_out
+        )  # fmt: skip
+
     def grad_part(self) -> Callable[..., Env]:
         """`(interpreter, state leaves, argument leaves) -> values`: all equations that are not `apart`.
 
         A leaf may be None if none of them reads it.
         """
         frame, options = self.frame, self.setting.options
-        phases, rest = [], [i for i in range(len(frame.jaxpr.eqns)) if i not in self.apart]
-        if options.accumulate > 1:
-            phases = _cut.cut(frame, self.examples, self.apart, self.handed_out)
+        cut, rest = self.cut, [i for i in range(len(frame.jaxpr.eqns)) if i not in self.apart]
         cuts = [None] * len(self.leaves) + [
             _call.microbatch_dim(spec, self.setting.axes) for spec in self.specs
         ]
@@ -159,8 +167,8 @@ class Runner:
                 placed(x, leaf) for x, leaf in zip(state, self.leaves, strict=True)
             ]
             env = interp.start(frame, [*values, *map(FullValue, arrays)])
-            if options.accumulate > 1:
-                _microbatch.run_phases(interp, frame, env, phases, accumulation)
+            if cut is not None:
+                _microbatch.run_phases(interp, frame, env, cut.phases, accumulation)
             else:
                 interp.run_equations(frame, rest, env)
             interp.reduce_handed_out(frame, env)
@@ -181,6 +189,8 @@ class Runner:
         frame, atom = self.frame, self.frame.jaxpr.outvars[index]
         if not _jaxpr.is_literal(atom) and atom in env.means:
             return env.means[atom]
+        if self.examples[index] and interp.microbatches > 1:
+            return FullValue(env.stacks[atom])
         value = interp.read(frame, env, atom)
         averages = frame.varies(atom) and not self.examples[index]
         if not averages or interp.microbatches > 1:  # Their loop has averaged it.

@@ -3,10 +3,11 @@
 A microbatch is a device in time: what differs between devices differs between microbatches, and a
 reduction sums over both. So the equations of a step fall into phases. A phase first runs equations on
 values that all microbatches share, then loops over the microbatches with the equations that depend on
-the batch, until the reductions, which the loop sums up. An ordinary step has one loop and then its
-optimizer. A step whose second gradient needs the first one (SAM), or whose loss needs a count over the
-whole batch, has two; a later loop computes again what it needs of an earlier one, so that never more than
-one microbatch is alive.
+the batch, until the reductions, which the loop sums up, and the gathers, for which it hands out what each
+microbatch has. An ordinary step has one loop and then its optimizer. A step whose second gradient needs the
+first one (SAM), whose loss needs a count over the whole batch, or the embeddings of all rows, has more; a
+later loop computes again what it needs of an earlier one, or reads what was kept (`_kept.py`), so that
+little more than one microbatch is alive.
 """
 
 from __future__ import annotations
@@ -19,7 +20,20 @@ from jzero import _jaxpr
 from jzero._errors import message
 from jzero.sharding import _rules
 from jzero.sharding._frames import COLLECTIVES, REDUCTIONS, Frame, axes_of
-from jzero.sharding._kinds import CutError, Kind, equations, kinds_of, literal_kind, reduces
+from jzero.sharding._kept import Keeper, Loops
+from jzero.sharding._kinds import (
+    COLLECTED,
+    CutError,
+    Kind,
+    equations,
+    kinds_of,
+    literal_kind,
+    reduces,
+)
+
+# Its products may run so many times as often as in one loop: 1.3 for CLIP, 2 for a count in every layer's
+# loss, and as many times as there are layers for BatchNorm (tests/test_collected_rows.py).
+MOST_REPEATS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +41,14 @@ class Phase:
     """Some equations of the root frame, by index, and what its loop hands out.
 
     Attributes:
-      before: equations that run once, before the loop.
+      before: equations that run once, before the loop; gathers and maxima of what earlier loops handed out.
       loop: equations that run for each microbatch.
       sums: what the loop sums over the microbatches (and the devices, as reductions do).
       means: local values of which the mean is read after the loop.
       lasts: values that every microbatch computes alike.
-      examples: local outputs of the step with one entry per example.
+      stacks: local values that are handed out as every microbatch has them: outputs of the step with one
+        entry per example, what is gathered after the loop, and what later loops read.
+      kept: the stacks of earlier loops that this loop reads.
     """
 
     before: tuple[int, ...]
@@ -40,26 +56,50 @@ class Phase:
     sums: tuple[_jaxpr.Var, ...]
     means: tuple[_jaxpr.Var, ...]
     lasts: tuple[_jaxpr.Var, ...]
-    examples: tuple[_jaxpr.Var, ...]
+    stacks: tuple[_jaxpr.Var, ...]
+    kept: tuple[_jaxpr.Var, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """The phases of a step, in order, and what is to be said of their loops."""
+
+    phases: tuple[Phase, ...]
+    loops: Loops
 
 
 def cut(
-    frame: Frame, examples: Sequence[bool], apart: Collection[int] = frozenset(),
+    frame: Frame, axes: Collection[str], num: int, examples: Sequence[bool],
+    apart: Collection[int] = frozenset(),
     handed_out: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = MappingProxyType({}),
-) -> list[Phase]:  # fmt: skip
+) -> Cut:  # fmt: skip
     """The phases of a step; the last one's loop may be empty.
 
     Args:
       frame: the root frame, without calls (`_rewrite.flatten_calls`).
+      axes: the names of the data axes, as the step has them.
+      num: of microbatches on each device.
       examples: for each output of the frame, whether it has one entry per example.
       apart: equations that run after all phases, elsewhere; phases only hand out what they read.
       handed_out: what that is, and an equation that reads it. Nothing else reads it before it is summed up.
 
     Raises:
-      CutError: the step uses what it reduces inside the loop that makes it, or needs the whole batch.
+      CutError: the step uses what it reduces inside the loop that makes it, needs rows of the whole batch in
+        such a place, or would run its products many times.
     """
-    _check_collectives(frame)
-    return _Cutter(frame, apart, handed_out).phases(examples)
+    _check_collectives(frame, frozenset(axes))
+    found = _Cutter(frame, num, apart, handed_out).cut(examples)
+    if found.loops.repeats > MOST_REPEATS:
+        raise CutError(message(
+            "shard_train_step",
+            [f"accumulate > 1, and {line} begins a loop over the microbatches" for line in
+             dict.fromkeys(found.loops.begun_by)],
+            f"What needs all rows waits for a loop of its own, which computes again what it reads; in "
+            f"{found.loops.num} loops the products would run {found.loops.repeats:.1f} times as often, and "
+            f"{MOST_REPEATS} times is the most.",
+            "Drop accumulate; or normalise each row (LayerNorm, GroupNorm), or groups of rows with "
+            "jzero.groups.", things="reductions", shown=8))  # fmt: skip
+    return found
 
 
 class _Cutter:
@@ -69,10 +109,10 @@ class _Cutter:
     """
 
     def __init__(
-        self, frame: Frame, apart: Collection[int],
+        self, frame: Frame, num: int, apart: Collection[int],
         handed_out: Mapping[_jaxpr.Var, _jaxpr.Eqn | None],
     ):  # fmt: skip
-        self._frame = frame
+        self._frame, self._num = frame, num
         self._apart, self._handed_out = apart, handed_out
         self._kinds: dict[_jaxpr.Var, Kind] = {}
         self._levels: dict[_jaxpr.Var, int] = {}
@@ -94,8 +134,11 @@ class _Cutter:
         outs = None if is_apart else self._kinds_while_summing(index, eqn, atoms)
         if outs is not None:
             self._unfinished.add(id(eqn))
-        level = max((self._levels[a] + self._finished(eqn, a) for a in atoms), default=0)
-        kinds = [Kind.SAME if self._finished(eqn, a) else self._kind(a) for a in eqn.invars]
+        level = max((self._levels[a] + self._is_due(eqn, a) for a in atoms), default=0)
+        kinds = [
+            self._kind(a) if _jaxpr.is_literal(a) or not self._is_due(eqn, a) else Kind.SAME
+            for a in eqn.invars
+        ]
         in_loop = not is_apart and (
             outs is not None
             or Kind.LOCAL in kinds
@@ -137,6 +180,16 @@ class _Cutter:
     def _kind(self, atom: _jaxpr.Atom) -> Kind:
         return literal_kind(atom) if _jaxpr.is_literal(atom) else self._kinds[atom]
 
+    def _is_due(self, eqn: _jaxpr.Eqn, atom: _jaxpr.Var) -> bool:
+        """Whether `eqn` reads what is complete only when the loop that makes it is done."""
+        return self._finished(eqn, atom) or self._is_collected(eqn, atom) or (
+            eqn.primitive.name in COLLECTED and atom in self._lasts
+        )
+
+    def _is_collected(self, eqn: _jaxpr.Eqn, atom: _jaxpr.Var) -> bool:
+        """Whether `eqn` reads of `atom` what every microbatch has."""
+        return eqn.primitive.name in COLLECTED and self._kinds[atom] is Kind.LOCAL
+
     def _finished(self, eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> bool:
         """Whether `eqn` reads what a loop summed up."""
         if _jaxpr.is_literal(atom):
@@ -146,41 +199,76 @@ class _Cutter:
 
     # -- phases ----------------------------------------------------------------------------------
 
-    def phases(self, examples: Sequence[bool]) -> list[Phase]:
-        eqns, outvars = self._frame.jaxpr.eqns, self._frame.jaxpr.outvars
+    def cut(self, examples: Sequence[bool]) -> Cut:
+        """The phases, given which outputs have one entry per example."""
+        eqns = self._frame.jaxpr.eqns
+        groups = self._handed_out_by_loops(examples)
+        sums, means, _, stacks = groups
+        inside = self._loop | self._sunk()
+        levels = max([*self._levels.values(), *self._level, 0]) + 1
+        if any(self._levels[var] == levels - 1 for group in (sums, means) for var in group):
+            levels += 1
+
+        def inputs(index: int) -> list[_jaxpr.Var]:
+            atoms = [a for a in eqns[index].invars if not self._finished(eqns[index], a)]
+            return [a for a in atoms if not _jaxpr.is_literal(a) and self._maker.get(a) in inside]
+
+        keeper = Keeper(self._frame, self._num, self._gathered_bytes(), inputs, self._is_local)
+        phases = []
+        for level in range(levels):
+            targets = [tuple(v for v in group if self._levels[v] == level) for group in groups]
+            here = [i for i in range(len(eqns)) if self._level[i] == level]
+            before = [i for i in here if i not in inside and i not in self._apart]
+            # What a loop does besides computing values: jax.debug.print.
+            effects = [i for i in here if i in self._loop and eqns[i].effects]
+            makers = [self._maker[v] for group in targets for v in group if v in self._maker]
+            loop, kept = keeper.loop(level, [*makers, *effects], targets[-1])
+            phases.append(Phase(tuple(before), loop, *targets, kept))
+        for var, level in keeper.kept.items():
+            phases[level] = dataclasses.replace(phases[level], stacks=(*phases[level].stacks, var))
+        num = sum(bool(phase.loop) for phase in phases)
+        return Cut(tuple(phases), keeper.loops(num, self._waited_for([*sums, *stacks])))
+
+    def _is_local(self, var: _jaxpr.Var) -> bool:
+        return self._kinds[var] is Kind.LOCAL
+
+    def _handed_out_by_loops(self, examples: Sequence[bool]) -> list[list[_jaxpr.Var]]:
+        """What a `Phase` has under these names, of all phases: sums, means, lasts, and stacks but the kept."""
         # Ordered sets.
         sums: dict[_jaxpr.Var, None] = {}
         means: dict[_jaxpr.Var, None] = {}
         lasts: dict[_jaxpr.Var, None] = {}
-        ones: dict[_jaxpr.Var, None] = {}
+        stacks: dict[_jaxpr.Var, None] = {}
         for index, eqn, atom in self._reads():
             if self._finished(eqn, atom):
                 sums[atom] = None
             elif atom in self._lasts and index not in self._loop:
                 lasts[atom] = None
-        for atom, example in zip(outvars, examples, strict=True):
-            if not _jaxpr.is_literal(atom) and self._kinds[atom] is Kind.LOCAL:
-                (ones if example else means)[atom] = None
-        sunk = self._sunk()
-        levels = max([*self._levels.values(), *self._level, 0]) + 1
-        if any(self._levels[var] == levels - 1 for group in (sums, means) for var in group):
-            levels += 1
-        phases = []
-        for level in range(levels):
-            targets = [
-                tuple(v for v in group if self._levels[v] == level)
-                for group in (sums, means, lasts, ones)
-            ]
-            here = [i for i in range(len(eqns)) if self._level[i] == level]
-            before = [
-                i for i in here if i not in self._loop and i not in sunk and i not in self._apart
-            ]
-            # What a loop does besides computing values: jax.debug.print.
-            effects = [i for i in here if i in self._loop and eqns[i].effects]
-            makers = [self._maker[v] for group in targets for v in group if v in self._maker]
-            loop = self._closure([*makers, *effects], sunk)
-            phases.append(Phase(tuple(before), loop, *targets))
-        return phases
+            elif eqn is not None and self._is_collected(eqn, atom):
+                stacks[atom] = None
+        for atom, example in zip(self._frame.jaxpr.outvars, examples, strict=True):
+            if not _jaxpr.is_literal(atom) and self._is_local(atom):
+                (stacks if example else means)[atom] = None
+        return [list(sums), list(means), list(lasts), list(stacks)]
+
+    def _gathered_bytes(self) -> int:
+        """Bytes of what is gathered of all rows."""
+        eqns = [eqn for eqn in self._frame.jaxpr.eqns if eqn.primitive.name in COLLECTED]
+        return sum(_rules.size_in_bytes(out.aval) for eqn in eqns for out in eqn.outvars)
+
+    def _waited_for(self, complete: Sequence[_jaxpr.Var]) -> list[int]:
+        """Equations of what is complete when a loop is done, if a later loop depends on it."""
+        waits: set[_jaxpr.Var] = set()
+        for index, eqn in reversed(list(enumerate(self._frame.jaxpr.eqns))):
+            atoms = [a for a in eqn.invars if not _jaxpr.is_literal(a)]
+            if index in self._loop:
+                waits.update(
+                    a for a in atoms
+                    if self._finished(eqn, a) or self._maker.get(a) not in self._loop
+                )  # fmt: skip
+            elif not waits.isdisjoint(eqn.outvars):
+                waits.update(atoms)
+        return sorted(self._maker[v] for v in complete if v in waits and v in self._maker)
 
     def _reads(self) -> list[tuple[int, _jaxpr.Eqn | None, _jaxpr.Var]]:
         """What is read, by which equation; by (-1, None) if it is an output."""
@@ -210,41 +298,32 @@ class _Cutter:
                 sunk.add(index)
         return sunk
 
-    def _closure(self, todo: list[int], sunk: set[int]) -> tuple[int, ...]:
-        """The equations that a loop must run for those in `todo`, in order."""
-        needed: set[int] = set()
-        while todo:
-            index = todo.pop()
-            if index in needed:
-                continue
-            needed.add(index)
-            eqn = self._frame.jaxpr.eqns[index]
-            for atom in eqn.invars:
-                if _jaxpr.is_literal(atom) or self._finished(eqn, atom) or atom not in self._maker:
-                    continue
-                if self._maker[atom] in self._loop | sunk:
-                    todo.append(self._maker[atom])
-        return tuple(sorted(needed))
-
 
 _NEEDS = {
     "all_gather": "a gather of the batch's rows",
+    "all_gather_invariant": "a gather of the batch's rows",
     "pmax": "a maximum",
     "pmin": "a minimum",
 }
 
 
-def _check_collectives(frame: Frame) -> None:
-    everywhere = frozenset().union(*frame.varying.values())
-    for _, _, eqn in frame.walk():
+def _check_collectives(frame: Frame, everywhere: frozenset[str]) -> None:
+    """Refuses collectives that microbatches which run one after the other cannot take."""
+    for inner, _, eqn in frame.walk():
         name = eqn.primitive.name
         if name not in COLLECTIVES or name == "axis_index":
             continue
-        whole = set(axes_of(eqn)) >= everywhere and not eqn.params.get("axis_index_groups")
-        if name not in REDUCTIONS or not whole:
-            raise CutError(message(
-                "shard_train_step",
-                f"accumulate > 1, and {_NEEDS.get(name, f'a {name}')} over {axes_of(eqn)} is "
-                f"needed{_jaxpr.at_line(eqn)}",
-                "Of microbatches that run one after the other only sums over the whole batch can be taken.",
-                "Drop accumulate, or compute it for each row, or from sums over the batch."))  # fmt: skip
+        whole = set(axes_of(eqn)) == everywhere and not eqn.params.get("axis_index_groups")
+        if whole and (name in REDUCTIONS or (name in COLLECTED and inner is frame)):
+            continue
+        inside = whole and name in COLLECTED
+        raise CutError(message(
+            "shard_train_step",
+            f"accumulate > 1, and {_NEEDS.get(name, f'a {name}')} over {axes_of(eqn)} is needed"
+            f"{_jaxpr.at_line(eqn)}{', inside a loop, branch or jax.checkpoint' * inside}",
+            "Microbatches run one after the other: " + (
+                "what needs the rows of all of them must stand between two loops over them." if inside
+                else "what all of them give to a collective is summed up, or gathered."),
+            "Drop accumulate, move it out of there, or compute it for each row, or from sums over the batch."
+            if inside else
+            "Drop accumulate, or use psum, pmean, all_gather, pmax or pmin over all data axes."))  # fmt: skip

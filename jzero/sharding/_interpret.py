@@ -34,10 +34,14 @@ WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
 
 @dataclasses.dataclass
 class Env:
-    """Values of a frame's variables, and of a loop over microbatches the means of what it returns."""
+    """Values of a frame's variables; of what differs between microbatches its mean, or all that there are.
+
+    `stacks` are of shape [microbatches, ...].
+    """
 
     values: dict[_jaxpr.Var, Value]
     means: dict[_jaxpr.Var, Value] = dataclasses.field(default_factory=dict)
+    stacks: dict[_jaxpr.Var, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass

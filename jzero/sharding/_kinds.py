@@ -29,6 +29,10 @@ class Kind(enum.Enum):
     SAME, ZERO, LOCAL, PARTIAL = range(4)
 
 
+# Collectives that need what every microbatch has: at the root of a step they stand between two loops.
+COLLECTED = frozenset({"all_gather", "all_gather_invariant", "pmax", "pmin"})
+
+
 def equations(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> list[tuple[Frame, _jaxpr.Eqn]]:
     """The equation, and every one inside it."""
     inner = [(f, e) for child in frame.children.get(index, ()) for f, _, e in child.walk()]

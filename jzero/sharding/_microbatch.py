@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero import _jaxpr
+from jzero.sharding import _collectives
 from jzero.sharding._cut import Phase
 from jzero.sharding._frames import Frame, split
 from jzero.sharding._interpret import Env, Interpreter
+from jzero.sharding._kinds import COLLECTED
 from jzero.sharding._values import (
     Devices,
     FullValue,
@@ -49,11 +51,51 @@ class Accumulation:
 def run_phases(
     interp: Interpreter, frame: Frame, env: Env, phases: Sequence[Phase], accumulation: Accumulation
 ) -> None:
-    """Runs the frame's equations, like `Interpreter.run_equations`; local outputs are in `env.means`."""
+    """Runs the frame's equations, like `Interpreter.run_equations`.
+
+    Outputs that differ between microbatches are in `env.means` and `env.stacks`.
+    """
     for phase in phases:
-        interp.run_equations(frame, phase.before, env)
+        for index in phase.before:
+            if frame.jaxpr.eqns[index].primitive.name in COLLECTED:
+                _collect(interp, frame, env, index, accumulation.num)
+            else:
+                interp.run_equations(frame, [index], env)
         if phase.loop:
             _loop(interp, frame, env, phase, accumulation)
+
+
+def _collect(interp: Interpreter, frame: Frame, env: Env, index: int, num: int) -> None:
+    """Runs a gather, or takes a maximum, of what all microbatches of all devices have."""
+    eqn = frame.jaxpr.eqns[index]
+
+    def of_all(atom: _jaxpr.Atom) -> jax.Array:
+        if not _jaxpr.is_literal(atom) and atom in env.stacks:
+            return env.stacks[atom]
+        same = interp.full(frame, atom, interp.read(frame, env, atom))
+        return jnp.broadcast_to(same, (num, *same.shape))
+
+    with _jaxpr.source_of(eqn):
+        for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
+            x, name = of_all(atom), eqn.primitive.name
+            if name in ("pmax", "pmin"):
+                x = x.max(axis=0) if name == "pmax" else x.min(axis=0)
+                x = _collectives.all_reduce(x, interp.devices.axes, name[1:])
+            else:
+                x = _gathered(x, interp.devices, eqn)
+            env.values[out] = FullValue(x)
+
+
+def _gathered(stack: jax.Array, devices: Devices, eqn: _jaxpr.Eqn) -> jax.Array:
+    """A gather of all microbatches' parts, [microbatches, ...] on each device, in the order of the batch.
+
+    Microbatches lie along the last axis (`_ordinary._axis_index`), so those of a device are next to each other.
+    """
+    parts = lax.all_gather(stack, devices.axes)
+    parts = parts.reshape(-1, *stack.shape[1:])
+    dim = eqn.params["all_gather_dimension"]
+    whole = jnp.moveaxis(parts, 0, dim)
+    return whole.reshape(eqn.outvars[0].aval.shape) if eqn.params["tiled"] else whole
 
 
 @dataclasses.dataclass
@@ -114,11 +156,13 @@ def _loop(
     last_dims = [interp.dim_of(frame, var) for var in phase.lasts]
     captured = _captured(interp, frame, env, phase, accumulation.gather_once)
 
-    def body(carry: list[Any], index: Any) -> tuple[list[Any], list[Any]]:
+    def body(carry: list[Any], own: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+        index, kept = own
         inner = dataclasses.replace(interp.inside(), microbatch=index, hold=hold)
         values = _detached(captured)
         for var, dim in accumulation.dims.items():
             values[var] = FullValue(_slice(env.values[var], dim, index, accumulation.num))
+        values |= {var: FullValue(x) for var, x in zip(phase.kept, kept, strict=True)}
         local = Env(values, dict(env.means))
         inner.run_equations(frame, phase.loop, local)
         terms = [local.values[s.var] for s in sums]
@@ -130,7 +174,7 @@ def _loop(
             inner.as_dim(frame, var, local.values[var], dim)
             for var, dim in zip(phase.lasts, last_dims, strict=True)
         ]
-        return [*totals, *lasts], [inner.full(frame, v, local.values[v]) for v in phase.examples]
+        return [*totals, *lasts], [inner.full(frame, v, local.values[v]) for v in phase.stacks]
 
     starts = [s.start(interp.devices) for s in [*sums, *means]]
     starts += [
@@ -138,7 +182,8 @@ def _loop(
         for var, dim in zip(phase.lasts, last_dims, strict=True)
     ]
     with jax.named_scope(SCOPE):
-        carry, examples = lax.scan(body, starts, jnp.arange(accumulation.num))
+        own = (jnp.arange(accumulation.num), [env.stacks[var] for var in phase.kept])
+        carry, stacks = lax.scan(body, starts, own)
     totals, mean_totals, lasts = split(carry, len(sums), len(means))
     env.values |= {s.var: s.finish(interp.devices, x) for s, x in zip(sums, totals, strict=True)}
     env.means |= {
@@ -146,7 +191,7 @@ def _loop(
     }
     for var, dim, x in zip(phase.lasts, last_dims, lasts, strict=True):
         env.values[var] = interp.devices.value(x, dim, var.aval.shape)
-    env.values |= {v: FullValue(x) for v, x in zip(phase.examples, examples, strict=True)}
+    env.stacks |= zip(phase.stacks, stacks, strict=True)
 
 
 def _captured(

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 Vertex = TypeVar("Vertex", bound=Hashable)
 # A vertex is an edge as wide as its size, from where it is entered to where it is left.
 ENTERED, LEFT, END = "entered", "left", "end"
 # How much more may flow from one node to another: integers, or any amount.
 Room = dict[Hashable, dict[Hashable, float]]
+Path = list[tuple[Hashable, Hashable]]
 
 
 def min_cut(
-    sizes: Mapping[Vertex, int], edges: Iterable[tuple[Vertex, Vertex]], starts: Iterable[Vertex],
+    sizes: Mapping[Vertex, float], edges: Iterable[tuple[Vertex, Vertex]], starts: Iterable[Vertex],
     ends: Iterable[Vertex],
 ) -> set[Vertex]:  # fmt: skip
     """The vertices of least total size that every path from a start to an end passes.
@@ -32,42 +33,83 @@ def min_cut(
       starts: vertices where paths begin.
       ends: vertices where paths end.
     """
-    room: Room = {END: {}}
-    for vertex, size in sizes.items():
-        room[ENTERED, vertex], room[LEFT, vertex] = {(LEFT, vertex): size}, {(ENTERED, vertex): 0}
-    for a, b in edges:
-        room[LEFT, a][ENTERED, b] = math.inf
-        room[ENTERED, b].setdefault((LEFT, a), 0)
-    for vertex in ends:
-        room[LEFT, vertex][END] = math.inf
-    reached: set[Hashable] = set()
-    for start in starts:
-        while END in (came_from := _search(room, (ENTERED, start))):
-            _push(room, came_from)
-        # Nothing leads out of here any more, so no later path comes through.
-        reached |= came_from.keys()
-    return {v for v in sizes if (ENTERED, v) in reached and (LEFT, v) not in reached}
+    cut = MinCut(sizes, edges, ends)
+    cut.add(starts)
+    return cut.found()
 
 
-def _search(room: Room, start: Hashable) -> dict[Hashable, Hashable]:
-    """Each node to which more can flow from `start`, and from where; not all if the end is one."""
-    came_from: dict[Hashable, Hashable] = {start: None}
-    todo = deque([start])
-    while todo and END not in came_from:
-        node = todo.popleft()
-        for other, more in room[node].items():
-            if more and other not in came_from:
-                came_from[other] = node
-                todo.append(other)
-    return came_from
+class MinCut(Generic[Vertex]):
+    """A smallest cut that grows: starts are added one after the other, as long as it stays small.
+
+    >>> cut = MinCut({"a": 2, "b": 4, "c": 3}, [("a", "c"), ("b", "c")], ["c"])
+    >>> cut.add(["a"], most=2), cut.add(["b"], most=2), sorted(cut.found())
+    (True, False, ['a'])
+    """
+
+    def __init__(
+        self, sizes: Mapping[Vertex, float], edges: Iterable[tuple[Vertex, Vertex]],
+        ends: Iterable[Vertex],
+    ):  # fmt: skip
+        self._vertices = list(sizes)
+        self._room: Room = {END: {}}
+        for vertex, size in sizes.items():
+            self._room[ENTERED, vertex] = {(LEFT, vertex): size}
+            self._room[LEFT, vertex] = {(ENTERED, vertex): 0}
+        for a, b in edges:
+            self._room[LEFT, a][ENTERED, b] = math.inf
+            self._room[ENTERED, b].setdefault((LEFT, a), 0)
+        for vertex in ends:
+            self._room[LEFT, vertex][END] = math.inf
+        self._size: float = 0
+        # Nothing leads from here to the end any more, so no later path comes through.
+        self._closed: set[Hashable] = set()
+
+    def add(self, starts: Iterable[Vertex], most: float = math.inf) -> bool:
+        """Whether paths from these starts could be cut, too, with vertices of `most` in all; else nothing is."""
+        pushed: list[tuple[Path, float]] = []
+        before, closed = self._size, set(self._closed)
+        for start in starts:
+            while END in (came_from := self._search((ENTERED, start))):
+                path = _path(came_from)
+                amount = min(self._room[a][b] for a, b in path)
+                if self._size + amount > most or amount == math.inf:
+                    for old, back in reversed(pushed):
+                        self._push(old, -back)
+                    self._size, self._closed = before, closed
+                    return False
+                self._push(path, amount)
+                pushed.append((path, amount))
+                self._size += amount
+            self._closed |= came_from.keys()
+        return True
+
+    def found(self) -> set[Vertex]:
+        """The cut: of several of one size the one nearest to the starts."""
+        inside = self._closed
+        return {v for v in self._vertices if (ENTERED, v) in inside and (LEFT, v) not in inside}
+
+    def _search(self, start: Hashable) -> dict[Hashable, Hashable]:
+        """Each node to which more can flow from `start`, and from where; not all if the end is one."""
+        came_from: dict[Hashable, Hashable] = {start: None}
+        todo = deque([start] if start not in self._closed else [])
+        while todo and END not in came_from:
+            node = todo.popleft()
+            for other, more in self._room[node].items():
+                if more and other not in came_from and other not in self._closed:
+                    came_from[other] = node
+                    todo.append(other)
+        return came_from
+
+    def _push(self, path: Path, amount: float) -> None:
+        """Sends an amount along a path."""
+        for a, b in path:
+            self._room[a][b] -= amount
+            self._room[b][a] = self._room[b].get(a, 0) + amount
 
 
-def _push(room: Room, came_from: Mapping[Hashable, Hashable]) -> None:
-    """Sends as much as fits along the path that was found."""
-    path: list[tuple[Hashable, Hashable]] = [(came_from[END], END)]
+def _path(came_from: Mapping[Hashable, Hashable]) -> Path:
+    """The path to the end that was found."""
+    path: Path = [(came_from[END], END)]  # type: ignore[list-item]
     while (before := came_from[path[-1][0]]) is not None:
         path.append((before, path[-1][0]))
-    most = min(room[a][b] for a, b in path)
-    for a, b in path:
-        room[a][b] -= most
-        room[b][a] = room[b].get(a, 0) + most
+    return path
