@@ -23,6 +23,7 @@ from jzero._setting import Setting
 from jzero.batch._body import Movement
 from jzero.offload._policy import HostCPU, PinnedHost
 from jzero.sharding import _layout, _pieces, _plan
+from jzero.sharding._kept import Loops
 from jzero.sharding._links import Links
 from jzero.sharding._needs import note_needs
 from jzero.sharding._pieces import UpdatePart
@@ -50,6 +51,7 @@ class Program:
       keys: paths of the arguments taken for PRNG keys, of a step with collectives of its own.
       movements: rows of the batch that operations gather.
       whole_arguments: arguments with rows that come whole to every device, which do not divide them.
+      loops: over the microbatches, if there are any.
     """
 
     plan: Plan
@@ -61,6 +63,7 @@ class Program:
     keys: tuple[str, ...]
     movements: tuple[Movement, ...] = ()
     whole_arguments: tuple[str, ...] = ()
+    loops: Loops | None = None
 
 
 def state_leaves(state: Any, setting: Setting) -> list[Leaf]:
@@ -146,6 +149,7 @@ def build(
         ),
         traced.movements,
         local.whole_arguments,
+        runner.cut.loops if runner.cut else None,
     )
 
 

@@ -11,6 +11,7 @@ from jzero._memories import DEVICE
 from jzero._quantities import readable_bytes
 from jzero._tables import Crossing, Memory, crossing_table, memory_table, traffic_table
 from jzero.batch._body import Movement
+from jzero.sharding._kept import Loops
 from jzero.sharding._layout import Full
 from jzero.sharding._plan import OPTIMIZER, OTHER, PARAMETER, LeafPlan, Plan
 from jzero.sharding._traffic import Collective
@@ -29,6 +30,7 @@ class Report:
       roads: how the host updates what rests there, if it does.
       movements: operations that gather rows of the batch, because nothing cheaper is exact.
       whole_arguments: arguments that come whole to every device, as the devices do not divide their rows.
+      loops: over the microbatches, and what is kept between them.
     """
 
     plan: Plan
@@ -39,6 +41,7 @@ class Report:
     roads: str = ""
     movements: tuple[Movement, ...] = ()
     whole_arguments: tuple[str, ...] = ()
+    loops: Loops | None = None
 
     def __str__(self) -> str:
         axes = ", ".join(f"'{name}' of size {size}" for name, size in self.plan.axes)
@@ -80,10 +83,19 @@ class Report:
         if plan.accumulate == 1:
             return []
         when = "once per step" if plan.reduce_once else "for each microbatch"
-        return [
+        lines = [
             f"microbatches: {plan.accumulate} on each device; gradients are reduced {when}, and summed "
             f"up in {readable_bytes(self.accumulator_bytes)} on each device"
         ]
+        if self.loops is not None and self.loops.num > 1:
+            kept = self.loops.kept
+            lines.append(
+                f"loops over them: {self.loops.num}; products run {self.loops.repeats:.1f} times as often as "
+                f"in one; {readable_bytes(sum(k.nbytes for k in kept))} on each device kept for later loops"
+            )
+            lines += [f"  {readable_bytes(k.nbytes)}  {k.what} of {k.where}" for k in kept[:8]]
+            lines += [f"  and {len(kept) - 8} more"] if len(kept) > 8 else []
+        return lines
 
     def _left_full(self) -> list[str]:
         full = [leaf for leaf in self.plan.leaves if leaf.why_full]

@@ -483,6 +483,7 @@ class ShardedTrainStep:
             program.step.roads() if isinstance(offload, HostCPU) else "",
             program.movements,
             program.whole_arguments,
+            program.loops,
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

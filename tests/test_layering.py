@@ -72,6 +72,7 @@ LAYERS = (
         "sharding/_links",
         "sharding/_needs",
         "sharding/_kinds",
+        "sharding/_products",
         "sharding/_crossing",
         "_whole",
         "_tables",
@@ -85,7 +86,7 @@ LAYERS = (
     (
         "sharding/_plan",
         "sharding/_interpret",
-        "sharding/_cut",
+        "sharding/_kept",
         "sharding/_pieces",
         "batch/_along",
         "batch/_control",
@@ -94,7 +95,7 @@ LAYERS = (
         "checkpoint/_stream",
         "offload/_host_update",
     ),
-    ("sharding/_elementwise", "offload/_bandwidth", "batch/_localize"),
+    ("sharding/_cut", "sharding/_elementwise", "offload/_bandwidth", "batch/_localize"),
     ("_trace",),
     (
         "sharding/_ordinary",

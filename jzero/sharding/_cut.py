@@ -182,8 +182,10 @@ class _Cutter:
 
     def _is_due(self, eqn: _jaxpr.Eqn, atom: _jaxpr.Var) -> bool:
         """Whether `eqn` reads what is complete only when the loop that makes it is done."""
-        return self._finished(eqn, atom) or self._is_collected(eqn, atom) or (
-            eqn.primitive.name in COLLECTED and atom in self._lasts
+        return (
+            self._finished(eqn, atom)
+            or self._is_collected(eqn, atom)
+            or (eqn.primitive.name in COLLECTED and atom in self._lasts)
         )
 
     def _is_collected(self, eqn: _jaxpr.Eqn, atom: _jaxpr.Var) -> bool:
@@ -216,14 +218,14 @@ class _Cutter:
         keeper = Keeper(self._frame, self._num, self._gathered_bytes(), inputs, self._is_local)
         phases = []
         for level in range(levels):
-            targets = [tuple(v for v in group if self._levels[v] == level) for group in groups]
+            ours = [tuple(v for v in group if self._levels[v] == level) for group in groups]
             here = [i for i in range(len(eqns)) if self._level[i] == level]
             before = [i for i in here if i not in inside and i not in self._apart]
             # What a loop does besides computing values: jax.debug.print.
             effects = [i for i in here if i in self._loop and eqns[i].effects]
-            makers = [self._maker[v] for group in targets for v in group if v in self._maker]
-            loop, kept = keeper.loop(level, [*makers, *effects], targets[-1])
-            phases.append(Phase(tuple(before), loop, *targets, kept))
+            makers = [self._maker[v] for group in ours for v in group if v in self._maker]
+            loop, kept = keeper.loop(level, [*makers, *effects], ours[-1])
+            phases.append(Phase(tuple(before), loop, ours[0], ours[1], ours[2], ours[3], kept))
         for var, level in keeper.kept.items():
             phases[level] = dataclasses.replace(phases[level], stacks=(*phases[level].stacks, var))
         num = sum(bool(phase.loop) for phase in phases)
@@ -233,7 +235,7 @@ class _Cutter:
         return self._kinds[var] is Kind.LOCAL
 
     def _handed_out_by_loops(self, examples: Sequence[bool]) -> list[list[_jaxpr.Var]]:
-        """What a `Phase` has under these names, of all phases: sums, means, lasts, and stacks but the kept."""
+        """What phases hand out, under these names: sums, means, lasts, and stacks but the kept."""
         # Ordered sets.
         sums: dict[_jaxpr.Var, None] = {}
         means: dict[_jaxpr.Var, None] = {}
@@ -249,7 +251,8 @@ class _Cutter:
         for atom, example in zip(self._frame.jaxpr.outvars, examples, strict=True):
             if not _jaxpr.is_literal(atom) and self._is_local(atom):
                 (stacks if example else means)[atom] = None
-        return [list(sums), list(means), list(lasts), list(stacks)]
+        made = [var for var in stacks if var in self._maker]  # Arguments are there.
+        return [list(sums), list(means), list(lasts), made]
 
     def _gathered_bytes(self) -> int:
         """Bytes of what is gathered of all rows."""

@@ -140,7 +140,9 @@ class Keeper:
             for out in self._eqns[index].outvars:
                 can = index in self._first_run and self._is_local(out)
                 sizes[out] = (0 if out in self._stacks else self._nbytes(out)) if can else math.inf
-        edges = [(var, out) for i in run for var in self._inputs(i) for out in self._eqns[i].outvars]
+        edges = [
+            (var, out) for i in run for var in self._inputs(i) for out in self._eqns[i].outvars
+        ]
         ends = [out for i in makers for out in self._eqns[i].outvars]
         cut = MinCut(sizes, edges, ends)
         again = [i for i in run if i in self._first_run and self._products[i]]

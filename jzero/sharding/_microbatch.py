@@ -55,10 +55,14 @@ def run_phases(
 
     Outputs that differ between microbatches are in `env.means` and `env.stacks`.
     """
+    num = accumulation.num
+    env.stacks |= {
+        var: _in_microbatches(env.values[var], dim, num) for var, dim in accumulation.dims.items()
+    }
     for phase in phases:
         for index in phase.before:
             if frame.jaxpr.eqns[index].primitive.name in COLLECTED:
-                _collect(interp, frame, env, index, accumulation.num)
+                _collect(interp, frame, env, index, num)
             else:
                 interp.run_equations(frame, [index], env)
         if phase.loop:
@@ -89,7 +93,7 @@ def _collect(interp: Interpreter, frame: Frame, env: Env, index: int, num: int) 
 def _gathered(stack: jax.Array, devices: Devices, eqn: _jaxpr.Eqn) -> jax.Array:
     """A gather of all microbatches' parts, [microbatches, ...] on each device, in the order of the batch.
 
-    Microbatches lie along the last axis (`_ordinary._axis_index`), so those of a device are next to each other.
+    Microbatches lie along the last axis (`_ordinary._axis_index`): those of a device are neighbours.
     """
     parts = lax.all_gather(stack, devices.axes)
     parts = parts.reshape(-1, *stack.shape[1:])
@@ -224,6 +228,13 @@ def _detached(values: Mapping[_jaxpr.Var, FullValue | ShardValue]) -> dict[_jaxp
         var: copy(value) if isinstance(value, ShardValue) else value
         for var, value in values.items()
     }
+
+
+def _in_microbatches(value: Value, dim: int, num: int) -> jax.Array:
+    """All microbatches of an argument, [num, ...]."""
+    assert isinstance(value, FullValue)
+    shape = value.x.shape
+    return jnp.moveaxis(value.x.reshape(*shape[:dim], num, -1, *shape[dim + 1 :]), dim, 0)
 
 
 def _slice(value: Value, dim: int, index: Any, num: int) -> jax.Array:

@@ -65,7 +65,7 @@ class MinCut(Generic[Vertex]):
         self._closed: set[Hashable] = set()
 
     def add(self, starts: Iterable[Vertex], most: float = math.inf) -> bool:
-        """Whether paths from these starts could be cut, too, with vertices of `most` in all; else nothing is."""
+        """Cuts paths from these starts, too; False, and nothing is done, if the cut would exceed `most`."""
         pushed: list[tuple[Path, float]] = []
         before, closed = self._size, set(self._closed)
         for start in starts:

@@ -1,4 +1,4 @@
-"""How much an equation multiplies: matrix products and convolutions, and loops and branches that hold some."""
+"""How much an equation multiplies: matrix products, convolutions, and loops and branches with some inside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jzero.sharding._frames import Frame
 
 
 def products(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> int:
-    """Multiplications of the products in an equation; a `while` counts one turn, a `cond` its longest branch."""
+    """Multiplications in an equation's products; a `while` counts one turn, a `cond` its longest branch."""
     if eqn.primitive.name in _COUNTS:
         return _COUNTS[eqn.primitive.name](eqn)
     inner = [
