@@ -178,9 +178,6 @@ class Body:
         if wide is not None:  # Sums of integers wrap alike in both.
             (x,) = self.inline(_cast, (wide,), x)
             return self.inline(_cast, (narrow,), self.reduce(x, kind))[0]
-        if kind != "sum" and jnp.issubdtype(x.aval.dtype, jnp.inexact):
-            # An all-reduce takes NaN for no maximum and no minimum of others (test_batch_rules.py).
-            return self.inline(_extreme, (kind,), self._all_gather(x))[0]
         out = _jaxpr.var_like(x.aval, x.aval.shape, x.aval.dtype)
         name = {"sum": "psum", "max": "pmax", "min": "pmin"}[kind]
         return self._collective(name, [x], [out], axes=self.axes, axis_index_groups=None)
@@ -319,10 +316,6 @@ def masked(rows: Rows, size: int, num: int, neutral: str, x: Any, index: Any) ->
     fill = 0 if neutral == "sum" else _rules.extreme(x.dtype, opposite[neutral])
     inside = lax.broadcast_in_dim(row_numbers(rows, num, index) < size, x.shape, (rows.dim,))
     return jnp.where(inside, x, jnp.asarray(fill, x.dtype))
-
-
-def _extreme(kind: str, parts: Any) -> Any:
-    return jnp.max(parts, axis=0) if kind == "max" else jnp.min(parts, axis=0)
 
 
 def _as_integers(x: Any) -> Any:

@@ -266,6 +266,9 @@ def _collective(
     whole = [interp.full(frame, a, v) for a, v in zip(eqn.invars, ins, strict=True)]
     if eqn.primitive.name in _frames.REDUCTIONS:
         return [FullValue(lax.psum(x, names["axes"])) for x in whole]
+    if eqn.primitive.name in ("pmax", "pmin") and not eqn.params.get("axis_index_groups"):
+        kind = eqn.primitive.name[1:]
+        return [FullValue(_collectives.all_reduce(x, names["axes"], kind)) for x in whole]
     return [FullValue(out) for out in _jaxpr.bind(eqn, *whole, **names)]
 
 
