@@ -373,19 +373,37 @@ def test_what_is_summed_is_printed_once(k, capfd):
     assert sorted(lines) == [f"loss {float(jnp.mean(x @ w))}", f"sum {float(x.sum())}"]
 
 
-def test_rows_are_printed_whole_without_microbatches_only(capfd):
-    """Microbatches run one after the other: none has the rows of the others."""
-
+@pytest.mark.parametrize("k", [1, 4])
+def test_rows_are_printed_whole(k, capfd):
     def step(w, x):
         jax.debug.print("rows {}", x[:, 0])
         return w - 0.1 * jax.grad(lambda w: jnp.mean(x @ w))(w)
 
     w, x = jnp.ones((8, 8)), jnp.arange(64 * 8.0).reshape(64, 8)
-    jax.block_until_ready(small.shard_train_step(step, stage=3)(w, x))
+    jax.block_until_ready(small.shard_train_step(step, stage=3, accumulate=k)(w, x))
     jax.effects_barrier()
     assert capfd.readouterr().out.split() == f"rows {np.asarray(x[:, 0])}".split()
-    with pytest.raises(jzero.StepError, match=r"accumulate > 1, and .*test_accumulate\.py"):
-        small.shard_train_step(step, stage=3, accumulate=4)(w, x)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_what_a_second_loop_computes_again_is_printed_once(k, capfd):
+    def step(ws, x):
+        def loss_fn(ws):
+            def layer(h, w):
+                jax.debug.print("w {}", w.sum())
+                return jnp.tanh(h @ w), None
+
+            return jnp.sqrt(jnp.mean(jax.lax.scan(layer, x, ws)[0] ** 2))
+
+        return ws - 0.1 * jax.grad(loss_fn)(ws)
+
+    train_step = small.shard_train_step(step, stage=3, accumulate=k)
+    ws, x = jnp.stack([jnp.eye(8)] * 2), jnp.ones((64, 8))
+    if k > 1:
+        assert train_step.describe(ws, x).loops.num == 2
+    jax.block_until_ready(train_step(ws, x))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.splitlines() == ["w 8.0"] * 2
 
 
 def test_under_set_mesh():

@@ -199,51 +199,6 @@ def test_update_inside_the_loop_that_makes_the_gradient(fn, name):
     refuses(TypeError, text, sharded(fn, axis_name=name, accumulate=2), W, X)
 
 
-@pytest.mark.parametrize(
-    ("needs", "operation"),
-    [
-        (lambda rows: jnp.sort(rows), "a gather of the batch's rows"),
-        (lambda rows: jnp.max(rows > 0), "a maximum"),
-        (lambda rows: jnp.argmin(rows), "a gather of the batch's rows"),
-        (
-            lambda rows: jax.lax.cond(rows[3] > 0, lambda: 1.0, lambda: 2.0),
-            "a gather of the batch's rows",
-        ),
-    ],
-    ids=["sort", "max", "argmin", "a row"],
-)
-def test_microbatches_of_what_needs_all_rows_at_once(needs, operation):
-    def fn(w, x):
-        return step(w, x)[0], needs(x[:, 0])
-
-    text = ["accumulate > 1", operation, "test_messages.py", "Drop accumulate"]
-    refuses(TypeError, text, sharded(fn, accumulate=2), W, X)
-
-
-def test_rows_that_microbatches_do_not_divide():
-    def fn(w, x):
-        return step(w, x)[0], {"rows": x[:, 0]}
-
-    text = [
-        "output[1]['rows'] has rows that 16 microbatches of all devices do not divide",
-        "a multiple of 16",
-    ]
-    refuses(TypeError, text, sharded(fn, accumulate=2), W, X[:12])
-
-
-def test_collective_over_single_examples_with_microbatches():
-    def fn(w, x):
-        rows = jax.lax.all_gather(x, "batch", tiled=True)
-        g = jax.lax.pmean(jax.grad(loss_fn)(w, rows), "batch")
-        return w - g
-
-    text = [
-        "accumulate > 1, and a gather of the batch's rows over ('batch',) is needed",
-        "Drop accumulate",
-    ]
-    refuses(TypeError, text, sharded(fn, axis_name="batch", accumulate=2), W, X)
-
-
 def test_output_that_compares_examples():
     text = ["float32[16,16] has several dims that follow the batch", "compare outside"]
     train_step = sharded(lambda w, x: (written(w, x)[0], x @ x.T), axis_name="data")

@@ -1,11 +1,12 @@
 """Minimum cuts against all subsets of vertices, on small graphs."""
 
 import itertools
+import math
 import random
 
 import pytest
 
-from jzero.sharding._min_cut import min_cut
+from jzero.sharding._min_cut import MinCut, min_cut
 
 
 def reachable(starts, edges, removed=()):
@@ -50,3 +51,30 @@ def test_long_chains_and_wide_graphs():
     assert min_cut(sizes | {(1000, 0): 2000}, edges, starts, [(1000, 0)]) == set(starts)
     chain = [(i, i + 1) for i in range(1000)]
     assert min_cut(dict.fromkeys(range(1001), 4), chain, [0], [1000]) == {0}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_cut_grows_while_it_stays_small(seed):
+    """As if all starts that were taken had been there from the beginning, and the others never."""
+    sizes, edges, starts, ends = graph(seed)
+    most = sum(sizes.values()) // 4
+    growing: MinCut[int] = MinCut(sizes, edges, ends)
+    taken: list[int] = []
+    for start in starts:
+        wanted = min_cut(sizes, edges, [*taken, start], ends)
+        if growing.add([start], most):
+            taken.append(start)
+            assert sum(sizes[v] for v in wanted) <= most
+        else:
+            assert sum(sizes[v] for v in wanted) > most
+    found = growing.found()
+    before = reachable(taken, edges, found)
+    assert not before.intersection(ends) - found
+    assert sum(sizes[v] for v in found) == sum(sizes[v] for v in min_cut(sizes, edges, taken, ends))
+
+
+def test_what_cannot_be_cut_is_not():
+    cut = MinCut({"a": math.inf, "b": 3}, [("a", "b")], ["a", "b"])
+    assert not cut.add(["a"])
+    assert cut.add(["b"])
+    assert cut.found() == {"b"}

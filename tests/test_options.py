@@ -38,13 +38,8 @@ FACTORS: dict[str, list[Any]] = {
 CANNOT_ACCUMULATE = {
     # It updates its parameters more than once, and cannot wait for the last microbatch to do so.
     "inner_steps": "uses a gradient or loss of the whole batch inside a loop",
-    # Halves of the batch are cut out of the rows of all microbatches.
-    "microbatch_scan": "a gather of the batch's rows",
-    "microbatch_python_loop": "a gather of the batch's rows",
-    # A flag of any row, or the largest row, decides what is computed of all of them.
-    "cond_on_batch": "a maximum",
-    "cond_with_constant_branch": "a maximum",
-    "while_on_batch": "a maximum",
+    # Its loop goes on until no row of the batch does.
+    "while_on_batch": "a maximum over .* inside a loop",
 }
 
 

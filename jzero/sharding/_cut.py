@@ -43,21 +43,23 @@ class Phase:
     Attributes:
       before: equations that run once, before the loop; gathers and maxima of what earlier loops handed out.
       loop: equations that run for each microbatch.
+      again: those of them that an earlier loop has run.
+      kept: what the loop reads of earlier ones.
       sums: what the loop sums over the microbatches (and the devices, as reductions do).
       means: local values of which the mean is read after the loop.
       lasts: values that every microbatch computes alike.
       stacks: local values that are handed out as every microbatch has them: outputs of the step with one
         entry per example, what is gathered after the loop, and what later loops read.
-      kept: the stacks of earlier loops that this loop reads.
     """
 
     before: tuple[int, ...]
     loop: tuple[int, ...]
+    again: frozenset[int]
+    kept: tuple[_jaxpr.Var, ...]
     sums: tuple[_jaxpr.Var, ...]
     means: tuple[_jaxpr.Var, ...]
     lasts: tuple[_jaxpr.Var, ...]
     stacks: tuple[_jaxpr.Var, ...]
-    kept: tuple[_jaxpr.Var, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,8 +226,8 @@ class _Cutter:
             # What a loop does besides computing values: jax.debug.print.
             effects = [i for i in here if i in self._loop and eqns[i].effects]
             makers = [self._maker[v] for group in ours for v in group if v in self._maker]
-            loop, kept = keeper.loop(level, [*makers, *effects], ours[-1])
-            phases.append(Phase(tuple(before), loop, ours[0], ours[1], ours[2], ours[3], kept))
+            loop, again, kept = keeper.loop(level, [*makers, *effects], ours[-1])
+            phases.append(Phase(tuple(before), loop, again, kept, *ours))
         for var, level in keeper.kept.items():
             phases[level] = dataclasses.replace(phases[level], stacks=(*phases[level].stacks, var))
         num = sum(bool(phase.loop) for phase in phases)

@@ -78,8 +78,8 @@ class Keeper:
 
     def loop(
         self, number: int, makers: Sequence[int], stacks: Iterable[_jaxpr.Var]
-    ) -> tuple[tuple[int, ...], tuple[_jaxpr.Var, ...]]:
-        """The equations of a loop, in order, and what it reads of earlier ones.
+    ) -> tuple[tuple[int, ...], frozenset[int], tuple[_jaxpr.Var, ...]]:
+        """The equations of a loop, in order; those that earlier ones ran, too; and what it reads of these.
 
         Args:
           number: of the loop; later ones ask later.
@@ -92,11 +92,12 @@ class Keeper:
             if var not in self._stacks:
                 self.kept[var] = self._stacks[var] = self._first_run[self._maker[var]]
                 self._room -= self._nbytes(var)
+        again = frozenset(index for index in run if index in self._first_run)
         for index in run:
             self._first_run.setdefault(index, number)
         self._stacks |= {var: number for var in stacks if var not in self._stacks}
         self._all_run += sum(self._products[i] for i in run)
-        return run, kept
+        return run, again, kept
 
     def loops(self, num: int, begun_by: Sequence[int]) -> Loops:
         """What is to be said of the loops; `begun_by` are the equations for which later ones wait."""

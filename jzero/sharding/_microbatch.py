@@ -168,7 +168,9 @@ def _loop(
             values[var] = FullValue(_slice(env.values[var], dim, index, accumulation.num))
         values |= {var: FullValue(x) for var, x in zip(phase.kept, kept, strict=True)}
         local = Env(values, dict(env.means))
-        inner.run_equations(frame, phase.loop, local)
+        for index_of_eqn in phase.loop:
+            inner.silent = index_of_eqn in phase.again
+            inner.run_equations(frame, [index_of_eqn], local)
         terms = [local.values[s.var] for s in sums]
         terms += [inner.mean_of(inner.full(frame, s.var, local.values[s.var])) for s in means]
         totals = carry[: len(terms)]

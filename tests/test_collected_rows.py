@@ -1,0 +1,387 @@
+"""Microbatches of steps that need all rows: what is gathered between loops, what is kept, what is refused."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+import small
+
+ROWS, FEATURES, WIDTH, EMBED = 96, 12, 24, 16
+
+
+def tower(params, x):
+    for weights in params[:-1]:
+        x = jnp.tanh(x @ weights)
+    z = x @ params[-1]
+    return z / jnp.linalg.norm(z, axis=1, keepdims=True)
+
+
+def tower_params(seed, sizes=(FEATURES, WIDTH, WIDTH, EMBED)):
+    keys = jax.random.split(jax.random.key(seed), len(sizes))
+    return [
+        0.3 * jax.random.normal(key, shape)
+        for key, *shape in zip(keys, sizes, sizes[1:], strict=False)
+    ]
+
+
+def picked(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def clip_loss(params, x, y):
+    """Symmetric, with a learned temperature, and an accuracy."""
+    images, texts = tower(params["image"], x), tower(params["text"], y)
+    logits = jnp.exp(params["scale"]) * images @ texts.T
+    labels = jnp.arange(len(x))
+    loss = (picked(logits, labels).mean() + picked(logits.T, labels).mean()) / 2
+    return loss, {"correct": (logits.argmax(1) == labels).mean()}
+
+
+def simclr_loss(params, x, y):
+    """Two views of each row in one batch, which are no negatives of themselves."""
+    z = tower(params["image"], jnp.concatenate([x, x + 0.1 * y]))
+    logits = jnp.where(jnp.eye(len(z), dtype=bool), -jnp.inf, z @ z.T / 0.5)
+    losses = picked(logits, jnp.roll(jnp.arange(len(z)), len(x)))
+    return losses.mean(), {"losses": losses}
+
+
+def triplet_loss(params, x, y):
+    """The farthest row of the same class, and the nearest of the others."""
+    z = tower(params["image"], x)
+    label = y[:, 0] > 0
+    distances = ((z[:, None] - z[None]) ** 2).sum(-1)
+    same = label[:, None] == label[None]
+    far = jnp.where(same, distances, 0).max(1)
+    near = jnp.where(same, 9.0, distances).min(1)
+    return jax.nn.softplus(far - near).mean(), {"hardest": jnp.argmax(far - near)}
+
+
+def trimmed_loss(params, x, y):
+    """Rows whose loss is above the median, relative to the largest."""
+    losses = ((tower(params["image"], x) - y[:, :1]) ** 2).sum(1)
+    chosen = losses >= jnp.median(losses)
+    loss = jnp.sum(losses * chosen) / jnp.sum(chosen) / jax.lax.stop_gradient(losses.max())
+    return loss, {"sorted": jnp.sort(losses), "most": (y * 8).astype(jnp.int32).max()}
+
+
+LOSSES = {
+    "clip": clip_loss,
+    "simclr": simclr_loss,
+    "triplets": triplet_loss,
+    "median": trimmed_loss,
+}
+
+
+def trainer(loss_fn):
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def init():
+        params = {"image": tower_params(0), "text": tower_params(1), "scale": jnp.asarray(0.5)}
+        return params, tx.init(params)
+
+    def step(state, x, y):
+        params, opt = state
+        (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, x, y)
+        updates, opt = tx.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), {"loss": loss, **aux}
+
+    return init, step
+
+
+def memory_bank():
+    """The embeddings of all rows go into the state, and are the next step's negatives."""
+    init, _ = trainer(clip_loss)
+
+    def start():
+        return init()[0], jnp.zeros((ROWS, EMBED))
+
+    def step(state, x, y):
+        params, bank = state
+
+        def loss_fn(params):
+            z = tower(params["image"], x)
+            logits = jnp.concatenate(
+                [(z * tower(params["text"], y)).sum(1)[:, None], z @ bank.T], 1
+            )
+            return picked(logits, jnp.zeros(len(x), jnp.int32)).mean(), z
+
+        (loss, z), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), z), {"loss": loss}
+
+    return start, step
+
+
+STEPS = {**{name: trainer(loss) for name, loss in LOSSES.items()}, "memory bank": memory_bank()}
+
+
+def batch(seed=0, rows=ROWS):
+    x, y = np.random.default_rng(seed).normal(size=(2, rows, FEATURES)).astype(np.float32)
+    return x, x @ np.random.default_rng(9).normal(size=(FEATURES, FEATURES)).astype(np.float32) + y
+
+
+def trained(name, make, rows=ROWS, donates=True):
+    init, step = STEPS[name]
+    state, outs, run = init(), [], make(step)
+    for seed in range(2):
+        state, out = run(state, *batch(seed, rows))
+        outs.append(jax.tree.map(np.asarray, out))
+    return jax.tree.map(np.asarray, (state, outs))
+
+
+def check(name, num_devices, k, rows=ROWS, **options):
+    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    make = functools.partial(small.shard_train_step, mesh=mesh, accumulate=k, **options)
+    expected, actual = trained(name, jax.jit, rows), trained(name, make, rows)
+    for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        assert want.dtype == got.dtype
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("num_devices", "k", "stage"), [(8, 2, 3), (2, 3, 1)])
+def test_equal_to_one_big_batch(name, num_devices, k, stage):
+    check(name, num_devices, k, stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "k", "options"),
+    [
+        (1, 4, dict(stage=0)),
+        (4, 4, dict(stage=2)),
+        (4, 2, dict(stage=3, gather="once_per_step", reduce="once")),
+        (4, 2, dict(stage=3, gather="keep")),
+        (2, 2, dict(stage=3, offload=jzero.PinnedHost(device_bytes=2**20))),
+        (2, 2, dict(stage=1, offload=jzero.HostCPU())),
+    ],
+    ids=str,
+)
+def test_clip_with_every_option(num_devices, k, options):
+    check("clip", num_devices, k, **options)
+
+
+@pytest.mark.parametrize("name", ["clip", "simclr"])
+def test_rows_that_microbatches_do_not_divide(name):
+    check(name, 4, 2, rows=27)
+
+
+def test_over_two_axes():
+    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    make = functools.partial(small.shard_train_step, mesh=mesh, accumulate=2)
+    expected, actual = trained("clip", jax.jit), trained("clip", make)
+    for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+def test_extremes_keep_nan_and_the_sign_of_zero():
+    def step(w, x):
+        return w - jax.grad(lambda w: (x @ w).mean())(w), {"most": x.max(0), "least": x.min(0)}
+
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    x[3, 1], x[9, 2], x[:, 3], x[5, 3] = np.nan, np.inf, -0.0, 0.0
+    x[:, 4] = -0.0
+    w = jnp.eye(8)
+    expected = jax.jit(step)(w, x)[1]
+    actual = small.shard_train_step(step, accumulate=2)(w, x)[1]
+    for name in expected:
+        np.testing.assert_array_equal(actual[name], expected[name])
+        np.testing.assert_array_equal(np.signbit(actual[name]), np.signbit(expected[name]))
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_step_of_its_own_collectives_gathers_in_the_order_of_devices(dim, tiled):
+    """Of devices x microbatches."""
+
+    def step(w, x):
+        rows = jax.lax.all_gather(x, "batch", axis=dim, tiled=tiled)
+        grads = jax.grad(lambda w: jnp.mean((x @ w) * jnp.std(rows)))(w)
+        most = jax.lax.pmax(x.max(), "batch") - jax.lax.pmin(x.min(), "batch")
+        return w - jax.lax.pmean(grads, "batch"), {"rows": rows, "most": most}
+
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    run = small.shard_train_step(step, axis_name="batch", mesh=mesh, accumulate=2)
+    new, out = run(jnp.eye(4), x)
+    of_parts = jax.vmap(step, in_axes=(None, 0), axis_name="batch")
+    expected, expected_out = of_parts(jnp.eye(4), x.reshape(8, 2, 4))
+    np.testing.assert_array_equal(out["rows"], expected_out["rows"][0])
+    assert out["most"] == expected_out["most"][0]
+    np.testing.assert_allclose(new, expected[0], rtol=1e-6)
+
+
+# -- how much runs, moves and stays ----------------------------------------------------------------
+
+
+def wide_step(width):
+    """CLIP with towers that are much larger than what they return."""
+    init, step = trainer(clip_loss)
+
+    def start():
+        sizes = (FEATURES, *[width] * 4, EMBED)
+        params = {
+            "image": tower_params(0, sizes), "text": tower_params(1, sizes), "scale": jnp.asarray(0.5),
+        }  # fmt: skip
+        return params, optax.sgd(0.1, momentum=0.9).init(params)
+
+    return jax.eval_shape(start), step
+
+
+def described(step, state, rows=256, **options):
+    sharded = small.shard_train_step(step, **options)
+    args = [jax.ShapeDtypeStruct((rows, FEATURES), jnp.float32)] * 2
+    return sharded, sharded.describe(state, *args), args
+
+
+def count_products(jaxpr, shape) -> int:
+    """How many products of the jaxpr have a second operand of this shape."""
+    eqns = jaxpr.eqns
+    inner = [
+        value
+        for eqn in eqns
+        for value in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
+        )
+    ]
+    jaxprs = [getattr(v, "jaxpr", v) for v in inner if hasattr(v, "eqns") or hasattr(v, "jaxpr")]
+    own = sum(
+        eqn.primitive.name == "dot_general" and eqn.invars[1].aval.shape == shape for eqn in eqns
+    )
+    return own + sum(count_products(j, shape) for j in jaxprs)
+
+
+def test_towers_run_forward_twice():
+    """Once for the embeddings, once for the gradients, which stand in another loop."""
+    state, step = wide_step(4096)
+    one = small.shard_train_step(step, stage=0)
+    many = small.shard_train_step(step, stage=0, accumulate=4)
+    args = [jax.ShapeDtypeStruct((256, FEATURES), jnp.float32)] * 2
+
+    def forward(sharded):
+        return count_products(jax.make_jaxpr(sharded)(state, *args).jaxpr, (FEATURES, 4096))
+
+    assert forward(one) == 2  # Two towers.
+    assert forward(many) == 4
+    found = many.describe(state, *args).loops
+    assert found.num == 5
+    assert found.repeats < 1.34  # One forward pass more, of three of its size.
+    sizes = [kept.what.replace(" ", "") for kept in found.kept]
+    assert set(sizes) <= {"float32[8,16]", "float32[8,256]"}
+
+
+def test_it_is_said_what_is_kept():
+    state, step = wide_step(512)
+    _, report, _ = described(step, state, stage=3, accumulate=4)
+    kept = sum(k.nbytes for k in report.loops.kept)
+    assert kept
+    text = str(report)
+    assert re.search(
+        r"loops over them: 5; products run 1\.\d times as often as in one; .* on each device kept",
+        text,
+    )
+    assert re.search(r"2\.0 KiB  float32\[8, ?16\] of .*test_collected_rows\.py", text)
+
+
+def test_gathers_do_not_grow_with_the_microbatches():
+    state, step = wide_step(512)
+
+    def gathers(k):
+        _, report, _ = described(step, state, stage=0, accumulate=k)
+        return sorted((c.op, c.total_elements) for c in report.traffic if c.op == "all-gather")
+
+    assert gathers(2) == gathers(4)
+
+
+def test_temporaries_grow_by_what_is_kept_and_gathered():
+    """At so many rows a microbatch: the towers' activations are those of one."""
+    state, step = wide_step(512)
+
+    def temporary_bytes(k):
+        sharded, report, args = described(step, state, rows=64 * 8 * k, stage=0, accumulate=k)
+        memory = sharded.lower(state, *args).compile().memory_analysis()
+        gathered = sum(c.nbytes for c in report.traffic if c.op == "all-gather")
+        return memory.temp_size_in_bytes, gathered + sum(kept.nbytes for kept in report.loops.kept)
+
+    (few, few_kept), (many, many_kept) = temporary_bytes(2), temporary_bytes(8)
+    activations = 64 * 512 * 4 * 2 * 4  # rows, width, depth, towers, bytes
+    assert few > activations
+    # The logits of a microbatch have as many columns as there are rows in all.
+    logits = 64 * 64 * 8 * (8 - 2) * 4
+    assert many - few < 2 * (many_kept - few_kept) + 6 * logits
+
+
+# -- refused ---------------------------------------------------------------------------------------
+
+
+def deep_step(normalise, depth=8):
+    def step(params, x):
+        def loss_fn(params):
+            h = x
+            for w in params:
+                h = jnp.tanh(normalise(h @ w))
+            return jnp.mean(h**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(params))
+
+    return step, [jnp.eye(16)] * depth, jnp.ones((64, 16))
+
+
+def batch_norm(h):
+    return (h - h.mean(0, keepdims=True)) / jnp.sqrt(h.var(0, keepdims=True) + 1e-5)
+
+
+def test_statistics_of_the_batch_in_every_layer_are_refused():
+    step, params, x = deep_step(batch_norm)
+    with pytest.raises(jzero.StepError) as caught:
+        small.shard_train_step(step, accumulate=2).plan(params, x)
+    text = str(caught.value)
+    assert re.search(r"reductions fail:\n  - accumulate > 1, and .*test_collected_rows\.py:\d+:\d+ "
+                     r"\(batch_norm\) begins a loop over the microbatches", text)  # fmt: skip
+    assert re.search(
+        r"in \d+ loops the products would run \d+\.\d times as often, and 4 times", text
+    )
+    assert text.count("  - ") <= 9
+    assert "Drop accumulate; or normalise each row" in text
+    assert "jzero.groups" in text
+
+
+def test_a_norm_of_each_row_is_not():
+    step, params, x = deep_step(lambda h: h / jnp.linalg.norm(h, axis=1, keepdims=True))
+    assert small.shard_train_step(step, accumulate=2).describe(params, x).loops.num == 1
+
+
+def test_a_gather_inside_a_loop_is_refused():
+    def step(w, x):
+        def loss_fn(w):
+            def layer(h, _):
+                h = jnp.tanh(h @ w)
+                return h - jnp.sort(h, axis=0), None
+
+            return jnp.mean(jax.lax.scan(layer, x, None, length=2)[0])
+
+        return w - jax.grad(loss_fn)(w)
+
+    text = (r"accumulate > 1, and a gather of the batch's rows over \('data',\) is needed at "
+            r".*test_collected_rows\.py:\d+:\d+ \(.*layer\), inside a loop, branch or jax\.checkpoint\. .*"
+            r"must stand between two loops over them\. Drop accumulate, move it out of there")  # fmt: skip
+    with pytest.raises(jzero.StepError, match=text):
+        small.shard_train_step(step, accumulate=2).plan(jnp.eye(8), jnp.ones((32, 8)))
+
+
+def test_other_collectives_of_a_written_step_are_refused():
+    def step(w, x):
+        other: Any = jax.lax.ppermute(x, "batch", [(i, (i + 1) % 16) for i in range(16)])
+        return w - jax.lax.pmean(jax.grad(lambda w: jnp.mean((x + other) @ w))(w), "batch")
+
+    text = (r"accumulate > 1, and a ppermute over \('batch',\) is needed.*"
+            r"summed up, or gathered.*Drop accumulate, or use psum")  # fmt: skip
+    with pytest.raises(jzero.StepError, match=text):
+        small.shard_train_step(step, axis_name="batch", accumulate=2).plan(
+            jnp.eye(8), jnp.ones((32, 8))
+        )
