@@ -301,9 +301,7 @@ def _in_microbatches(accumulate):
         batches=normals((ROWS, FEATURES), (ROWS,)),
         step=step,
         covers="A8 A5 A7",
-        note="a median needs the rows of all microbatches",
         options={"accumulate": accumulate},
-        refused=r"accumulate > 1, and a (gather of the batch's rows|maximum)",
     )
 
 
