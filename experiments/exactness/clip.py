@@ -18,12 +18,12 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 "
                       "--xla_cpu_enable_concurrency_optimized_scheduler=false")  # fmt: skip
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", "32")
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
-import jzero  # noqa: E402
+import jzero
 
 # ---------------------------------------------------------------------------------------------
 rows = (256, 512, 1024, 2048, 4096, 8192)
