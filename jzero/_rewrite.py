@@ -21,10 +21,13 @@ class Flat(NamedTuple):
     eqns: list[Eqn]
 
 
-def flatten_calls(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Flat, list[Any]]:
+def flatten_calls(
+    jaxpr: Jaxpr, consts: Sequence[Any], opened: Callable[[Eqn], bool] = lambda eqn: False
+) -> tuple[Flat, list[Any]]:
     """The jaxpr with every call (`jit`, custom derivatives) replaced by the equations inside it.
 
-    `jax.checkpoint` bodies of a backward pass and loops stay. The equations keep their name scopes.
+    `jax.checkpoint` bodies of a backward pass stay, but for those that are `opened`, and loops. The equations
+    keep their name scopes.
     """
     constvars, all_consts, eqns = list(jaxpr.constvars), list(consts), []
 
@@ -41,7 +44,8 @@ def flatten_calls(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Flat, list[Any]]
                     source = source.replace(traceback=outer.source_info.traceback)
                 stack = outer.source_info.name_stack + source.name_stack
                 new = new.replace(source_info=source.replace(name_stack=stack))
-            call = None if _jaxpr.is_rematted(eqn) else _jaxpr.call_parts(eqn)
+            stays = _jaxpr.is_rematted(eqn) and not opened(eqn)
+            call = None if stays else _jaxpr.call_parts(eqn)
             if call is None:
                 # A jaxpr that is called twice has the same variables twice: each call gets its own.
                 outs = [_jaxpr.new_var(var) for var in eqn.outvars]

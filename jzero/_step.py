@@ -95,9 +95,10 @@ def shard_train_step(
         state, 2 also reduced gradients (both 2 Psi), 3 also parameters (3 Psi).
       accumulate: microbatches k that each device works through in a step, one after the other: the
         activations of one are alive at a time. The step itself does not change, and trains what it trains
-        with the whole batch. What needs a sum over all rows before it goes on (a count, batch statistics)
-        runs in several loops, of which the later ones compute again what they need; what needs the rows of
-        all microbatches at once is refused.
+        with the whole batch. What needs all rows before it goes on (a count, the embeddings of a contrastive
+        loss, a median) runs in several loops, of which the later ones compute again what they need, or read
+        what was kept (`describe` lists both). Refused are rows that are gathered inside a loop or branch of
+        the step, and steps whose products would run more than four times as often (BatchNorm in every layer).
         Traffic: see `reduce` and `gather`. Memory: one more gradient, in `accumulate_dtype`, in the
         layout that `reduce` gives it.
       reduce: 'once' sums gradients up on each device and reduces them after the last microbatch: Psi

@@ -21,6 +21,7 @@ from jzero.batch._localize import localize
 from jzero.batch._rows import Form, Rows
 from jzero.sharding import _frames
 from jzero.sharding._frames import Frame
+from jzero.sharding._kinds import uncut_checkpoints
 
 WHOLE, WRITTEN = "whole batch", "written"
 
@@ -49,7 +50,7 @@ class TracedStep:
 def trace_whole(
     flat_step: Callable[..., Any], avals: Sequence[Any], forms: Sequence[Form], given: Sequence[Form],
     num_state: int, axes: dict[str, int], offloads: bool, mesh_axes: dict[str, int],
-    automatic: dict[str, int],
+    automatic: dict[str, int], accumulates: bool,
 ) -> TracedStep | None:  # fmt: skip
     """Traces `flat_step(*leaves)` at the shapes of the whole batch, and rewrites it for one device.
 
@@ -63,6 +64,7 @@ def trace_whole(
       offloads: also replace `p + (n - p)` by `n` (`_differences.py`).
       mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
       automatic: those that are no data axes.
+      accumulates: it will run in microbatches.
 
     Returns:
       None if the step has collectives of its own over the data axes, and so is one device's already.
@@ -84,7 +86,7 @@ def trace_whole(
     flat = without_differences(flat) if offloads else flat
     found = localize(flat, consts, forms, given, num_state, axes)
     varying = [frozenset(axes) if isinstance(form, Rows) else _frames.NOWHERE for form in given]
-    frame = _frames.build_frames(found.jaxpr, found.consts, varying)
+    frame = _frame_of(found.jaxpr, found.consts, varying, accumulates)
     return TracedStep(
         frame,
         traced.out_tree,
@@ -97,7 +99,8 @@ def trace_whole(
 
 def trace_written(
     flat_step: Callable[..., Any], avals: Sequence[Any], varying: Sequence[bool],
-    keys: Sequence[bool], axes: dict[str, int], flat: bool, offloads: bool, automatic: dict[str, int],
+    keys: Sequence[bool], axes: dict[str, int], accumulates: bool, offloads: bool,
+    automatic: dict[str, int],
 ) -> TracedStep:  # fmt: skip
     """Traces `flat_step(*leaves)` as one device sees it, with its collectives as they are written.
 
@@ -107,8 +110,8 @@ def trace_written(
       varying: whether a leaf differs between devices.
       keys: leaves that are PRNG keys to be folded with the device's index.
       axes: names (as the step uses them) and sizes of the data axes.
-      flat: replace calls by what they call.
-      offloads: with `flat`, also replace `p + (n - p)` by `n` (`_differences.py`).
+      accumulates: it will run in microbatches.
+      offloads: also replace `p + (n - p)` by `n` (`_differences.py`).
       automatic: names and sizes of the mesh's other axes.
 
     Raises:
@@ -138,11 +141,21 @@ def trace_written(
             "Pass axis_name=, the name that jax.pmap had; or drop the collectives and write the step for "
             "the whole batch.")) from error  # fmt: skip
     jaxpr, consts = traced.jaxpr, traced.consts
-    if flat:
+    if accumulates or offloads:
         jaxpr, consts = _rewrite.flatten_calls(jaxpr, consts)
         jaxpr = without_differences(jaxpr) if offloads else jaxpr
-    frame = _frames.build_frames(jaxpr, consts, in_varying)
+    frame = _frame_of(jaxpr, consts, in_varying, accumulates)
     return TracedStep(frame, traced.out_tree, traced.out_avals, WRITTEN)
+
+
+def _frame_of(jaxpr: Any, consts: list[Any], varying: Sequence[Any], accumulates: bool) -> Frame:
+    """The root frame; in microbatches without the checkpoints that no loop over them could run through."""
+    frame = _frames.build_frames(jaxpr, consts, varying)
+    while accumulates and (uncut := uncut_checkpoints(frame)):
+        eqns = {id(frame.jaxpr.eqns[index]) for index in uncut}
+        flat, consts = _rewrite.flatten_calls(frame.jaxpr, consts, lambda eqn: id(eqn) in eqns)  # noqa: B023
+        frame = _frames.build_frames(flat, consts, varying)
+    return frame
 
 
 def global_shapes(

@@ -44,6 +44,24 @@ def reduces(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
     return eqn.primitive.name in REDUCTIONS and any(frame.reads(eqn))
 
 
+def uncut_checkpoints(frame: Frame) -> set[int]:
+    """The `jax.checkpoint` bodies of the frame, by equation, that a loop over microbatches must end within.
+
+    What they compute again is computed in another loop than the first time, or with it.
+    """
+    found = set()
+    for index, eqn in enumerate(frame.jaxpr.eqns):
+        if _jaxpr.is_rematted(eqn):
+            ins = [Kind.LOCAL if axes else Kind.SAME for axes in frame.reads(eqn)]
+            try:
+                kinds_of(frame, index, eqn, ins)
+            except CutError:
+                found.add(index)
+            if any(e.primitive.name in COLLECTED for _, e in equations(frame, index, eqn)):
+                found.add(index)
+    return found
+
+
 # Which operands must be summands (partial or zero), so that the result is the partial sum of the results;
 # all others must be the same for all microbatches.
 _SUMMANDS = {
