@@ -12,6 +12,7 @@ import pytest
 
 import jzero
 import small
+from jzero.sharding import _frames, _products
 
 ROWS, FEATURES, WIDTH, EMBED = 96, 12, 24, 16
 
@@ -314,6 +315,19 @@ def test_temporaries_grow_by_what_is_kept_and_gathered():
     # The logits of a microbatch have as many columns as there are rows in all.
     logits = 64 * 64 * 8 * (8 - 2) * 4
     assert many - few < 2 * (many_kept - few_kept) + 6 * logits
+
+
+def test_products_are_counted_in_loops_and_branches():
+    def fn(x, w, image, kernel):
+        h, _ = jax.lax.scan(lambda h, _: (h @ w, None), x, None, length=5)
+        h = jax.lax.cond(h[0, 0] > 0, lambda: h @ w @ w, lambda: h @ w)
+        return h, jax.lax.conv(image, kernel, (1, 1), "VALID")
+
+    shapes = [(4, 8), (8, 8), (2, 3, 10, 10), (6, 3, 3, 3)]
+    jaxpr = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    frame = _frames.build_frames(jaxpr.jaxpr, jaxpr.consts, [_frames.NOWHERE] * 4)
+    found = sum(_products.products(frame, i, eqn) for i, eqn in enumerate(jaxpr.jaxpr.eqns))
+    assert found == (5 + 2) * 4 * 8 * 8 + 2 * 6 * 8 * 8 * 3 * 3 * 3
 
 
 # -- refused ---------------------------------------------------------------------------------------
