@@ -16,6 +16,8 @@ from jzero._errors import StepError as StepError
 from jzero._estimate import Estimate as Estimate
 from jzero._estimate import estimate as estimate
 from jzero._host_array import HostArray as HostArray
+from jzero._local import groups as groups
+from jzero._local import per_example as per_example
 from jzero._nnx import from_nnx as from_nnx
 from jzero._padded import PaddedArray as PaddedArray
 from jzero._precision import master_weights as master_weights

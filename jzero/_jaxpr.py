@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import core, distributed, source_info_util, xla_bridge
+from jax.extend.core import Primitive
 from jax.extend.random import threefry2x32_p
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -173,6 +175,11 @@ def in_scope(eqn: Eqn, name: str) -> bool:
 def scopes(eqn: Eqn) -> list[str]:
     """Names of the scopes and transforms under which `eqn` was made, the outermost first."""
     return [entry.name for entry in eqn.source_info.name_stack.stack]
+
+
+def not_the_users(path: str) -> None:
+    """Lines of this file are not where the user wrote an equation: the line that called it is."""
+    source_info_util.register_exclusion(path)
 
 
 def has_side_effects(eqn: Eqn) -> bool:
@@ -374,3 +381,33 @@ def threefry_bits(key: Any, high: Any, low: Any, bit_width: int) -> Any:
     if bit_width == 64:
         return lax.shift_left(b1.astype(dtype), jnp.asarray(32, dtype)) | b2.astype(dtype)
     return (b1 ^ b2).astype(dtype)
+
+
+# Scopes of what a step says of its rows (`_local.py`).
+GROUPS, PER_EXAMPLE = "jzero.groups", "jzero.per_example"
+_marked_rows = Primitive("marked_rows")
+
+
+def marked_rows(x: Any, dims: tuple[int, ...], enters: bool = True) -> Any:
+    """`x`, which enters or leaves a function that is promised to treat rows along `dims` apart.
+
+    It survives derivatives (what enters forward leaves backward), and `vmap`, which adds a dim of such rows.
+    """
+    return _marked_rows.bind(x, along=dims, enters=enters)
+
+
+def _transposed_mark(ct: Any, x: Any, *, along: tuple[int, ...], enters: bool) -> list[Any]:
+    return [_marked_rows.bind(ct, along=along, enters=not enters)]
+
+
+def _batched_mark(args: Any, at: Any, *, along: tuple[int, ...], enters: bool) -> tuple[Any, Any]:
+    (x,), (new,) = args, at
+    moved = (new, *(dim + (dim >= new) for dim in along))
+    return _marked_rows.bind(x, along=moved, enters=enters), new
+
+
+_marked_rows.def_impl(lambda x, **_: x)
+_marked_rows.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_marked_rows, _transposed_mark)
+batching.primitive_batchers[_marked_rows] = _batched_mark
+mlir.register_lowering(_marked_rows, lambda ctx, x, **_: [x])

@@ -10,7 +10,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 
 # From the bottom up. A file imports from the layers below its own.
 LAYERS = (
-    ("_errors", "_groups", "_memories", "_padded", "_presets", "_quantities"),
+    ("_errors", "_in_turn", "_memories", "_padded", "_presets", "_quantities"),
     (
         "_jaxpr",
         "_call_log",
@@ -39,6 +39,7 @@ LAYERS = (
         "sharding/_traffic",
         "_call",
         "_rewrite",
+        "_local",
         "_precision",
         "_schedule",
         "_forks",
@@ -76,7 +77,9 @@ LAYERS = (
         "sharding/_crossing",
         "_whole",
         "_tables",
+        "batch/_cudnn",
         "batch/_equations",
+        "batch/_pallas",
         "_compare",
         "_batch",
         "checkpoint/_saver",
@@ -91,6 +94,7 @@ LAYERS = (
         "batch/_along",
         "batch/_control",
         "batch/_effects",
+        "batch/_opaque",
         "_nnx",
         "checkpoint/_stream",
         "offload/_host_update",

@@ -25,7 +25,10 @@ def _reshape(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     new = reshaped(value.aval.shape, out.shape, rows, body.num)
     if new is not None:
         return [rows_of(out, new, reshape_rows(body, eqn, value.atoms[rows], new))]
-    (made,) = gathered(body, eqn, ins, "its rows are not rows of the new shape")
+    reason = "its rows are not rows of the new shape"
+    if _jaxpr.in_scope(eqn, _jaxpr.GROUPS):
+        reason = f"jzero.groups is local if its n is a multiple of {body.num}"
+    (made,) = gathered(body, eqn, ins, reason)
     if isinstance(made.form, Rows):
         return [made]
     # Cut along the first dim of what the rows became that is large enough.

@@ -120,12 +120,18 @@ class Body:
         self.source: Any = None  # the equation that is being rewritten
         self.turn: Atom | None = None  # what the next ordered effect waits for
         self._index: Atom | None = None
+        self._outer: Body | None = None
 
     def inside(self, times: int = 1) -> Body:
         """A loop's or a branch's body in this one."""
         inner = Body(self.axes, self.num, self.table, self.times * times)
-        inner.source = self.source
+        inner.source, inner._outer = self.source, self
         return inner
+
+    def in_scope(self, name: str) -> bool:
+        """Whether the equation that is being rewritten, or a loop around it, was made under this name."""
+        inside = _jaxpr.in_scope(self.source, name)
+        return inside or (self._outer is not None and self._outer.in_scope(name))
 
     # -- writing equations -----------------------------------------------------------------------
 

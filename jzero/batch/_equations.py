@@ -73,7 +73,7 @@ def _apply(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
         return on_own(body, eqn, ins)
     if not any(isinstance(value.form, Rows) for value in ins):
         return _on_whole(body, eqn, ins)
-    outs = _by_factor(body, eqn, ins)
+    outs = by_factor(body, eqn, ins, _factors.factors_of(eqn))
     if outs is None and name in body.table.along:
         outs = body.table.along[name](body, eqn, ins)
     return gathered(body, eqn, ins) if outs is None else outs
@@ -177,9 +177,10 @@ def _can_be_evaluated(eqn: Eqn) -> bool:
 # -- rows --------------------------------------------------------------------------------------------
 
 
-def _by_factor(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def by_factor(
+    body: Body, eqn: Eqn, ins: list[Value], factors: Sequence[Factor]
+) -> list[Value] | None:
     """The equation on rows, along the factor that moves least; None if there is none."""
-    factors = _factors.factors_of(eqn)
     candidates: list[tuple[float, Factor, Rows]] = []
     for k, value in enumerate(ins):
         if not isinstance(value.form, Rows):
@@ -229,7 +230,7 @@ def _on_dim(
 def _run_factor(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Rows) -> list[Value]:
     name = eqn.primitive.name
     reason = "another operand's rows are along another dim"
-    reduces = factor.reduces if all(dim is None for dim in factor.outs) else None
+    reduces = factor.reduces
     atoms = []
     for value, dim in zip(ins, factor.ins, strict=True):
         if dim is None:
@@ -244,20 +245,21 @@ def _run_factor(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Ro
                 atom = body.mask(atom, form, value.aval.shape[dim], reduces)
         atoms.append(atom)
     local = factor.local(rows.size, body.num)
-    if reduces is not None:
-        (out,) = body.emit(eqn, atoms, [FULL], **local)
-        out = body.reduce(out, reduces)
-        return [Value(eqn.outvars[0].aval, FULL, {FULL: out})]
     forms: list[Form] = []
     for var, dim in zip(eqn.outvars, factor.outs, strict=True):
-        assert dim is not None
-        size = var.aval.shape[dim]
-        forms.append(even_rows(dim, size, body.num) if factor.groups else rows.at(dim))
+        if dim is None:
+            forms.append(FULL)
+        else:
+            size = var.aval.shape[dim]
+            forms.append(even_rows(dim, size, body.num) if factor.groups else rows.at(dim))
     outs = body.emit(eqn, atoms, forms, **local)
-    return [
-        Value(var.aval, form, {form: out})
-        for var, form, out in zip(eqn.outvars, forms, outs, strict=True)
-    ]
+    values = []
+    for var, form, out in zip(eqn.outvars, forms, outs, strict=True):
+        if form is FULL:
+            assert reduces is not None
+            out = body.reduce(out, reduces)
+        values.append(Value(var.aval, form, {form: out}))
+    return values
 
 
 def _once(body: Body, value: Value, atom: Atom) -> Atom:

@@ -21,13 +21,17 @@ import jax
 import jax.numpy as jnp
 
 from jzero import _jaxpr, _rewrite
-from jzero.batch import _along, _control, _effects, _equations
+from jzero.batch import _along, _control, _effects, _equations, _opaque
 from jzero.batch._body import OUTPUT, Body, Movement, Table, Value, var_in
 from jzero.batch._equations import run, whole
 from jzero.batch._rows import FULL, Form, Rows, is_padded
 
 TABLE = Table(
-    _equations.HANDLERS | _along.HANDLERS | _control.HANDLERS | _effects.HANDLERS,
+    _equations.HANDLERS
+    | _along.HANDLERS
+    | _control.HANDLERS
+    | _effects.HANDLERS
+    | _opaque.HANDLERS,
     _along.ALONG,
     _along.IN_ROWS,
     _effects.once,

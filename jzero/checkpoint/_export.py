@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero._errors import CheckpointError, OptionError, message
-from jzero._groups import groups
+from jzero._in_turn import groups
 from jzero._quantities import BYTES_RULE, parse_bytes
 from jzero.checkpoint import _files, _json, _private, _reading, _safetensors, _stored, _stream
 from jzero.checkpoint._json import shown

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from jzero import _call, _host_memory, _placing, _processes
 from jzero._errors import OptionError, message
-from jzero._groups import groups
+from jzero._in_turn import groups
 from jzero._placing import Place
 from jzero._step import ShardedTrainStep
 from jzero.checkpoint import _stored

@@ -22,7 +22,7 @@ from orbax.checkpoint import type_handlers
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals as CommitFuture
 
 from jzero._errors import CheckpointError
-from jzero._groups import groups
+from jzero._in_turn import groups
 from jzero.checkpoint import _handlers, _ocdbt, _orbax, _reading, _seal, _writing
 from jzero.checkpoint._match import leaf_names
 from jzero.checkpoint._stored import Stored, damaged

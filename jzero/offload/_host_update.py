@@ -23,7 +23,7 @@ import numpy as np
 
 from jzero import _jaxpr, _rewrite
 from jzero._errors import MeshError, StateError, message
-from jzero._groups import groups as in_groups
+from jzero._in_turn import groups as in_groups
 from jzero.offload._kernel import NAME, kernel_text
 from jzero.offload._loops import DRIVE, Calls, Loop, Loops, share
 from jzero.offload._machine import X86, callable_at, compiled

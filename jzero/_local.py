@@ -1,0 +1,212 @@
+"""Local on purpose: what a step says of its rows, in plain JAX, on any number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jzero import _jaxpr
+from jzero._errors import BatchError, OptionError, describe_leaf, message
+
+_jaxpr.not_the_users(__file__)
+
+
+def groups(
+    fn: Callable[..., Any], n: int, in_axes: Any = 0, out_axes: Any = 0
+) -> Callable[..., Any]:
+    """Runs `fn` on `n` groups of rows, each by itself: for norms and routing that are local on purpose.
+
+    Of `B` rows the first `B // n` are the first group, and so on, whatever the devices are::
+
+        x = x.reshape(n, B // n, ...)          # arguments with rows
+        y = jax.vmap(fn)(x)
+        y = y.reshape(B, ...)                  # results with rows, in their order
+
+    So it means the same under plain `jax.jit`. In a sharded step nothing of it moves, forward or backward, if
+    the devices times `accumulate` divide `n`. Batch norms of 32 rows each (ghost batch norms), in Flax::
+
+        def forward(variables, x):
+            return model.apply(variables, x, mutable=["batch_stats"])
+
+        apply = jzero.groups(forward, len(images) // 32, in_axes=(None, 0), out_axes=(0, None))
+        logits, new = apply(variables, images)
+        batch_stats = jax.tree.map(lambda x: x.mean(0), new["batch_stats"])  # each came as [n, ...]
+
+    >>> import jax.numpy as jnp, jzero
+    >>> x = jnp.arange(6.0)
+    >>> centred, means = jzero.groups(lambda x: (x - x.mean(), x.mean()), 2, out_axes=(0, None))(x)
+    >>> centred.tolist(), means.tolist()
+    ([-1.0, 0.0, 1.0, -1.0, 0.0, 1.0], [1.0, 4.0])
+
+    A PRNG key that all groups share gives all of them the same random bits. Pass `jax.random.split(key, B)`
+    with rows instead, and take the first one of the group.
+
+    Args:
+      fn: a function of pytrees of arrays; those with rows have `B // n` of them inside.
+      n: how many groups.
+      in_axes: as of `jax.vmap`: for each argument, or part of it, the dim of its rows; None if it is the same
+        for all groups. Keyword arguments have rows along dim 0.
+      out_axes: for each result, or part of it, the dim of its rows; None if the group has one (a statistic,
+        a loss): these come stacked along a new dim 0, `[n, ...]`.
+
+    Returns:
+      The function of `B` rows.
+
+    Raises:
+      OptionError: `n` is less than 1.
+      BatchError: when called: `n` does not divide the rows, arguments or results have none, or not as many.
+    """
+    who = "jzero.groups"
+    if n < 1:
+        raise OptionError(message(who, f"n={n}", "There is at least one group.", "Pass n >= 1."))
+
+    def grouped(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        dims, size = _rows_of(who, in_axes, args, kwargs)
+        if size % n:
+            raise BatchError(message(
+                who, f"n={n} does not divide {size} rows", "All groups have as many rows.",
+                "Choose an n that divides them."))  # fmt: skip
+
+        def one(*parts: Any) -> Any:
+            inner, named = jax.tree.unflatten(tree, parts)
+            return fn(*inner, **named)
+
+        with jax.named_scope(_jaxpr.GROUPS):
+            parts = [
+                x if d is None else jnp.reshape(x, (*x.shape[:d], n, -1, *x.shape[d + 1 :]))
+                for x, d in zip(leaves, dims, strict=True)
+            ]
+        outs = jax.vmap(one, in_axes=tuple(dims))(*parts)
+
+        def merged(path: Any, dim: int | None, y: jax.Array) -> jax.Array:
+            if dim is None:
+                return y
+            d = _checked(who, "output" + jax.tree_util.keystr(path), dim, y.shape[1:], y.dtype)
+            y = jnp.moveaxis(y, 0, d)
+            return y.reshape(*y.shape[:d], -1, *y.shape[d + 2 :])
+
+        results, out_tree = jax.tree_util.tree_flatten_with_path(outs)
+        out_dims = _spread(out_axes, outs)
+        with jax.named_scope(_jaxpr.GROUPS):
+            return out_tree.unflatten(
+                [merged(path, dim, y) for (path, y), dim in zip(results, out_dims, strict=True)]
+            )
+
+    return grouped
+
+
+def per_example(
+    fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0
+) -> Callable[..., Any]:
+    """Promises that each row of what `fn` returns depends on the same row of its arguments only.
+
+    For *opaque calls*, into which nobody can look: callbacks, FFI calls, Pallas kernels. In a sharded step
+    they otherwise get the rows of all devices, gathered, since nothing says what they do with them. Inside
+    `fn` they run on each device's rows alone, with as many fewer rows; so do those of its derivatives. All
+    other operations of `fn` are what they are without it. Under plain `jax.jit` it is `fn`.
+
+    >>> import jax, jax.numpy as jnp, numpy as np, jzero
+    >>> def softsign(x):  # float32[B, D]
+    ...     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    ...     return jax.pure_callback(lambda x: x / (1 + np.abs(x)), shape, x, vmap_method="expand_dims")
+    >>> jzero.per_example(softsign)(jnp.array([[1.0], [-3.0]])).tolist()
+    [[0.5], [-0.75]]
+
+    The calls inside are promised to be alike: rows lie along one dim of their operands and results, the same
+    in all. One with a result without rows (a kernel that makes a parameter's gradient) is not covered, and
+    gathers; `describe` lists it. A broken promise trains something else, and nothing can tell.
+
+    Args:
+      fn: a function of pytrees of arrays. What it closes over is the same for all rows.
+      in_axes: as of `jax.vmap`: for each argument, or part of it, the dim of its rows; None if it has none.
+        Keyword arguments have rows along dim 0.
+      out_axes: for each result, or part of it, the dim of its rows.
+
+    Returns:
+      The same function.
+
+    Raises:
+      BatchError: when called: arguments or results have no rows, or not as many.
+    """
+    who = "jzero.per_example"
+
+    def promised(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        dims, size = _rows_of(who, in_axes, args, kwargs)
+
+        def whole(*parts: Any) -> Any:
+            inner, named = jax.tree.unflatten(tree, parts)
+            return fn(*inner, **named)
+
+        with jax.named_scope(_jaxpr.PER_EXAMPLE):
+            traced = _jaxpr.trace_here(whole, *leaves)
+            ins = [
+                _jaxpr.marked_rows(x, () if d is None else (d,))
+                for x, d in zip(leaves, dims, strict=True)
+            ]
+            consts = [_jaxpr.marked_rows(x, ()) for x in traced.consts]
+            found = _jaxpr.evaluate(traced.jaxpr, consts, *ins)
+            outs = jax.tree.unflatten(traced.out_tree, found)
+
+            def left(path: Any, dim: int | None, y: jax.Array) -> jax.Array:
+                name = "output" + jax.tree_util.keystr(path)
+                if dim is None or y.shape[_checked(who, name, dim, y.shape, y.dtype)] != size:
+                    raise BatchError(message(
+                        who, f"{describe_leaf(name, y.shape, y.dtype)} has not the {size} rows of the arguments",
+                        "Each row of a result is that of the same row of the arguments.",
+                        "Reduce over rows outside of it, or name the dim of the rows in out_axes."))  # fmt: skip
+                return _jaxpr.marked_rows(y, (dim % y.ndim,), enters=False)
+
+            results, out_tree = jax.tree_util.tree_flatten_with_path(outs)
+            out_dims = _spread(out_axes, outs)
+            return out_tree.unflatten(
+                [left(path, dim, y) for (path, y), dim in zip(results, out_dims, strict=True)]
+            )
+
+    return promised
+
+
+def _rows_of(who: str, in_axes: Any, args: Any, kwargs: Any) -> tuple[list[int | None], int]:
+    """For each leaf of the arguments the dim of its rows, and how many rows all of them have."""
+    each = (in_axes,) * len(args) if in_axes is None or isinstance(in_axes, int) else tuple(in_axes)
+    paths = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    dims: list[int | None] = []
+    sizes: dict[str, int] = {}
+    for dim, (path, leaf) in zip(_spread((each, 0), (args, kwargs)), paths, strict=True):
+        if dim is None:
+            dims.append(None)
+            continue
+        name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+        shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
+        dims.append(_checked(who, name, dim, shape, dtype))
+        sizes[describe_leaf(name, shape, dtype)] = shape[dim]
+    if len(set(sizes.values())) != 1:
+        raise BatchError(message(
+            who, [f"{leaf} has {size} rows" for leaf, size in sizes.items()] or "no argument has rows",
+            "All arguments with rows have the same rows.",
+            "Name the dim of each one's rows in in_axes, or None where it has none.",
+            things="arguments", shown=8))  # fmt: skip
+    return dims, next(iter(sizes.values()))
+
+
+def _checked(who: str, name: str, dim: int, shape: tuple[int, ...], dtype: Any) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise BatchError(message(
+            who, f"{describe_leaf(name, shape, dtype)} has no dim {dim}", "Rows lie along a dim.",
+            f"Name that dim in {'out_axes' if name.startswith('output') else 'in_axes'}, or None if it has no "
+            "rows."))  # fmt: skip
+    return dim % len(shape)
+
+
+def _spread(axes: Any, tree: Any) -> list[int | None]:
+    """The entry of `axes`, a prefix of the tree, for each of its leaves."""
+    found: list[int | None] = []
+    jax.tree.map(
+        lambda dim, part: found.extend([dim] * len(jax.tree.leaves(part))),
+        axes, tree, is_leaf=lambda x: x is None,
+    )  # fmt: skip
+    return found
