@@ -28,8 +28,6 @@ from jzero._step import ShardedTrainStep as ShardedTrainStep
 from jzero._step import shard_train_step as shard_train_step
 from jzero._targets import target_mesh as target_mesh
 from jzero._whole import fold_device_index as fold_device_index
-from jzero._whole import total as total
-from jzero._whole import weighted_mean as weighted_mean
 from jzero.checkpoint._checkpointer import Checkpointer as Checkpointer
 from jzero.checkpoint._restore import restore as restore
 from jzero.offload._policy import HostCPU as HostCPU

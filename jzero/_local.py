@@ -92,16 +92,13 @@ def groups(
         results, out_tree = jax.tree_util.tree_flatten_with_path(outs)
         out_dims = _spread(out_axes, outs)
         with jax.named_scope(_jaxpr.GROUPS):
-            return out_tree.unflatten(
-                [merged(path, dim, y) for (path, y), dim in zip(results, out_dims, strict=True)]
-            )
+            found = [merged(path, dim, y) for (path, y), dim in zip(results, out_dims, strict=True)]
+        return jax.tree.unflatten(out_tree, found)
 
     return grouped
 
 
-def per_example(
-    fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0
-) -> Callable[..., Any]:
+def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
     """Promises that each row of what `fn` returns depends on the same row of its arguments only.
 
     For *opaque calls*, into which nobody can look: callbacks, FFI calls, Pallas kernels. In a sharded step
@@ -155,17 +152,17 @@ def per_example(
             def left(path: Any, dim: int | None, y: jax.Array) -> jax.Array:
                 name = "output" + jax.tree_util.keystr(path)
                 if dim is None or y.shape[_checked(who, name, dim, y.shape, y.dtype)] != size:
+                    leaf = describe_leaf(name, y.shape, y.dtype)
                     raise BatchError(message(
-                        who, f"{describe_leaf(name, y.shape, y.dtype)} has not the {size} rows of the arguments",
-                        "Each row of a result is that of the same row of the arguments.",
-                        "Reduce over rows outside of it, or name the dim of the rows in out_axes."))  # fmt: skip
+                        who, f"{leaf} has not the {size} rows of the arguments",
+                        "Each row of a result comes from the same row of the arguments.",
+                        "Reduce over rows outside of fn, or name their dim in out_axes."))  # fmt: skip
                 return _jaxpr.marked_rows(y, (dim % y.ndim,), enters=False)
 
             results, out_tree = jax.tree_util.tree_flatten_with_path(outs)
             out_dims = _spread(out_axes, outs)
-            return out_tree.unflatten(
-                [left(path, dim, y) for (path, y), dim in zip(results, out_dims, strict=True)]
-            )
+            found = [left(path, dim, y) for (path, y), dim in zip(results, out_dims, strict=True)]
+        return jax.tree.unflatten(out_tree, found)
 
     return promised
 
@@ -197,8 +194,8 @@ def _checked(who: str, name: str, dim: int, shape: tuple[int, ...], dtype: Any) 
     if not -len(shape) <= dim < len(shape):
         raise BatchError(message(
             who, f"{describe_leaf(name, shape, dtype)} has no dim {dim}", "Rows lie along a dim.",
-            f"Name that dim in {'out_axes' if name.startswith('output') else 'in_axes'}, or None if it has no "
-            "rows."))  # fmt: skip
+            f"Name that dim in {'out_axes' if name.startswith('output') else 'in_axes'}, or None if "
+            "there are no rows."))  # fmt: skip
     return dim % len(shape)
 
 

@@ -159,8 +159,8 @@ def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
     whole = [*step.state, *step.array_avals]
     _outputs.check_outputs(traced, step.state, step.state_tree)
     shapes = _outputs.global_shapes(traced, step.fn, whole, axes, num_state, setting.automatic)
-    alone = math.prod(setting.batch_axes.values()) == 1
-    outputs = _outputs.output_layouts(traced, shapes, num_state, setting.axis_names, alone)
+    outputs = _outputs.output_layouts(traced, shapes, num_state, setting.axis_names)
+    _outputs.check_reduced(traced, outputs, step.state_tree, tuple(axes))
     return LocalStep(traced, tuple(specs), tuple(outputs), keys)
 
 

@@ -1,4 +1,4 @@
-"""What a step returns: the state in its structure, and outputs that are averaged or one per example."""
+"""What a step returns: the state in its structure, and outputs, one for all devices or one per example."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from jzero import _call, _trace
 from jzero._errors import StateError, StepError, describe_leaf, message
 from jzero.sharding import _layout
 from jzero.sharding._layout import Layout, Shard
-from jzero.sharding._plan import Plan
 
 WHO = _call.WHO
 
@@ -29,40 +28,53 @@ def global_shapes(
 
 def output_layouts(
     traced: _trace.TracedStep, globals_: list[tuple[int, ...]] | None, num_state: int,
-    axis_names: tuple[str, ...], alone: bool,
+    axis_names: tuple[str, ...],
 ) -> list[Layout]:  # fmt: skip
-    """Layouts of the outputs beside the state: averaged ones are full, per-example ones concatenated."""
+    """Layouts of the outputs beside the state: the same on all devices, or one entry per example."""
     layouts: list[Layout] = []
-    bad, pairs = [], []
+    pairs = []
     paths = output_paths(traced.out_tree, num_state)
     for i, aval in enumerate(traced.out_avals[num_state:], num_state):
         dims = [] if globals_ is None else [
             dim for dim, (local, whole) in enumerate(zip(aval.shape, globals_[i], strict=True))
             if local != whole
         ]  # fmt: skip
-        if not traced.frame.out_varying[i]:
-            layouts.append(_layout.FULL)
-        elif len(dims) > 1:
-            layouts.append(_layout.FULL)
+        if len(dims) > 1 and traced.frame.out_varying[i]:
             pairs.append(describe_leaf(paths[i - num_state], globals_[i], aval.dtype))  # type: ignore[index]
-        elif dims:
-            layouts.append(Shard(dims[0], axis_names))
-        else:
-            layouts.append(_layout.FULL)
-            if not _trace.is_float(aval) and not alone:
-                bad.append(describe_leaf(paths[i - num_state], aval.shape, aval.dtype))
-    if pairs and not alone:
+        per_example = dims and traced.frame.out_varying[i]
+        layouts.append(Shard(dims[0], axis_names) if per_example else _layout.FULL)
+    if pairs:
         raise StepError(message(
             WHO, [f"{leaf} has several dims that follow the batch" for leaf in pairs],
             "A device has only its own examples, and cannot compare them with those of another.",
             "Return what has one entry per example, and compare outside of the step."))  # fmt: skip
+    return layouts
+
+
+def check_reduced(
+    traced: _trace.TracedStep, layouts: Sequence[Layout], state_tree: Any, axes: Sequence[str]
+) -> None:
+    """What a step written for one device returns is the same on all of them, or one entry per example.
+
+    Nothing is averaged for its author: a mean of what devices made of their rows is another training.
+    """
+    num_state, axis = state_tree.num_leaves, repr(axes[0] if len(axes) == 1 else tuple(axes))
+    state = _call.leaf_paths(jax.tree.unflatten(state_tree, range(num_state)), "the new state")
+    paths = [*state, *output_paths(traced.out_tree, num_state)]
+    rests = [*[_layout.FULL] * num_state, *layouts]
+    bad = [
+        f"{describe_leaf(path, aval.shape, aval.dtype)} differs between devices"
+        for path, aval, layout, varies in zip(
+            paths, traced.out_avals, rests, traced.frame.out_varying, strict=True
+        )
+        if varies and layout == _layout.FULL
+    ]
     if bad:
         raise StepError(message(
-            WHO, [f"{leaf} differs between devices" for leaf in bad],
-            "Outputs that differ between devices are averaged, and an integer has no average.",
-            "Return it as a float (.astype(jnp.float32)): a count becomes the mean count per device.",
-        ))  # fmt: skip
-    return layouts
+            WHO, bad,
+            "A step with collectives of its own reduces what it returns itself; jzero averages nothing.",
+            f"Reduce gradients before the update, and statistics and metrics: jax.lax.pmean(grads, {axis}); "
+            f"counts by jax.lax.psum(count, {axis}).", shown=8))  # fmt: skip
 
 
 def output_paths(out_tree: Any, num_state: int = 0) -> list[str]:
@@ -118,36 +130,3 @@ def _shape_of(tree: Any) -> str:
 
 def _shape_of_tree(tree: Any) -> str:
     return f"tree of {tree.num_leaves} leaves"
-
-
-def check_varying_state(plan: Plan, traced: _trace.TracedStep, averaged: Sequence[bool]) -> None:
-    """Statistics may be averaged; a parameter or an integer that differs between devices may not."""
-    differing = [
-        (leaf, new, aval)
-        for leaf, new, aval, mean in zip(
-            plan.leaves, traced.frame.jaxpr.outvars, traced.out_avals, averaged, strict=False
-        )
-        if mean
-    ]
-    integers = [
-        describe_leaf(leaf.path, leaf.shape, leaf.dtype)
-        for leaf, _, aval in differing
-        if not _trace.is_float(aval)
-    ]
-    if integers:
-        raise StateError(message(
-            WHO, [f"the new {leaf} differs between devices" for leaf in integers],
-            "The state must be the same on all devices, and an integer has no average.",
-            "Compute it from the state, or from values reduced with jax.lax.psum.",
-        ))  # fmt: skip
-    updates = [
-        describe_leaf(leaf.path, leaf.shape, leaf.dtype)
-        for leaf, new, _ in differing
-        if new in traced.frame.local_gradients
-    ]
-    if updates:
-        raise StepError(message(
-            WHO, [f"the update of {leaf} differs between devices" for leaf in updates],
-            "Gradients must be reduced over the data axes before a parameter is updated.",
-            "Reduce the gradients with jax.lax.pmean before the update.",
-        ))  # fmt: skip

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jzero import _call, _host_array, _jaxpr, _padded, _rewrite
 from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, message
-from jzero._in_turn import groups
 from jzero._host_array import Home, HostArray
+from jzero._in_turn import groups
 from jzero._memories import DEVICE, HOST
 from jzero.sharding._plan import LeafPlan
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jzero import _call, _outputs, _slices, _tiers, _trace
+from jzero import _call, _slices, _tiers, _trace
 from jzero._errors import MeshError, OptionError, message
 from jzero._hosted import Engines, HostedStep
 from jzero._local_step import FlatStep, local_step
@@ -116,12 +116,11 @@ def build(
     flat = FlatStep(flat_step, state_avals, state_tree, arrays, array_avals, signature.specs)
     local = local_step(flat, setting)
     traced, options = local.traced, setting.options
-    frame, out_varying = traced.frame, traced.frame.out_varying
+    frame = traced.frame
     leaves = state_leaves(state, setting)
     links = Links(frame, setting.sharding.count(setting.sharding.shard_axes))
-    note_needs(frame, len(out_varying))
-    averaged = [bool(axes) for axes in out_varying[:num_state]]
-    plans = _plan.plan_leaves(leaves, setting.sharding, frame, links, averaged)
+    note_needs(frame, len(traced.out_avals))
+    plans = _plan.plan_leaves(leaves, setting.sharding, frame, links)
     resting, update = _tiers.decide(plans, frame, setting)
     plan = Plan(
         options.stage,
@@ -131,7 +130,6 @@ def build(
         options.accumulate,
         options.reduce_once,
     )
-    _outputs.check_varying_state(plan, traced, averaged)
     runner = Runner(
         setting, plan.leaves, traced, links, local.specs, local.outputs, update.apart, update.boundary
     )  # fmt: skip

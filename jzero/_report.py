@@ -54,7 +54,6 @@ class Report:
             "",
             *self._left_full(),
             *self._padded(),
-            *self._averaged(),
             *self._offloaded(),
             "",
             *self._traffic(),
@@ -126,14 +125,6 @@ class Report:
             f"{len(padded)} of {len(self.plan.leaves)} leaves are padded at rest (jzero.PaddedArray): "
             f"{shown}{more}. The padding costs {num_bytes} bytes on each device."
         ]
-
-    def _averaged(self) -> list[str]:
-        averaged = [leaf for leaf in self.plan.leaves if leaf.averaged]
-        if not averaged:
-            return []
-        shown = "; ".join(describe_leaf(leaf.path, leaf.shape, leaf.dtype) for leaf in averaged[:8])
-        more = f"; and {len(averaged) - 8} more" if len(averaged) > 8 else ""
-        return [f"averaged over the devices in each step: {shown}{more}."]
 
     def _offloaded(self) -> list[str]:
         plan = self.plan

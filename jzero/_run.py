@@ -180,22 +180,12 @@ class Runner:
         """Output `index` of the step in its final layout; a leaf of the state in the place of `old`."""
         frame, example = self.frame, self.examples[index]
         atom, layout = frame.jaxpr.outvars[index], self.layouts[index]
-        value = self._averaged(interp, env, index)
+        if example and interp.microbatches > 1:
+            value: Value = FullValue(env.stacks[atom])
+        else:
+            value = interp.read(frame, env, atom)
         x = _finish(interp, atom, value, frame, layout, example, old, self.masks_padding)
         return _jaxpr.with_type_of(x, atom)
-
-    def _averaged(self, interp: Interpreter, env: Env, index: int) -> Value:
-        """What differs between devices is averaged, except one entry per example."""
-        frame, atom = self.frame, self.frame.jaxpr.outvars[index]
-        if not _jaxpr.is_literal(atom) and atom in env.means:
-            return env.means[atom]
-        if self.examples[index] and interp.microbatches > 1:
-            return FullValue(env.stacks[atom])
-        value = interp.read(frame, env, atom)
-        averages = frame.varies(atom) and not self.examples[index]
-        if not averages or interp.microbatches > 1:  # Their loop has averaged it.
-            return value
-        return interp.mean_of(interp.full(frame, atom, value))
 
 
 def placed(x: Any, leaf: LeafPlan) -> Value:

@@ -1,5 +1,6 @@
 """Microbatches: how often what is reduced and gathered, ragged weights, memory, and what is counted."""
 
+import functools
 import re
 from typing import Any
 
@@ -201,14 +202,14 @@ def test_accumulators_are_reported():
 # -- losses normalised by a count ----------------------------------------------------------------
 
 
-def masked_step(take_mean, reduced=lambda tree: tree):
+def masked_step(take_mean, reduced=lambda tree: tree, total=lambda x: x):
     def step(state, batch):
         def loss_fn(params):
             errors = jnp.square(jnp.tanh(batch["x"] @ params["w"]) @ params["v"])
             return take_mean(errors, batch["mask"])
 
         loss, grads = reduced(jax.value_and_grad(loss_fn)(state))
-        correct = jzero.total(jnp.sum(batch["mask"] > 0))
+        correct = total(jnp.sum(batch["mask"] > 0))
         new_state = jax.tree.map(lambda p, g: p - 0.1 * g, state, grads)
         return new_state, {"loss": loss, "tokens": correct}
 
@@ -217,11 +218,18 @@ def masked_step(take_mean, reduced=lambda tree: tree):
 
 def masked_step_of_a_device(take_mean):
     """The same, as written for `jax.pmap(..., axis_name="batch")`."""
-    return masked_step(take_mean, lambda tree: jax.lax.pmean(tree, "batch"))
+    reduce, total = (functools.partial(f, axis_name="batch") for f in (jax.lax.pmean, jax.lax.psum))
+    return masked_step(take_mean, reduce, total)
 
 
 def plain_mean(values, mask):
     return jnp.sum(values * mask) / jnp.sum(mask)
+
+
+def mean_over_devices(values, mask):
+    """A device's share: the mean of these over the devices is the weighted mean of all rows."""
+    count = jax.lax.psum(jnp.sum(mask), "batch")
+    return jnp.sum(values * mask) * (jax.lax.psum(1, "batch") / count)
 
 
 def ragged_batches():
@@ -255,7 +263,7 @@ def test_ragged_microbatches_equal_one_big_batch(written_for, stage, num_devices
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     options = dict(stage=stage, mesh=mesh, accumulate=k)
     if written_for == "a device":
-        step = masked_step_of_a_device(jzero.weighted_mean)
+        step = masked_step_of_a_device(mean_over_devices)
         sharded = small.shard_train_step(step, axis_name="batch", **options)
     else:
         sharded = small.shard_train_step(masked_step(plain_mean), **options)
@@ -268,48 +276,21 @@ def test_ragged_microbatches_equal_one_big_batch(written_for, stage, num_devices
         np.testing.assert_allclose(state[name], expected_state[name], rtol=2e-5, atol=2e-6)
 
 
-def test_a_weighted_mean_is_the_plain_one_in_a_step_for_the_whole_batch():
-    step = masked_step(jzero.weighted_mean)
-    state, history = trained(small.shard_train_step(step, stage=3, accumulate=2))
-    expected_state, expected = trained(jax.jit(masked_step(plain_mean)))
-    for got, want in zip(history, expected, strict=True):
-        np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
-        assert got["tokens"] == want["tokens"]
-    for name in state:
-        np.testing.assert_allclose(state[name], expected_state[name], rtol=2e-5, atol=2e-6)
-
-
 def test_a_mean_of_local_means_is_another_loss():
-    """The tests above could fail: it is what a step for a device means without `weighted_mean`."""
+    """The tests above could fail: it is what a step for a device means that divides by its own count."""
     step = masked_step_of_a_device(plain_mean)
     _, history = trained(small.shard_train_step(step, stage=3, axis_name="batch"))
     _, expected = trained(jax.jit(masked_step(plain_mean)))
     assert abs(history[0]["loss"] - expected[0]["loss"]) > 1e-3
 
 
-@pytest.mark.parametrize("take_mean", [plain_mean, jzero.weighted_mean])
-def test_a_count_needs_a_loop_of_its_own_and_little_else(take_mean):
-    sharded = small.shard_train_step(masked_step(take_mean), stage=3, accumulate=4)
+def test_a_count_needs_a_loop_of_its_own_and_little_else():
+    sharded = small.shard_train_step(masked_step(plain_mean), stage=3, accumulate=4)
     found = sharded.describe(weights(), next(ragged_batches()))
     assert found.plan.reductions == "whole batch"
     psi = 16 * 32 + 32
     assert found.elements("reduce-scatter") == 4 * psi
     assert found.elements("all-reduce") == 3  # the weights' total, the count of tokens, the loss
-
-
-def test_weighted_mean_without_any_weight_is_zero():
-    value, grad = jax.value_and_grad(lambda w: jzero.weighted_mean(w * jnp.ones(3), jnp.zeros(3)))(
-        2.0
-    )
-    assert (value, grad) == (0, 0)
-
-
-def test_gradient_through_a_total_is_refused():
-    def step(w, x):
-        return w - jax.grad(lambda w: jnp.mean(x @ w) / jzero.total(jnp.sum(w)))(w)
-
-    with pytest.raises(jzero.StepError, match=r"jzero.total: a gradient is taken through it"):
-        small.shard_train_step(step)(jnp.ones((8, 8)), jnp.ones((16, 8)))
 
 
 # -- what comes from the rows ----------------------------------------------------------------------
@@ -345,7 +326,7 @@ def test_an_ensemble_of_weighted_means():
 
     def step(ws, batch):
         def loss_fn(w):
-            return jzero.weighted_mean(jnp.square(batch["x"][:, 0] @ w), batch["mask"][:, 0])
+            return plain_mean(jnp.square(batch["x"][:, 0] @ w), batch["mask"][:, 0])
 
         losses, grads = jax.vmap(jax.value_and_grad(loss_fn))(ws)
         return ws - 0.1 * grads, {"losses": losses}

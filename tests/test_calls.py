@@ -442,18 +442,6 @@ def test_lowered_and_planned_without_arrays():
     assert train_step.plan(abstract, x, y) != other
 
 
-def test_describe_names_what_is_averaged():
-    """In steps with collectives of their own: what they leave different when they end."""
-
-    def step(state, x):
-        g = jax.lax.pmean(jax.grad(lambda w: jnp.mean(x @ w))(state["w"]), "data")
-        return {"w": state["w"] - g, "mean": 0.9 * state["mean"] + 0.1 * x.mean(0)}
-
-    state = {"w": jnp.ones((16, 16)), "mean": jnp.zeros(16)}
-    text = str(small.shard_train_step(step, axis_name="data").describe(state, jnp.ones((16, 16))))
-    assert "averaged over the devices in each step: state['mean'] float32[16]." in text
-
-
 def test_a_keyword_may_have_the_name_of_all_keywords():
     def step(state, **batch):
         return state, batch["batch"].sum()

@@ -385,19 +385,26 @@ def test_a_leafs_dtype_and_shape_change():
     refuses(ValueError, texts, train_step, {"a": W, "b": W}, X)
 
 
-def test_an_integer_metric_differs():
-    train_step = sharded(lambda w, x: (written(w, x)[0], {"hits": (x > 0).sum()}), axis_name="data")
-    texts = ["output[1]['hits'] int32[] differs between devices", "astype"]
+@pytest.mark.parametrize("metric", [jnp.sum, lambda x: (x > 0).sum(), lambda x: x.mean(0)])
+def test_a_metric_that_nobody_reduced(metric):
+    train_step = sharded(lambda w, x: (written(w, x)[0], {"metric": metric(x)}), axis_name="data")
+    texts = ["output[1]['metric'] ", "differs between devices", "reduces what it returns itself",
+             "jzero averages nothing", "counts by jax.lax.psum(count, 'data')"]  # fmt: skip
     refuses(TypeError, texts, train_step, W, X)
 
 
-def test_an_integer_in_the_state_differs():
+@pytest.mark.parametrize("devices", [1, 8])
+def test_statistics_in_the_state_that_nobody_reduced(devices):
     def fn(s, x):
-        return {"w": written(s["w"], x)[0], "seen": s["seen"] + (x > 0).sum()}
+        mean = 0.9 * s["mean"] + 0.1 * x.mean(0)
+        return {"w": written(s["w"], x)[0], "mean": mean, "seen": s["seen"] + (x > 0).sum()}
 
-    texts = ["the new state['seen'] int32[] differs between devices", "jax.lax.psum"]
-    state = {"w": W, "seen": jnp.zeros((), jnp.int32)}
-    refuses(ValueError, texts, sharded(fn, axis_name="data"), state, X)
+    texts = ["the new state['seen'] int32[] differs between devices",
+             "the new state['mean'] float32[8] differs between devices",
+             "jax.lax.pmean(grads, 'data')"]  # fmt: skip
+    state = {"w": W, "mean": W[0], "seen": jnp.zeros((), jnp.int32)}
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    refuses(TypeError, texts, sharded(fn, axis_name="data", mesh=mesh), state, X)
 
 
 # -- what a step for the whole batch may not do ----------------------------------------------------
@@ -453,7 +460,8 @@ def test_a_data_parallel_step_forgets_its_gradients():
         loss, g = jax.value_and_grad(loss_fn)(w, x)
         return w - 0.1 * g, jax.lax.pmean(loss, "batch")
 
-    texts = ["the update of state float32[8,8] differs between devices", "jax.lax.pmean"]
+    texts = ["the new state float32[8,8] differs between devices. A step with collectives",
+             "Reduce gradients before the update, and statistics and metrics: jax.lax.pmean(grads, 'batch')"]  # fmt: skip
     refuses(TypeError, texts, sharded(fn, axis_name="batch"), W, X)
 
 
@@ -465,7 +473,8 @@ def test_a_search_whose_length_differs_between_devices():
             w, _ = carry
             return written(w, x)[0], x.sum()
 
-        return jax.lax.while_loop(lambda c: c[1] < x.sum(), body, (w, jnp.zeros(())))[0]
+        w, _ = jax.lax.while_loop(lambda c: c[1] < x.sum(), body, (w, jnp.zeros(())))
+        return jax.lax.pmean(w, "data")
 
     texts = ["a gradient is reduced inside a branch", "All devices must take part", "jnp.where"]
     refuses(TypeError, texts, sharded(fn, axis_name="data"), W, X)

@@ -1,7 +1,7 @@
 """cuDNN's attention, as `jax.nn.dot_product_attention(implementation="cudnn")` calls it: rows are apart.
 
-Source: `jax/_src/cudnn/fused_attention_stablehlo.py` (0.10.2, 0.12), whose own partitioning splits the batch so, and
-sums the gradient of a bias that the batch shares.
+Source: `jax/_src/cudnn/fused_attention_stablehlo.py` (0.10.2, 0.12), whose own partitioning splits the batch
+so, and sums the gradient of a bias that the batch shares.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from jzero import _jaxpr
 from jzero.batch._factors import Factor
 
 NAMES = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
-_PACKED = slice(6, 10)  # operands: offsets of packed sequences, tables of pages; empty if there are none
+_PACKED = slice(6, 10)  # Operands: offsets of packed sequences, tables of pages; empty if unused.
 
 
 def factors(eqn: _jaxpr.Eqn) -> list[Factor]:

@@ -254,11 +254,11 @@ def _run_factor(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Ro
             forms.append(even_rows(dim, size, body.num) if factor.groups else rows.at(dim))
     outs = body.emit(eqn, atoms, forms, **local)
     values = []
-    for var, form, out in zip(eqn.outvars, forms, outs, strict=True):
-        if form is FULL:
+    for var, new, out in zip(eqn.outvars, forms, outs, strict=True):
+        if new is FULL:
             assert reduces is not None
             out = body.reduce(out, reduces)
-        values.append(Value(var.aval, form, {form: out}))
+        values.append(Value(var.aval, new, {new: out}))
     return values
 
 

@@ -1,7 +1,7 @@
 """Opaque calls: callbacks, FFI calls and kernels, of which JAX does not say what they do.
 
-A device runs one on its own rows if the step promises that rows are apart (`jzero.per_example`), or if the call
-itself proves it; that it *could* run on fewer rows proves nothing. Else the rows are gathered.
+A device runs one on its own rows if the step promises that rows are apart (`jzero.per_example`), or if the
+call itself proves it; that it *could* run on fewer rows proves nothing. Else the rows are gathered.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ def _attention(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     return _apart(body, eqn, ins, _cudnn.factors(eqn))
 
 
-def _apart(
-    body: Body, eqn: Eqn, ins: list[Value], factors: list[Factor]
-) -> list[Value] | None:
+def _apart(body: Body, eqn: Eqn, ins: list[Value], factors: list[Factor]) -> list[Value] | None:
     forms = [value.form for value in ins]
     if OWN in forms or SUM in forms or _jaxpr.has_side_effects(eqn):
         return None
     if not any(isinstance(form, Rows) for form in forms):
         return None
     outs = by_factor(body, eqn, ins, factors)
-    reason = "nothing says that its rows are apart: jzero.per_example promises it"
+    return gathered(body, eqn, ins, _why(body, factors)) if outs is None else outs
+
+
+def _why(body: Body, factors: list[Factor]) -> str:
+    if factors:
+        return f"its rows are apart along another dim, or in blocks that {body.num} devices do not divide"
     if body.in_scope(_jaxpr.PER_EXAMPLE):
-        reason = "jzero.per_example covers no call whose operands and results have rows along several dims, or none"
-    return gathered(body, eqn, ins, reason) if outs is None else outs
+        return "jzero.per_example does not cover it: rows lie along several dims, or a result has none"
+    return "nothing says that its rows are apart; jzero.per_example promises it"
 
 
 def _promised(eqn: Eqn, ins: list[Value]) -> list[Factor]:
@@ -64,7 +67,8 @@ def _promised(eqn: Eqn, ins: list[Value]) -> list[Factor]:
         avals = [_jaxpr.var_like(t, s).aval for t, s in zip(types, shapes, strict=True)]
         return {"result_avals": tuple(avals)}
 
-    return [Factor(tuple(dim if has_rows(v.aval) else None for v in ins), (dim,) * len(types), local=local)]
+    dims = tuple(dim if has_rows(value.aval) else None for value in ins)
+    return [Factor(dims, (dim,) * len(types), local=local)]
 
 
 def _mark(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:

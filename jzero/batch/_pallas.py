@@ -1,7 +1,7 @@
 """What the grid of a Pallas kernel proves: which of its blocks belong to which rows.
 
-A program of the grid reads and writes the blocks that the index maps give it. If one grid dim alone says which
-rows these are, and its programs share nothing, a device runs those of its rows: a smaller grid.
+A program of the grid reads and writes the blocks that the index maps give it. If one grid dim alone says
+which rows these are, and its programs share nothing, a device runs those of its rows: a smaller grid.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jzero.batch import _factors
 from jzero.batch._factors import Factor
 from jzero.sharding import _rules
 
-# What a kernel may do besides computing, and share nothing with the programs of other blocks: read and write its
-# own, and ask which program it is (of another grid dim). Not here: semaphores, copies, generators with a state.
+# What a kernel may do besides computing, and share nothing with the programs of other blocks: read and write
+# its own, and ask which program it is, of another grid dim. Not: semaphores, copies, generators with a state.
 _CALLS = {"cond", "scan", "while", *_jaxpr.CALLS}
 _NUMBERS = {"program_id", "num_programs"}
 _IN_BLOCKS = {"get", "swap", "addupdate", "masked_load", "masked_swap"}

@@ -11,8 +11,8 @@ import tensorstore
 from orbax.checkpoint import type_handlers
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals as CommitFuture
 
-from jzero._in_turn import groups
 from jzero._host_array import HostArray
+from jzero._in_turn import groups
 from jzero._padded import PaddedArray
 from jzero.checkpoint import _ocdbt, _reading
 from jzero.checkpoint._chunks import chunk_shape

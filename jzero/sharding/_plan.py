@@ -115,7 +115,6 @@ class LeafPlan:
       layout: full, or the dim and axes it is sharded over.
       num_shards: how many devices hold different parts of it.
       automatic: for each dim, the other mesh axes over which XLA shards it (`auto_specs`).
-      averaged: its new value differs between devices, and their mean is kept (batch statistics).
       padding: what is added at rest to the sharded dim, if the devices do not divide it.
       why_full: the reason, for a leaf that the stage would shard and that stays full.
       tier: the memory in which it rests: 'device', or its host's: 'pinned_host' (as JAX arrays), 'host'.
@@ -130,7 +129,6 @@ class LeafPlan:
     num_shards: int = 1
     why_full: str = ""
     automatic: Automatic = ()
-    averaged: bool = False
     padding: int = 0
     tier: str = DEVICE
 
@@ -267,9 +265,8 @@ def plan_from_shapes(
 
 
 def plan_leaves(
-    leaves: Sequence[Leaf], sharding: Sharding, frame: Frame, links: Links,
-    averaged: Sequence[bool],
-) -> tuple[LeafPlan, ...]:  # fmt: skip
+    leaves: Sequence[Leaf], sharding: Sharding, frame: Frame, links: Links
+) -> tuple[LeafPlan, ...]:
     """Roles from dataflow, layouts from the stage's row; tells `links` which dims are sharded.
 
     Args:
@@ -277,15 +274,13 @@ def plan_leaves(
       sharding: the stage on the mesh.
       frame: the step, analysed.
       links: linked dims of the step.
-      averaged: leaves whose new value differs between devices and is averaged (batch statistics).
 
     Raises:
       OptionError: `sharding.full` matches no parameter.
     """
     variables = frame.jaxpr.invars[: len(leaves)]
     roles = [
-        _role(leaf, var in frame.feeds_batch, mean)
-        for leaf, var, mean in zip(leaves, variables, averaged, strict=True)
+        _role(leaf, var in frame.feeds_batch) for leaf, var in zip(leaves, variables, strict=True)
     ]
     plans: dict[int, LeafPlan] = {}
     # Parameters choose first: optimizer state that is combined with one element by element follows it.
@@ -297,8 +292,7 @@ def plan_leaves(
             dim, why = sharding.choose(leaf, links.looped_dims(frame, var))
         if dim is not None and roles[i] != OTHER:
             links.shard(frame, var, dim, leaf.path)
-        plan = _leaf_plan(leaf, roles[i], dim, axes, sharding, why)
-        plans[i] = dataclasses.replace(plan, averaged=averaged[i])
+        plans[i] = _leaf_plan(leaf, roles[i], dim, axes, sharding, why)
     _check_full(sharding, plans.values())
     return tuple(plans[i] for i in range(len(leaves)))
 
@@ -329,8 +323,8 @@ def _check_full(sharding: Sharding, plans: Iterable[LeafPlan]) -> None:
             f"The parameters are {', '.join(paths[:6])}{', ...' if len(paths) > 6 else ''}."))  # fmt: skip
 
 
-def _role(leaf: Leaf, feeds_batch: bool, averaged: bool) -> str:
-    if averaged or not leaf.splittable:
+def _role(leaf: Leaf, feeds_batch: bool) -> str:
+    if not leaf.splittable:
         return OTHER
     if feeds_batch:
         return PARAMETER if leaf.floating else OTHER

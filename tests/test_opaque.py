@@ -1,0 +1,404 @@
+"""Opaque calls: on each device's rows where a promise or the call itself says that rows are apart, else gathered."""
+
+import functools
+import inspect
+import re
+
+import jax
+import jax._src.cudnn.fused_attention_stablehlo as cudnn
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+
+import gpu_compiler
+import jzero
+import small
+
+ROWS, DIM = 32, 4
+GATHERED = "nothing says that its rows are apart; jzero.per_example promises it"
+NOT_COVERED = "jzero.per_example does not cover it"
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+X, W = normal(ROWS, DIM), jnp.asarray(normal(DIM, DIM, seed=1))
+
+
+def gathered(fn, w=W, x=X, **options):
+    """What `fn(w, x)`, inside a loss, gathers: pairs of operation and reason; it trains as on one device."""
+
+    def step(w, x):
+        def loss_fn(w):
+            y = fn(w, x)
+            return jnp.sum(jnp.sin(y)) / 100, y
+
+        (loss, y), grads = jax.value_and_grad(loss_fn, has_aux=True)(w)
+        return w - grads, {"loss": loss, "y": y}
+
+    train_step = small.shard_train_step(step, stage=3, **options)
+    report = train_step.describe(w, x)
+    expected = jax.jit(step)(w, x)
+    found = train_step(train_step.shard(w), x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5),
+        (train_step.unshard(found[0]), found[1]), expected,
+    )  # fmt: skip
+    return [(m.operation, m.reason) for m in report.movements if m.operation != "output"]
+
+
+def on_host(fn, *arrays, shape=None):
+    shape = jax.ShapeDtypeStruct(shape or arrays[0].shape, arrays[0].dtype)
+    return jax.pure_callback(fn, shape, *arrays, vmap_method="expand_dims")
+
+
+@jax.custom_vjp
+def softsign(x):
+    """A callback in its forward and in its backward pass."""
+    return on_host(lambda x: x / (1 + np.abs(x)), x)
+
+
+softsign.defvjp(
+    lambda x: (softsign(x), x),
+    lambda x, ct: (on_host(lambda x, ct: ct / (1 + np.abs(x)) ** 2, x, ct),),
+)
+promised = jzero.per_example(softsign)
+
+
+# -- promises ------------------------------------------------------------------------------------------
+
+
+def in_a_scan(w, x):
+    return jax.lax.scan(lambda x, _: (promised(x @ w), None), x, None, length=3)[0]
+
+
+def around_a_scan(w, x):
+    def layers(x):
+        return jax.lax.scan(lambda x, _: (softsign(x @ w), None), x, None, length=3)[0]
+
+    return jzero.per_example(layers)(x)
+
+
+def along_another_dim(w, x):
+    return jzero.per_example(softsign, in_axes=1, out_axes=-1)((x @ w).T).T
+
+
+def of_several_arguments(w, x):
+    def fn(arrays, scale, *, bias):
+        return on_host(lambda a, b, s: a + b * s, arrays["a"], bias, scale)
+
+    y = jax.lax.stop_gradient(x @ w)
+    return jzero.per_example(fn, in_axes=(0, None))({"a": y}, jnp.float32(3), bias=y) + x @ w
+
+
+COVERED = {
+    "once": lambda w, x: promised(x @ w),
+    "jit": lambda w, x: jax.jit(promised)(x @ w),
+    "remat": lambda w, x: jax.checkpoint(lambda w: promised(jnp.sin(x @ w)))(w),
+    "vmap over rows": lambda w, x: jax.vmap(jzero.per_example(softsign))((x @ w)[:, None])[:, 0],
+    "vmap along rows": lambda w, x: jax.vmap(promised, 1, 1)(x @ w),
+    "cond": lambda w, x: jax.lax.cond(x.sum() > 0, promised, lambda x: x, x @ w),
+    "zero cotangents": lambda w, x: jnp.sum(promised(jnp.stack([x @ w, x], 1)), 1),
+    **{fn.__name__: fn for fn in (in_a_scan, around_a_scan, along_another_dim, of_several_arguments)},
+}
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_promised_calls_run_on_the_rows_of_each_device(name):
+    assert gathered(COVERED[name]) == []
+
+
+@pytest.mark.parametrize("rows", [27, 4, 2])
+def test_rows_that_devices_do_not_divide_and_as_many_as_other_dims(rows):
+    assert gathered(COVERED["once"], x=normal(rows, DIM)) == []
+
+
+def test_microbatches():
+    assert gathered(COVERED["once"], accumulate=2) == []
+
+
+def test_each_device_gives_the_host_its_own_rows():
+    sizes = []
+
+    def note(x):
+        sizes.append(x.shape)
+        return x
+
+    step = small.shard_train_step(
+        lambda w, x: (w, jzero.per_example(functools.partial(on_host, note))(x))
+    )
+    np.testing.assert_array_equal(step(W, X)[1], X)
+    assert set(sizes) == {(ROWS // 8, DIM)}
+
+
+def test_without_a_promise_rows_are_gathered_and_the_edit_is_named():
+    assert gathered(lambda w, x: softsign(x @ w)) == [("pure_callback", GATHERED)] * 2
+    text = rf"pure_callback at .*test_opaque\.py.*{re.escape(GATHERED)}"
+    step = small.shard_train_step(lambda w, x: (w, softsign(x)), max_gather_bytes=100)
+    with pytest.raises(jzero.StepError, match=text):
+        step(W, X)
+
+
+def test_other_operations_inside_are_what_they_are():
+    """A promise that is broken by what JAX knows changes nothing: the mean is that of the batch."""
+    assert gathered(lambda w, x: jzero.per_example(lambda x: x - x.mean(0)[None])(x @ w)) == []
+    (sort,) = gathered(lambda w, x: jzero.per_example(lambda x: jnp.sort(x, 0))(x) + x @ w)
+    assert sort[0] == "sort"
+
+
+def test_nothing_in_plain_jax():
+    jaxpr = str(jax.make_jaxpr(promised)(X))
+    assert promised(X).tolist() == softsign(X).tolist()
+    assert "pure_callback" in jaxpr
+    np.testing.assert_array_equal(jax.jvp(jzero.per_example(jnp.sin), (X,), (X,))[1], jnp.cos(X) * X)
+    y, tangents = jax.linearize(jzero.per_example(jnp.sin), X)
+    np.testing.assert_array_equal(tangents(X), jnp.cos(X) * X)
+
+
+def parameter_gradient(w, x):
+    """The backward pass of a kernel that makes its parameter's gradient itself."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return on_host(lambda x, w: x @ w, x, w)
+
+    def backward(saved, ct):
+        x, w = saved
+        return on_host(lambda ct, w: ct @ w.T, ct, w), on_host(
+            lambda x, ct: x.T @ ct, x, ct, shape=w.shape
+        )
+
+    product.defvjp(lambda x, w: (product(x, w), (x, w)), backward)
+    return jzero.per_example(product, in_axes=(0, None))(x, w)
+
+
+def closes_over_rows(w, x):
+    return jzero.per_example(lambda y: on_host(np.add, y, x.T.reshape(y.shape)))(
+        jax.lax.stop_gradient(x @ w)
+    ) + x @ w
+
+
+def long_as_the_batch(w, x):
+    """A shared operand that might as well have rows."""
+    table = jnp.arange(8.0 * DIM).reshape(8, DIM)
+    return jzero.per_example(lambda x: on_host(lambda x, t: x + t.sum(0), x, table))(x) + x @ w
+
+
+def rows_of_two_dims(w, x):
+    def fn(x):
+        return on_host(lambda a, b: a + b.T, x, x.T)
+
+    return jzero.per_example(fn)(jax.lax.stop_gradient(x @ w)) + x @ w
+
+
+@pytest.mark.parametrize(("fn", "rows", "calls"), [
+    (parameter_gradient, ROWS, 1), (long_as_the_batch, 8, 1), (rows_of_two_dims, ROWS, 1),
+], ids=str)  # fmt: skip
+def test_what_shapes_contradict_is_gathered(fn, rows, calls):
+    found = gathered(fn, x=normal(rows, DIM))
+    assert {operation for operation, _ in found} == {"pure_callback"}
+    assert all(reason.startswith(NOT_COVERED) for _, reason in found)
+
+
+def test_rows_that_a_promise_says_are_none():
+    found = gathered(closes_over_rows)
+    assert ("marked_rows", "jzero.per_example has its rows along no dim") in found
+
+
+def test_effects_happen_once_all_the_same():
+    calls = []
+    fn = lambda x: io_callback(lambda x: calls.append(x.shape) or x, x, x)  # noqa: E731
+    step = small.shard_train_step(lambda w, x: (w, jzero.per_example(fn)(x)))
+    np.testing.assert_array_equal(step(W, X)[1], X)
+    jax.effects_barrier()
+    assert calls == [X.shape]
+
+
+@pytest.mark.parametrize(("text", "fn", "options", "args"), [
+    ("jzero.per_example: output float32[] has no dim 0. Rows lie along a dim. Name that dim in out_axes",
+     jnp.sum, {}, [X]),
+    ("output float32[4] has not the 32 rows of the arguments. Each row of a result comes from the same row",
+     lambda x: x.sum(0), {}, [X]),
+    ("output['y'] float32[32,4] has not the 32 rows", lambda x: {"y": x}, {"out_axes": 1}, [X]),
+    ("output float32[32,4] has not the 32 rows", lambda x: x, {"out_axes": None}, [X]),
+    ("args[0] float32[32,4] has 32 rows\n  - args[1] float32[4,4] has 4 rows", jnp.add, {}, [X, W]),
+    ("no argument has rows", jnp.sin, {"in_axes": None}, [X]),
+    ("args[0]['x'] float32[32,4] has no dim 2", jnp.sin, {"in_axes": 2}, [{"x": X}]),
+])  # fmt: skip
+def test_refusals(text, fn, options, args):
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
+        jzero.per_example(fn, **options)(*args)
+    assert isinstance(caught.value, jzero.JzeroError)
+
+
+# -- an FFI call: JAX's own, a matrix's LU decomposition, by its name ------------------------------------
+
+
+# -- kernels ---------------------------------------------------------------------------------------------
+
+
+def spec(*block, index=lambda i: (i, 0)):
+    return pl.BlockSpec(block, index)
+
+
+def kernel(fn, x, *more, block=2, ins=None, out=None, shape=None, grid=None, **options):
+    """`fn(*refs)` on a grid of blocks of rows."""
+    shared = [spec(*y.shape, index=lambda i: (0, 0)) for y in more]
+    return pl.pallas_call(
+        fn, out_shape=jax.ShapeDtypeStruct(shape or x.shape, x.dtype), grid=grid or (len(x) // block,),
+        in_specs=ins or [spec(block, x.shape[1]), *shared], out_specs=out or spec(block, x.shape[1]),
+        interpret=True, **options,
+    )(x, *more)  # fmt: skip
+
+
+def tanh(x, out):
+    out[...] = jnp.tanh(x[...])
+
+
+def centred_in_blocks(x, out):
+    out[...] = x[...] - jnp.broadcast_to(x[...].mean(0)[None], x.shape)
+
+
+def product(x, w, out):
+    out[...] = x[...] @ w[...]
+
+
+def numbered(x, out):
+    out[...] = x[...] * pl.program_id(0).astype(x.dtype)
+
+
+def numbered_columns(x, out):
+    out[...] = x[...] * pl.program_id(1).astype(x.dtype)
+
+
+def accumulated(x, out):
+    @pl.when(pl.program_id(0) == 0)
+    def _():
+        out[...] = jnp.zeros_like(out)
+
+    out[...] += x[...]
+
+
+def neighbour(x, out):
+    number = (pl.program_id(0) + 1) % pl.num_programs(0)
+    out[...] = x[pl.ds(number * 2, 2), :]
+
+
+@jax.custom_vjp
+def tanh_with_gradient(x):
+    return kernel(tanh, x)
+
+
+def tanh_gradient(y, ct, out):
+    out[...] = ct[...] * (1 - y[...] * y[...])
+
+
+def tanh_backward(y, ct):
+    both = [spec(2, y.shape[1])] * 2
+    return (kernel(tanh_gradient, y, ct, ins=both),)
+
+
+tanh_with_gradient.defvjp(lambda x: (tanh_with_gradient(x),) * 2, tanh_backward)
+
+
+def sums_of_blocks(x):
+    def fn(x, out):
+        out[...] = x[...].sum(0, keepdims=True)
+
+    return kernel(fn, x, out=spec(1, DIM), shape=(len(x) // 2, DIM))
+
+
+def by_columns(x):
+    pair = spec(2, 2, index=lambda i, j: (i, j))
+    return kernel(numbered_columns, x, grid=(len(x) // 2, DIM // 2), ins=[pair], out=pair)
+
+
+PROVED = {
+    "blocks": lambda x: kernel(tanh, x),
+    "single rows": lambda x: kernel(tanh, x, block=1),
+    "what rows of a block do": lambda x: kernel(centred_in_blocks, x),
+    "shared operand": lambda x: kernel(product, x, jnp.eye(DIM)),
+    "vmapped": lambda x: jax.vmap(lambda x: kernel(numbered, x, block=1))(x.reshape(-1, 2, 2)).reshape(x.shape),
+    "another number of rows": sums_of_blocks,
+    "program of another dim": by_columns,
+    "number of the row as an operand": lambda x: kernel(
+        lambda x, n, out: out.__setitem__(..., x[...] * n[...]), x,
+        jax.lax.broadcasted_iota(x.dtype, x.shape, 0), ins=[spec(2, DIM)] * 2),
+}  # fmt: skip
+
+
+def of_rows(fn):
+    return lambda w, x: fn(jax.lax.stop_gradient(x @ w)).sum() * (x @ w)
+
+
+@pytest.mark.parametrize("name", PROVED)
+def test_a_grid_proves_that_rows_are_apart(name):
+    assert gathered(of_rows(PROVED[name])) == []
+
+
+def test_gradients_of_kernels():
+    assert gathered(lambda w, x: tanh_with_gradient(x @ w)) == []
+    assert gathered(lambda w, x: kernel(tanh, x @ w)) == []  # JAX's derivative of the kernel
+
+
+def test_microbatches_of_kernels():
+    assert gathered(lambda w, x: tanh_with_gradient(x @ w), accumulate=2) == []
+
+
+@pytest.mark.parametrize("rows", [24, 26])
+def test_blocks_that_devices_do_not_divide(rows):
+    (movement,) = gathered(of_rows(PROVED["blocks"]), x=normal(rows, DIM))
+    assert movement == ("pallas_call", "its rows are apart along another dim, or in blocks that 8 devices do not divide")
+
+
+def test_single_rows_that_devices_do_not_divide():
+    assert gathered(of_rows(PROVED["single rows"]), x=normal(27, DIM)) == []
+
+
+def prefetched(x):
+    """Index maps that read an operand."""
+    grid = pl.tpu_grid(x) if hasattr(pl, "tpu_grid") else None
+    del grid
+    from jax.experimental.pallas import tpu as pltpu
+
+    order = jnp.arange(len(x) // 2)[::-1]
+    blocks = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1, grid=(len(x) // 2,),
+        in_specs=[pl.BlockSpec((2, DIM), lambda i, order: (order[i], 0))],
+        out_specs=pl.BlockSpec((2, DIM), lambda i, order: (i, 0)),
+    )  # fmt: skip
+    return pl.pallas_call(
+        lambda order, x, out: tanh(x, out), out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid_spec=blocks, interpret=True,
+    )(order, x)  # fmt: skip
+
+
+NOT_PROVED = {
+    "the next block": lambda x: kernel(tanh, x, ins=[spec(2, DIM, index=lambda i: ((i + 1) % (len(x) // 2), 0))]),
+    "blocks in reverse": lambda x: kernel(tanh, x, ins=[spec(2, DIM, index=lambda i: (len(x) // 2 - 1 - i, 0))]),
+    "reads its neighbour": lambda x: kernel(neighbour, x, ins=[spec(*x.shape, index=lambda i: (0, 0))]),
+    "adds up along rows": lambda x: kernel(accumulated, x, out=spec(2, DIM, index=lambda i: (0, 0)), shape=(2, DIM)),
+    "which program it is": lambda x: kernel(numbered, x),
+    "scratch": lambda x: kernel(
+        lambda x, out, scratch: tanh(x, out), x, scratch_shapes=[pl.MemoryRef if False else jax.ShapeDtypeStruct((2,), x.dtype)]),
+    "in the place of an operand": lambda x: kernel(tanh, x, input_output_aliases={0: 0}),
+    "all rows in one block": lambda x: kernel(centred_in_blocks, x, block=len(x)),
+    "operands chosen by another": prefetched,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_PROVED)
+def test_near_misses_are_gathered(name):
+    assert gathered(of_rows(NOT_PROVED[name])) == [("pallas_call", GATHERED)]
+
+
+def test_a_promise_covers_what_a_grid_alone_does_not_prove():
+    def fn(x, out):
+        out[...] = jnp.where(pl.program_id(0) < 0, 0, x[...])
+
+    assert gathered(of_rows(jzero.per_example(lambda x: kernel(fn, x)))) == []
+    (movement,) = gathered(of_rows(jzero.per_example(NOT_PROVED["the next block"])))
+    assert movement[1].startswith(NOT_COVERED)
