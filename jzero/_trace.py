@@ -172,5 +172,5 @@ def global_shapes(
 
 
 def is_float(aval: Any) -> bool:
-    """Whether a leaf can be averaged."""
+    """Whether a leaf is made of floats, complex ones too."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)

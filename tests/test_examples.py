@@ -10,6 +10,7 @@ import jzero
 from jzero import (
     _estimate,
     _host_array,
+    _local,
     _nnx,
     _padded,
     _precision,
@@ -26,6 +27,7 @@ MODULES = [
     _checkpointer,
     _estimate,
     _host_array,
+    _local,
     _nnx,
     _padded,
     _policy,

@@ -189,8 +189,8 @@ def test_a_step_for_pmap_keeps_its_statistics_local(k):
     whole_step = functools.partial(step_in_groups, 8 * k)
     num_sums = 1 + sum(leaf.size for leaf in jax.tree.leaves(state))
     expected, loss = jax.jit(whole_step)(state, x)
-    for fn, options in ((step_of_a_device, {"axis_name": "batch"}), (whole_step, {})):
-        step = small.shard_train_step(fn, stage=0, accumulate=k, **options)
+    for fn, axis_name in ((step_of_a_device, "batch"), (whole_step, None)):
+        step = small.shard_train_step(fn, stage=0, accumulate=k, axis_name=axis_name)
         assert_collectives(step, state, x, {"all-reduce": num_sums})
         found, metric = step(step.shard(state), x)
         np.testing.assert_allclose(metric, loss, rtol=1e-5)
@@ -209,4 +209,6 @@ def test_a_synchronised_norm_of_a_device_is_the_whole_batchs():
     state = whole.init(jax.random.key(0), x)
     found, y = small.shard_train_step(step, axis_name="batch")(state, x)
     expected, z = jax.jit(functools.partial(step, norm=whole))(state, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), (found, y), (expected, z))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), (found, y), (expected, z)
+    )

@@ -1,4 +1,4 @@
-"""Opaque calls: on each device's rows where a promise or the call itself says that rows are apart, else gathered."""
+"""Opaque calls run on each device's rows where a promise, or the call itself, says that rows are apart."""
 
 import functools
 import inspect
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 import gpu_compiler
 import jzero
@@ -21,11 +22,18 @@ GATHERED = "nothing says that its rows are apart; jzero.per_example promises it"
 NOT_COVERED = "jzero.per_example does not cover it"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _float64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
 def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return np.random.default_rng(seed).normal(size=shape)
 
 
-X, W = normal(ROWS, DIM), jnp.asarray(normal(DIM, DIM, seed=1))
+X, W = normal(ROWS, DIM), normal(DIM, DIM, seed=1)
 
 
 def gathered(fn, w=W, x=X, **options):
@@ -44,7 +52,7 @@ def gathered(fn, w=W, x=X, **options):
     expected = jax.jit(step)(w, x)
     found = train_step(train_step.shard(w), x)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9),
         (train_step.unshard(found[0]), found[1]), expected,
     )  # fmt: skip
     return [(m.operation, m.reason) for m in report.movements if m.operation != "output"]
@@ -91,7 +99,7 @@ def of_several_arguments(w, x):
         return on_host(lambda a, b, s: a + b * s, arrays["a"], bias, scale)
 
     y = jax.lax.stop_gradient(x @ w)
-    return jzero.per_example(fn, in_axes=(0, None))({"a": y}, jnp.float32(3), bias=y) + x @ w
+    return jzero.per_example(fn, in_axes=(0, None))({"a": y}, jnp.asarray(3.0), bias=y) + x @ w
 
 
 COVERED = {
@@ -102,7 +110,10 @@ COVERED = {
     "vmap along rows": lambda w, x: jax.vmap(promised, 1, 1)(x @ w),
     "cond": lambda w, x: jax.lax.cond(x.sum() > 0, promised, lambda x: x, x @ w),
     "zero cotangents": lambda w, x: jnp.sum(promised(jnp.stack([x @ w, x], 1)), 1),
-    **{fn.__name__: fn for fn in (in_a_scan, around_a_scan, along_another_dim, of_several_arguments)},
+    **{
+        fn.__name__: fn
+        for fn in (in_a_scan, around_a_scan, along_another_dim, of_several_arguments)
+    },
 }
 
 
@@ -153,7 +164,9 @@ def test_nothing_in_plain_jax():
     jaxpr = str(jax.make_jaxpr(promised)(X))
     assert promised(X).tolist() == softsign(X).tolist()
     assert "pure_callback" in jaxpr
-    np.testing.assert_array_equal(jax.jvp(jzero.per_example(jnp.sin), (X,), (X,))[1], jnp.cos(X) * X)
+    np.testing.assert_array_equal(
+        jax.jvp(jzero.per_example(jnp.sin), (X,), (X,))[1], jnp.cos(X) * X
+    )
     y, tangents = jax.linearize(jzero.per_example(jnp.sin), X)
     np.testing.assert_array_equal(tangents(X), jnp.cos(X) * X)
 
@@ -176,15 +189,20 @@ def parameter_gradient(w, x):
 
 
 def closes_over_rows(w, x):
-    return jzero.per_example(lambda y: on_host(np.add, y, x.T.reshape(y.shape)))(
-        jax.lax.stop_gradient(x @ w)
-    ) + x @ w
+    return (
+        jzero.per_example(lambda y: on_host(np.add, y, x.T.reshape(y.shape)))(
+            jax.lax.stop_gradient(x @ w)
+        )
+        + x @ w
+    )
 
 
 def long_as_the_batch(w, x):
     """A shared operand that might as well have rows."""
     table = jnp.arange(8.0 * DIM).reshape(8, DIM)
-    return jzero.per_example(lambda x: on_host(lambda x, t: x + t.sum(0), x, table))(x) + x @ w
+    return (
+        jzero.per_example(lambda x: on_host(lambda x, t: x + t.sum(0)[None], x, table))(x) + x @ w
+    )
 
 
 def rows_of_two_dims(w, x):
@@ -210,23 +228,28 @@ def test_rows_that_a_promise_says_are_none():
 
 def test_effects_happen_once_all_the_same():
     calls = []
-    fn = lambda x: io_callback(lambda x: calls.append(x.shape) or x, x, x)  # noqa: E731
-    step = small.shard_train_step(lambda w, x: (w, jzero.per_example(fn)(x)))
+
+    def note(x):
+        calls.append(x.shape)
+        return x
+
+    fn = jzero.per_example(lambda x: io_callback(note, x, x))
+    step = small.shard_train_step(lambda w, x: (w, fn(x)))
     np.testing.assert_array_equal(step(W, X)[1], X)
     jax.effects_barrier()
     assert calls == [X.shape]
 
 
 @pytest.mark.parametrize(("text", "fn", "options", "args"), [
-    ("jzero.per_example: output float32[] has no dim 0. Rows lie along a dim. Name that dim in out_axes",
+    ("jzero.per_example: output float64[] has no dim 0. Rows lie along a dim. Name that dim in out_axes",
      jnp.sum, {}, [X]),
-    ("output float32[4] has not the 32 rows of the arguments. Each row of a result comes from the same row",
+    ("output float64[4] has not the 32 rows of the arguments. Each row of a result comes from the same row",
      lambda x: x.sum(0), {}, [X]),
-    ("output['y'] float32[32,4] has not the 32 rows", lambda x: {"y": x}, {"out_axes": 1}, [X]),
-    ("output float32[32,4] has not the 32 rows", lambda x: x, {"out_axes": None}, [X]),
-    ("args[0] float32[32,4] has 32 rows\n  - args[1] float32[4,4] has 4 rows", jnp.add, {}, [X, W]),
+    ("output['y'] float64[32,4] has not the 32 rows", lambda x: {"y": x}, {"out_axes": 1}, [X]),
+    ("output float64[32,4] has not the 32 rows", lambda x: x, {"out_axes": None}, [X]),
+    ("args[0] float64[32,4] has 32 rows\n  - args[1] float64[4,4] has 4 rows", jnp.add, {}, [X, W]),
     ("no argument has rows", jnp.sin, {"in_axes": None}, [X]),
-    ("args[0]['x'] float32[32,4] has no dim 2", jnp.sin, {"in_axes": 2}, [{"x": X}]),
+    ("args[0]['x'] float64[32,4] has no dim 2", jnp.sin, {"in_axes": 2}, [{"x": X}]),
 ])  # fmt: skip
 def test_refusals(text, fn, options, args):
     with pytest.raises(ValueError, match=re.escape(text)) as caught:
@@ -234,7 +257,28 @@ def test_refusals(text, fn, options, args):
     assert isinstance(caught.value, jzero.JzeroError)
 
 
-# -- an FFI call: JAX's own, a matrix's LU decomposition, by its name ------------------------------------
+def cholesky(x):
+    """LAPACK's, by its name."""
+    types = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], np.int32)
+    call = jax.ffi.ffi_call(
+        "lapack_dpotrf_ffi", types, input_output_aliases={0: 0},
+        input_layouts=[(0, 2, 1)], output_layouts=[(0, 2, 1), (0,)],
+    )  # fmt: skip
+    factor, failed = call(x, uplo=np.uint8(ord("L")))
+    return jnp.tril(factor) + failed[:, None, None]
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_a_foreign_function(rows):
+    jax.block_until_ready(jnp.linalg.cholesky(jnp.eye(2)))  # JAX loads LAPACK.
+
+    def fn(w, x, wrap=lambda fn: fn):
+        y = jax.lax.stop_gradient(x @ w)
+        matrices = jnp.einsum("bi,bj->bij", y, y) + jnp.broadcast_to(jnp.eye(DIM), (rows, DIM, DIM))
+        return jnp.einsum("bij,bj->bi", wrap(cholesky)(matrices), x @ w)
+
+    assert gathered(fn, x=normal(rows, DIM)) == [("ffi_call", GATHERED)]
+    assert gathered(functools.partial(fn, wrap=jzero.per_example), x=normal(rows, DIM)) == []
 
 
 # -- kernels ---------------------------------------------------------------------------------------------
@@ -242,6 +286,10 @@ def test_refusals(text, fn, options, args):
 
 def spec(*block, index=lambda i: (i, 0)):
     return pl.BlockSpec(block, index)
+
+
+def chosen(block):
+    return spec(2, DIM, index=lambda i: (block(i), 0))
 
 
 def kernel(fn, x, *more, block=2, ins=None, out=None, shape=None, grid=None, **options):
@@ -321,7 +369,8 @@ PROVED = {
     "single rows": lambda x: kernel(tanh, x, block=1),
     "what rows of a block do": lambda x: kernel(centred_in_blocks, x),
     "shared operand": lambda x: kernel(product, x, jnp.eye(DIM)),
-    "vmapped": lambda x: jax.vmap(lambda x: kernel(numbered, x, block=1))(x.reshape(-1, 2, 2)).reshape(x.shape),
+    "vmapped": lambda x: jax.vmap(lambda x: kernel(numbered, x, block=1))(
+        x.reshape(-1, 2, 2)).reshape(x.shape),
     "another number of rows": sums_of_blocks,
     "program of another dim": by_columns,
     "number of the row as an operand": lambda x: kernel(
@@ -341,17 +390,18 @@ def test_a_grid_proves_that_rows_are_apart(name):
 
 def test_gradients_of_kernels():
     assert gathered(lambda w, x: tanh_with_gradient(x @ w)) == []
-    assert gathered(lambda w, x: kernel(tanh, x @ w)) == []  # JAX's derivative of the kernel
 
 
 def test_microbatches_of_kernels():
     assert gathered(lambda w, x: tanh_with_gradient(x @ w), accumulate=2) == []
 
 
-@pytest.mark.parametrize("rows", [24, 26])
-def test_blocks_that_devices_do_not_divide(rows):
-    (movement,) = gathered(of_rows(PROVED["blocks"]), x=normal(rows, DIM))
-    assert movement == ("pallas_call", "its rows are apart along another dim, or in blocks that 8 devices do not divide")
+@pytest.mark.parametrize(("block", "rows"), [(2, 24), (2, 26), (ROWS, ROWS)])
+def test_blocks_that_devices_do_not_divide(block, rows):
+    """One block has all rows, and may do with them what it likes."""
+    fn = of_rows(lambda x: kernel(centred_in_blocks, x, block=block))
+    reason = "its rows are apart along another dim, or in blocks that 8 devices do not divide"
+    assert gathered(fn, x=normal(rows, DIM)) == [("pallas_call", reason)]
 
 
 def test_single_rows_that_devices_do_not_divide():
@@ -360,10 +410,6 @@ def test_single_rows_that_devices_do_not_divide():
 
 def prefetched(x):
     """Index maps that read an operand."""
-    grid = pl.tpu_grid(x) if hasattr(pl, "tpu_grid") else None
-    del grid
-    from jax.experimental.pallas import tpu as pltpu
-
     order = jnp.arange(len(x) // 2)[::-1]
     blocks = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1, grid=(len(x) // 2,),
@@ -377,15 +423,14 @@ def prefetched(x):
 
 
 NOT_PROVED = {
-    "the next block": lambda x: kernel(tanh, x, ins=[spec(2, DIM, index=lambda i: ((i + 1) % (len(x) // 2), 0))]),
-    "blocks in reverse": lambda x: kernel(tanh, x, ins=[spec(2, DIM, index=lambda i: (len(x) // 2 - 1 - i, 0))]),
+    "the next block": lambda x: kernel(tanh, x, ins=[chosen(lambda i: (i + 1) % (len(x) // 2))]),
+    "blocks in reverse": lambda x: kernel(tanh, x, ins=[chosen(lambda i: len(x) // 2 - 1 - i)]),
     "reads its neighbour": lambda x: kernel(neighbour, x, ins=[spec(*x.shape, index=lambda i: (0, 0))]),
-    "adds up along rows": lambda x: kernel(accumulated, x, out=spec(2, DIM, index=lambda i: (0, 0)), shape=(2, DIM)),
+    "adds up along rows": lambda x: kernel(accumulated, x, out=chosen(lambda i: 0), shape=(2, DIM)),
     "which program it is": lambda x: kernel(numbered, x),
     "scratch": lambda x: kernel(
-        lambda x, out, scratch: tanh(x, out), x, scratch_shapes=[pl.MemoryRef if False else jax.ShapeDtypeStruct((2,), x.dtype)]),
+        lambda x, out, scratch: tanh(x, out), x, scratch_shapes=[pltpu.VMEM((2,), x.dtype)]),
     "in the place of an operand": lambda x: kernel(tanh, x, input_output_aliases={0: 0}),
-    "all rows in one block": lambda x: kernel(centred_in_blocks, x, block=len(x)),
     "operands chosen by another": prefetched,
 }  # fmt: skip
 
@@ -402,3 +447,82 @@ def test_a_promise_covers_what_a_grid_alone_does_not_prove():
     assert gathered(of_rows(jzero.per_example(lambda x: kernel(fn, x)))) == []
     (movement,) = gathered(of_rows(jzero.per_example(NOT_PROVED["the next block"])))
     assert movement[1].startswith(NOT_COVERED)
+
+
+# -- cuDNN's attention: traced, rewritten, and compiled where there is a compiler for GPUs ------------------
+
+HEADS, WIDTH, TIMES = 2, 64, 16
+
+
+def attention(q, k, v, bias=None, lengths=None, dropout=0.0):
+    """What `jax.nn.dot_product_attention(implementation="cudnn")` calls when it has found cuDNN."""
+    none = jnp.zeros(0, q.dtype)
+    padding = cudnn.MaskType.CAUSAL if lengths is None else cudnn.MaskType.PADDING_CAUSAL
+    given = dict(
+        query=q, key=k, value=v, bias=none if bias is None else bias, scale=1.0, seed=0, dropout_rate=dropout,
+        q_seqlen=none if lengths is None else lengths, kv_seqlen=none if lengths is None else lengths,
+        variadic_args=(bias is not None,) * 2, mask_type=padding, layout=cudnn.AttentionLayout.BTNH.value,
+        cudnn_version=91000, return_residual=False, score_mod_args=(), score_mod=None,
+        sliding_window_length=None,
+    )  # fmt: skip
+    names = inspect.signature(cudnn._dot_product_attention).parameters
+    return cudnn._dot_product_attention(*(given.get(name, none) for name in names))
+
+
+def attend(w, x, bias=None, **options):
+    x = x.astype(w.dtype)
+    q, k, v = jnp.split((x @ w).reshape(*x.shape[:2], HEADS, 3 * WIDTH), 3, -1)
+    return attention(q, k, v, bias, **options).astype(jnp.float32)
+
+
+def trained_on_attention(rows=16, bias=None, lengths=False, dropout=0.0):
+    """The step's report; `bias` is the shape of a learned one."""
+
+    def step(state, x, lengths):
+        def loss_fn(state):
+            options = {"lengths": lengths} if lengths is not None else {}
+            return attend(state["w"], x, state.get("bias"), dropout=dropout, **options).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        return jax.tree.map(jnp.subtract, state, grads), {"loss": loss}
+
+    state = {"w": jax.ShapeDtypeStruct((8, HEADS * 3 * WIDTH), jnp.bfloat16)}
+    if bias is not None:
+        state["bias"] = jax.ShapeDtypeStruct(bias, jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((rows, TIMES, 8), jnp.float32)
+    sizes = jax.ShapeDtypeStruct((rows,), jnp.int32) if lengths else None
+    return small.shard_train_step(step, stage=0), state, x, sizes
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"rows": 13}, {"lengths": True}, {"bias": (1, HEADS, TIMES, TIMES)}], ids=str
+)
+def test_attention_of_cudnn_is_local(options):
+    step, *args = trained_on_attention(**options)
+    report = step.describe(*args)
+    assert report.movements == ()
+    psi = sum(leaf.size for leaf in jax.tree.leaves(args[0]))
+    assert report.elements("all-reduce") == psi + 1
+
+
+def test_its_dropout_is_that_of_the_whole_batch():
+    step, *args = trained_on_attention(dropout=0.1)
+    movements = step.describe(*args).movements
+    reason = "it draws its dropout for the whole batch, or packs sequences into rows"
+    assert {(m.operation, m.reason) for m in movements} == {
+        ("dot_product_attention_fwd_wrapper", reason)
+    }
+
+
+def test_a_bias_that_rows_share_is_not_summed_with_padding():
+    step, *args = trained_on_attention(rows=13, bias=(1, HEADS, TIMES, TIMES))
+    (reason,) = {m.reason for m in step.describe(*args).movements}
+    assert "in blocks that 8 devices do not divide" in reason
+
+
+def test_attention_of_cudnn_compiles():
+    gpu_compiler.skip_without_it()
+    step, *args = trained_on_attention()
+    with jax.enable_x64(False):
+        found = jzero.preflight(step, *args, target="h100", topology="1x8")
+    assert {c.op for c in found.schedule.collectives} == {"all-reduce"}

@@ -24,4 +24,6 @@ def factors(eqn: _jaxpr.Eqn) -> list[Factor]:
         tuple(0 if aval.shape[:1] == batch else None for aval in avals)
         for avals in (operands, [var.aval for var in eqn.outvars])
     )
-    return [Factor(ins, outs, "sum" if None in outs else None)]
+    if None not in outs:
+        return [Factor(ins, outs)]
+    return [Factor(ins, outs, "sum", groups=batch[0])]  # Padding would be summed up with the rows.

@@ -14,36 +14,44 @@ from jzero.batch._equations import by_factor, gathered
 from jzero.batch._factors import Factor
 from jzero.batch._rows import FULL, OWN, SUM, Rows
 
+PROMISE = "nothing says that its rows are apart; jzero.per_example promises it"
+
 
 def _call(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     """A call whose parameters hold the types of its results."""
-    return _apart(body, eqn, ins, _promised(eqn, ins) if body.in_scope(_jaxpr.PER_EXAMPLE) else [])
+    promised = body.in_scope(_jaxpr.PER_EXAMPLE)
+    return _apart(body, eqn, ins, _promised(eqn, ins) if promised else [], PROMISE)
 
 
 def _kernel(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
-    return _apart(body, eqn, ins, _pallas.factors(eqn, body.in_scope(_jaxpr.PER_EXAMPLE)))
+    factors = _pallas.factors(eqn, promised=body.in_scope(_jaxpr.PER_EXAMPLE))
+    return _apart(body, eqn, ins, factors, PROMISE)
 
 
 def _attention(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
-    return _apart(body, eqn, ins, _cudnn.factors(eqn))
+    reason = "it draws its dropout for the whole batch, or packs sequences into rows"
+    return _apart(body, eqn, ins, _cudnn.factors(eqn), reason)
 
 
-def _apart(body: Body, eqn: Eqn, ins: list[Value], factors: list[Factor]) -> list[Value] | None:
+def _apart(
+    body: Body, eqn: Eqn, ins: list[Value], factors: list[Factor], reason: str
+) -> list[Value] | None:
+    """The call on rows, along one of the factors; else on all rows, gathered for that reason."""
     forms = [value.form for value in ins]
     if OWN in forms or SUM in forms or _jaxpr.has_side_effects(eqn):
         return None
     if not any(isinstance(form, Rows) for form in forms):
         return None
     outs = by_factor(body, eqn, ins, factors)
-    return gathered(body, eqn, ins, _why(body, factors)) if outs is None else outs
-
-
-def _why(body: Body, factors: list[Factor]) -> str:
+    if outs is not None:
+        return outs
     if factors:
-        return f"its rows are apart along another dim, or in blocks that {body.num} devices do not divide"
-    if body.in_scope(_jaxpr.PER_EXAMPLE):
-        return "jzero.per_example does not cover it: rows lie along several dims, or a result has none"
-    return "nothing says that its rows are apart; jzero.per_example promises it"
+        reason = f"its rows are apart along another dim, or in blocks that {body.num} devices do not divide"
+    elif reason is PROMISE and body.in_scope(_jaxpr.PER_EXAMPLE):
+        reason = (
+            "jzero.per_example does not cover it: rows lie along several dims, or a result has none"
+        )
+    return gathered(body, eqn, ins, reason)
 
 
 def _promised(eqn: Eqn, ins: list[Value]) -> list[Factor]:

@@ -179,5 +179,5 @@ def _refusal(eqn: _jaxpr.Eqn) -> CutError:
         f"accumulate > 1, and {eqn.primitive.name} ({_jaxpr.summary(eqn)}) uses a gradient or loss of the "
         "whole batch inside a loop, branch or jax.checkpoint that also computes it",
         "In microbatches, gradients are complete only after the last one.",
-        "Drop accumulate (the step may keep its own loop), or move the update or the count out of the loop or "
-        "jax.checkpoint."))  # fmt: skip
+        "Drop accumulate (the step may keep its own loop), or move the update or the count out of the "
+        "loop or jax.checkpoint."))  # fmt: skip

@@ -95,8 +95,9 @@ def ghost_batch_norm_of_nnx():
     """The same, of NNX."""
 
     def init(dtype):
-        _, params, stats = nnx.split(_NNXNet(dtype), nnx.Param, nnx.BatchStat)
-        return start(params, stats=cast(stats, dtype))
+        model = _NNXNet(dtype)
+        stats = cast(nnx.state(model, nnx.BatchStat), dtype)
+        return start(nnx.state(model, nnx.Param), stats=stats)
 
     def step(state, x, label):
         graph = nnx.graphdef(nnx.eval_shape(lambda: _NNXNet(x.dtype)))
