@@ -85,7 +85,8 @@ def shard_train_step(
 
     Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`. A step that has
     collectives of its own over the data axes (`axis_name`) is taken as one device's, as `jax.pmap` would:
-    it is obeyed as written, on each device's rows. With several processes, each calls the step with its own
+    it is obeyed as written, on each device's rows, and what it leaves different between devices, in the state
+    or as a metric without rows, is refused. With several processes, each calls the step with its own
     rows as part of one array (`jax.make_array_from_process_local_data`); a NumPy array stands for the whole
     batch on all of them.
 
@@ -144,8 +145,9 @@ def shard_train_step(
         step is then several programs: it cannot be called under an outer `jax.jit` or lowered. One that
         fails while it runs (out of memory, not a refused batch) may have consumed part of its state.
       max_gather_bytes: the most bytes of a value with the batch's rows that one operation may gather on
-        every device. An operation that needs the rows of all devices (a sort of the batch, an opaque call)
-        is exact and not free; `describe` lists each, and one above this bound is refused.
+        every device. An operation that needs the rows of all devices (a sort of the batch, a callback
+        without `jzero.per_example`) is exact and not free; `describe` lists each, and one above this bound
+        is refused.
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
       axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others must
         be of type Auto and stay XLA's.

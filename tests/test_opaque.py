@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+import warnings
 
 import jax
 import jax._src.cudnn.fused_attention_stablehlo as cudnn
@@ -36,7 +37,7 @@ def normal(*shape, seed=0):
 X, W = normal(ROWS, DIM), normal(DIM, DIM, seed=1)
 
 
-def gathered(fn, w=W, x=X, **options):
+def gathered(fn, w=W, x=X, tolerance=1e-9, **options):
     """What `fn(w, x)`, inside a loss, gathers: pairs of operation and reason; it trains as on one device."""
 
     def step(w, x):
@@ -52,7 +53,7 @@ def gathered(fn, w=W, x=X, **options):
     expected = jax.jit(step)(w, x)
     found = train_step(train_step.shard(w), x)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance),
         (train_step.unshard(found[0]), found[1]), expected,
     )  # fmt: skip
     return [(m.operation, m.reason) for m in report.movements if m.operation != "output"]
@@ -390,6 +391,21 @@ def test_a_grid_proves_that_rows_are_apart(name):
 
 def test_gradients_of_kernels():
     assert gathered(lambda w, x: tanh_with_gradient(x @ w)) == []
+
+
+def test_flash_attention_of_jax():
+    """JAX's own kernels, forward and backward, as they are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.12 points to another package.
+        flash = pytest.importorskip("jax.experimental.pallas.ops.gpu.attention")
+
+    def fn(w, x):
+        q = (x @ w).reshape(len(x), 128, 1, 16)
+        return flash.mha(q, q, q, segment_ids=None, causal=True, interpret=True)
+
+    x, w = normal(8, 16), normal(16, 128 * 16, seed=1) / 4
+    with jax.enable_x64(False):
+        assert gathered(fn, w.astype(np.float32), x.astype(np.float32), tolerance=1e-5) == []
 
 
 def test_microbatches_of_kernels():
