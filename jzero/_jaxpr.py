@@ -182,6 +182,9 @@ def not_the_users(path: str) -> None:
     source_info_util.register_exclusion(path)
 
 
+not_the_users(__file__)
+
+
 def has_side_effects(eqn: Eqn) -> bool:
     """Whether the equation does more than compute its outputs (prints, calls back)."""
     return any(not isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)

@@ -54,7 +54,7 @@ class Value:
       atoms: the variables that hold it, by form.
       make: writes the equation that makes it in a form; of values that are made where they are needed (an
         iota, a broadcast, random bits), so that a device makes its own rows only.
-      asked: of a body's inputs, forms that it asked for and was not given.
+      asked: of a body's inputs, forms that it asked for and was not given, and why.
       fill: the number that all its elements are, if that is known.
       constant: evaluates it, if it depends on nothing but constants.
       columns: of an array of indices, which values stand along its last dim.
@@ -64,7 +64,7 @@ class Value:
     form: Form
     atoms: dict[Form, Atom]
     make: Callable[[Value, Form], Atom] | None = None
-    asked: set[Form] | None = None
+    asked: dict[Form, str] | None = None
     fill: Any = None
     constant: Callable[[], np.ndarray] | None = None
     columns: dict[int, Value] | None = None
@@ -244,7 +244,7 @@ class Body:
         if form in value.atoms:
             return value.atoms[form]
         if value.asked is not None:
-            value.asked.add(form)
+            value.asked.setdefault(form, reason)
             atom = var_in(value.aval, form)  # A place-holder: the body will be run again.
         elif value.make is not None:
             atom = value.make(value, form)

@@ -31,6 +31,7 @@ class _Input:
     forms: list[Form]
     offset: int = 0  # of dims: a loop's slice has one less
     atoms: list[Any] = dataclasses.field(default_factory=list)  # in the last body
+    reasons: dict[Form, str] = dataclasses.field(default_factory=dict)
     _given: list[Value] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -41,7 +42,7 @@ class _Input:
     def inside(self) -> Value:
         """A new value of the body's."""
         atoms = {form: var_in(self.aval, form) for form in self.forms}
-        value = Value(self.aval, self.form, dict(atoms), asked=set())
+        value = Value(self.aval, self.form, dict(atoms), asked={})
         value.fill, value.constant = self.outer.fill, None if self.offset else self.outer.constant
         self.atoms = list(atoms.values())
         self._given.append(value)
@@ -49,16 +50,22 @@ class _Input:
 
     def grew(self) -> bool:
         """Whether bodies have asked for more since this was asked last."""
-        asked = [form for value in self._given for form in value.asked or ()]
-        more = [form for form in dict.fromkeys(asked) if form not in self.forms]
+        asked = {form: why for value in self._given for form, why in (value.asked or {}).items()}
+        more = {form: why for form, why in asked.items() if form not in self.forms}
         self.forms += more
+        self.reasons |= more
         self._given.clear()
         return bool(more)
 
     def outside(self, body: Body) -> list[Any]:
         """What stands outside for `atoms`."""
-        reason = "a loop or branch needs them whole"
-        return [body.at(self.outer, _shifted(form, self.offset), reason) for form in self.forms]
+        return [
+            body.at(self.outer, _shifted(form, self.offset), self.why(form)) for form in self.forms
+        ]
+
+    def why(self, form: Form, otherwise: str = "a loop or branch needs them whole") -> str:
+        """Why a body asked for a form."""
+        return self.reasons.get(form) or otherwise
 
 
 def _grew(inputs: Sequence[_Input]) -> bool:
@@ -339,7 +346,7 @@ class _Scan:
         if self.rows is not None:
             return [self.body.at(x.outer, self.rows, "its loop runs along other rows")]
         reason = "a loop along the batch whose turns depend on each other"
-        return [self.body.at(x.outer, _shifted(form, 1), reason) for form in x.forms]
+        return [self.body.at(x.outer, _shifted(form, 1), x.why(form, reason)) for form in x.forms]
 
 
 def _zeros(body: Body, aval: Any) -> Any:

@@ -230,7 +230,7 @@ def _on_dim(
 def _run_factor(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Rows) -> list[Value]:
     name = eqn.primitive.name
     reason = "another operand's rows are along another dim"
-    reduces = factor.reduces
+    reduces = factor.reduces if all(dim is None for dim in factor.outs) else None
     atoms = []
     for value, dim in zip(ins, factor.ins, strict=True):
         if dim is None:
@@ -245,21 +245,20 @@ def _run_factor(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Ro
                 atom = body.mask(atom, form, value.aval.shape[dim], reduces)
         atoms.append(atom)
     local = factor.local(rows.size, body.num)
+    if reduces is not None:
+        (out,) = body.emit(eqn, atoms, [FULL], **local)
+        out = body.reduce(out, reduces)
+        return [Value(eqn.outvars[0].aval, FULL, {FULL: out})]
     forms: list[Form] = []
     for var, dim in zip(eqn.outvars, factor.outs, strict=True):
-        if dim is None:
-            forms.append(FULL)
-        else:
-            size = var.aval.shape[dim]
-            forms.append(even_rows(dim, size, body.num) if factor.groups else rows.at(dim))
+        assert dim is not None
+        size = var.aval.shape[dim]
+        forms.append(even_rows(dim, size, body.num) if factor.groups else rows.at(dim))
     outs = body.emit(eqn, atoms, forms, **local)
-    values = []
-    for var, new, out in zip(eqn.outvars, forms, outs, strict=True):
-        if new is FULL:
-            assert reduces is not None
-            out = body.reduce(out, reduces)
-        values.append(Value(var.aval, new, {new: out}))
-    return values
+    return [
+        Value(var.aval, form, {form: out})
+        for var, form, out in zip(eqn.outvars, forms, outs, strict=True)
+    ]
 
 
 def _once(body: Body, value: Value, atom: Atom) -> Atom:

@@ -23,7 +23,7 @@ class Factor(NamedTuple):
 
     Attributes:
       ins: which dim of each operand it is; None for an operand that does not have it.
-      outs: which dim of each result; None for a result that it is reduced in.
+      outs: which dim of each result; all None if it is reduced.
       reduces: 'sum', 'max' or 'min', if it is.
       local: parameters of the equation when a device has `size` of its `num` parts of the dim.
       groups: the dim is made of so many groups that no device may cut; 0 for any.

@@ -6,69 +6,82 @@ call itself proves it; that it *could* run on fewer rows proves nothing. Else th
 
 from __future__ import annotations
 
+from typing import Any
+
 from jzero import _jaxpr
+from jzero._errors import StepError, describe_leaf, message
 from jzero._jaxpr import Eqn
 from jzero.batch import _cudnn, _pallas
 from jzero.batch._body import Body, Handler, Value
 from jzero.batch._equations import by_factor, gathered
 from jzero.batch._factors import Factor
-from jzero.batch._rows import FULL, OWN, SUM, Rows
+from jzero.batch._rows import FULL, OWN, SUM, Rows, even_rows
 
 PROMISE = "nothing says that its rows are apart; jzero.per_example promises it"
 
 
 def _call(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     """A call whose parameters hold the types of its results."""
-    promised = body.in_scope(_jaxpr.PER_EXAMPLE)
-    return _apart(body, eqn, ins, _promised(eqn, ins) if promised else [], PROMISE)
+    if not _has_rows(eqn, ins):
+        return None
+    promised = _promised(body, eqn, ins) if body.in_scope(_jaxpr.PER_EXAMPLE) else []
+    return by_factor(body, eqn, ins, promised) or gathered(body, eqn, ins, _why(body))
 
 
 def _kernel(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+    if not _has_rows(eqn, ins):
+        return None
     factors = _pallas.factors(eqn, promised=body.in_scope(_jaxpr.PER_EXAMPLE))
-    return _apart(body, eqn, ins, factors, PROMISE)
+    uneven = (
+        f"its rows are apart along another dim, or in blocks that {body.num} devices do not divide"
+    )
+    outs = by_factor(body, eqn, ins, factors)
+    return outs or gathered(body, eqn, ins, uneven if factors else _why(body))
 
 
 def _attention(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
-    reason = "it draws its dropout for the whole batch, or packs sequences into rows"
-    return _apart(body, eqn, ins, _cudnn.factors(eqn), reason)
+    if not _has_rows(eqn, ins):
+        return None
+    reason = "its rows are apart without dropout and packed sequences, along its batch"
+    return _cudnn.on_rows(body, eqn, ins) or gathered(body, eqn, ins, reason)
 
 
-def _apart(
-    body: Body, eqn: Eqn, ins: list[Value], factors: list[Factor], reason: str
-) -> list[Value] | None:
-    """The call on rows, along one of the factors; else on all rows, gathered for that reason."""
+def _has_rows(eqn: Eqn, ins: list[Value]) -> bool:
+    """Whether it is called with rows of the batch; inside a loop along it, and of effects, others decide."""
     forms = [value.form for value in ins]
-    if OWN in forms or SUM in forms or _jaxpr.has_side_effects(eqn):
-        return None
-    if not any(isinstance(form, Rows) for form in forms):
-        return None
-    outs = by_factor(body, eqn, ins, factors)
-    if outs is not None:
-        return outs
-    if factors:
-        reason = f"its rows are apart along another dim, or in blocks that {body.num} devices do not divide"
-    elif reason is PROMISE and body.in_scope(_jaxpr.PER_EXAMPLE):
-        reason = (
-            "jzero.per_example does not cover it: rows lie along several dims, or a result has none"
-        )
-    return gathered(body, eqn, ins, reason)
+    elsewhere = OWN in forms or SUM in forms or _jaxpr.has_side_effects(eqn)
+    return not elsewhere and any(isinstance(form, Rows) for form in forms)
 
 
-def _promised(eqn: Eqn, ins: list[Value]) -> list[Factor]:
+def _why(body: Body) -> str:
+    if not body.in_scope(_jaxpr.PER_EXAMPLE):
+        return PROMISE
+    return (
+        "jzero.per_example does not cover it: rows lie along several dims, a result has none, or another "
+        "dim is as long"
+    )
+
+
+def _promised(body: Body, eqn: Eqn, ins: list[Value]) -> list[Factor]:
     """The rows' dim, if it is the same in all operands and results that have rows."""
-    held = {(v.form.dim, v.aval.shape[v.form.dim]) for v in ins if isinstance(v.form, Rows)}
+    rows = [v for v in ins if isinstance(v.form, Rows)]
+    held = {(v.form.dim, v.aval.shape[v.form.dim]) for v in rows if isinstance(v.form, Rows)}
     if len(held) != 1:
         return []
     ((dim, size),) = held
 
-    def has_rows(aval: object) -> bool:
-        return dim < len(aval.shape) and aval.shape[dim] == size  # type: ignore[attr-defined]
+    def has_rows(aval: Any) -> bool:
+        return dim < len(aval.shape) and aval.shape[dim] == size
 
-    # Of a whole operand as long as the batch nobody knows whether it has rows, unless it is one number.
-    unknown = [v for v in ins if has_rows(v.aval) and v.form is FULL and v.fill is None]
+    # Of a whole operand as long as the batch nobody knows whether it has rows.
     types = eqn.params["result_avals"]
-    if unknown or not all(map(has_rows, types)):
+    if any(has_rows(v.aval) for v in ins if v not in rows) or not all(map(has_rows, types)):
         return []
+    # Nor of what a backward pass makes: the gradient of what all rows share may be as long, by chance.
+    if body.in_scope("transpose"):
+        other = [n for v in ins for d, n in enumerate(v.aval.shape) if d != dim or v not in rows]
+        if size in other or any(all(t.shape != v.aval.shape for v in rows) for t in types):
+            return []
 
     def local(size: int, num: int) -> dict[str, object]:
         shapes = [(*t.shape[:dim], size, *t.shape[dim + 1 :]) for t in types]
@@ -80,13 +93,33 @@ def _promised(eqn: Eqn, ins: list[Value]) -> list[Factor]:
 
 
 def _mark(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
-    """Where rows enter a promise, they lie along a dim of which it speaks; what has none is whole."""
+    """Where rows enter a promise, they lie along a dim of which it speaks; what has none is whole.
+
+    What leaves and has none is the gradient of what all rows share. Rows that a call made are no sum.
+    """
     (value,) = ins
     form, dims = value.form, eqn.params["along"]
-    if not isinstance(form, Rows) or not eqn.params["enters"] or form.dim in dims:
+    if not eqn.params["enters"]:
+        if isinstance(form, Rows) and not dims and FULL not in value.atoms:
+            raise _refusal(eqn, value)
         return ins
-    reason = f"jzero.per_example has its rows along {f'dim {dims[0]}' if dims else 'no dim'}"
-    return [Value(value.aval, FULL, {FULL: body.at(value, FULL, reason)})]
+    if form in (OWN, SUM):
+        return ins
+    if isinstance(form, Rows) and form.dim not in dims:
+        reason = f"jzero.per_example has its rows along {f'dim {dims[0]}' if dims else 'no dim'}"
+        value = Value(value.aval, FULL, {FULL: body.at(value, FULL, reason)})
+    if value.form is FULL and len(dims) == 1:
+        rows = even_rows(dims[0], value.aval.shape[dims[0]], body.num)
+        return [Value(value.aval, rows, {**value.atoms, rows: body.at(value, rows)}, value.make)]
+    return [value]
+
+
+def _refusal(eqn: Eqn, value: Value) -> StepError:
+    leaf = describe_leaf("a gradient", value.aval.shape, value.aval.dtype)
+    return StepError(message(
+        "jzero.per_example", f"{leaf} of what has no rows is as long as the batch{_jaxpr.at_line(eqn)}",
+        "A call of a backward pass may have made it; then nobody can tell it from one with rows.",
+        "Use another number of rows, or keep such calls out of fn."))  # fmt: skip
 
 
 HANDLERS: dict[str, Handler] = {
