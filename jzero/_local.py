@@ -128,6 +128,8 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
 
     Raises:
       BatchError: when called: arguments or results have no rows, or not as many.
+      StepError: in a sharded step, if the gradient of what has no rows may have been taken for rows, as it is
+        as long as the batch.
     """
     who = "jzero.per_example"
 

@@ -289,6 +289,17 @@ def test_rows_that_a_promise_says_are_none():
     assert ("marked_rows", "jzero.per_example has its rows along no dim") in found
 
 
+def test_closed_over_rows_that_have_a_gradient():
+    def fn(w, x):
+        h = x @ w
+        return jzero.per_example(lambda y: promised(y) * h)(h)
+
+    with pytest.raises(
+        jzero.StepError, match="If it has rows, make it an argument, and name their dim"
+    ):
+        gathered(fn)
+
+
 def test_effects_happen_once_all_the_same():
     calls = []
 

@@ -108,7 +108,7 @@ def _mark(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     if isinstance(form, Rows) and form.dim not in dims:
         reason = f"jzero.per_example has its rows along {f'dim {dims[0]}' if dims else 'no dim'}"
         value = Value(value.aval, FULL, {FULL: body.at(value, FULL, reason)})
-    if value.form is FULL and len(dims) == 1:
+    if value.is_lazy and len(dims) == 1:  # Rows of a constant, or of a gradient that is one number.
         rows = even_rows(dims[0], value.aval.shape[dims[0]], body.num)
         return [Value(value.aval, rows, {**value.atoms, rows: body.at(value, rows)}, value.make)]
     return [value]
@@ -119,7 +119,8 @@ def _refusal(eqn: Eqn, value: Value) -> StepError:
     return StepError(message(
         "jzero.per_example", f"{leaf} of what has no rows is as long as the batch{_jaxpr.at_line(eqn)}",
         "A call of a backward pass may have made it; then nobody can tell it from one with rows.",
-        "Use another number of rows, or keep such calls out of fn."))  # fmt: skip
+        "If it has rows, make it an argument, and name their dim in in_axes; else use another number of rows, "
+        "or keep such calls out of fn."))  # fmt: skip
 
 
 HANDLERS: dict[str, Handler] = {
