@@ -392,6 +392,10 @@ def numbered(x, out):
     out[...] = x[...] * pl.program_id(0).astype(x.dtype)
 
 
+def numbered_from_the_end(x, out):
+    out[...] = x[...] * pl.program_id(-1).astype(x.dtype)
+
+
 def numbered_columns(x, out):
     out[...] = x[...] * pl.program_id(1).astype(x.dtype)
 
@@ -447,6 +451,8 @@ PROVED = {
         x.reshape(-1, 2, 2)).reshape(x.shape),
     "another number of rows": sums_of_blocks,
     "program of another dim": by_columns,
+    "how many programs there are": lambda x: kernel(
+        lambda x, out: out.__setitem__(..., x[...] * pl.num_programs(0)), x),
     "number of the row as an operand": lambda x: kernel(
         lambda x, n, out: out.__setitem__(..., x[...] * n[...]), x,
         jax.lax.broadcasted_iota(x.dtype, x.shape, 0), ins=[spec(2, DIM)] * 2),
@@ -517,6 +523,7 @@ NOT_PROVED = {
     "reads its neighbour": lambda x: kernel(neighbour, x, ins=[spec(*x.shape, index=lambda i: (0, 0))]),
     "adds up along rows": lambda x: kernel(accumulated, x, out=chosen(lambda i: 0), shape=(2, DIM)),
     "which program it is": lambda x: kernel(numbered, x),
+    "which program it is, from the end": lambda x: kernel(numbered_from_the_end, x),
     "scratch": lambda x: kernel(
         lambda x, out, scratch: tanh(x, out), x, scratch_shapes=[pltpu.VMEM((2,), x.dtype)]),
     "in the place of an operand": lambda x: kernel(tanh, x, input_output_aliases={0: 0}),

@@ -119,8 +119,8 @@ def _refusal(eqn: Eqn, value: Value) -> StepError:
     return StepError(message(
         "jzero.per_example", f"{leaf} of what has no rows is as long as the batch{_jaxpr.at_line(eqn)}",
         "A call of a backward pass may have made it; then nobody can tell it from one with rows.",
-        "If it has rows, make it an argument, and name their dim in in_axes; else use another number of rows, "
-        "or keep such calls out of fn."))  # fmt: skip
+        "If it has rows, make it an argument, and name their dim in in_axes; else use another number of "
+        "rows, or keep such calls out of fn."))  # fmt: skip
 
 
 HANDLERS: dict[str, Handler] = {

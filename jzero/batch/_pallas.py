@@ -47,13 +47,14 @@ def _is_apart(eqn: _jaxpr.Eqn, axis: int) -> bool:
     mapping = eqn.params["grid_mapping"]
     if len(mapping.scratch_avals):
         return False
-    # A kernel numbers the grid as it was before `vmap` added dims.
-    number = None
-    if axis not in mapping.vmapped_dims:
-        number = sum(dim not in mapping.vmapped_dims for dim in range(axis))
+    # A kernel numbers the grid as it was before `vmap` added dims; from the end, too.
+    numbered = [dim for dim in range(len(mapping.grid)) if dim not in mapping.vmapped_dims]
+
+    def asks(inner: _jaxpr.Eqn) -> bool:
+        return inner.primitive.name in _NUMBERS and numbered[inner.params["axis"]] == axis
+
     return all(
-        inner.primitive.name in _SHARES_NOTHING
-        and not (inner.primitive.name in _NUMBERS and inner.params["axis"] == number)
+        inner.primitive.name in _SHARES_NOTHING and not asks(inner)
         for inner in _all_equations(eqn.params["jaxpr"])
     )
 
