@@ -114,8 +114,9 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
     [[0.5], [-0.75]]
 
     The calls inside are promised to be alike: rows lie along one dim of their operands and results, the same
-    in all. One with a result without rows (a kernel that makes a parameter's gradient) is not covered, and
-    gathers; `describe` lists it. A broken promise trains something else, and nothing can tell.
+    in all. One with a result without rows (a kernel that makes a parameter's gradient) is not covered, nor a
+    Pallas kernel that asks which program along the rows it is: these gather, and `describe` lists them. A
+    broken promise trains something else, and nothing can tell.
 
     Args:
       fn: a function of pytrees of arrays. What it closes over is the same for all rows.

@@ -537,12 +537,20 @@ def test_near_misses_are_gathered(name):
 
 
 def test_a_promise_covers_what_a_grid_alone_does_not_prove():
-    def fn(x, out):
-        out[...] = jnp.where(pl.program_id(0) < 0, 0, x[...])
-
-    assert gathered(of_rows(jzero.per_example(lambda x: kernel(fn, x)))) == []
+    assert gathered(of_rows(jzero.per_example(NOT_PROVED["scratch"]))) == []
     (movement,) = gathered(of_rows(jzero.per_example(NOT_PROVED["the next block"])))
     assert movement[1].startswith(NOT_COVERED)
+
+
+def test_but_not_a_kernel_that_reads_its_row_by_its_number():
+    """The promise is kept, and on each device programs are numbered anew."""
+
+    def fn(x, all_rows, out):
+        out[...] = x[...] + all_rows[pl.ds(pl.program_id(0) * 2, 2), :]
+
+    found = gathered(of_rows(jzero.per_example(lambda x: kernel(fn, x, 2 * x))))
+    assert len(found) == 2
+    assert all(reason.startswith(NOT_COVERED) for _, reason in found)
 
 
 # -- cuDNN's attention: traced, rewritten, and compiled where there is a compiler for GPUs ------------------

@@ -57,8 +57,8 @@ def _why(body: Body) -> str:
     if not body.in_scope(_jaxpr.PER_EXAMPLE):
         return PROMISE
     return (
-        "jzero.per_example does not cover it: rows lie along several dims, a result has none, or another "
-        "dim is as long"
+        "jzero.per_example does not cover it: rows lie along several dims, a result has none, another dim "
+        "is as long, or a kernel's grid does not have them"
     )
 
 

@@ -27,7 +27,7 @@ _SHARES_NOTHING = frozenset(
 
 
 def factors(eqn: _jaxpr.Eqn, promised: bool) -> list[Factor]:
-    """Dims whose blocks are independent, by the grid; what the kernel does is proved, too, or `promised`."""
+    """Dims whose blocks are independent, by the grid and by what the kernel does, if it is not `promised`."""
     mapping = eqn.params["grid_mapping"]
     plain = (
         mapping.num_index_operands == 0
@@ -37,26 +37,25 @@ def factors(eqn: _jaxpr.Eqn, promised: bool) -> list[Factor]:
     )
     if not plain or eqn.params["input_output_aliases"]:
         return []
-    apart = [axis for axis in range(len(mapping.grid)) if promised or _is_apart(eqn, axis)]
+    apart = [axis for axis in range(len(mapping.grid)) if _is_apart(eqn, axis, promised)]
     found = [_along(eqn, axis) for axis in apart]
     return [factor for factor in found if factor is not None]
 
 
-def _is_apart(eqn: _jaxpr.Eqn, axis: int) -> bool:
-    """Whether programs with another index along a grid dim share nothing but what they are given."""
+def _is_apart(eqn: _jaxpr.Eqn, axis: int, promised: bool) -> bool:
+    """Whether programs with another index along a grid dim share nothing but what they are given.
+
+    A promise says so of scratch memory and of what a kernel does. But a kernel that asks for its number may
+    read with it the row of an operand that is there whole, and on each device programs are numbered anew.
+    """
     mapping = eqn.params["grid_mapping"]
-    if len(mapping.scratch_avals):
-        return False
     # A kernel numbers the grid as it was before `vmap` added dims; from the end, too.
     numbered = [dim for dim in range(len(mapping.grid)) if dim not in mapping.vmapped_dims]
-
-    def asks(inner: _jaxpr.Eqn) -> bool:
-        return inner.primitive.name in _NUMBERS and numbered[inner.params["axis"]] == axis
-
-    return all(
-        inner.primitive.name in _SHARES_NOTHING and not asks(inner)
-        for inner in _all_equations(eqn.params["jaxpr"])
-    )
+    inside = list(_all_equations(eqn.params["jaxpr"]))
+    if any(e.primitive.name in _NUMBERS and numbered[e.params["axis"]] == axis for e in inside):
+        return False
+    alone = all(e.primitive.name in _SHARES_NOTHING for e in inside)
+    return promised or (alone and not len(mapping.scratch_avals))
 
 
 def _all_equations(jaxpr: Any) -> Iterator[_jaxpr.Eqn]:
