@@ -103,6 +103,17 @@ def of_several_arguments(w, x):
     return jzero.per_example(fn, in_axes=(0, None))({"a": y}, jnp.asarray(3.0), bias=y) + x @ w
 
 
+def a_state_with_rows(w, x):
+    """Whole on every device, and what follows from it has rows all the same."""
+
+    def fn(y, table):
+        return on_host(lambda y, flat: y + flat.reshape(y.shape), y, table.reshape(-1))
+
+    table = jnp.concatenate([w] * (len(x) // DIM))
+    y = jax.lax.stop_gradient(x @ w)
+    return jzero.per_example(fn)(y, jax.lax.stop_gradient(table)) + x @ w
+
+
 COVERED = {
     "once": lambda w, x: promised(x @ w),
     "jit": lambda w, x: jax.jit(promised)(x @ w),
@@ -217,7 +228,8 @@ def rows_of_two_dims(w, x):
 
 
 @pytest.mark.parametrize(("fn", "rows"), [
-    (parameter_gradient, ROWS), (parameter_gradient, DIM), (long_as_the_batch, 8), (rows_of_two_dims, ROWS),
+    (a_state_with_rows, ROWS), (parameter_gradient, ROWS), (parameter_gradient, DIM),
+    (long_as_the_batch, 8), (rows_of_two_dims, ROWS),
 ])  # fmt: skip
 def test_what_shapes_contradict_is_gathered(fn, rows):
     """A gradient of a parameter may be as long as the batch, by chance."""

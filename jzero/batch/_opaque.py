@@ -75,11 +75,11 @@ def _promised(body: Body, eqn: Eqn, ins: list[Value]) -> list[Factor]:
 
     # Of a whole operand as long as the batch nobody knows whether it has rows.
     types = eqn.params["result_avals"]
-    if any(has_rows(v.aval) for v in ins if v not in rows) or not all(map(has_rows, types)):
+    if any(size in v.aval.shape for v in ins if v not in rows) or not all(map(has_rows, types)):
         return []
     # Nor of what a backward pass makes: the gradient of what all rows share may be as long, by chance.
     if body.in_scope("transpose"):
-        other = [n for v in ins for d, n in enumerate(v.aval.shape) if d != dim or v not in rows]
+        other = [n for v in rows for d, n in enumerate(v.aval.shape) if d != dim]
         if size in other or any(all(t.shape != v.aval.shape for v in rows) for t in types):
             return []
 
@@ -108,8 +108,8 @@ def _mark(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     if isinstance(form, Rows) and form.dim not in dims:
         reason = f"jzero.per_example has its rows along {f'dim {dims[0]}' if dims else 'no dim'}"
         value = Value(value.aval, FULL, {FULL: body.at(value, FULL, reason)})
-    if value.is_lazy and len(dims) == 1:  # Rows of a constant, or of a gradient that is one number.
-        rows = even_rows(dims[0], value.aval.shape[dims[0]], body.num)
+    if value.form is FULL and dims:  # So that what follows from it has rows, too.
+        rows = even_rows(dims[-1], value.aval.shape[dims[-1]], body.num)
         return [Value(value.aval, rows, {**value.atoms, rows: body.at(value, rows)}, value.make)]
     return [value]
 

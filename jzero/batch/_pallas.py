@@ -27,7 +27,7 @@ _SHARES_NOTHING = frozenset(
 
 
 def factors(eqn: _jaxpr.Eqn, promised: bool) -> list[Factor]:
-    """Dims whose blocks are independent, by the grid and by what the kernel does, if it is not `promised`."""
+    """Dims whose blocks are independent: by the grid, and by what the kernel does unless `promised`."""
     mapping = eqn.params["grid_mapping"]
     plain = (
         mapping.num_index_operands == 0
