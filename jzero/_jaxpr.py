@@ -391,22 +391,25 @@ GROUPS, PER_EXAMPLE = "jzero.groups", "jzero.per_example"
 _marked_rows = Primitive("marked_rows")
 
 
-def marked_rows(x: Any, dims: tuple[int, ...], enters: bool = True) -> Any:
-    """`x`, which enters or leaves a function that is promised to treat rows along `dims` apart.
+def marked_rows(x: Any, dim: int | None, enters: bool = True) -> Any:
+    """`x`, which enters or leaves a function that is promised to treat rows apart: along `dim`, if it has any.
 
-    It survives derivatives (what enters forward leaves backward), and `vmap`, which adds a dim of such rows.
+    It survives derivatives (what enters forward leaves backward), and `vmap`, which treats the elements of a
+    dim of its own apart in any function.
     """
-    return _marked_rows.bind(x, along=dims, enters=enters)
+    return _marked_rows.bind(x, dim=dim, vmapped=(), enters=enters)
 
 
-def _transposed_mark(ct: Any, x: Any, *, along: tuple[int, ...], enters: bool) -> list[Any]:
-    return [_marked_rows.bind(ct, along=along, enters=not enters)]
+def _transposed_mark(ct: Any, x: Any, *, enters: bool, **dims: Any) -> list[Any]:
+    return [_marked_rows.bind(ct, enters=not enters, **dims)]
 
 
-def _batched_mark(args: Any, at: Any, *, along: tuple[int, ...], enters: bool) -> tuple[Any, Any]:
+def _batched_mark(
+    args: Any, at: Any, *, dim: int | None, vmapped: tuple[int, ...], enters: bool
+) -> tuple[Any, Any]:
     (x,), (new,) = args, at
-    moved = (new, *(dim + (dim >= new) for dim in along))
-    return _marked_rows.bind(x, along=moved, enters=enters), new
+    moved = [None if d is None else d + (d >= new) for d in (dim, *vmapped)]
+    return _marked_rows.bind(x, dim=moved[0], vmapped=(new, *moved[1:]), enters=enters), new
 
 
 _marked_rows.def_impl(lambda x, **_: x)

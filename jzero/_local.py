@@ -144,11 +144,8 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
 
         with jax.named_scope(_jaxpr.PER_EXAMPLE):
             traced = _jaxpr.trace_here(whole, *leaves)
-            ins = [
-                _jaxpr.marked_rows(x, () if d is None else (d,))
-                for x, d in zip(leaves, dims, strict=True)
-            ]
-            consts = [_jaxpr.marked_rows(x, ()) for x in traced.consts]
+            ins = [_jaxpr.marked_rows(x, d) for x, d in zip(leaves, dims, strict=True)]
+            consts = [_jaxpr.marked_rows(x, None) for x in traced.consts]
             found = _jaxpr.evaluate(traced.jaxpr, consts, *ins)
             outs = jax.tree.unflatten(traced.out_tree, found)
 
@@ -160,7 +157,7 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
                         who, f"{leaf} has not the {size} rows of the arguments",
                         "Each row of a result comes from the same row of the arguments.",
                         "Reduce over rows outside of fn, or name their dim in out_axes."))  # fmt: skip
-                return _jaxpr.marked_rows(y, (dim % y.ndim,), enters=False)
+                return _jaxpr.marked_rows(y, dim % y.ndim, enters=False)
 
             results, out_tree = jax.tree_util.tree_flatten_with_path(outs)
             out_dims = _spread(out_axes, outs)

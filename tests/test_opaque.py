@@ -120,6 +120,10 @@ COVERED = {
     "remat": lambda w, x: jax.checkpoint(lambda w: promised(jnp.sin(x @ w)))(w),
     "vmap over rows": lambda w, x: jax.vmap(jzero.per_example(softsign))((x @ w)[:, None])[:, 0],
     "vmap along rows": lambda w, x: jax.vmap(promised, 1, 1)(x @ w),
+    "an ensemble": lambda w, x: jax.vmap(lambda w: promised(x @ w))(jnp.stack([w, 2 * w])).sum(0),
+    "an ensemble inside": lambda w, x: jax.vmap(
+        lambda w: jzero.per_example(lambda x, w: softsign(x @ w), in_axes=(0, None))(x, w)
+    )(jnp.stack([w, 2 * w])).sum(0),
     "cond": lambda w, x: jax.lax.cond(x.sum() > 0, promised, lambda x: x, x @ w),
     "zero cotangents": lambda w, x: jnp.sum(promised(jnp.stack([x @ w, x], 1)), 1),
     **{

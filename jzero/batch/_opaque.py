@@ -98,18 +98,17 @@ def _mark(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     What leaves and has none is the gradient of what all rows share. Rows that a call made are no sum.
     """
     (value,) = ins
-    form, dims = value.form, eqn.params["along"]
+    form, dim, vmapped = value.form, eqn.params["dim"], eqn.params["vmapped"]
+    elsewhere = isinstance(form, Rows) and form.dim not in (dim, *vmapped)
     if not eqn.params["enters"]:
-        if isinstance(form, Rows) and not dims and FULL not in value.atoms:
+        if elsewhere and dim is None and FULL not in value.atoms:
             raise _refusal(eqn, value)
         return ins
-    if form in (OWN, SUM):
-        return ins
-    if isinstance(form, Rows) and form.dim not in dims:
-        reason = f"jzero.per_example has its rows along {f'dim {dims[0]}' if dims else 'no dim'}"
+    if elsewhere:
+        reason = f"jzero.per_example has its rows along {'no dim' if dim is None else f'dim {dim}'}"
         value = Value(value.aval, FULL, {FULL: body.at(value, FULL, reason)})
-    if value.form is FULL and dims:  # So that what follows from it has rows, too.
-        rows = even_rows(dims[-1], value.aval.shape[dims[-1]], body.num)
+    if value.form is FULL and dim is not None:  # So that what follows from it has rows, too.
+        rows = even_rows(dim, value.aval.shape[dim], body.num)
         return [Value(value.aval, rows, {**value.atoms, rows: body.at(value, rows)}, value.make)]
     return [value]
 
