@@ -392,7 +392,7 @@ _marked_rows = Primitive("marked_rows")
 
 
 def marked_rows(x: Any, dim: int | None, enters: bool = True) -> Any:
-    """`x`, which enters or leaves a function that is promised to treat rows apart: along `dim`, if it has any.
+    """`x`, which enters or leaves a function that is promised to treat rows (along `dim`, or None) apart.
 
     It survives derivatives (what enters forward leaves backward), and `vmap`, which treats the elements of a
     dim of its own apart in any function.
