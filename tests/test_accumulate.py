@@ -11,7 +11,6 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
-import jzero
 import programs
 import small
 
