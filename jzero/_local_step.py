@@ -89,7 +89,7 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     num_state = len(step.state)
     traced = _trace.trace_whole(
         step.fn, avals, forms, given, num_state, axes, setting.options.offloads,
-        setting.axes | setting.automatic, setting.automatic,
+        setting.axes | setting.automatic, setting.automatic, setting.options.accumulate == 1,
     )  # fmt: skip
     if traced is None:
         return None

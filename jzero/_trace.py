@@ -49,7 +49,7 @@ class TracedStep:
 def trace_whole(
     flat_step: Callable[..., Any], avals: Sequence[Any], forms: Sequence[Form], given: Sequence[Form],
     num_state: int, axes: dict[str, int], offloads: bool, mesh_axes: dict[str, int],
-    automatic: dict[str, int],
+    automatic: dict[str, int], exchanges: bool,
 ) -> TracedStep | None:  # fmt: skip
     """Traces `flat_step(*leaves)` at the shapes of the whole batch, and rewrites it for one device.
 
@@ -63,6 +63,7 @@ def trace_whole(
       offloads: also replace `p + (n - p)` by `n` (`_differences.py`).
       mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
       automatic: those that are no data axes.
+      exchanges: whether devices may send each other parts of their rows; microbatches cannot.
 
     Returns:
       None if the step has collectives of its own over the data axes, and so is one device's already.
@@ -82,7 +83,7 @@ def trace_whole(
         traced = _jaxpr.trace_whole(flat_step, avals, mesh_axes)
     flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
     flat = without_differences(flat) if offloads else flat
-    found = localize(flat, consts, forms, given, num_state, axes)
+    found = localize(flat, consts, forms, given, num_state, axes, exchanges)
     varying = [frozenset(axes) if isinstance(form, Rows) else _frames.NOWHERE for form in given]
     frame = _frames.build_frames(found.jaxpr, found.consts, varying)
     return TracedStep(

@@ -204,7 +204,7 @@ def test_update_inside_the_loop_that_makes_the_gradient(fn, name):
     [
         (lambda rows: jnp.sort(rows), "a gather of the batch's rows"),
         (lambda rows: jnp.max(rows > 0), "a maximum"),
-        (lambda rows: jnp.argmin(rows), "a gather of the batch's rows"),
+        (lambda rows: jnp.argmin(rows), "a minimum"),
         (
             lambda rows: jax.lax.cond(rows[3] > 0, lambda: 1.0, lambda: 2.0),
             "a gather of the batch's rows",
