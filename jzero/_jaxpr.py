@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import core, distributed, source_info_util, xla_bridge
+from jax._src.lax.parallel import reduce_scatter_p
 from jax.extend.core import Primitive
 from jax.extend.random import threefry2x32_p
 from jax.interpreters import ad, batching, mlir
@@ -360,11 +361,12 @@ def var_like(aval: Any, shape: Sequence[int] | None = None, dtype: Any = None) -
 
 PRIMITIVES = {
     "psum": lax.psum_p, "pmax": lax.pmax_p, "pmin": lax.pmin_p, "all_gather": lax.all_gather_p,
+    "all_to_all": lax.all_to_all_p, "psum_scatter": reduce_scatter_p,
     "axis_index": lax.axis_index_p, "cond": lax.cond_p,
 }  # fmt: skip
 
 
-COLLECTIVES = frozenset(PRIMITIVES[name] for name in ("psum", "pmax", "pmin", "all_gather"))
+COLLECTIVES = frozenset(PRIMITIVES.values()) - {lax.axis_index_p, lax.cond_p}
 
 
 def is_threefry(dtype: Any) -> bool:

@@ -49,7 +49,7 @@ class Program:
       state_shardings: one per leaf of the state.
       argument_shardings: one per leaf of the other arguments.
       keys: paths of the arguments taken for PRNG keys, of a step with collectives of its own.
-      movements: rows of the batch that operations gather.
+      movements: rows of the batch that operations move.
       whole_arguments: arguments with rows that come whole to every device, which do not divide them.
       loops: over the microbatches, if there are any.
     """

@@ -28,7 +28,7 @@ class Report:
       accumulator_bytes: on each device, what sums up the gradients and metrics of microbatches.
       crossings: what each device and its host copy to each other in a step.
       roads: how the host updates what rests there, if it does.
-      movements: operations that gather rows of the batch, because nothing cheaper is exact.
+      movements: operations that move rows of the batch, because nothing cheaper is exact.
       whole_arguments: arguments that come whole to every device, as the devices do not divide their rows.
       loops: over the microbatches, and what is kept between them.
     """
@@ -162,7 +162,7 @@ class Report:
         return ["", *table.text()] if table else []
 
     def gathered_rows(self) -> list[str]:
-        """Lines on what gathers rows of the batch; none if nothing does."""
+        """Lines on what moves rows of the batch; none if nothing does."""
         lines = []
         if self.whole_arguments:
             lines += ["", "Whole on every device, which do not divide their rows: "
@@ -171,7 +171,7 @@ class Report:
             total = sum(m.nbytes * m.times for m in self.movements)
             found = sorted(self.movements, key=lambda m: -m.nbytes * m.times)
             size = readable_bytes(total)
-            lines += ["", f"{len(found)} operations gather rows of the batch, {size} in all:"]
+            lines += ["", f"{len(found)} operations move rows of the batch, {size} to each device:"]
             lines += [f"  {readable_bytes(m.nbytes)}  {m}" for m in found[:20]]
             lines += [f"  and {len(found) - 20} more"] if len(found) > 20 else []
         return lines

@@ -84,7 +84,7 @@ def trace_whole(
         traced = _jaxpr.trace_whole(flat_step, avals, mesh_axes)
     flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
     flat = without_differences(flat) if offloads else flat
-    found = localize(flat, consts, forms, given, num_state, axes)
+    found = localize(flat, consts, forms, given, num_state, axes, exchanges=not accumulates)
     varying = [frozenset(axes) if isinstance(form, Rows) else _frames.NOWHERE for form in given]
     frame = _frame_of(found.jaxpr, found.consts, varying, accumulates)
     return TracedStep(

@@ -30,8 +30,9 @@ from jzero.batch import _localize, _rows
 from jzero.batch._rows import FULL, Rows
 
 DEVICES = 4
-# Sizes of the dims that hold rows. Dealt out, the devices have two blocks each, and all dims are of one size.
-LAYOUTS = {"contiguous": (8, 4), "dealt": (8, 8), "padded": (5, 7), "few": (3, 2)}
+# Sizes of the dims that hold rows. Dealt out, the devices have two blocks each, and all dims are of one size;
+# in a square they are too, so that rows of one dim can be exchanged for rows of another.
+LAYOUTS = {"contiguous": (8, 4), "dealt": (8, 8), "padded": (5, 7), "few": (3, 2), "square": (8, 8)}
 OTHERS = (3, 6, 4, 9, 5, 7)  # sizes of the rest, in their order
 
 
@@ -124,6 +125,44 @@ def solve_triangular(a: Any, b: Any, **options: Any) -> Any:
 
 def ragged(sizes: Any, x: Any, weights: Any) -> Any:
     return lax.ragged_dot(x, weights, sizes)
+
+
+def first_extremes(x: Any) -> Any:
+    return jnp.argmax(x, 0), jnp.argmin(x, 0)
+
+
+def extremes(x: Any) -> Any:
+    return jnp.max(x, 0), jnp.min(x, 0)
+
+
+def extremes_in(dtype: Any, x: Any) -> Any:
+    return [y.astype(x.dtype) for y in extremes(x.astype(dtype))]
+
+
+def with_nans(x: Any) -> Any:
+    return jnp.where(x > 0.4, jnp.nan, x)
+
+
+def with_infinities(x: Any) -> Any:
+    return jnp.where(x > 0.4, jnp.inf, jnp.where(x < -0.4, -jnp.inf, x))
+
+
+def signed_zeros(x: Any) -> Any:
+    return jnp.where(x > 0, 0.0, -0.0)
+
+
+def get(mode: str, **options: Any) -> Callable[..., Any]:
+    """Looks up rows, of which some are out of bounds."""
+    return lambda x, i: x.at[2 * i - 3].get(mode=mode, wrap_negative_indices=False, **options)
+
+
+def update(how: str, mode: str | None = None) -> Callable[..., Any]:
+    """Updates rows, of which some are out of bounds and some the same."""
+
+    def updated(x: Any, i: Any, y: Any) -> Any:
+        return getattr(x.at[2 * i - 3], how)(y, mode=mode, wrap_negative_indices=False)
+
+    return updated
 
 
 def arange(x: Any) -> Any:
@@ -259,6 +298,9 @@ SHAPES = {
     "one_hot": Case(lambda i: jax.nn.one_hot(i, 5), "i:ab"),
     "tril": Case(jnp.tril, "abc"),
     "diagonal": Case(jnp.diagonal, "aab"),
+    "add the transposed": Case(lambda x: x + x.T, "aa", "a"),
+    "rows along another dim": Case(lambda x, y: jnp.exp(y) * jnp.tanh(x)[None], "b ab"),
+    "differences of all pairs": Case(lambda x: jnp.abs(x[:, None] - x[None]), "a", "a"),
 }
 REDUCTIONS = {
     "sum": Case(lambda x: (jnp.sum(x, 1), jnp.sum(x, (0, 2)), jnp.sum(x)), "abc"),
@@ -279,6 +321,22 @@ REDUCTIONS = {
         "b",
     ),
     "argmax, argmin": Case(lambda x: (jnp.argmax(x, 1), jnp.argmin(x, 1)), "abc", "b"),
+    "argmax of ties": Case(lambda x: first_extremes(jnp.round(x)), "ab", "a"),
+    "argmax of all equal": Case(lambda x: first_extremes(jnp.zeros_like(x)), "a"),
+    "argmax with NaN": Case(lambda x: first_extremes(with_nans(x)), "ab", "a"),
+    "argmax with infinities": Case(lambda x: first_extremes(with_infinities(x)), "ab", "a"),
+    "argmax of zeros": Case(lambda x: first_extremes(signed_zeros(x)), "ab", "a"),
+    "argmax of bf16": Case(lambda x: first_extremes(with_nans(x).astype(jnp.bfloat16)), "ab", "a"),
+    "argmax of float8": Case(lambda x: first_extremes(x.astype(jnp.float8_e5m2)), "ab", "a"),
+    "argmax of integers": Case(lambda x: first_extremes(x), "i:ab", "a"),
+    "argmax of unsigned": Case(lambda x: first_extremes(x), "u:ab", "a"),
+    "argmax of bools": Case(lambda x: first_extremes(x), "?:ab", "a"),
+    "argmax of one dim": Case(lambda x: lax.argmax(x, 0, np.uint8), "a", "a"),
+    "max with NaN": Case(lambda x: extremes(with_nans(x)), "ab"),
+    "max with infinities": Case(lambda x: extremes(with_infinities(x)), "ab"),
+    "max of bf16": Case(lambda x: extremes_in(jnp.bfloat16, with_nans(x)), "ab"),
+    "max of float8": Case(lambda x: extremes_in(jnp.float8_e4m3fn, with_nans(x)), "ab"),
+    "sum of what waits": Case(lambda x: x + jnp.sum(3 * jnp.eye(1024), 0)[: len(x)], "a"),
     "norm": Case(lambda x: jnp.linalg.norm(x, axis=0), "ab"),
     "logsumexp": Case(lambda x: (jax.nn.logsumexp(x, 0), jax.nn.softmax(x, 0)), "ab"),
     "median": Case(lambda x: jnp.median(x, 0), "ab", "a"),
@@ -294,6 +352,11 @@ REDUCTIONS = {
     "sort of two": Case(lambda i, x: lax.sort((i, x), dimension=1, num_keys=2), "i:ab ab", "b"),
     "argsort": Case(lambda x: jnp.argsort(x, 0), "ab", "a"),
     "top_k": Case(lambda x: lax.top_k(x, 2), "ab", "b"),
+    "top_k of ties": Case(lambda x: lax.top_k(jnp.round(x), 3), "a", "a"),
+    "top_k with NaN": Case(lambda x: lax.top_k(with_nans(x), 3), "a", "a"),
+    "top_k of zeros": Case(lambda x: lax.top_k(signed_zeros(x), 3), "a", "a"),
+    "top_k of bf16": Case(lambda x: lax.top_k(x.astype(jnp.bfloat16), 1), "a", "a"),
+    "top_k of integers": Case(lambda x: lax.top_k(x, 2), "i:ab", "b"),
     "top_k of the first dim": Case(lambda x: lax.top_k(x, 2, axis=0), "ab", "a"),
     "approx_max_k": Case(lambda x: lax.approx_max_k(x, 2), "ab", "b"),
 }
@@ -358,25 +421,66 @@ LOOK_UPS = {
     "own row, last": Case(lambda x, i: x[i, jnp.arange(x.shape[1])], "vb i:b", "v"),
     "own row of windows": Case(lambda x, i: x[arange(x), i], "bvd i:b", "v"),
     "own row, vmap": Case(jax.vmap(lambda x, i: x[i]), "bvd i:b", "v"),
-    "add to own row": Case(lambda x, i, y: x.at[arange(x), i].add(y), "bv i:b b", "v"),
-    "set in own row": Case(lambda x, i, y: x.at[arange(x), i].set(y), "bv i:b b", "v"),
-    "multiply own row": Case(lambda x, i, y: x.at[arange(x), i].multiply(y), "bv i:b b", "v"),
-    "maximum with own row": Case(lambda x, i, y: x.at[arange(x), i].max(y), "bv i:b b", "v"),
-    "scatter-add": Case(lambda x, i, y: x.at[i].add(y), "vd i:b bd", "v"),
-    "scatter-sub": Case(lambda x, i, y: x.at[i].subtract(y), "vd i:b bd", "v"),
-    "scatter-add of integers": Case(lambda x, i, y: x.at[i].add(y), "i:vd i:b i:bd", "v"),
-    "scatter-max": Case(lambda x, i, y: x.at[i].max(y), "vd i:b bd", "v"),
-    "scatter-min": Case(lambda x, i, y: x.at[i].min(y), "vd i:b bd", "v"),
-    "scatter-mul": Case(lambda x, i, y: x.at[i].multiply(y), "vd i:b bd", "vb"),
-    "scatter": Case(lambda x, i, y: x.at[i].set(y), "vd i:b bd", "vb"),
-    "scatter into columns": Case(lambda x, i, y: x.at[:, i].add(y), "avd i:b abd", "v"),
+    "add to own row": Case(lambda x, i, y: x.at[arange(x), i].add(y), "bv i:b b"),
+    "set in own row": Case(lambda x, i, y: x.at[arange(x), i].set(y), "bv i:b b"),
+    "multiply own row": Case(lambda x, i, y: x.at[arange(x), i].multiply(y), "bv i:b b"),
+    "maximum with own row": Case(lambda x, i, y: x.at[arange(x), i].max(y), "bv i:b b"),
+    "rows of others": Case(lambda x, i: x[i], "vd i:2", "v"),
+    "columns of others": Case(lambda x, i: jnp.take(x, i, axis=1), "avd i:1", "v"),
+    "rows of others, two indices": Case(lambda x, i, j: x[i, j], "uvd i:2 i:2", "uv"),
+    "rows of others, integers": Case(lambda x, i: x[i], "i:vd i:2", "v"),
+    "rows of others, bools": Case(lambda x, i: x[i], "?:vd i:2", "v"),
+    "rows of others, complex": Case(lambda x, i: x[i], "c:vd i:2", "v"),
+    "rows of others, bf16": Case(lambda x, i: x.astype(jnp.bfloat16)[i], "vd i:2", "v"),
+    "rows of others, NaN": Case(lambda x, i: with_nans(x)[i], "vd i:2", "v"),
+    "rows of others, infinities": Case(lambda x, i: with_infinities(x)[i], "vd i:2", "v"),
+    "rows of others, zeros": Case(lambda x, i: 1 / signed_zeros(x)[i], "vd i:2", "v"),
+    "rows of others, narrow indices": Case(lambda x, i: x[i.astype(jnp.uint8)], "vd i:2", "v"),
+    "rows of others, filled": Case(get("fill"), "vd i:2", "v"),
+    "rows of others, filled with 7": Case(get("fill", fill_value=7.0), "vd i:2", "v"),
+    "rows of others, integers filled": Case(get("fill"), "i:vd i:2", "v"),
+    "rows of others, unsigned filled": Case(get("fill"), "u:vd i:2", "v"),
+    "rows of others, clipped": Case(get("clip"), "vd i:2", "v"),
+    "rows of others, promised": Case(get("promise_in_bounds"), "vd i:2", "v"),
+    "rows of others, keys": Case(lambda x, i: random.key_data(x[i]), "k:v i:2", "v"),
+    "rows of others, gradient": Case(gradient(lambda x, i: x[i], 0), "vd i:2", "v"),
+    "rows of others, then a running sum": Case(
+        lambda x, i: jnp.cumsum(x[i], 0) + x[i][::-1], "vd i:8", "v"
+    ),
+    "rows of others, then the largest": Case(
+        lambda x, i: (jnp.argmax(x[i], 0), lax.top_k(x[i], 2), jnp.split(x[i], 2)), "v i:8", "v"
+    ),
+    "rows of others, in parts": Case(
+        lambda x, i: jnp.tanh(x[i].reshape(2, 8, -1)).sum(1), "vd i:(28)", "v"
+    ),
+    "rows of others by a matrix": Case(lambda x, i: jnp.sin(x[i]).sum((1, 2)), "vd i:28", "v"),
+    "diagonal by indices": Case(lambda x: x[arange(x), arange(x)], "aa"),
+    "diagonal by take_along_axis": Case(
+        lambda x: jnp.take_along_axis(x, arange(x)[:, None], 1), "aa", "a"
+    ),
+    "add to rows of others": Case(update("add"), "vd i:2 2d"),
+    "add to rows of others, clipped": Case(update("add", "clip"), "vd i:2 2d"),
+    "multiply rows of others": Case(update("multiply"), "vd i:2 2d"),
+    "minimum with rows of others": Case(update("min"), "vd i:2 2d"),
+    "add to elements of others": Case(lambda x, i, j, y: x.at[i, j].add(y), "uv i:2 i:2 2"),
+    "add to zeros": Case(
+        lambda x, i, y: x + jnp.zeros_like(x).at[2 * i - 3].add(y, mode="drop"), "vd i:2 2d"
+    ),
+    "scatter-add": Case(lambda x, i, y: x.at[i].add(y), "vd i:b bd"),
+    "scatter-sub": Case(lambda x, i, y: x.at[i].subtract(y), "vd i:b bd"),
+    "scatter-add of integers": Case(lambda x, i, y: x.at[i].add(y), "i:vd i:b i:bd"),
+    "scatter-max": Case(lambda x, i, y: x.at[i].max(y), "vd i:b bd"),
+    "scatter-min": Case(lambda x, i, y: x.at[i].min(y), "vd i:b bd"),
+    "scatter-mul": Case(lambda x, i, y: x.at[i].multiply(y), "vd i:b bd", "b"),
+    "scatter": Case(lambda x, i, y: x.at[i].set(y), "vd i:b bd", "b"),
+    "scatter into columns": Case(lambda x, i, y: x.at[:, i].add(y), "avd i:b abd"),
     "dynamic_slice, vmap": Case(
         jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 2)), "bvd i:b", "v"
     ),
     "dynamic_update_slice, vmap": Case(
         jax.vmap(lambda x, i, y: lax.dynamic_update_slice_in_dim(x, y, i, 0)), "bvd i:b b2d", "v"
     ),
-    "scatter, vmap": Case(jax.vmap(lambda x, i, y: x.at[i].set(y)), "bvd i:bk bkd", "vk"),
+    "scatter, vmap": Case(jax.vmap(lambda x, i, y: x.at[i].set(y)), "bvd i:bk bkd", "k"),
     "segment_sum": Case(lambda x, i: jax.ops.segment_sum(x, i, 4), "bd i:b"),
     "segment_max": Case(lambda x, i: jax.ops.segment_max(x, i, 4), "bd i:b"),
     "bincount": Case(lambda i: jnp.bincount(i, length=4), "i:b"),
@@ -464,7 +568,7 @@ FUNCTIONS = {
     "batch norm": Case(batch_norm, "btd"),
     "batch norm's gradient": Case(gradient(batch_norm, 0), "btd"),
     "contrastive": Case(contrastive, "bd", "b"),
-    "attention's gradient": Case(gradient(attention, 1), "bqhd bkhd bkhd"),
+    "attention's gradient": Case(gradient(attention, 1), "bqhd bkhd bkhd", "d"),
 }
 CASES = (
     ELEMENTWISE | SHAPES | REDUCTIONS | PRODUCTS | LOOK_UPS | WINDOWS | LINEAR_ALGEBRA | RANDOM | FUNCTIONS
@@ -543,7 +647,7 @@ def sizes_of(case: Case, letters: list[str], layout: str) -> dict[str, int]:
     everything = sorted(
         {c for c in re.sub(r".:", "", case.arguments) + (case.to or "") if c.isalpha()}
     )
-    if layout == "dealt":
+    if layout in ("dealt", "square"):
         return dict.fromkeys(everything, 8)
     own = dict(zip(letters, LAYOUTS[layout], strict=False))
     rest = iter([size for size in OTHERS if size not in own.values()])

@@ -1,4 +1,4 @@
-"""Operations along the batch itself: reshapes, concatenation, running sums, look-ups of one's own row."""
+"""Operations along the batch itself: reshapes, concatenation, running sums."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from jax import lax
 
 from jzero import _jaxpr, _rewrite
 from jzero._jaxpr import Atom, Eqn
-from jzero.batch._body import Body, Handler, MadeInRows, Value, row_numbers
-from jzero.batch._equations import gathered, on_whole, reshape_rows, rows_of, run, whole
-from jzero.batch._factors import SCATTER_REDUCES
-from jzero.batch._rows import FULL, OWN, SUM, Rows, even_rows, is_padded, reshaped
+from jzero.batch._body import Body, Handler, MadeInRows, Value
+from jzero.batch._equations import gathered, maker, reshape_rows, rows_of, run, whole
+from jzero.batch._rows import FULL, Rows, even_rows, is_padded, reshaped
+from jzero.batch._writer import row_numbers
+from jzero.sharding import _rules
 
 
 def _reshape(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
@@ -22,9 +23,15 @@ def _reshape(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     rows = value.form
     if not isinstance(rows, Rows) or len(ins) > 1 or eqn.params.get("dimensions") is not None:
         return None
+    longest = _longest(body, value, out)
+    if value.make is not None and rows not in value.atoms and longest is not None:
+        return [Value(out, longest, {}, make=maker(body, eqn, ins))]
     new = reshaped(value.aval.shape, out.shape, rows, body.num)
     if new is not None:
-        return [rows_of(out, new, reshape_rows(body, eqn, value.atoms[rows], new))]
+        return [rows_of(out, new, reshape_rows(body, eqn, body.at(value, rows), new))]
+    made = _reshape_exchanged(body, eqn, value)
+    if made is not None:
+        return [made]
     reason = "its rows are not rows of the new shape"
     if _jaxpr.in_scope(eqn, _jaxpr.GROUPS):
         reason = f"jzero.groups is local if its n is a multiple of {body.num}"
@@ -44,7 +51,36 @@ def _reshape(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     return [made]
 
 
-def _concatenate(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _longest(body: Body, value: Value, out: Any) -> Rows | None:
+    """Rows along the longest dim of what the rows' dim became, if devices can have as many each."""
+    assert isinstance(value.form, Rows)
+    shape, dim = value.aval.shape, value.form.dim
+    before, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+    dims = [
+        d for d, n in enumerate(out.shape) if n % body.num == 0 and n > 1
+        and math.prod(out.shape[:d]) >= before and math.prod(out.shape[d + 1 :]) >= after
+    ]  # fmt: skip
+    longest = max(dims, key=lambda d: out.shape[d], default=None)
+    return None if longest is None else even_rows(longest, out.shape[longest], body.num)
+
+
+def _reshape_exchanged(body: Body, eqn: Eqn, value: Value) -> Value | None:
+    """`[batch, time, ...]` in chunks that cut the batch: of rows of the time, every chunk has as many."""
+    out, shape = eqn.outvars[0].aval, value.aval.shape
+    assert isinstance(value.form, Rows)
+    for dim in (value.form.dim + 1, value.form.dim - 1):
+        if not 0 <= dim < len(shape):
+            continue
+        rows = even_rows(dim, shape[dim], body.num)
+        new = reshaped(shape, out.shape, rows, body.num)
+        merged = new is not None and out.shape[new.dim] != shape[dim]
+        if new is not None and merged and body.may_exchange(value, rows):
+            reason = "its rows are not rows of the new shape"
+            return rows_of(out, new, reshape_rows(body, eqn, body.at(value, rows, reason), new))
+    return None
+
+
+def concatenate(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     """Pieces of one size along the batch: a device has its rows of each, a block after the other."""
     dim, out = eqn.params["dimension"], eqn.outvars[0].aval
     forms = {value.form for value in ins if isinstance(value.form, Rows)}
@@ -86,7 +122,7 @@ def _blocks(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     for (start, stop), var in zip(cuts, eqn.outvars, strict=True):
         new = Rows(dim, (stop - start) // block, rows.inner)
         first, last = start // block * rows.inner, stop // block * rows.inner
-        (atom,) = body.inline(_sliced, (dim, first, last), value.atoms[rows])
+        (atom,) = body.inline(_sliced, (dim, first, last), body.at(value, rows))
         outs.append(rows_of(var.aval, new, atom))
     return outs
 
@@ -96,144 +132,40 @@ def _sliced(dim: int, start: int, stop: int, x: Any) -> Any:
 
 
 def _cumsum(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
-    """A running sum along the batch: of this device's rows, and the totals of the devices before it."""
+    """A running sum along the batch: of each block of a device's rows, and the totals of all before it."""
     (value,) = ins
     rows = value.form
     assert isinstance(rows, Rows)
-    if rows.outer > 1 or rows.dim != eqn.params["axis"]:
+    if rows.dim != eqn.params["axis"]:
         return None
-    x = body.mask(value.atoms[rows], rows, value.aval.shape[rows.dim], "sum")
-    (sums,) = body.emit(eqn, [x], [rows])
-    (total,) = body.inline(_total, (rows.dim, eqn.params["reverse"]), sums)
-    body.note_movement(
-        Value(
-            _jaxpr.var_like(None, (body.num, *total.aval.shape), total.aval.dtype).aval, FULL, {}
-        ),
-        "the totals of the devices are exchanged",
-    )
-    ones = Rows(rows.dim, 1, 1)
-    whole = _jaxpr.var_like(
-        None, [body.num if d == rows.dim else n for d, n in enumerate(total.aval.shape)], total.aval.dtype
-    ).aval  # fmt: skip
-    totals = body.gather(total, ones, whole)
-    (out,) = body.inline(_behind, (rows.dim, eqn.params["reverse"]), sums, totals, body.index)
+    reverse = eqn.params["reverse"]
+    x = body.mask(body.at(value, rows), rows, value.aval.shape[rows.dim], "sum")
+    sums, totals = body.inline(_sums_and_totals, (rows, reverse), x)
+    nbytes = body.num * _rules.size_in_bytes(totals.aval)
+    body.note_movement(nbytes, "the totals of the devices are exchanged")
+    totals = body.all_gather(totals)
+    (out,) = body.inline(_behind, (rows, reverse), sums, totals, body.index)
     return [rows_of(eqn.outvars[0].aval, rows, out)]
 
 
-def _total(dim: int, reverse: bool, sums: Any) -> Any:
-    return lax.index_in_dim(sums, 0 if reverse else sums.shape[dim] - 1, dim, keepdims=True)
+def _sums_and_totals(rows: Rows, reverse: bool, x: Any) -> tuple[Any, Any]:
+    shape, dim = x.shape, rows.dim
+    blocks = x.reshape(*shape[:dim], rows.outer, rows.inner, *shape[dim + 1 :])
+    sums = lax.cumsum(blocks, dim + 1, reverse=reverse)
+    return sums, lax.index_in_dim(sums, 0 if reverse else rows.inner - 1, dim + 1, keepdims=False)
 
 
-def _behind(dim: int, reverse: bool, sums: Any, totals: Any, index: Any) -> Any:
-    places = lax.broadcasted_iota(jnp.int32, totals.shape, dim)
-    before = places > index if reverse else places < index
-    offset = jnp.sum(jnp.where(before, totals, jnp.zeros_like(totals)), axis=dim, keepdims=True)
-    return sums + offset.astype(sums.dtype)
-
-
-# -- look-ups: x[arange(B), y] takes of each row an element, which is its device's ---------------------
-
-
-def _note_columns(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
-    """Remembers what an array of indices is put together from."""
-    if any(v.form in (OWN, SUM) for v in ins):
-        return None
-    dim, out = eqn.params["dimension"], eqn.outvars[0].aval
-    rows = [v.form for v in ins if isinstance(v.form, Rows)]
-    if any(form.dim == dim for form in rows):
-        along = _concatenate(body, eqn, ins)
-        if along is not None:
-            return along
-    if dim != out.ndim - 1 or any(v.aval.shape[dim] != 1 for v in ins):
-        return None
-    if rows:
-        (atom,) = body.emit(eqn, [body.at(v, rows[0]) for v in ins], [rows[0]])
-        made = rows_of(out, rows[0], atom)
-    elif any(v.constant is not None for v in ins):
-        (made,) = on_whole(body, eqn, ins)
-    else:
-        return None
-    made.columns = dict(enumerate(ins))
-    return [made]
-
-
-def _counts_rows(indices: Value, column: int, dim: int) -> bool:
-    """Whether a column of an array of indices is 0, 1, 2, ... along a dim."""
-    value = (indices.columns or {0: indices}).get(column)
-    if value is None or value.constant is None:
-        return False
-    shape = value.aval.shape
-    counts = np.arange(shape[dim]).reshape([-1 if d == dim else 1 for d in range(len(shape))])
-    return bool(np.array_equal(value.constant(), np.broadcast_to(counts, shape)))
-
-
-def _own_rows(
-    ins: list[Value], numbers: Any, places: list[int], batching: Any
-) -> tuple[int, int, Rows] | None:
-    """`(column, dim of the operand, rows)` if every row of the indices names that row of the operand.
-
-    `places` are dims of the updates, for those of the indices; `batching` dims of the indices are taken by
-    others of the operand.
-    """
-    operand, indices, *_ = ins
-    for k in range(indices.aval.ndim - 1):
-        if k in batching:
-            continue
-        if isinstance(indices.form, Rows) and indices.form.dim != k:
-            continue
-        for column, dim in enumerate(numbers):
-            dims = zip(ins, (dim, k, places[k]), strict=False)
-            held = [v.form for v, d in dims if isinstance(v.form, Rows) and v.form.dim == d]
-            same = held and operand.aval.shape[dim] == indices.aval.shape[k]
-            if same and _counts_rows(indices, column, k):
-                return column, dim, held[0].at(k)
-    return None
-
-
-def _gather(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
-    operand, indices = ins
-    if any(v.form in (OWN, SUM) for v in ins):
-        return None
-    numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
-    places = [d for d in range(out.ndim) if d not in numbers.offset_dims]
-    found = _own_rows(ins, numbers.start_index_map, places, numbers.start_indices_batching_dims)
-    if found is None:
-        return None
-    column, dim, rows = found
-    if dim not in numbers.collapsed_slice_dims:
-        return None
-    (local,) = body.inline(_in_own, (column, rows), body.at(indices, rows))
-    new = rows.at(places[rows.dim])
-    (atom,) = body.emit(eqn, [body.at(operand, rows.at(dim)), local], [new])
-    return [rows_of(out, new, atom)]
-
-
-def _scatter(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
-    operand, indices, updates = ins
-    if any(v.form in (OWN, SUM) for v in ins):
-        return None
-    numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
-    places = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]
-    found = _own_rows(
-        ins, numbers.scatter_dims_to_operand_dims, places, numbers.scatter_indices_batching_dims
-    )
-    if found is None:
-        return None
-    column, dim, rows = found
-    if dim not in numbers.inserted_window_dims:
-        return None
-    (local,) = body.inline(_in_own, (column, rows), body.at(indices, rows))
-    new = rows.at(dim)
-    moved = body.at(updates, rows.at(places[rows.dim]))
-    (atom,) = body.emit(eqn, [body.at(operand, new), local, moved], [new])
-    return [rows_of(out, new, atom)]
-
-
-def _in_own(column: int, rows: Rows, indices: Any) -> Any:
-    """The indices, of which a column counts this device's rows."""
-    counts = lax.broadcasted_iota(indices.dtype, indices.shape, rows.dim)
-    columns = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
-    return jnp.where(columns == column, counts, indices)
+def _behind(rows: Rows, reverse: bool, sums: Any, totals: Any, index: Any) -> Any:
+    """The sums of a device's blocks, and what is before each; `totals` are `[devices, ..., outer, ...]`."""
+    num, dim = totals.shape[0], rows.dim
+    totals = jnp.moveaxis(totals, 0, dim + 1)
+    flat = totals.reshape(*totals.shape[:dim], rows.outer * num, *totals.shape[dim + 2 :])
+    upto = lax.cumsum(flat, dim, reverse=reverse)
+    shift = [((1, -1, 0), (-1, 1, 0))[reverse] if d == dim else (0, 0, 0) for d in range(flat.ndim)]
+    before = lax.pad(upto, jnp.zeros((), upto.dtype), shift).reshape(totals.shape)
+    offset = lax.dynamic_index_in_dim(before, index, dim + 1, keepdims=True)
+    out = sums + offset
+    return out.reshape(*out.shape[:dim], rows.size, *out.shape[dim + 2 :])
 
 
 # -- wrappers ------------------------------------------------------------------------------------------
@@ -276,8 +208,8 @@ def _random_rows(body: Body, eqn: Eqn, ins: list[Value], rows: Rows) -> Atom | N
     """Bits of one device's rows, where the generator counts; others are made whole and cut."""
     key, shape = ins[0], eqn.params["shape"]
     if not _jaxpr.is_threefry(key.aval.dtype) or math.prod(shape) >= 2**32:
-        whole = Value(eqn.outvars[0].aval, FULL, {})
-        body.note_movement(whole, "its random bits are made whole on every device, and cut")
+        nbytes = _rules.size_in_bytes(eqn.outvars[0].aval)
+        body.note_movement(nbytes, "its random bits are made whole on every device, and cut")
         return None
     static = (rows, body.num, shape, eqn.params["bit_width"])
     return body.inline(_bits, static, body.at(key, FULL), body.index)[0]
@@ -299,9 +231,6 @@ def _bits(rows: Rows, num: int, shape: tuple[int, ...], width: int, key: Any, in
 
 
 HANDLERS: dict[str, Handler] = {
-    "concatenate": _note_columns,
-    "gather": _gather,
-    **dict.fromkeys(["scatter", "scatter-mul", "scatter_mul", *SCATTER_REDUCES], _scatter),
     "custom_linear_solve": _linear_solve,
     "device_put": _placed,
 }

@@ -1,21 +1,21 @@
-"""One device's step while it is being written: values, and equations that make and move them."""
+"""One device's step while it is being written: values, and the forms in which they are made and moved."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jzero import _jaxpr, _rewrite
 from jzero._jaxpr import Atom, Eqn
 from jzero.batch._rows import FULL, Form, Rows, is_padded, local_shape
+from jzero.batch._writer import SENT_AS, Writer
 from jzero.sharding import _rules
 
 OUTPUT = "output"  # in the place of a primitive, of what is gathered because it is returned
@@ -23,12 +23,13 @@ OUTPUT = "output"  # in the place of a primitive, of what is gathered because it
 
 @dataclasses.dataclass(frozen=True)
 class Movement:
-    """Rows that are gathered because an operation needs them whole; see `describe`.
+    """Rows that move because an operation needs others than a device has; see `describe`.
 
     Attributes:
       operation: the primitive.
       where: the user's line, `file.py:12 (train_step)`; of an output, its path.
-      nbytes: of the whole value.
+      nbytes: that reach each device: the whole value's, or, if rows of one dim become rows of another, those
+        of the rows.
       times: how often a step does it.
       reason: what the operation needs.
     """
@@ -44,6 +45,18 @@ class Movement:
         return f"{self.operation} at {self.where}: {self.reason}{times}"
 
 
+class OfSum(NamedTuple):
+    """Of a whole value that is made of a sum over the devices.
+
+    Attributes:
+      rows: writes rows of it, for which the sum is scattered; None where they cannot be.
+      is_gradient: whether it is a backward pass's sum.
+    """
+
+    rows: Callable[[Rows], Atom | None]
+    is_gradient: bool
+
+
 @dataclasses.dataclass(eq=False)
 class Value:
     """A value of the whole-batch step, and the forms in which this device has it.
@@ -54,6 +67,9 @@ class Value:
       atoms: the variables that hold it, by form.
       make: writes the equation that makes it in a form; of values that are made where they are needed (an
         iota, a broadcast, random bits), so that a device makes its own rows only.
+      of_sum: of a whole value that is made of a sum over the devices, how rows of it are.
+      is_queue: whether its rows are those of a scattered sum, and not of the batch.
+      grown_from: of rows that are made of smaller ones, which can move in their place: bytes of those.
       asked: of a body's inputs, forms that it asked for and was not given, and why.
       fill: the number that all its elements are, if that is known.
       constant: evaluates it, if it depends on nothing but constants.
@@ -64,6 +80,9 @@ class Value:
     form: Form
     atoms: dict[Form, Atom]
     make: Callable[[Value, Form], Atom] | None = None
+    of_sum: OfSum | None = None
+    is_queue: bool = False
+    grown_from: int = 0
     asked: dict[Form, str] | None = None
     fill: Any = None
     constant: Callable[[], np.ndarray] | None = None
@@ -73,6 +92,18 @@ class Value:
     def is_lazy(self) -> bool:
         """Whether it is made where it is needed."""
         return self.form is FULL and FULL not in self.atoms
+
+    @property
+    def cheapest_bytes(self) -> int:
+        """Bytes of the whole, or of what it can be made of."""
+        return self.grown_from or self.nbytes
+
+    @property
+    def rows(self) -> list[Rows]:
+        """The rows that are there, its form first; none of a whole value, of which any can be made."""
+        if not isinstance(self.form, Rows):
+            return []
+        return [self.form, *(f for f in self.atoms if isinstance(f, Rows) and f != self.form)]
 
     @property
     def at_hand(self) -> Form:
@@ -108,30 +139,49 @@ class Table(NamedTuple):
     effect: Callable[[Body, Eqn, list[Value]], list[Value]]
 
 
-class Body:
+class Body(Writer):
     """Equations of one frame of the step, for one device."""
 
-    def __init__(self, axes: tuple[str, ...], num: int, table: Table, times: int = 1):
-        self.axes, self.num, self.table, self.times = axes, num, table, times
-        self.eqns: list[Eqn] = []
-        self.constvars: list[Any] = []
-        self.consts: list[Any] = []
+    def __init__(
+        self, axes: tuple[str, ...], num: int, table: Table, times: int = 1, exchanges: bool = True
+    ):
+        super().__init__(axes, num)
+        self.table, self.times = table, times
+        self.exchanges = exchanges  # whether devices may send each other parts of their rows
         self.movements: list[Movement] = []
-        self.source: Any = None  # the equation that is being rewritten
         self.turn: Atom | None = None  # what the next ordered effect waits for
-        self._index: Atom | None = None
+        self.autodiff: str | None = None  # the pass of the loop or branch around it
+        self._scattered: list[tuple[Atom, Eqn, Rows]] = []  # whole sums, and their scattered twins
+        self._reason = ""  # why a value is made that waited to be needed
         self._outer: Body | None = None
 
     def inside(self, times: int = 1) -> Body:
         """A loop's or a branch's body in this one."""
-        inner = Body(self.axes, self.num, self.table, self.times * times)
+        inner = Body(self.axes, self.num, self.table, self.times * times, self.exchanges)
         inner.source, inner._outer = self.source, self
+        inner.autodiff = self.pass_of(self.source)
         return inner
 
     def in_scope(self, name: str) -> bool:
         """Whether the equation that is being rewritten, or a loop around it, was made under this name."""
         inside = _jaxpr.in_scope(self.source, name)
         return inside or (self._outer is not None and self._outer.in_scope(name))
+
+    def pass_of(self, eqn: Eqn) -> str | None:
+        """'forward' or 'backward' if JAX's AD made the equation, or what is around it.
+
+        What a checkpoint computes again, in the backward pass, is forward too.
+        """
+        if _jaxpr.in_scope(eqn, "rematted_computation"):
+            return "forward"
+        return _jaxpr.autodiff_pass(eqn) or self.autodiff
+
+    @contextlib.contextmanager
+    def at_source(self, eqn: Eqn) -> Iterator[None]:
+        """What is written meanwhile stands for `eqn`."""
+        outer, self.source = self.source, eqn
+        yield
+        self.source = outer
 
     # -- writing equations -----------------------------------------------------------------------
 
@@ -147,92 +197,48 @@ class Body:
         )
         return outs
 
-    def inline(self, fn: Callable[..., Any], static: tuple[Any, ...], *ins: Atom) -> list[Atom]:
-        """Writes the equations of `fn(*static, *ins)`."""
-        types = tuple(
-            (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False)) for a in ins
-        )
-        flat, consts = _traced(fn, static, types, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
-        fresh = [_jaxpr.new_var(var) for var in flat.constvars]
-        self.constvars += fresh
-        self.consts += consts
-        env = dict(zip([*flat.constvars, *flat.invars], [*fresh, *ins], strict=True))
+    def summed(self, aval: Any, x: Atom) -> Value:
+        """The sum of `x` over the devices: whole, or scattered, as it will be needed."""
+        whole = self.reduce(x, "sum")
+        value = Value(aval, FULL, {FULL: whole})
+        sent = jnp.issubdtype(x.aval.dtype, jnp.floating) and str(x.aval.dtype) not in SENT_AS
+        if self.exchanges and x.aval.ndim and sent:
+            backward = self.pass_of(self.source) == "backward"
+            value.of_sum = OfSum(functools.partial(self._scatter, x, whole), backward)
+        return value
 
-        def read(atom: Atom) -> Atom:
-            return atom if _jaxpr.is_literal(atom) else env[atom]
-
-        for eqn in flat.eqns:
-            outs = [_jaxpr.new_var(var) for var in eqn.outvars]
-            self.eqns.append(eqn.replace(
-                invars=[read(a) for a in eqn.invars], outvars=outs, source_info=self.source.source_info
-            ))  # fmt: skip
-            env |= zip(eqn.outvars, outs, strict=True)
-        return [read(atom) for atom in flat.outvars]
-
-    def _collective(self, name: str, ins: Sequence[Atom], outs: list[Any], **params: Any) -> Atom:
-        primitive = _jaxpr.PRIMITIVES[name]
-        self.eqns.append(_jaxpr.equation(primitive, ins, outs, self.source, **params))
-        return outs[0]
-
-    def reduce(self, x: Atom, kind: str) -> Atom:
-        """The sum, maximum or minimum of `x` over the devices."""
-        if x.aval.dtype == np.bool_:
-            (x,) = self.inline(_as_integers, (), x)
-            (x,) = self.inline(_as_booleans, (), self.reduce(x, kind))
-            return x
-        narrow, wide = x.aval.dtype, _SENT_AS.get(str(x.aval.dtype))
-        if wide is not None:  # Sums of integers wrap alike in both.
-            (x,) = self.inline(_cast, (wide,), x)
-            return self.inline(_cast, (narrow,), self.reduce(x, kind))[0]
-        out = _jaxpr.var_like(x.aval, x.aval.shape, x.aval.dtype)
-        name = {"sum": "psum", "max": "pmax", "min": "pmin"}[kind]
-        return self._collective(name, [x], [out], axes=self.axes, axis_index_groups=None)
-
-    def _all_gather(self, x: Atom) -> Atom:
-        """`x` of all devices, along a new first dim."""
-        narrow, wide = x.aval.dtype, _SENT_AS.get(str(x.aval.dtype))
-        if wide is not None:
-            (x,) = self.inline(_cast, (wide,), x)
-            return self.inline(_cast, (narrow,), self._all_gather(x))[0]
-        out = _jaxpr.var_like(None, (self.num, *x.aval.shape), x.aval.dtype)
-        return self._collective(
-            "all_gather", [x], [out], all_gather_dimension=0, axis_name=self.axes,
-            axis_index_groups=None, axis_size=self.num, tiled=False,
-        )  # fmt: skip
-
-    @property
-    def index(self) -> Atom:
-        """This device's place among all."""
-        if self._index is None:
-            out = _jaxpr.var_like(None, (), np.dtype(np.int32))
-            name = self.axes if len(self.axes) > 1 else self.axes[0]
-            self._index = self._collective("axis_index", [], [out], axis_name=name)
-        return self._index
-
-    def gather(self, x: Atom, rows: Rows, aval: Any) -> Atom:
-        """The whole of a value of which `x` are this device's rows."""
-        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-        data = self.inline(_key_data, (), x)[0] if is_key else x
-        (whole,) = self.inline(_joined, (rows, aval.shape[rows.dim]), self._all_gather(data))
-        if is_key:
-            (whole,) = self.inline(_wrapped, (aval.dtype,), whole)
-        return whole
-
-    def take(self, whole: Atom, rows: Rows) -> Atom:
-        """This device's rows of a whole value."""
-        return self.inline(_taken, (rows, self.num), whole, self.index)[0]
-
-    def mask(self, x: Atom, rows: Rows, size: int, neutral: str) -> Atom:
-        """`x`, with what changes no 'sum', 'max' or 'min' where it holds padding."""
-        if not is_padded(rows, size, self.num):
-            return x
-        return self.inline(masked, (rows, size, self.num, neutral), x, self.index)[0]
+    def _scatter(self, x: Atom, whole: Atom, rows: Rows) -> Atom | None:
+        if rows.outer > 1 or is_padded(rows, x.aval.shape[rows.dim], self.num):
+            return None
+        out = self.reduce_scatter(x, rows)
+        self._scattered.append((whole, out, rows))
+        return out
 
     def without_unread(self, outs: Sequence[Atom]) -> list[Eqn]:
-        """The equations, without collectives that nobody needs: a loss that is not read is not summed up."""
-        return _rewrite.without_unread(
-            self.eqns, outs, lambda eqn: eqn.primitive in _jaxpr.COLLECTIVES
-        )
+        """The equations, without collectives that nobody needs: a loss that is not read is not summed up.
+
+        A sum that is needed whole, too, is not scattered besides.
+        """
+        kept = _rewrite.without_unread(self.eqns, outs, _is_collective)
+        made = {out for eqn in kept for out in eqn.outvars}
+        twins = {out: (whole, rows) for whole, out, rows in self._scattered if whole in made}
+        if not twins:
+            return kept
+        eqns = []
+        for eqn in kept:
+            twin = twins.get(eqn.outvars[0]) if eqn.outvars else None
+            eqns += [eqn] if twin is None else self._taken_instead(eqn, *twin)
+        return eqns
+
+    def _taken_instead(self, eqn: Eqn, whole: Atom, rows: Rows) -> list[Eqn]:
+        """What takes this device's rows of a whole sum, in the place of the equation that scatters it."""
+        outside = self.eqns, self.source, self._index
+        self.eqns, self.source, self._index = [], eqn, None
+        taken = self.take(whole, rows)
+        *before, last = self.eqns
+        assert last.outvars == [taken]
+        self.eqns, self.source, self._index = outside
+        return [*before, last.replace(outvars=eqn.outvars)]
 
     # -- values in other forms -------------------------------------------------------------------
 
@@ -247,97 +253,55 @@ class Body:
             value.asked.setdefault(form, reason)
             atom = var_in(value.aval, form)  # A place-holder: the body will be run again.
         elif value.make is not None:
+            outer, self._reason = self._reason, reason or self._reason
             atom = value.make(value, form)
+            self._reason = outer
         elif form is FULL:
             assert isinstance(value.form, Rows), (value.form, reason)
-            self.note_movement(value, reason)
+            self.note_movement(value.nbytes, reason)
             atom = self.gather(value.atoms[value.form], value.form, value.aval)
+        elif value.of_sum is not None and isinstance(form, Rows):
+            scattered = value.of_sum.rows(form)
+            atom = self.take(value.atoms[FULL], form) if scattered is None else scattered
+        elif FULL not in value.atoms and self.may_exchange(value, form):
+            assert isinstance(value.form, Rows)
+            assert isinstance(form, Rows)
+            self.note_movement(
+                value.nbytes // self.num, reason or self._reason or "rows along another dim"
+            )
+            atom = self.exchange(value.atoms[value.form], value.form, form)
         else:
             assert isinstance(form, Rows)
-            atom = self.take(self.at(value, FULL, reason or "rows along another dim"), form)
+            atom = self.take(
+                self.at(value, FULL, reason or self._reason or "rows along another dim"), form
+            )
         value.atoms[form] = atom
         return atom
 
-    def note_movement(self, value: Value, reason: str) -> None:
-        """Remembers that rows are gathered, for the report."""
+    def note_movement(self, nbytes: int, reason: str) -> None:
+        """Remembers that so many bytes of rows reach each device, for the report."""
         where, name = _jaxpr.summary(self.source), self.source.primitive.name
-        self.movements.append(Movement(name, where, value.nbytes, self.times, reason))
+        self.movements.append(Movement(name, where, nbytes, self.times, reason or self._reason))
+
+    def may_exchange(self, value: Value, new: Form) -> bool:
+        """Whether devices can send each other parts of their rows, so that each has `new` ones."""
+        old, shape = value.form, value.aval.shape
+        if not (self.exchanges and isinstance(old, Rows) and isinstance(new, Rows)):
+            return False
+        even = not any(is_padded(rows, shape[rows.dim], self.num) for rows in (old, new))
+        return even and old.dim != new.dim
+
+    def cost(self, value: Value, form: Form) -> float:
+        """Bytes that reach a device before it has `value` in this form."""
+        if form in value.atoms or FULL in value.atoms or not isinstance(value.form, Rows):
+            return 0
+        if value.make is not None:
+            return value.grown_from
+        return value.nbytes / self.num if self.may_exchange(value, form) else value.nbytes
 
 
-# XLA:CPU gathers other numbers of some of these, and reduces none of 2 bits (0.10.2).
-_SENT_AS = {
-    **dict.fromkeys(["int2", "int4"], "int8"), **dict.fromkeys(["uint2", "uint4"], "uint8"),
-    "float4_e2m1fn": "bfloat16",
-}  # fmt: skip
-
-
-def _cast(dtype: Any, x: Any) -> Any:
-    return x.astype(dtype)
-
-
-@functools.lru_cache(maxsize=4096)
-def _traced(
-    fn: Callable[..., Any], static: tuple[Any, ...], types: tuple[Any, ...], x64: bool
-) -> Any:
-    del x64  # Another one gives other dtypes.
-    avals = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in types]
-    traced = _jaxpr.trace_here(functools.partial(fn, *static), *avals)
-    return _rewrite.flatten_calls(traced.jaxpr, traced.consts)
-
-
-def row_numbers(rows: Rows, num: int, index: Any) -> Any:
-    """Which rows of the whole dim this device has: int32[rows.size]."""
-    blocks = jnp.arange(rows.outer, dtype=jnp.int32)[:, None] * (num * rows.inner)
-    return (blocks + index * rows.inner + jnp.arange(rows.inner, dtype=jnp.int32)[None]).reshape(-1)
-
-
-def _taken(rows: Rows, num: int, x: Any, index: Any) -> Any:
-    dim, outer, inner = rows
-    more = outer * num * inner - x.shape[dim]
-    if more:  # The last rows again, and not zeros, which a step may divide by.
-        last = lax.slice_in_dim(x, x.shape[dim] - 1, x.shape[dim], axis=dim)
-        x = lax.concatenate([x, *[last] * more], dim)
-    if outer == 1:
-        return lax.dynamic_slice_in_dim(x, index * inner, inner, dim)
-    shape = x.shape
-    parts = x.reshape(*shape[:dim], outer, num, inner, *shape[dim + 1 :])
-    own = lax.dynamic_index_in_dim(parts, index, dim + 1, keepdims=False)
-    return own.reshape(*shape[:dim], rows.size, *shape[dim + 1 :])
-
-
-def _joined(rows: Rows, size: int, parts: Any) -> Any:
-    num, *shape = parts.shape
-    dim, outer, inner = rows
-    blocks = parts.reshape(num, *shape[:dim], outer, inner, *shape[dim + 1 :])
-    whole = jnp.moveaxis(blocks, 0, dim + 1)
-    whole = whole.reshape(*shape[:dim], num * rows.size, *shape[dim + 1 :])
-    return lax.slice_in_dim(whole, 0, size, axis=dim)
-
-
-def masked(rows: Rows, size: int, num: int, neutral: str, x: Any, index: Any) -> Any:
-    """`x` with what changes no 'sum', 'max' or 'min' where it holds padding."""
-    if not is_padded(rows, size, num):
-        return x
-    opposite = {"max": "min", "min": "max"}
-    fill = 0 if neutral == "sum" else _rules.extreme(x.dtype, opposite[neutral])
-    inside = lax.broadcast_in_dim(row_numbers(rows, num, index) < size, x.shape, (rows.dim,))
-    return jnp.where(inside, x, jnp.asarray(fill, x.dtype))
-
-
-def _as_integers(x: Any) -> Any:
-    return x.astype(jnp.int32)
-
-
-def _as_booleans(x: Any) -> Any:
-    return x.astype(jnp.bool_)
-
-
-def _key_data(keys: Any) -> Any:
-    return jax.random.key_data(keys)
-
-
-def _wrapped(dtype: Any, data: Any) -> Any:
-    return jax.random.wrap_key_data(data, impl=dtype._impl.name)
+def _is_collective(eqn: Eqn) -> bool:
+    return eqn.primitive in _jaxpr.COLLECTIVES
 
 
 def size_of(aval: Any) -> int:

@@ -15,10 +15,14 @@ import jax.numpy as jnp
 
 from jzero import _jaxpr, _rewrite
 from jzero._jaxpr import Eqn
-from jzero.batch._body import Body, Handler, Value, masked, var_in
+from jzero.batch._body import Body, Handler, Value, var_in
 from jzero.batch._equations import NotRowByRow, run
 from jzero.batch._rows import FULL, OWN, SUM, Form, Rows, is_padded
+from jzero.batch._writer import masked
+from jzero.sharding import _rules
 from jzero.sharding._frames import split
+
+TURN_BYTES = 2**20  # of a loop's slice whose rows move turn by turn, lest all be whole together
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,6 +34,7 @@ class _Input:
     form: Form
     forms: list[Form]
     offset: int = 0  # of dims: a loop's slice has one less
+    turn_by_turn: bool = False  # the body itself moves its slice
     atoms: list[Any] = dataclasses.field(default_factory=list)  # in the last body
     reasons: dict[Form, str] = dataclasses.field(default_factory=dict)
     _given: list[Value] = dataclasses.field(default_factory=list)
@@ -42,7 +47,8 @@ class _Input:
     def inside(self) -> Value:
         """A new value of the body's."""
         atoms = {form: var_in(self.aval, form) for form in self.forms}
-        value = Value(self.aval, self.form, dict(atoms), asked={})
+        value = Value(self.aval, self.form, dict(atoms), asked=None if self.turn_by_turn else {})
+        value.is_queue = self.outer.is_queue
         value.fill, value.constant = self.outer.fill, None if self.offset else self.outer.constant
         self.atoms = list(atoms.values())
         self._given.append(value)
@@ -155,6 +161,8 @@ def _remat(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     # What it only hands through is what it was: a loop around it may carry it unchanged.
     through = {id(value): outer for value, outer in zip(given, ins, strict=True)}
     made = _values(eqn, forms, outvars)
+    for value, inner in zip(made, done.outs, strict=True):
+        value.is_queue = inner.is_queue
     return [through.get(id(v), value) for v, value in zip(done.outs, made, strict=True)]
 
 
@@ -246,7 +254,9 @@ class _Scan:
         form = value.form
         if isinstance(form, Rows) and form.dim == 0:
             return _Input(value, aval, FULL, [FULL], 1)
-        return _Input.of(value, aval, 1)
+        slices = _Input.of(value, aval, 1)
+        slices.turn_by_turn = isinstance(form, Rows) and _rules.size_in_bytes(aval) >= TURN_BYTES
+        return slices
 
     def run(self) -> list[Value]:
         while not self.settled():
@@ -338,14 +348,20 @@ class _Scan:
                 outs.append(Value(var.aval, FULL, {FULL: total}))
             else:
                 outs.append(Value(var.aval, form, {form: atom}))
-        for var, form, atom in zip(ys_out, y_forms, outvars[scan.num_carry :], strict=True):
-            outs.append(Value(var.aval, form, {form: atom}))
+        ys = self.done.outs[scan.num_carry :]
+        for var, form, atom, y in zip(ys_out, y_forms, outvars[scan.num_carry :], ys, strict=True):
+            outs.append(Value(var.aval, form, {form: atom}, is_queue=y.is_queue))
         return outs
 
     def outside(self, x: _Input) -> list[Any]:
         if self.rows is not None:
             return [self.body.at(x.outer, self.rows, "its loop runs along other rows")]
-        reason = "a loop along the batch whose turns depend on each other"
+        along = isinstance(x.outer.form, Rows) and x.outer.form.dim == 0
+        reason = (
+            "a loop along the batch whose turns depend on each other"
+            if along
+            else "a loop reads them"
+        )
         return [self.body.at(x.outer, _shifted(form, 1), x.why(form, reason)) for form in x.forms]
 
 

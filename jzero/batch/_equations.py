@@ -14,12 +14,14 @@ from jzero import _jaxpr, _rewrite
 from jzero._errors import StepError, message
 from jzero._jaxpr import Atom, Eqn
 from jzero.batch import _factors
-from jzero.batch._body import Body, Handler, Value, size_of
+from jzero.batch._body import Body, Handler, OfSum, Value, size_of
+from jzero.batch._cheapest import cheapest, elsewhere, run_factor
 from jzero.batch._factors import SCATTER_REDUCES, Factor
-from jzero.batch._rows import FULL, OWN, SUM, Form, Rows, even_rows, is_padded, reshaped
+from jzero.batch._rows import FULL, OWN, SUM, Form, Rows, even_rows, reshaped
 from jzero.sharding import _rules
 
 MOST_CONSTANT = 2**20  # elements of a constant that is evaluated to see what it is
+LARGE = 2**20  # elements of a value that waits to be needed, and is not made whole to be reduced
 
 
 class NotRowByRow(Exception):
@@ -74,8 +76,13 @@ def _apply(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     if not any(isinstance(value.form, Rows) for value in ins):
         return _on_whole(body, eqn, ins)
     outs = by_factor(body, eqn, ins, _factors.factors_of(eqn))
+    if outs is not None:
+        _note_growth(body, eqn, ins, outs)
     if outs is None and name in body.table.along:
         outs = body.table.along[name](body, eqn, ins)
+    if outs is None:
+        found = elsewhere(body, eqn, ins)
+        outs = None if found is None else run_factor(body, eqn, ins, *found[1:])
     return gathered(body, eqn, ins) if outs is None else outs
 
 
@@ -85,8 +92,40 @@ def _apply(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
 def _on_whole(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     out = eqn.outvars[0].aval if eqn.outvars else None
     if len(eqn.outvars) == 1 and size_of(out) > 1 and _may_wait(eqn, ins):
-        return [Value(out, FULL, {}, make=_maker(body, eqn, ins))]
-    return on_whole(body, eqn, ins)
+        return [Value(out, FULL, {}, make=maker(body, eqn, ins))]
+    outs = _reduced_in_rows(body, eqn, ins) or on_whole(body, eqn, ins)
+    _note_sum(body, eqn, ins, outs)
+    return outs
+
+
+def _note_sum(body: Body, eqn: Eqn, ins: list[Value], outs: list[Value]) -> None:
+    """What is made of a sum over the devices can be made of a scattered one, if its rows are needed."""
+    sums = [value.of_sum for value in ins if value.of_sum is not None]
+    if len(outs) != 1 or not sums or outs[0].of_sum is not None or not outs[0].atoms:
+        return
+
+    def in_rows(rows: Rows) -> Atom | None:
+        with body.at_source(eqn):
+            return _made_in_rows(body, eqn, ins, rows)
+
+    outs[0].of_sum = OfSum(in_rows, any(found.is_gradient for found in sums))
+
+
+def _reduced_in_rows(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+    """The reduction of a large value that waits to be needed: each device makes and reduces its rows."""
+    if not (_reduces_waiting(eqn, ins) and size_of(ins[0].aval) >= LARGE and body.exchanges):
+        return None
+    for factor in _factors.factors_of(eqn):
+        dim = factor.ins[0]
+        size = 0 if dim is None else ins[0].aval.shape[dim]
+        if factor.reduces is not None and dim is not None and size and size % body.num == 0:
+            return run_factor(body, eqn, ins, factor, even_rows(dim, size, body.num))
+    return None
+
+
+def _reduces_waiting(eqn: Eqn, ins: list[Value]) -> bool:
+    rule = _rules.rule_for(eqn)
+    return rule is not None and rule.reduces is not None and ins[0].is_lazy
 
 
 def on_whole(body: Body, eqn: Eqn, ins: list[Value], reason: str = "") -> list[Value]:
@@ -106,26 +145,48 @@ def _may_wait(eqn: Eqn, ins: list[Value]) -> bool:
         return ins[0].aval.ndim == 0
     if name == "broadcast_in_dim":
         return all(v.is_lazy or size_of(v.aval) < size for v in ins)
+    if _reduces_waiting(eqn, ins):
+        return True
+    if name in SCATTER_REDUCES:  # The gradient of a look-up.
+        return ins[0].is_lazy and all(size_of(v.aval) < size for v in ins[1:])
     if name not in _rules.RULES or name in ("dynamic_slice", "dynamic_update_slice", "sort", "pad"):
         return False
     return any(v.is_lazy for v in ins) and all(v.is_lazy or size_of(v.aval) < size for v in ins)
 
 
-def _maker(body: Body, eqn: Eqn, ins: list[Value]) -> Callable[[Value, Form], Atom]:
+def maker(body: Body, eqn: Eqn, ins: list[Value]) -> Callable[[Value, Form], Atom]:
     def make(value: Value, form: Form) -> Atom:
         if isinstance(form, Rows):
             atom = _made_in_rows(body, eqn, ins, form)
             return body.take(body.at(value, FULL), form) if atom is None else atom
-        return body.emit(eqn, [body.at(v, FULL) for v in ins], [FULL])[0]
+        outs = _reduced_in_rows(body, eqn, ins)
+        return (outs or on_whole(body, eqn, ins))[0].atoms[FULL]
 
     return make
+
+
+def _note_growth(body: Body, eqn: Eqn, ins: list[Value], outs: list[Value]) -> None:
+    """What is made of smaller rows can be made in other forms too, of these moved: `x[None]`, of [B, B]."""
+    name = eqn.primitive.name
+    if len(outs) != 1 or not isinstance(outs[0].form, Rows) or outs[0].make is not None:
+        return
+    grows = (
+        name == "broadcast_in_dim" or name in _rules.ELEMENTWISE or name == "convert_element_type"
+    )
+    size = outs[0].nbytes
+    small = all(v.is_lazy or body.num * v.cheapest_bytes < size for v in ins)
+    if grows and small:
+        outs[0].make = maker(body, eqn, ins)
+        outs[0].grown_from = sum(0 if v.is_lazy else v.cheapest_bytes for v in ins)
 
 
 def _made_in_rows(body: Body, eqn: Eqn, ins: list[Value], rows: Rows) -> Atom | None:
     """The rows of an equation's result alone; None if they cannot be made without the rest."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     if name in body.table.in_rows:
-        return body.table.in_rows[name](body, eqn, ins, rows)
+        atom = body.table.in_rows[name](body, eqn, ins, rows)
+        if atom is not None:
+            return atom
     if name == "reshape":
         if len(ins) > 1 or eqn.params.get("dimensions") is not None:
             return None
@@ -133,7 +194,7 @@ def _made_in_rows(body: Body, eqn: Eqn, ins: list[Value], rows: Rows) -> Atom | 
         return None if before is None else reshape_rows(body, eqn, body.at(ins[0], before), rows)
     for factor in _factors.factors_of(eqn):
         if factor.outs == (rows.dim,):
-            outs = _run_factor(body, eqn, ins, factor, rows)
+            outs = run_factor(body, eqn, ins, factor, rows)
             return outs[0].atoms[rows]
     if name == "broadcast_in_dim":  # A dim that the operand does not have.
         sizes = eqn.params["shape"]
@@ -181,95 +242,8 @@ def by_factor(
     body: Body, eqn: Eqn, ins: list[Value], factors: Sequence[Factor]
 ) -> list[Value] | None:
     """The equation on rows, along the factor that moves least; None if there is none."""
-    candidates: list[tuple[float, Factor, Rows]] = []
-    for k, value in enumerate(ins):
-        if not isinstance(value.form, Rows):
-            continue
-        for factor in factors:
-            if factor.ins[k] == value.form.dim and _fits(body, eqn, ins, factor, value):
-                cost = _cost(body, eqn, ins, factor, value.form)
-                candidates.append((cost, factor, value.form))
-    if not candidates:
-        return None
-    _, factor, rows = min(candidates, key=lambda found: found[0])
-    return _run_factor(body, eqn, ins, factor, rows)
-
-
-def _fits(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, value: Value) -> bool:
-    """Whether the devices' rows of `value` can be rows of the equation's factor."""
-    rows = value.form
-    assert isinstance(rows, Rows)
-    size = value.aval.shape[rows.dim]
-    if factor.groups:
-        even = factor.groups % body.num == 0 and not is_padded(rows, size, body.num)
-        return even and rows.outer == 1
-    sizes = [v.aval.shape[d] for v, d in zip(ins, factor.ins, strict=True) if d is not None]
-    outs = zip(eqn.outvars, factor.outs, strict=True)
-    sizes += [var.aval.shape[d] for var, d in outs if d is not None]
-    return all(other == size for other in sizes)
-
-
-def _cost(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Rows) -> float:
-    """Bytes that move, about; rows that are given up count with what is made of them."""
-    cost = 0.0
-    for value, dim in zip(ins, factor.ins, strict=True):
-        wanted: Form = FULL if dim is None else _on_dim(body, eqn, ins, factor, rows, value, dim)
-        if isinstance(value.form, Rows) and wanted != value.form:
-            cost += value.nbytes
-    if all(dim is None for dim in factor.outs):
-        cost += sum(2 * _rules.size_in_bytes(var.aval) for var in eqn.outvars)
-    return cost
-
-
-def _on_dim(
-    body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Rows, value: Value, dim: int
-) -> Rows:
-    return even_rows(dim, value.aval.shape[dim], body.num) if factor.groups else rows.at(dim)
-
-
-def _run_factor(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Rows) -> list[Value]:
-    name = eqn.primitive.name
-    reason = "another operand's rows are along another dim"
-    reduces = factor.reduces if all(dim is None for dim in factor.outs) else None
-    atoms = []
-    for value, dim in zip(ins, factor.ins, strict=True):
-        if dim is None:
-            atom = body.at(value, FULL, reason)
-            if name in SCATTER_REDUCES and reduces == "sum" and value is ins[0]:
-                atom = _once(body, value, atom)
-        else:
-            form = _on_dim(body, eqn, ins, factor, rows, value, dim)
-            atom = body.at(value, form, reason)
-            scattered = name in SCATTER_REDUCES and value is not ins[2]
-            if reduces is not None and not scattered:
-                atom = body.mask(atom, form, value.aval.shape[dim], reduces)
-        atoms.append(atom)
-    local = factor.local(rows.size, body.num)
-    if reduces is not None:
-        (out,) = body.emit(eqn, atoms, [FULL], **local)
-        out = body.reduce(out, reduces)
-        return [Value(eqn.outvars[0].aval, FULL, {FULL: out})]
-    forms: list[Form] = []
-    for var, dim in zip(eqn.outvars, factor.outs, strict=True):
-        assert dim is not None
-        size = var.aval.shape[dim]
-        forms.append(even_rows(dim, size, body.num) if factor.groups else rows.at(dim))
-    outs = body.emit(eqn, atoms, forms, **local)
-    return [
-        Value(var.aval, form, {form: out})
-        for var, form, out in zip(eqn.outvars, forms, outs, strict=True)
-    ]
-
-
-def _once(body: Body, value: Value, atom: Atom) -> Atom:
-    """A whole value as a term of a sum over the devices."""
-    if value.fill is not None and value.fill == 0:
-        return atom
-    return body.inline(_on_first, (), atom, body.index)[0]
-
-
-def _on_first(x: Any, index: Any) -> Any:
-    return jnp.where(index == 0, x, jnp.zeros_like(x))
+    found = cheapest(body, eqn, ins, factors)
+    return None if found is None else run_factor(body, eqn, ins, *found[1:])
 
 
 def gathered(body: Body, eqn: Eqn, ins: list[Value], reason: str = "") -> list[Value]:
@@ -305,7 +279,9 @@ def on_own(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     if any(value.form is SUM for value in ins):
         adds = eqn.primitive.name in ("add", "add_any")
         takes_away = eqn.primitive.name == "sub" and ins[0].form is SUM and ins[1].form is not SUM
-        if not (adds or takes_away):
+        dtype = eqn.params.get("new_dtype")  # the same one if a Python number becomes an array
+        stays = eqn.primitive.name == "convert_element_type" and dtype == ins[0].aval.dtype
+        if not (adds or takes_away or stays):
             raise NotRowByRow
         form = SUM
     atoms = [v.atoms[v.form] if v.form in (OWN, SUM) else body.at(v, FULL, "a loop along the batch reads it")

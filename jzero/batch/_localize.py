@@ -21,7 +21,16 @@ import jax
 import jax.numpy as jnp
 
 from jzero import _jaxpr, _rewrite
-from jzero.batch import _along, _control, _effects, _equations, _opaque
+from jzero.batch import (
+    _along,
+    _control,
+    _effects,
+    _equations,
+    _lookups,
+    _opaque,
+    _ranks,
+    _sums,
+)
 from jzero.batch._body import OUTPUT, Body, Movement, Table, Value, var_in
 from jzero.batch._equations import run, whole
 from jzero.batch._rows import FULL, Form, Rows, is_padded
@@ -29,11 +38,13 @@ from jzero.batch._rows import FULL, Form, Rows, is_padded
 TABLE = Table(
     _equations.HANDLERS
     | _along.HANDLERS
+    | _lookups.HANDLERS
+    | _sums.HANDLERS
     | _control.HANDLERS
     | _effects.HANDLERS
     | _opaque.HANDLERS,
-    _along.ALONG,
-    _along.IN_ROWS,
+    _along.ALONG | _ranks.ALONG,
+    _along.IN_ROWS | _lookups.IN_ROWS,
     _effects.once,
 )
 
@@ -61,7 +72,7 @@ class Localized(NamedTuple):
 
 def localize(
     flat: _rewrite.Flat, consts: Sequence[Any], forms: Sequence[Form], given: Sequence[Form],
-    num_state: int, axes: dict[str, int],
+    num_state: int, axes: dict[str, int], exchanges: bool = True,
 ) -> Localized:  # fmt: skip
     """Rewrites a whole-batch step.
 
@@ -72,8 +83,9 @@ def localize(
       given: in which form the device gets it: the same, or FULL.
       num_state: how many of the outputs are the state, which is the same on all devices.
       axes: names and sizes of the data axes.
+      exchanges: whether devices may send each other parts of their rows; microbatches cannot.
     """
-    body = Body(tuple(axes), math.prod(axes.values()), TABLE)
+    body = Body(tuple(axes), math.prod(axes.values()), TABLE, exchanges=exchanges)
     env: dict[Any, Value] = {}
     for var in flat.constvars:
         env[var] = whole(var)

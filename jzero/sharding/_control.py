@@ -139,7 +139,9 @@ def _scan(
         carry_atoms, y_atoms = split(child.jaxpr.outvars, scan.num_carry)
         scales.update((i, carry_outs[i].scale) for i in sums)
         new_carry = [
-            value.x if i in sums else inner.as_dim(child, atom, value, dims[i])
+            value.x.astype(carry[i].dtype)
+            if i in sums
+            else inner.as_dim(child, atom, value, dims[i])
             for i, (atom, value) in enumerate(zip(carry_atoms, carry_outs, strict=True))
         ]
         ys = inner.hand_out(child, y_atoms, y_outs)

@@ -16,6 +16,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
+import jax.numpy as jnp
+
 from jzero import _jaxpr
 from jzero._errors import message
 from jzero.sharding import _rules
@@ -34,6 +36,7 @@ from jzero.sharding._kinds import (
 # Its products may run so many times as often as in one loop: 1.3 for CLIP, 2 for a count in every layer's
 # loss, and as many times as there are layers for BatchNorm (tests/test_collected_rows.py).
 MOST_REPEATS = 4
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +220,9 @@ class _Cutter:
             atoms = [a for a in eqns[index].invars if not self._finished(eqns[index], a)]
             return [a for a in atoms if not _jaxpr.is_literal(a) and self._maker.get(a) in inside]
 
-        keeper = Keeper(self._frame, self._num, self._gathered_bytes(), inputs, self._is_local)
+        keeper = Keeper(
+            self._frame, self._num, self._gathered_bytes(), inputs, self._is_local, self._compared()
+        )
         phases = []
         for level in range(levels):
             ours = [tuple(v for v in group if self._levels[v] == level) for group in groups]
@@ -255,6 +260,18 @@ class _Cutter:
                 (stacks if example else means)[atom] = None
         made = [var for var in stacks if var in self._maker]  # Arguments are there.
         return [list(sums), list(means), list(lasts), made]
+
+    def _compared(self) -> set[_jaxpr.Var]:
+        """Local values that are compared with what is complete only when the loop that makes them is done."""
+        return {
+            atom
+            for index, eqn in enumerate(self._frame.jaxpr.eqns)
+            if eqn.primitive.name in _COMPARISONS and index in self._loop
+            for atom in eqn.invars
+            if not _jaxpr.is_literal(atom) and self._maker.get(atom) in self._loop
+            and self._is_local(atom) and self._levels[atom] < self._level[index]
+            and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+        }  # fmt: skip
 
     def _gathered_bytes(self) -> int:
         """Bytes of what is gathered of all rows."""

@@ -5,6 +5,9 @@ may cost a forward pass. So a loop reads what spares it products, the largest pr
 is kept in all has no more bytes than the step gathers of its rows anyway; of all values that would do, those
 with the fewest bytes (`_min_cut.py`). The rest it computes again. What it keeps of CLIP's towers are
 the embeddings, which are gathered; a step that gathers nothing keeps nothing.
+
+What is computed again may differ in its last bit, and no row would be the largest. So what is compared with
+what all rows made (`losses == losses.max()`) is kept whatever its bytes, and what is handed out is read.
 """
 
 from __future__ import annotations
@@ -61,20 +64,22 @@ class Keeper:
       room: bytes that may be kept.
       inputs: of an equation, by index: which variables it reads that its loop must have made, or read.
       is_local: whether a variable differs between microbatches.
+      compared: what later loops must read with the bits that earlier ones made.
     """
 
     def __init__(
         self, frame: Frame, num: int, room: int, inputs: Callable[[int], Iterable[_jaxpr.Var]],
-        is_local: Callable[[_jaxpr.Var], bool],
+        is_local: Callable[[_jaxpr.Var], bool], compared: Collection[_jaxpr.Var],
     ):  # fmt: skip
         self._eqns, self._num, self._room = frame.jaxpr.eqns, num, room
-        self._inputs, self._is_local = inputs, is_local
+        self._inputs, self._is_local, self._compared = inputs, is_local, compared
         self._maker = {out: i for i, eqn in enumerate(self._eqns) for out in eqn.outvars}
         self._products = [products(frame, i, eqn) for i, eqn in enumerate(self._eqns)]
         self._first_run: dict[int, int] = {}  # of an equation: the first loop that runs it
         self._all_run = 0
-        self._stacks: dict[_jaxpr.Var, int] = {}  # what is handed out anyway, and by which loop
-        self.kept: dict[_jaxpr.Var, int] = {}  # and by which loop
+        self._stacks: dict[_jaxpr.Var, int] = {}  # what is handed out, and by which loop
+        self._read: dict[_jaxpr.Var, None] = {}  # what later loops read of it
+        self.kept: dict[_jaxpr.Var, int] = {}  # what is handed out for them alone
 
     def loop(
         self, number: int, makers: Sequence[int], stacks: Iterable[_jaxpr.Var]
@@ -86,8 +91,11 @@ class Keeper:
           makers: equations of what it hands out.
           stacks: what of it is handed out as every microbatch has it.
         """
-        cut = self._cut(makers) if self._room else set()
-        run, kept = self._behind(makers, cut)
+        earlier = [v for v in self._compared if self._maker[v] in self._first_run]
+        given = self._stacks.keys() | set(earlier)
+        cut = self._cut(makers) if self._room > 0 else set()
+        run, kept = self._behind(makers, given | cut)
+        self._read |= dict.fromkeys(kept)
         for var in kept:
             if var not in self._stacks:
                 self.kept[var] = self._stacks[var] = self._first_run[self._maker[var]]
@@ -109,7 +117,7 @@ class Keeper:
                 _jaxpr.summary(self._eqns[self._maker[var]]),
                 self._nbytes(var),
             )
-            for var in self.kept
+            for var in self._read
         ]
         return Loops(num, tuple(kept), self._all_run / once if once else 1.0, tuple(lines))
 
@@ -131,7 +139,7 @@ class Keeper:
                         read[var] = None
                     else:
                         todo.append(self._maker[var])
-        return tuple(sorted(needed)), tuple(v for v in read if self._maker[v] not in needed)
+        return tuple(sorted(needed)), tuple(read)
 
     def _cut(self, makers: Sequence[int]) -> set[_jaxpr.Var]:
         """What this loop reads of earlier ones: local values that they made, and that spare it products."""

@@ -159,6 +159,7 @@ def _loop(
     means = [make_sum(var, None) for var in phase.means]
     last_dims = [interp.dim_of(frame, var) for var in phase.lasts]
     captured = _captured(interp, frame, env, phase, accumulation.gather_once)
+    handed_out = set(phase.stacks)
 
     def body(carry: list[Any], own: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
         index, kept = own
@@ -166,11 +167,22 @@ def _loop(
         values = _detached(captured)
         for var, dim in accumulation.dims.items():
             values[var] = FullValue(_slice(env.values[var], dim, index, accumulation.num))
-        values |= {var: FullValue(x) for var, x in zip(phase.kept, kept, strict=True)}
+        given: dict[_jaxpr.Var, Value] = {
+            var: FullValue(x) for var, x in zip(phase.kept, kept, strict=True)
+        }
+        values |= given
         local = Env(values, dict(env.means))
         for index_of_eqn in phase.loop:
             inner.silent = index_of_eqn in phase.again
             inner.run_equations(frame, [index_of_eqn], local)
+            for var in frame.jaxpr.eqns[index_of_eqn].outvars:
+                if var in given:  # Its maker runs again for another result.
+                    local.values[var] = given[var]
+                elif (
+                    var in handed_out
+                ):  # All that read it here see the bits that later loops will read.
+                    x = inner.full(frame, var, local.values[var])
+                    local.values[var] = FullValue(lax.optimization_barrier(x))
         terms = [local.values[s.var] for s in sums]
         terms += [inner.mean_of(inner.full(frame, s.var, local.values[s.var])) for s in means]
         totals = carry[: len(terms)]

@@ -32,7 +32,8 @@ class Collective:
       axes: mesh axes it runs over.
       dtype: dtype on the wire.
       itemsize: bytes of an element.
-      elements: of the whole value: gathered by an all-gather, reduced by a reduction.
+      elements: of the whole value: gathered by an all-gather, reduced by a reduction; of an all-to-all, those
+        of a device.
       times: how often a step runs it (trip counts of the loops around it); a `while` counts once.
       leaf: the leaf it serves, where known.
     """

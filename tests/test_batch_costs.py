@@ -1,0 +1,657 @@
+"""What steps cost whose rows meet: bytes that reach a device, and flops, at 8 and at 512 devices.
+
+No arrays are made: a step is traced and rewritten at its shapes, and its collectives and products counted.
+What a gather or an exchange moves is counted as it arrives on one device, a reduction once (an all-reduce
+moves twice that).
+"""
+
+import collections
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import small
+from jzero import _jaxpr, _rewrite
+from jzero.batch import _localize
+from jzero.batch._rows import FULL, Form, even_rows
+from jzero.sharding import _traffic
+
+DEVICES = (8, 512)
+
+
+def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+class Costs:
+    """A step on so many devices: `step(params, *batch)`, the batch's leaves with rows along dim 0."""
+
+    def __init__(
+        self, step: Any, params: Any, batch: tuple[Any, ...], num: int, exchanges: bool = True
+    ):
+        traced = _jaxpr.trace_here(step, params, *batch)
+        whole, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+        forms: list[Form] = [FULL] * len(jax.tree.leaves(params))
+        forms += [
+            even_rows(0, leaf.shape[0], num) if leaf.ndim else FULL
+            for leaf in jax.tree.leaves(batch)
+        ]
+        self.num = num
+        self.local = _localize.localize(whole, consts, forms, forms, 0, {"data": num}, exchanges)
+        self.whole_flops = flops(whole)
+
+    @property
+    def flops_times_devices(self) -> float:
+        """Flops of products on all devices, in units of those on one; 1 if none is done twice."""
+        return flops(self.local.jaxpr) * self.num / self.whole_flops
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by collective: that reach a device, or, of a reduction, that are reduced."""
+        found: dict[str, int] = collections.Counter()
+        for c in _traffic.collectives(self.local.jaxpr):
+            found[c.op] += c.nbytes
+        return dict(found)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest value that is needed on a device."""
+        return largest(self.local.jaxpr)
+
+
+def equations(jaxpr: Any, times: int = 1) -> Any:
+    """Every needed equation, and how often it runs."""
+    jaxpr = _jaxpr.open_jaxpr(jaxpr)[0]
+    kept = _rewrite.without_unread(jaxpr.eqns, jaxpr.outvars, lambda eqn: True)
+    for eqn in kept:
+        yield eqn, times
+        turns = _jaxpr.scan_parts(eqn).length if eqn.primitive.name == "scan" else 1
+        for inner in _jaxpr.inner_jaxprs(eqn):
+            yield from equations(inner, times * turns)
+
+
+def flops(jaxpr: Any) -> int:
+    total = 0
+    for eqn, times in equations(jaxpr):
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+            total += 2 * times * math.prod(out) * math.prod(lhs[d] for d in contracted)
+    return total
+
+
+def largest(jaxpr: Any) -> int:
+    avals = [var.aval for eqn, _ in equations(jaxpr) for var in eqn.outvars]
+    return max(math.prod(a.shape) * getattr(a.dtype, "itemsize", 8) for a in avals)
+
+
+# -- contrastive losses: [B, B] logits of which no device has all ---------------------------------------
+
+B, F, D = 32768, 64, 512  # rows, features, size of an embedding
+TOWERS = {"image": shape(F, D), "text": shape(F, D), "scale": shape()}
+EMBEDDINGS, MATRIX, LINE = (
+    B * D * 4,
+    B * B * 4,
+    B * 4,
+)  # bytes of embeddings, logits, a number for each row
+GRADIENTS = 2 * F * D * 4  # of the towers
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def learned(loss):
+    def step(params, *batch):
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
+def normalized(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def embedded(params, images, texts):
+    return normalized(images @ params["image"]), normalized(texts @ params["text"])
+
+
+def transposed_loss(params, images, texts):
+    image, text = embedded(params, images, texts)
+    logits = image @ text.T * jnp.exp(params["scale"])
+    return (cross_entropy(logits, jnp.arange(B)) + cross_entropy(logits.T, jnp.arange(B))).mean()
+
+
+def two_products(params, images, texts):
+    image, text = embedded(params, images, texts)
+    one, other = image @ text.T, text @ image.T
+    return (cross_entropy(one, jnp.arange(B)) + cross_entropy(other, jnp.arange(B))).mean()
+
+
+def log_softmaxes(params, images, texts):
+    image, text = embedded(params, images, texts)
+    logits = image @ text.T * params["scale"]
+    return jax.nn.log_softmax(logits, 0), jax.nn.log_softmax(logits, 1)
+
+
+def diagonal(params, images, texts):
+    return -sum(jnp.diag(x).mean() for x in log_softmaxes(params, images, texts))
+
+
+def indexed(params, images, texts):
+    own = jnp.arange(B)
+    return -sum(x[own, own].mean() for x in log_softmaxes(params, images, texts))
+
+
+def along_axes(params, images, texts):
+    found, own = log_softmaxes(params, images, texts), jnp.arange(B)
+    taken = (
+        jnp.take_along_axis(found[0], own[None], 0),
+        jnp.take_along_axis(found[1], own[:, None], 1),
+    )
+    return -sum(x.mean() for x in taken)
+
+
+def masked_by_eye(params, images, texts):
+    return -sum((x * jnp.eye(B)).sum() for x in log_softmaxes(params, images, texts)) / B
+
+
+def one_hot(params, images, texts):
+    image, text = embedded(params, images, texts)
+    logits, labels = image @ text.T, jax.nn.one_hot(jnp.arange(B), B)
+    losses = optax.softmax_cross_entropy
+    return (losses(logits, labels) + losses(logits.T, labels)).mean()
+
+
+def sigmoid(params, images, texts):
+    image, text = embedded(params, images, texts)
+    signs = 2 * jnp.eye(B) - 1
+    return -jnp.sum(jax.nn.log_sigmoid(signs * (image @ text.T) * params["scale"])) / B
+
+
+def hardest_negatives(params, images, texts):
+    image, text = embedded(params, images, texts)
+    scores = image @ text.T
+    positive, negative = jnp.diagonal(scores), jnp.where(jnp.eye(B, dtype=bool), -jnp.inf, scores)
+    losses = jnp.maximum(0, 1 + negative.max(1) - positive)
+    return (losses + jnp.maximum(0, 1 + negative.max(0) - positive)).mean()
+
+
+def symmetric(params, images, texts):
+    image, text = embedded(params, images, texts)
+    logits = image @ text.T
+    return cross_entropy((logits + logits.T) / 2, jnp.arange(B)).mean()
+
+
+def more_negatives(params, images, texts):
+    image, text = embedded(params, images, texts)
+    others = image @ image.T - 1e9 * jnp.eye(B)
+    return cross_entropy(jnp.concatenate([image @ text.T, others], 1), jnp.arange(B)).mean()
+
+
+def all_pairs(params, images, texts):
+    """SimCLR: both views in one batch; a row's own product is masked."""
+    views = jnp.concatenate(embedded(params, images, texts))
+    logits = jnp.where(jnp.eye(2 * B, dtype=bool), -1e9, views @ views.T)
+    return cross_entropy(logits, jnp.roll(jnp.arange(2 * B), B)).mean()
+
+
+# For each loss, how many [B, D] embeddings are gathered, and how often the matrix is exchanged.
+CONTRASTIVE = {
+    transposed_loss: (1, 0), two_products: (2, 0), diagonal: (1, 0), indexed: (1, 0), along_axes: (1, 0),
+    masked_by_eye: (1, 0), one_hot: (1, 0), sigmoid: (1, 0), hardest_negatives: (1, 0), symmetric: (1, 2),
+    more_negatives: (2, 0), all_pairs: (2, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num", DEVICES)
+@pytest.mark.parametrize("loss", CONTRASTIVE, ids=lambda loss: loss.__name__)
+def test_contrastive_losses_gather_embeddings_and_no_matrix(loss, num):
+    """The forward pass gathers embeddings, the backward pass scatters the sum of as many gradients of them.
+
+    Of both views in one batch the rows lie in two blocks, and the sum is whole before it is cut.
+    """
+    if jax.__version_info__ >= (0, 12) and loss in (diagonal, hardest_negatives):
+        pytest.skip("its gradient of jnp.diagonal is a cond, which returns a whole matrix")
+    gathered, exchanged = CONTRASTIVE[loss]
+    rows = shape(B, F), shape(B, F)
+    found = Costs(jax.value_and_grad(loss), TOWERS, rows, num)
+    assert found.flops_times_devices == 1
+    assert found.nbytes.get("all-to-all", 0) == exchanged * MATRIX / num
+    assert 0 <= found.nbytes["all-gather"] - gathered * EMBEDDINGS <= 3 * LINE
+    scattered = found.nbytes.get("reduce-scatter", 0)
+    reduced = found.nbytes["all-reduce"] + scattered
+    assert 0 <= reduced - gathered * EMBEDDINGS - GRADIENTS <= 6 * LINE
+    assert scattered >= gathered * EMBEDDINGS or loss is all_pairs
+    assert found.largest <= max(4 * MATRIX / num, 2 * EMBEDDINGS)
+
+
+def accuracy(params, images, texts):
+    image, text = embedded(params, images, texts)
+    scores = image @ text.T
+    return [jnp.mean(scores.argmax(dim) == jnp.arange(B)) for dim in (0, 1)]
+
+
+def top_5_accuracy(params, images, texts):
+    image, text = embedded(params, images, texts)
+    scores, own = image @ text.T, jnp.arange(B)[:, None]
+    return [jnp.mean((lax.top_k(x, 5)[1] == own).any(-1)) for x in (scores, scores.T)]
+
+
+@pytest.mark.parametrize("num", DEVICES)
+def test_accuracy_of_all_pairs(num):
+    rows = shape(B, F), shape(B, F)
+    found = Costs(accuracy, TOWERS, rows, num)
+    assert found.nbytes == {"all-gather": EMBEDDINGS, "all-reduce": 2 * LINE + 4}
+    # Of few devices five candidates of each cost less than the matrix exchanged.
+    candidates = 5 * num * B * (4 + 4)
+    found = Costs(top_5_accuracy, TOWERS, rows, num)
+    moved = found.nbytes.get("all-to-all", 0) + found.nbytes["all-gather"] - EMBEDDINGS
+    assert moved == min(candidates, MATRIX / num)
+
+
+# -- look-ups of a row's own elements: nothing moves ------------------------------------------------------
+
+V, S = 1000, 16
+HEAD = {"head": shape(F, V)}
+SMALL = 4096  # rows
+
+
+def log_probabilities(params, x):
+    return jax.nn.log_softmax(x @ params["head"])
+
+
+def by_indices(params, x, y):
+    return -log_probabilities(params, x)[jnp.arange(SMALL), y].mean()
+
+
+def by_take_along_axis(params, x, y):
+    return -jnp.take_along_axis(log_probabilities(params, x), y[:, None], 1).mean()
+
+
+def by_vmap(params, x, y):
+    return -jax.vmap(lambda row, label: row[label])(log_probabilities(params, x), y).mean()
+
+
+def by_one_hot(params, x, y):
+    return -(log_probabilities(params, x) * jax.nn.one_hot(y, V)).sum(1).mean()
+
+
+def tokens_by_indices(params, x, y):
+    rows, times = jnp.arange(SMALL)[:, None], jnp.arange(S)
+    return -log_probabilities(params, x)[rows, times, y].mean()
+
+
+def tokens_in_one_dim(params, x, y):
+    found = log_probabilities(params, x).reshape(-1, V)
+    return -found[jnp.arange(SMALL * S), y.reshape(-1)].mean()
+
+
+def tokens_by_time(params, x, y):
+    found = log_probabilities(params, x.swapaxes(0, 1)).reshape(-1, V)
+    return -found[jnp.arange(SMALL * S), y.T.reshape(-1)].mean()
+
+
+def masked_tokens(params, x, y):
+    is_token = y >= 0
+    found = log_probabilities(params, x)
+    own = jnp.take_along_axis(found, jnp.where(is_token, y, 0)[..., None], -1)[..., 0]
+    return -jnp.where(is_token, own, 0).sum() / is_token.sum()
+
+
+@pytest.mark.parametrize("num", DEVICES)
+@pytest.mark.parametrize("rows", [SMALL, SMALL - 3])
+@pytest.mark.parametrize(
+    ("loss", "dims"),
+    [(by_indices, ()), (by_take_along_axis, ()), (by_vmap, ()), (by_one_hot, ()),
+     (tokens_by_indices, (S,)), (tokens_in_one_dim, (S,)), (tokens_by_time, (S,)), (masked_tokens, (S,))],
+    ids=lambda x: getattr(x, "__name__", ""),
+)  # fmt: skip
+def test_own_elements_are_looked_up_where_they_are(loss, dims, rows, num, monkeypatch):
+    """Also if the devices do not divide the rows; but merged with the time behind their padding."""
+    if rows != SMALL and loss is tokens_by_time:
+        pytest.skip("rows behind time, which are padded, are gathered")
+    monkeypatch.setitem(globals(), "SMALL", rows)
+    batch = shape(rows, *dims, F), shape(rows, *dims, dtype=jnp.int32)
+    found = Costs(jax.value_and_grad(loss), HEAD, batch, num)
+    assert set(found.nbytes) == {"all-reduce"}
+    assert 0 <= found.nbytes["all-reduce"] - F * V * 4 <= 8
+    if rows % num == 0:
+        assert found.flops_times_devices == 1
+
+
+# -- losses in chunks ---------------------------------------------------------------------------------------
+
+TIME = 512
+TOKENS = SMALL * TIME
+
+
+def summed_in_chunks(params, hidden, labels, by):
+    @jax.checkpoint
+    def chunk(x, y):
+        return cross_entropy(x @ params["head"], y).sum()
+
+    if by == "map":
+        return lax.map(lambda xy: chunk(*xy), (hidden, labels)).sum() / TOKENS
+    total, _ = lax.scan(lambda s, xy: (s + chunk(*xy), None), 0.0, (hidden, labels))
+    return total / TOKENS
+
+
+def of_tokens(chunks, by):
+    """Chunks of the tokens of some rows: `[B * S]` cut into `[chunks, B * S / chunks]`."""
+    return lambda params, x, y: summed_in_chunks(
+        params, x.reshape(chunks, -1, F), y.reshape(chunks, -1), by
+    )
+
+
+def of_times(chunks, by):
+    """Chunks of some tokens of all rows: `[B, S]` cut into `[B, chunks, S / chunks]`, chunks in front."""
+    return lambda params, x, y: summed_in_chunks(
+        params, x.reshape(SMALL, chunks, -1, F).swapaxes(0, 1),
+        y.reshape(SMALL, chunks, -1).swapaxes(0, 1), by,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num", DEVICES)
+@pytest.mark.parametrize("by", ["scan", "map"])
+@pytest.mark.parametrize("cut", [of_tokens, of_times])
+@pytest.mark.parametrize("chunks", [4, 64, 512])
+def test_losses_in_chunks(chunks, cut, by, num):
+    """Of fewer chunks than devices, rows are exchanged for those of some times; nothing else moves."""
+    batch = shape(SMALL, TIME, F), shape(SMALL, TIME, dtype=jnp.int32)
+    found = Costs(jax.value_and_grad(cut(chunks, by)), HEAD, batch, num)
+    moved = found.nbytes
+    reduced = moved.pop("all-reduce")
+    exchanged = cut is of_tokens and chunks < num
+    assert moved == ({"all-to-all": (F + 1) * TOKENS * 4 // num} if exchanged else {})
+    turns = (
+        1 if cut is of_tokens and not exchanged else chunks
+    )  # Only the loss and the head's gradient are.
+    assert reduced <= turns * (F * V + 2) * 4
+    assert found.flops_times_devices == 1
+
+
+# -- minibatches by permutation -----------------------------------------------------------------------------
+
+EPOCHS, MINIBATCHES, MANY = 3, 4, 16384
+POLICY = {"in": shape(F, D), "head": shape(D, V)}
+
+
+def minibatch_step(params, minibatch):
+    states, actions, gains = minibatch
+
+    def loss_fn(params):
+        found = jax.nn.log_softmax(jnp.tanh(states @ params["in"]) @ params["head"])
+        own = jnp.take_along_axis(found, actions[:, None], 1)[:, 0]
+        return -(own * (gains - gains.mean()) / (gains.std() + 1e-8)).mean()
+
+    grads = jax.grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def by_scan(params, key, *rows):
+    def epoch(params, key):
+        order = jax.random.permutation(key, MANY)
+        cut = jax.tree.map(lambda x: x[order].reshape(MINIBATCHES, -1, *x.shape[1:]), rows)
+        return lax.scan(lambda p, m: (minibatch_step(p, m), None), params, cut)
+
+    return lax.scan(epoch, params, jax.random.split(jax.random.wrap_key_data(key), EPOCHS))[0]
+
+
+def by_take(params, key, *rows):
+    for epoch in jax.random.split(jax.random.wrap_key_data(key), EPOCHS):
+        order = jax.random.permutation(epoch, MANY)
+        for part in jnp.split(order, MINIBATCHES):
+            params = minibatch_step(params, [jnp.take(x, part, axis=0) for x in rows])
+    return params
+
+
+@pytest.mark.parametrize("step", [by_scan, by_take])
+def test_minibatches_by_permutation(step):
+    """States are exchanged for columns of all rows once, and each epoch's columns for its rows."""
+    rows = shape(MANY, F), shape(MANY, dtype=jnp.int32), shape(MANY)
+    key = shape(2, dtype=jnp.uint32)
+
+    def with_key(params, states, actions, gains):
+        return step(params, jnp.zeros(key.shape, key.dtype), states, actions, gains)
+
+    few, many = (Costs(with_key, POLICY, rows, num) for num in DEVICES)
+    assert few.flops_times_devices == many.flops_times_devices == 1
+    states, line = MANY * F * 4, MANY * 4
+    moved, of_many = few.nbytes, many.nbytes
+    del moved["all-reduce"], of_many["all-reduce"]  # gradients, and statistics of the gains
+    assert moved.pop("all-to-all") == (1 + EPOCHS) * states / 8
+    # Numbers of rows cost little: they are gathered once, or summed up where they are looked up.
+    assert moved == (
+        {"all-gather": 2 * line} if step is by_scan else {"reduce-scatter": 2 * EPOCHS * line}
+    )
+    # There are fewer columns than devices: all rows are gathered, once; or those of a minibatch summed up.
+    all_rows = states + 2 * line
+    assert of_many == (
+        {"all-gather": all_rows} if step is by_scan else {"reduce-scatter": EPOCHS * all_rows}
+    )
+
+
+# -- mixtures of experts, of one capacity for all tokens ------------------------------------------------
+
+EXPERTS, CAPACITY, ROWS, WIDTH, HIDDEN = 8, 1024, 4096, 128, 512
+LAYER = {
+    "router": shape(WIDTH, EXPERTS),
+    "up": shape(EXPERTS, WIDTH, HIDDEN),
+    "down": shape(EXPERTS, HIDDEN, WIDTH),
+}
+QUEUES = EXPERTS * CAPACITY * WIDTH * 4
+
+
+def routed(params, x):
+    """Each token's two experts, its places in their queues, its gates, and the loss that balances loads."""
+    gates = jax.nn.softmax(x @ params["router"])
+    top, chosen = lax.top_k(gates, 2)
+    hot = jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32)
+    first_come = hot.transpose(1, 0, 2).reshape(-1, EXPERTS)
+    places = ((jnp.cumsum(first_come, 0) - 1) * first_come).sum(1).reshape(2, -1).T
+    load = hot[:, 0].mean(0, dtype=x.dtype)
+    return top, chosen, places, EXPERTS * (load * gates.mean(0)).sum()
+
+
+def experts(params, queues):
+    h = jax.nn.silu(jnp.einsum("ecd,edf->ecf", queues, params["up"]))
+    return jnp.einsum("ecf,efd->ecd", h, params["down"])
+
+
+def by_products(params, x):
+    top, chosen, places, balance = routed(params, x)
+    slots = (
+        jax.nn.one_hot(chosen, EXPERTS)[..., None] * jax.nn.one_hot(places, CAPACITY)[:, :, None]
+    )
+    queues = jnp.einsum("tkec,td->ecd", slots, x)
+    found = experts(params, queues)
+    return x + jnp.einsum("tec,ecd->td", (slots * top[..., None, None]).sum(1), found), balance
+
+
+def by_scatter(params, x):
+    top, chosen, places, balance = routed(params, x)
+    places = jnp.where(places < CAPACITY, places, CAPACITY)
+    queues = jnp.zeros((EXPERTS, CAPACITY, WIDTH)).at[chosen, places].add(x[:, None], mode="drop")
+    back = experts(params, queues).at[chosen, places].get(mode="fill", fill_value=0.0)
+    return x + (back * top[..., None]).sum(1), balance
+
+
+def of_layers(layer, num_layers, remat):
+    layer = jax.checkpoint(layer) if remat else layer
+
+    def loss(params, x, y):
+        x, balances = lax.scan(lambda x, p: layer(p, x), x, params)
+        return ((x - y) ** 2).mean() + 0.01 * balances.sum()
+
+    stacked = jax.tree.map(lambda a: shape(num_layers, *a.shape), LAYER)
+    return loss, stacked
+
+
+@pytest.mark.parametrize("num", DEVICES)
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("layer", [by_products, by_scatter])
+def test_experts_work_is_divided(layer, remat, num):
+    """A queue's rows are those of all tokens: sums are scattered to queues, and these gathered, each way."""
+    loss, params = of_layers(layer, 3, remat)
+    found = Costs(jax.value_and_grad(loss), params, (shape(ROWS, WIDTH), shape(ROWS, WIDTH)), num)
+    assert found.flops_times_devices == pytest.approx(1, abs=1e-3)
+    # Forward and backward; a checkpoint does the first again.
+    assert found.nbytes["reduce-scatter"] == 3 * QUEUES * (3 if remat else 2)
+    # A look-up's gradient needs not what it found. With few tokens on a device, their rows move instead.
+    gathered = found.nbytes["all-gather"] + found.nbytes.get("all-to-all", 0)
+    most = 3 * QUEUES * (2 if layer is by_scatter and not remat else 3)
+    totals = 2 * 3 * 2 * num * EXPERTS * 4  # of the queues
+    assert most - 3 * QUEUES / 2 <= gathered <= most + totals
+    weights = 3 * (2 * EXPERTS * WIDTH * HIDDEN + WIDTH * EXPERTS) * 4
+    assert 0 <= found.nbytes["all-reduce"] - weights <= QUEUES / 100
+
+
+def test_experts_work_is_divided_without_gradients():
+    loss, params = of_layers(by_products, 3, remat=False)
+    found = Costs(loss, params, (shape(ROWS, WIDTH), shape(ROWS, WIDTH)), 8)
+    assert found.flops_times_devices == 1
+    assert found.nbytes["reduce-scatter"] == 3 * QUEUES
+
+
+# -- when not, and what is said of it ------------------------------------------------------------------------
+
+
+def collectives_of(costs):
+    return {eqn.primitive.name for eqn, _ in equations(costs.local.jaxpr)} & {
+        "all_to_all", "reduce_scatter", "psum", "all_gather", "pmax", "pmin",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", [transposed_loss, symmetric])
+def test_microbatches_exchange_and_scatter_nothing(loss):
+    rows = shape(B, F), shape(B, F)
+    found = Costs(jax.value_and_grad(loss), TOWERS, rows, 8, exchanges=False)
+    assert not collectives_of(found) & {"all_to_all", "reduce_scatter"}
+
+
+def test_a_sum_that_is_needed_whole_is_not_scattered_too():
+    def step(params, x):
+        total = x.T @ jnp.tanh(x)
+        return total, (total[:, 0] * jnp.sort(x[: x.shape[1]], 0)[:, 0]).sum()
+
+    def in_rows_only(params, x):
+        return (x.T @ jnp.tanh(x) * jnp.cumsum(x, 0)[: x.shape[1]]).sum()
+
+    found = Costs(step, {}, (shape(64, 64),), 8)
+    assert "psum" in collectives_of(found)
+    assert "reduce_scatter" not in collectives_of(found)
+    assert "reduce_scatter" in collectives_of(Costs(in_rows_only, {}, (shape(64, 64),), 8))
+
+
+def test_a_parameter_keeps_its_gradient_whole():
+    """Muon multiplies gradients with each other, LoRA with parameters: none of them is scattered here."""
+
+    def orthogonal(params, x):
+        grads = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(params)
+        return params - 0.1 * (grads @ grads.T @ grads)
+
+    def low_rank(params, x):
+        grads = jax.grad(lambda ab: jnp.sum(jnp.tanh(x @ (ab[0] @ ab[1]))))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    batch = (shape(512, 64),)
+    assert collectives_of(Costs(orthogonal, shape(64, 64), batch, 8)) == {"psum"}
+    assert collectives_of(Costs(low_rank, (shape(64, 8), shape(8, 64)), batch, 8)) == {"psum"}
+
+
+def test_the_report_says_what_an_exchange_moves():
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    train_step = small.shard_train_step(
+        learned(symmetric), stage=0, mesh=mesh, max_gather_bytes=MATRIX
+    )
+    found = train_step.describe(TOWERS, shape(B, F), shape(B, F))
+    assert [m.nbytes for m in found.movements].count(MATRIX // 8) == 2
+    assert "3 operations move rows of the batch, 1.1 GiB to each device:" in str(found)
+    assert found.elements("all-to-all") == 2 * B * B // 8
+
+
+def test_a_running_loss_in_16_bits():
+    """The loop's carry keeps its dtype, though the sum over the devices is of 32 bits."""
+
+    def loss(w, x):
+        chunks = x.reshape(len(x), 4, -1, x.shape[-1]).swapaxes(0, 1)
+        turn = jax.checkpoint(lambda total, part: (total + jnp.sum((part @ w) ** 2), None))
+        return lax.scan(turn, jnp.zeros((), w.dtype), chunks)[0]
+
+    w, x = jnp.ones((4, 4), jnp.bfloat16), jnp.ones((8, 8, 4), jnp.bfloat16)
+    train_step = small.shard_train_step(learned(loss), stage=3, mesh=jax.make_mesh((8,), ("data",)))
+    expected, value = jax.jit(learned(loss))(w, x)
+    got, found = train_step(train_step.shard(w), x)
+    np.testing.assert_array_equal(np.float32(found), np.float32(value))
+    np.testing.assert_array_equal(np.float32(train_step.unshard(got)), np.float32(expected))
+
+
+# -- and they train what one device trains ------------------------------------------------------------------
+
+SMALL_SIZES = {
+    "B": 32, "F": 8, "D": 16, "V": 24, "S": 4, "SMALL": 32, "TIME": 16, "TOKENS": 32 * 16, "MANY": 64,
+    "EXPERTS": 4, "CAPACITY": 16, "ROWS": 64, "WIDTH": 8,
+}  # fmt: skip
+
+
+def drawn(*sizes: int, integers: int = 0) -> Any:
+    rng = np.random.default_rng(sum(sizes) + integers)
+    if integers:
+        return rng.integers(integers, size=sizes).astype(np.int32)
+    return rng.normal(size=sizes).astype(np.float32)
+
+
+def small_towers():
+    return {"image": drawn(8, 16), "text": drawn(8, 16), "scale": np.float32(0.3)}
+
+
+def small_experts():
+    shapes = {"router": (3, 8, 4), "up": (3, 4, 8, 16), "down": (3, 4, 16, 8)}
+    return {name: 0.2 * drawn(*sizes) for name, sizes in shapes.items()}
+
+
+def by_permutation(params, states, actions, gains):
+    key = jnp.zeros(2, jnp.uint32)
+    return by_take(by_scan(params, key, states, actions, gains), key, states, actions, gains), ()
+
+
+def accuracies(params, images, texts):
+    return params, (accuracy(params, images, texts), top_5_accuracy(params, images, texts))
+
+
+STEPS = {
+    **{loss.__name__: (learned(loss), small_towers, lambda: (drawn(32, 8), drawn(32, 8, 1)[..., 0]))
+       for loss in (transposed_loss, hardest_negatives, symmetric, all_pairs)},
+    "accuracies": (accuracies, small_towers, lambda: (drawn(32, 8), drawn(32, 8, 1)[..., 0])),
+    **{f"{chunks} chunks": (
+        learned(of_tokens(chunks, "scan")), lambda: {"head": drawn(8, 24)},
+        lambda: (drawn(32, 16, 8), drawn(32, 16, integers=24))) for chunks in (2, 16)},
+    "minibatches": (
+        by_permutation, lambda: {"in": drawn(8, 16), "head": drawn(16, 24)},
+        lambda: (drawn(64, 8), drawn(64, integers=24), drawn(64))),
+    **{f"{layer.__name__}, remat {remat}": (
+        learned(of_layers(layer, 3, remat)[0]), small_experts,
+        lambda: (drawn(64, 8), drawn(64, 8, 1)[..., 0]))
+       for layer in (by_products, by_scatter) for remat in (False, True)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_they_train_as_on_one_device(name, monkeypatch):
+    for size, value in SMALL_SIZES.items():
+        monkeypatch.setitem(globals(), size, value)
+    step, params, batch = STEPS[name]
+    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    train_step = small.shard_train_step(step, stage=3, mesh=mesh)
+    expected, got = params(), train_step.shard(params())
+    for _ in range(2):
+        expected, outputs = jax.jit(step)(expected, *batch())
+        got, found = train_step(got, *batch())
+    pairs = jax.tree.leaves((expected, outputs)), jax.tree.leaves((train_step.unshard(got), found))
+    for want, have in zip(*pairs, strict=True):
+        np.testing.assert_allclose(have, want, rtol=2e-4, atol=2e-5)
