@@ -2,7 +2,8 @@
 
     python tests/run_sampled.py 20000 0 --processes 2
 
-runs the seeds 0 to 19999, but for those that experiments/sampled/results has for this library. Each failing seed is
+runs the seeds 0 to 19999, but for those that experiments/sampled/results
+has for this library and sampler. Each failing seed is
 printed with its setting, its source and what differs; the last line lists the failing seeds, and the exit
 status is 1 if there are any. To look at one seed again, alone: `python tests/run_sampled.py 1 SEED`.
 
@@ -96,7 +97,7 @@ def known_seeds(path: pathlib.Path, tree: str) -> set[int]:
 
 
 def library() -> str:
-    """The hash that git gives the library's files, with a mark if they are not all committed."""
+    """The hashes that git gives the library's files and the sampler's, marked if not all are committed."""
 
     def git(*args: str) -> str:
         command = ["git", *args]
@@ -104,7 +105,8 @@ def library() -> str:
             command, cwd=HERE.parent, capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD:jzero") + "+" * bool(git("status", "--porcelain", "jzero"))
+    hashes = (git("rev-parse", "--short", f"HEAD:{path}") for path in ("jzero", "tests/sampling"))
+    return "/".join(hashes) + "+" * bool(git("status", "--porcelain", "jzero", "tests/sampling"))
 
 
 def run_in_processes(seeds: range) -> list[dict[str, str]]:

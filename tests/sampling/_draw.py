@@ -25,7 +25,7 @@ WEIGHTS = {
     "bfloat16": ("{0}.astype(jnp.bfloat16).astype(float)", ["n,m"], 1),
     "float32": ("{0}.astype(jnp.float32).astype(float)", ["n,m"], 1),
 }
-KEYS = {"typed state": 3, "raw state": 3, "typed argument": 2, "raw argument": 2, "step": 2}
+KEYS = {"typed state": 3, "raw state": 3, "typed argument": 2, "raw argument": 2, "rbg argument": 1, "step": 2}
 
 
 @dataclasses.dataclass
@@ -110,7 +110,7 @@ class Draw:
         self.num_keys += 1
         self.key_kind = self.key_kind or self.choose(KEYS)
         self.features.add(f"key: {self.key_kind}")
-        return f"random.fold_in(key, {self.num_keys})"
+        return f"keys[{self.num_keys}]"
 
     def value(self) -> str:
         """An earlier value, most often the latest."""

@@ -45,7 +45,7 @@ LOSSES: dict[str, tuple[str, int]] = {
     "chunks": ("jnp.mean(lax.map(lambda c: jnp.mean(c[0] * c[1]), (({h} - {y}).reshape({B} // 2, 2, {n}), ({h} - {y}).reshape({B} // 2, 2, {n}))))", 1),
     "discounted": ("lax.scan(lambda c, r: (0.9 * c + r, c), 0.0, jnp.mean(({h} - {y}) ** 2, -1), reverse=True)[1].mean()", 2),
     "likelihood ratio": ("(lambda r, a: -jnp.mean(jnp.minimum(r * a, jnp.clip(r, 0.8, 1.2) * a)))(jnp.exp(0.3 * {h}[:, 0]), norm({weights}))", 2),
-    "drawn targets": ("jnp.mean(({h} - random.normal({key}, {h}.shape)) ** 2)", 2),
+    "drawn targets": ("jnp.mean(({h} - random.normal({key}, {h}.shape)) ** 2)", 1),
 }  # fmt: skip
 EXTRA_TERMS: dict[str, tuple[str, int]] = {
     "none": ("0.0", 12),
@@ -73,10 +73,10 @@ METRICS: dict[str, tuple[str, int]] = {
     "first": ("{h}[:2]", 2),
     "last": ("{h}[-1]", 2),
     "pairs": ("{h} @ {h}.T", 2),
-    "bits": ("random.bits({key}, ({B}, 2))", 2),
+    "bits": ("random.bits({key}, ({B}, 2))", 1),
     "key": ("random.key_data({key})", 1),
     "noise": ("random.normal({key}, (3,))", 1),
-    "drawn": ("random.randint({key}, ({B},), 0, 9)", 2),
+    "drawn": ("random.randint({key}, ({B},), 0, 9)", 1),
     "transposed": ("{h}.T", 2),
     "flags": ("{h}[:, 0] > 0", 2),
     "narrow": ("{h}.astype(jnp.float16)", 1),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ._draw import Draw
+from ._draw import KEYS, WEIGHTS, Draw
 from ._helpers import NAMESPACE, OPTIMIZERS
 from .couplings import COUPLINGS, EVEN_ROWS, ROWS_AT_ONCE
 from .gradients import AFTERWARDS, GRADIENTS, HALVES, PER_EXAMPLE
@@ -68,7 +68,7 @@ def draw(seed: int, rows: int, gentle: bool = False) -> Program:
     d.per_example = d.chance(0.08)
     n = d.choose({1: 1, 3: 2, 4: 4, 6: 1})
     d.emit(d.data("b", "x", lambda rng: rng.normal(size=(rows, n))), n)
-    for _ in range(d.rng.integers(1, 5)):
+    for _ in range(d.rng.integers(1, 4)):
         _feature(d)
     if d.dims[h := list(d.dims)[-1]] < 2:
         h = d.emit(d.fill("{h} @ {rect}", h, m=3), 3)
@@ -150,20 +150,19 @@ def _update(d: Draw, h: str) -> list[str]:
 
 
 def _source(d: Draw, body: list[str]) -> str:
+    num = d.num_keys + 1
     keys = {
-        "typed state": "s['key'], key = random.split(s['key'])",
-        "raw state": "s['key'], key = random.split(s['key'])",
-        "typed argument": "key = w['key']",
-        "raw argument": "key = w['key']",
-        "step": "key = random.fold_in(random.key(3), s['step'])",
-        "": "key = None",
+        "state": f"keys = random.split(s['key'], {num}); s['key'] = keys[0]",
+        "argument": f"keys = random.split(w['key'], {num})",
+        "step": f"keys = random.split(random.fold_in(random.key(3), s['step']), {num})",
+        "": "keys = None",
     }
     head = [
-        "s = dict(s)", "p, frozen, aux = s['p'], s['frozen'], {}", keys[d.key_kind],
-        "f = lambda p, b, t, s=dict(s): loss_fn(p, b, t, w, s, frozen, key)",
+        "s = dict(s)", "p, frozen, aux = s['p'], s['frozen'], {}", keys[d.key_kind.partition(' ')[2] or d.key_kind],
+        "f = lambda p, b, t, s=dict(s): loss_fn(p, b, t, w, s, frozen, keys)",
     ]  # fmt: skip
     tail = ["s['step'] = s['step'] + 1", "return s, (loss, aux)"]
-    text = "def loss_fn(p, b, t, w, s, frozen, key):\n    aux = {}\n    "
+    text = "def loss_fn(p, b, t, w, s, frozen, keys):\n    aux = {}\n    "
     text += "\n    ".join([*d.lines, "return loss, aux"])
     text += "\n\ndef step(s, b, t, w):\n    " + "\n    ".join([*head, *body, *tail])
     if not d.gentle and d.chance(0.06):
@@ -217,7 +216,9 @@ def _program(d: Draw, seed: int, source: str, container: str) -> Program:
 
 
 def _key(kind: str, seed: int) -> Any:
-    return jax.random.key(seed) if "typed" in kind else np.array([0, seed], np.uint32)
+    if "raw" in kind:
+        return np.array([0, seed], np.uint32)
+    return jax.random.key(seed, impl="rbg" if "rbg" in kind else "threefry2x32")
 
 
 def _pack(container: str, fields: dict[str, Any]) -> Any:

@@ -58,11 +58,11 @@ LAYERS: dict[str, tuple[str, int]] = {
     "experts": ("experts({h}, {gates}, {experts})", 2),
     "codebook": ("{h} + jax.lax.stop_gradient({codes}[jnp.argmin(jnp.sum(({h}[:, None] - {codes}) ** 2, -1), -1)])", 2),
     "float32": ("{h}.astype(jnp.float32).astype(float)", 1),
-    "dropout": ("jnp.where(random.bernoulli({key}, 0.7, {h}.shape), {h} / 0.7, 0)", 6),
-    "noise": ("{h} + 0.1 * random.normal({key}, {h}.shape)", 4),
-    "noise per row": ("{h} + jax.vmap(lambda k: random.uniform(k, ({n},)))(random.split({key}, {B}))", 3),
+    "dropout": ("jnp.where(random.bernoulli({key}, 0.7, {h}.shape), {h} / 0.7, 0)", 3),
+    "noise": ("{h} + 0.1 * random.normal({key}, {h}.shape)", 2),
+    "noise per row": ("{h} + jax.vmap(lambda k: random.uniform(k, ({n},)))(random.split({key}, {B}))", 1),
     "noise in layers": (
-        "lax.scan(lambda a, k: (a * random.bernoulli(k, 0.8, a.shape), None), {h}, random.split({key}, 2))[0]", 2),
-    "dropped features": ("{h} * random.bernoulli({key}, 0.7, ({n},))", 2),
+        "lax.scan(lambda a, k: (a * random.bernoulli(k, 0.8, a.shape), None), {h}, random.split({key}, 2))[0]", 1),
+    "dropped features": ("{h} * random.bernoulli({key}, 0.7, ({n},))", 1),
     "memory bank": ("attend({h}, {queue}, {queue})", 3),
 }  # fmt: skip
