@@ -78,7 +78,9 @@ def report(results: list[dict[str, str]]) -> list[int]:
     return [int(r["seed"]) for r in failed]
 
 
-def summary(chunk: range, results: list[dict[str, str]], seconds: float, tree: str) -> dict[str, object]:
+def summary(
+    chunk: range, results: list[dict[str, str]], seconds: float, tree: str
+) -> dict[str, object]:
     counts = collections.Counter(r["verdict"] for r in results)
     reasons = collections.Counter(r["why"] for r in results if r["verdict"] == "refused")
     return {
@@ -119,7 +121,11 @@ def run_in_processes(seeds: range) -> list[dict[str, str]]:
             run = subprocess.run(command, capture_output=True, text=True, timeout=limit)
             output, errors, status = run.stdout, run.stderr, f"exit status {run.returncode}"
         except subprocess.TimeoutExpired as late:
-            output, errors, status = _text(late.stdout), _text(late.stderr), f"no end after {limit} s"
+            output, errors, status = (
+                _text(late.stdout),
+                _text(late.stderr),
+                f"no end after {limit} s",
+            )
         results += [json.loads(line) for line in output.splitlines() if line.startswith("{")]
         done = int(results[-1]["seed"]) + 1 if results else seeds[0]
         done = max(done, seeds[0])
@@ -129,9 +135,14 @@ def run_in_processes(seeds: range) -> list[dict[str, str]]:
         bundle = range(done, int(started[-1].split()[2]) + 1) if started else range(done, done + 1)
         why = f"{status} in the bundle of {bundle[0]} to {bundle[-1]}\n{errors[-2000:]}"
         results += [
-            {"seed": str(s), "verdict": "crashed", "why": why if s == bundle[0] else "see above", "listing": ""}
+            {
+                "seed": str(s),
+                "verdict": "crashed",
+                "why": why if s == bundle[0] else "",
+                "listing": "",
+            }
             for s in bundle
-        ]  # fmt: skip
+        ]
         seeds = range(bundle[-1] + 1, seeds[-1] + 1)
     return results
 

@@ -25,7 +25,14 @@ WEIGHTS = {
     "bfloat16": ("{0}.astype(jnp.bfloat16).astype(float)", ["n,m"], 1),
     "float32": ("{0}.astype(jnp.float32).astype(float)", ["n,m"], 1),
 }
-KEYS = {"typed state": 3, "raw state": 3, "typed argument": 2, "raw argument": 2, "rbg argument": 1, "step": 2}
+KEYS = {
+    "typed state": 3,
+    "raw state": 3,
+    "typed argument": 2,
+    "raw argument": 2,
+    "rbg argument": 1,
+    "step": 2,
+}
 
 
 @dataclasses.dataclass
@@ -245,7 +252,7 @@ class Holes(Mapping[str, Any]):
         self.draw.lines.append(f"aux['{name}'] = lax.stop_gradient({h})")
         new = {
             "last": f"jnp.concatenate([s['{name}'], aux['{name}']])[-6:]",
-            "ring": f"lax.dynamic_update_slice(s['{name}'], aux['{name}'][:2], (2 * s['step'] % 4, s['step'] * 0))",
+            "ring": f"lax.dynamic_update_slice_in_dim(s['{name}'], aux['{name}'][:2], 2 * s['step'] % 4, 0)",
         }[kind]
         self.draw.updates.append(f"s['{name}'] = {new}")
         self.draw.features.add(f"state: queue, {kind}")

@@ -27,7 +27,7 @@ BUNDLE = 10
 REFUSALS = {
     "microbatches need all rows at once": "accumulate > 1, and .* is needed",
     "microbatches use a gradient where they compute it": "accumulate > 1, and .* uses a gradient or loss",
-    "microbatches do not divide the rows of an output": "accumulate > 1, and .* microbatches of all devices do",
+    "microbatches do not divide an output's rows": "accumulate > 1, and .* microbatches of all devices do",
     "nothing to offload": "the state has no optimizer state that is worth it",
     "the host takes part in no collective": "processors take part in no collective",
     "the host's part is too small": "are the fewest leaves that are updated together",
@@ -93,7 +93,9 @@ def judge(drawn: list[Program], shard: Callable[[Any], Any]) -> list[Result]:
         elif len(drawn) > 1:  # alone, so that what is reported can be run again
             (alone,) = judge([program], shard)
             why = f"only beside others, {found}"
-            results.append(Result(program.seed, "differs", why) if alone.verdict == "equal" else alone)
+            results.append(
+                Result(program.seed, "differs", why) if alone.verdict == "equal" else alone
+            )
         else:
             verdict = "noisy" if is_noisy(program, expected[i]) else "differs"
             results.append(Result(program.seed, verdict, found))
@@ -126,7 +128,8 @@ def _raised(program: Program, error: Exception) -> Result:
             if re.search(pattern, str(error), re.DOTALL):
                 return Result(program.seed, "refused", name)
         return Result(program.seed, "differs", f"refused for no listed reason: {text}")
-    return Result(program.seed, "differs", text + "\n" + "".join(traceback.format_tb(error.__traceback__)[-4:]))
+    where = "".join(traceback.format_tb(error.__traceback__)[-4:])
+    return Result(program.seed, "differs", f"{text}\n{where}")
 
 
 def together(drawn: Sequence[Program]) -> Callable[..., Any]:

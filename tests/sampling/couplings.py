@@ -19,7 +19,9 @@ COUPLINGS: dict[str, tuple[str, int]] = {
     "sort": ("jnp.sort({h}, 0)", 2),
     "sort by another": ("{h}[jnp.argsort({h}[:, 0])]", 3),
     "rank": ("{h} + 0.1 * jnp.argsort(jnp.argsort({h}[:, 0]))[:, None]", 2),
-    "two sorted": ("(lambda a: a[1] + 0.1 * {h})(lax.sort((jnp.broadcast_to({h}[:, :1], {h}.shape), {h}), dimension=0, num_keys=1))", 1),
+    "two sorted": (
+        "(lambda a: a[1] + 0.1 * {h})(lax.sort((jnp.broadcast_to({h}[:, :1], {h}.shape), {h}), "
+        "dimension=0, num_keys=1))", 1),
     "top": ("{h} - lax.top_k({h}[:, 0], 3)[0].mean()", 2),
     "top rows": ("{h} - {h}[lax.top_k({h}.sum(-1), 2)[1]].mean(0)", 2),
     "median": ("{h} - jnp.median({h}, 0)", 2),
@@ -61,10 +63,14 @@ COUPLINGS: dict[str, tuple[str, int]] = {
     "triangle": ("jnp.tril(jnp.ones(({B}, {B}))) @ {h} / {B}", 2),
     "branch on batch": ("lax.cond({h}.mean() > 0, mlp({mat}, {vec}), lambda a: 0.5 * a, {h})", 4),
     "switch on batch": (
-        "lax.switch(jnp.argmax({h}.sum(0)) % 3, [mlp({mat}, {vec}), jnp.sin, lambda a: a - a.mean(0)], {h})", 3),
-    "while on batch": ("{h} * lax.while_loop(lambda c: jnp.mean(({h} * c) ** 2) > 0.3, lambda c: 0.7 * c, 1.0)", 3),
+        "lax.switch(jnp.argmax({h}.sum(0)) % 3, [mlp({mat}, {vec}), jnp.sin, lambda a: a - "
+        "a.mean(0)], {h})", 3),
+    "while on batch": (
+        "{h} * lax.while_loop(lambda c: jnp.mean(({h} * c) ** 2) > 0.3, lambda c: 0.7 * c, 1.0)", 3),
     "loop on batch": ("lax.fori_loop(0, 2, lambda i, a: a - 0.5 * a.mean(0), {h})", 2),
-    "fixed point": ("lax.scan(lambda m, _: (0.5 * m + 0.5 * jnp.tanh({h} + m).mean(0), m), jnp.zeros({n}), length=2)[0] + {h}", 2),
+    "fixed point": (
+        "lax.scan(lambda m, _: (0.5 * m + 0.5 * jnp.tanh({h} + m).mean(0), m), jnp.zeros({n}), "
+        "length=2)[0] + {h}", 2),
     "permutation": ("random.permutation({key}, {h})", 1),
     "shuffled order": ("{h}[random.permutation({key}, {B})]", 1),
     "drawn rows": ("{h} + 0.3 * {h}[random.randint({key}, ({B},), 0, {B})]", 1),
@@ -74,13 +80,14 @@ COUPLINGS: dict[str, tuple[str, int]] = {
     "over pairs": ("jnp.einsum('an,bn,bm->am', {h}, {h}, {other}) / {B}", 2),
     "merged": ("norm({h}.reshape(-1), 0).reshape({h}.shape)", 2),
     "time and batch": ("{h} + norm({seq}, (0, 1)).mean(0) * {vec}", 2),
-    "time merged": ("(lambda t: {h} + norm(t.reshape(-1, {n}) @ {mat}, 0).reshape(t.shape).mean(0))({seq})", 1),
+    "time merged": (
+        "(lambda t: {h} + norm(t.reshape(-1, {n}) @ {mat}, 0).reshape(t.shape).mean(0))({seq})", 1),
 }  # fmt: skip
 EVEN_ROWS = {"groups"}
-# What else needs rows of several microbatches at once, or more than sums over them; by their names in other tables.
+# What else needs rows of several microbatches at once, or more than sums over them: names in other tables.
 ROWS_AT_ONCE = {
-    *("memory bank", "against a bank", "pairs", "variance", "any", "range", "order", "top", "median", "first", "last"),
-    *("best", "worst", "recall", "running", "transposed", "Fisher", "row by row", "map, clipped", "scan, clipped"),
-    *("scan", "unrolled", "tasks", "two updates", "line search", "perturbed", "covariance", "centers", "most", "flags"),
-    *("first rows", "last row", "mean of rows drawn", "last best", "skipped if high", "rate by loss"),
+    *("memory bank", "against a bank", "pairs", "variance", "any", "range", "order", "top", "median"),
+    *("first", "last", "best", "worst", "recall", "running", "transposed", "Fisher", "row by row"),
+    *("map, clipped", "scan, clipped", "line search", "perturbed", "skipped if high", "rate by loss"),
+    *("covariance", "centers", "most", "flags", "first rows", "last row", "mean of rows drawn", "last best"),
 }  # fmt: skip

@@ -17,7 +17,8 @@ GRADIENTS: dict[str, tuple[list[str], int]] = {
     "two steps": (["first = jax.grad(f, has_aux=True)(p, b, t)[0]",
                    "q = jax.tree.map(lambda w, g: w - 0.1 * g, p, first)",
                    "(loss, aux), grads = jax.value_and_grad(f, has_aux=True)(q, b, t)"], 4),
-    "MAML": (["inner = lambda p: jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(f, has_aux=True)(p, b, t)[0])",
+    "MAML": (["inner = lambda p: jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(f, "
+              "has_aux=True)(p, b, t)[0])",
               "(loss, aux), grads = jax.value_and_grad(lambda p: f(inner(p), b, t), has_aux=True)(p)"], 3),
     "SAM": (["first = clipped(jax.grad(f, has_aux=True)(p, b, t)[0], 0.05)",
              "q = jax.tree.map(jnp.add, p, first)",
@@ -27,8 +28,10 @@ GRADIENTS: dict[str, tuple[list[str], int]] = {
                    "grads = jax.tree.map(lambda g, h: g + 0.01 * h, grads, bent)"], 2),
     "line search": ([_PLAIN, "rate = line_search(lambda q: f(q, b, t), p, grads, loss)",
                      "grads = jax.tree.map(lambda g: rate * g, grads)"], 2),
-    "skipped if high": ([_PLAIN, "grads = jax.tree.map(lambda g: jnp.where(loss > 0.5, g, 0.1 * g), grads)"], 3),
-    "rate by loss": ([_PLAIN, "grads = lax.cond(loss > 1, lambda g: clipped(g, 0.5), lambda g: g, grads)"], 3),
+    "skipped if high": ([_PLAIN, "grads = jax.tree.map(lambda g: jnp.where(loss > 0.5, g, 0.1 * g), "
+                                 "grads)"], 3),
+    "rate by loss": ([_PLAIN, "grads = lax.cond(loss > 1, lambda g: clipped(g, 0.5), lambda g: g, "
+                              "grads)"], 3),
     "adversarial": ([  # two models: the first half of the parameters against the second
         "names = sorted(p)", "mine = {{k: p[k] for k in names[::2]}}",
         "theirs = {{k: p[k] for k in names[1::2]}}",
@@ -39,19 +42,24 @@ GRADIENTS: dict[str, tuple[list[str], int]] = {
     "noisy": ([_PLAIN, "grads = {{k: g + 1e-2 * random.normal(random.fold_in({key}, i), g.shape)",
                "         for i, (k, g) in enumerate(sorted(grads.items()))}}"], 2),
     "perturbed": ([_AUX,  # evolution strategies: no derivative at all
-                   "noise = {{k: random.normal(random.fold_in({key}, i), (3, *w.shape)) for i, (k, w) in enumerate(sorted(p.items()))}}",
-                   "found = jax.vmap(lambda e: f(jax.tree.map(lambda w, d: w + 0.1 * d, p, e), b, t)[0])(noise)",
+                   "noise = {{k: random.normal(random.fold_in({key}, i), (3, *w.shape)) for i, (k, "
+                   "w) in enumerate(sorted(p.items()))}}",
+                   "found = jax.vmap(lambda e: f(jax.tree.map(lambda w, d: w + 0.1 * d, p, e), b, "
+                   "t)[0])(noise)",
                    "grads = jax.tree.map(lambda e: jnp.tensordot(found - found.mean(), e, 1), noise)"], 2),
 }  # fmt: skip
-# These cut the batch in two themselves: only if the rows are even, and no data names rows or runs along dim 1.
+# These cut the batch in two themselves: only if rows are even, and no data names rows or runs along dim 1.
 HALVES: dict[str, tuple[list[str], int]] = {
     "scan": ([*_PARTS, _AUX, "zero = jax.tree.map(jnp.zeros_like, (loss, p))",
-              "(loss, grads), _ = lax.scan(lambda c, q: (jax.tree.map(jnp.add, c, part(q)), None), zero, parts)"], 4),
+              "(loss, grads), _ = lax.scan(lambda c, q: (jax.tree.map(jnp.add, c, part(q)), None), "
+              "zero, parts)"], 4),
     "unrolled": ([*_PARTS, _AUX, "halves = [part(jax.tree.map(lambda x: x[i], parts)) for i in range(2)]",
                   "loss, grads = jax.tree.map(lambda a, b: 0.5 * (a + b), *halves)"], 3),
     "tasks": ([*_PARTS, _AUX,  # MAML: each half is a task, which adapts for itself
-               "adapted = lambda p, q: jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(lambda p: f(p, q, t)[0])(p))",
-               "grads = jax.grad(lambda p: jax.vmap(lambda q: f(adapted(p, q), q, t)[0])(parts).mean())(p)"], 3),
+               "adapted = lambda p, q: jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(lambda p: "
+               "f(p, q, t)[0])(p))",
+               "grads = jax.grad(lambda p: jax.vmap(lambda q: f(adapted(p, q), q, "
+               "t)[0])(parts).mean())(p)"], 3),
     "two updates": ([*_PARTS, _AUX,
                      "moved = lax.scan(lambda w, q: (jax.tree.map(lambda w, g: w - 0.1 * g, w,",
                      "    jax.grad(lambda p: f(p, q, t)[0])(w)), None), p, parts)[0]",
@@ -81,5 +89,7 @@ AFTERWARDS: dict[str, tuple[str, int]] = {
     "as they are": ("", 8),
     "global norm": ("grads = clipped(grads, 0.3)", 2),
     "each norm": ("grads = jax.tree.map(lambda g: g / (0.1 + jnp.linalg.norm(g)), grads)", 1),
-    "by rate": ("grads = jax.tree.map(lambda g: s['rate'] * g, grads)\n    s['rate'] = jnp.where(loss < s['rate'], 0.9, 0.7) * s['rate']", 1),
+    "by rate": (
+        "grads = jax.tree.map(lambda g: s['rate'] * g, grads)\n    s['rate'] = jnp.where(loss < "
+        "s['rate'], 0.9, 0.7) * s['rate']", 1),
 }  # fmt: skip

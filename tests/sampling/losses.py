@@ -5,9 +5,13 @@ ROW_LOSSES: dict[str, tuple[str, int]] = {
     "squares": ("jnp.mean(({h} - {y}) ** 2)", 6),
     "huber": ("optax.huber_loss({h}, {y}).mean()", 3),
     "cross entropy": ("xent({h}, {labels}).mean()", 6),
-    "smoothed": ("optax.softmax_cross_entropy({h}, optax.smooth_labels(jax.nn.one_hot({labels}, {n}), 0.1)).mean()", 2),
+    "smoothed": (
+        "optax.softmax_cross_entropy({h}, optax.smooth_labels(jax.nn.one_hot({labels}, {n}), "
+        "0.1)).mean()", 2),
     "logistic": ("optax.sigmoid_binary_cross_entropy({h}, {y} > 0).mean()", 2),
-    "gradient penalty": ("jnp.mean(jax.vmap(jax.grad(lambda r: jnp.tanh(r @ {mat}).sum()))({h}) ** 2) + jnp.mean({h} * {y})", 1),
+    "gradient penalty": (
+        "jnp.mean(jax.vmap(jax.grad(lambda r: jnp.tanh(r @ {mat}).sum()))({h}) ** 2) + "
+        "jnp.mean({h} * {y})", 1),
 }  # fmt: skip
 LOSSES: dict[str, tuple[str, int]] = {
     "sum": ("0.1 * jnp.sum(({h} - {y}) ** 2)", 4),
@@ -28,23 +32,39 @@ LOSSES: dict[str, tuple[str, int]] = {
     "tail": ("jnp.sort(jnp.mean(({h} - {y}) ** 2, -1))[-2:].mean()", 2),
     "spread": ("jnp.var({h}) + jnp.mean(({h} - {y}) ** 2)", 2),
     "robust": ("(lambda e: jnp.sum(jax.nn.softmax(3 * e) * e))(jnp.mean(({h} - {y}) ** 2, -1))", 3),
-    "balanced": ("(lambda l: jnp.mean(xent({h}, l) / (0.5 + jnp.bincount(l, length={n})[l])))({labels})", 2),
-    "entropy of the mean": ("(lambda q: jnp.sum(q * jnp.log(q + 1e-3)))(jax.nn.softmax({h}).mean(0)) + 0.1 * jnp.mean({h} ** 2)", 3),
-    "balance": ("jnp.sum(jax.nn.softmax({h}).mean(0) * jax.nn.one_hot(jnp.argmax({h}, -1), {n}).mean(0))", 2),
+    "balanced": (
+        "(lambda l: jnp.mean(xent({h}, l) / (0.5 + jnp.bincount(l, length={n})[l])))({labels})", 2),
+    "entropy of the mean": (
+        "(lambda q: jnp.sum(q * jnp.log(q + 1e-3)))(jax.nn.softmax({h}).mean(0)) + 0.1 * "
+        "jnp.mean({h} ** 2)", 3),
+    "balance": (
+        "jnp.sum(jax.nn.softmax({h}).mean(0) * jax.nn.one_hot(jnp.argmax({h}, -1), {n}).mean(0))", 2),
     "contrastive": ("info_nce({h}, {h} @ {mat})", 5),
     "one-sided": ("info_nce({h}, {h} @ {mat}, symmetric=False)", 3),
     "SimCLR": ("sim_clr({h}, {h} @ {mat})", 3),
-    "sigmoid pairs": ("(lambda z: jnp.mean(jax.nn.softplus(-z * (2 * jnp.eye(z.shape[0]) - 1))))({h} @ ({h} @ {mat}).T)", 3),
+    "sigmoid pairs": (
+        "(lambda z: jnp.mean(jax.nn.softplus(-z * (2 * jnp.eye(z.shape[0]) - 1))))({h} @ ({h} @ "
+        "{mat}).T)", 3),
     "own negatives": ("jnp.mean(jax.nn.softplus(jnp.sum({h} * (jnp.roll({h}, 1, 0) - {y}), -1)))", 3),
     "redundancy": ("vic({h}, {h} @ {mat})", 2),
     "triplet": ("triplet({h}, {ids})", 2),
-    "ranking": ("jnp.mean(jax.nn.relu(1 - ({h}[:, None, 0] - {h}[None, :, 0]) * jnp.sign({weights}[:, None] - {weights}[None])))", 2),
+    "ranking": (
+        "jnp.mean(jax.nn.relu(1 - ({h}[:, None, 0] - {h}[None, :, 0]) * jnp.sign({weights}[:, "
+        "None] - {weights}[None])))", 2),
     "against a bank": ("xent({h} @ {queue}.T, {ids} % 6).mean()", 3),
-    "branch": ("(lambda e: lax.cond(e > 1, lambda e: jnp.sqrt(e), lambda e: e, e))(jnp.mean(({h} - {y}) ** 2))", 3),
+    "branch": (
+        "(lambda e: lax.cond(e > 1, lambda e: jnp.sqrt(e), lambda e: e, e))(jnp.mean(({h} - {y}) "
+        "** 2))", 3),
     "first row": ("jnp.mean({h}[0] ** 2) + 0.1 * jnp.mean(({h} - {y}) ** 2)", 2),
-    "chunks": ("jnp.mean(lax.map(lambda c: jnp.mean(c[0] * c[1]), (({h} - {y}).reshape({B} // 2, 2, {n}), ({h} - {y}).reshape({B} // 2, 2, {n}))))", 1),
-    "discounted": ("lax.scan(lambda c, r: (0.9 * c + r, c), 0.0, jnp.mean(({h} - {y}) ** 2, -1), reverse=True)[1].mean()", 2),
-    "likelihood ratio": ("(lambda r, a: -jnp.mean(jnp.minimum(r * a, jnp.clip(r, 0.8, 1.2) * a)))(jnp.exp(0.3 * {h}[:, 0]), norm({weights}))", 2),
+    "chunks": (
+        "jnp.mean(lax.map(lambda c: jnp.mean(c[0] * c[1]), (({h} - {y}).reshape({B} // 2, 2, "
+        "{n}), ({h} - {y}).reshape({B} // 2, 2, {n}))))", 1),
+    "discounted": (
+        "lax.scan(lambda c, r: (0.9 * c + r, c), 0.0, jnp.mean(({h} - {y}) ** 2, -1), "
+        "reverse=True)[1].mean()", 2),
+    "likelihood ratio": (
+        "(lambda r, a: -jnp.mean(jnp.minimum(r * a, jnp.clip(r, 0.8, 1.2) * a)))(jnp.exp(0.3 * "
+        "{h}[:, 0]), norm({weights}))", 2),
     "drawn targets": ("jnp.mean(({h} - random.normal({key}, {h}.shape)) ** 2)", 1),
 }  # fmt: skip
 EXTRA_TERMS: dict[str, tuple[str, int]] = {

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ._draw import KEYS, WEIGHTS, Draw
+from ._draw import Draw
 from ._helpers import NAMESPACE, OPTIMIZERS
 from .couplings import COUPLINGS, EVEN_ROWS, ROWS_AT_ONCE
 from .gradients import AFTERWARDS, GRADIENTS, HALVES, PER_EXAMPLE
@@ -72,14 +72,16 @@ def draw(seed: int, rows: int, gentle: bool = False) -> Program:
         _feature(d)
     if d.dims[h := list(d.dims)[-1]] < 2:
         h = d.emit(d.fill("{h} @ {rect}", h, m=3), 3)
-    loss, terms = _chosen(d, ROW_LOSSES if d.per_example or d.chance(0.8 if d.gentle else 0.25) else LOSSES, "loss"), "none"
+    by_rows = d.per_example or d.chance(0.8 if d.gentle else 0.25)
+    losses = ROW_LOSSES if by_rows else LOSSES
+    d.lines.append(f"loss = {d.fill(losses[_chosen(d, losses, 'loss')][0], h)}")
     if not d.per_example:
-        terms = _chosen(d, EXTRA_TERMS, "term")
-    d.lines.append(f"loss = {d.fill(_text(ROW_LOSSES | LOSSES, loss), h)}")
-    if terms != "none":
-        d.lines.append(f"loss = loss + {d.fill(EXTRA_TERMS[terms][0], h)}")
+        d.lines.append(
+            f"loss = loss + {d.fill(EXTRA_TERMS[_chosen(d, EXTRA_TERMS, 'term')][0], h)}"
+        )
     d.lines.append(f"aux['h'] = lax.stop_gradient({h})")
-    for metric in {_chosen(d, METRICS, "metric") for _ in range(0 if d.per_example else d.rng.integers(2 if d.gentle else 4))}:
+    most = 0 if d.per_example else 1 if d.gentle else 3
+    for metric in _several(d, METRICS, "metric", most):
         d.lines.append(f"aux['{metric}'] = {d.fill(METRICS[metric][0], h)}")
     if not d.params:
         d.lines[0] += f"\n    h0 = h0 @ {d.param(n, n)}"
@@ -91,15 +93,16 @@ def draw(seed: int, rows: int, gentle: bool = False) -> Program:
 
 def _feature(d: Draw) -> None:
     """One more value of features, most often made of the latest."""
-    table, kind = (LAYERS, "layer") if d.per_example or d.chance(0.93 if d.gentle else 0.45) else (COUPLINGS, "coupling")
-    name = _chosen(d, table, kind)
+    by_rows = d.per_example or d.chance(0.93 if d.gentle else 0.45)
+    table = LAYERS if by_rows else COUPLINGS
+    name = _chosen(d, table, "layer" if by_rows else "coupling")
     if name in EVEN_ROWS and d.rows % 2:
         return
     h, text, m = d.value(), table[name][0], d.choose({1: 1, 2: 3, 3: 3, 4: 6, 5: 1, 8: 2})
     d.emit(d.fill(text, h, m=m), m if "{rect}" in text else d.dims[h])
 
 
-def _chosen(d: Draw, table: dict[str, tuple[Any, int]], kind: str) -> str:
+def _chosen(d: Draw, table: dict[str, Any], kind: str) -> str:
     weights = {name: entry[-1] for name, entry in table.items()}
     if d.gentle and d.chance(0.95):
         weights = {name: weight for name, weight in weights.items() if name not in ROWS_AT_ONCE}
@@ -108,13 +111,13 @@ def _chosen(d: Draw, table: dict[str, tuple[Any, int]], kind: str) -> str:
     return name
 
 
-def _text(table: dict[str, tuple[str, int]], name: str) -> str:
-    return table[name][0]
+def _several(d: Draw, table: dict[str, Any], kind: str, most: int) -> list[str]:
+    return sorted({_chosen(d, table, kind) for _ in range(d.rng.integers(most + 1))})
 
 
 def _update(d: Draw, h: str) -> list[str]:
     """The lines of one update, from gradients to the new state."""
-    table = GRADIENTS
+    table: dict[str, Any] = GRADIENTS
     by_name = any("perm" in name for name in d.batch)
     if d.per_example and not by_name:
         table = PER_EXAMPLE
@@ -142,7 +145,7 @@ def _update(d: Draw, h: str) -> list[str]:
     else:
         lines += ["s['opt'], updates = apply(s['opt'], p)"]
     lines += ["p = s['p'] = optax.apply_updates(p, updates)"]
-    for extra in sorted({_chosen(d, EXTRAS, "state") for _ in range(d.rng.integers(3))}):
+    for extra in _several(d, EXTRAS, "state", 2):
         init, renewal, _ = EXTRAS[extra]
         d.state[extra] = d.fill(init, h)
         d.updates.append(f"s['{extra}'] = {d.fill(renewal, h, s=f's[{extra!r}]')}")
@@ -158,7 +161,8 @@ def _source(d: Draw, body: list[str]) -> str:
         "": "keys = None",
     }
     head = [
-        "s = dict(s)", "p, frozen, aux = s['p'], s['frozen'], {}", keys[d.key_kind.partition(' ')[2] or d.key_kind],
+        "s = dict(s)", "p, frozen, aux = s['p'], s['frozen'], {}",
+        keys[d.key_kind.partition(" ")[2] or d.key_kind],
         "f = lambda p, b, t, s=dict(s): loss_fn(p, b, t, w, s, frozen, keys)",
     ]  # fmt: skip
     tail = ["s['step'] = s['step'] + 1", "return s, (loss, aux)"]
@@ -167,9 +171,11 @@ def _source(d: Draw, body: list[str]) -> str:
     text += "\n\ndef step(s, b, t, w):\n    " + "\n    ".join([*head, *body, *tail])
     if not d.gentle and d.chance(0.06):
         d.features.add("twice")
-        text += "\n\ndef twice(s, b, t, w):\n    s, outs = lax.scan(lambda s, _: step(s, b, t, w), s, length=2)"
-        text += "\n    return s, jax.tree.map(lambda x: x[-1], outs)\n\nstep, once = twice, step"
-        text = text.replace("lambda s, _: step(", "lambda s, _: once(")
+        text += (
+            "\n\nonce = step\n\ndef step(s, b, t, w):\n"
+            "    s, outs = lax.scan(lambda s, _: once(s, b, t, w), s, length=2)\n"
+            "    return s, jax.tree.map(lambda x: x[-1], outs)"
+        )
     return text + "\n"
 
 
@@ -200,7 +206,7 @@ def _program(d: Draw, seed: int, source: str, container: str) -> Program:
 
     def make_batch(i: int) -> tuple[Any, Any, Any]:
         groups = [
-            {name: make(np.random.default_rng([seed, i, *name.encode()])) for name, make in group.items()}
+            {k: make(np.random.default_rng([seed, i, *k.encode()])) for k, make in group.items()}
             for group in (d.batch, d.timed, d.whole)
         ]
         if "argument" in d.key_kind:

@@ -40,11 +40,13 @@ LAYERS: dict[str, tuple[str, int]] = {
     "time, reduced": ("{h} + jnp.einsum('tbn,tbm->bm', {seq}, {seq}) @ {mat}", 2),
     "time, transposed": ("{h} + {seq}.swapaxes(0, 1).reshape({B}, -1)[:, :{n}] * {vec}", 2),
     "repeated": ("lax.fori_loop(0, 2, lambda i, a: mlp({mat}, {vec})(a), {h})", 3),
-    "zero carry": ("lax.scan(lambda c, _: (mlp({mat}, {vec})(c + {h}), None), jnp.zeros_like({h}), length=2)[0]", 2),
+    "zero carry": (
+        "lax.scan(lambda c, _: (mlp({mat}, {vec})(c + {h}), None), jnp.zeros_like({h}), length=2)[0]", 2),
     "branch on step": ("lax.cond(s['step'] % 2 == 0, mlp({mat}, {vec}), mlp({mat}, {vec}), {h})", 3),
     "branch on flag": ("lax.switch({flag}, [mlp({mat}, {vec}), jnp.zeros_like, lambda a: a], {h})", 3),
     "branch per row": (
-        "per_row(lambda r: lax.cond(r.sum() > 0, mlp({mat}, {vec}), lambda r: 0.5 * r, r), {h}, '{loop}')", 4),
+        "per_row(lambda r: lax.cond(r.sum() > 0, mlp({mat}, {vec}), lambda r: 0.5 * r, r), {h}, "
+        "'{loop}')", 4),
     "while per row": ("{h} + jax.vmap(halve)({h})", 2),
     "while on parameters": ("{h} * (1 + halve({vec}))", 2),
     "jit": ("jax.jit(mlp({mat}, {vec}))({h})", 2),
@@ -56,13 +58,16 @@ LAYERS: dict[str, tuple[str, int]] = {
     "jacobian": ("jax.vmap(jax.jacfwd(mlp({mat}, {vec})))({h}).mean(2)", 2),
     "buffer": ("{h}[:, {buffer}]", 2),
     "experts": ("experts({h}, {gates}, {experts})", 2),
-    "codebook": ("{h} + jax.lax.stop_gradient({codes}[jnp.argmin(jnp.sum(({h}[:, None] - {codes}) ** 2, -1), -1)])", 2),
+    "codebook": (
+        "{h} + jax.lax.stop_gradient({codes}[jnp.argmin(jnp.sum(({h}[:, None] - {codes}) ** 2, "
+        "-1), -1)])", 2),
     "float32": ("{h}.astype(jnp.float32).astype(float)", 1),
     "dropout": ("jnp.where(random.bernoulli({key}, 0.7, {h}.shape), {h} / 0.7, 0)", 3),
     "noise": ("{h} + 0.1 * random.normal({key}, {h}.shape)", 2),
     "noise per row": ("{h} + jax.vmap(lambda k: random.uniform(k, ({n},)))(random.split({key}, {B}))", 1),
     "noise in layers": (
-        "lax.scan(lambda a, k: (a * random.bernoulli(k, 0.8, a.shape), None), {h}, random.split({key}, 2))[0]", 1),
+        "lax.scan(lambda a, k: (a * random.bernoulli(k, 0.8, a.shape), None), {h}, "
+        "random.split({key}, 2))[0]", 1),
     "dropped features": ("{h} * random.bernoulli({key}, 0.7, ({n},))", 1),
     "memory bank": ("attend({h}, {queue}, {queue})", 3),
 }  # fmt: skip

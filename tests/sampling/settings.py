@@ -9,7 +9,8 @@ import numpy as np
 import jzero
 
 MESHES = {
-    (8,): 6, (4,): 4, (2,): 3, (1,): 1, (3,): 1, (5,): 1, (6,): 1, (7,): 1, (2, 4): 3, (4, 2): 1, (2, 2): 1, (3, 2): 1,
+    (8,): 6, (4,): 4, (2,): 3, (1,): 1, (3,): 1, (5,): 1, (6,): 1, (7,): 1, (2, 4): 3, (4, 2): 1, (2, 2): 1,
+    (3, 2): 1,
 }  # fmt: skip
 STAGES = {3: 8, 2: 4, 1: 4, 0: 2}
 ROWS = {8: 5, 16: 5, 12: 3, 24: 1, 4: 1, 10: 2, 7: 1, 13: 2}
@@ -37,7 +38,9 @@ class Setting:
     @property
     def refuses_much(self) -> bool:
         """Whether most programs that couple rows, or elements of the update, are refused in it."""
-        return "accumulate" in self.options or isinstance(self.options.get("offload"), jzero.HostCPU)
+        return "accumulate" in self.options or isinstance(
+            self.options.get("offload"), jzero.HostCPU
+        )
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())

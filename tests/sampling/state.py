@@ -11,7 +11,8 @@ EXTRAS: dict[str, tuple[str, str, int]] = {
     "covariance": ("np.eye({n})", "0.9 * {s} + 0.1 * h.T @ h / h.shape[0]", 2),
     "rows seen": ("np.int32(0)", "{s} + h.shape[0]", 3),
     "tokens seen": ("np.int32(0)", "{s} + jnp.sum(h > 0, dtype=jnp.int32)", 2),
-    "usage": ("np.zeros({n}, np.int32)", "{s} + jnp.bincount(jnp.argmax(h, -1), length={n}).astype(jnp.int32)", 3),
+    "usage": ("np.zeros({n}, np.int32)", "{s} + jnp.bincount(jnp.argmax(h, -1), "
+                                         "length={n}).astype(jnp.int32)", 3),
     "histogram": ("np.zeros(4, np.int32)", "{s}.at[jnp.clip(h[:, 0] + 2, 0, 3).astype(int)].add(1)", 3),
     "last best": ("np.int32(0)", "jnp.where(loss < 1, jnp.argmax(h[:, 0]).astype(jnp.int32), {s})", 2),
     "most": ("np.full({n}, -9.0)", "jnp.maximum({s}, h.max(0))", 2),
