@@ -27,7 +27,7 @@ import time
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE.parent / "experiments" / "sampled" / "results"
-CHUNK = 200
+CHUNK = 100
 BUNDLE_SECONDS = 600
 VERDICTS = ("equal", "refused", "noisy", "differs", "crashed")
 
