@@ -55,7 +55,8 @@ def setting_of(seed: int) -> Setting:
 def program_of(seed: int, setting: Setting | None = None) -> Program:
     """The seed's program: in a setting that refuses much, four of five are such as it takes."""
     setting = setting or setting_of(seed)
-    return programs.draw(seed, setting.rows, gentle=setting.refuses_much and seed % 5 > 0)
+    gentle = setting.refuses_much and seed % 5 > 0
+    return programs.draw(seed, setting.rows, gentle, setting.dtype)
 
 
 def bundles(seeds: range) -> list[range]:
@@ -68,7 +69,7 @@ def check(seeds: Sequence[int], setting: Setting | None = None) -> list[Result]:
     """The results of seeds of one bundle, checked side by side."""
     setting = setting or setting_of(seeds[0])
     drawn = [program_of(seed, setting) for seed in seeds]
-    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+    with jax.enable_x64(setting.dtype == "float64"), jax.numpy_rank_promotion("allow"):
         found = judge(drawn, setting.shard)
     return [
         dataclasses.replace(r, listing=f"{setting}\n{p.source}") if r.verdict == "differs" else r
@@ -195,7 +196,7 @@ def _jittered(leaf: Any, jitter: int) -> Any:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
     signs = np.random.default_rng(jitter).integers(-1, 2, leaf.shape)
-    return np.asarray(leaf) * (1 + 2.3e-16 * signs)
+    return np.asarray(leaf * (1 + np.finfo(leaf.dtype).eps * signs), leaf.dtype)
 
 
 def _to_numpy(leaf: Any) -> np.ndarray:

@@ -58,13 +58,13 @@ class Program:
     batches: list[tuple[Any, Any, Any]]
 
 
-def draw(seed: int, rows: int, gentle: bool = False) -> Program:
-    """A random train step over so many rows; the same seed gives the same one.
+def draw(seed: int, rows: int, gentle: bool = False, dtype: str = "float64") -> Program:
+    """A random train step over so many rows, of floats of this dtype; the same seed gives the same one.
 
     A gentle one has fewer couplings of rows and an optimizer that treats all elements alike: microbatches
     and host updates refuse most others.
     """
-    d = Draw(np.random.default_rng([seed, rows]), rows, gentle=gentle)
+    d = Draw(np.random.default_rng([seed, rows]), rows, gentle=gentle, narrow=dtype)
     d.per_example = d.chance(0.08)
     n = d.choose({1: 1, 3: 2, 4: 4, 6: 1})
     d.emit(d.data("b", "x", lambda rng: rng.normal(size=(rows, n))), n)
@@ -88,7 +88,7 @@ def draw(seed: int, rows: int, gentle: bool = False) -> Program:
     body = _update(d, h)
     container = d.choose(CONTAINERS)
     d.features.add(f"container: {container}")
-    return _program(d, seed, _source(d, body), container)
+    return _program(d, seed, _source(d, body), container, dtype)
 
 
 def _feature(d: Draw) -> None:
@@ -179,23 +179,27 @@ def _source(d: Draw, body: list[str]) -> str:
     return text + "\n"
 
 
-def _program(d: Draw, seed: int, source: str, container: str) -> Program:
+def _program(d: Draw, seed: int, source: str, container: str, dtype: str) -> Program:
     namespace = {**NAMESPACE, "np": np}
     exec(compile(source, f"<program {seed}>", "exec"), namespace)
     step = namespace["step"]
     optimizer = next(f for f in d.features if f.startswith("optimizer: ")).partition(": ")[2]
     names = sorted(["p", "frozen", "opt", "step", *d.state, *["key"] * ("state" in d.key_kind)])
 
+    def array(leaf: Any) -> np.ndarray:
+        leaf = np.asarray(leaf)
+        return np.array(leaf, dtype if np.issubdtype(leaf.dtype, np.floating) else leaf.dtype)
+
     def make_state() -> Any:
         fields = {
-            "p": {name: np.array(leaf) for name, leaf in d.params.items()},
-            "frozen": {name: np.array(leaf) for name, leaf in d.frozen.items()},
+            "p": {name: array(leaf) for name, leaf in d.params.items()},
+            "frozen": {name: array(leaf) for name, leaf in d.frozen.items()},
             "step": np.zeros((), np.int32),
         }
         fields["opt"] = OPTIMIZERS[optimizer]().init(fields["p"])
         for name, value in d.state.items():
             value = eval(value, {"np": np, "p": fields["p"]}) if isinstance(value, str) else value
-            fields[name] = jax.tree.map(np.array, value)
+            fields[name] = jax.tree.map(array, value)
         if "state" in d.key_kind:
             fields["key"] = _key(d.key_kind, 1)
         return _pack(container, fields)
@@ -206,7 +210,10 @@ def _program(d: Draw, seed: int, source: str, container: str) -> Program:
 
     def make_batch(i: int) -> tuple[Any, Any, Any]:
         groups = [
-            {k: make(np.random.default_rng([seed, i, *k.encode()])) for k, make in group.items()}
+            {
+                k: array(make(np.random.default_rng([seed, i, *k.encode()])))
+                for k, make in group.items()
+            }
             for group in (d.batch, d.timed, d.whole)
         ]
         if "argument" in d.key_kind:

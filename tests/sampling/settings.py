@@ -28,12 +28,14 @@ class Setting:
     Attributes:
       axes: sizes of the data axes.
       rows: B, of the whole batch.
+      dtype: of the training; JAX's 64-bit types are on for float64 only.
       options: keyword arguments of `jzero.shard_train_step`.
     """
 
     axes: tuple[int, ...]
     rows: int
     options: dict[str, Any]
+    dtype: str = "float64"
 
     @property
     def refuses_much(self) -> bool:
@@ -44,7 +46,9 @@ class Setting:
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.rows} rows on {'x'.join(map(str, self.axes))} devices, {options}"
+        return (
+            f"{self.rows} rows on {'x'.join(map(str, self.axes))} devices, {self.dtype}, {options}"
+        )
 
     def shard(self, step: Any, **more: Any) -> Any:
         """The step `(state, b, t, w)`: rows lie along dim 0 of `b` and along dim 1 of `t`."""
@@ -69,6 +73,9 @@ def draw(seed: int) -> Setting:
     axes, stage, rows = choose(MESHES), choose(STAGES), choose(ROWS)
     options: dict[str, Any] = {"stage": stage, "min_shard_bytes": choose((0, 0, 0, 100))}
     accumulate, offload = choose(ACCUMULATE), choose(OFFLOAD)
+    dtype = choose({"float64": 6, "float32": 1})
+    if rng.random() < 0.15:
+        options["reduce_dtype"] = dtype
     if accumulate > 1:
         options["accumulate"] = accumulate
     if stage > 0 and not isinstance(offload, jzero.NoOffload):
@@ -85,4 +92,4 @@ def draw(seed: int) -> Setting:
             options["param_axes"] = options["optimizer_axes"]
     elif stage == 3 and len(axes) == 2 and rng.random() < 0.5:
         options["param_axes"] = choose(("a", "b"))
-    return Setting(axes, rows, options)
+    return Setting(axes, rows, options, dtype)
