@@ -11,7 +11,7 @@ _PARTS = [
     "part = lambda q: jax.value_and_grad(lambda p: f(p, q, t)[0])(p)",
 ]
 GRADIENTS: dict[str, tuple[list[str], int]] = {
-    "plain": ([_PLAIN], 40),
+    "plain": ([_PLAIN], 60),
     "vjp": (["loss, vjp, aux = jax.vjp(lambda p: f(p, b, t), p, has_aux=True)",
              "grads, = vjp(jnp.ones_like(loss))"], 5),
     "two steps": (["first = jax.grad(f, has_aux=True)(p, b, t)[0]",

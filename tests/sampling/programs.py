@@ -129,8 +129,9 @@ def _update(d: Draw, h: str) -> list[str]:
     afterwards = _chosen(d, AFTERWARDS, "grads")
     if afterwards == "by rate":
         d.state["rate"] = np.asarray(0.5)
-    elementwise = {"nesterov": 3, "adamw": 2, "clip, adam": 2, "lion": 1, "every second": 1}
-    optimizer = d.choose(elementwise if d.gentle else {**dict.fromkeys(OPTIMIZERS, 1), "sgd": 3})
+    elementwise = {"nesterov": 5, "adamw": 2, "clip, adam": 1, "lion": 1, "every second": 1}
+    every = {**dict.fromkeys(OPTIMIZERS, 1), "sgd": 8, "nesterov": 4, "adamw": 2}
+    optimizer = d.choose(elementwise if d.gentle else every)
     d.features.add(f"optimizer: {optimizer}")
     lines = [d.fill(line, h) for line in table[gradient][0]]
     lines += ["h = aux.pop('h')", AFTERWARDS[afterwards][0]]
