@@ -1,8 +1,8 @@
 """Bundles of programs, side by side in one step, against one device with the whole batch.
 
-Compiling takes the time, and one program of ten parts takes less than ten of one. So programs of a bundle
-share a setting and a step, and each is judged by its own leaves. Where a program is refused, or does not
-end, its bundle is run without it.
+Programs of a bundle share a setting and a step: what any step costs is paid once, and each is checked beside
+strangers. Each is judged by its own leaves. What is refused is found by planning, and left out; what fails
+or differs runs again alone.
 """
 
 import dataclasses

@@ -79,6 +79,42 @@ COUPLINGS: dict[str, tuple[str, int]] = {
     "transposed": ("({h}.T @ jnp.tanh({h} @ {h}.T)).T / {B}", 2),
     "over pairs": ("jnp.einsum('an,bn,bm->am', {h}, {h}, {other}) / {B}", 2),
     "merged": ("norm({h}.reshape(-1), 0).reshape({h}.shape)", 2),
+    "interleaved": ("jnp.stack([{h}, -{h} * {vec}], 1).reshape(-1, {n})[1::2] + {h}", 2),
+    "repeated rows": ("jnp.repeat({h}, 2, 0)[::2] + jnp.repeat({h}, 2, 0)[:{B}]", 2),
+    "tiled": ("jnp.tile({h}, (2, 1))[1:{B} + 1]", 2),
+    "both ways": ("norm(jnp.concatenate([{h}, {h} * {vec}]), 0)[{B}:]", 2),
+    "column major": ("{h} + 0.1 * jnp.cumsum({h}.T.reshape(-1)).reshape({n}, -1).T / {B}", 2),
+    "flat sort": ("{h} - jnp.sort({h}.reshape(-1))[:3].mean()", 1),
+    "along order": ("jnp.take_along_axis({h}, jnp.argsort({h}, 0), 0)", 2),
+    "searched": ("{h} + 0.1 * jnp.searchsorted(jnp.sort({h}[:, 0]), {h}[:, 0])[:, None]", 1),
+    "found": ("{h} - {h}[jnp.nonzero({h}[:, 0] > 0, size=2)[0]].mean(0)", 2),
+    "convolved": ("{h} + jnp.convolve({h}[:, 0], jnp.ones(3) / 3, mode='same')[:, None]", 1),
+    "projected": ("{h} @ jnp.linalg.inv(jnp.eye({n}) + {h}.T @ {h} / {B})", 1),
+    "diagonal": ("{h} * jnp.diagonal({h} @ {h}.T)[:, None] / {n}", 2),
+    "correlation": ("{h} @ jnp.cov({h}.T).reshape({n}, {n})", 1),
+    "loop over rows": (
+        "{h} - lax.fori_loop(0, {B}, lambda i, c: 0.5 * c + 0.5 * {h}[i], jnp.zeros({n}))", 2),
+    "scan of pairs": (
+        "{h} + lax.scan(lambda c, x: (c + x[0] * x[1], None), jnp.zeros({n}), ({h}[:-1], "
+        "{h}[1:]))[0] / {B}", 2),
+    "scan, reversed": ("lax.scan(lambda c, x: ((c + x) / 2,) * 2, {h}[0], {h}, reverse=True)[1]", 2),
+    "map of rows": ("lax.map(lambda x: jnp.tanh(x - {h}.mean(0)), {h})", 2),
+    "map of some": ("lax.map(lambda x: x @ {mat}, {h}, batch_size=3)", 2),
+    "over columns": ("jax.vmap(lambda c: c - jnp.max(c) * 0.3, in_axes=1, out_axes=1)({h})", 2),
+    "pairs by vmap": ("jax.vmap(lambda a: jax.vmap(lambda b: jnp.tanh(a @ b))({h}))({h}) @ {h} / {B}", 2),
+    "inverted": ("{h}[jnp.argsort({perm})]", 2),
+    "windowed mean": ("{h} - jnp.stack([jnp.roll({h}, i, 0) for i in range(3)]).mean(0)", 2),
+    "not a number": ("{h} - jnp.nanmean(jnp.where({mask}[:, None], {h}, jnp.nan), 0)", 2),
+    "complex": ("jnp.abs(jnp.sum({h} * jnp.exp(1j * {h}), 0)) / {B} + {h}", 1),
+    "padded rows": (
+        "jnp.pad({h}, ((1, 2), (0, 0)), mode='reflect')[1:-2] + jnp.pad({h}, ((2, 1), (0, "
+        "0)))[:-3]", 1),
+    "strided": ("{h}.at[::2].multiply(0.5)", 2),
+    "swapped": ("{h}.at[jnp.array([0, 2])].set({h}[jnp.array([2, 0])])", 2),
+    "min over max": ("{h} * (jnp.min({h}, 0) / (1 + jnp.max({h} ** 2, 0)))", 1),
+    "clusters": (
+        "lax.fori_loop(0, 2, lambda i, c: (lambda a: (a.T @ {h}) / (0.5 + a.sum(0)[:, None]))("
+        "jax.nn.softmax({h} @ c.T)), {codes})[jnp.argmax({h}, 1) % 5] + {h}", 1),
     "time and batch": ("{h} + norm({seq}, (0, 1)).mean(0) * {vec}", 2),
     "time merged": (
         "(lambda t: {h} + norm(t.reshape(-1, {n}) @ {mat}, 0).reshape(t.shape).mean(0))({seq})", 1),
@@ -89,5 +125,7 @@ ROWS_AT_ONCE = {
     *("memory bank", "against a bank", "pairs", "variance", "any", "range", "order", "top", "median"),
     *("first", "last", "best", "worst", "recall", "running", "transposed", "Fisher", "row by row"),
     *("map, clipped", "scan, clipped", "line search", "perturbed", "skipped if high", "rate by loss"),
-    *("covariance", "centers", "most", "flags", "first rows", "last row", "mean of rows drawn", "last best"),
+    *("covariance", "centers", "most", "flags", "first rows", "last row",
+        "mean of rows "
+        "drawn", "last best"),
 }  # fmt: skip

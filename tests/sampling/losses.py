@@ -101,5 +101,17 @@ METRICS: dict[str, tuple[str, int]] = {
     "flags": ("{h}[:, 0] > 0", 2),
     "narrow": ("{h}.astype(jnp.float16)", 1),
     "recall": ("jnp.mean(jnp.argmax({h} @ {h}.T, -1) == jnp.arange({B}))", 2),
+    "where": ("(jnp.argmax({h}), jnp.argmin({h}.T))", 2),
+    "unique": ("jnp.unique({ids}, size=4, fill_value=-1, return_counts=True)", 1),
+    "whole numbers": (
+        "(lambda i: (i.T @ i, jnp.cumsum(i, 0)[-1], jnp.bitwise_xor.reduce(i, 0)))(jnp.round({h} * "
+        "4).astype(int))",
+        1,
+    ),
+    "sorted": ("jnp.sort({h}.reshape(-1))[-4:]", 1),
+    "merged": ("{h}.reshape(-1)", 1),
+    "halves": ("jnp.array_split({h}, 2)", 1),
+    "singular values": ("jnp.linalg.svd({h}, compute_uv=False)", 1),
+    "runs": ("jnp.sum({labels}[1:] != {labels}[:-1])", 1),
     "running": ("jnp.cumsum({h}[:, 0])", 1),
 }

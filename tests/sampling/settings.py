@@ -78,12 +78,14 @@ def draw(seed: int) -> Setting:
         options["reduce_dtype"] = dtype
     if accumulate > 1:
         options["accumulate"] = accumulate
+        if rng.random() < 0.7:  # else outputs with rows are refused
+            rows = int(np.prod(axes)) * accumulate * choose((1, 2))
     if stage > 0 and not isinstance(offload, jzero.NoOffload):
         options["offload"] = offload
     if stage == 3:
         more: dict[str, Any] = {
             "prefetch_bytes": choose((0, 200, 2000)), "reduce": choose(("once", "each")),
-            "gather": choose(("keep", "once_per_step")), "full": choose(("w1", "w0")),
+            "gather": choose(("keep", "once_per_step")), "full": choose(("w[01]", "w[0-2]")),
         }  # fmt: skip
         options |= {name: value for name, value in more.items() if rng.random() < 0.3}
     if stage > 0 and len(axes) == 2 and rng.random() < 0.6:
