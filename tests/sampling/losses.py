@@ -57,8 +57,8 @@ LOSSES: dict[str, tuple[str, int]] = {
         "** 2))", 3),
     "first row": ("jnp.mean({h}[0] ** 2) + 0.1 * jnp.mean(({h} - {y}) ** 2)", 2),
     "chunks": (
-        "jnp.mean(lax.map(lambda c: jnp.mean(c[0] * c[1]), (({h} - {y}).reshape({B} // 2, 2, "
-        "{n}), ({h} - {y}).reshape({B} // 2, 2, {n}))))", 1),
+        "(lambda e: jnp.mean(lax.map(lambda c: jnp.mean(c) ** 2, e[:{B} // 2 * 2].reshape(-1, 2, {n}))))"
+        "({h} - {y}) + jnp.mean({h} ** 2)", 1),
     "discounted": (
         "lax.scan(lambda c, r: (0.9 * c + r, c), 0.0, jnp.mean(({h} - {y}) ** 2, -1), "
         "reverse=True)[1].mean()", 2),
