@@ -53,9 +53,9 @@ def setting_of(seed: int) -> Setting:
 
 
 def program_of(seed: int, setting: Setting | None = None) -> Program:
-    """The seed's program: in a setting that refuses much, four of five are such as it takes."""
+    """The seed's program: in a setting that refuses much, all but the first of a bundle are gentle."""
     setting = setting or setting_of(seed)
-    gentle = setting.refuses_much and seed % 5 > 0
+    gentle = setting.refuses_much and seed % BUNDLE > 0
     return programs.draw(seed, setting.rows, gentle, setting.dtype)
 
 

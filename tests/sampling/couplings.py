@@ -125,6 +125,7 @@ ROWS_AT_ONCE = {
     *("memory bank", "against a bank", "pairs", "variance", "any", "range", "order", "top", "median"),
     *("first", "last", "best", "worst", "recall", "running", "transposed", "Fisher", "row by row"),
     *("map, clipped", "scan, clipped", "line search", "perturbed", "skipped if high", "rate by loss"),
+    *("while per row", "branch per row", "where", "singular values", "runs", "sorted", "halves", "unique"),
     *("covariance", "centers", "most", "flags", "first rows", "last row",
         "mean of rows "
         "drawn", "last best"),

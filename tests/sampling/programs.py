@@ -72,7 +72,7 @@ def draw(seed: int, rows: int, gentle: bool = False, dtype: str = "float64") -> 
         _feature(d)
     if d.dims[h := list(d.dims)[-1]] < 2:
         h = d.emit(d.fill("{h} @ {rect}", h, m=3), 3)
-    by_rows = d.per_example or d.chance(0.8 if d.gentle else 0.25)
+    by_rows = d.per_example or d.chance(0.9 if d.gentle else 0.25)
     losses = ROW_LOSSES if by_rows else LOSSES
     d.lines.append(f"loss = {d.fill(losses[_chosen(d, losses, 'loss')][0], h)}")
     if not d.per_example:
@@ -93,7 +93,7 @@ def draw(seed: int, rows: int, gentle: bool = False, dtype: str = "float64") -> 
 
 def _feature(d: Draw) -> None:
     """One more value of features, most often made of the latest."""
-    by_rows = d.per_example or d.chance(0.93 if d.gentle else 0.45)
+    by_rows = d.per_example or d.chance(0.97 if d.gentle else 0.45)
     table = LAYERS if by_rows else COUPLINGS
     name = _chosen(d, table, "layer" if by_rows else "coupling")
     if name in EVEN_ROWS and d.rows % 2:
@@ -139,7 +139,7 @@ def _update(d: Draw, h: str) -> list[str]:
         f"tx = OPTIMIZERS['{optimizer}']()",
         "apply = lambda opt, p: tx.update(grads, opt, p)[::-1]",
     ]
-    if d.chance(0.1):
+    if d.chance(0.02 if d.gentle else 0.1):
         d.features.add("guard")
         lines += ["s['opt'], updates = lax.cond(jnp.isfinite(loss), apply, lambda opt, p: (opt, jax.tree.map("
                   "jnp.zeros_like, p)), s['opt'], p)"]  # fmt: skip

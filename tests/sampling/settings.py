@@ -14,9 +14,9 @@ MESHES = {
 }  # fmt: skip
 STAGES = {3: 8, 2: 4, 1: 4, 0: 2}
 ROWS = {8: 5, 16: 5, 12: 3, 24: 1, 4: 1, 10: 2, 7: 1, 13: 2}
-ACCUMULATE = {1: 15, 2: 3, 3: 1, 4: 2}
+ACCUMULATE = {1: 20, 2: 3, 3: 1, 4: 2}
 OFFLOAD: dict[Any, int] = {
-    jzero.NoOffload(): 14, jzero.PinnedHost(): 1, jzero.PinnedHost(device_bytes=4096): 1,
+    jzero.NoOffload(): 24, jzero.PinnedHost(): 1, jzero.PinnedHost(device_bytes=4096): 1,
     jzero.HostCPU(threads=1): 2, jzero.HostCPU(threads=1, ratio=0.5): 1,
 }  # fmt: skip
 
