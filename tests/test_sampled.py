@@ -96,5 +96,5 @@ def test_every_feature_is_drawn():
         "optimizer": programs.OPTIMIZERS, "key": _draw.KEYS, "weight": _draw.WEIGHTS,
     }  # fmt: skip
     expected = {f"{kind}: {name}" for kind, table in tables.items() for name in table}
-    counts = collections.Counter(f for seed in range(1000) for f in check.program_of(seed).features)
-    assert not {f for f in expected if not counts[f]}, "drawn never"
+    counts = collections.Counter(f for seed in range(2500) for f in check.program_of(seed).features)
+    assert not (never := {f for f in expected if not counts[f]}), f"drawn never: {never}"

@@ -1,7 +1,7 @@
 """Draws the parts of one program: choices, parameters, data, and lines of source."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -135,125 +135,81 @@ class Draw:
         return template.format_map(Holes(self, h, given))
 
 
-class Holes(Mapping[str, Any]):
+class Holes(dict[str, Any]):
     """What a template may ask for: `{h}` is a value `[B, n]`, `{mat}` a weight `[n, n]`, and so on."""
 
     def __init__(self, draw: Draw, h: str, given: dict[str, Any]):
-        self.draw, self.h, self.n = draw, h, draw.dims[h]
-        self.given = {"h": h, "n": self.n, "B": f"{h}.shape[0]", **given}
+        super().__init__(h=h, n=draw.dims[h], B=f"{h}.shape[0]", **given)
+        self.draw = draw
 
-    def __iter__(self) -> Any:
-        raise NotImplementedError  # a template only looks things up
+    def __missing__(self, hole: str) -> Any:
+        # Not kept: each mention asks for another one.
+        if hole == "rect":
+            return self.draw.weight(self["n"], self["m"])
+        if hole == "queue":
+            return _queue(self.draw, self["h"])
+        if hole in ROWS:
+            rows, make = self.draw.rows, ROWS[hole]
+            return self.draw.data("b", hole, lambda rng: make(rng, rows, self["n"]))
+        return HOLES[hole](self.draw, self["n"])
 
-    def __len__(self) -> int:
-        raise NotImplementedError
 
-    def __getitem__(self, hole: str) -> Any:
-        if hole in self.given:
-            return self.given[hole]
-        return getattr(self, hole)()
+def _layers(d: Draw, n: int) -> str:
+    depth = d.choose({1: 1, 2: 3, 3: 3, 4: 2, 8: 1})
+    weights = d.param(depth, n, n, scale=n**-0.5)
+    return f"({weights}, {d.param(depth, n, scale=0.1)})"
 
-    def mat(self) -> str:
-        return self.draw.weight(self.n, self.n)
 
-    def rect(self) -> str:
-        return self.draw.weight(self.n, self.given["m"])
+def _buffer(d: Draw, n: int) -> str:
+    """A constant integer leaf among the parameters."""
+    name = f"w{len(d.params) + len(d.frozen)}"
+    d.frozen[name] = d.rng.permutation(n).astype(np.int32)
+    return f"frozen['{name}']"
 
-    def vec(self) -> str:
-        return self.draw.param(self.n, scale=0.2)
 
-    def gain(self) -> str:
-        return self.draw.param(self.n, scale=0.1, offset=1.0)
+def _queue(d: Draw, h: str) -> str:
+    """A memory bank of rows of earlier batches."""
+    name, kind = f"queue{len(d.state)}", d.choose(("last", "ring"))
+    d.state[name] = d.rng.normal(size=(6, d.dims[h]))
+    d.lines.append(f"aux['{name}'] = lax.stop_gradient({h})")
+    new = {
+        "last": f"jnp.concatenate([s['{name}'], aux['{name}']])[-6:]",
+        "ring": f"lax.dynamic_update_slice_in_dim(s['{name}'], aux['{name}'][:2], 2 * s['step'] % 4, 0)",
+    }[kind]
+    d.updates.append(f"s['{name}'] = {new}")
+    d.features.add(f"state: queue, {kind}")
+    return f"s['{name}']"
 
-    def scalar(self) -> str:
-        return self.draw.param(scale=0.1, offset=1.0)
 
-    def layers(self) -> str:
-        depth = self.draw.choose({1: 1, 2: 3, 3: 3, 4: 2, 8: 1})
-        weights = self.draw.param(depth, self.n, self.n, scale=self.n**-0.5)
-        return f"({weights}, {self.draw.param(depth, self.n, scale=0.1)})"
-
-    def gates(self) -> str:
-        return self.draw.param(self.n, 3)
-
-    def experts(self) -> str:
-        return self.draw.param(3, self.n, self.n, scale=self.n**-0.5)
-
-    def remat(self) -> str:
-        return self.draw.choose(("plain", "remat", "dots"))
-
-    def loop(self) -> str:
-        return self.draw.choose(("map", "vmap"))
-
-    def table(self) -> str:
-        return self.draw.param(8, self.n, scale=0.7)
-
-    def codes(self) -> str:
-        return self.draw.param(5, self.n, scale=1.0)
-
-    def heads(self) -> str:
-        return self.draw.param(self.n, 2, self.n, scale=self.n**-0.5)
-
-    def kernel(self) -> str:
-        return self.draw.param(3, 1, 2, scale=0.5)
-
-    def stencil(self) -> str:
-        return self.draw.param(3, self.n, self.n, scale=(3 * self.n) ** -0.5)
-
-    def other(self) -> str:
-        same = [name for name, n in self.draw.dims.items() if n == self.n]
-        return self.draw.choose(same)
-
-    def buffer(self) -> str:
-        name = f"w{len(self.draw.params) + len(self.draw.frozen)}"
-        self.draw.frozen[name] = self.draw.rng.permutation(self.n).astype(np.int32)
-        return f"frozen['{name}']"
-
-    def _rows(self, name: str, make: Callable[[np.random.Generator], np.ndarray]) -> str:
-        return self.draw.data("b", name, make)
-
-    def y(self) -> str:
-        return self._rows("y", lambda rng: rng.normal(size=(self.draw.rows, self.n)))
-
-    def ids(self) -> str:
-        return self._rows("ids", lambda rng: rng.integers(8, size=self.draw.rows, dtype=np.int32))
-
-    def labels(self) -> str:
-        return self._rows(
-            "labels", lambda rng: rng.integers(self.n, size=self.draw.rows, dtype=np.int32)
-        )
-
-    def perm(self) -> str:
-        return self._rows("perm", lambda rng: rng.permutation(self.draw.rows).astype(np.int32))
-
-    def mask(self) -> str:
-        return self._rows("mask", lambda rng: np.arange(self.draw.rows) % 5 != rng.integers(5))
-
-    def weights(self) -> str:
-        return self._rows("weights", lambda rng: rng.uniform(0.1, 2.0, size=self.draw.rows))
-
-    def flag(self) -> str:
-        return self.draw.data("w", "flag", lambda rng: rng.integers(3, size=(), dtype=np.int32))
-
-    def rate(self) -> str:
-        return self.draw.data("w", "rate", lambda rng: rng.uniform(0.1, 1.0, size=()))
-
-    def seq(self) -> str:
-        return self.draw.data("t", "seq", lambda rng: rng.normal(size=(3, self.draw.rows, self.n)))
-
-    def key(self) -> str:
-        return self.draw.key()
-
-    def queue(self) -> str:
-        """A memory bank of rows of earlier batches."""
-        name = f"queue{len(self.draw.state)}"
-        self.draw.state[name] = self.draw.rng.normal(size=(6, self.n))
-        kind, h = self.draw.choose(("last", "ring")), self.h
-        self.draw.lines.append(f"aux['{name}'] = lax.stop_gradient({h})")
-        new = {
-            "last": f"jnp.concatenate([s['{name}'], aux['{name}']])[-6:]",
-            "ring": f"lax.dynamic_update_slice_in_dim(s['{name}'], aux['{name}'][:2], 2 * s['step'] % 4, 0)",
-        }[kind]
-        self.draw.updates.append(f"s['{name}'] = {new}")
-        self.draw.features.add(f"state: queue, {kind}")
-        return f"s['{name}']"
+# Data with a row for each of the batch, by its number of rows and features.
+ROWS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
+    "y": lambda rng, rows, n: rng.normal(size=(rows, n)),
+    "ids": lambda rng, rows, n: rng.integers(8, size=rows, dtype=np.int32),
+    "labels": lambda rng, rows, n: rng.integers(n, size=rows, dtype=np.int32),
+    "perm": lambda rng, rows, n: rng.permutation(rows).astype(np.int32),
+    "mask": lambda rng, rows, n: np.arange(rows) % 5 != rng.integers(5),
+    "weights": lambda rng, rows, n: rng.uniform(0.1, 2.0, size=rows),
+}
+# Parameters, other data and choices, by the number of features.
+HOLES: dict[str, Callable[[Draw, int], str]] = {
+    "mat": lambda d, n: d.weight(n, n),
+    "vec": lambda d, n: d.param(n, scale=0.2),
+    "gain": lambda d, n: d.param(n, scale=0.1, offset=1.0),
+    "scalar": lambda d, n: d.param(scale=0.1, offset=1.0),
+    "layers": _layers,
+    "gates": lambda d, n: d.param(n, 3),
+    "experts": lambda d, n: d.param(3, n, n, scale=n**-0.5),
+    "table": lambda d, n: d.param(8, n, scale=0.7),
+    "codes": lambda d, n: d.param(5, n, scale=1.0),
+    "heads": lambda d, n: d.param(n, 2, n, scale=n**-0.5),
+    "kernel": lambda d, n: d.param(3, 1, 2, scale=0.5),
+    "stencil": lambda d, n: d.param(3, n, n, scale=(3 * n) ** -0.5),
+    "buffer": _buffer,
+    "other": lambda d, n: d.choose([name for name, m in d.dims.items() if m == n]),
+    "remat": lambda d, n: d.choose(("plain", "remat", "dots")),
+    "loop": lambda d, n: d.choose(("map", "vmap")),
+    "flag": lambda d, n: d.data("w", "flag", lambda rng: rng.integers(3, size=(), dtype=np.int32)),
+    "rate": lambda d, n: d.data("w", "rate", lambda rng: rng.uniform(0.1, 1.0, size=())),
+    "seq": lambda d, n: d.data("t", "seq", lambda rng: rng.normal(size=(3, d.rows, n))),
+    "key": lambda d, n: d.key(),
+}
