@@ -54,7 +54,7 @@ def overshoot(old, new):
 def test_check_notices_a_mistake(mistake):
     setting = settings.Setting((1,), 8, {})
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-        drawn = [programs.draw(seed, setting.rows) for seed in (1, 2)]
+        drawn = [programs.draw(seed, setting.rows) for seed in (1, 3)]
         found = check.judge(drawn, lambda step: FakeTrainStep(step, mistake))
     assert {r.verdict for r in found} == {"differs" if mistake else "equal"}
     assert all("tolerances off" in r.why or "not" in r.why for r in found if mistake)
