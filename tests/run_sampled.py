@@ -45,7 +45,7 @@ def main() -> int:
         run_here(seeds)
         return 0
     if args.num_cases < CHUNK:
-        return 1 if report(run_in_processes(seeds)) else 0
+        return 1 if report(run_in_processes(seeds), everything=args.num_cases == 1) else 0
     path = RESULTS / f"jax-{importlib.metadata.version('jax')}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     tree = library()
@@ -70,10 +70,10 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def report(results: list[dict[str, str]]) -> list[int]:
-    """Prints what failed, and returns the seeds."""
+def report(results: list[dict[str, str]], everything: bool = False) -> list[int]:
+    """Prints what failed, or all of it, and returns the seeds that failed."""
     failed = [r for r in results if r["verdict"] in ("differs", "crashed")]
-    for r in failed:
+    for r in results if everything else failed:
         print(f"{r['verdict'].upper()} {r['seed']}: {r['why']}\n{r['listing']}", flush=True)
     return [int(r["seed"]) for r in failed]
 

@@ -73,7 +73,7 @@ def check(seeds: Sequence[int], setting: Setting | None = None) -> list[Result]:
     with jax.enable_x64(setting.dtype == "float64"), jax.numpy_rank_promotion("allow"):
         found = judge(drawn, setting.shard)
     return [
-        dataclasses.replace(r, listing=f"{setting}\n{p.source}") if r.verdict == "differs" else r
+        dataclasses.replace(r, listing=f"{setting}\n{p.source}")
         for r, p in zip(found, drawn, strict=True)
     ]
 
