@@ -10,6 +10,7 @@
 #   make offload-delayed  loss with delayed updates beside that without, at three learning rates; a quarter of an hour
 #   make offload-timeline what devices and host do in time, drawn from traces; a minute
 #   make exactness    every family of steps in every setting against one device; hours, goes on where it stopped
+#   make sampled      20,000 train steps drawn by seed, each against one device; hours, goes on where it stopped
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-gpu     the tests that need a GPU, with GPU_PYTHON (a JAX that sees it; test dependencies)
 #   make one-gpu      these, and offload's speed and memory on one GPU, in ten minutes
@@ -28,6 +29,7 @@ FSDP2_ARGS ?=
 HOST_UPDATE_ARGS ?=
 ONE_GPU_ARGS ?=
 EXACTNESS_ARGS ?=
+SAMPLED_ARGS ?= 20000 0 --processes 2
 GPU_PYTHON ?= $(BIN)/python
 OFFLOAD_ARGS ?=
 # Tracing and compiling small programs is what takes the time, most of it in one thread; a second
@@ -37,7 +39,7 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 SOURCES := jzero tests experiments
 
-.PHONY: train compare exactness tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
+.PHONY: train compare exactness sampled tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
     offload-timeline one-gpu test test-gpu test-newest test-oldest lint clean
 
 train: .venv/installed
@@ -49,6 +51,9 @@ compare: .venv/installed
 exactness: .venv/installed
 	$(BIN)/python experiments/exactness/run.py $(EXACTNESS_ARGS)
 	$(BIN)/python experiments/exactness/report.py
+
+sampled: .venv/installed
+	$(BIN)/python tests/run_sampled.py $(SAMPLED_ARGS)
 
 tables: .venv/installed
 	$(BIN)/python experiments/paper_tables/tables.py

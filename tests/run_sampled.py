@@ -2,104 +2,167 @@
 
     python tests/run_sampled.py 20000 0 --processes 2
 
-runs the seeds 0 to 19999. Each failing seed is printed with the listing of its step and the error; the last
-line lists the failing seeds, and the exit status is 1 if there are any. To look at one seed
-again: `python tests/run_sampled.py 1 SEED`.
+runs the seeds 0 to 19999, but for those that experiments/sampled/results
+has for this library and sampler. Each failing seed is
+printed with its setting, its source and what differs; the last line lists the failing seeds, and the exit
+status is 1 if there are any. To look at one seed again, alone: `python tests/run_sampled.py 1 SEED`.
 
-Seeds run in chunks, each in a process of its own, so that a crash or a deadlock costs one chunk: its seed is
-named, and the next chunk starts after it.
+Seeds run in chunks, each in a process of its own, so that a crash or a deadlock costs one bundle of one
+chunk: the rest of the chunk runs in another process. A chunk is one line of results.
 """
 
 import argparse
+import collections
 import concurrent.futures
+import datetime
+import importlib.metadata
+import json
 import os
 import pathlib
+import platform
 import subprocess
 import sys
+import threading
 import time
-import traceback
 
-CHUNK = 50
-SECONDS_PER_SEED = 60
+HERE = pathlib.Path(__file__).parent
+RESULTS = HERE.parent / "experiments" / "sampled" / "results"
+CHUNK = 100
+BUNDLE_SECONDS = 600
+VERDICTS = ("equal", "refused", "noisy", "differs", "crashed")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("num_cases", type=int, metavar="N")
     parser.add_argument("seed", type=int, metavar="SEED", help="the first seed")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--again", action="store_true", help="also what is in the results")
     parser.add_argument("--chunk", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     seeds = range(args.seed, args.seed + args.num_cases)
     if args.chunk:
-        run_chunk(seeds)
+        run_here(seeds)
         return 0
+    if args.num_cases < CHUNK:
+        return 1 if report(run_in_processes(seeds), everything=args.num_cases == 1) else 0
+    path = RESULTS / f"jax-{importlib.metadata.version('jax')}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tree = library()
+    known = set() if args.again else known_seeds(path, tree)
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
-    start, done, failed = time.monotonic(), 0, []
+    chunks = [chunk for chunk in chunks if chunk[0] not in known]
+    lock, failed = threading.Lock(), []
+
+    def run(chunk: range) -> None:
+        start = time.monotonic()
+        results = run_in_processes(chunk)
+        with lock:
+            line = summary(chunk, results, time.monotonic() - start, tree)
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            failed.extend(report(results))
+            print({name: line[name] for name in ("first", *VERDICTS, "seconds")}, flush=True)
+
     with concurrent.futures.ThreadPoolExecutor(args.processes) as pool:
-        for chunk, failures in zip(chunks, pool.map(run_in_processes, chunks), strict=True):
-            done += len(chunk)
-            failed += failures
-            seconds = (time.monotonic() - start) / done
-            print(f"{done} seeds, {len(failed)} failed, {seconds:.2f} s each", flush=True)
+        list(pool.map(run, chunks))
     print(f"failing seeds: {failed}" if failed else "no seed failed")
     return 1 if failed else 0
 
 
-def run_in_processes(seeds: range) -> list[int]:
+def report(results: list[dict[str, str]], everything: bool = False) -> list[int]:
+    """Prints what failed, or all of it, and returns the seeds that failed."""
+    failed = [r for r in results if r["verdict"] in ("differs", "crashed")]
+    for r in results if everything else failed:
+        print(f"{r['verdict'].upper()} {r['seed']}: {r['why']}\n{r['listing']}", flush=True)
+    return [int(r["seed"]) for r in failed]
+
+
+def summary(
+    chunk: range, results: list[dict[str, str]], seconds: float, tree: str
+) -> dict[str, object]:
+    counts = collections.Counter(r["verdict"] for r in results)
+    reasons = collections.Counter(r["why"] for r in results if r["verdict"] == "refused")
+    return {
+        "first": chunk[0], "count": len(chunk), **{verdict: counts[verdict] for verdict in VERDICTS},
+        "reasons": dict(reasons.most_common()),
+        "failing": [r["seed"] for r in results if r["verdict"] in ("differs", "crashed")],
+        "seconds": round(seconds, 1), "date": datetime.date.today().isoformat(), "library": tree,
+        "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def known_seeds(path: pathlib.Path, tree: str) -> set[int]:
+    """The first seeds of chunks that are done, with the same library."""
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return {line["first"] for line in lines if line["library"] == tree}
+
+
+def library() -> str:
+    """The hashes that git gives the library's files and the sampler's, marked if not all are committed."""
+
+    def git(*args: str) -> str:
+        command = ["git", *args]
+        return subprocess.run(
+            command, cwd=HERE.parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    hashes = (git("rev-parse", "--short", f"HEAD:{path}") for path in ("jzero", "tests/sampling"))
+    return "/".join(hashes) + "+" * bool(git("status", "--porcelain", "jzero", "tests/sampling"))
+
+
+def run_in_processes(seeds: range) -> list[dict[str, str]]:
     """Runs the seeds in another process, and in a further one what a crash left over."""
-    failed: list[int] = []
+    results: list[dict[str, str]] = []
     while seeds:
         command = [sys.executable, __file__, "--chunk", str(len(seeds)), str(seeds[0])]
-        timeout = 60 + SECONDS_PER_SEED * len(seeds)
         try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+            limit = 60 + BUNDLE_SECONDS * (1 + len(seeds) // 10)
+            run = subprocess.run(command, capture_output=True, text=True, timeout=limit)
             output, errors, status = run.stdout, run.stderr, f"exit status {run.returncode}"
-            finished = run.returncode == 0
         except subprocess.TimeoutExpired as late:
-            output, errors = _text(late.stdout), _text(late.stderr)
-            finished, status = False, f"no end after {timeout} s"
-        lines = output.splitlines()
-        print(
-            "\n".join(line for line in lines if not line.startswith("start ")), end="", flush=True
-        )
-        failed += [int(line.split()[1]) for line in lines if line.startswith("FAILED ")]
-        if finished:
+            output, errors, status = (
+                _text(late.stdout),
+                _text(late.stderr),
+                f"no end after {limit} s",
+            )
+        results += [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        done = int(results[-1]["seed"]) + 1 if results else seeds[0]
+        done = max(done, seeds[0])
+        if done > seeds[-1]:
             break
-        started = [int(line.split()[1]) for line in lines if line.startswith("start ")]
-        last = started[-1] if started else seeds[0]
-        print(f"FAILED {last}: {status}\n{errors[-2000:]}", flush=True)
-        failed.append(last)
-        seeds = range(last + 1, seeds[-1] + 1)
-    return failed
+        started = [line for line in output.splitlines() if line.startswith("bundle ")]
+        bundle = range(done, int(started[-1].split()[2]) + 1) if started else range(done, done + 1)
+        why = f"{status} in the bundle of {bundle[0]} to {bundle[-1]}\n{errors[-2000:]}"
+        results += [
+            {
+                "seed": str(s),
+                "verdict": "crashed",
+                "why": why if s == bundle[0] else "",
+                "listing": "",
+            }
+            for s in bundle
+        ]
+        seeds = range(bundle[-1] + 1, seeds[-1] + 1)
+    return results
 
 
 def _text(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-def run_chunk(seeds: range) -> None:
-    """Runs the seeds here. Programs are all different: no compilation cache on disk."""
+def run_here(seeds: range) -> None:
+    """Runs the seeds in this process, a line for each. Programs are all different: no cache on disk."""
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    tests = pathlib.Path(__file__).parent
-    sys.path[:0] = [str(tests), str(tests.parent)]
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
     import conftest  # noqa: F401  (8 virtual devices; before JAX)
-    import sampled
+    from sampling import check
 
-    for seed in seeds:
-        print(f"start {seed}", flush=True)
-        try:
-            sampled.check(seed)
-        except Exception as error:
-            where = "" if isinstance(error, AssertionError) else traceback.format_exc(limit=-4)
-            listing = "" if isinstance(error, AssertionError) else listing_of(seed)
-            print(f"FAILED {seed} {type(error).__name__}: {error}\n{listing}\n{where}", flush=True)
-
-
-def listing_of(seed: int) -> str:
-    import sampled
-
-    return str(sampled.draw_well_conditioned(seed)[0])
+    for bundle in check.bundles(seeds):
+        print(f"bundle {bundle[0]} {bundle[-1]}", flush=True)
+        for r in check.check(bundle):
+            line = {"seed": str(r.seed), "verdict": r.verdict, "why": r.why, "listing": r.listing}
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -172,6 +172,26 @@ def test_rows_that_microbatches_do_not_divide(name):
     check(name, 4, 2, rows=27)
 
 
+def test_a_roll_by_nothing_gathers_an_empty_value():
+    """`jnp.roll(x, 0, 0)` is `x[n:]` before `x[:n]`; the first has no elements (sampled seed 329)."""
+
+    def step(w, x):
+        def loss(w):
+            h = jnp.tanh(x @ w)
+            return jnp.mean((h * jnp.roll(h, 0, 0) - jnp.roll(h, 1, 0)) ** 2)
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - 0.1 * grad, value
+
+    w = jax.random.normal(jax.random.key(0), (3, 3))
+    x = jax.random.normal(jax.random.key(1), (16, 3))
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    new, loss = small.shard_train_step(step, accumulate=2, mesh=mesh)(w, x)
+    wanted = jax.jit(step)(w, x)
+    np.testing.assert_allclose(new, wanted[0], rtol=1e-5)
+    np.testing.assert_allclose(loss, wanted[1], rtol=1e-5)
+
+
 def test_over_two_axes():
     mesh = jax.make_mesh((2, 4), ("node", "local"))
     make = functools.partial(small.shard_train_step, mesh=mesh, accumulate=2)

@@ -96,7 +96,7 @@ def _gathered(stack: jax.Array, devices: Devices, eqn: _jaxpr.Eqn) -> jax.Array:
     Microbatches lie along the last axis (`_ordinary._axis_index`): those of a device are neighbours.
     """
     parts = lax.all_gather(stack, devices.axes)
-    parts = parts.reshape(-1, *stack.shape[1:])
+    parts = parts.reshape(parts.shape[0] * stack.shape[0], *stack.shape[1:])
     dim = eqn.params["all_gather_dimension"]
     whole = jnp.moveaxis(parts, 0, dim)
     return whole.reshape(eqn.outvars[0].aval.shape) if eqn.params["tiled"] else whole

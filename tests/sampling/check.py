@@ -1,0 +1,211 @@
+"""Bundles of programs, side by side in one step, against one device with the whole batch.
+
+Programs of a bundle share a setting and a step: what any step costs is paid once, and each is checked beside
+strangers. Each is judged by its own leaves. What is refused is found by planning, and left out; what fails
+or differs runs again alone.
+"""
+
+import dataclasses
+import functools
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jzero
+
+from . import programs, settings
+from .programs import NUM_STEPS, Program
+from .settings import Setting
+
+BUNDLE = 10
+# Why a program may be refused: the name by which it is counted, and what the message says.
+REFUSALS = {
+    "microbatches need all rows at once": "accumulate > 1, and .* is needed",
+    "microbatches would run in too many loops": "accumulate > 1, and .* begins a loop over the microbatches",
+    "microbatches use a gradient where they compute it": "accumulate > 1, and .* uses a gradient or loss",
+    "microbatches do not divide an output's rows": "accumulate > 1, and .* microbatches of all devices do",
+    "nothing to offload": "the state has no optimizer state that is worth it",
+    "the host takes part in no collective": "processors take part in no collective",
+    "the host's part is too small": "are the fewest leaves that are updated together",
+}
+OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+# Float64 has digits to spare, whatever is further apart is another training; what passes through a
+# narrower float is compared as that.
+RTOL = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 3e-2, "float16": 1e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What became of one seed: 'equal', 'refused', 'noisy' or 'differs'; and of the last three why."""
+
+    seed: int
+    verdict: str
+    why: str = ""
+    listing: str = ""
+
+
+def setting_of(seed: int) -> Setting:
+    """How the seed's bundle is sharded."""
+    return settings.draw(seed // BUNDLE)
+
+
+def program_of(seed: int, setting: Setting | None = None) -> Program:
+    """The seed's program: in a setting that refuses much, all but the first of a bundle are gentle."""
+    setting = setting or setting_of(seed)
+    gentle = setting.refuses_much and seed % BUNDLE > 0
+    return programs.draw(seed, setting.rows, gentle, setting.dtype)
+
+
+def bundles(seeds: range) -> list[range]:
+    """The seeds in parts that share a setting."""
+    starts = sorted({seeds[0], *(s for s in seeds if s % BUNDLE == 0)})
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], seeds[-1] + 1], strict=True)]
+
+
+def check(seeds: Sequence[int], setting: Setting | None = None) -> list[Result]:
+    """The results of seeds of one bundle, checked side by side."""
+    setting = setting or setting_of(seeds[0])
+    drawn = [program_of(seed, setting) for seed in seeds]
+    with jax.enable_x64(setting.dtype == "float64"), jax.numpy_rank_promotion("allow"):
+        found = judge(drawn, setting.shard)
+    return [
+        dataclasses.replace(r, listing=f"{setting}\n{p.source}")
+        for r, p in zip(found, drawn, strict=True)
+    ]
+
+
+def judge(drawn: list[Program], shard: Callable[[Any], Any]) -> list[Result]:
+    """The results of programs, trained together as far as that is possible."""
+    try:
+        actual = train(drawn, shard(together(drawn)))
+    except Exception as error:
+        if len(drawn) == 1:
+            return [_raised(drawn[0], error)]
+        return _without_refused(drawn, shard)
+    expected = train(drawn, jax.jit(together(drawn)))
+    results = []
+    for i, program in enumerate(drawn):
+        found = difference(actual[i], expected[i], program.narrow)
+        if found is None:
+            results.append(Result(program.seed, "equal"))
+        elif len(drawn) > 1:  # alone, so that what is reported can be run again
+            (alone,) = judge([program], shard)
+            why = f"only beside others, {found}"
+            results.append(
+                Result(program.seed, "differs", why) if alone.verdict == "equal" else alone
+            )
+        else:
+            verdict = "noisy" if is_noisy(program, expected[i]) else "differs"
+            results.append(Result(program.seed, verdict, found))
+    return results
+
+
+def _without_refused(drawn: list[Program], shard: Callable[[Any], Any]) -> list[Result]:
+    """Sorts out what is refused, which takes no compiling, and goes on with the rest."""
+    results: dict[int, Result] = {}
+    for program in drawn:
+        try:
+            b, t, w = ([batch] for batch in program.batches[0])
+            shard(together([program])).plan([program.make_state()], b, t, w)
+        except Exception as error:
+            results[program.seed] = _raised(program, error)
+    rest = [program for program in drawn if program.seed not in results]
+    if len(rest) == len(drawn):  # refused together, or not before it is compiled
+        parts = [[program] for program in rest]
+    else:
+        parts = [rest] if rest else []
+    for part in parts:
+        results |= {result.seed: result for result in judge(part, shard)}
+    return [results[program.seed] for program in drawn]
+
+
+def _raised(program: Program, error: Exception) -> Result:
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, jzero.JzeroError):
+        for name, pattern in REFUSALS.items():
+            if re.search(pattern, str(error), re.DOTALL):
+                return Result(program.seed, "refused", name)
+        return Result(program.seed, "differs", f"refused for no listed reason: {text}")
+    where = "".join(traceback.format_tb(error.__traceback__)[-4:])
+    return Result(program.seed, "differs", f"{text}\n{where}")
+
+
+def together(drawn: Sequence[Program]) -> Callable[..., Any]:
+    """The programs side by side in one step."""
+
+    def step(states: Any, b: Any, t: Any, w: Any) -> Any:
+        each = [p.step(*parts) for p, *parts in zip(drawn, states, b, t, w, strict=True)]
+        return [new for new, _ in each], [outputs for _, outputs in each]
+
+    return step
+
+
+def train(drawn: Sequence[Program], step: Callable[..., Any], jitter: int = 0) -> list[Any]:
+    """For each program the outputs of each step and the last state, as NumPy arrays."""
+    moved = functools.partial(_jittered, jitter=jitter) if jitter else lambda leaf: leaf
+    state = [jax.tree.map(moved, p.make_state()) for p in drawn]
+    outputs = []
+    for i in range(NUM_STEPS):
+        b, t, w = ([jax.tree.map(moved, p.batches[i][k]) for p in drawn] for k in range(3))
+        state, out = step(state, b, t, w)
+        outputs.append(out)
+    trained = [([out[i] for out in outputs], part) for i, part in enumerate(state)]
+    return jax.tree.map(_to_numpy, trained)
+
+
+def difference(actual: Any, expected: Any, narrow: str = "float64") -> str | None:
+    """Which leaf differs most, and by how many times what it may; None if none does."""
+    found, wanted = (jax.tree.leaves_with_path(tree) for tree in (actual, expected))
+    if [path for path, _ in found] != [path for path, _ in wanted]:
+        return "other leaves"
+    worst = (1.0, "")
+    for (path, a), (_, d) in zip(found, wanted, strict=True):
+        if (a.shape, a.dtype) != (d.shape, d.dtype):
+            return f"{jax.tree_util.keystr(path)} is {a.dtype}{a.shape}, not {d.dtype}{d.shape}"
+        excess = _excess(a, d, narrow)
+        if excess > worst[0]:
+            text = f"{jax.tree_util.keystr(path)} is {excess:.3g} tolerances off"
+            worst = (excess, f"{text}:\n{a}\ninstead of\n{d}" if a.size <= 16 else text)
+    return worst[1] or None
+
+
+def _excess(a: np.ndarray, d: np.ndarray, narrow: str) -> float:
+    if not jnp.issubdtype(d.dtype, jnp.floating):
+        return 0.0 if np.array_equal(a, d) else np.inf
+    rtol = max(RTOL[narrow], RTOL[str(d.dtype)])
+    a, d = a.astype(np.float64), d.astype(np.float64)
+    finite = np.isfinite(d)
+    if not np.array_equal(a[~finite], d[~finite], equal_nan=True):
+        return np.inf
+    apart, size = np.abs(a[finite] - d[finite]), np.abs(d[finite])
+    excess = float(np.max(apart, initial=0)) / (rtol * float(np.max(size, initial=0)) + rtol * 1e-3)
+    return excess if np.isfinite(excess) else np.inf
+
+
+def is_noisy(program: Program, expected: Any) -> bool:
+    """Whether one device itself trains otherwise, optimized and moved by an ulp.
+
+    The sign of what is zero but for rounding, a tie, or a fault of the compiler: XLA:CPU without
+    optimizations makes NaN of some sums of complex numbers (JAX 0.10.2).
+    """
+    step = jax.jit(together([program]), compiler_options=OPTIMIZED)
+    moved = (train([program], step, jitter)[0] for jitter in (1, 2, 3))
+    return any(difference(other, expected, program.narrow) is not None for other in moved)
+
+
+def _jittered(leaf: Any, jitter: int) -> Any:
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    signs = np.random.default_rng(jitter).integers(-1, 2, leaf.shape)
+    return np.asarray(leaf * (1 + np.finfo(leaf.dtype).eps * signs), leaf.dtype)
+
+
+def _to_numpy(leaf: Any) -> np.ndarray:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.array(leaf)

@@ -1,0 +1,97 @@
+"""How programs are sharded: meshes, stages and options, drawn from a seed."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+import jzero
+
+MESHES = {
+    (8,): 6, (4,): 4, (2,): 3, (1,): 1, (3,): 1, (5,): 1, (6,): 1, (7,): 1, (2, 4): 3, (4, 2): 1, (2, 2): 1,
+    (3, 2): 1,
+}  # fmt: skip
+STAGES = {3: 8, 2: 4, 1: 4, 0: 2}
+ROWS = {8: 5, 16: 5, 12: 3, 24: 1, 4: 1, 10: 2, 7: 1, 13: 2}
+ACCUMULATE = {1: 20, 2: 3, 3: 1, 4: 2}
+OFFLOAD: dict[Any, int] = {
+    jzero.NoOffload(): 24, jzero.PinnedHost(): 1, jzero.PinnedHost(device_bytes=4096): 1,
+    jzero.HostCPU(threads=1): 2, jzero.HostCPU(threads=1, ratio=0.5): 1,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How programs are sharded.
+
+    Attributes:
+      axes: sizes of the data axes.
+      rows: B, of the whole batch.
+      dtype: of the training; JAX's 64-bit types are on for float64 only.
+      options: keyword arguments of `jzero.shard_train_step`.
+    """
+
+    axes: tuple[int, ...]
+    rows: int
+    options: dict[str, Any]
+    dtype: str = "float64"
+
+    @property
+    def refuses_much(self) -> bool:
+        """Whether most programs that couple rows, or elements of the update, are refused in it."""
+        return "accumulate" in self.options or isinstance(
+            self.options.get("offload"), jzero.HostCPU
+        )
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return (
+            f"{self.rows} rows on {'x'.join(map(str, self.axes))} devices, {self.dtype}, {options}"
+        )
+
+    def shard(self, step: Any, **more: Any) -> Any:
+        """The step `(state, b, t, w)`: rows lie along dim 0 of `b` and along dim 1 of `t`."""
+        names = ("a", "b")[: len(self.axes)]
+        devices = jax.devices()[: int(np.prod(self.axes))]
+        mesh = jax.make_mesh(self.axes, names, devices=devices)
+        return jzero.shard_train_step(
+            step, mesh=mesh, in_specs={"t": jax.P(None, names), "w": jax.P()},
+            **{**self.options, **more},
+        )  # fmt: skip
+
+
+def draw(seed: int) -> Setting:
+    """A random setting; the same seed gives the same one."""
+    rng = np.random.default_rng([seed, 1])
+
+    def choose(options: Any) -> Any:
+        names = list(options)
+        weights = np.array([options[name] if isinstance(options, dict) else 1 for name in names])
+        return names[rng.choice(len(names), p=weights / weights.sum())]
+
+    axes, stage, rows = choose(MESHES), choose(STAGES), choose(ROWS)
+    options: dict[str, Any] = {"stage": stage, "min_shard_bytes": choose((0, 0, 0, 100))}
+    accumulate, offload = choose(ACCUMULATE), choose(OFFLOAD)
+    dtype = choose({"float64": 6, "float32": 1})
+    if rng.random() < 0.15:
+        options["reduce_dtype"] = dtype
+    if accumulate > 1:
+        options["accumulate"] = accumulate
+        if rng.random() < 0.7:  # else outputs with rows are refused
+            rows = int(np.prod(axes)) * accumulate * choose((1, 2))
+    if stage > 0 and not isinstance(offload, jzero.NoOffload):
+        options["offload"] = offload
+    if stage == 3:
+        more: dict[str, Any] = {
+            "prefetch_bytes": choose((0, 200, 2000)), "reduce": choose(("once", "each")),
+            "gather": choose(("keep", "once_per_step")), "full": choose(("w[01]", "w[0-2]")),
+        }  # fmt: skip
+        options |= {name: value for name, value in more.items() if rng.random() < 0.3}
+    if stage > 0 and len(axes) == 2 and rng.random() < 0.6:
+        options["optimizer_axes"] = choose(("a", "b"))
+        if stage == 3:
+            options["param_axes"] = options["optimizer_axes"]
+    elif stage == 3 and len(axes) == 2 and rng.random() < 0.5:
+        options["param_axes"] = choose(("a", "b"))
+    return Setting(axes, rows, options, dtype)
