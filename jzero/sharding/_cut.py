@@ -49,7 +49,6 @@ class Phase:
       again: those of them that an earlier loop has run.
       kept: what the loop reads of earlier ones.
       sums: what the loop sums over the microbatches (and the devices, as reductions do).
-      means: local values of which the mean is read after the loop.
       lasts: values that every microbatch computes alike.
       stacks: local values that are handed out as every microbatch has them: outputs of the step with one
         entry per example, what is gathered after the loop, and what later loops read.
@@ -60,7 +59,6 @@ class Phase:
     again: frozenset[int]
     kept: tuple[_jaxpr.Var, ...]
     sums: tuple[_jaxpr.Var, ...]
-    means: tuple[_jaxpr.Var, ...]
     lasts: tuple[_jaxpr.Var, ...]
     stacks: tuple[_jaxpr.Var, ...]
 
@@ -210,10 +208,10 @@ class _Cutter:
         """The phases, given which outputs have one entry per example."""
         eqns = self._frame.jaxpr.eqns
         groups = self._handed_out_by_loops(examples)
-        sums, means, _, stacks = groups
+        sums, _, stacks = groups
         inside = self._loop | self._sunk()
         levels = max([*self._levels.values(), *self._level, 0]) + 1
-        if any(self._levels[var] == levels - 1 for group in (sums, means) for var in group):
+        if any(self._levels[var] == levels - 1 for var in sums):
             levels += 1
 
         def inputs(index: int) -> list[_jaxpr.Var]:
@@ -242,10 +240,9 @@ class _Cutter:
         return self._kinds[var] is Kind.LOCAL
 
     def _handed_out_by_loops(self, examples: Sequence[bool]) -> list[list[_jaxpr.Var]]:
-        """What phases hand out, under these names: sums, means, lasts, and stacks but the kept."""
+        """What phases hand out, under these names: sums, lasts, and stacks but the kept."""
         # Ordered sets.
         sums: dict[_jaxpr.Var, None] = {}
-        means: dict[_jaxpr.Var, None] = {}
         lasts: dict[_jaxpr.Var, None] = {}
         stacks: dict[_jaxpr.Var, None] = {}
         for index, eqn, atom in self._reads():
@@ -256,10 +253,10 @@ class _Cutter:
             elif eqn is not None and self._is_collected(eqn, atom):
                 stacks[atom] = None
         for atom, example in zip(self._frame.jaxpr.outvars, examples, strict=True):
-            if not _jaxpr.is_literal(atom) and self._is_local(atom):
-                (stacks if example else means)[atom] = None
+            if example and not _jaxpr.is_literal(atom) and self._is_local(atom):
+                stacks[atom] = None
         made = [var for var in stacks if var in self._maker]  # Arguments are there.
-        return [list(sums), list(means), list(lasts), made]
+        return [list(sums), list(lasts), made]
 
     def _compared(self) -> set[_jaxpr.Var]:
         """Local values that are compared with what is complete only when the loop that makes them is done."""

@@ -35,13 +35,9 @@ CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
 
 @dataclasses.dataclass
 class Env:
-    """Values of a frame's variables; of what differs between microbatches its mean, or all that there are.
-
-    `stacks` are of shape [microbatches, ...].
-    """
+    """Values of a frame's variables; in `stacks`, [microbatches, ...], what differs between microbatches."""
 
     values: dict[_jaxpr.Var, Value]
-    means: dict[_jaxpr.Var, Value] = dataclasses.field(default_factory=dict)
     stacks: dict[_jaxpr.Var, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -57,7 +53,7 @@ class Interpreter:
       handlers: what runs an equation, by the name of its primitive.
       otherwise: what runs all other equations.
       reduce_once: a step's own loop over microbatches sums gradients locally and reduces after it.
-      microbatches: how many microbatches a device works through; means are over all of them.
+      microbatches: how many microbatches a device works through.
       microbatch: inside their loop, the index of the current one.
       hold: inside their loop, reductions are left to be done after it.
       silent: what runs has run before, so that its prints and callbacks are done.
@@ -251,15 +247,6 @@ class Interpreter:
             if isinstance(value, FullValue) and frame.varies(var):
                 if jnp.issubdtype(var.aval.dtype, jnp.number):
                     self.devices.queue.note(value.x, eqn.primitive.name)
-
-    def mean_of(self, x: Any) -> Unreduced:
-        """The mean over the devices of a local value, taken when first needed."""
-        return Unreduced(x, self.mean_scale, x.dtype)
-
-    @property
-    def mean_scale(self) -> float:
-        """What makes a sum over devices and microbatches a mean."""
-        return 1 / (self.devices.num * self.microbatches)
 
     def as_contribution(self, value: Value, scale: float) -> Any:
         """What this device adds to a sum, `scale` times which is `value`; it was reduced already."""

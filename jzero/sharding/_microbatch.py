@@ -53,7 +53,7 @@ def run_phases(
 ) -> None:
     """Runs the frame's equations, like `Interpreter.run_equations`.
 
-    Outputs that differ between microbatches are in `env.means` and `env.stacks`.
+    Outputs that differ between microbatches are in `env.stacks`.
     """
     num = accumulation.num
     env.stacks |= {
@@ -156,7 +156,6 @@ def _loop(
         return _Sum(var, dim, dtype, interp.links.leaf_of(frame, var))
 
     sums = [make_sum(var, None if hold else interp.dim_of(frame, var)) for var in phase.sums]
-    means = [make_sum(var, None) for var in phase.means]
     last_dims = [interp.dim_of(frame, var) for var in phase.lasts]
     captured = _captured(interp, frame, env, phase, accumulation.gather_once)
     handed_out = set(phase.stacks)
@@ -171,7 +170,7 @@ def _loop(
             var: FullValue(x) for var, x in zip(phase.kept, kept, strict=True)
         }
         values |= given
-        local = Env(values, dict(env.means))
+        local = Env(values)
         for index_of_eqn in phase.loop:
             inner.silent = index_of_eqn in phase.again
             inner.run_equations(frame, [index_of_eqn], local)
@@ -184,17 +183,16 @@ def _loop(
                     x = inner.full(frame, var, local.values[var])
                     local.values[var] = FullValue(lax.optimization_barrier(x))
         terms = [local.values[s.var] for s in sums]
-        terms += [inner.mean_of(inner.full(frame, s.var, local.values[s.var])) for s in means]
         totals = carry[: len(terms)]
         for i in in_order_made(terms):
-            totals[i] = [*sums, *means][i].add(inner, frame, totals[i], terms[i])
+            totals[i] = sums[i].add(inner, frame, totals[i], terms[i])
         lasts = [
             inner.as_dim(frame, var, local.values[var], dim)
             for var, dim in zip(phase.lasts, last_dims, strict=True)
         ]
         return [*totals, *lasts], [inner.full(frame, v, local.values[v]) for v in phase.stacks]
 
-    starts = [s.start(interp.devices) for s in [*sums, *means]]
+    starts = [s.start(interp.devices) for s in sums]
     starts += [
         jnp.zeros(interp.devices.shard_shape(var.aval.shape, dim), var.aval.dtype)
         for var, dim in zip(phase.lasts, last_dims, strict=True)
@@ -202,11 +200,8 @@ def _loop(
     with jax.named_scope(SCOPE):
         own = (jnp.arange(accumulation.num), [env.stacks[var] for var in phase.kept])
         carry, stacks = lax.scan(body, starts, own)
-    totals, mean_totals, lasts = split(carry, len(sums), len(means))
+    totals, lasts = split(carry, len(sums))
     env.values |= {s.var: s.finish(interp.devices, x) for s, x in zip(sums, totals, strict=True)}
-    env.means |= {
-        s.var: s.finish(interp.devices, x) for s, x in zip(means, mean_totals, strict=True)
-    }
     for var, dim, x in zip(phase.lasts, last_dims, lasts, strict=True):
         env.values[var] = interp.devices.value(x, dim, var.aval.shape)
     env.stacks |= zip(phase.stacks, stacks, strict=True)
