@@ -5,6 +5,7 @@ python experiments/exactness/report.py            # prints the tables, draws res
 
 import collections
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import exactness  # noqa: E402
 # isort: on
 
 RESULTS = ("equal", "refused", "differs", "fails", "unfinished")
+BEFORE = "68416ea"  # the library when it traced steps at one device's shapes
 NOTHING, ALL = 1e-17, 10.0  # where equality to the bit is drawn, and what differs by more than this
 
 
@@ -70,11 +72,31 @@ def picture(before: dict[Any, Any], after: dict[Any, Any], setting: str) -> None
     figure.savefig(HERE / "results" / "differences.png", dpi=120)
 
 
+def num_lines(revision: str, folder: str) -> int:
+    """Lines of Python in a folder of the repository."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", *args], cwd=HERE.parents[1], capture_output=True, text=True, check=True
+        ).stdout
+
+    paths = [
+        p
+        for p in git("ls-tree", "-r", "--name-only", revision, folder).splitlines()
+        if p.endswith(".py")
+    ]
+    return sum(git("show", f"{revision}:{path}").count("\n") for path in paths)
+
+
 def main() -> None:
     before = read(HERE / "results" / "before.jsonl")
     for path in sorted((HERE / "results").glob("*.jsonl")):
         table(path.stem, read(path))
     now = sorted((HERE / "results").glob("jax-0.10*.jsonl"))
+    for folder in ("jzero", "jzero/batch", "tests"):
+        print(
+            f"{folder}: {num_lines(BEFORE, folder):,} lines at {BEFORE}, {num_lines('HEAD', folder):,} now"
+        )
     if before and now:
         picture(before, read(now[-1]), "stage 3, 8 devices, float64")
 
