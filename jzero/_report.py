@@ -86,6 +86,8 @@ class Report:
             f"microbatches: {plan.accumulate} on each device; gradients are reduced {when}, and summed "
             f"up in {readable_bytes(self.accumulator_bytes)} on each device"
         ]
+        if plan.reductions == "written":
+            lines.append("  to the step's own collectives each microbatch is a device")
         if self.loops is not None and self.loops.num > 1:
             kept = self.loops.kept
             lines.append(

@@ -152,7 +152,8 @@ def shard_train_step(
       axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others must
         be of type Auto and stay XLA's.
       axis_name: the name by which the step itself calls the data axis, if it was written for
-        `jax.pmap(..., axis_name=...)`.
+        `jax.pmap(..., axis_name=...)`. To such a step each microbatch is a device: with `accumulate=k` it
+        trains what it would on k times as many devices.
       static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
       static_argnames: their names.
       in_specs: `{argument: PartitionSpec}` (by name or position; tree prefixes allowed) for arguments

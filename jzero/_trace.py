@@ -115,6 +115,7 @@ def trace_written(
       automatic: names and sizes of the mesh's other axes.
 
     Raises:
+      StepError: it names an axis that is no data axis.
       Exception: whatever the step itself raises when traced.
     """
 
@@ -145,7 +146,25 @@ def trace_written(
         jaxpr, consts = _rewrite.flatten_calls(jaxpr, consts)
         jaxpr = without_differences(jaxpr) if offloads else jaxpr
     frame = _frame_of(jaxpr, consts, in_varying, accumulates)
+    _check_axes(frame)
     return TracedStep(frame, traced.out_tree, traced.out_avals, WRITTEN)
+
+
+def _check_axes(frame: Frame) -> None:
+    """Refuses collectives over dims that a `jax.vmap` of the step has named."""
+    inner = [
+        eqn for _, _, eqn in frame.walk()
+        if eqn.primitive.name in _frames.COLLECTIVES
+        and any(isinstance(axis, int) for axis in _frames.axes_of(eqn))
+    ]  # fmt: skip
+    if inner:
+        raise StepError(message(
+            "shard_train_step",
+            [f"a {eqn.primitive.name} over a dim that jax.vmap(axis_name=) has named{_jaxpr.at_line(eqn)}"
+             for eqn in inner],
+            "A step with collectives of its own may name the data axes only.",
+            "Reduce that dim with jnp.sum, jnp.mean or jnp.max outside of the vmap.",
+            things="collectives", shown=8))  # fmt: skip
 
 
 def _frame_of(jaxpr: Any, consts: list[Any], varying: Sequence[Any], accumulates: bool) -> Frame:

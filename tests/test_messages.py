@@ -452,6 +452,26 @@ def test_an_axis_that_nobody_has(options):
     refuses(TypeError, texts, sharded(fn, **options), W, X)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_axis_of_the_steps_own(accumulate):
+    """`jax.vmap` has made it a dim, of which a step for one device may not speak."""
+
+    def fn(w, x):
+        def loss(w):
+            return jax.vmap(lambda r: (r - jax.lax.pmean(r, "inner")) ** 2, axis_name="inner")(
+                x @ w
+            ).mean()
+
+        return w - jax.lax.pmean(jax.grad(loss)(w), "batch")
+
+    texts = [
+        "a psum over a dim that jax.vmap(axis_name=) has named",
+        "test_messages.py",
+        "Reduce that dim",
+    ]
+    refuses(TypeError, texts, sharded(fn, axis_name="batch", accumulate=accumulate), W, X)
+
+
 # -- where gradients are reduced -------------------------------------------------------------------
 
 
