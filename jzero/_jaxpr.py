@@ -146,6 +146,17 @@ def call_parts(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
     return None if name is None else open_jaxpr(eqn.params[name])
 
 
+def branch_of_steps(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
+    """Of a branch by platform: the one of everything but Mosaic kernels, if there is no other choice.
+
+    `jnp.diagonal` is one. Its operands stand behind the index.
+    """
+    platforms = eqn.params.get("branches_platforms") or ()
+    if not platforms or not set(platforms) <= {("mosaic",), None}:
+        return None
+    return open_jaxpr(eqn.params["branches"][platforms.index(None)])
+
+
 def is_rematted(eqn: Eqn) -> bool:
     """Whether the equation is a `jax.checkpoint` body of a backward pass, recomputation included."""
     return eqn.primitive.name in ("remat2", "checkpoint") and bool(eqn.params["differentiated"])

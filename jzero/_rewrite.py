@@ -45,7 +45,9 @@ def flatten_calls(
                 stack = outer.source_info.name_stack + source.name_stack
                 new = new.replace(source_info=source.replace(name_stack=stack))
             stays = _jaxpr.is_rematted(eqn) and not opened(eqn)
-            call = None if stays else _jaxpr.call_parts(eqn)
+            call, args = None if stays else _jaxpr.call_parts(eqn), new.invars
+            if call is None and (call := _jaxpr.branch_of_steps(eqn)) is not None:
+                args = args[1:]
             if call is None:
                 # A jaxpr that is called twice has the same variables twice: each call gets its own.
                 outs = [_jaxpr.new_var(var) for var in eqn.outvars]
@@ -55,7 +57,7 @@ def flatten_calls(
                 fresh = [_jaxpr.new_var(var) for var in body.constvars]
                 constvars.extend(fresh)
                 all_consts.extend(body_consts)
-                ins = zip([*body.constvars, *body.invars], [*fresh, *new.invars], strict=True)
+                ins = zip([*body.constvars, *body.invars], [*fresh, *args], strict=True)
                 outs = inline(body, dict(ins), new)
             env |= zip(eqn.outvars, outs, strict=True)
         return [read(atom) for atom in inner.outvars]

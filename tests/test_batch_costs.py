@@ -215,8 +215,6 @@ def test_contrastive_losses_gather_embeddings_and_no_matrix(loss, num):
 
     Of both views in one batch the rows lie in two blocks, and the sum is whole before it is cut.
     """
-    if jax.__version_info__ >= (0, 12) and loss in (diagonal, hardest_negatives):
-        pytest.skip("its gradient of jnp.diagonal is a cond, which returns a whole matrix")
     gathered, exchanged = CONTRASTIVE[loss]
     rows = shape(B, F), shape(B, F)
     found = Costs(jax.value_and_grad(loss), TOWERS, rows, num)

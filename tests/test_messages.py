@@ -193,7 +193,7 @@ def written_inner_steps(w, x):
 def test_update_inside_the_loop_that_makes_the_gradient(fn, name):
     text = [
         "accumulate > 1",
-        "uses a gradient or loss of the whole batch inside a loop",
+        "uses a gradient, loss or sum of the whole batch inside a loop",
         "Drop accumulate",
     ]
     refuses(TypeError, text, sharded(fn, axis_name=name, accumulate=2), W, X)

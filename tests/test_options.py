@@ -37,7 +37,7 @@ FACTORS: dict[str, list[Any]] = {
 # Steps that need more of the batch at once than one microbatch's rows, and what is said of them.
 CANNOT_ACCUMULATE = {
     # It updates its parameters more than once, and cannot wait for the last microbatch to do so.
-    "inner_steps": "uses a gradient or loss of the whole batch inside a loop",
+    "inner_steps": "uses a gradient, loss or sum of the whole batch inside a loop",
     # Its loop goes on until no row of the batch does.
     "while_on_batch": "a maximum over .* inside a loop",
 }

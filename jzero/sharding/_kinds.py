@@ -176,8 +176,8 @@ def _while_kinds(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Kind]) -> 
 def _refusal(eqn: _jaxpr.Eqn) -> CutError:
     return CutError(message(
         "shard_train_step",
-        f"accumulate > 1, and {eqn.primitive.name} ({_jaxpr.summary(eqn)}) uses a gradient or loss of the "
-        "whole batch inside a loop, branch or jax.checkpoint that also computes it",
-        "In microbatches, gradients are complete only after the last one.",
+        f"accumulate > 1, and {eqn.primitive.name} ({_jaxpr.summary(eqn)}) uses a gradient, loss or sum of "
+        "the whole batch inside a loop, branch or jax.checkpoint that also computes it",
+        "In microbatches, sums are complete only after the last one.",
         "Drop accumulate (the step may keep its own loop), or move the update or the count out of the "
         "loop or jax.checkpoint."))  # fmt: skip

@@ -13,7 +13,9 @@ import jzero
 from . import _compare, _family
 
 # Families that are refused in microbatches, some only where these do not divide the rows, and the text.
-_UPDATES_INSIDE = r"accumulate > 1, and .* uses a gradient or loss of the whole batch inside a loop"
+_UPDATES_INSIDE = (
+    r"accumulate > 1, and .* uses a gradient, loss or sum of the whole batch inside a loop"
+)
 _ROWS_INSIDE = r"accumulate > 1, and a (gather of the batch's rows|maximum) over .* inside a loop"
 NOT_IN_MICROBATCHES = {
     **dict.fromkeys(
