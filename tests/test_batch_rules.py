@@ -25,6 +25,7 @@ from jax import lax, random
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+import jzero
 from jzero import _jaxpr, _rewrite
 from jzero.batch import _localize, _rows
 from jzero.batch._rows import FULL, Rows
@@ -901,3 +902,24 @@ def same_elements(before: list[np.ndarray], after: list[np.ndarray]) -> bool:
         a.size == b.size and np.array_equal(np.where(b == -1, -1, a.reshape(b.shape)), b)
         for a, b in zip(before, after, strict=True)
     )
+
+
+@pytest.mark.parametrize("num", [4, 8])
+def test_one_update_of_rows_that_were_moved(num):
+    """As XLA optimizes it, which makes one slice of two, and forgets where the first one ends."""
+
+    def step(w, x):
+        moved = jnp.roll(x @ w, 1, 0).at[0].set(0.0)
+        return w, {"moved": moved, "last": jnp.roll(x[:, 0], -1).at[-1].add(1.0)}
+
+    w, x = jnp.ones((3, 2), np.float32), np.arange(60, dtype=np.float32).reshape(20, 3)
+    before = jax.config.jax_disable_most_optimizations  # type: ignore[attr-defined]
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+        found = jzero.shard_train_step(step, mesh=mesh)(w, x)[1]
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+    expected = jax.jit(step)(w, x)[1]
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name])

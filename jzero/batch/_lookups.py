@@ -260,6 +260,11 @@ def _scatters_into(eqn: Eqn, rows: Rows) -> bool:
 
 
 def _scatter_rows(body: Body, eqn: Eqn, ins: list[Value], rows: Rows) -> Atom:
+    """Each device's rows, behind which stands one more for what is dropped.
+
+    An update out of bounds would not do: of a slice of a larger array XLA:CPU then takes the element behind
+    the slice (docs/design.md, section 7).
+    """
     operand, indices, updates = ins
     reason = "each device takes the updates of its rows"
     column = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims.index(rows.dim)
@@ -267,10 +272,20 @@ def _scatter_rows(body: Body, eqn: Eqn, ins: list[Value], rows: Rows) -> Atom:
     static = (column, rows, body.num, size, mode != MODES.CLIP)
     local, mine = body.inline(_in_rows, static, body.at(indices, FULL, reason), body.index)
     (local,) = body.inline(_dropped, (column, rows.size), local, mine)
-    atoms = [body.at(operand, rows, reason), local, body.at(updates, FULL, reason)]
-    return body.emit(
-        eqn, atoms, [rows], mode=MODES.FILL_OR_DROP, indices_are_sorted=False, unique_indices=False
-    )[0]
+    (longer,) = body.inline(_with_one_more, (rows.dim,), body.at(operand, rows, reason))
+    atoms, more = [longer, local, body.at(updates, FULL, reason)], Rows(rows.dim, 1, rows.size + 1)
+    (made,) = body.emit(
+        eqn, atoms, [more], mode=MODES.FILL_OR_DROP, indices_are_sorted=False, unique_indices=False
+    )
+    return body.inline(_without_the_last, (rows.dim,), made)[0]
+
+
+def _with_one_more(dim: int, x: Any) -> Any:
+    return lax.concatenate([x, lax.slice_in_dim(x, 0, 1, axis=dim)], dim)
+
+
+def _without_the_last(dim: int, x: Any) -> Any:
+    return lax.slice_in_dim(x, 0, x.shape[dim] - 1, axis=dim)
 
 
 def _dropped(column: int, size: int, indices: Any, mine: Any) -> Any:
