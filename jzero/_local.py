@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero import _jaxpr
-from jzero._errors import BatchError, OptionError, describe_leaf, message
+from jzero._errors import BatchError, OptionError, StepError, describe_leaf, message
 
 _jaxpr.not_the_users(__file__)
 
@@ -49,19 +50,24 @@ def groups(
       n: how many groups.
       in_axes: as of `jax.vmap`: for each argument, or part of it, the dim of its rows; None if it is the same
         for all groups. Keyword arguments have rows along dim 0.
-      out_axes: for each result, or part of it, the dim of its rows; None if the group has one (a statistic,
-        a loss): these come stacked along a new dim 0, `[n, ...]`.
+      out_axes: for each result, or part of it, the dim of its rows, as many as the group has; None if the
+        group has one (a statistic, a loss): these come stacked along a new dim 0, `[n, ...]`.
 
     Returns:
       The function of `B` rows.
 
     Raises:
-      OptionError: `n` is less than 1.
+      OptionError: `n` is no int from 1, `fn` no function, or `in_axes` or `out_axes` no dims (when called: no
+        prefix of the arguments or results).
       BatchError: when called: `n` does not divide the rows, arguments or results have none, or not as many.
     """
     who = "jzero.groups"
-    if n < 1:
-        raise OptionError(message(who, f"n={n}", "There is at least one group.", "Pass n >= 1."))
+    number = _integer(n)
+    if number is None or number < 1:
+        raise OptionError(message(
+            who, f"n={n!r}", "There is at least one group.", "Pass a Python int n >= 1."))  # fmt: skip
+    n = number
+    in_axes, out_axes = _options(who, fn, in_axes, out_axes)
 
     def grouped(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -73,7 +79,7 @@ def groups(
 
         def one(*parts: Any) -> Any:
             inner, named = jax.tree.unflatten(tree, parts)
-            return fn(*inner, **named)
+            return _arrays(who, fn(*inner, **named))
 
         with jax.named_scope(_jaxpr.GROUPS):
             parts = [
@@ -85,12 +91,20 @@ def groups(
         def merged(path: Any, dim: int | None, y: jax.Array) -> jax.Array:
             if dim is None:
                 return y
-            d = _checked(who, "output" + jax.tree_util.keystr(path), dim, y.shape[1:], y.dtype)
+            name = "output" + jax.tree_util.keystr(path)
+            d = _checked(who, name, dim, y.shape[1:], y.dtype)
+            if y.shape[1 + d] != size // n:
+                leaf = describe_leaf(name, y.shape[1:], y.dtype)
+                raise BatchError(message(
+                    who, f"{leaf} has not the {size // n} rows of its group along dim {d}",
+                    "A group returns as many rows as it gets.",
+                    "Name their dim in out_axes, or None: then it comes once for each group, as [n, ...]."
+                ))  # fmt: skip
             y = jnp.moveaxis(y, 0, d)
             return y.reshape(*y.shape[:d], -1, *y.shape[d + 2 :])
 
         results, out_tree = jax.tree_util.tree_flatten_with_path(outs)
-        out_dims = _spread(out_axes, outs)
+        out_dims = _spread(who, "out_axes", out_axes, outs)
         with jax.named_scope(_jaxpr.GROUPS):
             found = [merged(path, dim, y) for (path, y), dim in zip(results, out_dims, strict=True)]
         return jax.tree.unflatten(out_tree, found)
@@ -115,8 +129,15 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
 
     The calls inside are promised to be alike: rows lie along one dim of their operands and results, the same
     in all. One with a result without rows (a kernel that makes a parameter's gradient) is not covered, nor a
-    Pallas kernel that asks which program along the rows it is: these gather, and `describe` lists them. A
-    broken promise trains something else, and nothing can tell.
+    callback or FFI call with another dim as long as the batch, nor a Pallas kernel that asks which program
+    along the rows it is: these gather, and `describe` lists them. A broken promise trains something else, and
+    nothing can tell.
+
+    Effects are not covered: `io_callback` and debug callbacks get whole values, once, here too.
+
+    `fn` is traced by itself, so that what it closes over is known and taken for the same for all rows. It can
+    change no NNX module: call these outside. What is no array (`True`, "gelu") reaches it untouched, where
+    `in_axes` says None.
 
     Args:
       fn: a function of pytrees of arrays. What it closes over is the same for all rows.
@@ -128,23 +149,27 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
       The same function.
 
     Raises:
+      OptionError: `fn` is no function, or `in_axes` or `out_axes` no dims (when called: no prefix of the
+        arguments or results).
       BatchError: when called: arguments or results have no rows, or not as many.
-      StepError: in a sharded step, if the gradient of what has no rows may have been taken for rows, as it is
-        as long as the batch.
+      StepError: `fn` changes an NNX module; or, in a sharded step, if the gradient of what has no rows may
+        have been taken for rows, as it is as long as the batch.
     """
     who = "jzero.per_example"
+    in_axes, out_axes = _options(who, fn, in_axes, out_axes)
 
     def promised(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         dims, size = _rows_of(who, in_axes, args, kwargs)
+        arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "dtype") and _type_of(x)}
 
-        def whole(*parts: Any) -> Any:
-            inner, named = jax.tree.unflatten(tree, parts)
-            return fn(*inner, **named)
+        def whole(parts: dict[int, Any]) -> Any:
+            inner, named = jax.tree.unflatten(tree, [parts.get(i, x) for i, x in enumerate(leaves)])
+            return _arrays(who, fn(*inner, **named))
 
         with jax.named_scope(_jaxpr.PER_EXAMPLE):
-            traced = _jaxpr.trace_here(whole, *leaves)
-            ins = [_jaxpr.marked_rows(x, d) for x, d in zip(leaves, dims, strict=True)]
+            traced = _traced(who, whole, arrays)
+            ins = [_jaxpr.marked_rows(x, dims[i]) for i, x in arrays.items()]
             consts = [_jaxpr.marked_rows(x, None) for x in traced.consts]
             found = _jaxpr.evaluate(traced.jaxpr, consts, *ins)
             outs = jax.tree.unflatten(traced.out_tree, found)
@@ -160,33 +185,106 @@ def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> 
                 return _jaxpr.marked_rows(y, dim % y.ndim, enters=False)
 
             results, out_tree = jax.tree_util.tree_flatten_with_path(outs)
-            out_dims = _spread(out_axes, outs)
+            out_dims = _spread(who, "out_axes", out_axes, outs)
             found = [left(path, dim, y) for (path, y), dim in zip(results, out_dims, strict=True)]
         return jax.tree.unflatten(out_tree, found)
 
     return promised
 
 
+def _options(who: str, fn: Any, in_axes: Any, out_axes: Any) -> tuple[Any, Any]:
+    """`in_axes` and `out_axes`, if they and `fn` can be."""
+    if not callable(fn):
+        raise OptionError(message(
+            who, f"fn={fn!r} is no function", "It is called.", "Pass a function."))  # fmt: skip
+    found = []
+    for option, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
+        leaves, tree = jax.tree.flatten(axes, is_leaf=_is_none)
+        dims = [_integer(leaf) for leaf in leaves]
+        wrong = [x for x, d in zip(leaves, dims, strict=True) if x is not None and d is None]
+        each = option == "out_axes" or isinstance(axes, tuple | list) or dims == [_integer(axes)]
+        if wrong or not each:
+            raise OptionError(message(
+                who, f"{option}={axes!r}", "It is the dim of the rows or None, for all or for each of them.",
+                "Pass an int, None, or " + ("a tuple with one for each argument." if option == "in_axes"
+                                            else "a tree of these like that of the results.")))  # fmt: skip
+        found.append(jax.tree.unflatten(tree, dims))
+    return found[0], found[1]
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _integer(x: Any) -> int | None:
+    try:
+        return None if isinstance(x, bool) else operator.index(x)
+    except TypeError:
+        return None
+
+
+def _type_of(x: Any) -> Any:
+    """Shape and dtype, of what is an array to JAX."""
+    try:
+        return jax.typeof(x)
+    except TypeError:
+        return None
+
+
+def _arrays(who: str, outs: Any) -> Any:
+    """Results, all of which are arrays."""
+    paths = jax.tree_util.tree_leaves_with_path(outs)
+    if wrong := [
+        f"output{jax.tree_util.keystr(path)} is a {type(y).__name__}"
+        for path, y in paths
+        if _type_of(y) is None
+    ]:
+        raise BatchError(message(who, wrong, "Results are arrays.", "Return it otherwise.",
+                                 things="results", shown=8))  # fmt: skip
+    return outs
+
+
+def _traced(who: str, fn: Callable[..., Any], arrays: Any) -> _jaxpr.Traced:
+    # By itself: only so is known what it closes over, which the marks say to have no rows. Were fn called as
+    # it is, a call inside might get a device's rows of that, where it needs all of them
+    # (test_opaque.py::test_rows_that_a_promise_says_are_none).
+    try:
+        return _jaxpr.trace_here(fn, arrays)
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":  # Flax's, which need not be there.
+            raise
+        raise StepError(message(
+            who, "fn changes an NNX module that it closes over",
+            "It is traced by itself, so that what it closes over is known.",
+            "Keep the callback, FFI call or kernel in fn, and call the module outside of it.",
+        )) from error  # fmt: skip
+
+
 def _rows_of(who: str, in_axes: Any, args: Any, kwargs: Any) -> tuple[list[int | None], int]:
     """For each leaf of the arguments the dim of its rows, and how many rows all of them have."""
-    each = (in_axes,) * len(args) if in_axes is None or isinstance(in_axes, int) else tuple(in_axes)
+    each = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
+    all_dims = _spread(who, "in_axes", each, args) + [0] * len(jax.tree.leaves(kwargs))
     paths = jax.tree_util.tree_leaves_with_path((args, kwargs))
     dims: list[int | None] = []
     sizes: dict[str, int] = {}
-    for dim, (path, leaf) in zip(_spread((each, 0), (args, kwargs)), paths, strict=True):
+    for dim, (path, leaf) in zip(all_dims, paths, strict=True):
         if dim is None:
             dims.append(None)
             continue
         name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
-        shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-        dims.append(_checked(who, name, dim, shape, dtype))
-        sizes[describe_leaf(name, shape, dtype)] = shape[dim]
+        aval = _type_of(leaf)
+        if aval is None:
+            raise BatchError(message(
+                who, f"{name} is a {type(leaf).__name__}", "What has rows is an array.", _edit(name)
+            ))  # fmt: skip
+        dims.append(_checked(who, name, dim, aval.shape, aval.dtype))
+        sizes[describe_leaf(name, aval.shape, aval.dtype)] = aval.shape[dim]
     if len(set(sizes.values())) != 1:
         raise BatchError(message(
             who, [f"{leaf} has {size} rows" for leaf, size in sizes.items()] or "no argument has rows",
             "All arguments with rows have the same rows.",
-            "Name the dim of each one's rows in in_axes, or None where it has none.",
-            things="arguments", shown=8))  # fmt: skip
+            "Name the dim of each one's rows in in_axes, or None where it has none."
+            + f" {_BY_NAME}" * bool(kwargs), things="arguments", shown=8))  # fmt: skip
     return dims, next(iter(sizes.values()))
 
 
@@ -194,16 +292,35 @@ def _checked(who: str, name: str, dim: int, shape: tuple[int, ...], dtype: Any) 
     if not -len(shape) <= dim < len(shape):
         raise BatchError(message(
             who, f"{describe_leaf(name, shape, dtype)} has no dim {dim}", "Rows lie along a dim.",
-            f"Name that dim in {'out_axes' if name.startswith('output') else 'in_axes'}, or None if "
-            "there are no rows."))  # fmt: skip
+            _edit(name)))  # fmt: skip
     return dim % len(shape)
 
 
-def _spread(axes: Any, tree: Any) -> list[int | None]:
+_BY_NAME = (
+    "Keyword arguments have their rows in dim 0: pass it by position to name its axis, or bind it with "
+    "functools.partial."
+)
+
+
+def _edit(name: str) -> str:
+    """What to do where a leaf of this name has no rows."""
+    if name.startswith("kwargs"):
+        return _BY_NAME
+    option = "out_axes" if name.startswith("output") else "in_axes"
+    return f"Name that dim in {option}, or None if there are no rows."
+
+
+def _spread(who: str, option: str, axes: Any, tree: Any) -> list[int | None]:
     """The entry of `axes`, a prefix of the tree, for each of its leaves."""
     found: list[int | None] = []
-    jax.tree.map(
-        lambda dim, part: found.extend([dim] * len(jax.tree.leaves(part))),
-        axes, tree, is_leaf=lambda x: x is None,
-    )  # fmt: skip
+    try:
+        jax.tree.map(
+            lambda dim, part: found.extend([dim] * len(jax.tree.leaves(part))),
+            axes, tree, is_leaf=_is_none,
+        )  # fmt: skip
+    except ValueError:
+        raise OptionError(message(
+            who, f"{option}={axes!r} does not fit {jax.tree.structure(tree)}",
+            f"It is one dim, or a prefix of the tree of {'arguments' if option == 'in_axes' else 'results'}.",
+            "Name one for each, or for each part.")) from None  # fmt: skip
     return found

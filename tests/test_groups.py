@@ -2,6 +2,8 @@
 
 import functools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -52,10 +54,18 @@ def test_rows_along_other_dims_and_shared_arguments():
     np.testing.assert_allclose(found["last"], (x.T @ w + b)[7::8], atol=1e-6)
 
 
-def test_results_may_have_another_number_of_rows():
+@pytest.mark.parametrize("n", [np.int64(2), jnp.int32(2)])
+def test_numbers_that_are_integers(n):
     x = jnp.arange(8.0)
-    assert jzero.groups(lambda x: jnp.repeat(x, 2), 2)(x).tolist() == jnp.repeat(x, 2).tolist()
-    assert jzero.groups(lambda x: x[::2], 4)(x).tolist() == [0, 2, 4, 6]
+    found = jzero.groups(lambda x: x - x[0], n, in_axes=np.int64(0))(x)
+    assert found.tolist() == [0, 1, 2, 3] * 2
+
+
+def test_what_is_no_array_is_the_same_for_all_groups():
+    fn = jzero.groups(
+        lambda x, name, scale: x * scale if name == "times" else x, 2, (0, None, None)
+    )
+    assert fn(jnp.arange(4.0), "times", 2).tolist() == [0, 2, 4, 6]
 
 
 def test_a_key_for_each_row():
@@ -86,6 +96,82 @@ def test_a_key_for_each_row():
 def test_refusals(text, n, options, args):
     with pytest.raises(ValueError, match=re.escape(text)) as caught:
         jzero.groups(lambda *args: jnp.sum(args[0]), n, **options)(*args)
+    assert isinstance(caught.value, jzero.JzeroError)
+
+
+@pytest.mark.parametrize(("text", "fn"), [
+    ("output float32[3] has not the 8 rows of its group along dim 0. A group returns as many rows as it "
+     "gets. Name their dim in out_axes, or None", lambda x: x[:3]),
+    ("output['y'] float32[16] has not the 8 rows", lambda x: {"y": jnp.repeat(x, 2)}),
+    ("2 results fail:\n  - output[1] is a str\n  - output[2] is a function\nResults are arrays.",
+     lambda x: (x, "a", normal)),
+])  # fmt: skip
+def test_refused_results(text, fn):
+    with pytest.raises(jzero.BatchError, match=re.escape(text)):
+        jzero.groups(fn, 4)(normal(ROWS))
+
+
+@pytest.mark.parametrize("n", ["2", None, 2.0, 2.5, True, np.True_, [2], jnp.ones(2)], ids=str)
+def test_what_is_no_number_of_groups(n):
+    text = re.escape(
+        f"jzero.groups: n={n!r}. There is at least one group. Pass a Python int n >= 1."
+    )
+    with pytest.raises(jzero.OptionError, match=text):
+        jzero.groups(jnp.sin, n)
+
+
+def test_a_traced_number_of_groups():
+    with pytest.raises(jzero.OptionError, match="Pass a Python int n >= 1"):
+        jax.jit(lambda n, x: jzero.groups(jnp.sin, n)(x))(2, normal(ROWS))
+
+
+PREFIX = "It is one dim, or a prefix of the tree of"
+WRAPPERS: dict[str, Callable[..., Callable[..., Any]]] = {
+    "groups": functools.partial(jzero.groups, n=4),
+    "per_example": jzero.per_example,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize(("text", "options"), [
+    ("fn=3 is no function. It is called. Pass a function.", {"fn": 3}),
+    ("fn=None is no function", {"fn": None}),
+    ("in_axes='0'. It is the dim of the rows or None, for all or for each of them. Pass an int, None, or a "
+     "tuple with one for each argument.", {"in_axes": "0"}),
+    ("in_axes=0.0. It is the dim", {"in_axes": 0.0}),
+    ("in_axes=True. It is the dim", {"in_axes": True}),
+    ("in_axes=(0, '1'). It is the dim", {"in_axes": (0, "1")}),
+    ("in_axes={'a': 0}. It is the dim", {"in_axes": {"a": 0}}),
+    ("out_axes={'y': 1.5}. It is the dim of the rows or None, for all or for each of them. Pass an int, "
+     "None, or a tree of these like that of the results.", {"out_axes": {"y": 1.5}}),
+])  # fmt: skip
+def test_refused_when_made(name, text, options):
+    with pytest.raises(jzero.OptionError, match=re.escape(f"jzero.{name}: {text}")):
+        WRAPPERS[name](**{"fn": jnp.sin, **options})
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize(("text", "options", "args", "kwargs"), [
+    (f"in_axes=(0, 0) does not fit PyTreeDef((*,)). {PREFIX} arguments. Name one for each, or for each part.",
+     {"in_axes": (0, 0)}, [1], {}),
+    ("in_axes=({'a': 0},) does not fit PyTreeDef(({'a': *, 'w': *},))",
+     {"in_axes": ({"a": 0},)}, [{"a": 1, "w": 2}], {}),
+    (f"out_axes=(0, 0) does not fit PyTreeDef(*). {PREFIX} results",
+     {"out_axes": (0, 0)}, [normal(ROWS)], {}),
+    ("args[1] is a str. What has rows is an array. Name that dim in in_axes, or None",
+     {}, [normal(ROWS), "f4"], {}),
+    ("args[0]['a'] is a ndarray. What has rows", {}, [{"a": np.array(["b"])}], {}),
+    ("kwargs['train'] bool[] has no dim 0. Rows lie along a dim. Keyword arguments have their rows in dim 0: "
+     "pass it by position to name its axis, or bind it with functools.partial.",
+     {}, [normal(ROWS)], {"train": True}),
+    ("kwargs['mode'] is a str. What has rows is an array. Keyword arguments have their rows in dim 0: pass",
+     {}, [normal(ROWS)], {"mode": "a"}),
+    ("or None where it has none. Keyword arguments have their rows in dim 0: pass it by position",
+     {}, [normal(ROWS)], {"b": normal(8)}),
+])  # fmt: skip
+def test_refused_when_called(name, text, options, args, kwargs):
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
+        WRAPPERS[name](lambda x, *_, **__: x, **options)(*args, **kwargs)
     assert isinstance(caught.value, jzero.JzeroError)
 
 

@@ -10,6 +10,7 @@ import jax._src.cudnn.fused_attention_stablehlo as cudnn
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -231,9 +232,18 @@ def rows_of_two_dims(w, x):
     return jzero.per_example(fn)(jax.lax.stop_gradient(x @ w)) + x @ w
 
 
+def transposed_on_host(w, x):
+    """Rows in dim 0 of what the host gets, and in dim 1, as long, of what it returns."""
+
+    def fn(x):
+        return on_host(lambda x: np.ascontiguousarray(np.transpose(x)), x).T
+
+    return jzero.per_example(fn)(jax.lax.stop_gradient(x @ w))
+
+
 @pytest.mark.parametrize(("fn", "rows"), [
     (a_state_with_rows, ROWS), (parameter_gradient, ROWS), (parameter_gradient, DIM),
-    (long_as_the_batch, 8), (rows_of_two_dims, ROWS),
+    (long_as_the_batch, 8), (rows_of_two_dims, ROWS), (transposed_on_host, DIM),
 ])  # fmt: skip
 def test_what_shapes_contradict_is_gathered(fn, rows):
     """A gradient of a parameter may be as long as the batch, by chance."""
@@ -300,6 +310,33 @@ def test_a_gradient_that_looks_like_rows_is_refused():
             np.testing.assert_allclose(metric, loss)
 
 
+def test_what_is_no_array_reaches_fn_untouched():
+    def fn(x, given, *, both):
+        assert given == {"train": True, "name": "softsign", "scale": 2.0}
+        assert isinstance(given["train"], bool)
+        return softsign(x) if given["train"] else both
+
+    given = {"train": True, "name": "softsign", "scale": 2.0}
+    call = jzero.per_example(fn, in_axes=(0, None))
+    assert call(X, given, both=X).tolist() == softsign(X).tolist()
+    assert gathered(lambda w, x: call(x @ w, given, both=x)) == []
+
+
+def test_a_module_that_changes():
+    norm = nnx.BatchNorm(DIM, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        jzero.StepError, match="fn changes an NNX module .* call the module outside of"
+    ):
+        jzero.per_example(lambda x: norm(x))(X.astype(np.float32))
+    with pytest.raises(ZeroDivisionError):
+        jzero.per_example(lambda x: x * (1 / 0))(X)
+
+
+def test_results_are_arrays():
+    with pytest.raises(jzero.BatchError, match=r"output\[1\] is a str. Results are arrays"):
+        jzero.per_example(lambda x: (x, "a"))(X)
+
+
 def test_rows_that_a_promise_says_are_none():
     found = gathered(closes_over_rows)
     assert ("marked_rows", "jzero.per_example has its rows along no dim") in found
@@ -328,6 +365,22 @@ def test_effects_happen_once_all_the_same():
     np.testing.assert_array_equal(step(W, X)[1], X)
     jax.effects_barrier()
     assert calls == [X.shape]
+    reason = "a callback gets whole values, once; jzero.per_example does not cover effects"
+    assert ("io_callback", reason) in [
+        (m.operation, m.reason) for m in step.describe(W, X).movements
+    ]
+
+
+def test_a_loop_over_microbatches_names_effects():
+    def step(w, x):
+        fn = jzero.per_example(lambda x: io_callback(lambda x: x, x, x))
+        return w, jax.lax.scan(lambda x, _: (fn(x), None), x, None, length=2)[0]
+
+    text = (
+        "inside a loop.* jzero.per_example covers callbacks, FFI calls and kernels, and no effects"
+    )
+    with pytest.raises(jzero.StepError, match=text):
+        small.shard_train_step(step, accumulate=2).describe(W, X)
 
 
 @pytest.mark.parametrize(("text", "fn", "options", "args"), [

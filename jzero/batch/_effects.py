@@ -29,7 +29,10 @@ def once(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     """
     if any(value.form in (OWN, SUM) for value in ins):
         raise NotRowByRow
-    atoms = [body.at(v, FULL, "a callback gets whole values, once") for v in ins]
+    reason = "a callback gets whole values, once"
+    if body.in_scope(_jaxpr.PER_EXAMPLE):
+        reason += "; jzero.per_example does not cover effects"
+    atoms = [body.at(v, FULL, reason) for v in ins]
     ordered = bool(eqn.params.get("ordered")) or "rdered" in str(eqn.params.get("effect", ""))
     if body.turn is None or not ordered:
         (turn,) = body.inline(_zero, ())

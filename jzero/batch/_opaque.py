@@ -73,15 +73,21 @@ def _promised(body: Body, eqn: Eqn, ins: list[Value]) -> list[Factor]:
     def has_rows(aval: Any) -> bool:
         return dim < len(aval.shape) and aval.shape[dim] == size
 
-    # Of a whole operand as long as the batch nobody knows whether it has rows.
     types = eqn.params["result_avals"]
-    if any(size in v.aval.shape for v in ins if v not in rows) or not all(map(has_rows, types)):
+    if not all(map(has_rows, types)):
+        return []
+    # Of a whole operand as long as the batch nobody knows whether it has rows; nor, of two dims as long,
+    # along which of them.
+    shapes = [v.aval.shape for v in rows] + [t.shape for t in types]
+    if any(size in v.aval.shape for v in ins if v not in rows) or any(
+        size in (*s[:dim], *s[dim + 1 :]) for s in shapes
+    ):
         return []
     # Nor of what a backward pass makes: the gradient of what all rows share may be as long, by chance.
-    if body.in_scope("transpose"):
-        other = [n for v in rows for d, n in enumerate(v.aval.shape) if d != dim]
-        if size in other or any(all(t.shape != v.aval.shape for v in rows) for t in types):
-            return []
+    if body.in_scope("transpose") and any(
+        all(t.shape != v.aval.shape for v in rows) for t in types
+    ):
+        return []
 
     def local(size: int, num: int) -> dict[str, object]:
         shapes = [(*t.shape[:dim], size, *t.shape[dim + 1 :]) for t in types]

@@ -342,7 +342,9 @@ def _check_collectives(frame: Frame, everywhere: frozenset[str]) -> None:
             f"{_jaxpr.at_line(eqn)}{', inside a loop, branch or jax.checkpoint' * inside}",
             "Microbatches run one after the other: " + (
                 "what needs the rows of all of them must stand between two loops over them." if inside
-                else "what all of them give to a collective is summed up, or gathered."),
+                else "what all of them give to a collective is summed up, or gathered.")
+            + " jzero.per_example covers callbacks, FFI calls and kernels, and no effects."
+            * _jaxpr.in_scope(eqn, _jaxpr.PER_EXAMPLE),
             "Drop accumulate, move it out of there, or compute it for each row, or from sums over the batch."
             if inside else
             "Drop accumulate, or use psum, pmean, all_gather, pmax or pmin over all data axes."))  # fmt: skip
