@@ -27,7 +27,7 @@ BUNDLE = 10
 REFUSALS = {
     "microbatches need all rows at once": "accumulate > 1, and .* is needed",
     "microbatches would run in too many loops": "accumulate > 1, and .* begins a loop over the microbatches",
-    "microbatches use a gradient where they compute it": "accumulate > 1, and .* uses a gradient, loss or sum",
+    "microbatches use a gradient where they compute it": "accumulate > 1, and .* uses a gradient, loss",
     "microbatches do not divide an output's rows": "accumulate > 1, and .* microbatches of all devices do",
     "nothing to offload": "the state has no optimizer state that is worth it",
     "the host takes part in no collective": "processors take part in no collective",
