@@ -915,7 +915,10 @@ def test_one_update_of_rows_that_were_moved(num):
     w, x = jnp.ones((3, 2), np.float32), np.arange(60, dtype=np.float32).reshape(20, 3)
     mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
     lowered = jax.jit(jzero.shard_train_step(step, mesh=mesh)).lower(w, x)
-    optimized: Any = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+    optimized: Any = {
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+    }
     found = lowered.compile(compiler_options=optimized)(w, x)[1]
     expected = jax.jit(step)(w, x)[1]
     for name in expected:
