@@ -283,6 +283,21 @@ def test_a_mean_of_local_means_is_another_loss():
     assert abs(history[0]["loss"] - expected[0]["loss"]) > 1e-3
 
 
+def test_to_a_step_of_a_device_each_microbatch_is_one():
+    """What divides by its own count means something else on another number of devices."""
+    step = masked_step_of_a_device(plain_mean)
+    found = []
+    for num_devices, k in ((4, 1), (2, 2), (1, 4)):
+        mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+        sharded = small.shard_train_step(step, axis_name="batch", mesh=mesh, accumulate=k)
+        found.append(trained(sharded)[1][-1]["loss"])
+        told = "each microbatch is a device" in str(
+            sharded.describe(weights(), next(ragged_batches()))
+        )
+        assert told == (k > 1)
+    np.testing.assert_allclose(found[1:], found[0], rtol=1e-5)
+
+
 def test_a_count_needs_a_loop_of_its_own_and_little_else():
     sharded = small.shard_train_step(masked_step(plain_mean), stage=3, accumulate=4)
     found = sharded.describe(weights(), next(ragged_batches()))
