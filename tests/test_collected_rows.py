@@ -341,7 +341,7 @@ def test_it_is_said_what_is_kept():
         r"loops over them: 5; products run 1\.\d times as often as in one; .* on each device kept",
         text,
     )
-    assert re.search(r"32\.0 KiB  float32\[256, ?8\] of .*test_collected_rows\.py", text)
+    assert re.search(r"2\.0 KiB  float32\[8, ?16\] of .*test_collected_rows\.py", text)
 
 
 def test_traffic_does_not_grow_with_the_microbatches():

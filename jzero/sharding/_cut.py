@@ -260,15 +260,26 @@ class _Cutter:
 
     def _compared(self) -> set[_jaxpr.Var]:
         """Local values that are compared with what is complete only when the loop that makes them is done."""
+        read = self._read()
         return {
             atom
             for index, eqn in enumerate(self._frame.jaxpr.eqns)
             if eqn.primitive.name in _COMPARISONS and index in self._loop
+            and not read.isdisjoint(eqn.outvars)
             for atom in eqn.invars
             if not _jaxpr.is_literal(atom) and self._maker.get(atom) in self._loop
             and self._is_local(atom) and self._levels[atom] < self._level[index]
             and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
         }  # fmt: skip
+
+    def _read(self) -> set[_jaxpr.Var]:
+        """What results depend on; AD leaves comparisons that nothing reads, of the place of a maximum."""
+        outs = [*self._frame.jaxpr.outvars, *self._handed_out]
+        read = {atom for atom in outs if not _jaxpr.is_literal(atom)}
+        for eqn in reversed(self._frame.jaxpr.eqns):
+            if eqn.effects or not read.isdisjoint(eqn.outvars):
+                read.update(atom for atom in eqn.invars if not _jaxpr.is_literal(atom))
+        return read
 
     def _gathered_bytes(self) -> int:
         """Bytes of what is gathered of all rows."""
