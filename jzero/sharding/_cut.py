@@ -36,6 +36,9 @@ from jzero.sharding._kinds import (
 # Its products may run so many times as often as in one loop: 1.3 for CLIP, 2 for a count in every layer's
 # loss, and as many times as there are layers for BatchNorm (tests/test_collected_rows.py).
 MOST_REPEATS = 4
+_MOVES = frozenset(
+    {"reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "copy", "copy_p"}
+)
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
@@ -219,8 +222,9 @@ class _Cutter:
             return [a for a in atoms if not _jaxpr.is_literal(a) and self._maker.get(a) in inside]
 
         keeper = Keeper(
-            self._frame, self._num, self._gathered_bytes(), inputs, self._is_local, self._compared()
-        )
+            self._frame, self._num, self._gathered_bytes(), inputs, self._is_local,
+            self._compared() | self._moved_into(stacks),
+        )  # fmt: skip
         phases = []
         for level in range(levels):
             ours = [tuple(v for v in group if self._levels[v] == level) for group in groups]
@@ -271,6 +275,19 @@ class _Cutter:
             and self._is_local(atom) and self._levels[atom] < self._level[index]
             and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
         }  # fmt: skip
+
+    def _moved_into(self, stacks: Sequence[_jaxpr.Var]) -> set[_jaxpr.Var]:
+        """What is gathered in another shape: a row then has the bits that others see of it."""
+        found: set[_jaxpr.Var] = set()
+        for var in stacks:
+            while self._maker.get(var) in self._loop:
+                eqn = self._frame.jaxpr.eqns[self._maker[var]]
+                if eqn.primitive.name not in _MOVES or _jaxpr.is_literal(eqn.invars[0]):
+                    break
+                var = eqn.invars[0]
+                if self._maker.get(var) in self._loop and self._is_local(var):
+                    found.add(var)
+        return found
 
     def _read(self) -> set[_jaxpr.Var]:
         """What results depend on; AD leaves comparisons that nothing reads, of the place of a maximum."""
