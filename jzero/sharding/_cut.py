@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 import jax.numpy as jnp
 
-from jzero import _jaxpr
+from jzero import _jaxpr, _rewrite
 from jzero._errors import message
 from jzero.sharding import _rules
 from jzero.sharding._frames import COLLECTIVES, REDUCTIONS, Frame, axes_of
@@ -264,12 +264,13 @@ class _Cutter:
 
     def _compared(self) -> set[_jaxpr.Var]:
         """Local values that are compared with what is complete only when the loop that makes them is done."""
-        read = self._read()
+        eqns, outs = self._frame.jaxpr.eqns, [*self._frame.jaxpr.outvars, *self._handed_out]
+        # AD leaves comparisons that nothing reads, of the place of a maximum.
+        read = set(map(id, _rewrite.without_unread(eqns, outs, _compares)))
         return {
             atom
-            for index, eqn in enumerate(self._frame.jaxpr.eqns)
-            if eqn.primitive.name in _COMPARISONS and index in self._loop
-            and not read.isdisjoint(eqn.outvars)
+            for index, eqn in enumerate(eqns)
+            if _compares(eqn) and index in self._loop and id(eqn) in read
             for atom in eqn.invars
             if not _jaxpr.is_literal(atom) and self._maker.get(atom) in self._loop
             and self._is_local(atom) and self._levels[atom] < self._level[index]
@@ -288,15 +289,6 @@ class _Cutter:
                 if self._maker.get(var) in self._loop and self._is_local(var):
                     found.add(var)
         return found
-
-    def _read(self) -> set[_jaxpr.Var]:
-        """What results depend on; AD leaves comparisons that nothing reads, of the place of a maximum."""
-        outs = [*self._frame.jaxpr.outvars, *self._handed_out]
-        read = {atom for atom in outs if not _jaxpr.is_literal(atom)}
-        for eqn in reversed(self._frame.jaxpr.eqns):
-            if eqn.effects or not read.isdisjoint(eqn.outvars):
-                read.update(atom for atom in eqn.invars if not _jaxpr.is_literal(atom))
-        return read
 
     def _gathered_bytes(self) -> int:
         """Bytes of what is gathered of all rows."""
@@ -344,6 +336,10 @@ class _Cutter:
             if all(o not in outputs and readers.get(o, set()) <= inside for o in eqn.outvars):
                 sunk.add(index)
         return sunk
+
+
+def _compares(eqn: _jaxpr.Eqn) -> bool:
+    return eqn.primitive.name in _COMPARISONS
 
 
 _NEEDS = {
