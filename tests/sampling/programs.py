@@ -61,8 +61,8 @@ class Program:
 def draw(seed: int, rows: int, gentle: bool = False, dtype: str = "float64") -> Program:
     """A random train step over so many rows, of floats of this dtype; the same seed gives the same one.
 
-    A gentle one has fewer couplings of rows and an optimizer that treats all elements alike: microbatches
-    and host updates refuse most others.
+    A gentle one has fewer couplings of rows and an optimizer that treats all elements alike: updates
+    on the host refuse most others.
     """
     d = Draw(np.random.default_rng([seed, rows]), rows, gentle=gentle, narrow=dtype)
     d.per_example = d.chance(0.08)

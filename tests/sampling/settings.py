@@ -39,10 +39,8 @@ class Setting:
 
     @property
     def refuses_much(self) -> bool:
-        """Whether most programs that couple rows, or elements of the update, are refused in it."""
-        return "accumulate" in self.options or isinstance(
-            self.options.get("offload"), jzero.HostCPU
-        )
+        """Whether most programs that couple elements of the update are refused in it."""
+        return isinstance(self.options.get("offload"), jzero.HostCPU)
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
