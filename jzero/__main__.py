@@ -1,6 +1,6 @@
 """`python -m jzero`: see `python -m jzero estimate --help`."""
 
-from jzero._cli import main
+from jzero.cli._main import main
 
 if __name__ == "__main__":
     main()

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero import _call
 from jzero._errors import describe_leaf
+from jzero.tracing import _call
 
 
 @dataclasses.dataclass(frozen=True)

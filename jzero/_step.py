@@ -13,19 +13,24 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero import _call, _host_memory, _identity, _jaxpr, _placing, _processes, _program
-from jzero._batch import Batch
 from jzero._errors import OptionError, StateError, message
-from jzero._host_array import HostArray
-from jzero._memories import HOST
-from jzero._options import MAX_GATHER_BYTES, Options, axis_tuple
-from jzero._padded import PaddedArray
-from jzero._program import Program
-from jzero._programs import Programs, placed_inputs
-from jzero._report import Report
-from jzero._setting import Setting, setting_of
+from jzero._memory_kinds import HOST
 from jzero.offload._policy import NO_OFFLOAD, HostCPU, Offload
-from jzero.sharding import _microbatch, _plan, _traffic
+from jzero.offload.memory import _available, _placing
+from jzero.offload.memory._host_array import HostArray
+from jzero.offload.memory._padded import PaddedArray
+from jzero.processes import _agreement
+from jzero.reports._describe import Report
+from jzero.segments import _identity, _program
+from jzero.segments._program import Program
+from jzero.segments._programs import Programs, placed_inputs
+from jzero.sharding.analysis import _traffic
+from jzero.sharding.plan import _plan
+from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
+from jzero.sharding.plan._setting import Setting, setting_of
+from jzero.sharding.run import _microbatches
+from jzero.tracing import _call, _jaxpr
+from jzero.tracing._batch import Batch
 
 WHO = _call.WHO
 
@@ -243,7 +248,7 @@ class ShardedTrainStep:
           StateError, BatchError, StepError: see the message; the state is left as it was.
           ProcessError: several processes are about to run different programs, or one does not come.
         """
-        _processes.check(WHO)
+        _agreement.check(WHO)
         call = self._signature.bind(args, kwargs)
         state = jax.tree.leaves(call.state)
         arrays = jax.tree.leaves(call.arrays)
@@ -287,7 +292,7 @@ class ShardedTrainStep:
             (each of several processes on one host counts for itself).
           ProcessError: several processes are about to make different states, or one does not come.
         """
-        _processes.check("init")
+        _agreement.check("init")
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         traced = _jaxpr.trace_here(lambda: init_fn(*args, **kwargs))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
@@ -316,7 +321,7 @@ class ShardedTrainStep:
           OptionError: the host has too little memory for its part of it; see `init`.
           ProcessError: it differs between processes, or one does not come.
         """
-        _processes.check("shard")
+        _agreement.check("shard")
         plans, shardings = self.leaf_plans(state, *args, **kwargs)
         leaves, tree = jax.tree.flatten(state)
         placed = self._place_state(state, leaves, plans, shardings)
@@ -346,7 +351,7 @@ class ShardedTrainStep:
         Raises:
           StateError: a step has consumed it, or it waits for gradients and this train_step has no `HostCPU`.
         """
-        _processes.check("flush")
+        _agreement.check("flush")
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(state, leaves, "flush")
         pending = next((x.pending for x in leaves if isinstance(x, HostArray) and x.pending), None)
@@ -357,7 +362,7 @@ class ShardedTrainStep:
                 "flush", "the state waits for gradients, and this train_step keeps none on the host",
                 "A step applies what it has computed.",
                 "Call flush of the train_step that returned the state."))  # fmt: skip
-        _processes.note("flush", self._setting().mesh)
+        _agreement.note("flush", self._setting().mesh)
         step = pending.step
         new = step.flush(self._place_state(state, leaves, step.leaves, step.shardings))
         return jax.tree.unflatten(tree, _placing.wrap(new, step.leaves))
@@ -367,14 +372,14 @@ class ShardedTrainStep:
 
         In arrays of its own: the next step consumes the state, and none of them.
         """
-        _processes.check("unshard")
+        _agreement.check("unshard")
         setting = self._setting()
         full = NamedSharding(setting.mesh, PartitionSpec())
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(state, leaves, "unshard")
         _placing.check_flushed("unshard", state, leaves)
         if not all(_placing.lies_right(x, full) for x in leaves):
-            _processes.confirm("unshard", mesh=setting.mesh)  # What it returns may be looked at.
+            _agreement.confirm("unshard", mesh=setting.mesh)  # What it returns may be looked at.
         plain = [jnp.asarray(x) if isinstance(x, PaddedArray | HostArray) else x for x in leaves]
         whole = _placing.place(
             plain, [full] * len(leaves), lambda: _call.leaf_paths(state, "state")
@@ -413,20 +418,20 @@ class ShardedTrainStep:
         num_bytes = _placing.host_bytes(places, leaves)
         if held or num_bytes:
             self._agree_on_state("shard", plans, num_bytes, lambda: {
-                "values": [f"{plans[i].path} {_processes.checksum(leaves[i])}" for i in held]
+                "values": [f"{plans[i].path} {_agreement.checksum(leaves[i])}" for i in held]
             })  # fmt: skip
         return _placing.place_state(leaves, places, held)
 
     def _agree_on_state(
         self, who: str, plans: Sequence[_plan.LeafPlan], num_bytes: int,
-        sections: Callable[[], _processes.Sections],
+        sections: Callable[[], _agreement.Sections],
     ) -> None:  # fmt: skip
         """Every process is about to make the same state, and each has `num_bytes` more for its part of it."""
-        setting, shortage = self._setting(), _host_memory.shortage(num_bytes)
-        _processes.agree(who, setting.mesh, lambda: {
+        setting, shortage = self._setting(), _available.shortage(num_bytes)
+        _agreement.agree(who, setting.mesh, lambda: {
             **_identity.of_state(setting, plans), "memory": [shortage or "enough"], **sections()
         })  # fmt: skip
-        _host_memory.check(who, shortage)
+        _available.check(who, shortage)
 
     def places(
         self, plans: Sequence[_plan.LeafPlan], shardings: Sequence[NamedSharding]
@@ -465,7 +470,7 @@ class ShardedTrainStep:
 
     def plan(self, *args: Any, **kwargs: Any) -> _plan.Plan:
         """The plan for `(state, *args)`: arrays or `ShapeDtypeStruct`s; nothing runs."""
-        _processes.check("plan")
+        _agreement.check("plan")
         return self._program_for(self._signature.bind(args, kwargs)).plan
 
     def describe(self, *args: Any, **kwargs: Any) -> Report:
@@ -473,7 +478,7 @@ class ShardedTrainStep:
 
         Arrays or `ShapeDtypeStruct`s; nothing runs, and with an abstract mesh no device is needed.
         """
-        _processes.check("describe")
+        _agreement.check("describe")
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
         jaxpr = jax.make_jaxpr(program.run)(*placed_inputs(call, program))
@@ -482,7 +487,7 @@ class ShardedTrainStep:
             program.plan,
             tuple(_traffic.collectives(jaxpr)),
             program.keys,
-            _traffic.carried_bytes(jaxpr, _microbatch.SCOPE),
+            _traffic.carried_bytes(jaxpr, _microbatches.SCOPE),
             program.step.crossings() if self._options.offloads else (),
             program.step.roads() if isinstance(offload, HostCPU) else "",
             program.movements,
@@ -492,7 +497,7 @@ class ShardedTrainStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
-        _processes.check("lower")
+        _agreement.check("lower")
         self._check_one_program("lowered")
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)

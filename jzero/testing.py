@@ -24,7 +24,7 @@ from jzero import _compare
 from jzero._compare import Tolerance as Tolerance
 from jzero._errors import MeshError, MismatchError, OptionError, message
 from jzero._step import ShardedTrainStep, shard_train_step
-from jzero.sharding._traffic import Collective
+from jzero.sharding.analysis._traffic import Collective
 
 SAME, COLLECTIVES = "assert_same_training", "assert_collectives"
 _SHOWN = 8  # leaves that a message names

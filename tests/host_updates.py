@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import optimizers
-from jzero.offload._host_update import HostUpdate
-from jzero.offload._memory import host_empty
+from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.memory._addresses import host_empty
 from optimizers import Entry
 
 

@@ -20,8 +20,9 @@ import numpy as np
 import optax
 
 import jzero
-from jzero import _host_memory, _processes
 from jzero.checkpoint import _chunks
+from jzero.offload.memory import _available
+from jzero.processes import _agreement
 
 # -- the same trajectory -------------------------------------------------------------------------
 
@@ -374,14 +375,14 @@ def check_parts(state, whole):
 
 
 def without_memory(folder, here, act):
-    before, root = _host_memory.ROOT, folder / f"root of {jax.process_index()}"
+    before, root = _available.ROOT, folder / f"root of {jax.process_index()}"
     (root / "proc").mkdir(parents=True, exist_ok=True)
     (root / "proc" / "meminfo").write_text("MemAvailable: 1 kB")
-    _host_memory.ROOT = root if here else before
+    _available.ROOT = root if here else before
     try:
         return act()
     finally:
-        _host_memory.ROOT = before
+        _available.ROOT = before
 
 
 # -- disagreements -------------------------------------------------------------------------------
@@ -482,11 +483,11 @@ def told(case):
 
 def absence(folder):
     """One process comes when the others have given up."""
-    before, _processes.PATIENCE_SECONDS = _processes.PATIENCE_SECONDS, 5.0
+    before, _agreement.PATIENCE_SECONDS = _agreement.PATIENCE_SECONDS, 5.0
     while is_odd_one() and len(list(folder.glob("*.gave_up"))) < jax.process_count() - 1:
         time.sleep(0.1)
     found = told(lambda: sharded()(W, X))
-    _processes.PATIENCE_SECONDS = before
+    _agreement.PATIENCE_SECONDS = before
     (folder / f"{jax.process_index()}.gave_up").touch()
     return found
 
@@ -555,7 +556,7 @@ def differ_unseen(folder):
         state = jax.block_until_ready(train_step(state, shapes[i % 2]))
     jax.block_until_ready(train_step(state, shapes[0 if is_odd_one() else 1]))
     began = time.monotonic()
-    saved = told(lambda: _processes.confirm("Checkpointer.save"))
+    saved = told(lambda: _agreement.confirm("Checkpointer.save"))
     seconds = time.monotonic() - began
     return {"saved": saved, "again": told(lambda: train_step(W, X)), "seconds": seconds}
 
@@ -581,20 +582,20 @@ def differ_and_unshard(folder):
 def costs(folder):
     """Microseconds of what every call does, of a change, and of a meeting."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    before = _processes.agree("costs", mesh, lambda: {"program": ["the same"]})
-    room = _processes._room_of(mesh)
+    before = _agreement.agree("costs", mesh, lambda: {"program": ["the same"]})
+    room = _agreement._room_of(mesh)
     assert room is not None
     room.log.meets_from = 10**9
     names = itertools.cycle("ab")
 
     def same():
-        _processes.check("costs")
-        _processes.goes_on(mesh, before.name)
+        _agreement.check("costs")
+        _agreement.goes_on(mesh, before.name)
 
-    acts = {"same": same, "change": lambda: _processes.goes_on(mesh, next(names))}
+    acts = {"same": same, "change": lambda: _agreement.goes_on(mesh, next(names))}
     found = {name: microseconds(act, 5000) for name, act in acts.items()}
-    found["meeting"] = microseconds(lambda: _processes.agree_again("costs", mesh, before), 100)
-    found["confirm"] = microseconds(lambda: _processes.confirm("costs"), 100)
+    found["meeting"] = microseconds(lambda: _agreement.agree_again("costs", mesh, before), 100)
+    found["confirm"] = microseconds(lambda: _agreement.confirm("costs"), 100)
     return found
 
 

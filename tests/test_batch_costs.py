@@ -17,10 +17,10 @@ import pytest
 from jax import lax
 
 import small
-from jzero import _jaxpr, _rewrite
-from jzero.batch import _localize
-from jzero.batch._rows import FULL, Form, even_rows
-from jzero.sharding import _traffic
+from jzero.sharding.analysis import _traffic
+from jzero.sharding.batch import _localize
+from jzero.sharding.batch._rows import FULL, Form, even_rows
+from jzero.tracing import _jaxpr, _rewrite
 
 DEVICES = (8, 512)
 

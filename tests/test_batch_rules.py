@@ -26,9 +26,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero import _jaxpr, _rewrite
-from jzero.batch import _localize, _rows
-from jzero.batch._rows import FULL, Rows
+from jzero.sharding.batch import _localize, _rows
+from jzero.sharding.batch._rows import FULL, Rows
+from jzero.tracing import _jaxpr, _rewrite
 
 DEVICES = 4
 # Sizes of the dims that hold rows. Dealt out, the devices have two blocks each, and all dims are of one size;

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jzero._call_log import FAILS, MEETS, RUNS, WAITS, CallLog, Copy, first_difference
+from jzero.processes._call_log import FAILS, MEETS, RUNS, WAITS, CallLog, Copy, first_difference
 
 
 def log_of(calls):

@@ -20,8 +20,8 @@ import optax
 import pytest
 
 import jzero
-from jzero._cli import main
 from jzero.checkpoint import _lock, _seal
+from jzero.cli._main import main
 from test_checkpoint_faults import assert_restored, new_state, restore, step_fn
 
 WRITER = """

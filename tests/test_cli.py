@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jzero
-from jzero._cli import main
+from jzero.cli._main import main
 
 SMALL = ("estimate", "--params", "7.5B", "--devices", "64")
 
@@ -145,7 +145,7 @@ def test_plot(tmp_path, flags):
 
 
 def test_plot_without_matplotlib():
-    code = "import sys; sys.modules['matplotlib'] = None; from jzero._cli import main; main()"
+    code = "import sys; sys.modules['matplotlib'] = None; from jzero.cli._main import main; main()"
     done = command(*SMALL, "--plot", "out.png", start=("-c", code))
     assert done.returncode == 2
     assert "matplotlib is not installed. " in done.stderr

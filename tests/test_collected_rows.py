@@ -12,7 +12,7 @@ import pytest
 
 import jzero
 import small
-from jzero.sharding import _frames, _products
+from jzero.sharding.analysis import _frames, _products
 
 ROWS, FEATURES, WIDTH, EMBED = 96, 12, 24, 16
 

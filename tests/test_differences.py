@@ -12,8 +12,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero import _jaxpr, _rewrite
-from jzero._differences import without_differences
+from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._differences import without_differences
 
 P = jnp.linspace(-2, 2, 12).reshape(4, 3).astype(jnp.bfloat16)
 N = P * jnp.asarray(1.01, jnp.bfloat16)

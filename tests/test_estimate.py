@@ -9,8 +9,8 @@ from jax.sharding import AbstractMesh
 import jzero
 import programs
 import small
-from jzero._presets import OPTIMIZERS, PRECISIONS
 from jzero._quantities import parse_bytes, parse_count, readable_count
+from jzero.reports._presets import OPTIMIZERS, PRECISIONS
 
 MODEL = programs.Model(remat=True)
 STATE = programs.abstract_state(MODEL)

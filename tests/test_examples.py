@@ -7,21 +7,13 @@ import pytest
 
 import gpu_compiler
 import jzero
-from jzero import (
-    _estimate,
-    _host_array,
-    _local,
-    _nnx,
-    _padded,
-    _precision,
-    _preflight,
-    _step,
-    _targets,
-    _whole,
-    testing,
-)
+from jzero import _step, testing
 from jzero.checkpoint import _checkpointer, _restore
 from jzero.offload import _policy
+from jzero.offload.memory import _host_array, _padded
+from jzero.preflight import _preflight, _targets
+from jzero.reports import _estimate
+from jzero.tracing import _keys, _local, _nnx, _precision
 
 MODULES = [
     _checkpointer,
@@ -36,7 +28,7 @@ MODULES = [
     _restore,
     _step,
     _targets,
-    _whole,
+    _keys,
     testing,
 ]
 

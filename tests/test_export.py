@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jzero
-from jzero._cli import main
 from jzero.checkpoint import _safetensors
+from jzero.cli._main import main
 
 ROWS = 257  # no number of devices divides them
 
@@ -215,7 +215,7 @@ def test_relative_paths(saved, tmp_path, monkeypatch):
 PEAK = """
     import sys
     import jax
-    from jzero._cli import main
+    from jzero.cli._main import main
 
     def peak():  # Of this process; what getrusage says began with its parent's.
         (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 import small
-from jzero import _host_memory, _placing
+from jzero.offload.memory import _available, _placing
 
 HOST, NONE, PINNED = jzero.HostCPU(), jzero.NoOffload(), jzero.PinnedHost(2**16)
 TX = optax.adam(1e-2, mu_dtype=jnp.bfloat16)
@@ -341,12 +341,12 @@ OTHER_GROUPS = "9:name=systemd:/\n3:cpuset:/\n"
 )  # fmt: skip
 def test_memory_that_is_left(files, found, tmp_path, monkeypatch):
     write(tmp_path, files)
-    monkeypatch.setattr(_host_memory, "ROOT", tmp_path)
-    assert _host_memory.available() == found
+    monkeypatch.setattr(_available, "ROOT", tmp_path)
+    assert _available.available() == found
 
 
 def test_memory_of_this_machine_is_found():
-    found = _host_memory.available()
+    found = _available.available()
     assert found is None or 2**20 < found < 2**60
 
 
@@ -363,7 +363,7 @@ def test_too_little_memory(tmp_path, monkeypatch):
     with jzero.Checkpointer(tmp_path / "saved", train_step) as checkpointer:
         checkpointer.save(1, placed)
     num_bytes = sum(buffer.nbytes for leaf in host_leaves(placed) for buffer in leaf.buffers)
-    monkeypatch.setattr(_host_memory, "ROOT", tmp_path)
+    monkeypatch.setattr(_available, "ROOT", tmp_path)
     write(tmp_path, {"proc/meminfo": f"MemAvailable: {num_bytes // 1024} kB"})
     short = num_bytes // 1024 * 1024
     assert short < num_bytes

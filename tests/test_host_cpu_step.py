@@ -17,9 +17,9 @@ import jzero
 import optimizers
 import small
 import test_optimizers
-from jzero import _host_engine, _host_memory, _hosted
-from jzero.offload import _bandwidth
-from jzero.sharding._layout import FULL
+from jzero.offload import _bandwidth, _host_engine, _hosted
+from jzero.offload.memory import _available
+from jzero.sharding.plan._layout import FULL
 from test_offload import BATCH, SHAPES, make_step, new_state
 from waiting import wait_until
 
@@ -603,7 +603,7 @@ def test_memory_for_what_is_on_its_way(monkeypatch, tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemAvailable: 1 kB\n")
     with monkeypatch.context() as patch:
-        patch.setattr(_host_memory, "ROOT", tmp_path)
+        patch.setattr(_available, "ROOT", tmp_path)
         says = r"needs \d+ bytes \([\d.]+ KiB\) of the host's memory for gradients and parameters on their"
         with pytest.raises(jzero.OptionError, match=says):
             train_step(state, BATCH)

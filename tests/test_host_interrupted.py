@@ -15,7 +15,7 @@ import pytest
 
 import jzero
 import small
-from jzero import _hosted
+from jzero.offload import _hosted
 from test_offload import BATCH
 
 pytest.importorskip("llvmlite")

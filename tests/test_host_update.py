@@ -18,11 +18,11 @@ from jax import lax
 
 import jzero
 from host_updates import call, on_host, problem, random, reference, ulps
-from jzero.offload._host_update import HostUpdate, processor
-from jzero.offload._kernel import LANES
-from jzero.offload._loops import BLOCK
-from jzero.offload._memory import host_empty
-from jzero.offload._roads import KEPT, KERNEL, XLA
+from jzero.offload.kernels._host_update import HostUpdate, processor
+from jzero.offload.kernels._kernel import LANES
+from jzero.offload.kernels._loops import BLOCK
+from jzero.offload.kernels._roads import KEPT, KERNEL, XLA
+from jzero.offload.memory._addresses import host_empty
 from optimizers import ENTRIES
 
 
@@ -436,7 +436,7 @@ def test_without_llvmlite():
     code = """if True:
         import sys, numpy as np
         sys.modules["llvmlite"] = None  # not installed
-        from jzero.offload._host_update import HostUpdate
+        from jzero.offload.kernels._host_update import HostUpdate
         HostUpdate(lambda state, _: ((state[0] * 2,), ()), (np.zeros(4, np.float32),), ())
     """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

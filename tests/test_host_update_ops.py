@@ -11,11 +11,11 @@ import pytest
 from jax import lax
 
 from host_updates import call, on_host, ulps
-from jzero.offload._host_update import HostUpdate
-from jzero.offload._kernel import LANES
-from jzero.offload._ops import OPS
-from jzero.offload._roads import KERNEL
-from jzero.offload._writer import TYPES
+from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.kernels._kernel import LANES
+from jzero.offload.kernels._ops import OPS
+from jzero.offload.kernels._roads import KERNEL
+from jzero.offload.kernels._writer import TYPES
 
 FLOATS = ("float32", "bfloat16", "float16")
 INTS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")

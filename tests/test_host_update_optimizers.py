@@ -9,8 +9,8 @@ import pytest
 
 import host_updates
 from host_updates import Problem, problem
-from jzero.offload._host_update import HostUpdate
-from jzero.offload._roads import XLA
+from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.kernels._roads import XLA
 from optimizers import ENTRIES
 
 # Some of optax's optimizers are deprecated, some call what is.

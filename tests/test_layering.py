@@ -1,150 +1,53 @@
-"""Imports within jzero go down only, and one file alone knows JAX's internals."""
+"""Rooms: the packages of jzero import downward only, and one file alone knows JAX's internals."""
 
 import ast
+import graphlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 
-# From the bottom up. A file imports from the layers below its own.
-LAYERS = (
-    ("_errors", "_in_turn", "_memories", "_padded", "_presets", "_quantities"),
-    (
-        "_jaxpr",
-        "_call_log",
-        "_unlike",
-        "batch/_rows",
-        "sharding/_layout",
-        "sharding/_min_cut",
-        "offload/_policy",
-        "offload/_pinned",
-        "_targets",
-        "_host_memory",
-        "checkpoint/_chunks",
-        "checkpoint/_files",
-        "checkpoint/_json",
-        "checkpoint/_match",
-        "checkpoint/_orbax",
-        "offload/_writer",
-        "offload/_machine",
-        "offload/_loops",
-        "offload/_memory",
-    ),
-    (
-        "sharding/_collectives",
-        "sharding/_queue",
-        "sharding/_rules",
-        "sharding/_traffic",
-        "_call",
-        "_rewrite",
-        "_local",
-        "_precision",
-        "_schedule",
-        "_forks",
-        "_watch",
-        "_host_array",
-        "checkpoint/_iterators",
-        "checkpoint/_lock",
-        "checkpoint/_private",
-        "checkpoint/_safetensors",
-        "checkpoint/_seal",
-        "checkpoint/_together",
-        "offload/_ops",
-    ),
-    ("checkpoint/_ocdbt", "checkpoint/_reading", "batch/_writer"),
-    ("checkpoint/_fragments",),
-    ("checkpoint/_writing",),
-    (
-        "_differences",
-        "_processes",
-        "batch/_body",
-        "batch/_factors",
-        "sharding/_values",
-        "sharding/_frames",
-        "sharding/_pipeline",
-        "checkpoint/_handlers",
-        "checkpoint/_savable",
-        "checkpoint/_steps",
-        "offload/_roads",
-    ),
-    (
-        "sharding/_links",
-        "sharding/_needs",
-        "sharding/_kinds",
-        "sharding/_products",
-        "sharding/_crossing",
-        "_whole",
-        "_tables",
-        "batch/_cheapest",
-        "batch/_cudnn",
-        "batch/_pallas",
-        "_compare",
-        "_batch",
-        "checkpoint/_saver",
-        "checkpoint/_stored",
-        "offload/_kernel",
-    ),
-    ("batch/_equations",),
-    (
-        "sharding/_plan",
-        "sharding/_interpret",
-        "sharding/_kept",
-        "sharding/_pieces",
-        "batch/_along",
-        "batch/_control",
-        "batch/_effects",
-        "batch/_opaque",
-        "batch/_ranks",
-        "batch/_sums",
-        "_nnx",
-        "checkpoint/_stream",
-        "offload/_host_update",
-    ),
-    ("sharding/_cut", "sharding/_elementwise", "offload/_bandwidth", "batch/_lookups"),
-    ("batch/_localize",),
-    ("_trace",),
-    (
-        "sharding/_ordinary",
-        "sharding/_control",
-        "sharding/_microbatch",
-        "_options",
-        "_outputs",
-        "_placing",
-    ),
-    ("_setting", "_formulas"),
-    ("_run", "_report", "_tiers", "_local_step"),
-    ("_parts",),
-    ("_slices", "_host_part"),
-    ("_offloaded", "_host_engine"),
-    ("_hosted",),
-    ("_program",),
-    ("_identity",),
-    ("_programs",),
-    ("_step", "_estimate"),
-    (
-        "_preflight",
-        "checkpoint/_restore",
-        "checkpoint/_export",
-        "checkpoint/_import",
-        "checkpoint/_inspect",
-    ),
-    ("checkpoint/_checkpointer", "checkpoint/_commands"),
-    ("__init__", "_plot", "testing"),
-    ("_cli",),
+# From the bottom up. A room is a package's own files, or a file of jzero itself, and imports from rooms on
+# floors below its own. Within a room files import each other in any order but a circle.
+FLOORS = (
+    ("_errors", "_in_turn", "_memory_kinds", "_quantities"),
+    ("tracing",),
+    ("processes", "sharding/analysis", "_compare"),
+    ("sharding/batch", "sharding/cut"),
+    ("sharding/plan",),
+    ("sharding/run", "reports", "offload/memory"),
+    ("segments", "offload/kernels"),
+    ("offload",),
+    ("_step",),
+    ("preflight", "checkpoint", "testing"),
+    ("__init__",),
+    ("cli",),
     ("__main__",),
 )
-LEVEL = {file: level for level, files in enumerate(LAYERS) for file in files}
-# (importer, imported) within one layer.
-SAME_LAYER: frozenset[tuple[str, str]] = frozenset()
-# Neither imports the other: what crosses between them is a function.
-STRANGERS = ("sharding", "offload")
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# Arrows that still point upward, (room, imported file): none may be added.
+UPWARD = frozenset(
+    {
+        ("sharding/plan", "offload/_policy"),
+        ("reports", "offload/_policy"),
+        ("segments", "offload/_policy"),
+        ("segments", "offload/_hosted"),
+        ("segments", "offload/_offloaded"),
+        ("segments", "offload/_slices"),
+        ("segments", "offload/_tiers"),
+    }
+)
 INTERNALS = ("jax._src", "jax.extend", "jax.interpreters")
-MAY_USE_INTERNALS = "_jaxpr"
+MAY_USE_INTERNALS = "tracing/_jaxpr"
 DEPENDENTS = ("tests", "experiments")
 # What few users need is imported in one file alone.
-FOR_ONE_FILE = {"rich": "_cli", "matplotlib": "_plot", "llvmlite": "offload/_machine"}
+FOR_ONE_FILE = {
+    "rich": "cli/_main",
+    "matplotlib": "cli/_plot",
+    "llvmlite": "offload/kernels/_machine",
+}
 
 
 def files_of(package: pathlib.Path) -> dict[str, str]:
@@ -178,7 +81,7 @@ def dotted(node: ast.expr) -> str | None:
     return None
 
 
-def file_of(name: str, files: dict[str, str]) -> str | None:
+def file_of(name: str, files: Mapping[str, str]) -> str | None:
     """The file of jzero that an absolute dotted name lies in; None for a name outside jzero."""
     parts = name.split(".")
     if parts[0] != "jzero":
@@ -197,21 +100,35 @@ def is_within(name: str, module: str) -> bool:
 
 
 def is_empty_init(file: str, source: str) -> bool:
-    """A subpackage's `__init__` that imports nothing has no layer."""
+    """A subpackage's `__init__` that imports nothing is in no room."""
     return file.endswith("/__init__") and not list(imported_names(file, source))
 
 
-def broken_rules(file: str, source: str, files: dict[str, str]) -> list[str]:
+def room_of(file: str) -> str:
+    """`sharding/plan` of `sharding/plan/_layout`; a file of jzero itself is a room of its own."""
+    return file.rpartition("/")[0] or file
+
+
+def imported_files(file: str, files: Mapping[str, str]) -> set[str]:
+    """The files of jzero that a file imports, itself and empty packages left out."""
+    names = set(imported_names(file, files[file]))
+    targets = {target for name in names if (target := file_of(name, files))} - {file}
+    return {target for target in targets if not is_empty_init(target, files.get(target, ""))}
+
+
+def broken_rules(file: str, files: Mapping[str, str]) -> list[str]:
     """One sentence for each rule that a file breaks; `files` are all files of the package."""
-    if is_empty_init(file, source):
+    if is_empty_init(file, files[file]):
         return []
-    if file not in LEVEL:
-        return [f"{file} is in no layer: add it to LAYERS"]
-    names = sorted(set(imported_names(file, source)))
-    imported = {target for name in names if (target := file_of(name, files))}
-    imported = {t for t in imported if not is_empty_init(t, files.get(t, ""))}
+    if room_of(file) not in FLOOR:
+        return [f"{file} is in no room: add {room_of(file)} to FLOORS"]
+    names = sorted(set(imported_names(file, files[file])))
     return [
-        *(broken for target in sorted(imported) if (broken := broken_order(file, target))),
+        *(
+            broken
+            for target in sorted(imported_files(file, files))
+            if (broken := broken_order(file, target))
+        ),
         *(
             f"{file} uses {name}: only {MAY_USE_INTERNALS} may"
             for name in names
@@ -231,15 +148,23 @@ def broken_rules(file: str, source: str, files: dict[str, str]) -> list[str]:
 
 
 def broken_order(file: str, target: str) -> str | None:
-    if {file.split("/")[0], target.split("/")[0]} == set(STRANGERS):
-        return f"{file} imports {target}: {' and '.join(STRANGERS)} never import each other"
-    if target not in LEVEL:
-        return f"{file} imports {target}, which is in no layer"
-    if LEVEL[target] > LEVEL[file]:
-        return f"{file} imports {target}, which is above it"
-    if LEVEL[target] == LEVEL[file] and (file, target) not in SAME_LAYER:
-        return f"{file} imports {target}, which is in its own layer"
-    return None
+    room, other = room_of(file), room_of(target)
+    if other not in FLOOR:
+        return f"{file} imports {target}, which is in no room"
+    if room == other or (room, target) in UPWARD or FLOOR[other] < FLOOR[room]:
+        return None
+    where = "is above it" if FLOOR[other] > FLOOR[room] else "is on its own floor"
+    return f"{file} imports {target}, which {where}"
+
+
+def circle(files: Mapping[str, str]) -> list[str]:
+    """Files that import each other in a circle; none if there is no such."""
+    try:
+        graphlib.TopologicalSorter({f: imported_files(f, files) for f in files}).prepare()
+    except graphlib.CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
 
 
 FILES = files_of(PACKAGE)
@@ -247,56 +172,67 @@ FILES = files_of(PACKAGE)
 
 @pytest.mark.parametrize("file", FILES)
 def test_file_keeps_the_rules(file: str):
-    assert broken_rules(file, FILES[file], FILES) == []
+    assert broken_rules(file, FILES) == []
 
 
-def test_layers_name_existing_files():
-    assert set(LEVEL) <= set(FILES)
+def test_no_files_import_each_other_in_a_circle():
+    assert circle(FILES) == []
+
+
+def test_floors_name_existing_rooms():
+    assert set(FLOOR) <= set(map(room_of, FILES))
+
+
+def test_what_points_upward_still_does():
+    arrows = {(room_of(file), target) for file in FILES for target in imported_files(file, FILES)}
+    assert set(UPWARD) <= arrows
 
 
 # The checks above can fail: each rule, broken by a planted import.
-LISTED = dict.fromkeys(LEVEL, "")
-
-
 @pytest.mark.parametrize(
     ("file", "source", "expected"),
     [
         ("_errors", "from jzero._step import shard_train_step", "_step, which is above it"),
         ("_errors", "def f():\n    import jzero._step", "_step, which is above it"),
         ("_errors", "if TYPE_CHECKING:\n    from jzero import _step", "_step, which is above it"),
-        ("sharding/_layout", "from jzero.sharding import _plan", "_plan, which is above it"),
-        ("sharding/_layout", "from . import _plan", "_plan, which is above it"),
-        ("sharding/_layout", "from ._plan import Plan", "_plan, which is above it"),
-        ("sharding/_layout", "from .. import _step", "_step, which is above it"),
-        ("sharding/_layout", "from .._step import x", "_step, which is above it"),
+        ("tracing/_call", "from jzero.sharding.plan import _plan", "_plan, which is above it"),
+        ("tracing/_call", "from ..sharding.plan._plan import Plan", "_plan, which is above it"),
+        ("tracing/_call", "from .. import _step", "_step, which is above it"),
+        ("tracing/_call", "from .._step import x", "_step, which is above it"),
         ("_step", "import jzero", "__init__, which is above it"),
         ("_step", "from jzero import grad", "__init__, which is above it"),
-        ("_jaxpr", "from jzero.sharding._layout import FULL", "in its own layer"),
-        ("_step", "from jax._src import core", "_step uses jax._src.core: only _jaxpr may"),
-        ("_step", "import jax._src.core as core", "_step uses jax._src.core: only _jaxpr may"),
-        ("_step", "from jax import extend", "_step uses jax.extend: only _jaxpr may"),
-        ("_step", "from jax.interpreters import ad", "only _jaxpr may"),
+        ("sharding/cut/_kept", "from jzero.sharding.batch import _rows", "is on its own floor"),
+        ("sharding/cut/_kept", "from ..batch._rows import x", "is on its own floor"),
+        (
+            "sharding/plan/_plan",
+            "from jzero.offload._pinned import x",
+            "_pinned, which is above it",
+        ),
+        ("_step", "from jax._src import core", "jax._src.core: only tracing/_jaxpr may"),
+        ("_step", "import jax._src.core as core", "jax._src.core: only tracing/_jaxpr may"),
+        ("_step", "from jax import extend", "_step uses jax.extend: only tracing/_jaxpr may"),
+        ("_step", "from jax.interpreters import ad", "only tracing/_jaxpr may"),
         ("_step", "import jax\njax.interpreters.ad", "_step uses jax.interpreters"),
         ("_step", "import tests.zoo", "tests.zoo, which depends on jzero"),
         ("_step", "from experiments import x", "experiments.x, which depends on jzero"),
-        ("_step", "def f():\n    import matplotlib.figure", "only _plot may"),
-        ("_report", "from rich.table import Table", "only _cli may"),
-        ("sharding/_new", "import math", "sharding/_new is in no layer"),
-        ("sharding/__init__", "import math", "sharding/__init__ is in no layer"),
-        ("_step", "from jzero.sharding import _new", "_new, which is in no layer"),
-        ("sharding/_plan", "from jzero.offload import _nvme", "never import each other"),
-        ("sharding/_plan", "from ..offload._nvme import x", "never import each other"),
+        ("_step", "def f():\n    import matplotlib.figure", "only cli/_plot may"),
+        ("reports/_describe", "from rich.table import Table", "only cli/_main may"),
+        ("attic/_new", "import math", "attic/_new is in no room"),
+        ("attic/__init__", "import math", "attic/__init__ is in no room"),
+        ("_step", "from jzero.attic import _new", "_new, which is in no room"),
     ],
 )
 def test_planted_import_is_found(file: str, source: str, expected: str):
-    files = {
-        **FILES,
-        "sharding/_new": "",
-        "offload/__init__": "",
-        "offload/_nvme": "",
-        file: source,
+    files = {**FILES, "attic/_new": "", file: source}
+    assert any(expected in broken for broken in broken_rules(file, files))
+
+
+def test_planted_circle_is_found():
+    files = FILES | {
+        "tracing/_call": "from ._rewrite import x",
+        "tracing/_rewrite": "from . import _call",
     }
-    assert any(expected in broken for broken in broken_rules(file, source, files))
+    assert set(circle(files)) == {"tracing/_call", "tracing/_rewrite"}
 
 
 @pytest.mark.parametrize(
@@ -304,13 +240,13 @@ def test_planted_import_is_found(file: str, source: str, expected: str):
     [
         (
             "_step",
-            "import jax\nfrom jzero._errors import message\nfrom jzero.sharding import _plan",
+            "import jax\nfrom jzero._errors import message\nfrom jzero.sharding.plan import _plan",
         ),
-        ("_step", "from jzero.sharding._plan import Plan"),
-        ("_jaxpr", "from jax._src import core\nfrom jax.interpreters import ad"),
-        ("sharding/_plan", "from . import _layout\nfrom .. import _errors"),
+        ("_step", "from jzero.sharding.plan._plan import Plan"),
+        ("tracing/_jaxpr", "from jax._src import core\nfrom jax.interpreters import ad"),
+        ("sharding/plan/_plan", "from . import _layout\nfrom ... import _errors"),
         ("sharding/__init__", '"""What it holds."""'),
     ],
 )
 def test_allowed_import_passes(file: str, source: str):
-    assert broken_rules(file, source, {**LISTED, file: source}) == []
+    assert broken_rules(file, {**FILES, file: source}) == []

@@ -11,7 +11,7 @@ import pytest
 import jzero
 import programs
 import small
-from jzero.sharding import _values
+from jzero.sharding.run import _values
 from jzero.testing import assert_same_training
 
 

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero import _program
+from jzero.segments import _program
 
 W = jnp.ones((8, 8))
 X = jnp.ones((16, 8))

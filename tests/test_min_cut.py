@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jzero.sharding._min_cut import MinCut, min_cut
+from jzero.sharding.cut._min_cut import MinCut, min_cut
 
 
 def reachable(starts, edges, removed=()):

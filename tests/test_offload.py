@@ -17,8 +17,7 @@ import parity
 import small
 import test_optimizers
 import zoo
-from jzero import _offloaded
-from jzero.offload import _pinned
+from jzero.offload import _offloaded, _pinned
 from optimizers import ENTRIES
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")

@@ -10,9 +10,9 @@ import pytest
 
 import programs
 import small
-from jzero import _jaxpr
-from jzero.sharding import _collectives, _queue
+from jzero.sharding.run import _collectives, _queue
 from jzero.testing import assert_same_training
+from jzero.tracing import _jaxpr
 
 KERNEL = 4 * programs.WIDTH * programs.HIDDEN  # bytes of one of a layer's two matrices
 NOTHING, EVERYTHING = 0, 2**28

@@ -12,8 +12,10 @@ from jax.sharding import AbstractMesh
 import programs
 import small
 import zoo
-from jzero import _jaxpr, _programs
-from jzero.sharding import _interpret, _layout, _queue
+from jzero.segments import _programs
+from jzero.sharding.plan import _layout
+from jzero.sharding.run import _interpret, _queue
+from jzero.tracing import _jaxpr
 
 TIED = programs.VOCAB * programs.WIDTH  # elements of the table that looks up and makes logits
 

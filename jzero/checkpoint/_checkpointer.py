@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from jzero import _placing, _processes
 from jzero._errors import CheckpointError, JzeroError, OptionError, message
 from jzero._step import ShardedTrainStep
 from jzero.checkpoint import _files, _iterators, _seal, _steps, _stored
@@ -25,7 +24,9 @@ from jzero.checkpoint._savable import check_savable, described
 from jzero.checkpoint._saver import WHO as _SAVE
 from jzero.checkpoint._saver import Saver, check_is_last
 from jzero.checkpoint._together import Round
-from jzero.sharding._plan import OTHER
+from jzero.offload.memory import _placing
+from jzero.processes import _agreement
+from jzero.sharding.plan._plan import OTHER
 
 
 class _Sigterm:
@@ -179,7 +180,7 @@ class Checkpointer:
         Raises:
           CheckpointError: there is a later step, or writing failed in the background.
         """
-        _processes.check(_SAVE)
+        _agreement.check(_SAVE)
         self._raise_failure()
         step = _step_number(_SAVE, step)
         if step in (self._saver.step, self._restored):
@@ -216,7 +217,7 @@ class Checkpointer:
         who = "Checkpointer.restore"
         with self._one_at_a_time:
             self.wait()
-            _processes.confirm(who)
+            _agreement.confirm(who)
             if step is None:  # The same in all processes, whatever each of them sees.
                 step = Round(who).lead("step", self.latest_step)
             path = self._whole(who, step)
@@ -306,7 +307,7 @@ class Checkpointer:
         except Exception as error:
             failure = error
         try:
-            _processes.confirm(_SAVE, lambda: {
+            _agreement.confirm(_SAVE, lambda: {
                 "step": [str(step)],
                 "outcome": ["ready" if failure is None else f"{type(failure).__name__}: {failure}"],
                 "data iterator": ["none" if data_iterator is None else "one"],

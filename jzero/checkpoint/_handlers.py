@@ -13,11 +13,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
 
-from jzero._host_array import HostArray
-from jzero._padded import PaddedArray
 from jzero.checkpoint import _reading
 from jzero.checkpoint._seal import StoredLeaf
 from jzero.checkpoint._writing import Leaf, Writing, start_copies
+from jzero.offload.memory._host_array import HostArray
+from jzero.offload.memory._padded import PaddedArray
 
 
 class Handler(type_handlers.TypeHandler):

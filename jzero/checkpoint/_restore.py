@@ -9,14 +9,16 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jzero import _call, _host_memory, _placing, _processes
 from jzero._errors import OptionError, message
 from jzero._in_turn import groups
-from jzero._placing import Place
 from jzero._step import ShardedTrainStep
 from jzero.checkpoint import _stored
 from jzero.checkpoint._match import Leaf, Source, leaf_names, match
-from jzero.sharding._plan import LeafPlan
+from jzero.offload.memory import _available, _placing
+from jzero.offload.memory._placing import Place
+from jzero.processes import _agreement
+from jzero.sharding.plan._plan import LeafPlan
+from jzero.tracing import _call
 
 _AT_ONCE = 2**27  # bytes that may be read at the same time, however small the leaves are
 _TO_HOST = (
@@ -74,15 +76,15 @@ def restore_for(
     args: Sequence[Any], kwargs: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     """`restore`, for the caller that messages name."""
-    _processes.check(who)
+    _agreement.check(who)
     if not isinstance(train_step, ShardedTrainStep):
         raise OptionError(message(
             who, f"train_step is a {type(train_step).__name__}", "It decides where each leaf goes.",
             "Pass what jzero.shard_train_step returned."))  # fmt: skip
     mesh = train_step.current_mesh
-    with _processes.alike(who, mesh, lambda: {"checkpoint": task.identity()}):
+    with _agreement.alike(who, mesh, lambda: {"checkpoint": task.identity()}):
         task = _Task(who, path, train_step, state, args, kwargs)
-    with _processes.alike(who, mesh, lambda: {"call": [f"{who}, done"]}):
+    with _agreement.alike(who, mesh, lambda: {"call": [f"{who}, done"]}):
         restored = task.run()
     return restored
 
@@ -104,7 +106,7 @@ class _Task:
         self._sources = match(who, wanted, self._stored.leaves, str(self._stored.directory))
         places = train_step.places(self._plans, shardings)
         self._places = dict(zip(names, places, strict=True))
-        _host_memory.check(who, _host_memory.shortage(_placing.host_bytes(places)))
+        _available.check(who, _available.shortage(_placing.host_bytes(places)))
 
     def identity(self) -> list[str]:
         """What must be the same in all processes."""

@@ -11,9 +11,9 @@ import numpy as np
 import tensorstore
 
 from jzero._errors import StateError, describe_leaf, message
-from jzero._host_array import HostArray
-from jzero._padded import PaddedArray
 from jzero.checkpoint._match import leaf_names
+from jzero.offload.memory._host_array import HostArray
+from jzero.offload.memory._padded import PaddedArray
 
 _ARRAYS = (jax.Array, PaddedArray, HostArray, np.ndarray)
 _NUMBERS = (int, float, complex, np.number, np.bool_)

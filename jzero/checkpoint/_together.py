@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from jzero import _jaxpr
 from jzero._errors import CheckpointError, message
+from jzero.tracing import _jaxpr
 
 _SLICE = 2_000  # milliseconds to wait at a time; then Ctrl-C is heard
 _rounds = itertools.count()

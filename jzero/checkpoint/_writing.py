@@ -11,13 +11,13 @@ import tensorstore
 from orbax.checkpoint import type_handlers
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals as CommitFuture
 
-from jzero._host_array import HostArray
 from jzero._in_turn import groups
-from jzero._padded import PaddedArray
 from jzero.checkpoint import _ocdbt, _reading
 from jzero.checkpoint._chunks import chunk_shape
 from jzero.checkpoint._fragments import Fragments
 from jzero.checkpoint._seal import StoredLeaf
+from jzero.offload.memory._host_array import HostArray
+from jzero.offload.memory._padded import PaddedArray
 
 Array: TypeAlias = jax.Array | PaddedArray | HostArray
 Box: TypeAlias = tuple[slice, ...]

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jzero._memories import PINNED
-from jzero.offload._host_update import HostUpdate
-from jzero.offload._memory import host_empty
+from jzero._memory_kinds import PINNED
+from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.memory._addresses import host_empty
 
 # Elements of each array: far more than caches hold, and a fraction of a second in all.
 _SIZE = 2**24

@@ -7,7 +7,7 @@ import operator
 from typing import Any, ClassVar
 
 from jzero._errors import OptionError, message
-from jzero._memories import DEVICE, HOST, PINNED
+from jzero._memory_kinds import DEVICE, HOST, PINNED
 
 _DELAY_AFTER = 40  # ZeRO-Offload, section 5.2
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 import jzero
-from jzero._cli import main
+from jzero.cli._main import main
 
 from ._library import Fault, armed, disarm, note
 

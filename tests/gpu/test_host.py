@@ -8,9 +8,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from host_updates import call, on_host, problem, random, reference, ulps
-from jzero._host_engine import _pinned, _view
-from jzero.offload import _bandwidth, _memory
-from jzero.offload._host_update import HostUpdate
+from jzero.offload import _bandwidth
+from jzero.offload._host_engine import _pinned, _view
+from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.memory import _addresses
 from optimizers import ENTRIES
 
 
@@ -39,7 +40,7 @@ def test_gradients_are_read_where_they_were_pinned():
     program = jax.jit(lambda x: jax.device_put(x + 1, place), out_shardings=place)
     x = jax.block_until_ready(program(jnp.ones((64, 64), jnp.bfloat16))).addressable_data(0)
     assert x.sharding.memory_kind == "pinned_host"
-    (here,) = _memory.on_host([x])
+    (here,) = _addresses.on_host([x])
     assert here is x
     np.testing.assert_array_equal(_view(x), np.full((64, 64), 2, jnp.bfloat16))
 

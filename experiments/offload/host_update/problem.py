@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jzero.offload._memory import host_empty
+from jzero.offload.memory._addresses import host_empty
 
 # Moments beside the parameter.
 MOMENTS = {"AdamW": 2, "Lion": 1, "SGD + momentum": 1, "RMSProp": 1}

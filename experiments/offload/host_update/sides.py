@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import torch
 
-from jzero.offload._host_update import HostUpdate
+from jzero.offload.kernels._host_update import HostUpdate
 from problem import RATE, Config, Memory, update_of
 
 HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ DEVICES, KERNELS, SEND, TO_DEVICE, TO_HOST, WAIT = (
     "copies to the host",
     "host waits for gradients",
 )
-ANNOTATIONS = {  # as jzero/_host_engine.py and jzero/offload/_loops.py name them
+ANNOTATIONS = {  # as jzero/offload/_host_engine.py and jzero/offload/kernels/_loops.py name them
     STEP: STEP,
     "jzero: wait for gradients": WAIT,
     "jzero: update": KERNELS,

@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh
 from matplotlib import pyplot
 
 import jzero
-from jzero import _hosted, _offloaded
+from jzero.offload import _hosted, _offloaded
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "train_lm"))

@@ -1,0 +1,138 @@
+"""`python -m jzero inspect`, `export`, `import` and `unlock`: their flags, and what they show."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jzero._errors import CheckpointError
+from jzero._quantities import readable_bytes
+from jzero.checkpoint import _export, _files, _import, _inspect, _lock, _reading, _stored
+from jzero.checkpoint._inspect import Inspection, Verified
+from jzero.reports._tables import Table
+
+Shown = Iterator[str | Table]
+_CHECKPOINT = "a checkpoint of Orbax, or a directory of steps (the latest)"
+
+
+def add(commands: Any) -> dict[str, Callable[..., Shown]]:
+    """Adds four commands to a parser; what runs each, with its flags as arguments."""
+    _add_inspect(commands.add_parser(
+        "inspect", allow_abbrev=False, help="what is in a checkpoint, and whether it is whole",
+        description="The leaves of a checkpoint, and their totals."))  # fmt: skip
+    _add_export(commands.add_parser(
+        "export", allow_abbrev=False, help="the parameters of a checkpoint, as safetensors",
+        description="Writes the parameters of a checkpoint to safetensors files. Tensors have the names of "
+        "leaves with . for /, without params. if all have it. In another dtype, values come from the "
+        "masters of jzero.master_weights where there are some."))  # fmt: skip
+    _add_import(commands.add_parser(
+        "import", allow_abbrev=False, help="safetensors as a checkpoint",
+        description="Writes the tensors of safetensors files as a checkpoint of Orbax: a.b becomes the leaf "
+        "params/a/b."))  # fmt: skip
+    _add_unlock(commands.add_parser(
+        "unlock", allow_abbrev=False, help="let another process save steps in a directory",
+        description="Ends the right of a process that is dead to save steps in a directory."))  # fmt: skip
+    return {
+        "inspect": _show, "export": _write_files, "import": _write_checkpoint, "unlock": _unlock
+    }  # fmt: skip
+
+
+def _add_inspect(command: argparse.ArgumentParser) -> None:
+    command.add_argument("checkpoint", help=_CHECKPOINT)
+    command.add_argument(
+        "--verify", action="store_true", help="read all of it: exit status 1 if damaged"
+    )
+    command.add_argument("--json", action="store_true", help="numbers instead of tables")
+
+
+def _add_export(command: argparse.ArgumentParser) -> None:
+    command.add_argument("checkpoint", help=_CHECKPOINT)
+    command.add_argument(
+        "out", help="out.safetensors; if it takes several files, also the index's name"
+    )
+    command.add_argument("--dtype", choices=_export.FLOATS, help="of floats; by default their own")
+    command.add_argument("--select", metavar="REGEX", help="leaves in whose names it is found")
+    command.add_argument("--max-file-size", default="5GB", metavar="SIZE", help="5GB by default")
+    command.add_argument("--overwrite", action="store_true", help="replace an older export")
+
+
+def _add_import(command: argparse.ArgumentParser) -> None:
+    command.add_argument("source", help="a file in.safetensors, or in.safetensors.index.json")
+    command.add_argument("checkpoint", help="a new directory")
+    command.add_argument(
+        "--prefix", default="params", help="what leaves are below: params by default, or ''"
+    )
+
+
+def _add_unlock(command: argparse.ArgumentParser) -> None:
+    command.add_argument("directory", help="a directory of steps")
+
+
+def _show(checkpoint: str, verify: bool, json: bool) -> Shown:
+    found, stored = _inspect.inspect(checkpoint)
+    verified = _inspect.verify(stored) if verify else None
+    yield from [_as_json(found, verified)] if json else _as_tables(found, verified)
+    if verified is not None and verified.damaged:
+        error = _reading.LeafErrors(verified.damaged)
+        raise CheckpointError(_stored.damaged(_inspect.WHO, stored.directory, error))
+
+
+def _as_json(found: Inspection, verified: Verified | None) -> str:
+    leaves = [leaf._asdict() for leaf in found.leaves]
+    report = {**found._asdict(), "leaves": leaves, "totals": found.totals()}
+    if verified is not None:
+        damaged = {name: str(error) for name, error in verified.damaged.items()}
+        report["verified"] = {**verified._asdict(), "damaged": damaged}
+    return json.dumps(report, indent=2)
+
+
+def _as_tables(found: Inspection, verified: Verified | None) -> Shown:
+    yield found.directory
+    if found.steps:
+        yield f"The latest of the steps {', '.join(map(str, found.steps))}."
+    data = "with a data iterator" if found.has_data_iterator else "without a data iterator"
+    yield f"Written {found.written or 'at an unknown time'} by {found.writer or 'unknown'}, {data}."
+    rows = [
+        (leaf.name, leaf.role or "", leaf.dtype, *map(_dims, (leaf.shape, leaf.chunk_shape)),
+         readable_bytes(leaf.nbytes)) for leaf in found.leaves
+    ]  # fmt: skip
+    yield Table(("leaf", "role", "dtype", "shape", "chunks of", "bytes"), rows)
+    totals = [
+        (row["role"] or "", row["dtype"], f"{row['leaves']:,}", f"{row['elements']:,}",
+         readable_bytes(row["nbytes"])) for row in found.totals()
+    ]  # fmt: skip
+    yield Table(("role", "dtype", "leaves", "elements", "bytes"), totals)
+    if verified is not None:
+        yield from _as_lines(found, verified)
+
+
+def _as_lines(found: Inspection, verified: Verified) -> Iterator[str]:
+    num = len(found.leaves)
+    damaged = sum(leaf.name in verified.damaged for leaf in found.leaves)
+    yield f"Every chunk was read: {num - damaged} of {num} leaves are whole."
+    if not verified.sealed:
+        yield "It has no seal: a flipped bit in what describes its leaves may go unseen."
+    if verified.unchecked:
+        yield (f"{len(verified.unchecked)} leaves have no checksums, as Orbax alone writes them: "
+               "a flipped bit in them may go unseen.")  # fmt: skip
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return ",".join(map(str, shape)) or "scalar"
+
+
+def _write_files(checkpoint: str, out: str, **options: Any) -> Shown:
+    for file in _export.export(checkpoint, out, **options):
+        yield f"{file}: {readable_bytes(file.stat().st_size)}"
+
+
+def _write_checkpoint(source: str, checkpoint: str, prefix: str) -> Shown:
+    num = _import.import_(source, checkpoint, prefix=prefix)
+    yield f"{checkpoint}: {num} leaves"
+
+
+def _unlock(directory: str) -> Shown:
+    owner = _lock.unlock("unlock", _files.local("unlock", directory))
+    yield f"{directory}: {owner} may no longer write in it"

@@ -1,0 +1,186 @@
+"""`HostEngine`: runs a `HostPart` on the host's processors, and sends what it makes to the devices."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from jzero._memory_kinds import PINNED
+from jzero.offload._host_part import HostPart, shard_of
+from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.memory import _available
+from jzero.offload.memory._host_array import HostArray, places
+from jzero.sharding.analysis._rules import size_in_bytes
+from jzero.sharding.plan._plan import LeafPlan
+from jzero.tracing import _call
+
+WHO = _call.WHO
+Index = tuple[slice, ...]
+
+
+class _Outputs(NamedTuple):
+    """Memory for what goes to the devices.
+
+    Attributes:
+      arrays: in pinned memory; whole, each device's part in its own buffer.
+      views: for each array, that memory of each local device.
+      sent: what the devices have of their last copies, as long as somebody has it.
+    """
+
+    arrays: list[jax.Array]
+    views: list[list[np.ndarray]]
+    sent: list[weakref.ref[jax.Array]]
+
+
+class HostEngine:
+    """Updates the shards of this process's devices, all in one parallel loop.
+
+    Attributes:
+      update: compiled; says by which road each leaf is updated.
+    """
+
+    def __init__(
+        self, part: HostPart, leaves: Sequence[LeafPlan], devices: Sequence[jax.Device],
+        threads: int | None, num_sets: int,
+    ):  # fmt: skip
+        """Compiles, and makes memory for outputs.
+
+        Args:
+          part: what to run.
+          leaves: its leaves.
+          devices: whose shards are updated; other local devices are their replicas.
+          threads: how many threads update.
+          num_sets: of outputs, used in turn: one more than steps whose copies to the devices may be under way
+            when the next one writes.
+
+        Raises:
+          OptionError: the host has too little memory for what is on its way.
+        """
+        self._part = part
+        self.update = HostUpdate(
+            part.update, part.state_avals(), part.input_avals(), names=part.names(), threads=threads
+        )
+        shards, indices = (places(part.mesh, axes) for axes in (part.shard_axes, part.axes))
+        self._local = list(shards)
+        self._at = [self._local.index(device) for device in devices]
+        first = {shards[device]: at for device, at in zip(devices, self._at, strict=True)}
+        self._like = [first[place] for place in shards.values()]
+        self._indices = [[np.asarray(i, np.int32) for i in indices[device]] for device in devices]
+        outs, shapes = part.out_avals(), part.out_shapes()
+        self._places = [aval.sharding for aval in outs]
+        down, up = (
+            sum(size_in_bytes(shard_of(x)) for x in avals) for avals in (part.read_avals(), outs)
+        )
+        needed = len(self._local) * (down + num_sets * up)
+        found = _available.shortage(needed, "gradients and parameters on their way")
+        _available.check(WHO, found)
+        self._sets = [self._outputs(outs) for _ in range(num_sets)]
+        self._buffers: list[Sequence[np.ndarray]] = []  # Of each leaf, as prepared.
+        self._padding_of_outs = [
+            _padding(aval.sharding, aval.shape, shape, self._local)
+            for aval, shape in zip(outs, shapes, strict=True)
+        ]
+        self._padding_of_leaves = [
+            _padding(part.at_rest(leaf), leaf.padded_shape, leaf.shape, devices) for leaf in leaves
+        ]
+
+    @property
+    def chunks(self) -> list[list[int]]:
+        """What `run` yields, each time, by output."""
+        return [[self._part.outs[i] for i in done] for done in self.update.chunks]
+
+    def _outputs(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Outputs:
+        arrays = [_pinned(aval, self._local) for aval in avals]
+        # `addressable_data` has one array for all devices if they hold the same.
+        views = [[_view(shard.data) for shard in x.addressable_shards] for x in arrays]
+        return _Outputs(arrays, views, [])
+
+    def prepare(self, state: Sequence[HostArray], reads: Sequence[jax.Array]) -> None:
+        """Does what can fail, and overwrites nothing. `reads` are there, in pinned memory."""
+        inputs = [
+            [*(x.addressable_data(k) for x in reads), *indices]
+            for k, indices in zip(self._at, self._indices, strict=True)
+        ]
+        self._buffers = [leaf.buffers for leaf in state]
+        shards = [[buffers[k] for buffers in self._buffers] for k in range(len(self._at))]
+        self.update.prepare(shards, inputs)
+        self._sets.append(self._sets.pop(0))
+        # The devices have computed with these long ago, unless nobody used them.
+        alive = [x for ref in self._sets[-1].sent if (x := ref()) is not None]
+        jax.block_until_ready([x for x in alive if not x.is_deleted()])
+
+    def run(self) -> Iterator[dict[int, jax.Array]]:
+        """Updates in place; yields what a chunk makes for the devices, by output, on its way there."""
+        outputs, buffers = self._sets[-1], self._buffers
+        self._buffers = []  # The state may be dropped after this.
+        outputs.sent.clear()
+        for done in self.update.run([[views[k] for views in outputs.views] for k in self._at]):
+            for i in done:
+                self._complete(outputs.views[i], self._padding_of_outs[i])
+            places = [self._places[i] for i in done]
+            with jax.profiler.TraceAnnotation("jzero: send parameters"):
+                sent = jax.device_put([outputs.arrays[i] for i in done], places)
+            yield {self._part.outs[i]: x for i, x in zip(done, sent, strict=True)}
+        for of_leaf, padding in zip(buffers, self._padding_of_leaves, strict=True):
+            for buffer, index in zip(of_leaf, padding, strict=True):
+                if index is not None:
+                    buffer[index] = 0
+
+    def sent(self, arrays: Iterable[jax.Array]) -> None:
+        """Notes what the devices made of a chunk: its memory is not written again before that is there."""
+        self._sets[-1].sent.extend(map(weakref.ref, arrays))
+
+    def _complete(self, views: Sequence[np.ndarray], padding: Sequence[Index | None]) -> None:
+        """Zeros where an output is padded, and copies of it for replicas."""
+        for k in self._at:
+            if (index := padding[k]) is not None:
+                views[k][index] = 0
+        for k, like in enumerate(self._like):
+            if k != like:
+                np.copyto(views[k], views[like])
+
+
+def _pinned(aval: jax.ShapeDtypeStruct, devices: Sequence[jax.Device]) -> jax.Array:
+    """An array of its own memory for each device, also if it is the same on all."""
+    shard = shard_of(aval)
+    parts = [
+        jax.device_put(
+            np.zeros(shard.shape, shard.dtype), SingleDeviceSharding(device, memory_kind=PINNED)
+        )
+        for device in devices
+    ]
+    # Zeros that are still on their way would overwrite what the host writes.
+    parts = jax.block_until_ready(parts)
+    home = aval.sharding.with_memory_kind(PINNED)
+    return jax.make_array_from_single_device_arrays(aval.shape, home, parts)
+
+
+def _view(x: jax.Array) -> np.ndarray:
+    """The memory of an array on the host, to be written."""
+    if not x.nbytes:
+        return np.zeros(x.shape, x.dtype)
+    memory: Any = (ctypes.c_char * x.nbytes).from_address(x.unsafe_buffer_pointer())
+    memory.owner = x  # A thread that is still at work on a view keeps the memory.
+    return np.frombuffer(memory, x.dtype).reshape(x.shape)
+
+
+def _padding(
+    sharding: NamedSharding, padded: Sequence[int], shape: Sequence[int], devices: Sequence[jax.Device]
+) -> list[Index | None]:  # fmt: skip
+    """For each device, which part of its shard is padding."""
+    found: Any = sharding.addressable_devices_indices_map(tuple(padded))
+    tails: list[Index | None] = []
+    for device in devices:
+        index: Index | None = None
+        for dim, (part, size) in enumerate(zip(found[device], shape, strict=True)):
+            start, stop, _ = part.indices(padded[dim])
+            if stop > size:
+                index = (slice(None),) * dim + (slice(max(size - start, 0), None),)
+        tails.append(index)
+    return tails

@@ -1,0 +1,201 @@
+"""`HostPart`: what the host's processors do of a step, as a function of one device's shards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jzero._errors import OptionError, message
+from jzero._memory_kinds import HOST
+from jzero.offload.kernels._roads import Analysis, Road, traced_flat
+from jzero.segments._parts import Parts
+from jzero.sharding.analysis import _traffic
+from jzero.sharding.cut import _elementwise, _pieces
+from jzero.sharding.cut._pieces import Piece, UpdatePart
+from jzero.sharding.plan import _layout
+from jzero.sharding.plan._layout import Layout, Shard
+from jzero.sharding.plan._plan import LeafPlan
+from jzero.sharding.run._run import Runner
+from jzero.tracing import _call, _jaxpr, _rewrite
+
+Var = _jaxpr.Var
+WHO = _call.WHO
+
+
+class HostPart:
+    """The pieces of an update that run on the host, as one function of one device's shards.
+
+    Attributes:
+      leaves: the offloaded leaves that it reads or renews, by index.
+      reads: what else it reads: values of the grad part, and leaves on the devices.
+      axes: mesh axes of which it is told the device's index, as int32, after these.
+      outs: outputs of the step that it makes beside these leaves, by index.
+      parts: makes programs for a state of which all leaves rest as they cross: in shards, like gradients.
+    """
+
+    def __init__(
+        self, runner: Runner, update: UpdatePart, pieces: Sequence[Piece],
+        shardings: Sequence[NamedSharding],
+    ):  # fmt: skip
+        self._update, self._pieces, self._shardings = update, pieces, shardings
+        as_planned = Parts(runner, update, [pieces], shardings)
+        invars = runner.frame.jaxpr.invars
+        leaves = [
+            leaf
+            if leaf.tier == HOST
+            else _as_crossed(leaf, as_planned.crossed_layout(var), runner.links.num_shards)
+            for leaf, var in zip(runner.leaves, invars, strict=False)
+        ]
+        self._runner = dataclasses.replace(runner, leaves=tuple(leaves), masks_padding=False)
+        self.parts = Parts(self._runner, update, [pieces], shardings)
+        (self._turn,) = self.parts.turns()
+        self._body = _rewrite.body_of_shard_map(self._turn.run, *self.parts.avals(self._turn))
+        self._check()
+        takes = self._turn.takes
+        hosted = {invars[i]: i for i, leaf in enumerate(leaves) if leaf.tier == HOST}
+        mine = {hosted[var] for var in takes if var in hosted}
+        self.leaves = sorted({*mine, *(i for i in self._turn.outs if i in hosted.values())})
+        used = [takes[i] for i in sorted(self._body.used)]
+        self.reads = [var for var in used if var not in hosted]
+        self.axes = self._body.axes
+        self.outs = [i for i in self._turn.outs if i not in self.leaves]
+
+    def update(
+        self, state: Sequence[jax.Array], inputs: Sequence[jax.Array]
+    ) -> tuple[list[Any], list[Any]]:
+        """`(leaves, reads and indices) -> (new leaves, outs)`, all of one device's shards."""
+        known = dict(zip(self._known(), [*state, *inputs], strict=False))
+        results = self._body.run(
+            [known.get(v) for v in self._turn.takes], inputs[len(self.reads) :]
+        )
+        made = dict(zip(self._turn.outs, results[len(self._turn.gives) :], strict=True))
+        new = [made.get(i, old) for i, old in zip(self.leaves, state, strict=True)]
+        return new, [made[i] for i in self.outs]
+
+    def state_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """One device's shard of each of its leaves."""
+        leaves = [self._runner.leaves[i] for i in self.leaves]
+        return [
+            jax.ShapeDtypeStruct(leaf.shape_per_device, jnp.dtype(leaf.dtype)) for leaf in leaves
+        ]
+
+    def read_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """What it reads, whole, with the sharding in which it crosses."""
+        return [self.parts.aval(var) for var in self.reads]
+
+    def out_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """What it makes, whole and padded, with the sharding in which it crosses."""
+        runner, found = self._runner, []
+        for i in self.outs:
+            aval = runner.frame.jaxpr.outvars[i].aval
+            shape = runner.leaves[i].padded_shape if i < len(runner.leaves) else aval.shape
+            place = NamedSharding(self.mesh, _layout.partition_spec(runner.layouts[i]))
+            found.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=place))
+        return found
+
+    def out_shapes(self) -> list[tuple[int, ...]]:
+        """The true shapes of what it makes."""
+        return [self._runner.frame.jaxpr.outvars[i].aval.shape for i in self.outs]
+
+    def at_rest(self, leaf: LeafPlan) -> NamedSharding:
+        """How one of its leaves is sharded."""
+        return NamedSharding(self.mesh, _layout.partition_spec(leaf.layout))
+
+    def names(self) -> list[str]:
+        """Of its leaves, then of what it makes."""
+        leaves = self._runner.leaves
+        made = [
+            leaves[i].path if i < len(leaves) else f"output {i - len(leaves)}" for i in self.outs
+        ]
+        return [*(leaves[i].path for i in self.leaves), *made]
+
+    def input_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """One device's shard of each of `reads`, and indices."""
+        indices = [jax.ShapeDtypeStruct((), jnp.int32) for _ in self.axes]
+        return [*map(shard_of, self.read_avals()), *indices]
+
+    def roads(self) -> list[Road]:
+        """How the host computes each of `names`."""
+        avals = self.state_avals()
+        _, flat, _ = traced_flat(self.update, avals, self.input_avals())
+        analysis = Analysis(flat, len(avals))
+        return [analysis.road(i, name) for i, name in enumerate(self.names())]
+
+    def identity(self) -> tuple[Any, ...] | None:
+        """Equal for parts that do the same, as for two shapes of a batch; None if nobody can tell."""
+        text = _rewrite.whole_text(self._body.jaxpr)
+        if self._body.constants or text is None:
+            return None
+        crossing = [(x.shape, x.dtype, x.sharding) for x in (*self.read_avals(), *self.out_avals())]
+        # The text does not say which argument is which leaf.
+        place = {var: i for i, var in enumerate(self._known())}
+        takes = [place.get(var) for var in self._turn.takes]
+        return (text, *takes, *self.axes, *self.leaves, *self.outs, *self.names(), *crossing)
+
+    def _known(self) -> list[Var]:
+        """What `update` is given, but for indices."""
+        invars = self._runner.frame.jaxpr.invars
+        return [*(invars[i] for i in self.leaves), *self.reads]
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which shards differ."""
+        return self._runner.setting.sharding.shard_axes
+
+    @property
+    def mesh(self) -> Any:
+        """The step's mesh."""
+        return self._runner.setting.mesh
+
+    def _check(self) -> None:
+        """Nothing here may need another device."""
+        if not _moves(self._body.jaxpr):
+            return
+        bad = []
+        for piece in self._pieces:
+            parts = Parts(self._runner, self._update, [[piece]], self._shardings)
+            (turn,) = parts.turns()
+            body = _rewrite.body_of_shard_map(turn.run, *parts.avals(turn))
+            if ops := _moves(body.jaxpr):
+                paths = [self._runner.leaves[i].path for i in _pieces.leaves_of([piece])]
+                more = ", ..." if len(paths) > 3 else ""
+                where = _elementwise.obstacle(self._runner.frame, piece)
+                bad.append(
+                    f"{', '.join(paths[:3])}{more}: {', '.join(ops)} between the devices"
+                    f"{where and f' ({where})'}"
+                )
+        raise OptionError(message(
+            WHO, bad, "What the host updates must follow from one device's shards: its processors take part "
+            "in no collective.", "Drop what asks for it (a norm of the updates, as a metric), or use "
+            "jzero.PinnedHost(), which updates on the devices.",
+            things="groups of leaves", shown=6))  # fmt: skip
+
+
+def shard_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """One device's part of a value."""
+    return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
+
+
+def _as_crossed(leaf: LeafPlan, layout: Layout, num_shards: int) -> LeafPlan:
+    if not isinstance(layout, Shard):
+        return dataclasses.replace(leaf, layout=layout, num_shards=1, padding=0)
+    size = leaf.shape[layout.dim]
+    padding = _layout.padded_size(size, num_shards) - size
+    return dataclasses.replace(leaf, layout=layout, num_shards=num_shards, padding=padding)
+
+
+def _moves(jaxpr: Any) -> list[str]:
+    """The collectives of a jaxpr, and other questions to the mesh."""
+    found = [c.op for c in _traffic.collectives(jaxpr)]
+    return list(dict.fromkeys([*found, *_asks(jaxpr)]))
+
+
+def _asks(jaxpr: Any) -> list[str]:
+    eqns = _jaxpr.open_jaxpr(jaxpr)[0].eqns
+    found = ["axis_index in a loop"] * any(e.primitive.name == "axis_index" for e in eqns)
+    return found + [x for e in eqns for sub in _jaxpr.inner_jaxprs(e) for x in _asks(sub)]

@@ -1,0 +1,288 @@
+"""`HostedStep`: a step whose optimizer state rests on the hosts and is updated by their processors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jzero._errors import StateError, message
+from jzero._memory_kinds import HOST, PINNED
+from jzero.offload._host_engine import HostEngine
+from jzero.offload._host_part import HostPart, shard_of
+from jzero.offload._policy import HostCPU
+from jzero.offload.kernels._roads import roads_text
+from jzero.offload.memory._host_array import HostArray
+from jzero.reports._tables import Crossing
+from jzero.segments._parts import Parts
+from jzero.sharding.analysis._rules import size_in_bytes
+from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.run._run import Runner
+from jzero.tracing import _call, _jaxpr
+
+Var = _jaxpr.Var
+WHO = _call.WHO
+Engines = weakref.WeakValueDictionary[Any, HostEngine]
+# An engine is one call's at a time, and the processors are everybody's. Reentrant: a signal's handler that
+# calls in the middle of an update is refused (`HostUpdate.prepare`), and does not wait for ever.
+_UPDATING = threading.RLock()
+
+
+@dataclasses.dataclass(eq=False)
+class Pending:
+    """What the host has still to apply: gradients of one step, and what else belongs to them.
+
+    Attributes:
+      step: whose they are.
+      reads: values of the grad part, on their way to pinned memory until the devices have computed them.
+    """
+
+    step: HostedStep
+    reads: dict[Var, jax.Array]
+
+
+class HostedStep:
+    """A step in two parts: gradients on the devices, their update on the host.
+
+        gradients = grad part(parameters, batch)        # each travels to the host when it is reduced
+        for chunk in chunks:                            # in place, on the host
+            moments, parameters = update(moments, gradients)
+            send parameters to the devices              # while the next chunk is updated
+
+    A delayed step updates with the gradients of the step before, which the host has, while the devices
+    compute new ones. What can fail is done before anything of the old state is overwritten, but for copies to
+    devices that have no room.
+
+    Attributes:
+      leaves: where the state rests.
+      shardings: the same, for JAX.
+      grad: the grad part.
+      part: what the host does.
+      turns: of the update part, each on the devices: what the host does, then what rests on them.
+    """
+
+    def __init__(
+        self, runner: Runner, update: UpdatePart, policy: HostCPU,
+        shardings: Sequence[NamedSharding], engines: Engines,
+    ):  # fmt: skip
+        """Builds the programs.
+
+        Args:
+          runner: the step.
+          update: its update part.
+          policy: how it runs.
+          shardings: where the state rests, for JAX.
+          engines: those in use by steps on batches of other shapes; they share what is the same.
+        """
+        self.leaves, self.shardings = runner.leaves, shardings
+        self._jaxpr, self._policy = runner.frame.jaxpr, policy
+        self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == HOST]
+        hosted = set(map(id, update.hosted))
+        resting = [piece for piece in update.pieces if id(piece) not in hosted]
+        self.part = HostPart(runner, update, update.hosted, shardings)
+        packs = list(filter(None, [update.hosted, resting]))
+        self._parts = Parts(runner, update, packs, shardings)
+        self.grad, self.turns = self._parts.grad_part(), self._parts.turns()
+        reads = dict(zip(self.part.reads, self.part.read_avals(), strict=True))
+        # What the host renews it reads as it is then; all else, a loss scale, as it was for the gradients.
+        leaf_of, renewed = self._parts.leaf_of, set(self.part.outs)
+        self._entered = [var for var in reads if leaf_of.get(var) in renewed]
+        self._sent = [var for var in reads if leaf_of.get(var) not in renewed]
+        self._stays = [v for turn in self.turns[1:] for v in turn.takes if v in self.grad.gives]
+        self._grad = _to_host(self._grad_part, [reads[var].sharding for var in self._sent])
+        self._enter = _to_host(self._enter_part, [reads[var].sharding for var in self._entered])
+        # Their old values are freed when the step cannot fail any more.
+        self._renewed = [i for i in self.grad.outs if i < len(self.leaves)]
+        self._renewed_here = {*self._renewed, *(i for turn in self.turns[1:] for i in turn.outs)}
+        self._engine: HostEngine | None = None
+        self._engines = engines
+        self._leaving: dict[tuple[int, ...], Callable[..., Any]] = {}
+
+    def _grad_part(self, consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
+        given, outs = self.grad.run(consumed, read)
+        values = dict(zip(self.grad.takes, [*consumed, *read], strict=True))
+        values |= zip(self.grad.gives, given, strict=True)
+        leaves = [v for v in self._sent if v in self._parts.leaf_of]
+        values |= zip(leaves, self._as_shards(leaves, [values[v] for v in leaves]), strict=True)
+        return [values[v] for v in self._sent], ([values[v] for v in self._stays], outs)
+
+    def _enter_part(self, leaves: list[Any]) -> tuple[list[Any], None]:
+        return self._as_shards(self._entered, leaves), None
+
+    def _as_shards(self, variables: Sequence[Var], leaves: list[Any]) -> list[Any]:
+        enter = self._parts.entering(variables)
+        return leaves if enter is None else enter(leaves)
+
+    def _compile_leaving(self, state: Sequence[Any], chunks: Sequence[Sequence[int]]) -> None:
+        """The programs that bring what chunks make into the form in which it rests, if it has another."""
+        sent = dict(zip(self.part.outs, self.part.out_avals(), strict=True))
+        for chunk in chunks:
+            outs = tuple(i for i in chunk if i < len(state))
+            if (leave := self._parts.leaving(outs)) is not None:
+                arguments = [state[i] for i in outs], [sent[i] for i in outs]
+                self._leaving[outs] = jax.jit(leave, donate_argnums=0).lower(*arguments).compile()
+
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What a step copies from each device to its host and back."""
+        part, num = self.part, len(self.leaves)
+        roles = [self.leaves[i].role if i < num else "output" for i in part.outs]
+        leaf_of = self._parts.leaf_of
+        whats = [self.leaves[leaf_of[v]].role if v in leaf_of else "gradient" for v in part.reads]
+        down, up = part.read_avals(), part.out_avals()
+        return tuple(
+            Crossing(
+                direction, what, str(shard.dtype), math.prod(shard.shape), size_in_bytes(shard)
+            )
+            for direction, names, avals in (("to host", whats, down), ("to device", roles, up))
+            for what, shard in zip(names, map(shard_of, avals), strict=True)
+        )
+
+    def roads(self) -> str:
+        """How the host updates each leaf, and sends what it makes."""
+        return roads_text(self.part.roads())
+
+    def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The step on whole arrays as one function, to be read; all of it on the devices."""
+        return self._parts.run((self.grad, *self.turns), state, arrays)
+
+    def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Its trace as one program: what processes compare before they run it."""
+        return self._parts.trace((self.grad, *self.turns), state, arrays)
+
+    def __call__(
+        self, state: Sequence[Any], arrays: Sequence[jax.Array]
+    ) -> tuple[list[Any], list[jax.Array]]:
+        """Runs one step; the state is consumed, unless it fails before the host overwrites any."""
+        pending, num_steps = self._history(state)
+        delays = self._policy.delays(num_steps)
+        # Another step's gradients may be of leaves that the devices renew in this one.
+        if pending and not (delays and self._renewed_here.isdisjoint(pending.step.part.outs)):
+            state, pending = pending.step.flush(state), None
+        read: dict[Var, jax.Array] = {}
+        if pending is not None or not delays:  # first in line: the host may already wait for it
+            read = (pending.step if pending else self).read_leaves(state)
+        values = dict(zip(self._jaxpr.invars, [*state, *arrays], strict=True))
+        takes = [[values[var] for var in group] for group in (self.grad.consumes, self.grad.reads)]
+        sent, (stays, outs) = self._grad(*takes)
+        made = dict(zip(self.grad.outs, outs, strict=True))
+        now = Pending(self, dict(zip(self._sent, sent, strict=True)))
+        job = pending if delays else now
+        reads = job.reads | read if job else {}
+        if job:
+            job.step.wait(state, reads)
+        with _UPDATING:
+            if job:
+                job.step.prepare(state, reads)
+            for turn in self.turns[1:]:  # what rests on the devices, while the host works
+                values.update(zip(self._stays, stays, strict=True))
+                made |= turn(values, turn.jitted)
+            hosted = self._taken(state, now if delays else None, num_steps + 1)
+            for chunk in job.step.updating(state) if job else ():
+                made |= chunk
+        for i in self._renewed:
+            state[i].delete()
+        new = [hosted.get(i, made.get(i, x)) for i, x in enumerate(state)]
+        return new, [made[i] for i in range(len(state), len(self._jaxpr.outvars))]
+
+    def flush(self, state: Sequence[Any]) -> list[Any]:
+        """The state with what is pending, of this step, applied; it is consumed."""
+        pending, num_steps = self._history(state)
+        assert pending is not None
+        made: dict[int, jax.Array] = {}
+        reads = pending.reads | self.read_leaves(state)
+        self.wait(state, reads)
+        with _UPDATING:
+            self.prepare(state, reads)
+            hosted = self._taken(state, None, num_steps)
+            for chunk in self.updating(state):
+                made |= chunk
+        return [hosted.get(i, made.get(i, x)) for i, x in enumerate(state)]
+
+    def _history(self, state: Sequence[Any]) -> tuple[Pending | None, int]:
+        """What is pending, and how many steps the state has behind it since it was placed."""
+        found = {state[i].pending for i in self._hosted}
+        for pending in found:
+            other = pending.step if pending else self
+            if len(found) > 1 or (other.leaves, other.shardings) != (self.leaves, self.shardings):
+                raise StateError(message(
+                    WHO, "leaves on the host come from different steps, and some wait for gradients",
+                    "Gradients are applied to the state that they were computed with.",
+                    "Flush a state with the train_step that returned it, before you change it."))  # fmt: skip
+        return found.pop(), max(state[i].num_steps for i in self._hosted)
+
+    def read_leaves(self, state: Sequence[Any]) -> dict[Var, jax.Array]:
+        """Parameters that the update reads, on their way to the host."""
+        if not self._entered:
+            return {}
+        down, _ = self._enter([state[self._parts.leaf_of[var]] for var in self._entered])
+        return dict(zip(self._entered, down, strict=True))
+
+    def wait(self, state: Sequence[Any], reads: dict[Var, jax.Array]) -> None:
+        """Waits for what the devices make; others may have their turn meanwhile."""
+        # Nobody can wait for them when they are deleted; a copy to them may read memory that is written next.
+        olds = [state[i] for i in self.part.outs if i < len(state)]
+        # Of all devices, those that are replicas too: parameters are freed after this.
+        with jax.profiler.TraceAnnotation("jzero: wait for gradients"):
+            jax.block_until_ready([*reads.values(), *olds])
+
+    def prepare(self, state: Sequence[Any], reads: dict[Var, jax.Array]) -> None:
+        """Does what can fail of the host's part, and overwrites nothing; `reads` are there."""
+        if self._engine is None:
+            engine = self._new_engine(state[self._hosted[0]].devices)
+            self._compile_leaving(state, engine.chunks)
+            self._engine = engine
+        leaves = [state[i] for i in self.part.leaves]
+        self._engine.prepare(leaves, [reads[var] for var in self.part.reads])
+
+    def updating(self, state: Sequence[Any]) -> Iterator[dict[int, jax.Array]]:
+        """Runs what is prepared; each chunk of what it makes, on its way to the devices."""
+        assert self._engine is not None
+        for chunk in self._engine.run():
+            at_rest = self._at_rest(state, chunk)
+            # Not the chunk, which a program may have consumed that has yet to run.
+            self._engine.sent(at_rest.values())
+            yield at_rest
+
+    def _new_engine(self, devices: Sequence[jax.Device]) -> HostEngine:
+        leaves, policy = [self.leaves[i] for i in self.part.leaves], self._policy
+        # A delayed update writes while the step before may still send.
+        num_sets = 2 if policy.delayed_update else 1
+        identity = self.part.identity()
+        key = (identity, tuple(leaves), tuple(devices), policy.threads, num_sets)
+        engine = self._engines.get(key) if identity else None
+        if engine is None:
+            engine = HostEngine(self.part, leaves, devices, policy.threads, num_sets)
+            if identity:
+                self._engines[key] = engine
+        return engine
+
+    def _at_rest(self, state: Sequence[Any], chunk: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        """What the host made, as it rests on the devices, in the place of the old leaves."""
+        outs = tuple(i for i in chunk if i < len(state))
+        olds = [state[i] for i in outs]
+        if (leave := self._leaving.get(outs)) is not None:
+            return chunk | dict(zip(outs, leave(olds, [chunk[i] for i in outs]), strict=True))
+        for old in olds:
+            old.delete()
+        return chunk
+
+    def _taken(
+        self, state: Sequence[Any], pending: Pending | None, num_steps: int
+    ) -> dict[int, HostArray]:
+        """The leaves on the host as the new state has them, in the same memory.
+
+        Before any is overwritten, so that an interruption leaves no state that is half a step old.
+        """
+        return {i: state[i].take(pending, num_steps) for i in self._hosted}
+
+
+def _to_host(run: Callable[..., Any], places: Sequence[NamedSharding]) -> Callable[..., Any]:
+    """A program whose first results go to pinned memory, each as soon as it is there."""
+    homes = [place.with_memory_kind(PINNED) for place in places]
+    return jax.jit(run, out_shardings=(homes, None))

@@ -1,0 +1,359 @@
+"""HostUpdate: an optimizer's update of state that rests in host memory, at the speed of that memory.
+
+    new_state, outputs = update(state, inputs)    # any function of flat arrays, as JAX traces it
+
+runs in three parts, each of which ends before the next one starts:
+
+1. `prepare`: XLA computes every value of one element (counts, schedules, bias corrections, norms), and the
+   leaves that are not elementwise.
+2. `run`: kernels compute the elementwise leaves, in the place of the old state: one loop for a parameter with
+   its moments, its gradient and its copy in 16 bits.
+3. XLA's leaves are copied into their places in the state.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jzero._errors import MeshError, StateError, message
+from jzero._in_turn import groups as in_groups
+from jzero.offload.kernels._kernel import NAME, kernel_text
+from jzero.offload.kernels._loops import DRIVE, Calls, Loop, Loops, share
+from jzero.offload.kernels._machine import X86, callable_at, compiled
+from jzero.offload.kernels._roads import (
+    KERNEL,
+    XLA,
+    Analysis,
+    Group,
+    groups,
+    roads_text,
+    traced_flat,
+)
+from jzero.offload.memory._addresses import (
+    Addresses,
+    Arrays,
+    address,
+    check_given,
+    check_kept,
+    host_empty,
+    is_key,
+    on_host,
+)
+from jzero.tracing import _jaxpr, _rewrite
+
+WHO = "HostUpdate"
+
+
+class HostUpdate:
+    """Updates state in host memory, in place, by any function that JAX can trace.
+
+    Behaves like
+
+        for state, inputs, outputs in shards:
+            state[:], outputs[:] = update(state, inputs)
+
+    with every elementwise leaf read once and written once, and no second copy of it at any time. One call at
+    a time, from Python and not from a callback of a running program: it waits for XLA's threads.
+
+        engine.prepare(states, inputs)
+        for done in engine.run(outputs):
+            ...    # outputs[shard][i] for i in done are there; the next ones are being made
+
+    Elementwise arithmetic is that of the equations one by one, each rounded to its dtype, with numbers below
+    1.2e-38 as zero. `jax.jit` may round less often (fused multiply-adds), by an ULP or two.
+
+    Attributes:
+      outputs: shapes and dtypes of a shard's outputs beside the new state.
+      roads: of each leaf of the state, then of each output: by what it is computed, and why.
+    """
+
+    def __init__(
+        self,
+        update: Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Arrays, Arrays]],
+        state: Arrays,
+        inputs: Arrays,
+        *,
+        names: Sequence[str] | None = None,
+        threads: int | None = None,
+        chunk_bytes: int = 2**26,
+    ):
+        """Traces `update` and compiles its kernels; no memory is known yet.
+
+        Args:
+          update: `(state, inputs) -> (new_state, outputs)`, all of them flat.
+          state: shapes and dtypes of one shard's state.
+          inputs: those of its inputs.
+          names: of the leaves of the state, then of the outputs, for messages and `describe`.
+          threads: how many update; as many as this process may use processors by default.
+          chunk_bytes: about how many bytes of each shard are read and written until `run` says which outputs
+            are there. Leaves that are updated in one loop are not cut.
+
+        Raises:
+          ImportError: `jzero[offload]` is not installed.
+          StateError: a leaf cannot be updated in place.
+        """
+        self._state = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)
+        self._inputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
+        self._input_names = _numbered("inputs", self._inputs)
+        traced, flat, consts = traced_flat(update, self._state, self._inputs)
+        new_state, outputs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
+        self.outputs = tuple(outputs)
+        self._names = names or _numbered("state", self._state) + _numbered("outputs", outputs)
+        check_kept(WHO, self._names, self._state, new_state)
+        analysis = Analysis(flat, len(self._state))
+        self.roads = tuple(analysis.road(i, name) for i, name in enumerate(self._names))
+        self._consts = on_host(consts)
+        self._build(analysis, traced.jaxpr.replace(**flat._asdict()), chunk_bytes)
+        self._drive = callable_at(compiled(DRIVE, "drive", WHO))
+        self._threads = threads or _num_processors()
+        self._pool = concurrent.futures.ThreadPoolExecutor(self._threads)
+        self._loops: dict[int, Loops] = {}  # By the number of shards.
+        self._known_state, self._known_outputs = Addresses(), Addresses()
+        self._prepared: _Prepared | None = None
+        self._running = False
+        self._calls: Calls | None = None  # of an update that is not complete
+
+    def _build(self, analysis: Analysis, jaxpr: _jaxpr.Jaxpr, chunk_bytes: int) -> None:
+        # JAX 0.12 makes arguments of the constants of `jaxpr`, which is for `part`.
+        flat, num_state = analysis.jaxpr, len(self._state)
+        by_kernel = [i for i, road in enumerate(self.roads) if road.by == KERNEL]
+        found = groups(analysis, by_kernel)
+        # What has no outputs comes last: nobody waits for it.
+        found.sort(key=lambda group: all(i < num_state for i, _ in group.writes))
+        chunks = list(in_groups(found, chunk_bytes, Group.nbytes))
+        # Slots: the operands of `update` and its constants, scalars that XLA makes, then outputs.
+        operands = [*flat.invars, *flat.constvars]
+        scalars = dict.fromkeys(var for group in found for var in group.scalars)
+        made = [var for var in scalars if var not in set(operands)]
+        slots = {var: slot for slot, var in enumerate([*operands, *made])}
+        read = {slots[var] for group in found for var in [*group.reads, *group.scalars]}
+        # Of inputs that no kernel reads, keys among them, nobody needs to know an address.
+        self._read_inputs = [
+            i + num_state for i in range(len(self._inputs)) if i + num_state in read
+        ]
+        self._num_operands, self._num_made = len(operands), len(made)
+        self._chunks = [_make_loops(chunk, slots, num_state) for chunk in chunks]
+        self._done = [
+            [i - num_state for group in chunk for i, _ in group.writes if i >= num_state]
+            for chunk in chunks
+        ]
+        by_xla = [i for i, road in enumerate(self.roads) if road.by == XLA]
+        self._xla = _XlaPart(jaxpr, [*made, *(flat.outvars[i] for i in by_xla)], slots)
+        results = list(enumerate(by_xla, start=len(made)))
+        self._xla_state = [(k, i) for k, i in results if i < num_state]
+        self._xla_outputs = [(k, i - num_state) for k, i in results if i >= num_state]
+
+    def prepare(self, states: Sequence[Arrays], inputs: Sequence[Arrays]) -> None:
+        """Does everything of a call that can fail, before anything is overwritten.
+
+        Waits for the inputs, and computes XLA's part.
+
+        Args:
+          states: for each shard, writable NumPy arrays in C order, best made by `host_empty`.
+          inputs: for each shard, arrays. JAX arrays in host memory are read where they are.
+
+        Raises:
+          StateError: shapes or dtypes are not those that were given before, memory is shared, or an update is
+            under way.
+        """
+        if self._running:
+            raise StateError(message(
+                WHO, "it is called in the middle of its own update, as by a signal's handler",
+                "The host updates one state at a time.",
+                "Set a flag there, and look at it after the step."))  # fmt: skip
+        if self._calls is not None:  # Its end was interrupted, too: threads are still at work.
+            self._calls.complete(self._drive)
+        self._calls = self._prepared = None
+        every = [x for state in states for x in state]
+        at = self._known_state(
+            every, lambda: check_given(WHO, self._names, states, self._state, write=True)
+        )
+        check_given(WHO, self._input_names, inputs, self._inputs, write=False)
+        inputs = [on_host(shard) for shard in inputs]
+        results = self._xla(
+            [[*state, *own, *self._consts] for state, own in zip(states, inputs, strict=True)]
+        )
+        num_state, num_slots = len(self._state), self._num_operands + self._num_made
+        addresses = np.zeros((len(states), num_slots + len(self.outputs)), np.int64)
+        addresses[:, :num_state] = at.reshape(len(states), num_state)
+        for row, own, made in zip(addresses, inputs, results, strict=True):
+            row[self._read_inputs] = [address(own[i - num_state]) for i in self._read_inputs]
+            row[self._num_operands : num_slots] = [address(x) for x in made[: self._num_made]]
+        consts = slice(num_state + len(self._inputs), self._num_operands)
+        addresses[:, consts] = [0 if is_key(x) else address(x) for x in self._consts]
+        self._prepared = _Prepared(states, inputs, results, addresses)
+
+    def run(self, outputs: Sequence[Arrays]) -> Generator[list[int], None, None]:
+        """Updates the state that was prepared, and writes the other outputs.
+
+        Args:
+          outputs: for each shard, writable NumPy arrays in C order (`make_outputs`). Memory that was written
+            before is faster than fresh one.
+
+        Yields:
+          The indices of outputs that are complete now, in every shard. Nothing happens before the first is
+          asked for; from then on the whole update is made, even for who stops asking.
+
+        Raises:
+          StateError: outputs have other shapes or dtypes. Nothing was updated.
+        """
+        prepared = self._prepared
+        assert prepared is not None, "prepare() comes first"
+        names = self._names[len(self._state) :]
+        at = self._known_outputs(
+            [x for shard in outputs for x in shard],
+            lambda: check_given(WHO, names, outputs, self.outputs, write=True),
+        )
+        first = self._num_operands + self._num_made
+        prepared.addresses[:, first:] = at.reshape(len(outputs), -1)
+        self._prepared = None
+        return self._run(prepared, outputs)
+
+    def _run(
+        self, prepared: _Prepared, outputs: Sequence[Arrays]
+    ) -> Generator[list[int], None, None]:
+        num_shards, num_slots = prepared.addresses.shape
+        if num_shards not in self._loops:
+            self._loops[num_shards] = Loops(self._chunks, num_shards, num_slots)
+        loops = self._loops[num_shards]
+        self._calls = calls = loops.start(prepared.addresses, (prepared, outputs))
+        chunks = iter(enumerate(self._done))
+        try:
+            self._running = True
+            share(calls, self._drive, self._pool, min(self._threads, loops.num_blocks) - 1)
+            if self._xla_outputs:
+                _copy(prepared.results, outputs, self._xla_outputs)
+                yield [i for _, i in self._xla_outputs]
+            for chunk, done in chunks:
+                calls.finish(self._drive, chunk)
+                if done:
+                    yield done
+        finally:
+            self._running = False
+            calls.complete(self._drive)
+            self._calls = None
+            # Last: kernels read the old state.
+            _copy(prepared.results, prepared.states, self._xla_state)
+
+    @property
+    def chunks(self) -> list[list[int]]:
+        """Each time that `run` says so, the outputs that are complete then."""
+        by_xla = [i for _, i in self._xla_outputs]
+        return [done for done in (by_xla, *self._done) if done]
+
+    def make_outputs(self) -> list[np.ndarray]:
+        """Memory for a shard's outputs."""
+        return [host_empty(x.shape, x.dtype) for x in self.outputs]
+
+    def describe(self) -> str:
+        """How many leaves kernels update, and which need XLA and why."""
+        num_kernels = len({loop.kernel for chunk in self._chunks for loop in chunk})
+        return f"{num_kernels} kernels\n{roads_text(self.roads)}"
+
+
+class _Prepared(NamedTuple):
+    """A call of which all is known: what is read and written, XLA's results, the address of every slot."""
+
+    states: Sequence[Arrays]
+    inputs: Sequence[Arrays]
+    results: Sequence[Arrays]
+    addresses: np.ndarray
+
+
+def processor(platform: str = "cpu") -> jax.Device:
+    """The host as a device of JAX.
+
+    Raises:
+      MeshError: JAX runs without it.
+    """
+    try:
+        return jax.local_devices(backend=platform)[0]
+    except RuntimeError as error:
+        raise MeshError(message(
+            WHO, f"JAX has no {platform} backend", "XLA computes on the host what kernels do not.",
+            "Set JAX_PLATFORMS=cuda,cpu, or do not set it.")) from error  # fmt: skip
+
+
+class _XlaPart:
+    """What XLA computes of an update, on the CPU, before any of it is overwritten."""
+
+    def __init__(
+        self, jaxpr: _jaxpr.Jaxpr, wanted: Sequence[_jaxpr.Atom], slots: dict[_jaxpr.Var, int]
+    ):
+        part = _rewrite.excerpt(jaxpr, wanted)
+        self._reads = [slots[var] for var in part.reads]
+        self._device = processor()
+        there = jax.sharding.SingleDeviceSharding(self._device)
+        self._run = jax.jit(part.run, in_shardings=there, out_shardings=there)
+        # JAX returns an argument as it came, in memory that is about to change, and its copies are not there
+        # before somebody waits for them.
+        self._returned = [atom in part.reads for atom in wanted]
+
+    def __call__(self, shards: Sequence[Arrays]) -> list[Arrays]:
+        """The wanted values for the operands of each shard."""
+        with jax.set_mesh(None):  # One around the call has other devices.
+            started = [
+                self._run(*(self._given(shard[slot]) for slot in self._reads)) for shard in shards
+            ]
+        return [
+            [
+                np.array(x) if back and not is_key(x) else x
+                for x, back in zip(results, self._returned, strict=True)
+            ]
+            for results in jax.block_until_ready(started)
+        ]
+
+    def _given(self, x: Any) -> Any:
+        # A scalar goes as NumPy's: `device_put` takes longer than all else. Of others it makes no copy.
+        if not is_key(x):
+            x = np.asarray(x)
+            if x.size == 1:
+                return x
+        return jax.device_put(x, self._device, may_alias=True)
+
+
+def _copy(
+    results: Sequence[Arrays], targets: Sequence[Arrays], places: Sequence[tuple[int, int]]
+) -> None:
+    for made, arrays in zip(results, targets, strict=True):
+        for result, target in places:
+            np.copyto(arrays[target], made[result])
+
+
+def _make_loops(found: Sequence[Group], slots: dict[_jaxpr.Var, int], num_state: int) -> list[Loop]:
+    # Groups of one structure, hundreds of leaves of a model, are one loop.
+    alike: dict[str, list[Group]] = {}
+    for group in found:
+        alike.setdefault(kernel_text(group, X86), []).append(group)
+
+    def operands(group: Group) -> list[int]:
+        # The state has the first slots, other outputs those that follow all values.
+        writes = [i if i < num_state else len(slots) + i - num_state for i, _ in group.writes]
+        return [
+            *(slots[var] for var in group.reads), *writes, *(slots[var] for var in group.scalars),
+        ]  # fmt: skip
+
+    return [
+        Loop(
+            compiled(text, NAME, WHO),
+            [group.size for group in members],
+            [operands(group) for group in members],
+        )
+        for text, members in alike.items()
+    ]
+
+
+def _numbered(name: str, values: Arrays) -> list[str]:
+    return [f"{name}[{i}]" for i in range(len(values))]
+
+
+def _num_processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,195 @@
+"""Which road each output of an update takes, decided by one pass over its equations.
+
+Seen from an output, its elementwise equations reach back to leaves of as many elements, and to scalars. If
+they reach nothing else, a kernel computes it in one loop; scalars, and all that is behind them, are XLA's.
+Any other output (a factored moment, an orthogonalised update) is XLA's as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jzero._errors import describe_leaf
+from jzero.offload.kernels._ops import is_cheap, op_for, size_of
+from jzero.offload.kernels._writer import TYPES, dtype_of, itemsize
+from jzero.tracing import _jaxpr, _rewrite
+
+KERNEL, XLA, KEPT = "kernel", "XLA", "kept"
+_SHOWN = 4  # Names in a line.
+
+
+class Road(NamedTuple):
+    """How an output is computed.
+
+    Attributes:
+      name: the output's.
+      by: 'kernel', 'XLA', or 'kept' for a leaf of the state that does not change.
+      reason: why by XLA: the first equation that a loop over elements cannot do. Of a kernel: the first one
+        that XLA runs before it, reading whole leaves.
+    """
+
+    name: str
+    by: str
+    reason: str = ""
+
+
+class Group(NamedTuple):
+    """Outputs that one loop computes, over leaves of as many elements each.
+
+    Attributes:
+      size: the number of elements.
+      eqns: elementwise equations, in order.
+      reads: leaves that are read.
+      scalars: values of one element that are read.
+      writes: for each output, its index and the value that becomes it.
+    """
+
+    size: int
+    eqns: list[_jaxpr.Eqn]
+    reads: list[_jaxpr.Var]
+    scalars: list[_jaxpr.Var]
+    writes: list[tuple[int, _jaxpr.Atom]]
+
+    def nbytes(self) -> int:
+        """What the loop moves."""
+        values = [*self.reads, *(atom for _, atom in self.writes)]
+        return self.size * sum(itemsize(dtype_of(x)) for x in values)
+
+
+class Analysis:
+    """What each value of an update's jaxpr depends on.
+
+    The first `num_state` inputs are the state, and the first `num_state` outputs its new values.
+    """
+
+    def __init__(self, jaxpr: _rewrite.Flat, num_state: int):
+        self.jaxpr = jaxpr
+        self.num_state = num_state
+        self._made_by: dict[_jaxpr.Var, int] = {}  # The index of its equation.
+        # The first equation behind a value that is neither elementwise nor about scalars alone.
+        self._first_read: dict[_jaxpr.Var, int] = {}
+        # The first such equation that a value of several elements has behind it, scalars aside.
+        self._first_block: dict[_jaxpr.Var, int] = {}
+        for index, eqn in enumerate(jaxpr.eqns):
+            self._read_equation(index, eqn)
+
+    def _read_equation(self, index: int, eqn: _jaxpr.Eqn) -> None:
+        operands = [atom for atom in eqn.invars if not _jaxpr.is_literal(atom)]
+        scalar = all(size_of(atom) == 1 for atom in [*eqn.invars, *eqn.outvars])
+        own = [] if scalar or op_for(eqn) is not None else [index]
+        reads = [self._first_read[var] for var in operands if var in self._first_read] + own
+        blocks = [self._first_block[var] for var in operands if var in self._first_block] + own
+        for out in eqn.outvars:
+            self._made_by[out] = index
+            if reads:
+                self._first_read[out] = min(reads)
+            if blocks and size_of(out) != 1:
+                self._first_block[out] = min(blocks)
+
+    def road(self, index: int, name: str) -> Road:
+        """The road of an output."""
+        atom = self.jaxpr.outvars[index]
+        if index < self.num_state and atom is self.jaxpr.invars[index]:
+            return Road(name, KEPT)
+        read, block = (
+            None if _jaxpr.is_literal(atom) else firsts.get(atom)
+            for firsts in (self._first_read, self._first_block)
+        )
+        if block is not None:
+            return Road(name, XLA, self._describe(block))
+        if size_of(atom) == 1:
+            return Road(name, XLA, "a scalar" if read is None else self._describe(read))
+        if dtype_of(atom) not in TYPES:
+            return Road(name, XLA, f"its dtype is {atom.aval.dtype}")
+        return Road(name, KERNEL, "" if read is None else self._describe(read))
+
+    def _describe(self, index: int) -> str:
+        eqn = self.jaxpr.eqns[index]
+        whole = max(eqn.invars, key=size_of, default=eqn.outvars[0]).aval
+        return describe_leaf(f"{eqn.primitive.name} of", whole.shape, whole.dtype)
+
+    def group(self, outputs: Sequence[int]) -> Group:
+        """What one loop does for `outputs`, all of the kernel's road."""
+        outvars = self.jaxpr.outvars
+        inside, leaves, scalars = self._reach([outvars[index] for index in outputs])
+        return Group(
+            size_of(outvars[outputs[0]]),
+            [self.jaxpr.eqns[made_by] for made_by in sorted(self._made_by[var] for var in inside)],
+            leaves,
+            scalars,
+            [(index, outvars[index]) for index in outputs],
+        )
+
+    def buffers(self, index: int) -> set[_jaxpr.Var]:
+        """The leaves that a kernel's output reads, and the one in whose place it is written."""
+        _, leaves, _ = self._reach([self.jaxpr.outvars[index]])
+        return {*leaves, *self.jaxpr.invars[index : index + 1][: index < self.num_state]}
+
+    def _reach(
+        self, atoms: Sequence[_jaxpr.Atom]
+    ) -> tuple[set[_jaxpr.Var], list[_jaxpr.Var], list[_jaxpr.Var]]:
+        # Values that are computed in the loop; leaves and scalars that it reads, in order of use.
+        inside: set[_jaxpr.Var] = set()
+        leaves: dict[_jaxpr.Var, None] = {}
+        scalars: dict[_jaxpr.Var, None] = {}
+        todo = [atom for atom in reversed(atoms) if not _jaxpr.is_literal(atom)]
+        while todo:
+            var = todo.pop()
+            if size_of(var) == 1:
+                scalars[var] = None
+            elif var not in self._made_by:
+                leaves[var] = None
+            elif var not in inside:
+                inside.add(var)
+                eqn = self.jaxpr.eqns[self._made_by[var]]
+                todo += [atom for atom in reversed(eqn.invars) if not _jaxpr.is_literal(atom)]
+        return inside, list(leaves), list(scalars)
+
+
+def groups(analysis: Analysis, outputs: Sequence[int]) -> list[Group]:
+    """Puts outputs that share a leaf into one group, so that it is read once.
+
+    So no group reads what another one writes in place.
+    """
+    buffers = {index: analysis.buffers(index) for index in outputs}
+    sharing: dict[_jaxpr.Var, list[int]] = {}
+    for index, variables in buffers.items():
+        for var in variables:
+            sharing.setdefault(var, []).append(index)
+    found, placed = [], set[int]()
+    for index in outputs:
+        together, todo = [], [index]
+        while todo:
+            other = todo.pop()
+            if other not in placed:
+                placed.add(other)
+                together.append(other)
+                todo += [near for var in buffers[other] for near in sharing[var]]
+        if together:
+            found.append(analysis.group(sorted(together)))
+    return found
+
+
+def traced_flat(
+    update: Callable[..., Any], state: Sequence[Any], inputs: Sequence[Any]
+) -> tuple[_jaxpr.Traced, _rewrite.Flat, list[Any]]:
+    """The trace of an update, its equations without calls and cheap branches, and their constants."""
+    traced = _jaxpr.trace_here(update, tuple(state), tuple(inputs))
+    calls = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+    return traced, *_rewrite.select_branches(*calls, is_cheap)
+
+
+def roads_text(roads: Sequence[Road]) -> str:
+    """How many leaves kernels update, and which need XLA and why."""
+    by = [road.by for road in roads]
+    lines = [f"{by.count(KERNEL)} of {len(by)} leaves in one pass each"]
+    why: dict[str, list[str]] = {}
+    for road in roads:
+        if road.reason:
+            how = "by XLA" if road.by == XLA else "by a kernel, after XLA"
+            why.setdefault(f"{how} ({road.reason})", []).append(road.name)
+    for reason, names in why.items():
+        more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+        lines.append(f"{reason}: {', '.join(names[:_SHOWN])}{more}")
+    return "\n".join(lines)

@@ -1,0 +1,302 @@
+"""Puts arrays where a program wants them, without consuming what the user still holds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, message
+from jzero._in_turn import groups
+from jzero._memory_kinds import DEVICE, HOST
+from jzero.offload.memory import _host_array, _padded
+from jzero.offload.memory._host_array import Home, HostArray
+from jzero.sharding.plan._plan import LeafPlan
+from jzero.tracing import _call, _jaxpr, _rewrite
+
+WHO = _call.WHO
+# Bytes on each device of leaves for the host that are made together, where no policy says how many may be.
+_BORN_TOGETHER = 2**28
+
+
+def as_arrays(*lists: Sequence[Any]) -> list[list[Any]]:
+    """Every leaf as a JAX array or tracer."""
+    return [[jnp.asarray(leaf) for leaf in leaves] for leaves in lists]
+
+
+def pad(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """Each leaf of a state as a plain array of the shape in which it rests."""
+    return [_padded.pad(x, leaf.padded_shape) for x, leaf in zip(leaves, plans, strict=True)]
+
+
+class Place(NamedTuple):
+    """Where a leaf of a state rests.
+
+    Attributes:
+      plan: by the plan.
+      sharding: the same for JAX; of a leaf on the host, as it rests on its way there.
+      home: the same of a leaf on the host; None for others.
+    """
+
+    plan: LeafPlan
+    sharding: NamedSharding
+    home: Home | None
+
+
+def places(
+    plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding], axes: tuple[str, ...]
+) -> list[Place]:
+    """Where each leaf rests; over the other mesh axes than `axes` devices share what is on the host."""
+    return [
+        Place(plan, sharding, _home(plan, sharding, axes) if plan.tier == HOST else None)
+        for plan, sharding in zip(plans, shardings, strict=True)
+    ]
+
+
+@functools.cache
+def _home(plan: LeafPlan, sharding: NamedSharding, axes: tuple[str, ...]) -> Home:
+    at_rest = NamedSharding(sharding.mesh, sharding.spec)
+    devices = _host_array.keepers(sharding.mesh, axes)
+    return Home(plan.shape, plan.padded_shape, jnp.dtype(plan.dtype), at_rest, devices)
+
+
+def host_bytes(places: Sequence[Place], leaves: Sequence[Any] | None = None) -> int:
+    """Bytes that this process needs on the host for a state; those of `leaves` that rest there have them."""
+    there = leaves or [None] * len(places)
+    return sum(
+        home.nbytes
+        for x, (_, _, home) in zip(there, places, strict=True)
+        if home is not None and not _host_array.rests_in(x, home)
+    )
+
+
+def place_state(
+    leaves: Sequence[Any], places: Sequence[Place], held: Collection[int] = ()
+) -> list[Any]:
+    """Each leaf of a state in its place, padded; those that are there already pass through untouched.
+
+    Args:
+      leaves: the state's, in any shape and layout.
+      places: where they go.
+      held: which of them every process holds whole; they have compared these.
+    """
+    out, held = list(leaves), set(held)
+    here = [i for i, target in enumerate(places) if target.home is None]
+    for i, (leaf, (plan, sharding, home)) in enumerate(zip(leaves, places, strict=True)):
+        if home is not None:
+            out[i] = _host_array.on_host(leaf, home)
+            continue
+        out[i] = _padded.pad(_from_host(leaf, plan, sharding), plan.padded_shape)
+        if i in held:
+            out[i] = take_shards(out[i], sharding)
+    shardings = [places[i].sharding for i in here]
+    placed = place([out[i] for i in here], shardings, lambda: [places[i].plan.path for i in here])
+    for i, x in zip(here, placed, strict=True):
+        out[i] = x
+    return out
+
+
+def _from_host(leaf: Any, plan: LeafPlan, sharding: NamedSharding) -> Any:
+    """A leaf as JAX or NumPy has it; a `HostArray` in its new place, if this process has all of it."""
+    if not isinstance(leaf, HostArray):
+        return leaf
+    if leaf.is_fully_addressable:
+        return _host_array.on_devices(leaf, plan.padded_shape, sharding)
+    way = NamedSharding(leaf.at_rest.mesh, leaf.at_rest.spec, memory_kind=sharding.memory_kind)
+    return _padded.wrap(_host_array.on_devices(leaf, sharding=way), leaf.shape)
+
+
+def wrap(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """Each leaf of a state as a user gets it: a `PaddedArray` if it has padding."""
+    return [_padded.wrap(x, leaf.shape) for x, leaf in zip(leaves, plans, strict=True)]
+
+
+def born(traced: _jaxpr.Traced, places: Sequence[Place], device_bytes: int) -> list[Any]:
+    """What a traced function of no arguments returns, each leaf made in its layout.
+
+    What rests on the devices is made by one program. Of what does not, at most `device_bytes` (256 MiB if
+    that is 0) are made by one, and lie on the host before the next runs; each computes again what it needs
+    of the others.
+    """
+    made: dict[int, Any] = {}
+    for group in _groups([target.plan for target in places], device_bytes or _BORN_TOGETHER):
+        wanted = [traced.jaxpr.outvars[i] for i in group]
+        targets = [places[i] for i in group]
+        part = _rewrite.excerpt(traced.jaxpr, wanted, effects=targets[0].plan.tier == DEVICE)
+        arrays = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+        shardings = [target.sharding.with_memory_kind(DEVICE) for target in targets]
+
+        def run(consts: list[Any], part: Any = part, targets: Sequence[Place] = targets) -> Any:
+            return pad(part.run(*consts), [target.plan for target in targets])
+
+        fresh = jax.jit(run, out_shardings=shardings)([arrays[var] for var in part.reads])
+        fresh = jax.block_until_ready(place_state(fresh, targets))
+        made |= zip(group, fresh, strict=True)
+    return [made[i] for i in range(len(places))]
+
+
+def _groups(plans: Sequence[LeafPlan], device_bytes: int) -> list[list[int]]:
+    """Leaves that are made together: all that rest on the devices, then others up to so many bytes."""
+    here = [i for i, plan in enumerate(plans) if plan.tier == DEVICE]
+    there = [i for i, plan in enumerate(plans) if plan.tier != DEVICE]
+    rest = groups(there, device_bytes, lambda i: plans[i].nbytes_per_device)
+    return [here, *rest] if here else list(rest)
+
+
+def constrain(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """Under an outer `jax.jit`: over Explicit mesh axes, where JAX moves nothing by itself, reshards."""
+    return [
+        jax.reshard(x, s) if AxisType.Explicit in s.mesh.axis_types else x
+        for x, s in zip(leaves, shardings, strict=True)
+    ]
+
+
+def unpad(
+    leaves: Sequence[Any], plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding]
+) -> list[Any]:
+    """Under an outer `jax.jit`: each leaf of a state in its true shape; a padded one becomes full."""
+    full = [
+        NamedSharding(s.mesh, P()) if p.padding else s
+        for p, s in zip(plans, shardings, strict=True)
+    ]
+    leaves = constrain(leaves, full)
+    return [_padded.unpad(x, leaf.shape) for x, leaf in zip(leaves, plans, strict=True)]
+
+
+def place(
+    leaves: Sequence[Any], shardings: Sequence[NamedSharding], paths: Callable[[], Sequence[str]]
+) -> list[Any]:
+    """Each leaf in its sharding; those that already are pass through untouched.
+
+    Raises:
+      BatchError: a leaf that several processes do not hold alike.
+    """
+    out = list(leaves)
+    moves = [i for i, leaf in enumerate(leaves) if not lies_right(leaf, shardings[i])]
+    if moves:
+        sources = [_own(leaves[i], shardings[i]) for i in moves]
+        targets = [shardings[i] for i in moves]
+        if targets[0].is_fully_addressable:
+            placed = jax.device_put(sources, targets)
+        else:
+            names = paths()
+            placed = [
+                _put_across(x, s, names[i]) for i, x, s in zip(moves, sources, targets, strict=True)
+            ]
+        for i, x in zip(moves, placed, strict=True):
+            out[i] = x
+    return out
+
+
+def copied(leaves: list[jax.Array], sharding: NamedSharding) -> list[jax.Array]:
+    """Arrays of the same values, in memory of their own."""
+    return jax.jit(_copied, out_shardings=sharding)(leaves) if leaves else []
+
+
+def _copied(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.copy(x) for x in leaves]
+
+
+def _put_across(leaf: Any, sharding: NamedSharding, path: str) -> Any:
+    """`jax.device_put` to devices of several processes, which must all hold the same whole leaf."""
+    if _is_key(leaf):
+        data = _put_across(jax.random.key_data(leaf), sharding, path)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    what = describe_leaf(path, leaf.shape, leaf.dtype)
+    if isinstance(leaf, jax.Array) and leaf.committed and leaf.is_fully_addressable:
+        raise _unlike(f"{what} lies on devices of process {jax.process_index()} alone")
+    try:
+        return jax.device_put(leaf, sharding)
+    except AssertionError as error:  # JAX gathers it from all processes to compare.
+        raise _unlike(f"{what} has other values on other processes") from error
+
+
+def _unlike(found: str) -> BatchError:
+    return BatchError(message(
+        WHO, found, "A NumPy array, or a JAX array on no device in particular, stands for the whole: "
+        "every process has the same one.", "Make one array of every process's own rows: jax.make_array_"
+        "from_process_local_data(jax.NamedSharding(mesh, jax.P(mesh.axis_names)), rows)."))  # fmt: skip
+
+
+def held_whole(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[int]:
+    """Which leaves of a state this process holds whole, though several shall hold them."""
+    if not leaves or shardings[0].is_fully_addressable:
+        return []
+    return [i for i, leaf in enumerate(leaves) if not _host_array.spans_processes(leaf)]
+
+
+def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
+    """An array over several processes that all hold `leaf` whole: each copies what its devices need.
+
+    `jax.device_put` would gather the leaf from all processes onto every device, to compare them.
+    """
+    if _call.abstract_leaf(leaf).weak_type:  # A Python number, mostly: device_put keeps its type.
+        return leaf
+    if _host_array.spans_processes(leaf):
+        return leaf
+    if _is_key(leaf):
+        data = take_shards(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _own(leaf: Any, sharding: NamedSharding) -> Any:
+    """`leaf`, copied if its buffer would become a part of the placed array.
+
+    A step donates what was placed, and must not consume what the user still holds.
+    """
+    if isinstance(leaf, jax.Array):
+        return jnp.copy(leaf) if sharding.is_fully_replicated else leaf
+    return jnp.asarray(leaf) if jnp.isscalar(leaf) else leaf
+
+
+def lies_right(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether a leaf is a JAX array in this sharding."""
+    if not (isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)):
+        return False
+    return leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def check_alive(state: Any, leaves: Sequence[Any], who: str = WHO) -> None:
+    """Refuses a state, of these leaves, of which an earlier step has consumed all arrays, or some."""
+    arrays = (jax.Array, _padded.PaddedArray, HostArray)
+    dead = [isinstance(leaf, arrays) and leaf.is_deleted() for leaf in leaves]
+    if any(dead):  # Paths cost more than the check, which every step makes.
+        paths = _call.leaf_paths(state, "state")
+        gone = [path for path, is_dead in zip(paths, dead, strict=True) if is_dead]
+        shown = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
+        raise StateError(message(
+            who, f"{len(gone)} of {len(leaves)} leaves were already donated: {shown}", *CONSUMED,
+        ))  # fmt: skip
+
+
+def check_flushed(
+    who: str, state: Any, leaves: Sequence[Any], places: Sequence[Place] | None = None
+) -> None:
+    """Refuses to read a state, of these leaves, that a delayed update has yet to renew.
+
+    Leaves that rest where `places` have them are not read.
+    """
+    late = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, HostArray) and leaf.pending is not None
+        and not (places and _host_array.rests_in(leaf, places[i].home))
+    ]  # fmt: skip
+    if late:
+        paths = _call.leaf_paths(state, "state")
+        raise StateError(message(
+            who, [f"{paths[i]} still waits for the last step's update" for i in late],
+            "With HostCPU(delayed_update=True) a leaf is updated while the next step runs.",
+            "Call state = train_step.flush(state) first.", shown=3))  # fmt: skip

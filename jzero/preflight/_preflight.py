@@ -1,0 +1,310 @@
+"""`preflight`: a step compiled for GPUs that are not there, and what its program says of memory and time."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jzero._errors import BatchError, MeshError, OptionError, message
+from jzero._quantities import readable_bytes
+from jzero._step import ShardedTrainStep
+from jzero.preflight._schedule import Schedule, ScheduledCollective, read_schedule
+from jzero.preflight._targets import Target, Topology, find_target, mesh_of, read_topology
+from jzero.reports import _tables
+from jzero.reports._describe import Report
+from jzero.reports._tables import Memory, Table
+
+WHO = "preflight"
+_MOST_COMPILATIONS = 24
+
+
+def preflight(
+    train_step: ShardedTrainStep | jax.stages.Lowered,
+    *args: Any,
+    target: str = "h200",
+    topology: str = "1x8",
+    axes: Mapping[str, int] | None = None,
+    memory_fraction: float = 0.75,
+    search_batch: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Preflight:
+    """Compiles a step for so many GPUs, on a machine with none, and reports what they would need.
+
+    XLA's compiler for NVIDIA GPUs runs as it would there, but for autotuning, which needs the device::
+
+        program  = the step on (state, *args), compiled for the target
+        memory   = what the program says of its buffers
+        schedule = the order of its operations: which collectives have matrix products to hide behind
+
+    >>> import jax, jax.numpy as jnp, jzero
+    >>> def step_fn(w, batch):
+    ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+    ...     return w - 0.1 * grad, loss
+    >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    >>> batch = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    >>> found = jzero.preflight(
+    ...     jzero.shard_train_step(step_fn), w, batch, target="h100", topology="2x8"
+    ... )
+    >>> found.fits, found.at_rest == found.report.plan.nbytes_at_rest() == 4 * 1024 * 1024 // 16
+    (True, True)
+
+    Args:
+      train_step: the sharded step; or any program as `jax.jit(...).lower(...)` gives it, lowered for a
+        `jzero.target_mesh` of the same target, topology and axes (then without `args`).
+      *args: the step's arguments as arrays or `jax.ShapeDtypeStruct`s; whole shapes, over all devices.
+      target: 'a100-80gb', 'b200', 'h100' or 'h200'.
+      topology: 'HOSTSxDEVICES', the devices of one host: '8x8' are 64.
+      axes: names and sizes of the mesh's axes, hosts first. By default those of the step's mesh if it has
+        as many devices, else its only axis.
+      memory_fraction: the share of a device's memory that the process takes: JAX's default, or what
+        XLA_PYTHON_CLIENT_MEM_FRACTION will be.
+      search_batch: also find the most rows of the batch for each device and microbatch that fit (about
+        ten compilations).
+      compiler_options: for `jax.stages.Lowered.compile`, such as XLA flags without the dashes.
+      **kwargs: the step's keyword arguments.
+
+    Returns:
+      A `Preflight`; print it.
+
+    Raises:
+      OptionError: a target, topology or fraction that does not exist.
+      MeshError: `axes` do not make up the devices, or cannot be guessed.
+      ImportError: `jzero[preflight]` is not installed.
+    """
+    if not (isinstance(memory_fraction, int | float) and 0 < memory_fraction <= 1):
+        raise OptionError(message(
+            WHO, f"memory_fraction={memory_fraction!r}", "It is a share of a device's memory.",
+            "Use a number above 0, up to 1."))  # fmt: skip
+    gpu, grid = find_target(WHO, target), read_topology(WHO, topology)
+    options = {"xla_gpu_autotune_level": 0} | dict(compiler_options or {})
+    if isinstance(train_step, jax.stages.Lowered):
+        sizes = {"data": grid.num_devices} if axes is None else dict(axes)
+        return _examine(train_step, None, gpu, grid, sizes, memory_fraction, options)
+    if not isinstance(train_step, ShardedTrainStep):
+        raise OptionError(message(
+            WHO, f"train_step is a {type(train_step).__name__}",
+            "It is what shard_train_step or jax.jit(...).lower(...) returns.",
+            "Write preflight(shard_train_step(step_fn), state, batch)."))  # fmt: skip
+    sizes = _axes_for(train_step, grid) if axes is None else dict(axes)
+    there = train_step.on_mesh(mesh_of(WHO, gpu, grid, sizes))
+
+    batch = there.batch_of(WHO, *args, **kwargs)
+
+    def examine(rows: int) -> Preflight:
+        report, lowered = batch.call(there.describe, rows), batch.call(there.lower, rows)
+        return _examine(lowered, report, gpu, grid, sizes, memory_fraction, options)
+
+    found = examine(batch.rows)
+    if search_batch and not batch.rows:
+        raise BatchError(message(
+            WHO, "search_batch=True, and no argument is split over the devices",
+            "The rows of arguments that are split are changed.",
+            "Drop search_batch, or the in_specs that keep the batch whole."))  # fmt: skip
+    if search_batch:
+        largest = _largest(lambda rows: examine(rows).peak_bytes, batch.rows, found)
+        found = dataclasses.replace(found, rows=batch.rows, largest_rows=largest)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Preflight:
+    """What a step will need on devices that are not there; `print` it.
+
+    Attributes:
+      report: what `describe` says of the step; None for a program that is not jzero's.
+      target: the device.
+      topology: hosts, and devices on each.
+      argument_bytes: on each device, of the program's arguments: the state, and its part of the batch.
+      temporary_bytes: on each device, at most alive within a step beside them.
+      peak_bytes: on each device, at the moment when most is alive.
+      schedule: its collectives and the time for which nothing hides them.
+      compile_seconds: what the compilation took here.
+      memory_fraction: the share of a device's memory that may be used.
+      rows: of the batch, on each device and for each microbatch (with `search_batch`).
+      largest_rows: the most that fit; 0 if none do (with `search_batch`).
+    """
+
+    report: Report | None
+    target: Target
+    topology: Topology
+    argument_bytes: int
+    temporary_bytes: int
+    peak_bytes: int
+    schedule: Schedule
+    compile_seconds: float
+    memory_fraction: float
+    rows: int | None = None
+    largest_rows: int | None = None
+
+    @property
+    def usable_bytes(self) -> int:
+        """What the process may use of a device's memory."""
+        return int(self.target.memory_bytes * self.memory_fraction)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the usable bytes."""
+        return self.peak_bytes <= self.usable_bytes
+
+    @property
+    def at_rest(self) -> int | None:
+        """Bytes of the state on each device; None for a program that is not jzero's."""
+        return None if self.report is None else self.report.plan.nbytes_at_rest()
+
+    @property
+    def memory(self) -> tuple[Memory, ...]:
+        """The roles at rest, and what the program holds within a step, as `estimate` has them."""
+        num = self.topology.num_devices
+        peak = self.peak_bytes - self.argument_bytes
+        within = Memory(
+            "within a step", peak * num, peak, False, "at the peak, beside the arguments"
+        )
+        if self.report is None:
+            return Memory(
+                "arguments", self.argument_bytes * num, self.argument_bytes, True, ""
+            ), within
+        batch = self.argument_bytes - self.report.plan.nbytes_at_rest()
+        rows = Memory("batch", batch * num, batch, False, "and counters of the program")
+        return (*self.report.memory, rows, within)
+
+    def nbytes(self, op: str, hidden: bool | None = None) -> int:
+        """Bytes that a step moves by `op`; only those that hide behind products, or do not."""
+        return sum(
+            c.nbytes for c in self.schedule.collectives if c.op == op and hidden in (None, c.hidden)
+        )
+
+    def __str__(self) -> str:
+        grid = self.topology
+        lines = [
+            f"jzero preflight: {grid.num_devices} x {self.target.name} ({grid.hosts} hosts of "
+            f"{grid.per_host}), compiled in {self.compile_seconds:.0f} s",
+            *([] if self.report is None else str(self.report).split("\n\n")[0].splitlines()),
+            "",
+            *_tables.memory_table(self.memory).text(),
+            "",
+            *self._verdict(),
+            "",
+            *self._collectives(),
+            *([] if self.report is None else self.report.gathered_rows()),
+            "",
+            *_LIMITS,
+        ]
+        return "\n".join(lines)
+
+    def _verdict(self) -> list[str]:
+        spare = abs(self.usable_bytes - self.peak_bytes)
+        verdict = "FITS, with" if self.fits else "DOES NOT FIT, by"
+        lines = [
+            f"{verdict} {readable_bytes(spare)}: the peak is {readable_bytes(self.peak_bytes)} of "
+            f"{readable_bytes(self.usable_bytes)} ({self.memory_fraction:g} of a device's "
+            f"{readable_bytes(self.target.memory_bytes)})"
+        ]
+        if self.largest_rows is not None:
+            lines.append(
+                f"The most rows for each device and microbatch that fit: {self.largest_rows} "
+                f"(compiled: {self.rows})"
+            )
+        return lines
+
+    def _collectives(self) -> list[str]:
+        if not self.schedule.collectives:
+            return ["A step moves nothing between devices."]
+        groups: dict[tuple[str, str], list[ScheduledCollective]] = {}
+        for c in self.schedule.collectives:
+            groups.setdefault((c.op, ",".join(c.axes)), []).append(c)
+        rows = []
+        for key, group in sorted(groups.items()):
+            total = sum(c.nbytes for c in group)
+            hidden = sum(c.nbytes for c in group if c.hidden)
+            share = f"{100 * hidden / total:.0f} %" if total else "-"
+            times = sum(c.times for c in group)
+            seconds = sum(c.seconds * c.times for c in group)
+            rows.append((*key, readable_bytes(total), str(times), share, f"{1000 * seconds:.1f}"))
+        header = ("as compiled", "axes", "bytes", "times", "behind products", "ms")
+        s = self.schedule
+        return [
+            *Table(header, rows).text(),
+            f"Matrix products take at least {1000 * s.product_seconds:.1f} ms (at the peak of bfloat16); "
+            f"then {1000 * s.exposed_seconds:.1f} ms of the collectives stay exposed.",
+        ]
+
+
+_LIMITS = (
+    "Not seen: memory kinds (what rests on the host is counted on the device), buffers of NCCL and of",
+    "the driver (1 to 2 GiB), fragmentation, kernels that autotuning would choose, latencies, convolutions'",
+    "and fused attention's time. Bandwidths are the data sheet's.",
+)
+
+
+def _examine(
+    lowered: jax.stages.Lowered, report: Report | None, target: Target, topology: Topology,
+    axes: Mapping[str, int], memory_fraction: float, options: Mapping[str, Any],
+) -> Preflight:  # fmt: skip
+    start = time.perf_counter()
+    compiled = lowered.compile(compiler_options=dict(options))
+    seconds = time.perf_counter() - start
+    memory: Any = compiled.memory_analysis()
+    return Preflight(
+        report,
+        target,
+        topology,
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.peak_memory_in_bytes,
+        read_schedule(str(compiled.as_text()), axes, target, topology),
+        seconds,
+        memory_fraction,
+    )
+
+
+def _axes_for(train_step: ShardedTrainStep, topology: Topology) -> dict[str, int]:
+    """The step's own mesh, if it fits; else its one axis over all devices."""
+    mesh = train_step.mesh
+    if mesh is None:
+        return {"data": topology.num_devices}
+    if mesh.size == topology.num_devices:
+        return dict(mesh.shape)
+    if len(mesh.axis_names) > 1:
+        raise MeshError(message(
+            WHO,
+            f"the step's mesh has {dict(mesh.shape)}, and the topology {topology.num_devices} devices",
+            "Sizes of several axes cannot be guessed.",
+            "Pass axes={'node': 8, 'local': 8}, hosts first."))  # fmt: skip
+    return {mesh.axis_names[0]: topology.num_devices}
+
+
+def _largest(peak: Callable[[int], int], rows: int, found: Preflight) -> int:
+    """The most rows whose peak is within the usable bytes; the peak grows with rows, about linearly."""
+    known, limit, unit = {rows: found.peak_bytes}, found.usable_bytes, 1
+    for turn in range(_MOST_COMPILATIONS):
+        low = max((n for n, p in known.items() if p <= limit), default=0)
+        high = min((n for n, p in known.items() if p > limit), default=None)
+        if high is not None and high - low <= unit:
+            break
+        # Peaks grow in small steps, which a line does not meet: near the limit, halve the interval.
+        guess = (low + high) // 2 if high is not None and turn > 3 else _guess(known, limit)
+        guess = max(guess // unit * unit, low + unit)
+        guess = guess if high is None else min(guess, high - unit)
+        try:
+            known[guess] = peak(guess)
+        except (TypeError, ValueError):  # A step that cuts its batch itself takes only some sizes.
+            if unit == rows:
+                raise
+            unit = rows
+            known = {n: p for n, p in known.items() if n % unit == 0}
+    return max((n for n, p in known.items() if p <= limit), default=0)
+
+
+def _guess(known: Mapping[int, int], limit: int) -> int:
+    """Where a line through the two points next to the limit meets it."""
+    if len(known) == 1:
+        ((rows, peak),) = known.items()
+        return 2 * rows if peak <= limit else rows // 2
+    (n, p), (m, q) = sorted(known.items(), key=lambda point: abs(point[1] - limit))[:2]
+    slope = (q - p) / (m - n)
+    return n + int((limit - p) // slope) if slope > 0 else 2 * max(known)

@@ -1,0 +1,281 @@
+"""The schedule of a compiled GPU program, read from XLA's text: which collectives hide behind products."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jzero.preflight._targets import Target, Topology
+
+_HEADER = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.+?) ([a-z][a-z0-9\-]*)\((.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_OPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+_PRODUCTS = re.compile(r'custom_call_target="[^"]*(gemm|matmul|cudnn)[^"]*"')
+
+
+class Instruction(NamedTuple):
+    """One line: the result's name and shape, the operation, the names it reads, and the rest."""
+
+    name: str
+    shape: str
+    op: str
+    operands: tuple[str, ...]
+    text: str
+
+
+class ScheduledCollective(NamedTuple):
+    """One collective of the compiled program (XLA may have combined several of the step's).
+
+    Attributes:
+      op: 'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all' or 'collective-permute'.
+      axes: the mesh axes it runs over.
+      whole_bytes: of the whole value: gathered by an all-gather, reduced by a reduction.
+      times: how often a step runs it: the trip counts of the loops around it.
+      hidden: it starts before a matrix product and is awaited after it.
+      seconds: what it takes once, by the target's bandwidths.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    whole_bytes: int
+    times: int
+    hidden: bool
+    seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a step moves through it."""
+        return self.whole_bytes * self.times
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What a step's schedule says of its time.
+
+    Attributes:
+      collectives: in the order of the program.
+      product_seconds: its matrix products, at the target's peak: the least they can take.
+      exposed_seconds: what is left of the collectives when products run at that peak and all else takes
+        no time: no step waits longer, were bandwidths as the target says.
+    """
+
+    collectives: tuple[ScheduledCollective, ...]
+    product_seconds: float
+    exposed_seconds: float
+
+
+def read_schedule(
+    text: str, axes: Mapping[str, int], target: Target, topology: Topology
+) -> Schedule:
+    """Walks through the program once, loops multiplied out, with clocks for products and for the wire."""
+    computations, entry = _parse(text)
+    reader = _Reader(computations, axes, target, topology)
+    walk = reader.walk(entry, 1)
+    return Schedule(tuple(reader.found), walk.products, walk.exposed)
+
+
+class _Walk(NamedTuple):
+    """Seconds of a computation: its matrix products, and collectives that nothing hides."""
+
+    products: float = 0.0
+    exposed: float = 0.0
+    num_products: int = 0
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A collective under way."""
+
+    end: float
+    num_products: int
+    collective: ScheduledCollective
+
+
+@dataclasses.dataclass
+class _Reader:
+    computations: Mapping[str, list[Instruction]]
+    axes: Mapping[str, int]
+    target: Target
+    topology: Topology
+    found: list[ScheduledCollective] = dataclasses.field(default_factory=list)
+
+    def walk(self, name: str, times: int) -> _Walk:
+        """Seconds of one run of a computation; its collectives are noted as run `times` times."""
+        shapes = {line.name: line.shape for line in self.computations[name]}
+        products = exposed = wire = 0.0
+        num_products = 0
+        flights: dict[str, _Flight] = {}
+        for line in self.computations[name]:
+            for callee, trips in _callees(line):
+                inner = self.walk(callee, times * trips)
+                products += trips * inner.products
+                exposed += trips * inner.exposed
+                num_products += inner.num_products
+            flops = self._flops(line, shapes)
+            if flops is not None:
+                products += flops / self.target.bf16_flops
+                num_products += 1
+            collective = self._collective(line, shapes, times)
+            if collective is not None:
+                # One after the other: they share the wire.
+                wire = max(wire, products + exposed) + collective.seconds
+                flights[line.name] = _Flight(wire, num_products, collective)
+            waits_for = line.name if line.op in _OPS else line.operands[0] if line.operands else ""
+            if waits_for in flights and (line.op in _OPS or line.op.endswith("-done")):
+                flight = flights.pop(waits_for)
+                exposed += max(0.0, flight.end - products - exposed)
+                hidden = num_products > flight.num_products
+                self.found.append(flight.collective._replace(hidden=hidden))
+        return _Walk(products, exposed, num_products)
+
+    def _flops(self, line: Instruction, shapes: Mapping[str, str]) -> float | None:
+        """Operations of a matrix product; None for anything else. Convolutions and fused attention are 0."""
+        if line.op == "dot":
+            return _dot_flops(line, shapes, r"lhs_contracting_dims=\{([\d,]*)\}")
+        if line.op == "custom-call" and _PRODUCTS.search(line.text):
+            return _dot_flops(line, shapes, r'"lhs_contracting_dimensions":\[([\d,"]*)\]')
+        if line.op == "convolution":
+            return 0.0
+        if line.op != "fusion":
+            return None
+        inner = [self._inner_flops(name) for name in re.findall(r"calls=%([\w.\-]+)", line.text)]
+        found = [flops for flops in inner if flops is not None]
+        return sum(found) if found else None
+
+    def _inner_flops(self, name: str) -> float | None:
+        shapes = {line.name: line.shape for line in self.computations[name]}
+        found = [self._flops(line, shapes) for line in self.computations[name]]
+        products = [flops for flops in found if flops is not None]
+        return sum(products) if products else None
+
+    def _collective(
+        self, line: Instruction, shapes: Mapping[str, str], times: int
+    ) -> ScheduledCollective | None:
+        op = next((op for op in _OPS if line.op in (op, f"{op}-start")), None)
+        if op is None:
+            return None
+        # A start's shape holds operands and results; a plain one's only the results.
+        whole = [sum(_sizes(shapes[name])) for name in line.operands if name in shapes]
+        results = sum(_sizes(line.shape))
+        if line.op.endswith("-start") and op != "all-reduce":
+            results -= sum(whole)
+        nbytes = max(sum(whole), results if op != "all-reduce" else 0)
+        group = self._group(line.text)
+        seconds = self._seconds(op, group, nbytes)
+        return ScheduledCollective(op, self._axes(group), nbytes, times, False, seconds)
+
+    def _group(self, text: str) -> set[int]:
+        return _first_group(text) or set(range(math.prod(self.axes.values())))
+
+    def _axes(self, group: set[int]) -> tuple[str, ...]:
+        """The fewest mesh axes over which device 0 has this group; all, if there are none."""
+        names = list(self.axes)
+        subsets = itertools.chain.from_iterable(
+            itertools.combinations(names, size) for size in range(len(names) + 1)
+        )
+        fits = (axes for axes in subsets if _members(self.axes, axes) == group)
+        return next(fits, tuple(names))
+
+    def _seconds(self, op: str, group: set[int], nbytes: int) -> float:
+        """A ring over the devices of each host, and one over hosts with all their adapters, at once."""
+        if op == "collective-permute":
+            within = len({device // self.topology.per_host for device in group}) == 1
+            return nbytes / (
+                self.target.link_bandwidth if within else self.target.network_bandwidth
+            )
+        hosts = len({device // self.topology.per_host for device in group})
+        per_host = len(group) // hosts
+        link = nbytes * (per_host - 1) / per_host / self.target.link_bandwidth
+        network = nbytes * (hosts - 1) / hosts / (per_host * self.target.network_bandwidth)
+        return max(link, network) * (2 if op == "all-reduce" else 1)
+
+
+def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    computations: dict[str, list[Instruction]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            lines = computations.setdefault(header[1], [])
+            entry = header[1] if line.startswith("ENTRY") else entry
+        elif match := _INSTRUCTION.match(line):
+            name, shape, op, rest = match.groups()
+            operands = tuple(re.findall(r"%([\w.\-]+)", rest.split(")", 1)[0]))
+            lines.append(Instruction(name, shape, op, operands, rest))
+    return computations, entry
+
+
+def _callees(line: Instruction) -> Iterator[tuple[str, int]]:
+    """Computations that the line runs, and how often; a loop of unknown length counts once."""
+    if line.op == "while":
+        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.text)
+        (body,) = re.findall(r"body=%([\w.\-]+)", line.text)
+        yield body, int(trips[1]) if trips else 1
+    elif line.op == "call":
+        yield re.findall(r"to_apply=%([\w.\-]+)", line.text)[0], 1
+    elif line.op == "conditional":
+        branches = re.search(r"branch_computations=\{([^}]*)\}", line.text)
+        named = branches[1] if branches else " ".join(re.findall(r"_computation=(%\S+)", line.text))
+        yield from ((name, 1) for name in re.findall(r"%([\w.\-]+)", named))
+
+
+def _sizes(shape: str) -> list[int]:
+    """Bytes of every array in a shape, tuples included."""
+    return [math.ceil(math.prod(dims) * bits / 8) for bits, dims in _arrays(shape)]
+
+
+def _arrays(shape: str) -> list[tuple[int, list[int]]]:
+    """Bits per element, and dims, of every array in a shape."""
+    return [
+        (8 if dtype == "pred" else int(digits[0]), [int(n) for n in dims.split(",") if n])
+        for dtype, dims in _ARRAY.findall(shape)
+        if dtype == "pred" or (digits := re.findall(r"\d+", dtype))
+    ]
+
+
+def _dot_flops(line: Instruction, shapes: Mapping[str, str], contracted: str) -> float:
+    match = re.search(contracted, line.text)
+    if match is None or line.operands[0] not in shapes:
+        return 0.0
+    (_, lhs), *_ = _arrays(shapes[line.operands[0]])
+    (_, out), *_ = _arrays(line.shape)
+    dims = [int(n) for n in re.findall(r"\d+", match[1])]
+    return 2.0 * math.prod(out) * math.prod(lhs[dim] for dim in dims)
+
+
+def _members(axes: Mapping[str, int], chosen: Sequence[str]) -> set[int]:
+    """The devices that share a group over the `chosen` axes with device 0."""
+    strides, stride = {}, 1
+    for name, size in reversed(list(axes.items())):
+        strides[name], stride = stride, stride * size
+    ranges = [range(0, axes[name] * strides[name], strides[name]) for name in chosen]
+    return {sum(steps) for steps in itertools.product(*ranges)}
+
+
+def _first_group(text: str) -> set[int]:
+    """The devices in the group of device 0; none if the text names no groups, which means all.
+
+    Written as `{{0,1},{2,3}}`, as `[2,2]<=[4]`, a reshaped iota, or as `mesh['x'=2,'y'=2] {'y'}`.
+    """
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text)
+    if named:
+        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        return _members(axes, re.findall(r"'(\w+)'", named[2]))
+    pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text)
+    if pairs:
+        return {int(pairs[1]), int(pairs[2])}
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", text)
+    if listed:
+        return {int(n) for n in listed[1].split(",")}
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if iota is None:
+        return set()
+    size, dims = int(iota[2]), [int(n) for n in iota[3].split(",")]
+    order = [int(n) for n in (iota[4] or "").split(",") if n] or list(range(len(dims)))
+    strides = [math.prod(dims[d + 1 :]) for d in range(len(dims))]
+    ranges = [range(0, dims[d] * strides[d], strides[d]) for d in order]
+    return {sum(steps) for steps in itertools.islice(itertools.product(*ranges), size)}

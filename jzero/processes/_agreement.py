@@ -1,0 +1,340 @@
+"""Several processes: none starts what the others would not, or would start differently.
+
+A collective that only some processes call waits for ever, and one that two call with different shapes
+ends a process from within. So before processes start something together for the first time they compare
+what it is, through the key-value store of `jax.distributed`, which has timeouts and needs no device. When
+they change to what they have run before, they meet again if their steps are long enough to pay for it, and
+in any case a thread compares what they have called (`_watch`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jzero._errors import ProcessError, message
+from jzero.processes import _unlike
+from jzero.processes._call_log import FAILS, MEETS, CallLog
+from jzero.processes._forks import check_not_forked
+from jzero.processes._unlike import PROGRAM, Sections
+from jzero.processes._watch import Room, try_get, watch
+from jzero.tracing import _jaxpr
+
+# As long as jax.distributed.initialize waits by default.
+PATIENCE_SECONDS = 300.0
+# What a meeting costs, and how much of a training's time meetings may take that are not a program's first.
+_MEETING_SECONDS, _MEETINGS_SHARE = 2e-3, 0.005
+_VERDICT_SECONDS = 3.0
+_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 2e-4, 0.1
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function in a jaxpr: every process has its own
+_meetings: collections.Counter[tuple[int, ...]] = collections.Counter()
+_last_meeting: dict[tuple[int, ...], tuple[int, float]] = {}  # its call, and when it was
+
+
+def check(who: str) -> None:
+    """Refuses a call that could never end, or that would go on from what went wrong.
+
+    Raises:
+      ProcessError: this process is a forked child, or others have called something else.
+    """
+    check_not_forked(who)
+    watch.check()
+
+
+class Agreement(NamedTuple):
+    """What all processes have built alike.
+
+    Attributes:
+      name: the same on all of them; nothing where there is one process.
+      sections: what it is; of the program only its name.
+    """
+
+    name: str
+    sections: Sections
+
+
+def agree(
+    who: str, mesh: Any, sections: Callable[[], Sections], about: Callable[[], Sections] | None = None
+) -> Agreement:  # fmt: skip
+    """Waits until all processes of the mesh have come here, and compares what they bring.
+
+    Returns at once where there is one process, or no `jax.distributed`.
+
+    Args:
+      who: what the user called.
+      mesh: the mesh on which it runs.
+      sections: what this process is about to start.
+      about: what is known of it before `sections` are made, which may take long.
+
+    Raises:
+      ProcessError: processes bring different things, or do not come within `PATIENCE_SECONDS`.
+    """
+    room = _room_of(mesh)
+    if room is None:
+        return Agreement("", {})
+    with _meeting(room, {"call": [who], **(about() if about else {})}) as meeting:
+        watch.look_soon()  # The others may wait in what they know; to build it may take long.
+        found = json.loads(_ADDRESS.sub("", json.dumps({"call": [who], **sections()})))
+        name = _digest(json.dumps(found))[:16]
+        _compare(who, room, found)
+        meeting.agreement = Agreement(name, {**found, PROGRAM: [name]})
+    return meeting.agreement
+
+
+@contextlib.contextmanager
+def alike(who: str, mesh: Any, sections: Callable[[], Sections]) -> Iterator[None]:
+    """Something that all processes of the mesh do by themselves: if one fails, all do.
+
+    Raises:
+      ProcessError: another one failed, or brings different `sections`; see `agree`.
+    """
+    try:
+        yield
+    except Exception as error:
+        failure = f"failed with {type(error).__name__}: {error}"
+        with contextlib.suppress(ProcessError):
+            agree(who, mesh, lambda: {"call": [failure]})
+        raise
+    agree(who, mesh, sections)
+
+
+def agree_again(who: str, mesh: Any, before: Agreement) -> None:
+    """Waits until all processes of the mesh have come to call what they agreed on before."""
+    room = _room_of(mesh)
+    if room is not None:
+        with _meeting(room, before.sections) as meeting:
+            _compare(who, room, before.sections)
+            meeting.agreement = before
+
+
+def goes_on(mesh: Any, name: str) -> bool:
+    """Notes a call of what was agreed on before; False if all should agree again before it runs.
+
+    They should if the call is not like the one before, and meetings take too little time to matter.
+    """
+    room = _room_of(mesh)
+    if room is None:
+        return True
+    log = room.log
+    if name != log.name and log.calls >= log.meets_from:
+        return False
+    log.runs(name)
+    return True
+
+
+def note(who: str, mesh: Any) -> None:
+    """Notes a call that needs no agreement, and that all processes make."""
+    room = _room_of(mesh)
+    if room is not None:
+        room.describe(who, {"call": [who]})
+        room.log.runs(who)
+
+
+def confirm(who: str, about: Callable[[], Sections] = dict, mesh: Any = None) -> None:
+    """Makes sure that all processes, of `jax.distributed` or a mesh, have made the same calls so far.
+
+    It costs a millisecond or two, and waits for those that have yet to come.
+
+    Args:
+      who: what the user called; all processes call it.
+      about: with what, which must be the same too.
+      mesh: the mesh on which they call it, if it is not for all processes.
+
+    Raises:
+      ProcessError: they have not, or do not come within `PATIENCE_SECONDS`.
+    """
+    check(who)
+    room = _room_on(tuple(range(jax.process_count()))) if mesh is None else _room_of(mesh)
+    if room is None:
+        return
+    log = room.log
+    sections = {
+        "call": [who], "calls": [f"{log.calls} before"], PROGRAM: [f"calls {log.history}"], **about(),
+    }  # fmt: skip
+    try:
+        with _meeting(room, {"call": [who]}) as meeting:
+            _compare(who, room, sections)
+            meeting.agreement = Agreement(who, {"call": [who]})
+    except ProcessError:
+        watch.wait(_VERDICT_SECONDS)  # It can say which call differed.
+        if watch.difference is None:
+            raise
+    watch.check()
+
+
+def checksum(x: Any) -> str:
+    """Of an array's bytes; of one that spans processes its type, for no process has all of it."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return str(jax.typeof(x))
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    flat = np.ascontiguousarray(x).reshape(-1)
+    return f"{zlib.crc32(flat.view(np.uint8).data):08x}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=64)
+def _processes_of(mesh: Any) -> tuple[int, ...]:
+    """The processes whose devices a mesh has; an abstract mesh has none."""
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return ()
+    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
+
+
+def _room_of(mesh: Any) -> Room | None:
+    """Where the processes of a mesh meet; None if there is one, or no `jax.distributed`."""
+    return _room_on(_processes_of(mesh))
+
+
+def _room_on(processes: tuple[int, ...]) -> Room | None:
+    if len(processes) < 2 or _jaxpr.key_value_store() is None:
+        return None
+    return watch.room(processes)
+
+
+class _Meeting:
+    """A call that all processes have to agree on, and what they agreed on."""
+
+    agreement: Agreement
+
+
+@contextlib.contextmanager
+def _meeting(room: Room, about: Sections) -> Iterator[_Meeting]:
+    """Notes a call that waits for the others, and what becomes of it."""
+    meeting, entry = _Meeting(), room.log.waits(_described(room, {**about, PROGRAM: ["a new one"]}))
+    try:
+        yield meeting
+    except BaseException as error:
+        failure = f"failed with {type(error).__name__}: {error}"
+        room.log.settle(entry, FAILS, _described(room, {"call": [failure]}))
+        raise
+    name, sections = meeting.agreement
+    room.describe(name, sections)
+    room.log.settle(entry, MEETS, name)
+
+
+def _described(room: Room, sections: Sections) -> str:
+    name = _digest(json.dumps(sections))[:16]
+    room.describe(name, sections)
+    return name
+
+
+def _compare(who: str, room: Room, sections: Sections) -> None:
+    """Waits for all, and raises if they bring something else."""
+    store, processes = _jaxpr.key_value_store(), room.processes
+    table = f"jzero/{_digest(repr(processes))}"
+    meeting = _meetings[processes]
+    _meetings[processes] += 1
+    outcome = _exchange(who, store, f"{table}/{meeting}", room, _digest(json.dumps(sections)))
+    if len(outcome["groups"]) > 1:
+        unlike = outcome["groups"][:2]
+        texts = _texts_of(store, f"{table}/{meeting}", [group[0] for group in unlike], sections)
+        raise ProcessError(_unlike.before_a_call(who, unlike, texts))
+    room.log.meets_from = outcome["meets_from"]
+    if jax.process_index() == processes[0] and meeting:
+        store.key_value_delete(f"{table}/{meeting - 1}")  # All have left it.
+
+
+def _exchange(who: str, store: Any, table: str, room: Room, digest: str) -> dict[str, Any]:
+    """What came of a meeting: those who brought the same, once all have come.
+
+    The first process reads what all have brought, and writes what came of it.
+    """
+    here, processes = jax.process_index(), room.processes
+    store.key_value_set(f"{table}/digest/{here}", digest)
+    end, pause = time.monotonic() + PATIENCE_SECONDS, _FIRST_POLL_SECONDS
+    while True:
+        outcome = try_get(store, f"{table}/outcome")
+        if outcome is None and here == processes[0]:
+            outcome = _written(store, table, _outcome(room, _digests(store, table)))
+        if outcome is None and time.monotonic() > end:
+            missing = sorted({*processes} - _digests(store, table).keys())
+            outcome = _written(store, table, {"missing": missing})
+        if outcome is not None:
+            break
+        watch.check()
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LAST_POLL_SECONDS)
+        if pause == _LAST_POLL_SECONDS:
+            watch.look_soon()
+    found = json.loads(outcome)
+    if "missing" in found:
+        raise ProcessError(_absence(who, found["missing"], len(processes)))
+    return found
+
+
+def _digests(store: Any, table: str) -> dict[int, str]:
+    pairs = store.key_value_dir_get(f"{table}/digest/")
+    return {int(key.rpartition("/")[2]): digest for key, digest in pairs}
+
+
+def _outcome(room: Room, digests: dict[int, str]) -> dict[str, Any] | None:
+    """None as long as somebody is missing."""
+    if len(digests) < len(room.processes):
+        return None
+    groups: dict[str, list[int]] = {}
+    for process in room.processes:
+        groups.setdefault(digests[process], []).append(process)
+    return {"groups": list(groups.values()), "meets_from": _meets_from(room.processes, room.log)}
+
+
+def _meets_from(processes: tuple[int, ...], log: CallLog) -> int:
+    """The call from which on another meeting costs little of the time of the calls before it."""
+    now = time.monotonic()
+    last, _last_meeting[processes] = _last_meeting.get(processes), (log.calls, now)
+    if last is None:
+        return 0
+    seconds_per_call = max(1e-6, (now - last[1]) / max(1, log.calls - last[0]))
+    return log.calls + math.ceil(_MEETING_SECONDS / (_MEETINGS_SHARE * seconds_per_call))
+
+
+def _written(store: Any, table: str, outcome: dict[str, Any] | None) -> str | None:
+    """What came of a meeting, as all read it: as the first who knows writes it."""
+    if outcome is None:
+        return None
+    try:
+        store.key_value_set(f"{table}/outcome", json.dumps(outcome))
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" not in str(error):
+            raise
+    return store.key_value_try_get(f"{table}/outcome")
+
+
+def _absence(who: str, missing: list[int], num: int) -> str:
+    here = jax.process_index()
+    absent = f"{_unlike.named(missing)} of {num} did not come within {PATIENCE_SECONDS:.0f} s"
+    late = f"process {here} came when others had given up waiting for it"
+    return message(
+        who, late if here in missing else absent,
+        "All processes call init, shard and the step equally often and in one order.",
+        "See what those that are missing printed last. If they only need longer, wait for them before: "
+        "jax.experimental.multihost_utils.sync_global_devices('ready').",
+    )  # fmt: skip
+
+
+def _texts_of(store: Any, table: str, processes: list[int], sections: Sections) -> list[Sections]:
+    """What these processes brought, whose digests differ; one of them may be this, with `sections`."""
+    here = jax.process_index()
+    if here in processes:
+        store.key_value_set_bytes(f"{table}/text/{here}", _unlike.pack(sections))
+    patience = round(1000 * PATIENCE_SECONDS)
+    return [
+        _unlike.unpack(store.blocking_key_value_get_bytes(f"{table}/text/{process}", patience))
+        for process in processes
+    ]

@@ -1,0 +1,372 @@
+"""`estimate`: memory and traffic of a training from its numbers alone, without a model or a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from jzero._errors import OptionError, message
+from jzero._quantities import (
+    BYTES_RULE,
+    COUNT_RULE,
+    parse_bytes,
+    parse_count,
+    readable_count,
+)
+from jzero.offload._policy import NO_OFFLOAD, HostCPU, Offload
+from jzero.reports import _formulas, _tables
+from jzero.reports._formulas import BytesPerParam
+from jzero.reports._presets import OPTIMIZERS, PRECISIONS
+from jzero.reports._tables import Crossing, Memory
+from jzero.sharding.analysis._traffic import Collective
+from jzero.sharding.plan._options import Options, axis_tuple
+from jzero.sharding.plan._plan import Sharding
+
+WHO = "estimate"
+
+
+def estimate(
+    num_params: float | str,
+    *,
+    devices: int | None = None,
+    mesh: Any = None,
+    stage: int = 3,
+    optimizer: str = "adam",
+    precision: str = "mixed",
+    param_bytes: float | None = None,
+    gradient_bytes: float | None = None,
+    optimizer_bytes: float | None = None,
+    accumulate: int = 1,
+    reduce: str | None = None,
+    accumulate_dtype: Any = None,
+    reduce_dtype: Any = None,
+    gather: str | None = None,
+    param_axes: str | Sequence[str] | None = None,
+    optimizer_axes: str | Sequence[str] | None = None,
+    offload: Offload = NO_OFFLOAD,
+) -> Estimate:
+    """What a training needs on each device and moves in a step, from numbers alone.
+
+    For Psi parameters, of which each role takes a number of bytes and rests on a number of devices::
+
+        parameters       param_bytes     * Psi / devices of param_axes       # stage 3, else / 1
+        optimizer state  optimizer_bytes * Psi / devices of optimizer_axes   # stage >= 1
+        gradients        gradient_bytes  * Psi / devices of optimizer_axes   # unless reduced once
+
+    `offload` takes the optimizer state off the devices. With `PinnedHost` at most `device_bytes` of it visit
+    each, and all of it crosses to the device and back in a step. With `HostCPU` gradients cross to the host
+    and new parameters to the device, which wait in pinned memory (those of two steps if delayed); the
+    optimizer state without masters reads parameters, which then cross to the host, too. Gradients count as
+    if all of a step's were on the device before the first has left it.
+
+    Every leaf is taken to divide by the devices. Activations, temporary buffers and what XLA keeps beside
+    them are not in it; `ShardedTrainStep.describe` is exact about a real step's state and traffic.
+
+    >>> import jzero
+    >>> found = jzero.estimate("7.5B", devices=64, stage=3)
+    >>> print(found)
+    jzero: estimate of 7.5B parameters at stage 3 over 64 devices (data axes: 'data' of size 64)
+    <BLANKLINE>
+    memory                        whole  on each device
+    parameter                  14.0 GiB       223.5 MiB
+    optimizer state            83.8 GiB         1.3 GiB
+    at rest                    97.8 GiB         1.5 GiB
+    gradient                   14.0 GiB       223.5 MiB  in shards: reduced as they are produced
+    with those within a step  111.8 GiB         1.7 GiB
+    <BLANKLINE>
+    per step         dtype  axes        elements     bytes  times
+    all-gather      16-bit  data  15,000,000,000  27.9 GiB      2
+    reduce-scatter  16-bit  data   7,500,000,000  14.0 GiB      1
+    <BLANKLINE>
+    A device sends and receives 3 Psi elements for Psi parameters.
+    >>> jzero.estimate("7.5B", devices=64, stage=1).total / 1e9     # ZeRO, Table 1: 31.4 GB
+    31.40625
+    >>> jzero.estimate(1, devices=64, stage=3).largest_model("32GB")
+    128000000000
+
+    Offloaded, a model with masters rests in 2 bytes per parameter on one device:
+
+    >>> print(jzero.estimate("10B", devices=1, offload=jzero.HostCPU()))
+    jzero: estimate of 10B parameters at stage 3 over 1 devices (data axes: 'data' of size 1)
+    <BLANKLINE>
+    memory                        whole  on each device  on its host
+    parameter                  18.6 GiB        18.6 GiB          0 B
+    optimizer state           111.8 GiB             0 B    111.8 GiB
+    leaving parameter          18.6 GiB             0 B     18.6 GiB  pinned
+    at rest                   149.0 GiB        18.6 GiB    130.4 GiB
+    gradient                   18.6 GiB        18.6 GiB          0 B  in shards: reduced as they are produced
+    arriving gradient          18.6 GiB             0 B     18.6 GiB  pinned
+    with those within a step  186.3 GiB        37.3 GiB    149.0 GiB
+    <BLANKLINE>
+    A step moves nothing between devices.
+    <BLANKLINE>
+    per step, each device       what   dtype        elements     bytes
+    to host                 gradient  16-bit  10,000,000,000  18.6 GiB
+    to device              parameter  16-bit  10,000,000,000  18.6 GiB
+    <BLANKLINE>
+    A device sends and receives 0 Psi elements for Psi parameters.
+
+    Args:
+      num_params: Psi, a whole number or a string such as '350M', '7.5B', '1T'.
+      devices: how many share the batch; one mesh axis, 'data'.
+      mesh: instead of `devices`, the data axes and their sizes: `{'node': 8, 'local': 8}`, or a mesh.
+      stage: 0 to 3, as in `shard_train_step`.
+      optimizer: bytes of its state, by name: 'sgd', 'momentum', 'adam', 'adamw', 'lion', 'adafactor', 'muon'.
+      precision: 'mixed' (the paper's: 2 bytes of parameter, 2 of gradient, 4 of float32 master in the
+        optimizer state: `jzero.master_weights`), 'float32' (4, 4, 0), 'float32_masters' (the same, with
+        compute in 16 bits), 'stochastic' (2, 2, 0: `jzero.stochastic_rounding`).
+      param_bytes: bytes per parameter at rest, instead of the precision's; above 0.
+      gradient_bytes: bytes of its gradient, instead of the precision's.
+      optimizer_bytes: bytes of its optimizer state, masters included, instead of the two names'; the K of
+        the paper.
+      accumulate: microbatches, as in `shard_train_step`, like the options that follow.
+      reduce: 'once' or 'each'. A gradient that is reduced once is whole on each device until then.
+      accumulate_dtype: of the accumulator; by default float32.
+      reduce_dtype: in which gradients travel.
+      gather: 'per_pass', 'keep' or 'once_per_step'. The latter two keep a gathered copy of all parameters;
+        'per_pass' keeps one layer's, which these numbers do not tell, and which is not counted.
+      param_axes: the axes over which parameters rest.
+      optimizer_axes: the axes over which gradients and optimizer state are sharded.
+      offload: where optimizer state rests: `jzero.PinnedHost(device_bytes=...)` or `jzero.HostCPU(ratio=...,
+        delayed_update=...)`. A real step keeps leaves below `min_shard_bytes` on the devices, and at most
+        `ratio` of the bytes on the host: leaves are not cut. The random bits of `precision='stochastic'`
+        are not in what crosses.
+
+    Returns:
+      An `Estimate`: `print` it.
+
+    Raises:
+      OptionError: an argument that is not what it should be, options that `shard_train_step` would refuse,
+        or `ratio='auto'`, which is measured.
+      MeshError: axes that the mesh does not have.
+
+    Reference:
+      Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+      Models", 2020: section 3.1 (2 + 2 + K bytes, K = 12 for Adam), section 5 and Table 1 (stages),
+      section 7 (traffic).
+      Ren et al.: "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021: section 3 (2 bytes per
+      parameter on the device, 4 that cross), section 5.2 (delayed update).
+    """
+    given = {
+        "param_bytes": param_bytes,
+        "gradient_bytes": gradient_bytes,
+        "optimizer_bytes": optimizer_bytes,
+    }
+    axes = _data_axes(devices, mesh)
+    count = parse_count(num_params)
+    _check(num_params, count, devices, mesh, axes, optimizer, precision, given)
+    assert count is not None
+    assert axes is not None
+    options = Options(
+        stage=stage, accumulate=accumulate, reduce=reduce, accumulate_dtype=accumulate_dtype,
+        reduce_dtype=reduce_dtype, gather=gather, param_axes=axis_tuple(param_axes),
+        optimizer_axes=axis_tuple(optimizer_axes), offload=offload, who=WHO,
+    )  # fmt: skip
+    sizes = _bytes_per_param(optimizer, precision, **given)
+    _check_offload(offload, sizes)
+    return Estimate(count, options, options.sharding(axes), sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Memory and traffic of a training, in the words of `ShardedTrainStep.describe`; `print` it.
+
+    Attributes:
+      num_params: Psi.
+      options: the stage and the options, checked.
+      sharding: the stage on the mesh.
+      bytes_per_param: of each role.
+    """
+
+    num_params: int
+    options: Options
+    sharding: Sharding
+    bytes_per_param: BytesPerParam
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that share the batch."""
+        return math.prod(size for _, size in self.sharding.axes)
+
+    @property
+    def memory(self) -> tuple[Memory, ...]:
+        """Bytes of each role; those of gradients are the most that a step holds at a time, not at rest."""
+        return _formulas.memory(self.num_params, self._needs())
+
+    @property
+    def traffic(self) -> tuple[Collective, ...]:
+        """The collectives of a step as if all parameters were one leaf, which `times` counts."""
+        return tuple(
+            _formulas.traffic(self.num_params, self.options, self.sharding, self.bytes_per_param)
+        )
+
+    @property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What crosses between each device and its host in a step; of state, an element per parameter."""
+        return tuple(
+            _formulas.crossings(self.num_params, self.options, self.sharding, self.bytes_per_param)
+        )
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes on each device between steps: parameters and optimizer state."""
+        return _tables.at_rest(self.memory)
+
+    @property
+    def total(self) -> int:
+        """Bytes on each device, those within a step (gradients) included: the paper's model states."""
+        return sum(row.per_device for row in self.memory)
+
+    @property
+    def on_host(self) -> int:
+        """Bytes that each device's host holds for it, those within a step included.
+
+        Devices of one process that are replicas of each other share the optimizer state of `HostCPU`.
+        """
+        return sum(row.on_host for row in self.memory)
+
+    @property
+    def elements_moved(self) -> int:
+        """Elements that a device sends and receives in a step: an all-reduce is two passes (section 7.1).
+
+        Of each collective the paper's count for many devices; n devices move (n - 1) / n of it.
+        """
+        return sum(c.total_elements * (2 if c.op == "all-reduce" else 1) for c in self.traffic)
+
+    def elements(self, op: str, dtype: str | None = None) -> int:
+        """Elements that a step moves by `op` ('all-gather', 'reduce-scatter', 'all-reduce')."""
+        return _tables.elements(self.traffic, op, dtype)
+
+    def nbytes(self, role: str) -> int:
+        """Bytes on each device of one role: 'parameter', 'gradient', 'optimizer state', ..."""
+        return sum(row.per_device for row in self.memory if row.role == role)
+
+    def largest_model(self, memory: float | str) -> int:
+        """The most parameters whose `total` fits into `memory`, with everything else as it is.
+
+        An upper bound: activations and temporary buffers need room too, and the host needs `on_host`.
+
+        Args:
+          memory: bytes of one device, or a string such as '80GiB' (80 * 2**30) or '80GB' (80 * 10**9).
+
+        Raises:
+          OptionError: `memory` is not a number of bytes.
+        """
+        num_bytes = parse_bytes(memory)
+        if num_bytes is None:
+            raise OptionError(message(
+                WHO, f"memory={memory!r}", f"The memory of a device is {BYTES_RULE}.",
+                "Write largest_model('80GiB')."))  # fmt: skip
+        num_shards = self.sharding.count(self.sharding.param_axes)
+        low, high = 0, int(num_bytes * num_shards / self.bytes_per_param.parameters)
+        # By search: the bytes of each role are rounded up, and those of some are bounded.
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = dataclasses.replace(self, num_params=middle).total <= num_bytes
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def _needs(self) -> list[_formulas.Need]:
+        return list(_formulas.needs(self.options, self.sharding, self.bytes_per_param))
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"'{name}' of size {size}" for name, size in self.sharding.axes)
+        table = _tables.traffic_table(self.traffic)
+        crossing = _tables.crossing_table(self.crossings)
+        moved = Fraction(self.elements_moved, self.num_params)
+        return "\n".join([
+            f"jzero: estimate of {readable_count(self.num_params)} parameters at stage "
+            f"{self.options.stage} over {self.num_devices} devices (data axes: {axes})",
+            "",
+            *_tables.memory_table(self.memory).text(),
+            "",
+            *(table.text() if table else ["A step moves nothing between devices."]),
+            "",
+            *([*crossing.text(), ""] if crossing else []),
+            f"A device sends and receives {float(moved):.3g} Psi elements for Psi parameters.",
+        ])  # fmt: skip
+
+
+def roles_on_devices(found: Sequence[Estimate]) -> list[str]:
+    """The roles of some estimates, but for those that only hosts hold."""
+    rows = [row for e in found for row in e.memory]
+    return list(dict.fromkeys(row.role for row in rows if row.per_device or not row.on_host))
+
+
+def _bytes_per_param(
+    optimizer: str, precision: str, *, param_bytes: float | None, gradient_bytes: float | None,
+    optimizer_bytes: float | None,
+) -> BytesPerParam:  # fmt: skip
+    row = PRECISIONS[precision]
+    params = row.parameters if param_bytes is None else param_bytes
+    grads = row.gradients if gradient_bytes is None else gradient_bytes
+    state = row.masters + OPTIMIZERS[optimizer] if optimizer_bytes is None else optimizer_bytes
+    # By way of text: 0.01 is to be a hundredth, not the nearest binary fraction.
+    return BytesPerParam(
+        *(
+            Fraction(str(n))
+            for n in (params, grads, state, min(params, row.compute), min(state, row.masters))
+        )
+    )
+
+
+def _data_axes(devices: Any, mesh: Any) -> dict[str, int] | None:
+    """Names and sizes of the axes; None for what is neither."""
+    if mesh is None:
+        return {"data": devices} if _is_size(devices) else None
+    sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
+    fits = isinstance(sizes, Mapping) and sizes and all(map(_is_size, sizes.values()))
+    return dict(sizes) if isinstance(sizes, Mapping) and fits else None
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check(
+    num_params: Any, count: int | None, devices: Any, mesh: Any, axes: Any, optimizer: Any,
+    precision: Any, given: Mapping[str, float | None],
+) -> None:  # fmt: skip
+    bad = []
+    if count is None:
+        bad.append(f"num_params={num_params!r} is not {COUNT_RULE}")
+    if devices is not None and mesh is not None:
+        bad.append(f"devices={devices!r} and mesh={mesh!r}, of which one is enough")
+    elif axes is None and mesh is None:
+        bad.append(f"devices={devices!r} is not an int from 1")
+    elif axes is None:
+        bad.append(f"mesh={mesh!r} does not map names of axes to their sizes")
+    for name, value, known in (
+        ("optimizer", optimizer, OPTIMIZERS),
+        ("precision", precision, PRECISIONS),
+    ):
+        if value not in tuple(known):  # It may not be hashable.
+            bad.append(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
+    for name, size in given.items():
+        if size is not None and not _is_bytes(size, above_zero=name == "param_bytes"):
+            bad.append(f"{name}={size!r} is not a number of bytes")
+    if bad:
+        raise OptionError(message(
+            WHO, bad, "Each argument is a number, or a name in the docstring's lists.",
+            "Write estimate('7.5B', devices=64, stage=3).", things="arguments"))  # fmt: skip
+
+
+def _check_offload(offload: Offload, sizes: BytesPerParam) -> None:
+    if isinstance(offload, HostCPU) and offload.ratio == "auto":
+        raise OptionError(message(
+            WHO, "offload=HostCPU(ratio='auto')", "It is measured on the devices, and there are none here.",
+            "Use a number, such as describe() reports it for a real step."))  # fmt: skip
+    if _formulas.share_on_host(offload) and not sizes.optimizer_state:
+        raise OptionError(message(
+            WHO, f"offload={offload}, and the optimizer has no state",
+            "Moments, averages and masters are offloaded.", "Drop offload, or use another optimizer."
+        ))  # fmt: skip
+
+
+def _is_bytes(value: Any, above_zero: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    return value > 0 if above_zero else value >= 0

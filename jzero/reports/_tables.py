@@ -1,0 +1,129 @@
+"""What estimate() and describe() both report, in the same words: bytes by role, traffic by collective.
+
+A `Table` is a value; `print` shows it as text, the command line shows it with rich.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jzero._quantities import readable_bytes
+from jzero.sharding.analysis._traffic import Collective
+
+
+class Memory(NamedTuple):
+    """Bytes of one role.
+
+    Attributes:
+      role: 'parameter', 'optimizer state', 'other', 'gradient', ...
+      whole: bytes of all of it, held once.
+      per_device: bytes that each device holds.
+      at_rest: held between steps too; False for what lives within a step.
+      note: what the number means.
+      on_host: bytes that each device's host holds for it.
+    """
+
+    role: str
+    whole: int
+    per_device: int
+    at_rest: bool
+    note: str
+    on_host: int = 0
+
+
+class Crossing(NamedTuple):
+    """What each device and its host copy to each other in a step.
+
+    Attributes:
+      direction: 'to host' or 'to device'.
+      what: 'gradient', 'parameter', 'optimizer state', ...
+      dtype: of the elements.
+      elements: in each device's part, padding included.
+      nbytes: of these.
+    """
+
+    direction: str
+    what: str
+    dtype: str
+    elements: int
+    nbytes: int
+
+
+class Table(NamedTuple):
+    """A header and rows of cells; all but the first column and those without a title are aligned right."""
+
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+    def text(self) -> list[str]:
+        """Its lines."""
+        cells = [self.header, *self.rows]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(self.header))]
+        return [
+            "  ".join(map(self._justify, range(len(row)), row, widths)).rstrip() for row in cells
+        ]
+
+    def is_text(self, column: int) -> bool:
+        """Whether a column is prose, and not numbers."""
+        return column == 0 or not self.header[column]
+
+    def _justify(self, column: int, cell: str, width: int) -> str:
+        return cell.ljust(width) if self.is_text(column) else cell.rjust(width)
+
+
+def at_rest(rows: Sequence[Memory]) -> int:
+    """Bytes on each device between steps."""
+    return sum(row.per_device for row in rows if row.at_rest)
+
+
+def elements(traffic: Sequence[Collective], op: str, dtype: str | None = None) -> int:
+    """Elements that a step moves by one op, of one dtype or of all."""
+    chosen = [c for c in traffic if c.op == op and dtype in (None, c.dtype)]
+    return sum(c.total_elements for c in chosen)
+
+
+def memory_table(rows: Sequence[Memory]) -> Table:
+    """A row for each role at rest and their sum; then, if there are any, those within a step and all."""
+    resting, passing = [r for r in rows if r.at_rest], [r for r in rows if not r.at_rest]
+    groups = [("at rest", resting, resting), ("with those within a step", passing, rows)]
+    offloaded = any(row.on_host for row in rows)
+    lines: list[tuple[str, ...]] = []
+    for title, shown, summed in groups[: 2 if passing else 1]:
+        lines += [_memory_row(row.role, [row], row.note, offloaded) for row in shown]
+        lines.append(_memory_row(title, summed, "", offloaded))
+    host = ("on its host",) * offloaded
+    return Table(("memory", "whole", "on each device", *host, ""), lines)
+
+
+def traffic_table(traffic: Sequence[Collective]) -> Table | None:
+    """Elements and bytes by op, dtype and axes; None if nothing moves."""
+    groups: dict[tuple[str, str, str], list[Collective]] = {}
+    for c in traffic:
+        groups.setdefault((c.op, c.dtype, ",".join(c.axes)), []).append(c)
+    rows = [
+        (*key, f"{sum(c.total_elements for c in group):,}",
+         readable_bytes(sum(c.nbytes for c in group)), str(sum(c.times for c in group)))
+        for key, group in sorted(groups.items())
+    ]  # fmt: skip
+    header = ("per step", "dtype", "axes", "elements", "bytes", "times")
+    return Table(header, rows) if rows else None
+
+
+def crossing_table(crossings: Sequence[Crossing]) -> Table | None:
+    """Elements and bytes by direction, role and dtype; None if nothing crosses."""
+    groups: dict[tuple[str, str, str], list[Crossing]] = {}
+    for x in crossings:
+        groups.setdefault((x.direction, x.what, x.dtype), []).append(x)
+    rows = [
+        (*key, f"{sum(x.elements for x in group):,}", readable_bytes(sum(x.nbytes for x in group)))
+        for key, group in groups.items()
+    ]
+    header = ("per step, each device", "what", "dtype", "elements", "bytes")
+    return Table(header, rows) if rows else None
+
+
+def _memory_row(title: str, rows: Sequence[Memory], note: str, offloaded: bool) -> tuple[str, ...]:
+    sums = [sum(row.whole for row in rows), sum(row.per_device for row in rows)]
+    sums += [sum(row.on_host for row in rows)] * offloaded
+    return (title, *map(readable_bytes, sums), note)

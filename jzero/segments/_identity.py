@@ -1,0 +1,81 @@
+"""What makes one program another one, in lines: what the processes of a run compare."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jaxlib
+
+from jzero._errors import describe_leaf
+from jzero.processes import _agreement
+from jzero.processes._unlike import PROGRAM, SHAPES
+from jzero.segments._program import Program
+from jzero.sharding.plan._plan import LeafPlan
+from jzero.sharding.plan._setting import Setting
+from jzero.tracing import _call, _jaxpr
+
+
+def of_state(setting: Setting, leaves: Sequence[LeafPlan]) -> dict[str, list[str]]:
+    """Versions, options, mesh, and where each leaf rests."""
+    options = dataclasses.asdict(setting.options)
+    axes = ", ".join(f"{name}={size}" for name, size in setting.mesh.shape.items())
+    return {
+        "versions": [f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"],
+        "options": [f"{name}={value!r}" for name, value in options.items()],
+        "mesh": [
+            f"{axes}; data axes {setting.axis_names}",
+            *(f"device {d.id} of process {d.process_index}" for d in setting.mesh.devices.flat),
+        ],
+        "state": [leaf.row() for leaf in leaves],
+    }
+
+
+def of_call(call: _call.Call) -> dict[str, list[str]]:
+    """What is known of a call before its program is built."""
+    arguments = [line for name, tree in call.arrays.items() for line in _described(name, tree)]
+    return {"arguments": arguments, SHAPES: _described("state", call.state)}
+
+
+def _described(name: str, tree: Any) -> list[str]:
+    pairs = zip(_call.leaf_paths(tree, name), jax.tree.leaves(tree), strict=True)
+    return [_line(path, leaf) for path, leaf in pairs]
+
+
+def _line(path: str, leaf: Any) -> str:
+    """A leaf, which may be anything."""
+    try:
+        aval = _call.abstract_leaf(leaf)
+    except (TypeError, ValueError):
+        return f"{path} {type(leaf).__name__}"
+    return describe_leaf(path, aval.shape, aval.dtype)
+
+
+def of_program(
+    setting: Setting, call: _call.Call, program: Program, traced: Any
+) -> dict[str, list[str]]:
+    """The same, the arguments, and the program: all that decides what is compiled.
+
+    Args:
+      setting: what the program was built for.
+      call: a call of it.
+      program: it.
+      traced: the trace of `program.step` for this call.
+    """
+    paths = _call.argument_paths(call.arrays)
+    pairs = zip(paths, program.argument_shardings, strict=True)
+    state = of_state(setting, program.plan.leaves)
+    return state | {
+        "state": [*state["state"], f"plan {program.plan.fingerprint}"],
+        **of_call(call),
+        "layouts": [f"{path} {sharding.spec}" for path, sharding in pairs],
+        **of_jaxpr(*_jaxpr.open_jaxpr(traced.jaxpr)),
+    }
+
+
+def of_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> dict[str, list[str]]:
+    """A jaxpr's equations, and its constants by their checksums."""
+    constants = [f"constant {_agreement.checksum(value)}" for value in consts]
+    return {PROGRAM: [*str(jaxpr).splitlines(), *constants]}

@@ -1,0 +1,138 @@
+"""`Programs`: those of one step, each built once, and agreed on by all processes before it first runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jzero.offload._hosted import Engines
+from jzero.processes import _agreement
+from jzero.segments import _identity, _program
+from jzero.segments._program import Program
+from jzero.sharding.plan._plan import LeafPlan
+from jzero.sharding.plan._setting import Setting
+from jzero.tracing import _call
+
+WHO = _call.WHO
+
+
+class Programs:
+    """The programs of one step.
+
+    Attributes:
+      built: by setting, static arguments and shapes.
+    """
+
+    def __init__(self, step_fn: Callable[..., Any], signature: _call.Signature):
+        self._step_fn, self._signature = step_fn, signature
+        self.built: dict[Any, Program] = {}
+        # By what is quick to ask of a call; an array and its shape then are two keys of one program.
+        self._seen: dict[Any, Program] = {}
+        self._layouts: dict[Any, tuple[LeafPlan, ...]] = {}
+        self._engines = Engines()
+        # Programs that all processes have built alike, by id.
+        self._agreed: dict[int, _agreement.Agreement] = {}
+
+    def of(self, call: _call.Call, setting: Setting) -> Program:
+        """The program for a call's shapes."""
+        seen = self._quick_key(call, setting)
+        if seen not in self._seen:
+            self._seen[seen] = self._of_shapes(call, setting)
+        return self._seen[seen]
+
+    def _quick_key(self, call: _call.Call, setting: Setting) -> Any:
+        return setting, call.static, _call.signature_of((call.state, call.arrays))
+
+    def _of_shapes(self, call: _call.Call, setting: Setting) -> Program:
+        state, arrays = _call.abstract(call.state, "state"), {
+            name: _call.abstract(value, name) for name, value in call.arrays.items()
+        }  # fmt: skip
+        leaves, tree = jax.tree.flatten((state, arrays))
+        key = (setting, tree, call.static, _avals_key(leaves))
+        if key not in self.built:
+            self.built[key] = _program.build(
+                self._step_fn, self._signature, setting, state, arrays, call.static, self._engines
+            )
+            self._layouts[_state_key(state, setting)] = self.built[key].plan.leaves
+        return self.built[key]
+
+    def agreed(self, call: _call.Call, setting: Setting) -> Program:
+        """The program for a call that is about to run: every process must have built, and call, the same.
+
+        Raises:
+          ProcessError: one has another, or does not come.
+        """
+        program = self._seen.get(self._quick_key(call, setting))
+        before = self._agreed.get(id(program))
+        if program is None or before is None:
+            return self._agreed_first(call, setting)
+        if not _agreement.goes_on(setting.mesh, before.name):
+            _agreement.agree_again(WHO, setting.mesh, before)
+        return program
+
+    def _agreed_first(self, call: _call.Call, setting: Setting) -> Program:
+        """The same, of a program that has not run before."""
+        failures: list[Exception] = []
+
+        def sections() -> _agreement.Sections:
+            try:
+                program = self.of(call, setting)
+            except Exception as error:
+                if self._agreed:  # The others may run what they know, and not come.
+                    raise
+                failures.append(error)
+                return {"call": [f"failed with {type(error).__name__}: {error}"]}
+            traced = program.step.trace(*placed_inputs(call, program))
+            return _identity.of_program(setting, call, program, traced)
+
+        agreement = _agreement.agree(
+            WHO, setting.mesh, sections, about=lambda: _identity.of_call(call)
+        )
+        if failures:
+            raise failures[0]
+        program = self.of(call, setting)
+        self._agreed[id(program)] = agreement
+        return program
+
+    def layout_of(self, state: Any, setting: Setting) -> tuple[LeafPlan, ...] | None:
+        """Where the leaves of a state of `ShapeDtypeStruct`s rest, as the last program for it has them."""
+        return self._layouts.get(_state_key(state, setting))
+
+
+def placed_inputs(call: _call.Call, program: Program) -> tuple[list[Any], list[Any]]:
+    """The program's inputs as shapes with shardings."""
+    arrays = [
+        leaf
+        for name, value in call.arrays.items()
+        for leaf in jax.tree.leaves(_call.abstract(value, name))
+    ]
+    state = jax.tree.leaves(_call.abstract(call.state, "state"))
+    shapes = [leaf.padded_shape for leaf in program.plan.leaves]
+    return (
+        _with_shardings(state, shapes, program.state_shardings),
+        _with_shardings(arrays, [leaf.shape for leaf in arrays], program.argument_shardings),
+    )
+
+
+def _with_shardings(
+    avals: Sequence[Any], shapes: Sequence[tuple[int, ...]], shardings: Sequence[NamedSharding]
+) -> list[Any]:
+    return [
+        # Programs take all values in the devices' memory, and offloaded leaves are copied there.
+        jax.ShapeDtypeStruct(
+            shape, a.dtype, weak_type=a.weak_type, sharding=NamedSharding(s.mesh, s.spec)
+        )
+        for a, shape, s in zip(avals, shapes, shardings, strict=True)
+    ]
+
+
+def _avals_key(avals: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals)
+
+
+def _state_key(state: Any, setting: Setting) -> Any:
+    leaves, tree = jax.tree.flatten(state)
+    return setting, tree, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)

@@ -1,0 +1,44 @@
+"""How much an equation multiplies: matrix products, convolutions, and loops and branches with some inside."""
+
+from __future__ import annotations
+
+import math
+
+from jzero.sharding.analysis._frames import Frame
+from jzero.tracing import _jaxpr
+
+
+def products(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> int:
+    """Multiplications in an equation's products; a `while` counts one turn, a `cond` its longest branch."""
+    if eqn.primitive.name in _COUNTS:
+        return _COUNTS[eqn.primitive.name](eqn)
+    inner = [
+        sum(products(child, i, e) for i, e in enumerate(child.jaxpr.eqns))
+        for child in frame.children.get(index, ())
+    ]
+    if eqn.primitive.name == "cond":
+        return max(inner)
+    return sum(inner) * (_jaxpr.scan_parts(eqn).length if eqn.primitive.name == "scan" else 1)
+
+
+def _dot(eqn: _jaxpr.Eqn) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in contracted)
+
+
+def _ragged_dot(eqn: _jaxpr.Eqn) -> int:
+    return math.prod(eqn.invars[0].aval.shape) * eqn.invars[1].aval.shape[-1]
+
+
+def _conv(eqn: _jaxpr.Eqn) -> int:
+    kernel = eqn.invars[1].aval.shape
+    features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // max(features, 1)
+
+
+_COUNTS = {
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _conv,
+}

@@ -1,0 +1,97 @@
+"""The collectives of a program, counted from its jaxpr: what describe() reports and tests assert."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from jzero.tracing import _jaxpr
+
+_OPS = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a step.
+
+    Attributes:
+      op: 'all-gather', 'reduce-scatter', 'all-reduce', ...
+      axes: mesh axes it runs over.
+      dtype: dtype on the wire.
+      itemsize: bytes of an element.
+      elements: of the whole value: gathered by an all-gather, reduced by a reduction; of an all-to-all, those
+        of a device.
+      times: how often a step runs it (trip counts of the loops around it); a `while` counts once.
+      leaf: the leaf it serves, where known.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    dtype: str
+    itemsize: float
+    elements: int
+    times: int
+    leaf: str
+
+    @property
+    def total_elements(self) -> int:
+        """Elements a step moves through it."""
+        return self.elements * self.times
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these elements."""
+        return math.ceil(self.total_elements * self.itemsize)
+
+
+def collectives(jaxpr: Any, times: int = 1) -> Iterator[Collective]:
+    """Every collective in `jaxpr` and the jaxprs inside it."""
+    for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
+        name = eqn.primitive.name
+        if name in _OPS:
+            yield from _collectives_of(eqn, times)
+        inner = times * _jaxpr.scan_parts(eqn).length if name == "scan" else times
+        for sub in _jaxpr.inner_jaxprs(eqn):
+            yield from collectives(sub, inner)
+
+
+def _collectives_of(eqn: _jaxpr.Eqn, times: int) -> Iterator[Collective]:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+    leaf = re.search(r"jzero\.\w+\[(.*)\]", str(eqn.source_info.name_stack))
+    gathers = _OPS[eqn.primitive.name] == "all-gather"
+    for atom in eqn.outvars if gathers else eqn.invars:
+        yield Collective(
+            _OPS[eqn.primitive.name],
+            axes if isinstance(axes, tuple) else (axes,),
+            str(atom.aval.dtype),
+            atom.aval.dtype.itemsize,
+            math.prod(atom.aval.shape),
+            times,
+            leaf.group(1) if leaf else "",
+        )
+
+
+def carried_bytes(jaxpr: Any, scope: str) -> int:
+    """Bytes that the largest `scan` made under the named scope carries from one turn to the next."""
+    most = 0
+    for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
+        if eqn.primitive.name == "scan" and _jaxpr.in_scope(eqn, scope):
+            scan = _jaxpr.scan_parts(eqn)
+            carry = eqn.invars[scan.num_consts : scan.num_consts + scan.num_carry]
+            most = max(most, sum(math.prod(a.aval.shape) * a.aval.dtype.itemsize for a in carry))
+        else:
+            most = max([most, *(carried_bytes(sub, scope) for sub in _jaxpr.inner_jaxprs(eqn))])
+    return most

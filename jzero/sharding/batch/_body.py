@@ -1,0 +1,313 @@
+"""One device's step while it is being written: values, and the forms in which they are made and moved."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.sharding.analysis import _rules
+from jzero.sharding.batch._rows import FULL, Form, Rows, is_padded, local_shape
+from jzero.sharding.batch._writer import SENT_AS, Writer
+from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._jaxpr import Atom, Eqn
+
+OUTPUT = "output"  # in the place of a primitive, of what is gathered because it is returned
+
+
+@dataclasses.dataclass(frozen=True)
+class Movement:
+    """Rows that move because an operation needs others than a device has; see `describe`.
+
+    Attributes:
+      operation: the primitive.
+      where: the user's line, `file.py:12 (train_step)`; of an output, its path.
+      nbytes: that reach each device: the whole value's, or, if rows of one dim become rows of another, those
+        of the rows.
+      times: how often a step does it.
+      reason: what the operation needs.
+    """
+
+    operation: str
+    where: str
+    nbytes: int
+    times: int
+    reason: str
+
+    def __str__(self) -> str:
+        times = f", {self.times} times a step" if self.times > 1 else ""
+        return f"{self.operation} at {self.where}: {self.reason}{times}"
+
+
+class OfSum(NamedTuple):
+    """Of a whole value that is made of a sum over the devices.
+
+    Attributes:
+      rows: writes rows of it, for which the sum is scattered; None where they cannot be.
+      is_gradient: whether it is a backward pass's sum.
+    """
+
+    rows: Callable[[Rows], Atom | None]
+    is_gradient: bool
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A value of the whole-batch step, and the forms in which this device has it.
+
+    Attributes:
+      aval: type of the whole.
+      form: what it is; FULL also of what nobody has asked for yet.
+      atoms: the variables that hold it, by form.
+      make: writes the equation that makes it in a form; of values that are made where they are needed (an
+        iota, a broadcast, random bits), so that a device makes its own rows only.
+      of_sum: of a whole value that is made of a sum over the devices, how rows of it are.
+      is_queue: whether its rows are those of a scattered sum, and not of the batch.
+      grown_from: of rows that are made of smaller ones, which can move in their place: bytes of those.
+      asked: of a body's inputs, forms that it asked for and was not given, and why.
+      fill: the number that all its elements are, if that is known.
+      constant: evaluates it, if it depends on nothing but constants.
+      columns: of an array of indices, which values stand along its last dim.
+    """
+
+    aval: Any
+    form: Form
+    atoms: dict[Form, Atom]
+    make: Callable[[Value, Form], Atom] | None = None
+    of_sum: OfSum | None = None
+    is_queue: bool = False
+    grown_from: int = 0
+    asked: dict[Form, str] | None = None
+    fill: Any = None
+    constant: Callable[[], np.ndarray] | None = None
+    columns: dict[int, Value] | None = None
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether it is made where it is needed."""
+        return self.form is FULL and FULL not in self.atoms
+
+    @property
+    def cheapest_bytes(self) -> int:
+        """Bytes of the whole, or of what it can be made of."""
+        return self.grown_from or self.nbytes
+
+    @property
+    def rows(self) -> list[Rows]:
+        """The rows that are there, its form first; none of a whole value, of which any can be made."""
+        if not isinstance(self.form, Rows):
+            return []
+        return [self.form, *(f for f in self.atoms if isinstance(f, Rows) and f != self.form)]
+
+    @property
+    def at_hand(self) -> Form:
+        """The form in which it is there already."""
+        if self.is_lazy and self.atoms:
+            return next(iter(self.atoms))
+        return self.form
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return _rules.size_in_bytes(self.aval)
+
+
+def var_in(aval: Any, form: Form) -> Any:
+    """A new variable for what a device has of a value in this form."""
+    return _jaxpr.var_like(aval, local_shape(aval.shape, form) if isinstance(form, Rows) else None)
+
+
+class Table(NamedTuple):
+    """What equations are rewritten by, beside their factors.
+
+    Attributes:
+      handlers: asked first, by the name of the primitive; None means: not this time.
+      along: asked if no factor has the rows.
+      in_rows: makes one device's rows of a value that waits to be needed.
+      effect: for equations that do more than compute.
+    """
+
+    handlers: Mapping[str, Handler]
+    along: Mapping[str, Handler]
+    in_rows: Mapping[str, MadeInRows]
+    effect: Callable[[Body, Eqn, list[Value]], list[Value]]
+
+
+class Body(Writer):
+    """Equations of one frame of the step, for one device."""
+
+    def __init__(
+        self, axes: tuple[str, ...], num: int, table: Table, times: int = 1, exchanges: bool = True
+    ):
+        super().__init__(axes, num)
+        self.table, self.times = table, times
+        self.exchanges = exchanges  # whether devices may send each other parts of their rows
+        self.movements: list[Movement] = []
+        self.turn: Atom | None = None  # what the next ordered effect waits for
+        self.autodiff: str | None = None  # the pass of the loop or branch around it
+        self._scattered: list[tuple[Atom, Eqn, Rows]] = []  # whole sums, and their scattered twins
+        self._reason = ""  # why a value is made that waited to be needed
+        self._outer: Body | None = None
+
+    def inside(self, times: int = 1) -> Body:
+        """A loop's or a branch's body in this one."""
+        inner = Body(self.axes, self.num, self.table, self.times * times, self.exchanges)
+        inner.source, inner._outer = self.source, self
+        inner.autodiff = self.pass_of(self.source)
+        return inner
+
+    def in_scope(self, name: str) -> bool:
+        """Whether the equation that is being rewritten, or a loop around it, was made under this name."""
+        inside = _jaxpr.in_scope(self.source, name)
+        return inside or (self._outer is not None and self._outer.in_scope(name))
+
+    def pass_of(self, eqn: Eqn) -> str | None:
+        """'forward' or 'backward' if JAX's AD made the equation, or what is around it.
+
+        What a checkpoint computes again, in the backward pass, is forward too.
+        """
+        if _jaxpr.in_scope(eqn, "rematted_computation"):
+            return "forward"
+        return _jaxpr.autodiff_pass(eqn) or self.autodiff
+
+    @contextlib.contextmanager
+    def at_source(self, eqn: Eqn) -> Iterator[None]:
+        """What is written meanwhile stands for `eqn`."""
+        outer, self.source = self.source, eqn
+        yield
+        self.source = outer
+
+    # -- writing equations -----------------------------------------------------------------------
+
+    def emit(
+        self, eqn: Eqn, ins: Sequence[Atom], forms: Sequence[Form], **overrides: Any
+    ) -> list[Atom]:
+        """Writes `eqn` on other operands; `forms` are those of its results."""
+        outs = [var_in(out.aval, form) for out, form in zip(eqn.outvars, forms, strict=True)]
+        params = {**eqn.params, **overrides} if overrides else eqn.params
+        source = self.source.source_info
+        self.eqns.append(
+            eqn.replace(invars=list(ins), outvars=outs, params=params, source_info=source)
+        )
+        return outs
+
+    def summed(self, aval: Any, x: Atom) -> Value:
+        """The sum of `x` over the devices: whole, or scattered, as it will be needed."""
+        whole = self.reduce(x, "sum")
+        value = Value(aval, FULL, {FULL: whole})
+        sent = jnp.issubdtype(x.aval.dtype, jnp.floating) and str(x.aval.dtype) not in SENT_AS
+        if self.exchanges and x.aval.ndim and sent:
+            backward = self.pass_of(self.source) == "backward"
+            value.of_sum = OfSum(functools.partial(self._scatter, x, whole), backward)
+        return value
+
+    def _scatter(self, x: Atom, whole: Atom, rows: Rows) -> Atom | None:
+        if rows.outer > 1 or is_padded(rows, x.aval.shape[rows.dim], self.num):
+            return None
+        out = self.reduce_scatter(x, rows)
+        self._scattered.append((whole, out, rows))
+        return out
+
+    def without_unread(self, outs: Sequence[Atom]) -> list[Eqn]:
+        """The equations, without collectives that nobody needs: a loss that is not read is not summed up.
+
+        A sum that is needed whole, too, is not scattered besides.
+        """
+        kept = _rewrite.without_unread(self.eqns, outs, _is_collective)
+        made = {out for eqn in kept for out in eqn.outvars}
+        twins = {out: (whole, rows) for whole, out, rows in self._scattered if whole in made}
+        if not twins:
+            return kept
+        eqns = []
+        for eqn in kept:
+            twin = twins.get(eqn.outvars[0]) if eqn.outvars else None
+            eqns += [eqn] if twin is None else self._taken_instead(eqn, *twin)
+        return eqns
+
+    def _taken_instead(self, eqn: Eqn, whole: Atom, rows: Rows) -> list[Eqn]:
+        """What takes this device's rows of a whole sum, in the place of the equation that scatters it."""
+        outside = self.eqns, self.source, self._index
+        self.eqns, self.source, self._index = [], eqn, None
+        taken = self.take(whole, rows)
+        *before, last = self.eqns
+        assert last.outvars == [taken]
+        self.eqns, self.source, self._index = outside
+        return [*before, last.replace(outvars=eqn.outvars)]
+
+    # -- values in other forms -------------------------------------------------------------------
+
+    def at(self, value: Value, form: Form, reason: str = "") -> Atom:
+        """The variable that holds `value` in a form; written now if there is none.
+
+        `reason` is why rows are gathered, if they must be.
+        """
+        if form in value.atoms:
+            return value.atoms[form]
+        if value.asked is not None:
+            value.asked.setdefault(form, reason)
+            atom = var_in(value.aval, form)  # A place-holder: the body will be run again.
+        elif value.make is not None:
+            outer, self._reason = self._reason, reason or self._reason
+            atom = value.make(value, form)
+            self._reason = outer
+        elif form is FULL:
+            assert isinstance(value.form, Rows), (value.form, reason)
+            self.note_movement(value.nbytes, reason)
+            atom = self.gather(value.atoms[value.form], value.form, value.aval)
+        elif value.of_sum is not None and isinstance(form, Rows):
+            scattered = value.of_sum.rows(form)
+            atom = self.take(value.atoms[FULL], form) if scattered is None else scattered
+        elif FULL not in value.atoms and self.may_exchange(value, form):
+            assert isinstance(value.form, Rows)
+            assert isinstance(form, Rows)
+            self.note_movement(
+                value.nbytes // self.num, reason or self._reason or "rows along another dim"
+            )
+            atom = self.exchange(value.atoms[value.form], value.form, form)
+        else:
+            assert isinstance(form, Rows)
+            atom = self.take(
+                self.at(value, FULL, reason or self._reason or "rows along another dim"), form
+            )
+        value.atoms[form] = atom
+        return atom
+
+    def note_movement(self, nbytes: int, reason: str) -> None:
+        """Remembers that so many bytes of rows reach each device, for the report."""
+        where, name = _jaxpr.summary(self.source), self.source.primitive.name
+        self.movements.append(Movement(name, where, nbytes, self.times, reason or self._reason))
+
+    def may_exchange(self, value: Value, new: Form) -> bool:
+        """Whether devices can send each other parts of their rows, so that each has `new` ones."""
+        old, shape = value.form, value.aval.shape
+        if not (self.exchanges and isinstance(old, Rows) and isinstance(new, Rows)):
+            return False
+        even = not any(is_padded(rows, shape[rows.dim], self.num) for rows in (old, new))
+        return even and old.dim != new.dim
+
+    def cost(self, value: Value, form: Form) -> float:
+        """Bytes that reach a device before it has `value` in this form."""
+        if form in value.atoms or FULL in value.atoms or not isinstance(value.form, Rows):
+            return 0
+        if value.make is not None:
+            return value.grown_from
+        return value.nbytes / self.num if self.may_exchange(value, form) else value.nbytes
+
+
+def _is_collective(eqn: Eqn) -> bool:
+    return eqn.primitive in _jaxpr.COLLECTIVES
+
+
+def size_of(aval: Any) -> int:
+    """How many elements there are."""
+    return math.prod(aval.shape)
+
+
+Handler = Callable[[Body, Eqn, list[Value]], list[Value] | None]
+MadeInRows = Callable[[Body, Eqn, list[Value], Rows], Atom | None]

@@ -1,0 +1,100 @@
+"""What a step does beside computing (prints, callbacks): once, on whole values, by the first device.
+
+Every device would else do it, and a host function that is not a function of its arguments would give each
+another answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from jzero.sharding.batch._body import Body, Handler, Value
+from jzero.sharding.batch._equations import NotRowByRow
+from jzero.sharding.batch._rows import FULL, OWN, SUM
+from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._jaxpr import Eqn
+
+
+def once(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
+    """The equation on the first device; all get its results.
+
+    JAX keeps an order of effects on one device only. So each that asks for one waits for a number that the
+    one before it has returned.
+    """
+    if any(value.form in (OWN, SUM) for value in ins):
+        raise NotRowByRow
+    reason = "a callback gets whole values, once"
+    if body.in_scope(_jaxpr.PER_EXAMPLE):
+        reason += "; jzero.per_example does not cover effects"
+    atoms = [body.at(v, FULL, reason) for v in ins]
+    ordered = bool(eqn.params.get("ordered")) or "rdered" in str(eqn.params.get("effect", ""))
+    if body.turn is None or not ordered:
+        (turn,) = body.inline(_zero, ())
+    else:
+        turn = body.turn
+    (first,) = body.inline(_is_first, (), body.index)
+    shapes = [jax.ShapeDtypeStruct((), np.int32)]
+    shapes += [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+    operands = [turn, *atoms]
+    branches = tuple(
+        _branch(
+            lambda *xs, do=do: _call(_host(eqn), shapes, xs) if do else _zeros(shapes), operands
+        )
+        for do in (False, True)
+    )
+    outs = [_jaxpr.var_like(None, shape.shape, shape.dtype) for shape in shapes]
+    cond = _jaxpr.equation(
+        _jaxpr.PRIMITIVES["cond"], [first, *operands], outs, body.source, branches=branches
+    )
+    body.eqns.append(cond.replace(effects=eqn.effects))
+    results = [body.reduce(out, "max" if out.aval.dtype == np.bool_ else "sum") for out in outs]
+    body.turn = results[0] if ordered else body.turn
+    return [
+        Value(var.aval, FULL, {FULL: out})
+        for var, out in zip(eqn.outvars, results[1:], strict=True)
+    ]
+
+
+def _host(eqn: Eqn) -> Callable[..., list[Any]]:
+    """What the equation does, as a function of arrays on the host; its first result says that it is done."""
+    primitive, params = eqn.primitive, eqn.params
+
+    def call(turn: Any, *arrays: Any) -> list[Any]:
+        del turn
+        if primitive.name == "io_callback":
+            return [np.int32(0), *params["callback"](*arrays)]
+        primitive.impl(*arrays, **params)
+        return [np.int32(0)]
+
+    return call
+
+
+def _call(host: Callable[..., list[Any]], shapes: list[Any], operands: Any) -> Any:
+    return io_callback(host, shapes, *operands)
+
+
+def _branch(fn: Callable[..., Any], operands: list[Any]) -> _jaxpr.Closed:
+    shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in operands]
+    traced = _jaxpr.trace_here(fn, *shapes)
+    return _jaxpr.Closed(*_rewrite.flatten_calls(traced.jaxpr, traced.consts))
+
+
+def _zeros(shapes: list[Any]) -> list[Any]:
+    return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+
+
+def _zero() -> Any:
+    return jnp.zeros((), jnp.int32)
+
+
+def _is_first(index: Any) -> Any:
+    return (index == 0).astype(jnp.int32)
+
+
+HANDLERS: dict[str, Handler] = dict.fromkeys(["io_callback", "debug_callback", "debug_print"], once)

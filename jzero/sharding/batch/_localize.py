@@ -1,0 +1,121 @@
+"""The whole-batch step rewritten as the step of one device, which has some rows of the batch.
+
+`localize` takes the jaxpr that plain `jax.jit` would compile, at whole-batch shapes, and rewrites it for
+devices that each hold some rows of the arguments. Nothing is guessed: every value is FULL or ROWS, and an
+equation either has a factor (`_factors.py`) that says what becomes of the rows, or a rule along the batch
+(`_along.py`), or its operands are gathered. What is summed over rows is summed over the devices where it is
+summed. So the result is exact for every step, and an operation without a rule costs time and is listed.
+
+What comes out is a jaxpr with collectives, as an expert would have written the step for one device; the
+rest of jzero takes it as such.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jzero.sharding.batch import (
+    _along,
+    _control,
+    _effects,
+    _equations,
+    _lookups,
+    _opaque,
+    _ranks,
+    _sums,
+)
+from jzero.sharding.batch._body import OUTPUT, Body, Movement, Table, Value, var_in
+from jzero.sharding.batch._equations import run, whole
+from jzero.sharding.batch._rows import FULL, Form, Rows, is_padded
+from jzero.tracing import _jaxpr, _rewrite
+
+TABLE = Table(
+    _equations.HANDLERS
+    | _along.HANDLERS
+    | _lookups.HANDLERS
+    | _sums.HANDLERS
+    | _control.HANDLERS
+    | _effects.HANDLERS
+    | _opaque.HANDLERS,
+    _along.ALONG | _ranks.ALONG,
+    _along.IN_ROWS | _lookups.IN_ROWS,
+    _effects.once,
+)
+
+
+def _nowhere() -> _jaxpr.Eqn:
+    """Where equations come from that are written for a step without any."""
+    return _jaxpr.trace_here(lambda x: -x, jax.ShapeDtypeStruct((), jnp.int32)).jaxpr.eqns[0]
+
+
+class Localized(NamedTuple):
+    """The step of one device.
+
+    Attributes:
+      jaxpr: its equations; inputs and outputs are those of the whole step.
+      consts: values of its constants.
+      outputs: for each output, its rows, or FULL.
+      movements: rows that are gathered, and why.
+    """
+
+    jaxpr: Any
+    consts: list[Any]
+    outputs: list[Form]
+    movements: list[Movement]
+
+
+def localize(
+    flat: _rewrite.Flat, consts: Sequence[Any], forms: Sequence[Form], given: Sequence[Form],
+    num_state: int, axes: dict[str, int], exchanges: bool = True,
+) -> Localized:  # fmt: skip
+    """Rewrites a whole-batch step.
+
+    Args:
+      flat: its jaxpr, calls replaced by their equations.
+      consts: values of its constants.
+      forms: what each input shall be: FULL, or rows.
+      given: in which form the device gets it: the same, or FULL.
+      num_state: how many of the outputs are the state, which is the same on all devices.
+      axes: names and sizes of the data axes.
+      exchanges: whether devices may send each other parts of their rows; microbatches cannot.
+    """
+    body = Body(tuple(axes), math.prod(axes.values()), TABLE, exchanges=exchanges)
+    env: dict[Any, Value] = {}
+    for var in flat.constvars:
+        env[var] = whole(var)
+    invars = []
+    for var, form, got in zip(flat.invars, forms, given, strict=True):
+        atom = var_in(var.aval, got)
+        invars.append(atom)
+        env[var] = Value(var.aval, form, {got: atom})
+    body.source = flat.eqns[0] if flat.eqns else _nowhere()
+    for var, form, got in zip(flat.invars, forms, given, strict=True):
+        if form != got:
+            assert isinstance(form, Rows)
+            env[var].atoms[form] = body.take(env[var].atoms[FULL], form)
+    values = run(body, flat, env)
+    if flat.eqns:
+        body.source = flat.eqns[-1]
+    outs, outputs, movements = [], [], body.movements
+    for i, value in enumerate(values):
+        form = value.at_hand if i >= num_state else FULL
+        if isinstance(form, Rows):
+            size = value.aval.shape[form.dim]
+            if form.outer > 1 or is_padded(form, size, body.num):
+                form = FULL
+        body.movements = []
+        outs.append(body.at(value, form, "it is returned"))
+        outputs.append(form)
+        # Not the line of the last equation.
+        movements += [
+            dataclasses.replace(m, operation=OUTPUT, where=str(i)) for m in body.movements
+        ]
+    eqns = body.without_unread(outs)
+    jaxpr = _rewrite.Flat([*flat.constvars, *body.constvars], invars, outs, eqns)
+    return Localized(jaxpr, [*consts, *body.consts], outputs, movements)

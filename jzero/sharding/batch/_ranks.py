@@ -1,0 +1,102 @@
+"""The largest along the batch, and where: each device finds its own, and then they compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jzero.sharding.analysis import _rules
+from jzero.sharding.batch._body import Body, Handler, Value
+from jzero.sharding.batch._cheapest import elsewhere
+from jzero.sharding.batch._rows import FULL, Rows, is_padded
+from jzero.sharding.batch._writer import ordered_integers, row_numbers
+from jzero.tracing import _jaxpr
+from jzero.tracing._jaxpr import Eqn
+
+
+def _is_cheaper(body: Body, eqn: Eqn, ins: list[Value], cost: float) -> bool:
+    """Whether neither a gather of the rows nor rows of another dim cost as little."""
+    found = elsewhere(body, eqn, ins)
+    return cost < body.cost(ins[0], FULL) and (found is None or cost < found[0])
+
+
+def _arg_extreme(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+    """`argmax`, `argmin`: the extreme of all, and the first place that has it; NaN is one, as in JAX."""
+    (value,), out = ins, eqn.outvars[0].aval
+    rows, kind = value.form, eqn.primitive.name[3:]
+    (dim,) = eqn.params["axes"]
+    plain = jnp.issubdtype(value.aval.dtype, jnp.integer) or value.aval.dtype == jnp.bool_
+    plain = plain or jnp.issubdtype(value.aval.dtype, jnp.floating)
+    cost = 6 * _rules.size_in_bytes(out)  # two numbers for each result
+    if not (isinstance(rows, Rows) and rows.dim == dim and plain):
+        return None
+    if not _is_cheaper(body, eqn, ins, cost):
+        return None
+    body.note_movement(cost // 2, "each device finds its own, and they are compared")
+    size = value.aval.shape[dim]
+    x = body.mask(body.at(value, rows), rows, size, kind)
+    (place,) = body.emit(eqn, [x], [FULL])
+    best, number = body.inline(_best, (kind, rows, body.num, size), x, place, body.index)
+    most = body.reduce(best, kind)
+    (number,) = body.inline(_unless, (size,), best, most, number)
+    (found,) = body.inline(_typed, (out.dtype,), body.reduce(number, "min"))
+    return [Value(out, FULL, {FULL: found})]
+
+
+def _best(kind: str, rows: Rows, num: int, size: int, x: Any, place: Any, index: Any) -> Any:
+    """The extreme of this device's rows, as an integer, and its place among all rows; `size` of padding."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        x = ordered_integers(kind, jnp.where(x == 0, jnp.zeros_like(x), x))  # -0.0 is no smaller
+    elif x.dtype == jnp.bool_:
+        x = x.astype(jnp.int32)
+    best = jnp.max(x, rows.dim) if kind == "max" else jnp.min(x, rows.dim)
+    return best, jnp.minimum(row_numbers(rows, num, index)[place], size)
+
+
+def _unless(size: int, best: Any, most: Any, number: Any) -> Any:
+    return jnp.where(best == most, number, size)
+
+
+def _typed(dtype: Any, x: Any) -> Any:
+    return x.astype(dtype)
+
+
+def _top_k(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+    """The k largest of each device's, and of these the k largest: equal ones in the order of the batch."""
+    (value,), (largest, places) = ins, (var.aval for var in eqn.outvars)
+    rows, k = value.form, eqn.params["k"]
+    dim = eqn.params["axis"] % value.aval.ndim
+    if not isinstance(rows, Rows) or rows.dim != dim or rows.outer > 1:
+        return None
+    if is_padded(rows, value.aval.shape[dim], body.num):
+        return None
+    mine = min(k, rows.size)
+    nbytes = sum(map(_rules.size_in_bytes, (largest, places))) // max(k, 1) * mine * body.num
+    if not _is_cheaper(body, eqn, ins, nbytes):
+        return None
+    body.note_movement(nbytes, "each device finds its own, and they are compared")
+    own = Rows(dim, 1, mine)
+    found, at = body.emit(eqn, [body.at(value, rows)], [own, own], k=mine)
+    (at,) = body.inline(_numbered, (rows, body.num), at, body.index)
+    shape = [body.num * mine if d == dim else n for d, n in enumerate(largest.shape)]
+    all_found, all_at = (
+        body.gather(x, own, _jaxpr.var_like(None, shape, x.aval.dtype).aval) for x in (found, at)
+    )
+    best, chosen = body.emit(eqn, [all_found], [FULL, FULL])
+    (places_of_best,) = body.inline(_chosen, (dim,), all_at, chosen)
+    return [
+        Value(aval, FULL, {FULL: atom})
+        for aval, atom in ((largest, best), (places, places_of_best))
+    ]
+
+
+def _numbered(rows: Rows, num: int, at: Any, index: Any) -> Any:
+    return row_numbers(rows, num, index)[at].astype(at.dtype)
+
+
+def _chosen(dim: int, x: Any, chosen: Any) -> Any:
+    return jnp.take_along_axis(x, chosen, dim)
+
+
+ALONG: dict[str, Handler] = {"argmax": _arg_extreme, "argmin": _arg_extreme, "top_k": _top_k}

@@ -1,0 +1,195 @@
+"""Traces a step: at the shapes of the whole batch, or, if it has collectives of its own, at one device's.
+
+A step without collectives over the data axes means what `jax.jit` makes of it: it is traced once, by plain
+`jax.make_jaxpr`, and rewritten for one device (`_localize.py`). A step written for `jax.pmap` or
+`jax.shard_map` says itself what is local and what is reduced, and is obeyed as written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jzero._errors import StepError, message
+from jzero.sharding.analysis import _frames
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._kinds import uncut_checkpoints
+from jzero.sharding.batch._body import Movement
+from jzero.sharding.batch._localize import localize
+from jzero.sharding.batch._rows import Form, Rows
+from jzero.tracing import _jaxpr, _keys, _rewrite
+from jzero.tracing._differences import without_differences
+
+WHOLE, WRITTEN = "whole batch", "written"
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """A step's jaxpr, analysed: the frames, and what the trace found out.
+
+    Attributes:
+      frame: the root frame; its inputs are the state's leaves, then the other arguments'.
+      out_tree: the tree of what the step returned.
+      out_avals: shapes and dtypes of the leaves, as one device sees them.
+      reductions: 'whole batch' or 'written'.
+      outputs: of a whole-batch step, in which form it returns each of its outputs.
+      movements: of a whole-batch step, the rows that it gathers.
+    """
+
+    frame: Frame
+    out_tree: Any
+    out_avals: list[Any]
+    reductions: str
+    outputs: tuple[Form, ...] = ()
+    movements: tuple[Movement, ...] = ()
+
+
+def trace_whole(
+    flat_step: Callable[..., Any], avals: Sequence[Any], forms: Sequence[Form], given: Sequence[Form],
+    num_state: int, axes: dict[str, int], offloads: bool, mesh_axes: dict[str, int],
+    automatic: dict[str, int], accumulates: bool,
+) -> TracedStep | None:  # fmt: skip
+    """Traces `flat_step(*leaves)` at the shapes of the whole batch, and rewrites it for one device.
+
+    Args:
+      flat_step: the step as a function of leaves.
+      avals: shapes of the leaves, whole.
+      forms: what each leaf shall be on the devices: FULL, or rows.
+      given: in which form the devices get it: the same, or FULL.
+      num_state: how many leaves are the state's.
+      axes: names (as the step uses them) and sizes of the data axes.
+      offloads: also replace `p + (n - p)` by `n` (`_differences.py`).
+      mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
+      automatic: those that are no data axes.
+      accumulates: it will run in microbatches.
+
+    Returns:
+      None if the step has collectives of its own over the data axes, and so is one device's already.
+
+    Raises:
+      StepError: the step calls `jax.shard_map` itself.
+      Exception: whatever the step itself raises when traced.
+    """
+    try:
+        traced = _jaxpr.trace_whole(flat_step, avals, automatic)
+    except NameError as error:
+        if "unbound axis name" in str(error):
+            return None
+        raise
+    except (RuntimeError, ValueError):
+        # A constraint that names a data axis wants it in the mesh; what it says of it is dropped.
+        traced = _jaxpr.trace_whole(flat_step, avals, mesh_axes)
+    flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+    flat = without_differences(flat) if offloads else flat
+    found = localize(flat, consts, forms, given, num_state, axes, exchanges=not accumulates)
+    varying = [frozenset(axes) if isinstance(form, Rows) else _frames.NOWHERE for form in given]
+    frame = _frame_of(found.jaxpr, found.consts, varying, accumulates)
+    return TracedStep(
+        frame,
+        traced.out_tree,
+        traced.out_avals,
+        WHOLE,
+        tuple(found.outputs),
+        tuple(found.movements),
+    )
+
+
+def trace_written(
+    flat_step: Callable[..., Any], avals: Sequence[Any], varying: Sequence[bool],
+    keys: Sequence[bool], axes: dict[str, int], accumulates: bool, offloads: bool,
+    automatic: dict[str, int],
+) -> TracedStep:  # fmt: skip
+    """Traces `flat_step(*leaves)` as one device sees it, with its collectives as they are written.
+
+    Args:
+      flat_step: the step as a function of leaves.
+      avals: per-device shapes of the leaves.
+      varying: whether a leaf differs between devices.
+      keys: leaves that are PRNG keys to be folded with the device's index.
+      axes: names (as the step uses them) and sizes of the data axes.
+      accumulates: it will run in microbatches.
+      offloads: also replace `p + (n - p)` by `n` (`_differences.py`).
+      automatic: names and sizes of the mesh's other axes.
+
+    Raises:
+      StepError: it names an axis that is no data axis.
+      Exception: whatever the step itself raises when traced.
+    """
+
+    def folded(*leaves: Any) -> Any:
+        with _keys.data_axes(axes):
+            return flat_step(*(
+                _keys.fold_device_index(leaf) if key else leaf
+                for leaf, key in zip(leaves, keys, strict=True)
+            ))  # fmt: skip
+
+    # One device is no special case: its plan and its refusals are those of many.
+    in_varying = [
+        frozenset(axes) if vary or key else _frames.NOWHERE
+        for vary, key in zip(varying, keys, strict=True)
+    ]
+    try:
+        traced = _jaxpr.trace(folded, avals, axes, automatic)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise StepError(message(
+            "shard_train_step", f"the step names an axis that the mesh has not ({error})",
+            f"The data axes are {tuple(axes)}; a step with collectives of its own is one device's.",
+            "Pass axis_name=, the name that jax.pmap had; or drop the collectives and write the step for "
+            "the whole batch.")) from error  # fmt: skip
+    jaxpr, consts = traced.jaxpr, traced.consts
+    if accumulates or offloads:
+        jaxpr, consts = _rewrite.flatten_calls(jaxpr, consts)
+        jaxpr = without_differences(jaxpr) if offloads else jaxpr
+    frame = _frame_of(jaxpr, consts, in_varying, accumulates)
+    _check_axes(frame)
+    return TracedStep(frame, traced.out_tree, traced.out_avals, WRITTEN)
+
+
+def _check_axes(frame: Frame) -> None:
+    """Refuses collectives over dims that a `jax.vmap` of the step has named."""
+    inner = [
+        eqn for _, _, eqn in frame.walk()
+        if eqn.primitive.name in _frames.COLLECTIVES
+        and any(isinstance(axis, int) for axis in _frames.axes_of(eqn))
+    ]  # fmt: skip
+    if inner:
+        raise StepError(message(
+            "shard_train_step",
+            [f"a {eqn.primitive.name} over a dim that jax.vmap(axis_name=) has named{_jaxpr.at_line(eqn)}"
+             for eqn in inner],
+            "A step with collectives of its own may name the data axes only.",
+            "Reduce that dim with jnp.sum, jnp.mean or jnp.max outside of the vmap.",
+            things="collectives", shown=8))  # fmt: skip
+
+
+def _frame_of(jaxpr: Any, consts: list[Any], varying: Sequence[Any], accumulates: bool) -> Frame:
+    """The root frame; in microbatches without the checkpoints that no loop over them could run through."""
+    frame = _frames.build_frames(jaxpr, consts, varying)
+    while accumulates and (uncut := uncut_checkpoints(frame)):
+        eqns = {id(frame.jaxpr.eqns[index]) for index in uncut}
+        flat, consts = _rewrite.flatten_calls(frame.jaxpr, consts, lambda eqn: id(eqn) in eqns)  # noqa: B023
+        frame = _frames.build_frames(flat, consts, varying)
+    return frame
+
+
+def global_shapes(
+    flat_step: Callable[..., Any], avals: Sequence[Any], axes: dict[str, int],
+    automatic: dict[str, int],
+) -> list[tuple[int, ...]] | None:  # fmt: skip
+    """Output shapes at the whole batch, to tell per-example outputs from averages; None if unknown."""
+    try:
+        one = dict.fromkeys(axes, 1)
+        traced = _jaxpr.trace(flat_step, avals, one, automatic)
+    except Exception:
+        return None
+    return [aval.shape for aval in traced.out_avals]
+
+
+def is_float(aval: Any) -> bool:
+    """Whether a leaf is made of floats, complex ones too."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)

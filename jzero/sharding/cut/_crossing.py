@@ -1,0 +1,80 @@
+"""What crosses from the grad part to the update part: the fewest bytes from which the rest can be computed.
+
+What the update part reads of the grad part may be handed out as it is, or computed again from what it was
+made of: a clipped float32 gradient from the bfloat16 gradient and the norm. Each value that crosses is
+crossed once, however many equations read it, so the best choice is a minimum cut of a graph whose vertices
+are values (`_min_cut.py`). Of equally good cuts it is the one nearest to the reductions: gradients
+cross unscaled, and may do so before anything that depends on all of them (a norm) is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+
+from jzero.sharding.analysis import _rules
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.cut._min_cut import min_cut
+from jzero.tracing import _jaxpr
+
+
+def variables(atoms: Iterable[_jaxpr.Atom]) -> list[_jaxpr.Var]:
+    """The variables among some atoms, each once."""
+    return list({atom: None for atom in atoms if not _jaxpr.is_literal(atom)})
+
+
+def is_scalar(var: _jaxpr.Atom) -> bool:
+    """Whether a value has one element, so that whoever needs it may have it."""
+    return math.prod(var.aval.shape) <= 1
+
+
+def copies(
+    frame: Frame, reads: Iterable[_jaxpr.Var], made: Collection[_jaxpr.Var]
+) -> dict[_jaxpr.Var, int]:
+    """What the update part computes for itself, whoever else does, and the equation that makes it.
+
+    Leaves that rest on the devices count as what crosses, unless the update part reads them anyhow.
+    Scalars and constants do not.
+
+    Args:
+      frame: the root frame.
+      reads: what the update part cannot do without; leaves of the state among it.
+      made: what only the update part has: offloaded leaves, and what depends on them.
+    """
+    known = {*frame.jaxpr.constvars, *made}
+    makers = {out: i for i, eqn in enumerate(frame.jaxpr.eqns) for out in eqn.outvars}
+
+    def large(atoms: Iterable[_jaxpr.Atom]) -> list[_jaxpr.Var]:
+        return [a for a in variables(atoms) if a not in known and not is_scalar(a)]
+
+    wanted = large(reads)
+    made_of: dict[_jaxpr.Var, list[_jaxpr.Var] | None] = {}  # None: it can only cross
+    todo = list(wanted)
+    while todo:
+        if (var := todo.pop()) not in made_of:
+            eqn = frame.jaxpr.eqns[makers[var]] if var in makers else None
+            made_of[var] = large(eqn.invars) if eqn and _can_copy(frame, eqn) else None
+            todo += made_of[var] or []
+    paid = set(wanted) & set(frame.jaxpr.invars)
+    sizes = {var: 0 if var in paid else _rules.size_in_bytes(var.aval) for var in made_of}
+    edges = [(atom, var) for var, atoms in made_of.items() for atom in atoms or []]
+    starts = [var for var, atoms in made_of.items() if atoms is None]
+    crossing = min_cut(sizes, edges, starts, wanted)
+    found: dict[_jaxpr.Var, int] = {}
+    todo = wanted
+    while todo:
+        if (var := todo.pop()) not in crossing and var not in found:
+            found[var] = makers[var]
+            todo += made_of[var] or []
+    return found
+
+
+def _can_copy(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
+    """Whether an equation is cheap, treats all elements alike or repeats them, and has no device's own."""
+    if len(eqn.outvars) != 1 or any(frame.reads(eqn)) or frame.varies(eqn.outvars[0]):
+        return False
+    atoms, shape = eqn.invars, eqn.outvars[0].aval.shape
+    if eqn.primitive.name == "broadcast_in_dim":
+        return math.prod(atoms[0].aval.shape) < math.prod(shape)
+    alike = all(is_scalar(atom) or atom.aval.shape == shape for atom in atoms)
+    return alike and not is_scalar(eqn.outvars[0]) and _rules.is_elementwise(eqn)

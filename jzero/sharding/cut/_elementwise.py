@@ -1,0 +1,53 @@
+"""Pieces of an update that treat every element alike: any part of their leaves can be updated by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from jzero.sharding.analysis import _rules
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.cut._pieces import Piece
+from jzero.tracing import _jaxpr
+
+
+def obstacle(frame: Frame, piece: Piece) -> str:
+    """Why a part of a piece's leaves cannot be updated by itself; '' if it can.
+
+    It can if all values but scalars have one shape, and every equation treats all elements alike.
+    """
+    eqns = [frame.jaxpr.eqns[i] for i in piece.eqns]
+    for eqn in eqns:
+        if not _rules.is_elementwise(eqn):
+            where = _jaxpr.summary(eqn)  # '' inside of JAX's own functions
+            return (
+                f"{eqn.primitive.name}{where and f' ({where})'} does not treat every element alike"
+            )
+    atoms = [a for eqn in eqns for a in [*eqn.invars, *eqn.outvars]]
+    atoms += [*piece.reads, *(frame.jaxpr.outvars[i] for i in piece.outs)]
+    shapes = {a.aval.shape for a in atoms if a.aval.shape}
+    constants = {a for a in atoms if not _jaxpr.is_literal(a)} & set(frame.jaxpr.constvars)
+    if len(shapes) != 1 or any(var.aval.shape for var in constants):
+        return f"their update combines values of shapes {sorted(shapes)}, or large constants"
+    if piece.gives or any(not frame.jaxpr.outvars[i].aval.shape for i in piece.outs):
+        return "other leaves or outputs depend on their update"
+    return ""
+
+
+def evaluate(
+    frame: Frame, indices: Iterable[int], given: Mapping[_jaxpr.Var, Any], shape: tuple[int, ...]
+) -> dict[_jaxpr.Var, Any]:
+    """Values of an elementwise piece where those that are no scalars are parts, all of one `shape`."""
+    values = dict(zip(frame.jaxpr.constvars, map(_jaxpr.constant, frame.consts), strict=True))
+    values |= given
+    for index in indices:
+        eqn = frame.jaxpr.eqns[index]
+        ins = [_jaxpr.literal(a) if _jaxpr.is_literal(a) else values[a] for a in eqn.invars]
+        if eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.shape:
+            outs = [jax.numpy.broadcast_to(jax.numpy.reshape(ins[0], ()), shape)]
+        else:
+            outs = _jaxpr.bind(eqn, *ins)
+        values |= zip(eqn.outvars, outs, strict=True)
+    return values

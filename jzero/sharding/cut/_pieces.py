@@ -1,0 +1,284 @@
+"""The cut of a step for offload: the grad part on the devices, and the update part in pieces.
+
+The update part is the forward closure of the offloaded leaves: every equation that depends on one of them.
+What depends on gradients alone (a global norm, the clipping scale) is grad part. No offloaded leaf feeds the
+batch (it would be a parameter, by dataflow), so the update part never feeds the grad part. Cheap equations
+between the two are computed where they are read, by both parts if need be (`_crossing.py`).
+
+The update part falls into pieces. Equations that share a value which is no scalar, and depends on an
+offloaded leaf, belong together: a parameter's moments and its update. Where they meet through scalars only
+(the norm of all updates), what follows runs on a later *level*, when all of the level before has run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.cut._crossing import copies, is_scalar, variables
+from jzero.tracing import _jaxpr
+
+_SCALARS = -1  # where equations on scalars of several pieces belong
+Place = tuple[int, int]  # level, and which of the connected parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of the update part that runs by itself.
+
+    Attributes:
+      level: pieces of lower levels run before it.
+      eqns: its equations of the root frame, by index; cheap ones may be another's or the grad part's, too.
+      reads: what it reads: leaves, values of the grad part, and of pieces of lower levels.
+      gives: what it makes that other pieces read.
+      outs: which outputs of the step are its own, by index.
+      leaves: the offloaded leaves that it reads or renews, by index.
+    """
+
+    level: int
+    eqns: tuple[int, ...]
+    reads: tuple[_jaxpr.Var, ...]
+    gives: tuple[_jaxpr.Var, ...]
+    outs: tuple[int, ...]
+    leaves: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatePart:
+    """What of a step follows from offloaded leaves.
+
+    Attributes:
+      pieces: in an order in which they can run.
+      boundary: values of the grad part that pieces read, and an equation that does (None: it is returned).
+      apart: equations that depend on offloaded leaves, and those of pieces that the grad part has no use for.
+      hosted: those of `pieces` that the hosts' processors run, in such an order.
+    """
+
+    pieces: tuple[Piece, ...]
+    boundary: dict[_jaxpr.Var, _jaxpr.Eqn | None]
+    apart: frozenset[int] = frozenset()
+    hosted: tuple[Piece, ...] = ()
+
+    @property
+    def outs(self) -> frozenset[int]:
+        """Outputs of the step that pieces make."""
+        return frozenset(index for piece in self.pieces for index in piece.outs)
+
+
+def feeds_grad_part(frame: Frame) -> set[_jaxpr.Var]:
+    """What equations depend on that read the batch: an estimate of the Hessian reads moments, too."""
+    feeds: set[_jaxpr.Var] = set()
+    for eqn in reversed(frame.jaxpr.eqns):
+        if any(frame.reads(eqn)) or any(out in feeds for out in eqn.outvars):
+            feeds.update(variables(eqn.invars))
+    return feeds
+
+
+def cut_update(frame: Frame, offloaded: Collection[int]) -> UpdatePart:
+    """Cuts a step in two, for the leaves that do not rest on the devices.
+
+    Args:
+      frame: the root frame, without calls (`_rewrite.flatten_calls`).
+      offloaded: positions of leaves of the state.
+    """
+    cutter = _UpdateCutter(frame, offloaded)
+    boundary = cutter.boundary()
+    update = UpdatePart(cutter.pieces(), boundary, cutter.apart(boundary))
+    # A norm by dot product needs its operand whole, in the grad part: it alone must gather it.
+    frame.needs_full.difference_update(cutter.copies)
+    _check(frame, offloaded, update)
+    return update
+
+
+def pack(pieces: Sequence[Piece], sizes: Sequence[int], most: int) -> list[list[Piece]]:
+    """Pieces that run together, because what they read of offloaded leaves fits in `most` bytes.
+
+    Args:
+      pieces: in an order in which they can run.
+      sizes: bytes of every leaf of the state, on each device.
+      most: a pack of one piece may have more.
+    """
+    packs: list[list[Piece]] = []
+    for piece in pieces:
+        fits = (
+            packs
+            and packs[-1][0].level == piece.level
+            and nbytes_of([*packs[-1], piece], sizes) <= most
+        )
+        if fits:
+            packs[-1].append(piece)
+        else:
+            packs.append([piece])
+    return packs
+
+
+def leaves_of(pieces: Sequence[Piece]) -> list[int]:
+    """The offloaded leaves that some pieces read or renew."""
+    return sorted({leaf for piece in pieces for leaf in piece.leaves})
+
+
+def nbytes_of(pieces: Sequence[Piece], sizes: Sequence[int]) -> int:
+    """Bytes of these leaves."""
+    return sum(sizes[leaf] for leaf in leaves_of(pieces))
+
+
+class _UpdateCutter:
+    """Finds the update part, and gives each of its nodes a place.
+
+    A node is an equation that depends on an offloaded leaf, by index, or an output of the step that the
+    update part hands out: its position behind the equations.
+    """
+
+    def __init__(self, frame: Frame, offloaded: Collection[int]):
+        self._frame = frame
+        self._eqns = frame.jaxpr.eqns
+        invars = frame.jaxpr.invars
+        self._leaf_of = {invars[i]: i for i in offloaded}
+        self._hosted = set(self._leaf_of)
+        self._consts = set(frame.jaxpr.constvars)
+        self._dependent: set[int] = set()
+        for index, eqn in enumerate(self._eqns):
+            if any(atom in self._hosted for atom in variables(eqn.invars)):
+                self._dependent.add(index)
+                self._hosted.update(eqn.outvars)
+        nodes = self._without_unread(self._dependent)
+        self._maker = {out: i for i in nodes for out in self._eqns[i].outvars}
+        self.reads = {i: self._reads_of(self._eqns[i].invars) for i in nodes}
+        for out, atom in enumerate(frame.jaxpr.outvars):
+            untouched = out in offloaded and atom is invars[out]
+            handed_out = not _jaxpr.is_literal(atom) and atom in self._hosted
+            if not untouched and (out in offloaded or handed_out):
+                self.reads[len(self._eqns) + out] = self._reads_of([atom])
+        wanted = [var for atoms in self.reads.values() for var in atoms]
+        self.copies = copies(frame, wanted, self._hosted)
+        self._parents: dict[object, object] = {}
+        for node in self.reads:
+            for var in self._large(node):
+                self._join(node, var)
+
+    def _without_unread(self, indices: Iterable[int]) -> list[int]:
+        """The equations that some output of the step needs, or that do more than compute, in order."""
+        needed, found = set(variables(self._frame.jaxpr.outvars)), []
+        for index in sorted(indices, reverse=True):
+            eqn = self._eqns[index]
+            if _jaxpr.has_side_effects(eqn) or not needed.isdisjoint(eqn.outvars):
+                needed.update(variables(eqn.invars))
+                found.append(index)
+        return found[::-1]
+
+    def _reads_of(self, atoms: Sequence[_jaxpr.Atom]) -> list[_jaxpr.Var]:
+        return [var for var in variables(atoms) if var not in self._consts]
+
+    def _copied(self, nodes: Iterable[int]) -> dict[int, list[_jaxpr.Var]]:
+        """The equations that are computed again for these nodes, in order, and what each reads."""
+        found: dict[int, list[_jaxpr.Var]] = {}
+        todo = [var for node in nodes for var in self.reads[node]]
+        while todo:
+            index = self.copies.get(todo.pop())
+            if index is not None and index not in found:
+                found[index] = self._reads_of(self._eqns[index].invars)
+                todo += found[index]
+        return dict(sorted(found.items()))
+
+    def boundary(self) -> dict[_jaxpr.Var, _jaxpr.Eqn | None]:
+        """What is read of the grad part, and an equation that reads it."""
+        elsewhere = {*self._frame.jaxpr.invars, *self._hosted, *self.copies}
+        found: dict[_jaxpr.Var, _jaxpr.Eqn | None] = {}
+        for node, atoms in [*self._copied(self.reads).items(), *self.reads.items()]:
+            eqn = self._eqns[node] if node < len(self._eqns) else None
+            found |= {a: eqn for a in atoms if a not in elsewhere}
+        return found
+
+    def apart(self, boundary: Collection[_jaxpr.Var]) -> frozenset[int]:
+        """What is left out of the grad part: it depends on offloaded leaves, or nobody there reads it."""
+        outvars, num = self._frame.jaxpr.outvars, len(self._eqns)
+        needed = set(variables([a for i, a in enumerate(outvars) if num + i not in self.reads]))
+        needed.update(boundary)
+        copied, apart = set(self.copies.values()), set[int]()
+        for index, eqn in reversed(list(enumerate(self._eqns))):
+            unread = index in copied and needed.isdisjoint(eqn.outvars)
+            if index in self._dependent or unread:
+                apart.add(index)
+            else:
+                needed.update(variables(eqn.invars))
+        return frozenset(apart)
+
+    # -- pieces ----------------------------------------------------------------------------------
+
+    def _large(self, node: int) -> list[_jaxpr.Var]:
+        """What ties a node to others: values that it reads or makes, but for scalars and gradients."""
+        made = self._eqns[node].outvars if node < len(self._eqns) else []
+        return [v for v in [*self.reads[node], *made] if v in self._hosted and not is_scalar(v)]
+
+    def _find(self, key: object) -> object:
+        while (parent := self._parents.get(key, key)) != key:
+            self._parents[key] = self._parents.get(parent, parent)
+            key = parent
+        return key
+
+    def _join(self, a: object, b: object) -> None:
+        self._parents[self._find(a)] = self._find(b)
+
+    def _places(self) -> dict[int, Place]:
+        """Level and part of every node."""
+        places: dict[int, Place] = {}
+        numbers: dict[object, int] = {}
+        for node in self.reads:
+            before = {places[self._maker[a]] for a in self.reads[node] if a in self._maker}
+            kept = node >= len(self._eqns) and not before  # a gradient, as it is
+            if self._large(node) or kept:
+                part = numbers.setdefault(self._find(node), len(numbers))
+            elif len({part for _, part in before}) == 1:
+                (part,) = {part for _, part in before}
+            else:
+                part = _SCALARS
+            level = max((level + (other != part) for level, other in before), default=0)
+            places[node] = (level, part)
+        return places
+
+    def pieces(self) -> tuple[Piece, ...]:
+        members: dict[Place, list[int]] = {}
+        for node, place in self._places().items():
+            members.setdefault(place, []).append(node)
+        order = sorted(members, key=lambda place: (place[0], members[place][0]))
+        return tuple(self._piece(place[0], members[place]) for place in order)
+
+    def _piece(self, level: int, nodes: Sequence[int]) -> Piece:
+        own = [node for node in nodes if node < len(self._eqns)]
+        outs = tuple(node - len(self._eqns) for node in nodes if node >= len(self._eqns))
+        copied = self._copied(nodes)
+        eqns = sorted([*own, *copied])
+        made = {var: None for i in eqns for var in self._eqns[i].outvars}
+        atoms = [a for i in nodes for a in self.reads[i]] + [a for x in copied.values() for a in x]
+        reads = {a: None for a in atoms if a not in made}
+        mine = set(nodes)
+        elsewhere = {a for node in self.reads if node not in mine for a in self.reads[node]}
+        gives = tuple(a for i in own for a in self._eqns[i].outvars if a in elsewhere)
+        leaves = {self._leaf_of[a] for a in reads if a in self._leaf_of}
+        leaves |= {out for out in outs if out in self._leaf_of.values()}
+        return Piece(level, tuple(eqns), tuple(reads), gives, outs, tuple(sorted(leaves)))
+
+
+def _check(frame: Frame, offloaded: Collection[int], update: UpdatePart) -> None:
+    """The type of the cut.
+
+    grad part: (leaves on devices, batch) -> (boundary, outputs)
+    piece:     (leaves, boundary, values of lower levels) -> (values, outputs)
+    """
+    eqns, outvars = frame.jaxpr.eqns, frame.jaxpr.outvars
+    hosted = {frame.jaxpr.invars[i] for i in offloaded}
+    made = {out for i in update.apart for out in eqns[i].outvars}
+    rest = [eqn for i, eqn in enumerate(eqns) if i not in update.apart]
+    read = {atom for eqn in rest for atom in variables(eqn.invars)}
+    handed_out = variables([a for i, a in enumerate(outvars) if i not in update.outs])
+    assert not read & (made | hosted), "the grad part reads what the update part makes"
+    assert not {*handed_out, *update.boundary} & made, "the grad part hands out what it has not"
+    indices = {i for piece in update.pieces for i in piece.eqns}
+    assert not any(axes for i in indices for axes in frame.reads(eqns[i])), "an update varies"
+    known = {*update.boundary, *frame.jaxpr.invars}
+    for level in sorted({piece.level for piece in update.pieces}):
+        here = [piece for piece in update.pieces if piece.level == level]
+        assert all(set(piece.reads) <= known for piece in here), "a value is read before it is made"
+        assert not any(known & set(piece.gives) for piece in here), "a value is made twice"
+        known |= {var for piece in here for var in piece.gives}

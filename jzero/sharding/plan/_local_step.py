@@ -1,0 +1,173 @@
+"""The step as one device runs it: rewritten from the whole batch's, or traced at one device's shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
+
+from jzero._errors import StepError, describe_leaf, message
+from jzero.sharding.batch import _trace
+from jzero.sharding.batch._body import OUTPUT, Movement
+from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, is_padded
+from jzero.sharding.batch._trace import TracedStep
+from jzero.sharding.plan import _layout, _outputs
+from jzero.sharding.plan._layout import Layout, Shard
+from jzero.sharding.plan._setting import Setting
+from jzero.tracing import _call
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalStep:
+    """What one device runs.
+
+    Attributes:
+      traced: the step.
+      specs: how each leaf of the arguments is split.
+      outputs: layouts of what the step returns beside the state.
+      keys: arguments that are keys, and folded with the device's index, if the step is one device's.
+      whole_arguments: arguments with rows that come whole to every device, as the devices do not divide them.
+    """
+
+    traced: TracedStep
+    specs: tuple[P, ...]
+    outputs: tuple[Layout, ...]
+    keys: tuple[bool, ...]
+    whole_arguments: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatStep:
+    """A step as a function of leaves, `fn(*state leaves, *argument leaves)`, and their shapes.
+
+    Attributes:
+      fn: the function.
+      state: shapes of the state's leaves.
+      state_tree: their structure.
+      arrays: trees of shapes of the other arguments, by name.
+      array_avals: their leaves.
+      in_specs: what the user said of how arguments are split.
+    """
+
+    fn: Callable[..., Any]
+    state: list[Any]
+    state_tree: Any
+    arrays: dict[str, Any]
+    array_avals: list[Any]
+    in_specs: Any
+
+
+def local_step(step: FlatStep, setting: Setting) -> LocalStep:
+    """What one device runs of a step: what the whole batch's step means for its rows.
+
+    Steps with collectives of their own over the data axes are one device's already. Microbatches still run
+    what is traced at their shapes.
+    """
+    found = of_whole_batch(step, setting)
+    return of_one_device(step, setting) if found is None else found
+
+
+def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
+    """The whole batch's step, rewritten; None if it has collectives of its own."""
+    axes = _step_axes(setting)
+    num = math.prod(axes.values())
+    dims = _call.rows_of_arguments(step.arrays, step.in_specs, setting.batch_axes)
+    forms: list[Form] = [FULL] * len(step.state)
+    forms += [
+        FULL if dim is None else even_rows(dim, aval.shape[dim], num)
+        for aval, dim in zip(step.array_avals, dims, strict=True)
+    ]
+    # JAX has no arrays in unequal parts: what the devices do not divide comes whole.
+    avals = [*step.state, *step.array_avals]
+    given = [
+        FULL if isinstance(form, Rows) and is_padded(form, aval.shape[form.dim], num) else form
+        for form, aval in zip(forms, avals, strict=True)
+    ]
+    num_state = len(step.state)
+    traced = _trace.trace_whole(
+        step.fn, avals, forms, given, num_state, axes, setting.options.offloads,
+        setting.axes | setting.automatic, setting.automatic, setting.options.accumulate > 1,
+    )  # fmt: skip
+    if traced is None:
+        return None
+    _outputs.check_outputs(traced, step.state, step.state_tree)
+    layouts = [_layout_of(form, setting.axis_names) for form in [*given, *traced.outputs]]
+    specs = tuple(map(_layout.partition_spec, layouts[num_state : len(given)]))
+    outputs = tuple(layouts[len(given) + num_state :])
+    traced = dataclasses.replace(traced, movements=_with_paths(traced))
+    _check_movements(traced.movements, setting.options.max_gather_bytes)
+    uneven = [form != got for form, got in zip(forms[num_state:], given[num_state:], strict=True)]
+    paths = _call.argument_paths(step.arrays)
+    whole = tuple(
+        f"{describe_leaf(path, aval.shape, aval.dtype)}"
+        for path, aval, is_whole in zip(paths, step.array_avals, uneven, strict=True)
+        if is_whole
+    )
+    return LocalStep(traced, specs, outputs, (False,) * len(specs), whole)
+
+
+def _with_paths(traced: TracedStep) -> tuple[Movement, ...]:
+    """What the step gathers; an output by its path, and not by its number."""
+    paths = _outputs.output_paths(traced.out_tree)
+    return tuple(
+        dataclasses.replace(m, where=paths[int(m.where)]) if m.operation == OUTPUT else m
+        for m in traced.movements
+    )
+
+
+def _check_movements(movements: Sequence[Movement], most: int) -> None:
+    bad = sorted((m for m in movements if m.nbytes > most), key=lambda m: -m.nbytes)
+    if bad:
+        raise StepError(message(
+            _call.WHO, [f"{m} ({m.nbytes} bytes)" for m in bad],
+            "An operation that needs the rows of all devices gathers them, and "
+            f"max_gather_bytes={most} is the most of one value that may be whole on every device.",
+            "Write it so that rows stay apart (per row, or by sums over the batch), or permit it with "
+            f"max_gather_bytes={bad[0].nbytes}.", things="operations", shown=8))  # fmt: skip
+
+
+def _layout_of(form: Form, axis_names: tuple[str, ...]) -> Layout:
+    return Shard(form.dim, axis_names) if isinstance(form, Rows) else _layout.FULL
+
+
+def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
+    """The step traced at the shapes of one device's part of the batch."""
+    options, axes = setting.options, _step_axes(setting)
+    specs = _call.argument_specs(step.arrays, step.in_specs, setting.batch_axes, options.accumulate)
+    local = [
+        _call.local_aval(aval, spec, setting.batch_axes)
+        for aval, spec in zip(step.array_avals, specs, strict=True)
+    ]
+    keys = tuple(
+        not any(spec) and _call.is_key(aval.dtype, aval.shape)
+        for aval, spec in zip(step.array_avals, specs, strict=True)
+    )
+    num_state = len(step.state)
+    varying = [False] * num_state + [any(map(_call.spec_axes, spec)) for spec in specs]
+    traced = _trace.trace_written(
+        step.fn,
+        [*step.state, *local],
+        varying,
+        [False] * num_state + list(keys),
+        axes,
+        accumulates=options.accumulate > 1,
+        offloads=options.offloads,
+        automatic=setting.automatic,
+    )
+    whole = [*step.state, *step.array_avals]
+    _outputs.check_outputs(traced, step.state, step.state_tree)
+    shapes = _outputs.global_shapes(traced, step.fn, whole, axes, num_state, setting.automatic)
+    outputs = _outputs.output_layouts(traced, shapes, num_state, setting.axis_names)
+    _outputs.check_reduced(traced, outputs, step.state_tree, tuple(axes))
+    return LocalStep(traced, tuple(specs), tuple(outputs), keys)
+
+
+def _step_axes(setting: Setting) -> dict[str, int]:
+    """Names, as the step uses them, and sizes of the data axes."""
+    return {
+        name: math.prod(setting.batch_axes[axis] for axis in axes)
+        for name, axes in setting.step_axes.items()
+    }

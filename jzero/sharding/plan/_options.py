@@ -1,0 +1,255 @@
+"""The options of `shard_train_step` as one frozen value, checked together at the boundary."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jzero._errors import MeshError, OptionError, message
+from jzero.offload._policy import NO_OFFLOAD, NoOffload, Offload, PinnedHost
+from jzero.sharding.plan._layout import Automatic
+from jzero.sharding.plan._plan import STAGES, Sharding
+from jzero.tracing import _call
+
+WHO = _call.WHO
+GATHER = ("per_pass", "keep", "once_per_step")
+# Under 0.4 % of a GPU's memory. A layer of up to 128 Mi bf16 parameters is gathered whole while the one
+# before it computes; of a larger one, the rest while its own first part does. Of a layer of 192 Mi, twice
+# the bound hid 85 and not 89 % of the gathered bytes (experiments/gather_policy).
+PREFETCH_BYTES = 2**28
+# Of one value of the batch. A batch of 1024 images of 256 x 256 takes 200 MB in bytes.
+MAX_GATHER_BYTES = 2**28
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user chose; `shard_train_step` says what each means and costs."""
+
+    stage: int = 3
+    accumulate: int = 1
+    reduce: str | None = None
+    accumulate_dtype: Any = None
+    reduce_dtype: Any = None
+    gather: str | None = None
+    prefetch_bytes: int | None = None
+    min_shard_bytes: int = 1024
+    full: str | None = None
+    param_axes: tuple[str, ...] | None = None
+    optimizer_axes: tuple[str, ...] | None = None
+    auto_specs: tuple[tuple[str, Any], ...] = ()
+    offload: Offload = NO_OFFLOAD
+    max_gather_bytes: int = MAX_GATHER_BYTES
+    who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES or isinstance(self.stage, bool):
+            raise OptionError(message(
+                self.who, f"stage={self.stage!r}", "Stages are 0, 1, 2 and 3.",
+                "Use 3 to shard parameters, gradients and optimizer state."))  # fmt: skip
+        if isinstance(self.accumulate, bool) or not (
+            isinstance(self.accumulate, int) and self.accumulate >= 1
+        ):
+            raise OptionError(message(
+                self.who, f"accumulate={self.accumulate!r}",
+                "It is the number of microbatches that each device works through, an int from 1.",
+                "Use accumulate=1 to run the batch whole."))  # fmt: skip
+        if self.reduce not in (None, "once", "each"):
+            raise OptionError(message(
+                self.who, f"reduce={self.reduce!r}", "Gradients are reduced 'once' or for 'each' microbatch.",
+                "Drop it to let the stage decide."))  # fmt: skip
+        only = {0: "once", 1: "once", 2: "each"}.get(self.stage)
+        if only is not None and self.reduce not in (None, only):
+            raise OptionError(message(
+                self.who, f"stage={self.stage} and reduce={self.reduce!r}",
+                "Stage 2 is stage 1 with gradients reduced for each microbatch; stage 3 can do either.",
+                f"Drop reduce, or use stage={1 if self.stage == 2 else 2}."))  # fmt: skip
+        if self.accumulate_dtype is not None and self.accumulate == 1:
+            raise OptionError(message(
+                self.who, "accumulate_dtype without accumulate",
+                "It is the dtype in which the gradients of microbatches are summed up.",
+                "Drop it, or say how many microbatches with accumulate=k."))  # fmt: skip
+        if self.gather not in (None, *GATHER):
+            raise OptionError(message(
+                self.who, f"gather={self.gather!r}",
+                f"Parameters are gathered {', '.join(map(repr, GATHER))}.",
+                "Drop it for 'per_pass'."))  # fmt: skip
+        if self.gather is not None and self.stage < 3:
+            raise OptionError(message(
+                self.who, f"stage={self.stage} and gather={self.gather!r}",
+                "Below stage 3 parameters rest whole on every device, and nothing is gathered.",
+                "Drop gather, or use stage=3."))  # fmt: skip
+        if self.prefetch_bytes is not None and (
+            isinstance(self.prefetch_bytes, bool)
+            or not (isinstance(self.prefetch_bytes, int) and self.prefetch_bytes >= 0)
+        ):
+            raise OptionError(message(
+                self.who, f"prefetch_bytes={self.prefetch_bytes!r}",
+                "It is how many gathered bytes may be ahead of the compute that uses them, an int from 0.",
+                "Use prefetch_bytes=0 to gather only what is used next, or drop it."))  # fmt: skip
+        if self.prefetch_bytes is not None and self.stage < 3:
+            raise OptionError(message(
+                self.who, f"stage={self.stage} and prefetch_bytes={self.prefetch_bytes}",
+                "Below stage 3 parameters rest whole on every device, and nothing is gathered ahead.",
+                "Drop prefetch_bytes, or use stage=3."))  # fmt: skip
+        if not isinstance(self.min_shard_bytes, int) or self.min_shard_bytes < 0:
+            raise OptionError(message(
+                self.who, f"min_shard_bytes={self.min_shard_bytes!r}",
+                "It is the number of bytes below which a leaf stays full, an int from 0.",
+                "Use min_shard_bytes=0 to shard every leaf that can be."))  # fmt: skip
+        if isinstance(self.max_gather_bytes, bool) or not (
+            isinstance(self.max_gather_bytes, int) and self.max_gather_bytes >= 0
+        ):
+            raise OptionError(message(
+                self.who, f"max_gather_bytes={self.max_gather_bytes!r}",
+                "It is how many bytes of the batch's rows one operation may gather, an int from 0.",
+                "Drop it for 256 MiB."))  # fmt: skip
+        if self.full is not None and self.stage < 3:
+            raise OptionError(message(
+                self.who, f"stage={self.stage} and full={self.full!r}",
+                "Below stage 3 all parameters rest full.", "Drop full, or use stage=3."))  # fmt: skip
+        for name, pattern in [
+            ("full", self.full or ""),
+            *(("auto_specs", p) for p, _ in self.auto_specs),
+        ]:
+            _check_pattern(self.who, name, pattern)
+        bad = [f"auto_specs[{p!r}] is {s!r}" for p, s in self.auto_specs if not isinstance(s, P)]
+        if bad:
+            raise OptionError(message(
+                self.who, bad, "How leaves rest is a PartitionSpec.",
+                "Write {'regular expression': jax.P(None, 'model')}."))  # fmt: skip
+        if self.param_axes is not None and self.stage < 3:
+            raise OptionError(message(
+                self.who, f"stage={self.stage} and param_axes={self.param_axes}",
+                "Below stage 3 parameters are not sharded.", "Drop param_axes, or use stage=3."))  # fmt: skip
+        if self.optimizer_axes is not None and self.stage == 0:
+            raise OptionError(message(
+                self.who, f"stage=0 and optimizer_axes={self.optimizer_axes}",
+                "At stage 0 nothing is sharded.", "Drop optimizer_axes, or use stage=1."))  # fmt: skip
+        if not isinstance(self.offload, Offload):
+            raise OptionError(message(
+                self.who, f"offload={self.offload!r}", "It is a policy: where optimizer state rests.",
+                "Use offload=jzero.PinnedHost(), or drop it."))  # fmt: skip
+        for name in ("accumulate_dtype", "reduce_dtype"):
+            _check_dtype(self.who, name, getattr(self, name))
+
+    def sharding(self, axes: Mapping[str, int]) -> Sharding:
+        """The stage's row of the table on a mesh with these data axes.
+
+        Raises:
+          MeshError: `param_axes` or `optimizer_axes` do not fit.
+        """
+        row, names = STAGES[self.stage], tuple(axes)
+        for option in ("param_axes", "optimizer_axes"):
+            unknown = set(getattr(self, option) or ()) - set(names)
+            if unknown:
+                raise MeshError(message(
+                    self.who, f"{option} has {sorted(unknown)}, and the data axes are {names}",
+                    "Each role is sharded over data axes of the mesh.", f"Correct {option}."))  # fmt: skip
+        params = names if self.param_axes is None else self.param_axes
+        shards = names if self.optimizer_axes is None else self.optimizer_axes
+        params, shards = params if row.parameters else (), shards if row.optimizer else ()
+        if not set(params) <= set(shards):
+            raise MeshError(message(
+                self.who, f"parameters over {params} and optimizer state over {shards}",
+                "A parameter's shard must be a union of shards of its optimizer state.",
+                "Name the axes of param_axes in optimizer_axes too."))  # fmt: skip
+        order = (*params, *(axis for axis in shards if axis not in params))
+        return Sharding(tuple(axes.items()), params, order, self.min_shard_bytes, self.full)
+
+    def automatic(
+        self, paths: Sequence[str], shapes: Sequence[Sequence[int]], sizes: Mapping[str, int]
+    ) -> list[Automatic]:
+        """How each leaf rests over the mesh's other axes, by the first pattern found in its path.
+
+        Raises:
+          OptionError: a pattern matches no leaf, or a spec does not fit a leaf it matches.
+        """
+        found: list[Automatic] = []
+        bad: list[str] = []
+        for path, shape in zip(paths, shapes, strict=True):
+            matches = [spec for pattern, spec in self.auto_specs if re.search(pattern, path)]
+            # Factored moments have fewer dims than their parameter.
+            fits = bool(matches) and len(matches[0]) <= len(shape)
+            entries = tuple(map(_call.spec_axes, matches[0])) if fits else ()
+            found.append(entries)
+            bad += [
+                f"{path}: dim {dim} of size {shape[dim]} over {axes}"
+                for dim, axes in enumerate(entries)
+                if set(axes) - set(sizes) or shape[dim] % math.prod(sizes[axis] for axis in axes)
+            ]
+        fitting = [path for path, entries in zip(paths, found, strict=True) if entries]
+        unused = [p for p, spec in self.auto_specs
+                  if len(spec) and not any(re.search(p, path) for path in fitting)]  # fmt: skip
+        if unused or bad:
+            raise OptionError(message(
+                self.who, bad or f"auto_specs has {unused}, which fit no leaf",
+                f"auto_specs are for mesh axes beside the data axes ({dict(sizes)}), whose sizes must divide "
+                "the dims.", f"Correct them; leaves are {', '.join(paths[:4])}, ..."))  # fmt: skip
+        return found
+
+    @property
+    def offloads(self) -> bool:
+        """Whether something rests in another memory than the devices'."""
+        return not isinstance(self.offload, NoOffload)
+
+    @property
+    def device_bytes(self) -> int:
+        """How many bytes of offloaded state may be on a device."""
+        return self.offload.device_bytes if isinstance(self.offload, PinnedHost) else 0
+
+    @property
+    def reduce_once(self) -> bool:
+        """Whether gradients are summed up on each device and reduced after the last microbatch."""
+        return STAGES[self.stage].reduce_once if self.reduce is None else self.reduce == "once"
+
+    @property
+    def keep_gathered(self) -> bool:
+        """Whether one gather serves forward and backward pass; below stage 3 memory for it is there."""
+        return self.stage < 3 or self.gather in ("keep", "once_per_step")
+
+    @property
+    def prefetch(self) -> int:
+        """How many gathered bytes may be ahead of their use; below stage 3 nothing is gathered for one."""
+        if self.stage < 3:
+            return sys.maxsize
+        return PREFETCH_BYTES if self.prefetch_bytes is None else self.prefetch_bytes
+
+    @property
+    def gather_once(self) -> bool:
+        """Whether one gather serves all microbatches."""
+        return self.stage < 3 or self.gather == "once_per_step"
+
+
+def axis_tuple(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """`("local",)` of `"local"`; None stays None, which means all axes."""
+    if names is None:
+        return None
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _check_pattern(who: str, name: str, pattern: Any) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise OptionError(message(
+            who, f"{name}: {pattern!r} is not a regular expression ({error})",
+            "It is searched in the paths of leaves.", "Escape it with re.escape."
+        )) from None  # fmt: skip
+
+
+def _check_dtype(who: str, name: str, dtype: Any) -> None:
+    try:
+        fits = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise OptionError(message(
+            who, f"{name}={dtype!r}", "Gradients are floating point numbers.",
+            "Use jnp.float32 or jnp.bfloat16, or drop it."))  # fmt: skip

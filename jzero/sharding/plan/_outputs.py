@@ -1,0 +1,133 @@
+"""What a step returns: the state in its structure, and outputs, one for all devices or one per example."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jzero._errors import StateError, StepError, describe_leaf, message
+from jzero.sharding.batch import _trace
+from jzero.sharding.plan import _layout
+from jzero.sharding.plan._layout import Layout, Shard
+from jzero.tracing import _call
+
+WHO = _call.WHO
+
+
+def global_shapes(
+    traced: _trace.TracedStep, flat_step: Any, avals: list[Any], axes: dict[str, int],
+    num_state: int, automatic: dict[str, int],
+) -> list[tuple[int, ...]] | None:  # fmt: skip
+    """Output shapes at the whole batch, asked only if some output may hold one entry per example."""
+    outs = zip(traced.out_avals[num_state:], traced.frame.out_varying[num_state:], strict=True)
+    if not any(axes and aval.shape for aval, axes in outs):
+        return None
+    return _trace.global_shapes(flat_step, avals, axes, automatic)
+
+
+def output_layouts(
+    traced: _trace.TracedStep, globals_: list[tuple[int, ...]] | None, num_state: int,
+    axis_names: tuple[str, ...],
+) -> list[Layout]:  # fmt: skip
+    """Layouts of the outputs beside the state: the same on all devices, or one entry per example."""
+    layouts: list[Layout] = []
+    pairs = []
+    paths = output_paths(traced.out_tree, num_state)
+    for i, aval in enumerate(traced.out_avals[num_state:], num_state):
+        dims = [] if globals_ is None else [
+            dim for dim, (local, whole) in enumerate(zip(aval.shape, globals_[i], strict=True))
+            if local != whole
+        ]  # fmt: skip
+        if len(dims) > 1 and traced.frame.out_varying[i]:
+            pairs.append(describe_leaf(paths[i - num_state], globals_[i], aval.dtype))  # type: ignore[index]
+        per_example = dims and traced.frame.out_varying[i]
+        layouts.append(Shard(dims[0], axis_names) if per_example else _layout.FULL)
+    if pairs:
+        raise StepError(message(
+            WHO, [f"{leaf} has several dims that follow the batch" for leaf in pairs],
+            "A device has only its own examples, and cannot compare them with those of another.",
+            "Return what has one entry per example, and compare outside of the step."))  # fmt: skip
+    return layouts
+
+
+def check_reduced(
+    traced: _trace.TracedStep, layouts: Sequence[Layout], state_tree: Any, axes: Sequence[str]
+) -> None:
+    """What a step written for one device returns is the same on all of them, or one entry per example.
+
+    Nothing is averaged for its author: a mean of what devices made of their rows is another training.
+    """
+    num_state, axis = state_tree.num_leaves, repr(axes[0] if len(axes) == 1 else tuple(axes))
+    state = _call.leaf_paths(jax.tree.unflatten(state_tree, range(num_state)), "the new state")
+    paths = [*state, *output_paths(traced.out_tree, num_state)]
+    rests = [*[_layout.FULL] * num_state, *layouts]
+    bad = [
+        f"{describe_leaf(path, aval.shape, aval.dtype)} differs between devices"
+        for path, aval, layout, varies in zip(
+            paths, traced.out_avals, rests, traced.frame.out_varying, strict=True
+        )
+        if varies and layout == _layout.FULL
+    ]
+    if bad:
+        raise StepError(message(
+            WHO, bad,
+            "A step with collectives of its own reduces what it returns itself; jzero averages nothing.",
+            f"Reduce gradients before the update, and statistics and metrics: jax.lax.pmean(grads, {axis}); "
+            f"counts by jax.lax.psum(count, {axis}).", shown=8))  # fmt: skip
+
+
+def output_paths(out_tree: Any, num_state: int = 0) -> list[str]:
+    """Paths of what a step returns, without the state's leaves, which come first."""
+    outs = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    return _call.leaf_paths(outs, "output")[num_state:]
+
+
+def check_outputs(traced: _trace.TracedStep, avals: list[Any], tree: Any) -> None:
+    """The step must return its state, alone or first, with every leaf's shape and dtype kept."""
+    outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
+    new = outs
+    if isinstance(outs, (tuple, list)) and outs and jax.tree.structure(outs[0]) == tree:
+        new = outs[0]
+    elif jax.tree.structure(outs) != tree:
+        raise StateError(message(
+            WHO, _structure_difference(outs, tree),
+            "step_fn returns the new state, alone or first in a tuple, with the structure it got.",
+            "Return (new_state, metrics).",
+        ))  # fmt: skip
+    paths = _call.leaf_paths(new, "state")
+    bad = [
+        f"{describe_leaf(path, old.shape, old.dtype)} became {aval.dtype}{list(aval.shape)}"
+        for path, old, aval in zip(paths, avals, jax.tree.leaves(new), strict=True)
+        if (old.shape, old.dtype) != (aval.shape, aval.dtype)
+    ]
+    if bad:
+        raise StateError(message(
+            WHO, bad, "A step must keep every state leaf's shape and dtype.",
+            "Cast it back (.astype) before returning, or initialise it with the new dtype.",
+        ))  # fmt: skip
+
+
+def _structure_difference(outs: Any, tree: Any) -> str:
+    first = outs[0] if isinstance(outs, (tuple, list)) and outs else outs
+    old = set(_call.leaf_paths(jax.tree.unflatten(tree, range(tree.num_leaves)), "state"))
+    new = set(_call.leaf_paths(first, "state"))
+    if not isinstance(outs, (tuple, list)) or not (old & new):
+        return f"step_fn returned {_shape_of(outs)}, and the state is a {_shape_of_tree(tree)}"
+    missing, extra = sorted(old - new)[:4], sorted(new - old)[:4]
+    parts = [
+        f"{kind} {', '.join(paths)}"
+        for kind, paths in (("missing", missing), ("new", extra))
+        if paths
+    ]
+    return f"the state's structure changes: {'; '.join(parts) or 'its containers differ'}"
+
+
+def _shape_of(tree: Any) -> str:
+    kind = type(tree).__name__
+    return f"a {kind} of {len(tree)}" if isinstance(tree, (tuple, list)) else f"one {kind}"
+
+
+def _shape_of_tree(tree: Any) -> str:
+    return f"tree of {tree.num_leaves} leaves"

@@ -1,0 +1,119 @@
+"""`Setting`: what a program is built for, besides shapes; from what the user gave."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from jzero._errors import MeshError, message
+from jzero.sharding.plan import _plan
+from jzero.sharding.plan._options import Options
+from jzero.tracing import _call
+
+WHO = _call.WHO
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a program is built for, besides shapes.
+
+    Attributes:
+      options: what the user chose.
+      mesh: the mesh, concrete or abstract.
+      axis_names: the data axes; the mesh may have others.
+      axis_name: the name by which the step itself calls all of them together, if it does.
+    """
+
+    options: Options
+    mesh: Any
+    axis_names: tuple[str, ...]
+    axis_name: str | None
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Names and sizes of the data axes."""
+        return {name: self.mesh.shape[name] for name in self.axis_names}
+
+    @property
+    def automatic(self) -> dict[str, int]:
+        """Names and sizes of the mesh's other axes, over which XLA shards."""
+        names = [name for name in self.mesh.axis_names if name not in self.axis_names]
+        return {name: self.mesh.shape[name] for name in names}
+
+    @property
+    def sharding(self) -> _plan.Sharding:
+        """Over which axes each role rests."""
+        return self.options.sharding(self.axes)
+
+    @property
+    def batch_axes(self) -> dict[str, int]:
+        """The data axes as the batch sees them: microbatches are devices in time, of the last axis."""
+        last = self.axis_names[-1]
+        return self.axes | {last: self.axes[last] * self.options.accumulate}
+
+    @property
+    def step_axes(self) -> dict[str, tuple[str, ...]]:
+        """The mesh axes behind each axis name that the step may use."""
+        if self.axis_name is not None and self.axis_name not in self.axis_names:
+            return {self.axis_name: self.axis_names}
+        return {name: (name,) for name in self.axis_names}
+
+
+def setting_of(
+    options: Options, mesh: Any, axis_names: tuple[str, ...] | None, axis_name: str | None
+) -> Setting:
+    """The setting of a step on a mesh; None for whatever is current.
+
+    Raises:
+      MeshError: it is none, or its axes and their names do not fit.
+    """
+    mesh = _current_mesh(axis_name) if mesh is None else mesh
+    if not hasattr(mesh, "axis_names"):
+        raise MeshError(message(
+            WHO, f"mesh is a {type(mesh).__name__}", "It must be a jax.sharding.Mesh.",
+            "Make one with jax.make_mesh((8,), ('data',))."))  # fmt: skip
+    current = jax.sharding.get_abstract_mesh()
+    if not current.empty and current.shape_tuple != mesh.shape_tuple:
+        raise MeshError(message(
+            WHO, f"mesh has axes {dict(mesh.shape)}, and jax.set_mesh's has {dict(current.shape)}",
+            "JAX runs a program on one mesh.", "Drop mesh=, or call the step outside of "
+            "the other mesh's context."))  # fmt: skip
+    names = tuple(axis_names or mesh.axis_names)
+    unknown = [name for name in names if name not in mesh.axis_names]
+    if unknown:
+        raise MeshError(message(
+            WHO, f"axis_names has {unknown}, and the mesh has {tuple(mesh.axis_names)}",
+            "ZeRO shards over axes of the mesh.", "Correct axis_names, or drop it."))  # fmt: skip
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = [name for name in types if name not in names and types[name] != AxisType.Auto]
+    if explicit:
+        raise MeshError(message(
+            WHO, f"mesh axes {explicit} are not among axis_names {names}, and not Auto",
+            "Over axes that are not data axes XLA shards, as the step's constraints say.",
+            "Make the mesh with axis_types=(jax.sharding.AxisType.Auto, ...)."))  # fmt: skip
+    if axis_name is not None and axis_name in names and len(names) > 1:
+        raise MeshError(message(
+            WHO, f"axis_name={axis_name!r} is only one of the mesh's axes {names}",
+            "A step's own axis stands for all data axes together.",
+            "Use a name that the mesh does not have, or a mesh with this axis alone."))  # fmt: skip
+    return Setting(options, mesh, names, axis_name)
+
+
+def _current_mesh(axis_name: str | None) -> Any:
+    """`jax.set_mesh`'s mesh, else one axis over all devices."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        return _default_mesh(axis_name or "data", tuple(jax.devices()))
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # Under jit there is only the abstract one, and it suffices.
+        return abstract
+
+
+@functools.cache
+def _default_mesh(name: str, devices: tuple[Any, ...]) -> Mesh:
+    return Mesh(devices, (name,))

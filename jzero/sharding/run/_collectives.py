@@ -1,0 +1,137 @@
+"""Gather, reduction and slice: the only file that binds collectives of jzero's own.
+
+All of them run inside a `shard_map` that is manual over `axes`, on per-device values. A leaf that XLA
+shards over further axes is gathered and reduced part by part (`automatic`): left alone, XLA would
+gather it over those axes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from jzero.sharding.plan._layout import FULL, Automatic, padded_size, partition_spec
+from jzero.tracing import _jaxpr
+
+Axes = tuple[str, ...]
+GATHER = "jzero.gather"
+
+
+def gather(shard: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic) -> jax.Array:
+    """All-gathers `shard` along `dim`, padding included; `name` makes it readable in a profile."""
+
+    def collective(part: jax.Array) -> jax.Array:
+        return lax.all_gather(part, axes, axis=dim, tiled=True)
+
+    with jax.named_scope(f"{GATHER}[{name}]"):
+        return _part_by_part(collective, automatic)(shard)
+
+
+def is_gather(eqn: _jaxpr.Eqn) -> bool:
+    """Whether `gather` made the equation."""
+    return any(scope.startswith(f"{GATHER}[") for scope in _jaxpr.scopes(eqn))
+
+
+def reduce_scatter(
+    local: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic
+) -> jax.Array:
+    """Sums `local` over the devices; each keeps its slice along `dim`."""
+
+    def collective(part: jax.Array) -> jax.Array:
+        # Else XLA scatters along any dim but the first into another layout, the whole update takes that
+        # over, and masters and moments are made beside the old ones, not in their place.
+        return _row_major(lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True))
+
+    with jax.named_scope(f"jzero.reduce_scatter[{name}]"):
+        return _part_by_part(collective, automatic)(local)
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    """`x` in the layout in which arrays rest."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+def _part_by_part(
+    collective: Callable[[jax.Array], jax.Array], automatic: Automatic
+) -> Callable[[jax.Array], jax.Array]:
+    names = {axis for axes in automatic for axis in axes}
+    if not names:
+        return collective
+    spec = partition_spec(FULL, automatic)
+    return jax.shard_map(
+        collective, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False
+    )
+
+
+def all_reduce(local: jax.Array, axes: Axes, kind: str = "sum") -> jax.Array:
+    """Sums (or takes 'max', 'min' of) `local` over the devices; each keeps the whole result."""
+    with jax.named_scope("jzero.all_reduce"):
+        if kind != "sum" and jnp.issubdtype(local.dtype, jnp.inexact):
+            # An all-reduce takes NaN for no maximum and no minimum of others.
+            parts = lax.all_gather(local, axes)
+            return jnp.max(parts, axis=0) if kind == "max" else jnp.min(parts, axis=0)
+        return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[kind](local, axes)
+
+
+def take_shard(full: jax.Array, dim: int, axes: Axes, num_shards: int) -> jax.Array:
+    """This device's slice of a value that is the same on all devices. Moves nothing."""
+    size = full.shape[dim] // num_shards
+    return lax.dynamic_slice_in_dim(full, lax.axis_index(axes) * size, size, dim)
+
+
+def pad(x: jax.Array, dim: int, num_shards: int) -> jax.Array:
+    """`x` with zeros after it along `dim`, up to a size that `num_shards` divides."""
+    more = padded_size(x.shape[dim], num_shards) - x.shape[dim]
+    if not more:
+        return x
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, more * (d == dim), 0) for d in range(x.ndim)])
+
+
+def unpad(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """`x` without what was added along `dim`, which has `size`."""
+    return x if x.shape[dim] == size else lax.slice_in_dim(x, 0, size, axis=dim)
+
+
+def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: Any) -> jax.Array:
+    """`shard` with `fill` where it holds padding of a dim of `size`."""
+    index = lax.axis_index(axes) * shard.shape[dim] + jnp.arange(shard.shape[dim])
+    inside = lax.broadcast_in_dim(index < size, shard.shape, (dim,))
+    return jnp.where(inside, shard, jnp.asarray(fill, shard.dtype))
+
+
+def slices_into(
+    whole: jax.Array, shard: jax.Array, nbytes: int, gather_slice: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """The shard gathered in the place of `whole`, by slices of dim 0 of up to `nbytes`, one after the other.
+
+    XLA gathers along any dim but the first into another layout than arrays rest in, and starts all such
+    gathers together: without this, a second copy of all of them would be alive at once
+    (test_preflight.py::test_an_update_is_made_in_the_place_of_the_old_state).
+    """
+    # The layout that the gather wants must not reach the update, which makes the shard.
+    shard = lax.optimization_barrier(shard)
+    rows, row_bytes = whole.shape[0], whole.nbytes // whole.shape[0]
+    size = max(1, min(rows, nbytes // row_bytes))
+
+    def turn(whole: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+        part = _row_major(gather_slice(lax.dynamic_slice_in_dim(shard, start, size, 0)))
+        return lax.dynamic_update_slice_in_dim(whole, part, start, 0)
+
+    whole = lax.fori_loop(0, rows // size, lambda i, x: turn(x, i * size, size), whole)
+    done = rows // size * size
+    return turn(whole, done, rows - done) if done < rows else whole
+
+
+def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
+    """`shard`, but not before `tokens` are there.
+
+    Twice: XLA takes out of a barrier what has no other use, before or after it.
+    """
+    for _ in range(2 if tokens else 0):
+        shard = lax.optimization_barrier((shard, *tokens))[0]
+    return shard

@@ -1,0 +1,258 @@
+"""Runs a step in microbatches: the phases of its cut, each with one loop that sums up reductions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero.sharding.analysis._frames import Frame, split
+from jzero.sharding.analysis._kinds import COLLECTED
+from jzero.sharding.cut._phases import Phase
+from jzero.sharding.run import _collectives
+from jzero.sharding.run._interpret import Env, Interpreter
+from jzero.sharding.run._values import (
+    Devices,
+    FullValue,
+    ShardValue,
+    Unreduced,
+    Value,
+    in_order_made,
+    waits,
+)
+from jzero.tracing import _jaxpr
+
+SCOPE = "jzero.microbatches"
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation:
+    """How a step works through its microbatches.
+
+    Attributes:
+      num: how many microbatches each device works through.
+      dims: of arguments that hold the batch, the dim along which it is cut.
+      once: sum gradients up on each device and reduce them after the loop; else reduce each.
+      dtype: in which floating gradients are summed up; None for the wider of float32 and their own.
+      gather_once: gather what the microbatches need whole before their loop, not for each.
+    """
+
+    num: int
+    dims: Mapping[_jaxpr.Var, int]
+    once: bool
+    dtype: Any
+    gather_once: bool
+
+
+def run_phases(
+    interp: Interpreter, frame: Frame, env: Env, phases: Sequence[Phase], accumulation: Accumulation
+) -> None:
+    """Runs the frame's equations, like `Interpreter.run_equations`.
+
+    Outputs that differ between microbatches are in `env.stacks`.
+    """
+    num = accumulation.num
+    env.stacks |= {
+        var: _in_microbatches(env.values[var], dim, num) for var, dim in accumulation.dims.items()
+    }
+    for phase in phases:
+        for index in phase.before:
+            if frame.jaxpr.eqns[index].primitive.name in COLLECTED:
+                _collect(interp, frame, env, index, num)
+            else:
+                interp.run_equations(frame, [index], env)
+        if phase.loop:
+            _loop(interp, frame, env, phase, accumulation)
+
+
+def _collect(interp: Interpreter, frame: Frame, env: Env, index: int, num: int) -> None:
+    """Runs a gather, or takes a maximum, of what all microbatches of all devices have."""
+    eqn = frame.jaxpr.eqns[index]
+
+    def of_all(atom: _jaxpr.Atom) -> jax.Array:
+        if not _jaxpr.is_literal(atom) and atom in env.stacks:
+            return env.stacks[atom]
+        same = interp.full(frame, atom, interp.read(frame, env, atom))
+        return jnp.broadcast_to(same, (num, *same.shape))
+
+    with _jaxpr.source_of(eqn):
+        for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
+            x, name = of_all(atom), eqn.primitive.name
+            if name in ("pmax", "pmin"):
+                x = x.max(axis=0) if name == "pmax" else x.min(axis=0)
+                x = _collectives.all_reduce(x, interp.devices.axes, name[1:])
+            else:
+                x = _gathered(x, interp.devices, eqn)
+            env.values[out] = FullValue(x)
+
+
+def _gathered(stack: jax.Array, devices: Devices, eqn: _jaxpr.Eqn) -> jax.Array:
+    """A gather of all microbatches' parts, [microbatches, ...] on each device, in the order of the batch.
+
+    Microbatches lie along the last axis (`_ordinary._axis_index`): those of a device are neighbours.
+    """
+    parts = lax.all_gather(stack, devices.axes)
+    parts = parts.reshape(parts.shape[0] * stack.shape[0], *stack.shape[1:])
+    dim = eqn.params["all_gather_dimension"]
+    whole = jnp.moveaxis(parts, 0, dim)
+    return whole.reshape(eqn.outvars[0].aval.shape) if eqn.params["tiled"] else whole
+
+
+@dataclasses.dataclass
+class _Sum:
+    """One running sum of the loop.
+
+    It is sharded along `dim` if it is reduced for each microbatch (over the axes beside those of a shard,
+    after the loop); else it is whole, and reduced after the loop unless the body had reduced it already
+    (`scale` None).
+    """
+
+    var: _jaxpr.Var
+    dim: int | None
+    dtype: Any
+    leaf: str
+    scale: float | None = None
+    wire: Any = None
+
+    def start(self, devices: Devices) -> jax.Array:
+        return jnp.zeros(devices.shard_shape(self.var.aval.shape, self.dim), self.dtype)
+
+    def add(self, inner: Interpreter, frame: Frame, total: jax.Array, value: Value) -> jax.Array:
+        if self.dim is None and waits(value):
+            self.scale, self.wire, x = value.scale, value.x.dtype, value.x
+        elif self.dim is None and inner.hold:
+            self.scale, self.wire = 1.0, self.var.aval.dtype
+            x = inner.as_contribution(value, 1.0)
+        else:
+            value = inner.devices.scatter(value, self.dim)
+            if waits(value) and value.dim == self.dim:
+                self.scale, self.wire, x = value.scale, value.x.dtype, value.x
+            else:
+                x = inner.as_dim(frame, self.var, value, self.dim)
+        return total + x.astype(total.dtype)
+
+    def finish(self, devices: Devices, total: jax.Array) -> Value:
+        dtype = self.var.aval.dtype
+        if self.scale is not None:
+            size = 0 if self.dim is None else self.var.aval.shape[self.dim]
+            return Unreduced(
+                total.astype(self.wire), self.scale, dtype, self.leaf, dim=self.dim, size=size
+            )
+        return devices.value(total.astype(dtype), self.dim, self.var.aval.shape, self.leaf)
+
+
+def _loop(
+    interp: Interpreter, frame: Frame, env: Env, phase: Phase, accumulation: Accumulation
+) -> None:
+    """Runs a phase's loop, and adds what it hands out to `env`."""
+    hold = accumulation.once or interp.devices.num == 1
+
+    def make_sum(var: _jaxpr.Var, dim: int | None) -> _Sum:
+        dtype = _sum_dtype(var.aval, accumulation.dtype)
+        return _Sum(var, dim, dtype, interp.links.leaf_of(frame, var))
+
+    sums = [make_sum(var, None if hold else interp.dim_of(frame, var)) for var in phase.sums]
+    last_dims = [interp.dim_of(frame, var) for var in phase.lasts]
+    captured = _captured(interp, frame, env, phase, accumulation.gather_once)
+    handed_out = set(phase.stacks)
+
+    def body(carry: list[Any], own: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+        index, kept = own
+        inner = dataclasses.replace(interp.inside(), microbatch=index, hold=hold)
+        values = _detached(captured)
+        for var, dim in accumulation.dims.items():
+            values[var] = FullValue(_slice(env.values[var], dim, index, accumulation.num))
+        given: dict[_jaxpr.Var, Value] = {
+            var: FullValue(x) for var, x in zip(phase.kept, kept, strict=True)
+        }
+        values |= given
+        local = Env(values)
+        for index_of_eqn in phase.loop:
+            inner.silent = index_of_eqn in phase.again
+            inner.run_equations(frame, [index_of_eqn], local)
+            for var in frame.jaxpr.eqns[index_of_eqn].outvars:
+                if var in given:  # Its maker runs again for another result.
+                    local.values[var] = given[var]
+                elif (
+                    var in handed_out
+                ):  # All that read it here see the bits that later loops will read.
+                    x = inner.full(frame, var, local.values[var])
+                    local.values[var] = FullValue(lax.optimization_barrier(x))
+        terms = [local.values[s.var] for s in sums]
+        totals = carry[: len(terms)]
+        for i in in_order_made(terms):
+            totals[i] = sums[i].add(inner, frame, totals[i], terms[i])
+        lasts = [
+            inner.as_dim(frame, var, local.values[var], dim)
+            for var, dim in zip(phase.lasts, last_dims, strict=True)
+        ]
+        return [*totals, *lasts], [inner.full(frame, v, local.values[v]) for v in phase.stacks]
+
+    starts = [s.start(interp.devices) for s in sums]
+    starts += [
+        jnp.zeros(interp.devices.shard_shape(var.aval.shape, dim), var.aval.dtype)
+        for var, dim in zip(phase.lasts, last_dims, strict=True)
+    ]
+    with jax.named_scope(SCOPE):
+        own = (jnp.arange(accumulation.num), [env.stacks[var] for var in phase.kept])
+        carry, stacks = lax.scan(body, starts, own)
+    totals, lasts = split(carry, len(sums))
+    env.values |= {s.var: s.finish(interp.devices, x) for s, x in zip(sums, totals, strict=True)}
+    for var, dim, x in zip(phase.lasts, last_dims, lasts, strict=True):
+        env.values[var] = interp.devices.value(x, dim, var.aval.shape)
+    env.stacks |= zip(phase.stacks, stacks, strict=True)
+
+
+def _captured(
+    interp: Interpreter, frame: Frame, env: Env, phase: Phase, gather: bool
+) -> dict[_jaxpr.Var, FullValue | ShardValue]:
+    """What the loop reads from before it; reductions among it run now, not once a microbatch."""
+    captured: dict[_jaxpr.Var, FullValue | ShardValue] = {}
+    for atom in [atom for index in phase.loop for atom in frame.jaxpr.eqns[index].invars]:
+        if _jaxpr.is_literal(atom) or atom in captured or atom not in env.values:
+            continue
+        value = interp.settle(frame, atom, env.values[atom])
+        if gather and isinstance(value, ShardValue) and atom in frame.needs_full:
+            value = interp.gathered(frame, atom, value, phase.loop)
+        captured[atom] = value
+    return captured
+
+
+def _detached(values: Mapping[_jaxpr.Var, FullValue | ShardValue]) -> dict[_jaxpr.Var, Value]:
+    """Copies that remember no gathers: those of the loop's body must not outlive its trace."""
+    copies: dict[int, ShardValue] = {}
+
+    def copy(value: ShardValue) -> ShardValue:
+        if id(value) not in copies:
+            origin = value.view_of and (copy(value.view_of[0]), value.view_of[1])
+            new = dataclasses.replace(value, view_of=origin, gathered={}, views={})
+            copies[id(value)] = new
+        return copies[id(value)]
+
+    return {
+        var: copy(value) if isinstance(value, ShardValue) else value
+        for var, value in values.items()
+    }
+
+
+def _in_microbatches(value: Value, dim: int, num: int) -> jax.Array:
+    """All microbatches of an argument, [num, ...]."""
+    assert isinstance(value, FullValue)
+    shape = value.x.shape
+    return jnp.moveaxis(value.x.reshape(*shape[:dim], num, -1, *shape[dim + 1 :]), dim, 0)
+
+
+def _slice(value: Value, dim: int, index: Any, num: int) -> jax.Array:
+    assert isinstance(value, FullValue)
+    size = value.x.shape[dim] // num
+    return lax.dynamic_slice_in_dim(value.x, index * size, size, dim)
+
+
+def _sum_dtype(aval: Any, dtype: Any) -> Any:
+    if not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return aval.dtype
+    return jnp.promote_types(aval.dtype, jnp.float32) if dtype is None else dtype

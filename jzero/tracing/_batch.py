@@ -1,0 +1,63 @@
+"""The arguments of a step, with another number of rows in its batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jzero._errors import BatchError, message
+from jzero.tracing import _call
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Shapes of one call of a step.
+
+    Attributes:
+      signature: how the step is called.
+      shapes: the call, its arrays as `ShapeDtypeStruct`s.
+      dims: of each leaf of the arrays, the dim that is split over the devices; None for whole ones.
+      rows: the part of that dim that each device has in one microbatch, in the leaf that has fewest.
+    """
+
+    signature: _call.Signature
+    shapes: _call.Call
+    dims: tuple[int | None, ...]
+    rows: int
+
+    @staticmethod
+    def of(
+        who: str, signature: _call.Signature, call: _call.Call, dims: tuple[int | None, ...], parts: int
+    ) -> Batch:  # fmt: skip
+        """The batch of a call whose dims are split in `parts` (devices times microbatches)."""
+        arrays = {name: _call.abstract(value, name) for name, value in call.arrays.items()}
+        state = _call.abstract(call.state, "state")
+        leaves = jax.tree.leaves(arrays)
+        pairs = zip(leaves, dims, strict=True)
+        rows = [leaf.shape[dim] // parts for leaf, dim in pairs if dim is not None]
+        fewest = min(rows, default=0)
+        if any(n % fewest for n in rows):
+            raise BatchError(message(
+                who, f"arguments with {sorted(set(rows))} rows for each device and microbatch",
+                "The rows of all are changed together, and so must be multiples of the fewest.",
+                "Make them so, or keep an argument whole with in_specs={'<argument>': jax.P()}.",
+            ))  # fmt: skip
+        return Batch(signature, dataclasses.replace(call, state=state, arrays=arrays), dims, fewest)
+
+    def call(self, fn: Callable[..., Any], rows: int) -> Any:
+        """Calls `fn` as the step would be called, with so many rows for each device and microbatch."""
+        leaves, tree = jax.tree.flatten(self.shapes.arrays)
+        changed = [
+            leaf if dim is None else _resized(leaf, dim, leaf.shape[dim] // self.rows * rows)
+            for leaf, dim in zip(leaves, self.dims, strict=True)
+        ]
+        arrays = jax.tree.unflatten(tree, changed)
+        return self.signature.call(fn, self.shapes.state, arrays, self.shapes.static)
+
+
+def _resized(leaf: Any, dim: int, size: int) -> jax.ShapeDtypeStruct:
+    shape = (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)

@@ -1,0 +1,83 @@
+"""Parameters that an optimizer makes itself: `p + (n - p)` is `n`.
+
+What an optax transformation returns is added to the parameters. One that has made the new parameters
+(`master_weights`, `stochastic_rounding`) returns the difference to the old ones, in a dtype in which it is
+exact, only for it to be added to them again. An offloaded update would read all old parameters for that.
+
+Where the two differ, `n` is what the optimizer meant: if `p` is not finite, or if `n` is so much smaller that
+their difference is no longer exact (by 2**16 for bfloat16 parameters and float32 differences).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jzero.tracing import _jaxpr, _rewrite
+
+Makers = dict[_jaxpr.Var, _jaxpr.Eqn]
+CAST = "convert_element_type"
+
+
+def without_differences(jaxpr: _rewrite.Flat) -> _rewrite.Flat:
+    """The jaxpr with `n` for every `p + (n - p)` whose n and p were cast up, and that is cast down again.
+
+    The differences stay, read by nobody: they tell `sharding/_links.py` that p and n are sharded alike.
+    """
+    makers: Makers = {}
+    new: dict[_jaxpr.Var, _jaxpr.Var] = {}
+
+    def renamed(atoms: list[_jaxpr.Atom]) -> list[_jaxpr.Atom]:
+        return [a if _jaxpr.is_literal(a) else new.get(a, a) for a in atoms]
+
+    eqns = []
+    for old in jaxpr.eqns:
+        eqn = old.replace(invars=renamed(old.invars))
+        found = _sum(eqn, makers)
+        if found is None:
+            makers |= dict.fromkeys(eqn.outvars, eqn)
+            eqns.append(eqn)
+        else:
+            new[eqn.outvars[0]] = found
+    return jaxpr._replace(eqns=eqns, outvars=renamed(jaxpr.outvars))
+
+
+def _sum(eqn: _jaxpr.Eqn, makers: Makers) -> _jaxpr.Var | None:
+    """`n`, if the equation casts `p + (n - p)` to their dtype."""
+    if eqn.primitive.name != CAST:
+        return None
+    out = eqn.outvars[0].aval
+    total = _made_by("add", eqn.invars[0], makers)
+    for p, difference in (total, total[::-1]) if total else ():
+        terms = _made_by("sub", difference, makers)
+        n, minus = [_cast_up(a, out, makers) for a in terms] if terms else (None, None)
+        if n is not None and minus is not None and minus is _cast_up(p, out, makers):
+            return n
+    return None
+
+
+def _maker(atom: _jaxpr.Atom, makers: Makers) -> _jaxpr.Eqn | None:
+    """What made a value, whatever then changed its weak type."""
+    eqn = None if _jaxpr.is_literal(atom) else makers.get(atom)
+    if eqn is None or eqn.primitive.name != CAST:
+        return eqn
+    same = eqn.invars[0].aval.dtype == atom.aval.dtype
+    return _maker(eqn.invars[0], makers) if same else eqn
+
+
+def _made_by(name: str, atom: _jaxpr.Atom, makers: Makers) -> list[_jaxpr.Atom]:
+    """The operands, if an equation of that name made `atom`."""
+    eqn = _maker(atom, makers)
+    return eqn.invars if eqn is not None and eqn.primitive.name == name else []
+
+
+def _cast_up(atom: _jaxpr.Atom, aval: Any, makers: Makers) -> _jaxpr.Var | None:
+    """The value of type `aval` of which `atom` is a cast to a wider floating dtype."""
+    (operand,) = _made_by(CAST, atom, makers) or [None]
+    if operand is None or _jaxpr.is_literal(operand):
+        return None
+    alike = (operand.aval.dtype, operand.aval.weak_type) == (aval.dtype, aval.weak_type)
+    wide, floating = atom.aval.dtype, jnp.issubdtype(aval.dtype, jnp.floating)
+    widens = floating and wide != aval.dtype and jnp.promote_types(wide, aval.dtype) == wide
+    return operand if alike and widens else None

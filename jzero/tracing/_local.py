@@ -1,0 +1,326 @@
+"""Local on purpose: what a step says of its rows, in plain JAX, on any number of devices."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jzero._errors import BatchError, OptionError, StepError, describe_leaf, message
+from jzero.tracing import _jaxpr
+
+_jaxpr.not_the_users(__file__)
+
+
+def groups(
+    fn: Callable[..., Any], n: int, in_axes: Any = 0, out_axes: Any = 0
+) -> Callable[..., Any]:
+    """Runs `fn` on `n` groups of rows, each by itself: for norms and routing that are local on purpose.
+
+    Of `B` rows the first `B // n` are the first group, and so on, whatever the devices are::
+
+        x = x.reshape(n, B // n, ...)          # arguments with rows
+        y = jax.vmap(fn)(x)
+        y = y.reshape(B, ...)                  # results with rows, in their order
+
+    So it means the same under plain `jax.jit`. In a sharded step nothing of it moves, forward or backward, if
+    the devices times `accumulate` divide `n`. Batch norms of 32 rows each (ghost batch norms), in Flax::
+
+        def forward(variables, x):
+            return model.apply(variables, x, mutable=["batch_stats"])
+
+        apply = jzero.groups(forward, len(images) // 32, in_axes=(None, 0), out_axes=(0, None))
+        logits, new = apply(variables, images)
+        batch_stats = jax.tree.map(lambda x: x.mean(0), new["batch_stats"])  # each came as [n, ...]
+
+    >>> import jax.numpy as jnp, jzero
+    >>> x = jnp.arange(6.0)
+    >>> centred, means = jzero.groups(lambda x: (x - x.mean(), x.mean()), 2, out_axes=(0, None))(x)
+    >>> centred.tolist(), means.tolist()
+    ([-1.0, 0.0, 1.0, -1.0, 0.0, 1.0], [1.0, 4.0])
+
+    A PRNG key that all groups share gives all of them the same random bits. Pass `jax.random.split(key, B)`
+    with rows instead, and take the first one of the group.
+
+    Args:
+      fn: a function of pytrees of arrays; those with rows have `B // n` of them inside.
+      n: how many groups.
+      in_axes: as of `jax.vmap`: for each argument, or part of it, the dim of its rows; None if it is the same
+        for all groups. Keyword arguments have rows along dim 0.
+      out_axes: for each result, or part of it, the dim of its rows, as many as the group has; None if the
+        group has one (a statistic, a loss): these come stacked along a new dim 0, `[n, ...]`.
+
+    Returns:
+      The function of `B` rows.
+
+    Raises:
+      OptionError: `n` is no int from 1, `fn` no function, or `in_axes` or `out_axes` no dims (when called: no
+        prefix of the arguments or results).
+      BatchError: when called: `n` does not divide the rows, arguments or results have none, or not as many.
+    """
+    who = "jzero.groups"
+    number = _integer(n)
+    if number is None or number < 1:
+        raise OptionError(message(
+            who, f"n={n!r}", "There is at least one group.", "Pass a Python int n >= 1."))  # fmt: skip
+    n = number
+    in_axes, out_axes = _options(who, fn, in_axes, out_axes)
+
+    def grouped(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        dims, size = _rows_of(who, in_axes, args, kwargs)
+        if size % n:
+            raise BatchError(message(
+                who, f"n={n} does not divide {size} rows", "All groups have as many rows.",
+                "Choose an n that divides them."))  # fmt: skip
+
+        def one(*parts: Any) -> Any:
+            inner, named = jax.tree.unflatten(tree, parts)
+            return _arrays(who, fn(*inner, **named))
+
+        with jax.named_scope(_jaxpr.GROUPS):
+            parts = [
+                x if d is None else jnp.reshape(x, (*x.shape[:d], n, -1, *x.shape[d + 1 :]))
+                for x, d in zip(leaves, dims, strict=True)
+            ]
+        outs = jax.vmap(one, in_axes=tuple(dims))(*parts)
+
+        def merged(path: Any, dim: int | None, y: jax.Array) -> jax.Array:
+            if dim is None:
+                return y
+            name = "output" + jax.tree_util.keystr(path)
+            d = _checked(who, name, dim, y.shape[1:], y.dtype)
+            if y.shape[1 + d] != size // n:
+                leaf = describe_leaf(name, y.shape[1:], y.dtype)
+                raise BatchError(message(
+                    who, f"{leaf} has not the {size // n} rows of its group along dim {d}",
+                    "A group returns as many rows as it gets.",
+                    "Name their dim in out_axes, or None: then it comes once for each group, as [n, ...]."
+                ))  # fmt: skip
+            y = jnp.moveaxis(y, 0, d)
+            return y.reshape(*y.shape[:d], -1, *y.shape[d + 2 :])
+
+        results, out_tree = jax.tree_util.tree_flatten_with_path(outs)
+        out_dims = _spread(who, "out_axes", out_axes, outs)
+        with jax.named_scope(_jaxpr.GROUPS):
+            found = [merged(path, dim, y) for (path, y), dim in zip(results, out_dims, strict=True)]
+        return jax.tree.unflatten(out_tree, found)
+
+    return grouped
+
+
+def per_example(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
+    """Promises that each row of what `fn` returns depends on the same row of its arguments only.
+
+    For *opaque calls*, into which nobody can look: callbacks, FFI calls, Pallas kernels. In a sharded step
+    they otherwise get the rows of all devices, gathered, since nothing says what they do with them. Inside
+    `fn` they run on each device's rows alone, with as many fewer rows; so do those of its derivatives. All
+    other operations of `fn` are what they are without it. Under plain `jax.jit` it is `fn`.
+
+    >>> import jax, jax.numpy as jnp, numpy as np, jzero
+    >>> def softsign(x):  # float32[B, D]
+    ...     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    ...     return jax.pure_callback(lambda x: x / (1 + np.abs(x)), shape, x, vmap_method="expand_dims")
+    >>> jzero.per_example(softsign)(jnp.array([[1.0], [-3.0]])).tolist()
+    [[0.5], [-0.75]]
+
+    The calls inside are promised to be alike: rows lie along one dim of their operands and results, the same
+    in all. One with a result without rows (a kernel that makes a parameter's gradient) is not covered, nor a
+    callback or FFI call with another dim as long as the batch, nor a Pallas kernel that asks which program
+    along the rows it is: these gather, and `describe` lists them. A broken promise trains something else, and
+    nothing can tell.
+
+    Effects are not covered: `io_callback` and debug callbacks get whole values, once, here too.
+
+    `fn` is traced by itself, so that what it closes over is known and taken for the same for all rows. It can
+    change no NNX module: call these outside. What is no array (`True`, "gelu") reaches it untouched, where
+    `in_axes` says None.
+
+    Args:
+      fn: a function of pytrees of arrays. What it closes over is the same for all rows.
+      in_axes: as of `jax.vmap`: for each argument, or part of it, the dim of its rows; None if it has none.
+        Keyword arguments have rows along dim 0.
+      out_axes: for each result, or part of it, the dim of its rows.
+
+    Returns:
+      The same function.
+
+    Raises:
+      OptionError: `fn` is no function, or `in_axes` or `out_axes` no dims (when called: no prefix of the
+        arguments or results).
+      BatchError: when called: arguments or results have no rows, or not as many.
+      StepError: `fn` changes an NNX module; or, in a sharded step, if the gradient of what has no rows may
+        have been taken for rows, as it is as long as the batch.
+    """
+    who = "jzero.per_example"
+    in_axes, out_axes = _options(who, fn, in_axes, out_axes)
+
+    def promised(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        dims, size = _rows_of(who, in_axes, args, kwargs)
+        arrays = {i: x for i, x in enumerate(leaves) if hasattr(x, "dtype") and _type_of(x)}
+
+        def whole(parts: dict[int, Any]) -> Any:
+            inner, named = jax.tree.unflatten(tree, [parts.get(i, x) for i, x in enumerate(leaves)])
+            return _arrays(who, fn(*inner, **named))
+
+        with jax.named_scope(_jaxpr.PER_EXAMPLE):
+            traced = _traced(who, whole, arrays)
+            ins = [_jaxpr.marked_rows(x, dims[i]) for i, x in arrays.items()]
+            consts = [_jaxpr.marked_rows(x, None) for x in traced.consts]
+            found = _jaxpr.evaluate(traced.jaxpr, consts, *ins)
+            outs = jax.tree.unflatten(traced.out_tree, found)
+
+            def left(path: Any, dim: int | None, y: jax.Array) -> jax.Array:
+                name = "output" + jax.tree_util.keystr(path)
+                if dim is None or y.shape[_checked(who, name, dim, y.shape, y.dtype)] != size:
+                    leaf = describe_leaf(name, y.shape, y.dtype)
+                    raise BatchError(message(
+                        who, f"{leaf} has not the {size} rows of the arguments",
+                        "Each row of a result comes from the same row of the arguments.",
+                        "Reduce over rows outside of fn, or name their dim in out_axes."))  # fmt: skip
+                return _jaxpr.marked_rows(y, dim % y.ndim, enters=False)
+
+            results, out_tree = jax.tree_util.tree_flatten_with_path(outs)
+            out_dims = _spread(who, "out_axes", out_axes, outs)
+            found = [left(path, dim, y) for (path, y), dim in zip(results, out_dims, strict=True)]
+        return jax.tree.unflatten(out_tree, found)
+
+    return promised
+
+
+def _options(who: str, fn: Any, in_axes: Any, out_axes: Any) -> tuple[Any, Any]:
+    """`in_axes` and `out_axes`, if they and `fn` can be."""
+    if not callable(fn):
+        raise OptionError(message(
+            who, f"fn={fn!r} is no function", "It is called.", "Pass a function."))  # fmt: skip
+    found = []
+    for option, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
+        leaves, tree = jax.tree.flatten(axes, is_leaf=_is_none)
+        dims = [_integer(leaf) for leaf in leaves]
+        wrong = [x for x, d in zip(leaves, dims, strict=True) if x is not None and d is None]
+        each = option == "out_axes" or isinstance(axes, tuple | list) or dims == [_integer(axes)]
+        if wrong or not each:
+            raise OptionError(message(
+                who, f"{option}={axes!r}", "It is the dim of the rows or None, for all or for each of them.",
+                "Pass an int, None, or " + ("a tuple with one for each argument." if option == "in_axes"
+                                            else "a tree of these like that of the results.")))  # fmt: skip
+        found.append(jax.tree.unflatten(tree, dims))
+    return found[0], found[1]
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _integer(x: Any) -> int | None:
+    try:
+        return None if isinstance(x, bool) else operator.index(x)
+    except TypeError:
+        return None
+
+
+def _type_of(x: Any) -> Any:
+    """Shape and dtype, of what is an array to JAX."""
+    try:
+        return jax.typeof(x)
+    except TypeError:
+        return None
+
+
+def _arrays(who: str, outs: Any) -> Any:
+    """Results, all of which are arrays."""
+    paths = jax.tree_util.tree_leaves_with_path(outs)
+    if wrong := [
+        f"output{jax.tree_util.keystr(path)} is a {type(y).__name__}"
+        for path, y in paths
+        if _type_of(y) is None
+    ]:
+        raise BatchError(message(who, wrong, "Results are arrays.", "Return it otherwise.",
+                                 things="results", shown=8))  # fmt: skip
+    return outs
+
+
+def _traced(who: str, fn: Callable[..., Any], arrays: Any) -> _jaxpr.Traced:
+    # By itself: only so is known what it closes over, which the marks say to have no rows. Were fn called as
+    # it is, a call inside might get a device's rows of that, where it needs all of them
+    # (test_opaque.py::test_rows_that_a_promise_says_are_none).
+    try:
+        return _jaxpr.trace_here(fn, arrays)
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":  # Flax's, which need not be there.
+            raise
+        raise StepError(message(
+            who, "fn changes an NNX module that it closes over",
+            "It is traced by itself, so that what it closes over is known.",
+            "Keep the callback, FFI call or kernel in fn, and call the module outside of it.",
+        )) from error  # fmt: skip
+
+
+def _rows_of(who: str, in_axes: Any, args: Any, kwargs: Any) -> tuple[list[int | None], int]:
+    """For each leaf of the arguments the dim of its rows, and how many rows all of them have."""
+    each = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
+    all_dims = _spread(who, "in_axes", each, args) + [0] * len(jax.tree.leaves(kwargs))
+    paths = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    dims: list[int | None] = []
+    sizes: dict[str, int] = {}
+    for dim, (path, leaf) in zip(all_dims, paths, strict=True):
+        if dim is None:
+            dims.append(None)
+            continue
+        name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+        aval = _type_of(leaf)
+        if aval is None:
+            raise BatchError(message(
+                who, f"{name} is a {type(leaf).__name__}", "What has rows is an array.", _edit(name)
+            ))  # fmt: skip
+        dims.append(_checked(who, name, dim, aval.shape, aval.dtype))
+        sizes[describe_leaf(name, aval.shape, aval.dtype)] = aval.shape[dim]
+    if len(set(sizes.values())) != 1:
+        raise BatchError(message(
+            who, [f"{leaf} has {size} rows" for leaf, size in sizes.items()] or "no argument has rows",
+            "All arguments with rows have the same rows.",
+            "Name the dim of each one's rows in in_axes, or None where it has none."
+            + f" {_BY_NAME}" * bool(kwargs), things="arguments", shown=8))  # fmt: skip
+    return dims, next(iter(sizes.values()))
+
+
+def _checked(who: str, name: str, dim: int, shape: tuple[int, ...], dtype: Any) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise BatchError(message(
+            who, f"{describe_leaf(name, shape, dtype)} has no dim {dim}", "Rows lie along a dim.",
+            _edit(name)))  # fmt: skip
+    return dim % len(shape)
+
+
+_BY_NAME = (
+    "Keyword arguments have their rows in dim 0: pass it by position to name its axis, or bind it with "
+    "functools.partial."
+)
+
+
+def _edit(name: str) -> str:
+    """What to do where a leaf of this name has no rows."""
+    if name.startswith("kwargs"):
+        return _BY_NAME
+    option = "out_axes" if name.startswith("output") else "in_axes"
+    return f"Name that dim in {option}, or None if there are no rows."
+
+
+def _spread(who: str, option: str, axes: Any, tree: Any) -> list[int | None]:
+    """The entry of `axes`, a prefix of the tree, for each of its leaves."""
+    found: list[int | None] = []
+    try:
+        jax.tree.map(
+            lambda dim, part: found.extend([dim] * len(jax.tree.leaves(part))),
+            axes, tree, is_leaf=_is_none,
+        )  # fmt: skip
+    except ValueError:
+        raise OptionError(message(
+            who, f"{option}={axes!r} does not fit {jax.tree.structure(tree)}",
+            f"It is one dim, or a prefix of the tree of {'arguments' if option == 'in_axes' else 'results'}.",
+            "Name one for each, or for each part.")) from None  # fmt: skip
+    return found

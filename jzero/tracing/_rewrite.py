@@ -1,0 +1,211 @@
+"""Jaxprs made of jaxprs: calls replaced by their equations, parts cut out, the body of a `shard_map`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jzero.tracing import _jaxpr
+from jzero.tracing._jaxpr import Atom, Eqn, Jaxpr, Var
+
+
+class Flat(NamedTuple):
+    """What is read of a jaxpr, for one put together from several."""
+
+    constvars: list[Var]
+    invars: list[Var]
+    outvars: list[Atom]
+    eqns: list[Eqn]
+
+
+def flatten_calls(
+    jaxpr: Jaxpr, consts: Sequence[Any], opened: Callable[[Eqn], bool] = lambda eqn: False
+) -> tuple[Flat, list[Any]]:
+    """The jaxpr with every call (`jit`, custom derivatives) replaced by the equations inside it.
+
+    `jax.checkpoint` bodies of a backward pass stay, but for those that are `opened`, and loops. The equations
+    keep their name scopes.
+    """
+    constvars, all_consts, eqns = list(jaxpr.constvars), list(consts), []
+
+    def inline(inner: Jaxpr, env: dict[Var, Atom], outer: Eqn | None) -> list[Atom]:
+        def read(atom: Atom) -> Atom:
+            return atom if _jaxpr.is_literal(atom) else env[atom]
+
+        lines = outer is None or not inner.eqns or _jaxpr.has_line(inner.eqns[0])
+        for eqn in inner.eqns:
+            new = eqn.replace(invars=[read(atom) for atom in eqn.invars])
+            if outer is not None:
+                source = eqn.source_info
+                if not lines:
+                    source = source.replace(traceback=outer.source_info.traceback)
+                stack = outer.source_info.name_stack + source.name_stack
+                new = new.replace(source_info=source.replace(name_stack=stack))
+            stays = _jaxpr.is_rematted(eqn) and not opened(eqn)
+            call, args = None if stays else _jaxpr.call_parts(eqn), new.invars
+            if call is None and (call := _jaxpr.branch_of_steps(eqn)) is not None:
+                args = args[1:]
+            if call is None:
+                # A jaxpr that is called twice has the same variables twice: each call gets its own.
+                outs = [_jaxpr.new_var(var) for var in eqn.outvars]
+                eqns.append(new.replace(outvars=outs))
+            else:
+                body, body_consts = call
+                fresh = [_jaxpr.new_var(var) for var in body.constvars]
+                constvars.extend(fresh)
+                all_consts.extend(body_consts)
+                ins = zip([*body.constvars, *body.invars], [*fresh, *args], strict=True)
+                outs = inline(body, dict(ins), new)
+            env |= zip(eqn.outvars, outs, strict=True)
+        return [read(atom) for atom in inner.outvars]
+
+    env = {var: var for var in [*jaxpr.constvars, *jaxpr.invars]}
+    outvars = inline(jaxpr, env, None)
+    return Flat(constvars, list(jaxpr.invars), outvars, eqns), all_consts
+
+
+def select_branches(
+    jaxpr: Flat, consts: Sequence[Any], cheap: Callable[[Eqn], bool]
+) -> tuple[Flat, list[Any]]:
+    """The jaxpr with both branches of a `cond` in its place, and a selection of what they return.
+
+    Only where all equations of both branches are `cheap`, and do no more than compute.
+    """
+    constvars, all_consts, eqns = list(jaxpr.constvars), list(consts), []
+    for eqn in jaxpr.eqns:
+        branches = _jaxpr.cond_parts(eqn) if eqn.primitive.name == "cond" else []
+        bodies = [select_branches(*flatten_calls(*branch), cheap) for branch in branches]
+        inner = [e for body, _ in bodies for e in body.eqns]
+        if len(bodies) != 2 or any(_jaxpr.has_side_effects(e) or not cheap(e) for e in inner):
+            eqns.append(eqn)
+            continue
+        index, *operands = eqn.invars
+        returned = []
+        for body, body_consts in bodies:
+            fresh = [_jaxpr.new_var(var) for var in body.constvars]
+            constvars += fresh
+            all_consts += body_consts
+            env = dict(zip([*body.constvars, *body.invars], [*fresh, *operands], strict=True))
+            eqns += [e.replace(invars=_renamed(e.invars, env)) for e in body.eqns]
+            returned.append(_renamed(body.outvars, env))
+        for out, no, yes in zip(eqn.outvars, *returned, strict=True):
+            eqns.append(_jaxpr.selection(index, [no, yes], out, eqn))
+    return Flat(constvars, jaxpr.invars, jaxpr.outvars, eqns), all_consts
+
+
+def _renamed(atoms: Sequence[Atom], env: dict[Var, Atom]) -> list[Atom]:
+    return [atom if _jaxpr.is_literal(atom) else env.get(atom, atom) for atom in atoms]
+
+
+class Excerpt(NamedTuple):
+    """A function cut out of a jaxpr, and the variables that are its arguments."""
+
+    reads: list[Var]
+    run: Callable[..., list[Any]]
+
+
+def excerpt(
+    jaxpr: Jaxpr, wanted: Sequence[Atom], given: Sequence[Var] = (), effects: bool = True
+) -> Excerpt:
+    """The part of `jaxpr` that computes `wanted` when `given`, any of its variables, are known.
+
+    With `effects` it has every equation that does more than compute.
+    """
+    eqns, needed = _behind(jaxpr.eqns, wanted, set(given), effects)
+    reads = [var for var in [*jaxpr.constvars, *jaxpr.invars, *given] if var in needed]
+    whole = jaxpr.replace(constvars=[], invars=reads, outvars=list(wanted), eqns=eqns)
+    return Excerpt(reads, lambda *args: _jaxpr.evaluate(whole, (), *args))
+
+
+def without_unread(
+    eqns: Sequence[Eqn], wanted: Sequence[Atom], costs: Callable[[Eqn], bool]
+) -> list[Eqn]:
+    """The equations without those that `costs` says and that neither `wanted` nor an effect needs.
+
+    What else nobody needs stays: that a loss reads a parameter says what it is, though nobody reads the loss.
+    """
+    live = set(map(id, _behind(eqns, wanted, set(), effects=True)[0]))
+    gone: set[Atom] = set()
+    kept = []
+    for eqn in eqns:
+        reads = any(not _jaxpr.is_literal(atom) and atom in gone for atom in eqn.invars)
+        if id(eqn) not in live and (reads or costs(eqn)):
+            gone.update(eqn.outvars)
+        else:
+            kept.append(eqn)
+    return kept
+
+
+def _behind(
+    eqns: Sequence[Eqn], wanted: Sequence[Atom], known: set[Var], effects: bool
+) -> tuple[list[Eqn], set[Var]]:
+    """The equations that compute `wanted`, in order, and every variable that is read on the way."""
+    needed, found = {atom for atom in wanted if not _jaxpr.is_literal(atom)}, []
+    for eqn in reversed(eqns):
+        acts = effects and _jaxpr.has_side_effects(eqn)
+        if acts or any(out in needed and out not in known for out in eqn.outvars):
+            found.append(eqn)
+            needed.update(atom for atom in eqn.invars if not _jaxpr.is_literal(atom))
+    return found[::-1], needed
+
+
+class Body(NamedTuple):
+    """What a `jax.shard_map`ped function does on one device.
+
+    Attributes:
+      jaxpr: its equations; `axis_index` is not among them, but inside loops and branches.
+      used: the arguments that something reads, by index.
+      axes: mesh axes whose index it asks, once for each time it does.
+      constants: arrays that are in none of its arguments, and in no text.
+      run: `(arguments, indices) -> results`; an argument that is not used may be None.
+    """
+
+    jaxpr: Jaxpr
+    used: set[int]
+    axes: list[str]
+    constants: list[Any]
+    run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+
+
+def whole_text(jaxpr: Any) -> str | None:
+    """The text of a jaxpr, equal for jaxprs that compute the same; None if it does not say all."""
+    text = str(jaxpr)
+    # All is in it but for constants, which stand before a semicolon.
+    return None if re.search(r"lambda\s+[^;\s]", text) else text
+
+
+def body_of_shard_map(fn: Callable[..., Any], *args: Any) -> Body:
+    """The body of the one `jax.shard_map` that `fn` is."""
+    outer, outer_consts = _jaxpr.open_jaxpr(jax.make_jaxpr(fn)(*args))
+    (eqn,) = outer.eqns
+    flat, consts = flatten_calls(*_jaxpr.open_jaxpr(eqn.params["jaxpr"]))
+    eqns, read = _behind(flat.eqns, flat.outvars, set(), effects=True)
+    asked = [e for e in eqns if e.primitive.name == "axis_index"]
+    jaxpr = outer.replace(
+        constvars=flat.constvars,
+        invars=[*flat.invars, *(e.outvars[0] for e in asked)],
+        outvars=flat.outvars,
+        eqns=[e for e in eqns if e not in asked],
+        debug_info=outer.debug_info.with_unknown_names(),
+    )
+    # Constants may have become arguments.
+    known = dict(zip(outer.constvars, outer_consts, strict=True))
+    places = {var: i for i, var in enumerate(outer.invars)}
+    pairs = zip(eqn.invars, flat.invars, strict=True)
+    used = {
+        places[a] for a, var in pairs if not _jaxpr.is_literal(a) and a in places and var in read
+    }
+
+    def run(arguments: Sequence[Any], indices: Sequence[Any]) -> list[Any]:
+        def value(atom: Atom) -> Any:
+            if _jaxpr.is_literal(atom):
+                return _jaxpr.literal(atom)
+            return known[atom] if atom in known else arguments[places[atom]]
+
+        return _jaxpr.evaluate(jaxpr, consts, *map(value, eqn.invars), *indices)
+
+    asks = [e.params["axis_name"] for e in asked]
+    return Body(jaxpr, used, asks, [*outer_consts, *consts], run)
