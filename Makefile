@@ -101,7 +101,7 @@ test-oldest: .venv-oldest/installed
 	    tests/test_checkpoint_writers.py tests/test_export.py
 
 # An experiment is a folder of scripts that import each other by their bare names, so each is
-# checked by itself: two of them may both have a plot.py.
+# checked by itself: two of them may both have a plot.py. What they share is experiments.shared.
 lint: .venv/installed
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)

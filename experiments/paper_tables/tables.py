@@ -10,10 +10,6 @@ needs jzero[preflight], JAX_PLATFORMS=cpu and no GPU.
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
-import platform
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -23,6 +19,7 @@ import measured
 import paper
 import theory
 from compiled import Compiled
+from experiments.shared import records
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -153,27 +150,23 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="what was not compiled before")
     parser.add_argument("--again", metavar="REGEX", help="compile these programs again")
     args = parser.parse_args()
-    out = args.out
-    out.mkdir(parents=True, exist_ok=True)
-    date = datetime.date.today().isoformat()
     compiled = Compiled(allowed=args.compile or args.again is not None)
     if args.again is not None:
         compiled.forget(args.again)
     for heading, table in sections(compiled).items():
         print(f"{heading}\n\n{table}\n")
     result = {
-        "date": date,
-        "python": platform.python_version(),
-        "jax": importlib.metadata.version("jax"),
+        **records.versions("jax"),
         "table_1_gb": [cell._asdict() for cell in theory.table_1()],
         "table_2_billions": [cell._asdict() for cell in theory.table_2()],
         "eight_devices_32gb_billions": [cell._asdict() for cell in theory.eight_devices("32GB")],
         "eight_devices_32gib_billions": [cell._asdict() for cell in theory.eight_devices("32GiB")],
         "figure_1_gb": theory.figure_1(),
     }
-    (out / f"{date}-tables.json").write_text(json.dumps(result, indent=1) + "\n")
-    figure.plot(out / f"{date}-figure-1.png", theory.figure_1())
-    figure.plot_table_1(out / f"{date}-table-1.png", theory.table_1(), measured.table_1(compiled))
+    stem = f"{args.out / result['date']}"
+    records.write(Path(f"{stem}-tables.json"), result)
+    figure.plot(Path(f"{stem}-figure-1.png"), theory.figure_1())
+    figure.plot_table_1(Path(f"{stem}-table-1.png"), theory.table_1(), measured.table_1(compiled))
 
 
 if __name__ == "__main__":
