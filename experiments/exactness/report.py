@@ -79,7 +79,7 @@ def main() -> None:
     for path in sorted((HERE / "results").glob("*.jsonl")):
         table(path.stem, read(path))
     now = sorted((HERE / "results").glob("jax-0.10*.jsonl"))
-    for folder in ("jzero", "jzero/batch", "tests"):
+    for folder in ("jzero", "jzero/sharding/batch", "tests"):
         print(
             f"{folder}: {num_lines(BEFORE, folder):,} lines at {BEFORE}, {num_lines('HEAD', folder):,} now"
         )
