@@ -8,7 +8,6 @@ each (gloo on this machine), of which the last one is killed; then two processes
 go on from the latest checkpoint with the same global batch. The reference is one process with eight devices.
 """
 
-import argparse
 import json
 import os
 import socket
@@ -112,11 +111,7 @@ def plot(path: Path, whole: dict[int, float], rest: dict[int, float], went_on: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    args = parser.parse_args()
+    args = training.parse_args(__doc__, HERE / "results")
     at = args.steps // 2 // args.save_every * args.save_every
     with tempfile.TemporaryDirectory() as name:
         options = ["--steps", str(args.steps), "--save-every", str(args.save_every)]

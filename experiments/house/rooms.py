@@ -1,9 +1,10 @@
 """Rooms of a checkout, by the rules of tests/test_layering.py: floors, arrows between rooms, circles."""
 
 import functools
+import sys
 from pathlib import Path
 
-import experiments.shared.as_tests  # noqa: F401
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from test_layering import files_of, imported_files, is_empty_init, room_of
 
 Graph = dict[str, frozenset[str]]  # room: the other rooms that it imports from

@@ -7,7 +7,6 @@ The training is experiments/train_lm/train_linen.py at stage 3 on 8 virtual CPU 
 after a third of its steps (it saves and ends), SIGKILL after two thirds (it goes back to what was saved).
 """
 
-import argparse
 import json
 import signal
 import subprocess
@@ -105,11 +104,7 @@ def plot(path: Path, whole: dict[int, float], resumed: dict[int, float], starts:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    args = parser.parse_args()
+    args = training.parse_args(__doc__, HERE / "results")
     with tempfile.TemporaryDirectory() as name:
         whole, broken = Path(name, "whole"), Path(name, "broken")
         run(command(whole, args.steps, args.save_every))
