@@ -724,7 +724,7 @@ def test_what_brings_parameters_to_rest_is_compiled_before(monkeypatch):
         raise MemoryError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_host_step.Parts, "leaving", leaving)
+        patch.setattr(_host_step._conversions, "leaving", leaving)
         with pytest.raises(MemoryError, match="planted"):
             train_step(state, BATCH)
     found, expected = (
