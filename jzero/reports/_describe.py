@@ -13,6 +13,7 @@ from jzero.reports._tables import Memory, crossing_table, memory_table, traffic_
 from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.plan._layout import Full
+from jzero.sharding.cut._kept import Loops
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
@@ -69,6 +70,11 @@ class Report:
         roles = {role: self._leaves_of(role) for role in (PARAMETER, OPTIMIZER, OTHER)}
         return tuple(_memory(role, leaves) for role, leaves in roles.items() if leaves)
 
+    @property
+    def loops(self) -> Loops | None:
+        """The loops over microbatches, and what is kept between them; None without microbatches."""
+        return self.plan.microbatches.loops
+
     def elements(self, op: str, dtype: str | None = None) -> int:
         """Elements that a step moves by `op` ('all-gather', 'reduce-scatter', 'all-reduce')."""
         return _tables.elements(self.traffic, op, dtype)
@@ -87,7 +93,7 @@ class Report:
         ]
         if plan.reductions == "written":
             lines.append("  to the step's own collectives each microbatch is a device")
-        loops = plan.microbatches.loops
+        loops = self.loops
         if loops is not None and loops.num > 1:
             kept = loops.kept
             lines.append(
