@@ -12,8 +12,8 @@ from jzero.reports import _tables
 from jzero.reports._tables import Memory, crossing_table, memory_table, traffic_table
 from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.batch._body import Movement
-from jzero.sharding.plan._layout import Full
 from jzero.sharding.cut._kept import Loops
+from jzero.sharding.plan._layout import Full
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
