@@ -15,7 +15,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted(ROOT.glob("experiments/**/README.md")),
 ]
-# Where a path in backticks may begin.
+# Where a path that a page names may begin.
 STARTS = (ROOT, ROOT / "jzero", ROOT / "tests", ROOT / "experiments", ROOT / "docs")
 
 
@@ -57,8 +57,8 @@ def leads(link: str, page: str, folder: pathlib.Path) -> bool:
 
 
 def unknown_files(page: str) -> list[str]:
-    """The `folder/file.py` that a page names and that is nowhere."""
-    paths = re.findall(r"`([\w./-]+/[\w.-]+\.\w+)`", "\n".join(prose(page)))
+    """The `folder/file.py` that a page or a file of code names and that is nowhere; JAX's left out."""
+    paths = re.findall(r"(?<![\w/.-])((?!jax/)[\w-]+(?:/[\w-]+)*/[\w-]+\.(?:py|md))\b", page)
     return [path for path in paths if not any((start / path).is_file() for start in STARTS)]
 
 
@@ -75,6 +75,14 @@ def test_links_lead_somewhere(path: pathlib.Path):
 @pytest.mark.parametrize("path", DOCS, ids=name_of)
 def test_named_files_are_there(path: pathlib.Path):
     assert unknown_files(path.read_text()) == []
+
+
+def test_code_names_pages_and_files_that_are_there():
+    sources = [path for name in ("jzero", "tests") for path in (ROOT / name).rglob("*.py")]
+    found = {
+        path: unknown_files(path.read_text()) for path in sources if path.name != "test_docs.py"
+    }
+    assert {name_of(path): files for path, files in found.items() if files} == {}
 
 
 def test_every_page_is_on_the_map():
