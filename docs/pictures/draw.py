@@ -203,9 +203,9 @@ STEPS = [
     ("Trace", "tracing", "the step as a jaxpr, at the shapes of the whole batch"),
     ("Rewrite", "sharding/batch", "the jaxpr of one device, with its rows and collectives"),
     ("Analyse", "sharding/analysis", "what varies, is sharded together, or is needed whole"),
-    ("Plan", "sharding/plan", "role and layout of every leaf: frozen and printable"),
-    ("Cut", "sharding/cut", "if asked for: loops over microbatches, an update in pieces"),
-    ("Run", "segments, sharding/run", "compiled programs: gathers, compute, reductions"),
+    ("Plan", "sharding/plan", "what rests where: role and layout of every leaf"),
+    ("Cut", "sharding/cut", "what runs when: loops over microbatches, pieces, turns"),
+    ("Run", "segments, sharding/run", "programs that obey the plan: gathers, compute, reductions"),
 ]
 BOX_X, BOX_WIDTH, BOX_HEIGHT, STEP = 20, 176, 46, 70
 
