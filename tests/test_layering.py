@@ -20,6 +20,7 @@ FLOORS = (
     ("sharding/run", "reports", "offload/memory"),
     ("segments", "offload/kernels"),
     ("offload",),
+    ("_placement",),
     ("_step",),
     ("preflight", "checkpoint", "testing"),
     ("__init__",),
