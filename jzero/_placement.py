@@ -16,8 +16,8 @@ from jzero.segments import _identity, _program
 from jzero.segments._program import Program
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall, Repeat
-from jzero.sharding.plan import _plan
-from jzero.sharding.plan._plan import LeafPlan
+from jzero.sharding.plan import _leaves, _make
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call
 
 
@@ -51,8 +51,8 @@ class Placement:
             plans = self.programs.layout_of(abstract, setting)
         if plans is None:
             tier = self.programs.options.offload.tier
-            leaves = _program.state_leaves(abstract, setting)
-            plans = _plan.plan_from_shapes(leaves, setting.sharding, tier)
+            leaves = _make.state_leaves(abstract, setting)
+            plans = _leaves.plan_from_shapes(leaves, setting.sharding, tier)
         return plans, _program.shardings_of(plans, setting.mesh)
 
     def places(self, plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding]) -> list[Place]:

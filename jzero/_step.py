@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._errors import OptionError, StateError, message
+from jzero._memory_kinds import HOST
 from jzero._placement import Placement
-from jzero.offload._policy import NO_OFFLOAD, HostCPU, Offload
+from jzero.offload._policy import NO_OFFLOAD
 from jzero.offload.memory import _placing
 from jzero.offload.memory._host_array import HostArray
 from jzero.offload.memory._padded import PaddedArray
@@ -24,8 +25,9 @@ from jzero.segments import _identity
 from jzero.segments._programs import Programs, placed_inputs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.analysis import _traffic
-from jzero.sharding.plan import _plan
+from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
+from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.run import _microbatches
 from jzero.tracing import _call, _jaxpr
 
@@ -177,7 +179,7 @@ def shard_train_step(
     chosen = Options(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
-        _items(auto_specs), offload, max_gather_bytes,
+        _items(auto_specs), max_gather_bytes, offload=offload,
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
@@ -260,7 +262,7 @@ class ShardedTrainStep:
         program = self._programs.of(call.call)
         leaves = program.plan.leaves
         state, arrays = _placing.as_arrays(call.state, call.arrays)
-        new_state, outs = program.run(
+        new_state, outs = program.step.run(
             _placing.constrain(_placing.pad(state, leaves), program.state_shardings),
             _placing.constrain(arrays, program.argument_shardings),
         )
@@ -292,7 +294,7 @@ class ShardedTrainStep:
         self._placement.agree("init", leaves, _placing.host_bytes(places), lambda: (
             _identity.of_jaxpr(traced.jaxpr, traced.consts)
         ))  # fmt: skip
-        made = _placing.born(traced, places, self._programs.options.device_bytes)
+        made = _placing.born(traced, places, self._programs.options.offload.visiting_bytes)
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -348,7 +350,7 @@ class ShardedTrainStep:
         pending = next((x.pending for x in leaves if isinstance(x, HostArray) and x.pending), None)
         if pending is None:
             return state
-        if not isinstance(self._programs.options.offload, HostCPU):
+        if self._programs.options.offload.tier != HOST:
             raise StateError(message(
                 "flush", "the state waits for gradients, and this train_step keeps none on the host",
                 "A step applies what it has computed.",
@@ -397,7 +399,7 @@ class ShardedTrainStep:
         found = [full if p.padding else s for p, s in zip(plans, shardings, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(state), found)
 
-    def plan(self, *args: Any, **kwargs: Any) -> _plan.Plan:
+    def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
         """The plan for `(state, *args)`: arrays or `ShapeDtypeStruct`s; nothing runs."""
         _agreement.check("plan")
         return self._programs.of(self._programs.bind(args, kwargs)).plan
@@ -410,18 +412,16 @@ class ShardedTrainStep:
         _agreement.check("describe")
         call = self._programs.bind(args, kwargs)
         program = self._programs.of(call)
-        jaxpr = jax.make_jaxpr(program.run)(*placed_inputs(call, program))
-        offload = self._programs.options.offload
+        jaxpr = jax.make_jaxpr(program.step.run)(*placed_inputs(call, program))
         return Report(
             program.plan,
             tuple(_traffic.collectives(jaxpr)),
             program.keys,
             _traffic.carried_bytes(jaxpr, _microbatches.SCOPE),
-            program.step.crossings() if self._programs.options.offloads else (),
-            program.step.roads() if isinstance(offload, HostCPU) else "",
+            program.step.crossings(),
+            program.step.roads(),
             program.movements,
             program.whole_arguments,
-            program.loops,
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -430,7 +430,7 @@ class ShardedTrainStep:
         self._check_one_program("lowered")
         call = self._programs.bind(args, kwargs)
         program = self._programs.of(call)
-        return program.step.lower(*placed_inputs(call, program))
+        return program.step.trace(*placed_inputs(call, program)).lower()
 
     def _check_one_program(self, how: str) -> None:
         if self._programs.options.offloads:
