@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,24 +14,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._errors import OptionError, StateError, message
 from jzero._memory_kinds import HOST
+from jzero._placement import Placement
 from jzero.offload._policy import NO_OFFLOAD
-from jzero.offload.memory import _available, _placing
+from jzero.offload.memory import _placing
 from jzero.offload.memory._host_array import HostArray
 from jzero.offload.memory._padded import PaddedArray
 from jzero.processes import _agreement
 from jzero.reports._describe import Report
-from jzero.segments import _identity, _program
-from jzero.segments._program import Program
+from jzero.segments import _identity
 from jzero.segments._programs import Programs, placed_inputs
+from jzero.segments._repeat import FlatCall
 from jzero.sharding.analysis import _traffic
-from jzero.sharding.plan import _leaves, _make
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
 from jzero.sharding.plan._plan import StepPlan
-from jzero.sharding.plan._setting import Setting, setting_of
 from jzero.sharding.run import _microbatches
 from jzero.tracing import _call, _jaxpr
-from jzero.tracing._batch import Batch
 
 WHO = _call.WHO
 
@@ -229,15 +226,11 @@ class ShardedTrainStep:
             raise OptionError(message(
                 WHO, "step_fn was made by jax.pmap", "jzero runs the step on all devices itself.",
                 "Pass the function inside, with the axis_name= that pmap had."))  # fmt: skip
-        self._step_fn = step_fn
-        self._options = options
-        self._mesh = mesh
-        self._axis_names = axis_tuple(axis_names)
-        self._axis_name = axis_name
-        self._signature = _call.Signature.of(step_fn, static_argnums, static_argnames, in_specs)
-        self._programs = Programs(step_fn, self._signature)
-        # Of the last plans and shardings, since every step asks: hundreds of leaves take 0.7 ms.
-        self._places: tuple[Any, Any, list[_placing.Place]] | None = None
+        signature = _call.Signature.of(step_fn, static_argnums, static_argnames, in_specs)
+        self._programs = Programs(
+            step_fn, signature, options, mesh, axis_tuple(axis_names), axis_name
+        )
+        self._placement = Placement(self._programs)
         functools.update_wrapper(self, step_fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -251,31 +244,29 @@ class ShardedTrainStep:
           ProcessError: several processes are about to run different programs, or one does not come.
         """
         _agreement.check(WHO)
-        call = self._signature.bind(args, kwargs)
-        state = jax.tree.leaves(call.state)
-        arrays = jax.tree.leaves(call.arrays)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in [*state, *arrays]):
-            self._check_one_program("called under an outer jax.jit")
-            program = self._program_for(call)
-            leaves = program.plan.leaves
-            state, arrays = _placing.as_arrays(state, arrays)
-            new_state, outs = program.step.run(
-                _placing.constrain(_placing.pad(state, leaves), program.state_shardings),
-                _placing.constrain(arrays, program.argument_shardings),
-            )
-            new_state = _placing.unpad(new_state, leaves, program.state_shardings)
-        else:
-            program = self._programs.agreed(call, self._setting())
-            leaves = program.plan.leaves
-            new_state, outs = program.step(
-                self._place_state(call.state, state, leaves, program.state_shardings),
-                _placing.place(
-                    arrays,
-                    program.argument_shardings,
-                    lambda: _call.argument_paths(call.arrays),
-                ),
-            )
-            new_state = _placing.wrap(new_state, leaves)
+        call = FlatCall.of(self._programs.bind(args, kwargs), self._programs.setting)
+        ready = self._placement.repeated(call)
+        if ready is None and call.is_traced:
+            return self._traced(call)
+        program, state = ready or self._placement.ready(call)
+        arrays = _placing.place(
+            call.arrays, program.argument_shardings, lambda: _call.argument_paths(call.call.arrays)
+        )
+        state, outs = program.step(state, arrays)
+        state = self._placement.wrap(state, program.plan.leaves)
+        return jax.tree.unflatten(program.out_tree, [*state, *outs])
+
+    def _traced(self, call: FlatCall) -> Any:
+        """A call under an outer `jax.jit`."""
+        self._check_one_program("called under an outer jax.jit")
+        program = self._programs.of(call.call)
+        leaves = program.plan.leaves
+        state, arrays = _placing.as_arrays(call.state, call.arrays)
+        new_state, outs = program.step.run(
+            _placing.constrain(_placing.pad(state, leaves), program.state_shardings),
+            _placing.constrain(arrays, program.argument_shardings),
+        )
+        new_state = _placing.unpad(new_state, leaves, program.state_shardings)
         return jax.tree.unflatten(program.out_tree, [*new_state, *outs])
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -298,12 +289,12 @@ class ShardedTrainStep:
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         traced = _jaxpr.trace_here(lambda: init_fn(*args, **kwargs))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
-        leaves, shardings = self.leaf_plans(state)
-        places = self.places(leaves, shardings)
-        self._agree_on_state("init", leaves, _placing.host_bytes(places), lambda: (
+        leaves, shardings = self._placement.leaf_plans(state)
+        places = self._placement.places(leaves, shardings)
+        self._placement.agree("init", leaves, _placing.host_bytes(places), lambda: (
             _identity.of_jaxpr(traced.jaxpr, traced.consts)
         ))  # fmt: skip
-        made = _placing.born(traced, places, self._options.offload.visiting_bytes)
+        made = _placing.born(traced, places, self._programs.options.offload.visiting_bytes)
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -324,9 +315,9 @@ class ShardedTrainStep:
           ProcessError: it differs between processes, or one does not come.
         """
         _agreement.check("shard")
-        plans, shardings = self.leaf_plans(state, *args, **kwargs)
+        plans, shardings = self._placement.leaf_plans(state, args, kwargs)
         leaves, tree = jax.tree.flatten(state)
-        placed = self._place_state(state, leaves, plans, shardings)
+        placed = self._placement.place(state, leaves, plans, shardings)
         return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
 
     def flush(self, state: Any) -> Any:
@@ -359,14 +350,14 @@ class ShardedTrainStep:
         pending = next((x.pending for x in leaves if isinstance(x, HostArray) and x.pending), None)
         if pending is None:
             return state
-        if self._options.offload.tier != HOST:
+        if self._programs.options.offload.tier != HOST:
             raise StateError(message(
                 "flush", "the state waits for gradients, and this train_step keeps none on the host",
                 "A step applies what it has computed.",
                 "Call flush of the train_step that returned the state."))  # fmt: skip
-        _agreement.note("flush", self._setting().mesh)
+        _agreement.note("flush", self._programs.setting.mesh)
         step = pending.step
-        new = step.flush(self._place_state(state, leaves, step.leaves, step.shardings))
+        new = step.flush(self._placement.place(state, leaves, step.leaves, step.shardings))
         return jax.tree.unflatten(tree, _placing.wrap(new, step.leaves))
 
     def unshard(self, state: Any) -> Any:
@@ -375,7 +366,7 @@ class ShardedTrainStep:
         In arrays of its own: the next step consumes the state, and none of them.
         """
         _agreement.check("unshard")
-        setting = self._setting()
+        setting = self._programs.setting
         full = NamedSharding(setting.mesh, PartitionSpec())
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(state, leaves, "unshard")
@@ -403,77 +394,15 @@ class ShardedTrainStep:
         A leaf that is padded at rest (`PaddedArray`) has none for its true shape: it is given as full
         here, and padded when `shard` or the step places it.
         """
-        plans, shardings = self.leaf_plans(state, *args, **kwargs)
-        full = NamedSharding(self._setting().mesh, PartitionSpec())
+        plans, shardings = self._placement.leaf_plans(state, args, kwargs)
+        full = NamedSharding(self._programs.setting.mesh, PartitionSpec())
         found = [full if p.padding else s for p, s in zip(plans, shardings, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(state), found)
-
-    def _place_state(
-        self, state: Any, leaves: Sequence[Any], plans: Sequence[_leaves.LeafPlan],
-        shardings: Sequence[NamedSharding],
-    ) -> list[Any]:  # fmt: skip
-        """The leaves of `state` where the plan has them, padded."""
-        _placing.check_alive(state, leaves)
-        places = self.places(plans, shardings)
-        _placing.check_flushed("shard", state, leaves, places)
-        held = _placing.held_whole(leaves, shardings)
-        num_bytes = _placing.host_bytes(places, leaves)
-        if held or num_bytes:
-            self._agree_on_state("shard", plans, num_bytes, lambda: {
-                "values": [f"{plans[i].path} {_agreement.checksum(leaves[i])}" for i in held]
-            })  # fmt: skip
-        return _placing.place_state(leaves, places, held)
-
-    def _agree_on_state(
-        self, who: str, plans: Sequence[_leaves.LeafPlan], num_bytes: int,
-        sections: Callable[[], _agreement.Sections],
-    ) -> None:  # fmt: skip
-        """Every process is about to make the same state, and each has `num_bytes` more for its part of it."""
-        setting, shortage = self._setting(), _available.shortage(num_bytes)
-        _agreement.agree(who, setting.mesh, lambda: {
-            **_identity.of_state(setting, plans), "memory": [shortage or "enough"], **sections()
-        })  # fmt: skip
-        _available.check(who, shortage)
-
-    def places(
-        self, plans: Sequence[_leaves.LeafPlan], shardings: Sequence[NamedSharding]
-    ) -> list[_placing.Place]:
-        """Where each leaf of a state goes; from `leaf_plans` or a program."""
-        known = self._places
-        if known is None or known[0] is not plans or known[1] is not shardings:
-            axes: tuple[str, ...] = ()
-            if self._options.offload.tier == HOST:
-                setting = self._setting()
-                axes = (*setting.sharding.shard_axes, *setting.automatic)
-            known = self._places = plans, shardings, _placing.places(plans, shardings, axes)
-        return known[2]
-
-    def leaf_plans(
-        self, state: Any, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[_leaves.LeafPlan, ...], list[NamedSharding]]:
-        """Where each leaf of the state rests, as far as it is known: see `state_shardings`.
-
-        The shardings are those of leaves at rest, of the shape `LeafPlan.padded_shape`.
-        """
-        setting = self._setting()
-        abstract = _call.abstract(state, "state")
-        plans: tuple[_leaves.LeafPlan, ...] | None
-        if args or kwargs:
-            plans = self._program_for(self._signature.bind((state, *args), kwargs)).plan.leaves
-        else:
-            plans = self._programs.layout_of(abstract, setting)
-        if plans is None:
-            plans = _leaves.plan_from_shapes(
-                _make.state_leaves(abstract, setting),
-                setting.sharding,
-                self._options.offload.tier,
-            )
-        return plans, _program.shardings_of(plans, setting.mesh)
 
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
         """The plan for `(state, *args)`: arrays or `ShapeDtypeStruct`s; nothing runs."""
         _agreement.check("plan")
-        return self._program_for(self._signature.bind(args, kwargs)).plan
+        return self._programs.of(self._programs.bind(args, kwargs)).plan
 
     def describe(self, *args: Any, **kwargs: Any) -> Report:
         """What a step on `(state, *args)` keeps where and moves between devices; print it.
@@ -481,8 +410,8 @@ class ShardedTrainStep:
         Arrays or `ShapeDtypeStruct`s; nothing runs, and with an abstract mesh no device is needed.
         """
         _agreement.check("describe")
-        call = self._signature.bind(args, kwargs)
-        program = self._program_for(call)
+        call = self._programs.bind(args, kwargs)
+        program = self._programs.of(call)
         jaxpr = jax.make_jaxpr(program.step.run)(*placed_inputs(call, program))
         return Report(
             program.plan,
@@ -499,45 +428,25 @@ class ShardedTrainStep:
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
         _agreement.check("lower")
         self._check_one_program("lowered")
-        call = self._signature.bind(args, kwargs)
-        program = self._program_for(call)
+        call = self._programs.bind(args, kwargs)
+        program = self._programs.of(call)
         return program.step.trace(*placed_inputs(call, program)).lower()
 
     def _check_one_program(self, how: str) -> None:
-        if self._options.offloads:
+        if self._programs.options.offloads:
             raise OptionError(message(
-                WHO, f"offload={self._options.offload}, and the step is {how}",
+                WHO, f"offload={self._programs.options.offload}, and the step is {how}",
                 "An offloaded step is a loop of programs: one alone would hold all of the state on devices.",
                 "Call train_step outside of jax.jit, or drop offload."))  # fmt: skip
 
     @property
     def mesh(self) -> Any:
         """The mesh it was made for; None for whatever is current when it is called."""
-        return self._mesh
-
-    @property
-    def current_mesh(self) -> Any:
-        """The mesh that a call would run on now."""
-        return self._setting().mesh
+        return self._programs.mesh
 
     def on_mesh(self, mesh: Any) -> ShardedTrainStep:
         """The same step, with the same options, on another mesh."""
         other = copy.copy(self)
-        other._mesh, other._places = mesh, None
-        other._programs = Programs(self._step_fn, self._signature)
+        other._programs = self._programs.on_mesh(mesh)
+        other._placement = Placement(other._programs)
         return other
-
-    def batch_of(self, who: str, *args: Any, **kwargs: Any) -> Batch:
-        """The shapes of a call, in which the rows of the batch can be changed; for `who` asks."""
-        call = self._signature.bind(args, kwargs)
-        setting = self._setting()
-        specs = [sharding.spec for sharding in self._program_for(call).argument_shardings]
-        dims = tuple(_call.microbatch_dim(spec, setting.axes) for spec in specs)
-        parts = math.prod(setting.batch_axes.values())
-        return Batch.of(who, self._signature, call, dims, parts)
-
-    def _program_for(self, call: _call.Call) -> Program:
-        return self._programs.of(call, self._setting())
-
-    def _setting(self) -> Setting:
-        return setting_of(self._options, self._mesh, self._axis_names, self._axis_name)
