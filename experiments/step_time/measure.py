@@ -217,6 +217,7 @@ def environment() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=20, help="default: %(default)s")
+    parser.add_argument("--calls", action="store_true", help="only print 3, in 2 minutes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     # XLA reads this when the first device is asked for; of two settings the last one counts.
@@ -242,6 +243,8 @@ def main() -> None:
         name = f"call_time_{3 * num_params + 1}_leaves_on_{num_devices}_devices"
         result[name] = compare_call_times(num_params, args.rounds)
         print(name, result[name], flush=True)
+    if args.calls:
+        return
     for stage in stages:
         name = f"step_time_stage_{stage}_on_{num_devices}_devices"
         result[name] = compare_step_times(stage, args.rounds)
