@@ -78,7 +78,7 @@ class ShardedTrainStep:
           ProcessError: several processes are about to run different programs, or one does not come.
         """
         _agreement.check(WHO)
-        call = FlatCall.of(self._programs.bind(args, kwargs), self._programs.setting)
+        call = FlatCall.of(self._programs.signature.bind(args, kwargs), self._programs.setting)
         ready = self._placement.repeated(call)
         if ready is None and call.is_traced:
             return self._traced(call)

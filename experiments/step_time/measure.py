@@ -5,6 +5,8 @@ python experiments/step_time/measure.py --rounds 3 --out /tmp/step_time
 
 1. Step time: jzero / `jax.jit` of the same step with the same at-rest shardings, on 8 devices.
 2. Trace and lowering time: jzero on 1 and 8 devices / `jax.jit` of the same step on one device.
+3. Processor time of the calling thread in one call, of a small step whose state has 7, 61 or 301 leaves:
+   jzero / `jax.jit` with the same at-rest shardings, on 8 devices.
 
 Runs alternate, and the ratio is the median over the rounds' ratios, because on a busy machine the
 times themselves drift. Writes <date>.json.
@@ -34,6 +36,8 @@ batch_size = 16  # sequences, over all devices
 num_devices = 8
 stages = (1, 3)
 steps_per_run = 2
+nums_params = (2, 20, 100)  # with Adam's moments and count: 7, 61 and 301 leaves
+calls_per_run = 10
 # ---------------------------------------------------------------------------------------------
 
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -53,6 +57,45 @@ def make_mesh(num: int) -> jax.sharding.Mesh:
 def make_batch() -> np.ndarray:
     shape = (batch_size, model.context + 1)
     return np.random.default_rng(0).integers(0, model.vocab, shape, np.int32)
+
+
+def compare_call_times(num_params: int, rounds: int) -> dict[str, Any]:
+    adam, mesh = optax.adam(1e-3), make_mesh(num_devices)
+    sharded = NamedSharding(mesh, PartitionSpec("data"))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def init() -> Any:
+        params = [jnp.full((16, 16), 0.1) for _ in range(num_params)]
+        return params, adam.init(params)
+
+    def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+        return sum((jnp.mean((batch @ w) ** 2) for w in params), jnp.zeros(()))
+
+    def step(state: Any, batch: jax.Array) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = adam.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    batch = jax.device_put(np.ones((num_devices, 16), np.float32), sharded)
+    jzero_step = jzero.shard_train_step(step, mesh=mesh, min_shard_bytes=0)
+    states = [jzero_step.shard(jzero_step.init(init), batch) for _ in range(2)]
+    at_rest = jzero_step.state_shardings(states[0], batch)
+    jit_step = jax.jit(
+        step, in_shardings=(at_rest, sharded), out_shardings=(at_rest, whole), donate_argnums=0
+    )
+    steps = [jzero_step, jit_step]
+
+    def run(which: int) -> float:
+        seconds = 0.0
+        for _ in range(calls_per_run):
+            start = time.thread_time()
+            states[which], _ = steps[which](states[which], batch)
+            seconds += time.thread_time() - start
+            jax.block_until_ready(states[which])
+        return seconds / calls_per_run
+
+    return interleave(run, rounds)
 
 
 def compare_step_times(stage: int, rounds: int) -> dict[str, Any]:
@@ -111,14 +154,15 @@ def interleave(run: Callable[[int], float], rounds: int) -> dict[str, Any]:
     return {
         "ratio": median,
         "ratio_quartiles": [low, high],
-        "jzero_seconds": float(np.median(times[:, 0]).round(4)),
-        "jit_seconds": float(np.median(times[:, 1]).round(4)),
+        "jzero_seconds": float(np.median(times[:, 0]).round(6)),
+        "jit_seconds": float(np.median(times[:, 1]).round(6)),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=20, help="default: %(default)s")
+    parser.add_argument("--calls", action="store_true", help="only print 3, in 2 minutes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     devices.use_virtual_devices(num_devices)
@@ -133,6 +177,12 @@ def main() -> None:
             "steps_per_run": steps_per_run,
         },
     }
+    for num_params in nums_params:
+        name = f"call_time_{3 * num_params + 1}_leaves_on_{num_devices}_devices"
+        result[name] = compare_call_times(num_params, args.rounds)
+        print(name, result[name], flush=True)
+    if args.calls:
+        return
     for stage in stages:
         name = f"step_time_stage_{stage}_on_{num_devices}_devices"
         result[name] = compare_step_times(stage, args.rounds)

@@ -117,7 +117,7 @@ class Programs:
     def agree_again(self, program: Program, setting: Setting) -> None:
         """Notes a call of a program that has run before; if the last call was of another, processes meet."""
         before = self._agreed[id(program)]
-        if not _agreement.goes_on(setting.mesh, before.name):
+        if before.name and not _agreement.goes_on(setting.mesh, before.name):
             _agreement.agree_again(WHO, setting.mesh, before)
 
     def _agreed_first(self, call: _call.Call, setting: Setting) -> Program:

@@ -202,12 +202,12 @@ def signature_of(tree: Any) -> tuple[Any, ...]:
 
 def marks(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """The same of leaves."""
-    return tuple(
+    return tuple([
         (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
         if hasattr(leaf, "dtype") and hasattr(leaf, "shape")
         else type(leaf)
         for leaf in leaves
-    )
+    ])  # fmt: skip
 
 
 def abstract(tree: Any, root: str) -> Any:
