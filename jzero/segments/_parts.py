@@ -237,10 +237,10 @@ class Parts:
         layouts = [self.crossed_layout(var) for var in variables]
 
         def local(xs: list[Any]) -> list[Any]:
-            interp, frame = self.runner.interpreter(), self._frame
+            devices = self.runner.interpreter().devices
             return [
-                interp.as_dim(frame, var, placed(x, leaf), _dim(layout))
-                for var, x, leaf, layout in zip(variables, xs, leaves, layouts, strict=True)
+                devices.as_dim(placed(x, leaf), _dim(layout))
+                for x, leaf, layout in zip(xs, leaves, layouts, strict=True)
             ]
 
         specs = [_layout.partition_spec(leaf.layout) for leaf in leaves]
@@ -290,7 +290,7 @@ class Parts:
 
     def _given(self, interp: Interpreter, env: Env, var: Var) -> Any:
         value = interp.read(self._frame, env, var)
-        return interp.as_dim(self._frame, var, value, interp.dim_of(self._frame, var))
+        return interp.devices.as_dim(value, interp.dim_of(self._frame, var))
 
 
 def _dim(layout: Layout) -> int | None:
