@@ -7,7 +7,7 @@ gather it over those axes first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jzero.sharding.plan._layout import FULL, Automatic, padded_size, partition_spec
+from jzero.sharding.plan._layout import FULL, Automatic, partition_spec
 from jzero.tracing import _jaxpr
 
 Axes = tuple[str, ...]
@@ -86,7 +86,7 @@ def take_shard(full: jax.Array, dim: int, axes: Axes, num_shards: int) -> jax.Ar
 
 def pad(x: jax.Array, dim: int, num_shards: int) -> jax.Array:
     """`x` with zeros after it along `dim`, up to a size that `num_shards` divides."""
-    more = padded_size(x.shape[dim], num_shards) - x.shape[dim]
+    more = -x.shape[dim] % num_shards
     if not more:
         return x
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, more * (d == dim), 0) for d in range(x.ndim)])
@@ -125,13 +125,3 @@ def slices_into(
     whole = lax.fori_loop(0, rows // size, lambda i, x: turn(x, i * size, size), whole)
     done = rows // size * size
     return turn(whole, done, rows - done) if done < rows else whole
-
-
-def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
-    """`shard`, but not before `tokens` are there.
-
-    Twice: XLA takes out of a barrier what has no other use, before or after it.
-    """
-    for _ in range(2 if tokens else 0):
-        shard = lax.optimization_barrier((shard, *tokens))[0]
-    return shard

@@ -18,7 +18,7 @@ from jzero.sharding.analysis import _rules
 from jzero.sharding.plan._layout import Automatic, padded_size
 from jzero.sharding.run import _collectives
 from jzero.sharding.run._collectives import Axes
-from jzero.sharding.run._queue import GatherQueue
+from jzero.sharding.run._queue import GatherQueue, not_before
 from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced, Value, waits
 
 # Enough for the wire to be busy. Leaves up to this size are gathered in one piece when a step ends.
@@ -135,8 +135,8 @@ class Devices:
 
     def _when_due(self, value: ShardValue) -> jax.Array:
         """The shard, but not before it is this value's turn to be gathered."""
-        nbytes = _rules.size_in_bytes(value.x) * self.count(value.axes)
-        return _collectives.not_before(value.x, self.queue.tokens(nbytes))
+        nbytes = value.x.nbytes * self.count(value.axes)
+        return not_before(value.x, self.queue.tokens(nbytes))
 
     def shard(self, value: Value, dim: int, axes: Axes | None = None) -> jax.Array:
         """This device's `[n/k, d]` along `dim`; of a full value, alike on all devices, its part."""
@@ -219,13 +219,12 @@ class Devices:
         """`total [n, d]` of each device -> this device's `[n/k, d]` of their sum, when it is its turn."""
         self._check_together("a gradient is reduced")
         total = _collectives.pad(total, dim, self.num_shards)
-        nbytes = _rules.size_in_bytes(total)
-        total = _collectives.not_before(total, self.queue.reduction_tokens(value.made))
+        shard = not_before(total, self.queue.reduction_tokens(value.made))
         for axes in self._steps(self.shard_axes):
-            automatic = self._automatic(value.name, total, dim)
-            total = _collectives.reduce_scatter(total, dim, axes, value.name, automatic)
-        self.queue.note_reduction(total, value.made, nbytes)
-        return total
+            automatic = self._automatic(value.name, shard, dim)
+            shard = _collectives.reduce_scatter(shard, dim, axes, value.name, automatic)
+        self.queue.note_reduction(shard, value.made, total.nbytes)
+        return shard
 
     def _all_reduce(self, total: jax.Array, axes: Axes) -> jax.Array:
         """`[n, d]` of each device -> their sum `[n, d]` over `axes`, if there are any."""

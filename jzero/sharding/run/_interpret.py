@@ -15,13 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._needs import read_dtype
-from jzero.sharding.run import _collectives
 from jzero.sharding.run._devices import Devices
-from jzero.sharding.run._queue import GatherQueue, token_of
+from jzero.sharding.run._queue import GatherQueue, not_before, token_of
 from jzero.sharding.run._values import (
     FullValue,
     Settled,
@@ -141,7 +139,7 @@ class Interpreter:
             return
         tokens = [
             token_of(self.devices.settle(value).x) for var, value in env.values.items()
-            if waits(value) and _rules.size_in_bytes(value.x) > WAITS_THROUGH_LOOPS
+            if waits(value) and value.x.nbytes > WAITS_THROUGH_LOOPS
             and frame.last_use(var) > index
         ]  # fmt: skip
         # The loop waits for them: the compiler would else reduce after it, together with the rest.
@@ -150,7 +148,7 @@ class Interpreter:
                 continue
             found = env.values[atom]
             if isinstance(found, FullValue) and frame.varies(atom) and tokens:
-                env.values[atom] = FullValue(_collectives.not_before(found.x, tokens), found.name)
+                env.values[atom] = FullValue(not_before(found.x, tokens), found.name)
                 break
 
     def reduce_in_order(self, frame: Frame, index: int, eqn: _jaxpr.Eqn, env: Env) -> None:
@@ -179,8 +177,8 @@ class Interpreter:
         self._reduce_all([value for value in values if waits(value)])
 
     def _reduce_all(self, due: Sequence[Unreduced]) -> None:
-        for i in in_order_made(due):
-            self.devices.settle(due[i])
+        for value in sorted(due, key=lambda value: value.made):
+            self.devices.settle(value)
 
     def hand_out(self, values: Sequence[Value]) -> list[Value]:
         """What a loop's body hands out: reduced, unless the loop over microbatches reduces after it.

@@ -16,7 +16,7 @@ from jax import lax
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.run import _collectives
-from jzero.sharding.run._queue import PRODUCTS, GatherQueue
+from jzero.sharding.run._queue import PRODUCTS, GatherQueue, not_before
 from jzero.tracing import _jaxpr, _rewrite
 
 Arrays = list[jax.Array]
@@ -100,7 +100,7 @@ class _Loop:
     def run(self, init: Arrays, queue: GatherQueue) -> tuple[Arrays, Arrays]:
         """The final carry, and the stacks of what the turns made."""
         tokens = queue.tokens(_nbytes(self.ahead))
-        first = [_collectives.not_before(x, tokens) for x in self.arguments(self.gathers, 0)]
+        first = [not_before(x, tokens) for x in self.arguments(self.gathers, 0)]
         made = [lax.full((self.length, *y.aval.shape), 0, y.aval.dtype) for y in self.made]
 
         def step(state: State, _: None) -> tuple[State, None]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 # The equations that take time. Elementwise values are no measure of how far a pass has come: a mask or
 # random bits may be there before anything else is.
@@ -38,12 +39,12 @@ class GatherQueue:
     """
 
     limit: int
-    start: Any = None
-    latest: Any = None
-    product: Any = None
+    start: jax.Array | None = None
+    latest: jax.Array | None = None
+    product: jax.Array | None = None
     _sizes: list[int] = dataclasses.field(default_factory=list)
-    _before: list[Any] = dataclasses.field(default_factory=list)
-    _reduced: tuple[float, Any] = (math.inf, None)
+    _before: list[jax.Array | None] = dataclasses.field(default_factory=list)
+    _reduced: tuple[int, jax.Array] | None = None
 
     def tokens(self, nbytes: int) -> list[jax.Array]:
         """What the next gather, of so many bytes, waits for."""
@@ -73,7 +74,9 @@ class GatherQueue:
         end, which nothing hides and for which all gradients wait. Small ones wait for a large one, not
         the reverse, and may be combined; were they free, the first large one would be with the last small.
         """
-        return [token_of(self._reduced[1])] if self._reduced[0] < made else []
+        if self._reduced is None or self._reduced[0] >= made:
+            return []
+        return [token_of(self._reduced[1])]
 
     def note_reduction(self, shard: jax.Array, made: int, nbytes: int) -> None:
         """Remembers a reduction of so many bytes."""
@@ -81,10 +84,19 @@ class GatherQueue:
             self._reduced = made, shard
 
     def next_pass(self) -> GatherQueue:
-        """The queue of the pass that starts now."""
+        """The queue of the pass that starts now; the one before has computed something."""
+        assert self.latest is not None
         return GatherQueue(self.limit, token_of(self.latest), self.latest)
 
 
 def token_of(x: jax.Array) -> jax.Array:
     """One element of `x`: depends on it without keeping it alive."""
     return x[(0,) * x.ndim] if math.prod(x.shape) else jnp.zeros((), x.dtype)
+
+
+def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
+    """`shard`, but not before `tokens` are there."""
+    # Twice: XLA takes out of a barrier what has no other use, before or after it.
+    for _ in range(2 if tokens else 0):
+        shard = lax.optimization_barrier((shard, *tokens))[0]
+    return shard
