@@ -8,12 +8,12 @@ gather it over those axes first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import ArrayLike
 
 from jzero.sharding.plan._layout import FULL, Automatic, partition_spec
 from jzero.tracing import _jaxpr
@@ -26,7 +26,8 @@ def gather(shard: jax.Array, dim: int, axes: Axes, name: str, automatic: Automat
     """All-gathers `shard` along `dim`, padding included; `name` makes it readable in a profile."""
 
     def collective(part: jax.Array) -> jax.Array:
-        return lax.all_gather(part, axes, axis=dim, tiled=True)
+        whole: jax.Array = lax.all_gather(part, axes, axis=dim, tiled=True)
+        return whole
 
     with jax.named_scope(f"{GATHER}[{name}]"):
         return _part_by_part(collective, automatic)(shard)
@@ -53,7 +54,8 @@ def reduce_scatter(
 
 def _row_major(x: jax.Array) -> jax.Array:
     """`x` in the layout in which arrays rest."""
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    laid_out: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return laid_out
 
 
 def _part_by_part(
@@ -75,7 +77,14 @@ def all_reduce(local: jax.Array, axes: Axes, kind: str = "sum") -> jax.Array:
             # An all-reduce takes NaN for no maximum and no minimum of others.
             parts = lax.all_gather(local, axes)
             return jnp.max(parts, axis=0) if kind == "max" else jnp.min(parts, axis=0)
-        return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[kind](local, axes)
+        return _REDUCTIONS[kind](local, axes)
+
+
+_REDUCTIONS: dict[str, Callable[[jax.Array, Axes], jax.Array]] = {
+    "sum": lax.psum,
+    "max": lax.pmax,
+    "min": lax.pmin,
+}
 
 
 def take_shard(full: jax.Array, dim: int, axes: Axes, num_shards: int) -> jax.Array:
@@ -97,7 +106,7 @@ def unpad(x: jax.Array, dim: int, size: int) -> jax.Array:
     return x if x.shape[dim] == size else lax.slice_in_dim(x, 0, size, axis=dim)
 
 
-def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: Any) -> jax.Array:
+def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: ArrayLike) -> jax.Array:
     """`shard` with `fill` where it holds padding of a dim of `size`."""
     index = lax.axis_index(axes) * shard.shape[dim] + jnp.arange(shard.shape[dim])
     inside = lax.broadcast_in_dim(index < size, shard.shape, (dim,))

@@ -115,7 +115,7 @@ def _where(goes_on: jax.Array, new: list[Settled], old: list[Settled]) -> list[S
     def chosen(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(lax.expand_dims(goes_on, range(goes_on.ndim, x.ndim)), x, y)
 
-    return jax.tree.map(chosen, new, old)
+    return [*jax.tree.map(chosen, new, old)]
 
 
 def _loop_consts(

@@ -38,7 +38,7 @@ def _casts_to_itself(eqn: _jaxpr.Eqn, ins: list[Value]) -> bool:
     if eqn.primitive.name != "convert_element_type" or not isinstance(ins[0], FullValue):
         return False
     new, old = eqn.outvars[0].aval, jnp.asarray(ins[0].x).aval
-    return new.dtype == old.dtype and new.weak_type == old.weak_type
+    return bool(new.dtype == old.dtype and new.weak_type == old.weak_type)
 
 
 # --------------------------------------------------------------------------------------------------

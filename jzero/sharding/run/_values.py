@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeGuard, TypeVar
 
 import jax
-import numpy as np
+from jax.typing import DTypeLike
 
 from jzero.sharding.run._collectives import Axes
 
@@ -63,7 +63,7 @@ class Unreduced:
 
     x: jax.Array
     scale: float | None
-    dtype: np.dtype
+    dtype: DTypeLike
     name: str = ""
     collecting: bool = False
     dim: int | None = None
