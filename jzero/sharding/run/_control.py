@@ -44,7 +44,7 @@ def _remat(
 def _held_back(frame: Frame, eqn: _jaxpr.Eqn, ins: list[Value]) -> list[Value]:
     """Activations wait for each other, and so for the backward pass, as JAX has it.
 
-    Shards do not, so that gathers can start early (they wait for the pass's token instead).
+    Shards do not, so that gathers can start early: they have [Note: tokens of a pass] instead.
     """
     held = {
         i: value for i, (atom, value) in enumerate(zip(eqn.invars, ins, strict=True))

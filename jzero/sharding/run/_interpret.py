@@ -154,8 +154,7 @@ class Interpreter:
     def reduce_in_order(self, frame: Frame, index: int, eqn: _jaxpr.Eqn, env: Env) -> None:
         """Before what follows a backward pass reads the first of its gradients: reduces them all.
 
-        In the order in which they were made, and not in that of the update, which is about the reverse:
-        the first reduction would wait for the last gradient.
+        Not in the order in which the update reads them: [Note: reductions in order].
         """
         if self.microbatch is not None or self.devices.divergent or frame.pass_of(eqn) is not None:
             return
@@ -181,10 +180,7 @@ class Interpreter:
             self.devices.settle(value)
 
     def hand_out(self, values: Sequence[Value]) -> list[Value]:
-        """What a loop's body hands out: reduced, unless the loop over microbatches reduces after it.
-
-        In the order in which they were made, for each reduction waits for the one before it.
-        """
+        """What a loop's body hands out: reduced in order, unless a loop over microbatches is to do that."""
         outs = list(values)
         for i in in_order_made(outs):
             if self.hold and waits(outs[i]):
@@ -228,7 +224,10 @@ class Interpreter:
     # -- passes ----------------------------------------------------------------------------------
 
     def enter_pass(self, frame: Frame, eqn: _jaxpr.Eqn) -> None:
-        """Starts a new scope for gathers when the equation belongs to another pass than the last."""
+        """Starts a new scope for gathers when the equation belongs to another pass than the last.
+
+        They wait for what the last one computed: [Note: tokens of a pass].
+        """
         current = None if self.keep_gathered else frame.pass_of(eqn)
         if frame.autodiff is not None or current is None or current == self.seen_pass:
             return

@@ -202,7 +202,7 @@ class _Carry:
 
 
 class _RunningSum(_Carry):
-    """A carry that only collects reductions: a device's own sum `[n, d]`, reduced after the loop."""
+    """A carry that only collects: a device's own sum `[n, d]`, reduced after it; [Note: reductions wait]."""
 
     def start(self, devices: Devices) -> _Carried:
         return jnp.zeros(self.out.aval.shape, self.out.aval.dtype)

@@ -42,7 +42,7 @@ def _casts_to_itself(eqn: _jaxpr.Eqn, ins: list[Value]) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Before a reduction: the sum of f(x) is f of the sum, for each linear f in the table at the end.
+# Before a reduction: the sum of f(x) is f of the sum, for each f of `_LINEAR`. [Note: reductions wait]
 
 
 def _before_reduction(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unreduced | None:

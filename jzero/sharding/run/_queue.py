@@ -10,6 +10,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# [Note: tokens of a pass]
+# A gather that starts too early is the gather of the pass before: the compiler lets one serve both, and
+# every parameter is alive in between. One that starts too late has nothing to hide behind. So each waits,
+# by an optimization barrier, for tokens, elements of values that are computed before: one of the pass
+# before (`start`), and one of a product, so far back that only `limit` bytes are ahead of their use
+# (test_memory.py::test_peak_memory_grows_with_one_layer_not_with_all,
+# test_prefetch.py::test_gathers_of_an_unrolled_model_wait_for_compute).
+
+# [Note: reductions in order]
+# The compiler combines the reductions of a pass, or of a loop's body, into few at its end: nothing hides
+# them, and all gradients wait for them. So each waits for the one before it, and they run in the order in
+# which their gradients were made (`Unreduced.made`); an update reads them in about the reverse one
+# (test_reductions.py::test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients). Small ones
+# may be combined, but wait for a large one: free, the first large one would be combined with the last
+# small one (test_reductions.py::test_a_small_reduction_waits_for_a_large_one_not_the_reverse).
+
 # The equations that take time. Elementwise values are no measure of how far a pass has come: a mask or
 # random bits may be there before anything else is.
 PRODUCTS = frozenset(
@@ -32,8 +48,7 @@ class GatherQueue:
 
     Attributes:
       limit: how many gathered bytes may be ahead of the compute that first uses them; with 0, none are.
-      start: a token from the pass before. Every gather waits for it, so that the compiler cannot let the
-        gather of the previous pass serve this one and keep every parameter alive in between.
+      start: a token from the pass before, for which every gather waits ([Note: tokens of a pass]).
       latest: what was computed last and differs between devices; the next pass starts after it.
       product: the latest of these that came out of a matrix product or a loop.
     """
@@ -70,9 +85,7 @@ class GatherQueue:
     def reduction_tokens(self, made: int) -> list[jax.Array]:
         """What the reduction of the `made`th value waits for: that of an earlier one, not of a later.
 
-        Without that the compiler combines all reductions of a pass or of a loop's body into few at its
-        end, which nothing hides and for which all gradients wait. Small ones wait for a large one, not
-        the reverse, and may be combined; were they free, the first large one would be with the last small.
+        The reason is in [Note: reductions in order].
         """
         if self._reduced is None or self._reduced[0] >= made:
             return []

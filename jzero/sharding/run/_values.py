@@ -16,6 +16,14 @@ from jax.typing import DTypeLike
 
 from jzero.sharding.run._collectives import Axes
 
+# [Note: reductions wait]
+# A sum over the devices is due where the step writes it, and cheaper later: gradients of tied weights are
+# added and reduced once, what a time loop adds up once and not at every time step
+# (test_traffic.py::test_a_time_loop_gathers_and_reduces_its_weights_once), and over replicas once a step
+# and not for each microbatch (test_accumulate.py::test_replicas_are_reduced_once_per_step). So it waits
+# through everything linear, on each device: what may is in `_ordinary._LINEAR`, and
+# `_frames.is_unreduced` tells it beforehand.
+
 
 @dataclasses.dataclass(eq=False)
 class FullValue:
@@ -49,7 +57,7 @@ class ShardValue:
 
 @dataclasses.dataclass(eq=False)
 class Unreduced:
-    """`scale` times the sum over the devices of `x [n, d]`, presented as `dtype`; summed when first needed.
+    """`scale` times the sum over the devices of `x [n, d]`, presented as `dtype`: [Note: reductions wait].
 
     It knows the `dim` along which the sum is wanted in shards, None for the whole: `Interpreter.bind` sets it
     from `Links` when a variable gets the value. Once the sum over the axes of a shard was taken
