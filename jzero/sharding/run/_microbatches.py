@@ -162,7 +162,6 @@ def _loop(
     sums = [make_sum(var, None if hold else interp.dim_of(frame, var)) for var in phase.sums]
     last_dims = [interp.dim_of(frame, var) for var in phase.lasts]
     captured = _captured(interp, frame, env, phase, accumulation.gather_once)
-    handed_out = set(phase.stacks)
 
     def body(carry: Arrays, own: tuple[jax.Array, Arrays]) -> tuple[Arrays, Arrays]:
         index, kept = own
@@ -173,19 +172,8 @@ def _loop(
         given: dict[_jaxpr.Var, Value] = {
             var: FullValue(x) for var, x in zip(phase.kept, kept, strict=True)
         }
-        values |= given
-        local = Env(values)
-        for index_of_eqn in phase.loop:
-            inner.silent = index_of_eqn in phase.again
-            inner.run_equations(frame, [index_of_eqn], local)
-            for var in frame.jaxpr.eqns[index_of_eqn].outvars:
-                if var in given:  # Its maker runs again for another result.
-                    local.values[var] = given[var]
-                elif (
-                    var in handed_out
-                ):  # All that read it here see the bits that later loops will read.
-                    x = inner.devices.full(local.values[var])
-                    local.values[var] = FullValue(lax.optimization_barrier(x))
+        local = Env(values | given)
+        _run_turn(inner, frame, local, phase, given)
         terms = [local.values[s.var] for s in sums]
         totals = carry[: len(terms)]
         for i in in_order_made(terms):
@@ -210,6 +198,22 @@ def _loop(
     for var, dim, x in zip(phase.lasts, last_dims, lasts, strict=True):
         env.values[var] = interp.devices.value(x, dim, var.aval.shape)
     env.stacks |= zip(phase.stacks, stacks, strict=True)
+
+
+def _run_turn(
+    inner: Interpreter, frame: Frame, local: Env, phase: Phase, given: Mapping[_jaxpr.Var, Value]
+) -> None:
+    """One microbatch's turn of the loop; what is `given` stays, though its maker runs again for others."""
+    for index in phase.loop:
+        inner.silent = index in phase.again
+        inner.run_equations(frame, [index], local)
+        for var in frame.jaxpr.eqns[index].outvars:
+            if var in given:
+                local.values[var] = given[var]
+            elif var in phase.stacks:
+                # All that read it here see the bits that later loops will read.
+                x = inner.devices.full(local.values[var])
+                local.values[var] = FullValue(lax.optimization_barrier(x))
 
 
 def _captured(
