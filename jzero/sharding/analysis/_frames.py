@@ -18,7 +18,6 @@ from jzero.tracing import _jaxpr
 
 Axes = frozenset[str]
 NOWHERE: Axes = frozenset()
-DimKey = tuple[int, _jaxpr.Var, int]
 
 # The result is the same on all devices of the axes it names.
 REDUCTIONS = frozenset({"psum", "psum_invariant"})

@@ -2,19 +2,20 @@
 
 A parameter's rows, its gradient's and its moments' form one class, and sharding a class shards all of them
 the same way. This is how optimizer state finds its parameter, and a gradient its layout, with no names
-involved. Union-find over (frame, variable, dim) of values that are the same on all devices; loops need no
-fixed point.
+involved. Classes are components of (frame, variable, dim), of values that are the same on all devices; loops
+need no fixed point.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jzero._components import Components
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import Frame, split
 from jzero.tracing import _jaxpr
 
-DimKey = tuple[int, _jaxpr.Var, int]
+DimKey = tuple[int, _jaxpr.Var, int]  # of a frame: its id
 
 
 class Links:
@@ -22,29 +23,15 @@ class Links:
 
     def __init__(self, root: Frame, num_shards: int):
         self.num_shards = num_shards
-        self._parent: dict[DimKey, DimKey] = {}
+        self._classes: Components[DimKey] = Components()
         self._looped: list[DimKey] = []
         self._sharded: dict[tuple[DimKey, int], int] = {}
         self._leaf: dict[DimKey, str] = {}
         self._link_frame(root)
 
-    def _find(self, key: DimKey) -> DimKey:
-        path = []
-        while (parent := self._parent.get(key, key)) != key:
-            path.append(key)
-            key = parent
-        for step in path:
-            self._parent[step] = key
-        return key
-
-    def _join(self, a: DimKey, b: DimKey) -> None:
-        a, b = self._find(a), self._find(b)
-        if a != b:
-            self._parent[a] = b
-
     def shard(self, frame: Frame, var: _jaxpr.Var, dim: int, leaf: str) -> None:
         """Declares the class of this dim to be sharded, for `leaf`; earlier declarations rank higher."""
-        root = self._find((id(frame), var, dim))
+        root = self._classes.of((id(frame), var, dim))
         self._sharded.setdefault((root, self._uneven(var.aval.shape[dim])), len(self._sharded))
         self._leaf.setdefault(root, leaf)
 
@@ -55,14 +42,14 @@ class Links:
 
     def leaf_of(self, frame: Frame, var: _jaxpr.Var) -> str:
         """The leaf for which the dims of `var` were sharded: the parameter that a gradient is of."""
-        roots = [self._find((id(frame), var, dim)) for dim in range(len(var.aval.shape))]
+        roots = [self._classes.of((id(frame), var, dim)) for dim in range(len(var.aval.shape))]
         return next((self._leaf[root] for root in roots if root in self._leaf), "")
 
     def looped_dims(self, frame: Frame, var: _jaxpr.Var) -> set[int]:
         """Dims of `var` that a scan slices one by one: sharding them would gather the whole stack."""
-        looped = {self._find(key) for key in self._looped}
+        looped = {self._classes.of(key) for key in self._looped}
         dims = range(len(var.aval.shape))
-        return {dim for dim in dims if self._find((id(frame), var, dim)) in looped}
+        return {dim for dim in dims if self._classes.of((id(frame), var, dim)) in looped}
 
     def sharded_dim(self, frame: Frame, atom: _jaxpr.Atom) -> int | None:
         """The dim along which `atom` is sharded if it is sharded at all."""
@@ -70,7 +57,7 @@ class Links:
             return None
         ranks = {}
         for dim, size in enumerate(getattr(atom.aval, "shape", ())):
-            rank = self._sharded.get((self._find((id(frame), atom, dim)), self._uneven(size)))
+            rank = self._sharded.get((self._classes.of((id(frame), atom, dim)), self._uneven(size)))
             if rank is not None and size:
                 ranks[dim] = rank
         return min(ranks, key=ranks.__getitem__, default=None)
@@ -80,7 +67,7 @@ class Links:
         if _jaxpr.is_literal(x) or _jaxpr.is_literal(y) or a.varies(x) or b.varies(y):
             return
         for dim in range(len(getattr(x.aval, "shape", ()))):
-            self._join((id(a), x, dim), (id(b), y, dim + offset))
+            self._classes.join((id(a), x, dim), (id(b), y, dim + offset))
 
     def _link_frame(self, frame: Frame) -> None:
         for index, eqn in enumerate(frame.jaxpr.eqns):
@@ -112,7 +99,7 @@ class Links:
             for out in eqn.outvars:
                 for dim, out_dim in enumerate(dims):
                     if out_dim is not None:
-                        self._join((id(frame), atom, dim), (id(frame), out, out_dim))
+                        self._classes.join((id(frame), atom, dim), (id(frame), out, out_dim))
 
     def _link_call(self, frame: Frame, ins: Sequence, outs: Sequence, child: Frame) -> None:
         for outer, inner in zip(ins, child.jaxpr.invars, strict=True):

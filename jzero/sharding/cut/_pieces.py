@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
+from jzero._components import Components
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._crossing import copies, is_scalar, variables
 from jzero.tracing import _jaxpr
@@ -152,10 +153,10 @@ class _UpdateCutter:
                 self.reads[len(self._eqns) + out] = self._reads_of([atom])
         wanted = [var for atoms in self.reads.values() for var in atoms]
         self.copies = copies(frame, wanted, self._hosted)
-        self._parents: dict[object, object] = {}
+        self._tied: Components[int | _jaxpr.Var] = Components()
         for node in self.reads:
             for var in self._large(node):
-                self._join(node, var)
+                self._tied.join(node, var)
 
     def _without_unread(self, indices: Iterable[int]) -> list[int]:
         """The equations that some output of the step needs, or that do more than compute, in order."""
@@ -211,24 +212,15 @@ class _UpdateCutter:
         made = self._eqns[node].outvars if node < len(self._eqns) else []
         return [v for v in [*self.reads[node], *made] if v in self._hosted and not is_scalar(v)]
 
-    def _find(self, key: object) -> object:
-        while (parent := self._parents.get(key, key)) != key:
-            self._parents[key] = self._parents.get(parent, parent)
-            key = parent
-        return key
-
-    def _join(self, a: object, b: object) -> None:
-        self._parents[self._find(a)] = self._find(b)
-
     def _places(self) -> dict[int, Place]:
         """Level and part of every node."""
         places: dict[int, Place] = {}
-        numbers: dict[object, int] = {}
+        numbers: dict[int | _jaxpr.Var, int] = {}
         for node in self.reads:
             before = {places[self._maker[a]] for a in self.reads[node] if a in self._maker}
             kept = node >= len(self._eqns) and not before  # a gradient, as it is
             if self._large(node) or kept:
-                part = numbers.setdefault(self._find(node), len(numbers))
+                part = numbers.setdefault(self._tied.of(node), len(numbers))
             elif len({part for _, part in before}) == 1:
                 (part,) = {part for _, part in before}
             else:
