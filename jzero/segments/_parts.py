@@ -208,7 +208,7 @@ class Parts:
     def _leaf(self, var: Var) -> Any:
         return self.runner.leaves[self.leaf_of[var]]
 
-    def layout(self, var: Var) -> Layout:
+    def layout(self, var: _jaxpr.Atom) -> Layout:
         """A gradient's, or that of what is combined with one."""
         runner = self.runner
         dim = runner.links.sharded_dim(self._frame, var) if runner.num_devices > 1 else None
@@ -260,7 +260,7 @@ class Parts:
             for i, layout, old, x in zip(outs, layouts, olds, shards, strict=True):
                 atom, path = frame.jaxpr.outvars[i], runner.leaves[i].path
                 value = interp.devices.value(x, _dim(layout), atom.aval.shape, path)
-                new.append(runner.out(interp, Env({atom: value}), i, old))
+                new.append(runner.out(interp, Env({_jaxpr.variable(atom): value}), i, old))
             return new
 
         specs = [runner.state_specs[i] for i in outs]

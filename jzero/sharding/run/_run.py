@@ -184,7 +184,7 @@ class Runner:
         frame, example = self.frame, self.examples[index]
         atom, layout = frame.jaxpr.outvars[index], self.layouts[index]
         if example and interp.microbatches > 1:
-            value: Value = FullValue(env.stacks[atom])
+            value: Value = FullValue(env.stacks[_jaxpr.variable(atom)])
         else:
             value = interp.read(frame, env, atom)
         x = _finish(interp, atom, value, frame, layout, example, old, self.masks_padding)
