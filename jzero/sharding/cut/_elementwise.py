@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 
@@ -11,6 +10,7 @@ from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._pieces import Piece
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Var
 
 
 def obstacle(frame: Frame, piece: Piece) -> str:
@@ -37,8 +37,8 @@ def obstacle(frame: Frame, piece: Piece) -> str:
 
 
 def evaluate(
-    frame: Frame, indices: Iterable[int], given: Mapping[_jaxpr.Var, Any], shape: tuple[int, ...]
-) -> dict[_jaxpr.Var, Any]:
+    frame: Frame, indices: Iterable[int], given: Mapping[Var, jax.Array], shape: tuple[int, ...]
+) -> dict[Var, jax.Array]:
     """Values of an elementwise piece where those that are no scalars are parts, all of one `shape`."""
     values = dict(zip(frame.jaxpr.constvars, map(_jaxpr.constant, frame.consts), strict=True))
     values |= given
