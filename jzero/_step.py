@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._errors import OptionError, StateError, message
 from jzero._memory_kinds import HOST
-from jzero.offload._policy import NO_OFFLOAD, HostCPU, Offload
+from jzero.offload._policy import NO_OFFLOAD
 from jzero.offload.memory import _available, _placing
 from jzero.offload.memory._host_array import HostArray
 from jzero.offload.memory._padded import PaddedArray
@@ -25,8 +25,10 @@ from jzero.segments import _identity, _program
 from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
 from jzero.sharding.analysis import _traffic
-from jzero.sharding.plan import _plan
+from jzero.sharding.plan import _leaves, _make
+from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
+from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting, setting_of
 from jzero.sharding.run import _microbatches
 from jzero.tracing import _call, _jaxpr
@@ -180,7 +182,7 @@ def shard_train_step(
     chosen = Options(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
-        _items(auto_specs), offload, max_gather_bytes,
+        _items(auto_specs), max_gather_bytes, offload=offload,
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
@@ -257,7 +259,7 @@ class ShardedTrainStep:
             program = self._program_for(call)
             leaves = program.plan.leaves
             state, arrays = _placing.as_arrays(state, arrays)
-            new_state, outs = program.run(
+            new_state, outs = program.step.run(
                 _placing.constrain(_placing.pad(state, leaves), program.state_shardings),
                 _placing.constrain(arrays, program.argument_shardings),
             )
@@ -301,7 +303,7 @@ class ShardedTrainStep:
         self._agree_on_state("init", leaves, _placing.host_bytes(places), lambda: (
             _identity.of_jaxpr(traced.jaxpr, traced.consts)
         ))  # fmt: skip
-        made = _placing.born(traced, places, self._options.device_bytes)
+        made = _placing.born(traced, places, self._options.offload.visiting_bytes)
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -357,7 +359,7 @@ class ShardedTrainStep:
         pending = next((x.pending for x in leaves if isinstance(x, HostArray) and x.pending), None)
         if pending is None:
             return state
-        if not isinstance(self._options.offload, HostCPU):
+        if self._options.offload.tier != HOST:
             raise StateError(message(
                 "flush", "the state waits for gradients, and this train_step keeps none on the host",
                 "A step applies what it has computed.",
@@ -407,7 +409,7 @@ class ShardedTrainStep:
         return jax.tree.unflatten(jax.tree.structure(state), found)
 
     def _place_state(
-        self, state: Any, leaves: Sequence[Any], plans: Sequence[_plan.LeafPlan],
+        self, state: Any, leaves: Sequence[Any], plans: Sequence[_leaves.LeafPlan],
         shardings: Sequence[NamedSharding],
     ) -> list[Any]:  # fmt: skip
         """The leaves of `state` where the plan has them, padded."""
@@ -423,7 +425,7 @@ class ShardedTrainStep:
         return _placing.place_state(leaves, places, held)
 
     def _agree_on_state(
-        self, who: str, plans: Sequence[_plan.LeafPlan], num_bytes: int,
+        self, who: str, plans: Sequence[_leaves.LeafPlan], num_bytes: int,
         sections: Callable[[], _agreement.Sections],
     ) -> None:  # fmt: skip
         """Every process is about to make the same state, and each has `num_bytes` more for its part of it."""
@@ -434,7 +436,7 @@ class ShardedTrainStep:
         _available.check(who, shortage)
 
     def places(
-        self, plans: Sequence[_plan.LeafPlan], shardings: Sequence[NamedSharding]
+        self, plans: Sequence[_leaves.LeafPlan], shardings: Sequence[NamedSharding]
     ) -> list[_placing.Place]:
         """Where each leaf of a state goes; from `leaf_plans` or a program."""
         known = self._places
@@ -448,27 +450,27 @@ class ShardedTrainStep:
 
     def leaf_plans(
         self, state: Any, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[_plan.LeafPlan, ...], list[NamedSharding]]:
+    ) -> tuple[tuple[_leaves.LeafPlan, ...], list[NamedSharding]]:
         """Where each leaf of the state rests, as far as it is known: see `state_shardings`.
 
         The shardings are those of leaves at rest, of the shape `LeafPlan.padded_shape`.
         """
         setting = self._setting()
         abstract = _call.abstract(state, "state")
-        plans: tuple[_plan.LeafPlan, ...] | None
+        plans: tuple[_leaves.LeafPlan, ...] | None
         if args or kwargs:
             plans = self._program_for(self._signature.bind((state, *args), kwargs)).plan.leaves
         else:
             plans = self._programs.layout_of(abstract, setting)
         if plans is None:
-            plans = _plan.plan_from_shapes(
-                _program.state_leaves(abstract, setting),
+            plans = _leaves.plan_from_shapes(
+                _make.state_leaves(abstract, setting),
                 setting.sharding,
                 self._options.offload.tier,
             )
         return plans, _program.shardings_of(plans, setting.mesh)
 
-    def plan(self, *args: Any, **kwargs: Any) -> _plan.Plan:
+    def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
         """The plan for `(state, *args)`: arrays or `ShapeDtypeStruct`s; nothing runs."""
         _agreement.check("plan")
         return self._program_for(self._signature.bind(args, kwargs)).plan
@@ -481,18 +483,16 @@ class ShardedTrainStep:
         _agreement.check("describe")
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
-        jaxpr = jax.make_jaxpr(program.run)(*placed_inputs(call, program))
-        offload = self._options.offload
+        jaxpr = jax.make_jaxpr(program.step.run)(*placed_inputs(call, program))
         return Report(
             program.plan,
             tuple(_traffic.collectives(jaxpr)),
             program.keys,
             _traffic.carried_bytes(jaxpr, _microbatches.SCOPE),
-            program.step.crossings() if self._options.offloads else (),
-            program.step.roads() if isinstance(offload, HostCPU) else "",
+            program.step.crossings(),
+            program.step.roads(),
             program.movements,
             program.whole_arguments,
-            program.loops,
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -501,7 +501,7 @@ class ShardedTrainStep:
         self._check_one_program("lowered")
         call = self._signature.bind(args, kwargs)
         program = self._program_for(call)
-        return program.step.lower(*placed_inputs(call, program))
+        return program.step.trace(*placed_inputs(call, program)).lower()
 
     def _check_one_program(self, how: str) -> None:
         if self._options.offloads:

@@ -54,8 +54,8 @@ WITH_MASTERS = {
 def crossing(train_step, *arguments) -> tuple[list[str], list[str]]:
     """Types of the values that the grad part hands out, and of the leaves on devices that turns read."""
     step = train_step._program_for(train_step._signature.bind(arguments, {})).step
-    leaves, update = step._parts.runner.leaves, step._parts._update
-    inputs = {v: i for i, v in enumerate(step._parts._frame.jaxpr.invars)}
+    leaves, update = step._plan.leaves, step._plan.update
+    inputs = {v: i for i, v in enumerate(step._invars)}
     reads = {var for piece in update.pieces for var in piece.reads}
     here = [v for v in reads if v in inputs and leaves[inputs[v]].tier == "device"]
     assert list(step.grad.gives) == list(dict.fromkeys(step.grad.gives))

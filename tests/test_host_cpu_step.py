@@ -17,7 +17,7 @@ import jzero
 import optimizers
 import small
 import test_optimizers
-from jzero.offload import _bandwidth, _host_engine, _hosted
+from jzero.offload import _bandwidth, _host_engine, _host_step
 from jzero.offload.memory import _available
 from jzero.sharding.plan._layout import FULL
 from test_offload import BATCH, SHAPES, make_step, new_state
@@ -76,7 +76,7 @@ def watched(monkeypatch):
                 count(up, chunk.values())
                 yield chunk
 
-    monkeypatch.setattr(_hosted, "HostEngine", Watched)
+    monkeypatch.setattr(_host_step, "HostEngine", Watched)
     return down, up
 
 
@@ -240,7 +240,7 @@ def test_trainings_in_threads(delayed):
 
 def test_a_training_that_waits_for_its_devices_holds_nobody_up(monkeypatch):
     """Its gradients take seconds, on a device of its own; another's steps end meanwhile."""
-    waits, original = threading.Event(), _hosted.HostedStep.wait
+    waits, original = threading.Event(), _host_step.HostStep.wait
 
     def wait(step: Any, *args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -257,7 +257,7 @@ def test_a_training_that_waits_for_its_devices_holds_nobody_up(monkeypatch):
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[i : i + 1])
         return small.shard_train_step(step_fn, mesh=mesh, offload=jzero.HostCPU())
 
-    monkeypatch.setattr(_hosted.HostedStep, "wait", wait)
+    monkeypatch.setattr(_host_step.HostStep, "wait", wait)
     train_step = on_device(2, make_step(ADAMW))
     state, _ = train_step(new_state(ADAMW), BATCH)
     w = jnp.ones((64, 8))
@@ -273,7 +273,7 @@ def test_a_handler_that_trains_is_told_so(monkeypatch):
     """In the middle of an update, as a signal's may be called."""
     train_step = on(2)
     state, second = (train_step.init(new_state, ADAMW) for _ in range(2))
-    original = _hosted.HostedStep._at_rest
+    original = _host_step.HostStep._at_rest
     told: list[Any] = []
 
     def handled(*args: Any) -> Any:
@@ -281,7 +281,7 @@ def test_a_handler_that_trains_is_told_so(monkeypatch):
             told.append(pytest.raises(jzero.StateError, train_step, second, BATCH))
         return original(*args)
 
-    monkeypatch.setattr(_hosted.HostedStep, "_at_rest", handled)
+    monkeypatch.setattr(_host_step.HostStep, "_at_rest", handled)
     found, _ = train_step(state, BATCH)
     text = "in the middle of its own update.*one state at a time. Set a flag there"
     assert re.search(text, str(told[0].value))
@@ -444,7 +444,7 @@ def test_delayed_states_in_turn(monkeypatch):
             assert {id(x) for x in params} <= {id(x) for x in waited}
             return super().run()
 
-    monkeypatch.setattr(_hosted, "HostEngine", Watched)
+    monkeypatch.setattr(_host_step, "HostEngine", Watched)
     monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
     train_step = on(2, policy=jzero.HostCPU(delayed_update=True, delay_after=0))
     loops = [PlainLoop(ADAMW), PlainLoop(ADAMW)]
@@ -724,7 +724,7 @@ def test_what_brings_parameters_to_rest_is_compiled_before(monkeypatch):
         raise MemoryError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_hosted.Parts, "leaving", leaving)
+        patch.setattr(_host_step._conversions, "leaving", leaving)
         with pytest.raises(MemoryError, match="planted"):
             train_step(state, BATCH)
     found, expected = (
@@ -742,7 +742,7 @@ def test_an_interrupted_update_consumes_the_state(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_hosted.HostedStep, "_at_rest", interrupt)
+        patch.setattr(_host_step.HostStep, "_at_rest", interrupt)
         with pytest.raises(KeyboardInterrupt):
             train_step(state, BATCH)
     with pytest.raises(jzero.StateError, match="were already donated"):

@@ -15,12 +15,12 @@ import pytest
 
 import jzero
 import small
-from jzero.offload import _hosted
+from jzero.offload import _host_step
 from test_offload import BATCH
 
 pytest.importorskip("llvmlite")
 
-FILES = ("_hosted.py", "_host_engine.py", "_host_update.py", "_loops.py")
+FILES = ("_host_step.py", "_host_engine.py", "_host_update.py", "_loops.py")
 # Between these lines and the one before Python asks for no signals: the first is in a `finally`, and that of
 # a `with` comes again when its block is left (Python 3.12 and newer).
 ATOMIC = re.compile(r"\s*(self\._running = False|with .*)$")
@@ -84,9 +84,9 @@ def no_lock_is_left() -> bool:
     """Whether steps in other threads can update."""
 
     def acquire() -> bool:
-        free = _hosted._UPDATING.acquire(blocking=False)
+        free = _host_step._UPDATING.acquire(blocking=False)
         if free:
-            _hosted._UPDATING.release()
+            _host_step._UPDATING.release()
         return free
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -17,7 +17,7 @@ import parity
 import small
 import test_optimizers
 import zoo
-from jzero.offload import _offloaded, _pinned
+from jzero.offload import _pinned, _streamed
 from optimizers import ENTRIES
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
@@ -496,7 +496,7 @@ def test_turns_that_copy_nothing_back_are_waited_for(device_bytes, monkeypatch):
 
         _pinned.stream(map(watch, visits), room)
 
-    monkeypatch.setattr(_offloaded, "stream", watched)
+    monkeypatch.setattr(_streamed, "stream", watched)
 
     def new():
         return tuple([jnp.ones((64, 64)), jnp.ones((64, 64))] for _ in range(3))

@@ -56,7 +56,7 @@ def test_reductions_of_a_layer_run_one_after_the_other(alone, monkeypatch):
     arguments = programs.abstract_state(programs.Model()), programs.tokens()
     call = train_step._signature.bind(arguments, {})
     program = train_step._program_for(call)
-    jaxpr = jax.make_jaxpr(program.run)(*_programs.placed_inputs(call, program))
+    jaxpr = jax.make_jaxpr(program.step.run)(*_programs.placed_inputs(call, program))
     (body,) = reductions_in_loops(jaxpr.jaxpr)
     assert list(body.values()) == [False, alone == 0]
 

@@ -26,7 +26,7 @@ from jzero.checkpoint._saver import Saver, check_is_last
 from jzero.checkpoint._together import Round
 from jzero.offload.memory import _placing
 from jzero.processes import _agreement
-from jzero.sharding.plan._plan import OTHER
+from jzero.sharding.plan._stages import OTHER
 
 
 class _Sigterm:

@@ -22,7 +22,7 @@ from jzero.checkpoint import _files, _json, _private, _reading, _safetensors, _s
 from jzero.checkpoint._json import shown
 from jzero.checkpoint._match import masters
 from jzero.checkpoint._safetensors import Tensor
-from jzero.sharding.plan._plan import OPTIMIZER, OTHER, PARAMETER
+from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
 
 WHO = "export"
 FLOATS = {

@@ -16,7 +16,7 @@ from jzero._errors import CheckpointError, JzeroError, OptionError, message
 from jzero.checkpoint import _files, _json, _private, _safetensors, _stream
 from jzero.checkpoint._json import shown
 from jzero.checkpoint._safetensors import Tensor
-from jzero.sharding.plan._plan import PARAMETER
+from jzero.sharding.plan._stages import PARAMETER
 
 WHO = "import"
 _MAX_NAME = 1000  # bytes; each part of a name is a level of the tree, which JAX walks by recursion

@@ -17,7 +17,7 @@ from jzero.checkpoint._match import Leaf, Source, leaf_names, match
 from jzero.offload.memory import _available, _placing
 from jzero.offload.memory._placing import Place
 from jzero.processes import _agreement
-from jzero.sharding.plan._plan import LeafPlan
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call
 
 _AT_ONCE = 2**27  # bytes that may be read at the same time, however small the leaves are

@@ -23,7 +23,7 @@ from jzero.reports._formulas import WAYS
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
 from jzero.reports._tables import Table
 from jzero.sharding.plan._options import GATHER
-from jzero.sharding.plan._plan import STAGES
+from jzero.sharding.plan._stages import STAGES
 
 _UNWRAPPED = 200  # columns of a table that is written to a file or a pipe
 # By the name that --offload has for it: the policy, and the flags that are its fields.

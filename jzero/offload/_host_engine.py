@@ -1,4 +1,4 @@
-"""`HostEngine`: runs a `HostPart` on the host's processors, and sends what it makes to the devices."""
+"""`HostEngine`: runs a `HostTurn` on the host's processors, and sends what it makes to the devices."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jzero._memory_kinds import PINNED
-from jzero.offload._host_part import HostPart, shard_of
+from jzero.offload._host_turn import HostTurn, shard_of
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.memory import _available
 from jzero.offload.memory._host_array import HostArray, places
 from jzero.sharding.analysis._rules import size_in_bytes
-from jzero.sharding.plan._plan import LeafPlan
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call
 
 WHO = _call.WHO
@@ -46,13 +46,13 @@ class HostEngine:
     """
 
     def __init__(
-        self, part: HostPart, leaves: Sequence[LeafPlan], devices: Sequence[jax.Device],
+        self, turn: HostTurn, leaves: Sequence[LeafPlan], devices: Sequence[jax.Device],
         threads: int | None, num_sets: int,
     ):  # fmt: skip
         """Compiles, and makes memory for outputs.
 
         Args:
-          part: what to run.
+          turn: what to run.
           leaves: its leaves.
           devices: whose shards are updated; other local devices are their replicas.
           threads: how many threads update.
@@ -62,20 +62,20 @@ class HostEngine:
         Raises:
           OptionError: the host has too little memory for what is on its way.
         """
-        self._part = part
+        self._turn = turn
         self.update = HostUpdate(
-            part.update, part.state_avals(), part.input_avals(), names=part.names(), threads=threads
+            turn.update, turn.state_avals(), turn.input_avals(), names=turn.names(), threads=threads
         )
-        shards, indices = (places(part.mesh, axes) for axes in (part.shard_axes, part.axes))
+        shards, indices = (places(turn.mesh, axes) for axes in (turn.shard_axes, turn.axes))
         self._local = list(shards)
         self._at = [self._local.index(device) for device in devices]
         first = {shards[device]: at for device, at in zip(devices, self._at, strict=True)}
         self._like = [first[place] for place in shards.values()]
         self._indices = [[np.asarray(i, np.int32) for i in indices[device]] for device in devices]
-        outs, shapes = part.out_avals(), part.out_shapes()
+        outs, shapes = turn.out_avals(), turn.out_shapes()
         self._places = [aval.sharding for aval in outs]
         down, up = (
-            sum(size_in_bytes(shard_of(x)) for x in avals) for avals in (part.read_avals(), outs)
+            sum(size_in_bytes(shard_of(x)) for x in avals) for avals in (turn.read_avals(), outs)
         )
         needed = len(self._local) * (down + num_sets * up)
         found = _available.shortage(needed, "gradients and parameters on their way")
@@ -87,13 +87,13 @@ class HostEngine:
             for aval, shape in zip(outs, shapes, strict=True)
         ]
         self._padding_of_leaves = [
-            _padding(part.at_rest(leaf), leaf.padded_shape, leaf.shape, devices) for leaf in leaves
+            _padding(turn.at_rest(leaf), leaf.padded_shape, leaf.shape, devices) for leaf in leaves
         ]
 
     @property
     def chunks(self) -> list[list[int]]:
         """What `run` yields, each time, by output."""
-        return [[self._part.outs[i] for i in done] for done in self.update.chunks]
+        return [[self._turn.outs[i] for i in done] for done in self.update.chunks]
 
     def _outputs(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Outputs:
         arrays = [_pinned(aval, self._local) for aval in avals]
@@ -126,7 +126,7 @@ class HostEngine:
             places = [self._places[i] for i in done]
             with jax.profiler.TraceAnnotation("jzero: send parameters"):
                 sent = jax.device_put([outputs.arrays[i] for i in done], places)
-            yield {self._part.outs[i]: x for i, x in zip(done, sent, strict=True)}
+            yield {self._turn.outs[i]: x for i, x in zip(done, sent, strict=True)}
         for of_leaf, padding in zip(buffers, self._padding_of_leaves, strict=True):
             for buffer, index in zip(of_leaf, padding, strict=True):
                 if index is not None:

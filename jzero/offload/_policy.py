@@ -1,26 +1,61 @@
-"""Where optimizer state rests: one frozen type for each tier, no offload being one of them."""
+"""The policies of `offload=`: one frozen type for each tier, no offload being one of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, ClassVar
+
+from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import DEVICE, HOST, PINNED
+from jzero.offload import _tiers
+from jzero.offload._host_step import HostStep
+from jzero.offload._slicing import Slicer
+from jzero.offload._streamed import StreamedStep
+from jzero.segments._whole import WholeStep
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.plan._boundary import Boundary
+from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
+from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
+from jzero.sharding.plan._stages import Sharding
+from jzero.sharding.run._run import Runner
 
 _DELAY_AFTER = 40  # ZeRO-Offload, section 5.2
 
 
 @dataclasses.dataclass(frozen=True)
-class NoOffload:
+class NoOffload(Offload):
     """Everything rests on the devices; the default of `shard_train_step(offload=...)`."""
 
     tier: ClassVar[str] = DEVICE
 
+    def rest(
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, sharding: Sharding, automatic: Sequence[str]
+    ) -> tuple[Leaves, UpdatePart]:
+        """All leaves on the devices, and no update part."""
+        return leaves, UpdatePart((), {})
+
+    def turns(
+        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
+    ) -> tuple[Turn, ...]:
+        """None: the update is part of the step's one program."""
+        return ()
+
+    def program(
+        self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
+        shared: Shared,
+    ) -> WholeStep:  # fmt: skip
+        """The step as one program."""
+        return WholeStep(Runner(plan, analysis, mesh), shardings)
+
 
 @dataclasses.dataclass(frozen=True)
-class PinnedHost:
+class PinnedHost(Offload):
     """Optimizer state rests in the pinned memory of the devices' host, and is updated on the devices.
 
     A step computes gradients, and then works through the optimizer state in pieces::
@@ -66,9 +101,33 @@ class PinnedHost:
             "Use device_bytes=2**30, or drop it.",
         )  # fmt: skip
 
+    @property
+    def visiting_bytes(self) -> int:
+        """Bytes of optimizer state on each device at any time: `device_bytes`."""
+        return self.device_bytes
+
+    def rest(
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, sharding: Sharding, automatic: Sequence[str]
+    ) -> tuple[Leaves, UpdatePart]:
+        """Optimizer state in pinned memory."""
+        return _tiers.offloaded(self, leaves, frame, sharding)
+
+    def turns(
+        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
+    ) -> tuple[Turn, ...]:
+        """As many pieces at a time as there is room for."""
+        return Slicer(leaves, frame, update, boundary, self.device_bytes).turns()
+
+    def program(
+        self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
+        shared: Shared,
+    ) -> StepProgram:  # fmt: skip
+        """The grad part, and then turn after turn."""
+        return StreamedStep(Runner(plan, analysis, mesh), shardings)
+
 
 @dataclasses.dataclass(frozen=True)
-class HostCPU:
+class HostCPU(Offload):
     """Optimizer state rests in the memory of the devices' host, and is updated there by its processors.
 
     Gradients go down, new parameters come up; moments and masters never leave the host::
@@ -169,6 +228,47 @@ class HostCPU:
                 "Drop it to use all processors that this process may use.",
             )  # fmt: skip
 
+    @property
+    def share(self) -> Fraction | None:
+        """The share of optimizer state that rests on the host: `ratio`; None for 'auto'."""
+        return None if self.ratio == "auto" else Fraction(str(self.ratio))
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of a step wait for the next one: `delayed_update`."""
+        return self.delayed_update
+
+    def rest(
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, sharding: Sharding, automatic: Sequence[str]
+    ) -> tuple[Leaves, UpdatePart]:
+        """Optimizer state on the hosts, but for what `ratio` leaves on the devices."""
+        resting, update = _tiers.offloaded(self, leaves, frame, sharding)
+        _tiers.check_axes(self, automatic)
+        if self.delayed_update:
+            _tiers.check_delayed(leaves, frame, update)
+        measured = self.ratio == "auto"
+        ratio = (
+            _tiers.measured_share(resting, mesh, sharding, self.threads)
+            if measured
+            else float(self.ratio)
+        )
+        return _tiers.shared(resting, update, ratio, measured), update
+
+    def turns(
+        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
+    ) -> tuple[Turn, ...]:
+        """What the host updates, and what rests on the devices."""
+        return _tiers.turns(leaves, update)
+
+    def program(
+        self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
+        shared: Shared,
+    ) -> StepProgram:  # fmt: skip
+        """Gradients on the devices, their update on the host."""
+        delays = self.delays if self.delayed_update else None
+        runner = Runner(plan, analysis, mesh)
+        return HostStep(runner, shardings, self.threads, delays, shared)
+
     def delays(self, num_steps: int) -> bool:
         """Whether the update of a step is delayed that has so many steps before it."""
         after = _DELAY_AFTER if self.delay_after is None else self.delay_after
@@ -197,5 +297,4 @@ def _make_int(policy: Any, name: str, least: int, rule: str, edit: str) -> None:
     object.__setattr__(policy, name, num)
 
 
-Offload = NoOffload | PinnedHost | HostCPU
 NO_OFFLOAD = NoOffload()

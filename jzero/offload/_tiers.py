@@ -11,62 +11,62 @@ from jzero._components import grouped
 from jzero._errors import OptionError, describe_leaf, message
 from jzero._memory_kinds import DEVICE, HOST
 from jzero.offload import _bandwidth
-from jzero.offload._policy import HostCPU, NoOffload
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut import _pieces
 from jzero.sharding.cut._pieces import Piece, UpdatePart
-from jzero.sharding.plan import _plan
-from jzero.sharding.plan._plan import OPTIMIZER, PARAMETER, LeafPlan
-from jzero.sharding.plan._setting import Setting
+from jzero.sharding.plan import _leaves
+from jzero.sharding.plan._offload import Leaves, Offload
+from jzero.sharding.plan._plan import Turn
+from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, Sharding
 from jzero.tracing import _call
 
 WHO = _call.WHO
-Leaves = tuple[LeafPlan, ...]
 
 
-def decide(leaves: Leaves, frame: Frame, setting: Setting) -> tuple[Leaves, UpdatePart]:
-    """The leaves with their tiers, and the update part: what follows from those that may be offloaded.
+def offloaded(
+    policy: Offload, leaves: Leaves, frame: Frame, sharding: Sharding
+) -> tuple[Leaves, UpdatePart]:
+    """The leaves with all of their optimizer state in the policy's tier, and the update part.
 
     Raises:
-      OptionError: the policy cannot be obeyed.
+      OptionError: there is none that is worth it.
     """
-    options = setting.options
-    policy = options.offload
-    if isinstance(policy, NoOffload):
-        return leaves, UpdatePart((), {})
-    feeding = _pieces.feeds_grad_part(frame)
-    invars = frame.jaxpr.invars[: len(leaves)]
-    staying = [i for i, var in enumerate(invars) if var in feeding]
-    resting = _plan.offload(leaves, policy.tier, options.min_shard_bytes, staying)
-    offloaded = [i for i, leaf in enumerate(resting) if leaf.tier != DEVICE]
-    update = _pieces.cut_update(frame, offloaded)
+    staying = _staying(leaves, frame)
+    resting = _leaves.offload(leaves, policy.tier, sharding.min_bytes, staying)
+    update = _pieces.cut_update(frame, [i for i, leaf in enumerate(resting) if leaf.tier != DEVICE])
     if not update.pieces:
         raise OptionError(message(
             WHO, f"offload={policy}, and the state has no optimizer state that is worth it",
             "Leaves of min_shard_bytes that only the update reads are offloaded: moments, averages, masters.",
             "Drop offload."))  # fmt: skip
-    if isinstance(policy, HostCPU):
-        _check_hosted(policy, leaves, frame, update, staying, setting)
-        together = _connected(update.pieces)
-        share = _share(policy, resting, setting)
-        resting = _shared(resting, together, share, policy.ratio == "auto")
-        there = {i for i, leaf in enumerate(resting) if leaf.tier == HOST}
-        hosted = [p for group in together if there & set(_pieces.leaves_of(group)) for p in group]
-        update = dataclasses.replace(update, hosted=tuple(hosted))
     return resting, update
 
 
-def _check_hosted(
-    policy: HostCPU, leaves: Leaves, frame: Frame, update: UpdatePart, staying: Sequence[int],
-    setting: Setting,
-) -> None:  # fmt: skip
-    if setting.automatic:
+def _staying(leaves: Leaves, frame: Frame) -> list[int]:
+    """Leaves that something reads which reads the batch, too."""
+    feeding = _pieces.feeds_grad_part(frame)
+    invars = frame.jaxpr.invars[: len(leaves)]
+    return [i for i, var in enumerate(invars) if var in feeding]
+
+
+def check_axes(policy: Offload, automatic: Sequence[str]) -> None:
+    """The host updates shards over data axes."""
+    if automatic:
         raise OptionError(message(
-            WHO, f"offload={policy}, and XLA shards over the mesh axes {list(setting.automatic)}",
+            WHO, f"offload={policy}, and XLA shards over the mesh axes {list(automatic)}",
             "The host updates shards over data axes.", "Use jzero.PinnedHost(), or drop the other axes."
         ))  # fmt: skip
-    if not policy.delayed_update:
-        return
+
+
+def check_delayed(leaves: Leaves, frame: Frame, update: UpdatePart) -> None:
+    """A delayed update happens after the next gradients, and after its own step has returned.
+
+    Args:
+      leaves: as they would rest on the devices.
+      frame: the root frame of the step.
+      update: its update part.
+    """
+    staying = _staying(leaves, frame)
     read = [describe_leaf(leaf.path, leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)
             if i in staying and leaf.role == OPTIMIZER]  # fmt: skip
     if read:
@@ -82,11 +82,18 @@ def _check_hosted(
             "Return it from the state, or drop delayed_update.", things="outputs"))  # fmt: skip
 
 
-def _share(policy: HostCPU, leaves: Leaves, setting: Setting) -> float:
-    """The share of optimizer state that rests on the host."""
-    if policy.ratio != "auto":
-        return float(policy.ratio)
-    mesh = setting.mesh
+def measured_share(leaves: Leaves, mesh: Mesh, sharding: Sharding, threads: int | None) -> float:
+    """The share of optimizer state with which host and devices end together, measured.
+
+    Args:
+      leaves: with all of it on the host.
+      mesh: whose devices are measured.
+      sharding: over which data axes.
+      threads: how many update on the host.
+
+    Raises:
+      OptionError: this process does not have all devices of the mesh.
+    """
     local = list(mesh.local_devices) if isinstance(mesh, Mesh) else []
     if len(local) != mesh.size:
         why = (
@@ -100,18 +107,21 @@ def _share(policy: HostCPU, leaves: Leaves, setting: Setting) -> float:
             "Use a number, such as describe() reports it for one process."))  # fmt: skip
     moving = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier != DEVICE)
     # They cross in shards, whole as they may rest.
-    num_shards = setting.sharding.count(setting.sharding.shard_axes)
+    num_shards = sharding.count(sharding.shard_axes)
     params = sum(leaf.nbytes for leaf in leaves if leaf.role == PARAMETER) // num_shards
-    found = _bandwidth.measure(local[0], len(local), policy.threads)
+    found = _bandwidth.measure(local[0], len(local), threads)
     return _bandwidth.share(found, moving, params)
 
 
-def _shared(
-    leaves: Leaves, together: Sequence[Sequence[Piece]], ratio: float, measured: bool
-) -> Leaves:
-    """The leaves with those back on the devices that `ratio`, a share of all bytes, leaves there."""
+def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> Leaves:
+    """The leaves with those back on the devices that `ratio`, a share of all bytes, leaves there.
+
+    Raises:
+      OptionError: it leaves all of them there, and was not `measured`.
+    """
     if ratio == 1:
         return leaves
+    together = _connected(update.pieces)
     sizes = [leaf.nbytes for leaf in leaves]
     most = ratio * sum(_pieces.nbytes_of(group, sizes) for group in together)
     host: set[int] = set()
@@ -145,3 +155,25 @@ def _connected(pieces: Sequence[Piece]) -> list[list[Piece]]:
     return grouped(
         pieces, lambda piece: {*piece.leaves, *piece.gives, *given.intersection(piece.reads)}
     )
+
+
+def turns(leaves: Leaves, update: UpdatePart) -> tuple[Turn, ...]:
+    """What the hosts' processors run, and then what runs on the devices."""
+    there = {i for i, leaf in enumerate(leaves) if leaf.tier == HOST}
+    number = {id(piece): i for i, piece in enumerate(update.pieces)}
+    hosted = [
+        number[id(piece)]
+        for group in _connected(update.pieces)
+        if there & set(_pieces.leaves_of(group))
+        for piece in group
+    ]
+    rest = [i for i in range(len(update.pieces)) if i not in hosted]
+    turns = _turn(leaves, update, hosted, on_host=True), _turn(leaves, update, rest, on_host=False)
+    return tuple(turn for turn in turns if turn.pieces)
+
+
+def _turn(leaves: Leaves, update: UpdatePart, indices: Sequence[int], on_host: bool) -> Turn:
+    offloaded = _pieces.leaves_of([update.pieces[i] for i in indices])
+    nbytes = sum(leaves[i].nbytes_per_device for i in offloaded)
+    paths = tuple(leaves[i].path for i in offloaded)
+    return Turn(tuple(indices), paths, nbytes, on_host=on_host)

@@ -9,12 +9,14 @@ from jzero._errors import describe_leaf
 from jzero._memory_kinds import DEVICE
 from jzero._quantities import readable_bytes
 from jzero.reports import _tables
-from jzero.reports._tables import Crossing, Memory, crossing_table, memory_table, traffic_table
-from jzero.sharding.analysis._traffic import Collective
+from jzero.reports._tables import Memory, crossing_table, memory_table, traffic_table
+from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.plan._layout import Full
-from jzero.sharding.plan._plan import OPTIMIZER, OTHER, PARAMETER, LeafPlan, Plan
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._plan import StepPlan
+from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +32,9 @@ class Report:
       roads: how the host updates what rests there, if it does.
       movements: operations that move rows of the batch, because nothing cheaper is exact.
       whole_arguments: arguments that come whole to every device, as the devices do not divide their rows.
-      loops: over the microbatches, and what is kept between them.
     """
 
-    plan: Plan
+    plan: StepPlan
     traffic: tuple[Collective, ...]
     keys: tuple[str, ...] = ()
     accumulator_bytes: int = 0
@@ -41,7 +42,6 @@ class Report:
     roads: str = ""
     movements: tuple[Movement, ...] = ()
     whole_arguments: tuple[str, ...] = ()
-    loops: Loops | None = None
 
     def __str__(self) -> str:
         axes = ", ".join(f"'{name}' of size {size}" for name, size in self.plan.axes)
@@ -70,6 +70,11 @@ class Report:
         roles = {role: self._leaves_of(role) for role in (PARAMETER, OPTIMIZER, OTHER)}
         return tuple(_memory(role, leaves) for role, leaves in roles.items() if leaves)
 
+    @property
+    def loops(self) -> Loops | None:
+        """The loops over microbatches, and what is kept between them; None without microbatches."""
+        return self.plan.microbatches.loops
+
     def elements(self, op: str, dtype: str | None = None) -> int:
         """Elements that a step moves by `op` ('all-gather', 'reduce-scatter', 'all-reduce')."""
         return _tables.elements(self.traffic, op, dtype)
@@ -88,10 +93,11 @@ class Report:
         ]
         if plan.reductions == "written":
             lines.append("  to the step's own collectives each microbatch is a device")
-        if self.loops is not None and self.loops.num > 1:
-            kept = self.loops.kept
+        loops = self.loops
+        if loops is not None and loops.num > 1:
+            kept = loops.kept
             lines.append(
-                f"loops over them: {self.loops.num}; products run {self.loops.repeats:.1f} times as often as "
+                f"loops over them: {loops.num}; products run {loops.repeats:.1f} times as often as "
                 f"in one; {readable_bytes(sum(k.nbytes for k in kept))} on each device kept for later loops"
             )
             lines += [f"  {readable_bytes(k.nbytes)}  {k.what} of {k.where}" for k in kept[:8]]
@@ -139,7 +145,7 @@ class Report:
             f"{len(leaves)} of {len(plan.leaves)} leaves rest in {leaves[0].tier} memory, {num_bytes} bytes "
             f"for each device: {num_bytes / of_all:.1%} of the optimizer state."
         ]
-        if plan.turns:
+        if plan.device_bytes:
             num_turns = sum(turn.parts for turn in plan.turns)
             lines.append(
                 f"A step copies them to the device and back in {num_turns} turns, at most "

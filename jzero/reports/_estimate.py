@@ -16,14 +16,15 @@ from jzero._quantities import (
     parse_count,
     readable_count,
 )
-from jzero.offload._policy import NO_OFFLOAD, HostCPU, Offload
+from jzero.offload._policy import NO_OFFLOAD
 from jzero.reports import _formulas, _tables
 from jzero.reports._formulas import BytesPerParam
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
-from jzero.reports._tables import Crossing, Memory
-from jzero.sharding.analysis._traffic import Collective
+from jzero.reports._tables import Memory
+from jzero.sharding.analysis._traffic import Collective, Crossing
+from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
-from jzero.sharding.plan._plan import Sharding
+from jzero.sharding.plan._stages import Sharding
 
 WHO = "estimate"
 
@@ -355,7 +356,7 @@ def _check(
 
 
 def _check_offload(offload: Offload, sizes: BytesPerParam) -> None:
-    if isinstance(offload, HostCPU) and offload.ratio == "auto":
+    if offload.share is None:
         raise OptionError(message(
             WHO, "offload=HostCPU(ratio='auto')", "It is measured on the devices, and there are none here.",
             "Use a number, such as describe() reports it for a real step."))  # fmt: skip

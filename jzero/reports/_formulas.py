@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jzero.offload._policy import HostCPU, Offload, PinnedHost
-from jzero.reports._tables import Crossing, Memory
-from jzero.sharding.analysis._traffic import Collective
+from jzero._memory_kinds import HOST
+from jzero.reports._tables import Memory
+from jzero.sharding.analysis._traffic import Collective, Crossing
+from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options
-from jzero.sharding.plan._plan import OPTIMIZER, PARAMETER, Sharding
+from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, Sharding
 
 GRADIENT, GATHERED, ACCUMULATOR = "gradient", "gathered parameter", "accumulator"
 VISITING, RENEWED = "visiting optimizer state", "renewed parameter"
@@ -76,18 +77,19 @@ def needs(options: Options, sharding: Sharding, sizes: BytesPerParam) -> Iterato
     if num_param_shards > 1 and options.keep_gathered:
         when = "the whole step" if options.gather_once else "each microbatch"
         yield Need(GATHERED, sizes.compute, 1, False, f"gathered during {when}")
-    if isinstance(options.offload, PinnedHost):
-        most = options.offload.device_bytes
+    if most := options.offload.visiting_bytes:
         yield Need(VISITING, sizes.optimizer_state, num_shards, False, "in turns", most=most)
-    if isinstance(options.offload, HostCPU):
-        yield from _hosted_needs(options.offload, sizes, num_shards)
+    if options.offload.tier == HOST:
+        yield from _host_needs(on_host, options.offload.waits, sizes, num_shards)
 
 
-def _hosted_needs(policy: HostCPU, sizes: BytesPerParam, num_shards: int) -> Iterator[Need]:
+def _host_needs(
+    share: Fraction, waits: bool, sizes: BytesPerParam, num_shards: int
+) -> Iterator[Need]:
     """What the way to the host and back takes, all of it in the host's pinned memory but one row."""
-    share, there = share_on_host(policy), Fraction(1)
+    there = Fraction(1)
     gradients, params = share * _crossing_gradients(sizes), share * sizes.parameters
-    if policy.delayed_update:
+    if waits:
         # One set is written while the devices may not have copied the other.
         yield Need("leaving parameter", 2 * params, num_shards, True, "pinned, two sets", there)
         note = "pinned, for the next step"
@@ -140,29 +142,25 @@ def crossings(
     num_params: int, options: Options, sharding: Sharding, sizes: BytesPerParam
 ) -> Iterator[Crossing]:
     """What crosses between each device and its host: state there and back, or gradients and parameters."""
-    policy = options.offload
-    rows: list[tuple[str, str, Fraction]] = []
-    if isinstance(policy, PinnedHost):
-        rows = [(way, OPTIMIZER, sizes.optimizer_state) for way in (TO_HOST, TO_DEVICE)]
-    if isinstance(policy, HostCPU):
+    rows = [(way, OPTIMIZER, sizes.optimizer_state) for way in (TO_HOST, TO_DEVICE)]
+    if options.offload.tier == HOST:
         read = Fraction(0) if sizes.masters else sizes.parameters
         rows = [
             (TO_HOST, GRADIENT, _crossing_gradients(sizes)),
             (TO_HOST, PARAMETER, read),
             (TO_DEVICE, PARAMETER, sizes.parameters),
         ]
-    count = share_on_host(policy) * num_params / sharding.count(sharding.shard_axes)
+    count = share_on_host(options.offload) * num_params / sharding.count(sharding.shard_axes)
     for direction, what, size in rows:
-        if size:
+        if size and count:
             nbytes = math.ceil(count * size)
             yield Crossing(direction, what, _dtype(size), math.ceil(count), nbytes)
 
 
 def share_on_host(policy: Offload) -> Fraction:
     """The share of the optimizer state that rests on the host."""
-    if isinstance(policy, HostCPU):
-        return Fraction(str(policy.ratio))
-    return Fraction(int(isinstance(policy, PinnedHost)))
+    assert policy.share is not None, "estimate refuses what is measured"
+    return policy.share
 
 
 def _crossing_gradients(sizes: BytesPerParam) -> Fraction:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jzero._quantities import readable_bytes
-from jzero.sharding.analysis._traffic import Collective
+from jzero.sharding.analysis._traffic import Collective, Crossing
 
 
 class Memory(NamedTuple):
@@ -30,24 +30,6 @@ class Memory(NamedTuple):
     at_rest: bool
     note: str
     on_host: int = 0
-
-
-class Crossing(NamedTuple):
-    """What each device and its host copy to each other in a step.
-
-    Attributes:
-      direction: 'to host' or 'to device'.
-      what: 'gradient', 'parameter', 'optimizer state', ...
-      dtype: of the elements.
-      elements: in each device's part, padding included.
-      nbytes: of these.
-    """
-
-    direction: str
-    what: str
-    dtype: str
-    elements: int
-    nbytes: int
 
 
 class Table(NamedTuple):

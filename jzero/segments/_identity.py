@@ -13,7 +13,7 @@ from jzero._errors import describe_leaf
 from jzero.processes import _agreement
 from jzero.processes._unlike import PROGRAM, SHAPES
 from jzero.segments._program import Program
-from jzero.sharding.plan._plan import LeafPlan
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call, _jaxpr
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from jzero.offload._hosted import Engines
 from jzero.processes import _agreement
 from jzero.segments import _identity, _program
 from jzero.segments._program import Program
-from jzero.sharding.plan._plan import LeafPlan
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
 
@@ -32,7 +32,7 @@ class Programs:
         # By what is quick to ask of a call; an array and its shape then are two keys of one program.
         self._seen: dict[Any, Program] = {}
         self._layouts: dict[Any, tuple[LeafPlan, ...]] = {}
-        self._engines = Engines()
+        self._shared: Any = weakref.WeakValueDictionary()
         # Programs that all processes have built alike, by id.
         self._agreed: dict[int, _agreement.Agreement] = {}
 
@@ -54,7 +54,7 @@ class Programs:
         key = (setting, tree, call.static, _avals_key(leaves))
         if key not in self.built:
             self.built[key] = _program.build(
-                self._step_fn, self._signature, setting, state, arrays, call.static, self._engines
+                self._step_fn, self._signature, setting, state, arrays, call.static, self._shared
             )
             self._layouts[_state_key(state, setting)] = self.built[key].plan.leaves
         return self.built[key]

@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh
 from matplotlib import pyplot
 
 import jzero
-from jzero.offload import _hosted, _offloaded
+from jzero.offload import _host_step, _streamed
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "train_lm"))
@@ -82,7 +82,7 @@ class Counter:
 
 def watch(counter: Counter) -> None:
     """Counts what HostCPU and PinnedHost copy from now on, where they copy it."""
-    engine, stream = _hosted.HostEngine, _offloaded.stream
+    engine, stream = _host_step.HostEngine, _streamed.stream
 
     class Watched(engine):  # type: ignore[misc, valid-type]
         def prepare(self, state: Any, reads: Any) -> None:
@@ -115,7 +115,7 @@ def watch(counter: Counter) -> None:
             device_bytes,
         )
 
-    vars(_hosted)["HostEngine"], vars(_offloaded)["stream"] = Watched, watched_stream
+    vars(_host_step)["HostEngine"], vars(_streamed)["stream"] = Watched, watched_stream
 
 
 def held(tree: Any) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from jzero._in_turn import groups
 from jzero._memory_kinds import DEVICE, HOST
 from jzero.offload.memory import _host_array, _padded
 from jzero.offload.memory._host_array import Home, HostArray
-from jzero.sharding.plan._plan import LeafPlan
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call, _jaxpr, _rewrite
 
 WHO = _call.WHO

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jzero.sharding.analysis._frames import axes_of
 from jzero.sharding.analysis._rules import size_in_bytes
@@ -58,6 +58,24 @@ class Collective:
     def nbytes(self) -> int:
         """Bytes of these elements."""
         return math.ceil(self.total_elements * self.itemsize)
+
+
+class Crossing(NamedTuple):
+    """What each device and its host copy to each other in a step.
+
+    Attributes:
+      direction: 'to host' or 'to device'.
+      what: 'gradient', 'parameter', 'optimizer state', ...
+      dtype: of the elements.
+      elements: in each device's part, padding included.
+      nbytes: of these.
+    """
+
+    direction: str
+    what: str
+    dtype: str
+    elements: int
+    nbytes: int
 
 
 def collectives(jaxpr: Any, times: int = 1) -> Iterator[Collective]:

@@ -53,13 +53,11 @@ class UpdatePart:
       pieces: in an order in which they can run.
       boundary: values of the grad part that pieces read, and an equation that does (None: it is returned).
       apart: equations that depend on offloaded leaves, and those of pieces that the grad part has no use for.
-      hosted: those of `pieces` that the hosts' processors run, in such an order.
     """
 
     pieces: tuple[Piece, ...]
     boundary: dict[Var, Eqn | None]
     apart: frozenset[int] = frozenset()
-    hosted: tuple[Piece, ...] = ()
 
     @property
     def outs(self) -> frozenset[int]:

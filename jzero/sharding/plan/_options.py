@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import MeshError, OptionError, message
-from jzero.offload._policy import NO_OFFLOAD, NoOffload, Offload, PinnedHost
 from jzero.sharding.plan._layout import Automatic
-from jzero.sharding.plan._plan import STAGES, Sharding
+from jzero.sharding.plan._offload import Offload
+from jzero.sharding.plan._stages import STAGES, Sharding
 from jzero.tracing import _call
 
 WHO = _call.WHO
@@ -44,7 +44,7 @@ class Options:
     param_axes: tuple[str, ...] | None = None
     optimizer_axes: tuple[str, ...] | None = None
     auto_specs: tuple[tuple[str, Any], ...] = ()
-    offload: Offload = NO_OFFLOAD
+    offload: Offload = dataclasses.field(kw_only=True)
     max_gather_bytes: int = MAX_GATHER_BYTES
     who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
 
@@ -197,12 +197,7 @@ class Options:
     @property
     def offloads(self) -> bool:
         """Whether something rests in another memory than the devices'."""
-        return not isinstance(self.offload, NoOffload)
-
-    @property
-    def device_bytes(self) -> int:
-        """How many bytes of offloaded state may be on a device."""
-        return self.offload.device_bytes if isinstance(self.offload, PinnedHost) else 0
+        return self.offload.offloads
 
     @property
     def reduce_once(self) -> bool:

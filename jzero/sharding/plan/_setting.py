@@ -10,8 +10,8 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from jzero._errors import MeshError, message
-from jzero.sharding.plan import _plan
 from jzero.sharding.plan._options import Options
+from jzero.sharding.plan._stages import Sharding
 from jzero.tracing import _call
 
 WHO = _call.WHO
@@ -45,7 +45,7 @@ class Setting:
         return {name: self.mesh.shape[name] for name in names}
 
     @property
-    def sharding(self) -> _plan.Sharding:
+    def sharding(self) -> Sharding:
         """Over which axes each role rests."""
         return self.options.sharding(self.axes)
 

@@ -1,202 +1,159 @@
-"""Runs a planned step: the function inside `shard_map`, and what all programs of one step share."""
+"""Runs a planned step on one device's values: inside `shard_map`, and as one function of whole arrays."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.analysis._links import Links
-from jzero.sharding.batch import _trace
-from jzero.sharding.cut import _phases
 from jzero.sharding.plan import _layout
+from jzero.sharding.plan._boundary import ValuePlan
 from jzero.sharding.plan._layout import Full, Layout, Shard
-from jzero.sharding.plan._plan import LeafPlan
-from jzero.sharding.plan._setting import Setting
+from jzero.sharding.plan._plan import Analysis, StepPlan
 from jzero.sharding.run import _collectives, _microbatches
 from jzero.sharding.run._control import CONTROL
 from jzero.sharding.run._interpret import Env, Interpreter
 from jzero.sharding.run._ordinary import ORDINARY, apply
 from jzero.sharding.run._queue import GatherQueue
 from jzero.sharding.run._values import Devices, FullValue, ShardValue, Value
-from jzero.tracing import _call, _jaxpr
+from jzero.tracing import _jaxpr
+
+LocalFunction = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Runner:
-    """A planned step, ready to run on one device's values.
+    """Obeys a plan: the functions of one device's values of which programs are made.
 
     Attributes:
-      setting: stage and mesh.
-      leaves: where the state rests.
-      traced: the step.
-      links: which of its dims are sharded.
-      specs: how each argument is split.
-      outputs: layouts of what the step returns beside the state.
-      apart: equations that run elsewhere, when all others have run.
-      handed_out: values that they read, and an equation that does.
-      masks_padding: the padding of what is returned is zero; else it holds anything.
+      plan: of the step.
+      analysis: of its jaxpr.
+      mesh: on which it runs; it may be abstract.
     """
 
-    setting: Setting
-    leaves: tuple[LeafPlan, ...]
-    traced: _trace.TracedStep
-    links: Links
-    specs: tuple[P, ...]
-    outputs: tuple[Layout, ...]
-    apart: Collection[int] = frozenset()
-    handed_out: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = dataclasses.field(default_factory=dict)
-    masks_padding: bool = True
+    plan: StepPlan
+    analysis: Analysis
+    mesh: Mesh
 
     @property
     def frame(self) -> Frame:
         """The step's root frame."""
-        return self.traced.frame
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices there are."""
-        return math.prod(self.setting.axes.values())
-
-    @functools.cached_property
-    def layouts(self) -> list[Layout]:
-        """Of everything that the step returns."""
-        return [*(leaf.layout for leaf in self.leaves), *self.outputs]
-
-    @functools.cached_property
-    def examples(self) -> list[bool]:
-        """For each output of the step, whether it has one entry per example."""
-        others = [isinstance(layout, Shard) for layout in self.outputs]
-        return [False] * len(self.leaves) + others
-
-    @functools.cached_property
-    def state_specs(self) -> list[P]:
-        """How each leaf is split over the data axes."""
-        return [_layout.partition_spec(leaf.layout) for leaf in self.leaves]
+        return self.analysis.frame
 
     def whole_step(self) -> Callable[..., Any]:
         """The step on whole arrays, `(state leaves, argument leaves) -> (state leaves, outputs)`."""
-        grad_part = self.grad_part()
+        plan = self.plan
 
         def local_step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
             interp = self.interpreter()
-            env = grad_part(interp, state, arrays)
-            olds = [*state, *[None] * len(self.outputs)]
+            env = self.grad_part(interp, state, arrays)
+            olds = [*state, *[None] * len(plan.outputs)]
             outs = [self.out(interp, env, i, old) for i, old in enumerate(olds)]
             return outs[: len(state)], outs[len(state) :]
 
-        out_specs = (self.state_specs, [_layout.partition_spec(layout) for layout in self.outputs])
-        return self.shard_map(local_step, (self.state_specs, list(self.specs)), out_specs)
+        specs = [_layout.partition_spec(layout) for layout in plan.layouts]
+        split = specs[: len(plan.leaves)], specs[len(plan.leaves) :]
+        return self.shard_map(local_step, (split[0], list(plan.arguments)), split)
 
-    def shard_map(
-        self, fn: Callable[..., Any], in_specs: Any, out_specs: Any
-    ) -> Callable[..., Any]:
+    def shard_map(self, fn: LocalFunction, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`fn` of one device's values as a function of whole arrays."""
         return jax.shard_map(
             fn,
-            mesh=self.setting.mesh,
+            mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
             check_vma=False,
-            axis_names=set(self.setting.axis_names),
+            axis_names={name for name, _ in self.plan.axes},
         )
 
     def interpreter(self) -> Interpreter:
         """An interpreter at the start of a program."""
-        setting, options = self.setting, self.setting.options
+        plan, sharding, exchange = self.plan, self.plan.sharding, self.plan.exchange
         automatic = {
-            leaf.path: (leaf.shape, leaf.automatic) for leaf in self.leaves if leaf.automatic
+            leaf.path: (leaf.shape, leaf.automatic) for leaf in plan.leaves if leaf.automatic
         }
         devices = Devices(
-            setting.axes,
-            setting.sharding.shard_axes,
-            setting.sharding.param_axes,
+            dict(plan.axes),
+            sharding.shard_axes,
+            sharding.param_axes,
             automatic,
-            GatherQueue(options.prefetch),
+            GatherQueue(exchange.prefetch_bytes),
             scope=object(),
         )
         return Interpreter(
-            self.links,
+            self.analysis.links,
             devices,
-            axis_names=setting.step_axes,
-            automatic=tuple(setting.automatic),
+            axis_names=dict(plan.step_axes),
+            automatic=plan.automatic,
             handlers=ORDINARY | CONTROL,
             otherwise=apply,
-            reduce_once=options.reduce_once,
-            microbatches=options.accumulate,
-            keep_gathered=options.keep_gathered,
-            reduce_dtype=options.reduce_dtype,
-            handed_out=self.handed_out,
+            reduce_once=exchange.reduce_once,
+            microbatches=plan.accumulate,
+            keep_gathered=exchange.keep_gathered,
+            reduce_dtype=exchange.reduce_dtype,
+            handed_out=plan.update.boundary,
         )
 
-    @functools.cached_property
-    def cut(self) -> _phases.Cut | None:
-        """The loops over the microbatches, if there are any."""
-        options = self.setting.options
-        if options.accumulate == 1:
-            return None
-        return _phases.cut(
-            self.frame, self.setting.step_axes, options.accumulate, self.examples, self.apart, self.handed_out
-        )  # fmt: skip
-
-    def grad_part(self) -> Callable[..., Env]:
-        """`(interpreter, state leaves, argument leaves) -> values`: all equations that are not `apart`.
+    def grad_part(self, interp: Interpreter, state: Sequence[Any], arrays: Sequence[Any]) -> Env:
+        """Runs all equations that are not the update part's, on the leaves' and arguments' local values.
 
         A leaf may be None if none of them reads it.
         """
-        frame, options = self.frame, self.setting.options
-        cut, rest = self.cut, [i for i in range(len(frame.jaxpr.eqns)) if i not in self.apart]
-        cuts = [None] * len(self.leaves) + [
-            _call.microbatch_dim(spec, self.setting.axes) for spec in self.specs
-        ]
-        dims = {v: dim for v, dim in zip(frame.jaxpr.invars, cuts, strict=True) if dim is not None}
-        accumulation = _microbatches.Accumulation(
-            options.accumulate,
-            dims,
-            options.reduce_once,
-            options.accumulate_dtype,
-            options.gather_once,
-        )
+        plan, frame, exchange = self.plan, self.frame, self.plan.exchange
+        values = [self.value(x, var) for x, var in zip(state, frame.jaxpr.invars, strict=False)]
+        env = interp.start(frame, [*values, *map(FullValue, arrays)])
+        if plan.microbatches.phases:
+            arguments = frame.jaxpr.invars[len(state) :]
+            dims = zip(arguments, plan.microbatches.dims, strict=True)
+            accumulation = _microbatches.Accumulation(
+                plan.accumulate,
+                {var: dim for var, dim in dims if dim is not None},
+                exchange.reduce_once,
+                exchange.accumulate_dtype,
+                exchange.gather_once,
+            )
+            _microbatches.run_phases(interp, frame, env, plan.microbatches.phases, accumulation)
+        else:
+            apart = plan.update.apart
+            rest = [i for i in range(len(frame.jaxpr.eqns)) if i not in apart]
+            interp.run_equations(frame, rest, env)
+        interp.reduce_handed_out(frame, env)
+        return env
 
-        def run(interp: Interpreter, state: Sequence[Any], arrays: Sequence[Any]) -> Env:
-            values: list[Value] = [
-                placed(x, leaf) for x, leaf in zip(state, self.leaves, strict=True)
-            ]
-            env = interp.start(frame, [*values, *map(FullValue, arrays)])
-            if cut is not None:
-                _microbatches.run_phases(interp, frame, env, cut.phases, accumulation)
-            else:
-                interp.run_equations(frame, rest, env)
-            interp.reduce_handed_out(frame, env)
-            return env
+    def value(self, x: Any, var: _jaxpr.Var) -> Value:
+        """This device's part of a value as the boundary has it."""
+        return value_of(x, self.plan.boundary.of(var))
 
-        return run
+    def out(
+        self, interp: Interpreter, env: Env, index: int, old: Any, layout: Layout | None = None,
+        masks_padding: bool = True,
+    ) -> Any:  # fmt: skip
+        """Output `index` of the step as it rests, a leaf of the state in the place of `old`.
 
-    def out(self, interp: Interpreter, env: Env, index: int, old: Any) -> Any:
-        """Output `index` of the step in its final layout; a leaf of the state in the place of `old`."""
-        frame, example = self.frame, self.examples[index]
-        atom, layout = frame.jaxpr.outvars[index], self.layouts[index]
+        With a `layout`, in that one. The padding of a shard is zero, or anything if it is not masked.
+        """
+        frame, example = self.frame, self.plan.is_per_example(index)
+        atom = frame.jaxpr.outvars[index]
+        layout = self.plan.layouts[index] if layout is None else layout
         if example and interp.microbatches > 1:
             value: Value = FullValue(env.stacks[_jaxpr.variable(atom)])
         else:
             value = interp.read(frame, env, atom)
-        x = _finish(interp, atom, value, frame, layout, example, old, self.masks_padding)
+        x = _finish(interp, atom, value, frame, layout, example, old, masks_padding)
         return _jaxpr.with_type_of(x, atom)
 
 
-def placed(x: Any, leaf: LeafPlan) -> Value:
-    """This device's part of a leaf at rest."""
-    if isinstance(leaf.layout, Shard):
-        dim = leaf.layout.dim
-        return ShardValue(x, dim, leaf.shape[dim], leaf.layout.axes, leaf.path)
-    return FullValue(x, leaf.path)
+def value_of(x: Any, plan: ValuePlan) -> FullValue | ShardValue:
+    """An array of one device, as what the plan says it is."""
+    if isinstance(plan.layout, Shard):
+        dim = plan.layout.dim
+        return ShardValue(x, dim, plan.shape[dim], plan.layout.axes, plan.path)
+    return FullValue(x, plan.path)
 
 
 def _finish(

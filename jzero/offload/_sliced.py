@@ -15,64 +15,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero._memory_kinds import DEVICE
-from jzero.segments._parts import Parts
+from jzero.offload._slicing import layout_of, num_rows
+from jzero.segments import _conversions
+from jzero.segments._segment import Values, Var
 from jzero.sharding.cut import _elementwise
-from jzero.sharding.cut._pieces import Piece
 from jzero.sharding.plan import _layout
-from jzero.sharding.plan._layout import Layout, Shard
-from jzero.sharding.plan._plan import LeafPlan
+from jzero.sharding.plan._layout import Shard
+from jzero.sharding.plan._plan import Turn
+from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr
-
-Var = _jaxpr.Var
-Values = dict[Var, Any]
-
-
-def obstacle(parts: Parts, piece: Piece) -> str:
-    """Why a piece's leaves cannot be cut into slices; '' if they can."""
-    frame = parts.runner.frame
-    if any(i >= len(parts.leaf_of) for i in piece.outs):
-        return "the step returns something else of their update"
-    found = _elementwise.obstacle(frame, piece)
-    if found:
-        return found
-    if _layout_of(parts, piece) is None:
-        return "they do not all rest alike, or over mesh axes beside the data axes"
-    own = {*piece.reads, *(frame.jaxpr.invars[i] for i in piece.outs)} & set(parts.leaf_of)
-    own = {var for var in own if var.aval.shape}  # All may read a scalar: a loss scale.
-    others = [other for pack in parts.packs for other in pack if other is not piece]
-    if any(own & set(other.reads) for other in others):  # They need the leaf as it was.
-        return "other updates read them, too"
-    return ""
-
-
-def slices_of(parts: Parts, piece: Piece, nbytes: int, most: int) -> tuple[int, int] | None:
-    """How many slices a piece's leaves are cut into, and their bytes; None if they cannot be cut.
-
-    Args:
-      parts: the step.
-      piece: one of its pieces.
-      nbytes: of its leaves, on each device.
-      most: bytes of a slice, unless one row has more.
-    """
-    rows = _num_rows(parts.runner.leaves[piece.leaves[0]])
-    if obstacle(parts, piece):
-        return None
-    num = -(-rows // max(1, most * rows // nbytes))
-    return num, -(-rows // num) * nbytes // rows
-
-
-def _layout_of(parts: Parts, piece: Piece) -> Layout | None:
-    """The layout of a piece's offloaded leaves and gradients, if it is one."""
-    leaves = [parts.runner.leaves[i] for i in piece.leaves]
-    layouts = {leaf.layout for leaf in leaves}
-    layouts |= {parts.layout(v) for v in piece.reads if v.aval.shape and v not in parts.leaf_of}
-    return (
-        layouts.pop() if len(layouts) == 1 and not any(leaf.automatic for leaf in leaves) else None
-    )
-
-
-def _num_rows(leaf: LeafPlan) -> int:
-    return math.prod(leaf.shape_per_device[: max(1, len(leaf.shape) - 1)])
 
 
 def _rows(x: jax.Array) -> jax.Array:
@@ -101,16 +52,22 @@ class SlicedTurn:
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        piece: Piece,
-        num: int,
-        homes: Mapping[Var, NamedSharding],
-        frees: set[Var],
+        self, runner: Runner, turn: Turn, homes: Mapping[Var, NamedSharding], frees: set[Var]
     ):
-        self._parts, self._piece, self._homes, self._frees = parts, piece, homes, frees
-        self._runner, self._frame = parts.runner, parts.runner.frame
-        layout, leaf = _layout_of(parts, piece), self._runner.leaves[piece.leaves[0]]
+        """Makes the programs.
+
+        Args:
+          runner: the step.
+          turn: one piece, in slices.
+          homes: where offloaded leaves rest.
+          frees: what nobody reads after it.
+        """
+        piece = runner.plan.update.pieces[turn.pieces[0]]
+        self._piece, self._homes, self._frees = piece, homes, frees
+        self._runner, self._frame = runner, runner.frame
+        leaves, boundary = runner.plan.leaves, runner.plan.boundary
+        layout = layout_of(runner.frame, leaves, boundary, piece)
+        leaf = leaves[piece.leaves[0]]
         assert layout is not None
         self._layout, self._leaf = layout, leaf
         self._spec = _layout.partition_spec(layout)
@@ -126,8 +83,8 @@ class SlicedTurn:
         rest = [v for v in piece.reads if v not in homes and v not in self._vars(self._renewed)]
         self._scalars = [var for var in rest if not var.aval.shape]
         self._large = [var for var in rest if var.aval.shape]
-        rows = _num_rows(leaf)
-        size = -(-rows // num)
+        rows = num_rows(leaf)
+        size = -(-rows // turn.parts)
         self._slices = [(start, min(size, rows - start)) for start in range(0, rows, size)]
         self._enter_renewed = self._entering(self._vars(self._renewed))
         self._enter_large = self._entering(self._large)
@@ -181,7 +138,7 @@ class SlicedTurn:
     @functools.cached_property
     def _starts(self) -> list[jax.Array]:
         """The first row of each slice, on the devices: copied there once, for a guard may forbid steps to."""
-        place = NamedSharding(self._runner.setting.mesh, P())
+        place = NamedSharding(self._runner.mesh, P())
         rows = [np.asarray(start, np.int32) for start, _ in self._slices]
         with jax.transfer_guard("allow"):  # JAX counts this as implicit.
             return [jax.make_array_from_callback((), place, x.__getitem__) for x in rows]
@@ -189,15 +146,15 @@ class SlicedTurn:
     # -- programs ------------------------------------------------------------------------------------
 
     def _entering(self, variables: Sequence[Var]) -> Callable[..., Any]:
-        enter = self._parts.entering(variables)
+        enter = _conversions.entering(self._runner, variables)
         return list if enter is None else jax.jit(enter)
 
     def _leaving(self) -> Callable[..., Any]:
-        leave = self._parts.leaving(self._renewed)
+        leave = _conversions.leaving(self._runner, self._renewed)
         return (lambda olds, shards: shards) if leave is None else jax.jit(leave, donate_argnums=0)
 
     def _place(self, tier: str) -> NamedSharding:
-        return NamedSharding(self._runner.setting.mesh, self._slice_spec, memory_kind=tier)
+        return NamedSharding(self._runner.mesh, self._slice_spec, memory_kind=tier)
 
     def _fetching(self) -> Callable[..., Any]:
         nums, place = (len(self._own), len(self._others)), self._place(DEVICE)

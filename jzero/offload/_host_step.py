@@ -1,11 +1,10 @@
-"""`HostedStep`: a step whose optimizer state rests on the hosts and is updated by their processors."""
+"""`HostStep`: a step whose optimizer state rests on the hosts and is updated by their processors."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,20 +14,20 @@ from jax.sharding import NamedSharding
 from jzero._errors import StateError, message
 from jzero._memory_kinds import HOST, PINNED
 from jzero.offload._host_engine import HostEngine
-from jzero.offload._host_part import HostPart, shard_of
-from jzero.offload._policy import HostCPU
+from jzero.offload._host_turn import HostTurn, shard_of
 from jzero.offload.kernels._roads import roads_text
 from jzero.offload.memory._host_array import HostArray
-from jzero.reports._tables import Crossing
-from jzero.segments._parts import Parts
+from jzero.segments import _conversions
+from jzero.segments._builder import Builder
+from jzero.segments._segment import Var
+from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.analysis._rules import size_in_bytes
-from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.analysis._traffic import Crossing
+from jzero.sharding.plan._offload import Shared
 from jzero.sharding.run._run import Runner
-from jzero.tracing import _call, _jaxpr
+from jzero.tracing import _call
 
-Var = _jaxpr.Var
 WHO = _call.WHO
-Engines = weakref.WeakValueDictionary[Any, HostEngine]
 # An engine is one call's at a time, and the processors are everybody's. Reentrant: a signal's handler that
 # calls in the middle of an update is refused (`HostUpdate.prepare`), and does not wait for ever.
 _UPDATING = threading.RLock()
@@ -43,11 +42,11 @@ class Pending:
       reads: values of the grad part, on their way to pinned memory until the devices have computed them.
     """
 
-    step: HostedStep
+    step: HostStep
     reads: dict[Var, jax.Array]
 
 
-class HostedStep:
+class HostStep:
     """A step in two parts: gradients on the devices, their update on the host.
 
         gradients = grad part(parameters, batch)        # each travels to the host when it is reduced
@@ -63,35 +62,34 @@ class HostedStep:
       leaves: where the state rests.
       shardings: the same, for JAX.
       grad: the grad part.
-      part: what the host does.
       turns: of the update part, each on the devices: what the host does, then what rests on them.
+      host: what the host does.
     """
 
     def __init__(
-        self, runner: Runner, update: UpdatePart, policy: HostCPU,
-        shardings: Sequence[NamedSharding], engines: Engines,
+        self, runner: Runner, shardings: Sequence[NamedSharding], threads: int | None,
+        delays: Callable[[int], bool] | None, shared: Shared,
     ):  # fmt: skip
         """Builds the programs.
 
         Args:
           runner: the step.
-          update: its update part.
-          policy: how it runs.
           shardings: where the state rests, for JAX.
-          engines: those in use by steps on batches of other shapes; they share what is the same.
+          threads: how many update; None for all processors.
+          delays: whether an update is delayed that has so many steps before it; None if none ever is.
+          shared: engines in use by steps on batches of other shapes; they share what is the same.
         """
-        self.leaves, self.shardings = runner.leaves, shardings
-        self._jaxpr, self._policy = runner.frame.jaxpr, policy
+        self.leaves, self.shardings = runner.plan.leaves, shardings
+        self._runner, self._threads, self._delays = runner, threads, delays
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == HOST]
-        hosted = set(map(id, update.hosted))
-        resting = [piece for piece in update.pieces if id(piece) not in hosted]
-        self.part = HostPart(runner, update, update.hosted, shardings)
-        packs = list(filter(None, [update.hosted, resting]))
-        self._parts = Parts(runner, update, packs, shardings)
-        self.grad, self.turns = self._parts.grad_part(), self._parts.turns()
-        reads = dict(zip(self.part.reads, self.part.read_avals(), strict=True))
+        builder = Builder(runner, shardings)
+        self._segments = SegmentedStep(builder)
+        self.grad, self.turns = self._segments.grad, self._segments.turns
+        self.run, self.trace = self._segments.run, self._segments.trace
+        self.host = HostTurn(builder, runner.plan.turns[0])
+        reads = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
         # What the host renews it reads as it is then; all else, a loss scale, as it was for the gradients.
-        leaf_of, renewed = self._parts.leaf_of, set(self.part.outs)
+        leaf_of, renewed = self._segments.leaf_of, set(self.host.outs)
         self._entered = [var for var in reads if leaf_of.get(var) in renewed]
         self._sent = [var for var in reads if leaf_of.get(var) not in renewed]
         self._stays = [v for turn in self.turns[1:] for v in turn.takes if v in self.grad.gives]
@@ -101,14 +99,14 @@ class HostedStep:
         self._renewed = [i for i in self.grad.outs if i < len(self.leaves)]
         self._renewed_here = {*self._renewed, *(i for turn in self.turns[1:] for i in turn.outs)}
         self._engine: HostEngine | None = None
-        self._engines = engines
+        self._engines = shared
         self._leaving: dict[tuple[int, ...], Callable[..., Any]] = {}
 
     def _grad_part(self, consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
         given, outs = self.grad.run(consumed, read)
         values = dict(zip(self.grad.takes, [*consumed, *read], strict=True))
         values |= zip(self.grad.gives, given, strict=True)
-        leaves = [v for v in self._sent if v in self._parts.leaf_of]
+        leaves = [v for v in self._sent if v in self._segments.leaf_of]
         values |= zip(leaves, self._as_shards(leaves, [values[v] for v in leaves]), strict=True)
         return [values[v] for v in self._sent], ([values[v] for v in self._stays], outs)
 
@@ -116,25 +114,25 @@ class HostedStep:
         return self._as_shards(self._entered, leaves), None
 
     def _as_shards(self, variables: Sequence[Var], leaves: list[Any]) -> list[Any]:
-        enter = self._parts.entering(variables)
+        enter = _conversions.entering(self._runner, variables)
         return leaves if enter is None else enter(leaves)
 
     def _compile_leaving(self, state: Sequence[Any], chunks: Sequence[Sequence[int]]) -> None:
         """The programs that bring what chunks make into the form in which it rests, if it has another."""
-        sent = dict(zip(self.part.outs, self.part.out_avals(), strict=True))
+        sent = dict(zip(self.host.outs, self.host.out_avals(), strict=True))
         for chunk in chunks:
             outs = tuple(i for i in chunk if i < len(state))
-            if (leave := self._parts.leaving(outs)) is not None:
+            if (leave := _conversions.leaving(self._runner, outs)) is not None:
                 arguments = [state[i] for i in outs], [sent[i] for i in outs]
                 self._leaving[outs] = jax.jit(leave, donate_argnums=0).lower(*arguments).compile()
 
     def crossings(self) -> tuple[Crossing, ...]:
         """What a step copies from each device to its host and back."""
-        part, num = self.part, len(self.leaves)
-        roles = [self.leaves[i].role if i < num else "output" for i in part.outs]
-        leaf_of = self._parts.leaf_of
-        whats = [self.leaves[leaf_of[v]].role if v in leaf_of else "gradient" for v in part.reads]
-        down, up = part.read_avals(), part.out_avals()
+        host, num = self.host, len(self.leaves)
+        roles = [self.leaves[i].role if i < num else "output" for i in host.outs]
+        leaf_of = self._segments.leaf_of
+        whats = [self.leaves[leaf_of[v]].role if v in leaf_of else "gradient" for v in host.reads]
+        down, up = host.read_avals(), host.out_avals()
         return tuple(
             Crossing(
                 direction, what, str(shard.dtype), math.prod(shard.shape), size_in_bytes(shard)
@@ -145,31 +143,22 @@ class HostedStep:
 
     def roads(self) -> str:
         """How the host updates each leaf, and sends what it makes."""
-        return roads_text(self.part.roads())
-
-    def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The step on whole arrays as one function, to be read; all of it on the devices."""
-        return self._parts.run((self.grad, *self.turns), state, arrays)
-
-    def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """Its trace as one program: what processes compare before they run it."""
-        return self._parts.trace((self.grad, *self.turns), state, arrays)
+        return roads_text(self.host.roads())
 
     def __call__(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
     ) -> tuple[list[Any], list[jax.Array]]:
         """Runs one step; the state is consumed, unless it fails before the host overwrites any."""
         pending, num_steps = self._history(state)
-        delays = self._policy.delays(num_steps)
+        delays = self._delays is not None and self._delays(num_steps)
         # Another step's gradients may be of leaves that the devices renew in this one.
-        if pending and not (delays and self._renewed_here.isdisjoint(pending.step.part.outs)):
+        if pending and not (delays and self._renewed_here.isdisjoint(pending.step.host.outs)):
             state, pending = pending.step.flush(state), None
         read: dict[Var, jax.Array] = {}
         if pending is not None or not delays:  # first in line: the host may already wait for it
             read = (pending.step if pending else self).read_leaves(state)
-        values = dict(zip(self._jaxpr.invars, [*state, *arrays], strict=True))
-        takes = [[values[var] for var in group] for group in (self.grad.consumes, self.grad.reads)]
-        sent, (stays, outs) = self._grad(*takes)
+        values = self._segments.values(state, arrays)
+        sent, (stays, outs) = self._grad(*self.grad.taken(values))
         made = dict(zip(self.grad.outs, outs, strict=True))
         now = Pending(self, dict(zip(self._sent, sent, strict=True)))
         job = pending if delays else now
@@ -187,8 +176,7 @@ class HostedStep:
                 made |= chunk
         for i in self._renewed:
             state[i].delete()
-        new = [hosted.get(i, made.get(i, x)) for i, x in enumerate(state)]
-        return new, [made[i] for i in range(len(state), len(self._jaxpr.outvars))]
+        return self._segments.in_order(made | hosted, state)
 
     def flush(self, state: Sequence[Any]) -> list[Any]:
         """The state with what is pending, of this step, applied; it is consumed."""
@@ -220,13 +208,13 @@ class HostedStep:
         """Parameters that the update reads, on their way to the host."""
         if not self._entered:
             return {}
-        down, _ = self._enter([state[self._parts.leaf_of[var]] for var in self._entered])
+        down, _ = self._enter([state[self._segments.leaf_of[var]] for var in self._entered])
         return dict(zip(self._entered, down, strict=True))
 
     def wait(self, state: Sequence[Any], reads: dict[Var, jax.Array]) -> None:
         """Waits for what the devices make; others may have their turn meanwhile."""
         # Nobody can wait for them when they are deleted; a copy to them may read memory that is written next.
-        olds = [state[i] for i in self.part.outs if i < len(state)]
+        olds = [state[i] for i in self.host.outs if i < len(state)]
         # Of all devices, those that are replicas too: parameters are freed after this.
         with jax.profiler.TraceAnnotation("jzero: wait for gradients"):
             jax.block_until_ready([*reads.values(), *olds])
@@ -237,8 +225,8 @@ class HostedStep:
             engine = self._new_engine(state[self._hosted[0]].devices)
             self._compile_leaving(state, engine.chunks)
             self._engine = engine
-        leaves = [state[i] for i in self.part.leaves]
-        self._engine.prepare(leaves, [reads[var] for var in self.part.reads])
+        leaves = [state[i] for i in self.host.leaves]
+        self._engine.prepare(leaves, [reads[var] for var in self.host.reads])
 
     def updating(self, state: Sequence[Any]) -> Iterator[dict[int, jax.Array]]:
         """Runs what is prepared; each chunk of what it makes, on its way to the devices."""
@@ -250,14 +238,14 @@ class HostedStep:
             yield at_rest
 
     def _new_engine(self, devices: Sequence[jax.Device]) -> HostEngine:
-        leaves, policy = [self.leaves[i] for i in self.part.leaves], self._policy
+        leaves = [self.leaves[i] for i in self.host.leaves]
         # A delayed update writes while the step before may still send.
-        num_sets = 2 if policy.delayed_update else 1
-        identity = self.part.identity()
-        key = (identity, tuple(leaves), tuple(devices), policy.threads, num_sets)
+        num_sets = 1 if self._delays is None else 2
+        identity = self.host.identity()
+        key = (identity, tuple(leaves), tuple(devices), self._threads, num_sets)
         engine = self._engines.get(key) if identity else None
         if engine is None:
-            engine = HostEngine(self.part, leaves, devices, policy.threads, num_sets)
+            engine = HostEngine(self.host, leaves, devices, self._threads, num_sets)
             if identity:
                 self._engines[key] = engine
         return engine

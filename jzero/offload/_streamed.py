@@ -1,4 +1,4 @@
-"""`OffloadedStep`: a step whose optimizer state rests in the hosts' memory, as a loop of programs."""
+"""`StreamedStep`: a step whose optimizer state rests on the hosts and visits the devices in turns."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE
 from jzero.offload._pinned import Visit, stream
-from jzero.offload._slices import SlicedTurn
-from jzero.reports._tables import Crossing
-from jzero.segments._parts import Compiled, Part, Parts
-from jzero.sharding.analysis._traffic import Collective
-from jzero.sharding.plan._plan import Turn
+from jzero.offload._sliced import SlicedTurn
+from jzero.segments._builder import Builder
+from jzero.segments._segment import Compiled, Segment, Values
+from jzero.segments._segmented import SegmentedStep
+from jzero.sharding.analysis._traffic import Collective, Crossing
+from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr
 
 Var = _jaxpr.Var
-Values = dict[Var, Any]
 
 
 class _Homes(NamedTuple):
@@ -35,8 +35,8 @@ class _Homes(NamedTuple):
     last: dict[Var, int]
 
 
-class OffloadedStep:
-    """A step as several programs.
+class StreamedStep:
+    """A step as several programs: the grad part, and a turn of the update after the other.
 
     Attributes:
       grad: the grad part.
@@ -44,71 +44,59 @@ class OffloadedStep:
       compiled: those of whole turns, after a step.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        turns: Sequence[Turn],
-        device_bytes: int,
-        shardings: Sequence[NamedSharding],
-    ):
-        self._parts, runner = parts, parts.runner
-        self._jaxpr, self._leaves = runner.frame.jaxpr, runner.leaves
-        self._plans, self._device_bytes = turns, device_bytes
-        self.grad, self.turns = parts.grad_part(), parts.turns()
+    def __init__(self, runner: Runner, shardings: Sequence[NamedSharding]):
+        self._plan, self._invars = runner.plan, runner.frame.jaxpr.invars
+        self._segments = SegmentedStep(Builder(runner, shardings))
+        self.grad, self.turns = self._segments.grad, self._segments.turns
+        self.run, self.trace = self._segments.run, self._segments.trace
         # Over automatic axes, equal programs may have to leave their leaves in different places.
-        self.compiled = Compiled(share=not runner.setting.automatic)
-        pairs = zip(self._jaxpr.invars, shardings, self._leaves, strict=False)
+        self.compiled = Compiled(share=not self._plan.automatic)
+        leaves = self._plan.leaves
+        pairs = zip(self._invars, shardings, leaves, strict=False)
         homes = {var: home for var, home, leaf in pairs if leaf.tier != DEVICE}
-        new = self._jaxpr.outvars[: len(self._leaves)]
-        kept = {var for var, atom in zip(self._jaxpr.invars, new, strict=False) if atom is var}
+        new = runner.frame.jaxpr.outvars[: len(leaves)]
+        kept = {var for var, atom in zip(self._invars, new, strict=False) if atom is var}
         last = {var: i for i, turn in enumerate(self.turns) for var in turn.takes}
         self._homes = _Homes(homes, kept, last)
         self._sliced = {
-            i: SlicedTurn(
-                parts, parts.packs[i][0], plan.parts, homes, {v for v in last if last[v] == i}
-            )
-            for i, plan in enumerate(turns)
-            if plan.parts > 1
+            i: SlicedTurn(runner, turn, homes, {v for v in last if last[v] == i})
+            for i, turn in enumerate(self._plan.turns)
+            if turn.parts > 1
         }
 
     def collectives(self, index: int) -> tuple[Collective, ...]:
         """What the program of a turn moves between the devices."""
-        return self._parts.collectives(self.turns[index])
+        return self.turns[index].collectives()
+
+    def roads(self) -> str:
+        """The host updates nothing."""
+        return ""
 
     def crossings(self) -> tuple[Crossing, ...]:
         """What a step copies to each device and back."""
-        found, invars = [], self._jaxpr.invars
+        found, leaves, homes = [], self._plan.leaves, self._homes.of
         for turn in self.turns:
-            taken = [self._parts.leaf_of[var] for var in turn.takes if var in self._homes.of]
-            given = [i for i in turn.outs if i < len(self._leaves) and invars[i] in self._homes.of]
-            for direction, places in (("to device", taken), ("to host", given)):
-                leaves = [self._leaves[i] for i in places]
+            taken = [self._segments.leaf_of[var] for var in turn.takes if var in homes]
+            given = [i for i in turn.outs if i < len(leaves) and self._invars[i] in homes]
+            for direction, indices in (("to device", taken), ("to host", given)):
                 found += [
                     Crossing(direction, leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes)
-                    for leaf in leaves
+                    for leaf in (leaves[i] for i in indices)
                     for nbytes in [leaf.nbytes_per_device]
                 ]
         return tuple(found)
-
-    def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The step on whole arrays as one function, to be read; nothing is copied to or from the host."""
-        return self._parts.run((self.grad, *self.turns), state, arrays)
-
-    def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """Its trace as one program: what processes compare before they run it."""
-        return self._parts.trace((self.grad, *self.turns), state, arrays)
 
     def __call__(
         self, state: Sequence[jax.Array], arrays: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Runs one step; the state is consumed."""
-        values = dict(zip(self._jaxpr.invars, [*state, *arrays], strict=True))
+        values = self._segments.values(state, arrays)
         outs = self.grad(values, self.grad.jitted)
-        stream(self._visits(values, outs), self._device_bytes)
-        return self._parts.in_order(outs, state)
+        stream(self._visits(values, outs), self._plan.device_bytes)
+        return self._segments.in_order(outs, state)
 
     def _visits(self, values: Values, outs: dict[int, Any]) -> Iterator[Visit]:
-        for index, (turn, plan) in enumerate(zip(self.turns, self._plans, strict=True)):
+        for index, (turn, plan) in enumerate(zip(self.turns, self._plan.turns, strict=True)):
             if index in self._sliced:
                 for visit in self._sliced[index].visits(values, outs):
                     yield Visit(plan.nbytes_at_once, *visit)
@@ -116,11 +104,11 @@ class OffloadedStep:
                 yield Visit(plan.nbytes_at_once, *self._visit(index, turn, values, outs))
 
     def _visit(
-        self, index: int, turn: Part, values: Values, outs: dict[int, Any]
+        self, index: int, turn: Segment, values: Values, outs: dict[int, Any]
     ) -> tuple[Callable[[], Any], Callable[[Any], list[jax.Array]]]:
-        homes, invars = self._homes, self._jaxpr.invars
+        homes, invars, num = self._homes, self._invars, len(self._plan.leaves)
         hosted = [var for var in turn.takes if var in homes.of]
-        renewed = [invars[i] for i in turn.outs if i < len(self._leaves)]
+        renewed = [invars[i] for i in turn.outs if i < num]
         overwritten = [var for var in renewed if var in homes.of and var not in homes.last]
 
         def fetch() -> list[jax.Array]:
@@ -142,7 +130,7 @@ class OffloadedStep:
             for var in turn.takes:
                 if homes.last[var] == index:
                     del values[var]  # A gradient's memory is free when its turn is over.
-            back = [i for i in made if i < len(self._leaves) and invars[i] in homes.of]
+            back = [i for i in made if i < num and invars[i] in homes.of]
             copies = jax.device_put([made[i] for i in back], [homes.of[invars[i]] for i in back])
             outs.update(made)
             outs.update(zip(back, copies, strict=True))

@@ -1,4 +1,4 @@
-"""`HostPart`: what the host's processors do of a step, as a function of one device's shards."""
+"""`HostTurn`: a turn of the update that the hosts' processors run, as a function of one device's shards."""
 
 from __future__ import annotations
 
@@ -13,57 +13,47 @@ from jax.sharding import NamedSharding
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import HOST
 from jzero.offload.kernels._roads import Analysis, Road, traced_flat
-from jzero.segments._parts import Parts
+from jzero.segments._builder import Builder
 from jzero.sharding.analysis import _traffic
 from jzero.sharding.cut import _elementwise, _pieces
-from jzero.sharding.cut._pieces import Piece, UpdatePart
+from jzero.sharding.cut._pieces import Piece
 from jzero.sharding.plan import _layout
-from jzero.sharding.plan._layout import Layout, Shard
-from jzero.sharding.plan._plan import LeafPlan
-from jzero.sharding.run._run import Runner
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._plan import Turn
 from jzero.tracing import _call, _jaxpr, _rewrite
 
 Var = _jaxpr.Var
 WHO = _call.WHO
 
 
-class HostPart:
+class HostTurn:
     """The pieces of an update that run on the host, as one function of one device's shards.
 
     Attributes:
+      segment: the pieces as a program of devices, on leaves as they cross: in shards, like gradients.
       leaves: the offloaded leaves that it reads or renews, by index.
       reads: what else it reads: values of the grad part, and leaves on the devices.
       axes: mesh axes of which it is told the device's index, as int32, after these.
       outs: outputs of the step that it makes beside these leaves, by index.
-      parts: makes programs for a state of which all leaves rest as they cross: in shards, like gradients.
     """
 
-    def __init__(
-        self, runner: Runner, update: UpdatePart, pieces: Sequence[Piece],
-        shardings: Sequence[NamedSharding],
-    ):  # fmt: skip
-        self._update, self._pieces, self._shardings = update, pieces, shardings
-        as_planned = Parts(runner, update, [pieces], shardings)
-        invars = runner.frame.jaxpr.invars
-        leaves = [
-            leaf
-            if leaf.tier == HOST
-            else _as_crossed(leaf, as_planned.crossed_layout(var), runner.links.num_shards)
-            for leaf, var in zip(runner.leaves, invars, strict=False)
-        ]
-        self._runner = dataclasses.replace(runner, leaves=tuple(leaves), masks_padding=False)
-        self.parts = Parts(self._runner, update, [pieces], shardings)
-        (self._turn,) = self.parts.turns()
-        self._body = _rewrite.body_of_shard_map(self._turn.run, *self.parts.avals(self._turn))
-        self._check()
-        takes = self._turn.takes
-        hosted = {invars[i]: i for i, leaf in enumerate(leaves) if leaf.tier == HOST}
+    def __init__(self, builder: Builder, turn: Turn):
+        builder = dataclasses.replace(builder, crosses=True)
+        self._plan, self._invars = builder.runner.plan, builder.runner.frame.jaxpr.invars
+        self._outvars, self.mesh = builder.runner.frame.jaxpr.outvars, builder.runner.mesh
+        pieces = [self._plan.update.pieces[i] for i in turn.pieces]
+        self.segment = builder.turn(pieces, 0, {})
+        self._body = _rewrite.body_of_shard_map(self.segment.run, *self.segment.avals())
+        if _moves(self._body.jaxpr):
+            _refuse(builder, pieces)
+        takes, outs, leaves = self.segment.takes, self.segment.outs, self._plan.leaves
+        hosted = {self._invars[i]: i for i, leaf in enumerate(leaves) if leaf.tier == HOST}
         mine = {hosted[var] for var in takes if var in hosted}
-        self.leaves = sorted({*mine, *(i for i in self._turn.outs if i in hosted.values())})
+        self.leaves = sorted({*mine, *(i for i in outs if i in hosted.values())})
         used = [takes[i] for i in sorted(self._body.used)]
         self.reads = [var for var in used if var not in hosted]
         self.axes = self._body.axes
-        self.outs = [i for i in self._turn.outs if i not in self.leaves]
+        self.outs = [i for i in outs if i not in self.leaves]
 
     def update(
         self, state: Sequence[jax.Array], inputs: Sequence[jax.Array]
@@ -71,36 +61,38 @@ class HostPart:
         """`(leaves, reads and indices) -> (new leaves, outs)`, all of one device's shards."""
         known = dict(zip(self._known(), [*state, *inputs], strict=False))
         results = self._body.run(
-            [known.get(v) for v in self._turn.takes], inputs[len(self.reads) :]
+            [known.get(v) for v in self.segment.takes], inputs[len(self.reads) :]
         )
-        made = dict(zip(self._turn.outs, results[len(self._turn.gives) :], strict=True))
+        made = dict(zip(self.segment.outs, results[len(self.segment.gives) :], strict=True))
         new = [made.get(i, old) for i, old in zip(self.leaves, state, strict=True)]
         return new, [made[i] for i in self.outs]
 
     def state_avals(self) -> list[jax.ShapeDtypeStruct]:
         """One device's shard of each of its leaves."""
-        leaves = [self._runner.leaves[i] for i in self.leaves]
+        leaves = [self._plan.leaves[i] for i in self.leaves]
         return [
             jax.ShapeDtypeStruct(leaf.shape_per_device, jnp.dtype(leaf.dtype)) for leaf in leaves
         ]
 
     def read_avals(self) -> list[jax.ShapeDtypeStruct]:
         """What it reads, whole, with the sharding in which it crosses."""
-        return [self.parts.aval(var) for var in self.reads]
+        return [self.segment.types[var].aval(self.mesh) for var in self.reads]
 
     def out_avals(self) -> list[jax.ShapeDtypeStruct]:
         """What it makes, whole and padded, with the sharding in which it crosses."""
-        runner, found = self._runner, []
+        plan, found = self._plan, []
         for i in self.outs:
-            aval = runner.frame.jaxpr.outvars[i].aval
-            shape = runner.leaves[i].padded_shape if i < len(runner.leaves) else aval.shape
-            place = NamedSharding(self.mesh, _layout.partition_spec(runner.layouts[i]))
-            found.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=place))
+            if i < len(plan.leaves):
+                found.append(plan.boundary.crossed(self._invars[i]).aval(self.mesh))
+            else:
+                aval, place = self._outvars[i].aval, _layout.partition_spec(plan.layouts[i])
+                sharding = NamedSharding(self.mesh, place)
+                found.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding))
         return found
 
     def out_shapes(self) -> list[tuple[int, ...]]:
         """The true shapes of what it makes."""
-        return [self._runner.frame.jaxpr.outvars[i].aval.shape for i in self.outs]
+        return [self._outvars[i].aval.shape for i in self.outs]
 
     def at_rest(self, leaf: LeafPlan) -> NamedSharding:
         """How one of its leaves is sharded."""
@@ -108,7 +100,7 @@ class HostPart:
 
     def names(self) -> list[str]:
         """Of its leaves, then of what it makes."""
-        leaves = self._runner.leaves
+        leaves = self._plan.leaves
         made = [
             leaves[i].path if i < len(leaves) else f"output {i - len(leaves)}" for i in self.outs
         ]
@@ -134,59 +126,43 @@ class HostPart:
         crossing = [(x.shape, x.dtype, x.sharding) for x in (*self.read_avals(), *self.out_avals())]
         # The text does not say which argument is which leaf.
         place = {var: i for i, var in enumerate(self._known())}
-        takes = [place.get(var) for var in self._turn.takes]
+        takes = [place.get(var) for var in self.segment.takes]
         return (text, *takes, *self.axes, *self.leaves, *self.outs, *self.names(), *crossing)
 
     def _known(self) -> list[Var]:
         """What `update` is given, but for indices."""
-        invars = self._runner.frame.jaxpr.invars
-        return [*(invars[i] for i in self.leaves), *self.reads]
+        return [*(self._invars[i] for i in self.leaves), *self.reads]
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """The mesh axes over which shards differ."""
-        return self._runner.setting.sharding.shard_axes
+        return self._plan.sharding.shard_axes
 
-    @property
-    def mesh(self) -> Any:
-        """The step's mesh."""
-        return self._runner.setting.mesh
 
-    def _check(self) -> None:
-        """Nothing here may need another device."""
-        if not _moves(self._body.jaxpr):
-            return
-        bad = []
-        for piece in self._pieces:
-            parts = Parts(self._runner, self._update, [[piece]], self._shardings)
-            (turn,) = parts.turns()
-            body = _rewrite.body_of_shard_map(turn.run, *parts.avals(turn))
-            if ops := _moves(body.jaxpr):
-                paths = [self._runner.leaves[i].path for i in _pieces.leaves_of([piece])]
-                more = ", ..." if len(paths) > 3 else ""
-                where = _elementwise.obstacle(self._runner.frame, piece)
-                bad.append(
-                    f"{', '.join(paths[:3])}{more}: {', '.join(ops)} between the devices"
-                    f"{where and f' ({where})'}"
-                )
-        raise OptionError(message(
-            WHO, bad, "What the host updates must follow from one device's shards: its processors take part "
-            "in no collective.", "Drop what asks for it (a norm of the updates, as a metric), or use "
-            "jzero.PinnedHost(), which updates on the devices.",
-            things="groups of leaves", shown=6))  # fmt: skip
+def _refuse(builder: Builder, pieces: Sequence[Piece]) -> None:
+    """Nothing here may need another device."""
+    leaves, bad = builder.runner.plan.leaves, []
+    for piece in pieces:
+        segment = builder.turn([piece], 0, {})
+        body = _rewrite.body_of_shard_map(segment.run, *segment.avals())
+        if ops := _moves(body.jaxpr):
+            paths = [leaves[i].path for i in _pieces.leaves_of([piece])]
+            more = ", ..." if len(paths) > 3 else ""
+            where = _elementwise.obstacle(builder.runner.frame, piece)
+            bad.append(
+                f"{', '.join(paths[:3])}{more}: {', '.join(ops)} between the devices"
+                f"{where and f' ({where})'}"
+            )
+    raise OptionError(message(
+        WHO, bad, "What the host updates must follow from one device's shards: its processors take part "
+        "in no collective.", "Drop what asks for it (a norm of the updates, as a metric), or use "
+        "jzero.PinnedHost(), which updates on the devices.",
+        things="groups of leaves", shown=6))  # fmt: skip
 
 
 def shard_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """One device's part of a value."""
     return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
-
-
-def _as_crossed(leaf: LeafPlan, layout: Layout, num_shards: int) -> LeafPlan:
-    if not isinstance(layout, Shard):
-        return dataclasses.replace(leaf, layout=layout, num_shards=1, padding=0)
-    size = leaf.shape[layout.dim]
-    padding = _layout.padded_size(size, num_shards) - size
-    return dataclasses.replace(leaf, layout=layout, num_shards=num_shards, padding=padding)
 
 
 def _moves(jaxpr: Any) -> list[str]:

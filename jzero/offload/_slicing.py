@@ -1,0 +1,119 @@
+"""The turns of `PinnedHost`: how many leaves visit the devices together, and in how many slices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jzero._errors import OptionError, message
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.cut import _elementwise, _pieces
+from jzero.sharding.cut._pieces import Piece, UpdatePart
+from jzero.sharding.plan._boundary import Boundary
+from jzero.sharding.plan._layout import Layout
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._plan import Turn
+from jzero.tracing import _call
+
+WHO = _call.WHO
+# While one is copied to the devices, one is updated and one is copied back.
+TURNS_AT_ONCE = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Slicer:
+    """Plans turns for leaves that visit the devices.
+
+    Attributes:
+      leaves: of the state.
+      frame: the root frame of the step.
+      update: its update part.
+      boundary: how values lie between its programs.
+      device_bytes: the most bytes of offloaded leaves on each device at any time.
+    """
+
+    leaves: tuple[LeafPlan, ...]
+    frame: Frame
+    update: UpdatePart
+    boundary: Boundary
+    device_bytes: int
+
+    def turns(self) -> tuple[Turn, ...]:
+        """As many pieces in each as there is room for.
+
+        Raises:
+          OptionError: leaves that visit together are larger than `device_bytes`.
+        """
+        sizes = [leaf.nbytes_per_device for leaf in self.leaves]
+        pieces = self.update.pieces
+        packs = _pieces.pack(pieces, sizes, self.device_bytes // TURNS_AT_ONCE)
+        number = {id(piece): i for i, piece in enumerate(pieces)}
+        turns = []
+        for pack in packs:
+            nbytes = _pieces.nbytes_of(pack, sizes)
+            paths = tuple(self.leaves[i].path for i in _pieces.leaves_of(pack))
+            parts, at_once = self._slices(pack, nbytes)
+            turns.append(Turn(tuple(number[id(p)] for p in pack), paths, nbytes, parts, at_once))
+        self._check_room(packs, turns)
+        return tuple(turns)
+
+    def _slices(self, pack: Sequence[Piece], nbytes: int) -> tuple[int, int]:
+        """How many slices a pack's leaves are cut into, and their bytes.
+
+        Only if they are so large that two turns would not be on the devices together; one row may have more.
+        """
+        most = self.device_bytes // TURNS_AT_ONCE
+        if nbytes <= most or len(pack) > 1 or self._obstacle(pack[0]):
+            return 1, nbytes
+        rows = num_rows(self.leaves[pack[0].leaves[0]])
+        num = -(-rows // max(1, most * rows // nbytes))
+        return num, -(-rows // num) * nbytes // rows
+
+    def _obstacle(self, piece: Piece) -> str:
+        """Why a piece's leaves cannot be cut into slices; '' if they can."""
+        if any(i >= len(self.leaves) for i in piece.outs):
+            return "the step returns something else of their update"
+        found = _elementwise.obstacle(self.frame, piece)
+        if found:
+            return found
+        if layout_of(self.frame, self.leaves, self.boundary, piece) is None:
+            return "they do not all rest alike, or over mesh axes beside the data axes"
+        invars = self.frame.jaxpr.invars
+        own = {*piece.reads, *(invars[i] for i in piece.outs)} & set(invars[: len(self.leaves)])
+        own = {var for var in own if var.aval.shape}  # All may read a scalar: a loss scale.
+        others = [other for other in self.update.pieces if other is not piece]
+        if any(own & set(other.reads) for other in others):  # They need the leaf as it was.
+            return "other updates read them, too"
+        return ""
+
+    def _check_room(self, packs: Sequence[Sequence[Piece]], turns: Sequence[Turn]) -> None:
+        bad = [
+            f"{', '.join(turn.leaves[:3])}{', ...' if len(turn.leaves) > 3 else ''}: "
+            f"{turn.nbytes_at_once} bytes on each device at once "
+            f"({self._obstacle(pack[0]) or 'one row of them'})"
+            for turn, pack in zip(turns, packs, strict=True)
+            if turn.nbytes_at_once > self.device_bytes
+        ]
+        if bad:
+            raise OptionError(message(
+                WHO, bad, f"Leaves whose updates depend on each other visit the devices together, and "
+                f"device_bytes={self.device_bytes} is the most that may be there.",
+                f"Use PinnedHost(device_bytes={max(turn.nbytes_at_once for turn in turns)}) or more.",
+                things="groups of leaves", shown=6))  # fmt: skip
+
+
+def layout_of(
+    frame: Frame, leaves: Sequence[LeafPlan], boundary: Boundary, piece: Piece
+) -> Layout | None:
+    """The layout of a piece's offloaded leaves and gradients, if it is one."""
+    own = [leaves[i] for i in piece.leaves]
+    state = set(frame.jaxpr.invars[: len(leaves)])
+    gradients = [v for v in piece.reads if v.aval.shape and v not in state]
+    layouts = {leaf.layout for leaf in own} | {boundary.of(v).layout for v in gradients}
+    return layouts.pop() if len(layouts) == 1 and not any(x.automatic for x in own) else None
+
+
+def num_rows(leaf: LeafPlan) -> int:
+    """Of each device's part, with all dims but the last as one."""
+    return math.prod(leaf.shape_per_device[: max(1, len(leaf.shape) - 1)])

@@ -1,0 +1,161 @@
+"""Makes the segments of a planned step: its grad part, and the turns of its update part."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jzero._memory_kinds import DEVICE
+from jzero.segments._segment import Segment, Values
+from jzero.sharding.cut._pieces import Piece
+from jzero.sharding.plan import _layout
+from jzero.sharding.plan._boundary import ValuePlan
+from jzero.sharding.run._interpret import Env, Interpreter
+from jzero.sharding.run._run import Runner, value_of
+from jzero.sharding.run._values import FullValue
+from jzero.tracing import _jaxpr
+
+Var = _jaxpr.Var
+
+
+@dataclasses.dataclass(frozen=True)
+class Builder:
+    """Makes segments.
+
+    Attributes:
+      runner: what runs the step's equations.
+      shardings: where the leaves of the state rest, for JAX.
+      crosses: leaves that rest on the devices are taken and made as they cross, in shards like gradients.
+        What pads these is anything.
+    """
+
+    runner: Runner
+    shardings: Sequence[NamedSharding]
+    crosses: bool = False
+
+    def grad_part(self) -> Segment:
+        """What is left of the step without its update part; a leaf that it hands through is no output."""
+        plan, jaxpr = self.runner.plan, self.runner.frame.jaxpr
+        invars, outvars, leaves = jaxpr.invars, jaxpr.outvars, plan.leaves
+        outs = [i for i in range(len(outvars)) if i not in plan.update.outs]
+        outs = [i for i in outs if i >= len(leaves)
+                or (leaves[i].tier == DEVICE and outvars[i] is not invars[i])]  # fmt: skip
+        here = [v for i, v in enumerate(invars) if i >= len(leaves) or leaves[i].tier == DEVICE]
+        own = {invars[i] for i in outs if i < len(leaves)}
+        read = {var for piece in plan.update.pieces for var in piece.reads}
+        consumes = [var for var in here if var in own and var not in read]
+
+        def compute(interp: Interpreter, values: Values) -> Env:
+            args = [values.get(var) for var in invars]
+            return self.runner.grad_part(interp, args[: len(leaves)], args[len(leaves) :])
+
+        reads = [var for var in here if var not in consumes]
+        return self._segment(consumes, reads, list(plan.update.boundary), outs, compute)
+
+    def turns(self) -> tuple[Segment, ...]:
+        """The turns of the update part, as the plan has them."""
+        plan = self.runner.plan
+        packs = [[plan.update.pieces[i] for i in turn.pieces] for turn in plan.turns]
+        last = {v: i for i, pack in enumerate(packs) for piece in pack for v in piece.reads}
+        return tuple(self.turn(pack, i, last) for i, pack in enumerate(packs))
+
+    def turn(self, pack: Sequence[Piece], index: int, last: Mapping[Var, int]) -> Segment:
+        """Some pieces as one segment.
+
+        Args:
+          pack: the pieces.
+          index: of their turn.
+          last: for each variable, the last turn that reads it.
+        """
+        frame, leaves = self.runner.frame, self.runner.plan.leaves
+        invars = frame.jaxpr.invars
+        eqns = sorted({i for piece in pack for i in piece.eqns})
+        outs = sorted(i for piece in pack for i in piece.outs)
+        gives = [var for piece in pack for var in piece.gives]
+        reads = list({var: None for piece in pack for var in piece.reads})
+        renewed = [invars[i] for i in outs if i < len(leaves)]
+        offloaded = {invars[i] for i in outs if i < len(leaves) and leaves[i].tier != DEVICE}
+        taken = dict.fromkeys([*reads, *(v for v in renewed if v not in offloaded)])
+        # A later turn fetches an offloaded leaf for itself; what rests on the devices it needs as it was.
+        consumes = [
+            v for v in taken if v in renewed and (v in offloaded or last.get(v, index) == index)
+        ]
+
+        def compute(interp: Interpreter, arrays: Values) -> Env:
+            env = Env({var: value_of(x, self._type(var)) for var, x in arrays.items()})
+            constants = zip(frame.jaxpr.constvars, frame.consts, strict=True)
+            env.values |= {var: FullValue(_jaxpr.constant(x)) for var, x in constants}
+            interp.run_equations(frame, eqns, env)
+            return env
+
+        return self._segment(
+            consumes, [v for v in reads if v not in consumes], gives, outs, compute
+        )
+
+    def _type(self, var: Var) -> ValuePlan:
+        """How a value is taken or given."""
+        boundary = self.runner.plan.boundary
+        return boundary.crossing[var] if var in self._crossing else boundary.of(var)
+
+    @functools.cached_property
+    def _crossing(self) -> set[Var]:
+        """The leaves that are taken as they cross."""
+        pairs = zip(self.runner.frame.jaxpr.invars, self.runner.plan.leaves, strict=False)
+        return {var for var, leaf in pairs if self.crosses and leaf.tier == DEVICE}
+
+    def _segment(
+        self, consumes: Sequence[Var], reads: Sequence[Var], gives: Sequence[Var], outs: Sequence[int],
+        compute: Callable[[Interpreter, Values], Env],
+    ) -> Segment:  # fmt: skip
+        runner, frame = self.runner, self.runner.frame
+        num_leaves = len(runner.plan.leaves)
+        leaf_vars = frame.jaxpr.invars[:num_leaves]
+        types = {var: self._type(var) for var in (*consumes, *reads, *gives)}
+        layouts = [
+            self._type(leaf_vars[i]).layout if i < num_leaves else runner.plan.layouts[i]
+            for i in outs
+        ]
+
+        def local(consumed: list[Any], read: list[Any]) -> tuple[list[Any], list[Any]]:
+            interp = runner.interpreter()
+            values = dict(zip([*consumes, *reads], [*consumed, *read], strict=True))
+            env = compute(interp, values)
+            given = [_given(interp, env, runner, var, types[var]) for var in gives]
+            olds = [values.get(leaf_vars[i]) if i < num_leaves else None for i in outs]
+            made = [
+                runner.out(interp, env, i, old, layout, masks_padding=not self.crosses)
+                for i, old, layout in zip(outs, olds, layouts, strict=True)
+            ]
+            return given, made
+
+        ins = [[types[var].spec for var in group] for group in (consumes, reads)]
+        out_specs = [types[var].spec for var in gives], [*map(_layout.partition_spec, layouts)]
+        run = runner.shard_map(local, tuple(ins), out_specs)
+        options: dict[str, Any] = {}
+        if runner.plan.automatic:  # Else XLA would choose over these axes.
+            places = [s.with_memory_kind(DEVICE) for s in self.shardings]
+            kept = [places[i] if i < num_leaves else None for i in outs]
+            options["out_shardings"] = ([None] * len(gives), kept)
+        jitted = jax.jit(run, donate_argnums=0, **options)
+        return Segment(
+            tuple(consumes),
+            tuple(reads),
+            tuple(gives),
+            tuple(outs),
+            types,
+            runner.mesh,
+            run,
+            jitted,
+        )
+
+
+def _given(interp: Interpreter, env: Env, runner: Runner, var: Var, plan: ValuePlan) -> Any:
+    """What a segment hands out, in shards as the boundary has it."""
+    value = interp.read(runner.frame, env, var)
+    dim = plan.layout.dim if isinstance(plan.layout, _layout.Shard) else None
+    return interp.as_dim(runner.frame, var, value, dim)

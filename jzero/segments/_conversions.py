@@ -1,0 +1,55 @@
+"""Leaves of the state from how they rest to how they cross, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jzero.sharding.plan import _layout
+from jzero.sharding.plan._layout import Layout
+from jzero.sharding.run._interpret import Env
+from jzero.sharding.run._run import Runner, value_of
+from jzero.tracing import _jaxpr
+
+
+def entering(runner: Runner, variables: Sequence[_jaxpr.Var]) -> Callable[..., Any] | None:
+    """`leaves -> shards`: leaves that rest on the devices, in shards like gradients; None if they are."""
+    boundary, frame = runner.plan.boundary, runner.frame
+    rest = [boundary.of(var) for var in variables]
+    crossing = [boundary.crossed(var) for var in variables]
+    if all(old.layout == new.layout for old, new in zip(rest, crossing, strict=True)):
+        return None
+
+    def local(xs: list[Any]) -> list[Any]:
+        interp = runner.interpreter()
+        return [
+            interp.as_dim(frame, var, value_of(x, old), _dim(new.layout))
+            for var, x, old, new in zip(variables, xs, rest, crossing, strict=True)
+        ]
+
+    specs = [plan.spec for plan in rest]
+    return runner.shard_map(local, (specs,), [plan.spec for plan in crossing])
+
+
+def leaving(runner: Runner, outs: Sequence[int]) -> Callable[..., Any] | None:
+    """`(old leaves, shards) -> leaves`: renewed shards like gradients, as they rest; None if they do."""
+    boundary, jaxpr = runner.plan.boundary, runner.frame.jaxpr
+    rest = [boundary.of(jaxpr.invars[i]) for i in outs]
+    crossing = [boundary.crossed(jaxpr.invars[i]) for i in outs]
+    if all(old.layout == new.layout for old, new in zip(rest, crossing, strict=True)):
+        return None
+
+    def local(olds: list[Any], shards: list[Any]) -> list[Any]:
+        interp = runner.interpreter()
+        renewed = zip(outs, crossing, olds, shards, strict=True)
+        return [
+            runner.out(interp, Env({_jaxpr.variable(jaxpr.outvars[i]): value_of(x, plan)}), i, old)
+            for i, plan, old, x in renewed
+        ]
+
+    specs = [plan.spec for plan in rest]
+    return runner.shard_map(local, (specs, [plan.spec for plan in crossing]), specs)
+
+
+def _dim(layout: Layout) -> int | None:
+    return layout.dim if isinstance(layout, _layout.Shard) else None

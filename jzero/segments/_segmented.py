@@ -1,0 +1,50 @@
+"""`SegmentedStep`: a step as several segments, which hand values to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jzero.segments._builder import Builder
+from jzero.tracing import _jaxpr
+
+
+class SegmentedStep:
+    """The segments of a step, and the step as one function of them.
+
+    Attributes:
+      grad: the grad part.
+      turns: of the update part, as the plan has them.
+      leaf_of: for each variable of a leaf of the state, its index.
+    """
+
+    def __init__(self, builder: Builder):
+        self.grad, self.turns = builder.grad_part(), builder.turns()
+        jaxpr, num = builder.runner.frame.jaxpr, len(builder.runner.plan.leaves)
+        self.invars, self._num_outs = jaxpr.invars, len(jaxpr.outvars)
+        self.leaf_of = {var: i for i, var in enumerate(jaxpr.invars[:num])}
+
+    def values(self, state: Sequence[Any], arrays: Sequence[Any]) -> dict[_jaxpr.Var, Any]:
+        """What the segments take of the caller."""
+        return dict(zip(self.invars, [*state, *arrays], strict=True))
+
+    def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """A step on whole arrays, segment after segment; nothing is copied to or from the host."""
+        values = self.values(state, arrays)
+        outs: dict[int, Any] = {}
+        for segment in (self.grad, *self.turns):
+            outs |= segment(values, segment.run)
+        return self.in_order(outs, state)
+
+    def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> jax.stages.Traced:
+        """The trace of `run` as one program: what processes compare before they run it."""
+        return jax.jit(self.run).trace(state, arrays)
+
+    def in_order(
+        self, outs: Mapping[int, Any], state: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """New state and outputs; a leaf that no segment made keeps its value."""
+        found = [outs[i] if i in outs else state[i] for i in range(self._num_outs)]
+        return found[: len(state)], found[len(state) :]

@@ -1,0 +1,130 @@
+"""The boundary: how values lie where a program of a step takes them, or hands them to another one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._links import Links
+from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.plan import _layout
+from jzero.sharding.plan._layout import FULL, Layout, Shard
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._stages import Sharding
+from jzero.tracing import _jaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class ValuePlan:
+    """How one value lies on the devices while no program runs.
+
+    Attributes:
+      path: the leaf that it is, or is a gradient of; '' if there is none.
+      shape: its whole shape.
+      dtype: its dtype.
+      layout: full, or the dim and axes over which it is sharded.
+      padded_shape: the whole shape with what is added to the sharded dim.
+      spec: the layout as JAX spells it, of data axes.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: jax.typing.DTypeLike
+    layout: Layout
+    padded_shape: tuple[int, ...]
+    spec: P
+
+    def aval(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        """Its shape as programs take it."""
+        sharding = NamedSharding(mesh, self.spec)
+        return jax.ShapeDtypeStruct(self.padded_shape, self.dtype, sharding=sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary:
+    """Every value that a program of a step takes from the caller or from another program.
+
+    Attributes:
+      at_rest: the step's inputs: leaves of the state as they rest, and arguments.
+      crossing: values that one program hands to another, in shards like gradients; and leaves of the state,
+        as they are when they cross to the host or meet gradients in slices.
+    """
+
+    at_rest: Mapping[_jaxpr.Var, ValuePlan]
+    crossing: Mapping[_jaxpr.Var, ValuePlan]
+
+    @property
+    def variables(self) -> Set[_jaxpr.Var]:
+        """All of them."""
+        return self.at_rest.keys() | self.crossing.keys()
+
+    def of(self, var: _jaxpr.Var) -> ValuePlan:
+        """How a program finds a value that does not change its layout on the way."""
+        return self.at_rest[var] if var in self.at_rest else self.crossing[var]
+
+    def crossed(self, var: _jaxpr.Var) -> ValuePlan:
+        """How a value crosses; arguments do as they came."""
+        return self.crossing[var] if var in self.crossing else self.at_rest[var]
+
+    def rows(self, names: Mapping[_jaxpr.Var, str]) -> Iterator[str]:
+        """Lines: each value by its variable's name."""
+        for what, values in (("at rest", self.at_rest), ("crossing", self.crossing)):
+            for var, plan in values.items():
+                value = f"{plan.path} {plan.dtype}{list(plan.shape)}"
+                yield f"{what} {names[var]} {value}: {plan.layout} {plan.spec}"
+
+
+def boundary_of(
+    frame: Frame, links: Links, sharding: Sharding, leaves: Sequence[LeafPlan],
+    arguments: Sequence[P], update: UpdatePart,
+) -> Boundary:  # fmt: skip
+    """The boundary of a step with this update part.
+
+    Args:
+      frame: the root frame.
+      links: which of its dims are sharded.
+      sharding: over which axes.
+      leaves: of the state; their variables are the first inputs.
+      arguments: how each other input is split.
+      update: what does not run with the rest of the step.
+    """
+    invars, outvars = frame.jaxpr.invars, frame.jaxpr.outvars
+    at_rest = {var: _leaf(leaf, var) for var, leaf in zip(invars, leaves, strict=False)}
+    for var, spec in zip(invars[len(leaves) :], arguments, strict=True):
+        at_rest[var] = ValuePlan("", var.aval.shape, var.aval.dtype, FULL, var.aval.shape, spec)
+    if not update.pieces:
+        return Boundary(at_rest, {})
+    read = {var for piece in update.pieces for var in piece.reads}
+    crossing = {
+        # A leaf crosses as the update reads it, or else as it is renewed: nothing else may tie the two, where
+        # parameters are only a cast of masters.
+        var: _like_gradient(frame, links, sharding, var, var if var in read else new, leaf.path)
+        for var, new, leaf in zip(invars, outvars, leaves, strict=False)
+    }
+    handed = [*update.boundary, *(var for piece in update.pieces for var in piece.gives)]
+    for var in dict.fromkeys(handed):
+        crossing[var] = _like_gradient(frame, links, sharding, var, var, links.leaf_of(frame, var))
+    return Boundary(at_rest, crossing)
+
+
+def _leaf(leaf: LeafPlan, var: _jaxpr.Var) -> ValuePlan:
+    spec = _layout.partition_spec(leaf.layout)
+    return ValuePlan(leaf.path, leaf.shape, var.aval.dtype, leaf.layout, leaf.padded_shape, spec)
+
+
+def _like_gradient(
+    frame: Frame, links: Links, sharding: Sharding, var: _jaxpr.Var, like: _jaxpr.Atom, path: str
+) -> ValuePlan:
+    """`var` sharded as the links have `like`, over all of the optimizer's axes."""
+    axes, shape = sharding.shard_axes, var.aval.shape
+    dim = links.sharded_dim(frame, like) if sharding.num_devices > 1 else None
+    layout = FULL if dim is None else Shard(dim, axes)
+    num = sharding.count(axes)
+    padded = tuple(_layout.padded_size(n, num) if d == dim else n for d, n in enumerate(shape))
+    spec = _layout.partition_spec(layout)
+    return ValuePlan(path, shape, var.aval.dtype, layout, padded, spec)

@@ -1,0 +1,179 @@
+"""Where every leaf of the state rests: roles from dataflow, layouts from the stage's row."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+from jzero._errors import OptionError, message
+from jzero._memory_kinds import DEVICE
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._links import Links
+from jzero.sharding.plan import _layout
+from jzero.sharding.plan._layout import FULL, Automatic, Layout, Shard
+from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER, Leaf, Sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """Where one leaf of the state rests.
+
+    Attributes:
+      path: the leaf's path in the state, `state.params['w']`.
+      shape: its whole shape.
+      dtype: its dtype's name.
+      itemsize: bytes per element.
+      role: 'parameter', 'optimizer state' or 'other', from dataflow.
+      layout: full, or the dim and axes it is sharded over.
+      num_shards: how many devices hold different parts of it.
+      automatic: for each dim, the other mesh axes over which XLA shards it (`auto_specs`).
+      padding: what is added at rest to the sharded dim, if the devices do not divide it.
+      why_full: the reason, for a leaf that the stage would shard and that stays full.
+      tier: the memory in which it rests: 'device', or its host's: 'pinned_host' (as JAX arrays), 'host'.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    role: str
+    layout: Layout
+    num_shards: int = 1
+    why_full: str = ""
+    automatic: Automatic = ()
+    padding: int = 0
+    tier: str = DEVICE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole leaf."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape at rest: the sharded dim is a multiple of the devices."""
+        dim = self.layout.dim if isinstance(self.layout, Shard) else None
+        return tuple(size + self.padding * (d == dim) for d, size in enumerate(self.shape))
+
+    @property
+    def shape_per_device(self) -> tuple[int, ...]:
+        """The shape of each device's part, padding included; of leaves that only data axes cut."""
+        if not isinstance(self.layout, Shard):
+            return self.shape
+        num, dim = self.num_shards, self.layout.dim
+        return tuple(n // num if d == dim else n for d, n in enumerate(self.padded_shape))
+
+    @property
+    def nbytes_per_device(self) -> int:
+        """Bytes at rest of each device's part, padding included; in the memory that `tier` says."""
+        return math.prod(self.padded_shape) * self.itemsize // self.num_shards
+
+    def row(self, width: int = 0) -> str:
+        """One line: path (as wide as told), type, role, layout."""
+        why = f"  ({self.why_full})" if self.why_full else ""
+        why += f"  (padded by {self.padding})" if self.padding else ""
+        why += f"  ({self.tier})" if self.tier != DEVICE else ""
+        dims = ",".join(map(str, self.shape))
+        return f"{self.path:<{width}}  {self.dtype}[{dims}]  {self.role}  {self.layout}{why}"
+
+
+def offload(
+    leaves: Sequence[LeafPlan], tier: str, min_bytes: int, staying: Collection[int],
+    role: str = OPTIMIZER,
+) -> tuple[LeafPlan, ...]:  # fmt: skip
+    """The leaves of a role moved to a tier, but for scalars, those below `min_bytes`, and `staying`."""
+
+    def moves(index: int, leaf: LeafPlan) -> bool:
+        large = math.prod(leaf.shape) > 1 and leaf.nbytes >= min_bytes
+        return large and leaf.role == role and index not in staying
+
+    return tuple(
+        dataclasses.replace(leaf, tier=tier) if moves(i, leaf) else leaf
+        for i, leaf in enumerate(leaves)
+    )
+
+
+def plan_from_shapes(
+    leaves: Sequence[Leaf], sharding: Sharding, tier: str = DEVICE
+) -> tuple[LeafPlan, ...]:
+    """The layout before any batch was seen: roles unknown, every leaf sharded that can be.
+
+    Equal to the final plan at stage 3 except for leaves that only the step can tell apart. With a `tier`,
+    every leaf that may turn out to be optimizer state rests there.
+    """
+
+    def plan(leaf: Leaf) -> LeafPlan:
+        dim, why = sharding.choose(leaf, set())
+        return _leaf_plan(leaf, OTHER, dim, sharding.shard_axes, sharding, why)
+
+    keys = [i for i, leaf in enumerate(leaves) if not leaf.splittable]
+    return offload(list(map(plan, leaves)), tier, sharding.min_bytes, keys, role=OTHER)
+
+
+def plan_leaves(
+    leaves: Sequence[Leaf], sharding: Sharding, frame: Frame, links: Links
+) -> tuple[LeafPlan, ...]:
+    """Roles from dataflow, layouts from the stage's row; tells `links` which dims are sharded.
+
+    Args:
+      leaves: the state's leaves; their variables are the first of `frame.jaxpr.invars`.
+      sharding: the stage on the mesh.
+      frame: the step, analysed.
+      links: linked dims of the step.
+
+    Raises:
+      OptionError: `sharding.full` matches no parameter.
+    """
+    variables = frame.jaxpr.invars[: len(leaves)]
+    roles = [
+        _role(leaf, var in frame.feeds_batch) for leaf, var in zip(leaves, variables, strict=True)
+    ]
+    plans: dict[int, LeafPlan] = {}
+    # Parameters choose first: optimizer state that is combined with one element by element follows it.
+    for i in sorted(range(len(leaves)), key=lambda i: roles[i] != PARAMETER):
+        leaf, var, axes, why = leaves[i], variables[i], sharding.axes_of(leaves[i], roles[i]), ""
+        dim = links.sharded_dim(frame, var)
+        dim = None if dim in leaf.taken else dim
+        if dim is None and roles[i] != OTHER:
+            dim, why = sharding.choose(leaf, links.looped_dims(frame, var))
+        if dim is not None and roles[i] != OTHER:
+            links.shard(frame, var, dim, leaf.path)
+        plans[i] = _leaf_plan(leaf, roles[i], dim, axes, sharding, why)
+    _check_full(sharding, plans.values())
+    return tuple(plans[i] for i in range(len(leaves)))
+
+
+def _leaf_plan(
+    leaf: Leaf, role: str, dim: int | None, axes: tuple[str, ...], sharding: Sharding, why: str
+) -> LeafPlan:
+    if dim is None or not axes:
+        wanted = sharding.param_axes if role == PARAMETER else axes
+        kept = f"full={sharding.full!r}" if dim is not None and wanted else why
+        why = kept if wanted else ""
+        return LeafPlan(*leaf[:4], role, FULL, leaf.parts, why, leaf.automatic)
+    num_shards = sharding.count(axes) * leaf.parts
+    size = leaf.shape[dim]
+    # Over the optimizer's axes, for parameters too: a parameter's shard is a union of its moments'.
+    padding = _layout.padded_size(size, sharding.count(sharding.shard_axes)) - size
+    return LeafPlan(
+        *leaf[:4], role, Shard(dim, axes), num_shards, "", leaf.automatic, padding=padding
+    )
+
+
+def _check_full(sharding: Sharding, plans: Iterable[LeafPlan]) -> None:
+    paths = [plan.path for plan in plans if plan.role == PARAMETER]
+    if sharding.full is not None and not any(re.search(sharding.full, path) for path in paths):
+        raise OptionError(message(
+            "shard_train_step", f"full={sharding.full!r} matches no parameter",
+            "It is a regular expression for the paths of parameters that stay full.",
+            f"The parameters are {', '.join(paths[:6])}{', ...' if len(paths) > 6 else ''}."))  # fmt: skip
+
+
+def _role(leaf: Leaf, feeds_batch: bool) -> str:
+    if not leaf.splittable:
+        return OTHER
+    if feeds_batch:
+        return PARAMETER if leaf.floating else OTHER
+    return OPTIMIZER

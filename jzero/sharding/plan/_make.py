@@ -1,0 +1,109 @@
+"""Makes the plan of a step: everything is decided here, once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jzero.sharding.analysis._links import Links
+from jzero.sharding.analysis._needs import note_needs
+from jzero.sharding.batch import _trace
+from jzero.sharding.cut import _phases
+from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.plan import _leaves
+from jzero.sharding.plan._boundary import boundary_of
+from jzero.sharding.plan._layout import Layout, Shard
+from jzero.sharding.plan._local_step import LocalStep
+from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
+from jzero.sharding.plan._setting import Setting
+from jzero.sharding.plan._stages import Leaf
+from jzero.tracing import _call
+
+
+def state_leaves(state: Any, setting: Setting) -> list[Leaf]:
+    """What the plan must know of an abstract state."""
+    paths = _call.leaf_paths(state, "state")
+    leaves = jax.tree.leaves(state)
+    specs = setting.options.automatic(paths, [leaf.shape for leaf in leaves], setting.automatic)
+    return [
+        Leaf(
+            path,
+            tuple(leaf.shape),
+            str(leaf.dtype),
+            getattr(leaf.dtype, "itemsize", 4),
+            splittable=not _call.is_key(leaf.dtype, leaf.shape),
+            floating=_trace.is_float(leaf),
+            automatic=spec,
+            parts=math.prod(setting.automatic[axis] for axes in spec for axis in axes),
+        )
+        for path, leaf, spec in zip(paths, leaves, specs, strict=True)
+    ]
+
+
+def make_plan(
+    local: LocalStep, leaves: Sequence[Leaf], setting: Setting
+) -> tuple[StepPlan, Analysis]:
+    """Decides where a step's values lie, and what runs when.
+
+    Args:
+      local: the step, as one device runs it.
+      leaves: of its state.
+      setting: what the user gave.
+
+    Raises:
+      OptionError: an option that this step cannot obey.
+      CutError: it cannot be cut into microbatches.
+    """
+    frame, sharding, options = local.traced.frame, setting.sharding, setting.options
+    links = Links(frame, sharding.count(sharding.shard_axes))
+    note_needs(frame, len(local.traced.out_avals))
+    layouts = _leaves.plan_leaves(leaves, sharding, frame, links)
+    policy, automatic = options.offload, tuple(setting.automatic)
+    resting, update = policy.rest(layouts, frame, setting.mesh, sharding, automatic)
+    boundary = boundary_of(frame, links, sharding, resting, local.specs, update)
+    plan = StepPlan(
+        stage=options.stage,
+        sharding=sharding,
+        automatic=automatic,
+        step_axes=tuple(setting.step_axes.items()),
+        reductions=local.traced.reductions,
+        leaves=resting,
+        arguments=local.specs,
+        outputs=local.outputs,
+        microbatches=_microbatches(local, update, len(resting), setting),
+        exchange=Exchange(
+            options.reduce_once,
+            options.reduce_dtype,
+            options.accumulate_dtype,
+            options.gather_once,
+            options.keep_gathered,
+            options.prefetch,
+        ),
+        update=update,
+        turns=policy.turns(resting, frame, update, boundary),
+        device_bytes=policy.visiting_bytes,
+        boundary=boundary,
+        names=variable_names(frame),
+    )
+    return plan, Analysis(frame, links)
+
+
+def _microbatches(
+    local: LocalStep, update: UpdatePart, num_leaves: int, setting: Setting
+) -> Microbatches:
+    num = setting.options.accumulate
+    dims = tuple(_call.microbatch_dim(spec, setting.axes) for spec in local.specs)
+    if num == 1:
+        return Microbatches(num, dims)
+    per_example = [*[False] * num_leaves, *map(_is_sharded, local.outputs)]
+    cut = _phases.cut(
+        local.traced.frame, setting.step_axes, num, per_example, update.apart, update.boundary
+    )
+    return Microbatches(num, dims, cut.phases, cut.loops)
+
+
+def _is_sharded(layout: Layout) -> bool:
+    return isinstance(layout, Shard)

@@ -1,0 +1,125 @@
+"""What a policy of `offload=` answers: where optimizer state rests, and how a step then runs."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import MutableMapping, Sequence
+from fractions import Fraction
+from typing import Any, ClassVar, Protocol
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jzero._memory_kinds import DEVICE
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._traffic import Crossing
+from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.plan._boundary import Boundary
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
+from jzero.sharding.plan._stages import Sharding
+
+Leaves = tuple[LeafPlan, ...]
+# What the programs of one step for batches of several shapes have in common, by what makes it the same.
+Shared = MutableMapping[Any, Any]
+
+
+class StepProgram(Protocol):
+    """A way to run a planned step. It decides nothing: it obeys the plan.
+
+    Values are whole arrays: those of the state as they rest, padded.
+    """
+
+    def __call__(
+        self, state: Sequence[Any], arrays: Sequence[jax.Array]
+    ) -> tuple[list[Any], list[jax.Array]]:
+        """Runs one step: `(state leaves, argument leaves) -> (state leaves, outputs)`; donates the state."""
+        ...
+
+    def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The same as one function on the devices: to be read, or part of an outer program."""
+        ...
+
+    def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> jax.stages.Traced:
+        """The trace of `run`: what processes compare before they call it."""
+        ...
+
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What a step copies from each device to its host and back."""
+        ...
+
+    def roads(self) -> str:
+        """How the host updates each leaf, and sends what it makes; '' if it updates none."""
+        ...
+
+
+class Offload(abc.ABC):
+    """Where optimizer state rests: a policy. It answers for itself, and nobody asks which one it is.
+
+    Attributes:
+      tier: the memory in which offloaded leaves rest.
+    """
+
+    tier: ClassVar[str] = DEVICE
+
+    @property
+    def offloads(self) -> bool:
+        """Whether something may rest in another memory than the devices'."""
+        return self.tier != DEVICE
+
+    @property
+    def share(self) -> Fraction | None:
+        """The share of optimizer state, by bytes, that is offloaded; None if it is yet to be measured."""
+        return Fraction(int(self.offloads))
+
+    @property
+    def visiting_bytes(self) -> int:
+        """The most bytes of offloaded state on each device at any time; 0 if it is updated where it rests."""
+        return 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of a step wait for the next one."""
+        return False
+
+    @abc.abstractmethod
+    def rest(
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, sharding: Sharding, automatic: Sequence[str]
+    ) -> tuple[Leaves, UpdatePart]:
+        """The leaves with their tiers, and the update part: what follows from those that are offloaded.
+
+        Args:
+          leaves: as they would rest on the devices.
+          frame: the root frame of the step.
+          mesh: on which it runs; it may be abstract.
+          sharding: over which data axes.
+          automatic: names of the mesh's other axes.
+
+        Raises:
+          OptionError: the policy cannot be obeyed.
+        """
+
+    @abc.abstractmethod
+    def turns(
+        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
+    ) -> tuple[Turn, ...]:
+        """The turns in which the update part runs.
+
+        Raises:
+          OptionError: the policy cannot be obeyed.
+        """
+
+    @abc.abstractmethod
+    def program(
+        self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
+        shared: Shared,
+    ) -> StepProgram:  # fmt: skip
+        """What runs the plan on a mesh.
+
+        Args:
+          plan: to be obeyed.
+          analysis: the step.
+          mesh: on which it runs; it may be abstract.
+          shardings: where the leaves of the state rest, for JAX.
+          shared: with the step's other programs.
+        """

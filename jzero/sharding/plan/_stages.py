@@ -1,0 +1,102 @@
+"""The stage table: which roles rest as shards, and over which axes of a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jzero.sharding.plan import _layout
+from jzero.sharding.plan._layout import Automatic
+
+PARAMETER, OPTIMIZER, OTHER = "parameter", "optimizer state", "other"
+
+
+class Stage(NamedTuple):
+    """One row of the stage table: which roles rest as shards (ZeRO, section 5).
+
+    `reduce_once`: gradients of microbatches are reduced once, after the last; from stage 2 on they are
+    reduced as they are produced, so that a full gradient never outlives its microbatch.
+    """
+
+    parameters: bool
+    optimizer: bool
+    reduce_once: bool
+
+
+STAGES = {
+    0: Stage(parameters=False, optimizer=False, reduce_once=True),
+    1: Stage(parameters=False, optimizer=True, reduce_once=True),
+    2: Stage(parameters=False, optimizer=True, reduce_once=False),
+    3: Stage(parameters=True, optimizer=True, reduce_once=False),
+}
+
+
+class Leaf(NamedTuple):
+    """What the plan must know of a state leaf; PRNG keys are not splittable.
+
+    It is cut into `parts` over mesh axes that are not data axes, along the dims that `automatic` says.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    splittable: bool
+    floating: bool
+    automatic: Automatic = ()
+    parts: int = 1
+
+    @property
+    def taken(self) -> set[int]:
+        """Dims that are sharded over other axes than the data axes."""
+        return {dim for dim, axes in enumerate(self.automatic) if axes}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """A stage on a mesh: over which axes each role rests; `()` is full.
+
+    Attributes:
+      axes: names and sizes of the data axes.
+      param_axes: over which parameters rest; the first of `shard_axes`.
+      shard_axes: over which optimizer state rests and gradients are reduce-scattered.
+      min_bytes: leaves smaller than this stay full.
+      full: a regular expression; parameters whose path it matches rest full.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    param_axes: tuple[str, ...]
+    shard_axes: tuple[str, ...]
+    min_bytes: int = 0
+    full: str | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Over which the batch is split."""
+        return math.prod(size for _, size in self.axes)
+
+    def count(self, axes: Sequence[str]) -> int:
+        """How many shards there are over `axes`."""
+        return math.prod(dict(self.axes)[axis] for axis in axes)
+
+    def choose(self, leaf: Leaf, looped: set[int]) -> tuple[int | None, str]:
+        """The dim along which a leaf can rest in shards, or None and the reason."""
+        num = self.count(self.shard_axes)
+        if num == 1:
+            return None, ""
+        avoid = looped | leaf.taken
+        dim = _layout.choose_dim(leaf.shape, num, avoid) if leaf.splittable else None
+        if dim is None:
+            return None, _layout.why_full(leaf.shape, avoid)
+        if math.prod(leaf.shape) * leaf.itemsize < self.min_bytes:
+            return None, f"smaller than min_shard_bytes={self.min_bytes}"
+        return dim, ""
+
+    def axes_of(self, leaf: Leaf, role: str) -> tuple[str, ...]:
+        """The axes over which a leaf rests if it has a dim for them."""
+        if role == PARAMETER and self.full is not None and re.search(self.full, leaf.path):
+            return ()
+        return {PARAMETER: self.param_axes, OPTIMIZER: self.shard_axes, OTHER: ()}[role]
