@@ -27,9 +27,8 @@ from jzero.tracing import _jaxpr, _keys, _rewrite
 from jzero.tracing._differences import without_differences
 from jzero.tracing._types import Aval, Jaxpr
 
-StepOfLeaves: TypeAlias = Callable[
-    ..., Any
-]  # the step as a function of leaves; returns what it likes
+# The step as a function of leaves; it returns what it likes.
+StepOfLeaves: TypeAlias = Callable[..., Any]
 WHOLE, WRITTEN = "whole batch", "written"
 
 

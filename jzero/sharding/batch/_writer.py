@@ -18,10 +18,8 @@ from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Aval, Eqn, Var
 
 Traceable: TypeAlias = Callable[..., jax.Array | tuple[jax.Array, ...]]
-ArrayType: TypeAlias = tuple[
-    tuple[int, ...], np.dtype[np.generic], bool
-]  # shape, dtype, whether it is weak
-Param: TypeAlias = int | str | tuple[str, ...] | None
+# Shape, dtype, and whether it is weak.
+ArrayType: TypeAlias = tuple[tuple[int, ...], np.dtype[np.generic], bool]
 
 
 class EquationWriter:
@@ -57,7 +55,9 @@ class EquationWriter:
             env |= zip(eqn.outvars, outs, strict=True)
         return [read(atom) for atom in flat.outvars]
 
-    def _collective(self, name: str, ins: Sequence[Atom], out: Var, **params: Param) -> Var:
+    def _collective(
+        self, name: str, ins: Sequence[Atom], out: Var, **params: int | str | tuple[str, ...] | None
+    ) -> Var:
         primitive = _jaxpr.PRIMITIVES[name]
         self.eqns.append(_jaxpr.equation(primitive, ins, [out], self.source, **params))
         return out

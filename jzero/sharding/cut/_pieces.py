@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from jzero._components import Components
 from jzero.sharding.analysis._frames import Frame, variables
 from jzero.sharding.cut._crossing import copies, is_scalar
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Var
 
 _SCALARS = -1  # the component of equations on scalars of several others
@@ -141,7 +141,7 @@ class _UpdateCutter:
             if any(atom in self._update_vars for atom in variables(eqn.invars)):
                 self._dependent.add(index)
                 self._update_vars.update(eqn.outvars)
-        nodes = self._without_unread(self._dependent)
+        nodes = self._read_by_outputs(sorted(self._dependent))
         self._maker = {out: i for i in nodes for out in self._eqns[i].outvars}
         self.reads = {i: self._reads_of(self._eqns[i].invars) for i in nodes}
         for out, atom in enumerate(frame.jaxpr.outvars):
@@ -156,15 +156,11 @@ class _UpdateCutter:
             for var in self._large(node):
                 self._tied.join(node, var)
 
-    def _without_unread(self, indices: Iterable[int]) -> list[int]:
-        """The equations that some output of the step needs, or that do more than compute, in order."""
-        needed, found = set(variables(self._frame.jaxpr.outvars)), []
-        for index in sorted(indices, reverse=True):
-            eqn = self._eqns[index]
-            if _jaxpr.has_side_effects(eqn) or not needed.isdisjoint(eqn.outvars):
-                needed.update(variables(eqn.invars))
-                found.append(index)
-        return found[::-1]
+    def _read_by_outputs(self, indices: Sequence[int]) -> list[int]:
+        """Those of some equations that an output of the step needs, or that do more than compute."""
+        eqns, outs = [self._eqns[i] for i in indices], self._frame.jaxpr.outvars
+        read = set(map(id, _rewrite.without_unread(eqns, outs, lambda eqn: True)))
+        return [i for i in indices if id(self._eqns[i]) in read]
 
     def _reads_of(self, atoms: Sequence[Atom]) -> list[Var]:
         return [var for var in variables(atoms) if var not in self._consts]
