@@ -9,6 +9,7 @@ from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Layout
 from jzero.sharding.run._interpret import Env
 from jzero.sharding.run._run import Runner, value_of
+from jzero.sharding.run._values import Value
 from jzero.tracing import _jaxpr
 
 
@@ -40,12 +41,14 @@ def leaving(runner: Runner, outs: Sequence[int]) -> Callable[..., Any] | None:
         return None
 
     def local(olds: list[Any], shards: list[Any]) -> list[Any]:
-        interp = runner.interpreter()
-        renewed = zip(outs, crossing, olds, shards, strict=True)
-        return [
-            runner.out(interp, Env({_jaxpr.variable(jaxpr.outvars[i]): value_of(x, plan)}), i, old)
-            for i, plan, old, x in renewed
-        ]
+        interp, new = runner.interpreter(), []
+        for i, plan, old, x in zip(outs, crossing, olds, shards, strict=True):
+            atom = jaxpr.outvars[i]
+            values: dict[_jaxpr.Var, Value] = (
+                {} if _jaxpr.is_literal(atom) else {atom: value_of(x, plan)}
+            )
+            new.append(runner.out(interp, Env(values), i, old))
+        return new
 
     specs = [plan.spec for plan in rest]
     return runner.shard_map(local, (specs, [plan.spec for plan in crossing]), specs)
