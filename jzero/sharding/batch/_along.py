@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jzero.sharding.analysis import _rules
 from jzero.sharding.batch._body import BatchRule, Body, RuleInRows
 from jzero.sharding.batch._equations import gathered, run
-from jzero.sharding.batch._rows import FULL, Rows, even_rows, is_padded, reshaped
+from jzero.sharding.batch._rows import FULL, Rows, even_rows, is_padded, local_shape, reshaped
 from jzero.sharding.batch._values import BatchValue, rows_of, whole
 from jzero.sharding.batch._waiting import maker, reshape_rows
 from jzero.sharding.batch._writer import row_numbers
@@ -199,7 +199,7 @@ def _placed(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | N
 
 def _iota_rows(body: Body, eqn: Eqn, ins: list[BatchValue], rows: Rows) -> Atom | None:
     shape, dim = eqn.params["shape"], eqn.params["dimension"]
-    local = tuple(rows.size if d == rows.dim else n for d, n in enumerate(shape))
+    local = local_shape(shape, rows)
     if dim != rows.dim:
         return body.emit(eqn, [], [rows], shape=local)[0]
     return body.inline(_numbered, (rows, body.num, local, eqn.params["dtype"]), body.index)[0]
@@ -225,7 +225,7 @@ def _random_rows(body: Body, eqn: Eqn, ins: list[BatchValue], rows: Rows) -> Ato
 def _bits(
     rows: Rows, num: int, shape: tuple[int, ...], width: int, key: jax.Array, index: jax.Array
 ) -> jax.Array:
-    local = tuple(rows.size if d == rows.dim else n for d, n in enumerate(shape))
+    local = local_shape(shape, rows)
     place = jnp.zeros(local, jnp.uint32)
     for dim, size in enumerate(shape):
         own = dim == rows.dim

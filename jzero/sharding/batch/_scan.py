@@ -10,19 +10,8 @@ import jax.numpy as jnp
 
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import split
-from jzero.sharding.batch._bodies import (
-    CARRIED,
-    Input,
-    Run,
-    as_it_is,
-    first_form,
-    inputs_of,
-    run_body,
-    settle,
-    shifted,
-    wider,
-    write,
-)
+from jzero.sharding.batch import _bodies
+from jzero.sharding.batch._bodies import CARRIED, Input, Run
 from jzero.sharding.batch._body import Body
 from jzero.sharding.batch._equations import NotRowByRow
 from jzero.sharding.batch._rows import FULL, OWN, SUM, Form, Rows, is_padded
@@ -35,7 +24,7 @@ TURN_BYTES = 2**20  # of a loop's slice whose rows move turn by turn, lest all b
 
 def scan(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     """Along the batch if what it slices has rows there and its turns allow it; else as it is."""
-    if (own := as_it_is(body, eqn, ins)) is not None:
+    if (own := _bodies.as_it_is(body, eqn, ins)) is not None:
         return own
     parts = _jaxpr.scan_parts(eqn)
     _, _, xs = split(ins, parts.num_consts, parts.num_carry)
@@ -77,7 +66,7 @@ class _Scan:
             self.flat[0].invars, parts.num_consts, parts.num_carry
         )
         self.length = parts.length if rows is None else rows.size
-        self.consts = inputs_of(consts, const_vars)
+        self.consts = _bodies.inputs_of(consts, const_vars)
         self.xs = [self.slices(v, var.aval) for v, var in zip(xs, x_vars, strict=True)]
 
     def slices(self, value: BatchValue, aval: Aval) -> Input:
@@ -93,19 +82,19 @@ class _Scan:
 
     def run(self) -> list[BatchValue]:
         """The loop's equation, and what it returns."""
-        forms = [first_form(v) if self.rows is None else FULL for v in self.init]
-        turn = settle([*self.consts, *self.xs], forms, self.turn)
+        forms = [_bodies.first_form(v) if self.rows is None else FULL for v in self.init]
+        turn = _bodies.settle([*self.consts, *self.xs], forms, self.turn)
         parts, num_carry = self.parts, self.parts.num_carry
         consts = [a for x in self.consts for a in x.outside(self.body)]
         xs = [a for x in self.xs for a in self.outside(x)]
         starts = [self.start(v, form) for v, form in zip(self.init, turn.forms, strict=True)]
-        y_forms = [self.rows or shifted(form, 1) for form in turn.y_forms]
+        y_forms = [self.rows or _bodies.shifted(form, 1) for form in turn.y_forms]
         outvars = vars_in(self.eqn.outvars, [*turn.forms, *y_forms])
         params = dict(
             jaxpr=turn.closed, length=self.length, reverse=parts.reverse, unroll=parts.unroll,
             num_consts=len(consts), num_carry=num_carry,
         )  # fmt: skip
-        write(self.body, self.eqn, [turn.done], [*consts, *starts, *xs], outvars, params)
+        _bodies.write(self.body, self.eqn, [turn.done], [*consts, *starts, *xs], outvars, params)
         outs = values_of(self.eqn.outvars, [*turn.forms, *y_forms], outvars)
         for out, inner in zip(outs[num_carry:], turn.done.outs[num_carry:], strict=True):
             out.is_queue = inner.is_queue
@@ -118,8 +107,8 @@ class _Scan:
         carried = values_of(self.carry_vars, forms, carry)
         ins = [*(x.inside() for x in self.consts), *carried, *(x.inside() for x in self.xs)]
         # Of a loop along the batch a device runs its own turns only.
-        done = run_body(self.body, self.flat, ins, self.length)
-        outs, ys = split(done.outs, self.parts.num_carry)
+        done = _bodies.run_body(self.body, self.flat, ins, self.length)
+        outs, _ = split(done.outs, self.parts.num_carry)
         found = [
             self.next_form(form, out, out.atoms.get(form) is atom)
             for form, out, atom in zip(forms, outs, carry, strict=True)
@@ -142,7 +131,7 @@ class _Scan:
     def next_form(self, form: Form, out: BatchValue, unchanged: bool) -> Form:
         """The form in which the next run carries what came out as `out`."""
         if self.rows is None:
-            return wider(form, out)
+            return _bodies.wider(form, out)
         # A device sees the turns of its rows only: what turns change must be a sum over them.
         if form is FULL and not unchanged:
             return SUM  # The next run tells whether it is one.
@@ -168,7 +157,9 @@ class _Scan:
             if along
             else "a loop reads them"
         )
-        return [self.body.at(x.outer, shifted(form, 1), x.why(form, reason)) for form in x.forms]
+        return [
+            self.body.at(x.outer, _bodies.shifted(form, 1), x.why(form, reason)) for form in x.forms
+        ]
 
     def start(self, value: BatchValue, form: Form) -> Atom:
         """What the loop begins with; a sum over the devices' turns begins with nothing."""

@@ -14,7 +14,7 @@ from jzero.sharding.batch import _factors
 from jzero.sharding.batch._body import Body
 from jzero.sharding.batch._cheapest import run_factor
 from jzero.sharding.batch._factors import SCATTER_REDUCES
-from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, reshaped
+from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, local_shape, reshaped
 from jzero.sharding.batch._values import BatchValue, OfSum, values_of
 from jzero.tracing._types import Atom, Eqn
 
@@ -118,14 +118,11 @@ def _made_in_rows(body: Body, eqn: Eqn, ins: list[BatchValue], rows: Rows) -> At
             outs = run_factor(body, eqn, ins, factor, rows)
             return outs[0].atoms[rows]
     if name == "broadcast_in_dim":  # A dim that the operand does not have.
-        sizes = eqn.params["shape"]
-        local = (*sizes[: rows.dim], rows.size, *sizes[rows.dim + 1 :])
+        local = local_shape(eqn.params["shape"], rows)
         return body.emit(eqn, [body.at(v, FULL) for v in ins], [rows], shape=local)[0]
     return None
 
 
 def reshape_rows(body: Body, eqn: Eqn, x: Atom, rows: Rows) -> Atom:
     """The rows `x`, as rows of the reshaped value."""
-    sizes = eqn.params["new_sizes"]
-    local = (*sizes[: rows.dim], rows.size, *sizes[rows.dim + 1 :])
-    return body.emit(eqn, [x], [rows], new_sizes=local)[0]
+    return body.emit(eqn, [x], [rows], new_sizes=local_shape(eqn.params["new_sizes"], rows))[0]

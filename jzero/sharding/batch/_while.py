@@ -9,18 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jzero.sharding.analysis._frames import split
-from jzero.sharding.batch._bodies import (
-    CARRIED,
-    FlatBody,
-    Run,
-    as_it_is,
-    first_form,
-    inputs_of,
-    run_body,
-    settle,
-    wider,
-    write,
-)
+from jzero.sharding.batch import _bodies
+from jzero.sharding.batch._bodies import CARRIED, FlatBody, Run
 from jzero.sharding.batch._body import Body
 from jzero.sharding.batch._equations import run
 from jzero.sharding.batch._rows import FULL, Form, Rows
@@ -41,7 +31,7 @@ class _WhileTurn(NamedTuple):
 
 
 def while_loop(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
-    if (own := as_it_is(body, eqn, ins)) is not None:
+    if (own := _bodies.as_it_is(body, eqn, ins)) is not None:
         return own
     return _While(body, eqn, ins).run()
 
@@ -57,16 +47,16 @@ class _While:
         cond_ins, step_ins, self.init = split(ins, parts.num_cond_consts, parts.num_body_consts)
         cond_vars = self.cond[0].invars[: parts.num_cond_consts]
         step_vars, self.carry_vars = split(self.step[0].invars, parts.num_body_consts)
-        self.cond_inputs = inputs_of(cond_ins, cond_vars)
-        self.step_inputs = inputs_of(step_ins, step_vars)
+        self.cond_inputs = _bodies.inputs_of(cond_ins, cond_vars)
+        self.step_inputs = _bodies.inputs_of(step_ins, step_vars)
         self.is_vmapped = bool(self.cond[0].outvars[0].aval.ndim)
         if self.is_vmapped:  # The body asks again which elements go on.
-            self.step_inputs += inputs_of(cond_ins, cond_vars)
+            self.step_inputs += _bodies.inputs_of(cond_ins, cond_vars)
 
     def run(self) -> list[BatchValue]:
         """The loop's equation, and what it returns."""
         body, inputs = self.body, [*self.cond_inputs, *self.step_inputs]
-        turn = settle(inputs, [first_form(v) for v in self.init], self.turn)
+        turn = _bodies.settle(inputs, [_bodies.first_form(v) for v in self.init], self.turn)
         cond_consts = [a for x in self.cond_inputs for a in x.outside(body)]
         step_consts = [a for x in self.step_inputs for a in x.outside(body)]
         starts = [body.at(v, f, CARRIED) for v, f in zip(self.init, turn.forms, strict=True)]
@@ -76,14 +66,16 @@ class _While:
             cond_nconsts=len(cond_consts), body_nconsts=len(step_consts),
         )  # fmt: skip
         given = [*cond_consts, *step_consts, *starts]
-        write(body, self.eqn, [turn.asked, turn.done], given, outvars, params)
+        _bodies.write(body, self.eqn, [turn.asked, turn.done], given, outvars, params)
         return values_of(self.eqn.outvars, turn.forms, outvars)
 
     def turn(self, forms: list[Form]) -> tuple[list[Form], _WhileTurn | None]:
         """Condition and body with a carry in such forms (`settle`)."""
         atoms = vars_in(self.carry_vars, forms)
         carried = values_of(self.carry_vars, forms, atoms)
-        asked = run_body(self.body, self.cond, [*(x.inside() for x in self.cond_inputs), *carried])
+        asked = _bodies.run_body(
+            self.body, self.cond, [*(x.inside() for x in self.cond_inputs), *carried]
+        )
         again = _goes_on(asked.body, asked.outs[0])
         cond_ins = [*(a for x in self.cond_inputs for a in x.atoms), *atoms]
         atoms = vars_in(self.carry_vars, forms)
@@ -91,8 +83,8 @@ class _While:
         consts, cond_consts = split(
             [x.inside() for x in self.step_inputs], self.parts.num_body_consts
         )
-        done = run_body(self.body, self.step, [*consts, *carried])
-        found = [wider(form, v) for form, v in zip(forms, done.outs, strict=True)]
+        done = _bodies.run_body(self.body, self.step, [*consts, *carried])
+        found = [_bodies.wider(form, v) for form, v in zip(forms, done.outs, strict=True)]
         if found != forms:
             return found, None
         new = [done.body.at(v, form, CARRIED) for v, form in zip(done.outs, forms, strict=True)]
