@@ -52,9 +52,8 @@ class Frame:
     def last_use(self, var: Var) -> int:
         """Where `var` is read last: an equation's index, or the number of equations if it is returned."""
         if not self._last_uses:
-            reads = [(i, atom) for i, eqn in enumerate(self.jaxpr.eqns) for atom in eqn.invars]
-            reads += [(len(self.jaxpr.eqns), atom) for atom in self.jaxpr.outvars]
-            self._last_uses |= {atom: i for i, atom in reads if not _jaxpr.is_literal(atom)}
+            reads = [*(eqn.invars for eqn in self.jaxpr.eqns), self.jaxpr.outvars]
+            self._last_uses |= {var: i for i, read in enumerate(reads) for var in variables(read)}
         return self._last_uses.get(var, -1)
 
     def varies(self, atom: Atom) -> Varying:
@@ -118,18 +117,21 @@ def build_frames(
 
 def _note_local_gradients(frame: Frame, index: int, eqn: Eqn) -> None:
     """Notes what comes out of a backward pass and still differs between devices."""
-    made = frame.pass_of(eqn) == "backward"
-    made = made or any(not _jaxpr.is_literal(a) and a in frame.local_gradients for a in eqn.invars)
-    inner: set[Var] = set()
-    for child in frame.children.get(index, []):
-        pairs = zip(eqn.outvars, child.jaxpr.outvars, strict=False)
-        inner |= {
-            out
-            for out, atom in pairs
-            if not _jaxpr.is_literal(atom) and atom in child.local_gradients
-        }
+    read = not frame.local_gradients.isdisjoint(variables(eqn.invars))
+    made = read or frame.pass_of(eqn) == "backward"
+    inner = _returned(frame, index, eqn, lambda child: child.local_gradients)
     frame.local_gradients |= {
         out for out in eqn.outvars if frame.varies(out) and (made or out in inner)
+    }
+
+
+def _returned(frame: Frame, index: int, eqn: Eqn, noted: Callable[[Frame], set[Var]]) -> set[Var]:
+    """The results of an equation that a jaxpr inside it returns from what is noted there."""
+    return {
+        out
+        for child in frame.children.get(index, ())
+        for out, atom in zip(eqn.outvars, child.jaxpr.outvars, strict=False)
+        if not _jaxpr.is_literal(atom) and atom in noted(child)
     }
 
 
@@ -231,19 +233,10 @@ def _note_unreduced(frame: Frame, index: int, eqn: Eqn) -> None:
             if axes and not frame.varies(out):
                 frame.unreduced.add(out)
     elif name == "cond" and frame.reads(eqn)[0]:
-        frame.unreduced |= {out for out in eqn.outvars if not frame.varies(out)} & {
-            out
-            for child in frame.children[index]
-            for out, atom in zip(eqn.outvars, child.jaxpr.outvars, strict=True)
-            if is_unreduced(child, atom)
-        }
+        same = {out for out in eqn.outvars if not frame.varies(out)}
+        frame.unreduced |= same & _returned(frame, index, eqn, lambda child: child.unreduced)
     elif _jaxpr.call_parts(eqn) is not None:
-        (child,) = frame.children[index]
-        frame.unreduced |= {
-            out
-            for out, atom in zip(eqn.outvars, child.jaxpr.outvars, strict=True)
-            if is_unreduced(child, atom)
-        }
+        frame.unreduced |= _returned(frame, index, eqn, lambda child: child.unreduced)
     elif _rules.is_linear(eqn):
         if all(is_unreduced(frame, atom) for atom in eqn.invars):
             frame.unreduced.update(eqn.outvars)

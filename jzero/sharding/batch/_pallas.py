@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jzero.sharding.analysis import _rules
+from jzero.sharding.analysis._frames import variables
 from jzero.sharding.batch import _factors
 from jzero.sharding.batch._factors import Factor
 from jzero.tracing import _jaxpr
@@ -98,7 +99,7 @@ def _chosen(blocks: Any, axis: int) -> dict[int, int | None]:
     index = jaxpr.invars[axis]
     depends = {index}
     for eqn in jaxpr.eqns:
-        if any(not _jaxpr.is_literal(atom) and atom in depends for atom in eqn.invars):
+        if not depends.isdisjoint(variables(eqn.invars)):
             depends.update(eqn.outvars)
     sizes = [_size(block) for block in blocks.block_shape]
     return {
