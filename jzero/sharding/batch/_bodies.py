@@ -86,7 +86,7 @@ def shifted(form: Form, offset: int) -> Form:
 
 
 @dataclasses.dataclass(eq=False)
-class Run:
+class BodyRun:
     """One run of a body's jaxpr: what it wrote, and what it returned."""
 
     body: Body
@@ -106,13 +106,13 @@ class Run:
         return _jaxpr.Closed(flat, [*self.consts, *body.consts])
 
 
-def run_body(outer: Body, flat: FlatBody, ins: Sequence[BatchValue], times: int = 1) -> Run:
+def run_body(outer: Body, flat: FlatBody, ins: Sequence[BatchValue], times: int = 1) -> BodyRun:
     """Rewrites a body that a step runs so many times for each run of what is around it."""
     jaxpr, consts = flat
     body = outer.inside(times)
     env = {var: whole(var) for var in jaxpr.constvars}
     env |= zip(jaxpr.invars, ins, strict=True)
-    return Run(body, run(body, jaxpr, env), list(jaxpr.constvars), consts)
+    return BodyRun(body, run(body, jaxpr, env), list(jaxpr.constvars), consts)
 
 
 def settle(
@@ -150,7 +150,7 @@ def first_form(value: BatchValue) -> Form:
 
 
 def write(
-    outer: Body, eqn: Eqn, runs: Iterable[Run], ins: Sequence[Atom], outs: Sequence[Var],
+    outer: Body, eqn: Eqn, runs: Iterable[BodyRun], ins: Sequence[Atom], outs: Sequence[Var],
     params: Params,
 ) -> None:  # fmt: skip
     """Writes the equation of rewritten bodies."""

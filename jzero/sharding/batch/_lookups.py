@@ -267,7 +267,7 @@ def _scatter_rows(body: Body, eqn: Eqn, ins: list[BatchValue], rows: Rows) -> At
 
     [Note: one row more] An update out of bounds would not do: XLA:CPU makes one slice of a slice of a slice,
     and forgets to clamp, so that of a slice of a larger array it writes the element behind the slice
-    (test_batch_rules.py::test_one_update_of_rows_that_were_moved).
+    (docs/facts-compilers.md; test_batch_rules.py::test_one_update_of_rows_that_were_moved).
     """
     operand, indices, updates = ins
     reason = "each device takes the updates of its rows"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.batch import _bodies
-from jzero.sharding.batch._bodies import CARRIED, Input, Run
+from jzero.sharding.batch._bodies import CARRIED, BodyRun, Input
 from jzero.sharding.batch._body import Body
 from jzero.sharding.batch._equations import NotRowByRow
 from jzero.sharding.batch._rows import FULL, OWN, SUM, Form, Rows, is_padded
@@ -48,7 +48,7 @@ class _ScanTurn(NamedTuple):
       y_forms: of what each turn hands out.
     """
 
-    done: Run
+    done: BodyRun
     closed: _jaxpr.Closed
     forms: list[Form]
     y_forms: list[Form]
@@ -115,7 +115,7 @@ class _Scan:
         ]
         return found, self.closed(done, carry, forms) if found == forms else None
 
-    def closed(self, done: Run, carry: Sequence[Var], forms: list[Form]) -> _ScanTurn:
+    def closed(self, done: BodyRun, carry: Sequence[Var], forms: list[Form]) -> _ScanTurn:
         """The body whose carry comes out in the forms in which it came in."""
         outs, ys = split(done.outs, self.parts.num_carry)
         returned = [

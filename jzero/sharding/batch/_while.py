@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.batch import _bodies
-from jzero.sharding.batch._bodies import CARRIED, FlatBody, Run
+from jzero.sharding.batch._bodies import CARRIED, BodyRun, FlatBody
 from jzero.sharding.batch._body import Body
 from jzero.sharding.batch._equations import run
 from jzero.sharding.batch._rows import FULL, Form, Rows
@@ -23,8 +23,8 @@ from jzero.tracing._types import Atom, Eqn
 class _WhileTurn(NamedTuple):
     """Condition and body of a while loop, settled: the runs that wrote them, and their jaxprs."""
 
-    asked: Run
-    done: Run
+    asked: BodyRun
+    done: BodyRun
     cond: _jaxpr.Closed
     step: _jaxpr.Closed
     forms: list[Form]
