@@ -156,4 +156,4 @@ def _given(interp: Interpreter, env: Env, runner: Runner, var: Var, plan: ValueP
     """What a segment hands out, in shards as the boundary has it."""
     value = interp.read(runner.frame, env, var)
     dim = plan.layout.dim if isinstance(plan.layout, _layout.Shard) else None
-    return interp.as_dim(runner.frame, var, value, dim)
+    return interp.devices.as_dim(value, dim)

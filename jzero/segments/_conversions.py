@@ -15,17 +15,17 @@ from jzero.tracing import _jaxpr
 
 def entering(runner: Runner, variables: Sequence[_jaxpr.Var]) -> Callable[..., Arrays] | None:
     """`leaves -> shards`: leaves that rest on the devices, in shards like gradients; None if they are."""
-    boundary, frame = runner.plan.boundary, runner.frame
+    boundary = runner.plan.boundary
     rest = [boundary.of(var) for var in variables]
     crossing = [boundary.crossed(var) for var in variables]
     if all(old.layout == new.layout for old, new in zip(rest, crossing, strict=True)):
         return None
 
     def local(xs: Arrays) -> Arrays:
-        interp = runner.interpreter()
+        devices = runner.interpreter().devices
         return [
-            interp.as_dim(frame, var, value_of(x, old), _dim(new.layout))
-            for var, x, old, new in zip(variables, xs, rest, crossing, strict=True)
+            devices.as_dim(value_of(x, old), _dim(new.layout))
+            for x, old, new in zip(xs, rest, crossing, strict=True)
         ]
 
     specs = [plan.spec for plan in rest]

@@ -7,26 +7,35 @@ gather it over those axes first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import ArrayLike
 
-from jzero.sharding.plan._layout import FULL, Automatic, padded_size, partition_spec
+from jzero.sharding.plan._layout import FULL, Automatic, partition_spec
 from jzero.tracing import _jaxpr
+
+# [Note: layouts at rest]
+# XLA gathers and scatters along any dim but the first into another layout than arrays rest in, and what
+# reads the result takes that over: a whole update, which then makes masters and moments beside the old
+# ones, not in their place. And it starts all such gathers of an update together: a second copy of all
+# parameters is alive at once. So what is scattered is put into the layout of arrays at rest, and large
+# leaves are gathered in slices (test_preflight.py::test_an_update_is_made_in_the_place_of_the_old_state,
+# test_memory.py::test_new_parameters_go_into_the_old_ones_in_slices).
 
 Axes = tuple[str, ...]
 GATHER = "jzero.gather"
 
 
 def gather(shard: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic) -> jax.Array:
-    """All-gathers `shard` along `dim`, padding included; `name` makes it readable in a profile."""
+    """`[n/k, d] -> [n, d]` along `dim`, padding included; `name` makes it readable in a profile."""
 
     def collective(part: jax.Array) -> jax.Array:
-        return lax.all_gather(part, axes, axis=dim, tiled=True)
+        whole: jax.Array = lax.all_gather(part, axes, axis=dim, tiled=True)
+        return whole
 
     with jax.named_scope(f"{GATHER}[{name}]"):
         return _part_by_part(collective, automatic)(shard)
@@ -40,11 +49,10 @@ def is_gather(eqn: _jaxpr.Eqn) -> bool:
 def reduce_scatter(
     local: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic
 ) -> jax.Array:
-    """Sums `local` over the devices; each keeps its slice along `dim`."""
+    """`[n, d]` of each device -> this one's `[n/k, d]` of their sum, along `dim`."""
 
     def collective(part: jax.Array) -> jax.Array:
-        # Else XLA scatters along any dim but the first into another layout, the whole update takes that
-        # over, and masters and moments are made beside the old ones, not in their place.
+        # [Note: layouts at rest]
         return _row_major(lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True))
 
     with jax.named_scope(f"jzero.reduce_scatter[{name}]"):
@@ -53,7 +61,8 @@ def reduce_scatter(
 
 def _row_major(x: jax.Array) -> jax.Array:
     """`x` in the layout in which arrays rest."""
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    laid_out: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return laid_out
 
 
 def _part_by_part(
@@ -69,36 +78,43 @@ def _part_by_part(
 
 
 def all_reduce(local: jax.Array, axes: Axes, kind: str = "sum") -> jax.Array:
-    """Sums (or takes 'max', 'min' of) `local` over the devices; each keeps the whole result."""
+    """`[n, d]` of each device -> their sum (or 'max', 'min') `[n, d]`, whole on each."""
     with jax.named_scope("jzero.all_reduce"):
         if kind != "sum" and jnp.issubdtype(local.dtype, jnp.inexact):
             # An all-reduce takes NaN for no maximum and no minimum of others.
             parts = lax.all_gather(local, axes)
             return jnp.max(parts, axis=0) if kind == "max" else jnp.min(parts, axis=0)
-        return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[kind](local, axes)
+        return _REDUCTIONS[kind](local, axes)
+
+
+_REDUCTIONS: dict[str, Callable[[jax.Array, Axes], jax.Array]] = {
+    "sum": lax.psum,
+    "max": lax.pmax,
+    "min": lax.pmin,
+}
 
 
 def take_shard(full: jax.Array, dim: int, axes: Axes, num_shards: int) -> jax.Array:
-    """This device's slice of a value that is the same on all devices. Moves nothing."""
+    """`[n, d] -> [n/k, d]`: this device's slice of a value that is the same on all. Moves nothing."""
     size = full.shape[dim] // num_shards
     return lax.dynamic_slice_in_dim(full, lax.axis_index(axes) * size, size, dim)
 
 
 def pad(x: jax.Array, dim: int, num_shards: int) -> jax.Array:
-    """`x` with zeros after it along `dim`, up to a size that `num_shards` divides."""
-    more = padded_size(x.shape[dim], num_shards) - x.shape[dim]
+    """`[n, d] -> [n + p, d]`: zeros after it along `dim`, up to a size that `num_shards` divides."""
+    more = -x.shape[dim] % num_shards
     if not more:
         return x
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, more * (d == dim), 0) for d in range(x.ndim)])
 
 
 def unpad(x: jax.Array, dim: int, size: int) -> jax.Array:
-    """`x` without what was added along `dim`, which has `size`."""
+    """`[n + p, d] -> [n, d]`: without what was added along `dim`, which has `size`."""
     return x if x.shape[dim] == size else lax.slice_in_dim(x, 0, size, axis=dim)
 
 
-def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: Any) -> jax.Array:
-    """`shard` with `fill` where it holds padding of a dim of `size`."""
+def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: ArrayLike) -> jax.Array:
+    """`[n/k, d]`, with `fill` where it holds padding of a dim of `size`."""
     index = lax.axis_index(axes) * shard.shape[dim] + jnp.arange(shard.shape[dim])
     inside = lax.broadcast_in_dim(index < size, shard.shape, (dim,))
     return jnp.where(inside, shard, jnp.asarray(fill, shard.dtype))
@@ -107,11 +123,9 @@ def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: Any) -
 def slices_into(
     whole: jax.Array, shard: jax.Array, nbytes: int, gather_slice: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """The shard gathered in the place of `whole`, by slices of dim 0 of up to `nbytes`, one after the other.
+    """`shard [m, n/k] -> [m, n]` in the place of `whole`, by slices of dim 0 of up to `nbytes`, one by one.
 
-    XLA gathers along any dim but the first into another layout than arrays rest in, and starts all such
-    gathers together: without this, a second copy of all of them would be alive at once
-    (test_preflight.py::test_an_update_is_made_in_the_place_of_the_old_state).
+    The reason is in [Note: layouts at rest].
     """
     # The layout that the gather wants must not reach the update, which makes the shard.
     shard = lax.optimization_barrier(shard)
@@ -125,13 +139,3 @@ def slices_into(
     whole = lax.fori_loop(0, rows // size, lambda i, x: turn(x, i * size, size), whole)
     done = rows // size * size
     return turn(whole, done, rows - done) if done < rows else whole
-
-
-def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
-    """`shard`, but not before `tokens` are there.
-
-    Twice: XLA takes out of a barrier what has no other use, before or after it.
-    """
-    for _ in range(2 if tokens else 0):
-        shard = lax.optimization_barrier((shard, *tokens))[0]
-    return shard

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._needs import read_dtype
-from jzero.sharding.run import _collectives
-from jzero.sharding.run._queue import GatherQueue, token_of
+from jzero.sharding.run._devices import Devices
+from jzero.sharding.run._queue import GatherQueue, not_before, token_of
 from jzero.sharding.run._values import (
-    Devices,
     FullValue,
+    Settled,
     ShardValue,
     Unreduced,
     Value,
@@ -28,6 +30,7 @@ from jzero.sharding.run._values import (
     waits,
 )
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Aval
 
 WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
 CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
@@ -38,7 +41,7 @@ class Env:
     """Values of a frame's variables; in `stacks`, [microbatches, ...], what differs between microbatches."""
 
     values: dict[_jaxpr.Var, Value]
-    stacks: dict[_jaxpr.Var, Any] = dataclasses.field(default_factory=dict)
+    stacks: dict[_jaxpr.Var, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -71,12 +74,12 @@ class Interpreter:
     otherwise: Handler
     reduce_once: bool = False
     microbatches: int = 1
-    microbatch: Any = None
+    microbatch: jax.Array | None = None
     hold: bool = False
     silent: bool = False
     keep_gathered: bool = False
-    reduce_dtype: Any = None
-    handed_out: Mapping[_jaxpr.Var, Any] = dataclasses.field(default_factory=dict)
+    reduce_dtype: DTypeLike | None = None
+    handed_out: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = dataclasses.field(default_factory=dict)
     seen_pass: str | None = None
 
     def run(self, frame: Frame, args: Sequence[Value]) -> list[Value]:
@@ -105,8 +108,26 @@ class Interpreter:
                 handler = self.handlers.get(eqn.primitive.name, self.otherwise)
                 ins = [self.read(frame, env, atom) for atom in eqn.invars]
                 outs = handler(self, frame, index, eqn, ins)
-            env.values |= zip(eqn.outvars, outs, strict=True)
+            self.bind(frame, env, eqn.outvars, outs)
             self.note_varying(frame, eqn, outs)
+
+    def bind(
+        self, frame: Frame, env: Env, variables: Sequence[_jaxpr.Var], values: Sequence[Value]
+    ) -> None:
+        """Gives variables their values; one that waits for its reduction learns how it is wanted."""
+        for var, value in zip(variables, values, strict=True):
+            if waits(value) and not value.scattered:
+                value.dim = self.dim_of(frame, var)
+            env.values[var] = value
+
+    def read(self, frame: Frame, env: Env, atom: _jaxpr.Atom) -> Value:
+        """The value of an operand or output."""
+        if _jaxpr.is_literal(atom):
+            return FullValue(_jaxpr.literal(atom))
+        value = env.values[atom]
+        return self.devices.settle(value) if atom in self.handed_out else value
+
+    # -- when reductions run -----------------------------------------------------------------------
 
     def reduce_before_loop(self, frame: Frame, index: int, eqn: _jaxpr.Eqn, env: Env) -> None:
         """Reduces large gradients that would wait, whole, until a backward pass's loop is done.
@@ -116,93 +137,65 @@ class Interpreter:
         """
         if self.hold or eqn.primitive.name != "scan" or frame.pass_of(eqn) != "backward":
             return
-        tokens = []
-        for var, value in env.values.items():
-            large = waits(value) and value.x.size * value.x.dtype.itemsize > WAITS_THROUGH_LOOPS
-            if large and frame.last_use(var) > index:
-                tokens.append(token_of(self.settle(frame, var, value).x))
+        tokens = [
+            token_of(self.devices.settle(value).x) for var, value in env.values.items()
+            if waits(value) and value.x.nbytes > WAITS_THROUGH_LOOPS
+            and frame.last_use(var) > index
+        ]  # fmt: skip
         # The loop waits for them: the compiler would else reduce after it, together with the rest.
         for atom in eqn.invars:
             if _jaxpr.is_literal(atom):
                 continue
             found = env.values[atom]
             if isinstance(found, FullValue) and frame.varies(atom) and tokens:
-                env.values[atom] = FullValue(_collectives.not_before(found.x, tokens), found.name)
+                env.values[atom] = FullValue(not_before(found.x, tokens), found.name)
                 break
 
     def reduce_in_order(self, frame: Frame, index: int, eqn: _jaxpr.Eqn, env: Env) -> None:
         """Before what follows a backward pass reads the first of its gradients: reduces them all.
 
-        In the order in which they were made, and not in that of the update, which is about the reverse:
-        the first reduction would wait for the last gradient.
+        Not in the order in which the update reads them: [Note: reductions in order].
         """
         if self.microbatch is not None or self.devices.divergent or frame.pass_of(eqn) is not None:
             return
         read = [a for a in eqn.invars if not _jaxpr.is_literal(a) and a in frame.unreduced]
-        first = any(_is_waiting_array(env.values[atom]) for atom in read)
+        first = any(_is_waiting_array(env.values[var]) for var in read)
         passed_on = frame.unreduced.issuperset(eqn.outvars)
         if not first or (passed_on and self.handed_out.keys().isdisjoint(read)):
             return
         due = [
-            (var, value) for var, value in env.values.items()
+            value for var, value in env.values.items()
             if _is_waiting_array(value) and frame.last_use(var) >= index
         ]  # fmt: skip
-        if any(value.collecting for _, value in due):  # A step's own loop reduces after it.
-            return
-        self._reduce_all(frame, due)
+        if not any(value.collecting for value in due):  # A step's own loop reduces after it.
+            self._reduce_all(due)
 
-    def reduce_handed_out(self, frame: Frame, env: Env) -> None:
+    def reduce_handed_out(self, env: Env) -> None:
         """Reduces what is handed out and no equation has read, in the order in which it was made."""
-        values = [(var, env.values[var]) for var in self.handed_out if var in env.values]
-        self._reduce_all(frame, [(var, value) for var, value in values if waits(value)])
+        values = [env.values[var] for var in self.handed_out if var in env.values]
+        self._reduce_all([value for value in values if waits(value)])
 
-    def _reduce_all(self, frame: Frame, due: Sequence[tuple[_jaxpr.Var, Unreduced]]) -> None:
-        for i in in_order_made([value for _, value in due]):
-            self.settle(frame, *due[i])
+    def _reduce_all(self, due: Sequence[Unreduced]) -> None:
+        for value in sorted(due, key=lambda value: value.made):
+            self.devices.settle(value)
 
-    def read(self, frame: Frame, env: Env, atom: _jaxpr.Atom) -> Value:
-        """The value of an operand or output."""
-        if _jaxpr.is_literal(atom):
-            return FullValue(_jaxpr.literal(atom))
-        value = env.values[atom]
-        return self.settle(frame, atom, value) if atom in self.handed_out else value
+    def hand_out(self, values: Sequence[Value]) -> list[Value]:
+        """What a loop's body hands out: reduced in order, unless a loop over microbatches is to do that."""
+        outs = list(values)
+        for i in in_order_made(outs):
+            if self.hold and waits(outs[i]):
+                continue
+            reduce = self.devices.settle if self.microbatch is None else self.devices.scatter
+            outs[i] = reduce(outs[i])
+        return outs
 
-    # -- layouts ---------------------------------------------------------------------------------
+    # -- layouts -----------------------------------------------------------------------------------
 
     def dim_of(self, frame: Frame, atom: _jaxpr.Atom) -> int | None:
         """The dim along which `atom` is sharded if it is sharded at all."""
         if self.devices.num == 1 or self.devices.divergent:
             return None
         return self.links.sharded_dim(frame, atom)
-
-    def full(self, frame: Frame, atom: _jaxpr.Atom, value: Value) -> Any:
-        """The whole array of an operand."""
-        return self.devices.full(value, self.dim_of(frame, atom))
-
-    def settle(self, frame: Frame, atom: _jaxpr.Atom, value: Value) -> FullValue | ShardValue:
-        """The operand with its reduction done."""
-        return self.devices.settle(value, self.dim_of(frame, atom))
-
-    def hand_out(
-        self, frame: Frame, atoms: Sequence[_jaxpr.Atom], values: Sequence[Value]
-    ) -> list[Value]:
-        """What a loop's body hands out: reduced, unless the loop over microbatches reduces after it.
-
-        In the order in which they were made, for each reduction waits for the one before it.
-        """
-        outs = list(values)
-        for i in in_order_made(outs):
-            if self.hold and waits(outs[i]):
-                continue
-            if self.microbatch is not None:
-                outs[i] = self.devices.scatter(outs[i], self.dim_of(frame, atoms[i]))
-            else:
-                outs[i] = self.settle(frame, atoms[i], outs[i])
-        return outs
-
-    def as_dim(self, frame: Frame, atom: _jaxpr.Atom, value: Value, dim: int | None) -> Any:
-        """The operand's array in a given layout."""
-        return self.full(frame, atom, value) if dim is None else self.devices.shard(value, dim)
 
     def carried_dim(self, frame: Frame, out: _jaxpr.Var, ins: Sequence[Value]) -> int | None:
         """The layout in which a loop carries, or a branch returns, `out`."""
@@ -212,10 +205,9 @@ class Interpreter:
         return dim
 
     def gathered(
-        self, frame: Frame, var: _jaxpr.Var, value: FullValue | ShardValue,
-        indices: Iterable[int] | None = None,
-    ) -> FullValue:  # fmt: skip
-        """`value` whole, for the equations of `frame` that read it as `var`.
+        self, frame: Frame, var: _jaxpr.Var, value: Settled, indices: Iterable[int] | None = None
+    ) -> FullValue:
+        """`value`, `[n/k, d]` or whole, as the whole `[n, d]` for the equations that read it as `var`.
 
         It is cast first, if that is what all of them do: bf16 compute gathers bf16.
         """
@@ -232,7 +224,10 @@ class Interpreter:
     # -- passes ----------------------------------------------------------------------------------
 
     def enter_pass(self, frame: Frame, eqn: _jaxpr.Eqn) -> None:
-        """Starts a new scope for gathers when the equation belongs to another pass than the last."""
+        """Starts a new scope for gathers when the equation belongs to another pass than the last.
+
+        They wait for what the last one computed: [Note: tokens of a pass].
+        """
         current = None if self.keep_gathered else frame.pass_of(eqn)
         if frame.autodiff is not None or current is None or current == self.seen_pass:
             return
@@ -250,8 +245,8 @@ class Interpreter:
                 if jnp.issubdtype(var.aval.dtype, jnp.number):
                     self.devices.queue.note(value.x, eqn.primitive.name)
 
-    def as_contribution(self, value: Value, scale: float) -> Any:
-        """What this device adds to a sum, `scale` times which is `value`; it was reduced already."""
+    def as_contribution(self, value: Value, scale: float) -> jax.Array:
+        """What this device adds to a sum, `scale` times which is `value [n, d]`; it was reduced already."""
         x = jnp.asarray(self.devices.full(value))
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return x / jnp.asarray(scale * self.devices.num, x.dtype)
@@ -270,7 +265,7 @@ class Interpreter:
         return dataclasses.replace(self, devices=devices, seen_pass=None)
 
 
-def _zeros(aval: Any) -> Any:
+def _zeros(aval: Aval) -> jax.Array:
     return jnp.zeros(aval.shape, aval.dtype)
 
 

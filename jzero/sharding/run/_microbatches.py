@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jzero.sharding.analysis._frames import Frame, split
 from jzero.sharding.analysis._kinds import COLLECTED
 from jzero.sharding.cut._phases import Phase
 from jzero.sharding.run import _collectives
+from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Env, Interpreter
 from jzero.sharding.run._values import (
-    Devices,
     FullValue,
+    Settled,
     ShardValue,
     Unreduced,
     Value,
@@ -25,8 +26,10 @@ from jzero.sharding.run._values import (
     waits,
 )
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Aval
 
 SCOPE = "jzero.microbatches"
+Arrays = list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Accumulation:
     num: int
     dims: Mapping[_jaxpr.Var, int]
     once: bool
-    dtype: Any
+    dtype: DTypeLike | None
     gather_once: bool
 
 
@@ -76,7 +79,7 @@ def _collect(interp: Interpreter, frame: Frame, env: Env, index: int, num: int) 
     def of_all(atom: _jaxpr.Atom) -> jax.Array:
         if not _jaxpr.is_literal(atom) and atom in env.stacks:
             return env.stacks[atom]
-        same = interp.full(frame, atom, interp.read(frame, env, atom))
+        same = interp.devices.full(interp.read(frame, env, atom))
         return jnp.broadcast_to(same, (num, *same.shape))
 
     with _jaxpr.source_of(eqn):
@@ -104,45 +107,46 @@ def _gathered(stack: jax.Array, devices: Devices, eqn: _jaxpr.Eqn) -> jax.Array:
 
 @dataclasses.dataclass
 class _Sum:
-    """One running sum of the loop.
+    """One running sum `[n, d]` of the loop.
 
-    It is sharded along `dim` if it is reduced for each microbatch (over the axes beside those of a shard,
-    after the loop); else it is whole, and reduced after the loop unless the body had reduced it already
-    (`scale` None).
+    It is a shard `[n/k, d]` along `dim` if it is reduced for each microbatch (over the axes beside those of
+    a shard, after the loop); else it is whole, and reduced after the loop unless the body had reduced it
+    already (`scale` None).
     """
 
     var: _jaxpr.Var
     dim: int | None
-    dtype: Any
+    dtype: DTypeLike
     leaf: str
     scale: float | None = None
-    wire: Any = None
+    wire: DTypeLike | None = None
 
     def start(self, devices: Devices) -> jax.Array:
+        """Zeros, `[n/k, d]` or `[n, d]`."""
         return jnp.zeros(devices.shard_shape(self.var.aval.shape, self.dim), self.dtype)
 
-    def add(self, inner: Interpreter, frame: Frame, total: jax.Array, value: Value) -> jax.Array:
-        if self.dim is None and waits(value):
+    def add(self, inner: Interpreter, total: jax.Array, value: Value) -> jax.Array:
+        """`total` and the microbatch's `value`, both `[n/k, d]` or both `[n, d]`."""
+        if self.dim is not None:
+            value = inner.devices.scatter(value)
+        if waits(value) and value.scattered == (self.dim is not None):
             self.scale, self.wire, x = value.scale, value.x.dtype, value.x
         elif self.dim is None and inner.hold:
             self.scale, self.wire = 1.0, self.var.aval.dtype
             x = inner.as_contribution(value, 1.0)
         else:
-            value = inner.devices.scatter(value, self.dim)
-            if waits(value) and value.dim == self.dim:
-                self.scale, self.wire, x = value.scale, value.x.dtype, value.x
-            else:
-                x = inner.as_dim(frame, self.var, value, self.dim)
+            x = inner.devices.as_dim(value, self.dim)
         return total + x.astype(total.dtype)
 
     def finish(self, devices: Devices, total: jax.Array) -> Value:
-        dtype = self.var.aval.dtype
-        if self.scale is not None:
-            size = 0 if self.dim is None else self.var.aval.shape[self.dim]
-            return Unreduced(
-                total.astype(self.wire), self.scale, dtype, self.leaf, dim=self.dim, size=size
-            )
-        return devices.value(total.astype(dtype), self.dim, self.var.aval.shape, self.leaf)
+        """The sum over the microbatches, which may wait for that over the devices."""
+        dtype, shape = self.var.aval.dtype, self.var.aval.shape
+        if self.scale is None:
+            return devices.value(total.astype(dtype), self.dim, shape, self.leaf)
+        value = Unreduced(total.astype(self.wire), self.scale, dtype, self.leaf)
+        if self.dim is None:
+            return value
+        return dataclasses.replace(value, dim=self.dim, size=shape[self.dim], scattered=True)
 
 
 def _loop(
@@ -160,7 +164,7 @@ def _loop(
     captured = _captured(interp, frame, env, phase, accumulation.gather_once)
     handed_out = set(phase.stacks)
 
-    def body(carry: list[Any], own: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+    def body(carry: Arrays, own: tuple[jax.Array, Arrays]) -> tuple[Arrays, Arrays]:
         index, kept = own
         inner = dataclasses.replace(interp.inside(), microbatch=index, hold=hold)
         values = _detached(captured)
@@ -180,17 +184,17 @@ def _loop(
                 elif (
                     var in handed_out
                 ):  # All that read it here see the bits that later loops will read.
-                    x = inner.full(frame, var, local.values[var])
+                    x = inner.devices.full(local.values[var])
                     local.values[var] = FullValue(lax.optimization_barrier(x))
         terms = [local.values[s.var] for s in sums]
         totals = carry[: len(terms)]
         for i in in_order_made(terms):
-            totals[i] = sums[i].add(inner, frame, totals[i], terms[i])
+            totals[i] = sums[i].add(inner, totals[i], terms[i])
         lasts = [
-            inner.as_dim(frame, var, local.values[var], dim)
+            inner.devices.as_dim(local.values[var], dim)
             for var, dim in zip(phase.lasts, last_dims, strict=True)
         ]
-        return [*totals, *lasts], [inner.full(frame, v, local.values[v]) for v in phase.stacks]
+        return [*totals, *lasts], [inner.devices.full(local.values[v]) for v in phase.stacks]
 
     starts = [s.start(interp.devices) for s in sums]
     starts += [
@@ -201,7 +205,8 @@ def _loop(
         own = (jnp.arange(accumulation.num), [env.stacks[var] for var in phase.kept])
         carry, stacks = lax.scan(body, starts, own)
     totals, lasts = split(carry, len(sums))
-    env.values |= {s.var: s.finish(interp.devices, x) for s, x in zip(sums, totals, strict=True)}
+    finished = [s.finish(interp.devices, x) for s, x in zip(sums, totals, strict=True)]
+    interp.bind(frame, env, [s.var for s in sums], finished)
     for var, dim, x in zip(phase.lasts, last_dims, lasts, strict=True):
         env.values[var] = interp.devices.value(x, dim, var.aval.shape)
     env.stacks |= zip(phase.stacks, stacks, strict=True)
@@ -209,20 +214,20 @@ def _loop(
 
 def _captured(
     interp: Interpreter, frame: Frame, env: Env, phase: Phase, gather: bool
-) -> dict[_jaxpr.Var, FullValue | ShardValue]:
+) -> dict[_jaxpr.Var, Settled]:
     """What the loop reads from before it; reductions among it run now, not once a microbatch."""
-    captured: dict[_jaxpr.Var, FullValue | ShardValue] = {}
+    captured: dict[_jaxpr.Var, Settled] = {}
     for atom in [atom for index in phase.loop for atom in frame.jaxpr.eqns[index].invars]:
         if _jaxpr.is_literal(atom) or atom in captured or atom not in env.values:
             continue
-        value = interp.settle(frame, atom, env.values[atom])
+        value = interp.devices.settle(env.values[atom])
         if gather and isinstance(value, ShardValue) and atom in frame.needs_full:
             value = interp.gathered(frame, atom, value, phase.loop)
         captured[atom] = value
     return captured
 
 
-def _detached(values: Mapping[_jaxpr.Var, FullValue | ShardValue]) -> dict[_jaxpr.Var, Value]:
+def _detached(values: Mapping[_jaxpr.Var, Settled]) -> dict[_jaxpr.Var, Value]:
     """Copies that remember no gathers: those of the loop's body must not outlive its trace."""
     copies: dict[int, ShardValue] = {}
 
@@ -246,13 +251,13 @@ def _in_microbatches(value: Value, dim: int, num: int) -> jax.Array:
     return jnp.moveaxis(value.x.reshape(*shape[:dim], num, -1, *shape[dim + 1 :]), dim, 0)
 
 
-def _slice(value: Value, dim: int, index: Any, num: int) -> jax.Array:
+def _slice(value: Value, dim: int, index: jax.Array, num: int) -> jax.Array:
     assert isinstance(value, FullValue)
     size = value.x.shape[dim] // num
     return lax.dynamic_slice_in_dim(value.x, index * size, size, dim)
 
 
-def _sum_dtype(aval: Any, dtype: Any) -> Any:
+def _sum_dtype(aval: Aval, dtype: DTypeLike | None) -> DTypeLike:
     if not jnp.issubdtype(aval.dtype, jnp.inexact):
         return aval.dtype
     return jnp.promote_types(aval.dtype, jnp.float32) if dtype is None else dtype

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jzero.sharding.analysis import _frames, _rules
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.run import _collectives
 from jzero.sharding.run._interpret import Handler, Interpreter
-from jzero.sharding.run._values import FullValue, ShardValue, Unreduced, Value, waits
+from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced, Value, waits
 from jzero.tracing import _jaxpr
 
 
@@ -22,87 +21,95 @@ def apply(
     interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
 ) -> list[Value]:
     """Runs an equation: pending if linear, on shards if its rule allows, else on whole values."""
-    if _casts_to_itself(eqn, ins[0] if ins else None):
+    if _casts_to_itself(eqn, ins):
         return ins
-    pending = _apply_linear(interp, eqn, ins)
+    pending = _before_reduction(interp, eqn, ins)
     if pending is not None:
         return [pending]
-    settled = [interp.settle(frame, a, v) for a, v in zip(eqn.invars, ins, strict=True)]
-    rule = _rules.rule_for(eqn)
-    if rule is not None and not any(frame.varies(out) for out in eqn.outvars):
-        known = _known_view(interp, eqn, rule, settled)
-        if known is not None and known[1] in known[0].views:
-            return [known[0].views[known[1]]]
-        outs = _apply_on_shards(interp, frame, eqn, rule, settled)
-        if outs is not None:
-            name = next((v.name for v in settled if isinstance(v, ShardValue)), "")
-            outs = [dataclasses.replace(out, name=name) for out in outs]
-            if known is not None and isinstance(outs[0], ShardValue):
-                known[0].views[known[1]] = outs[0]
-            return outs
-    whole = [interp.devices.full(value) for value in settled]
-    return [FullValue(out) for out in _jaxpr.bind(eqn, *whole)]
+    settled = [interp.devices.settle(value) for value in ins]
+    outs = _on_shards(interp, frame, eqn, settled)
+    if outs is not None:
+        return outs
+    return [FullValue(x) for x in _jaxpr.bind(eqn, *map(interp.devices.full, settled))]
 
 
-def _casts_to_itself(eqn: _jaxpr.Eqn, value: Value | None) -> bool:
+def _casts_to_itself(eqn: _jaxpr.Eqn, ins: list[Value]) -> bool:
     """Whether the equation casts what was cast already, before its gather."""
-    if eqn.primitive.name != "convert_element_type" or not isinstance(value, FullValue):
+    if eqn.primitive.name != "convert_element_type" or not isinstance(ins[0], FullValue):
         return False
-    new, old = eqn.outvars[0].aval, jnp.asarray(value.x).aval
-    return new.dtype == old.dtype and new.weak_type == old.weak_type
+    new, old = eqn.outvars[0].aval, jnp.asarray(ins[0].x).aval
+    return bool(new.dtype == old.dtype and new.weak_type == old.weak_type)
 
 
-def _known_view(
-    interp: Interpreter, eqn: _jaxpr.Eqn, rule: _rules.Rule, ins: list[FullValue | ShardValue]
-) -> tuple[ShardValue, object] | None:
-    """The shard of which the equation makes a view, and the key under which it is remembered."""
-    if not (rule.linear and len(ins) == 1 and isinstance(ins[0], ShardValue)):
-        return None
-    return ins[0], (interp.devices.scope, eqn.primitive.name, str(eqn.params))
+# --------------------------------------------------------------------------------------------------
+# Before a reduction: the sum of f(x) is f of the sum, for each f of `_LINEAR`. [Note: reductions wait]
 
 
-def _apply_linear(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unreduced | None:
+def _before_reduction(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unreduced | None:
     """The result before its reduction, if every operand still waits for one and may go on waiting."""
-    name = eqn.primitive.name
-    scalar_sum = name == "add" and eqn.outvars[0].aval.ndim == 0
-    collects = name in ("add", "add_any") and any(
-        isinstance(v, Unreduced) and v.collecting for v in ins
-    )
-    if collects:
-        ins = _as_contributions(interp, ins)
-    if not (scalar_sum or collects or _rules.is_linear(eqn)):
+    linear = _LINEAR.get(eqn.primitive.name)
+    return None if linear is None else linear(interp, eqn, ins)
+
+
+def _cast(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unreduced | None:
+    """`x [n, d]` keeps its dtype; the sum is presented in another."""
+    (value,) = ins
+    if not waits(value) or not _rules.is_linear(eqn):
         return None
-    # Python's sum() starts from a literal 0, which adds nothing to wait for.
-    zeros = [scalar_sum and _jaxpr.is_literal(a) and a.val == 0 for a in eqn.invars]
-    terms = [value for value, zero in zip(ins, zeros, strict=True) if not zero]
-    waiting = [v for v in terms if waits(v)]
+    return dataclasses.replace(value, dtype=eqn.params["new_dtype"])
+
+
+def _rearrange(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unreduced | None:
+    """`x [n, d] -> [d, n]`; of a shard the dim would have to move, too."""
+    (value,) = ins
+    if not waits(value) or value.scattered:
+        return None
+    return dataclasses.replace(value, x=_jaxpr.bind(eqn, value.x)[0], collecting=False)
+
+
+def _add_gradients(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unreduced | None:
+    """`x [n, d] + y [n, d]`: JAX's AD adds up what there is of a gradient by `add_any`."""
+    collects = any(isinstance(value, Unreduced) and value.collecting for value in ins)
+    terms = _as_contributions(interp, ins) if collects else ins
+    waiting = [value for value in terms if waits(value)]
     if not waiting or len(waiting) < len(terms):
         return None
-    first, *rest = waiting
-    if first.dim is not None and name not in ("convert_element_type", "add", "add_any"):
+    return _sum(eqn, waiting, collects)
+
+
+def _add(interp: Interpreter, eqn: _jaxpr.Eqn, ins: list[Value]) -> Unreduced | None:
+    """Sums of losses, which are scalars, and running sums: `add` of others may wait no more."""
+    if eqn.outvars[0].aval.ndim == 0:
+        # Python's sum() starts from a literal 0, which adds nothing to wait for.
+        zeros = [_jaxpr.is_literal(atom) and atom.val == 0 for atom in eqn.invars]
+        ins = [value for value, zero in zip(ins, zeros, strict=True) if not zero]
+    elif not any(isinstance(value, Unreduced) and value.collecting for value in ins):
         return None
-    if scalar_sum and not rest:
+    return _add_gradients(interp, eqn, ins)
+
+
+def _sum(eqn: _jaxpr.Eqn, waiting: Sequence[Unreduced], collects: bool) -> Unreduced | None:
+    """One reduction for all, if they are due alike."""
+    first, *rest = waiting
+    if not rest:
         return first
-    if name == "convert_element_type":
-        return dataclasses.replace(first, dtype=eqn.params["new_dtype"])
     scales = {value.scale for value in waiting} - {None}
-    if len(scales) > 1 or any((v.dtype, v.dim) != (first.dtype, first.dim) for v in rest):
+    forms = {(v.dtype, v.scattered, v.dim if v.scattered else None) for v in waiting}
+    if len(scales) > 1 or len(forms) > 1:
         return None
     wire = jnp.result_type(*(value.x.dtype for value in waiting))
-    xs = [value.x if not rest else value.x.astype(first.dtype) for value in waiting]
-    (x,) = _jaxpr.bind(eqn, *xs)
-    scale = scales.pop() if scales else None
-    made = max(value.made for value in waiting)
+    (x,) = _jaxpr.bind(eqn, *(value.x.astype(first.dtype) for value in waiting))
+    scale, made = next(iter(scales), None), max(value.made for value in waiting)
     return dataclasses.replace(first, x=x.astype(wire), scale=scale, collecting=collects, made=made)
 
 
 def _as_contributions(interp: Interpreter, ins: list[Value]) -> list[Value]:
-    """Terms of a running sum: what was reduced already is shared out to the devices again."""
+    """Terms of a running sum, `[n, d]`: what was reduced already is shared out to the devices again."""
     scales = [v.scale for v in ins if isinstance(v, Unreduced) and v.scale is not None]
     scale = scales[0] if scales else 1.0
 
     def contribution(value: Value) -> Value:
-        if waits(value) and value.dim is None:
+        if waits(value) and not value.scattered:
             return value
         x = interp.as_contribution(value, scale)
         return Unreduced(x, scale, x.dtype)
@@ -110,37 +117,68 @@ def _as_contributions(interp: Interpreter, ins: list[Value]) -> list[Value]:
     return [contribution(value) for value in ins]
 
 
-def _apply_on_shards(
-    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, rule: _rules.Rule,
-    ins: list[FullValue | ShardValue],
-) -> list[Value] | None:  # fmt: skip
-    """The result computed from shards, or None if the operands must be gathered."""
-    maps = rule.dims(eqn)
-    axes = _output_axes(interp, frame, eqn, ins)
-    reduced = _apply_reduction(interp, eqn, rule, maps, ins)
+_LINEAR: dict[str, Callable[[Interpreter, _jaxpr.Eqn, list[Value]], Unreduced | None]] = {
+    "convert_element_type": _cast,
+    "transpose": _rearrange,
+    "reshape": _rearrange,
+    "squeeze": _rearrange,
+    "add_any": _add_gradients,
+    "add": _add,
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# On shards.
+
+
+def _on_shards(
+    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, ins: list[Settled]
+) -> list[Value] | None:
+    """The results computed from shards, or None if the operands must be gathered."""
+    rule = _rules.rule_for(eqn)
+    if rule is None or any(frame.varies(out) for out in eqn.outvars):
+        return None
+    if not (rule.linear and len(ins) == 1 and isinstance(ins[0], ShardValue)):
+        return _by_rule(interp, frame, eqn, rule, ins)
+    # A view that was made before is the same one, and its gather, too.
+    views, key = ins[0].views, (interp.devices.scope, eqn.primitive.name, str(eqn.params))
+    if key in views:
+        return [views[key]]
+    outs = _by_rule(interp, frame, eqn, rule, ins)
+    if outs is not None and isinstance(outs[0], ShardValue):
+        views[key] = outs[0]
+    return outs
+
+
+def _by_rule(
+    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, rule: _rules.Rule, ins: list[Settled]
+) -> list[Value] | None:
+    """`[n/k, d], [d] -> [n/k, d]`: what the rule makes of shards that line up; of others, None."""
+    maps, devices = rule.dims(eqn), interp.devices
+    name = next((value.name for value in ins if isinstance(value, ShardValue)), "")
+    reduced = _reduction(interp, eqn, rule, maps, ins)
     if reduced is not None:
-        return [reduced]
+        return [dataclasses.replace(reduced, name=name)]
     dim = _output_dim(interp, frame, eqn, maps, ins)
     if dim is None:
         return None
-    size, args = eqn.outvars[0].aval.shape[dim], []
-    for atom, value, dims in zip(eqn.invars, ins, maps, strict=True):
-        # Dims of size 1 that the operation broadcasts stay as they are.
-        own = dims.index(dim) if dim in dims else None
-        if own is not None and not interp.devices.line_up(atom.aval.shape[own], size):
-            return None
-        args.append((value, own))
+    # Dims of size 1 that the operation broadcasts stay as they are.
+    own = [dims.index(dim) if dim in dims else None for dims in maps]
+    size = eqn.outvars[0].aval.shape[dim]
+    sizes = [a.aval.shape[d] for a, d in zip(eqn.invars, own, strict=True) if d is not None]
+    if not all(devices.line_up(other, size) for other in sizes):
+        return None
+    axes = _output_axes(interp, frame, eqn, ins)
     arrays = [
-        interp.devices.full(value) if own is None else interp.devices.shard(value, own, axes)
-        for value, own in args
+        devices.full(value) if d is None else devices.shard(value, d, axes)
+        for value, d in zip(ins, own, strict=True)
     ]
-    local = rule.local(eqn, dim, interp.devices.shard_size(size, axes))
-    outs = _jaxpr.bind(eqn, *arrays, **local)
-    return [ShardValue(out, dim, size, axes, view_of=_view(eqn, rule, ins)) for out in outs]
+    outs = _jaxpr.bind(eqn, *arrays, **rule.local(eqn, dim, devices.shard_size(size, axes)))
+    return [ShardValue(x, dim, size, axes, name, view_of=_view(eqn, rule, ins)) for x in outs]
 
 
 def _output_axes(
-    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, ins: list[FullValue | ShardValue]
+    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, ins: list[Settled]
 ) -> tuple[str, ...]:
     """Those of parameters for what a pass will gather, of the gradients for all the rest."""
     found = {value.axes for value in ins if isinstance(value, ShardValue)}
@@ -149,8 +187,8 @@ def _output_axes(
 
 
 def _view(
-    eqn: _jaxpr.Eqn, rule: _rules.Rule, ins: list[FullValue | ShardValue]
-) -> tuple[ShardValue, Callable[[Any], Any]] | None:
+    eqn: _jaxpr.Eqn, rule: _rules.Rule, ins: list[Settled]
+) -> tuple[ShardValue, Callable[[jax.Array], jax.Array]] | None:
     """The operand, if the equation only rearranges it: a table and its transpose share a gather."""
     first, (operand, *rest) = eqn.invars[0], ins
     same_dtype = first.aval.dtype == eqn.outvars[0].aval.dtype
@@ -159,11 +197,14 @@ def _view(
     return operand, lambda whole: _jaxpr.bind(eqn, whole)[0]
 
 
-def _apply_reduction(
-    interp: Interpreter, eqn: _jaxpr.Eqn, rule: _rules.Rule, maps: _rules.DimMaps,
-    ins: list[FullValue | ShardValue],
-) -> Value | None:  # fmt: skip
-    """Sum, maximum or minimum over a sharded dim: local first, then over the devices."""
+def _reduction(
+    interp: Interpreter,
+    eqn: _jaxpr.Eqn,
+    rule: _rules.Rule,
+    maps: _rules.DimMaps,
+    ins: list[Settled],
+) -> FullValue | Unreduced | None:
+    """Sum, maximum or minimum over a sharded dim, `[n/k, d] -> [d]`: local first, then over the devices."""
     if rule.reduces is None or not isinstance(ins[0], ShardValue):
         return None
     if maps[0][ins[0].dim] is not None:
@@ -177,9 +218,8 @@ def _apply_reduction(
 
 
 def _output_dim(
-    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, maps: _rules.DimMaps,
-    ins: list[FullValue | ShardValue],
-) -> int | None:  # fmt: skip
+    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, maps: _rules.DimMaps, ins: list[Settled]
+) -> int | None:
     """The dim along which the output is computed in shards; None for whole."""
     out = eqn.outvars[0]
     needs_full = any(out in frame.needs_full for out in eqn.outvars)
@@ -239,9 +279,11 @@ def _psum(
     outs: list[Value] = []
     operands = zip(eqn.invars, eqn.outvars, frame.reads(eqn), ins, strict=True)
     for atom, out, axes, value in operands:
-        x = interp.full(frame, atom, value)
+        x = interp.devices.full(value)
         if axes:
-            gradient = frame.pass_of(eqn) == "backward" or atom in frame.local_gradients
+            gradient = frame.pass_of(eqn) == "backward" or (
+                not _jaxpr.is_literal(atom) and atom in frame.local_gradients
+            )
             wire = _on_the_wire(interp, x) if gradient else x
             outs.append(Unreduced(wire, 1.0, x.dtype, interp.links.leaf_of(frame, out)))
         else:  # The sum of what all devices have in common.
@@ -249,7 +291,7 @@ def _psum(
     return outs
 
 
-def _on_the_wire(interp: Interpreter, x: Any) -> Any:
+def _on_the_wire(interp: Interpreter, x: jax.Array) -> jax.Array:
     floating = jnp.issubdtype(x.dtype, jnp.floating)
     return x.astype(interp.reduce_dtype) if interp.reduce_dtype is not None and floating else x
 
@@ -257,14 +299,14 @@ def _on_the_wire(interp: Interpreter, x: Any) -> Any:
 def _collective(
     interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
 ) -> list[Value]:
-    names: dict[str, Any] = {}
+    names: dict[str, tuple[str, ...]] = {}
     for param in ("axes", "axis_name"):
         if param in eqn.params:
             axes = tuple(axis for name in _frames.axes_of(eqn) for axis in interp.axis_names[name])
             names[param] = axes
     if eqn.primitive.name == "axis_index":
         return [FullValue(_axis_index(interp, names["axis_name"]))]
-    whole = [interp.full(frame, a, v) for a, v in zip(eqn.invars, ins, strict=True)]
+    whole = [interp.devices.full(value) for value in ins]
     if eqn.primitive.name in _frames.REDUCTIONS:
         return [FullValue(lax.psum(x, names["axes"])) for x in whole]
     if eqn.primitive.name in ("pmax", "pmin") and not eqn.params.get("axis_index_groups"):

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+# [Note: tokens of a pass]
+# A gather that starts too early is the gather of the pass before: the compiler lets one serve both, and
+# every parameter is alive in between. One that starts too late has nothing to hide behind. So each waits,
+# by an optimization barrier, for tokens, elements of values that are computed before: one of the pass
+# before (`start`), and one of a product, so far back that only `limit` bytes are ahead of their use
+# (test_memory.py::test_peak_memory_grows_with_one_layer_not_with_all,
+# test_prefetch.py::test_gathers_of_an_unrolled_model_wait_for_compute).
+
+# [Note: reductions in order]
+# The compiler combines the reductions of a pass, or of a loop's body, into few at its end: nothing hides
+# them, and all gradients wait for them. So each waits for the one before it, and they run in the order in
+# which their gradients were made (`Unreduced.made`); an update reads them in about the reverse one
+# (test_reductions.py::test_reductions_of_an_unrolled_model_run_in_the_order_of_its_gradients). Small ones
+# may be combined, but wait for a large one: free, the first large one would be combined with the last
+# small one (test_reductions.py::test_a_small_reduction_waits_for_a_large_one_not_the_reverse).
 
 # The equations that take time. Elementwise values are no measure of how far a pass has come: a mask or
 # random bits may be there before anything else is.
@@ -31,19 +48,18 @@ class GatherQueue:
 
     Attributes:
       limit: how many gathered bytes may be ahead of the compute that first uses them; with 0, none are.
-      start: a token from the pass before. Every gather waits for it, so that the compiler cannot let the
-        gather of the previous pass serve this one and keep every parameter alive in between.
+      start: a token from the pass before, for which every gather waits ([Note: tokens of a pass]).
       latest: what was computed last and differs between devices; the next pass starts after it.
       product: the latest of these that came out of a matrix product or a loop.
     """
 
     limit: int
-    start: Any = None
-    latest: Any = None
-    product: Any = None
+    start: jax.Array | None = None
+    latest: jax.Array | None = None
+    product: jax.Array | None = None
     _sizes: list[int] = dataclasses.field(default_factory=list)
-    _before: list[Any] = dataclasses.field(default_factory=list)
-    _reduced: tuple[float, Any] = (math.inf, None)
+    _before: list[jax.Array | None] = dataclasses.field(default_factory=list)
+    _reduced: tuple[int, jax.Array] | None = None
 
     def tokens(self, nbytes: int) -> list[jax.Array]:
         """What the next gather, of so many bytes, waits for."""
@@ -69,11 +85,11 @@ class GatherQueue:
     def reduction_tokens(self, made: int) -> list[jax.Array]:
         """What the reduction of the `made`th value waits for: that of an earlier one, not of a later.
 
-        Without that the compiler combines all reductions of a pass or of a loop's body into few at its
-        end, which nothing hides and for which all gradients wait. Small ones wait for a large one, not
-        the reverse, and may be combined; were they free, the first large one would be with the last small.
+        The reason is in [Note: reductions in order].
         """
-        return [token_of(self._reduced[1])] if self._reduced[0] < made else []
+        if self._reduced is None or self._reduced[0] >= made:
+            return []
+        return [token_of(self._reduced[1])]
 
     def note_reduction(self, shard: jax.Array, made: int, nbytes: int) -> None:
         """Remembers a reduction of so many bytes."""
@@ -81,10 +97,19 @@ class GatherQueue:
             self._reduced = made, shard
 
     def next_pass(self) -> GatherQueue:
-        """The queue of the pass that starts now."""
+        """The queue of the pass that starts now; the one before has computed something."""
+        assert self.latest is not None
         return GatherQueue(self.limit, token_of(self.latest), self.latest)
 
 
 def token_of(x: jax.Array) -> jax.Array:
     """One element of `x`: depends on it without keeping it alive."""
     return x[(0,) * x.ndim] if math.prod(x.shape) else jnp.zeros((), x.dtype)
+
+
+def not_before(shard: jax.Array, tokens: Sequence[jax.Array]) -> jax.Array:
+    """`shard`, but not before `tokens` are there."""
+    # Twice: XLA takes out of a barrier what has no other use, before or after it.
+    for _ in range(2 if tokens else 0):
+        shard = lax.optimization_barrier((shard, *tokens))[0]
+    return shard

@@ -17,10 +17,11 @@ from jzero.sharding.plan._layout import Full, Layout, Shard
 from jzero.sharding.plan._plan import Analysis, StepPlan
 from jzero.sharding.run import _collectives, _microbatches
 from jzero.sharding.run._control import CONTROL
+from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Env, Interpreter
 from jzero.sharding.run._ordinary import ORDINARY, apply
 from jzero.sharding.run._queue import GatherQueue
-from jzero.sharding.run._values import Devices, FullValue, ShardValue, Value
+from jzero.sharding.run._values import FullValue, ShardValue, Value
 from jzero.tracing import _jaxpr
 
 LocalFunction = Callable[..., Any]
@@ -122,7 +123,7 @@ class Runner:
             apart = plan.update.apart
             rest = [i for i in range(len(frame.jaxpr.eqns)) if i not in apart]
             interp.run_equations(frame, rest, env)
-        interp.reduce_handed_out(frame, env)
+        interp.reduce_handed_out(env)
         return env
 
     def value(self, x: Any, var: _jaxpr.Var) -> Value:
@@ -144,7 +145,7 @@ class Runner:
             value: Value = FullValue(env.stacks[_jaxpr.variable(atom)])
         else:
             value = interp.read(frame, env, atom)
-        x = _finish(interp, atom, value, frame, layout, example, old, masks_padding)
+        x = _finish(interp, atom, value, layout, example, old, masks_padding)
         return _jaxpr.with_type_of(x, atom)
 
 
@@ -157,13 +158,13 @@ def value_of(x: Any, plan: ValuePlan) -> FullValue | ShardValue:
 
 
 def _finish(
-    interp: Interpreter, atom: Any, value: Value, frame: Frame, layout: Layout, example: bool, old: Any,
+    interp: Interpreter, atom: _jaxpr.Atom, value: Value, layout: Layout, example: bool, old: Any,
     masks_padding: bool,
 ) -> Any:  # fmt: skip
     if isinstance(layout, Full):
         if old is None:
-            return interp.full(frame, atom, value)
-        return interp.devices.full_into(old, value, interp.dim_of(frame, atom))
+            return interp.devices.full(value)
+        return interp.devices.full_into(old, value)
     dim = layout.dim
     if not example:
         x = interp.devices.shard(value, dim, layout.axes)
@@ -172,7 +173,7 @@ def _finish(
         if padded == size or not masks_padding:
             return x
         return _collectives.mask_padding(x, dim, size, layout.axes, 0)
-    x = interp.full(frame, atom, value)  # One entry per example: each device has its own.
+    x = interp.devices.full(value)  # One entry per example: each device has its own.
     if interp.microbatches == 1:
         return x
     x = jnp.moveaxis(x, 0, dim)  # from (microbatch, ...)

@@ -1,0 +1,278 @@
+"""How a value becomes another on one device: every gather, reduction and slice of a step is asked for here.
+
+Shapes are those of a value `[n, d]` with a dim of n over k devices: a shard is `[n/k, d]`, n rounded up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jzero._errors import StepError, message
+from jzero.sharding.analysis import _rules
+from jzero.sharding.plan._layout import Automatic, padded_size
+from jzero.sharding.run import _collectives
+from jzero.sharding.run._collectives import Axes
+from jzero.sharding.run._queue import GatherQueue, not_before
+from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced, Value, waits
+
+# Enough for the wire to be busy. Leaves up to this size are gathered in one piece when a step ends.
+GATHERED_AT_ONCE = 2**27
+
+
+@dataclasses.dataclass(eq=False)
+class Devices:
+    """The data axes, and where in the program we are.
+
+    Parameters may rest over the first of `shard_axes` only, so that their shards are unions of those of
+    the optimizer state: cutting one into the other moves nothing.
+
+    Attributes:
+      sizes: names and sizes of the data axes.
+      shard_axes: over which gradients and optimizer state are sharded.
+      param_axes: over which parameters are; the first of `shard_axes`.
+      leaves: shapes of the leaves that XLA shards over further axes, and over which.
+      scope: gathers of one shard are shared within a scope (a pass, a loop body, a remat body).
+      queue: the gathers of the pass, and how far they may run ahead of its compute.
+      divergent: inside a branch or loop that not all devices take together.
+    """
+
+    sizes: Mapping[str, int]
+    shard_axes: Axes
+    param_axes: Axes
+    leaves: Mapping[str, tuple[tuple[int, ...], Automatic]]
+    queue: GatherQueue
+    scope: Hashable = None
+    divergent: bool = False
+
+    @functools.cached_property
+    def axes(self) -> Axes:
+        """All data axes."""
+        return tuple(self.sizes)
+
+    @functools.cached_property
+    def replica_axes(self) -> Axes:
+        """The data axes beside those of a gradient's shards: along them all devices hold the same shard."""
+        return tuple(axis for axis in self.axes if axis not in self.shard_axes)
+
+    @functools.cached_property
+    def num(self) -> int:
+        """How many devices there are."""
+        return self.count(self.axes)
+
+    @functools.cached_property
+    def num_shards(self) -> int:
+        """How many shards a gradient has."""
+        return self.count(self.shard_axes)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many devices hold the same shard of a gradient."""
+        return self.num // self.num_shards
+
+    def count(self, axes: Axes) -> int:
+        """How many shards there are over `axes`."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def value(self, x: jax.Array, dim: int | None, shape: Sequence[int], name: str = "") -> Settled:
+        """An array that is whole (None) or sharded like a gradient; `shape` is that of the whole."""
+        if dim is None:
+            return FullValue(x, name)
+        return ShardValue(x, dim, shape[dim], self.shard_axes, name)
+
+    def shard_size(self, size: int, axes: Axes | None = None) -> int:
+        """How much of a dim of `size` each device holds, padding included: n -> n/k."""
+        num = self.num_shards if axes is None else self.count(axes)
+        return padded_size(size, self.num_shards) // num
+
+    def line_up(self, size: int, other: int) -> bool:
+        """Whether shards of dims of these sizes hold the same parts of what a reshape made of them."""
+        return size == other or not (size % self.num_shards or other % self.num_shards)
+
+    def without_padding(self, value: ShardValue, reduces: str) -> jax.Array:
+        """The shard `[n/k, d]` with padding that changes no 'sum', 'max' or 'min' of it."""
+        if value.size % self.num_shards == 0:
+            return value.x
+        fill = {
+            "sum": 0,
+            "max": _rules.extreme(value.x.dtype, "min"),
+            "min": _rules.extreme(value.x.dtype, "max"),
+        }
+        return _collectives.mask_padding(value.x, value.dim, value.size, value.axes, fill[reduces])
+
+    def shard_shape(self, shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
+        """`[n, d]` -> `[n/k, d]`, a gradient's shard along `dim`; the whole for None."""
+        return tuple(self.shard_size(n) if d == dim else n for d, n in enumerate(shape))
+
+    # -- gathers and slices ------------------------------------------------------------------------
+
+    def as_dim(self, value: Value, dim: int | None) -> jax.Array:
+        """A given layout of `[n, d]`: a gradient's shard `[n/k, d]` along `dim`, or the whole for None."""
+        return self.full(value) if dim is None else self.shard(value, dim)
+
+    def full(self, value: Value) -> jax.Array:
+        """The whole `[n, d]`; of a shard, gathered once in a scope."""
+        value = self.settle(value)
+        if isinstance(value, FullValue):
+            return value.x
+        if self.scope not in value.gathered and value.view_of is not None:
+            origin, rearrange = value.view_of
+            value.gathered[self.scope] = rearrange(self.full(origin))
+        if self.scope not in value.gathered:
+            value.gathered[self.scope] = self._whole(value, self._when_due(value))
+        return value.gathered[self.scope]
+
+    def _whole(self, value: ShardValue, x: jax.Array) -> jax.Array:
+        """`x [n/k, d]`, the value's shard or a part of it along another dim, gathered: `[n, d]`."""
+        for axes in reversed(self._steps(value.axes)):  # the outer, slower axes move least
+            x = self._gather(x, value.dim, axes, value.name)
+        return _collectives.unpad(x, value.dim, value.size)
+
+    def _when_due(self, value: ShardValue) -> jax.Array:
+        """The shard, but not before it is this value's turn to be gathered."""
+        nbytes = value.x.nbytes * self.count(value.axes)
+        return not_before(value.x, self.queue.tokens(nbytes))
+
+    def shard(self, value: Value, dim: int, axes: Axes | None = None) -> jax.Array:
+        """This device's `[n/k, d]` along `dim`; of a full value, alike on all devices, its part."""
+        axes = self.shard_axes if axes is None else axes
+        if waits(value) and not value.scattered:
+            value.dim = dim
+        value = self.settle(value)
+        if not (isinstance(value, ShardValue) and value.dim == dim):
+            padded = _collectives.pad(self.full(value), dim, self.num_shards)
+            return _collectives.take_shard(padded, dim, axes, self.count(axes))
+        more, fewer = axes[len(value.axes) :], value.axes[len(axes) :]
+        if more:
+            return _collectives.take_shard(value.x, dim, more, self.count(more))
+        return self._gather(value.x, dim, fewer, value.name) if fewer else value.x
+
+    def full_into(self, old: jax.Array, value: Value) -> jax.Array:
+        """The whole `[n, d]`, in the place of `old`, which nothing reads any more."""
+        settled = self.settle(value)
+        if not isinstance(settled, ShardValue) or not self._goes_into(old, settled):
+            return self.full(settled)
+        gather_slice = functools.partial(self._whole, settled)
+        return _collectives.slices_into(old, settled.x, GATHERED_AT_ONCE, gather_slice)
+
+    def _goes_into(self, old: jax.Array, value: ShardValue) -> bool:
+        """Whether it is large, not yet gathered, and sharded along another dim than the first."""
+        if value.dim == 0 or self.scope in value.gathered:
+            return False
+        # A leaf that XLA shards over further axes is known by its whole shape, which a slice has not.
+        alike = old.dtype == value.x.dtype and value.name not in self.leaves
+        return bool(alike and old.nbytes > GATHERED_AT_ONCE)
+
+    def _gather(self, shard: jax.Array, dim: int, axes: Axes, name: str) -> jax.Array:
+        """`[n/k, d] -> [n, d]`, for the k devices of `axes`."""
+        self._check_together("a parameter is gathered")
+        return _collectives.gather(shard, dim, axes, name, self._automatic(name, shard, dim))
+
+    def _steps(self, axes: Axes) -> list[Axes]:
+        """Axes that one collective runs over: those of parameters, then the rest."""
+        first, rest = axes[: len(self.param_axes)], axes[len(self.param_axes) :]
+        return [group for group in (first, rest) if group]
+
+    # -- reductions --------------------------------------------------------------------------------
+
+    def settle(self, value: Value) -> Settled:
+        """The value with its reduction done: a shard along the dim that it wants, or whole for None."""
+        if not isinstance(value, Unreduced):
+            return value
+        if value.reduced is None:
+            value.reduced = self._reduce(value)
+        return value.reduced
+
+    def _reduce(self, value: Unreduced) -> Settled:
+        """`x [n, d]`, or what of it was scattered, `[n/k, d]` -> the sum's `[n/k, d]`, or `[n, d]`."""
+        if value.scattered:
+            assert value.dim is not None
+            total = self._all_reduce(value.x, self.replica_axes).astype(value.dtype)
+            return ShardValue(total, value.dim, value.size, self.shard_axes, value.name)
+        dim, (before, after) = value.dim if self.num > 1 else None, _halves(value)
+        total = _scaled(value.x, before)
+        if dim is not None:
+            total = self._scatter(total, dim, value)
+        if self.num > 1:
+            total = self._all_reduce(total, self.axes if dim is None else self.replica_axes)
+        total = _scaled(total, after).astype(value.dtype)
+        return self.value(total, dim, value.x.shape, value.name)
+
+    def scatter(self, value: Value) -> Value:
+        """`[n, d] -> [n/k, d]`: the sum over the axes of a shard, if it is due; that over replicas waits."""
+        if waits(value) and value.scattered:
+            return value
+        if not waits(value) or value.dim is None or not self.replica_axes:
+            return self.settle(value)
+        before, after = _halves(value)
+        total = self._scatter(value.x * jnp.asarray(before, value.x.dtype), value.dim, value)
+        total = total * jnp.asarray(after, total.dtype)
+        size = value.x.shape[value.dim]
+        return dataclasses.replace(value, x=total, scale=1.0, size=size, scattered=True)
+
+    def _scatter(self, total: jax.Array, dim: int, value: Unreduced) -> jax.Array:
+        """`total [n, d]` of each device -> this device's `[n/k, d]` of their sum, when it is its turn."""
+        self._check_together("a gradient is reduced")
+        total = _collectives.pad(total, dim, self.num_shards)
+        shard = not_before(total, self.queue.reduction_tokens(value.made))
+        for axes in self._steps(self.shard_axes):
+            automatic = self._automatic(value.name, shard, dim)
+            shard = _collectives.reduce_scatter(shard, dim, axes, value.name, automatic)
+        self.queue.note_reduction(shard, value.made, total.nbytes)
+        return shard
+
+    def _all_reduce(self, total: jax.Array, axes: Axes) -> jax.Array:
+        """`[n, d]` of each device -> their sum `[n, d]` over `axes`, if there are any."""
+        if not axes:
+            return total
+        self._check_together("a gradient is reduced")
+        return _collectives.all_reduce(total, axes)
+
+    def _automatic(self, name: str, x: jax.Array, dim: int) -> Automatic:
+        """How XLA shards `x`, which comes from a leaf: the leaf itself, a cast, a slice of its stack."""
+        shape, automatic = self.leaves.get(name, ((), ()))
+        for first in (0, 1):
+            like = shape[first:]
+            rest = [d for d in range(len(like)) if d != dim]
+            if len(like) == x.ndim and all(like[d] == x.shape[d] for d in rest):
+                # On another dim a wrong guess (of a transposed view) costs traffic; on this one, where
+                # devices and parts would interleave, it would cost the order of the elements.
+                of_dim = automatic[first + dim : first + dim + 1]
+                return () if any(of_dim) else automatic[first:]
+        return ()
+
+    def _check_together(self, what: str) -> None:
+        if self.divergent:
+            raise DivergentError(
+                message(
+                    "shard_train_step",
+                    f"{what} inside a branch (lax.cond, lax.while_loop) that not all devices take",
+                    "All devices must take part in a collective, or the step hangs.",
+                    "Choose with jnp.where instead, or make the predicate the same on all devices.",
+                )
+            )
+
+
+def _halves(value: Unreduced) -> tuple[float, float]:
+    """The scale as two factors, for before and after the sum.
+
+    A sum of many float16 could overflow where their mean does not: half of the scale comes before.
+    """
+    scale = 1.0 if value.scale is None else value.scale
+    if value.x.dtype != jnp.float16 or scale in (0, 1):
+        return 1.0, scale
+    before = 2.0 ** (math.log2(scale) // 2)
+    return before, scale / before
+
+
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
+class DivergentError(StepError):
+    """A collective would run where not all devices are."""

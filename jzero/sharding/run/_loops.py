@@ -1,0 +1,231 @@
+"""Loops: a carry keeps its layout, stacks are sliced and made in shards, running sums wait for the end.
+
+Values are pytrees (`_values.py`), so that a loop of JAX's carries them, slices them and stacks them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero.sharding.analysis import _frames
+from jzero.sharding.analysis._frames import Frame, split
+from jzero.sharding.run import _prefetch
+from jzero.sharding.run._devices import Devices
+from jzero.sharding.run._interpret import Interpreter
+from jzero.sharding.run._values import (
+    Settled,
+    ShardValue,
+    Unreduced,
+    Value,
+    moved,
+    waits,
+)
+from jzero.tracing import _jaxpr
+
+
+def run_scan(
+    interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
+) -> list[Value]:
+    """A `scan`: carries `[n, d]` keep their layouts, of stacks `[turns, n, d]` a turn has `[n, d]`."""
+    scan, (child,) = _jaxpr.scan_parts(eqn), frame.children[index]
+    one_pass = frame.pass_of(eqn) is not None
+    settled = [interp.devices.settle(value) for value in ins]
+    consts, init, stacks = split(settled, scan.num_consts, scan.num_carry)
+    consts = _loop_consts(interp, child, consts, one_pass)
+    carries = _carries(interp, frame, child, eqn, init)
+    keep = interp.keep_gathered and one_pass
+    sliced = child.jaxpr.invars[scan.num_consts + scan.num_carry :]
+    stacks = [_sliceable(interp, child, *x, keep) for x in zip(sliced, stacks, strict=True)]
+
+    def turn(carry: list[_Carried], slices: list[Settled]) -> tuple[list[_Carried], _Made]:
+        inner, slices = interp.inside(), [moved(value, -1) for value in slices]
+        entering = [each.enter(x) for each, x in zip(carries, carry, strict=True)]
+        outs = inner.run(child, [*consts, *entering, *slices])
+        leaving, made = split(outs, scan.num_carry)
+        ys = [_unless_sliced(value, slices) for value in inner.hand_out(made)]
+        scales = [_Found(v.scale if isinstance(v, Unreduced) else None) for v in leaving]
+        new = [each.leave(inner.devices, v) for each, v in zip(carries, leaving, strict=True)]
+        return new, (ys, scales)
+
+    loop = functools.partial(lax.scan, unroll=scan.unroll)
+    # A loop that is part of one pass: one that holds whole passes would keep what it gathered for the
+    # next turn's forward pass alive through all of this turn.
+    alone = one_pass and not interp.keep_gathered and not interp.devices.divergent
+    gathers = any(isinstance(value, ShardValue) for value in stacks)
+    if alone and gathers and scan.length > 1 and scan.unroll == 1:
+        loop = functools.partial(_prefetch.scan, queue=interp.devices.queue)
+    starts = [each.start(interp.devices) for each in carries]
+    ends, (ys, scales) = loop(turn, starts, stacks, length=scan.length, reverse=scan.reverse)
+    finished = zip(carries, ends, scales, strict=True)
+    return [
+        *(each.finish(interp, x, scale.value) for each, x, scale in finished),
+        *(stacks[y.value] if isinstance(y, _Found) else y for y in ys),
+    ]
+
+
+def run_while(
+    interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
+) -> list[Value]:
+    """A `while`: carries `[n, d]` keep their layouts; whole ones if devices leave it at different times."""
+    loop, (cond, body) = _jaxpr.while_parts(eqn), frame.children[index]
+    divergent = any(cond.out_varying)
+    several = cond.jaxpr.outvars[0].aval.ndim > 0  # A vmapped loop: each element stops by itself.
+    settled = [interp.devices.settle(value) for value in ins]
+    cond_ins, body_ins, init = split(settled, loop.num_cond_consts, loop.num_body_consts)
+    cond_ins = _loop_consts(interp, cond, cond_ins, True)
+    body_ins = _loop_consts(interp, body, body_ins, divergent or frame.pass_of(eqn) is not None)
+    whole = divergent or several
+    dims = [
+        None if whole else interp.carried_dim(frame, out, [value])
+        for out, value in zip(eqn.outvars, init, strict=True)
+    ]
+
+    def laid_out(devices: Devices, values: Sequence[Value]) -> list[Settled]:
+        return [
+            devices.value(devices.as_dim(value, dim), dim, out.aval.shape)
+            for value, dim, out in zip(values, dims, eqn.outvars, strict=True)
+        ]
+
+    def goes_on(carry: list[Settled]) -> jax.Array:
+        inner = interp.inside(divergent)
+        (value,) = inner.run(cond, [*cond_ins, *carry])
+        return inner.devices.full(value)
+
+    def turn(carry: list[Settled]) -> list[Settled]:
+        inner = interp.inside(divergent)
+        new = laid_out(inner.devices, inner.run(body, [*body_ins, *carry]))
+        return _where(goes_on(carry), new, carry) if several else new
+
+    def any_goes_on(carry: list[Settled]) -> jax.Array:
+        return goes_on(carry).any() if several else goes_on(carry)
+
+    return [*lax.while_loop(any_goes_on, turn, laid_out(interp.devices, init))]
+
+
+def _where(goes_on: jax.Array, new: list[Settled], old: list[Settled]) -> list[Settled]:
+    """Whole `[b, n, d]`: the new ones of the elements of `b` that go on, the old ones of all others."""
+
+    def chosen(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(lax.expand_dims(goes_on, range(goes_on.ndim, x.ndim)), x, y)
+
+    return [*jax.tree.map(chosen, new, old)]
+
+
+def _loop_consts(
+    interp: Interpreter, child: Frame, consts: list[Settled], one_pass: bool
+) -> list[Settled]:
+    """What a loop closes over: gathered before it if every iteration is part of one pass.
+
+    A time loop would else gather its weights at every time step. A loop *of* train steps or microbatches
+    holds whole passes, and gathers inside them, so that no more than a pass needs is alive.
+    """
+    return [
+        interp.gathered(child, var, value) if one_pass and var in child.needs_full else value
+        for var, value in zip(child.jaxpr.invars, consts, strict=False)
+    ]
+
+
+def _sliceable(
+    interp: Interpreter, child: Frame, var: _jaxpr.Var, stack: Settled, keep: bool
+) -> Settled:
+    """`[turns/k, n, d] -> [turns, n, d]`: gathered if it is sharded along the looped dim, or kept."""
+    if isinstance(stack, ShardValue) and (stack.dim == 0 or (keep and var in child.needs_full)):
+        return interp.gathered(child, var, stack)
+    return stack
+
+
+T = TypeVar("T")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Found(Generic[T]):
+    """What tracing a turn found out: of which stack a result is a slice, the scale of a sum."""
+
+    value: T
+
+
+_Carried = Settled | jax.Array
+_Made = tuple[list[Value | _Found[int]], list[_Found[float | None]]]
+
+
+def _unless_sliced(value: Value, slices: Sequence[Settled]) -> Value | _Found[int]:
+    """A turn's `[n, d]` for a new stack, unless it is a slice again (a residual): that stack is there."""
+    found = (_Found(i) for i, each in enumerate(slices) if value is each)
+    return next(found, moved(value, 1))
+
+
+def _carries(
+    interp: Interpreter, frame: Frame, child: Frame, eqn: _jaxpr.Eqn, init: list[Settled]
+) -> list[_Carry]:
+    scan = _jaxpr.scan_parts(eqn)
+    waits_for_end = frame.pass_of(eqn) is not None or interp.reduce_once
+    sums = _frames.running_sums(child, scan.num_consts, scan.num_carry)
+    found = []
+    for i, (out, value) in enumerate(zip(eqn.outvars, init, strict=False)):
+        dim = interp.carried_dim(frame, out, [value])
+        is_sum = i in sums and waits_for_end and interp.devices.num > 1
+        leaf = interp.links.leaf_of(frame, out)
+        found.append((_RunningSum if is_sum else _Carry)(out, value, dim, leaf))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Carry:
+    """A carry `[n, d]`, between all turns in one layout: a shard `[n/k, d]` along `dim`, or whole."""
+
+    out: _jaxpr.Var
+    init: Settled
+    dim: int | None
+    leaf: str
+
+    def start(self, devices: Devices) -> _Carried:
+        return self.leave(devices, self.init)
+
+    def enter(self, carried: _Carried) -> Value:
+        assert not isinstance(carried, jax.Array)
+        return carried
+
+    def leave(self, devices: Devices, value: Value) -> _Carried:
+        x = devices.as_dim(value, self.dim)
+        return devices.value(x, self.dim, self.out.aval.shape, self.init.name)
+
+    def finish(self, interp: Interpreter, carried: _Carried, scale: float | None) -> Value:
+        return self.enter(carried)
+
+
+class _RunningSum(_Carry):
+    """A carry that only collects: a device's own sum `[n, d]`, reduced after it; [Note: reductions wait]."""
+
+    def start(self, devices: Devices) -> _Carried:
+        return jnp.zeros(self.out.aval.shape, self.out.aval.dtype)
+
+    def enter(self, carried: _Carried) -> Value:
+        assert isinstance(carried, jax.Array)
+        return Unreduced(carried, None, carried.dtype, collecting=True)
+
+    def leave(self, devices: Devices, value: Value) -> _Carried:
+        return value.x.astype(self.out.aval.dtype)
+
+    def finish(self, interp: Interpreter, carried: _Carried, scale: float | None) -> Value:
+        """The sum of what the turns added, `[n/k, d]` or `[n, d]`, and of what the loop began with."""
+        assert isinstance(carried, jax.Array)
+        assert scale is not None
+        devices = interp.devices
+        waiting = Unreduced(carried, scale, carried.dtype, self.leaf, dim=self.dim)
+        if interp.hold:
+            before = interp.as_contribution(self.init, scale)
+            return dataclasses.replace(waiting, x=carried + before)
+        in_microbatch = interp.microbatch is not None
+        total = devices.scatter(waiting) if in_microbatch else devices.settle(waiting)
+        before = devices.as_dim(self.init, self.dim)
+        if waits(total):  # over replicas, which all have `before`
+            before = before / jnp.asarray(devices.num_replicas, before.dtype)
+        return dataclasses.replace(total, x=total.x + before)
