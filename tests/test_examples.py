@@ -7,7 +7,7 @@ import pytest
 
 import gpu_compiler
 import jzero
-from jzero import _step, testing
+from jzero import _components, _step, testing
 from jzero.checkpoint import _checkpointer, _restore
 from jzero.offload import _policy
 from jzero.offload.memory import _host_array, _padded
@@ -16,6 +16,7 @@ from jzero.reports import _estimate
 from jzero.tracing import _keys, _local, _nnx, _precision
 
 MODULES = [
+    _components,
     _checkpointer,
     _estimate,
     _host_array,

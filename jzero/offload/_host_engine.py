@@ -21,7 +21,7 @@ from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call
 
 WHO = _call.WHO
-Index = tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 
 class _Outputs(NamedTuple):
@@ -136,7 +136,7 @@ class HostEngine:
         """Notes what the devices made of a chunk: its memory is not written again before that is there."""
         self._sets[-1].sent.extend(map(weakref.ref, arrays))
 
-    def _complete(self, views: Sequence[np.ndarray], padding: Sequence[Index | None]) -> None:
+    def _complete(self, views: Sequence[np.ndarray], padding: Sequence[Slices | None]) -> None:
         """Zeros where an output is padded, and copies of it for replicas."""
         for k in self._at:
             if (index := padding[k]) is not None:
@@ -172,12 +172,12 @@ def _view(x: jax.Array) -> np.ndarray:
 
 def _padding(
     sharding: NamedSharding, padded: Sequence[int], shape: Sequence[int], devices: Sequence[jax.Device]
-) -> list[Index | None]:  # fmt: skip
+) -> list[Slices | None]:  # fmt: skip
     """For each device, which part of its shard is padding."""
     found: Any = sharding.addressable_devices_indices_map(tuple(padded))
-    tails: list[Index | None] = []
+    tails: list[Slices | None] = []
     for device in devices:
-        index: Index | None = None
+        index: Slices | None = None
         for dim, (part, size) in enumerate(zip(found[device], shape, strict=True)):
             start, stop, _ = part.indices(padded[dim])
             if stop > size:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
+from jzero._components import grouped
 from jzero._errors import OptionError, describe_leaf, message
 from jzero._memory_kinds import DEVICE, HOST
 from jzero.offload import _bandwidth
@@ -151,15 +152,9 @@ def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> 
 def _connected(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """Pieces in groups between which nothing passes, and that have no leaf in common."""
     given = {var for piece in pieces for var in piece.gives}
-    groups: list[tuple[set[object], list[Piece]]] = []
-    for piece in pieces:
-        keys = {*piece.leaves, *piece.gives, *(var for var in piece.reads if var in given)}
-        same = [group for group in groups if group[0] & keys]
-        groups = [group for group in groups if not group[0] & keys]
-        groups.append(
-            (keys.union(*(k for k, _ in same)), [*(p for _, ps in same for p in ps), piece])
-        )
-    return [group for _, group in groups]
+    return grouped(
+        pieces, lambda piece: {*piece.leaves, *piece.gives, *given.intersection(piece.reads)}
+    )
 
 
 def turns(leaves: Leaves, update: UpdatePart) -> tuple[Turn, ...]:

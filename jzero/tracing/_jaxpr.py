@@ -396,7 +396,12 @@ def is_threefry(dtype: Any) -> bool:
     return found and bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
 
 
-def threefry_bits(key: Any, high: Any, low: Any, bit_width: int) -> Any:
+def wrapped_keys(dtype: Any, words: jax.Array) -> jax.Array:
+    """The keys of this dtype that have these words."""
+    return jax.random.wrap_key_data(words, impl=dtype._impl.name)
+
+
+def threefry_bits(key: jax.Array, high: jax.Array, low: jax.Array, bit_width: int) -> jax.Array:
     """What `random_bits` makes at places of the flat array that are `high * 2**32 + low`."""
     first, second = jax.random.key_data(key)
     shape = jnp.shape(low)

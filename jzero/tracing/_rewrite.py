@@ -151,7 +151,7 @@ def _behind(
     return found[::-1], needed
 
 
-class Body(NamedTuple):
+class DeviceBody(NamedTuple):
     """What a `jax.shard_map`ped function does on one device.
 
     Attributes:
@@ -176,7 +176,7 @@ def whole_text(jaxpr: Any) -> str | None:
     return None if re.search(r"lambda\s+[^;\s]", text) else text
 
 
-def body_of_shard_map(fn: Callable[..., Any], *args: Any) -> Body:
+def body_of_shard_map(fn: Callable[..., Any], *args: Any) -> DeviceBody:
     """The body of the one `jax.shard_map` that `fn` is."""
     closed = jax.make_jaxpr(fn)(*args)
     outer, outer_consts = _jaxpr.open_jaxpr(closed)
@@ -209,4 +209,4 @@ def body_of_shard_map(fn: Callable[..., Any], *args: Any) -> Body:
         return _jaxpr.evaluate(jaxpr, consts, *map(value, eqn.invars), *indices)
 
     asks = [e.params["axis_name"] for e in asked]
-    return Body(jaxpr, used, asks, [*outer_consts, *consts], run)
+    return DeviceBody(jaxpr, used, asks, [*outer_consts, *consts], run)

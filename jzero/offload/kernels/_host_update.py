@@ -24,7 +24,7 @@ import numpy as np
 from jzero._errors import MeshError, StateError, message
 from jzero._in_turn import groups as in_groups
 from jzero.offload.kernels._kernel import NAME, kernel_text
-from jzero.offload.kernels._loops import DRIVE, Calls, Loop, Loops, share
+from jzero.offload.kernels._loops import DRIVE, Calls, KernelLoops, Loop, share
 from jzero.offload.kernels._machine import X86, callable_at, compiled
 from jzero.offload.kernels._roads import (
     KERNEL,
@@ -113,7 +113,7 @@ class HostUpdate:
         self._drive = callable_at(compiled(DRIVE, "drive", WHO))
         self._threads = threads or _num_processors()
         self._pool = concurrent.futures.ThreadPoolExecutor(self._threads)
-        self._loops: dict[int, Loops] = {}  # By the number of shards.
+        self._loops: dict[int, KernelLoops] = {}  # By the number of shards.
         self._known_state, self._known_outputs = Addresses(), Addresses()
         self._prepared: _Prepared | None = None
         self._running = False
@@ -220,7 +220,7 @@ class HostUpdate:
     ) -> Generator[list[int], None, None]:
         num_shards, num_slots = prepared.addresses.shape
         if num_shards not in self._loops:
-            self._loops[num_shards] = Loops(self._chunks, num_shards, num_slots)
+            self._loops[num_shards] = KernelLoops(self._chunks, num_shards, num_slots)
         loops = self._loops[num_shards]
         self._calls = calls = loops.start(prepared.addresses, (prepared, outputs))
         chunks = iter(enumerate(self._done))

@@ -69,7 +69,7 @@ class Loop(NamedTuple):
     slots: Sequence[Sequence[int]]
 
 
-class Loops:
+class KernelLoops:
     """Chunks of loops over the leaves of several shards, all of the same shapes.
 
     Made once; what changes from call to call are addresses.

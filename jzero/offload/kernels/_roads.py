@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from jzero._components import grouped
 from jzero._errors import describe_leaf
 from jzero.offload.kernels._ops import is_cheap, op_for, size_of
 from jzero.offload.kernels._writer import TYPES, dtype_of, itemsize
@@ -152,23 +153,7 @@ def groups(analysis: Analysis, outputs: Sequence[int]) -> list[Group]:
 
     So no group reads what another one writes in place.
     """
-    buffers = {index: analysis.buffers(index) for index in outputs}
-    sharing: dict[_jaxpr.Var, list[int]] = {}
-    for index, variables in buffers.items():
-        for var in variables:
-            sharing.setdefault(var, []).append(index)
-    found, placed = [], set[int]()
-    for index in outputs:
-        together, todo = [], [index]
-        while todo:
-            other = todo.pop()
-            if other not in placed:
-                placed.add(other)
-                together.append(other)
-                todo += [near for var in buffers[other] for near in sharing[var]]
-        if together:
-            found.append(analysis.group(sorted(together)))
-    return found
+    return [analysis.group(together) for together in grouped(outputs, analysis.buffers)]
 
 
 def traced_flat(

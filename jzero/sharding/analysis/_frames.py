@@ -11,14 +11,18 @@ are found about its variables:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from jax.typing import ArrayLike
 
 from jzero.sharding.analysis import _rules
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
-Axes = frozenset[str]
-NOWHERE: Axes = frozenset()
-DimKey = tuple[int, _jaxpr.Var, int]
+Item = TypeVar("Item")
+Varying = frozenset[str]  # the mesh axes over which a value differs between devices
+NOWHERE: Varying = frozenset()
 
 # The result is the same on all devices of the axes it names.
 REDUCTIONS = frozenset({"psum", "psum_invariant"})
@@ -34,43 +38,42 @@ COLLECTIVES = AGREEING | SPREADING
 class Frame:
     """One place in the step where a jaxpr runs, and what was found about its variables."""
 
-    jaxpr: _jaxpr.Jaxpr
-    consts: list
-    varying: dict[_jaxpr.Var, Axes]
+    jaxpr: Jaxpr
+    consts: list[ArrayLike]
+    varying: dict[Var, Varying]
     autodiff: str | None = None  # the AD pass around it
     children: dict[int, list[Frame]] = dataclasses.field(default_factory=dict)
-    unreduced: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
-    local_gradients: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
-    needs_full: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
-    feeds_batch: set[_jaxpr.Var] = dataclasses.field(default_factory=set)
-    _last_uses: dict[_jaxpr.Var, int] = dataclasses.field(default_factory=dict)
+    unreduced: set[Var] = dataclasses.field(default_factory=set)
+    local_gradients: set[Var] = dataclasses.field(default_factory=set)
+    needs_full: set[Var] = dataclasses.field(default_factory=set)
+    feeds_batch: set[Var] = dataclasses.field(default_factory=set)
+    _last_uses: dict[Var, int] = dataclasses.field(default_factory=dict)
 
-    def last_use(self, var: _jaxpr.Var) -> int:
+    def last_use(self, var: Var) -> int:
         """Where `var` is read last: an equation's index, or the number of equations if it is returned."""
         if not self._last_uses:
-            reads = [(i, atom) for i, eqn in enumerate(self.jaxpr.eqns) for atom in eqn.invars]
-            reads += [(len(self.jaxpr.eqns), atom) for atom in self.jaxpr.outvars]
-            self._last_uses |= {atom: i for i, atom in reads if not _jaxpr.is_literal(atom)}
+            reads = [*(eqn.invars for eqn in self.jaxpr.eqns), self.jaxpr.outvars]
+            self._last_uses |= {var: i for i, read in enumerate(reads) for var in variables(read)}
         return self._last_uses.get(var, -1)
 
-    def varies(self, atom: _jaxpr.Atom) -> Axes:
+    def varies(self, atom: Atom) -> Varying:
         """The axes over which `atom` differs between devices."""
         return NOWHERE if _jaxpr.is_literal(atom) else self.varying[atom]
 
-    def pass_of(self, eqn: _jaxpr.Eqn) -> str | None:
+    def pass_of(self, eqn: Eqn) -> str | None:
         """'forward' or 'backward' if JAX's AD made the equation, or the loop or call around it."""
         return self.autodiff or _jaxpr.autodiff_pass(eqn)
 
-    def reads(self, eqn: _jaxpr.Eqn) -> list[Axes]:
+    def reads(self, eqn: Eqn) -> list[Varying]:
         """Variance of the operands."""
         return [self.varies(atom) for atom in eqn.invars]
 
     @property
-    def out_varying(self) -> list[Axes]:
+    def out_varying(self) -> list[Varying]:
         """Variance of the outputs."""
         return [self.varies(atom) for atom in self.jaxpr.outvars]
 
-    def walk(self) -> Iterator[tuple[Frame, int, _jaxpr.Eqn]]:
+    def walk(self) -> Iterator[tuple[Frame, int, Eqn]]:
         """Every equation of this frame and the frames below it."""
         for index, eqn in enumerate(self.jaxpr.eqns):
             yield self, index, eqn
@@ -78,7 +81,12 @@ class Frame:
                 yield from child.walk()
 
 
-def axes_of(eqn: _jaxpr.Eqn) -> tuple[str, ...]:
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """The variables among some atoms, each once."""
+    return list({atom: None for atom in atoms if not _jaxpr.is_literal(atom)})
+
+
+def axes_of(eqn: Eqn) -> tuple[str, ...]:
     """The mesh axes that a collective equation names."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
     return axes if isinstance(axes, tuple) else (axes,)
@@ -89,7 +97,10 @@ def axes_of(eqn: _jaxpr.Eqn) -> tuple[str, ...]:
 
 
 def build_frames(
-    jaxpr: _jaxpr.Jaxpr, consts: list, in_varying: Sequence[Axes], autodiff: str | None = None
+    jaxpr: Jaxpr,
+    consts: list[ArrayLike],
+    in_varying: Sequence[Varying],
+    autodiff: str | None = None,
 ) -> Frame:
     """The tree of frames of `jaxpr`, with the variance of every variable."""
     varying = dict(zip(jaxpr.invars, in_varying, strict=True))
@@ -104,34 +115,37 @@ def build_frames(
     return frame
 
 
-def _note_local_gradients(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> None:
+def _note_local_gradients(frame: Frame, index: int, eqn: Eqn) -> None:
     """Notes what comes out of a backward pass and still differs between devices."""
-    made = frame.pass_of(eqn) == "backward"
-    made = made or any(not _jaxpr.is_literal(a) and a in frame.local_gradients for a in eqn.invars)
-    inner: set[_jaxpr.Var] = set()
-    for child in frame.children.get(index, []):
-        pairs = zip(eqn.outvars, child.jaxpr.outvars, strict=False)
-        inner |= {
-            out
-            for out, atom in pairs
-            if not _jaxpr.is_literal(atom) and atom in child.local_gradients
-        }
+    read = not frame.local_gradients.isdisjoint(variables(eqn.invars))
+    made = read or frame.pass_of(eqn) == "backward"
+    inner = _returned(frame, index, eqn, lambda child: child.local_gradients)
     frame.local_gradients |= {
         out for out in eqn.outvars if frame.varies(out) and (made or out in inner)
     }
 
 
+def _returned(frame: Frame, index: int, eqn: Eqn, noted: Callable[[Frame], set[Var]]) -> set[Var]:
+    """The results of an equation that a jaxpr inside it returns from what is noted there."""
+    return {
+        out
+        for child in frame.children.get(index, ())
+        for out, atom in zip(eqn.outvars, child.jaxpr.outvars, strict=False)
+        if not _jaxpr.is_literal(atom) and atom in noted(child)
+    }
+
+
 def _child(
-    frame: Frame, eqn: _jaxpr.Eqn, jaxpr: _jaxpr.Jaxpr, consts: list, ins: Sequence[Axes]
+    frame: Frame, eqn: Eqn, jaxpr: Jaxpr, consts: list[ArrayLike], ins: Sequence[Varying]
 ) -> Frame:
     return build_frames(jaxpr, consts, ins, frame.pass_of(eqn))
 
 
-def _union(ins: Sequence[Axes]) -> Axes:
+def _union(ins: Sequence[Varying]) -> Varying:
     return NOWHERE.union(*ins)
 
 
-def _flow_default(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Axes]) -> list[Axes]:
+def _flow_default(frame: Frame, index: int, eqn: Eqn, ins: list[Varying]) -> list[Varying]:
     call = _jaxpr.call_parts(eqn)
     if call is not None:
         child = _child(frame, eqn, *call, ins)
@@ -145,7 +159,7 @@ def _flow_default(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Axes]) ->
     return [out] * len(eqn.outvars)
 
 
-def _flow_scan(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Axes]) -> list[Axes]:
+def _flow_scan(frame: Frame, index: int, eqn: Eqn, ins: list[Varying]) -> list[Varying]:
     scan = _jaxpr.scan_parts(eqn)
     consts, carry, xs = split(ins, scan.num_consts, scan.num_carry)
     while True:
@@ -158,7 +172,7 @@ def _flow_scan(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Axes]) -> li
     return [*carry, *child.out_varying[scan.num_carry :]]
 
 
-def _flow_while(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Axes]) -> list[Axes]:
+def _flow_while(frame: Frame, index: int, eqn: Eqn, ins: list[Varying]) -> list[Varying]:
     loop = _jaxpr.while_parts(eqn)
     cond_ins, body_ins, carry = split(ins, loop.num_cond_consts, loop.num_body_consts)
     while True:
@@ -174,7 +188,7 @@ def _flow_while(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Axes]) -> l
     return carry
 
 
-def _flow_cond(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Axes]) -> list[Axes]:
+def _flow_cond(frame: Frame, index: int, eqn: Eqn, ins: list[Varying]) -> list[Varying]:
     choice, *operands = ins
     branches = [_child(frame, eqn, *branch, operands) for branch in _jaxpr.cond_parts(eqn)]
     frame.children[index] = branches
@@ -186,16 +200,17 @@ def _flow_cond(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Axes]) -> li
     return outs
 
 
-_FLOW: dict[str, Callable[[Frame, int, _jaxpr.Eqn, list[Axes]], list[Axes]]] = {
+_FLOW: dict[str, Callable[[Frame, int, Eqn, list[Varying]], list[Varying]]] = {
     "scan": _flow_scan,
     "while": _flow_while,
     "cond": _flow_cond,
 }
 
 
-def split(items: Sequence, *sizes: int) -> list[list]:
+def split(items: Sequence[Item], *sizes: int) -> list[list[Item]]:
     """Cuts `items` after `sizes`; the last piece is the rest."""
-    pieces, start = [], 0
+    pieces: list[list[Item]] = []
+    start = 0
     for size in sizes:
         pieces.append(list(items[start : start + size]))
         start += size
@@ -206,31 +221,22 @@ def split(items: Sequence, *sizes: int) -> list[list]:
 # Unreduced values: results of reductions, and of linear operations on them, that may wait.
 
 
-def is_unreduced(frame: Frame, atom: _jaxpr.Atom) -> bool:
+def is_unreduced(frame: Frame, atom: Atom) -> bool:
     """Whether `atom` may reach the interpreter as a reduction that has not run yet."""
     return not _jaxpr.is_literal(atom) and atom in frame.unreduced
 
 
-def _note_unreduced(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> None:
+def _note_unreduced(frame: Frame, index: int, eqn: Eqn) -> None:
     name = eqn.primitive.name
     if name in REDUCTIONS:
         for out, axes in zip(eqn.outvars, frame.reads(eqn), strict=False):
             if axes and not frame.varies(out):
                 frame.unreduced.add(out)
     elif name == "cond" and frame.reads(eqn)[0]:
-        frame.unreduced |= {out for out in eqn.outvars if not frame.varies(out)} & {
-            out
-            for child in frame.children[index]
-            for out, atom in zip(eqn.outvars, child.jaxpr.outvars, strict=True)
-            if is_unreduced(child, atom)
-        }
+        same = {out for out in eqn.outvars if not frame.varies(out)}
+        frame.unreduced |= same & _returned(frame, index, eqn, lambda child: child.unreduced)
     elif _jaxpr.call_parts(eqn) is not None:
-        (child,) = frame.children[index]
-        frame.unreduced |= {
-            out
-            for out, atom in zip(eqn.outvars, child.jaxpr.outvars, strict=True)
-            if is_unreduced(child, atom)
-        }
+        frame.unreduced |= _returned(frame, index, eqn, lambda child: child.unreduced)
     elif _rules.is_linear(eqn):
         if all(is_unreduced(frame, atom) for atom in eqn.invars):
             frame.unreduced.update(eqn.outvars)
@@ -259,8 +265,8 @@ def running_sums(frame: Frame, num_consts: int, num_carry: int) -> frozenset[int
     return frozenset(sums)
 
 
-def _uses(jaxpr: _jaxpr.Jaxpr) -> dict[_jaxpr.Var, int]:
-    uses: dict[_jaxpr.Var, int] = {}
+def _uses(jaxpr: Jaxpr) -> dict[Var, int]:
+    uses: dict[Var, int] = {}
     for atoms in [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]:
         for atom in atoms:
             if not _jaxpr.is_literal(atom):

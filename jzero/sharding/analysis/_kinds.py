@@ -13,6 +13,7 @@ from jzero._errors import StepError, message
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import REDUCTIONS, Frame, split
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Literal
 
 
 class CutError(StepError):
@@ -33,13 +34,13 @@ class Kind(enum.Enum):
 COLLECTED = frozenset({"all_gather", "all_gather_invariant", "pmax", "pmin"})
 
 
-def equations(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> list[tuple[Frame, _jaxpr.Eqn]]:
+def equations(frame: Frame, index: int, eqn: Eqn) -> list[tuple[Frame, Eqn]]:
     """The equation, and every one inside it."""
     inner = [(f, e) for child in frame.children.get(index, ()) for f, _, e in child.walk()]
     return [(frame, eqn), *inner]
 
 
-def reduces(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
+def reduces(frame: Frame, eqn: Eqn) -> bool:
     """Whether the equation reduces something that differs between devices."""
     return eqn.primitive.name in REDUCTIONS and any(frame.reads(eqn))
 
@@ -80,13 +81,13 @@ _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 _ZERO_OF_ZEROS = frozenset(_SUMMANDS) - {"div"}
 
 
-def literal_kind(atom: _jaxpr.Literal) -> Kind:
+def literal_kind(atom: Literal) -> Kind:
     """ZERO or SAME."""
     is_zero = getattr(atom.val, "ndim", 0) == 0 and atom.val == 0
     return Kind.ZERO if is_zero else Kind.SAME
 
 
-def kinds_of(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Kind]) -> list[Kind]:
+def kinds_of(frame: Frame, index: int, eqn: Eqn, ins: list[Kind]) -> list[Kind]:
     """Kinds of an equation's results, given those of its operands.
 
     Raises:
@@ -138,7 +139,7 @@ def _frame_kinds(frame: Frame, ins: Sequence[Kind]) -> list[Kind]:
     kinds = dict(zip(frame.jaxpr.invars, ins, strict=True))
     kinds |= dict.fromkeys(frame.jaxpr.constvars, Kind.SAME)
 
-    def read(atom: _jaxpr.Atom) -> Kind:
+    def read(atom: Atom) -> Kind:
         return literal_kind(atom) if _jaxpr.is_literal(atom) else kinds[atom]
 
     for index, eqn in enumerate(frame.jaxpr.eqns):
@@ -147,7 +148,7 @@ def _frame_kinds(frame: Frame, ins: Sequence[Kind]) -> list[Kind]:
     return [read(atom) for atom in frame.jaxpr.outvars]
 
 
-def _join(eqn: _jaxpr.Eqn, kinds: Sequence[Kind]) -> Kind:
+def _join(eqn: Eqn, kinds: Sequence[Kind]) -> Kind:
     found = set(kinds)
     if Kind.PARTIAL in found and found - {Kind.PARTIAL, Kind.ZERO}:
         raise _refusal(eqn)
@@ -155,7 +156,7 @@ def _join(eqn: _jaxpr.Eqn, kinds: Sequence[Kind]) -> Kind:
     return next(kind for kind in order if kind in found)
 
 
-def _scan_kinds(eqn: _jaxpr.Eqn, body: Frame, ins: list[Kind]) -> list[Kind]:
+def _scan_kinds(eqn: Eqn, body: Frame, ins: list[Kind]) -> list[Kind]:
     scan = _jaxpr.scan_parts(eqn)
     consts, carry, xs = split(ins, scan.num_consts, scan.num_carry)
     while True:
@@ -166,14 +167,14 @@ def _scan_kinds(eqn: _jaxpr.Eqn, body: Frame, ins: list[Kind]) -> list[Kind]:
         carry = joined
 
 
-def _while_kinds(frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Kind]) -> list[Kind]:
+def _while_kinds(frame: Frame, index: int, eqn: Eqn, ins: list[Kind]) -> list[Kind]:
     # Nothing may be said of a loop whose number of turns is unknown; AD makes no reductions in one.
     if Kind.PARTIAL in ins or any(reduces(f, e) for f, e in equations(frame, index, eqn)):
         raise _refusal(eqn)
     return [Kind.LOCAL if frame.varies(out) else Kind.SAME for out in eqn.outvars]
 
 
-def _refusal(eqn: _jaxpr.Eqn) -> CutError:
+def _refusal(eqn: Eqn) -> CutError:
     return CutError(message(
         "shard_train_step",
         f"accumulate > 1, and {eqn.primitive.name} ({_jaxpr.summary(eqn)}) uses a gradient, loss or sum of "

@@ -2,19 +2,21 @@
 
 A parameter's rows, its gradient's and its moments' form one class, and sharding a class shards all of them
 the same way. This is how optimizer state finds its parameter, and a gradient its layout, with no names
-involved. Union-find over (frame, variable, dim) of values that are the same on all devices; loops need no
-fixed point.
+involved. Classes are components of (frame, variable, dim), of values that are the same on all devices; loops
+need no fixed point.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jzero._components import Components
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import Frame, split
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Var
 
-DimKey = tuple[int, _jaxpr.Var, int]
+DimKey = tuple[int, Var, int]  # of a frame: its id
 
 
 class Links:
@@ -22,29 +24,15 @@ class Links:
 
     def __init__(self, root: Frame, num_shards: int):
         self.num_shards = num_shards
-        self._parent: dict[DimKey, DimKey] = {}
+        self._classes: Components[DimKey] = Components()
         self._looped: list[DimKey] = []
         self._sharded: dict[tuple[DimKey, int], int] = {}
         self._leaf: dict[DimKey, str] = {}
         self._link_frame(root)
 
-    def _find(self, key: DimKey) -> DimKey:
-        path = []
-        while (parent := self._parent.get(key, key)) != key:
-            path.append(key)
-            key = parent
-        for step in path:
-            self._parent[step] = key
-        return key
-
-    def _join(self, a: DimKey, b: DimKey) -> None:
-        a, b = self._find(a), self._find(b)
-        if a != b:
-            self._parent[a] = b
-
-    def shard(self, frame: Frame, var: _jaxpr.Var, dim: int, leaf: str) -> None:
+    def shard(self, frame: Frame, var: Var, dim: int, leaf: str) -> None:
         """Declares the class of this dim to be sharded, for `leaf`; earlier declarations rank higher."""
-        root = self._find((id(frame), var, dim))
+        root = self._classes.of((id(frame), var, dim))
         self._sharded.setdefault((root, self._uneven(var.aval.shape[dim])), len(self._sharded))
         self._leaf.setdefault(root, leaf)
 
@@ -53,34 +41,34 @@ class Links:
         # padding. A reshape links dims of other sizes.
         return size if size % self.num_shards else 0
 
-    def leaf_of(self, frame: Frame, var: _jaxpr.Var) -> str:
+    def leaf_of(self, frame: Frame, var: Var) -> str:
         """The leaf for which the dims of `var` were sharded: the parameter that a gradient is of."""
-        roots = [self._find((id(frame), var, dim)) for dim in range(len(var.aval.shape))]
+        roots = [self._classes.of((id(frame), var, dim)) for dim in range(len(var.aval.shape))]
         return next((self._leaf[root] for root in roots if root in self._leaf), "")
 
-    def looped_dims(self, frame: Frame, var: _jaxpr.Var) -> set[int]:
+    def looped_dims(self, frame: Frame, var: Var) -> set[int]:
         """Dims of `var` that a scan slices one by one: sharding them would gather the whole stack."""
-        looped = {self._find(key) for key in self._looped}
+        looped = {self._classes.of(key) for key in self._looped}
         dims = range(len(var.aval.shape))
-        return {dim for dim in dims if self._find((id(frame), var, dim)) in looped}
+        return {dim for dim in dims if self._classes.of((id(frame), var, dim)) in looped}
 
-    def sharded_dim(self, frame: Frame, atom: _jaxpr.Atom) -> int | None:
+    def sharded_dim(self, frame: Frame, atom: Atom) -> int | None:
         """The dim along which `atom` is sharded if it is sharded at all."""
         if _jaxpr.is_literal(atom) or frame.varies(atom):
             return None
         ranks = {}
         for dim, size in enumerate(getattr(atom.aval, "shape", ())):
-            rank = self._sharded.get((self._find((id(frame), atom, dim)), self._uneven(size)))
+            rank = self._sharded.get((self._classes.of((id(frame), atom, dim)), self._uneven(size)))
             if rank is not None and size:
                 ranks[dim] = rank
         return min(ranks, key=ranks.__getitem__, default=None)
 
-    def _link(self, a: Frame, x: _jaxpr.Atom, b: Frame, y: _jaxpr.Atom, offset: int = 0) -> None:
+    def _link(self, a: Frame, x: Atom, b: Frame, y: Atom, offset: int = 0) -> None:
         # Dim d of x is dim d + offset of y.
         if _jaxpr.is_literal(x) or _jaxpr.is_literal(y) or a.varies(x) or b.varies(y):
             return
         for dim in range(len(getattr(x.aval, "shape", ()))):
-            self._join((id(a), x, dim), (id(b), y, dim + offset))
+            self._classes.join((id(a), x, dim), (id(b), y, dim + offset))
 
     def _link_frame(self, frame: Frame) -> None:
         for index, eqn in enumerate(frame.jaxpr.eqns):
@@ -102,7 +90,7 @@ class Links:
             for child in children:
                 self._link_frame(child)
 
-    def _link_rule(self, frame: Frame, eqn: _jaxpr.Eqn) -> None:
+    def _link_rule(self, frame: Frame, eqn: Eqn) -> None:
         rule = _rules.rule_for(eqn)
         if rule is None or any(frame.varies(out) for out in eqn.outvars):
             return
@@ -112,15 +100,17 @@ class Links:
             for out in eqn.outvars:
                 for dim, out_dim in enumerate(dims):
                     if out_dim is not None:
-                        self._join((id(frame), atom, dim), (id(frame), out, out_dim))
+                        self._classes.join((id(frame), atom, dim), (id(frame), out, out_dim))
 
-    def _link_call(self, frame: Frame, ins: Sequence, outs: Sequence, child: Frame) -> None:
+    def _link_call(
+        self, frame: Frame, ins: Sequence[Atom], outs: Sequence[Atom], child: Frame
+    ) -> None:
         for outer, inner in zip(ins, child.jaxpr.invars, strict=True):
             self._link(child, inner, frame, outer)
         for outer, returned in zip(outs, child.jaxpr.outvars, strict=True):
             self._link(child, returned, frame, outer)
 
-    def _link_scan(self, frame: Frame, eqn: _jaxpr.Eqn, child: Frame) -> None:
+    def _link_scan(self, frame: Frame, eqn: Eqn, child: Frame) -> None:
         scan = _jaxpr.scan_parts(eqn)
         consts, carry, xs = split(eqn.invars, scan.num_consts, scan.num_carry)
         body_consts, body_carry, body_xs = split(
@@ -130,14 +120,14 @@ class Links:
         carry_out, ys = split(eqn.outvars, scan.num_carry)
         for outer, inner in zip([*consts, *carry], [*body_consts, *body_carry], strict=True):
             self._link(child, inner, frame, outer)
-        for outer, inner, before in zip(carry_out, body_carry_out, body_carry, strict=True):
-            self._link(child, inner, frame, outer)
-            self._link(child, inner, child, before)
-        for outer, inner in zip([*xs, *ys], [*body_xs, *body_ys], strict=True):
-            self._link(child, inner, frame, outer, offset=1)
+        for out, returned, before in zip(carry_out, body_carry_out, body_carry, strict=True):
+            self._link(child, returned, frame, out)
+            self._link(child, returned, child, before)
+        for whole, piece in zip([*xs, *ys], [*body_xs, *body_ys], strict=True):
+            self._link(child, piece, frame, whole, offset=1)
         self._looped += [(id(frame), x, 0) for x in [*xs, *ys] if not _jaxpr.is_literal(x)]
 
-    def _link_while(self, frame: Frame, eqn: _jaxpr.Eqn, cond: Frame, body: Frame) -> None:
+    def _link_while(self, frame: Frame, eqn: Eqn, cond: Frame, body: Frame) -> None:
         loop = _jaxpr.while_parts(eqn)
         cond_ins, body_ins, carry = split(eqn.invars, loop.num_cond_consts, loop.num_body_consts)
         for child, ins in ((cond, cond_ins), (body, body_ins)):

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+
+import numpy as np
 
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import Frame, split
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Var
+
+DType = np.dtype[np.generic]
 
 
 def note_needs(frame: Frame, num_outs: int) -> None:
@@ -23,16 +27,16 @@ def note_needs(frame: Frame, num_outs: int) -> None:
     _Needs(lambda f: f.feeds_batch, _is_of_a_pass).flow(frame, [False] * num_outs)
 
 
-def _spreads(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
+def _spreads(frame: Frame, eqn: Eqn) -> bool:
     return any(frame.varies(out) for out in eqn.outvars)
 
 
-def _is_of_a_pass(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
+def _is_of_a_pass(frame: Frame, eqn: Eqn) -> bool:
     # A weight that only a penalty reads, and no row, is a parameter too.
     return _spreads(frame, eqn) or frame.pass_of(eqn) is not None
 
 
-def read_dtype(frame: Frame, var: _jaxpr.Var, indices: Iterable[int] | None = None) -> Any:
+def read_dtype(frame: Frame, var: Var, indices: Iterable[int] | None = None) -> DType | None:
     """The dtype to which all readers of `var` cast it first, so that it can be cast before a gather.
 
     Args:
@@ -54,7 +58,7 @@ def read_dtype(frame: Frame, var: _jaxpr.Var, indices: Iterable[int] | None = No
     return found.pop() if len(found) == 1 else None
 
 
-def _dtypes_at(frame: Frame, index: int, eqn: _jaxpr.Eqn, place: int) -> set[Any]:
+def _dtypes_at(frame: Frame, index: int, eqn: Eqn, place: int) -> set[DType | None]:
     name, children = eqn.primitive.name, frame.children.get(index, [])
     if name == "convert_element_type":
         return {eqn.params["new_dtype"]}
@@ -75,13 +79,13 @@ class _Needs:
     `noted` is where a frame keeps the variables that were asked.
     """
 
-    noted: Callable[[Frame], set[_jaxpr.Var]]
-    forces: Callable[[Frame, _jaxpr.Eqn], bool]
+    noted: Callable[[Frame], set[Var]]
+    forces: Callable[[Frame, Eqn], bool]
 
     def flow(self, frame: Frame, outs: Sequence[bool]) -> list[bool]:
         noted = self.noted(frame)
 
-        def note(atoms: Sequence[_jaxpr.Atom], needs: Sequence[bool]) -> None:
+        def note(atoms: Sequence[Atom], needs: Sequence[bool]) -> None:
             pairs = zip(atoms, needs, strict=True)
             noted.update(atom for atom, need in pairs if need and not _jaxpr.is_literal(atom))
 
@@ -91,9 +95,7 @@ class _Needs:
             note(eqn.invars, self._operands(frame, index, eqn, asked))
         return [var in noted for var in frame.jaxpr.invars]
 
-    def _operands(
-        self, frame: Frame, index: int, eqn: _jaxpr.Eqn, outs: list[bool]
-    ) -> Sequence[bool]:
+    def _operands(self, frame: Frame, index: int, eqn: Eqn, outs: list[bool]) -> Sequence[bool]:
         name, children = eqn.primitive.name, frame.children.get(index, [])
         asked = self.forces(frame, eqn) or any(outs)
         if name == "scan":
@@ -110,7 +112,7 @@ class _Needs:
             return outs
         return [asked] * len(eqn.invars)
 
-    def _scan(self, eqn: _jaxpr.Eqn, body: Frame, outs: list[bool]) -> list[bool]:
+    def _scan(self, eqn: Eqn, body: Frame, outs: list[bool]) -> list[bool]:
         scan = _jaxpr.scan_parts(eqn)
         carry, ys = split(outs, scan.num_carry)
         while True:
@@ -120,9 +122,7 @@ class _Needs:
                 return ins
             carry = [b or c for b, c in zip(before, carry, strict=True)]
 
-    def _while(
-        self, eqn: _jaxpr.Eqn, children: list[Frame], outs: list[bool], asked: bool
-    ) -> list[bool]:
+    def _while(self, eqn: Eqn, children: list[Frame], outs: list[bool], asked: bool) -> list[bool]:
         loop, (cond, body), carry = _jaxpr.while_parts(eqn), children, outs
         while True:
             in_cond, cond_carry = split(self.flow(cond, [asked]), loop.num_cond_consts)

@@ -6,9 +6,10 @@ import math
 
 from jzero.sharding.analysis._frames import Frame
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn
 
 
-def products(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> int:
+def products(frame: Frame, index: int, eqn: Eqn) -> int:
     """Multiplications in an equation's products; a `while` counts one turn, a `cond` its longest branch."""
     if eqn.primitive.name in _COUNTS:
         return _COUNTS[eqn.primitive.name](eqn)
@@ -21,19 +22,19 @@ def products(frame: Frame, index: int, eqn: _jaxpr.Eqn) -> int:
     return sum(inner) * (_jaxpr.scan_parts(eqn).length if eqn.primitive.name == "scan" else 1)
 
 
-def _dot(eqn: _jaxpr.Eqn) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
+def _dot(eqn: Eqn) -> int:
+    contracted: tuple[int, ...] = eqn.params["dimension_numbers"][0][0]
     shape = eqn.invars[0].aval.shape
     return math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in contracted)
 
 
-def _ragged_dot(eqn: _jaxpr.Eqn) -> int:
+def _ragged_dot(eqn: Eqn) -> int:
     return math.prod(eqn.invars[0].aval.shape) * eqn.invars[1].aval.shape[-1]
 
 
-def _conv(eqn: _jaxpr.Eqn) -> int:
+def _conv(eqn: Eqn) -> int:
     kernel = eqn.invars[1].aval.shape
-    features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    features: int = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
     return math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // max(features, 1)
 
 

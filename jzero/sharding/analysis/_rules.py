@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
-from jzero.tracing import _jaxpr
+from jzero.tracing._types import Aval, Eqn
 
+Params = dict[str, Any]  # of an equation: what else it says beside its operands, by name
 # For each operand, for each of its dims: the output dim it becomes, or None if it does not survive.
 DimMaps = list[tuple[int | None, ...]]
 
@@ -31,17 +33,17 @@ class Rule(NamedTuple):
       reduces: 'sum', 'max' or 'min' if dims that do not survive are reduced that way.
     """
 
-    dims: Callable[[_jaxpr.Eqn], DimMaps]
-    local: Callable[[_jaxpr.Eqn, int, int], dict[str, Any]] = lambda eqn, dim, size: {}
+    dims: Callable[[Eqn], DimMaps]
+    local: Callable[[Eqn, int, int], Params] = lambda eqn, dim, size: {}
     linear: bool = False
     reduces: str | None = None
 
 
-def _shapes(eqn: _jaxpr.Eqn) -> list[tuple[int, ...]]:
+def _shapes(eqn: Eqn) -> list[tuple[int, ...]]:
     return [atom.aval.shape for atom in eqn.invars]
 
 
-def _out_shape(eqn: _jaxpr.Eqn) -> tuple[int, ...]:
+def _out_shape(eqn: Eqn) -> tuple[int, ...]:
     return eqn.outvars[0].aval.shape
 
 
@@ -50,11 +52,11 @@ def _same_dims(shape: Sequence[int], out: Sequence[int]) -> tuple[int | None, ..
     return tuple(d if size == out[d] else None for d, size in enumerate(shape))
 
 
-def _elementwise(eqn: _jaxpr.Eqn) -> DimMaps:
+def _elementwise(eqn: Eqn) -> DimMaps:
     return [_same_dims(shape, _out_shape(eqn)) for shape in _shapes(eqn)]
 
 
-def _broadcast_in_dim(eqn: _jaxpr.Eqn) -> DimMaps:
+def _broadcast_in_dim(eqn: Eqn) -> DimMaps:
     out, places = _out_shape(eqn), eqn.params["broadcast_dimensions"]
     operand, *dynamic = _shapes(eqn)
     kept = tuple(
@@ -63,12 +65,12 @@ def _broadcast_in_dim(eqn: _jaxpr.Eqn) -> DimMaps:
     return [kept, *((None,) * len(shape) for shape in dynamic)]
 
 
-def _transpose(eqn: _jaxpr.Eqn) -> DimMaps:
+def _transpose(eqn: Eqn) -> DimMaps:
     permutation = eqn.params["permutation"]
     return [tuple(permutation.index(d) for d in range(len(permutation)))]
 
 
-def _reshape(eqn: _jaxpr.Eqn) -> DimMaps:
+def _reshape(eqn: Eqn) -> DimMaps:
     # A dim's blocks stay blocks if as many elements stand before it as before an output dim.
     (shape, *_), out = _shapes(eqn), _out_shape(eqn)
     if eqn.params.get("dimensions") is not None or 0 in shape:
@@ -86,16 +88,16 @@ def _without(ndim: int, gone: Sequence[int]) -> tuple[int | None, ...]:
     return tuple(left.index(d) if d in left else None for d in range(ndim))
 
 
-def _reduction(eqn: _jaxpr.Eqn) -> DimMaps:
+def _reduction(eqn: Eqn) -> DimMaps:
     return [_without(len(shape), eqn.params["axes"]) for shape in _shapes(eqn)]
 
 
-def _squeeze(eqn: _jaxpr.Eqn) -> DimMaps:
+def _squeeze(eqn: Eqn) -> DimMaps:
     return [_without(len(shape), eqn.params["dimensions"]) for shape in _shapes(eqn)]
 
 
-def _except(param: str) -> Callable[[_jaxpr.Eqn], DimMaps]:
-    def dims(eqn: _jaxpr.Eqn) -> DimMaps:
+def _except(param: str) -> Callable[[Eqn], DimMaps]:
+    def dims(eqn: Eqn) -> DimMaps:
         gone = eqn.params[param]
         gone = gone if isinstance(gone, tuple) else (gone,)
         return [tuple(None if d in gone else d for d in range(len(s))) for s in _shapes(eqn)]
@@ -103,7 +105,7 @@ def _except(param: str) -> Callable[[_jaxpr.Eqn], DimMaps]:
     return dims
 
 
-def _windowed(eqn: _jaxpr.Eqn) -> DimMaps:
+def _windowed(eqn: Eqn) -> DimMaps:
     # slice, dynamic_slice, dynamic_update_slice, pad: dims that are left whole survive; index
     # operands are scalars.
     kept = _same_dims(_shapes(eqn)[0], _out_shape(eqn))
@@ -121,8 +123,8 @@ def _windowed(eqn: _jaxpr.Eqn) -> DimMaps:
     return [kept, *(() for _ in eqn.invars[1:])]
 
 
-def _cut_param(param: str) -> Callable[[_jaxpr.Eqn, int, int], dict[str, Any]]:
-    def local(eqn: _jaxpr.Eqn, dim: int, size: int) -> dict[str, Any]:
+def _cut_param(param: str) -> Callable[[Eqn, int, int], Params]:
+    def local(eqn: Eqn, dim: int, size: int) -> Params:
         sizes = eqn.params[param]
         return {param: (*sizes[:dim], size, *sizes[dim + 1 :])}
 
@@ -172,7 +174,7 @@ IDENTITIES = frozenset(
 )
 
 
-def rule_for(eqn: _jaxpr.Eqn) -> Rule | None:
+def rule_for(eqn: Eqn) -> Rule | None:
     """The rule of the equation's primitive; None means: gather its operands."""
     rule = RULES.get(eqn.primitive.name)
     if eqn.primitive.name == "bitcast_convert_type":
@@ -183,7 +185,7 @@ def rule_for(eqn: _jaxpr.Eqn) -> Rule | None:
     return rule
 
 
-def is_linear(eqn: _jaxpr.Eqn) -> bool:
+def is_linear(eqn: Eqn) -> bool:
     """Whether it may run before a sum that is due; so may the narrowing of a float, which rounds."""
     rule = rule_for(eqn)
     if eqn.primitive.name == "convert_element_type":
@@ -192,24 +194,25 @@ def is_linear(eqn: _jaxpr.Eqn) -> bool:
     return rule is not None and rule.linear
 
 
-def is_elementwise(eqn: _jaxpr.Eqn) -> bool:
+def is_elementwise(eqn: Eqn) -> bool:
     """Whether an element of the result depends on the same element of the operands, and on scalars."""
     if eqn.primitive.name == "broadcast_in_dim":
         return math.prod(eqn.invars[0].aval.shape) == 1
     return eqn.primitive.name in {*ELEMENTWISE, "convert_element_type"}
 
 
-def size_in_bytes(aval: Any) -> int:
+def size_in_bytes(aval: Aval) -> int:
     """Bytes of a whole value; extended dtypes (keys) count as one word an element."""
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
 
 
-def extreme(dtype: Any, which: str) -> Any:
+def extreme(dtype: DTypeLike, which: str) -> ArrayLike:
     """The 'max' or 'min' that a dtype has; infinite, if it has that."""
     if dtype == jnp.bool_:
         return which == "max"
     if not jnp.issubdtype(dtype, jnp.inexact):
-        return getattr(jnp.iinfo(dtype), which)
+        most: ArrayLike = getattr(jnp.iinfo(dtype), which)
+        return most
     infinity = jnp.inf if which == "max" else -jnp.inf
     has_infinity = np.isinf(np.asarray(infinity, dtype).astype(np.float32))  # some float8 have none
     return infinity if has_infinity else getattr(jnp.finfo(dtype), which)

@@ -8,7 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jzero.sharding.analysis._frames import axes_of
+from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn
 
 _OPS = {
     "all_gather": "all-gather",
@@ -86,17 +89,16 @@ def collectives(jaxpr: Any, times: int = 1) -> Iterator[Collective]:
             yield from collectives(sub, inner)
 
 
-def _collectives_of(eqn: _jaxpr.Eqn, times: int) -> Iterator[Collective]:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+def _collectives_of(eqn: Eqn, times: int) -> Iterator[Collective]:
     leaf = re.search(r"jzero\.\w+\[(.*)\]", str(eqn.source_info.name_stack))
     gathers = _OPS[eqn.primitive.name] == "all-gather"
     for atom in eqn.outvars if gathers else eqn.invars:
         yield Collective(
             _OPS[eqn.primitive.name],
-            axes if isinstance(axes, tuple) else (axes,),
+            axes_of(eqn),
             str(atom.aval.dtype),
             atom.aval.dtype.itemsize,
-            math.prod(atom.aval.shape),
+            atom.aval.size,
             times,
             leaf.group(1) if leaf else "",
         )
@@ -109,7 +111,7 @@ def carried_bytes(jaxpr: Any, scope: str) -> int:
         if eqn.primitive.name == "scan" and _jaxpr.in_scope(eqn, scope):
             scan = _jaxpr.scan_parts(eqn)
             carry = eqn.invars[scan.num_consts : scan.num_consts + scan.num_carry]
-            most = max(most, sum(math.prod(a.aval.shape) * a.aval.dtype.itemsize for a in carry))
+            most = max(most, sum(size_in_bytes(atom.aval) for atom in carry))
         else:
             most = max([most, *(carried_bytes(sub, scope) for sub in _jaxpr.inner_jaxprs(eqn))])
     return most

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jzero.sharding.analysis import _rules
-from jzero.sharding.batch._body import Body, Handler, MadeInRows, Value
-from jzero.sharding.batch._equations import gathered, maker, reshape_rows, rows_of, run, whole
-from jzero.sharding.batch._rows import FULL, Rows, even_rows, is_padded, reshaped
+from jzero.sharding.batch._body import BatchRule, Body, RuleInRows
+from jzero.sharding.batch._equations import gathered, run
+from jzero.sharding.batch._rows import FULL, Rows, even_rows, is_padded, local_shape, reshaped
+from jzero.sharding.batch._values import BatchValue, rows_of, whole
+from jzero.sharding.batch._waiting import maker, reshape_rows
 from jzero.sharding.batch._writer import row_numbers
 from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._jaxpr import Atom, Eqn
+from jzero.tracing._types import Atom, Aval, Eqn
 
 
-def _reshape(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _reshape(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     value, out = ins[0], eqn.outvars[0].aval
     rows = value.form
     if not isinstance(rows, Rows) or len(ins) > 1 or eqn.params.get("dimensions") is not None:
         return None
     longest = _longest(body, value, out)
     if value.make is not None and rows not in value.atoms and longest is not None:
-        return [Value(out, longest, {}, make=maker(body, eqn, ins))]
+        return [BatchValue(out, longest, {}, make=maker(body, eqn, ins))]
     new = reshaped(value.aval.shape, out.shape, rows, body.num)
     if new is not None:
         return [rows_of(out, new, reshape_rows(body, eqn, body.at(value, rows), new))]
@@ -51,7 +54,7 @@ def _reshape(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     return [made]
 
 
-def _longest(body: Body, value: Value, out: Any) -> Rows | None:
+def _longest(body: Body, value: BatchValue, out: Aval) -> Rows | None:
     """Rows along the longest dim of what the rows' dim became, if devices can have as many each."""
     assert isinstance(value.form, Rows)
     shape, dim = value.aval.shape, value.form.dim
@@ -64,7 +67,7 @@ def _longest(body: Body, value: Value, out: Any) -> Rows | None:
     return None if longest is None else even_rows(longest, out.shape[longest], body.num)
 
 
-def _reshape_exchanged(body: Body, eqn: Eqn, value: Value) -> Value | None:
+def _reshape_exchanged(body: Body, eqn: Eqn, value: BatchValue) -> BatchValue | None:
     """`[batch, time, ...]` in chunks that cut the batch: of rows of the time, every chunk has as many."""
     out, shape = eqn.outvars[0].aval, value.aval.shape
     assert isinstance(value.form, Rows)
@@ -80,7 +83,7 @@ def _reshape_exchanged(body: Body, eqn: Eqn, value: Value) -> Value | None:
     return None
 
 
-def concatenate(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def concatenate(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """Pieces of one size along the batch: a device has its rows of each, a block after the other."""
     dim, out = eqn.params["dimension"], eqn.outvars[0].aval
     forms = {value.form for value in ins if isinstance(value.form, Rows)}
@@ -95,7 +98,7 @@ def concatenate(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     return [rows_of(out, new, atom)]
 
 
-def _blocks(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _blocks(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """`slice` and `split` of whole blocks: what was put together comes apart."""
     value, params = ins[0], eqn.params
     rows, shape = value.form, value.aval.shape
@@ -127,11 +130,11 @@ def _blocks(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     return outs
 
 
-def _sliced(dim: int, start: int, stop: int, x: Any) -> Any:
+def _sliced(dim: int, start: int, stop: int, x: jax.Array) -> jax.Array:
     return lax.slice_in_dim(x, start, stop, axis=dim)
 
 
-def _cumsum(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _cumsum(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """A running sum along the batch: of each block of a device's rows, and the totals of all before it."""
     (value,) = ins
     rows = value.form
@@ -148,14 +151,16 @@ def _cumsum(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     return [rows_of(eqn.outvars[0].aval, rows, out)]
 
 
-def _sums_and_totals(rows: Rows, reverse: bool, x: Any) -> tuple[Any, Any]:
+def _sums_and_totals(rows: Rows, reverse: bool, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     shape, dim = x.shape, rows.dim
     blocks = x.reshape(*shape[:dim], rows.outer, rows.inner, *shape[dim + 1 :])
     sums = lax.cumsum(blocks, dim + 1, reverse=reverse)
     return sums, lax.index_in_dim(sums, 0 if reverse else rows.inner - 1, dim + 1, keepdims=False)
 
 
-def _behind(rows: Rows, reverse: bool, sums: Any, totals: Any, index: Any) -> Any:
+def _behind(
+    rows: Rows, reverse: bool, sums: jax.Array, totals: jax.Array, index: jax.Array
+) -> jax.Array:
     """The sums of a device's blocks, and what is before each; `totals` are `[devices, ..., outer, ...]`."""
     num, dim = totals.shape[0], rows.dim
     totals = jnp.moveaxis(totals, 0, dim + 1)
@@ -164,14 +169,14 @@ def _behind(rows: Rows, reverse: bool, sums: Any, totals: Any, index: Any) -> An
     shift = [((1, -1, 0), (-1, 1, 0))[reverse] if d == dim else (0, 0, 0) for d in range(flat.ndim)]
     before = lax.pad(upto, jnp.zeros((), upto.dtype), shift).reshape(totals.shape)
     offset = lax.dynamic_index_in_dim(before, index, dim + 1, keepdims=True)
-    out = sums + offset
+    out: jax.Array = sums + offset
     return out.reshape(*out.shape[:dim], rows.size, *out.shape[dim + 2 :])
 
 
 # -- wrappers ------------------------------------------------------------------------------------------
 
 
-def _linear_solve(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
+def _linear_solve(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     """What it wraps for the sake of derivatives, which are taken already: its solver."""
     counts = eqn.params["const_lengths"]
     before, mine = counts.matvec + counts.vecmat, counts.solve
@@ -184,7 +189,7 @@ def _linear_solve(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     return run(body, solver, env | dict(zip(solver.invars, operands, strict=True)))
 
 
-def _placed(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _placed(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """`jax.device_put(x)` says nothing if it names no device."""
     return ins if all(device is None for device in eqn.params["devices"]) else None
 
@@ -192,19 +197,21 @@ def _placed(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
 # -- made where they are needed ------------------------------------------------------------------------
 
 
-def _iota_rows(body: Body, eqn: Eqn, ins: list[Value], rows: Rows) -> Atom | None:
+def _iota_rows(body: Body, eqn: Eqn, ins: list[BatchValue], rows: Rows) -> Atom | None:
     shape, dim = eqn.params["shape"], eqn.params["dimension"]
-    local = tuple(rows.size if d == rows.dim else n for d, n in enumerate(shape))
+    local = local_shape(shape, rows)
     if dim != rows.dim:
         return body.emit(eqn, [], [rows], shape=local)[0]
     return body.inline(_numbered, (rows, body.num, local, eqn.params["dtype"]), body.index)[0]
 
 
-def _numbered(rows: Rows, num: int, shape: tuple[int, ...], dtype: Any, index: Any) -> Any:
+def _numbered(
+    rows: Rows, num: int, shape: tuple[int, ...], dtype: DTypeLike, index: jax.Array
+) -> jax.Array:
     return lax.broadcast_in_dim(row_numbers(rows, num, index).astype(dtype), shape, (rows.dim,))
 
 
-def _random_rows(body: Body, eqn: Eqn, ins: list[Value], rows: Rows) -> Atom | None:
+def _random_rows(body: Body, eqn: Eqn, ins: list[BatchValue], rows: Rows) -> Atom | None:
     """Bits of one device's rows, where the generator counts; others are made whole and cut."""
     key, shape = ins[0], eqn.params["shape"]
     if not _jaxpr.is_threefry(key.aval.dtype) or math.prod(shape) >= 2**32:
@@ -215,8 +222,10 @@ def _random_rows(body: Body, eqn: Eqn, ins: list[Value], rows: Rows) -> Atom | N
     return body.inline(_bits, static, body.at(key, FULL), body.index)[0]
 
 
-def _bits(rows: Rows, num: int, shape: tuple[int, ...], width: int, key: Any, index: Any) -> Any:
-    local = tuple(rows.size if d == rows.dim else n for d, n in enumerate(shape))
+def _bits(
+    rows: Rows, num: int, shape: tuple[int, ...], width: int, key: jax.Array, index: jax.Array
+) -> jax.Array:
+    local = local_shape(shape, rows)
     place = jnp.zeros(local, jnp.uint32)
     for dim, size in enumerate(shape):
         own = dim == rows.dim
@@ -230,14 +239,14 @@ def _bits(rows: Rows, num: int, shape: tuple[int, ...], width: int, key: Any, in
     return _jaxpr.threefry_bits(key, jnp.zeros(local, jnp.uint32), place, width)
 
 
-HANDLERS: dict[str, Handler] = {
+HANDLERS: dict[str, BatchRule] = {
     "custom_linear_solve": _linear_solve,
     "device_put": _placed,
 }
-ALONG: dict[str, Handler] = {
+ALONG: dict[str, BatchRule] = {
     "reshape": _reshape,
     "slice": _blocks,
     "split": _blocks,
     "cumsum": _cumsum,
 }
-IN_ROWS: dict[str, MadeInRows] = {"iota": _iota_rows, "random_bits": _random_rows}
+IN_ROWS: dict[str, RuleInRows] = {"iota": _iota_rows, "random_bits": _random_rows}

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from jzero.sharding.analysis import _rules
-from jzero.sharding.batch._rows import FULL, Form, Rows, is_padded, local_shape
-from jzero.sharding.batch._writer import SENT_AS, Writer
+from jzero.sharding.batch._rows import FULL, Form, Rows, is_padded
+from jzero.sharding.batch._values import BatchValue, OfSum, var_in, vars_in
+from jzero.sharding.batch._writer import SENT_AS, EquationWriter
 from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._jaxpr import Atom, Eqn
+from jzero.tracing._types import Atom, Aval, Eqn, Var
 
 OUTPUT = "output"  # in the place of a primitive, of what is gathered because it is returned
 
@@ -45,85 +44,7 @@ class Movement:
         return f"{self.operation} at {self.where}: {self.reason}{times}"
 
 
-class OfSum(NamedTuple):
-    """Of a whole value that is made of a sum over the devices.
-
-    Attributes:
-      rows: writes rows of it, for which the sum is scattered; None where they cannot be.
-      is_gradient: whether it is a backward pass's sum.
-    """
-
-    rows: Callable[[Rows], Atom | None]
-    is_gradient: bool
-
-
-@dataclasses.dataclass(eq=False)
-class Value:
-    """A value of the whole-batch step, and the forms in which this device has it.
-
-    Attributes:
-      aval: type of the whole.
-      form: what it is; FULL also of what nobody has asked for yet.
-      atoms: the variables that hold it, by form.
-      make: writes the equation that makes it in a form; of values that are made where they are needed (an
-        iota, a broadcast, random bits), so that a device makes its own rows only.
-      of_sum: of a whole value that is made of a sum over the devices, how rows of it are.
-      is_queue: whether its rows are those of a scattered sum, and not of the batch.
-      grown_from: of rows that are made of smaller ones, which can move in their place: bytes of those.
-      asked: of a body's inputs, forms that it asked for and was not given, and why.
-      fill: the number that all its elements are, if that is known.
-      constant: evaluates it, if it depends on nothing but constants.
-      columns: of an array of indices, which values stand along its last dim.
-    """
-
-    aval: Any
-    form: Form
-    atoms: dict[Form, Atom]
-    make: Callable[[Value, Form], Atom] | None = None
-    of_sum: OfSum | None = None
-    is_queue: bool = False
-    grown_from: int = 0
-    asked: dict[Form, str] | None = None
-    fill: Any = None
-    constant: Callable[[], np.ndarray] | None = None
-    columns: dict[int, Value] | None = None
-
-    @property
-    def is_lazy(self) -> bool:
-        """Whether it is made where it is needed."""
-        return self.form is FULL and FULL not in self.atoms
-
-    @property
-    def cheapest_bytes(self) -> int:
-        """Bytes of the whole, or of what it can be made of."""
-        return self.grown_from or self.nbytes
-
-    @property
-    def rows(self) -> list[Rows]:
-        """The rows that are there, its form first; none of a whole value, of which any can be made."""
-        if not isinstance(self.form, Rows):
-            return []
-        return [self.form, *(f for f in self.atoms if isinstance(f, Rows) and f != self.form)]
-
-    @property
-    def at_hand(self) -> Form:
-        """The form in which it is there already."""
-        if self.is_lazy and self.atoms:
-            return next(iter(self.atoms))
-        return self.form
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole."""
-        return _rules.size_in_bytes(self.aval)
-
-
-def var_in(aval: Any, form: Form) -> Any:
-    """A new variable for what a device has of a value in this form."""
-    return _jaxpr.var_like(aval, local_shape(aval.shape, form) if isinstance(form, Rows) else None)
-
-
-class Table(NamedTuple):
+class BatchRules(NamedTuple):
     """What equations are rewritten by, beside their factors.
 
     Attributes:
@@ -133,20 +54,21 @@ class Table(NamedTuple):
       effect: for equations that do more than compute.
     """
 
-    handlers: Mapping[str, Handler]
-    along: Mapping[str, Handler]
-    in_rows: Mapping[str, MadeInRows]
-    effect: Callable[[Body, Eqn, list[Value]], list[Value]]
+    handlers: Mapping[str, BatchRule]
+    along: Mapping[str, BatchRule]
+    in_rows: Mapping[str, RuleInRows]
+    effect: Callable[[Body, Eqn, list[BatchValue]], list[BatchValue]]
 
 
-class Body(Writer):
+class Body(EquationWriter):
     """Equations of one frame of the step, for one device."""
 
     def __init__(
-        self, axes: tuple[str, ...], num: int, table: Table, times: int = 1, exchanges: bool = True
-    ):
-        super().__init__(axes, num)
-        self.table, self.times = table, times
+        self, axes: tuple[str, ...], num: int, source: Eqn, rules: BatchRules, times: int = 1,
+        exchanges: bool = True,
+    ):  # fmt: skip
+        super().__init__(axes, num, source)
+        self.rules, self.times = rules, times
         self.exchanges = exchanges  # whether devices may send each other parts of their rows
         self.movements: list[Movement] = []
         self.turn: Atom | None = None  # what the next ordered effect waits for
@@ -157,8 +79,10 @@ class Body(Writer):
 
     def inside(self, times: int = 1) -> Body:
         """A loop's or a branch's body in this one."""
-        inner = Body(self.axes, self.num, self.table, self.times * times, self.exchanges)
-        inner.source, inner._outer = self.source, self
+        inner = Body(
+            self.axes, self.num, self.source, self.rules, self.times * times, self.exchanges
+        )
+        inner._outer = self
         inner.autodiff = self.pass_of(self.source)
         return inner
 
@@ -189,18 +113,23 @@ class Body(Writer):
         self, eqn: Eqn, ins: Sequence[Atom], forms: Sequence[Form], **overrides: Any
     ) -> list[Atom]:
         """Writes `eqn` on other operands; `forms` are those of its results."""
-        outs = [var_in(out.aval, form) for out, form in zip(eqn.outvars, forms, strict=True)]
-        params = {**eqn.params, **overrides} if overrides else eqn.params
+        outs = vars_in(eqn.outvars, forms)
+        self.replace(eqn, ins, outs, {**eqn.params, **overrides} if overrides else eqn.params)
+        return [*outs]
+
+    def replace(
+        self, eqn: Eqn, ins: Sequence[Atom], outs: Sequence[Var], params: _rules.Params
+    ) -> None:
+        """Writes `eqn` with other operands, results and parameters."""
         source = self.source.source_info
         self.eqns.append(
-            eqn.replace(invars=list(ins), outvars=outs, params=params, source_info=source)
+            eqn.replace(invars=list(ins), outvars=list(outs), params=params, source_info=source)
         )
-        return outs
 
-    def summed(self, aval: Any, x: Atom) -> Value:
+    def summed(self, aval: Aval, x: Atom) -> BatchValue:
         """The sum of `x` over the devices: whole, or scattered, as it will be needed."""
         whole = self.reduce(x, "sum")
-        value = Value(aval, FULL, {FULL: whole})
+        value = BatchValue(aval, FULL, {FULL: whole})
         sent = jnp.issubdtype(x.aval.dtype, jnp.floating) and str(x.aval.dtype) not in SENT_AS
         if self.exchanges and x.aval.ndim and sent:
             backward = self.pass_of(self.source) == "backward"
@@ -242,13 +171,14 @@ class Body(Writer):
 
     # -- values in other forms -------------------------------------------------------------------
 
-    def at(self, value: Value, form: Form, reason: str = "") -> Atom:
+    def at(self, value: BatchValue, form: Form, reason: str = "") -> Atom:
         """The variable that holds `value` in a form; written now if there is none.
 
         `reason` is why rows are gathered, if they must be.
         """
         if form in value.atoms:
             return value.atoms[form]
+        atom: Atom
         if value.asked is not None:
             value.asked.setdefault(form, reason)
             atom = var_in(value.aval, form)  # A place-holder: the body will be run again.
@@ -283,7 +213,7 @@ class Body(Writer):
         where, name = _jaxpr.summary(self.source), self.source.primitive.name
         self.movements.append(Movement(name, where, nbytes, self.times, reason or self._reason))
 
-    def may_exchange(self, value: Value, new: Form) -> bool:
+    def may_exchange(self, value: BatchValue, new: Form) -> bool:
         """Whether devices can send each other parts of their rows, so that each has `new` ones."""
         old, shape = value.form, value.aval.shape
         if not (self.exchanges and isinstance(old, Rows) and isinstance(new, Rows)):
@@ -291,7 +221,7 @@ class Body(Writer):
         even = not any(is_padded(rows, shape[rows.dim], self.num) for rows in (old, new))
         return even and old.dim != new.dim
 
-    def cost(self, value: Value, form: Form) -> float:
+    def cost(self, value: BatchValue, form: Form) -> float:
         """Bytes that reach a device before it has `value` in this form."""
         if form in value.atoms or FULL in value.atoms or not isinstance(value.form, Rows):
             return 0
@@ -304,10 +234,5 @@ def _is_collective(eqn: Eqn) -> bool:
     return eqn.primitive in _jaxpr.COLLECTIVES
 
 
-def size_of(aval: Any) -> int:
-    """How many elements there are."""
-    return math.prod(aval.shape)
-
-
-Handler = Callable[[Body, Eqn, list[Value]], list[Value] | None]
-MadeInRows = Callable[[Body, Eqn, list[Value], Rows], Atom | None]
+BatchRule = Callable[[Body, Eqn, list[BatchValue]], list[BatchValue] | None]
+RuleInRows = Callable[[Body, Eqn, list[BatchValue], Rows], Atom | None]

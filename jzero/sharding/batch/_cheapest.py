@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jzero.sharding.analysis import _rules
 from jzero.sharding.batch import _factors
-from jzero.sharding.batch._body import Body, Value
+from jzero.sharding.batch._body import Body
 from jzero.sharding.batch._factors import SCATTER_REDUCES, Factor
 from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, is_padded
-from jzero.tracing._jaxpr import Atom, Eqn
+from jzero.sharding.batch._values import BatchValue, values_of
+from jzero.tracing._types import Atom, Eqn
 
 
 def cheapest(
-    body: Body, eqn: Eqn, ins: list[Value], factors: Sequence[Factor]
+    body: Body, eqn: Eqn, ins: list[BatchValue], factors: Sequence[Factor]
 ) -> tuple[float, Factor, Rows] | None:
     """The factor that moves least, with the bytes that reach a device, and the rows along it."""
     candidates: list[tuple[float, Factor, Rows]] = []
@@ -29,7 +30,7 @@ def cheapest(
     return min(candidates, key=lambda found: found[0], default=None)
 
 
-def elsewhere(body: Body, eqn: Eqn, ins: list[Value]) -> tuple[float, Factor, Rows] | None:
+def elsewhere(body: Body, eqn: Eqn, ins: list[BatchValue]) -> tuple[float, Factor, Rows] | None:
     """What `cheapest` finds if devices exchange rows of the batch for rows of another dim."""
     candidates: list[tuple[float, Factor, Rows]] = []
     for k, value in enumerate(ins):
@@ -45,7 +46,9 @@ def elsewhere(body: Body, eqn: Eqn, ins: list[Value]) -> tuple[float, Factor, Ro
     return min(candidates, key=lambda found: found[0], default=None)
 
 
-def _fits(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, value: Value, rows: Rows) -> bool:
+def _fits(
+    body: Body, eqn: Eqn, ins: list[BatchValue], factor: Factor, value: BatchValue, rows: Rows
+) -> bool:
     """Whether the devices' rows of `value` can be rows of the equation's factor."""
     size = value.aval.shape[rows.dim]
     if factor.groups:
@@ -57,7 +60,7 @@ def _fits(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, value: Value, 
     return all(other == size for other in sizes)
 
 
-def _cost(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Rows) -> float:
+def _cost(body: Body, eqn: Eqn, ins: list[BatchValue], factor: Factor, rows: Rows) -> float:
     """Bytes that reach a device, about; rows that are given up count with what is made of them.
 
     Of what loses the batch's rows, though it has their dim, it is likely that they are needed again.
@@ -75,17 +78,19 @@ def _cost(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Rows) ->
     return cost
 
 
-def rows_of_queue(ins: list[Value], factor: Factor, rows: Rows) -> bool:
+def rows_of_queue(ins: list[BatchValue], factor: Factor, rows: Rows) -> bool:
     """Whether rows along a factor are those of a scattered sum."""
     pairs = zip(ins, factor.ins, strict=True)
     return any(v.is_queue and dim is not None and rows.at(dim) == v.form for v, dim in pairs)
 
 
-def _on_dim(body: Body, factor: Factor, rows: Rows, value: Value, dim: int) -> Rows:
+def _on_dim(body: Body, factor: Factor, rows: Rows, value: BatchValue, dim: int) -> Rows:
     return even_rows(dim, value.aval.shape[dim], body.num) if factor.groups else rows.at(dim)
 
 
-def run_factor(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Rows) -> list[Value]:
+def run_factor(
+    body: Body, eqn: Eqn, ins: list[BatchValue], factor: Factor, rows: Rows
+) -> list[BatchValue]:
     name = eqn.primitive.name
     reason = "another operand's rows are along another dim"
     reduces = factor.reduces if all(dim is None for dim in factor.outs) else None
@@ -99,6 +104,7 @@ def run_factor(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Row
             form = _on_dim(body, factor, rows, value, dim)
             atom = body.at(value, form, reason)
             scattered = name in SCATTER_REDUCES and value is not ins[2]
+            # Of a product both operands: 0 times NaN, in what the other one has as padding, is NaN.
             if reduces is not None and not scattered:
                 atom = body.mask(atom, form, value.aval.shape[dim], reduces)
         atoms.append(atom)
@@ -108,7 +114,7 @@ def run_factor(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Row
         aval = eqn.outvars[0].aval
         if reduces == "sum":
             return [body.summed(aval, out)]
-        return [Value(aval, FULL, {FULL: body.reduce(out, reduces)})]
+        return [BatchValue(aval, FULL, {FULL: body.reduce(out, reduces)})]
     forms: list[Form] = []
     for var, dim in zip(eqn.outvars, factor.outs, strict=True):
         assert dim is not None
@@ -116,18 +122,15 @@ def run_factor(body: Body, eqn: Eqn, ins: list[Value], factor: Factor, rows: Row
         forms.append(even_rows(dim, size, body.num) if factor.groups else rows.at(dim))
     outs = body.emit(eqn, atoms, forms, **local)
     is_queue = rows_of_queue(ins, factor, rows)
-    return [
-        Value(var.aval, form, {form: out}, is_queue=is_queue)
-        for var, form, out in zip(eqn.outvars, forms, outs, strict=True)
-    ]
+    return values_of(eqn.outvars, forms, outs, is_queue)
 
 
-def _once(body: Body, value: Value, atom: Atom) -> Atom:
+def _once(body: Body, value: BatchValue, atom: Atom) -> Atom:
     """A whole value as a term of a sum over the devices."""
     if value.fill is not None and value.fill == 0:
         return atom
     return body.inline(_on_first, (), atom, body.index)[0]
 
 
-def _on_first(x: Any, index: Any) -> Any:
+def _on_first(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.where(index == 0, x, jnp.zeros_like(x))

@@ -6,17 +6,16 @@ so, and sums the gradient of a bias that the batch shares.
 
 from __future__ import annotations
 
-from typing import Any
-
-from jzero.sharding.batch._body import Body, Value
+from jzero.sharding.batch._body import Body
 from jzero.sharding.batch._rows import FULL, Form, Rows, is_padded
-from jzero.tracing import _jaxpr
+from jzero.sharding.batch._values import BatchValue, values_of
+from jzero.tracing._types import Aval, Eqn
 
 NAMES = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
 _PACKED = slice(6, 10)  # Operands: offsets of packed sequences, tables of pages; empty if unused.
 
 
-def on_rows(body: Body, eqn: _jaxpr.Eqn, ins: list[Value]) -> list[Value] | None:
+def on_rows(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """The call on each device's part of the batch, dim 0 of what has it.
 
     None if bits are drawn for all of it, if sequences share a row, or if its rows are along another dim.
@@ -31,7 +30,7 @@ def on_rows(body: Body, eqn: _jaxpr.Eqn, ins: list[Value]) -> list[Value] | None
     if rows is None:
         return None
 
-    def form_of(aval: Any) -> Form:
+    def form_of(aval: Aval) -> Form:
         return rows if aval.shape[:1] == batch else FULL
 
     forms = [form_of(var.aval) for var in eqn.outvars]
@@ -39,7 +38,9 @@ def on_rows(body: Body, eqn: _jaxpr.Eqn, ins: list[Value]) -> list[Value] | None
         return None  # Padding would be summed up with the rows.
     reason = "attention reads it beside rows of the batch"
     outs = body.emit(eqn, [body.at(v, form_of(v.aval), reason) for v in ins], forms)
-    return [
-        Value(var.aval, form, {form: body.reduce(out, "sum") if form is FULL else out})
-        for var, form, out in zip(eqn.outvars, forms, outs, strict=True)
+    # What has no rows is the gradient of a bias that they share.
+    summed = [
+        body.reduce(out, "sum") if form is FULL else out
+        for form, out in zip(forms, outs, strict=True)
     ]
+    return values_of(eqn.outvars, forms, summed)

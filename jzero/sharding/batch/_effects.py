@@ -6,22 +6,25 @@ another answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
+from jax.typing import ArrayLike
 
-from jzero.sharding.batch._body import Body, Handler, Value
+from jzero.sharding.batch._body import BatchRule, Body
 from jzero.sharding.batch._equations import NotRowByRow
 from jzero.sharding.batch._rows import FULL, OWN, SUM
+from jzero.sharding.batch._values import BatchValue, values_of
 from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._jaxpr import Eqn
+from jzero.tracing._types import Atom, Eqn
+
+Shapes = list[jax.ShapeDtypeStruct]
 
 
-def once(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
+def once(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     """The equation on the first device; all get its results.
 
     JAX keeps an order of effects on one device only. So each that asks for one waits for a number that the
@@ -55,17 +58,14 @@ def once(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
     body.eqns.append(cond.replace(effects=eqn.effects))
     results = [body.reduce(out, "max" if out.aval.dtype == np.bool_ else "sum") for out in outs]
     body.turn = results[0] if ordered else body.turn
-    return [
-        Value(var.aval, FULL, {FULL: out})
-        for var, out in zip(eqn.outvars, results[1:], strict=True)
-    ]
+    return values_of(eqn.outvars, [FULL] * len(eqn.outvars), results[1:])
 
 
-def _host(eqn: Eqn) -> Callable[..., list[Any]]:
+def _host(eqn: Eqn) -> Callable[..., list[ArrayLike]]:
     """What the equation does, as a function of arrays on the host; its first result says that it is done."""
     primitive, params = eqn.primitive, eqn.params
 
-    def call(turn: Any, *arrays: Any) -> list[Any]:
+    def call(turn: np.ndarray, *arrays: np.ndarray) -> list[ArrayLike]:
         del turn
         if primitive.name == "io_callback":
             return [np.int32(0), *params["callback"](*arrays)]
@@ -75,26 +75,31 @@ def _host(eqn: Eqn) -> Callable[..., list[Any]]:
     return call
 
 
-def _call(host: Callable[..., list[Any]], shapes: list[Any], operands: Any) -> Any:
-    return io_callback(host, shapes, *operands)
+def _call(
+    host: Callable[..., list[ArrayLike]], shapes: Shapes, operands: Sequence[jax.Array]
+) -> list[jax.Array]:
+    results: list[jax.Array] = io_callback(host, shapes, *operands)
+    return results
 
 
-def _branch(fn: Callable[..., Any], operands: list[Any]) -> _jaxpr.Closed:
+def _branch(fn: Callable[..., list[jax.Array]], operands: Sequence[Atom]) -> _jaxpr.Closed:
     shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in operands]
     traced = _jaxpr.trace_here(fn, *shapes)
     return _jaxpr.Closed(*_rewrite.flatten_calls(traced.jaxpr, traced.consts))
 
 
-def _zeros(shapes: list[Any]) -> list[Any]:
+def _zeros(shapes: Shapes) -> list[jax.Array]:
     return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
 
 
-def _zero() -> Any:
+def _zero() -> jax.Array:
     return jnp.zeros((), jnp.int32)
 
 
-def _is_first(index: Any) -> Any:
+def _is_first(index: jax.Array) -> jax.Array:
     return (index == 0).astype(jnp.int32)
 
 
-HANDLERS: dict[str, Handler] = dict.fromkeys(["io_callback", "debug_callback", "debug_print"], once)
+HANDLERS: dict[str, BatchRule] = dict.fromkeys(
+    ["io_callback", "debug_callback", "debug_print"], once
+)

@@ -9,13 +9,13 @@ Reference: the factors of Shardy's `sdy.op_sharding_rule` say the same of an ope
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from jax import lax
 
 from jzero.sharding.analysis import _rules
-from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn
 
 
 class Factor(NamedTuple):
@@ -32,11 +32,11 @@ class Factor(NamedTuple):
     ins: tuple[int | None, ...]
     outs: tuple[int | None, ...]
     reduces: str | None = None
-    local: Callable[[int, int], dict[str, Any]] = lambda size, num: {}
+    local: Callable[[int, int], _rules.Params] = lambda size, num: {}
     groups: int = 0
 
 
-def factors_of(eqn: _jaxpr.Eqn) -> list[Factor]:
+def factors_of(eqn: Eqn) -> list[Factor]:
     """The factors of an equation; a dim in none of them needs its whole operand."""
     structured = STRUCTURED.get(eqn.primitive.name)
     if structured is not None:
@@ -51,13 +51,13 @@ _ELEMENTWISE = _rules.RULES["add"]
 MORE_ELEMENTWISE = frozenset({"random_fold_in", "threefry2x32"})
 
 
-def _from_dims(eqn: _jaxpr.Eqn, rule: _rules.Rule) -> list[Factor]:
+def _from_dims(eqn: Eqn, rule: _rules.Rule) -> list[Factor]:
     maps = rule.dims(eqn)
     found: list[Factor] = []
     for out in range(len(eqn.outvars[0].aval.shape)):
         ins = tuple(dims.index(out) if out in dims else None for dims in maps)
 
-        def local(size: int, num: int, out: int = out) -> dict[str, Any]:
+        def local(size: int, num: int, out: int = out) -> _rules.Params:
             return rule.local(eqn, out, size)
 
         if any(dim is not None for dim in ins):
@@ -68,12 +68,12 @@ def _from_dims(eqn: _jaxpr.Eqn, rule: _rules.Rule) -> list[Factor]:
     return found
 
 
-def _free(dims: int, *taken: Any) -> list[int]:
+def _free(dims: int, *taken: Iterable[int]) -> list[int]:
     used = {dim for group in taken for dim in group}
     return [dim for dim in range(dims) if dim not in used]
 
 
-def _dot_general(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _dot_general(eqn: Eqn) -> list[Factor]:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     lhs, rhs = (atom.aval.ndim for atom in eqn.invars)
     found = [Factor((a, b), (None,), "sum") for a, b in zip(lhs_sum, rhs_sum, strict=True)]
@@ -88,7 +88,7 @@ def _dot_general(eqn: _jaxpr.Eqn) -> list[Factor]:
     return found
 
 
-def _conv(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _conv(eqn: Eqn) -> list[Factor]:
     params = eqn.params
     numbers = params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -108,7 +108,7 @@ def _conv(eqn: _jaxpr.Eqn) -> list[Factor]:
 
 
 def _group(lhs: int, rhs: int, out: int, param: str, groups: int) -> Factor:
-    def local(size: int, num: int) -> dict[str, Any]:
+    def local(size: int, num: int) -> _rules.Params:
         return {param: groups // num}
 
     return Factor((lhs, rhs), (out,), local=local, groups=groups)
@@ -122,7 +122,7 @@ def _cut(sizes: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 STAYS_INSIDE = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
-def _gather(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _gather(eqn: Eqn) -> list[Factor]:
     operand, indices = (atom.aval for atom in eqn.invars)
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     places = _free(eqn.outvars[0].aval.ndim, numbers.offset_dims)
@@ -137,7 +137,7 @@ def _gather(eqn: _jaxpr.Eqn) -> list[Factor]:
         moved = dim in numbers.start_index_map and eqn.params["mode"] not in STAYS_INSIDE
         if sizes[dim] == operand.shape[dim] and not moved:
 
-            def local(size: int, num: int, dim: int = dim) -> dict[str, Any]:
+            def local(size: int, num: int, dim: int = dim) -> _rules.Params:
                 return {"slice_sizes": _cut(sizes, dim, size)}
 
             found.append(Factor((dim, None), (out,), local=local))
@@ -151,7 +151,7 @@ SCATTER_REDUCES = {
 }  # fmt: skip
 
 
-def _scatter(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _scatter(eqn: Eqn) -> list[Factor]:
     operand, indices, updates = (atom.aval for atom in eqn.invars)
     numbers = eqn.params["dimension_numbers"]
     rows = _free(updates.ndim, numbers.update_window_dims)
@@ -176,7 +176,7 @@ def _scatter(eqn: _jaxpr.Eqn) -> list[Factor]:
     return found
 
 
-def _same(dims: list[int], eqn: _jaxpr.Eqn) -> list[Factor]:
+def _same(dims: list[int], eqn: Eqn) -> list[Factor]:
     """Dims that are the same in all operands and results that have them."""
     return [
         Factor(
@@ -187,18 +187,18 @@ def _same(dims: list[int], eqn: _jaxpr.Eqn) -> list[Factor]:
     ]
 
 
-def _leading(trailing: int | Callable[[_jaxpr.Eqn], int]) -> Callable[[_jaxpr.Eqn], list[Factor]]:
+def _leading(trailing: int | Callable[[Eqn], int]) -> Callable[[Eqn], list[Factor]]:
     """Operations on the last dims of their operands."""
 
-    def factors(eqn: _jaxpr.Eqn) -> list[Factor]:
+    def factors(eqn: Eqn) -> list[Factor]:
         num = trailing if isinstance(trailing, int) else trailing(eqn)
         return _same(list(range(eqn.invars[0].aval.ndim - num)), eqn)
 
     return factors
 
 
-def _all_but(param: str) -> Callable[[_jaxpr.Eqn], list[Factor]]:
-    def factors(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _all_but(param: str) -> Callable[[Eqn], list[Factor]]:
+    def factors(eqn: Eqn) -> list[Factor]:
         ndim = eqn.invars[0].aval.ndim
         return _same(_free(ndim, [eqn.params[param] % ndim]), eqn)
 
@@ -210,7 +210,7 @@ _NO_WINDOW = {
 }  # fmt: skip
 
 
-def _window(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _window(eqn: Eqn) -> list[Factor]:
     def untouched(dim: int) -> bool:
         return all(
             eqn.params[name][dim] == none if name != "padding" else tuple(eqn.params[name][dim]) == none
@@ -221,13 +221,13 @@ def _window(eqn: _jaxpr.Eqn) -> list[Factor]:
     return _same([d for d in range(eqn.invars[0].aval.ndim) if untouched(d)], eqn)
 
 
-def _bitcast(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _bitcast(eqn: Eqn) -> list[Factor]:
     """To narrower words, which become a new last dim, or to wider ones."""
     before, after = eqn.invars[0].aval.ndim, eqn.outvars[0].aval.ndim
     return _same(list(range(min(before, after))), eqn)
 
 
-def _reduce(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _reduce(eqn: Eqn) -> list[Factor]:
     """With any function; its arrays are followed by as many initial values."""
     arrays, name = len(eqn.outvars), "dimensions" if "dimensions" in eqn.params else "axes"
     kept = _free(eqn.invars[0].aval.ndim, eqn.params[name])
@@ -235,33 +235,33 @@ def _reduce(eqn: _jaxpr.Eqn) -> list[Factor]:
     return [Factor((d,) * arrays + nothing, (out,) * arrays) for out, d in enumerate(kept)]
 
 
-def _triangular_solve(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _triangular_solve(eqn: Eqn) -> list[Factor]:
     ndim = eqn.invars[1].aval.ndim
     free = ndim - 1 if eqn.params["left_side"] else ndim - 2
     return [*_leading(2)(eqn), Factor((None, free), (free,))]
 
 
-def _tridiagonal_solve(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _tridiagonal_solve(eqn: Eqn) -> list[Factor]:
     free = eqn.invars[3].aval.ndim - 1
     return [*_leading(1)(eqn), Factor((None, None, None, free), (free,))]
 
 
-def _tile(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _tile(eqn: Eqn) -> list[Factor]:
     return _same([d for d, num in enumerate(eqn.params["reps"]) if num == 1], eqn)
 
 
-def _stack(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _stack(eqn: Eqn) -> list[Factor]:
     axis, num = eqn.params["axis"], len(eqn.invars)
     return [Factor((d,) * num, (d + (d >= axis),)) for d in range(eqn.invars[0].aval.ndim)]
 
 
-def _unstack(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _unstack(eqn: Eqn) -> list[Factor]:
     axis, num = eqn.params["axis"], len(eqn.outvars)
     dims = _free(eqn.invars[0].aval.ndim, [axis])
     return [Factor((d,), (d - (d > axis),) * num) for d in dims]
 
 
-def _ragged_dot(eqn: _jaxpr.Eqn) -> list[Factor]:
+def _ragged_dot(eqn: Eqn) -> list[Factor]:
     """Dims that no group cuts: free ones, of which the result has the same rows."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
@@ -284,7 +284,7 @@ def _ragged_dot(eqn: _jaxpr.Eqn) -> list[Factor]:
     return found
 
 
-STRUCTURED: dict[str, Callable[[_jaxpr.Eqn], list[Factor]]] = {
+STRUCTURED: dict[str, Callable[[Eqn], list[Factor]]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _conv,

@@ -15,10 +15,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jzero.sharding.batch import (
     _along,
@@ -30,12 +31,14 @@ from jzero.sharding.batch import (
     _ranks,
     _sums,
 )
-from jzero.sharding.batch._body import OUTPUT, Body, Movement, Table, Value, var_in
-from jzero.sharding.batch._equations import run, whole
+from jzero.sharding.batch._body import OUTPUT, BatchRules, Body, Movement
+from jzero.sharding.batch._equations import run
 from jzero.sharding.batch._rows import FULL, Form, Rows, is_padded
+from jzero.sharding.batch._values import BatchValue, var_in, whole
 from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._types import Var
 
-TABLE = Table(
+BATCH_RULES = BatchRules(
     _equations.HANDLERS
     | _along.HANDLERS
     | _lookups.HANDLERS
@@ -64,14 +67,14 @@ class Localized(NamedTuple):
       movements: rows that are gathered, and why.
     """
 
-    jaxpr: Any
-    consts: list[Any]
+    jaxpr: _rewrite.Flat
+    consts: list[ArrayLike]
     outputs: list[Form]
     movements: list[Movement]
 
 
 def localize(
-    flat: _rewrite.Flat, consts: Sequence[Any], forms: Sequence[Form], given: Sequence[Form],
+    flat: _rewrite.Flat, consts: Sequence[ArrayLike], forms: Sequence[Form], given: Sequence[Form],
     num_state: int, axes: dict[str, int], exchanges: bool = True,
 ) -> Localized:  # fmt: skip
     """Rewrites a whole-batch step.
@@ -85,16 +88,16 @@ def localize(
       axes: names and sizes of the data axes.
       exchanges: whether devices may send each other parts of their rows; microbatches cannot.
     """
-    body = Body(tuple(axes), math.prod(axes.values()), TABLE, exchanges=exchanges)
-    env: dict[Any, Value] = {}
+    source = flat.eqns[0] if flat.eqns else _nowhere()
+    body = Body(tuple(axes), math.prod(axes.values()), source, BATCH_RULES, exchanges=exchanges)
+    env: dict[Var, BatchValue] = {}
     for var in flat.constvars:
         env[var] = whole(var)
     invars = []
     for var, form, got in zip(flat.invars, forms, given, strict=True):
         atom = var_in(var.aval, got)
         invars.append(atom)
-        env[var] = Value(var.aval, form, {got: atom})
-    body.source = flat.eqns[0] if flat.eqns else _nowhere()
+        env[var] = BatchValue(var.aval, form, {got: atom})
     for var, form, got in zip(flat.invars, forms, given, strict=True):
         if form != got:
             assert isinstance(form, Rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,13 @@ from jax import lax
 
 from jzero.sharding.analysis import _rules
 from jzero.sharding.batch._along import concatenate
-from jzero.sharding.batch._body import Body, Handler, MadeInRows, Value
+from jzero.sharding.batch._body import BatchRule, Body, RuleInRows
 from jzero.sharding.batch._cheapest import cheapest, elsewhere, run_factor
-from jzero.sharding.batch._equations import on_whole, rows_of, whole
 from jzero.sharding.batch._factors import SCATTER_REDUCES, factors_of
 from jzero.sharding.batch._rows import FULL, OWN, SUM, Form, Rows, even_rows
-from jzero.tracing._jaxpr import Atom, Eqn
+from jzero.sharding.batch._values import BatchValue, rows_of, whole
+from jzero.sharding.batch._waiting import on_whole
+from jzero.tracing._types import Atom, Aval, Eqn
 
 MODES = lax.GatherScatterMode
 SCATTERS = ("scatter", "scatter-mul", "scatter_mul", *SCATTER_REDUCES)
@@ -27,7 +28,7 @@ SCATTERS = ("scatter", "scatter-mul", "scatter_mul", *SCATTER_REDUCES)
 # -- x[arange(B), y] takes of each row an element, which is its device's ------------------------------
 
 
-def _note_columns(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _note_columns(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """Remembers what an array of indices is put together from."""
     if any(v.form in (OWN, SUM) for v in ins):
         return None
@@ -50,7 +51,7 @@ def _note_columns(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     return [made]
 
 
-def _counts_rows(indices: Value, column: int, dim: int) -> bool:
+def _counts_rows(indices: BatchValue, column: int, dim: int) -> bool:
     """Whether a column of an array of indices is 0, 1, 2, ... along a dim."""
     value = (indices.columns or {0: indices}).get(column)
     if value is None or value.constant is None:
@@ -61,7 +62,7 @@ def _counts_rows(indices: Value, column: int, dim: int) -> bool:
 
 
 def _own_rows(
-    ins: list[Value], numbers: Any, places: list[int], batching: Any
+    ins: list[BatchValue], numbers: Sequence[int], places: list[int], batching: Collection[int]
 ) -> tuple[int, int, Rows] | None:
     """`(column, dim of the operand, rows)` if every row of the indices names that row of the operand.
 
@@ -83,7 +84,7 @@ def _own_rows(
     return None
 
 
-def _gather(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _gather(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     operand, indices = ins
     if any(v.form in (OWN, SUM) for v in ins):
         return None
@@ -99,7 +100,7 @@ def _gather(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     return [rows_of(out, new, atom)]
 
 
-def _scatter(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _scatter(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     operand, indices, updates = ins
     if any(v.form in (OWN, SUM) for v in ins):
         return None
@@ -118,7 +119,7 @@ def _scatter(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     return [rows_of(out, new, atom)]
 
 
-def _in_own(column: int, rows: Rows, indices: Any) -> Any:
+def _in_own(column: int, rows: Rows, indices: jax.Array) -> jax.Array:
     """The indices, of which a column counts this device's rows."""
     counts = lax.broadcasted_iota(indices.dtype, indices.shape, rows.dim)
     columns = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
@@ -128,7 +129,7 @@ def _in_own(column: int, rows: Rows, indices: Any) -> Any:
 # -- rows that other devices have ----------------------------------------------------------------------
 
 
-def _look_up(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _look_up(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """A look-up in the batch by whole indices: its result has rows along them, by what moves least.
 
     Devices look up what is in their own rows, and add that up. Or they exchange their rows for parts of all
@@ -162,14 +163,14 @@ def _look_up(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     if new is None:
         return [made]
     # Not yet in rows of the indices: a reshape may say which.
-    return [Value(out, new, dict(made.atoms), make=functools.partial(_moved, body, made))]
+    return [BatchValue(out, new, dict(made.atoms), make=functools.partial(_moved, body, made))]
 
 
-def _moved(body: Body, made: Value, value: Value, form: Form) -> Atom:
+def _moved(body: Body, made: BatchValue, value: BatchValue, form: Form) -> Atom:
     return body.at(made, form)
 
 
-def _rows_of_indices(body: Body, eqn: Eqn, out: Any) -> Rows | None:
+def _rows_of_indices(body: Body, eqn: Eqn, out: Aval) -> Rows | None:
     """Rows along the longest dim of the indices, if devices can have some each."""
     offsets = eqn.params["dimension_numbers"].offset_dims
     dims = [d for d in range(out.ndim) if d not in offsets and out.shape[d] % body.num == 0]
@@ -184,7 +185,9 @@ def _is_sum(eqn: Eqn, rows: Rows) -> bool:
     return eqn.params["slice_sizes"][rows.dim] == 1 and known and not extended
 
 
-def _found_by_all(body: Body, eqn: Eqn, ins: list[Value], rows: Rows, new: Rows | None) -> Value:
+def _found_by_all(
+    body: Body, eqn: Eqn, ins: list[BatchValue], rows: Rows, new: Rows | None
+) -> BatchValue:
     (operand, indices), out = ins, eqn.outvars[0].aval
     numbers, size = eqn.params["dimension_numbers"], operand.aval.shape[rows.dim]
     body.note_movement(_rules.size_in_bytes(out), "each device looks up what is in its rows")
@@ -206,8 +209,8 @@ def _found_by_all(body: Body, eqn: Eqn, ins: list[Value], rows: Rows, new: Rows 
 
 
 def _in_rows(
-    column: int, rows: Rows, num: int, size: int, fills: bool, indices: Any, index: Any
-) -> tuple[Any, Any]:
+    column: int, rows: Rows, num: int, size: int, fills: bool, indices: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Indices into this device's rows, and which are to be looked up by it.
 
     What is out of bounds is so for the first device too, which looks it up: the operation says what it finds.
@@ -227,18 +230,18 @@ def _in_rows(
     return moved, inside | (outside & (index == 0))
 
 
-def _is_wide(indices: Any) -> bool:
+def _is_wide(indices: jax.Array) -> bool:
     return jnp.iinfo(indices.dtype).max > jnp.iinfo(jnp.int32).max
 
 
-def _if_mine(places: tuple[int, ...], found: Any, mine: Any) -> Any:
+def _if_mine(places: tuple[int, ...], found: jax.Array, mine: jax.Array) -> jax.Array:
     """`found` where it is this device's; else the number that changes no other, not even -0.0."""
     mine = lax.broadcast_in_dim(mine, found.shape, places)
     zeros = jnp.zeros_like(found)
     return jnp.where(mine, found, zeros if found.dtype == jnp.bool_ else -zeros)
 
 
-def _add_to_rows(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _add_to_rows(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """Each device takes those updates that are for its rows, if that moves less than other ways."""
     operand, *others = ins
     rows = operand.form
@@ -259,11 +262,12 @@ def _scatters_into(eqn: Eqn, rows: Rows) -> bool:
     return known and rows.dim in columns and rows.dim in numbers.inserted_window_dims
 
 
-def _scatter_rows(body: Body, eqn: Eqn, ins: list[Value], rows: Rows) -> Atom:
+def _scatter_rows(body: Body, eqn: Eqn, ins: list[BatchValue], rows: Rows) -> Atom:
     """Each device's rows, behind which stands one more for what is dropped.
 
-    An update out of bounds would not do: of a slice of a larger array XLA:CPU then takes the element behind
-    the slice (docs/facts-compilers.md).
+    [Note: one row more] An update out of bounds would not do: XLA:CPU makes one slice of a slice of a slice,
+    and forgets to clamp, so that of a slice of a larger array it writes the element behind the slice
+    (docs/facts-compilers.md; test_batch_rules.py::test_one_update_of_rows_that_were_moved).
     """
     operand, indices, updates = ins
     reason = "each device takes the updates of its rows"
@@ -280,28 +284,28 @@ def _scatter_rows(body: Body, eqn: Eqn, ins: list[Value], rows: Rows) -> Atom:
     return body.inline(_without_the_last, (rows.dim,), made)[0]
 
 
-def _with_one_more(dim: int, x: Any) -> Any:
+def _with_one_more(dim: int, x: jax.Array) -> jax.Array:
     return lax.concatenate([x, lax.slice_in_dim(x, 0, 1, axis=dim)], dim)
 
 
-def _without_the_last(dim: int, x: Any) -> Any:
+def _without_the_last(dim: int, x: jax.Array) -> jax.Array:
     return lax.slice_in_dim(x, 0, x.shape[dim] - 1, axis=dim)
 
 
-def _dropped(column: int, size: int, indices: Any, mine: Any) -> Any:
+def _dropped(column: int, size: int, indices: jax.Array, mine: jax.Array) -> jax.Array:
     """The indices, out of bounds where they are of other devices."""
     columns = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
     return jnp.where((columns == column) & ~mine[..., None], size, indices)
 
 
-def _scatter_in_rows(body: Body, eqn: Eqn, ins: list[Value], rows: Rows) -> Atom | None:
+def _scatter_in_rows(body: Body, eqn: Eqn, ins: list[BatchValue], rows: Rows) -> Atom | None:
     """The rows of a scatter whose operand is made where it is needed."""
     return _scatter_rows(body, eqn, ins, rows) if _scatters_into(eqn, rows) else None
 
 
-HANDLERS: dict[str, Handler] = {
+HANDLERS: dict[str, BatchRule] = {
     "concatenate": _note_columns,
     "gather": _gather,
     **dict.fromkeys(SCATTERS, _scatter),
 }
-IN_ROWS: dict[str, MadeInRows] = dict.fromkeys(SCATTERS, _scatter_in_rows)
+IN_ROWS: dict[str, RuleInRows] = dict.fromkeys(SCATTERS, _scatter_in_rows)

@@ -6,21 +6,21 @@ call itself proves it; that it *could* run on fewer rows proves nothing. Else th
 
 from __future__ import annotations
 
-from typing import Any
-
 from jzero._errors import StepError, describe_leaf, message
+from jzero.sharding.analysis._rules import Params
 from jzero.sharding.batch import _cudnn, _pallas
-from jzero.sharding.batch._body import Body, Handler, Value
+from jzero.sharding.batch._body import BatchRule, Body
 from jzero.sharding.batch._equations import by_factor, gathered
 from jzero.sharding.batch._factors import Factor
 from jzero.sharding.batch._rows import FULL, OWN, SUM, Rows, even_rows
+from jzero.sharding.batch._values import BatchValue
 from jzero.tracing import _jaxpr
-from jzero.tracing._jaxpr import Eqn
+from jzero.tracing._types import Aval, Eqn
 
 PROMISE = "nothing says that its rows are apart; jzero.per_example promises it"
 
 
-def _call(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _call(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """A call whose parameters hold the types of its results."""
     if not _has_rows(eqn, ins):
         return None
@@ -28,7 +28,7 @@ def _call(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     return by_factor(body, eqn, ins, promised) or gathered(body, eqn, ins, _why(body))
 
 
-def _kernel(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _kernel(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     if not _has_rows(eqn, ins):
         return None
     factors = _pallas.factors(eqn, promised=body.in_scope(_jaxpr.PER_EXAMPLE))
@@ -39,14 +39,14 @@ def _kernel(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     return outs or gathered(body, eqn, ins, uneven if factors else _why(body))
 
 
-def _attention(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _attention(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     if not _has_rows(eqn, ins):
         return None
     reason = "its rows are apart without dropout and packed sequences, along its batch"
     return _cudnn.on_rows(body, eqn, ins) or gathered(body, eqn, ins, reason)
 
 
-def _has_rows(eqn: Eqn, ins: list[Value]) -> bool:
+def _has_rows(eqn: Eqn, ins: list[BatchValue]) -> bool:
     """Whether it is called with rows of the batch; inside a loop along it, and of effects, others decide."""
     forms = [value.form for value in ins]
     elsewhere = OWN in forms or SUM in forms or _jaxpr.has_side_effects(eqn)
@@ -62,7 +62,7 @@ def _why(body: Body) -> str:
     )
 
 
-def _promised(body: Body, eqn: Eqn, ins: list[Value]) -> list[Factor]:
+def _promised(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[Factor]:
     """The rows' dim, if it is the same in all operands and results that have rows."""
     rows = [v for v in ins if isinstance(v.form, Rows)]
     held = {(v.form.dim, v.aval.shape[v.form.dim]) for v in rows if isinstance(v.form, Rows)}
@@ -70,26 +70,27 @@ def _promised(body: Body, eqn: Eqn, ins: list[Value]) -> list[Factor]:
         return []
     ((dim, size),) = held
 
-    def has_rows(aval: Any) -> bool:
+    def has_rows(aval: Aval) -> bool:
         return dim < len(aval.shape) and aval.shape[dim] == size
 
     types = eqn.params["result_avals"]
     if not all(map(has_rows, types)):
         return []
-    # Of a whole operand as long as the batch nobody knows whether it has rows; nor, of two dims as long,
-    # along which of them.
+    # [Note: as long as the batch] Of a whole operand nobody knows then whether it has rows; nor, of two dims,
+    # along which of them (test_opaque.py::test_what_shapes_contradict_is_gathered).
     shapes = [v.aval.shape for v in rows] + [t.shape for t in types]
     if any(size in v.aval.shape for v in ins if v not in rows) or any(
         size in (*s[:dim], *s[dim + 1 :]) for s in shapes
     ):
         return []
-    # Nor of what a backward pass makes: the gradient of what all rows share may be as long, by chance.
+    # Nor of what a backward pass makes: the gradient of what all rows share may be as long, by chance
+    # (test_a_gradient_that_looks_like_rows_is_refused).
     if body.in_scope("transpose") and any(
         all(t.shape != v.aval.shape for v in rows) for t in types
     ):
         return []
 
-    def local(size: int, num: int) -> dict[str, object]:
+    def local(size: int, num: int) -> Params:
         shapes = [(*t.shape[:dim], size, *t.shape[dim + 1 :]) for t in types]
         avals = [_jaxpr.var_like(t, s).aval for t, s in zip(types, shapes, strict=True)]
         return {"result_avals": tuple(avals)}
@@ -98,7 +99,7 @@ def _promised(body: Body, eqn: Eqn, ins: list[Value]) -> list[Factor]:
     return [Factor(dims, (dim,) * len(types), local=local)]
 
 
-def _mark(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
+def _mark(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     """Where rows enter a promise, they lie along a dim of which it speaks; what has none is whole.
 
     What leaves and has none is the gradient of what all rows share. Rows that a call made are no sum.
@@ -112,14 +113,16 @@ def _mark(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value]:
         return ins
     if elsewhere:
         reason = f"jzero.per_example has its rows along {'no dim' if dim is None else f'dim {dim}'}"
-        value = Value(value.aval, FULL, {FULL: body.at(value, FULL, reason)})
+        value = BatchValue(value.aval, FULL, {FULL: body.at(value, FULL, reason)})
     if value.form is FULL and dim is not None:  # So that what follows from it has rows, too.
         rows = even_rows(dim, value.aval.shape[dim], body.num)
-        return [Value(value.aval, rows, {**value.atoms, rows: body.at(value, rows)}, value.make)]
+        return [
+            BatchValue(value.aval, rows, {**value.atoms, rows: body.at(value, rows)}, value.make)
+        ]
     return [value]
 
 
-def _refusal(eqn: Eqn, value: Value) -> StepError:
+def _refusal(eqn: Eqn, value: BatchValue) -> StepError:
     leaf = describe_leaf("a gradient", value.aval.shape, value.aval.dtype)
     return StepError(message(
         "jzero.per_example", f"{leaf} of what has no rows is as long as the batch{_jaxpr.at_line(eqn)}",
@@ -128,7 +131,7 @@ def _refusal(eqn: Eqn, value: Value) -> StepError:
         "rows, or keep such calls out of fn."))  # fmt: skip
 
 
-HANDLERS: dict[str, Handler] = {
+HANDLERS: dict[str, BatchRule] = {
     "marked_rows": _mark,
     "pallas_call": _kernel,
     **dict.fromkeys(["pure_callback", "ffi_call"], _call),

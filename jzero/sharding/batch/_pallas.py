@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from jzero.sharding.analysis import _rules
+from jzero.sharding.analysis._frames import variables
 from jzero.sharding.batch import _factors
 from jzero.sharding.batch._factors import Factor
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn
 
 # What a kernel may do besides computing, and share nothing with the programs of other blocks: read and write
 # its own, and ask which program it is, of another grid dim. Not: semaphores, copies, generators with a state.
@@ -26,7 +28,7 @@ _SHARES_NOTHING = frozenset(
 )
 
 
-def factors(eqn: _jaxpr.Eqn, promised: bool) -> list[Factor]:
+def factors(eqn: Eqn, promised: bool) -> list[Factor]:
     """Dims whose blocks are independent: by the grid, and by what the kernel does unless `promised`."""
     mapping = eqn.params["grid_mapping"]
     plain = (
@@ -42,7 +44,7 @@ def factors(eqn: _jaxpr.Eqn, promised: bool) -> list[Factor]:
     return [factor for factor in found if factor is not None]
 
 
-def _is_apart(eqn: _jaxpr.Eqn, axis: int, promised: bool) -> bool:
+def _is_apart(eqn: Eqn, axis: int, promised: bool) -> bool:
     """Whether programs with another index along a grid dim share nothing but what they are given.
 
     A promise says so of scratch memory and of what a kernel does. But a kernel that asks for its number may
@@ -58,14 +60,14 @@ def _is_apart(eqn: _jaxpr.Eqn, axis: int, promised: bool) -> bool:
     return promised or (alone and not len(mapping.scratch_avals))
 
 
-def _all_equations(jaxpr: Any) -> Iterator[_jaxpr.Eqn]:
+def _all_equations(jaxpr: Any) -> Iterator[Eqn]:
     for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
         yield eqn
         for inner in _jaxpr.inner_jaxprs(eqn):
             yield from _all_equations(inner)
 
 
-def _along(eqn: _jaxpr.Eqn, axis: int) -> Factor | None:
+def _along(eqn: Eqn, axis: int) -> Factor | None:
     """The dims of operands and results of which a grid dim chooses the block, if it chooses nothing else."""
     mapping = eqn.params["grid_mapping"]
     dims: list[int | None] = []
@@ -83,7 +85,7 @@ def _along(eqn: _jaxpr.Eqn, axis: int) -> Factor | None:
         return None
     single = set(sizes) == {1}
 
-    def local(size: int, num: int) -> dict[str, Any]:
+    def local(size: int, num: int) -> _rules.Params:
         programs = size if single else mapping.grid[axis] // num
         return _with_programs(eqn, axis, programs, dims)
 
@@ -97,7 +99,7 @@ def _chosen(blocks: Any, axis: int) -> dict[int, int | None]:
     index = jaxpr.invars[axis]
     depends = {index}
     for eqn in jaxpr.eqns:
-        if any(not _jaxpr.is_literal(atom) and atom in depends for atom in eqn.invars):
+        if not depends.isdisjoint(variables(eqn.invars)):
             depends.update(eqn.outvars)
     sizes = [_size(block) for block in blocks.block_shape]
     return {
@@ -112,9 +114,7 @@ def _size(block: Any) -> int | None:
     return 1 if kind == "Squeezed" else block.block_size if kind == "Blocked" else None
 
 
-def _with_programs(
-    eqn: _jaxpr.Eqn, axis: int, programs: int, dims: list[int | None]
-) -> dict[str, Any]:
+def _with_programs(eqn: Eqn, axis: int, programs: int, dims: list[int | None]) -> _rules.Params:
     """The parameters of the call with so many programs along a grid dim, and arrays as long as that takes."""
     mapping = eqn.params["grid_mapping"]
     grid = (*mapping.grid[:axis], programs, *mapping.grid[axis + 1 :])

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 
 from jzero.sharding.analysis import _rules
-from jzero.sharding.batch._body import Body, Handler, Value
+from jzero.sharding.batch._body import BatchRule, Body
 from jzero.sharding.batch._cheapest import elsewhere
 from jzero.sharding.batch._rows import FULL, Rows, is_padded
-from jzero.sharding.batch._writer import ordered_integers, row_numbers
+from jzero.sharding.batch._values import BatchValue, values_of
+from jzero.sharding.batch._writer import cast, ordered_integers, row_numbers
 from jzero.tracing import _jaxpr
-from jzero.tracing._jaxpr import Eqn
+from jzero.tracing._types import Eqn
 
 
-def _is_cheaper(body: Body, eqn: Eqn, ins: list[Value], cost: float) -> bool:
+def _is_cheaper(body: Body, eqn: Eqn, ins: list[BatchValue], cost: float) -> bool:
     """Whether neither a gather of the rows nor rows of another dim cost as little."""
     found = elsewhere(body, eqn, ins)
     return cost < body.cost(ins[0], FULL) and (found is None or cost < found[0])
 
 
-def _arg_extreme(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _arg_extreme(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """`argmax`, `argmin`: the extreme of all, and the first place that has it; NaN is one, as in JAX."""
     (value,), out = ins, eqn.outvars[0].aval
     rows, kind = value.form, eqn.primitive.name[3:]
@@ -40,11 +40,13 @@ def _arg_extreme(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     best, number = body.inline(_best, (kind, rows, body.num, size), x, place, body.index)
     most = body.reduce(best, kind)
     (number,) = body.inline(_unless, (size,), best, most, number)
-    (found,) = body.inline(_typed, (out.dtype,), body.reduce(number, "min"))
-    return [Value(out, FULL, {FULL: found})]
+    (found,) = body.inline(cast, (out.dtype,), body.reduce(number, "min"))
+    return [BatchValue(out, FULL, {FULL: found})]
 
 
-def _best(kind: str, rows: Rows, num: int, size: int, x: Any, place: Any, index: Any) -> Any:
+def _best(
+    kind: str, rows: Rows, num: int, size: int, x: jax.Array, place: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The extreme of this device's rows, as an integer, and its place among all rows; `size` of padding."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         x = ordered_integers(kind, jnp.where(x == 0, jnp.zeros_like(x), x))  # -0.0 is no smaller
@@ -54,15 +56,11 @@ def _best(kind: str, rows: Rows, num: int, size: int, x: Any, place: Any, index:
     return best, jnp.minimum(row_numbers(rows, num, index)[place], size)
 
 
-def _unless(size: int, best: Any, most: Any, number: Any) -> Any:
+def _unless(size: int, best: jax.Array, most: jax.Array, number: jax.Array) -> jax.Array:
     return jnp.where(best == most, number, size)
 
 
-def _typed(dtype: Any, x: Any) -> Any:
-    return x.astype(dtype)
-
-
-def _top_k(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _top_k(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """The k largest of each device's, and of these the k largest: equal ones in the order of the batch."""
     (value,), (largest, places) = ins, (var.aval for var in eqn.outvars)
     rows, k = value.form, eqn.params["k"]
@@ -85,18 +83,15 @@ def _top_k(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     )
     best, chosen = body.emit(eqn, [all_found], [FULL, FULL])
     (places_of_best,) = body.inline(_chosen, (dim,), all_at, chosen)
-    return [
-        Value(aval, FULL, {FULL: atom})
-        for aval, atom in ((largest, best), (places, places_of_best))
-    ]
+    return values_of(eqn.outvars, [FULL, FULL], [best, places_of_best])
 
 
-def _numbered(rows: Rows, num: int, at: Any, index: Any) -> Any:
+def _numbered(rows: Rows, num: int, at: jax.Array, index: jax.Array) -> jax.Array:
     return row_numbers(rows, num, index)[at].astype(at.dtype)
 
 
-def _chosen(dim: int, x: Any, chosen: Any) -> Any:
+def _chosen(dim: int, x: jax.Array, chosen: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, chosen, dim)
 
 
-ALONG: dict[str, Handler] = {"argmax": _arg_extreme, "argmin": _arg_extreme, "top_k": _top_k}
+ALONG: dict[str, BatchRule] = {"argmax": _arg_extreme, "argmin": _arg_extreme, "top_k": _top_k}

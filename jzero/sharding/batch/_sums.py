@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from jzero.sharding.batch import _factors
-from jzero.sharding.batch._body import Body, Handler, Value
+from jzero.sharding.batch._body import BatchRule, Body
 from jzero.sharding.batch._cheapest import run_factor
 from jzero.sharding.batch._factors import Factor
 from jzero.sharding.batch._rows import FULL, Rows, even_rows
-from jzero.tracing._jaxpr import Eqn
+from jzero.sharding.batch._values import BatchValue
+from jzero.tracing._types import Eqn
 
 
-def _product(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
+def _product(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """A product of a sum over rows and a value that is none, such as a parameter.
 
     The sum is scattered along a dim that only it has, and each device does its part of the product: the same
     bytes, sooner or later. A backward pass's sums are gradients, which stay whole until rows of them are
-    needed (`Value.of_sum`), as those of a parameter never are.
+    needed (`BatchValue.of_sum`), as those of a parameter never are.
     """
     sums = [v for v in ins if v.of_sum is not None]
     if len(sums) != 1 or any(v.form is not FULL for v in ins) or body.pass_of(eqn) == "backward":
@@ -40,6 +41,6 @@ def _product(body: Body, eqn: Eqn, ins: list[Value]) -> list[Value] | None:
     return run_factor(body, eqn, ins, factor, rows)
 
 
-HANDLERS: dict[str, Handler] = dict.fromkeys(
+HANDLERS: dict[str, BatchRule] = dict.fromkeys(
     ["dot_general", "ragged_dot_general", "conv_general_dilated"], _product
 )

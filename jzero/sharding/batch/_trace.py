@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike
 
 from jzero._errors import StepError, message
 from jzero.sharding.analysis import _frames
-from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._frames import Frame, Varying
 from jzero.sharding.analysis._kinds import uncut_checkpoints
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._localize import localize
 from jzero.sharding.batch._rows import Form, Rows
 from jzero.tracing import _jaxpr, _keys, _rewrite
 from jzero.tracing._differences import without_differences
+from jzero.tracing._types import Aval, Jaxpr
 
+# The step as a function of leaves; it returns what it likes.
+StepOfLeaves: TypeAlias = Callable[..., Any]
 WHOLE, WRITTEN = "whole batch", "written"
 
 
@@ -40,16 +46,16 @@ class TracedStep:
     """
 
     frame: Frame
-    out_tree: Any
-    out_avals: list[Any]
+    out_tree: PyTreeDef
+    out_avals: list[jax.ShapeDtypeStruct]
     reductions: str
     outputs: tuple[Form, ...] = ()
     movements: tuple[Movement, ...] = ()
 
 
 def trace_whole(
-    flat_step: Callable[..., Any], avals: Sequence[Any], forms: Sequence[Form], given: Sequence[Form],
-    num_state: int, axes: dict[str, int], offloads: bool, mesh_axes: dict[str, int],
+    flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], forms: Sequence[Form],
+    given: Sequence[Form], num_state: int, axes: dict[str, int], offloads: bool, mesh_axes: dict[str, int],
     automatic: dict[str, int], accumulates: bool,
 ) -> TracedStep | None:  # fmt: skip
     """Traces `flat_step(*leaves)` at the shapes of the whole batch, and rewrites it for one device.
@@ -98,7 +104,7 @@ def trace_whole(
 
 
 def trace_written(
-    flat_step: Callable[..., Any], avals: Sequence[Any], varying: Sequence[bool],
+    flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], varying: Sequence[bool],
     keys: Sequence[bool], axes: dict[str, int], accumulates: bool, offloads: bool,
     automatic: dict[str, int],
 ) -> TracedStep:  # fmt: skip
@@ -119,7 +125,7 @@ def trace_written(
       Exception: whatever the step itself raises when traced.
     """
 
-    def folded(*leaves: Any) -> Any:
+    def folded(*leaves: jax.Array) -> Any:
         with _keys.data_axes(axes):
             return flat_step(*(
                 _keys.fold_device_index(leaf) if key else leaf
@@ -167,7 +173,9 @@ def _check_axes(frame: Frame) -> None:
             things="collectives", shown=8))  # fmt: skip
 
 
-def _frame_of(jaxpr: Any, consts: list[Any], varying: Sequence[Any], accumulates: bool) -> Frame:
+def _frame_of(
+    jaxpr: Jaxpr, consts: list[ArrayLike], varying: Sequence[Varying], accumulates: bool
+) -> Frame:
     """The root frame; in microbatches without the checkpoints that no loop over them could run through."""
     frame = _frames.build_frames(jaxpr, consts, varying)
     while accumulates and (uncut := uncut_checkpoints(frame)):
@@ -178,7 +186,7 @@ def _frame_of(jaxpr: Any, consts: list[Any], varying: Sequence[Any], accumulates
 
 
 def global_shapes(
-    flat_step: Callable[..., Any], avals: Sequence[Any], axes: dict[str, int],
+    flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], axes: dict[str, int],
     automatic: dict[str, int],
 ) -> list[tuple[int, ...]] | None:  # fmt: skip
     """Output shapes at the whole batch, to tell per-example outputs from averages; None if unknown."""
@@ -190,6 +198,6 @@ def global_shapes(
     return [aval.shape for aval in traced.out_avals]
 
 
-def is_float(aval: Any) -> bool:
+def is_float(aval: Aval) -> bool:
     """Whether a leaf is made of floats, complex ones too."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)

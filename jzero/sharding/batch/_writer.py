@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from jzero.sharding.analysis import _rules
 from jzero.sharding.batch._rows import Rows, is_padded, local_shape
 from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._jaxpr import Atom, Eqn
+from jzero.tracing._types import Atom, Aval, Eqn, Var
+
+Traceable: TypeAlias = Callable[..., jax.Array | tuple[jax.Array, ...]]
+# Shape, dtype, and whether it is weak.
+ArrayType: TypeAlias = tuple[tuple[int, ...], np.dtype[np.generic], bool]
 
 
-class Writer:
+class EquationWriter:
     """Writes equations for one of `num` devices along `axes`."""
 
-    def __init__(self, axes: tuple[str, ...], num: int):
+    def __init__(self, axes: tuple[str, ...], num: int, source: Eqn):
         self.axes, self.num = axes, num
+        self.source = source  # the equation that is being rewritten
         self.eqns: list[Eqn] = []
-        self.constvars: list[Any] = []
-        self.consts: list[Any] = []
-        self.source: Any = None  # the equation that is being rewritten
+        self.constvars: list[Var] = []
+        self.consts: list[ArrayLike] = []
         self._index: Atom | None = None
 
-    def inline(self, fn: Callable[..., Any], static: tuple[Any, ...], *ins: Atom) -> list[Atom]:
+    def inline(self, fn: Traceable, static: tuple[Hashable, ...], *ins: Atom) -> list[Atom]:
         """Writes the equations of `fn(*static, *ins)`."""
         types = tuple(
             (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False)) for a in ins
@@ -50,23 +55,25 @@ class Writer:
             env |= zip(eqn.outvars, outs, strict=True)
         return [read(atom) for atom in flat.outvars]
 
-    def _collective(self, name: str, ins: Sequence[Atom], outs: list[Any], **params: Any) -> Atom:
+    def _collective(
+        self, name: str, ins: Sequence[Atom], out: Var, **params: int | str | tuple[str, ...] | None
+    ) -> Var:
         primitive = _jaxpr.PRIMITIVES[name]
-        self.eqns.append(_jaxpr.equation(primitive, ins, outs, self.source, **params))
-        return outs[0]
+        self.eqns.append(_jaxpr.equation(primitive, ins, [out], self.source, **params))
+        return out
+
+    def _as_type(self, dtype: str, x: Atom, moved: Callable[[Atom], Atom]) -> Atom:
+        """`moved(x)`, but moved in another dtype."""
+        (wide,) = self.inline(cast, (dtype,), x)
+        return self.inline(cast, (x.aval.dtype,), moved(wide))[0]
 
     def reduce(self, x: Atom, kind: str) -> Atom:
         """The sum, maximum or minimum of `x` over the devices."""
-        if x.aval.dtype == np.bool_:
-            (x,) = self.inline(_as_integers, (), x)
-            (x,) = self.inline(_as_booleans, (), self.reduce(x, kind))
-            return x
-        narrow, wide = x.aval.dtype, SENT_AS.get(str(x.aval.dtype))
+        wide = "int32" if x.aval.dtype == np.bool_ else SENT_AS.get(str(x.aval.dtype))
         if wide is not None:  # Sums of integers wrap alike in both.
-            (x,) = self.inline(_cast, (wide,), x)
-            return self.inline(_cast, (narrow,), self.reduce(x, kind))[0]
+            return self._as_type(wide, x, lambda x: self.reduce(x, kind))
         if kind != "sum" and jnp.issubdtype(x.aval.dtype, jnp.floating):
-            # An all-reduce takes NaN for no maximum and no minimum of others (test_batch_rules.py).
+            # [Note: extremes of floats]
             (ordered,) = self.inline(ordered_integers, (kind,), x)
             static = (kind, x.aval.dtype)
             return self.inline(_from_ordered, static, self.reduce(ordered, kind))[0]
@@ -74,48 +81,42 @@ class Writer:
             return self.inline(_extreme, (kind,), self.all_gather(x))[0]
         out = _jaxpr.var_like(x.aval, x.aval.shape, x.aval.dtype)
         name = {"sum": "psum", "max": "pmax", "min": "pmin"}[kind]
-        return self._collective(name, [x], [out], axes=self.axes, axis_index_groups=None)
+        return self._collective(name, [x], out, axes=self.axes, axis_index_groups=None)
 
     def all_gather(self, x: Atom) -> Atom:
         """`x` of all devices, along a new first dim."""
-        narrow, wide = x.aval.dtype, SENT_AS.get(str(x.aval.dtype))
-        if wide is not None:
-            (x,) = self.inline(_cast, (wide,), x)
-            return self.inline(_cast, (narrow,), self.all_gather(x))[0]
+        if (wide := SENT_AS.get(str(x.aval.dtype))) is not None:
+            return self._as_type(wide, x, self.all_gather)
         out = _jaxpr.var_like(None, (self.num, *x.aval.shape), x.aval.dtype)
         return self._collective(
-            "all_gather", [x], [out], all_gather_dimension=0, axis_name=self.axes,
+            "all_gather", [x], out, all_gather_dimension=0, axis_name=self.axes,
             axis_index_groups=None, axis_size=self.num, tiled=False,
         )  # fmt: skip
 
     def reduce_scatter(self, x: Atom, rows: Rows) -> Atom:
         """The sum of `x` over the devices, of which each keeps its rows; these are even, in one block."""
-        narrow = x.aval.dtype
-        wide = "int32" if narrow == np.bool_ else SENT_AS.get(str(narrow))
+        wide = "int32" if x.aval.dtype == np.bool_ else SENT_AS.get(str(x.aval.dtype))
         if wide is not None:
-            (x,) = self.inline(_cast, (wide,), x)
-            return self.inline(_cast, (narrow,), self.reduce_scatter(x, rows))[0]
-        out = _jaxpr.var_like(x.aval, local_shape(x.aval.shape, rows), narrow)
+            return self._as_type(wide, x, lambda x: self.reduce_scatter(x, rows))
+        out = _jaxpr.var_like(x.aval, local_shape(x.aval.shape, rows), x.aval.dtype)
         return self._collective(
-            "psum_scatter", [x], [out], scatter_dimension=int(rows.dim), axis_name=self._axis_name,
+            "psum_scatter", [x], out, scatter_dimension=int(rows.dim), axis_name=self._axis_name,
             axis_index_groups=None, axis_size=self.num, tiled=True,
         )  # fmt: skip
 
     def all_to_all(self, x: Atom, cut: int, joined: int) -> Atom:
         """Each device cuts `x` along a dim, sends each its part, and joins what it gets along another."""
-        narrow, wide = x.aval.dtype, SENT_AS.get(str(x.aval.dtype))
-        if wide is not None:
-            (x,) = self.inline(_cast, (wide,), x)
-            return self.inline(_cast, (narrow,), self.all_to_all(x, cut, joined))[0]
+        if (wide := SENT_AS.get(str(x.aval.dtype))) is not None:
+            return self._as_type(wide, x, lambda x: self.all_to_all(x, cut, joined))
         sizes = {cut: x.aval.shape[cut] // self.num, joined: x.aval.shape[joined] * self.num}
         shape = [sizes.get(d, n) for d, n in enumerate(x.aval.shape)]
         return self._collective(
-            "all_to_all", [x], [_jaxpr.var_like(x.aval, shape, x.aval.dtype)], split_axis=int(cut),
+            "all_to_all", [x], _jaxpr.var_like(x.aval, shape, x.aval.dtype), split_axis=int(cut),
             concat_axis=int(joined), axis_name=self._axis_name, axis_index_groups=None, tiled=True,
         )  # fmt: skip
 
     @property
-    def _axis_name(self) -> Any:
+    def _axis_name(self) -> str | tuple[str, ...]:
         return self.axes if len(self.axes) > 1 else self.axes[0]
 
     @property
@@ -123,10 +124,10 @@ class Writer:
         """This device's place among all."""
         if self._index is None:
             out = _jaxpr.var_like(None, (), np.dtype(np.int32))
-            self._index = self._collective("axis_index", [], [out], axis_name=self._axis_name)
+            self._index = self._collective("axis_index", [], out, axis_name=self._axis_name)
         return self._index
 
-    def gather(self, x: Atom, rows: Rows, aval: Any) -> Atom:
+    def gather(self, x: Atom, rows: Rows, aval: Aval) -> Atom:
         """The whole of a value of which `x` are this device's rows."""
         joined = (rows, aval.shape[rows.dim])
         return self._as_data(x, lambda x: self.inline(_joined, joined, self.all_gather(x))[0])
@@ -146,8 +147,8 @@ class Writer:
         """`moved(x)`; of keys, their words are."""
         if not jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key):
             return moved(x)
-        (data,) = self.inline(_key_data, (), x)
-        return self.inline(_wrapped, (x.aval.dtype,), moved(data))[0]
+        (words,) = self.inline(jax.random.key_data, (), x)
+        return self.inline(_jaxpr.wrapped_keys, (x.aval.dtype,), moved(words))[0]
 
     def take(self, whole: Atom, rows: Rows) -> Atom:
         """This device's rows of a whole value."""
@@ -167,27 +168,28 @@ SENT_AS = {
 }  # fmt: skip
 
 
-def _cast(dtype: Any, x: Any) -> Any:
+def cast(dtype: DTypeLike, x: jax.Array) -> jax.Array:
+    """`x` in another dtype."""
     return x.astype(dtype)
 
 
 @functools.lru_cache(maxsize=4096)
 def _traced(
-    fn: Callable[..., Any], static: tuple[Any, ...], types: tuple[Any, ...], x64: bool
-) -> Any:
+    fn: Traceable, static: tuple[Hashable, ...], types: tuple[ArrayType, ...], x64: bool
+) -> tuple[_rewrite.Flat, list[ArrayLike]]:
     del x64  # Another one gives other dtypes.
     avals = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in types]
     traced = _jaxpr.trace_here(functools.partial(fn, *static), *avals)
     return _rewrite.flatten_calls(traced.jaxpr, traced.consts)
 
 
-def row_numbers(rows: Rows, num: int, index: Any) -> Any:
+def row_numbers(rows: Rows, num: int, index: jax.Array) -> jax.Array:
     """Which rows of the whole dim this device has: int32[rows.size]."""
     blocks = jnp.arange(rows.outer, dtype=jnp.int32)[:, None] * (num * rows.inner)
     return (blocks + index * rows.inner + jnp.arange(rows.inner, dtype=jnp.int32)[None]).reshape(-1)
 
 
-def _taken(rows: Rows, num: int, x: Any, index: Any) -> Any:
+def _taken(rows: Rows, num: int, x: jax.Array, index: jax.Array) -> jax.Array:
     dim, outer, inner = rows
     more = outer * num * inner - x.shape[dim]
     if more:  # The last rows again, and not zeros, which a step may divide by.
@@ -197,11 +199,11 @@ def _taken(rows: Rows, num: int, x: Any, index: Any) -> Any:
         return lax.dynamic_slice_in_dim(x, index * inner, inner, dim)
     shape = x.shape
     parts = x.reshape(*shape[:dim], outer, num, inner, *shape[dim + 1 :])
-    own = lax.dynamic_index_in_dim(parts, index, dim + 1, keepdims=False)
+    own: jax.Array = lax.dynamic_index_in_dim(parts, index, dim + 1, keepdims=False)
     return own.reshape(*shape[:dim], rows.size, *shape[dim + 1 :])
 
 
-def _joined(rows: Rows, size: int, parts: Any) -> Any:
+def _joined(rows: Rows, size: int, parts: jax.Array) -> jax.Array:
     num, *shape = parts.shape
     dim, outer, inner = rows
     blocks = parts.reshape(num, *shape[:dim], outer, inner, *shape[dim + 1 :])
@@ -210,21 +212,23 @@ def _joined(rows: Rows, size: int, parts: Any) -> Any:
     return lax.slice_in_dim(whole, 0, size, axis=dim)
 
 
-def _devices_first(rows: Rows, num: int, x: Any) -> Any:
+def _devices_first(rows: Rows, num: int, x: jax.Array) -> jax.Array:
     """A whole dim, in the order in which the devices have its rows."""
     shape, dim = x.shape, rows.dim
     parts = x.reshape(*shape[:dim], rows.outer, num, rows.inner, *shape[dim + 1 :])
     return jnp.moveaxis(parts, dim + 1, dim).reshape(shape)
 
 
-def _blocks_first(rows: Rows, num: int, x: Any) -> Any:
+def _blocks_first(rows: Rows, num: int, x: jax.Array) -> jax.Array:
     """A whole dim in its own order, from that in which the devices have its rows."""
     shape, dim = x.shape, rows.dim
     parts = x.reshape(*shape[:dim], num, rows.outer, rows.inner, *shape[dim + 1 :])
     return jnp.moveaxis(parts, dim, dim + 1).reshape(shape)
 
 
-def masked(rows: Rows, size: int, num: int, neutral: str, x: Any, index: Any) -> Any:
+def masked(
+    rows: Rows, size: int, num: int, neutral: str, x: jax.Array, index: jax.Array
+) -> jax.Array:
     """`x` with what changes no 'sum', 'max' or 'min' where it holds padding."""
     if not is_padded(rows, size, num):
         return x
@@ -234,11 +238,18 @@ def masked(rows: Rows, size: int, num: int, neutral: str, x: Any, index: Any) ->
     return jnp.where(inside, x, jnp.asarray(fill, x.dtype))
 
 
-def _extreme(kind: str, parts: Any) -> Any:
+# [Note: extremes of floats]
+# XLA's all-reduce takes NaN for no maximum and no minimum of others, and of -0.0 and 0.0 either one. So
+# floats are reduced as integers in the same order, of which NaN is the outermost. Complex numbers, and what
+# microbatches collect (`_collectives.all_reduce`), are gathered, one value of each device, and reduced by
+# all of them (test_collected_rows.py::test_extremes_keep_nan_and_the_sign_of_zero).
+
+
+def _extreme(kind: str, parts: jax.Array) -> jax.Array:
     return jnp.max(parts, axis=0) if kind == "max" else jnp.min(parts, axis=0)
 
 
-def ordered_integers(kind: str, x: Any) -> Any:
+def ordered_integers(kind: str, x: jax.Array) -> jax.Array:
     """Integers in the order of `x`, of which NaN is the first for a 'min' and the last for a 'max'."""
     x = x.astype(jnp.float64 if x.dtype.itemsize == 8 else jnp.float32)
     dtype = jnp.dtype(f"int{8 * x.dtype.itemsize}")
@@ -248,25 +259,9 @@ def ordered_integers(kind: str, x: Any) -> Any:
     return jnp.where(jnp.isnan(x), getattr(jnp.iinfo(dtype), kind), ordered)
 
 
-def _from_ordered(kind: str, dtype: Any, ordered: Any) -> Any:
+def _from_ordered(kind: str, dtype: DTypeLike, ordered: jax.Array) -> jax.Array:
     info = jnp.iinfo(ordered.dtype)
     bits = jnp.where(ordered < 0, ordered ^ info.max, ordered)
     x = lax.bitcast_convert_type(bits, jnp.dtype(f"float{8 * ordered.dtype.itemsize}"))
     nan = jnp.asarray(jnp.nan, x.dtype)
     return jnp.where(ordered == getattr(info, kind), nan, x).astype(dtype)
-
-
-def _as_integers(x: Any) -> Any:
-    return x.astype(jnp.int32)
-
-
-def _as_booleans(x: Any) -> Any:
-    return x.astype(jnp.bool_)
-
-
-def _key_data(keys: Any) -> Any:
-    return jax.random.key_data(keys)
-
-
-def _wrapped(dtype: Any, data: Any) -> Any:
-    return jax.random.wrap_key_data(data, impl=dtype._impl.name)

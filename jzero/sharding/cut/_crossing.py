@@ -13,24 +13,17 @@ import math
 from collections.abc import Collection, Iterable
 
 from jzero.sharding.analysis import _rules
-from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._frames import Frame, variables
 from jzero.sharding.cut._min_cut import min_cut
-from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Var
 
 
-def variables(atoms: Iterable[_jaxpr.Atom]) -> list[_jaxpr.Var]:
-    """The variables among some atoms, each once."""
-    return list({atom: None for atom in atoms if not _jaxpr.is_literal(atom)})
-
-
-def is_scalar(var: _jaxpr.Atom) -> bool:
+def is_scalar(var: Atom) -> bool:
     """Whether a value has one element, so that whoever needs it may have it."""
-    return math.prod(var.aval.shape) <= 1
+    return var.aval.size <= 1
 
 
-def copies(
-    frame: Frame, reads: Iterable[_jaxpr.Var], made: Collection[_jaxpr.Var]
-) -> dict[_jaxpr.Var, int]:
+def copies(frame: Frame, reads: Iterable[Var], made: Collection[Var]) -> dict[Var, int]:
     """What the update part computes for itself, whoever else does, and the equation that makes it.
 
     Leaves that rest on the devices count as what crosses, unless the update part reads them anyhow.
@@ -44,11 +37,11 @@ def copies(
     known = {*frame.jaxpr.constvars, *made}
     makers = {out: i for i, eqn in enumerate(frame.jaxpr.eqns) for out in eqn.outvars}
 
-    def large(atoms: Iterable[_jaxpr.Atom]) -> list[_jaxpr.Var]:
+    def large(atoms: Iterable[Atom]) -> list[Var]:
         return [a for a in variables(atoms) if a not in known and not is_scalar(a)]
 
     wanted = large(reads)
-    made_of: dict[_jaxpr.Var, list[_jaxpr.Var] | None] = {}  # None: it can only cross
+    made_of: dict[Var, list[Var] | None] = {}  # None: it can only cross
     todo = list(wanted)
     while todo:
         if (var := todo.pop()) not in made_of:
@@ -60,7 +53,7 @@ def copies(
     edges = [(atom, var) for var, atoms in made_of.items() for atom in atoms or []]
     starts = [var for var, atoms in made_of.items() if atoms is None]
     crossing = min_cut(sizes, edges, starts, wanted)
-    found: dict[_jaxpr.Var, int] = {}
+    found: dict[Var, int] = {}
     todo = wanted
     while todo:
         if (var := todo.pop()) not in crossing and var not in found:
@@ -69,7 +62,7 @@ def copies(
     return found
 
 
-def _can_copy(frame: Frame, eqn: _jaxpr.Eqn) -> bool:
+def _can_copy(frame: Frame, eqn: Eqn) -> bool:
     """Whether an equation is cheap, treats all elements alike or repeats them, and has no device's own."""
     if len(eqn.outvars) != 1 or any(frame.reads(eqn)) or frame.varies(eqn.outvars[0]):
         return False

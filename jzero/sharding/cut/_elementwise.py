@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 
 from jzero.sharding.analysis import _rules
-from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._frames import Frame, variables
 from jzero.sharding.cut._pieces import Piece
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Var
 
 
 def obstacle(frame: Frame, piece: Piece) -> str:
@@ -28,7 +28,7 @@ def obstacle(frame: Frame, piece: Piece) -> str:
     atoms = [a for eqn in eqns for a in [*eqn.invars, *eqn.outvars]]
     atoms += [*piece.reads, *(frame.jaxpr.outvars[i] for i in piece.outs)]
     shapes = {a.aval.shape for a in atoms if a.aval.shape}
-    constants = {a for a in atoms if not _jaxpr.is_literal(a)} & set(frame.jaxpr.constvars)
+    constants = set(frame.jaxpr.constvars).intersection(variables(atoms))
     if len(shapes) != 1 or any(var.aval.shape for var in constants):
         return f"their update combines values of shapes {sorted(shapes)}, or large constants"
     if piece.gives or any(not frame.jaxpr.outvars[i].aval.shape for i in piece.outs):
@@ -37,8 +37,8 @@ def obstacle(frame: Frame, piece: Piece) -> str:
 
 
 def evaluate(
-    frame: Frame, indices: Iterable[int], given: Mapping[_jaxpr.Var, Any], shape: tuple[int, ...]
-) -> dict[_jaxpr.Var, Any]:
+    frame: Frame, indices: Iterable[int], given: Mapping[Var, jax.Array], shape: tuple[int, ...]
+) -> dict[Var, jax.Array]:
     """Values of an elementwise piece where those that are no scalars are parts, all of one `shape`."""
     values = dict(zip(frame.jaxpr.constvars, map(_jaxpr.constant, frame.consts), strict=True))
     values |= given

@@ -5,9 +5,7 @@ may cost a forward pass. So a loop reads what spares it products, the largest pr
 is kept in all has no more bytes than the step gathers of its rows anyway; of all values that would do, those
 with the fewest bytes (`_min_cut.py`). The rest it computes again. What it keeps of CLIP's towers are
 the embeddings, which are gathered; a step that gathers nothing keeps nothing.
-
-What is computed again may differ in its last bit, and no row would be the largest. So what is compared with
-what all rows made (`losses == losses.max()`) is kept whatever its bytes, and what is handed out is read.
+Some values are kept whatever their bytes ([Note: bits of earlier loops]), and what is handed out is read.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._products import products
 from jzero.sharding.cut._min_cut import MinCut
 from jzero.tracing import _jaxpr
+from jzero.tracing._types import Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +63,12 @@ class Keeper:
       room: bytes that may be kept.
       inputs: of an equation, by index: which variables it reads that its loop must have made, or read.
       is_local: whether a variable differs between microbatches.
-      compared: what later loops must read with the bits that earlier ones made.
+      compared: what later loops must read as earlier ones made it, [Note: bits of earlier loops].
     """
 
     def __init__(
-        self, frame: Frame, num: int, room: int, inputs: Callable[[int], Iterable[_jaxpr.Var]],
-        is_local: Callable[[_jaxpr.Var], bool], compared: Collection[_jaxpr.Var],
+        self, frame: Frame, num: int, room: int, inputs: Callable[[int], Iterable[Var]],
+        is_local: Callable[[Var], bool], compared: Collection[Var],
     ):  # fmt: skip
         self._eqns, self._num, self._room = frame.jaxpr.eqns, num, room
         self._inputs, self._is_local, self._compared = inputs, is_local, compared
@@ -77,13 +76,13 @@ class Keeper:
         self._products = [products(frame, i, eqn) for i, eqn in enumerate(self._eqns)]
         self._first_run: dict[int, int] = {}  # of an equation: the first loop that runs it
         self._all_run = 0
-        self._stacks: dict[_jaxpr.Var, int] = {}  # what is handed out, and by which loop
-        self._read: dict[_jaxpr.Var, None] = {}  # what later loops read of it
-        self.kept: dict[_jaxpr.Var, int] = {}  # what is handed out for them alone
+        self._stacks: dict[Var, int] = {}  # what is handed out, and by which loop
+        self._read: dict[Var, None] = {}  # what later loops read of it
+        self.kept: dict[Var, int] = {}  # what is handed out for them alone
 
     def loop(
-        self, number: int, makers: Sequence[int], stacks: Iterable[_jaxpr.Var]
-    ) -> tuple[tuple[int, ...], frozenset[int], tuple[_jaxpr.Var, ...]]:
+        self, number: int, makers: Sequence[int], stacks: Iterable[Var]
+    ) -> tuple[tuple[int, ...], frozenset[int], tuple[Var, ...]]:
         """The equations of a loop, in order; those that earlier ones ran, too; and what it reads of these.
 
         Args:
@@ -121,15 +120,15 @@ class Keeper:
         ]
         return Loops(num, tuple(kept), self._all_run / once if once else 1.0, tuple(lines))
 
-    def _nbytes(self, var: _jaxpr.Var) -> int:
+    def _nbytes(self, var: Var) -> int:
         return _rules.size_in_bytes(var.aval) * self._num
 
     def _behind(
-        self, makers: Sequence[int], given: Collection[_jaxpr.Var]
-    ) -> tuple[tuple[int, ...], tuple[_jaxpr.Var, ...]]:
+        self, makers: Sequence[int], given: Collection[Var]
+    ) -> tuple[tuple[int, ...], tuple[Var, ...]]:
         """The equations behind some others, in order, and what they read of what is given."""
         needed: set[int] = set()
-        read: dict[_jaxpr.Var, None] = {}
+        read: dict[Var, None] = {}
         todo = list(makers)
         while todo:
             if (index := todo.pop()) not in needed:
@@ -141,10 +140,10 @@ class Keeper:
                         todo.append(self._maker[var])
         return tuple(sorted(needed)), tuple(read)
 
-    def _cut(self, makers: Sequence[int]) -> set[_jaxpr.Var]:
+    def _cut(self, makers: Sequence[int]) -> set[Var]:
         """What this loop reads of earlier ones: local values that they made, and that spare it products."""
         run, _ = self._behind(makers, ())
-        sizes: dict[_jaxpr.Var, float] = {}
+        sizes: dict[Var, float] = {}
         for index in run:
             for out in self._eqns[index].outvars:
                 can = index in self._first_run and self._is_local(out)

@@ -11,7 +11,7 @@ Vertex = TypeVar("Vertex", bound=Hashable)
 # A vertex is an edge as wide as its size, from where it is entered to where it is left.
 ENTERED, LEFT, END = "entered", "left", "end"
 # How much more may flow from one node to another: integers, or any amount.
-Room = dict[Hashable, dict[Hashable, float]]
+Capacity = dict[Hashable, dict[Hashable, float]]
 Path = list[tuple[Hashable, Hashable]]
 
 
@@ -51,7 +51,7 @@ class MinCut(Generic[Vertex]):
         ends: Iterable[Vertex],
     ):  # fmt: skip
         self._vertices = list(sizes)
-        self._room: Room = {END: {}}
+        self._room: Capacity = {END: {}}
         for vertex, size in sizes.items():
             self._room[ENTERED, vertex] = {(LEFT, vertex): size}
             self._room[LEFT, vertex] = {(ENTERED, vertex): 0}
@@ -109,7 +109,7 @@ class MinCut(Generic[Vertex]):
 
 def _path(came_from: Mapping[Hashable, Hashable]) -> Path:
     """The path to the end that was found."""
-    path: Path = [(came_from[END], END)]  # type: ignore[list-item]
+    path: Path = [(came_from[END], END)]
     while (before := came_from[path[-1][0]]) is not None:
         path.append((before, path[-1][0]))
     return path

@@ -16,30 +16,19 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
-import jax.numpy as jnp
-
 from jzero._errors import message
 from jzero.sharding.analysis import _rules
-from jzero.sharding.analysis._frames import COLLECTIVES, REDUCTIONS, Frame, axes_of
-from jzero.sharding.analysis._kinds import (
-    COLLECTED,
-    CutError,
-    Kind,
-    equations,
-    kinds_of,
-    literal_kind,
-    reduces,
-)
+from jzero.sharding.analysis._frames import COLLECTIVES, REDUCTIONS, Frame, axes_of, variables
+from jzero.sharding.analysis._kinds import COLLECTED, CutError
+from jzero.sharding.cut._bits import compared, moved_into
 from jzero.sharding.cut._kept import Keeper, Loops
-from jzero.tracing import _jaxpr, _rewrite
+from jzero.sharding.cut._levels import Levels
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn, Var
 
 # Its products may run so many times as often as in one loop: 1.3 for CLIP, 2 for a count in every layer's
 # loss, and as many times as there are layers for BatchNorm (tests/test_collected_rows.py).
 MOST_REPEATS = 4
-_MOVES = frozenset(
-    {"reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "copy", "copy_p"}
-)
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +49,10 @@ class Phase:
     before: tuple[int, ...]
     loop: tuple[int, ...]
     again: frozenset[int]
-    kept: tuple[_jaxpr.Var, ...]
-    sums: tuple[_jaxpr.Var, ...]
-    lasts: tuple[_jaxpr.Var, ...]
-    stacks: tuple[_jaxpr.Var, ...]
+    kept: tuple[Var, ...]
+    sums: tuple[Var, ...]
+    lasts: tuple[Var, ...]
+    stacks: tuple[Var, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +66,7 @@ class Cut:
 def cut(
     frame: Frame, axes: Collection[str], num: int, examples: Sequence[bool],
     apart: Collection[int] = frozenset(),
-    handed_out: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = MappingProxyType({}),
+    boundary: Mapping[Var, Eqn | None] = MappingProxyType({}),
 ) -> Cut:  # fmt: skip
     """The phases of a step; the last one's loop may be empty.
 
@@ -87,14 +76,14 @@ def cut(
       num: of microbatches on each device.
       examples: for each output of the frame, whether it has one entry per example.
       apart: equations that run after all phases, elsewhere; phases only hand out what they read.
-      handed_out: what that is, and an equation that reads it. Nothing else reads it before it is summed up.
+      boundary: what that is, and an equation that reads it. Nothing else reads it before it is summed up.
 
     Raises:
       CutError: the step uses what it reduces inside the loop that makes it, needs rows of the whole batch in
         such a place, or would run its products many times.
     """
     _check_collectives(frame, frozenset(axes))
-    found = _Cutter(frame, num, apart, handed_out).cut(examples)
+    found = _Cutter(frame, num, apart, boundary).cut(examples)
     if found.loops.repeats > MOST_REPEATS:
         raise CutError(message(
             "shard_train_step",
@@ -109,130 +98,33 @@ def cut(
 
 
 class _Cutter:
-    """One forward walk over the root frame that gives every variable a kind and a level.
-
-    The level is the number of loops that must have run before the value can be computed.
-    """
+    """Puts the equations of the root frame into phases, by their levels."""
 
     def __init__(
-        self, frame: Frame, num: int, apart: Collection[int],
-        handed_out: Mapping[_jaxpr.Var, _jaxpr.Eqn | None],
-    ):  # fmt: skip
+        self, frame: Frame, num: int, apart: Collection[int], boundary: Mapping[Var, Eqn | None]
+    ):
         self._frame, self._num = frame, num
-        self._apart, self._handed_out = apart, handed_out
-        self._kinds: dict[_jaxpr.Var, Kind] = {}
-        self._levels: dict[_jaxpr.Var, int] = {}
-        self._lasts: set[_jaxpr.Var] = set()
-        self._maker: dict[_jaxpr.Var, int] = {}
-        self._loop: set[int] = set()
-        self._unfinished: set[int] = set()
-        self._level: list[int] = []  # of equations
-        for var in [*frame.jaxpr.constvars, *frame.jaxpr.invars]:
-            self._kinds[var] = Kind.LOCAL if frame.varies(var) else Kind.SAME
-            self._levels[var] = 0
-        for index, eqn in enumerate(frame.jaxpr.eqns):
-            self._place(index, eqn)
-
-    def _place(self, index: int, eqn: _jaxpr.Eqn) -> None:
-        frame = self._frame
-        atoms = [a for a in eqn.invars if not _jaxpr.is_literal(a)]
-        is_apart = index in self._apart
-        outs = None if is_apart else self._kinds_while_summing(index, eqn, atoms)
-        if outs is not None:
-            self._unfinished.add(id(eqn))
-        level = max((self._levels[a] + self._is_due(eqn, a) for a in atoms), default=0)
-        kinds = [
-            self._kind(a) if _jaxpr.is_literal(a) or not self._is_due(eqn, a) else Kind.SAME
-            for a in eqn.invars
-        ]
-        in_loop = not is_apart and (
-            outs is not None
-            or Kind.LOCAL in kinds
-            or any(frame.varies(out) for out in eqn.outvars)
-            or any(a in self._lasts and self._levels[a] == level for a in atoms)
-            or any(reduces(f, e) for f, e in equations(frame, index, eqn))
-        )
-        outs = kinds_of(frame, index, eqn, kinds) if outs is None else outs
-        for out, kind in zip(eqn.outvars, outs, strict=True):
-            self._kinds[out], self._levels[out], self._maker[out] = kind, level, index
-            if in_loop and kind in (Kind.SAME, Kind.ZERO):
-                self._lasts.add(out)
-        if in_loop:
-            self._loop.add(index)
-        self._level.append(level)
-
-    def _kinds_while_summing(
-        self, index: int, eqn: _jaxpr.Eqn, atoms: list[_jaxpr.Var]
-    ) -> list[Kind] | None:
-        """Kinds of the results if the equation may run on partial sums, inside their loop.
-
-        What AD adds up (tied weights) then is one sum, and a loop may go on adding to it.
-        """
-        kinds = [self._kind(a) for a in eqn.invars]
-        adds = eqn.primitive.name in ("add", "add_any") or _rules.is_linear(eqn)
-        if Kind.PARTIAL not in kinds or not (adds or Kind.LOCAL in kinds):
-            return None
-        if any(a in self._handed_out and self._kinds[a] is Kind.PARTIAL for a in atoms):
-            return None
-        partial = {self._levels[_jaxpr.variable(a)]
-                   for a, k in zip(eqn.invars, kinds, strict=True) if k is Kind.PARTIAL}  # fmt: skip
-        if partial != {max(self._levels[a] for a in atoms)}:
-            return None
-        try:
-            return kinds_of(self._frame, index, eqn, kinds)
-        except CutError:
-            return None
-
-    def _kind(self, atom: _jaxpr.Atom) -> Kind:
-        return literal_kind(atom) if _jaxpr.is_literal(atom) else self._kinds[atom]
-
-    def _is_due(self, eqn: _jaxpr.Eqn, atom: _jaxpr.Var) -> bool:
-        """Whether `eqn` reads what is complete only when the loop that makes it is done."""
-        return (
-            self._finished(eqn, atom)
-            or self._is_collected(eqn, atom)
-            or (eqn.primitive.name in COLLECTED and atom in self._lasts)
-        )
-
-    def _is_collected(self, eqn: _jaxpr.Eqn, atom: _jaxpr.Var) -> bool:
-        """Whether `eqn` reads of `atom` what every microbatch has."""
-        return eqn.primitive.name in COLLECTED and self._kinds[atom] is Kind.LOCAL
-
-    def _finished(self, eqn: _jaxpr.Eqn | None, atom: _jaxpr.Atom) -> bool:
-        """Whether `eqn` reads what a loop summed up."""
-        if _jaxpr.is_literal(atom):
-            return False
-        due = self._kinds[atom] is Kind.PARTIAL
-        return due and (eqn is None or id(eqn) not in self._unfinished)
-
-    # -- phases ----------------------------------------------------------------------------------
+        self._apart, self._boundary = apart, boundary
+        self._levels = Levels(frame, apart, boundary)
 
     def cut(self, examples: Sequence[bool]) -> Cut:
         """The phases, given which outputs have one entry per example."""
-        eqns = self._frame.jaxpr.eqns
-        groups = self._handed_out_by_loops(examples)
+        levels, eqns = self._levels, self._frame.jaxpr.eqns
+        groups = self._handed_out(examples)
         sums, _, stacks = groups
-        inside = self._loop | self._sunk()
-        levels = max([*self._levels.values(), *self._level, 0]) + 1
-        if any(self._levels[var] == levels - 1 for var in sums):
-            levels += 1
-
-        def inputs(index: int) -> list[_jaxpr.Var]:
-            atoms = [a for a in eqns[index].invars if not self._finished(eqns[index], a)]
-            return [a for a in atoms if not _jaxpr.is_literal(a) and self._maker.get(a) in inside]
-
-        keeper = Keeper(
-            self._frame, self._num, self._gathered_bytes(), inputs, self._is_local,
-            self._compared() | self._moved_into(stacks),
-        )  # fmt: skip
+        inside = levels.loop | self._sunk()
+        num_levels = max([*levels.of.values(), *levels.of_eqns, 0]) + 1
+        if any(levels.of[var] == num_levels - 1 for var in sums):
+            num_levels += 1
+        keeper = self._keeper(inside, stacks)
         phases = []
-        for level in range(levels):
-            ours = [tuple(v for v in group if self._levels[v] == level) for group in groups]
-            here = [i for i in range(len(eqns)) if self._level[i] == level]
+        for level in range(num_levels):
+            ours = [tuple(v for v in group if levels.of[v] == level) for group in groups]
+            here = [i for i in range(len(eqns)) if levels.of_eqns[i] == level]
             before = [i for i in here if i not in inside and i not in self._apart]
             # What a loop does besides computing values: jax.debug.print.
-            effects = [i for i in here if i in self._loop and eqns[i].effects]
-            makers = [self._maker[v] for group in ours for v in group if v in self._maker]
+            effects = [i for i in here if i in levels.loop and eqns[i].effects]
+            makers = [levels.maker[v] for group in ours for v in group if v in levels.maker]
             loop, again, kept = keeper.loop(level, [*makers, *effects], ours[-1])
             phases.append(Phase(tuple(before), loop, again, kept, *ours))
         for var, level in keeper.kept.items():
@@ -240,108 +132,89 @@ class _Cutter:
         num = sum(bool(phase.loop) for phase in phases)
         return Cut(tuple(phases), keeper.loops(num, self._waited_for([*sums, *stacks])))
 
-    def _is_local(self, var: _jaxpr.Var) -> bool:
-        return self._kinds[var] is Kind.LOCAL
+    def _keeper(self, inside: Collection[int], stacks: Sequence[Var]) -> Keeper:
+        """Decides what loops read of earlier ones, where the equations `inside` are theirs."""
+        levels, eqns = self._levels, self._frame.jaxpr.eqns
 
-    def _handed_out_by_loops(self, examples: Sequence[bool]) -> list[list[_jaxpr.Var]]:
+        def inputs(index: int) -> list[Var]:
+            eqn = eqns[index]
+            unfinished = [v for v in variables(eqn.invars) if not levels.is_finished(eqn, v)]
+            return [v for v in unfinished if levels.maker.get(v) in inside]
+
+        bits = compared(levels, self._boundary) | moved_into(levels, stacks)
+        # As many bytes as the step gathers of all rows.
+        collected = [eqn for eqn in eqns if eqn.primitive.name in COLLECTED]
+        room = sum(_rules.size_in_bytes(out.aval) for eqn in collected for out in eqn.outvars)
+        return Keeper(self._frame, self._num, room, inputs, levels.is_local, bits)
+
+    def _handed_out(self, examples: Sequence[bool]) -> list[list[Var]]:
         """What phases hand out, under these names: sums, lasts, and stacks but the kept."""
+        levels = self._levels
         # Ordered sets.
-        sums: dict[_jaxpr.Var, None] = {}
-        lasts: dict[_jaxpr.Var, None] = {}
-        stacks: dict[_jaxpr.Var, None] = {}
-        for index, eqn, atom in self._reads():
-            if self._finished(eqn, atom):
-                sums[atom] = None
-            elif atom in self._lasts and index not in self._loop:
-                lasts[atom] = None
-            elif eqn is not None and self._is_collected(eqn, atom):
-                stacks[atom] = None
+        sums: dict[Var, None] = {}
+        lasts: dict[Var, None] = {}
+        stacks: dict[Var, None] = {}
+        for index, eqn, var in self._reads():
+            if levels.is_finished(eqn, var):
+                sums[var] = None
+            elif var in levels.lasts and index not in levels.loop:
+                lasts[var] = None
+            elif eqn is not None and levels.is_collected(eqn, var):
+                stacks[var] = None
         for out, example in zip(self._frame.jaxpr.outvars, examples, strict=True):
-            if example and not _jaxpr.is_literal(out) and self._is_local(out):
+            if example and not _jaxpr.is_literal(out) and levels.is_local(out):
                 stacks[out] = None
-        made = [var for var in stacks if var in self._maker]  # Arguments are there.
+        made = [var for var in stacks if var in levels.maker]  # Arguments are there.
         return [list(sums), list(lasts), made]
 
-    def _compared(self) -> set[_jaxpr.Var]:
-        """Local values that are compared with what is complete only when the loop that makes them is done."""
-        eqns, outs = self._frame.jaxpr.eqns, [*self._frame.jaxpr.outvars, *self._handed_out]
-        # AD leaves comparisons that nothing reads, of the place of a maximum.
-        read = set(map(id, _rewrite.without_unread(eqns, outs, _compares)))
-        return {
-            atom
-            for index, eqn in enumerate(eqns)
-            if _compares(eqn) and index in self._loop and id(eqn) in read
-            for atom in eqn.invars
-            if not _jaxpr.is_literal(atom) and self._maker.get(atom) in self._loop
-            and self._is_local(atom) and self._levels[atom] < self._level[index]
-            and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
-        }  # fmt: skip
+    def _reads(self) -> list[tuple[int, Eqn | None, Var]]:
+        """What is read, by which equation; by (-1, None) if it is an output."""
+        jaxpr = self._frame.jaxpr
+        return [
+            *((i, eqn, var) for i, eqn in enumerate(jaxpr.eqns) for var in variables(eqn.invars)),
+            *((-1, None, var) for var in variables(jaxpr.outvars)),
+            *((-1, eqn, var) for var, eqn in self._boundary.items()),
+        ]
 
-    def _moved_into(self, stacks: Sequence[_jaxpr.Var]) -> set[_jaxpr.Var]:
-        """What is gathered in another shape: a row then has the bits that others see of it."""
-        found: set[_jaxpr.Var] = set()
-        for var in stacks:
-            while self._maker.get(var) in self._loop:
-                eqn = self._frame.jaxpr.eqns[self._maker[var]]
-                if eqn.primitive.name not in _MOVES or _jaxpr.is_literal(eqn.invars[0]):
-                    break
-                var = eqn.invars[0]
-                if self._maker.get(var) in self._loop and self._is_local(var):
-                    found.add(var)
-        return found
-
-    def _gathered_bytes(self) -> int:
-        """Bytes of what is gathered of all rows."""
-        eqns = [eqn for eqn in self._frame.jaxpr.eqns if eqn.primitive.name in COLLECTED]
-        return sum(_rules.size_in_bytes(out.aval) for eqn in eqns for out in eqn.outvars)
-
-    def _waited_for(self, complete: Sequence[_jaxpr.Var]) -> list[int]:
+    def _waited_for(self, complete: Sequence[Var]) -> list[int]:
         """Equations of what is complete when a loop is done, if a later loop depends on it."""
-        waits: set[_jaxpr.Var] = set()
+        levels, waits = self._levels, set[Var]()
         for index, eqn in reversed(list(enumerate(self._frame.jaxpr.eqns))):
-            atoms = [a for a in eqn.invars if not _jaxpr.is_literal(a)]
-            if index in self._loop:
+            read = variables(eqn.invars)
+            if index in levels.loop:
                 waits.update(
-                    a for a in atoms
-                    if self._finished(eqn, a) or self._maker.get(a) not in self._loop
+                    var for var in read
+                    if levels.is_finished(eqn, var) or not levels.is_made_in_loop(var)
                 )  # fmt: skip
             elif not waits.isdisjoint(eqn.outvars):
-                waits.update(atoms)
-        return sorted(self._maker[v] for v in complete if v in waits and v in self._maker)
-
-    def _reads(self) -> list[tuple[int, _jaxpr.Eqn | None, _jaxpr.Var]]:
-        """What is read, by which equation; by (-1, None) if it is an output."""
-        reads: list[tuple[int, _jaxpr.Eqn | None, _jaxpr.Atom]] = [
-            *((i, eqn, a) for i, eqn in enumerate(self._frame.jaxpr.eqns) for a in eqn.invars),
-            *((-1, None, a) for a in self._frame.jaxpr.outvars),
-            *((-1, eqn, var) for var, eqn in self._handed_out.items()),
-        ]
-        return [(i, eqn, a) for i, eqn, a in reads if not _jaxpr.is_literal(a)]
+                waits.update(read)
+        return sorted(levels.maker[v] for v in complete if v in waits and v in levels.maker)
 
     def _sunk(self) -> set[int]:
         """Cheap equations that only loops read: run inside them, lest their results be kept alive."""
-        readers: dict[_jaxpr.Var, set[int]] = {}
-        for index, eqn in enumerate(self._frame.jaxpr.eqns):
-            for atom in eqn.invars:
-                if not _jaxpr.is_literal(atom):
-                    readers.setdefault(atom, set()).add(index)
-        outputs = {a for a in self._frame.jaxpr.outvars if not _jaxpr.is_literal(a)}
+        levels, jaxpr = self._levels, self._frame.jaxpr
+        readers: dict[Var, set[int]] = {}
+        for index, eqn in enumerate(jaxpr.eqns):
+            for var in variables(eqn.invars):
+                readers.setdefault(var, set()).add(index)
+        outputs = set(variables(jaxpr.outvars))
         sunk: set[int] = set()
-        for index, eqn in reversed(list(enumerate(self._frame.jaxpr.eqns))):
-            rule = _rules.rule_for(eqn)
-            name = eqn.primitive.name
-            cheap = name == "iota" or name in _rules.IDENTITIES
-            cheap = cheap or (rule is not None and rule.reduces is None)
-            if index in self._loop or index in self._apart or not cheap or self._level[index] > 0:
+        for index, eqn in reversed(list(enumerate(jaxpr.eqns))):
+            stays = index in levels.loop or index in self._apart or levels.of_eqns[index] > 0
+            if stays or not _is_cheap(eqn):
                 continue
-            inside = self._loop | sunk
+            inside = levels.loop | sunk
             if all(o not in outputs and readers.get(o, set()) <= inside for o in eqn.outvars):
                 sunk.add(index)
         return sunk
 
 
-def _compares(eqn: _jaxpr.Eqn) -> bool:
-    return eqn.primitive.name in _COMPARISONS
+def _is_cheap(eqn: Eqn) -> bool:
+    """Whether an equation only moves elements, or treats each by itself."""
+    rule, name = _rules.rule_for(eqn), eqn.primitive.name
+    return (
+        name == "iota" or name in _rules.IDENTITIES or (rule is not None and rule.reduces is None)
+    )
 
 
 _NEEDS = {

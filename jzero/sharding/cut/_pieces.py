@@ -15,12 +15,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
-from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.cut._crossing import copies, is_scalar, variables
-from jzero.tracing import _jaxpr
+from jzero._components import Components
+from jzero.sharding.analysis._frames import Frame, variables
+from jzero.sharding.cut._crossing import copies, is_scalar
+from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._types import Atom, Eqn, Var
 
-_SCALARS = -1  # where equations on scalars of several pieces belong
-Place = tuple[int, int]  # level, and which of the connected parts
+_SCALARS = -1  # the component of equations on scalars of several others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Piece:
 
     level: int
     eqns: tuple[int, ...]
-    reads: tuple[_jaxpr.Var, ...]
-    gives: tuple[_jaxpr.Var, ...]
+    reads: tuple[Var, ...]
+    gives: tuple[Var, ...]
     outs: tuple[int, ...]
     leaves: tuple[int, ...]
 
@@ -55,7 +56,7 @@ class UpdatePart:
     """
 
     pieces: tuple[Piece, ...]
-    boundary: dict[_jaxpr.Var, _jaxpr.Eqn | None]
+    boundary: dict[Var, Eqn | None]
     apart: frozenset[int] = frozenset()
 
     @property
@@ -64,9 +65,9 @@ class UpdatePart:
         return frozenset(index for piece in self.pieces for index in piece.outs)
 
 
-def feeds_grad_part(frame: Frame) -> set[_jaxpr.Var]:
+def feeds_grad_part(frame: Frame) -> set[Var]:
     """What equations depend on that read the batch: an estimate of the Hessian reads moments, too."""
-    feeds: set[_jaxpr.Var] = set()
+    feeds: set[Var] = set()
     for eqn in reversed(frame.jaxpr.eqns):
         if any(frame.reads(eqn)) or any(out in feeds for out in eqn.outvars):
             feeds.update(variables(eqn.invars))
@@ -122,7 +123,7 @@ def nbytes_of(pieces: Sequence[Piece], sizes: Sequence[int]) -> int:
 
 
 class _UpdateCutter:
-    """Finds the update part, and gives each of its nodes a place.
+    """Finds the update part, and the level and component of each of its nodes.
 
     A node is an equation that depends on an offloaded leaf, by index, or an output of the step that the
     update part hands out: its position behind the equations.
@@ -133,44 +134,40 @@ class _UpdateCutter:
         self._eqns = frame.jaxpr.eqns
         invars = frame.jaxpr.invars
         self._leaf_of = {invars[i]: i for i in offloaded}
-        self._hosted = set(self._leaf_of)
+        self._update_vars = set(self._leaf_of)  # offloaded leaves, and what depends on them
         self._consts = set(frame.jaxpr.constvars)
         self._dependent: set[int] = set()
         for index, eqn in enumerate(self._eqns):
-            if any(atom in self._hosted for atom in variables(eqn.invars)):
+            if any(atom in self._update_vars for atom in variables(eqn.invars)):
                 self._dependent.add(index)
-                self._hosted.update(eqn.outvars)
-        nodes = self._without_unread(self._dependent)
+                self._update_vars.update(eqn.outvars)
+        nodes = self._read_by_outputs(sorted(self._dependent))
         self._maker = {out: i for i in nodes for out in self._eqns[i].outvars}
         self.reads = {i: self._reads_of(self._eqns[i].invars) for i in nodes}
         for out, atom in enumerate(frame.jaxpr.outvars):
             untouched = out in offloaded and atom is invars[out]
-            handed_out = not _jaxpr.is_literal(atom) and atom in self._hosted
-            if not untouched and (out in offloaded or handed_out):
+            depends = not _jaxpr.is_literal(atom) and atom in self._update_vars
+            if not untouched and (out in offloaded or depends):
                 self.reads[len(self._eqns) + out] = self._reads_of([atom])
         wanted = [var for atoms in self.reads.values() for var in atoms]
-        self.copies = copies(frame, wanted, self._hosted)
-        self._parents: dict[object, object] = {}
+        self.copies = copies(frame, wanted, self._update_vars)
+        self._tied: Components[int | Var] = Components()
         for node in self.reads:
             for var in self._large(node):
-                self._join(node, var)
+                self._tied.join(node, var)
 
-    def _without_unread(self, indices: Iterable[int]) -> list[int]:
-        """The equations that some output of the step needs, or that do more than compute, in order."""
-        needed, found = set(variables(self._frame.jaxpr.outvars)), []
-        for index in sorted(indices, reverse=True):
-            eqn = self._eqns[index]
-            if _jaxpr.has_side_effects(eqn) or not needed.isdisjoint(eqn.outvars):
-                needed.update(variables(eqn.invars))
-                found.append(index)
-        return found[::-1]
+    def _read_by_outputs(self, indices: Sequence[int]) -> list[int]:
+        """Those of some equations that an output of the step needs, or that do more than compute."""
+        eqns, outs = [self._eqns[i] for i in indices], self._frame.jaxpr.outvars
+        read = set(map(id, _rewrite.without_unread(eqns, outs, lambda eqn: True)))
+        return [i for i in indices if id(self._eqns[i]) in read]
 
-    def _reads_of(self, atoms: Sequence[_jaxpr.Atom]) -> list[_jaxpr.Var]:
+    def _reads_of(self, atoms: Sequence[Atom]) -> list[Var]:
         return [var for var in variables(atoms) if var not in self._consts]
 
-    def _copied(self, nodes: Iterable[int]) -> dict[int, list[_jaxpr.Var]]:
+    def _copied(self, nodes: Iterable[int]) -> dict[int, list[Var]]:
         """The equations that are computed again for these nodes, in order, and what each reads."""
-        found: dict[int, list[_jaxpr.Var]] = {}
+        found: dict[int, list[Var]] = {}
         todo = [var for node in nodes for var in self.reads[node]]
         while todo:
             index = self.copies.get(todo.pop())
@@ -179,16 +176,16 @@ class _UpdateCutter:
                 todo += found[index]
         return dict(sorted(found.items()))
 
-    def boundary(self) -> dict[_jaxpr.Var, _jaxpr.Eqn | None]:
+    def boundary(self) -> dict[Var, Eqn | None]:
         """What is read of the grad part, and an equation that reads it."""
-        elsewhere = {*self._frame.jaxpr.invars, *self._hosted, *self.copies}
-        found: dict[_jaxpr.Var, _jaxpr.Eqn | None] = {}
+        elsewhere = {*self._frame.jaxpr.invars, *self._update_vars, *self.copies}
+        found: dict[Var, Eqn | None] = {}
         for node, atoms in [*self._copied(self.reads).items(), *self.reads.items()]:
             eqn = self._eqns[node] if node < len(self._eqns) else None
             found |= {a: eqn for a in atoms if a not in elsewhere}
         return found
 
-    def apart(self, boundary: Collection[_jaxpr.Var]) -> frozenset[int]:
+    def apart(self, boundary: Collection[Var]) -> frozenset[int]:
         """What is left out of the grad part: it depends on offloaded leaves, or nobody there reads it."""
         outvars, num = self._frame.jaxpr.outvars, len(self._eqns)
         needed = set(variables([a for i, a in enumerate(outvars) if num + i not in self.reads]))
@@ -204,43 +201,35 @@ class _UpdateCutter:
 
     # -- pieces ----------------------------------------------------------------------------------
 
-    def _large(self, node: int) -> list[_jaxpr.Var]:
+    def _large(self, node: int) -> list[Var]:
         """What ties a node to others: values that it reads or makes, but for scalars and gradients."""
         made = self._eqns[node].outvars if node < len(self._eqns) else []
-        return [v for v in [*self.reads[node], *made] if v in self._hosted and not is_scalar(v)]
+        return [
+            v for v in [*self.reads[node], *made] if v in self._update_vars and not is_scalar(v)
+        ]
 
-    def _find(self, key: object) -> object:
-        while (parent := self._parents.get(key, key)) != key:
-            self._parents[key] = self._parents.get(parent, parent)
-            key = parent
-        return key
-
-    def _join(self, a: object, b: object) -> None:
-        self._parents[self._find(a)] = self._find(b)
-
-    def _places(self) -> dict[int, Place]:
-        """Level and part of every node."""
-        places: dict[int, Place] = {}
-        numbers: dict[object, int] = {}
+    def _levels(self) -> dict[int, tuple[int, int]]:
+        """Level and component of every node."""
+        found: dict[int, tuple[int, int]] = {}
+        numbers: dict[int | Var, int] = {}
         for node in self.reads:
-            before = {places[self._maker[a]] for a in self.reads[node] if a in self._maker}
-            kept = node >= len(self._eqns) and not before  # a gradient, as it is
-            if self._large(node) or kept:
-                part = numbers.setdefault(self._find(node), len(numbers))
-            elif len({part for _, part in before}) == 1:
-                (part,) = {part for _, part in before}
+            before = {found[self._maker[a]] for a in self.reads[node] if a in self._maker}
+            others = {component for _, component in before}
+            as_it_is = node >= len(self._eqns) and not before  # a gradient
+            if self._large(node) or as_it_is:
+                own = numbers.setdefault(self._tied.of(node), len(numbers))
             else:
-                part = _SCALARS
-            level = max((level + (other != part) for level, other in before), default=0)
-            places[node] = (level, part)
-        return places
+                own = others.pop() if len(others) == 1 else _SCALARS
+            level = max((level + (other != own) for level, other in before), default=0)
+            found[node] = (level, own)
+        return found
 
     def pieces(self) -> tuple[Piece, ...]:
-        members: dict[Place, list[int]] = {}
-        for node, place in self._places().items():
-            members.setdefault(place, []).append(node)
-        order = sorted(members, key=lambda place: (place[0], members[place][0]))
-        return tuple(self._piece(place[0], members[place]) for place in order)
+        members: dict[tuple[int, int], list[int]] = {}
+        for node, level_and_component in self._levels().items():
+            members.setdefault(level_and_component, []).append(node)
+        order = sorted((level, nodes) for (level, _), nodes in members.items())
+        return tuple(self._piece(level, nodes) for level, nodes in order)
 
     def _piece(self, level: int, nodes: Sequence[int]) -> Piece:
         own = [node for node in nodes if node < len(self._eqns)]
@@ -265,13 +254,13 @@ def _check(frame: Frame, offloaded: Collection[int], update: UpdatePart) -> None
     piece:     (leaves, boundary, values of lower levels) -> (values, outputs)
     """
     eqns, outvars = frame.jaxpr.eqns, frame.jaxpr.outvars
-    hosted = {frame.jaxpr.invars[i] for i in offloaded}
+    leaves = {frame.jaxpr.invars[i] for i in offloaded}
     made = {out for i in update.apart for out in eqns[i].outvars}
     rest = [eqn for i, eqn in enumerate(eqns) if i not in update.apart]
     read = {atom for eqn in rest for atom in variables(eqn.invars)}
-    handed_out = variables([a for i, a in enumerate(outvars) if i not in update.outs])
-    assert not read & (made | hosted), "the grad part reads what the update part makes"
-    assert not {*handed_out, *update.boundary} & made, "the grad part hands out what it has not"
+    returned = variables([a for i, a in enumerate(outvars) if i not in update.outs])
+    assert not read & (made | leaves), "the grad part reads what the update part makes"
+    assert not {*returned, *update.boundary} & made, "the grad part hands out what it has not"
     indices = {i for piece in update.pieces for i in piece.eqns}
     assert not any(axes for i in indices for axes in frame.reads(eqns[i])), "an update varies"
     known = {*update.boundary, *frame.jaxpr.invars}
