@@ -11,6 +11,7 @@
 #   make offload-timeline what devices and host do in time, drawn from traces; a minute
 #   make exactness    every family of steps in every setting against one device; hours, goes on where it stopped
 #   make sampled      20,000 train steps drawn by seed, each against one device; hours, goes on where it stopped
+#   make house        rooms, walks and words of the code, beside those of before
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-gpu     the tests that need a GPU, with GPU_PYTHON (a JAX that sees it; test dependencies)
 #   make one-gpu      these, and offload's speed and memory on one GPU, in ten minutes
@@ -29,6 +30,7 @@ FSDP2_ARGS ?=
 HOST_UPDATE_ARGS ?=
 ONE_GPU_ARGS ?=
 EXACTNESS_ARGS ?=
+HOUSE_ARGS ?=
 SAMPLED_ARGS ?= 20000 0 --processes 2
 GPU_PYTHON ?= $(BIN)/python
 OFFLOAD_ARGS ?=
@@ -39,7 +41,7 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 SOURCES := jzero tests experiments docs
 
-.PHONY: train compare exactness sampled tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
+.PHONY: train compare exactness sampled house tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
     offload-timeline one-gpu test test-gpu test-newest test-oldest lint clean
 
 train: .venv/installed
@@ -54,6 +56,9 @@ exactness: .venv/installed
 
 sampled: .venv/installed
 	$(BIN)/python tests/run_sampled.py $(SAMPLED_ARGS)
+
+house: .venv/installed
+	$(BIN)/python experiments/house/measure.py $(HOUSE_ARGS)
 
 tables: .venv/installed
 	$(BIN)/python experiments/paper_tables/tables.py
@@ -101,7 +106,7 @@ test-oldest: .venv-oldest/installed
 	    tests/test_checkpoint_writers.py tests/test_export.py
 
 # An experiment is a folder of scripts that import each other by their bare names, so each is
-# checked by itself: two of them may both have a plot.py.
+# checked by itself: two of them may both have a plot.py. What they share is experiments.shared.
 lint: .venv/installed
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)

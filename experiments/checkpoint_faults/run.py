@@ -10,31 +10,25 @@ results/<date>.json.
 
 import argparse
 import collections
-import datetime
 import functools
 import json
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).parent
-# The settings of the tests, which must be in the environment before JAX is imported.
-sys.path.insert(0, str(HERE.parents[1] / "tests"))
 # isort: off
-import conftest  # noqa: E402, F401
-import faults  # noqa: E402
-import jzero  # noqa: E402
-from faults._disk import disk_with_steps, steps_after_cut, why_no_disk  # noqa: E402
+import experiments.shared.as_tests  # noqa: F401
+import faults
+from experiments.shared import records
+from faults._disk import disk_with_steps, steps_after_cut, why_no_disk
 # isort: on
 
+HERE = Path(__file__).parent
 CUTS = "power cut"  # what is not a scenario of its own
-VERSIONS = ("jax", "orbax-checkpoint", "tensorstore")
+PACKAGES = ("jax", "orbax-checkpoint", "tensorstore")
 
 
 class Trial(NamedTuple):
@@ -84,17 +78,6 @@ def cuts(children: faults.Children, folder: Path) -> Iterator[Trial]:
         yield Trial(CUTS, fault, meet)
 
 
-def library() -> str:
-    """The hash that git gives the library's files, with a mark if they are not all committed."""
-
-    def git(*args: str) -> str:
-        command, package = ["git", *args], Path(jzero.__file__).parent
-        done = subprocess.run(command, cwd=package, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    return git("rev-parse", "--short", "HEAD:jzero") + "+" * bool(git("status", "--porcelain", "."))
-
-
 def summed_up(lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     """Counts by scenario and by operation, and every promise that was broken."""
     by_scenario: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
@@ -105,10 +88,8 @@ def summed_up(lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         by_operation[line["operation"] or "not reached"][f"{line['fault'][0]}: {outcome}"] += 1
     actions = collections.Counter(line["fault"][0] for line in lines if line["operation"])
     return {
-        "date": datetime.date.today().isoformat(),
-        "library": library(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in VERSIONS},
+        **records.versions(*PACKAGES),
+        "library": records.library(),
         "seconds": round(seconds),
         "kills": actions["kill"] + actions["tear"],
         "errors": actions["fail"] + actions["fail_from"],
@@ -120,10 +101,6 @@ def summed_up(lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=1, help="each n-th fault only")
@@ -132,9 +109,9 @@ def main() -> None:
     if reason := faults.why_not():
         sys.exit(reason)
     faults._children.PATIENCE_SECONDS = 30  # A child needs less than one.
-    out = HERE / "out" / f"{library()}.jsonl"
+    out = HERE / "out" / f"{records.library()}.jsonl"
     out.parent.mkdir(exist_ok=True)
-    start, done = time.monotonic(), {line["key"] for line in read(out)}
+    start, done = time.monotonic(), {line["key"] for line in records.read_lines(out)}
     with (
         tempfile.TemporaryDirectory() as folder,
         faults.Children(["faults._scripts"]) as children,
@@ -156,10 +133,9 @@ def main() -> None:
                 print(
                     f"{i} of {len(every) - len(done)}, {seconds:.0f} s, {trial.key}: {line['broken']}"
                 )
-    result = summed_up(read(out), time.monotonic() - start)
+    result = summed_up(records.read_lines(out), time.monotonic() - start)
     path = HERE / "results" / f"{result['date']}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    records.write(path, result)
     print(
         f"{path}: {result['kills']} kills, {result['errors']} errors, {result['broken']} broke a promise"
     )

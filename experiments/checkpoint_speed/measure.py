@@ -10,11 +10,7 @@ Writes results/<date>.json.
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +24,8 @@ import optax
 import orbax.checkpoint as ocp
 
 import jzero
+from experiments.shared import records
+from experiments.shared.devices import use_virtual_devices
 
 HERE = Path(__file__).parent
 NUM_DEVICES = 8
@@ -166,12 +164,9 @@ def summary(found: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def environment() -> dict[str, str]:
-    packages = ["jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy"]
+def environment() -> dict[str, Any]:
     return {
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        **{package: importlib.metadata.version(package) for package in packages},
+        **records.versions("jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy"),
         "cpus": str(os.cpu_count()),
         "load": " ".join(f"{x:.1f}" for x in os.getloadavg()),
     }
@@ -203,13 +198,10 @@ def main() -> None:
                 f"ratio {row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
                 flush=True,
             )
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{datetime.date.today()}.json"
-    path.write_text(json.dumps({"environment": environment(), "tables": tables}, indent=1) + "\n")
+    about = environment()
+    records.write(args.out / f"{about['date']}.json", {"environment": about, "tables": tables})
 
 
 if __name__ == "__main__":
-    flag = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
-    order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag} {order}"
+    use_virtual_devices(NUM_DEVICES)
     main()

@@ -8,27 +8,19 @@ each (gloo on this machine), of which the last one is killed; then two processes
 go on from the latest checkpoint with the same global batch. The reference is one process with eight devices.
 """
 
-import argparse
-import csv
-import datetime
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib import pyplot
+from experiments.shared import pictures, records, training
 
 HERE = Path(__file__).parent
-TRAIN = HERE.parent / "train_lm" / "train_linen.py"
-matplotlib.use("Agg")
 
 
 def start(folder: Path, options: list[str], num_processes: int) -> list[subprocess.Popen]:
@@ -48,7 +40,7 @@ def start(folder: Path, options: list[str], num_processes: int) -> list[subproce
         with open(folder / f"{num_processes}-{i}.log", "w") as log:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(TRAIN), *options],
+                    [sys.executable, str(training.SCRIPT), *options],
                     env={**environment, "JAX_PROCESS_ID": str(i)},
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -78,25 +70,20 @@ def kill_one(processes: list[subprocess.Popen], at: Path) -> float:
     return time.monotonic() - killed
 
 
-def losses(folder: Path) -> dict[int, float]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return {int(row["step"]): float(row["loss_nats_per_byte"]) for row in csv.DictReader(file)}
-
-
 def elastic(folder: Path, options: list[str], at: int) -> tuple[int, float, dict[int, float]]:
     """The step that two processes went on from, the seconds that the others took to end, and all losses."""
     seconds = kill_one(start(folder, options, 4), folder / "checkpoints" / str(at))
     steps = (folder / "checkpoints").iterdir()
     went_on = max(int(path.name) for path in steps if path.name.isdigit())
     finish(start(folder, options, 2), folder)
-    return went_on, seconds, losses(folder)
+    return went_on, seconds, training.losses(folder)
 
 
 def plot(path: Path, whole: dict[int, float], rest: dict[int, float], went_on: int) -> None:
-    with pyplot.rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, (top, bottom) = pyplot.subplots(
-            2, 1, figsize=(8, 6.5), sharex=True, height_ratios=[2, 1], layout="constrained"
-        )
+    with pictures.drawn(path, 2, 1, figsize=(8, 6.5), sharex=True, height_ratios=[2, 1]) as (
+        _,
+        (top, bottom),
+    ):
         top.plot(
             list(whole),
             list(whole.values()),
@@ -121,35 +108,26 @@ def plot(path: Path, whole: dict[int, float], rest: dict[int, float], went_on: i
         top.legend()
         bottom.set(xlabel="step", ylabel="|difference|\n(nats per byte)")
         bottom.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    args = parser.parse_args()
+    args = training.parse_args(__doc__, HERE / "results")
     at = args.steps // 2 // args.save_every * args.save_every
     with tempfile.TemporaryDirectory() as name:
         options = ["--steps", str(args.steps), "--save-every", str(args.save_every)]
         finish(start(Path(name, "whole"), options, 1), Path(name, "whole"))
-        whole = losses(Path(name, "whole"))
+        whole = training.losses(Path(name, "whole"))
         checkpoints = ["--checkpoints", str(Path(name, "elastic", "checkpoints"))]
         went_on, seconds, rest = elastic(Path(name, "elastic"), options + checkpoints, at)
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("jax", "flax", "optax", "orbax-checkpoint")},
+        **records.versions("jax", "flax", "optax", "orbax-checkpoint"),
         "steps": args.steps,
         "goes_on_after": went_on,
         "seconds_until_all_had_ended": round(seconds, 1),
         "max_abs_difference": max(abs(rest[i] - whole[i]) for i in rest),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / result["date"]
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    records.write(stem.with_suffix(".json"), result)
     plot(stem.with_suffix(".png"), whole, rest, went_on)
     print(json.dumps(result, indent=1))
 

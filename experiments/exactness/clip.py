@@ -7,23 +7,19 @@ Prints a table in Markdown, writes results/clip.json.
 """
 
 import argparse
-import datetime
-import json
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 "
-                      "--xla_cpu_enable_concurrency_optimized_scheduler=false")  # fmt: skip
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("PJRT_NPROC", "32")
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import jzero
+from experiments.shared import records
+from experiments.shared.devices import use_virtual_devices
 
 # ---------------------------------------------------------------------------------------------
 rows = (256, 512, 1024, 2048, 4096, 8192)
@@ -131,16 +127,14 @@ def main() -> None:
     parser.add_argument("--run", type=int, default=8192, help="most rows that are also trained")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "clip.json")
     args = parser.parse_args()
-    about = {
-        "date": datetime.date.today().isoformat(), "python": platform.python_version(),
-        "jax": jax.__version__, "jzero": jzero.__version__, "devices": jax.device_count(),
-    }  # fmt: skip
+    use_virtual_devices(8)
+    about = {**records.versions("jax", "jzero"), "devices": jax.device_count()}
     print(f"| {' | '.join(HEADER)} |\n|{' --- |' * len(HEADER)}")
     results = []
     for num in args.rows:
         results.append(measure(num, args.run))
         print(row(results[-1]), flush=True)
-        args.out.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+        records.write(args.out, {**about, "results": results})
         jax.clear_caches()
 
 

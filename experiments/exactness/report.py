@@ -4,19 +4,16 @@ python experiments/exactness/report.py            # prints the tables, draws res
 """
 
 import collections
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "tests"))
 # isort: off
-import conftest  # noqa: E402, F401
-import exactness  # noqa: E402
+import experiments.shared.as_tests  # noqa: F401
+import exactness
+from experiments.shared import pictures, records
 # isort: on
 
+HERE = Path(__file__).parent
 RESULTS = ("equal", "refused", "differs", "fails", "unfinished")
 BEFORE = "68416ea"  # the library when it traced steps at one device's shapes
 NOTHING, ALL = 1e-17, 10.0  # where equality to the bit is drawn, and what differs by more than this
@@ -24,8 +21,7 @@ NOTHING, ALL = 1e-17, 10.0  # where equality to the bit is drawn, and what diffe
 
 def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """The last line for each family and setting."""
-    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
-    return {(line["family"], line["setting"]): line for line in lines}
+    return {(line["family"], line["setting"]): line for line in records.read_lines(path)}
 
 
 def table(title: str, found: dict[tuple[str, str], dict[str, Any]]) -> None:
@@ -45,47 +41,37 @@ def table(title: str, found: dict[tuple[str, str], dict[str, Any]]) -> None:
 
 def picture(before: dict[Any, Any], after: dict[Any, Any], setting: str) -> None:
     """The largest difference of each family to one device, before and now."""
-    import matplotlib.pyplot as plt
-
     names = [
         name for name in exactness.NAMES if (name, setting) in before and (name, setting) in after
     ]
-    figure, axes = plt.subplots(figsize=(11, 4))
-    for label, found, marker in (("before", before, "x"), ("now", after, ".")):
-        pairs = [(i, found[name, setting]) for i, name in enumerate(names)]
-        pairs = [(i, x["largest"]) for i, x in pairs if x["result"] in ("equal", "differs")]
-        axes.plot(
-            [i for i, _ in pairs],
-            [min(max(y, NOTHING), ALL) for _, y in pairs],
-            marker,
-            label=label,
+    path = HERE / "results" / "differences.png"
+    with pictures.drawn(path, font=10, figsize=(11, 4)) as (_, axes):
+        for label, found, marker in (("before", before, "x"), ("now", after, ".")):
+            pairs = [(i, found[name, setting]) for i, name in enumerate(names)]
+            pairs = [(i, x["largest"]) for i, x in pairs if x["result"] in ("equal", "differs")]
+            axes.plot(
+                [i for i, _ in pairs],
+                [min(max(y, NOTHING), ALL) for _, y in pairs],
+                marker,
+                label=label,
+            )
+        themes = [exactness.module_of(name) for name in names]
+        starts = [i for i, theme in enumerate(themes) if not i or theme != themes[i - 1]]
+        axes.set_xticks(
+            starts, [themes[i].replace("_", " ") for i in starts], rotation=40, ha="right"
         )
-    themes = [exactness.module_of(name) for name in names]
-    starts = [i for i, theme in enumerate(themes) if not i or theme != themes[i - 1]]
-    axes.set_xticks(starts, [themes[i].replace("_", " ") for i in starts], rotation=40, ha="right")
-    axes.set_yscale("log")
-    axes.set_ylim(NOTHING / 10, ALL * 10)
-    axes.set_ylabel("largest difference to one device,\nrelative to its leaf")
-    axes.set_title(f"Families of train steps: {setting}; equal to the bit at {NOTHING:g}")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(HERE / "results" / "differences.png", dpi=120)
+        axes.set_yscale("log")
+        axes.set_ylim(NOTHING / 10, ALL * 10)
+        axes.set_ylabel("largest difference to one device,\nrelative to its leaf")
+        axes.set_title(f"Families of train steps: {setting}; equal to the bit at {NOTHING:g}")
+        axes.legend()
 
 
 def num_lines(revision: str, folder: str) -> int:
     """Lines of Python in a folder of the repository."""
-
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", *args], cwd=HERE.parents[1], capture_output=True, text=True, check=True
-        ).stdout
-
-    paths = [
-        p
-        for p in git("ls-tree", "-r", "--name-only", revision, folder).splitlines()
-        if p.endswith(".py")
-    ]
-    return sum(git("show", f"{revision}:{path}").count("\n") for path in paths)
+    paths = records.git("ls-tree", "-r", "--name-only", revision, folder).splitlines()
+    sources = (records.git("show", f"{revision}:{p}") for p in paths if p.endswith(".py"))
+    return sum(source.count("\n") + 1 for source in sources)
 
 
 def main() -> None:
@@ -93,7 +79,7 @@ def main() -> None:
     for path in sorted((HERE / "results").glob("*.jsonl")):
         table(path.stem, read(path))
     now = sorted((HERE / "results").glob("jax-0.10*.jsonl"))
-    for folder in ("jzero", "jzero/batch", "tests"):
+    for folder in ("jzero", "jzero/sharding/batch", "tests"):
         print(
             f"{folder}: {num_lines(BEFORE, folder):,} lines at {BEFORE}, {num_lines('HEAD', folder):,} now"
         )

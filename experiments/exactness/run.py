@@ -9,24 +9,18 @@ the same library. `report.py` makes the tables and the picture.
 """
 
 import argparse
-import datetime
-import json
-import platform
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).parent
-# The settings of the tests, which must be in the environment before JAX is imported.
-sys.path.insert(0, str(HERE.parents[1] / "tests"))
 # isort: off
-import conftest  # noqa: E402, F401
-import jax  # noqa: E402
-import exactness  # noqa: E402
-import jzero  # noqa: E402
-from exactness._check import Setting, applies, check  # noqa: E402
+import experiments.shared.as_tests  # noqa: F401
+import jax
+import exactness
+from exactness._check import Setting, applies, check
+from experiments.shared import records
 # isort: on
+
+HERE = Path(__file__).parent
 
 # ---------------------------------------------------------------------------------------------
 stages = (3, 2, 1, 0)
@@ -34,18 +28,6 @@ meshes = ("8", "4", "2", "1", "2x4")
 dtypes = ("float64", "float32")
 accumulate = (1, 2)
 # ---------------------------------------------------------------------------------------------
-
-
-def library(package: Path) -> str:
-    """The hash that git gives the library's files, with a mark if they are not all committed."""
-
-    def git(*args: str) -> str:
-        command = ["git", *args]
-        return subprocess.run(
-            command, cwd=package, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    return git("rev-parse", "--short", "HEAD:jzero") + "+" * bool(git("status", "--porcelain", "."))
 
 
 def one(name: str, setting: Setting) -> dict[str, object]:
@@ -75,29 +57,25 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="which part of the families: 0/2, 1/2")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.name}.jsonl"
-    tree, part, parts = library(Path(jzero.__file__).parent), *map(int, args.part.split("/"))
-    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    tree, part, parts = records.library(), *map(int, args.part.split("/"))
+    lines = records.read_lines(path)
     known = {(x["family"], x["setting"]) for x in lines if x["library"] == tree}
-    versions = {"date": datetime.date.today().isoformat(), "python": platform.python_version()}
     settings = [
         Setting(stage, tuple(map(int, mesh.split("x"))), dtype, num)
         for num in args.accumulate for mesh in args.meshes for dtype in args.dtypes for stage in args.stages
     ]  # fmt: skip
 
-    def write(line: dict[str, object]) -> None:
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
     for i, name in enumerate(args.families):
         for setting in settings if i % parts == part else ():
             if not applies(exactness.get(name), setting) or (name, str(setting)) in known:
                 continue
-            about = {"family": name, "setting": str(setting), "library": tree, **versions}
-            write({**about, "result": "unfinished", "found": []})  # It may end the process.
+            about = {"family": name, "setting": str(setting), "library": tree, **records.versions()}
+            records.append(
+                path, {**about, "result": "unfinished", "found": []}
+            )  # It may end the process.
             done = {**about, **one(name, setting)}
-            write(done)
+            records.append(path, done)
             if done["result"] not in ("equal", "refused"):
                 print(name, setting, done["result"], *done["found"], sep="; ", flush=True)  # type: ignore
         jax.clear_caches()

@@ -8,12 +8,8 @@ steps while the others sleep, so that all of them see the same machine. Writes <
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
 import multiprocessing
 import os
-import platform
 import socket
 import time
 from multiprocessing.connection import Connection
@@ -23,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import common
+from experiments.shared import records
 
 # Name: module, variant, alone. Those alone are one process on one core and talk to nobody: what
 # the two compilers and libraries of kernels do with the model, before anything is sharded.
@@ -202,19 +199,6 @@ def ring_bytes(traffic: dict[str, int], n: int) -> float:
     return sum(times[name.split()[0]] * value * (n - 1) / n for name, value in traffic.items())
 
 
-def environment() -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    cpus = [line.partition(": ")[2] for line in cpuinfo if line.startswith("model name")]
-    packages = ["jax", "jaxlib", "optax", "torch", "numpy"]
-    return {
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        **{package: importlib.metadata.version(package) for package in packages},
-        "cpu": f"{os.cpu_count()} x {cpus[0]}",
-        "load_average_before": os.getloadavg(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=12, help="default: %(default)s")
@@ -223,7 +207,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
 
-    result = environment()
+    result: dict[str, Any] = {
+        **records.versions("jax", "jaxlib", "optax", "torch", "numpy"),
+        "cpu": f"{os.cpu_count()} x {records.processor()}",
+        "load_average_before": os.getloadavg(),
+    }
     sides = [Side(name) for name in args.sides]
     idle = measure(sides, args.rounds, args.steps)
     result["settings"] = {
@@ -238,9 +226,8 @@ def main() -> None:
     for side in sides:
         side.stop()
     result["load_average_after"] = os.getloadavg()
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{result['date']}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    records.write(path, result)
     from picture import draw  # here, so that matplotlib is not a part of the workers' memory
 
     draw(result, path.with_suffix(".png"))

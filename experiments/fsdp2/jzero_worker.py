@@ -1,18 +1,20 @@
 """jzero's side: a step written for one device, and `shard_train_step`, the one line."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import common
 import jzero
+from experiments.shared import gpt
 
 tx = optax.adamw(**common.adamw)
+standardize = partial(jax.nn.standardize, epsilon=common.norm_epsilon)
 
 
 def connect(setup: common.Setup) -> None:
@@ -22,17 +24,9 @@ def connect(setup: common.Setup) -> None:
     jax.devices()  # waits for the other process
 
 
-def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return jax.nn.standardize(x, epsilon=common.norm_epsilon) * scale
-
-
 def block(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-    qkv = norm(x, weights["norm_1"]) @ weights["qkv"]
-    q, k, v = (a.reshape(*a.shape[:-1], common.num_heads, -1) for a in jnp.split(qkv, 3, axis=-1))
-    attention = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x = x + attention.reshape(x.shape) @ weights["project"]
-    hidden = jax.nn.gelu(norm(x, weights["norm_2"]) @ weights["up"])
-    return x + hidden @ weights["down"], None
+    scales = weights["norm_1"], weights["norm_2"]
+    return gpt.block(x, weights, scales, common.num_heads, norm=standardize), None
 
 
 def loss_fn(params: dict[str, Any], batch: jax.Array) -> jax.Array:
@@ -43,14 +37,11 @@ def loss_fn(params: dict[str, Any], batch: jax.Array) -> jax.Array:
             x, _ = block(x, weights)
     else:  # one stack of layers
         x, _ = jax.lax.scan(block, x, params["blocks"])
-    logits = norm(x, params["norm"]) @ params["embed"].T
+    logits = standardize(x) * params["norm"] @ params["embed"].T
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def train_step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-    loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-    updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+train_step = gpt.make_step(loss_fn, tx)
 
 
 class Trainer:

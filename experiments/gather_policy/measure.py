@@ -8,25 +8,21 @@ Nothing runs. Prints a table in Markdown, writes <date>-<devices>-accumulate-<k>
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
 import os
-import platform
 import re
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 import jzero
+from experiments.shared import records
+from experiments.shared.gpt import GPT, make_step
 
 # ---------------------------------------------------------------------------------------------
-vocab_size = 32_768
-context = 1024
 head_dim = 64
 policies: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
@@ -52,62 +48,12 @@ HEADER = (
 )  # fmt: skip
 
 
-class Size(NamedTuple):
-    """Of the GPT: `num_layers * 12 * dim**2` parameters in its blocks."""
-
-    num_layers: int
-    dim: int
-
-
-def init(size: Size) -> dict[str, Any]:
-    num_layers, dim = size
-    shapes = {
-        "embed": (vocab_size, dim),
-        "positions": (context, dim),
-        "blocks": {  # stacked along dim 0, one slice per layer
-            "scales": (num_layers, 2, dim),
-            "qkv": (num_layers, dim, 3 * dim),
-            "project": (num_layers, dim, dim),
-            "up": (num_layers, dim, 4 * dim),
-            "down": (num_layers, 4 * dim, dim),
-        },
-    }
-    params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
-    return {"params": params, "opt_state": tx.init(params)}
-
-
-def block(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-    weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
-    scales = 1 + weights["scales"]
-    qkv = jax.nn.standardize(x) * scales[0] @ weights["qkv"]
-    q, k, v = (a.reshape(*a.shape[:-1], -1, head_dim) for a in jnp.split(qkv, 3, axis=-1))
-    attention = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x = x + attention.reshape(x.shape) @ weights["project"]
-    hidden = jax.nn.gelu(jax.nn.standardize(x) * scales[1] @ weights["up"])
-    return x + hidden @ weights["down"], None
-
-
-def loss_fn(params: dict[str, Any], batch: jax.Array) -> jax.Array:
-    tokens, targets = batch[:, :-1], batch[:, 1:]
-    embed, positions = (params[name].astype(jnp.bfloat16) for name in ("embed", "positions"))
-    x, _ = jax.lax.scan(
-        jax.checkpoint(block, prevent_cse=False), embed[tokens] + positions, params["blocks"]
-    )
-    logits = (jax.nn.standardize(x) @ embed.T).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
-def step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-    loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-    updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
-
 def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
-    state = jax.eval_shape(lambda: init(Size(args.layers, args.dim)))
+    model = GPT(args.layers, args.dim, args.dim // head_dim)
+    state, psi = jax.eval_shape(lambda: model.state(tx)), model.num_params
     rows = args.rows * args.accumulate * args.devices
-    batch = jax.ShapeDtypeStruct((rows, context + 1), jnp.int32)
-    psi = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
+    batch = jax.ShapeDtypeStruct((rows, model.context + 1), jnp.int32)
+    step = make_step(model.loss, tx)
     train_step = jzero.shard_train_step(step, accumulate=args.accumulate, **options)
     start = time.process_time()
     topology = f"{args.devices // 8}x8"
@@ -166,11 +112,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")},
+        **records.versions("jax", "jaxlib", "optax"),
         "target": f"{args.devices} x H200, compiled ahead of time",
-        "model": f"scanned + remat, {args.layers} layers, dim {args.dim}, context {context}, bf16 compute",
+        "model": f"scanned + remat, {args.layers} layers, dim {args.dim}, "
+        f"context {GPT.context}, bf16 compute",
         "rows_per_microbatch": args.rows,
         "accumulate": args.accumulate,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -180,10 +125,9 @@ def main() -> None:
         if re.search(args.policies, name):
             result[name] = measure(args, options)
             print(row(name, result[name]), flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
     name = f"{result['date']}-{args.devices}-accumulate-{args.accumulate}-{args.layers}x{args.dim}"
     path = args.out / f"{name}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    records.write(path, result)
     print(f"written: {os.path.relpath(path)}")
 
 

@@ -6,18 +6,22 @@ seconds.
 """
 
 import dataclasses
-import datetime
-import importlib.metadata
 import json
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jzero
-from model import GPT
+
+# Where jzero is installed without this repository, `experiments` is on no path.
+sys.path.append(str(Path(__file__).parents[2]))
+from experiments.shared import records
+from experiments.shared.gpt import make_step
+from model import GPT, tx
 
 RESULTS = Path(__file__).with_name("results") / "compiled.json"
 TARGET = "h200"
@@ -64,12 +68,11 @@ class Program:
         options = dict(self.options)
         rows = self.rows * self.num_devices * options.get("accumulate", 1)
         names = tuple(name for name, _ in self.axes)
-        train_step = jzero.shard_train_step(
-            self.gpt.step, axis_names=names, stage=self.stage, **options
-        )
+        step = make_step(self.gpt.loss, tx)
+        train_step = jzero.shard_train_step(step, axis_names=names, stage=self.stage, **options)
         found = jzero.preflight(
-            train_step, self.gpt.state(), self.gpt.batch(rows), target=TARGET, topology=self.topology,
-            axes=dict(self.axes), compiler_options=COMPILER_OPTIONS,
+            train_step, self.gpt.abstract_state(), self.gpt.batch(rows), target=TARGET,
+            topology=self.topology, axes=dict(self.axes), compiler_options=COMPILER_OPTIONS,
         )  # fmt: skip
         assert found.report is not None
         return {
@@ -108,9 +111,8 @@ class Compiled:
         if name not in self.records:
             if not self.allowed:
                 raise LookupError(f"not compiled yet: {name}. Run make compile-tables")
-            versions = {lib: importlib.metadata.version(lib) for lib in ("jax", "optax")}
             record = program.compile()
-            self.records[name] = {"date": datetime.date.today().isoformat(), **versions, **record}
+            self.records[name] = {**records.versions("jax", "optax"), **record}
             self._write()
             peak = record["peak"] / 1e9
             print(f"{record['compile_seconds']:5.0f} s, peak {peak:8.2f} GB: {name}", flush=True)

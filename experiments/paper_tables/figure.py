@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-
 import measured
 import paper
 import theory
+from experiments.shared import pictures
 
 # By role, in the order in which the formulas name them.
 COLORS = {"parameter": "#0d47a1", "gradient": "#ffb300", "optimizer state": "#90caf9"}
@@ -22,8 +21,7 @@ FORMULAS = {
 
 def plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Stacked bars of `theory.figure_1()`'s rows, in GB on each device."""
-    with plt.rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    with pictures.drawn(path, figsize=(9, 4)) as (_, axes):
         names = [f"stage {row['stage']}: {paper.STAGES[row['stage']]}\n{FORMULAS[row['stage']]}"
                  for row in rows]  # fmt: skip
         left = [0.0] * len(rows)
@@ -43,8 +41,6 @@ def plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
         axes.legend(loc="lower right")
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
 
 
 STAGE_COLORS = {1: "#ffb300", 2: "#42a5f5", 3: "#0d47a1"}
@@ -55,8 +51,7 @@ def plot_table_1(
 ) -> None:
     """GB on each device by devices: the paper's lines, and compiled peaks on them."""
     names = list(dict.fromkeys(cell.model for cell in printed))
-    with plt.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, panels = plt.subplots(1, len(names), figsize=(12, 4.2), layout="constrained")
+    with pictures.drawn(path, 1, len(names), font=12, figsize=(12, 4.2)) as (figure, panels):
         for axes, name in zip(panels, names, strict=True):
             for stage, color in STAGE_COLORS.items():
                 line = [
@@ -85,5 +80,3 @@ def plot_table_1(
             "32 GB", (1, measured.LIMIT / 1e9), (0, -13), textcoords="offset points", color="gray"
         )
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-        figure.savefig(path, dpi=120)
-        plt.close(figure)

@@ -5,6 +5,8 @@ again, and `attention` whether all scores of a layer exist at once.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ import jax.numpy as jnp
 import optax
 
 import jzero
+from experiments.shared import gpt
+from experiments.shared.gpt import attend as _attend
 
 tx = jzero.master_weights(optax.adamw(1e-4))
 RECOMPUTE: dict[str, Any] = {
@@ -23,24 +27,15 @@ RECOMPUTE: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class GPT:
+class GPT(gpt.GPT):
     """One model; `str` of it names its compiled programs.
 
     Attributes:
-      layers: each of 12 dim^2 parameters.
-      dim: the paper's hidden size.
-      heads: of attention.
-      vocab: rows of the embedding, which is tied to the logits.
-      context: tokens of a sequence.
       recompute: a key of `RECOMPUTE`.
       attention: 'whole' scores, or those of 128 queries at a time.
     """
 
-    layers: int
-    dim: int
-    heads: int
     vocab: int = 51_200
-    context: int = 1024
     recompute: str = "blocks"
     attention: str = "whole"
 
@@ -50,67 +45,25 @@ class GPT:
             f"recompute {self.recompute}, attention {self.attention}"
         )
 
-    @property
-    def shapes(self) -> dict[str, Any]:
-        """Of the parameters; those of the blocks are stacked."""
-        n, d = self.layers, self.dim
-        return {
-            "embed": (self.vocab, d),
-            "positions": (self.context, d),
-            "blocks": {
-                "scales": (n, 2, d),
-                "qkv": (n, d, 3 * d),
-                "project": (n, d, d),
-                "up": (n, d, 4 * d),
-                "down": (n, 4 * d, d),
-            },
-        }
-
-    @property
-    def num_params(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.state()["params"]))
-
-    def state(self) -> dict[str, Any]:
+    def abstract_state(self) -> gpt.State:
         """Shapes and dtypes of the train state; nothing is allocated."""
-        params = jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
-            self.shapes,
-            is_leaf=lambda x: isinstance(x, tuple),
-        )
-        return {"params": params, "opt_state": jax.eval_shape(tx.init, params)}
+        return jax.eval_shape(lambda: self.state(tx, partial(jnp.zeros, dtype=jnp.bfloat16)))
 
     def batch(self, rows: int) -> jax.ShapeDtypeStruct:
         """So many sequences, with the token after the last."""
         return jax.ShapeDtypeStruct((rows, self.context + 1), jnp.int32)
 
-    def step(self, state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-        loss, grads = jax.value_and_grad(self._loss)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state}, loss
+    def rematerialized(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        if self.recompute == "nothing":
+            return layer
+        return jax.checkpoint(layer, prevent_cse=False, policy=RECOMPUTE[self.recompute])
 
-    def _loss(self, params: dict[str, Any], batch: jax.Array) -> jax.Array:
-        tokens, targets = batch[:, :-1], batch[:, 1:]
-        block: Any = self._block
-        if self.recompute != "nothing":
-            block = jax.checkpoint(block, prevent_cse=False, policy=RECOMPUTE[self.recompute])
-        x = params["embed"][tokens] + params["positions"][None]
-        x, _ = jax.lax.scan(block, x, params["blocks"])
-        logits = (jax.nn.standardize(x) @ params["embed"].T).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-    def _block(self, x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-        scales = weights["scales"][:, None, None]
-        qkv = jax.nn.standardize(x) * scales[0] @ weights["qkv"]
-        q, k, v = (a.reshape(*a.shape[:-1], self.heads, -1) for a in jnp.split(qkv, 3, axis=-1))
+    def block(
+        self, x: jax.Array, weights: Any, constrain: gpt.Constrain = gpt.unchanged
+    ) -> jax.Array:
         attend = {"whole": _attend, "in parts": _attend_in_parts}[self.attention]
-        x = x + attend(q, k, v).reshape(x.shape) @ weights["project"]
-        hidden = jax.nn.gelu(jax.nn.standardize(x) * scales[1] @ weights["up"])
-        return x + hidden @ weights["down"], None
-
-
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+        scales = weights["scales"][:, None, None]
+        return gpt.block(x, weights, scales, self.heads, attend=attend, constrain=constrain)
 
 
 def _attend_in_parts(q: jax.Array, k: jax.Array, v: jax.Array, part: int = 128) -> jax.Array:

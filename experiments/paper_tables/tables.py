@@ -10,12 +10,9 @@ needs jzero[preflight], JAX_PLATFORMS=cpu and no GPU.
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
-import platform
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import figure
 import jzero
@@ -23,6 +20,7 @@ import measured
 import paper
 import theory
 from compiled import Compiled
+from experiments.shared import records
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -32,20 +30,10 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def table_1(cells: Sequence[theory.Cell]) -> str:
+def by_devices(cells: Sequence[Any], text: Callable[[Any], str]) -> str:
+    """Table 1's form: `text` of the cells of every model, at stages 1 / 2 / 3."""
     models = list(dict.fromkeys(cell.model for cell in cells))
-    found = {(c.devices, c.model, c.stage): paper.as_table_1_prints(c.found) for c in cells}
-    return markdown(
-        ["devices", *models],
-        [[str(n), *(" / ".join(found[n, model, stage] for stage in (1, 2, 3)) for model in models)]
-         for n in paper.TABLE_1],
-    )  # fmt: skip
-
-
-def compiled_table_1(cells: Sequence[measured.Cell], number: Callable[[measured.Cell], int]) -> str:
-    """GB on each device of one number of every cell, at stages 1 / 2 / 3."""
-    found = {(c.devices, c.model, c.stage): gigabytes(number(c)) for c in cells}
-    models = list(dict.fromkeys(c.model for c in cells))
+    found = {(c.devices, c.model, c.stage): text(c) for c in cells}
     return markdown(
         ["devices", *models],
         [[str(n), *(" / ".join(found[n, model, stage] for stage in (1, 2, 3)) for model in models)]
@@ -131,11 +119,11 @@ def sections(compiled: Compiled) -> dict[str, str]:
     cells = measured.table_1(compiled)
     largest = {n: [measured.largest(compiled, n, stage) for stage in (0, 1, 2, 3)] for n in (8, 64)}
     return {
-        "Table 1": table_1(theory.table_1()),
+        "Table 1": by_devices(theory.table_1(), lambda c: paper.as_table_1_prints(c.found)),
         "The models": models(cells),
-        "At rest, compiled": compiled_table_1(cells, lambda c: c.at_rest),
-        "Within a step, compiled": compiled_table_1(cells, lambda c: c.within),
-        "Peak, compiled": compiled_table_1(cells, lambda c: c.peak),
+        "At rest, compiled": by_devices(cells, lambda c: gigabytes(c.at_rest)),
+        "Within a step, compiled": by_devices(cells, lambda c: gigabytes(c.within)),
+        "Peak, compiled": by_devices(cells, lambda c: gigabytes(c.peak)),
         "Table 2, without model parallelism": table_2(theory.table_2(), largest[64]),
         "Eight devices": eight_devices(
             theory.eight_devices("32GB"), theory.eight_devices("32GiB"), largest[8]
@@ -153,27 +141,23 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="what was not compiled before")
     parser.add_argument("--again", metavar="REGEX", help="compile these programs again")
     args = parser.parse_args()
-    out = args.out
-    out.mkdir(parents=True, exist_ok=True)
-    date = datetime.date.today().isoformat()
     compiled = Compiled(allowed=args.compile or args.again is not None)
     if args.again is not None:
         compiled.forget(args.again)
     for heading, table in sections(compiled).items():
         print(f"{heading}\n\n{table}\n")
     result = {
-        "date": date,
-        "python": platform.python_version(),
-        "jax": importlib.metadata.version("jax"),
+        **records.versions("jax"),
         "table_1_gb": [cell._asdict() for cell in theory.table_1()],
         "table_2_billions": [cell._asdict() for cell in theory.table_2()],
         "eight_devices_32gb_billions": [cell._asdict() for cell in theory.eight_devices("32GB")],
         "eight_devices_32gib_billions": [cell._asdict() for cell in theory.eight_devices("32GiB")],
         "figure_1_gb": theory.figure_1(),
     }
-    (out / f"{date}-tables.json").write_text(json.dumps(result, indent=1) + "\n")
-    figure.plot(out / f"{date}-figure-1.png", theory.figure_1())
-    figure.plot_table_1(out / f"{date}-table-1.png", theory.table_1(), measured.table_1(compiled))
+    stem = f"{args.out / result['date']}"
+    records.write(Path(f"{stem}-tables.json"), result)
+    figure.plot(Path(f"{stem}-figure-1.png"), theory.figure_1())
+    figure.plot_table_1(Path(f"{stem}-table-1.png"), theory.table_1(), measured.table_1(compiled))
 
 
 if __name__ == "__main__":

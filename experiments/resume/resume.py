@@ -7,28 +7,21 @@ The training is experiments/train_lm/train_linen.py at stage 3 on 8 virtual CPU 
 after a third of its steps (it saves and ends), SIGKILL after two thirds (it goes back to what was saved).
 """
 
-import argparse
-import csv
-import datetime
 import json
-import platform
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import orbax.checkpoint as ocp
-from matplotlib import pyplot
+
+from experiments.shared import pictures, records, training
 
 HERE = Path(__file__).parent
-TRAIN = HERE.parent / "train_lm" / "train_linen.py"
-matplotlib.use("Agg")
 
 
 def command(folder: Path, steps: int, save_every: int) -> list[str]:
@@ -40,7 +33,7 @@ def command(folder: Path, steps: int, save_every: int) -> list[str]:
         "--checkpoints",
         folder / "checkpoints",
     ]
-    return [sys.executable, str(TRAIN), *map(str, options), "--out", str(folder)]
+    return [sys.executable, str(training.SCRIPT), *map(str, options), "--out", str(folder)]
 
 
 def run(command: list[str], interruption: signal.Signals | None = None, at: Path = HERE) -> None:
@@ -55,11 +48,6 @@ def run(command: list[str], interruption: signal.Signals | None = None, at: Path
     expected = -signal.SIGKILL if interruption == signal.SIGKILL else 0
     if process.wait() != expected:
         raise RuntimeError(f"the training ended with {process.returncode}")
-
-
-def losses(folder: Path) -> dict[int, float]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return {int(row["step"]): float(row["loss_nats_per_byte"]) for row in csv.DictReader(file)}
 
 
 def leaves(folder: Path, step: int) -> dict[str, np.ndarray]:
@@ -90,8 +78,7 @@ def interrupted(folder: Path, steps: int, save_every: int) -> list[int]:
 
 
 def plot(path: Path, whole: dict[int, float], resumed: dict[int, float], starts: list[int]) -> None:
-    with pyplot.rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    with pictures.drawn(path, figsize=(8, 4.5)) as (_, axes):
         axes.plot(
             *zip(*whole.items(), strict=True),
             color="#90caf9",
@@ -114,36 +101,27 @@ def plot(path: Path, whole: dict[int, float], resumed: dict[int, float], starts:
         axes.set_title("byte-level GPT at stage 3, 8 virtual CPU devices")
         axes.grid(alpha=0.3)
         axes.legend(loc="upper right")
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    args = parser.parse_args()
+    args = training.parse_args(__doc__, HERE / "results")
     with tempfile.TemporaryDirectory() as name:
         whole, broken = Path(name, "whole"), Path(name, "broken")
         run(command(whole, args.steps, args.save_every))
         starts = interrupted(broken, args.steps, args.save_every)
-        curves = losses(whole), losses(broken)
+        curves = training.losses(whole), training.losses(broken)
         states = leaves(whole, args.steps), leaves(broken, args.steps)
     different = [name for name, x in states[0].items() if not np.array_equal(x, states[1][name])]
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("jax", "flax", "optax", "orbax-checkpoint")},
+        **records.versions("jax", "flax", "optax", "orbax-checkpoint"),
         "steps": args.steps,
         "goes_on_after": starts,
         "losses_that_differ": sum(curves[0][i] != curves[1][i] for i in curves[0]),
         "leaves": len(states[0]),
         "leaves_that_differ": different,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / result["date"]
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    records.write(stem.with_suffix(".json"), result)
     plot(stem.with_suffix(".png"), *curves, starts)
     print(json.dumps(result, indent=1))
 

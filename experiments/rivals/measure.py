@@ -7,30 +7,43 @@ Nothing runs. Writes a line of <date>.jsonl for every program, and leaves out th
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
-import platform
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from model import Size, Style, init, make_step, unstacked
+from experiments.shared import records
+from experiments.shared.gpt import GPT, make_step
+
+
+class Style(NamedTuple):
+    """How the layers are written."""
+
+    scan: bool
+    remat: bool
+
+    def __str__(self) -> str:
+        return ("scanned" if self.scan else "unrolled") + (" + remat" if self.remat else "")
+
 
 # ---------------------------------------------------------------------------------------------
 sizes = {  # devices: the model trained on them, one sequence on each
-    8: Size(num_layers=24, dim=1280, num_heads=20),
-    64: Size(num_layers=36, dim=4096, num_heads=32),
-    512: Size(num_layers=36, dim=4096, num_heads=32),
+    8: GPT(layers=24, dim=1280, heads=20),
+    64: GPT(layers=36, dim=4096, heads=32),
+    512: GPT(layers=36, dim=4096, heads=32),
 }
 styles = [Style(scan, remat) for scan in (True, False) for remat in (True, False)]
 # ---------------------------------------------------------------------------------------------
+
+tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 
 
 def topology(num_devices: int) -> str:
@@ -51,18 +64,17 @@ def jitted(step: Callable[..., Any], state: Any, tokens: Any) -> jax.stages.Lowe
 
 def programs(num_devices: int, style: Style) -> dict[str, Callable[[], jzero.Preflight]]:
     """The three rivals, compiled when called."""
-    size = sizes[num_devices]
+    model = dataclasses.replace(sizes[num_devices], **style._asdict())
     mesh = jzero.target_mesh("h200", topology(num_devices))
     on_rows = NamedSharding(mesh, P("data"))
-    state = jax.eval_shape(lambda: init(size))
-    state = state if style.scan else jax.eval_shape(lambda s: unstacked(s, size), state)
-    tokens = jax.ShapeDtypeStruct((num_devices, size.context + 1), jnp.int32)
-    train_step = jzero.shard_train_step(make_step(size, style), stage=3, mesh=mesh)
+    state = jax.eval_shape(lambda: model.state(tx))
+    tokens = jax.ShapeDtypeStruct((num_devices, model.context + 1), jnp.int32)
+    train_step = jzero.shard_train_step(make_step(model.loss, tx), stage=3, mesh=mesh)
     where: dict[str, Any] = {"target": "h200", "topology": topology(num_devices)}
 
     def plain(constrain: Callable[[jax.Array], jax.Array]) -> jzero.Preflight:
         at_rest = sharded(state, train_step.state_shardings(state, tokens))
-        step = make_step(size, style, constrain)
+        step = make_step(partial(model.loss, constrain=constrain), tx)
         return jzero.preflight(jitted(step, at_rest, sharded(tokens, on_rows)), **where)
 
     return {
@@ -97,17 +109,11 @@ def main() -> None:
     parser.add_argument("--rivals", nargs="+", default=["jzero", "jit", "annotated jit"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")}
-    about = {"python": platform.python_version(), **versions, "target": "H200"}
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{datetime.date.today().isoformat()}.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    known = {
-        tuple(json.loads(line)[key] for key in ("devices", "style", "rival")) for line in lines
-    }
+    about = {**records.versions("jax", "jaxlib", "optax"), "target": "H200"}
+    path = args.out / f"{about['date']}.jsonl"
+    known = {(x["devices"], x["style"], x["rival"]) for x in records.read_lines(path)}
     for num_devices in args.devices:
-        psi = sum(leaf.size for leaf in jax.tree.leaves(
-            jax.eval_shape(lambda n=num_devices: init(sizes[n])["params"])))  # fmt: skip
+        psi = sizes[num_devices].num_params
         for style in styles:
             for rival, compile_it in programs(num_devices, style).items():
                 wanted = str(style) in args.styles and rival in args.rivals
@@ -115,8 +121,7 @@ def main() -> None:
                     continue
                 cell = {"devices": num_devices, "style": str(style), "rival": rival}
                 result = {**cell, "parameters": psi, **numbers(compile_it(), psi), **about}
-                with path.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+                records.append(path, result)
                 print(*(f"{value}" for value in [*cell.values(), result["peak_bytes_per_parameter"],
                         result["moved_bytes"], result["hidden_share"], result["exposed_seconds"],
                         result["compile_seconds"]]), sep="  ", flush=True)  # fmt: skip

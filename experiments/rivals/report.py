@@ -1,13 +1,9 @@
 """The results as a table in Markdown, and as a picture: python experiments/rivals/report.py"""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from experiments.shared import pictures, records
 
 RESULTS = Path(__file__).parent / "results"
 RIVALS = ("jzero", "annotated jit", "jit")
@@ -19,8 +15,7 @@ Cell = tuple[int, str]
 def read(path: Path) -> dict[Cell, dict[str, Any]]:
     """`{(devices, style): {rival: numbers}}`."""
     cells: dict[Cell, dict[str, Any]] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+    for row in records.read_lines(path):
         cells.setdefault((row["devices"], row["style"]), {})[row["rival"]] = row
     return dict(sorted(cells.items()))
 
@@ -47,24 +42,17 @@ def table(cells: dict[Cell, dict[str, Any]]) -> str:
 
 
 def picture(cells: dict[Cell, dict[str, Any]], path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
-    for place, (name, color) in enumerate(zip(RIVALS, COLORS, strict=True)):
-        peaks = [rivals[name]["peak_bytes_per_parameter"] for rivals in cells.values()]
-        axes.bar(
-            [i + 0.27 * (place - 1) for i in range(len(cells))],
-            peaks,
-            0.25,
-            label=name,
-            color=color,
-        )
-    axes.set_yscale("log")
-    axes.set_ylabel("peak bytes per parameter, each device")
-    labels = [f"{devices}\n" + style.replace(" + ", "\n+ ") for devices, style in cells]
-    axes.set_xticks(range(len(cells)), labels, fontsize=8)
-    axes.set_xlabel("H200s, and how the layers are written")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    with pictures.drawn(path, figsize=(9, 3.6), font=10) as (_, axes):
+        for place, (name, color) in enumerate(zip(RIVALS, COLORS, strict=True)):
+            peaks = [rivals[name]["peak_bytes_per_parameter"] for rivals in cells.values()]
+            places = [i + 0.27 * (place - 1) for i in range(len(cells))]
+            axes.bar(places, peaks, 0.25, label=name, color=color)
+        axes.set_yscale("log")
+        axes.set_ylabel("peak bytes per parameter, each device")
+        labels = [f"{devices}\n" + style.replace(" + ", "\n+ ") for devices, style in cells]
+        axes.set_xticks(range(len(cells)), labels, fontsize=8)
+        axes.set_xlabel("H200s, and how the layers are written")
+        axes.legend(frameon=False)
 
 
 def main() -> None:

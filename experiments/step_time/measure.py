@@ -13,12 +13,8 @@ times themselves drift. Writes <date>.json.
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
 import math
 import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,13 +27,11 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
+from experiments.shared import devices, records
+from experiments.shared.gpt import GPT, make_step
 
 # ---------------------------------------------------------------------------------------------
-vocab_size = 256
-context = 128
-num_layers = 6
-num_heads = 4
-dim = 256
+model = GPT(layers=6, dim=256, heads=4, vocab=256, context=128, dtype=jnp.float32)
 batch_size = 16  # sequences, over all devices
 num_devices = 8
 stages = (1, 3)
@@ -47,57 +41,22 @@ calls_per_run = 10
 # ---------------------------------------------------------------------------------------------
 
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+step = make_step(model.loss, tx)
 
 
 def init(key: jax.Array) -> dict[str, Any]:
-    def weights(index: int, *shape: int) -> jax.Array:
-        return 0.02 * jax.random.normal(jax.random.fold_in(key, index), shape)
-
-    params = {
-        "embed": weights(0, vocab_size, dim),
-        "positions": weights(1, context, dim),
-        "blocks": {  # stacked along dim 0, one slice per layer
-            "scales": weights(2, num_layers, 2, dim),
-            "qkv": weights(3, num_layers, dim, 3 * dim),
-            "project": weights(4, num_layers, dim, dim),
-            "up": weights(5, num_layers, dim, 4 * dim),
-            "down": weights(6, num_layers, 4 * dim, dim),
-        },
-    }
-    return {"params": params, "opt_state": tx.init(params)}
+    keys = iter(jax.random.split(key, len(jax.tree.leaves(model.shapes))))
+    return model.state(tx, lambda shape: 0.02 * jax.random.normal(next(keys), shape))
 
 
-def block(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-    scales = 1 + weights["scales"]
-    qkv = jax.nn.standardize(x) * scales[0] @ weights["qkv"]
-    q, k, v = (a.reshape(*a.shape[:-1], num_heads, -1) for a in jnp.split(qkv, 3, axis=-1))
-    attention = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x = x + attention.reshape(x.shape) @ weights["project"]
-    hidden = jax.nn.gelu(jax.nn.standardize(x) * scales[1] @ weights["up"])
-    return x + hidden @ weights["down"], None
-
-
-def loss_fn(params: dict[str, Any], batch: jax.Array) -> jax.Array:
-    tokens, targets = batch[:, :-1], batch[:, 1:]
-    x = params["embed"][tokens] + params["positions"]
-    x, _ = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), x, params["blocks"])
-    logits = jax.nn.standardize(x) @ params["embed"].T
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
-def step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-    loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-    updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
-
-def make_mesh(devices: int) -> jax.sharding.Mesh:
+def make_mesh(num: int) -> jax.sharding.Mesh:
     auto = jax.sharding.AxisType.Auto  # the mode in which plain jit shards an unchanged step
-    return jax.make_mesh((devices,), ("data",), (auto,), devices=jax.devices()[:devices])
+    return jax.make_mesh((num,), ("data",), (auto,), devices=jax.devices()[:num])
 
 
 def make_batch() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, vocab_size, (batch_size, context + 1), np.int32)
+    shape = (batch_size, model.context + 1)
+    return np.random.default_rng(0).integers(0, model.vocab, shape, np.int32)
 
 
 def compare_call_times(num_params: int, rounds: int) -> dict[str, Any]:
@@ -166,9 +125,9 @@ def compare_step_times(stage: int, rounds: int) -> dict[str, Any]:
     return {**result, "last_losses": losses}
 
 
-def compare_lowering_times(devices: int, rounds: int) -> dict[str, Any]:
+def compare_lowering_times(num: int, rounds: int) -> dict[str, Any]:
     single, batch = jax.device_put(init(jax.random.key(0)), jax.devices()[0]), make_batch()
-    mesh = make_mesh(devices)
+    mesh = make_mesh(num)
     placed = jzero.shard_train_step(step, stage=3, mesh=mesh).init(init, jax.random.key(0))
 
     def run(which: int) -> float:
@@ -200,40 +159,19 @@ def interleave(run: Callable[[int], float], rounds: int) -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, Any]:
-    packages = ["jax", "jaxlib", "optax", "numpy"]
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    cpus = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return {
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        **{package: importlib.metadata.version(package) for package in packages},
-        "cpu": f"{os.cpu_count()} x {cpus[0] if cpus else platform.machine()}",
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=20, help="default: %(default)s")
     parser.add_argument("--calls", action="store_true", help="only print 3, in 2 minutes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
-    # XLA reads this when the first device is asked for; of two settings the last one counts.
-    flag = f"--xla_force_host_platform_device_count={num_devices}"
-    # Virtual devices may wait for each other for ever under this scheduler (docs/design.md, 7).
-    order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag} {order}"
-    os.environ.setdefault("PJRT_NPROC", "32")  # threads: collectives that wait hold one each
+    devices.use_virtual_devices(num_devices)
 
     result: dict[str, Any] = {
-        **environment(),
+        **records.environment("jax", "jaxlib", "optax", "numpy"),
         "settings": {
-            "model": f"scanned + remat, {num_layers} layers, dim {dim}, context {context}",
-            "parameters": sum(
-                x.size for x in jax.tree.leaves(jax.eval_shape(init, jax.random.key(0))["params"])
-            ),
+            "model": f"scanned + remat, {model.layers} layers, dim {model.dim}, context {model.context}",
+            "parameters": model.num_params,
             "batch_size": batch_size,
             "rounds": args.rounds,
             "steps_per_run": steps_per_run,
@@ -249,13 +187,12 @@ def main() -> None:
         name = f"step_time_stage_{stage}_on_{num_devices}_devices"
         result[name] = compare_step_times(stage, args.rounds)
         print(name, result[name], flush=True)
-    for devices in (1, num_devices):
-        name = f"trace_and_lower_time_on_{devices}_devices"
-        result[name] = compare_lowering_times(devices, args.rounds)
+    for num in (1, num_devices):
+        name = f"trace_and_lower_time_on_{num}_devices"
+        result[name] = compare_lowering_times(num, args.rounds)
         print(name, result[name], flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{result['date']}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    records.write(path, result)
     print(f"written: {os.path.relpath(path)}")
 
 

@@ -1,11 +1,8 @@
 """What the training scripts share: settings, command line, and the report."""
 
 import argparse
-import datetime
-import importlib.metadata
-import json
 import os
-import platform
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,8 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from rich.console import Console
@@ -22,7 +17,10 @@ from rich.console import Console
 import data
 import jzero
 
-matplotlib.use("Agg")  # draw to files, also where there is no display
+# Where jzero is installed without this repository, `experiments` is on no path.
+sys.path.append(str(Path(__file__).parents[2]))
+from experiments.shared import pictures, records
+from experiments.shared.devices import use_virtual_devices
 
 # ---------------------------------------------------------------------------------------------
 # model: a byte-level GPT, pre-LN, learned positions, the embedding also being the output layer
@@ -133,19 +131,6 @@ def parse_args(
     return args
 
 
-def use_virtual_devices(num: int, num_processes: int = 1) -> None:
-    """So many CPU devices in each process, where there are no others. Before JAX touches a device."""
-    # XLA reads its flags when the first device is asked for, not at import, and of two settings the
-    # last one counts.
-    flags = [f"--xla_force_host_platform_device_count={num}"]
-    if num_processes == 1:
-        # Virtual devices may wait for each other for ever under this scheduler. Without it, processes
-        # may call collectives in different orders (docs/design.md, 7).
-        flags += ["--xla_cpu_enable_concurrency_optimized_scheduler=false"]
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
-    os.environ.setdefault("PJRT_NPROC", "32")  # threads: collectives that wait hold one each
-
-
 def positive(text: str) -> int:
     if int(text) < 1:
         raise ValueError
@@ -159,16 +144,7 @@ def share(text: str) -> float | str:
 def environment(num_devices: int | None) -> dict[str, Any]:
     """The date, versions and hardware that every result is recorded with."""
     packages = ["jax", "jaxlib", "flax", "optax", "numpy"]
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    cpus = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return {
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        **{package: importlib.metadata.version(package) for package in packages},
-        "cpu": f"{os.cpu_count()} x {cpus[0] if cpus else platform.machine()}",
-        "devices": f"{num_devices or jax.device_count()} x {jax.devices()[0].device_kind}",
-    }
+    return records.environment(*packages, num_devices=num_devices)
 
 
 def sharding_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -245,7 +221,7 @@ def report(
     plot_loss(args.out / "loss.png", losses, held_out, args)
     (args.out / "sample.txt").write_text(f"{prompt}{continuation}\n")
     numbers = {**environment(args.devices), "held_out_loss_nats_per_byte": held_out}
-    (args.out / "held_out.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    records.write(args.out / "held_out.json", numbers)
 
     console = Console(highlight=False)
     console.rule("sample: the beginning of a held-out file (dim), continued by the model")
@@ -292,8 +268,7 @@ def _decode(text: np.ndarray) -> str:
 def plot_loss(
     path: Path, losses: Sequence[float], held_out: float, args: argparse.Namespace
 ) -> None:
-    with plt.rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    with pictures.drawn(path, figsize=(8, 4.5)) as (_, axes):
         window = min(20, len(losses))
         smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
         axes.plot(losses, color="#90caf9", linewidth=0.8, label="training batch")
@@ -305,5 +280,3 @@ def plot_loss(
         axes.set_title(f"byte-level GPT, ZeRO stage {args.stage}")
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(path, dpi=120)
-        plt.close(figure)

@@ -12,12 +12,12 @@ import csv
 import json
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 import common
 import data
 import train_linen
+from experiments.shared import pictures, records  # `common` made them importable
 
 STAGES = range(4)
 
@@ -27,10 +27,10 @@ def plot(path: Path, losses: np.ndarray, title: str) -> None:
     # The first curve is drawn widest and the last one narrowest, so that all of them can be seen.
     styles = [(9, "-"), (6, "-"), (3, "-"), (1.5, "--")]
     colors = ["#cfd8dc", "#90caf9", "#1e88e5", "black"]
-    with plt.rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, (top, bottom) = plt.subplots(
-            2, 1, figsize=(8, 6.5), sharex=True, height_ratios=[2, 1], layout="constrained"
-        )
+    with pictures.drawn(path, 2, 1, figsize=(8, 6.5), sharex=True, height_ratios=[2, 1]) as (
+        _,
+        (top, bottom),
+    ):
         for stage, (width, style), color in zip(STAGES, styles, colors, strict=True):
             label = f"stage {stage}"
             top.plot(losses[stage], style, color=color, linewidth=width, label=label)
@@ -43,8 +43,6 @@ def plot(path: Path, losses: np.ndarray, title: str) -> None:
         for axes in (top, bottom):
             axes.grid(alpha=0.3)
             axes.legend()
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
 
 
 def main() -> None:
@@ -65,9 +63,8 @@ def main() -> None:
         "last_loss": {f"stage {stage}": losses[stage][-1] for stage in STAGES},
         "max_abs_difference_to_stage_0": {f"stage {s}": float(differences[s]) for s in STAGES[1:]},
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"{result['date']}-compare"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
+    records.write(stem.with_suffix(".json"), result)
     with open(stem.with_suffix(".csv"), "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *(f"stage_{stage}_loss_nats_per_byte" for stage in STAGES)])

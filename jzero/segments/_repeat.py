@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jzero.offload.memory._host_array import HostArray
+from jzero.offload.memory._host_array import Home, HostArray
 from jzero.offload.memory._padded import PaddedArray
 from jzero.segments._program import Program
 from jzero.sharding.plan._setting import Setting
@@ -76,29 +76,31 @@ class Repeat:
     _avals: list[Any]
     _shardings: list[Any]
     _padded: list[tuple[int, tuple[int, ...]]]
+    _homes: list[tuple[int, Home]]
 
     @classmethod
     def of(cls, program: Program, call: FlatCall, placed: Sequence[Any]) -> Repeat | None:
-        """A call of a program with its state as `placed`; None if a leaf had to move.
-
-        What rests on the host is no array of JAX's, and is asked every time.
-        """
+        """A call of a program with its state as `placed`; None if a leaf had to move."""
         padded = [(i, x.shape) for i, x in enumerate(call.state) if isinstance(x, PaddedArray)]
+        homes = [(i, x.home) for i, x in enumerate(call.state) if isinstance(x, HostArray)]
         plain, types = _plain(call.state, padded), list(map(type, call.state))
-        if HostArray in types or any(map(operator.is_not, plain, placed)):
+        if any(map(operator.is_not, plain, placed)):
             return None
-        avals, shardings = list(map(_AVAL, plain)), list(map(_SHARDING, plain))
-        return cls(program, call.others, types, avals, shardings, padded)
+        arrays = _on_devices(plain, homes)
+        avals, shardings = list(map(_AVAL, arrays)), list(map(_SHARDING, arrays))
+        return cls(program, call.others, types, avals, shardings, padded, homes)
 
     def state(self, call: FlatCall) -> list[Any] | None:
         """The state of another call as the program takes it; None if it is not like this one's."""
         if call.others != self._others or list(map(type, call.state)) != self._types:
             return None
         plain = _plain(call.state, self._padded)
+        arrays = _on_devices(plain, self._homes)
         like = (
             all(call.state[i].shape == shape for i, shape in self._padded)
-            and list(map(_AVAL, plain)) == self._avals
-            and list(map(_SHARDING, plain)) == self._shardings
+            and all(call.state[i].home == home for i, home in self._homes)
+            and list(map(_AVAL, arrays)) == self._avals
+            and list(map(_SHARDING, arrays)) == self._shardings
             and not any(map(_IS_DELETED, plain))
         )
         return plain if like else None
@@ -110,3 +112,11 @@ def _plain(leaves: Sequence[Any], padded: Sequence[tuple[int, tuple[int, ...]]])
     for i, _ in padded:
         plain[i] = plain[i].padded
     return plain
+
+
+def _on_devices(plain: list[Any], homes: Sequence[tuple[int, Home]]) -> list[Any]:
+    """Those leaves that are JAX's own arrays."""
+    if not homes:
+        return plain
+    elsewhere = {i for i, _ in homes}
+    return [x for i, x in enumerate(plain) if i not in elsewhere]

@@ -17,13 +17,11 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
-from matplotlib import pyplot
+
+from experiments.shared import pictures, records, training
 
 HERE = Path(__file__).parent
-TRAIN = HERE.parents[1] / "train_lm" / "train_linen.py"
-matplotlib.use("Agg")
 
 NONE, HOST, AFTER, FROM_START = (
     "no offload", "host", "delayed after 40 steps", "delayed from the start"
@@ -66,20 +64,19 @@ class Training(NamedTuple):
 def train(run: Run, steps: int) -> Training:
     with tempfile.TemporaryDirectory() as out:
         options = ["--steps", steps, "--seed", run.seed, "--learning-rate", run.rate, "--out", out]
-        command = [sys.executable, TRAIN, "--devices", 8, *options, *FLAGS[run.update]]
+        command = [sys.executable, training.SCRIPT, "--devices", 8, *options, *FLAGS[run.update]]
         subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
-        with open(Path(out, "metrics.csv"), newline="") as file:
-            losses = [float(row["loss_nats_per_byte"]) for row in csv.DictReader(file)]
+        losses = list(training.losses(Path(out)).values())
         return Training(losses, json.loads(Path(out, "held_out.json").read_text()))
 
 
-def row(run: Run, training: Training, plain: Training) -> dict[str, Any]:
+def row(run: Run, trained: Training, plain: Training) -> dict[str, Any]:
     """A training's numbers, and how far it is from the one without offload."""
     held_out = "held_out_loss_nats_per_byte"
-    losses = np.array(training.losses)
+    losses = np.array(trained.losses)
     return run._asdict() | {
-        "held_out_loss": training.numbers[held_out],
-        "above_no_offload": training.numbers[held_out] - plain.numbers[held_out],
+        "held_out_loss": trained.numbers[held_out],
+        "above_no_offload": trained.numbers[held_out] - plain.numbers[held_out],
         "last_training_loss": float(losses[-SMOOTH:].mean()),
         "largest_difference_of_a_step": float(np.abs(losses - plain.losses).max()),
     }
@@ -98,31 +95,28 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(path: Path, trainings: dict[Run, Training]) -> None:
-    with pyplot.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, panels = pyplot.subplots(
-            1, len(RATES), figsize=(12, 4.2), sharex=True, sharey=True, layout="constrained"
-        )
+    with pictures.drawn(
+        path, 1, len(RATES), font=12, figsize=(12, 4.2), sharex=True, sharey=True
+    ) as (_, panels):
         for axes, rate in zip(panels, RATES, strict=True):
-            for run, training in trainings.items():
+            for run, trained in trainings.items():
                 if run.rate != rate or run.seed:
                     continue
-                num = min(SMOOTH, len(training.losses))
-                curve = np.convolve(training.losses, np.ones(num) / num, mode="valid")
+                num = min(SMOOTH, len(trained.losses))
+                curve = np.convolve(trained.losses, np.ones(num) / num, mode="valid")
                 color, width = STYLES[run.update]
-                steps = np.arange(num - 1, len(training.losses))
+                steps = np.arange(num - 1, len(trained.losses))
                 axes.plot(steps, curve, color=color, linewidth=width, label=run.update)
             axes.set_title(f"peak learning rate {rate:g}", fontsize=12)
             axes.set(xlabel="step")
             axes.grid(alpha=0.3)
         panels[0].set(ylabel=f"loss (nats per byte), mean of {SMOOTH} steps")
         panels[0].legend()
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
 
 
 def write_losses(path: Path, trainings: dict[Run, Training]) -> None:
     names = [f"{run.update}, {run.rate:g}, seed {run.seed}" for run in trainings]
-    columns = [training.losses for training in trainings.values()]
+    columns = [trained.losses for trained in trainings.values()]
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *names])
@@ -144,9 +138,8 @@ def main() -> None:
     numbers = dict(trainings[RUNS[0]].numbers)
     del numbers["held_out_loss_nats_per_byte"]
     result = {**numbers, "steps": args.steps, "rows": rows}
-    args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / result["date"]
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    records.write(stem.with_suffix(".json"), result)
     write_losses(stem.with_suffix(".csv"), trainings)
     plot(stem.with_suffix(".png"), trainings)
     print(table(rows))

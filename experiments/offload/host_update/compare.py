@@ -8,12 +8,8 @@ time over a side's in the same round. Writes results/<date>.json and .png.
 """
 
 import argparse
-import datetime
 import gc
-import importlib.metadata
-import json
 import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +18,7 @@ import numpy as np
 
 import picture
 import sides
+from experiments.shared import records
 from problem import MOMENTS, Config, Memory
 
 HERE = Path(__file__).parent
@@ -109,9 +106,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def environment() -> dict[str, Any]:
     packages = ("jax", "jaxlib", "optax", "llvmlite", "torch", "deepspeed", "numpy")
     return {
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
+        **records.versions(*packages),
         "processors": len(os.sched_getaffinity(0)),
         "load_before": os.getloadavg(),
     }
@@ -149,7 +144,7 @@ def main() -> None:
 
 def write(result: dict[str, Any], out: Path) -> None:
     result["environment"]["load_after"] = os.getloadavg()
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    records.write(out, result)
     picture.draw(result, out.with_suffix(".png"))
 
 

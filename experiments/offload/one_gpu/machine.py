@@ -5,10 +5,8 @@ not yet as not available; and whoever touches a page first waits for it. `touch`
 """
 
 import concurrent.futures
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -34,13 +32,6 @@ def host() -> dict[str, Any]:
     return {"host_bytes": found.get("MemTotal"), "host_available": found.get("MemAvailable")}
 
 
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def output(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
@@ -50,28 +41,24 @@ def output(*command: str) -> str:
 
 def describe() -> dict[str, Any]:
     """Versions, processors, memory, the device; and what `ratio='auto'` goes by."""
+    # Here: a process of run.py has this checkout on its path, run.py itself may have not even JAX.
     import jax
 
+    from experiments.shared import records
     from jzero.offload import _bandwidth
 
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
-    known = Path("/proc/cpuinfo")
-    text = known.read_text() if known.exists() else ""
-    models = [
-        line.partition(": ")[2] for line in text.splitlines() if line.startswith("model name")
-    ]
     query = "--query-gpu=name,driver_version,memory.total"
     return {
-        "python": platform.python_version(),
-        **{name: version(name) for name in PACKAGES},
+        **records.versions(*PACKAGES),
         "commit": output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
         "platform": device.platform,
         "device": device.device_kind,
         "nvidia_smi": output("nvidia-smi", query, "--format=csv,noheader"),
         "bytes_limit": stats.get("bytes_limit"),
         "processors": len(os.sched_getaffinity(0)),
-        "processor": models[0] if models else platform.machine(),
+        "processor": records.processor(),
         **host(),
         "bytes_per_second": _bandwidth.measure(device, 1, None)._asdict(),
     }

@@ -16,7 +16,8 @@ from typing import Any
 import jax
 
 import jzero
-from model import GPT
+from experiments.shared.gpt import make_step
+from model import GPT, TX, of_size
 
 POLICIES: dict[str, Any] = {
     "jit": None,  # the same step under jax.jit, its state donated
@@ -45,10 +46,11 @@ class Log:
         self.known |= found
 
 
-def make_step(model: GPT, policy: str) -> Any:
+def step_of(model: GPT, policy: str) -> Any:
+    step = make_step(model.loss, TX)
     if policy == "jit":
-        return jax.jit(model.step, donate_argnums=0)
-    return jzero.shard_train_step(model.step, offload=POLICIES[policy])
+        return jax.jit(step, donate_argnums=0)
+    return jzero.shard_train_step(step, offload=POLICIES[policy])
 
 
 def at_rest(step: Any, state: Any, tokens: Any) -> dict[str, Any]:
@@ -93,8 +95,8 @@ def timed(step: Any, state: Any, tokens: Any, seconds: float) -> tuple[Any, dict
 
 
 def measure(args: argparse.Namespace, log: Log) -> None:
-    model = GPT(args.layers, args.dim, args.vocab, args.context, args.unrolled)
-    step, shapes = make_step(model, args.policy), jax.eval_shape(model.init)
+    model = of_size(args.layers, args.dim, args.vocab, args.context, args.unrolled)
+    step, shapes = step_of(model, args.policy), jax.eval_shape(model.init)
     known = at_rest(
         step, shapes, model.batch(args.rows[0])
     )  # It also tells where to make the state.

@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-import matplotlib
-from matplotlib import pyplot
-
+from experiments.shared import pictures
 from lanes import DEVICES, KERNELS, SEND, STEP, TO_DEVICE, TO_HOST, WAIT, Timeline
 
-matplotlib.use("Agg")
 COLORS = {
     DEVICES: "#0d47a1",
     TO_HOST: "#6a1b9a",
@@ -24,11 +21,11 @@ def draw(path: Path, timelines: dict[str, Timeline], where: str) -> None:
         for name, timeline in timelines.items()
     }
     longest = max(end for timeline in timelines.values() for _, end in timeline[STEP])
-    with pyplot.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, rows = pyplot.subplots(
-            len(timelines), 1, figsize=(11, 0.8 + 0.42 * sum(len(x) + 1 for x in shown.values())),
-            sharex=True, height_ratios=[len(x) + 1 for x in shown.values()], layout="constrained",
-        )  # fmt: skip
+    heights = [len(lanes) + 1 for lanes in shown.values()]
+    size = (11, 0.8 + 0.42 * sum(heights))
+    with pictures.drawn(
+        path, len(timelines), 1, font=11, figsize=size, sharex=True, height_ratios=heights
+    ) as (_, rows):
         for axes, (name, timeline) in zip(rows, timelines.items(), strict=True):
             lanes = shown[name]
             for y, lane in enumerate(lanes):
@@ -41,5 +38,3 @@ def draw(path: Path, timelines: dict[str, Timeline], where: str) -> None:
             axes.set_ylim(len(lanes) - 0.4, -0.6)
             axes.set_title(name, loc="left", fontsize=12, fontweight="bold")
         rows[-1].set(xlabel=f"milliseconds; a step lies between dashed lines; {where}")
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)

@@ -9,10 +9,8 @@ updated by the host a step later. Without an accelerator, on virtual CPU devices
 """
 
 import argparse
-import importlib
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,11 @@ import numpy as np
 import jzero
 import lanes
 import picture
+from experiments.shared import training
+from experiments.shared.devices import use_virtual_devices
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parents[1] / "train_lm"))
-common: Any = importlib.import_module("common")
-train_linen: Any = importlib.import_module("train_linen")
+common, train_linen = training.modules()
 
 POLICIES = {
     "no offload": jzero.NoOffload(),
@@ -70,7 +68,7 @@ def main() -> None:
     add("--traces", type=Path, help="folder to keep the traces in")
     add("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
-    common.use_virtual_devices(args.devices)
+    use_virtual_devices(args.devices)
     vars(common).update(num_layers=args.layers, dim=args.dim, num_heads=max(args.dim // 64, 1))
     if jax.default_backend() != "cpu":
         common.compute_dtype = jnp.bfloat16

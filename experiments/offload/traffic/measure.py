@@ -9,29 +9,23 @@ Writes <date>.json and .png, and prints the tables.
 """
 
 import argparse
-import importlib
-import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh
-from matplotlib import pyplot
 
 import jzero
+from experiments.shared import pictures, records, training
+from experiments.shared.devices import use_virtual_devices
 from jzero.offload import _host_step, _streamed
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parents[1] / "train_lm"))
-common: Any = importlib.import_module("common")
-train_linen: Any = importlib.import_module("train_linen")
-matplotlib.use("Agg")
+common, train_linen = training.modules()
 
 POLICIES = {
     "no offload": jzero.NoOffload(),
@@ -214,8 +208,7 @@ def plot(path: Path, cells: list[dict[str, Any]]) -> None:
     """Bytes per parameter at rest and per step, of the cells of one number of devices."""
     names = [cell["policy"] for cell in cells]
     found = [per_parameter(cell) for cell in cells]
-    with pyplot.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    with pictures.drawn(path, 1, 2, font=12, figsize=(11, 4.2)) as (_, (left, right)):
         ys, start = np.arange(len(cells)), np.zeros(len(cells))
         parts = [
             ("parameters, on the devices", "parameter", "#0d47a1"),
@@ -236,15 +229,13 @@ def plot(path: Path, cells: list[dict[str, Any]]) -> None:
         for axes in (left, right):
             axes.invert_yaxis()
             axes.legend(fontsize=10, loc="upper center", bbox_to_anchor=(0.5, 1.28))
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
-    common.use_virtual_devices(8)
+    use_virtual_devices(8)
     watch(counter := Counter())
     cells: list[dict[str, Any]] = []
     for num_devices in (1, 8):
@@ -256,9 +247,8 @@ def main() -> None:
         cell = planned(POLICIES[name], 64)
         cells.append({"policy": name, "devices": 64, "params": num_params()} | cell)
     result = {**common.environment(8), "large": LARGE, "cells": cells}
-    args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / result["date"]
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    records.write(stem.with_suffix(".json"), result)
     plot(stem.with_suffix(".png"), [cell for cell in cells if cell["devices"] == 8])
     print(table(cells))
     for cell in cells:
