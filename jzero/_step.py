@@ -28,6 +28,7 @@ from jzero.sharding.plan._options import Options, axis_tuple
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.run import _microbatches
 from jzero.tracing import _call, _jaxpr
+from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
 
@@ -60,7 +61,7 @@ class ShardedTrainStep:
             raise OptionError(message(
                 WHO, "step_fn was made by jax.pmap", "jzero runs the step on all devices itself.",
                 "Pass the function inside, with the axis_name= that pmap had."))  # fmt: skip
-        signature = _call.Signature.of(step_fn, static_argnums, static_argnames, in_specs)
+        signature = Signature.of(step_fn, static_argnums, static_argnames, in_specs)
         self._programs = Programs(
             step_fn, signature, options, mesh, axis_tuple(axis_names), axis_name
         )

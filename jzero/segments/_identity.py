@@ -16,6 +16,7 @@ from jzero.segments._program import Program
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call, _jaxpr
+from jzero.tracing._signature import Call
 
 
 def of_state(setting: Setting, leaves: Sequence[LeafPlan]) -> dict[str, list[str]]:
@@ -33,7 +34,7 @@ def of_state(setting: Setting, leaves: Sequence[LeafPlan]) -> dict[str, list[str
     }
 
 
-def of_call(call: _call.Call) -> dict[str, list[str]]:
+def of_call(call: Call) -> dict[str, list[str]]:
     """What is known of a call before its program is built."""
     arguments = [line for name, tree in call.arrays.items() for line in _described(name, tree)]
     return {"arguments": arguments, SHAPES: _described("state", call.state)}
@@ -53,9 +54,7 @@ def _line(path: str, leaf: Any) -> str:
     return describe_leaf(path, aval.shape, aval.dtype)
 
 
-def of_program(
-    setting: Setting, call: _call.Call, program: Program, traced: Any
-) -> dict[str, list[str]]:
+def of_program(setting: Setting, call: Call, program: Program, traced: Any) -> dict[str, list[str]]:
     """The same, the arguments, and the program: all that decides what is compiled.
 
     Args:

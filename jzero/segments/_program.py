@@ -21,6 +21,7 @@ from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
+from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
 # JAX's names of the tiers that have another one; of what is no JAX array, where it rests on the way.
@@ -53,7 +54,7 @@ class Program:
 
 
 def build(
-    step_fn: Callable[..., Any], signature: _call.Signature, setting: Setting, state: Any,
+    step_fn: Callable[..., Any], signature: Signature, setting: Setting, state: Any,
     arrays: dict[str, Any], static: tuple[tuple[str, Any], ...], shared: Shared,
 ) -> Program:  # fmt: skip
     """Traces the step, plans it, and makes what runs the plan.

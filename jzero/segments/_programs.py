@@ -19,6 +19,7 @@ from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
 from jzero.tracing._batch import Batch
+from jzero.tracing._signature import Call, Signature
 
 WHO = _call.WHO
 
@@ -34,7 +35,7 @@ class Programs:
     """
 
     def __init__(
-        self, step_fn: Callable[..., Any], signature: _call.Signature, options: Options, mesh: Any,
+        self, step_fn: Callable[..., Any], signature: Signature, options: Options, mesh: Any,
         axis_names: tuple[str, ...] | None, axis_name: str | None,
     ):  # fmt: skip
         self._step_fn, self.signature, self.options = step_fn, signature, options
@@ -65,11 +66,11 @@ class Programs:
             self._setting = around, setting
         return self._setting[1]
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _call.Call:
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A call of the step, taken apart."""
         return self.signature.bind(args, kwargs)
 
-    def of(self, call: _call.Call) -> Program:
+    def of(self, call: Call) -> Program:
         """The program for a call's shapes."""
         return self._of(call, self.setting)
 
@@ -80,16 +81,16 @@ class Programs:
         dims = tuple(_call.microbatch_dim(spec, setting.axes) for spec in specs)
         return Batch.of(who, self.signature, call, dims, math.prod(setting.batch_axes.values()))
 
-    def _of(self, call: _call.Call, setting: Setting) -> Program:
+    def _of(self, call: Call, setting: Setting) -> Program:
         seen = self._quick_key(call, setting)
         if seen not in self._seen:
             self._seen[seen] = self._of_shapes(call, setting)
         return self._seen[seen]
 
-    def _quick_key(self, call: _call.Call, setting: Setting) -> Any:
+    def _quick_key(self, call: Call, setting: Setting) -> Any:
         return setting, call.static, _call.signature_of((call.state, call.arrays))
 
-    def _of_shapes(self, call: _call.Call, setting: Setting) -> Program:
+    def _of_shapes(self, call: Call, setting: Setting) -> Program:
         state, arrays = _call.abstract(call.state, "state"), {
             name: _call.abstract(value, name) for name, value in call.arrays.items()
         }  # fmt: skip
@@ -102,7 +103,7 @@ class Programs:
             self._layouts[_state_key(state, setting)] = self.built[key].plan.leaves
         return self.built[key]
 
-    def agreed(self, call: _call.Call, setting: Setting) -> Program:
+    def agreed(self, call: Call, setting: Setting) -> Program:
         """The program for a call that is about to run: every process must have built, and call, the same.
 
         Raises:
@@ -120,7 +121,7 @@ class Programs:
         if before.name and not _agreement.goes_on(setting.mesh, before.name):
             _agreement.agree_again(WHO, setting.mesh, before)
 
-    def _agreed_first(self, call: _call.Call, setting: Setting) -> Program:
+    def _agreed_first(self, call: Call, setting: Setting) -> Program:
         """The program for a call that none has run before."""
         failures: list[Exception] = []
 
@@ -149,7 +150,7 @@ class Programs:
         return self._layouts.get(_state_key(state, setting))
 
 
-def placed_inputs(call: _call.Call, program: Program) -> tuple[list[Any], list[Any]]:
+def placed_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
     """The program's inputs as shapes with shardings."""
     arrays = [
         leaf

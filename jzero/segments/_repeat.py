@@ -14,6 +14,7 @@ from jzero.offload.memory._padded import PaddedArray
 from jzero.segments._program import Program
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
+from jzero.tracing._signature import Call
 
 _AVAL, _SHARDING = operator.attrgetter("aval"), operator.attrgetter("sharding")
 _IS_DELETED = operator.methodcaller("is_deleted")
@@ -30,14 +31,14 @@ class FlatCall(NamedTuple):
       others: what else tells two calls apart.
     """
 
-    call: _call.Call
+    call: Call
     setting: Setting
     state: list[Any]
     arrays: list[Any]
     others: tuple[Any, ...]
 
     @classmethod
-    def of(cls, call: _call.Call, setting: Setting) -> FlatCall:
+    def of(cls, call: Call, setting: Setting) -> FlatCall:
         """Takes the trees of a call apart."""
         state, tree = jax.tree.flatten(call.state)
         arrays, arrays_tree = jax.tree.flatten(call.arrays)

@@ -10,6 +10,7 @@ import jax
 
 from jzero._errors import BatchError, message
 from jzero.tracing import _call
+from jzero.tracing._signature import Call, Signature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,14 +24,14 @@ class Batch:
       rows: the part of that dim that each device has in one microbatch, in the leaf that has fewest.
     """
 
-    signature: _call.Signature
-    shapes: _call.Call
+    signature: Signature
+    shapes: Call
     dims: tuple[int | None, ...]
     rows: int
 
     @staticmethod
     def of(
-        who: str, signature: _call.Signature, call: _call.Call, dims: tuple[int | None, ...], parts: int
+        who: str, signature: Signature, call: Call, dims: tuple[int | None, ...], parts: int
     ) -> Batch:  # fmt: skip
         """The batch of a call whose dims are split in `parts` (devices times microbatches)."""
         arrays = {name: _call.abstract(value, name) for name, value in call.arrays.items()}
