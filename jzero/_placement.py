@@ -52,7 +52,7 @@ class Placement:
         if plans is None:
             tier = self.programs.options.offload.tier
             leaves = _make.state_leaves(abstract, setting)
-            plans = _leaves.plan_from_shapes(leaves, setting.sharding, tier)
+            plans = _leaves.plan_from_shapes(leaves, setting.stage_axes, tier)
         return plans, _program.shardings_of(plans, setting.mesh)
 
     def places(self, plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding]) -> list[Place]:
@@ -62,7 +62,7 @@ class Placement:
             axes: tuple[str, ...] = ()
             if self.programs.options.offload.tier == HOST:
                 setting = self.programs.setting
-                axes = (*setting.sharding.shard_axes, *setting.automatic)
+                axes = (*setting.stage_axes.shard_axes, *setting.automatic)
             known = self._places = plans, shardings, _placing.places(plans, shardings, axes)
         return known[2]
 

@@ -15,7 +15,7 @@ from orbax.checkpoint import type_handlers
 
 from jzero.checkpoint import _reading
 from jzero.checkpoint._seal import StoredLeaf
-from jzero.checkpoint._writing import Leaf, Writing, start_copies
+from jzero.checkpoint._writing import Writing, WrittenLeaf, start_copies
 from jzero.offload.memory._host_array import HostArray
 from jzero.offload.memory._padded import PaddedArray
 
@@ -36,7 +36,7 @@ class Handler(type_handlers.TypeHandler):
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> list[Any]:
         """Copies what every process has whole; writes in the background."""
-        return self._writing.futures(list(map(Leaf.of_copy, values, infos)))
+        return self._writing.futures(list(map(WrittenLeaf.of_copy, values, infos)))
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
         """Shape, dtype and chunks of each leaf."""
@@ -88,7 +88,7 @@ class ArrayHandler(Handler, type_handlers.ArrayHandler):
         plain = [jax.random.key_data(x) if _reading.is_key(x.dtype) else x for x in values]
         for x in plain:
             start_copies(x)
-        return self._writing.futures(list(map(Leaf.of, plain, infos)))
+        return self._writing.futures(list(map(WrittenLeaf.of, plain, infos)))
 
     async def deserialize(
         self, infos: Sequence[Any], args: Sequence[Any] | None = None

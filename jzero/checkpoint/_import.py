@@ -73,7 +73,7 @@ def _check_prefix(prefix: str) -> None:
             "Leave it out for params."))  # fmt: skip
 
 
-def _write(directory: Path, leaves: Mapping[str, _stream.Source]) -> None:
+def _write(directory: Path, leaves: Mapping[str, _stream.LeafSource]) -> None:
     """Writes the checkpoint where nobody looks, and moves it when it is complete and on the disk."""
     notes = {"roles": dict.fromkeys(leaves, PARAMETER)}
     with _parents(directory), _private.folder(f"{WHO} {directory}", directory) as folder:
@@ -177,7 +177,7 @@ def _clashes(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _nested(leaves: Mapping[str, _stream.Source]) -> dict[str, Any]:
+def _nested(leaves: Mapping[str, _stream.LeafSource]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *path, last = name.split("/")
@@ -188,7 +188,7 @@ def _nested(leaves: Mapping[str, _stream.Source]) -> dict[str, Any]:
     return tree
 
 
-def _source(tensor: Tensor, file: Path) -> _stream.Source:
+def _source(tensor: Tensor, file: Path) -> _stream.LeafSource:
     row = tensor.nbytes // tensor.shape[0] if tensor.shape and tensor.shape[0] else 0
 
     def read(index: Any) -> np.ndarray:
@@ -199,4 +199,4 @@ def _source(tensor: Tensor, file: Path) -> _stream.Source:
         data = np.fromfile(file, np.uint8, nbytes, offset=tensor.start + first * row)
         return data.view(tensor.dtype).reshape(shape)
 
-    return _stream.Source(tensor.shape, tensor.dtype, read)
+    return _stream.LeafSource(tensor.shape, tensor.dtype, read)

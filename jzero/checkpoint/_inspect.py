@@ -15,7 +15,7 @@ from jzero.checkpoint import _files, _orbax, _reading, _seal, _steps, _stored, _
 WHO = "inspect"
 
 
-class Entry(NamedTuple):
+class InspectedLeaf(NamedTuple):
     """A leaf: its bytes are those of its values, and fewer on disk; its role is None if nobody noted it."""
 
     name: str
@@ -45,11 +45,11 @@ class Inspection(NamedTuple):
     written: str | None
     writer: str | None
     has_data_iterator: bool
-    leaves: list[Entry]
+    leaves: list[InspectedLeaf]
 
     def totals(self) -> list[dict[str, Any]]:
         """Number of leaves, elements and bytes of each role and dtype."""
-        groups: dict[tuple[str | None, str], list[Entry]] = {}
+        groups: dict[tuple[str | None, str], list[InspectedLeaf]] = {}
         for leaf in self.leaves:
             groups.setdefault((leaf.role, leaf.dtype), []).append(leaf)
         return [
@@ -107,14 +107,14 @@ def verify(stored: _stored.Stored) -> Verified:
     return found
 
 
-def _entry(name: str, metadata: Any, roles: dict[str, str]) -> Entry:
+def _entry(name: str, metadata: Any, roles: dict[str, str]) -> InspectedLeaf:
     shape = tuple(getattr(metadata, "shape", None) or ())
     dtype = getattr(metadata, "dtype", None)
     chunk_shape = getattr(getattr(metadata, "storage", None), "chunk_shape", None) or shape
     itemsize = 0 if dtype is None else np.dtype(dtype).itemsize
     kind = "string" if dtype is None else str(np.dtype(dtype))
     nbytes = math.prod(shape) * itemsize
-    return Entry(name, roles.get(name), kind, shape, nbytes, tuple(chunk_shape))
+    return InspectedLeaf(name, roles.get(name), kind, shape, nbytes, tuple(chunk_shape))
 
 
 def _time(notes: dict[str, Any]) -> str | None:

@@ -21,7 +21,7 @@ class Leaf(NamedTuple):
     dtype: str
 
 
-class Source(NamedTuple):
+class Origin(NamedTuple):
     """The stored leaf that a leaf is restored from; `cast`: in fewer bits."""
 
     name: str
@@ -36,7 +36,7 @@ def leaf_names(tree: Any) -> list[str]:
 
 def match(
     who: str, wanted: Mapping[str, Leaf], stored: Mapping[str, Leaf], directory: str
-) -> dict[str, Source]:
+) -> dict[str, Origin]:
     """For each wanted leaf, by name, where it is stored.
 
     That is under the same name, except that `jzero.master_weights` may have come or gone: then parameters
@@ -46,7 +46,7 @@ def match(
       CheckpointError: all leaves that are missing, left over, or of another shape or dtype.
     """
     moved, dropped = _moved_masters(wanted, stored)
-    sources = {name: moved.get(name, Source(name)) for name in wanted}
+    sources = {name: moved.get(name, Origin(name)) for name in wanted}
     bad = [
         problem
         for name, leaf in wanted.items()
@@ -95,19 +95,19 @@ def _problem(wanted: Leaf, stored: Leaf | None, cast: bool) -> str | None:
 
 def _moved_masters(
     wanted: Mapping[str, Leaf], stored: Mapping[str, Leaf]
-) -> tuple[dict[str, Source], set[str]]:
+) -> tuple[dict[str, Origin], set[str]]:
     """What `master_weights` on one side only puts elsewhere, and stored leaves that nothing needs then."""
-    moved: dict[str, Source] = {}
+    moved: dict[str, Origin] = {}
     dropped: set[str] = set()
     ours, theirs = _wrappers(wanted), _wrappers(stored)
     for at in ours - theirs:
-        moved |= {name: Source(at + rest) for name, rest in _below(f"{at}inner/", wanted)}
+        moved |= {name: Origin(at + rest) for name, rest in _below(f"{at}inner/", wanted)}
         for master, param in _masters(at, wanted):
-            moved |= {master: Source(param), param: Source(param, cast=True)}
+            moved |= {master: Origin(param), param: Origin(param, cast=True)}
     for at in theirs - ours:
-        moved |= {at + rest: Source(name) for name, rest in _below(f"{at}inner/", stored)}
+        moved |= {at + rest: Origin(name) for name, rest in _below(f"{at}inner/", stored)}
         for master, param in _masters(at, stored):
-            moved[param] = Source(master)
+            moved[param] = Origin(master)
             dropped.add(param)
     return moved, dropped
 

@@ -13,7 +13,7 @@ from jzero._errors import OptionError, message
 from jzero._in_turn import groups
 from jzero._step import ShardedTrainStep
 from jzero.checkpoint import _stored
-from jzero.checkpoint._match import Leaf, Source, leaf_names, match
+from jzero.checkpoint._match import Leaf, Origin, leaf_names, match
 from jzero.offload.memory import _available, _placing
 from jzero.offload.memory._placing import Place
 from jzero.processes import _agreement
@@ -133,7 +133,7 @@ class _Task:
         return _placing.place_state(arrays, [self._places[name] for name in group])
 
 
-def _groups(sources: Mapping[str, Source], places: Mapping[str, Place]) -> Iterator[list[str]]:
+def _groups(sources: Mapping[str, Origin], places: Mapping[str, Place]) -> Iterator[list[str]]:
     """The leaves that are read together: what stays where it is read to, others up to so many bytes.
 
     A stored leaf that becomes a parameter, in fewer bits, and its master, is read for each by itself.

@@ -31,7 +31,7 @@ from jzero.checkpoint._stored import Stored, damaged
 AT_ONCE = 2**26
 
 
-class Source:
+class LeafSource:
     """A leaf that is yet to be read.
 
     Args:
@@ -71,10 +71,10 @@ def open_leaves(who: str, stored: Stored) -> dict[str, tensorstore.TensorStore]:
 
 
 def write_leaves(directory: Path, tree: Any, notes: dict[str, Any]) -> None:
-    """Writes a checkpoint of `Source`s to a new directory, seals and syncs it."""
+    """Writes a checkpoint of `LeafSource`s to a new directory, seals and syncs it."""
     started, writing = time.time_ns(), _writing.Writing()
     # Orbax warns where there is none for jax.Array.
-    types = {Source: _SourceHandler(writing, {}), jax.Array: type_handlers.ArrayHandler()}
+    types = {LeafSource: _LeafSourceHandler(writing, {}), jax.Array: type_handlers.ArrayHandler()}
     handler = _handlers.pytree_handler(types)
     directory.mkdir()
     handler.save(epath.Path(directory), args=ocp.args.PyTreeSave(tree))
@@ -151,26 +151,26 @@ class _ScalarOpener(_Opener, type_handlers.ScalarHandler):
 class _Part(NamedTuple):
     """What is written at a time: some rows of a leaf."""
 
-    source: Source
+    source: LeafSource
     info: Any
     spec: dict[str, Any]
     index: Any
     nbytes: int
 
 
-class _SourceHandler(_handlers.Handler, type_handlers.ArrayHandler):
-    """Writes `Source`s as the arrays that they will be."""
+class _LeafSourceHandler(_handlers.Handler, type_handlers.ArrayHandler):
+    """Writes `LeafSource`s as the arrays that they will be."""
 
     def typestr(self) -> str:
         return "np.ndarray"
 
     async def serialize(
-        self, values: Sequence[Source], infos: Sequence[Any], args: Any = None
+        self, values: Sequence[LeafSource], infos: Sequence[Any], args: Any = None
     ) -> list[Any]:
         parts = [part for pair in zip(values, infos, strict=True) for part in self._parts(*pair)]
         return [CommitFuture(self._writing.noted(_write(parts)), name="write")]
 
-    def _parts(self, source: Source, info: Any) -> Iterator[_Part]:
+    def _parts(self, source: LeafSource, info: Any) -> Iterator[_Part]:
         spec = _writing.write_spec(info, source.shape, source.shape, source.dtype)
         found = self._writing.note(info.name, spec)
         for index, nbytes in _blocks(source.shape, source.dtype.itemsize, found.chunk_shape):

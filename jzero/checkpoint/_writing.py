@@ -27,7 +27,7 @@ Box: TypeAlias = tuple[slice, ...]
 _TOGETHER = 2**28
 
 
-class Leaf(NamedTuple):
+class WrittenLeaf(NamedTuple):
     """What this process writes of a leaf.
 
     Attributes:
@@ -45,14 +45,14 @@ class Leaf(NamedTuple):
         return sum(data.nbytes for _, data in self.parts)
 
     @classmethod
-    def of(cls, x: Array, info: Any) -> Leaf:
+    def of(cls, x: Array, info: Any) -> WrittenLeaf:
         """Of a leaf that the devices hold together, each a part of it."""
         spec = write_spec(info, x.shape, _shard_shape(x), x.dtype)
         parts = [_cut(index, data, x.shape) for index, data in _own_parts(x)]
         return cls(spec, info, [part for part in parts if part is not None])
 
     @classmethod
-    def of_copy(cls, x: Any, info: Any) -> Leaf:
+    def of_copy(cls, x: Any, info: Any) -> WrittenLeaf:
         """Of a number or a NumPy array, which every process has whole, and its owner may change."""
         x = np.array(x)
         spec = write_spec(info, x.shape, x.shape, x.dtype)
@@ -73,7 +73,7 @@ class Writing:
         self.fragments = Fragments()
         self._failure: BaseException | None = None
 
-    def futures(self, leaves: Sequence[Leaf]) -> list[Any]:
+    def futures(self, leaves: Sequence[WrittenLeaf]) -> list[Any]:
         """Starts to write them, in the background."""
         for leaf in leaves:
             self.note(leaf.info.name, leaf.spec)
@@ -147,7 +147,7 @@ def _cut(
     return tuple(map(slice, starts, stops)), values
 
 
-async def _write(leaves: Sequence[Leaf], fragments: Fragments) -> None:
+async def _write(leaves: Sequence[WrittenLeaf], fragments: Fragments) -> None:
     for group in groups(leaves, _TOGETHER):
         async with _ocdbt.transaction() as together:
             work = [_write_leaf(leaf, fragments, together) for leaf in group]
@@ -156,7 +156,7 @@ async def _write(leaves: Sequence[Leaf], fragments: Fragments) -> None:
             leaf.parts.clear()  # the copies on the host
 
 
-async def _write_leaf(leaf: Leaf, fragments: Fragments, transaction: Any) -> None:
+async def _write_leaf(leaf: WrittenLeaf, fragments: Fragments, transaction: Any) -> None:
     await leaf.info.await_path_creation()
     options = dict(open=True, context=leaf.info.ts_context, transaction=transaction)
     if jax.process_index() == 0:  # All would make the same array.

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import HOST
-from jzero.offload.kernels._roads import Analysis, Road, traced_flat
+from jzero.offload.kernels._roads import Road, RoadFinder, traced_flat
 from jzero.segments._builder import Builder
 from jzero.sharding.analysis import _traffic
 from jzero.sharding.cut import _elementwise, _pieces
@@ -115,7 +115,7 @@ class HostTurn:
         """How the host computes each of `names`."""
         avals = self.state_avals()
         _, flat, _ = traced_flat(self.update, avals, self.input_avals())
-        analysis = Analysis(flat, len(avals))
+        analysis = RoadFinder(flat, len(avals))
         return [analysis.road(i, name) for i, name in enumerate(self.names())]
 
     def identity(self) -> tuple[Any, ...] | None:
@@ -136,7 +136,7 @@ class HostTurn:
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """The mesh axes over which shards differ."""
-        return self._plan.sharding.shard_axes
+        return self._plan.stage_axes.shard_axes
 
 
 def _refuse(builder: Builder, pieces: Sequence[Piece]) -> None:

@@ -22,7 +22,7 @@ from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
 from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
-from jzero.sharding.plan._stages import Sharding
+from jzero.sharding.plan._stages import StageAxes
 from jzero.sharding.run._run import Runner
 
 _DELAY_AFTER = 40  # ZeRO-Offload, section 5.2
@@ -35,7 +35,12 @@ class NoOffload(Offload):
     tier: ClassVar[str] = DEVICE
 
     def rest(
-        self, leaves: Leaves, frame: Frame, mesh: Mesh, sharding: Sharding, automatic: Sequence[str]
+        self,
+        leaves: Leaves,
+        frame: Frame,
+        mesh: Mesh,
+        stage_axes: StageAxes,
+        automatic: Sequence[str],
     ) -> tuple[Leaves, UpdatePart]:
         """All leaves on the devices, and no update part."""
         return leaves, UpdatePart((), {})
@@ -107,10 +112,15 @@ class PinnedHost(Offload):
         return self.device_bytes
 
     def rest(
-        self, leaves: Leaves, frame: Frame, mesh: Mesh, sharding: Sharding, automatic: Sequence[str]
+        self,
+        leaves: Leaves,
+        frame: Frame,
+        mesh: Mesh,
+        stage_axes: StageAxes,
+        automatic: Sequence[str],
     ) -> tuple[Leaves, UpdatePart]:
         """Optimizer state in pinned memory."""
-        return _tiers.offloaded(self, leaves, frame, sharding)
+        return _tiers.offloaded(self, leaves, frame, stage_axes)
 
     def turns(
         self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
@@ -239,16 +249,21 @@ class HostCPU(Offload):
         return self.delayed_update
 
     def rest(
-        self, leaves: Leaves, frame: Frame, mesh: Mesh, sharding: Sharding, automatic: Sequence[str]
+        self,
+        leaves: Leaves,
+        frame: Frame,
+        mesh: Mesh,
+        stage_axes: StageAxes,
+        automatic: Sequence[str],
     ) -> tuple[Leaves, UpdatePart]:
         """Optimizer state on the hosts, but for what `ratio` leaves on the devices."""
-        resting, update = _tiers.offloaded(self, leaves, frame, sharding)
+        resting, update = _tiers.offloaded(self, leaves, frame, stage_axes)
         _tiers.check_axes(self, automatic)
         if self.delayed_update:
             _tiers.check_delayed(leaves, frame, update)
         measured = self.ratio == "auto"
         ratio = (
-            _tiers.measured_share(resting, mesh, sharding, self.threads)
+            _tiers.measured_share(resting, mesh, stage_axes, self.threads)
             if measured
             else float(self.ratio)
         )

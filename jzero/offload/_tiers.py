@@ -17,14 +17,14 @@ from jzero.sharding.cut._pieces import Piece, UpdatePart
 from jzero.sharding.plan import _leaves
 from jzero.sharding.plan._offload import Leaves, Offload
 from jzero.sharding.plan._plan import Turn
-from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, Sharding
+from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
 from jzero.tracing import _call
 
 WHO = _call.WHO
 
 
 def offloaded(
-    policy: Offload, leaves: Leaves, frame: Frame, sharding: Sharding
+    policy: Offload, leaves: Leaves, frame: Frame, stage_axes: StageAxes
 ) -> tuple[Leaves, UpdatePart]:
     """The leaves with all of their optimizer state in the policy's tier, and the update part.
 
@@ -32,7 +32,7 @@ def offloaded(
       OptionError: there is none that is worth it.
     """
     staying = _staying(leaves, frame)
-    resting = _leaves.offload(leaves, policy.tier, sharding.min_bytes, staying)
+    resting = _leaves.offload(leaves, policy.tier, stage_axes.min_bytes, staying)
     update = _pieces.cut_update(frame, [i for i, leaf in enumerate(resting) if leaf.tier != DEVICE])
     if not update.pieces:
         raise OptionError(message(
@@ -82,13 +82,13 @@ def check_delayed(leaves: Leaves, frame: Frame, update: UpdatePart) -> None:
             "Return it from the state, or drop delayed_update.", things="outputs"))  # fmt: skip
 
 
-def measured_share(leaves: Leaves, mesh: Mesh, sharding: Sharding, threads: int | None) -> float:
+def measured_share(leaves: Leaves, mesh: Mesh, stage_axes: StageAxes, threads: int | None) -> float:
     """The share of optimizer state with which host and devices end together, measured.
 
     Args:
       leaves: with all of it on the host.
       mesh: whose devices are measured.
-      sharding: over which data axes.
+      stage_axes: over which data axes.
       threads: how many update on the host.
 
     Raises:
@@ -107,7 +107,7 @@ def measured_share(leaves: Leaves, mesh: Mesh, sharding: Sharding, threads: int 
             "Use a number, such as describe() reports it for one process."))  # fmt: skip
     moving = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier != DEVICE)
     # They cross in shards, whole as they may rest.
-    num_shards = sharding.count(sharding.shard_axes)
+    num_shards = stage_axes.count(stage_axes.shard_axes)
     params = sum(leaf.nbytes for leaf in leaves if leaf.role == PARAMETER) // num_shards
     found = _bandwidth.measure(local[0], len(local), threads)
     return _bandwidth.share(found, moving, params)

@@ -24,7 +24,7 @@ from jzero.reports._tables import Memory
 from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
-from jzero.sharding.plan._stages import Sharding
+from jzero.sharding.plan._stages import StageAxes
 
 WHO = "estimate"
 
@@ -168,7 +168,7 @@ def estimate(
     )  # fmt: skip
     sizes = _bytes_per_param(optimizer, precision, **given)
     _check_offload(offload, sizes)
-    return Estimate(count, options, options.sharding(axes), sizes)
+    return Estimate(count, options, options.stage_axes(axes), sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Estimate:
 
     num_params: int
     options: Options
-    sharding: Sharding
+    sharding: StageAxes
     bytes_per_param: BytesPerParam
 
     @property

@@ -14,7 +14,7 @@ from jzero.reports._tables import Memory
 from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options
-from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, Sharding
+from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
 
 GRADIENT, GATHERED, ACCUMULATOR = "gradient", "gathered parameter", "accumulator"
 VISITING, RENEWED = "visiting optimizer state", "renewed parameter"
@@ -61,10 +61,10 @@ class Need(NamedTuple):
     most: int | None = None
 
 
-def needs(options: Options, sharding: Sharding, sizes: BytesPerParam) -> Iterator[Need]:
+def needs(options: Options, stage_axes: StageAxes, sizes: BytesPerParam) -> Iterator[Need]:
     """The stage's row, by role (ZeRO, section 5), and what offload moves (ZeRO-Offload, section 3)."""
-    num_shards = sharding.count(sharding.shard_axes)
-    num_param_shards = sharding.count(sharding.param_axes)
+    num_shards = stage_axes.count(stage_axes.shard_axes)
+    num_param_shards = stage_axes.count(stage_axes.param_axes)
     yield Need(PARAMETER, sizes.parameters, num_param_shards, True, "")
     on_host = share_on_host(options.offload)
     yield Need(OPTIMIZER, sizes.optimizer_state, num_shards, True, "", on_host)
@@ -117,12 +117,12 @@ def memory(num_params: int, rows: Iterable[Need]) -> tuple[Memory, ...]:
 
 
 def traffic(
-    num_params: int, options: Options, sharding: Sharding, sizes: BytesPerParam
+    num_params: int, options: Options, stage_axes: StageAxes, sizes: BytesPerParam
 ) -> Iterator[Collective]:
     """Gathers of the passes, reductions, and the gather of updated parameters (ZeRO, section 7)."""
-    params, shards = sharding.param_axes, sharding.shard_axes
+    params, shards = stage_axes.param_axes, stage_axes.shard_axes
     outer = shards[len(params) :]  # `shard_axes` begins with `param_axes`.
-    replicas = tuple(axis for axis, _ in sharding.axes if axis not in shards)
+    replicas = tuple(axis for axis, _ in stage_axes.axes if axis not in shards)
     reductions = 1 if options.reduce_once else options.accumulate
     dtype = options.reduce_dtype
     reduced = sizes.compute if dtype is None else Fraction(jnp.dtype(dtype).itemsize)
@@ -133,13 +133,13 @@ def traffic(
         ("all-reduce", replicas, shards, reduced, 1),  # after the last microbatch
         ("all-gather", outer, params, sizes.parameters, 1),
     ):
-        if sharding.count(axes) > 1:
-            elements = math.ceil(Fraction(num_params, sharding.count(held_over)))
+        if stage_axes.count(axes) > 1:
+            elements = math.ceil(Fraction(num_params, stage_axes.count(held_over)))
             yield Collective(op, axes, _dtype(size), float(size), elements, times, "")
 
 
 def crossings(
-    num_params: int, options: Options, sharding: Sharding, sizes: BytesPerParam
+    num_params: int, options: Options, stage_axes: StageAxes, sizes: BytesPerParam
 ) -> Iterator[Crossing]:
     """What crosses between each device and its host: state there and back, or gradients and parameters."""
     rows = [(way, OPTIMIZER, sizes.optimizer_state) for way in (TO_HOST, TO_DEVICE)]
@@ -150,7 +150,7 @@ def crossings(
             (TO_HOST, PARAMETER, read),
             (TO_DEVICE, PARAMETER, sizes.parameters),
         ]
-    count = share_on_host(options.offload) * num_params / sharding.count(sharding.shard_axes)
+    count = share_on_host(options.offload) * num_params / stage_axes.count(stage_axes.shard_axes)
     for direction, what, size in rows:
         if size and count:
             nbytes = math.ceil(count * size)

@@ -11,13 +11,13 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE
-from jzero.segments._segment import Arrays, Segment, Values, Var
+from jzero.segments._segment import Segment, Values, Var
 from jzero.sharding.cut._pieces import Piece
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
 from jzero.sharding.run._interpret import Env, Interpreter
 from jzero.sharding.run._run import Runner, value_of
-from jzero.sharding.run._values import FullValue
+from jzero.sharding.run._values import Arrays, FullValue
 from jzero.tracing import _jaxpr
 
 

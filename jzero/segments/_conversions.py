@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jzero.segments._segment import Arrays
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Layout
 from jzero.sharding.run._interpret import Env
 from jzero.sharding.run._run import Runner, value_of
-from jzero.sharding.run._values import Value
+from jzero.sharding.run._values import Arrays, Value
 from jzero.tracing import _jaxpr
 
 

@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 from jzero.sharding.analysis import _traffic
 from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.plan._boundary import ValuePlan
+from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr, _rewrite
 
 Var = _jaxpr.Var
-Arrays = list[jax.Array]
 Values = dict[Var, jax.Array]
 # `(consumed, read) -> (given, outputs)`, on whole arrays.
 Run = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]

@@ -29,15 +29,15 @@ from jzero.offload.kernels._machine import X86, callable_at, compiled
 from jzero.offload.kernels._roads import (
     KERNEL,
     XLA,
-    Analysis,
     Group,
+    RoadFinder,
     groups,
     roads_text,
     traced_flat,
 )
 from jzero.offload.memory._addresses import (
     Addresses,
-    Arrays,
+    HostMemory,
     address,
     check_given,
     check_kept,
@@ -75,9 +75,9 @@ class HostUpdate:
 
     def __init__(
         self,
-        update: Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Arrays, Arrays]],
-        state: Arrays,
-        inputs: Arrays,
+        update: Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[HostMemory, HostMemory]],
+        state: HostMemory,
+        inputs: HostMemory,
         *,
         names: Sequence[str] | None = None,
         threads: int | None = None,
@@ -106,7 +106,7 @@ class HostUpdate:
         self.outputs = tuple(outputs)
         self._names = names or _numbered("state", self._state) + _numbered("outputs", outputs)
         check_kept(WHO, self._names, self._state, new_state)
-        analysis = Analysis(flat, len(self._state))
+        analysis = RoadFinder(flat, len(self._state))
         self.roads = tuple(analysis.road(i, name) for i, name in enumerate(self._names))
         self._consts = on_host(consts)
         self._build(analysis, _jaxpr.replaced(traced.jaxpr, **flat._asdict()), chunk_bytes)
@@ -119,7 +119,7 @@ class HostUpdate:
         self._running = False
         self._calls: Calls | None = None  # of an update that is not complete
 
-    def _build(self, analysis: Analysis, jaxpr: _jaxpr.Jaxpr, chunk_bytes: int) -> None:
+    def _build(self, analysis: RoadFinder, jaxpr: _jaxpr.Jaxpr, chunk_bytes: int) -> None:
         # JAX 0.12 makes arguments of the constants of `jaxpr`, which is for `part`.
         flat, num_state = analysis.jaxpr, len(self._state)
         by_kernel = [i for i, road in enumerate(self.roads) if road.by == KERNEL]
@@ -149,7 +149,7 @@ class HostUpdate:
         self._xla_state = [(k, i) for k, i in results if i < num_state]
         self._xla_outputs = [(k, i - num_state) for k, i in results if i >= num_state]
 
-    def prepare(self, states: Sequence[Arrays], inputs: Sequence[Arrays]) -> None:
+    def prepare(self, states: Sequence[HostMemory], inputs: Sequence[HostMemory]) -> None:
         """Does everything of a call that can fail, before anything is overwritten.
 
         Waits for the inputs, and computes XLA's part.
@@ -189,7 +189,7 @@ class HostUpdate:
         addresses[:, consts] = [0 if is_key(x) else address(x) for x in self._consts]
         self._prepared = _Prepared(states, inputs, results, addresses)
 
-    def run(self, outputs: Sequence[Arrays]) -> Generator[list[int], None, None]:
+    def run(self, outputs: Sequence[HostMemory]) -> Generator[list[int], None, None]:
         """Updates the state that was prepared, and writes the other outputs.
 
         Args:
@@ -216,7 +216,7 @@ class HostUpdate:
         return self._run(prepared, outputs)
 
     def _run(
-        self, prepared: _Prepared, outputs: Sequence[Arrays]
+        self, prepared: _Prepared, outputs: Sequence[HostMemory]
     ) -> Generator[list[int], None, None]:
         num_shards, num_slots = prepared.addresses.shape
         if num_shards not in self._loops:
@@ -260,9 +260,9 @@ class HostUpdate:
 class _Prepared(NamedTuple):
     """A call of which all is known: what is read and written, XLA's results, the address of every slot."""
 
-    states: Sequence[Arrays]
-    inputs: Sequence[Arrays]
-    results: Sequence[Arrays]
+    states: Sequence[HostMemory]
+    inputs: Sequence[HostMemory]
+    results: Sequence[HostMemory]
     addresses: np.ndarray
 
 
@@ -295,7 +295,7 @@ class _XlaPart:
         # before somebody waits for them.
         self._returned = [atom in part.reads for atom in wanted]
 
-    def __call__(self, shards: Sequence[Arrays]) -> list[Arrays]:
+    def __call__(self, shards: Sequence[HostMemory]) -> list[HostMemory]:
         """The wanted values for the operands of each shard."""
         with jax.set_mesh(None):  # One around the call has other devices.
             started = [
@@ -319,7 +319,7 @@ class _XlaPart:
 
 
 def _copy(
-    results: Sequence[Arrays], targets: Sequence[Arrays], places: Sequence[tuple[int, int]]
+    results: Sequence[HostMemory], targets: Sequence[HostMemory], places: Sequence[tuple[int, int]]
 ) -> None:
     for made, arrays in zip(results, targets, strict=True):
         for result, target in places:
@@ -349,7 +349,7 @@ def _make_loops(found: Sequence[Group], slots: dict[_jaxpr.Var, int], num_state:
     ]
 
 
-def _numbered(name: str, values: Arrays) -> list[str]:
+def _numbered(name: str, values: HostMemory) -> list[str]:
     return [f"{name}[{i}]" for i in range(len(values))]
 
 

@@ -58,7 +58,7 @@ class Group(NamedTuple):
         return self.size * sum(itemsize(dtype_of(x)) for x in values)
 
 
-class Analysis:
+class RoadFinder:
     """What each value of an update's jaxpr depends on.
 
     The first `num_state` inputs are the state, and the first `num_state` outputs its new values.
@@ -148,7 +148,7 @@ class Analysis:
         return inside, list(leaves), list(scalars)
 
 
-def groups(analysis: Analysis, outputs: Sequence[int]) -> list[Group]:
+def groups(analysis: RoadFinder, outputs: Sequence[int]) -> list[Group]:
     """Puts outputs that share a leaf into one group, so that it is read once.
 
     So no group reads what another one writes in place.

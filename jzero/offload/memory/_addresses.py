@@ -1,4 +1,4 @@
-"""Arrays in host memory: made so that JAX reads them where they are, and where they are."""
+"""HostMemory in host memory: made so that JAX reads them where they are, and where they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from jzero._errors import StateError, describe_leaf, message
 from jzero._memory_kinds import PINNED
 
-Arrays: TypeAlias = Sequence[Any]
+HostMemory: TypeAlias = Sequence[Any]
 
 _LINE = 64
 
@@ -35,7 +35,7 @@ def is_key(x: Any) -> bool:
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def on_host(arrays: Arrays) -> list[Any]:
+def on_host(arrays: HostMemory) -> list[Any]:
     """The arrays, ready and in host memory; those that are there already are not copied."""
     arrays = jax.block_until_ready(list(arrays))
     # NumPy's view of a leaf takes 4 us, and hundreds of leaves come in every step.
@@ -68,7 +68,7 @@ class Addresses:
         self._known: collections.deque[tuple[list[weakref.ref[Any]], np.ndarray]]
         self._known = collections.deque(maxlen=2)
 
-    def __call__(self, arrays: Arrays, check: Callable[[], None]) -> np.ndarray:
+    def __call__(self, arrays: HostMemory, check: Callable[[], None]) -> np.ndarray:
         """Their addresses; new ones are checked first."""
         for refs, addresses in self._known:
             if len(refs) == len(arrays) and all(map(operator.is_, [ref() for ref in refs], arrays)):
@@ -79,7 +79,7 @@ class Addresses:
         return addresses
 
 
-def check_kept(who: str, names: Sequence[str], state: Arrays, new_state: Arrays) -> None:
+def check_kept(who: str, names: Sequence[str], state: HostMemory, new_state: HostMemory) -> None:
     """Raises an error unless shapes and dtypes of `new_state` are those of `state`, and NumPy's."""
     found = [] if len(state) == len(new_state) else [f"{len(state)} leaves become {len(new_state)}"]
     for name, old, new in zip(names, state, new_state, strict=False):
@@ -94,7 +94,7 @@ def check_kept(who: str, names: Sequence[str], state: Arrays, new_state: Arrays)
 
 
 def check_given(
-    who: str, names: Sequence[str], given: Sequence[Arrays], wanted: Arrays, write: bool
+    who: str, names: Sequence[str], given: Sequence[HostMemory], wanted: HostMemory, write: bool
 ) -> None:
     """Raises an error unless each shard's arrays are what addresses are computed for.
 

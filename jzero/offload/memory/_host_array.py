@@ -16,8 +16,10 @@ from jzero.offload.memory import _padded
 from jzero.offload.memory._addresses import host_empty
 from jzero.offload.memory._padded import PaddedArray
 
-Box: TypeAlias = tuple[tuple[int, int], ...]  # of each dim, where a part starts and where it stops
-Parts: TypeAlias = list[tuple[Box, Any]]  # and what is there: on the host, or a device's
+HostBox: TypeAlias = tuple[
+    tuple[int, int], ...
+]  # of each dim, where a part starts and where it stops
+Parts: TypeAlias = list[tuple[HostBox, Any]]  # and what is there: on the host, or a device's
 
 
 class Home(NamedTuple):
@@ -43,7 +45,7 @@ class Home(NamedTuple):
         size = math.prod(self.at_rest.shard_shape(self.padded_shape))
         return len(self.devices) * size * self.dtype.itemsize
 
-    def boxes(self) -> list[Box]:
+    def boxes(self) -> list[HostBox]:
         """The part of each of `devices`."""
         found = self.at_rest.addressable_devices_indices_map(self.padded_shape)
         return [_box(found[device], self.padded_shape) for device in self.devices]
@@ -177,7 +179,7 @@ class HostArray:
 
     def own_parts(self) -> Parts:
         """Of `parts`, those that no process before this one has."""
-        first: dict[Box, int] = {}
+        first: dict[HostBox, int] = {}
         found = self.at_rest.devices_indices_map(self.padded_shape)
         for device in self.at_rest.mesh.devices.flat:
             first.setdefault(_box(found[device], self.padded_shape), device.process_index)
@@ -322,7 +324,7 @@ def _lies_like(x: Any, home: Home) -> bool:
     return x.shape == home.padded_shape and sharding.is_equivalent_to(home.at_rest, x.ndim)
 
 
-def _copy(into: list[tuple[Box, np.ndarray]], parts: Parts, shape: tuple[int, ...]) -> None:
+def _copy(into: list[tuple[HostBox, np.ndarray]], parts: Parts, shape: tuple[int, ...]) -> None:
     """Copies what the boxes have in common, within the true `shape`; each part is read once."""
     for box, data in parts:
         values = None
@@ -345,15 +347,15 @@ def _values(data: Any) -> np.ndarray:
     return np.asarray(data)
 
 
-def _box(index: tuple[slice, ...] | None, shape: Sequence[int]) -> Box:
+def _box(index: tuple[slice, ...] | None, shape: Sequence[int]) -> HostBox:
     assert index is not None  # Only of arrays that are no numbers, JAX says.
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def _sizes(box: Box) -> list[int]:
+def _sizes(box: HostBox) -> list[int]:
     return [stop - start for start, stop in box]
 
 
-def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+def _within(box: HostBox, outer: HostBox) -> tuple[slice, ...]:
     """Where `box` is in an array of what is in `outer`."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))

@@ -15,7 +15,7 @@ from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import FULL, Layout, Shard
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._stages import Sharding
+from jzero.sharding.plan._stages import StageAxes
 from jzero.tracing import _jaxpr
 
 
@@ -80,7 +80,7 @@ class Boundary:
 
 
 def boundary_of(
-    frame: Frame, links: Links, sharding: Sharding, leaves: Sequence[LeafPlan],
+    frame: Frame, links: Links, stage_axes: StageAxes, leaves: Sequence[LeafPlan],
     arguments: Sequence[P], update: UpdatePart,
 ) -> Boundary:  # fmt: skip
     """The boundary of a step with this update part.
@@ -88,7 +88,7 @@ def boundary_of(
     Args:
       frame: the root frame.
       links: which of its dims are sharded.
-      sharding: over which axes.
+      stage_axes: over which axes.
       leaves: of the state; their variables are the first inputs.
       arguments: how each other input is split.
       update: what does not run with the rest of the step.
@@ -103,12 +103,14 @@ def boundary_of(
     crossing = {
         # A leaf crosses as the update reads it, or else as it is renewed: nothing else may tie the two, where
         # parameters are only a cast of masters.
-        var: _like_gradient(frame, links, sharding, var, var if var in read else new, leaf.path)
+        var: _like_gradient(frame, links, stage_axes, var, var if var in read else new, leaf.path)
         for var, new, leaf in zip(invars, outvars, leaves, strict=False)
     }
     handed = [*update.boundary, *(var for piece in update.pieces for var in piece.gives)]
     for var in dict.fromkeys(handed):
-        crossing[var] = _like_gradient(frame, links, sharding, var, var, links.leaf_of(frame, var))
+        crossing[var] = _like_gradient(
+            frame, links, stage_axes, var, var, links.leaf_of(frame, var)
+        )
     return Boundary(at_rest, crossing)
 
 
@@ -118,13 +120,13 @@ def _leaf(leaf: LeafPlan, var: _jaxpr.Var) -> ValuePlan:
 
 
 def _like_gradient(
-    frame: Frame, links: Links, sharding: Sharding, var: _jaxpr.Var, like: _jaxpr.Atom, path: str
+    frame: Frame, links: Links, stage_axes: StageAxes, var: _jaxpr.Var, like: _jaxpr.Atom, path: str
 ) -> ValuePlan:
     """`var` sharded as the links have `like`, over all of the optimizer's axes."""
-    axes, shape = sharding.shard_axes, var.aval.shape
-    dim = links.sharded_dim(frame, like) if sharding.num_devices > 1 else None
+    axes, shape = stage_axes.shard_axes, var.aval.shape
+    dim = links.sharded_dim(frame, like) if stage_axes.num_devices > 1 else None
     layout = FULL if dim is None else Shard(dim, axes)
-    num = sharding.count(axes)
+    num = stage_axes.count(axes)
     padded = tuple(_layout.padded_size(n, num) if d == dim else n for d, n in enumerate(shape))
     spec = _layout.partition_spec(layout)
     return ValuePlan(path, shape, var.aval.dtype, layout, padded, spec)

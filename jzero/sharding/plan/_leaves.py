@@ -13,7 +13,7 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import FULL, Automatic, Layout, Shard
-from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER, Leaf, Sharding
+from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER, StageAxes, StateLeaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def offload(
 
 
 def plan_from_shapes(
-    leaves: Sequence[Leaf], sharding: Sharding, tier: str = DEVICE
+    leaves: Sequence[StateLeaf], stage_axes: StageAxes, tier: str = DEVICE
 ) -> tuple[LeafPlan, ...]:
     """The layout before any batch was seen: roles unknown, every leaf sharded that can be.
 
@@ -104,22 +104,22 @@ def plan_from_shapes(
     every leaf that may turn out to be optimizer state rests there.
     """
 
-    def plan(leaf: Leaf) -> LeafPlan:
-        dim, why = sharding.choose(leaf, set())
-        return _leaf_plan(leaf, OTHER, dim, sharding.shard_axes, sharding, why)
+    def plan(leaf: StateLeaf) -> LeafPlan:
+        dim, why = stage_axes.choose(leaf, set())
+        return _leaf_plan(leaf, OTHER, dim, stage_axes.shard_axes, stage_axes, why)
 
     keys = [i for i, leaf in enumerate(leaves) if not leaf.splittable]
-    return offload(list(map(plan, leaves)), tier, sharding.min_bytes, keys, role=OTHER)
+    return offload(list(map(plan, leaves)), tier, stage_axes.min_bytes, keys, role=OTHER)
 
 
 def plan_leaves(
-    leaves: Sequence[Leaf], sharding: Sharding, frame: Frame, links: Links
+    leaves: Sequence[StateLeaf], stage_axes: StageAxes, frame: Frame, links: Links
 ) -> tuple[LeafPlan, ...]:
     """Roles from dataflow, layouts from the stage's row; tells `links` which dims are sharded.
 
     Args:
       leaves: the state's leaves; their variables are the first of `frame.jaxpr.invars`.
-      sharding: the stage on the mesh.
+      stage_axes: the stage on the mesh.
       frame: the step, analysed.
       links: linked dims of the step.
 
@@ -133,45 +133,50 @@ def plan_leaves(
     plans: dict[int, LeafPlan] = {}
     # Parameters choose first: optimizer state that is combined with one element by element follows it.
     for i in sorted(range(len(leaves)), key=lambda i: roles[i] != PARAMETER):
-        leaf, var, axes, why = leaves[i], variables[i], sharding.axes_of(leaves[i], roles[i]), ""
+        leaf, var, axes, why = leaves[i], variables[i], stage_axes.axes_of(leaves[i], roles[i]), ""
         dim = links.sharded_dim(frame, var)
         dim = None if dim in leaf.taken else dim
         if dim is None and roles[i] != OTHER:
-            dim, why = sharding.choose(leaf, links.looped_dims(frame, var))
+            dim, why = stage_axes.choose(leaf, links.looped_dims(frame, var))
         if dim is not None and roles[i] != OTHER:
             links.shard(frame, var, dim, leaf.path)
-        plans[i] = _leaf_plan(leaf, roles[i], dim, axes, sharding, why)
-    _check_full(sharding, plans.values())
+        plans[i] = _leaf_plan(leaf, roles[i], dim, axes, stage_axes, why)
+    _check_full(stage_axes, plans.values())
     return tuple(plans[i] for i in range(len(leaves)))
 
 
 def _leaf_plan(
-    leaf: Leaf, role: str, dim: int | None, axes: tuple[str, ...], sharding: Sharding, why: str
+    leaf: StateLeaf,
+    role: str,
+    dim: int | None,
+    axes: tuple[str, ...],
+    stage_axes: StageAxes,
+    why: str,
 ) -> LeafPlan:
     if dim is None or not axes:
-        wanted = sharding.param_axes if role == PARAMETER else axes
-        kept = f"full={sharding.full!r}" if dim is not None and wanted else why
+        wanted = stage_axes.param_axes if role == PARAMETER else axes
+        kept = f"full={stage_axes.full!r}" if dim is not None and wanted else why
         why = kept if wanted else ""
         return LeafPlan(*leaf[:4], role, FULL, leaf.parts, why, leaf.automatic)
-    num_shards = sharding.count(axes) * leaf.parts
+    num_shards = stage_axes.count(axes) * leaf.parts
     size = leaf.shape[dim]
     # Over the optimizer's axes, for parameters too: a parameter's shard is a union of its moments'.
-    padding = _layout.padded_size(size, sharding.count(sharding.shard_axes)) - size
+    padding = _layout.padded_size(size, stage_axes.count(stage_axes.shard_axes)) - size
     return LeafPlan(
         *leaf[:4], role, Shard(dim, axes), num_shards, "", leaf.automatic, padding=padding
     )
 
 
-def _check_full(sharding: Sharding, plans: Iterable[LeafPlan]) -> None:
+def _check_full(stage_axes: StageAxes, plans: Iterable[LeafPlan]) -> None:
     paths = [plan.path for plan in plans if plan.role == PARAMETER]
-    if sharding.full is not None and not any(re.search(sharding.full, path) for path in paths):
+    if stage_axes.full is not None and not any(re.search(stage_axes.full, path) for path in paths):
         raise OptionError(message(
-            "shard_train_step", f"full={sharding.full!r} matches no parameter",
+            "shard_train_step", f"full={stage_axes.full!r} matches no parameter",
             "It is a regular expression for the paths of parameters that stay full.",
             f"The parameters are {', '.join(paths[:6])}{', ...' if len(paths) > 6 else ''}."))  # fmt: skip
 
 
-def _role(leaf: Leaf, feeds_batch: bool) -> str:
+def _role(leaf: StateLeaf, feeds_batch: bool) -> str:
     if not leaf.splittable:
         return OTHER
     if feeds_batch:

@@ -19,17 +19,17 @@ from jzero.sharding.plan._layout import Layout, Shard
 from jzero.sharding.plan._local_step import LocalStep
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
 from jzero.sharding.plan._setting import Setting
-from jzero.sharding.plan._stages import Leaf
+from jzero.sharding.plan._stages import StateLeaf
 from jzero.tracing import _call
 
 
-def state_leaves(state: Any, setting: Setting) -> list[Leaf]:
+def state_leaves(state: Any, setting: Setting) -> list[StateLeaf]:
     """What the plan must know of an abstract state."""
     paths = _call.leaf_paths(state, "state")
     leaves = jax.tree.leaves(state)
     specs = setting.options.automatic(paths, [leaf.shape for leaf in leaves], setting.automatic)
     return [
-        Leaf(
+        StateLeaf(
             path,
             tuple(leaf.shape),
             str(leaf.dtype),
@@ -44,7 +44,7 @@ def state_leaves(state: Any, setting: Setting) -> list[Leaf]:
 
 
 def make_plan(
-    local: LocalStep, leaves: Sequence[Leaf], setting: Setting
+    local: LocalStep, leaves: Sequence[StateLeaf], setting: Setting
 ) -> tuple[StepPlan, Analysis]:
     """Decides where a step's values lie, and what runs when.
 
@@ -57,16 +57,16 @@ def make_plan(
       OptionError: an option that this step cannot obey.
       CutError: it cannot be cut into microbatches.
     """
-    frame, sharding, options = local.traced.frame, setting.sharding, setting.options
-    links = Links(frame, sharding.count(sharding.shard_axes))
+    frame, stage_axes, options = local.traced.frame, setting.stage_axes, setting.options
+    links = Links(frame, stage_axes.count(stage_axes.shard_axes))
     note_needs(frame, len(local.traced.out_avals))
-    layouts = _leaves.plan_leaves(leaves, sharding, frame, links)
+    layouts = _leaves.plan_leaves(leaves, stage_axes, frame, links)
     policy, automatic = options.offload, tuple(setting.automatic)
-    resting, update = policy.rest(layouts, frame, setting.mesh, sharding, automatic)
-    boundary = boundary_of(frame, links, sharding, resting, local.specs, update)
+    resting, update = policy.rest(layouts, frame, setting.mesh, stage_axes, automatic)
+    boundary = boundary_of(frame, links, stage_axes, resting, local.specs, update)
     plan = StepPlan(
         stage=options.stage,
-        sharding=sharding,
+        stage_axes=stage_axes,
         automatic=automatic,
         step_axes=tuple(setting.step_axes.items()),
         reductions=local.traced.reductions,

@@ -17,7 +17,7 @@ from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
-from jzero.sharding.plan._stages import Sharding
+from jzero.sharding.plan._stages import StageAxes
 
 Leaves = tuple[LeafPlan, ...]
 # What the programs of one step for batches of several shapes have in common, by what makes it the same.
@@ -84,7 +84,12 @@ class Offload(abc.ABC):
 
     @abc.abstractmethod
     def rest(
-        self, leaves: Leaves, frame: Frame, mesh: Mesh, sharding: Sharding, automatic: Sequence[str]
+        self,
+        leaves: Leaves,
+        frame: Frame,
+        mesh: Mesh,
+        stage_axes: StageAxes,
+        automatic: Sequence[str],
     ) -> tuple[Leaves, UpdatePart]:
         """The leaves with their tiers, and the update part: what follows from those that are offloaded.
 
@@ -92,7 +97,7 @@ class Offload(abc.ABC):
           leaves: as they would rest on the devices.
           frame: the root frame of the step.
           mesh: on which it runs; it may be abstract.
-          sharding: over which data axes.
+          stage_axes: over which data axes.
           automatic: names of the mesh's other axes.
 
         Raises:

@@ -16,7 +16,7 @@ from jzero._errors import MeshError, OptionError, message
 from jzero._quantities import make_int
 from jzero.sharding.plan._layout import Automatic
 from jzero.sharding.plan._offload import Offload
-from jzero.sharding.plan._stages import STAGES, Sharding
+from jzero.sharding.plan._stages import STAGES, StageAxes
 from jzero.tracing import _call
 
 WHO = _call.WHO
@@ -70,7 +70,7 @@ class Options:
         for name in ("accumulate_dtype", "reduce_dtype"):
             _check_dtype(self.who, name, getattr(self, name))
 
-    def sharding(self, axes: Mapping[str, int]) -> Sharding:
+    def stage_axes(self, axes: Mapping[str, int]) -> StageAxes:
         """The stage's row of the table on a mesh with these data axes.
 
         Raises:
@@ -92,7 +92,7 @@ class Options:
                 "A parameter's shard must be a union of shards of its optimizer state.",
                 "Name the axes of param_axes in optimizer_axes too."))  # fmt: skip
         order = (*params, *(axis for axis in shards if axis not in params))
-        return Sharding(tuple(axes.items()), params, order, self.min_shard_bytes, self.full)
+        return StageAxes(tuple(axes.items()), params, order, self.min_shard_bytes, self.full)
 
     def automatic(
         self, paths: Sequence[str], shapes: Sequence[Sequence[int]], sizes: Mapping[str, int]

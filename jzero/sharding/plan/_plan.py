@@ -20,7 +20,7 @@ from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._stages import Sharding
+from jzero.sharding.plan._stages import StageAxes
 from jzero.tracing import _jaxpr
 
 
@@ -96,7 +96,7 @@ class StepPlan:
 
     Attributes:
       stage: 0 to 3.
-      sharding: the stage's row, on the data axes.
+      stage_axes: the stage's row, on the data axes.
       automatic: the mesh's other axes, over which XLA shards.
       step_axes: the mesh axes behind each axis name that the step may use.
       reductions: 'whole batch' (where the step sums over it), or 'written' (the step's own collectives).
@@ -113,7 +113,7 @@ class StepPlan:
     """
 
     stage: int
-    sharding: Sharding
+    stage_axes: StageAxes
     automatic: tuple[str, ...]
     step_axes: tuple[tuple[str, tuple[str, ...]], ...]
     reductions: str
@@ -138,7 +138,7 @@ class StepPlan:
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the data axes."""
-        return self.sharding.axes
+        return self.stage_axes.axes
 
     @property
     def num_devices(self) -> int:
@@ -194,7 +194,7 @@ class StepPlan:
         yield from (f"  {leaf.row(width)}" for leaf in self.leaves)
         yield f"arguments: {', '.join(map(str, self.arguments))}"
         yield f"outputs: {', '.join(map(str, self.outputs))}"
-        yield f"{self.sharding}; {self.exchange}"
+        yield f"{self.stage_axes}; {self.exchange}"
         yield f"automatic axes {self.automatic}; the step's axes {self.step_axes}"
         if self.microbatches.num > 1:
             yield f"{self.microbatches.num} microbatches, cut along {self.microbatches.dims}"

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from jzero._errors import MeshError, message
 from jzero.sharding.plan._options import Options
-from jzero.sharding.plan._stages import Sharding
+from jzero.sharding.plan._stages import StageAxes
 from jzero.tracing import _call
 
 WHO = _call.WHO
@@ -45,9 +45,9 @@ class Setting:
         return {name: self.mesh.shape[name] for name in names}
 
     @property
-    def sharding(self) -> Sharding:
+    def stage_axes(self) -> StageAxes:
         """Over which axes each role rests."""
-        return self.options.sharding(self.axes)
+        return self.options.stage_axes(self.axes)
 
     @property
     def batch_axes(self) -> dict[str, int]:

@@ -34,7 +34,7 @@ STAGES = {
 }
 
 
-class Leaf(NamedTuple):
+class StateLeaf(NamedTuple):
     """What the plan must know of a state leaf; PRNG keys are not splittable.
 
     It is cut into `parts` over mesh axes that are not data axes, along the dims that `automatic` says.
@@ -56,7 +56,7 @@ class Leaf(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharding:
+class StageAxes:
     """A stage on a mesh: over which axes each role rests; `()` is full.
 
     Attributes:
@@ -82,7 +82,7 @@ class Sharding:
         """How many shards there are over `axes`."""
         return math.prod(dict(self.axes)[axis] for axis in axes)
 
-    def choose(self, leaf: Leaf, looped: set[int]) -> tuple[int | None, str]:
+    def choose(self, leaf: StateLeaf, looped: set[int]) -> tuple[int | None, str]:
         """The dim along which a leaf can rest in shards, or None and the reason."""
         num = self.count(self.shard_axes)
         if num == 1:
@@ -95,7 +95,7 @@ class Sharding:
             return None, f"smaller than min_shard_bytes={self.min_bytes}"
         return dim, ""
 
-    def axes_of(self, leaf: Leaf, role: str) -> tuple[str, ...]:
+    def axes_of(self, leaf: StateLeaf, role: str) -> tuple[str, ...]:
         """The axes over which a leaf rests if it has a dim for them."""
         if role == PARAMETER and self.full is not None and re.search(self.full, leaf.path):
             return ()

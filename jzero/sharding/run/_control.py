@@ -11,7 +11,7 @@ from jax import lax
 
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.run._interpret import Handler, Interpreter
+from jzero.sharding.run._interpret import EqnHandler, Interpreter
 from jzero.sharding.run._loops import run_scan, run_while
 from jzero.sharding.run._values import FullValue, Settled, Unreduced, Value
 from jzero.tracing import _jaxpr
@@ -95,7 +95,7 @@ def _cond(
     ]
 
 
-CONTROL: dict[str, Handler] = {
+CONTROL: dict[str, EqnHandler] = {
     **dict.fromkeys(_jaxpr.CALLS, _call),
     "remat2": _remat,
     "checkpoint": _remat,

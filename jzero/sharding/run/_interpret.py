@@ -62,7 +62,7 @@ class Interpreter:
       silent: what runs has run before, so that its prints and callbacks are done.
       keep_gathered: what the forward pass gathered serves the backward pass too.
       reduce_dtype: in which gradients are reduced; None for the dtype in which the step has them.
-      handed_out: values that another program reads, and what there does. They are reduced before anything is
+      boundary: values that another program reads, and what there does. They are reduced before anything is
         made of them: a gradient that waited through a cast, too, would be reduced twice.
     """
 
@@ -70,8 +70,8 @@ class Interpreter:
     devices: Devices
     axis_names: dict[str, tuple[str, ...]]
     automatic: tuple[str, ...]
-    handlers: Mapping[str, Handler]
-    otherwise: Handler
+    handlers: Mapping[str, EqnHandler]
+    otherwise: EqnHandler
     reduce_once: bool = False
     microbatches: int = 1
     microbatch: jax.Array | None = None
@@ -79,7 +79,7 @@ class Interpreter:
     silent: bool = False
     keep_gathered: bool = False
     reduce_dtype: DTypeLike | None = None
-    handed_out: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = dataclasses.field(default_factory=dict)
+    boundary: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = dataclasses.field(default_factory=dict)
     seen_pass: str | None = None
 
     def run(self, frame: Frame, args: Sequence[Value]) -> list[Value]:
@@ -125,7 +125,7 @@ class Interpreter:
         if _jaxpr.is_literal(atom):
             return FullValue(_jaxpr.literal(atom))
         value = env.values[atom]
-        return self.devices.settle(value) if atom in self.handed_out else value
+        return self.devices.settle(value) if atom in self.boundary else value
 
     # -- when reductions run -----------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class Interpreter:
         read = [a for a in eqn.invars if not _jaxpr.is_literal(a) and a in frame.unreduced]
         first = any(_is_waiting_array(env.values[var]) for var in read)
         passed_on = frame.unreduced.issuperset(eqn.outvars)
-        if not first or (passed_on and self.handed_out.keys().isdisjoint(read)):
+        if not first or (passed_on and self.boundary.keys().isdisjoint(read)):
             return
         due = [
             value for var, value in env.values.items()
@@ -170,9 +170,9 @@ class Interpreter:
         if not any(value.collecting for value in due):  # A step's own loop reduces after it.
             self._reduce_all(due)
 
-    def reduce_handed_out(self, env: Env) -> None:
+    def reduce_boundary(self, env: Env) -> None:
         """Reduces what is handed out and no equation has read, in the order in which it was made."""
-        values = [env.values[var] for var in self.handed_out if var in env.values]
+        values = [env.values[var] for var in self.boundary if var in env.values]
         self._reduce_all([value for value in values if waits(value)])
 
     def _reduce_all(self, due: Sequence[Unreduced]) -> None:
@@ -274,4 +274,4 @@ def _is_waiting_array(value: Value) -> TypeGuard[Unreduced]:
     return waits(value) and bool(value.x.ndim)
 
 
-Handler = Callable[[Interpreter, Frame, int, _jaxpr.Eqn, list[Value]], list[Value]]
+EqnHandler = Callable[[Interpreter, Frame, int, _jaxpr.Eqn, list[Value]], list[Value]]

@@ -17,6 +17,7 @@ from jzero.sharding.run import _collectives
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Env, Interpreter
 from jzero.sharding.run._values import (
+    Arrays,
     FullValue,
     Settled,
     ShardValue,
@@ -29,7 +30,6 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Aval
 
 SCOPE = "jzero.microbatches"
-Arrays = list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)

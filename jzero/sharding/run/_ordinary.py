@@ -12,7 +12,7 @@ from jax import lax
 from jzero.sharding.analysis import _frames, _rules
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.run import _collectives
-from jzero.sharding.run._interpret import Handler, Interpreter
+from jzero.sharding.run._interpret import EqnHandler, Interpreter
 from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced, Value, waits
 from jzero.tracing import _jaxpr
 
@@ -323,7 +323,7 @@ def _axis_index(interp: Interpreter, axes: tuple[str, ...]) -> jax.Array:
     return index * interp.microbatches + interp.microbatch.astype(index.dtype)
 
 
-ORDINARY: dict[str, Handler] = {
+ORDINARY: dict[str, EqnHandler] = {
     **dict.fromkeys(_frames.COLLECTIVES, _collective),
     **dict.fromkeys(_frames.REDUCTIONS, _psum),
     **dict.fromkeys(_rules.IDENTITIES, _identity),

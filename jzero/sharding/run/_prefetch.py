@@ -17,9 +17,9 @@ from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.run import _collectives
 from jzero.sharding.run._queue import PRODUCTS, GatherQueue, not_before
+from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr, _rewrite
 
-Arrays = list[jax.Array]
 Index = int | jax.Array
 State = tuple[
     Index, Arrays, Arrays, Arrays

@@ -74,14 +74,14 @@ class Runner:
 
     def interpreter(self) -> Interpreter:
         """An interpreter at the start of a program."""
-        plan, sharding, exchange = self.plan, self.plan.sharding, self.plan.exchange
+        plan, stage_axes, exchange = self.plan, self.plan.stage_axes, self.plan.exchange
         automatic = {
             leaf.path: (leaf.shape, leaf.automatic) for leaf in plan.leaves if leaf.automatic
         }
         devices = Devices(
             dict(plan.axes),
-            sharding.shard_axes,
-            sharding.param_axes,
+            stage_axes.shard_axes,
+            stage_axes.param_axes,
             automatic,
             GatherQueue(exchange.prefetch_bytes),
             scope=object(),
@@ -97,7 +97,7 @@ class Runner:
             microbatches=plan.accumulate,
             keep_gathered=exchange.keep_gathered,
             reduce_dtype=exchange.reduce_dtype,
-            handed_out=plan.update.boundary,
+            boundary=plan.update.boundary,
         )
 
     def grad_part(self, interp: Interpreter, state: Sequence[Any], arrays: Sequence[Any]) -> Env:
@@ -123,7 +123,7 @@ class Runner:
             apart = plan.update.apart
             rest = [i for i in range(len(frame.jaxpr.eqns)) if i not in apart]
             interp.run_equations(frame, rest, env)
-        interp.reduce_handed_out(env)
+        interp.reduce_boundary(env)
         return env
 
     def value(self, x: Any, var: _jaxpr.Var) -> Value:

@@ -16,6 +16,8 @@ from jax.typing import DTypeLike
 
 from jzero.sharding.run._collectives import Axes
 
+Arrays = list[jax.Array]
+
 # [Note: reductions wait]
 # A sum over the devices is due where the step writes it, and cheaper later: gradients of tied weights are
 # added and reduced once, what a time loop adds up once and not at every time step
