@@ -22,7 +22,7 @@ COUPLINGS: dict[str, tuple[str, int]] = {
     "two sorted": (
         "(lambda a: a[1] + 0.1 * {h})(lax.sort((jnp.broadcast_to({h}[:, :1], {h}.shape), {h}), "
         "dimension=0, num_keys=1))", 1),
-    "top": ("{h} - lax.top_k({h}[:, 0], 3)[0].mean()", 2),
+    "top": ("{h} - lax.top_k({h}[:, 0], min(3, {B}))[0].mean()", 2),
     "top rows": ("{h} - {h}[lax.top_k({h}.sum(-1), 2)[1]].mean(0)", 2),
     "median": ("{h} - jnp.median({h}, 0)", 2),
     "quantile": ("jnp.minimum({h}, jnp.quantile({h}, 0.8, axis=0))", 2),
