@@ -5,55 +5,23 @@ another order of addition, a fused product, and (in casts to a narrower float, a
 rounding parts of a sum in the place of the whole.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
+
+from jzero.tracing import _jaxpr
 
 NUM_SIGNS = 4099
 # What rounds no value.
-EXACT = {
-    *(
-        "broadcast_in_dim",
-        "concatenate",
-        "copy",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "gather",
-        "pad",
-    ),
-    *(
-        "reshape",
-        "rev",
-        "select_n",
-        "slice",
-        "sort",
-        "split",
-        "squeeze",
-        "top_k",
-        "transpose",
-        "scatter",
-    ),
-    *(
-        "abs",
-        "neg",
-        "sign",
-        "max",
-        "min",
-        "clamp",
-        "floor",
-        "round",
-        "reduce_max",
-        "reduce_min",
-        "cummax",
-    ),
-    *("real", "imag", "complex", "iota", "bitcast_convert_type", "optimization_barrier"),
-}
-INLINED = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint"}
+EXACT = set(
+    "abs bitcast_convert_type broadcast_in_dim clamp complex concatenate copy cummax cummin dynamic_slice "
+    "dynamic_update_slice floor gather imag iota max min neg optimization_barrier pad real reduce_max "
+    "reduce_min reshape rev round scatter select_n sign slice sort split squeeze top_k transpose".split()
+)
 
 
 def signs(seed: int) -> np.ndarray:
@@ -66,91 +34,74 @@ def randomly_rounded(step: Callable[..., Any]) -> Callable[..., Any]:
 
     def rounded(signs: jax.Array, *args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
-        outs = _run(closed, jax.tree.leaves(args), _Rounding(signs))
-        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+        run = _Rounding(signs).function(*_jaxpr.open_jaxpr(closed))
+        return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(args)))
 
     return rounded
 
 
 class _Rounding:
-    """Moves values, each by signs that begin elsewhere."""
+    """Runs equations and moves what they round, each by signs that begin elsewhere."""
 
     def __init__(self, signs: jax.Array):
         self.signs, self.count = signs, 0
 
-    def __call__(self, value: Any) -> Any:
+    def function(self, jaxpr: Any, consts: Sequence[Any]) -> Callable[..., list[Any]]:
+        def run(*args: Any) -> list[Any]:
+            values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+            def read(atom: Any) -> Any:
+                return atom.val if _jaxpr.is_literal(atom) else values[atom]
+
+            for eqn in jaxpr.eqns:
+                values |= zip(eqn.outvars, self.equation(eqn, *map(read, eqn.invars)), strict=True)
+            return [read(atom) for atom in jaxpr.outvars]
+
+        return run
+
+    def equation(self, eqn: Any, *args: Any) -> list[Any]:
+        if call := _jaxpr.call_parts(eqn):
+            return self.function(*call)(*args)
+        if eqn.primitive.name == "cond":
+            branches = [self.function(*branch) for branch in _jaxpr.cond_parts(eqn)]
+            return list(lax.switch(args[0], branches, *args[1:]))
+        if eqn.primitive.name == "while":
+            return self.while_loop(_jaxpr.while_parts(eqn), args)
+        if eqn.primitive.name == "scan":
+            return self.scan(_jaxpr.scan_parts(eqn), args)
+        outs = _jaxpr.bind(eqn, *args)
+        exact = eqn.primitive.name in EXACT or _widens(eqn)
+        return outs if exact else [self.moved(out) for out in outs]
+
+    def while_loop(self, loop: _jaxpr.WhileParts, args: Sequence[Any]) -> list[Any]:
+        goes_on = self.function(loop.cond, loop.cond_consts)
+        turn = self.function(loop.body, loop.body_consts)
+        num = loop.num_cond_consts + loop.num_body_consts
+        of_cond, of_body = args[: loop.num_cond_consts], args[loop.num_cond_consts : num]
+        carry = lax.while_loop(
+            lambda c: goes_on(*of_cond, *c)[0], lambda c: turn(*of_body, *c), list(args[num:])
+        )
+        return list(carry)
+
+    def scan(self, loop: _jaxpr.ScanParts, args: Sequence[Any]) -> list[Any]:
+        turn = self.function(loop.body, loop.body_consts)
+        num = loop.num_consts + loop.num_carry
+
+        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = turn(*args[: loop.num_consts], *carry, *x)
+            return outs[: loop.num_carry], outs[loop.num_carry :]
+
+        init, xs = list(args[loop.num_consts : num]), list(args[num:])
+        carry, ys = lax.scan(body, init, xs, length=loop.length, reverse=loop.reverse)
+        return [*carry, *ys]
+
+    def moved(self, value: Any) -> Any:
         if not jnp.issubdtype(value.dtype, jnp.inexact):
             return value
         self.count += 1
-        eps = jnp.finfo(value.dtype).eps
+        eps = jnp.asarray(jnp.finfo(value.dtype).eps, value.dtype)
         signs = jnp.resize(jnp.roll(self.signs, 97 * self.count), value.shape)
-        return value * (1 + signs.astype(value.dtype) * jnp.asarray(eps, value.dtype))
-
-
-def _run(closed: Any, args: list[Any], rounding: _Rounding) -> list[Any]:
-    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    values |= zip(closed.jaxpr.invars, args, strict=True)
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-    for eqn in closed.jaxpr.eqns:
-        outs = _equation(eqn, [read(atom) for atom in eqn.invars], rounding)
-        values |= zip(eqn.outvars, outs, strict=True)
-    return [read(atom) for atom in closed.jaxpr.outvars]
-
-
-def _equation(eqn: Any, args: list[Any], rounding: _Rounding) -> list[Any]:
-    name, params = eqn.primitive.name, eqn.params
-    if name in INLINED:
-        return _run(_closed(params.get("call_jaxpr", params.get("jaxpr"))), args, rounding)
-    if name == "cond":
-        branches = [_function(branch, rounding) for branch in params["branches"]]
-        return list(lax.switch(args[0], branches, *args[1:]))
-    if name == "while":
-        return _while(params, args, rounding)
-    if name == "scan":
-        return _scan(params, args, rounding)
-    outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
-    outs = list(outs) if eqn.primitive.multiple_results else [outs]
-    return outs if name in EXACT or _widens(eqn) else [rounding(out) for out in outs]
-
-
-def _closed(jaxpr: Any) -> Any:
-    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, [])
-
-
-def _function(closed: Any, rounding: _Rounding) -> Callable[..., list[Any]]:
-    return lambda *args: _run(closed, list(args), rounding)
-
-
-def _while(params: Any, args: list[Any], rounding: _Rounding) -> list[Any]:
-    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-    goes_on, turn = (
-        _function(params["cond_jaxpr"], rounding),
-        _function(params["body_jaxpr"], rounding),
-    )
-    of_cond, of_body = args[:num_cond], args[num_cond : num_cond + num_body]
-    return list(
-        lax.while_loop(
-            lambda carry: goes_on(*of_cond, *carry)[0],
-            lambda carry: turn(*of_body, *carry),
-            args[num_cond + num_body :],
-        )
-    )
-
-
-def _scan(params: Any, args: list[Any], rounding: _Rounding) -> list[Any]:
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
-    turn = _function(params["jaxpr"], rounding)
-
-    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = turn(*args[:num_consts], *carry, *x)
-        return outs[:num_carry], outs[num_carry:]
-
-    carry, xs = args[num_consts : num_consts + num_carry], args[num_consts + num_carry :]
-    carry, ys = lax.scan(body, carry, xs, length=params["length"], reverse=params["reverse"])
-    return [*carry, *ys]
+        return value * (1 + signs.astype(value.dtype) * eps)
 
 
 def _widens(eqn: Any) -> bool:
