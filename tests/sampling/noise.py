@@ -78,10 +78,13 @@ class _Rounding:
         turn = self.function(loop.body, loop.body_consts)
         num = loop.num_cond_consts + loop.num_body_consts
         of_cond, of_body = args[: loop.num_cond_consts], args[loop.num_cond_consts : num]
-        carry = lax.while_loop(
-            lambda c: goes_on(*of_cond, *c)[0], lambda c: turn(*of_body, *c), list(args[num:])
-        )
-        return list(carry)
+
+        def body(carry: list[Any]) -> list[Any]:
+            on = goes_on(*of_cond, *carry)[0]  # of each row, where the loop is of rows, by vmap
+            on = [jnp.expand_dims(on, range(on.ndim, jnp.ndim(leaf))) for leaf in carry]
+            return list(map(jnp.where, on, turn(*of_body, *carry), carry))
+
+        return lax.while_loop(lambda c: jnp.any(goes_on(*of_cond, *c)[0]), body, list(args[num:]))
 
     def scan(self, loop: _jaxpr.ScanParts, args: Sequence[Any]) -> list[Any]:
         turn = self.function(loop.body, loop.body_consts)
