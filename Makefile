@@ -37,7 +37,7 @@ OFFLOAD_ARGS ?=
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 BIN := .venv/bin
-SOURCES := jzero tests experiments
+SOURCES := jzero tests experiments docs
 
 .PHONY: train compare exactness sampled tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
     offload-timeline one-gpu test test-gpu test-newest test-oldest lint clean

@@ -13,8 +13,8 @@ from jzero._errors import OptionError as OptionError
 from jzero._errors import ProcessError as ProcessError
 from jzero._errors import StateError as StateError
 from jzero._errors import StepError as StepError
+from jzero._shard_train_step import shard_train_step as shard_train_step
 from jzero._step import ShardedTrainStep as ShardedTrainStep
-from jzero._step import shard_train_step as shard_train_step
 from jzero.checkpoint._checkpointer import Checkpointer as Checkpointer
 from jzero.checkpoint._restore import restore as restore
 from jzero.offload._policy import HostCPU as HostCPU

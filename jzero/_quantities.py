@@ -1,9 +1,13 @@
-"""Numbers as people write them: "7.5B" parameters, "80GiB" of memory."""
+"""Numbers as people write them: "7.5B" parameters, "80GiB" of memory, an int of NumPy's."""
 
 from __future__ import annotations
 
+import operator
 import re
 from fractions import Fraction
+from typing import Any
+
+from jzero._errors import OptionError, message
 
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -22,6 +26,24 @@ def parse_count(value: object) -> int | None:
 def parse_bytes(value: object) -> int | None:
     """`85899345920` of `"80GiB"`, 80 billion of `"80GB"`; None for what is not a number of bytes."""
     return _parse(value, _DECIMAL | _BINARY)
+
+
+def make_int(
+    options: Any, who: str, name: str, least: int, most: int | None, rule: str, edit: str
+) -> None:
+    """Makes a field of frozen options an int, of NumPy's, too.
+
+    Raises:
+      OptionError: it is none, a bool, or not from `least` to `most`.
+    """
+    value = getattr(options, name)
+    try:
+        num = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        num = None
+    if num is None or num < least or (most is not None and num > most):
+        raise OptionError(message(who, f"{name}={value!r}", rule, edit))
+    object.__setattr__(options, name, num)
 
 
 def readable_count(num: int) -> str:

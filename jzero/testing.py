@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jzero import _compare
 from jzero._compare import Tolerance as Tolerance
 from jzero._errors import MeshError, MismatchError, OptionError, message
-from jzero._step import ShardedTrainStep, shard_train_step
+from jzero._shard_train_step import shard_train_step
+from jzero._step import ShardedTrainStep
 from jzero.sharding.analysis._traffic import Collective
 
 SAME, COLLECTIVES = "assert_same_training", "assert_collectives"

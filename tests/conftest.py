@@ -20,10 +20,10 @@ XLA_FLAGS = {
     # XLA ends a process in which some device waits this long for another; its own 40 s is too near
     # to what 8 devices need on 2 busy cores.
     "--xla_cpu_collective_call_terminate_timeout_seconds": "300",
-    # Small programs are not compiled any faster in several parts (docs/design.md, section 7, fact 31).
+    # Small programs are not compiled any faster in several parts (docs/facts-compilers.md).
     "--xla_cpu_parallel_codegen_split_count": "1",
     # This scheduler lets virtual devices reach the collectives of a lax.cond in different orders:
-    # they then wait for each other for ever (docs/design.md, section 7).
+    # they then wait for each other for ever (docs/facts-compilers.md).
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
 if importlib.metadata.version("jax") < "0.11":

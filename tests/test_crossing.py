@@ -53,7 +53,7 @@ WITH_MASTERS = {
 
 def crossing(train_step, *arguments) -> tuple[list[str], list[str]]:
     """Types of the values that the grad part hands out, and of the leaves on devices that turns read."""
-    step = train_step._program_for(train_step._signature.bind(arguments, {})).step
+    step = train_step._programs.of(train_step._programs.bind(arguments, {})).step
     leaves, update = step._plan.leaves, step._plan.update
     inputs = {v: i for i, v in enumerate(step._invars)}
     reads = {var for piece in update.pieces for var in piece.reads}
@@ -213,7 +213,7 @@ def test_what_is_computed_twice_is_reduced_once(tx, dtype, options):
     traffic = offloaded.describe(state, BATCH).traffic
     reduced = [c.elements for c in traffic if c.op == "reduce-scatter"]
     assert sorted(reduced) == [52, 51 * 16, 48 * 51, 64 * 48]
-    step = offloaded._program_for(offloaded._signature.bind((state, BATCH), {})).step
+    step = offloaded._programs.of(offloaded._programs.bind((state, BATCH), {})).step
     moved = [c for i in range(len(step.turns)) for c in step.collectives(i) if c.elements > 1]
     assert [c.op for c in moved] == ["all-gather"] * (len(SHAPES) if options["stage"] < 3 else 0)
     for _ in range(3):

@@ -12,7 +12,8 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 # From the bottom up. A room is a package's own files, or a file of jzero itself, and imports from rooms on
 # floors below its own. Within a room files import each other in any order but a circle.
 FLOORS = (
-    ("_errors", "_in_turn", "_memory_kinds", "_quantities"),
+    ("_errors", "_in_turn", "_memory_kinds"),
+    ("_quantities",),
     ("tracing",),
     ("processes", "sharding/analysis", "_compare"),
     ("sharding/batch", "sharding/cut"),
@@ -20,9 +21,10 @@ FLOORS = (
     ("sharding/run", "offload/memory"),
     ("segments", "offload/kernels"),
     ("offload",),
-    ("reports",),
+    ("_placement", "reports"),
     ("_step",),
-    ("preflight", "checkpoint", "testing"),
+    ("_shard_train_step", "preflight", "checkpoint"),
+    ("testing",),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero.segments import _program
+from jzero.sharding.plan import _options
 
 W = jnp.ones((8, 8))
 X = jnp.ones((16, 8))
@@ -101,6 +103,26 @@ def test_stage(stage):
 )
 def test_options_that_cannot_be_obeyed(options, text):
     refuses(ValueError, text, sharded, **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["stage", "accumulate", "prefetch_bytes", "min_shard_bytes", "max_gather_bytes"]
+)
+@pytest.mark.parametrize(
+    "value", [True, np.True_, 2.0, np.float32(2), "2", np.ones(2, int)], ids=str
+)
+def test_numbers_are_ints(name, value):
+    refuses(ValueError, f"{name}={value!r}", sharded, **{name: value})
+
+
+@pytest.mark.parametrize("make", [np.int64, np.uint8, np.asarray], ids=str)
+def test_numbers_may_be_numpys(make):
+    names = ("accumulate", "prefetch_bytes", "min_shard_bytes", "max_gather_bytes")
+    given: dict[str, Any] = {"stage": make(3)} | {name: make(2) for name in names}
+    expected: dict[str, Any] = {"stage": 3} | dict.fromkeys(names, 2)
+    options = _options.Options(**given, offload=jzero.NoOffload())
+    assert options == _options.Options(**expected, offload=jzero.NoOffload())
+    assert {type(getattr(options, name)) for name in ("stage", *names)} == {int}
 
 
 @pytest.mark.parametrize("device_bytes", [0, -1, 2.5, None, True])

@@ -196,7 +196,7 @@ def on(num: int, device_bytes: int, tx=TX, norm=False, **options):
 
 
 def parts_of(train_step, *arguments):
-    step = train_step._program_for(train_step._signature.bind(arguments, {})).step
+    step = train_step._programs.of(train_step._programs.bind(arguments, {})).step
     return step.grad, step.turns
 
 
@@ -389,7 +389,7 @@ def test_collectives_of_turns_are_known(stage, tx, ops):
     """What a tier without collectives between its shards must ask."""
     state = new_state(tx)
     train_step = on(8, 2**20, tx, stage=stage)
-    step = train_step._program_for(train_step._signature.bind((state, BATCH), {})).step
+    step = train_step._programs.of(train_step._programs.bind((state, BATCH), {})).step
     assert {c.op for i in range(len(step.turns)) for c in step.collectives(i)} == ops
 
 
@@ -433,7 +433,7 @@ def test_equal_turns_share_a_program(rate, num):
     rows = 64 * 64 * 4 // 8
     train_step = small.shard_train_step(step_fn, offload=jzero.PinnedHost(3 * (rows + 64)))
     state = train_step((w, w), BATCH)
-    step = train_step._program_for(train_step._signature.bind((state, BATCH), {})).step
+    step = train_step._programs.of(train_step._programs.bind((state, BATCH), {})).step
     assert len(step.turns) == 6
     assert step.compiled.num == num
 

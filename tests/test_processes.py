@@ -23,7 +23,7 @@ HERE = pathlib.Path(__file__).parent
 WORKER = HERE / "process_worker.py"
 DEADLINE = 240  # seconds; a run takes about ten, on an idle machine
 # Not the settings of conftest.py. Over gloo no scheduler may be chosen: processes would call
-# collectives in different orders (docs/design.md, section 7).
+# collectives in different orders (docs/facts-processes.md).
 COMPILES_FAST = "--xla_cpu_parallel_codegen_split_count=1"
 ENVIRONMENT = {
     "PATH": os.environ["PATH"],

@@ -54,8 +54,8 @@ def test_reductions_of_a_layer_run_one_after_the_other(alone, monkeypatch):
     mesh = AbstractMesh((8,), ("data",))
     train_step = small.shard_train_step(programs.train_step, mesh=mesh)
     arguments = programs.abstract_state(programs.Model()), programs.tokens()
-    call = train_step._signature.bind(arguments, {})
-    program = train_step._program_for(call)
+    call = train_step._programs.bind(arguments, {})
+    program = train_step._programs.of(call)
     jaxpr = jax.make_jaxpr(program.step.run)(*_programs.placed_inputs(call, program))
     (body,) = reductions_in_loops(jaxpr.jaxpr)
     assert list(body.values()) == [False, alone == 0]

@@ -177,7 +177,7 @@ def test_a_steps_own_microbatches_follow_the_stage(stage, expected):
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_compiled_program_has_the_same_collectives(stage):
-    """Of a scanned model; XLA:CPU merges the two gathers of an unrolled one (docs/design.md, 7)."""
+    """Of a scanned model; XLA:CPU merges the two gathers of an unrolled one (docs/facts-compilers.md)."""
     model, tx = MODELS["scanned, remat"], optax.sgd(1e-3)
     train_step = small.shard_train_step(programs.train_step, stage=stage)
     compiled = train_step.lower(programs.abstract_state(model, tx), programs.tokens()).compile()

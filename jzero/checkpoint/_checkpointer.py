@@ -291,7 +291,7 @@ class Checkpointer:
 
     def _notes(self, state: Any) -> dict[str, Any]:
         """What a reader may want to know that the files do not say: roles, if a step has run."""
-        plans, _ = self._train_step.leaf_plans(state)
+        plans, _ = self._train_step._placement.leaf_plans(state)
         pairs = zip(leaf_names(state), plans, strict=True)
         return {"roles": {name: plan.role for name, plan in pairs if plan.role != OTHER}}
 

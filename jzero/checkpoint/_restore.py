@@ -81,7 +81,7 @@ def restore_for(
         raise OptionError(message(
             who, f"train_step is a {type(train_step).__name__}", "It decides where each leaf goes.",
             "Pass what jzero.shard_train_step returned."))  # fmt: skip
-    mesh = train_step.current_mesh
+    mesh = train_step._programs.setting.mesh
     with _agreement.alike(who, mesh, lambda: {"checkpoint": task.identity()}):
         task = _Task(who, path, train_step, state, args, kwargs)
     with _agreement.alike(who, mesh, lambda: {"call": [f"{who}, done"]}):
@@ -97,14 +97,15 @@ class _Task:
         args: Sequence[Any], kwargs: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self._who, self._stored = who, _stored.find(who, path)
-        self._plans, shardings = train_step.leaf_plans(state, *args, **kwargs)
+        placement = train_step._placement
+        self._plans, shardings = placement.leaf_plans(state, args, kwargs)
         self._tree, names = jax.tree.structure(state), leaf_names(state)
         leaves = jax.tree.leaves(_call.abstract(state, "state"))
         self._leaves = dict(zip(names, leaves, strict=True))
         pairs = zip(self._leaves.items(), self._plans, strict=True)
         wanted = {name: _as_stored(leaf, plan) for (name, leaf), plan in pairs}
         self._sources = match(who, wanted, self._stored.leaves, str(self._stored.directory))
-        places = train_step.places(self._plans, shardings)
+        places = placement.places(self._plans, shardings)
         self._places = dict(zip(names, places, strict=True))
         _available.check(who, _available.shortage(_placing.host_bytes(places)))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -12,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import DEVICE, HOST, PINNED
+from jzero._quantities import make_int
 from jzero.offload import _tiers
 from jzero.offload._host_step import HostStep
 from jzero.offload._slicing import Slicer
@@ -95,8 +95,8 @@ class PinnedHost(Offload):
     tier: ClassVar[str] = PINNED
 
     def __post_init__(self) -> None:
-        _make_int(
-            self, "device_bytes", 1,
+        make_int(
+            self, "PinnedHost", "device_bytes", 1, None,
             "It is how many bytes of optimizer state may be on a device at a time, an int from 1.",
             "Use device_bytes=2**30, or drop it.",
         )  # fmt: skip
@@ -204,8 +204,8 @@ class HostCPU(Offload):
                 "HostCPU", f"delayed_update={self.delayed_update!r}", "It is True or False.",
                 "Use delayed_update=True to let host and devices work at the same time."))  # fmt: skip
         if self.delay_after is not None:
-            _make_int(
-                self, "delay_after", 0,
+            make_int(
+                self, "HostCPU", "delay_after", 0, None,
                 "It is the number of steps that are not delayed, an int from 0.",
                 "Use delay_after=40, or drop it.",
             )  # fmt: skip
@@ -223,8 +223,8 @@ class HostCPU(Offload):
                     "Use a number in this range, 'auto', or drop it."))  # fmt: skip
             object.__setattr__(self, "ratio", share)
         if self.threads is not None:
-            _make_int(
-                self, "threads", 1, "It is how many threads update, an int from 1.",
+            make_int(
+                self, "HostCPU", "threads", 1, None, "It is how many threads update, an int from 1.",
                 "Drop it to use all processors that this process may use.",
             )  # fmt: skip
 
@@ -283,18 +283,6 @@ def _float(x: Any) -> float | None:
         return float(x)
     except (TypeError, ValueError):
         return None
-
-
-def _make_int(policy: Any, name: str, least: int, rule: str, edit: str) -> None:
-    """Makes a field an int, of NumPy's, too; raises an error if it is none, or less than `least`."""
-    value = getattr(policy, name)
-    try:
-        num = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        num = None
-    if num is None or num < least:
-        raise OptionError(message(type(policy).__name__, f"{name}={value!r}", rule, edit))
-    object.__setattr__(policy, name, num)
 
 
 NO_OFFLOAD = NoOffload()

@@ -202,7 +202,10 @@ class SlicedTurn:
             given = dict(zip(names, [*own, *others, *cut, *scalars], strict=True))
             shape = next(x.shape for x in given.values() if x.ndim)
             values = _elementwise.evaluate(self._frame, self._piece.eqns, given, shape)
-            new = {i: self._masked(values[jaxpr.outvars[i]], start) for i in self._piece.outs}
+            new = {
+                i: self._masked(values[_jaxpr.variable(jaxpr.outvars[i])], start)
+                for i in self._piece.outs
+            }
             new = {i: _jaxpr.with_type_of(x, jaxpr.outvars[i]) for i, x in new.items()}
             parts = [_put(x, new[i], start) for i, x in zip(renewed, olds, strict=True)]
             return [new[i] for i in back], parts

@@ -93,7 +93,7 @@ def preflight(
     sizes = _axes_for(train_step, grid) if axes is None else dict(axes)
     there = train_step.on_mesh(mesh_of(WHO, gpu, grid, sizes))
 
-    batch = there.batch_of(WHO, *args, **kwargs)
+    batch = there._programs.batch_of(WHO, args, kwargs)
 
     def examine(rows: int) -> Preflight:
         report, lowered = batch.call(there.describe, rows), batch.call(there.lower, rows)

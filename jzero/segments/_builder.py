@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE
-from jzero.segments._segment import Segment, Values
+from jzero.segments._segment import Arrays, Segment, Values, Var
 from jzero.sharding.cut._pieces import Piece
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
@@ -19,8 +19,6 @@ from jzero.sharding.run._interpret import Env, Interpreter
 from jzero.sharding.run._run import Runner, value_of
 from jzero.sharding.run._values import FullValue
 from jzero.tracing import _jaxpr
-
-Var = _jaxpr.Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +119,7 @@ class Builder:
             for i in outs
         ]
 
-        def local(consumed: list[Any], read: list[Any]) -> tuple[list[Any], list[Any]]:
+        def local(consumed: Arrays, read: Arrays) -> tuple[Arrays, Arrays]:
             interp = runner.interpreter()
             values = dict(zip([*consumes, *reads], [*consumed, *read], strict=True))
             env = compute(interp, values)
@@ -154,7 +152,7 @@ class Builder:
         )
 
 
-def _given(interp: Interpreter, env: Env, runner: Runner, var: Var, plan: ValuePlan) -> Any:
+def _given(interp: Interpreter, env: Env, runner: Runner, var: Var, plan: ValuePlan) -> jax.Array:
     """What a segment hands out, in shards as the boundary has it."""
     value = interp.read(runner.frame, env, var)
     dim = plan.layout.dim if isinstance(plan.layout, _layout.Shard) else None

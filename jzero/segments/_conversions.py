@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from jzero.segments._segment import Arrays
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Layout
 from jzero.sharding.run._interpret import Env
 from jzero.sharding.run._run import Runner, value_of
+from jzero.sharding.run._values import Value
 from jzero.tracing import _jaxpr
 
 
-def entering(runner: Runner, variables: Sequence[_jaxpr.Var]) -> Callable[..., Any] | None:
+def entering(runner: Runner, variables: Sequence[_jaxpr.Var]) -> Callable[..., Arrays] | None:
     """`leaves -> shards`: leaves that rest on the devices, in shards like gradients; None if they are."""
     boundary, frame = runner.plan.boundary, runner.frame
     rest = [boundary.of(var) for var in variables]
@@ -20,7 +21,7 @@ def entering(runner: Runner, variables: Sequence[_jaxpr.Var]) -> Callable[..., A
     if all(old.layout == new.layout for old, new in zip(rest, crossing, strict=True)):
         return None
 
-    def local(xs: list[Any]) -> list[Any]:
+    def local(xs: Arrays) -> Arrays:
         interp = runner.interpreter()
         return [
             interp.as_dim(frame, var, value_of(x, old), _dim(new.layout))
@@ -31,7 +32,7 @@ def entering(runner: Runner, variables: Sequence[_jaxpr.Var]) -> Callable[..., A
     return runner.shard_map(local, (specs,), [plan.spec for plan in crossing])
 
 
-def leaving(runner: Runner, outs: Sequence[int]) -> Callable[..., Any] | None:
+def leaving(runner: Runner, outs: Sequence[int]) -> Callable[..., Arrays] | None:
     """`(old leaves, shards) -> leaves`: renewed shards like gradients, as they rest; None if they do."""
     boundary, jaxpr = runner.plan.boundary, runner.frame.jaxpr
     rest = [boundary.of(jaxpr.invars[i]) for i in outs]
@@ -39,13 +40,15 @@ def leaving(runner: Runner, outs: Sequence[int]) -> Callable[..., Any] | None:
     if all(old.layout == new.layout for old, new in zip(rest, crossing, strict=True)):
         return None
 
-    def local(olds: list[Any], shards: list[Any]) -> list[Any]:
-        interp = runner.interpreter()
-        renewed = zip(outs, crossing, olds, shards, strict=True)
-        return [
-            runner.out(interp, Env({jaxpr.outvars[i]: value_of(x, plan)}), i, old)
-            for i, plan, old, x in renewed
-        ]
+    def local(olds: Arrays, shards: Arrays) -> Arrays:
+        interp, new = runner.interpreter(), []
+        for i, plan, old, x in zip(outs, crossing, olds, shards, strict=True):
+            atom = jaxpr.outvars[i]
+            values: dict[_jaxpr.Var, Value] = (
+                {} if _jaxpr.is_literal(atom) else {atom: value_of(x, plan)}
+            )
+            new.append(runner.out(interp, Env(values), i, old))
+        return new
 
     specs = [plan.spec for plan in rest]
     return runner.shard_map(local, (specs, [plan.spec for plan in crossing]), specs)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +13,12 @@ from jax.sharding import NamedSharding
 from jzero.processes import _agreement
 from jzero.segments import _identity, _program
 from jzero.segments._program import Program
+from jzero.sharding.plan import _setting
 from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
+from jzero.tracing._batch import Batch
 
 WHO = _call.WHO
 
@@ -23,11 +27,19 @@ class Programs:
     """The programs of one step.
 
     Attributes:
+      signature: how the step is called.
+      options: what the user chose.
+      mesh: the mesh they are for; None for whatever is current.
       built: by setting, static arguments and shapes.
     """
 
-    def __init__(self, step_fn: Callable[..., Any], signature: _call.Signature):
-        self._step_fn, self._signature = step_fn, signature
+    def __init__(
+        self, step_fn: Callable[..., Any], signature: _call.Signature, options: Options, mesh: Any,
+        axis_names: tuple[str, ...] | None, axis_name: str | None,
+    ):  # fmt: skip
+        self._step_fn, self.signature, self.options = step_fn, signature, options
+        self.mesh, self._axis_names, self._axis_name = mesh, axis_names, axis_name
+        self._setting: tuple[Any, Setting] | None = None
         self.built: dict[Any, Program] = {}
         # By what is quick to ask of a call; an array and its shape then are two keys of one program.
         self._seen: dict[Any, Program] = {}
@@ -36,8 +48,39 @@ class Programs:
         # Programs that all processes have built alike, by id.
         self._agreed: dict[int, _agreement.Agreement] = {}
 
-    def of(self, call: _call.Call, setting: Setting) -> Program:
+    def on_mesh(self, mesh: Any) -> Programs:
+        """Those of the same step on another mesh."""
+        return Programs(
+            self._step_fn, self.signature, self.options, mesh, self._axis_names, self._axis_name
+        )
+
+    @property
+    def setting(self) -> Setting:
+        """What a call would be for now: the same object as before, if the mesh is the same."""
+        around = _setting.around(self.mesh, self._axis_name)
+        if self._setting is None or self._setting[0] != around:
+            setting = _setting.setting_of(
+                self.options, self.mesh, self._axis_names, self._axis_name
+            )
+            self._setting = around, setting
+        return self._setting[1]
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _call.Call:
+        """A call of the step, taken apart."""
+        return self.signature.bind(args, kwargs)
+
+    def of(self, call: _call.Call) -> Program:
         """The program for a call's shapes."""
+        return self._of(call, self.setting)
+
+    def batch_of(self, who: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+        """The shapes of a call, in which the rows of the batch can be changed; for `who` asks."""
+        call, setting = self.bind(args, kwargs), self.setting
+        specs = [sharding.spec for sharding in self.of(call).argument_shardings]
+        dims = tuple(_call.microbatch_dim(spec, setting.axes) for spec in specs)
+        return Batch.of(who, self.signature, call, dims, math.prod(setting.batch_axes.values()))
+
+    def _of(self, call: _call.Call, setting: Setting) -> Program:
         seen = self._quick_key(call, setting)
         if seen not in self._seen:
             self._seen[seen] = self._of_shapes(call, setting)
@@ -54,7 +97,7 @@ class Programs:
         key = (setting, tree, call.static, _avals_key(leaves))
         if key not in self.built:
             self.built[key] = _program.build(
-                self._step_fn, self._signature, setting, state, arrays, call.static, self._shared
+                self._step_fn, self.signature, setting, state, arrays, call.static, self._shared
             )
             self._layouts[_state_key(state, setting)] = self.built[key].plan.leaves
         return self.built[key]
@@ -66,20 +109,24 @@ class Programs:
           ProcessError: one has another, or does not come.
         """
         program = self._seen.get(self._quick_key(call, setting))
-        before = self._agreed.get(id(program))
-        if program is None or before is None:
+        if program is None or id(program) not in self._agreed:
             return self._agreed_first(call, setting)
-        if not _agreement.goes_on(setting.mesh, before.name):
-            _agreement.agree_again(WHO, setting.mesh, before)
+        self.agree_again(program, setting)
         return program
 
+    def agree_again(self, program: Program, setting: Setting) -> None:
+        """Notes a call of a program that has run before; if the last call was of another, processes meet."""
+        before = self._agreed[id(program)]
+        if not _agreement.goes_on(setting.mesh, before.name):
+            _agreement.agree_again(WHO, setting.mesh, before)
+
     def _agreed_first(self, call: _call.Call, setting: Setting) -> Program:
-        """The same, of a program that has not run before."""
+        """The program for a call that none has run before."""
         failures: list[Exception] = []
 
         def sections() -> _agreement.Sections:
             try:
-                program = self.of(call, setting)
+                program = self._of(call, setting)
             except Exception as error:
                 if self._agreed:  # The others may run what they know, and not come.
                     raise
@@ -93,7 +140,7 @@ class Programs:
         )
         if failures:
             raise failures[0]
-        program = self.of(call, setting)
+        program = self._of(call, setting)
         self._agreed[id(program)] = agreement
         return program
 

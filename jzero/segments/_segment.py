@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -15,7 +15,11 @@ from jzero.sharding.plan._boundary import ValuePlan
 from jzero.tracing import _jaxpr, _rewrite
 
 Var = _jaxpr.Var
-Values = dict[Var, Any]
+Arrays = list[jax.Array]
+Values = dict[Var, jax.Array]
+# `(consumed, read) -> (given, outputs)`, on whole arrays.
+Run = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
+Taken = TypeVar("Taken")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +33,7 @@ class Segment:
       outs: which outputs of the step it makes, by index.
       types: how each value that it takes or gives lies on the devices.
       mesh: on which it runs.
-      run: `(consumed, read) -> (given, outputs)`, on whole arrays.
+      run: the program, as a function.
       jitted: the same, compiled.
     """
 
@@ -39,25 +43,25 @@ class Segment:
     outs: tuple[int, ...]
     types: Mapping[Var, ValuePlan]
     mesh: Mesh
-    run: Callable[..., Any]
-    jitted: Callable[..., Any]
+    run: Run
+    jitted: Run
 
     @property
     def takes(self) -> tuple[Var, ...]:
         """Everything that it takes."""
         return (*self.consumes, *self.reads)
 
-    def __call__(self, values: Values, run: Callable[..., Any]) -> dict[int, Any]:
+    def __call__(self, values: Values, run: Run) -> dict[int, jax.Array]:
         """Calls `run` on `values` and adds what it gives to them; returns outputs by index."""
         given, outs = run(*self.taken(values))
         values.update(zip(self.gives, given, strict=True))
         return dict(zip(self.outs, outs, strict=True))
 
-    def taken(self, values: Mapping[Var, Any]) -> list[list[Any]]:
+    def taken(self, values: Mapping[Var, Taken]) -> tuple[list[Taken], list[Taken]]:
         """What it takes of these values: to consume, and to read."""
-        return [[values[var] for var in group] for group in (self.consumes, self.reads)]
+        return [values[var] for var in self.consumes], [values[var] for var in self.reads]
 
-    def avals(self) -> list[list[jax.ShapeDtypeStruct]]:
+    def avals(self) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
         """Of what it takes, whole and padded."""
         return self.taken({var: self.types[var].aval(self.mesh) for var in self.takes})
 
@@ -71,10 +75,10 @@ class Compiled:
 
     def __init__(self, share: bool):
         self._share = share
-        self._shared: dict[Any, Callable[..., Any]] = {}
-        self._of: dict[Any, Callable[..., Any]] = {}
+        self._shared: dict[tuple[str | None, tuple[int, ...]], Run] = {}
+        self._of: dict[tuple[tuple[int, ...], tuple[Var, ...]], Run] = {}
 
-    def of(self, segment: Segment, values: Mapping[Var, Any]) -> Callable[..., Any]:
+    def of(self, segment: Segment, values: Values) -> Run:
         """The program of a segment that will take these values."""
         if (key := (segment.outs, segment.gives)) not in self._of:
             text = _rewrite.whole_text(jax.make_jaxpr(segment.run)(*segment.taken(values)))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jzero.segments._builder import Builder
-from jzero.tracing import _jaxpr
+from jzero.segments._segment import Values
 
 
 class SegmentedStep:
@@ -26,14 +26,14 @@ class SegmentedStep:
         self.invars, self._num_outs = jaxpr.invars, len(jaxpr.outvars)
         self.leaf_of = {var: i for i, var in enumerate(jaxpr.invars[:num])}
 
-    def values(self, state: Sequence[Any], arrays: Sequence[Any]) -> dict[_jaxpr.Var, Any]:
+    def values(self, state: Sequence[Any], arrays: Sequence[Any]) -> Values:
         """What the segments take of the caller."""
         return dict(zip(self.invars, [*state, *arrays], strict=True))
 
     def run(self, state: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """A step on whole arrays, segment after segment; nothing is copied to or from the host."""
         values = self.values(state, arrays)
-        outs: dict[int, Any] = {}
+        outs: dict[int, jax.Array] = {}
         for segment in (self.grad, *self.turns):
             outs |= segment(values, segment.run)
         return self.in_order(outs, state)
@@ -43,7 +43,7 @@ class SegmentedStep:
         return jax.jit(self.run).trace(state, arrays)
 
     def in_order(
-        self, outs: Mapping[int, Any], state: Sequence[Any]
+        self, outs: Mapping[int, jax.Array], state: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """New state and outputs; a leaf that no segment made keeps its value."""
         found = [outs[i] if i in outs else state[i] for i in range(self._num_outs)]

@@ -45,7 +45,7 @@ class Batch:
                 "The rows of all are changed together, and so must be multiples of the fewest.",
                 "Make them so, or keep an argument whole with in_specs={'<argument>': jax.P()}.",
             ))  # fmt: skip
-        return Batch(signature, dataclasses.replace(call, state=state, arrays=arrays), dims, fewest)
+        return Batch(signature, call._replace(state=state, arrays=arrays), dims, fewest)
 
     def call(self, fn: Callable[..., Any], rows: int) -> Any:
         """Calls `fn` as the step would be called, with so many rows for each device and microbatch."""

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,16 @@ WHO = "shard_train_step"
 _REST = inspect.Parameter.VAR_POSITIONAL
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call, taken apart: the state, the other array arguments by name, and what is static."""
 
     state: Any
     arrays: dict[str, Any]
     static: tuple[tuple[str, Hashable], ...]
+
+
+# Where among the values of a call are the state, the other arrays by name, and the static ones by name.
+_Binding = tuple[int | None, list[tuple[str, int]], list[tuple[str, int]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Signature:
     state_name: str
     static_names: frozenset[str]
     specs: Mapping[str, Any]
+    # By how many arguments are given by position, and which by name: `inspect` is slow, and every step asks.
+    _bindings: dict[tuple[Any, ...], _Binding] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
 
     @classmethod
     def of(
@@ -97,16 +104,25 @@ class Signature:
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Takes one call apart; positional and keyword spellings of it give the same `Call`."""
-        bound = self.parameters.bind(*args, **kwargs)
-        state, arrays, static = None, {}, []
-        for name, value in _flat_arguments(bound):
-            if name == self.state_name:
-                state = value
-            elif name in self.static_names:
-                static.append((name, _hashable(name, value)))
-            else:
-                arrays[name] = value
-        return Call(state, dict(sorted(arrays.items())), tuple(static))  # as JAX sorts dicts
+        form = len(args), *kwargs
+        if form not in self._bindings:
+            self._bindings[form] = self._binding(len(args), list(kwargs))
+        state, arrays, static = self._bindings[form]
+        given = [*args, *kwargs.values()]
+        return Call(
+            None if state is None else given[state],
+            {name: given[i] for name, i in arrays},
+            tuple([(name, _hashable(name, given[i])) for name, i in static]),
+        )
+
+    def _binding(self, num_args: int, keywords: Sequence[str]) -> _Binding:
+        """How calls with so many arguments by position, and these by name, are bound."""
+        numbers = {name: num_args + i for i, name in enumerate(keywords)}
+        found = _flat_arguments(self.parameters.bind(*range(num_args), **numbers))
+        state = found.pop(self.state_name, None)
+        static = [(name, i) for name, i in found.items() if name in self.static_names]
+        arrays = [(name, i) for name, i in found.items() if name not in self.static_names]
+        return state, sorted(arrays), static  # as JAX sorts dicts
 
     def call(
         self, step_fn: Callable[..., Any], state: Any, arrays: Mapping[str, Any],
@@ -134,16 +150,16 @@ class Signature:
         return step_fn(*args, **kwargs)
 
 
-def _flat_arguments(bound: inspect.BoundArguments) -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
+def _flat_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind == inspect.Parameter.VAR_POSITIONAL:
-            flat += [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+            flat |= {f"{name}[{i}]": item for i, item in enumerate(value)}
         elif kind == inspect.Parameter.VAR_KEYWORD:
-            flat += value.items()
+            flat |= value
         else:
-            flat.append((name, value))
+            flat[name] = value
     return flat
 
 
@@ -179,9 +195,14 @@ def is_key(dtype: Any, shape: Sequence[int]) -> bool:
 
 
 def signature_of(tree: Any) -> tuple[Any, ...]:
-    """What tells two calls apart, quick to compute: every step asks. Leaves may be anything."""
+    """What tells two calls apart, quick to compute. Leaves may be anything."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple(
+    return treedef, marks(leaves)
+
+
+def marks(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """The same of leaves."""
+    return tuple(
         (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
         if hasattr(leaf, "dtype") and hasattr(leaf, "shape")
         else type(leaf)

@@ -23,7 +23,8 @@ CAST = "convert_element_type"
 def without_differences(jaxpr: _rewrite.Flat) -> _rewrite.Flat:
     """The jaxpr with `n` for every `p + (n - p)` whose n and p were cast up, and that is cast down again.
 
-    The differences stay, read by nobody: they tell `sharding/_links.py` that p and n are sharded alike.
+    The differences stay, read by nobody: they tell `sharding/analysis/_links.py` that p and n are
+    sharded alike.
     """
     makers: Makers = {}
     new: dict[_jaxpr.Var, _jaxpr.Var] = {}
@@ -74,8 +75,8 @@ def _made_by(name: str, atom: _jaxpr.Atom, makers: Makers) -> list[_jaxpr.Atom]:
 
 def _cast_up(atom: _jaxpr.Atom, aval: Any, makers: Makers) -> _jaxpr.Var | None:
     """The value of type `aval` of which `atom` is a cast to a wider floating dtype."""
-    (operand,) = _made_by(CAST, atom, makers) or [None]
-    if operand is None or _jaxpr.is_literal(operand):
+    operands = _made_by(CAST, atom, makers)
+    if not operands or _jaxpr.is_literal(operand := operands[0]):
         return None
     alike = (operand.aval.dtype, operand.aval.weak_type) == (aval.dtype, aval.weak_type)
     wide, floating = atom.aval.dtype, jnp.issubdtype(aval.dtype, jnp.floating)

@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import core, distributed, source_info_util, xla_bridge
+from jax._src import distributed, source_info_util, xla_bridge
 from jax._src.lax.parallel import reduce_scatter_p
-from jax.extend.core import Primitive
+from jax.extend import core as extended_core
 from jax.extend.random import threefry2x32_p
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-Literal = core.Literal
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Primitive, Var
 
-# JAX's own classes move between releases; these names say which is meant.
-Var: TypeAlias = Any
-Jaxpr: TypeAlias = Any
-Eqn: TypeAlias = Any
-Atom: TypeAlias = Any  # Var | Literal
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+core: Any = jax._src.core  # What its classes hold for jzero is in `_types.py`.
 
 
 class Traced(NamedTuple):
@@ -64,9 +63,15 @@ class WhileParts(NamedTuple):
     num_body_consts: int
 
 
-def is_literal(atom: Atom) -> bool:
+def is_literal(atom: Atom) -> TypeIs[Literal]:
     """Whether `atom` is a constant written into the equation."""
-    return isinstance(atom, Literal)
+    return isinstance(atom, core.Literal)
+
+
+def variable(atom: Atom) -> Var:
+    """`atom`, of which is known that it is no literal."""
+    assert not is_literal(atom), atom
+    return atom
 
 
 def constant(value: Any) -> Any:
@@ -77,7 +82,7 @@ def constant(value: Any) -> Any:
     return np.asarray(value) if traced_here or not isinstance(value, jax.Array) else value
 
 
-def literal(atom: Any) -> Any:
+def literal(atom: Literal) -> Any:
     """A literal's value, in the dtype it was traced with, free of the mesh."""
     value = constant(atom.val)
     return value if isinstance(value, jax.Array) else np.asarray(value, atom.aval.dtype)
@@ -322,6 +327,11 @@ def selection(index: Atom, cases: Sequence[Atom], out: Var, source: Eqn) -> Eqn:
     return core.new_jaxpr_eqn(ins, [out], lax.select_n_p, {}, set(), source.source_info)
 
 
+def replaced(jaxpr: Any, **parts: Any) -> Jaxpr:
+    """A jaxpr of JAX's own with other `parts`: `invars`, `eqns`, ..."""
+    return jaxpr.replace(**parts)
+
+
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Runs a jaxpr."""
     return core.eval_jaxpr(jaxpr, consts, *args)
@@ -350,12 +360,12 @@ def inner_jaxprs(eqn: Eqn) -> list[Any]:
 class Closed(NamedTuple):
     """A jaxpr with its constants, as `open_jaxpr` takes it apart; of jaxprs that jzero puts together."""
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     consts: list[Any]
 
 
 def equation(
-    primitive: Any, ins: Sequence[Atom], outs: Sequence[Var], source: Eqn, **params: Any
+    primitive: Primitive, ins: Sequence[Atom], outs: Sequence[Var], source: Eqn, **params: Any
 ) -> Eqn:
     """A new equation, as if `source` had been it."""
     return core.new_jaxpr_eqn(list(ins), list(outs), primitive, params, set(), source.source_info)
@@ -401,7 +411,7 @@ def threefry_bits(key: Any, high: Any, low: Any, bit_width: int) -> Any:
 
 # Scopes of what a step says of its rows (`_local.py`).
 GROUPS, PER_EXAMPLE = "jzero.groups", "jzero.per_example"
-_marked_rows = Primitive("marked_rows")
+_marked_rows = extended_core.Primitive("marked_rows")
 
 
 def marked_rows(x: Any, dim: int | None, enters: bool = True) -> Any:

@@ -50,20 +50,19 @@ def flatten_calls(
                 args = args[1:]
             if call is None:
                 # A jaxpr that is called twice has the same variables twice: each call gets its own.
-                outs = [_jaxpr.new_var(var) for var in eqn.outvars]
-                eqns.append(new.replace(outvars=outs))
+                fresh = [_jaxpr.new_var(var) for var in eqn.outvars]
+                eqns.append(new.replace(outvars=fresh))
+                env |= zip(eqn.outvars, fresh, strict=True)
             else:
                 body, body_consts = call
                 fresh = [_jaxpr.new_var(var) for var in body.constvars]
                 constvars.extend(fresh)
                 all_consts.extend(body_consts)
                 ins = zip([*body.constvars, *body.invars], [*fresh, *args], strict=True)
-                outs = inline(body, dict(ins), new)
-            env |= zip(eqn.outvars, outs, strict=True)
+                env |= zip(eqn.outvars, inline(body, dict(ins), new), strict=True)
         return [read(atom) for atom in inner.outvars]
 
-    env = {var: var for var in [*jaxpr.constvars, *jaxpr.invars]}
-    outvars = inline(jaxpr, env, None)
+    outvars = inline(jaxpr, {var: var for var in [*jaxpr.constvars, *jaxpr.invars]}, None)
     return Flat(constvars, list(jaxpr.invars), outvars, eqns), all_consts
 
 
@@ -116,7 +115,7 @@ def excerpt(
     """
     eqns, needed = _behind(jaxpr.eqns, wanted, set(given), effects)
     reads = [var for var in [*jaxpr.constvars, *jaxpr.invars, *given] if var in needed]
-    whole = jaxpr.replace(constvars=[], invars=reads, outvars=list(wanted), eqns=eqns)
+    whole = _jaxpr.replaced(jaxpr, constvars=[], invars=reads, outvars=list(wanted), eqns=eqns)
     return Excerpt(reads, lambda *args: _jaxpr.evaluate(whole, (), *args))
 
 
@@ -179,17 +178,19 @@ def whole_text(jaxpr: Any) -> str | None:
 
 def body_of_shard_map(fn: Callable[..., Any], *args: Any) -> Body:
     """The body of the one `jax.shard_map` that `fn` is."""
-    outer, outer_consts = _jaxpr.open_jaxpr(jax.make_jaxpr(fn)(*args))
+    closed = jax.make_jaxpr(fn)(*args)
+    outer, outer_consts = _jaxpr.open_jaxpr(closed)
     (eqn,) = outer.eqns
     flat, consts = flatten_calls(*_jaxpr.open_jaxpr(eqn.params["jaxpr"]))
     eqns, read = _behind(flat.eqns, flat.outvars, set(), effects=True)
     asked = [e for e in eqns if e.primitive.name == "axis_index"]
-    jaxpr = outer.replace(
+    jaxpr = _jaxpr.replaced(
+        outer,
         constvars=flat.constvars,
         invars=[*flat.invars, *(e.outvars[0] for e in asked)],
         outvars=flat.outvars,
         eqns=[e for e in eqns if e not in asked],
-        debug_info=outer.debug_info.with_unknown_names(),
+        debug_info=closed.jaxpr.debug_info.with_unknown_names(),
     )
     # Constants may have become arguments.
     known = dict(zip(outer.constvars, outer_consts, strict=True))

@@ -109,7 +109,7 @@ class HostUpdate:
         analysis = Analysis(flat, len(self._state))
         self.roads = tuple(analysis.road(i, name) for i, name in enumerate(self._names))
         self._consts = on_host(consts)
-        self._build(analysis, traced.jaxpr.replace(**flat._asdict()), chunk_bytes)
+        self._build(analysis, _jaxpr.replaced(traced.jaxpr, **flat._asdict()), chunk_bytes)
         self._drive = callable_at(compiled(DRIVE, "drive", WHO))
         self._threads = threads or _num_processors()
         self._pool = concurrent.futures.ThreadPoolExecutor(self._threads)

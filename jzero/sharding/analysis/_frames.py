@@ -250,8 +250,8 @@ def running_sums(frame: Frame, num_consts: int, num_carry: int) -> frozenset[int
             eqn = next((e for e in jaxpr.eqns if any(a is var for a in e.invars)), None)
             if eqn is None or eqn.primitive.name not in ("add_any", "add"):
                 break
-            (other,) = [atom for atom in eqn.invars if atom is not var] or [None]
-            if other is None or not is_unreduced(frame, other):
+            others = [atom for atom in eqn.invars if atom is not var]
+            if not others or not is_unreduced(frame, others[0]):
                 break
             var = eqn.outvars[0]
         if var is jaxpr.outvars[i] and var is not start and uses.get(var, 0) == 1:

@@ -80,7 +80,7 @@ _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 _ZERO_OF_ZEROS = frozenset(_SUMMANDS) - {"div"}
 
 
-def literal_kind(atom: _jaxpr.Atom) -> Kind:
+def literal_kind(atom: _jaxpr.Literal) -> Kind:
     """ZERO or SAME."""
     is_zero = getattr(atom.val, "ndim", 0) == 0 and atom.val == 0
     return Kind.ZERO if is_zero else Kind.SAME

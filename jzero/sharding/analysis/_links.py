@@ -117,8 +117,8 @@ class Links:
     def _link_call(self, frame: Frame, ins: Sequence, outs: Sequence, child: Frame) -> None:
         for outer, inner in zip(ins, child.jaxpr.invars, strict=True):
             self._link(child, inner, frame, outer)
-        for outer, inner in zip(outs, child.jaxpr.outvars, strict=True):
-            self._link(child, inner, frame, outer)
+        for outer, returned in zip(outs, child.jaxpr.outvars, strict=True):
+            self._link(child, returned, frame, outer)
 
     def _link_scan(self, frame: Frame, eqn: _jaxpr.Eqn, child: Frame) -> None:
         scan = _jaxpr.scan_parts(eqn)
@@ -144,6 +144,6 @@ class Links:
             for outer, inner in zip([*ins, *carry], child.jaxpr.invars, strict=True):
                 self._link(child, inner, frame, outer)
         before = body.jaxpr.invars[loop.num_body_consts :]
-        for outer, inner, var in zip(eqn.outvars, body.jaxpr.outvars, before, strict=True):
-            self._link(body, inner, frame, outer)
-            self._link(body, inner, body, var)
+        for out, returned, var in zip(eqn.outvars, body.jaxpr.outvars, before, strict=True):
+            self._link(body, returned, frame, out)
+            self._link(body, returned, body, var)

@@ -151,7 +151,7 @@ class Body(Writer):
         self.movements: list[Movement] = []
         self.turn: Atom | None = None  # what the next ordered effect waits for
         self.autodiff: str | None = None  # the pass of the loop or branch around it
-        self._scattered: list[tuple[Atom, Eqn, Rows]] = []  # whole sums, and their scattered twins
+        self._scattered: list[tuple[Atom, Atom, Rows]] = []  # whole sums, and their scattered twins
         self._reason = ""  # why a value is made that waited to be needed
         self._outer: Body | None = None
 

@@ -55,7 +55,7 @@ def rows_of(aval: Any, rows: Rows, atom: Atom) -> Value:
     return Value(aval, rows, {rows: atom})
 
 
-def _literal(atom: Atom) -> Value:
+def _literal(atom: _jaxpr.Literal) -> Value:
     value = whole(atom)
     value.fill = atom.val if np.ndim(atom.val) == 0 else None
     value.constant = lambda: np.asarray(atom.val, atom.aval.dtype)

@@ -1,8 +1,8 @@
 """Factors: which dims of an equation's operands and results are one dim, as rules for the batch.
 
-The rule table of parameters' shards (`sharding/_rules.py`) says for every operand dim which output dim it
-becomes. Products, convolutions, look-ups and their like need more: a dim that two operands share and that is
-summed over. A *factor* says both, and serves whatever has a dim map too.
+The rule table of parameters' shards (`sharding/analysis/_rules.py`) says for every operand dim which output
+dim it becomes. Products, convolutions, look-ups and their like need more: a dim that two operands share and
+that is summed over. A *factor* says both, and serves whatever has a dim map too.
 
 Reference: the factors of Shardy's `sdy.op_sharding_rule` say the same of an operation.
 """

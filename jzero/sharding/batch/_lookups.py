@@ -263,7 +263,7 @@ def _scatter_rows(body: Body, eqn: Eqn, ins: list[Value], rows: Rows) -> Atom:
     """Each device's rows, behind which stands one more for what is dropped.
 
     An update out of bounds would not do: of a slice of a larger array XLA:CPU then takes the element behind
-    the slice (docs/design.md, section 7).
+    the slice (docs/facts-compilers.md).
     """
     operand, indices, updates = ins
     reason = "each device takes the updates of its rows"

@@ -174,8 +174,8 @@ class _Cutter:
             return None
         if any(a in self._handed_out and self._kinds[a] is Kind.PARTIAL for a in atoms):
             return None
-        partial = {self._levels[a] for a, k in zip(eqn.invars, kinds, strict=True)
-                   if k is Kind.PARTIAL}  # fmt: skip
+        partial = {self._levels[_jaxpr.variable(a)]
+                   for a, k in zip(eqn.invars, kinds, strict=True) if k is Kind.PARTIAL}  # fmt: skip
         if partial != {max(self._levels[a] for a in atoms)}:
             return None
         try:
@@ -256,9 +256,9 @@ class _Cutter:
                 lasts[atom] = None
             elif eqn is not None and self._is_collected(eqn, atom):
                 stacks[atom] = None
-        for atom, example in zip(self._frame.jaxpr.outvars, examples, strict=True):
-            if example and not _jaxpr.is_literal(atom) and self._is_local(atom):
-                stacks[atom] = None
+        for out, example in zip(self._frame.jaxpr.outvars, examples, strict=True):
+            if example and not _jaxpr.is_literal(out) and self._is_local(out):
+                stacks[out] = None
         made = [var for var in stacks if var in self._maker]  # Arguments are there.
         return [list(sums), list(lasts), made]
 
@@ -311,10 +311,12 @@ class _Cutter:
 
     def _reads(self) -> list[tuple[int, _jaxpr.Eqn | None, _jaxpr.Var]]:
         """What is read, by which equation; by (-1, None) if it is an output."""
-        eqns = [(i, eqn, a) for i, eqn in enumerate(self._frame.jaxpr.eqns) for a in eqn.invars]
-        outs = [(-1, None, a) for a in self._frame.jaxpr.outvars]
-        outs += [(-1, eqn, var) for var, eqn in self._handed_out.items()]
-        return [(i, eqn, a) for i, eqn, a in [*eqns, *outs] if not _jaxpr.is_literal(a)]
+        reads: list[tuple[int, _jaxpr.Eqn | None, _jaxpr.Atom]] = [
+            *((i, eqn, a) for i, eqn in enumerate(self._frame.jaxpr.eqns) for a in eqn.invars),
+            *((-1, None, a) for a in self._frame.jaxpr.outvars),
+            *((-1, eqn, var) for var, eqn in self._handed_out.items()),
+        ]
+        return [(i, eqn, a) for i, eqn, a in reads if not _jaxpr.is_literal(a)]
 
     def _sunk(self) -> set[int]:
         """Cheap equations that only loops read: run inside them, lest their results be kept alive."""

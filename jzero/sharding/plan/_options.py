@@ -6,13 +6,14 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import MeshError, OptionError, message
+from jzero._quantities import make_int
 from jzero.sharding.plan._layout import Automatic
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._stages import STAGES, Sharding
@@ -49,93 +50,23 @@ class Options:
     who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
 
     def __post_init__(self) -> None:
-        if self.stage not in STAGES or isinstance(self.stage, bool):
-            raise OptionError(message(
-                self.who, f"stage={self.stage!r}", "Stages are 0, 1, 2 and 3.",
-                "Use 3 to shard parameters, gradients and optimizer state."))  # fmt: skip
-        if isinstance(self.accumulate, bool) or not (
-            isinstance(self.accumulate, int) and self.accumulate >= 1
+        for name, least, most, rule, edit in _INTEGERS:
+            if getattr(self, name) is not getattr(Options, name):  # Its default, which may be None.
+                make_int(self, self.who, name, least, most, rule, edit)
+        for broken, found, rule, edit in _RULES:
+            if broken(self):
+                raise OptionError(message(self.who, found.format(o=self), rule, edit))
+        for name, patterns in (
+            ("full", [self.full or ""]),
+            ("auto_specs", [pattern for pattern, _ in self.auto_specs]),
         ):
-            raise OptionError(message(
-                self.who, f"accumulate={self.accumulate!r}",
-                "It is the number of microbatches that each device works through, an int from 1.",
-                "Use accumulate=1 to run the batch whole."))  # fmt: skip
-        if self.reduce not in (None, "once", "each"):
-            raise OptionError(message(
-                self.who, f"reduce={self.reduce!r}", "Gradients are reduced 'once' or for 'each' microbatch.",
-                "Drop it to let the stage decide."))  # fmt: skip
-        only = {0: "once", 1: "once", 2: "each"}.get(self.stage)
-        if only is not None and self.reduce not in (None, only):
-            raise OptionError(message(
-                self.who, f"stage={self.stage} and reduce={self.reduce!r}",
-                "Stage 2 is stage 1 with gradients reduced for each microbatch; stage 3 can do either.",
-                f"Drop reduce, or use stage={1 if self.stage == 2 else 2}."))  # fmt: skip
-        if self.accumulate_dtype is not None and self.accumulate == 1:
-            raise OptionError(message(
-                self.who, "accumulate_dtype without accumulate",
-                "It is the dtype in which the gradients of microbatches are summed up.",
-                "Drop it, or say how many microbatches with accumulate=k."))  # fmt: skip
-        if self.gather not in (None, *GATHER):
-            raise OptionError(message(
-                self.who, f"gather={self.gather!r}",
-                f"Parameters are gathered {', '.join(map(repr, GATHER))}.",
-                "Drop it for 'per_pass'."))  # fmt: skip
-        if self.gather is not None and self.stage < 3:
-            raise OptionError(message(
-                self.who, f"stage={self.stage} and gather={self.gather!r}",
-                "Below stage 3 parameters rest whole on every device, and nothing is gathered.",
-                "Drop gather, or use stage=3."))  # fmt: skip
-        if self.prefetch_bytes is not None and (
-            isinstance(self.prefetch_bytes, bool)
-            or not (isinstance(self.prefetch_bytes, int) and self.prefetch_bytes >= 0)
-        ):
-            raise OptionError(message(
-                self.who, f"prefetch_bytes={self.prefetch_bytes!r}",
-                "It is how many gathered bytes may be ahead of the compute that uses them, an int from 0.",
-                "Use prefetch_bytes=0 to gather only what is used next, or drop it."))  # fmt: skip
-        if self.prefetch_bytes is not None and self.stage < 3:
-            raise OptionError(message(
-                self.who, f"stage={self.stage} and prefetch_bytes={self.prefetch_bytes}",
-                "Below stage 3 parameters rest whole on every device, and nothing is gathered ahead.",
-                "Drop prefetch_bytes, or use stage=3."))  # fmt: skip
-        if not isinstance(self.min_shard_bytes, int) or self.min_shard_bytes < 0:
-            raise OptionError(message(
-                self.who, f"min_shard_bytes={self.min_shard_bytes!r}",
-                "It is the number of bytes below which a leaf stays full, an int from 0.",
-                "Use min_shard_bytes=0 to shard every leaf that can be."))  # fmt: skip
-        if isinstance(self.max_gather_bytes, bool) or not (
-            isinstance(self.max_gather_bytes, int) and self.max_gather_bytes >= 0
-        ):
-            raise OptionError(message(
-                self.who, f"max_gather_bytes={self.max_gather_bytes!r}",
-                "It is how many bytes of the batch's rows one operation may gather, an int from 0.",
-                "Drop it for 256 MiB."))  # fmt: skip
-        if self.full is not None and self.stage < 3:
-            raise OptionError(message(
-                self.who, f"stage={self.stage} and full={self.full!r}",
-                "Below stage 3 all parameters rest full.", "Drop full, or use stage=3."))  # fmt: skip
-        for name, pattern in [
-            ("full", self.full or ""),
-            *(("auto_specs", p) for p, _ in self.auto_specs),
-        ]:
-            _check_pattern(self.who, name, pattern)
+            for pattern in patterns:
+                _check_pattern(self.who, name, pattern)
         bad = [f"auto_specs[{p!r}] is {s!r}" for p, s in self.auto_specs if not isinstance(s, P)]
         if bad:
             raise OptionError(message(
                 self.who, bad, "How leaves rest is a PartitionSpec.",
                 "Write {'regular expression': jax.P(None, 'model')}."))  # fmt: skip
-        if self.param_axes is not None and self.stage < 3:
-            raise OptionError(message(
-                self.who, f"stage={self.stage} and param_axes={self.param_axes}",
-                "Below stage 3 parameters are not sharded.", "Drop param_axes, or use stage=3."))  # fmt: skip
-        if self.optimizer_axes is not None and self.stage == 0:
-            raise OptionError(message(
-                self.who, f"stage=0 and optimizer_axes={self.optimizer_axes}",
-                "At stage 0 nothing is sharded.", "Drop optimizer_axes, or use stage=1."))  # fmt: skip
-        if not isinstance(self.offload, Offload):
-            raise OptionError(message(
-                self.who, f"offload={self.offload!r}", "It is a policy: where optimizer state rests.",
-                "Use offload=jzero.PinnedHost(), or drop it."))  # fmt: skip
         for name in ("accumulate_dtype", "reduce_dtype"):
             _check_dtype(self.who, name, getattr(self, name))
 
@@ -220,6 +151,53 @@ class Options:
     def gather_once(self) -> bool:
         """Whether one gather serves all microbatches."""
         return self.stage < 3 or self.gather == "once_per_step"
+
+
+# Name, least, most, what it is, and what to do.
+_INTEGERS: tuple[tuple[str, int, int | None, str, str], ...] = (
+    ("stage", 0, max(STAGES), "Stages are 0, 1, 2 and 3.",
+     "Use 3 to shard parameters, gradients and optimizer state."),
+    ("accumulate", 1, None, "It is the number of microbatches that each device works through, an int from 1.",
+     "Use accumulate=1 to run the batch whole."),
+    ("prefetch_bytes", 0, None,
+     "It is how many gathered bytes may be ahead of the compute that uses them, an int from 0.",
+     "Use prefetch_bytes=0 to gather only what is used next, or drop it."),
+    ("min_shard_bytes", 0, None, "It is the number of bytes below which a leaf stays full, an int from 0.",
+     "Use min_shard_bytes=0 to shard every leaf that can be."),
+    ("max_gather_bytes", 0, None,
+     "It is how many bytes of the batch's rows one operation may gather, an int from 0.",
+     "Drop it for 256 MiB."),
+)  # fmt: skip
+_REDUCED = "Stage 2 is stage 1 with gradients reduced for each microbatch; stage 3 can do either."
+# What must not be, what is then found, the rule, and what to do; the first that holds is said.
+_RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
+    (lambda o: o.reduce not in (None, "once", "each"), "reduce={o.reduce!r}",
+     "Gradients are reduced 'once' or for 'each' microbatch.", "Drop it to let the stage decide."),
+    (lambda o: o.stage < 2 and o.reduce == "each", "stage={o.stage} and reduce={o.reduce!r}",
+     _REDUCED, "Drop reduce, or use stage=2."),
+    (lambda o: o.stage == 2 and o.reduce == "once", "stage={o.stage} and reduce={o.reduce!r}",
+     _REDUCED, "Drop reduce, or use stage=1."),
+    (lambda o: o.accumulate_dtype is not None and o.accumulate == 1, "accumulate_dtype without accumulate",
+     "It is the dtype in which the gradients of microbatches are summed up.",
+     "Drop it, or say how many microbatches with accumulate=k."),
+    (lambda o: o.gather not in (None, *GATHER), "gather={o.gather!r}",
+     f"Parameters are gathered {', '.join(map(repr, GATHER))}.", "Drop it for 'per_pass'."),
+    (lambda o: o.gather is not None and o.stage < 3, "stage={o.stage} and gather={o.gather!r}",
+     "Below stage 3 parameters rest whole on every device, and nothing is gathered.",
+     "Drop gather, or use stage=3."),
+    (lambda o: o.prefetch_bytes is not None and o.stage < 3,
+     "stage={o.stage} and prefetch_bytes={o.prefetch_bytes}",
+     "Below stage 3 parameters rest whole on every device, and nothing is gathered ahead.",
+     "Drop prefetch_bytes, or use stage=3."),
+    (lambda o: o.full is not None and o.stage < 3, "stage={o.stage} and full={o.full!r}",
+     "Below stage 3 all parameters rest full.", "Drop full, or use stage=3."),
+    (lambda o: o.param_axes is not None and o.stage < 3, "stage={o.stage} and param_axes={o.param_axes}",
+     "Below stage 3 parameters are not sharded.", "Drop param_axes, or use stage=3."),
+    (lambda o: o.optimizer_axes is not None and o.stage == 0, "stage=0 and optimizer_axes={o.optimizer_axes}",
+     "At stage 0 nothing is sharded.", "Drop optimizer_axes, or use stage=1."),
+    (lambda o: not isinstance(o.offload, Offload), "offload={o.offload!r}",
+     "It is a policy: where optimizer state rests.", "Use offload=jzero.PinnedHost(), or drop it."),
+)  # fmt: skip
 
 
 def axis_tuple(names: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -71,12 +71,11 @@ def setting_of(
     Raises:
       MeshError: it is none, or its axes and their names do not fit.
     """
-    mesh = _current_mesh(axis_name) if mesh is None else mesh
+    mesh, current = around(mesh, axis_name)
     if not hasattr(mesh, "axis_names"):
         raise MeshError(message(
             WHO, f"mesh is a {type(mesh).__name__}", "It must be a jax.sharding.Mesh.",
             "Make one with jax.make_mesh((8,), ('data',))."))  # fmt: skip
-    current = jax.sharding.get_abstract_mesh()
     if not current.empty and current.shape_tuple != mesh.shape_tuple:
         raise MeshError(message(
             WHO, f"mesh has axes {dict(mesh.shape)}, and jax.set_mesh's has {dict(current.shape)}",
@@ -103,15 +102,20 @@ def setting_of(
     return Setting(options, mesh, names, axis_name)
 
 
-def _current_mesh(axis_name: str | None) -> Any:
-    """`jax.set_mesh`'s mesh, else one axis over all devices."""
+def around(mesh: Any, axis_name: str | None) -> tuple[Any, Any]:
+    """A step's mesh, and `jax.set_mesh`'s, abstract: all that is not the step's own in its setting.
+
+    Without one of its own it is `jax.set_mesh`'s, else one axis over all devices.
+    """
     abstract = jax.sharding.get_abstract_mesh()
+    if mesh is not None:
+        return mesh, abstract
     if abstract.empty:
-        return _default_mesh(axis_name or "data", tuple(jax.devices()))
+        return _default_mesh(axis_name or "data", tuple(jax.devices())), abstract
     try:
-        return jax.sharding.get_mesh()
+        return jax.sharding.get_mesh(), abstract
     except ValueError:  # Under jit there is only the abstract one, and it suffices.
-        return abstract
+        return abstract, abstract
 
 
 @functools.cache

@@ -13,7 +13,6 @@ from typing import Any, TypeGuard
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._needs import read_dtype
@@ -124,7 +123,9 @@ class Interpreter:
                 tokens.append(token_of(self.settle(frame, var, value).x))
         # The loop waits for them: the compiler would else reduce after it, together with the rest.
         for atom in eqn.invars:
-            found = None if _jaxpr.is_literal(atom) else env.values[atom]
+            if _jaxpr.is_literal(atom):
+                continue
+            found = env.values[atom]
             if isinstance(found, FullValue) and frame.varies(atom) and tokens:
                 env.values[atom] = FullValue(_collectives.not_before(found.x, tokens), found.name)
                 break
@@ -137,7 +138,7 @@ class Interpreter:
         """
         if self.microbatch is not None or self.devices.divergent or frame.pass_of(eqn) is not None:
             return
-        read = [atom for atom in eqn.invars if _frames.is_unreduced(frame, atom)]
+        read = [a for a in eqn.invars if not _jaxpr.is_literal(a) and a in frame.unreduced]
         first = any(_is_waiting_array(env.values[atom]) for atom in read)
         passed_on = frame.unreduced.issuperset(eqn.outvars)
         if not first or (passed_on and self.handed_out.keys().isdisjoint(read)):

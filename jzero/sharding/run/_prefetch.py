@@ -1,6 +1,6 @@
 """Loops over layers, pipelined: each turn gathers what the next one needs while it computes.
 
-The compiler cannot do this where it matters (docs/design.md, section 7): it opens a loop's body with all
+The compiler cannot do this where it matters (docs/facts-compilers.md): it opens a loop's body with all
 of its gathers, and every product of the body waits for them.
 """
 

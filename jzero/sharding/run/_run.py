@@ -141,7 +141,7 @@ class Runner:
         atom = frame.jaxpr.outvars[index]
         layout = self.plan.layouts[index] if layout is None else layout
         if example and interp.microbatches > 1:
-            value: Value = FullValue(env.stacks[atom])
+            value: Value = FullValue(env.stacks[_jaxpr.variable(atom)])
         else:
             value = interp.read(frame, env, atom)
         x = _finish(interp, atom, value, frame, layout, example, old, masks_padding)

@@ -1,0 +1,181 @@
+"""`shard_train_step`, the one call a user makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jzero._errors import OptionError, message
+from jzero._step import ShardedTrainStep
+from jzero.offload._policy import NO_OFFLOAD
+from jzero.sharding.plan._offload import Offload
+from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
+from jzero.tracing import _call
+
+WHO = _call.WHO
+
+
+def shard_train_step(
+    step_fn: Callable[..., Any] | None = None,
+    *,
+    stage: int = 3,
+    accumulate: int = 1,
+    reduce: str | None = None,
+    accumulate_dtype: Any = None,
+    reduce_dtype: Any = None,
+    gather: str | None = None,
+    prefetch_bytes: int | None = None,
+    min_shard_bytes: int = 1024,
+    full: str | None = None,
+    param_axes: str | Sequence[str] | None = None,
+    optimizer_axes: str | Sequence[str] | None = None,
+    auto_specs: Mapping[str, PartitionSpec] | None = None,
+    offload: Offload = NO_OFFLOAD,
+    max_gather_bytes: int = MAX_GATHER_BYTES,
+    mesh: Any = None,
+    axis_names: str | Sequence[str] | None = None,
+    axis_name: str | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    in_specs: Mapping[str | int, Any] | None = None,
+) -> Any:
+    """Removes the redundancy of data parallelism from a train step, like ZeRO.
+
+    The result is called like `step_fn` and trains what `jax.jit(step_fn)` trains on one device with the
+    whole batch. In between, each device holds its rows of the batch and its part of the state::
+
+        what is summed over the batch is summed over the devices, there   # gradients, losses, statistics
+        gradients are reduce-scattered                                    # stage >= 1
+        optimizer state and parameters are updated in shards              # stage >= 1
+        parameters rest in shards, gathered once for each pass            # stage 3
+
+    `step_fn(state, *args) -> (state, metrics)`, or the state alone. The state is any pytree of arrays:
+    Flax `TrainState`, `nnx.State`, a tuple, a dataclass. Whatever the step does with its rows (losses that
+    couple them, sorts, control flow on a loss, noise) means what it means on one device; outputs with rows
+    come back whole, in their order. An operation along the batch that has no rule gathers the rows:
+    `describe` lists it.
+
+    >>> import jax, jax.numpy as jnp, optax, jzero
+    >>> tx = optax.adam(1e-2)
+    >>> def step_fn(state, batch):
+    ...     params, opt_state = state
+    ...     loss, grads = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(params)
+    ...     updates, opt_state = tx.update(grads, opt_state, params)
+    ...     return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+    >>> train_step = jzero.shard_train_step(step_fn, stage=3)
+    >>> params = jnp.ones((8, 4))
+    >>> state, metrics = train_step((params, tx.init(params)), jnp.ones((8, 8)))
+    >>> metrics["loss"].item()
+    64.0
+
+    Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`. A step that has
+    collectives of its own over the data axes (`axis_name`) is taken as one device's, as `jax.pmap` would:
+    it is obeyed as written, on each device's rows, and what it leaves different between devices, in the state
+    or as a metric without rows, is refused. With several processes, each calls the step with its own
+    rows as part of one array (`jax.make_array_from_process_local_data`); a NumPy array stands for the whole
+    batch on all of them.
+
+    Args:
+      step_fn: the train step; None to use `shard_train_step(stage=...)` as a decorator.
+      stage: 0 nothing is sharded (2 Psi elements of traffic per step for Psi parameters), 1 optimizer
+        state, 2 also reduced gradients (both 2 Psi), 3 also parameters (3 Psi).
+      accumulate: microbatches k that each device works through in a step, one after the other: the
+        activations of one are alive at a time. The step itself does not change, and trains what it trains
+        with the whole batch. What needs all rows before it goes on (a count, the embeddings of a contrastive
+        loss, a median) runs in several loops, of which the later ones compute again what they need, or read
+        what was kept (`describe` lists both). Refused are rows that are gathered inside a loop or branch of
+        the step, and steps whose products would run more than four times as often (BatchNorm in every layer).
+        Traffic: see `reduce` and `gather`. Memory: one more gradient, in `accumulate_dtype`, in the
+        layout that `reduce` gives it.
+      reduce: 'once' sums gradients up on each device and reduces them after the last microbatch: Psi
+        elements per step, and a full gradient on each device. 'each' reduces those of each microbatch: k
+        Psi, and a gradient in shards. Stages 0 and 1 are 'once', stage 2 is 'each', stage 3 can be either
+        and is 'each' by default. It holds for a step's own loop over microbatches too.
+      accumulate_dtype: in which the gradients of microbatches are summed up. By default float32 (float64
+        for float64 ones): 4 bytes per element of the gradient that `reduce` keeps.
+      reduce_dtype: in which gradients travel and are summed over the devices: bfloat16 halves the bytes
+        of float32 gradients, float32 sums bfloat16 ones more exactly. By default as the step has them.
+      gather: at stage 3, how long gathered parameters live. 'per_pass' (default): gathered for the
+        forward pass, freed, and again for the backward pass: 2 Psi per microbatch, memory of one layer.
+        'keep': the forward pass's copy serves the backward pass: Psi per microbatch, Psi elements alive
+        in between. 'once_per_step': one gather serves all microbatches: Psi, alive throughout.
+      prefetch_bytes: at stage 3, how many gathered bytes there may be on each device ahead of the matrix
+        products that first use them, so that gathers hide behind compute: a loop over layers gathers for
+        the next layer while it computes this one. Traffic does not change. Memory: up to these bytes,
+        beside what is in use. By default 256 MiB, a layer of 128 Mi bfloat16 parameters. Larger ones are
+        gathered beside the product before theirs; with 0 nothing is, and a gather waits for all products
+        before its use.
+      min_shard_bytes: leaves smaller than this stay full, because a collective costs more time than
+        they cost memory; 0 shards whatever can be. Each costs its bytes on every device.
+      full: a regular expression, searched in the paths of parameters at stage 3; those that match rest
+        full and are never gathered, while their gradients and optimizer state stay in shards (as at
+        stage 2). Costs their bytes on every device, saves Psi_leaf of traffic per microbatch.
+      param_axes: the data axes over which parameters rest at stage 3, all by default. With
+        param_axes='local' they are gathered within a node; new ones are gathered over the other axes
+        of `optimizer_axes` once per step (ZeRO-3 inside a node, ZeRO-1 over all of them). Memory:
+        parameters are divided by the devices of these axes only.
+      optimizer_axes: the data axes over which gradients and optimizer state are sharded, all by default.
+        param_axes='local', optimizer_axes='local' is hybrid sharding (HSDP, MiCS): shards within a
+        node, gradients all-reduced between nodes, as shards and once per step.
+      auto_specs: `{regular expression: PartitionSpec}`, how state leaves rest over mesh axes that are
+        not among `axis_names` (tensor parallelism): the first expression found in a leaf's path counts,
+        for moments too. ZeRO shards another dim of such a leaf. Inside the step, say it with
+        `jax.lax.with_sharding_constraint(x, PartitionSpec(...))`; XLA places those collectives, and
+        `describe` does not count them.
+      offload: where optimizer state rests. By default, `jzero.NoOffload()`, on the devices.
+        `jzero.PinnedHost(device_bytes=...)`: in the pinned memory of the devices' host; each step copies it
+        to the devices and back, piece by piece, and never has more than `device_bytes` of it there.
+        `jzero.HostCPU(...)`: in the host's memory, updated there by its processors; only gradients and
+        parameters cross. Scalars, leaves below `min_shard_bytes`, and what is read with the batch stay. A
+        step is then several programs: it cannot be called under an outer `jax.jit` or lowered. One that
+        fails while it runs (out of memory, not a refused batch) may have consumed part of its state.
+      max_gather_bytes: the most bytes of a value with the batch's rows that one operation may gather on
+        every device. An operation that needs the rows of all devices (a sort of the batch, a callback
+        without `jzero.per_example`) is exact and not free; `describe` lists each, and one above this bound
+        is refused.
+      mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
+      axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others must
+        be of type Auto and stay XLA's.
+      axis_name: the name by which the step itself calls the data axis, if it was written for
+        `jax.pmap(..., axis_name=...)`. To such a step each microbatch is a device: with `accumulate=k` it
+        trains what it would on k times as many devices.
+      static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
+      static_argnames: their names.
+      in_specs: `{argument: PartitionSpec}` (by name or position; tree prefixes allowed) for arguments
+        whose rows are not along dim 0 (`P(None, 'data')`), or that shall be whole on every device (`P()`).
+        It decides only costs.
+
+    Returns:
+      A `ShardedTrainStep`.
+
+    Raises:
+      OptionError: an option that cannot be obeyed.
+      MeshError: a mesh or axis that does not fit (some of it when first called).
+
+    Reference:
+      Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+      Models", 2020, sections 5 (stages) and 7 (traffic). Zhang et al.: "MiCS: Near-linear Scaling for
+      Training Gigantic Model on Public Cloud", 2022, section 3 (param_axes, optimizer_axes).
+    """
+    chosen = Options(
+        stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
+        min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
+        _items(auto_specs), max_gather_bytes, offload=offload,
+    )  # fmt: skip
+    options = dict(
+        options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
+        static_argnums=static_argnums, static_argnames=static_argnames, in_specs=in_specs,
+    )  # fmt: skip
+    if step_fn is None:
+        return lambda fn: ShardedTrainStep(fn, **options)
+    return ShardedTrainStep(step_fn, **options)
+
+
+def _items(auto_specs: Mapping[str, PartitionSpec] | None) -> tuple[tuple[str, Any], ...]:
+    if not isinstance(auto_specs, Mapping | None):
+        raise OptionError(message(
+            WHO, f"auto_specs={auto_specs!r}", "It maps regular expressions to PartitionSpecs.",
+            "Write {'regular expression': jax.P(None, 'model')}."))  # fmt: skip
+    return tuple((auto_specs or {}).items())

@@ -1,0 +1,111 @@
+"""`Repeat`: a call like the one before, as nearly all are, costs little more than its program."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jzero.offload.memory._host_array import HostArray
+from jzero.offload.memory._padded import PaddedArray
+from jzero.segments._program import Program
+from jzero.sharding.plan._setting import Setting
+from jzero.tracing import _call
+
+_AVAL, _SHARDING = operator.attrgetter("aval"), operator.attrgetter("sharding")
+_IS_DELETED = operator.methodcaller("is_deleted")
+
+
+class FlatCall(NamedTuple):
+    """A call that is about to run, and its leaves.
+
+    Attributes:
+      call: it.
+      setting: what its program is for.
+      state: leaves of the state.
+      arrays: those of the other arguments.
+      others: what else tells two calls apart.
+    """
+
+    call: _call.Call
+    setting: Setting
+    state: list[Any]
+    arrays: list[Any]
+    others: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, call: _call.Call, setting: Setting) -> FlatCall:
+        """Takes the trees of a call apart."""
+        state, tree = jax.tree.flatten(call.state)
+        arrays, arrays_tree = jax.tree.flatten(call.arrays)
+        others = (
+            setting,
+            call.static,
+            tree,
+            arrays_tree,
+            list(map(type, arrays)),
+            _call.marks(arrays),
+        )
+        return cls(call, setting, state, arrays, others)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it is made under an outer `jax.jit`."""
+        return any(isinstance(x, jax.core.Tracer) for x in [*self.state, *self.arrays])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Repeat:
+    """A call whose state was in its place: of another like it only `is_deleted` must be asked.
+
+    The types, avals and shardings of leaves say all that the look-up of a program and placing depend on. The
+    results of a program have the same objects every time, so that comparing lists of them compares
+    identities, and takes 0.1 µs per leaf in place of 5 (experiments/step_time).
+
+    Attributes:
+      program: what ran.
+    """
+
+    program: Program
+    _others: tuple[Any, ...]
+    _types: list[type]
+    _avals: list[Any]
+    _shardings: list[Any]
+    _padded: list[tuple[int, tuple[int, ...]]]
+
+    @classmethod
+    def of(cls, program: Program, call: FlatCall, placed: Sequence[Any]) -> Repeat | None:
+        """A call of a program with its state as `placed`; None if a leaf had to move.
+
+        What rests on the host is no array of JAX's, and is asked every time.
+        """
+        padded = [(i, x.shape) for i, x in enumerate(call.state) if isinstance(x, PaddedArray)]
+        plain, types = _plain(call.state, padded), list(map(type, call.state))
+        if HostArray in types or any(map(operator.is_not, plain, placed)):
+            return None
+        avals, shardings = list(map(_AVAL, plain)), list(map(_SHARDING, plain))
+        return cls(program, call.others, types, avals, shardings, padded)
+
+    def state(self, call: FlatCall) -> list[Any] | None:
+        """The state of another call as the program takes it; None if it is not like this one's."""
+        if call.others != self._others or list(map(type, call.state)) != self._types:
+            return None
+        plain = _plain(call.state, self._padded)
+        like = (
+            all(call.state[i].shape == shape for i, shape in self._padded)
+            and list(map(_AVAL, plain)) == self._avals
+            and list(map(_SHARDING, plain)) == self._shardings
+            and not any(map(_IS_DELETED, plain))
+        )
+        return plain if like else None
+
+
+def _plain(leaves: Sequence[Any], padded: Sequence[tuple[int, tuple[int, ...]]]) -> list[Any]:
+    """The leaves as arrays of the shape in which they rest."""
+    plain = list(leaves)
+    for i, _ in padded:
+        plain[i] = plain[i].padded
+    return plain
