@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import json
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import run_sampled
 from sampling import (
     _draw,
     _helpers,
@@ -167,3 +169,21 @@ def test_every_feature_is_drawn():
     expected = {f"{kind}: {name}" for kind, table in tables.items() for name in table}
     counts = collections.Counter(f for seed in range(2500) for f in check.program_of(seed).features)
     assert not (never := {f for f in expected if not counts[f]}), f"drawn never: {never}"
+
+
+def test_chunks_count_whichever_library_they_ran_with(tmp_path):
+    results = [check.Result(seed, "equal") for seed in range(99)] + [
+        check.Result(99, "noisy", "why")
+    ]
+    found = [{name: str(value) for name, value in vars(r).items()} for r in results]
+    first, again, other = (
+        run_sampled.summary(range(start, start + 100), found, 60, tree)
+        for start, tree in ((0, "a/b"), (0, "c/b"), (100, "a/b"))
+    )
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (other, first, again)))
+    assert run_sampled.lines_of(path) == [again, other]
+    table = run_sampled.table(run_sampled.lines_of(path))
+    assert "| `c/b` | 100 | 99 | 0 | 1 | 0 | 0 | 1 |" in table
+    assert "| **in all** | 200 | 198 | 0 | 2 | 0 | 0 | 2 |" in table
+    assert again["noisy seeds"] == ["99"]
