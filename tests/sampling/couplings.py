@@ -88,7 +88,7 @@ COUPLINGS: dict[str, tuple[str, int]] = {
     "along order": ("jnp.take_along_axis({h}, jnp.argsort({h}, 0), 0)", 2),
     "searched": ("{h} + 0.1 * jnp.searchsorted(jnp.sort({h}[:, 0]), {h}[:, 0])[:, None]", 1),
     "found": ("{h} - {h}[jnp.nonzero({h}[:, 0] > 0, size=2)[0]].mean(0)", 2),
-    "convolved": ("{h} + jnp.convolve({h}[:, 0], jnp.ones(3) / 3, mode='same')[:, None]", 1),
+    "convolved": ("{h} + jnp.convolve({h}[:, 0], jnp.ones(3) / 3, mode='same')[:{B}, None]", 1),
     "projected": ("{h} @ jnp.linalg.inv(jnp.eye({n}) + {h}.T @ {h} / {B})", 1),
     "diagonal": ("{h} * jnp.diagonal({h} @ {h}.T)[:, None] / {n}", 2),
     "correlation": ("{h} @ jnp.cov({h}.T).reshape({n}, {n})", 1),
