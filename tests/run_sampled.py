@@ -2,13 +2,14 @@
 
     python tests/run_sampled.py 20000 0 --processes 2
 
-runs the seeds 0 to 19999, but for those that experiments/sampled/results
-has for this library and sampler. Each failing seed is
-printed with its setting, its source and what differs; the last line lists the failing seeds, and the exit
-status is 1 if there are any. To look at one seed again, alone: `python tests/run_sampled.py 1 SEED`.
+runs the seeds 0 to 19999, but for those that experiments/sampled/results has, of whichever library and
+sampler. Each failing seed is printed with its setting, its source and what differs; the last line lists
+the failing seeds, and the exit status is 1 if there are any. To look at one seed again, alone:
+`python tests/run_sampled.py 1 SEED`. To print the table of all results: `run_sampled.py --report`.
 
 Seeds run in chunks, each in a process of its own, so that a crash or a deadlock costs one bundle of one
-chunk: the rest of the chunk runs in another process. A chunk is one line of results.
+chunk: the rest of the chunk runs in another process. A chunk is one line of results, with the hashes that
+it holds for; to run it again, delete the line.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE.parent / "experiments" / "sampled" / "results"
@@ -34,22 +36,26 @@ VERDICTS = ("equal", "refused", "noisy", "differs", "crashed")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("num_cases", type=int, metavar="N")
-    parser.add_argument("seed", type=int, metavar="SEED", help="the first seed")
+    parser.add_argument("num_cases", type=int, metavar="N", nargs="?", default=20_000)
+    parser.add_argument("seed", type=int, metavar="SEED", nargs="?", default=0, help="the first")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="also what is in the results")
+    parser.add_argument("--report", action="store_true", help="print the table of all results")
     parser.add_argument("--chunk", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     seeds = range(args.seed, args.seed + args.num_cases)
     if args.chunk:
         run_here(seeds)
         return 0
+    path = RESULTS / f"jax-{importlib.metadata.version('jax')}.jsonl"
+    if args.report:
+        print(table(lines_of(path)))
+        return 0
     if args.num_cases < CHUNK:
         return 1 if report(run_in_processes(seeds), everything=args.num_cases == 1) else 0
-    path = RESULTS / f"jax-{importlib.metadata.version('jax')}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     tree = library()
-    known = set() if args.again else known_seeds(path, tree)
+    known = set() if args.again else {line["first"] for line in lines_of(path)}
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     chunks = [chunk for chunk in chunks if chunk[0] not in known]
     lock, failed = threading.Lock(), []
@@ -80,22 +86,44 @@ def report(results: list[dict[str, str]], everything: bool = False) -> list[int]
 
 def summary(
     chunk: range, results: list[dict[str, str]], seconds: float, tree: str
-) -> dict[str, object]:
+) -> dict[str, Any]:
     counts = collections.Counter(r["verdict"] for r in results)
     reasons = collections.Counter(r["why"] for r in results if r["verdict"] == "refused")
     return {
         "first": chunk[0], "count": len(chunk), **{verdict: counts[verdict] for verdict in VERDICTS},
         "reasons": dict(reasons.most_common()),
         "failing": [r["seed"] for r in results if r["verdict"] in ("differs", "crashed")],
+        "noisy seeds": [r["seed"] for r in results if r["verdict"] == "noisy"],
         "seconds": round(seconds, 1), "date": datetime.date.today().isoformat(), "library": tree,
         "python": platform.python_version(),
     }  # fmt: skip
 
 
-def known_seeds(path: pathlib.Path, tree: str) -> set[int]:
-    """The first seeds of chunks that are done, with the same library."""
-    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
-    return {line["first"] for line in lines if line["library"] == tree}
+def lines_of(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The latest results of each chunk that is done, in the order of the seeds."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    latest = {line["first"]: line for line in lines}
+    return [latest[first] for first in sorted(latest)]
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """What was found by each library and sampler and in all, and what was refused, in Markdown."""
+    trees = dict.fromkeys(line["library"] for line in lines)
+    groups = {f"`{tree}`": [line for line in lines if line["library"] == tree] for tree in trees}
+    groups["**in all**"] = lines
+    names = ("seeds", *VERDICTS, "minutes")
+    rows = [f"| library/sampler | {' | '.join(names)} |", "| --- " * (1 + len(names)) + "|"]
+    for name, group in groups.items():
+        columns = ("count", *VERDICTS, "seconds")
+        *counts, seconds = (sum(line[column] for line in group) for column in columns)
+        rows.append(f"| {name} | {' | '.join(map(str, counts))} | {seconds / 60:.0f} |")
+    reasons = collections.Counter[str]()
+    for line in lines:
+        reasons.update(line["reasons"])
+    rows += ["", "| refused because | programs |", "| --- | --- |"]
+    rows += [f"| {reason} | {count} |" for reason, count in reasons.most_common()]
+    failing = [seed for line in lines for seed in line["failing"]]
+    return "\n".join([*rows, "", f"Failing seeds: {', '.join(failing) or 'none'}."])
 
 
 def library() -> str:

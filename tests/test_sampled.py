@@ -2,13 +2,27 @@
 
 import collections
 import dataclasses
+import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
-from sampling import _draw, check, couplings, gradients, losses, programs, rowwise, settings, state
+import run_sampled
+from sampling import (
+    _draw,
+    _helpers,
+    check,
+    couplings,
+    gradients,
+    losses,
+    programs,
+    rowwise,
+    settings,
+    state,
+)
 
 NUM_CASES = 500
 
@@ -60,6 +74,62 @@ def test_check_notices_a_mistake(mistake):
     assert all("tolerances off" in r.why or "not" in r.why for r in found if mistake)
 
 
+def wrong_gradients(step):
+    """The step, jitted, with gradients that are too large by a hundred thousandth."""
+
+    def wrong(make):
+        def update(grads, opt_state, params):
+            grads = jax.tree.map(lambda g: g * (1 + 1e-5), grads)
+            return make().update(grads, opt_state, params)
+
+        return lambda: optax.GradientTransformation(make().init, update)
+
+    right = dict(_helpers.OPTIMIZERS)
+
+    def mistaken(*args):
+        _helpers.OPTIMIZERS.update({name: wrong(make) for name, make in right.items()})
+        try:
+            return step(*args)
+        finally:
+            _helpers.OPTIMIZERS.update(right)
+
+    return jax.jit(mistaken)
+
+
+@pytest.mark.parametrize(
+    ("seed", "feature"),
+    [(59, "weight: bfloat16"), (123, "layer: float32"), (57, "optimizer: lion")],
+)
+def test_noise_hides_no_wrong_gradient(seed, feature):
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        program = untraced(programs.draw(seed, 8))
+        assert feature in program.features
+        assert check.judge([program], jax.jit)[0].verdict == "equal"
+        (found,) = check.judge([program], wrong_gradients)
+    assert found.verdict == "differs", found.why
+
+
+def untraced(program):
+    """The program, not jitted: it can be traced again with other meanings of its words."""
+    step = getattr(program.step, "__wrapped__", program.step)
+    return dataclasses.replace(program, step=step, wide=program.wide and untraced(program.wide))
+
+
+@pytest.mark.parametrize("seed", [1208, 10177])
+def test_rounding_is_noise(seed):
+    """A gradient that is cast to bfloat16 before it is summed, and lion's sign of a sum of zero."""
+    (found,) = check.check([seed])
+    assert found.verdict == "noisy", found.why
+
+
+def test_programs_run_on_one_device_with_few_rows():
+    """Parts of two rows have no third."""
+    for seed in (516, 1792, 2555, 10890, 10990, 13458):
+        program = check.program_of(seed)
+        with jax.numpy_rank_promotion("allow"):
+            jax.eval_shape(program.step, program.make_state(), *program.batches[0])
+
+
 def test_a_sign_of_zero_but_for_rounding_is_noise():
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         program = programs.draw(1, 8)
@@ -75,7 +145,8 @@ def test_a_sign_of_zero_but_for_rounding_is_noise():
         for step, verdict in ((well, False), (noisy, True)):
             changed = dataclasses.replace(program, step=step)
             expected = check.train([changed], jax.jit(check.together([changed])))
-            assert check.is_noisy(changed, expected[0]) is verdict
+            moved = check.noise_of(changed, expected[0])
+            assert (max(moved.values()) > 1) is verdict
 
 
 def test_same_seed_draws_the_same_step():
@@ -98,3 +169,21 @@ def test_every_feature_is_drawn():
     expected = {f"{kind}: {name}" for kind, table in tables.items() for name in table}
     counts = collections.Counter(f for seed in range(2500) for f in check.program_of(seed).features)
     assert not (never := {f for f in expected if not counts[f]}), f"drawn never: {never}"
+
+
+def test_chunks_count_whichever_library_they_ran_with(tmp_path):
+    results = [check.Result(seed, "equal") for seed in range(99)] + [
+        check.Result(99, "noisy", "why")
+    ]
+    found = [{name: str(value) for name, value in vars(r).items()} for r in results]
+    first, again, other = (
+        run_sampled.summary(range(start, start + 100), found, 60, tree)
+        for start, tree in ((0, "a/b"), (0, "c/b"), (100, "a/b"))
+    )
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (other, first, again)))
+    assert run_sampled.lines_of(path) == [again, other]
+    table = run_sampled.table(run_sampled.lines_of(path))
+    assert "| `c/b` | 100 | 99 | 0 | 1 | 0 | 0 | 1 |" in table
+    assert "| **in all** | 200 | 198 | 0 | 2 | 0 | 0 | 2 |" in table
+    assert again["noisy seeds"] == ["99"]

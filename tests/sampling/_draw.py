@@ -22,8 +22,8 @@ WEIGHTS = {
     "triangular": ("jnp.tril({0})", ["n,m"], 2),
     "squashed": ("jnp.tanh({0})", ["n,m"], 2),
     "frozen": ("lax.stop_gradient({0})", ["n,m"], 3),
-    "bfloat16": ("{0}.astype(jnp.bfloat16).astype(float)", ["n,m"], 1),
-    "float32": ("{0}.astype(jnp.float32).astype(float)", ["n,m"], 1),
+    "bfloat16": ("through({0}, 'bfloat16')", ["n,m"], 1),
+    "float32": ("through({0}, 'float32')", ["n,m"], 1),
 }
 KEYS = {
     "typed state": 3,
@@ -51,7 +51,6 @@ class Draw:
       features: names of what was drawn, so that a test can count them.
       gentle: whether few things couple rows, or elements of the update.
       per_example: whether the loss must be a mean over rows that know nothing of each other.
-      narrow: the narrowest float that a value passes through.
     """
 
     rng: np.random.Generator
@@ -68,7 +67,6 @@ class Draw:
     features: set[str] = dataclasses.field(default_factory=set)
     gentle: bool = False
     per_example: bool = False
-    narrow: str = "float64"
     key_kind: str = ""
     num_keys: int = 0
 
@@ -98,8 +96,6 @@ class Draw:
         kind = self.choose({kind: weight for kind, (_, _, weight) in WEIGHTS.items()})
         if kind == "halves" and m < 2:
             kind = "plain"
-        if kind in ("bfloat16", "float32") and self.narrow != "bfloat16":
-            self.narrow = kind
         self.features.add(f"weight: {kind}")
         text, shapes, _ = WEIGHTS[kind]
         sizes = [eval(f"({shape},)", {"n": n, "m": m}) for shape in shapes]

@@ -19,6 +19,11 @@ def mlp(w, b):
     return lambda h: jnp.tanh(h @ w + b)
 
 
+def through(x, narrow):
+    """The values as a narrower float rounds them; cotangents are rounded on their way back."""
+    return x.astype(narrow).astype(float)
+
+
 def norm(h, axis=-1):
     centered = h - h.mean(axis, keepdims=True)
     return centered * lax.rsqrt(jnp.mean(centered**2, axis, keepdims=True) + 0.1)

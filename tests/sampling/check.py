@@ -2,7 +2,8 @@
 
 Programs of a bundle share a setting and a step: what any step costs is paid once, and each is checked beside
 strangers. Each is judged by its own leaves. What is refused is found by planning, and left out; what fails
-or differs runs again alone.
+or differs runs again alone. A program with casts to narrower floats is trained without them, too, and that
+twin has no tolerance to hide in.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import numpy as np
 
 import jzero
 
-from . import programs, settings
+from . import noise, programs, settings
 from .programs import NUM_STEPS, Program
 from .settings import Setting
 
@@ -37,6 +38,8 @@ OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_pa
 # Float64 has digits to spare, whatever is further apart is another training; what passes through a
 # narrower float is compared as that.
 RTOL = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 3e-2, "float16": 1e-2}
+# Noise is what differs by no more than so many times what rounding moves it on one device, in so many trials.
+NOISE_FACTOR, NOISE_TRIALS = 4, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +83,16 @@ def check(seeds: Sequence[int], setting: Setting | None = None) -> list[Result]:
 
 
 def judge(drawn: list[Program], shard: Callable[[Any], Any]) -> list[Result]:
-    """The results of programs, trained together as far as that is possible."""
+    """The results of programs, trained together as far as that is possible, with their wide twins."""
+    twins = {i: program.wide for i, program in enumerate(drawn) if program.wide}
+    found = _judge([*drawn, *twins.values()], shard)
+    for i, twin in zip(twins, found[len(drawn) :], strict=True):
+        if twin.verdict == "differs":
+            found[i] = dataclasses.replace(twin, why=f"without its casts, {twin.why}")
+    return found[: len(drawn)]
+
+
+def _judge(drawn: list[Program], shard: Callable[[Any], Any]) -> list[Result]:
     try:
         actual = train(drawn, shard(together(drawn)))
     except Exception as error:
@@ -94,34 +106,35 @@ def judge(drawn: list[Program], shard: Callable[[Any], Any]) -> list[Result]:
         if found is None:
             results.append(Result(program.seed, "equal"))
         elif len(drawn) > 1:  # alone, so that what is reported can be run again
-            (alone,) = judge([program], shard)
+            (alone,) = _judge([program], shard)
             why = f"only beside others, {found}"
             results.append(
                 Result(program.seed, "differs", why) if alone.verdict == "equal" else alone
             )
         else:
-            verdict = "noisy" if is_noisy(program, expected[i]) else "differs"
-            results.append(Result(program.seed, verdict, found))
+            own = noise_of(program, expected[i])
+            beyond = difference(actual[i], expected[i], program.narrow, own)
+            results.append(Result(program.seed, "differs" if beyond else "noisy", beyond or found))
     return results
 
 
 def _without_refused(drawn: list[Program], shard: Callable[[Any], Any]) -> list[Result]:
     """Sorts out what is refused, which takes no compiling, and goes on with the rest."""
     results: dict[int, Result] = {}
-    for program in drawn:
+    for i, program in enumerate(drawn):
         try:
             b, t, w = ([batch] for batch in program.batches[0])
             shard(together([program])).plan([program.make_state()], b, t, w)
         except Exception as error:
-            results[program.seed] = _raised(program, error)
-    rest = [program for program in drawn if program.seed not in results]
+            results[i] = _raised(program, error)
+    rest = [i for i in range(len(drawn)) if i not in results]
     if len(rest) == len(drawn):  # refused together, or not before it is compiled
-        parts = [[program] for program in rest]
+        parts = [[i] for i in rest]
     else:
         parts = [rest] if rest else []
     for part in parts:
-        results |= {result.seed: result for result in judge(part, shard)}
-    return [results[program.seed] for program in drawn]
+        results |= zip(part, _judge([drawn[i] for i in part], shard), strict=True)
+    return [results[i] for i in range(len(drawn))]
 
 
 def _raised(program: Program, error: Exception) -> Result:
@@ -145,21 +158,22 @@ def together(drawn: Sequence[Program]) -> Callable[..., Any]:
     return step
 
 
-def train(drawn: Sequence[Program], step: Callable[..., Any], jitter: int = 0) -> list[Any]:
+def train(drawn: Sequence[Program], step: Callable[..., Any]) -> list[Any]:
     """For each program the outputs of each step and the last state, as NumPy arrays."""
-    moved = functools.partial(_jittered, jitter=jitter) if jitter else lambda leaf: leaf
-    state = [jax.tree.map(moved, p.make_state()) for p in drawn]
+    state = [p.make_state() for p in drawn]
     outputs = []
     for i in range(NUM_STEPS):
-        b, t, w = ([jax.tree.map(moved, p.batches[i][k]) for p in drawn] for k in range(3))
+        b, t, w = ([p.batches[i][k] for p in drawn] for k in range(3))
         state, out = step(state, b, t, w)
         outputs.append(out)
     trained = [([out[i] for out in outputs], part) for i, part in enumerate(state)]
     return jax.tree.map(_to_numpy, trained)
 
 
-def difference(actual: Any, expected: Any, narrow: str = "float64") -> str | None:
-    """Which leaf differs most, and by how many times what it may; None if none does."""
+def difference(
+    actual: Any, expected: Any, narrow: str, own_noise: dict[Any, float] | None = None
+) -> str | None:
+    """Which leaf differs most, and by how many times what it may; None if none does by more than noise."""
     found, wanted = (jax.tree.leaves_with_path(tree) for tree in (actual, expected))
     if [path for path, _ in found] != [path for path, _ in wanted]:
         return "other leaves"
@@ -168,7 +182,7 @@ def difference(actual: Any, expected: Any, narrow: str = "float64") -> str | Non
         if (a.shape, a.dtype) != (d.shape, d.dtype):
             return f"{jax.tree_util.keystr(path)} is {a.dtype}{a.shape}, not {d.dtype}{d.shape}"
         excess = _excess(a, d, narrow)
-        if excess > worst[0]:
+        if excess > max(worst[0], NOISE_FACTOR * (own_noise or {}).get(path, 0)):
             text = f"{jax.tree_util.keystr(path)} is {excess:.3g} tolerances off"
             worst = (excess, f"{text}:\n{a}\ninstead of\n{d}" if a.size <= 16 else text)
     return worst[1] or None
@@ -187,22 +201,22 @@ def _excess(a: np.ndarray, d: np.ndarray, narrow: str) -> float:
     return excess if np.isfinite(excess) else np.inf
 
 
-def is_noisy(program: Program, expected: Any) -> bool:
-    """Whether one device itself trains otherwise, optimized and moved by an ulp.
+def noise_of(program: Program, expected: Any) -> dict[Any, float]:
+    """By how many tolerances rounding moves each leaf on one device, compiled with optimizations.
 
-    The sign of what is zero but for rounding, a tie, or a fault of the compiler: XLA:CPU without
-    optimizations makes NaN of some sums of complex numbers (JAX 0.10.2).
+    The sign of what is zero but for rounding, a tie, a narrow float's next value; or a fault of the
+    compiler: XLA:CPU without optimizations makes NaN of some sums of complex numbers (JAX 0.10.2).
     """
-    step = jax.jit(together([program]), compiler_options=OPTIMIZED)
-    moved = (train([program], step, jitter)[0] for jitter in (1, 2, 3))
-    return any(difference(other, expected, program.narrow) is not None for other in moved)
-
-
-def _jittered(leaf: Any, jitter: int) -> Any:
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf
-    signs = np.random.default_rng(jitter).integers(-1, 2, leaf.shape)
-    return np.asarray(leaf * (1 + np.finfo(leaf.dtype).eps * signs), leaf.dtype)
+    step = jax.jit(noise.randomly_rounded(together([program])), compiler_options=OPTIMIZED)
+    moved = dict.fromkeys((path for path, _ in jax.tree.leaves_with_path(expected)), 0.0)
+    for trial in range(NOISE_TRIALS):
+        signs = noise.signs(trial)
+        (found,) = train([program], functools.partial(step, signs))
+        for (path, a), d in zip(
+            jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
+        ):
+            moved[path] = max(moved[path], _excess(a, d, program.narrow))
+    return moved
 
 
 def _to_numpy(leaf: Any) -> np.ndarray:

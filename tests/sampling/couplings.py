@@ -22,7 +22,7 @@ COUPLINGS: dict[str, tuple[str, int]] = {
     "two sorted": (
         "(lambda a: a[1] + 0.1 * {h})(lax.sort((jnp.broadcast_to({h}[:, :1], {h}.shape), {h}), "
         "dimension=0, num_keys=1))", 1),
-    "top": ("{h} - lax.top_k({h}[:, 0], 3)[0].mean()", 2),
+    "top": ("{h} - lax.top_k({h}[:, 0], min(3, {B}))[0].mean()", 2),
     "top rows": ("{h} - {h}[lax.top_k({h}.sum(-1), 2)[1]].mean(0)", 2),
     "median": ("{h} - jnp.median({h}, 0)", 2),
     "quantile": ("jnp.minimum({h}, jnp.quantile({h}, 0.8, axis=0))", 2),
@@ -88,7 +88,7 @@ COUPLINGS: dict[str, tuple[str, int]] = {
     "along order": ("jnp.take_along_axis({h}, jnp.argsort({h}, 0), 0)", 2),
     "searched": ("{h} + 0.1 * jnp.searchsorted(jnp.sort({h}[:, 0]), {h}[:, 0])[:, None]", 1),
     "found": ("{h} - {h}[jnp.nonzero({h}[:, 0] > 0, size=2)[0]].mean(0)", 2),
-    "convolved": ("{h} + jnp.convolve({h}[:, 0], jnp.ones(3) / 3, mode='same')[:, None]", 1),
+    "convolved": ("{h} + jnp.convolve({h}[:, 0], jnp.ones(3) / 3, mode='same')[:{B}, None]", 1),
     "projected": ("{h} @ jnp.linalg.inv(jnp.eye({n}) + {h}.T @ {h} / {B})", 1),
     "diagonal": ("{h} * jnp.diagonal({h} @ {h}.T)[:, None] / {n}", 2),
     "correlation": ("{h} @ jnp.cov({h}.T).reshape({n}, {n})", 1),

@@ -44,6 +44,7 @@ class Program:
       source: the step, which is also its listing.
       features: names of what was drawn.
       narrow: the narrowest float that a value passes through.
+      wide: the same program without its casts to narrower floats, if it has any.
       step: `step(state, b, t, w) -> (state, outputs)`; rows along dim 0 of `b`, along dim 1 of `t`.
       make_state: makes the state, anew, as it is before the first step.
       batches: `(b, t, w)` for each step, NumPy arrays (keys apart).
@@ -56,6 +57,7 @@ class Program:
     step: Callable[..., Any]
     make_state: Callable[[], Any]
     batches: list[tuple[Any, Any, Any]]
+    wide: "Program | None" = None
 
 
 def draw(seed: int, rows: int, gentle: bool = False, dtype: str = "float64") -> Program:
@@ -64,7 +66,7 @@ def draw(seed: int, rows: int, gentle: bool = False, dtype: str = "float64") -> 
     A gentle one has fewer couplings of rows and an optimizer that treats all elements alike: updates
     on the host refuse most others.
     """
-    d = Draw(np.random.default_rng([seed, rows]), rows, gentle=gentle, narrow=dtype)
+    d = Draw(np.random.default_rng([seed, rows]), rows, gentle=gentle)
     d.per_example = d.chance(0.08)
     n = d.choose({1: 1, 3: 2, 4: 4, 6: 1})
     d.emit(d.data("b", "x", lambda rng: rng.normal(size=(rows, n))), n)
@@ -181,9 +183,6 @@ def _source(d: Draw, body: list[str]) -> str:
 
 
 def _program(d: Draw, seed: int, source: str, container: str, dtype: str) -> Program:
-    namespace = {**NAMESPACE, "np": np}
-    exec(compile(source, f"<program {seed}>", "exec"), namespace)
-    step = namespace["step"]
     optimizer = next(f for f in d.features if f.startswith("optimizer: ")).partition(": ")[2]
     names = sorted(["p", "frozen", "opt", "step", *d.state, *["key"] * ("state" in d.key_kind)])
 
@@ -205,9 +204,18 @@ def _program(d: Draw, seed: int, source: str, container: str, dtype: str) -> Pro
             fields["key"] = _key(d.key_kind, 1)
         return _pack(container, fields)
 
-    def packed(state: Any, b: Any, t: Any, w: Any) -> Any:
-        new, outputs = step(_unpack(container, names, state), b, t, w)
-        return _pack(container, new), outputs
+    # Jitted, it is traced once, for the reference and for jzero; a few are not.
+    traced_once = not d.chance(0.1)
+
+    def make_step(**meanings: Any) -> Callable[..., Any]:
+        namespace = {**NAMESPACE, "np": np, **meanings}
+        exec(compile(source, f"<program {seed}>", "exec"), namespace)
+
+        def packed(state: Any, b: Any, t: Any, w: Any) -> Any:
+            new, outputs = namespace["step"](_unpack(container, names, state), b, t, w)
+            return _pack(container, new), outputs
+
+        return jax.jit(packed) if traced_once else packed
 
     def make_batch(i: int) -> tuple[Any, Any, Any]:
         groups = [
@@ -221,12 +229,15 @@ def _program(d: Draw, seed: int, source: str, container: str, dtype: str) -> Pro
             groups[2]["key"] = _key(d.key_kind, 5 + i)
         return groups[0], groups[1], groups[2]
 
-    # Jitted, it is traced once, for the reference and for jzero; a few are not.
-    traced_once = packed if d.chance(0.1) else jax.jit(packed)
-    return Program(
-        seed, source, frozenset(d.features), d.narrow, traced_once, make_state,
+    narrow = next((name for name in ("bfloat16", "float32") if f"'{name}')" in source), dtype)
+    program = Program(
+        seed, source, frozenset(d.features), narrow, make_step(), make_state,
         [make_batch(i) for i in range(NUM_STEPS)],
     )  # fmt: skip
+    if narrow == dtype:
+        return program
+    step = make_step(through=lambda x, narrow: x)
+    return dataclasses.replace(program, wide=dataclasses.replace(program, step=step, narrow=dtype))
 
 
 def _key(kind: str, seed: int) -> Any:

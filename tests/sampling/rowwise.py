@@ -61,7 +61,7 @@ LAYERS: dict[str, tuple[str, int]] = {
     "codebook": (
         "{h} + jax.lax.stop_gradient({codes}[jnp.argmin(jnp.sum(({h}[:, None] - {codes}) ** 2, "
         "-1), -1)])", 2),
-    "float32": ("{h}.astype(jnp.float32).astype(float)", 1),
+    "float32": ("through({h}, 'float32')", 1),
     "dropout": ("jnp.where(random.bernoulli({key}, 0.7, {h}.shape), {h} / 0.7, 0)", 3),
     "noise": ("{h} + 0.1 * random.normal({key}, {h}.shape)", 2),
     "noise per row": ("{h} + jax.vmap(lambda k: random.uniform(k, ({n},)))(random.split({key}, {B}))", 1),
