@@ -87,7 +87,7 @@ class ShardedTrainStep:
         arrays = _placing.place(
             call.arrays, program.argument_shardings, lambda: _call.argument_paths(call.call.arrays)
         )
-        state, outs = program.step(state, arrays)
+        state, outs = program.step(*_placing.apart(state, arrays))
         state = self._placement.wrap(state, program.plan.leaves)
         return jax.tree.unflatten(program.out_tree, [*state, *outs])
 

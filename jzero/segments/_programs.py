@@ -88,14 +88,14 @@ class Programs:
         return self._seen[seen]
 
     def _quick_key(self, call: Call, setting: Setting) -> Any:
-        return setting, call.static, _call.signature_of((call.state, call.arrays))
+        return setting, call.static_key, _call.signature_of((call.state, call.arrays))
 
     def _of_shapes(self, call: Call, setting: Setting) -> Program:
         state, arrays = _call.abstract(call.state, "state"), {
             name: _call.abstract(value, name) for name, value in call.arrays.items()
         }  # fmt: skip
         leaves, tree = jax.tree.flatten((state, arrays))
-        key = (setting, tree, call.static, _avals_key(leaves))
+        key = (setting, tree, call.static_key, _avals_key(leaves))
         if key not in self.built:
             self.built[key] = _program.build(
                 self._step_fn, self.signature, setting, state, arrays, call.static, self._shared

@@ -44,7 +44,7 @@ class FlatCall(NamedTuple):
         arrays, arrays_tree = jax.tree.flatten(call.arrays)
         others = (
             setting,
-            call.static,
+            call.static_key,
             tree,
             arrays_tree,
             list(map(type, arrays)),

@@ -8,14 +8,14 @@ merged into `Jaxpr` (0.12).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import distributed, source_info_util, xla_bridge
+from jax._src import config, distributed, source_info_util, xla_bridge
 from jax._src.lax.parallel import reduce_scatter_p
 from jax.extend import core as extended_core
 from jax.extend.random import threefry2x32_p
@@ -61,6 +61,12 @@ class WhileParts(NamedTuple):
     body_consts: list[Any]
     num_cond_consts: int
     num_body_consts: int
+
+
+def trace_settings() -> tuple[Hashable, ...]:
+    """What JAX's configuration says of a trace made now, as `jax.jit` asks it, without meshes and axes."""
+    context: tuple[Hashable, ...] = config.trace_context()
+    return tuple([x for x in context if not isinstance(x, AbstractMesh | core.AxisEnv)])
 
 
 def is_literal(atom: Atom) -> TypeIs[Literal]:

@@ -20,6 +20,11 @@ class Call(NamedTuple):
     arrays: dict[str, Any]
     static: tuple[tuple[str, Hashable], ...]
 
+    @property
+    def static_key(self) -> tuple[tuple[str, type, Hashable], ...]:
+        """What is static, with types: 1, True and 1.0 are equal, and may be other steps."""
+        return tuple([(name, type(value), value) for name, value in self.static])
+
 
 # Where among the values of a call are the state, the other arrays by name, and the static ones by name.
 _Binding = tuple[int | None, list[tuple[str, int]], list[tuple[str, int]]]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, message
@@ -194,7 +194,26 @@ def place(
     return out
 
 
-def copied(leaves: list[jax.Array], sharding: NamedSharding) -> list[jax.Array]:
+def apart(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Leaves and arguments of which none is another one: a program that is given an array donates it once.
+
+    A copy stands for an argument that is a leaf of the state, and for the second of two leaves.
+    """
+    ids = set(map(id, state))
+    if not ids.isdisjoint(map(id, arrays)):
+        arrays = [_copy(x) if id(x) in ids else x for x in arrays]
+    if len(ids) < len(state):
+        first = {id(x): i for i, x in reversed(list(enumerate(state)))}
+        state = [x if first[id(x)] == i else _copy(x) for i, x in enumerate(state)]
+    return state, arrays
+
+
+def _copy(leaf: Any) -> Any:
+    """Memory of its own; a leaf on the host, which says itself that it was consumed, as it is."""
+    return copied([leaf], leaf.sharding)[0] if isinstance(leaf, jax.Array) else leaf
+
+
+def copied(leaves: list[jax.Array], sharding: Sharding) -> list[jax.Array]:
     """Arrays of the same values, in memory of their own."""
     return jax.jit(_copied, out_shardings=sharding)(leaves) if leaves else []
 
@@ -257,7 +276,8 @@ def _own(leaf: Any, sharding: NamedSharding) -> Any:
     A step donates what was placed, and must not consume what the user still holds.
     """
     if isinstance(leaf, jax.Array):
-        return jnp.copy(leaf) if sharding.is_fully_replicated else leaf
+        stays = sharding.is_fully_replicated or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        return copied([leaf], leaf.sharding)[0] if stays else leaf
     return jnp.asarray(leaf) if jnp.isscalar(leaf) else leaf
 
 
@@ -265,7 +285,10 @@ def lies_right(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether a leaf is a JAX array in this sharding."""
     if not (isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)):
         return False
-    return leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    if leaf.sharding == sharding:
+        return True
+    alike = leaf.sharding.mesh.axis_types == sharding.mesh.axis_types
+    return alike and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 def check_alive(state: Any, leaves: Sequence[Any], who: str = WHO) -> None:

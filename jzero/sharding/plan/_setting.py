@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 from jzero._errors import MeshError, message
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import StageAxes
-from jzero.tracing import _call
+from jzero.tracing import _call, _jaxpr
 
 WHO = _call.WHO
 
@@ -26,12 +27,14 @@ class Setting:
       mesh: the mesh, concrete or abstract.
       axis_names: the data axes; the mesh may have others.
       axis_name: the name by which the step itself calls all of them together, if it does.
+      tracing: what JAX's own configuration says of traces, 64-bit types and the precision of products.
     """
 
     options: Options
     mesh: Any
     axis_names: tuple[str, ...]
     axis_name: str | None
+    tracing: tuple[Hashable, ...] = ()
 
     @property
     def axes(self) -> dict[str, int]:
@@ -71,7 +74,7 @@ def setting_of(
     Raises:
       MeshError: it is none, or its axes and their names do not fit.
     """
-    mesh, current = around(mesh, axis_name)
+    mesh, current, tracing = around(mesh, axis_name)
     if not hasattr(mesh, "axis_names"):
         raise MeshError(message(
             WHO, f"mesh is a {type(mesh).__name__}", "It must be a jax.sharding.Mesh.",
@@ -99,23 +102,23 @@ def setting_of(
             WHO, f"axis_name={axis_name!r} is only one of the mesh's axes {names}",
             "A step's own axis stands for all data axes together.",
             "Use a name that the mesh does not have, or a mesh with this axis alone."))  # fmt: skip
-    return Setting(options, mesh, names, axis_name)
+    return Setting(options, mesh, names, axis_name, tracing)
 
 
-def around(mesh: Any, axis_name: str | None) -> tuple[Any, Any]:
-    """A step's mesh, and `jax.set_mesh`'s, abstract: all that is not the step's own in its setting.
+def around(mesh: Any, axis_name: str | None) -> tuple[Any, Any, tuple[Hashable, ...]]:
+    """A step's mesh, `jax.set_mesh`'s, and JAX's configuration: what is not the step's own in its setting.
 
     Without one of its own it is `jax.set_mesh`'s, else one axis over all devices.
     """
-    abstract = jax.sharding.get_abstract_mesh()
+    abstract, tracing = jax.sharding.get_abstract_mesh(), _jaxpr.trace_settings()
     if mesh is not None:
-        return mesh, abstract
+        return mesh, abstract, tracing
     if abstract.empty:
-        return _default_mesh(axis_name or "data", tuple(jax.devices())), abstract
+        return _default_mesh(axis_name or "data", tuple(jax.devices())), abstract, tracing
     try:
-        return jax.sharding.get_mesh(), abstract
+        return jax.sharding.get_mesh(), abstract, tracing
     except ValueError:  # Under jit there is only the abstract one, and it suffices.
-        return abstract, abstract
+        return abstract, abstract, tracing
 
 
 @functools.cache

@@ -1,0 +1,96 @@
+"""Calls that plain `jax.jit` tells apart, or that hand one array over twice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+import small
+
+X = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
+
+
+def new_state():
+    w = jnp.linspace(-1.0, 1.0, 24 * 16).reshape(24, 16)
+    return {"w": w, "m": w * 0}
+
+
+def step_fn(state, x, y=None):
+    grad = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+    m = 0.9 * state["m"] + grad + (0.0 if y is None else 0.1 * y)
+    return {"w": state["w"] - 0.1 * m, "m": m}
+
+
+def check(found, expected):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", [dict(static_argnums=2), dict(static_argnames="n")], ids=str)
+def test_static_arguments_of_other_types(how):
+    def scaled(w, x, n):
+        return w + {bool: 3.0, int: 1.0, float: 7.0}[type(n)] * jnp.mean(x)
+
+    train_step = small.shard_train_step(scaled, **how)
+    w = expected = jnp.ones((16, 8))
+    for n in (1, True, 1.0, 1, True):
+        w = train_step(w, X, n=n) if "static_argnames" in how else train_step(w, X, n)
+        expected = jax.jit(scaled, static_argnames="n")(expected, X, n=n)
+    check(w, expected)
+
+
+def test_a_precision_that_changes_between_calls():
+    """As with `jax.jit`, it is another program."""
+    train_step = small.shard_train_step(step_fn)
+    state, traced = train_step(new_state(), X), []
+    for precision in ("highest", "default", "highest"):
+        with jax.default_matmul_precision(precision):
+            state = train_step(state, X)
+            traced.append(str(train_step.lower(state, X).as_text()))
+    assert traced[0] == traced[2] != traced[1]
+
+
+def test_64_bit_types_that_are_switched_on():
+    train_step = small.shard_train_step(lambda s, x: (s, jnp.mean(x)))
+    state = jnp.ones((24, 16), jnp.float32)
+    for on in (True, False, True):
+        with jax.enable_x64(on):
+            state, mean = train_step(state, X.astype(np.float64))
+            assert mean.dtype == (jnp.float64 if on else jnp.float32)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_argument_that_is_a_leaf_of_the_state(stage):
+    train_step = small.shard_train_step(step_fn, stage=stage, in_specs={"y": jax.P()})
+    state, expected = train_step.shard(new_state()), new_state()
+    for _ in range(3):
+        state = train_step(state, X, state["w"])
+        expected = jax.jit(step_fn)(expected, X, expected["w"])
+    check(state, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_array_twice_in_a_state(stage):
+    """As after `state["m"] = state["w"]`: an average that starts where parameters are."""
+    train_step = small.shard_train_step(step_fn, stage=stage)
+    state, expected = train_step(new_state(), X), jax.jit(step_fn)(new_state(), X)
+    state, expected = state | {"m": state["w"]}, expected | {"m": expected["w"]}
+    for _ in range(2):
+        state, expected = train_step(state, X), jax.jit(step_fn)(expected, X)
+    check(state, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(
+    "types", [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)]
+)
+def test_a_state_of_a_mesh_with_other_axis_types(types, stage):
+    """It is copied, and the one that was given stays."""
+    theirs, ours = (jax.make_mesh((8,), ("data",), axis_types=(t,)) for t in types)
+    train_step = small.shard_train_step(step_fn, mesh=ours, stage=stage)
+    given = jax.device_put(new_state(), NamedSharding(theirs, jax.P("data")))
+    x = jax.device_put(X, NamedSharding(theirs, jax.P("data")))
+    state = train_step(train_step(given, x), x)
+    check(state, jax.jit(step_fn)(jax.jit(step_fn)(new_state(), X), X))
+    check(given, new_state())
