@@ -276,6 +276,8 @@ def _own(leaf: Any, sharding: NamedSharding) -> Any:
     A step donates what was placed, and must not consume what the user still holds.
     """
     if isinstance(leaf, jax.Array):
+        if not leaf.committed:  # and a copy of it shall not be
+            return jnp.copy(leaf) if sharding.is_fully_replicated else leaf
         stays = sharding.is_fully_replicated or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         return copied([leaf], leaf.sharding)[0] if stays else leaf
     return jnp.asarray(leaf) if jnp.isscalar(leaf) else leaf
