@@ -154,6 +154,4 @@ class Builder:
 
 def _given(interp: Interpreter, env: Env, runner: Runner, var: Var, plan: ValuePlan) -> jax.Array:
     """What a segment hands out, in shards as the boundary has it."""
-    value = interp.read(runner.frame, env, var)
-    dim = plan.layout.dim if isinstance(plan.layout, _layout.Shard) else None
-    return interp.devices.as_dim(value, dim)
+    return interp.devices.as_dim(interp.read(runner.frame, env, var), plan.dim)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jzero.sharding.plan import _layout
-from jzero.sharding.plan._layout import Layout
 from jzero.sharding.run._interpret import Env
 from jzero.sharding.run._run import Runner, value_of
 from jzero.sharding.run._values import Arrays, Value
@@ -23,7 +21,7 @@ def entering(runner: Runner, variables: Sequence[_jaxpr.Var]) -> Callable[..., A
     def local(xs: Arrays) -> Arrays:
         devices = runner.interpreter().devices
         return [
-            devices.as_dim(value_of(x, old), _dim(new.layout))
+            devices.as_dim(value_of(x, old), new.dim)
             for x, old, new in zip(xs, rest, crossing, strict=True)
         ]
 
@@ -51,7 +49,3 @@ def leaving(runner: Runner, outs: Sequence[int]) -> Callable[..., Arrays] | None
 
     specs = [plan.spec for plan in rest]
     return runner.shard_map(local, (specs, [plan.spec for plan in crossing]), specs)
-
-
-def _dim(layout: Layout) -> int | None:
-    return layout.dim if isinstance(layout, _layout.Shard) else None

@@ -39,6 +39,11 @@ class ValuePlan:
     padded_shape: tuple[int, ...]
     spec: P
 
+    @property
+    def dim(self) -> int | None:
+        """The dim along which it is sharded; None if it is full."""
+        return self.layout.dim if isinstance(self.layout, Shard) else None
+
     def aval(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
         """Its shape as programs take it."""
         sharding = NamedSharding(mesh, self.spec)

@@ -24,8 +24,6 @@ from jzero.sharding.run._queue import GatherQueue
 from jzero.sharding.run._values import FullValue, ShardValue, Value
 from jzero.tracing import _jaxpr
 
-LocalFunction = Callable[..., Any]
-
 
 @dataclasses.dataclass(frozen=True)
 class Runner:
@@ -61,7 +59,9 @@ class Runner:
         split = specs[: len(plan.leaves)], specs[len(plan.leaves) :]
         return self.shard_map(local_step, (split[0], list(plan.arguments)), split)
 
-    def shard_map(self, fn: LocalFunction, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def shard_map(
+        self, fn: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         """`fn` of one device's values as a function of whole arrays."""
         return jax.shard_map(
             fn,
@@ -106,7 +106,8 @@ class Runner:
         A leaf may be None if none of them reads it.
         """
         plan, frame, exchange = self.plan, self.frame, self.plan.exchange
-        values = [self.value(x, var) for x, var in zip(state, frame.jaxpr.invars, strict=False)]
+        leaves = zip(state, frame.jaxpr.invars, strict=False)
+        values = [value_of(x, plan.boundary.of(var)) for x, var in leaves]
         env = interp.start(frame, [*values, *map(FullValue, arrays)])
         if plan.microbatches.phases:
             arguments = frame.jaxpr.invars[len(state) :]
@@ -125,10 +126,6 @@ class Runner:
             interp.run_equations(frame, rest, env)
         interp.reduce_boundary(env)
         return env
-
-    def value(self, x: Any, var: _jaxpr.Var) -> Value:
-        """This device's part of a value as the boundary has it."""
-        return value_of(x, self.plan.boundary.of(var))
 
     def out(
         self, interp: Interpreter, env: Env, index: int, old: Any, layout: Layout | None = None,
