@@ -8,6 +8,7 @@ merged into `Jaxpr` (0.12).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,7 +66,11 @@ class WhileParts(NamedTuple):
 
 def trace_settings() -> tuple[Hashable, ...]:
     """What JAX's configuration says of a trace made now, as `jax.jit` asks it, without meshes and axes."""
-    context: tuple[Hashable, ...] = config.trace_context()
+    return _without_meshes_and_axes(config.trace_context())
+
+
+@functools.lru_cache(maxsize=64)  # Every call of a step asks: 0.5 µs in place of 7.
+def _without_meshes_and_axes(context: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
     return tuple([x for x in context if not isinstance(x, AbstractMesh | core.AxisEnv)])
 
 
