@@ -579,6 +579,17 @@ def differ_and_unshard(folder):
     return told(lambda: train_step.unshard(state))
 
 
+def differ_slowly_and_unshard(folder):
+    """The same of steps that meet before each change: one process waits for the others when they look."""
+    train_step, state, shapes = sharded(), W, [rows(4), rows(8)]
+    for i in range(24):
+        state = jax.block_until_ready(train_step(state, shapes[i > 1]))
+        time.sleep(0.05)
+    return told(
+        lambda: train_step.unshard(train_step(state, shapes[0] if is_odd_one() else shapes[1]))
+    )
+
+
 def costs(folder):
     """Microseconds of what every call does, of a change, and of a meeting."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
