@@ -133,7 +133,7 @@ class ShardedEvalStep(ShardedStep):
                 "Write shard_eval_step(eval_step, like=train_step)."))  # fmt: skip
         with called_as(WHO):
             signature = Signature.of(eval_step, static_argnums, static_argnames, in_specs)
-            own = dict(
+            own: dict[str, Any] = dict(
                 gather=gather, max_gather_bytes=max_gather_bytes, offload=NO_OFFLOAD, who=WHO
             )
             if like is None:

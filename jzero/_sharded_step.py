@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.run import _microbatches
 
 
-class ShardedStep:
+class ShardedStep(abc.ABC):
     """A step whose state lives in shards.
 
     Attributes:
@@ -27,6 +28,10 @@ class ShardedStep:
     def __init__(self, fn: Callable[..., Any], programs: Programs):
         self._programs, self._placement = programs, Placement(programs)
         functools.update_wrapper(self, fn, updated=())
+
+    @abc.abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs it."""
 
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
         """The plan for `(state, *args)`: arrays or `ShapeDtypeStruct`s; nothing runs."""

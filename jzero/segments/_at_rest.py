@@ -19,11 +19,11 @@ def rest_of(leaf: Any, mesh: Any) -> Rest | None:
     """
     if isinstance(leaf, jax.core.Tracer):  # Under an outer jax.jit XLA decides.
         return None
-    if isinstance(leaf, HostArray):
-        sharding, shape = leaf.at_rest, leaf.padded_shape
-    else:
-        leaf = leaf.padded if isinstance(leaf, PaddedArray) else leaf
-        sharding, shape = getattr(leaf, "sharding", None), getattr(leaf, "shape", ())
+    if isinstance(leaf, PaddedArray):
+        leaf = leaf.padded
+    hosted = isinstance(leaf, HostArray)
+    sharding = leaf.at_rest if hosted else getattr(leaf, "sharding", None)
+    shape = leaf.padded_shape if hosted else getattr(leaf, "shape", ())
     if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
         return None
     spec = list(sharding.spec)

@@ -128,9 +128,9 @@ def _loop_bytes(setting: Setting) -> int:
     """What a loop of an evaluation may keep gathered: by `gather=`, else half of a device's memory."""
     if setting.options.gather is not None:
         return sys.maxsize if setting.options.gather_once else 0
-    devices = setting.mesh.local_devices if isinstance(setting.mesh, Mesh) else ()
-    stats = (devices[0].memory_stats() or {}) if len(devices) else {}
-    return stats.get("bytes_limit", sys.maxsize) // 2
+    devices = list(setting.mesh.local_devices) if isinstance(setting.mesh, Mesh) else []
+    stats = devices[0].memory_stats() if devices else None
+    return int((stats or {}).get("bytes_limit", sys.maxsize)) // 2
 
 
 def _is_sharded(layout: Layout) -> bool:

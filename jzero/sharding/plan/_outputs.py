@@ -95,7 +95,7 @@ def check_outputs(traced: _trace.TracedStep, avals: list[Any], tree: Any) -> Non
         raise StateError(message(
             WHO, _structure_difference(outs, tree),
             "step_fn returns the new state, alone or first in a tuple, with the structure it got.",
-            "Return (new_state, metrics).",
+            "Return (new_state, metrics). To evaluate, use jzero.shard_eval_step(fn, like=train_step).",
         ))  # fmt: skip
     paths = _call.leaf_paths(new, "state")
     bad = [
