@@ -30,6 +30,7 @@ from jzero.sharding.analysis._traffic import Collective
 SAME, COLLECTIVES = "assert_same_training", "assert_collectives"
 _SHOWN = 8  # leaves that a message names
 _STATIC = ("static_argnums", "static_argnames")
+_STATE = ("state_argnums", "state_argnames")
 
 
 def assert_same_training(
