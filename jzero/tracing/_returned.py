@@ -9,7 +9,7 @@ import jax
 
 from jzero._errors import StateError, StepError, describe_leaf, message
 from jzero.tracing import _call
-from jzero.tracing._state_arguments import Step, parts
+from jzero.tracing._state_arguments import StateArguments, Step, parts
 
 WHO = _call.WHO
 
@@ -46,6 +46,15 @@ class Returned:
         for i, node in zip(self.places, self.nodes, strict=True):
             outs[i] = node
         return jax.tree.unflatten(self.tree, outs)
+
+    def apart(self, state: Any) -> tuple[Any, Any]:
+        """The new state, in the form of `state`, and what the step returned with None in its places."""
+        nodes = iter(self.nodes)
+        new = tuple([next(nodes) if jax.tree.leaves(value) else value for _, value in parts(state)])
+        others = list(nodes)
+        without = [None] * (len(self.nodes) - len(others)) + others
+        rest = Returned(without, self.places, self.tree).as_given()
+        return (new if isinstance(state, StateArguments) else new[0]), rest
 
 
 def as_given(outs: Any) -> Any:
@@ -89,13 +98,13 @@ def find_state(outs: Any, state: Any) -> Returned:
         places = list(range(len(wanted)))
     else:
         paths = _call.leaf_paths(jax.tree.unflatten(tree, range(len(nodes))), "output")
-        names = ", ".join(name for name, _ in wanted)
+        shown = ", ".join(name for name, _ in wanted)
         raise StepError(message(
             WHO,
             [f"{wanted[i][0]} could come back as {' or '.join(paths[j] for j in candidates[i])}"
              for i in unclear],
             "The new value of an argument of the state is the result with its structure, shapes and dtypes.",
-            f"Return the state first, in the order of its arguments: ({names}, ...).",
+            f"Return the state first, in the order of its arguments: ({shown}, ...).",
             things="arguments"))  # fmt: skip
     places += [i for i in range(len(nodes)) if i not in places]
     return Returned([nodes[i] for i in places], tuple(places), tree)

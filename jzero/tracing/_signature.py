@@ -99,7 +99,9 @@ class Signature:
             return by_number + [resolve(f"{what}_argnames", n) for n in strings]
 
         told = state_argnums is not None or bool(state_argnames)
-        found = set(chosen("state", state_argnums, state_argnames)) if told else {names[0]}
+        found = (
+            set(chosen("state", state_argnums, state_argnames)) if told else {resolve("state", 0)}
+        )
         if not found:
             raise OptionError(message(
                 WHO, f"state_argnums={state_argnums!r} names no argument",

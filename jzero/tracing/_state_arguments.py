@@ -42,8 +42,3 @@ def parts(state: Any) -> list[tuple[str, Any]]:
     if isinstance(state, StateArguments):
         return list(zip(state.names, state.values, strict=True))
     return [("state", state)]
-
-
-def as_given(state: Any) -> Any:
-    """The state as a user has it: of several arguments, the tuple of them."""
-    return state.values if isinstance(state, StateArguments) else state

@@ -30,8 +30,7 @@ def check_returned(signature: Signature, outs: Any, arrays: Mapping[str, Any]) -
       StepError: it is none.
     """
     refuse(signature, [
-        name for name, tree in arrays.items()
-        if holds_optimizer_state(tree) and any(are_alike(x, tree) for _, x in _results(outs, tree))
+        name for name, tree in arrays.items() if holds_optimizer_state(tree) and [*_results(outs, tree)]
     ])  # fmt: skip
 
 
@@ -72,7 +71,7 @@ def like_state(traced: TracedStep, state: Any, arrays: Mapping[str, Any]) -> dic
     if not suspects:
         return {}
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
-    inputs = [("", state), *arrays.items()]
+    inputs, num_state = [("", state), *arrays.items()], len(jax.tree.leaves(state))
     owners = [name for name, tree in inputs for _ in jax.tree.leaves(tree)]
     sources = _sources(traced.frame.jaxpr, owners)
     found: dict[str, list[range]] = {}
@@ -80,8 +79,7 @@ def like_state(traced: TracedStep, state: Any, arrays: Mapping[str, Any]) -> dic
         for at, node in _results(outs, tree):
             numbers = range(at, at + len(jax.tree.leaves(node)))
             of = set[str]().union(*(sources[i] for i in numbers))
-            is_state = at == 0 and are_alike(node, state)
-            if not is_state and {"", name} < of:
+            if at >= num_state and {"", name} < of:  # The state comes first.
                 found.setdefault(name, []).append(numbers)
     return found
 
