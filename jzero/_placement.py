@@ -42,10 +42,12 @@ class Placement:
 
         The shardings are those of leaves at rest, of the shape `LeafPlan.padded_shape`.
         """
-        setting, abstract = self.programs.setting, _call.abstract(state, "state")
+        signature, setting = self.programs.signature, self.programs.setting
+        state = signature.named(state, _call.WHO)
+        abstract = _call.abstract(state, "state")
         plans: tuple[LeafPlan, ...] | None
         if args or kwargs:
-            call = self.programs.bind((state, *args), kwargs or {})
+            call = self.programs.bind(*signature.with_state(state, args, kwargs or {}))
             plans = self.programs.of(call).plan.leaves
         else:
             plans = self.programs.layout_of(abstract, setting)

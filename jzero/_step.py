@@ -24,6 +24,7 @@ from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._options import Options, axis_tuple
 from jzero.tracing import _call, _jaxpr
+from jzero.tracing._returned import as_given
 from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
@@ -41,6 +42,7 @@ class ShardedTrainStep(ShardedStep):
         axis_names: str | Sequence[str] | None, axis_name: str | None,
         static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
         in_specs: Mapping[str | int, Any] | None,
+        state_argnums: int | Sequence[int] | None, state_argnames: str | Sequence[str],
     ):  # fmt: skip
         if not callable(step_fn):
             raise OptionError(message(
@@ -57,12 +59,14 @@ class ShardedTrainStep(ShardedStep):
             raise OptionError(message(
                 WHO, "step_fn was made by jax.pmap", "jzero runs the step on all devices itself.",
                 "Pass the function inside, with the axis_name= that pmap had."))  # fmt: skip
-        signature = Signature.of(step_fn, static_argnums, static_argnames, in_specs)
+        signature = Signature.of(
+            step_fn, static_argnums, static_argnames, in_specs, state_argnums, state_argnames
+        )
         programs = Programs(step_fn, signature, options, mesh, axis_tuple(axis_names), axis_name)
         super().__init__(step_fn, programs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one step: `(state, *args) -> (state, metrics)`. The state is donated.
+        """Runs one step: `(state, *args) -> (state, metrics)`, or as `step_fn` has it. The state is donated.
 
         A state that is not yet laid out as the plan says is placed first (and then not consumed). Under
         an outer `jax.jit` the step is traced into it, and nothing is donated.
@@ -82,7 +86,7 @@ class ShardedTrainStep(ShardedStep):
         )
         state, outs = program.step(*_placing.apart(state, arrays))
         state = self._placement.wrap(state, program.plan.leaves)
-        return jax.tree.unflatten(program.out_tree, [*state, *outs])
+        return as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
 
     def _traced(self, call: FlatCall) -> Any:
         """A call under an outer `jax.jit`."""
@@ -95,7 +99,7 @@ class ShardedTrainStep(ShardedStep):
             _placing.constrain(arrays, program.argument_shardings),
         )
         new_state = _placing.unpad(new_state, leaves, program.state_shardings)
-        return jax.tree.unflatten(program.out_tree, [*new_state, *outs])
+        return as_given(jax.tree.unflatten(program.out_tree, [*new_state, *outs]))
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs `init_fn(*args, **kwargs) -> state` so that every leaf is born in its layout.
@@ -145,7 +149,7 @@ class ShardedTrainStep(ShardedStep):
         _agreement.check("shard")
         plans, shardings = self._placement.leaf_plans(state, args, kwargs)
         leaves, tree = jax.tree.flatten(state)
-        placed = self._placement.place(state, leaves, plans, shardings)
+        placed = self._placement.place(self._named(state), leaves, plans, shardings)
         return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
 
     def flush(self, state: Any) -> Any:
@@ -174,7 +178,7 @@ class ShardedTrainStep(ShardedStep):
         """
         _agreement.check("flush")
         leaves, tree = jax.tree.flatten(state)
-        _placing.check_alive(state, leaves, "flush")
+        _placing.check_alive(self._named(state), leaves, "flush")
         pending = next((x.pending for x in leaves if isinstance(x, HostArray) and x.pending), None)
         if pending is None:
             return state
@@ -185,7 +189,8 @@ class ShardedTrainStep(ShardedStep):
                 "Call flush of the train_step that returned the state."))  # fmt: skip
         _agreement.note("flush", self._programs.setting.mesh)
         step = pending.step
-        new = step.flush(self._placement.place(state, leaves, step.leaves, step.shardings))
+        placed = self._placement.place(self._named(state), leaves, step.leaves, step.shardings)
+        new = step.flush(placed)
         return jax.tree.unflatten(tree, _placing.wrap(new, step.leaves))
 
     def unshard(self, state: Any) -> Any:
@@ -197,13 +202,14 @@ class ShardedTrainStep(ShardedStep):
         setting = self._programs.setting
         full = NamedSharding(setting.mesh, PartitionSpec())
         leaves, tree = jax.tree.flatten(state)
-        _placing.check_alive(state, leaves, "unshard")
-        _placing.check_flushed("unshard", state, leaves)
+        named = self._named(state)
+        _placing.check_alive(named, leaves, "unshard")
+        _placing.check_flushed("unshard", named, leaves)
         if not all(_placing.lies_right(x, full) for x in leaves):
             _agreement.confirm("unshard", mesh=setting.mesh)  # What it returns may be looked at.
         plain = [jnp.asarray(x) if isinstance(x, PaddedArray | HostArray) else x for x in leaves]
         whole = _placing.place(
-            plain, [full] * len(leaves), lambda: _call.leaf_paths(state, "state")
+            plain, [full] * len(leaves), lambda: _call.leaf_paths(named, "state")
         )
         shared = [i for i, leaf in enumerate(leaves) if whole[i] is leaf]
         copies = _placing.copied([leaves[i] for i in shared], full)
@@ -231,6 +237,12 @@ class ShardedTrainStep(ShardedStep):
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
         self._check_one_program("lowered")
         return super().lower(*args, **kwargs)
+
+    def _named(self, state: Any) -> Any:
+        """A state, or a part of one, with the names of its arguments where it has several."""
+        signature = self._programs.signature
+        whole = isinstance(state, tuple | list) and len(state) == len(signature.state_names)
+        return signature.named(state, WHO) if whole else state
 
     def _check_one_program(self, how: str) -> None:
         if self._programs.options.offloads:

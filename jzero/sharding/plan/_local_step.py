@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import StepError, describe_leaf, message
@@ -14,10 +15,11 @@ from jzero.sharding.batch import _trace
 from jzero.sharding.batch._body import OUTPUT, Movement
 from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, is_padded
 from jzero.sharding.batch._trace import TracedStep
-from jzero.sharding.plan import _layout, _outputs
+from jzero.sharding.plan import _layout, _outputs, _untold
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
+from jzero.tracing._signature import Signature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ class FlatStep:
       arrays: trees of shapes of the other arguments, by name.
       array_avals: their leaves.
       in_specs: what the user said of how arguments are split.
+      signature: how the step is called.
     """
 
     fn: Callable[..., Any]
@@ -57,7 +60,8 @@ class FlatStep:
     state_tree: Any
     arrays: dict[str, Any]
     array_avals: list[Any]
-    in_specs: Any
+    in_specs: Mapping[str, Any]
+    signature: Signature
 
 
 def local_step(step: FlatStep, setting: Setting) -> LocalStep:
@@ -67,7 +71,27 @@ def local_step(step: FlatStep, setting: Setting) -> LocalStep:
     what is traced at their shapes.
     """
     found = of_whole_batch(step, setting)
-    return of_one_device(step, setting) if found is None else found
+    if found is None:
+        return of_one_device(step, setting)
+    if not step.signature.told and not setting.evaluates:
+        _check_told(found, step, setting)
+    return found
+
+
+def _check_told(found: LocalStep, step: FlatStep, setting: Setting) -> None:
+    """Refuses a step that updates another argument as it does its state; hidden states have rows."""
+
+    def has_rows(name: str, results: range) -> bool:
+        whole = dataclasses.replace(step, in_specs={**step.in_specs, name: P()})
+        local = of_whole_batch(whole, setting)
+        num_state = len(step.state)
+        return local is not None and any(
+            isinstance(local.outputs[i - num_state], Shard) for i in results
+        )
+
+    state = jax.tree.unflatten(step.state_tree, step.state)
+    suspects = _untold.like_state(found.traced, state, step.arrays)
+    _untold.check_like_state(step.signature, suspects, has_rows)
 
 
 def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
@@ -138,6 +162,8 @@ def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
     """The step traced at the shapes of one device's part of the batch."""
     options, axes = setting.options, _step_axes(setting)
     specs = _call.argument_specs(step.arrays, step.in_specs, setting.batch_axes, options.accumulate)
+    if not step.signature.told and not setting.evaluates:
+        _untold.check_split(step.signature, step.arrays, specs)
     local = [
         _call.local_aval(aval, spec, setting.batch_axes)
         for aval, spec in zip(step.array_avals, specs, strict=True)
