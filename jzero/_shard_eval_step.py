@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -13,7 +13,6 @@ from jzero._sharded_step import ShardedStep
 from jzero._step import ShardedTrainStep
 from jzero.offload._policy import NO_OFFLOAD
 from jzero.offload.memory import _placing
-from jzero.processes import _agreement
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
@@ -35,6 +34,8 @@ def shard_eval_step(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     in_specs: Mapping[str | int, Any] | None = None,
+    state_argnums: int | Sequence[int] | None = None,
+    state_argnames: str | Sequence[str] = (),
 ) -> Any:
     """Evaluates, predicts or generates with a state as it rests in shards.
 
@@ -82,6 +83,8 @@ def shard_eval_step(
       static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
       static_argnames: their names.
       in_specs: how arguments lie whose rows are not along dim 0; see `shard_train_step`.
+      state_argnums: positions of the arguments that are read where they rest, by default the first.
+      state_argnames: their names.
 
     Returns:
       A `ShardedEvalStep`.
@@ -109,7 +112,7 @@ def shard_eval_step(
     make = functools.partial(
         ShardedEvalStep, like=like, gather=gather, max_gather_bytes=max_gather_bytes, mesh=mesh,
         axis_names=axis_names, static_argnums=static_argnums, static_argnames=static_argnames,
-        in_specs=in_specs,
+        in_specs=in_specs, state_argnums=state_argnums, state_argnames=state_argnames,
     )  # fmt: skip
     return make if eval_step is None else make(eval_step)
 
@@ -121,18 +124,23 @@ class ShardedEvalStep(ShardedStep):
       __wrapped__: the function it was made from.
     """
 
+    _who: ClassVar[str] = WHO
+
     def __init__(
         self, eval_step: Callable[..., Any], *, like: ShardedTrainStep | None, gather: str | None,
         max_gather_bytes: int, mesh: Any, axis_names: str | Sequence[str] | None,
         static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
-        in_specs: Mapping[str | int, Any] | None,
+        in_specs: Mapping[str | int, Any] | None, state_argnums: int | Sequence[int] | None,
+        state_argnames: str | Sequence[str],
     ):  # fmt: skip
         if not callable(eval_step):
             raise OptionError(message(
                 WHO, f"eval_step is a {type(eval_step).__name__}", "It must be a function.",
                 "Write shard_eval_step(eval_step, like=train_step)."))  # fmt: skip
         with called_as(WHO):
-            signature = Signature.of(eval_step, static_argnums, static_argnames, in_specs)
+            signature = Signature.of(
+                eval_step, static_argnums, static_argnames, in_specs, state_argnums, state_argnames
+            )
             own: dict[str, Any] = dict(
                 gather=gather, max_gather_bytes=max_gather_bytes, offload=NO_OFFLOAD, who=WHO
             )
@@ -150,8 +158,7 @@ class ShardedEvalStep(ShardedStep):
           StateError, BatchError, StepError: see the message.
           ProcessError: several processes are about to run different programs, or one does not come.
         """
-        with called_as(WHO):
-            _agreement.check(WHO)
+        with self._asked(WHO):
             call = FlatCall.of(self._programs.signature.bind(args, kwargs), self._programs.setting)
             ready = self._placement.repeated(call)
             if ready is None and call.is_traced:
@@ -174,19 +181,3 @@ class ShardedEvalStep(ShardedStep):
             _placing.constrain(arrays, program.argument_shardings),
         )
         return jax.tree.unflatten(program.out_tree, outs)
-
-    def shard(self, state: Any) -> Any:
-        """Places a state or parameters that no train step has placed: every leaf sharded that can be.
-
-        So that calls need not do it each time. What lies right already is not copied.
-
-        Raises:
-          StateError: an earlier step has consumed it.
-          ProcessError: it differs between processes, or one does not come.
-        """
-        with called_as(WHO):
-            _agreement.check("shard")
-            plans, shardings = self._placement.leaf_plans(state)
-            leaves, tree = jax.tree.flatten(state)
-            placed = self._placement.place(state, leaves, plans, shardings)
-            return jax.tree.unflatten(tree, _placing.wrap(placed, plans))

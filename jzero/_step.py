@@ -129,29 +129,6 @@ class ShardedTrainStep(ShardedStep):
         made = _placing.born(traced, places, self._programs.options.offload.visiting_bytes)
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
-    def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Places a state that exists; leaves that already lie right are not copied.
-
-        Several processes that each hold the state whole must hold the same: they compare it (by
-        checksum), and each copies what its devices need.
-
-        Args:
-          state: the state, on host or devices, in any layout.
-          *args: optionally the step's other arguments (arrays or `ShapeDtypeStruct`s); see
-            `state_shardings`.
-          **kwargs: the same by name.
-
-        Raises:
-          StateError: an earlier step has consumed it.
-          OptionError: the host has too little memory for its part of it; see `init`.
-          ProcessError: it differs between processes, or one does not come.
-        """
-        _agreement.check("shard")
-        plans, shardings = self._placement.leaf_plans(state, args, kwargs)
-        leaves, tree = jax.tree.flatten(state)
-        placed = self._placement.place(self._named(state), leaves, plans, shardings)
-        return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
-
     def flush(self, state: Any) -> Any:
         """The state with the gradients applied that `HostCPU(delayed_update=True)` has not applied yet.
 
@@ -237,12 +214,6 @@ class ShardedTrainStep(ShardedStep):
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
         self._check_one_program("lowered")
         return super().lower(*args, **kwargs)
-
-    def _named(self, state: Any) -> Any:
-        """A state, or a part of one, with the names of its arguments where it has several."""
-        signature = self._programs.signature
-        whole = isinstance(state, tuple | list) and len(state) == len(signature.state_names)
-        return signature.named(state, WHO) if whole else state
 
     def _check_one_program(self, how: str) -> None:
         if self._programs.options.offloads:

@@ -247,6 +247,23 @@ def test_without_a_train_step():
         same(eval_step(given, *inputs), one_device(generate)(zoo.to_host(params), *inputs))
 
 
+def test_state_in_several_arguments():
+    train_step, state = trained()
+    eval_step = jzero.shard_eval_step(
+        lambda opt_state, tokens, params: (optax.tree.norm(opt_state[0].mu), loss_fn(params, tokens)),
+        like=train_step, state_argnames=("params", "opt_state"),
+    )  # fmt: skip
+    tokens, (params, opt_state) = tokens_of(12), state
+    expected = jax.jit(eval_step.__wrapped__)(*zoo.to_host((opt_state, tokens, params)))
+    same(eval_step(opt_state, tokens, params=params), expected)
+    plan = eval_step.plan(opt_state, tokens, params)
+    assert [leaf.path for leaf in plan.leaves if leaf.path.startswith("params")][:2] == [
+        "params['blocks']['down']", "params['blocks']['project']",
+    ]  # fmt: skip
+    placed = eval_step.shard((opt_state, params))
+    same(eval_step(placed[0], tokens, placed[1]), expected)
+
+
 def test_as_a_decorator_with_static_arguments_and_an_axis_of_its_own():
     mesh = mesh_of({"data": 8})
     train_step = jzero.shard_train_step(
