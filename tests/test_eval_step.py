@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jzero
 import zoo
+from jzero._compare import TOLERANCES
 from small import shard_train_step
 
 LAYERS, DIM, HEADS, VOCAB, CONTEXT = 3, 16, 2, 40, 10
@@ -156,7 +157,9 @@ def trained(axes=None, params=None, **options):
 
 
 def same(actual, expected):
-    zoo.assert_trees_close(zoo.to_host(actual), zoo.to_host(expected), None, "output")
+    zoo.assert_trees_close(
+        zoo.to_host(actual), zoo.to_host(expected), TOLERANCES["float64"], "output"
+    )
 
 
 one_device = functools.cache(jax.jit)
