@@ -17,7 +17,7 @@ from jzero._memory_kinds import HOST
 from jzero._placement import Placement
 from jzero.offload.memory import _placing
 from jzero.offload.memory._host_array import HostArray
-from jzero.offload.memory._padded import PaddedArray
+from jzero.offload.memory._like_array import LikeArray
 from jzero.processes import _agreement
 from jzero.reports._describe import Report
 from jzero.segments import _identity
@@ -208,7 +208,7 @@ class ShardedTrainStep:
         _placing.check_flushed("unshard", state, leaves)
         if not all(_placing.lies_right(x, full) for x in leaves):
             _agreement.confirm("unshard", mesh=setting.mesh)  # What it returns may be looked at.
-        plain = [jnp.asarray(x) if isinstance(x, PaddedArray | HostArray) else x for x in leaves]
+        plain = [jnp.asarray(x) if isinstance(x, LikeArray) else x for x in leaves]
         whole = _placing.place(
             plain, [full] * len(leaves), lambda: _call.leaf_paths(state, "state")
         )

@@ -334,7 +334,7 @@ def on_hosts(folder):
     whole_leaf = given["each"]["uneven"]
     np.testing.assert_allclose(host.shard(given["each"])["uneven"].buffers[0], leaf.buffers[0])
     return {
-        "devices": [device.id for device in leaf.devices],
+        "devices": [device.id for device in leaf.home.devices],
         "rows": [buffer.shape[0] for buffer in leaf.buffers],
         "rows_of_each": [buffer.shape[0] for buffer in whole_leaf.buffers],
         "read": told(lambda: np.asarray(leaf)),
@@ -361,7 +361,9 @@ def check_parts(state, whole):
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
         if isinstance(x, jzero.HostArray):
             found = x.at_rest.addressable_devices_indices_map(x.padded_shape)
-            parts = [(found[d], buffer) for d, buffer in zip(x.devices, x.buffers, strict=True)]
+            parts = [
+                (found[d], buffer) for d, buffer in zip(x.home.devices, x.buffers, strict=True)
+            ]
             shape = x.padded_shape
         else:
             x, y = ((jax.random.key_data(x) if is_key(x) else x) for x in (x, y))

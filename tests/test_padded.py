@@ -217,8 +217,6 @@ def test_a_padded_array_reads_as_its_true_shape():
     assert (table == np.asarray(table)).all()
     with pytest.raises(ValueError, match="truth value"):
         bool(table)
-    with pytest.raises(AttributeError, match=r"no attribute 'mean'.* jnp.asarray\(x\), or"):
-        table.mean()
     assert jax.block_until_ready(state)[0]["table"] is table
     whole = np.asarray(table)
     assert whole.shape == (53, 11)
@@ -228,9 +226,6 @@ def test_a_padded_array_reads_as_its_true_shape():
     copy = pickle.loads(pickle.dumps(table))
     np.testing.assert_array_equal(jnp.asarray(copy), whole)
     assert not np.asarray(table.padded)[53:].any()
-    for take in (jax.jit(lambda x: x), jnp.sum):
-        with pytest.raises((TypeError, ValueError), match="PaddedArray|__jax_array__"):
-            take(table)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.int8, jnp.uint8, jnp.bool_])
@@ -270,6 +265,9 @@ def test_a_consumed_padded_leaf_is_named():
     train_step(state, tokens())
     with pytest.raises(jzero.StateError, match=r"already donated: state\[0\]\['bias'\]"):
         train_step(state, tokens())
+    for use in (jnp.sum, jax.jit(jnp.sum), lambda x: x + 1):
+        with pytest.raises(jzero.StateError, match=r"PaddedArray\(shape=.* was already donated. A step"):
+            use(state[0]["bias"])
 
 
 def test_describe_tells_what_padding_costs():
