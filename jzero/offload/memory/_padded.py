@@ -22,8 +22,8 @@ class PaddedArray(LikeArray):
     and all other transformations, operators, functions of `jnp` and `lax`, `x.at`, `device_put`, Flax's and
     Orbax's own serialization. Each such use gathers the leaf: for as long as it lasts, every device holds it
     whole, as `jnp.asarray(x)` does. A sharded step takes it as it rests. A function that donates its
-    arguments consumes the gathered array, and never this leaf. Where it spans processes, `jax.device_put` must
-    be given `jnp.asarray(x)`.
+    arguments consumes the gathered array, and never this leaf. Where it spans processes, `jax.device_put`
+    wants `jnp.asarray(x)`.
 
     >>> import jax, jax.numpy as jnp, jzero
     >>> def step_fn(w, batch):
