@@ -319,6 +319,8 @@ def on_hosts(folder):
     }
     for state in given.values():
         check_parts(state, whole)
+        for use in (jnp.sum, jax.jit(jnp.sum), jax.jit(jax.grad(lambda x: (x**2).sum()))):
+            np.testing.assert_allclose(use(state["uneven"]), use(whole["uneven"]), rtol=1e-6)
         for step in steps.values():
             check_parts(step.shard(state), whole)
     check_whole(host.unshard(given["host"]), whole)

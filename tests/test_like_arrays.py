@@ -54,6 +54,12 @@ def model_of(x: Any) -> nnx.Linear:
     return nnx.merge(graph, nnx.State({"kernel": nnx.Param(x)}))
 
 
+def global_norm(x: Any) -> Any:
+    with warnings.catch_warnings():  # It is optax.tree.norm by now.
+        warnings.filterwarnings("ignore", "optax.global_norm is deprecated")
+        return optax.global_norm({"x": x}), optax.tree.norm([x, x])
+
+
 def donated(x: Any) -> Any:
     with warnings.catch_warnings():  # A CPU's own arrays can say that nothing reuses them.
         warnings.filterwarnings("ignore", "Some donated buffers")
@@ -85,7 +91,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "shard_map": lambda x: jax.jit(
         jax.shard_map(lambda x: 2 * x, mesh=x.sharding.mesh, in_specs=P(), out_specs=P())
     )(x),
-    "global norm": lambda x: optax.tree.norm({"x": x}),
+    "global_norm": global_norm,
     "an optimizer's init and update": lambda x: optax.adam(0.1).update(x, optax.adam(0.1).init(x)),
     "tree.map": lambda x: jax.tree.map(lambda x, y: x + y, [x], [x]),
     "device_put": jax.device_put,

@@ -68,15 +68,18 @@ class PaddedArray(LikeArray):
         Raises:
           StateError: a step has consumed it.
         """
-        if self.is_deleted():
-            raise StateError(message("PaddedArray", f"{self!r} was already donated", *CONSUMED))
-        return unpad(jax.device_put(self.padded, self.sharding), self.shape)
+        return unpad(jax.device_put(self._alive(), self.sharding), self.shape)
 
     def __array__(
         self, dtype: Any = None, context: None = None, copy: bool | None = None
     ) -> np.ndarray:
-        whole = np.asarray(self.padded)[tuple(slice(size) for size in self.shape)]
+        whole = np.asarray(self._alive())[tuple(slice(size) for size in self.shape)]
         return np.array(whole, dtype) if copy else np.asarray(whole, dtype)
+
+    def _alive(self) -> jax.Array:
+        if self.is_deleted():
+            raise StateError(message("PaddedArray", f"{self!r} was already donated", *CONSUMED))
+        return self.padded
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PaddedArray, (self.padded, self.shape)

@@ -15,7 +15,7 @@ WORTH_PADDING = 2**20  # bytes that are saved on each device
 # But what is spared is at most this part of a device's model states.
 SPARED_SHARE = 100
 
-Class: TypeAlias = tuple[bool, tuple[int, ...], Automatic]
+Alike: TypeAlias = tuple[bool, tuple[int, ...], Automatic]
 
 
 def spared(
@@ -35,8 +35,8 @@ def spared(
     num = stage_axes.count(stage_axes.shard_axes)
     if num == 1 or not stage_axes.min_bytes:
         return set()
-    classes: defaultdict[Class, list[int]] = defaultdict(list)
-    saved: dict[Class, int] = defaultdict(int)
+    classes: defaultdict[Alike, list[int]] = defaultdict(list)
+    saved: dict[Alike, int] = defaultdict(int)
     for i, (leaf, dims) in enumerate(zip(leaves, looped, strict=True)):
         saves = _padding_saves(stage_axes, leaf, leaf.taken)
         by_loops = saves is None
