@@ -59,9 +59,10 @@ class HostArray(LikeArray):
     Each process keeps the parts of its own devices, once: devices that are replicas of each other share one.
     Whoever reads it or computes with it sees a `jax.Array` of its true shape. `np.asarray` and indexing copy
     on the host, for the next step overwrites it in its place. All else (`jax.jit` and other transformations,
-    operators, functions of `jnp` and `lax`) copies it to the devices, whole to each, for as long as the use
-    lasts, as `jnp.asarray` does. A sharded step takes it as it rests. A function that donates its arguments
-    consumes the copy, and never this leaf. A pickled or deep copy of it is a NumPy array.
+    operators, functions of `jnp` and `lax`) copies it to the devices for as long as the use lasts, as
+    `jnp.asarray` does: in the shards in which it rests, or whole to each of them if it is padded. A sharded
+    step takes it as it rests. A function that donates its arguments consumes the copy, and never this leaf. A
+    pickled or deep copy of it is a NumPy array.
 
     >>> import jax, jax.numpy as jnp, jzero
     >>> def step_fn(state, batch):
@@ -119,8 +120,9 @@ class HostArray(LikeArray):
 
     @property
     def sharding(self) -> NamedSharding:
-        """A sharding for its true shape: whole on every device of the mesh; see `at_rest`."""
-        return NamedSharding(self.at_rest.mesh, PartitionSpec())
+        """That of a plain array made of it: `at_rest`, but whole on every device if it is padded."""
+        padded = self.padded_shape != self.shape
+        return NamedSharding(self.at_rest.mesh, PartitionSpec()) if padded else self.at_rest
 
     def renewed(self, pending: Any, num_steps: int) -> HostArray:
         """The same leaf, in the same buffers, after so many steps; this one is then deleted."""
@@ -178,7 +180,7 @@ class HostArray(LikeArray):
         return whole
 
     def __jax_array__(self) -> jax.Array:
-        """The leaf as a plain array, whole on every device of its mesh."""
+        """The leaf as a plain array, with this `sharding`."""
         return _padded.unpad(jax.device_put(on_devices(self), self.sharding), self.shape)
 
     def __getitem__(self, index: Any) -> jax.Array:
