@@ -218,9 +218,19 @@ def test_the_compiled_program_has_the_same_collectives(stage):
     }
 
 
-def test_scopes_name_gathers_in_a_profile():
-    train_step = small.shard_train_step(programs.train_step, stage=3)
-    state = programs.abstract_state(MODELS["scanned"])
-    text = train_step.lower(state, programs.tokens()).as_text(debug_info=True)
-    assert "jzero.gather[state.params['Embed_0']['embedding']]" in text
-    assert "jzero.reduce_scatter[state.params['Embed_0']['embedding']]" in text
+@pytest.mark.parametrize(("model", "layer"), [
+    (programs.Model(depth=2), "ScanBlock_0"), (programs.Model(depth=1, scan=False), "Block_0"),
+])  # fmt: skip
+def test_collectives_of_a_leaf_have_its_path_in_a_profile(model, layer):
+    """In the compiled program's `op_name`s, which profiles show; a loop over layers has the stack's path."""
+    train_step = jzero.shard_train_step(programs.train_step, min_shard_bytes=4096)  # the embedding has half
+    state = programs.abstract_state(model, optax.sgd(0.1))
+    text = train_step.lower(state, programs.tokens()).compile().as_text().replace("\\'", "'")
+    embedding, kernel = "['Embed_0']['embedding']", f"['{layer}']['Dense_0']['kernel']"
+    for op, scope in (
+        ("all-gather", f"jzero.gather[state.params{kernel}]"),
+        ("reduce-scatter", f"jzero.reduce_scatter[state.params{kernel}]"),
+        ("all-reduce", f"jzero.all_reduce[state.params{embedding}]"),
+    ):
+        lines = [line for line in text.splitlines() if f" {op}(" in line or f" {op}-start(" in line]
+        assert any(scope in line.partition("op_name=")[2] for line in lines), (op, lines)
