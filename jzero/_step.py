@@ -24,6 +24,7 @@ from jzero.segments import _identity
 from jzero.segments._programs import Programs, placed_inputs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.analysis import _traffic
+from jzero.sharding.plan import _outputs
 from jzero.sharding.plan._options import Options, axis_tuple
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.run import _microbatches
@@ -257,6 +258,8 @@ class ShardedTrainStep:
             program.step.roads(),
             program.movements,
             program.whole_arguments,
+            tuple(_call.argument_paths(call.arrays)),
+            tuple(_outputs.output_paths(program.out_tree, len(program.plan.leaves))),
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

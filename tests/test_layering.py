@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 # From the bottom up. A room is a package's own files, or a file of jzero itself, and imports from rooms on
 # floors below its own. Within a room files import each other in any order but a circle.
 FLOORS = (
-    ("_components", "_errors", "_in_turn", "_memory_kinds"),
+    ("_components", "_errors", "_folded", "_in_turn", "_memory_kinds"),
     ("_quantities",),
     ("tracing",),
     ("processes", "sharding/analysis", "_compare"),

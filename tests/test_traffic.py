@@ -223,7 +223,9 @@ def test_the_compiled_program_has_the_same_collectives(stage):
 ])  # fmt: skip
 def test_collectives_of_a_leaf_have_its_path_in_a_profile(model, layer):
     """In the compiled program's `op_name`s, which profiles show; a loop over layers has the stack's path."""
-    train_step = jzero.shard_train_step(programs.train_step, min_shard_bytes=4096)  # the embedding has half
+    train_step = jzero.shard_train_step(
+        programs.train_step, min_shard_bytes=4096
+    )  # the embedding has half
     state = programs.abstract_state(model, optax.sgd(0.1))
     text = train_step.lower(state, programs.tokens()).compile().as_text().replace("\\'", "'")
     embedding, kernel = "['Embed_0']['embedding']", f"['{layer}']['Dense_0']['kernel']"

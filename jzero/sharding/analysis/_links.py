@@ -50,7 +50,9 @@ class Links:
     def leaf_of(self, frame: Frame, var: Var) -> str:
         """The parameter that a gradient is of: for which its dims were sharded, or else were not."""
         roots = [self._classes.of((id(frame), var, dim)) for dim in range(len(var.aval.shape))]
-        known = [leaf[root] for leaf in (self._leaf, self._full_leaf) for root in roots if root in leaf]
+        known = [
+            leaf[root] for leaf in (self._leaf, self._full_leaf) for root in roots if root in leaf
+        ]
         return next(iter(known), "")
 
     def looped_dims(self, frame: Frame, var: Var) -> set[int]:
