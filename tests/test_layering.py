@@ -35,7 +35,6 @@ MAY_USE_INTERNALS = "tracing/_jaxpr"
 DEPENDENTS = ("tests", "experiments")
 # What few users need is imported in one file alone.
 FOR_ONE_FILE = {
-    "rich": "cli/_main",
     "matplotlib": "cli/_plot",
     "llvmlite": "offload/kernels/_machine",
 }
@@ -202,7 +201,6 @@ def test_floors_name_existing_rooms():
         ("_step", "import tests.zoo", "tests.zoo, which depends on jzero"),
         ("_step", "from experiments import x", "experiments.x, which depends on jzero"),
         ("_step", "def f():\n    import matplotlib.figure", "only cli/_plot may"),
-        ("reports/_describe", "from rich.table import Table", "only cli/_main may"),
         ("attic/_new", "import math", "attic/_new is in no room"),
         ("attic/__init__", "import math", "attic/__init__ is in no room"),
         ("_step", "from jzero.attic import _new", "_new, which is in no room"),

@@ -53,6 +53,7 @@ def leaf(plan: LeafPlan) -> dict[str, Any]:
         "shape": list(plan.shape),
         "dim": None if sharded is None else sharded.dim,
         "axes": [] if sharded is None else list(sharded.axes),
+        "num_shards": plan.num_shards,
         "nbytes": plan.nbytes,
         "nbytes_per_device": plan.nbytes_per_device,
         "padded_shape": list(plan.padded_shape),

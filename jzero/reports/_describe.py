@@ -75,9 +75,9 @@ class Report:
             microbatches         num; reduce ('once', 'each'); accumulator_bytes, on each device; loops over
                                  them; repeats (of products); kept between loops: [what, where, nbytes]
             memory               of each role: role, whole, per_device, at_rest, note, on_host (bytes)
-            leaves               of the state: path, role, dtype, shape, dim and axes it is sharded over (None
-                                 and [] if full), nbytes, nbytes_per_device, padded_shape, memory ('device',
-                                 'pinned_host', 'host'), why_full ('' if not)
+            leaves               of the state: path, role, dtype, shape; dim and axes that it is sharded over
+                                 (None and [] if full), num_shards; nbytes, nbytes_per_device, padded_shape;
+                                 memory ('device', 'pinned_host', 'host'); why_full ('' if it is not)
             arguments, outputs   beside the state: path, and the dim that is split over the devices or None
             whole_arguments      paths of those whose rows the devices do not divide
             keys                 paths of PRNG keys into which each device folds its index
