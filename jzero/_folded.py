@@ -22,7 +22,7 @@ class Folded(NamedTuple):
     num: int
 
 
-Place = tuple[str, ...]  # what may stand in one place of a name
+Choices = tuple[str, ...]  # what may stand in one place of a name
 
 
 def folded(names: Iterable[str]) -> list[Folded]:
@@ -35,7 +35,7 @@ def folded(names: Iterable[str]) -> list[Folded]:
     >>> folded(["a[0].x", "a[0].y", "a[1].x", "a[1].y"])
     [Folded(text='a[{0,1}].{x,y}', num=4)]
     """
-    alike: dict[tuple[str, ...], list[tuple[Place, ...]]] = {}
+    alike: dict[tuple[str, ...], list[tuple[Choices, ...]]] = {}
     for name in dict.fromkeys(names):
         fixed, places = _taken_apart(name)
         alike.setdefault(fixed, []).append(places)
@@ -53,7 +53,7 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(each.text for each in found[:most]) + f" and {left} more" * bool(left)
 
 
-def _taken_apart(name: str) -> tuple[tuple[str, ...], tuple[Place, ...]]:
+def _taken_apart(name: str) -> tuple[tuple[str, ...], tuple[Choices, ...]]:
     """The text around the places of a name, each with its kind, and what stands in them."""
     fixed, places, end = [], [], 0
     for start, stop in _places(name):
@@ -71,10 +71,10 @@ def _places(name: str) -> Iterator[tuple[int, int]]:
         yield from ((word.start() + a, word.start() + b) for a, b in spans)
 
 
-def _joined(fixed: Sequence[str], entries: list[tuple[Place, ...]]) -> list[tuple[Place, ...]]:
+def _joined(fixed: Sequence[str], entries: list[tuple[Choices, ...]]) -> list[tuple[Choices, ...]]:
     """Entries that are equal in all places but one become one; numbers first, as layers have them."""
     for at in sorted(range(len(fixed) - 1), key=lambda at: fixed[at][-1]):
-        groups: dict[tuple[tuple[Place, ...], tuple[Place, ...]], list[Place]] = {}
+        groups: dict[tuple[tuple[Choices, ...], tuple[Choices, ...]], list[Choices]] = {}
         for places in entries:
             groups.setdefault((places[:at], places[at + 1 :]), []).append(places[at])
         entries = [
@@ -84,19 +84,19 @@ def _joined(fixed: Sequence[str], entries: list[tuple[Place, ...]]) -> list[tupl
     return entries
 
 
-def _count(places: Sequence[Place]) -> int:
+def _count(places: Sequence[Choices]) -> int:
     num = 1
     for place in places:
         num *= len(place)
     return num
 
 
-def _written(fixed: Sequence[str], places: Sequence[Place]) -> str:
+def _written(fixed: Sequence[str], places: Sequence[Choices]) -> str:
     parts = [text[:-1] + _braced(place) for text, place in zip(fixed, places, strict=False)]
     return "".join([*parts, fixed[-1]])
 
 
-def _braced(place: Place) -> str:
+def _braced(place: Choices) -> str:
     if len(place) == 1:
         return place[0]
     if not _is_number(place[0]):

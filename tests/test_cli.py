@@ -394,7 +394,7 @@ def test_damaged_notes(steps, tmp_path):
     ("runs", "{runs} is no checkpoint, nor a directory of steps. A checkpoint of Orbax has a file _METADATA, "
              "or one item that has. Checkpoints are in {steps}."),
     ("runs/a/2", "there is no directory {steps}/2. A checkpoint is a directory. {steps} has the steps 1, 3: "
-                 "name {steps} or one of them."),
+                 "name one, or {steps}."),
     ("runs/a/3/state/d", "It is inside of the step {steps}/3: name that."),
     ("runs/a/3/_JZERO_SEAL", "_JZERO_SEAL is a file. A checkpoint is a directory. It is inside of the step"),
     ("empty", "{root}/empty is empty."),

@@ -36,9 +36,8 @@ def _advice(path: Path) -> str:
         wanted = int(path.name) if path.parent == there and path.name.isdecimal() else steps[-1]
         near = sorted(sorted(steps, key=lambda step: abs(step - wanted))[:_SHOWN])
         more = f" of {len(steps)}" * (len(steps) > len(near))
-        return (
-            f"{there} has the steps {', '.join(map(str, near))}{more}: name {there} or one of them."
-        )
+        which = "step" if len(steps) == 1 else "steps"
+        return f"{there} has the {which} {', '.join(map(str, near))}{more}: name one, or {there}."
     names = [entry.name for entry in _entries(there)]
     close = difflib.get_close_matches(path.name, names, 1) if path.parent == there else []
     if close:

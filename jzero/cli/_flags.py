@@ -52,7 +52,8 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
     )
     text = re.sub(r"\bestimate\('([^']*)', ([^)]*)\)",
                   lambda m: f"--params {m[1]} {m[2].replace(',', '')}", text)  # fmt: skip
-    return text.replace("jnp.", "").partition(": ")[2]
+    who, _, said = text.replace("jnp.", "").partition(": ")
+    return said or who
 
 
 def _given(flag: str, value: str) -> str:

@@ -18,7 +18,7 @@ from jzero.cli._flags import Parser, in_flags
 from jzero.reports._lines import WIDTH, wrapped
 from jzero.reports._tables import Table
 
-_UNWRAPPED = 200  # columns of what goes to a file or a pipe, where COLUMNS says nothing else
+_UNWRAPPED = 200  # columns of tables that go to a file or a pipe, where COLUMNS says nothing else
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
@@ -35,17 +35,17 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
     given = vars(parser.parse_args(arguments))
     jax.config.update("jax_platforms", "cpu")  # Accelerators are not needed, and may be training.
     name = given.pop("command")
+    width = _columns()
     try:
-        _print(runs[name](**given), _columns())
-    except (
-        BrokenPipeError
-    ):  # Whoever reads it has seen enough; Python's own flush would say so again.
+        _print(runs[name](**given), width or _UNWRAPPED)
+    except BrokenPipeError:  # Whoever reads it has seen enough; Python's own flush would say so again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except CheckpointError as error:
-        sys.exit(f"{prog} {error}")
+        parser.exit(1, _in_lines(f"{prog} {error}", width))
     except JzeroError as error:
         command = commands.choices[name]
-        command.exit(2, f"{command.prog}: {in_flags(str(error), command.flags)}\n")
+        text = f"{command.prog}: {in_flags(str(error), command.flags)}"
+        parser.exit(2, _in_lines(text, width))
 
 
 def _versions() -> str:
@@ -54,11 +54,19 @@ def _versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _columns() -> int:
-    """Of the terminal; `COLUMNS` of the environment comes first."""
+def _columns() -> int | None:
+    """Of the terminal; `COLUMNS` of the environment comes first. None for a file or a pipe without it."""
     if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
-        return _UNWRAPPED
+        return None
     return shutil.get_terminal_size((WIDTH, 24)).columns
+
+
+def _in_lines(message: str, width: int | None) -> str:
+    """A message of several lines, none wider than the terminal but for paths, which are there to be copied."""
+    lines = message.splitlines()
+    if width is not None:
+        lines = [part for line in lines for part in wrapped(line, "  ", width, cut=False)]
+    return "\n".join([*lines, ""])
 
 
 def _print(shown: Shown, width: int) -> None:
