@@ -211,6 +211,8 @@ def plan_leaves(
             dim, why = stage_axes.choose(leaf, looped[i], i in spared)
         if dim is not None and roles[i] != OTHER:
             links.shard(frame, var, dim, leaf.path)
+        elif roles[i] == PARAMETER:
+            links.name(frame, var, leaf.path)
         plans[i] = _leaf_plan(leaf, roles[i], dim, axes, stage_axes, why)
     _check_full(stage_axes, plans.values())
     return tuple(plans[i] for i in range(len(leaves)))
