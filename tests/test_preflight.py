@@ -150,14 +150,11 @@ def test_verdict_and_limits():
     assert max(map(len, text.splitlines())) <= 80
     rows = found.to_dict()
     assert json.loads(json.dumps(rows)) == rows
-    assert (rows["peak_bytes"], rows["fits"], rows["target"]) == (
-        found.peak_bytes,
-        True,
-        found.target.name,
-    )
-    assert sum(
-        row["bytes"] for row in rows["collectives"] if row["op"] == "all-gather"
-    ) == found.nbytes("all-gather")
+    assert rows["peak_bytes"] == found.peak_bytes
+    assert rows["fits"] is True
+    gathers = [row["bytes"] for row in rows["collectives"] if row["op"] == "all-gather"]
+    assert sum(gathers) == found.nbytes("all-gather") > 0
+    assert found.report is not None
     assert rows["step"] == found.report.to_dict()
     assert f"the peak is {readable_bytes(rows['peak_bytes'])}" in " ".join(text.split())
     found = jzero.preflight(train_step, state, BATCH, topology="1x4", memory_fraction=1e-7)
