@@ -84,7 +84,9 @@ def shown(command: str) -> str:
         try:
             main(shlex.split(command))
         except SystemExit as ended:
-            print(*[ended.code] * isinstance(ended.code, str), end="\n" * isinstance(ended.code, str))
+            print(
+                *[ended.code] * isinstance(ended.code, str), end="\n" * isinstance(ended.code, str)
+            )
     return f"$ jzero {command}\n{out.getvalue().rstrip()}\n\n"
 
 

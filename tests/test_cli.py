@@ -6,6 +6,7 @@ import io
 import json
 import pathlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -254,8 +255,14 @@ def test_the_command_is_installed_with_the_package():
     ]
     entry = importlib.metadata.EntryPoint("jzero", project["scripts"]["jzero"], "console_scripts")
     assert entry.load() is main
-    done = command("estimate")
-    assert done.stderr.startswith("usage: python -m jzero estimate")
+
+
+def test_the_command_where_it_is_not_on_the_path(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["jzero", "estimate"])
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), pytest.raises(SystemExit):
+        runpy.run_module("jzero", run_name="__main__")
+    assert err.getvalue().startswith("usage: python -m jzero estimate")
 
 
 def test_every_command_has_an_example_that_runs(steps, tmp_path, monkeypatch):

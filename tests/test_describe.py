@@ -185,7 +185,7 @@ def expand(text):
     if not brace:
         return [text]
     inside, _, tail = tail.partition("}")
-    items = []
+    items: list[str] = []
     for item in inside.split(","):
         first, dots, last = item.partition("..")
         items += map(str, range(int(first), int(last) + 1)) if dots else [item]

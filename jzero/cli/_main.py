@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
     width = _columns()
     try:
         _print(runs[name](**given), width or _UNWRAPPED)
-    except BrokenPipeError:  # Whoever reads it has seen enough; Python's own flush would say so again.
+    except (
+        BrokenPipeError
+    ):  # Whoever reads it has seen enough; Python's own flush would say so again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except CheckpointError as error:
         parser.exit(1, _in_lines(f"{prog} {error}", width))
@@ -62,7 +64,7 @@ def _columns() -> int | None:
 
 
 def _in_lines(message: str, width: int | None) -> str:
-    """A message of several lines, none wider than the terminal but for paths, which are there to be copied."""
+    """A message as lines no wider than the terminal, but for paths, which are there to be copied."""
     lines = message.splitlines()
     if width is not None:
         lines = [part for line in lines for part in wrapped(line, "  ", width, cut=False)]
