@@ -229,7 +229,7 @@ class Report:
 
 
 _REDUCTIONS = {
-    "whole batch": "where the step sums over the batch; it trains what jax.jit trains on one device",
+    "whole batch": "where the step sums over the batch, as jax.jit does on one device",
     "written": "the step's own collectives, as written",
 }
 
