@@ -355,7 +355,7 @@ def test_padding_stays_zero(stage):
     assert_same(state, expected)
     w, m = state
     assert m.padded_shape != m.shape
-    for device, buffer in zip(m.devices, m.buffers, strict=True):
+    for device, buffer in zip(m.home.devices, m.buffers, strict=True):
         index = m.at_rest.devices_indices_map(m.padded_shape)[device]
         beyond = np.zeros(m.padded_shape, bool)
         beyond[tuple(slice(n) for n in m.shape)] = True

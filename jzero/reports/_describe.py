@@ -60,7 +60,7 @@ class Report:
             self.gathered_rows(),
             self._crossing_the_call(),
             _leaf_lists.offloaded(self.plan, self.roads),
-            [*_leaf_lists.left_full(self.plan.leaves), *_leaf_lists.padded(self.plan.leaves)],
+            self._not_in_shards(),
         ]
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -70,6 +70,7 @@ class Report:
         Every key is there in every report::
 
             stage, devices       ints
+            evaluates            whether the state is only read
             axes                 sizes of the data axes by name
             reductions           'whole batch', or 'written' (the step's own collectives)
             microbatches         num; reduce ('once', 'each'); accumulator_bytes, on each device; loops over
@@ -78,6 +79,7 @@ class Report:
             leaves               of the state: path, role, dtype, shape; dim and axes that it is sharded over
                                  (None and [] if full), num_shards; nbytes, nbytes_per_device, padded_shape;
                                  memory ('device', 'pinned_host', 'host'); why_full ('' if it is not)
+            unread               paths of those that an evaluation does not read
             arguments, outputs   beside the state: path, and the dim that is split over the devices or None
             whole_arguments      paths of those whose rows the devices do not divide
             keys                 paths of PRNG keys into which each device folds its index
@@ -102,12 +104,14 @@ class Report:
         plan = self.plan
         return {
             "stage": plan.stage,
+            "evaluates": plan.evaluates,
             "devices": plan.num_devices,
             "axes": dict(plan.axes),
             "reductions": plan.reductions,
             "microbatches": _as_dict.microbatches(plan, self.accumulator_bytes),
             "memory": _as_dict.memory(self.memory),
             "leaves": [_as_dict.leaf(leaf) for leaf in plan.leaves],
+            "unread": [plan.leaves[i].path for i in sorted(plan.unread)],
             "arguments": [{"path": path, "dim": dim} for path, dim in self.arguments],
             "outputs": [{"path": path, "dim": dim} for path, dim in self.outputs],
             "whole_arguments": list(self.whole_arguments),
@@ -123,13 +127,23 @@ class Report:
     def header(self) -> list[str]:
         """Lines on what runs: the stage, the devices, what is reduced when."""
         axes = ", ".join(f"'{name}' of size {size}" for name, size in self.plan.axes)
+        what = "evaluation" if self.plan.evaluates else f"stage {self.plan.stage}"
+        does = "computes" if self.plan.evaluates else "trains"
+        reductions = _REDUCTIONS[self.plan.reductions].format(does=does)
         return [
             *wrapped(
-                f"jzero: stage {self.plan.stage} over {self.plan.num_devices} devices "
-                f"(data axes: {axes})", "  "),
-            *wrapped(f"reductions: {_REDUCTIONS[self.plan.reductions]}", "  "),
+                f"jzero: {what} over {self.plan.num_devices} devices (data axes: {axes})", "  "
+            ),
+            *wrapped(f"reductions: {reductions}", "  "),
             *self._microbatches(),
-        ]  # fmt: skip
+            *self._unread(),
+        ]
+
+    def _unread(self) -> list[str]:
+        """What an evaluation leaves alone."""
+        num = len(self.plan.unread)
+        leaves = f"{num} of {len(self.plan.leaves)} leaves"
+        return [f"{leaves} are not read, and stay where they are"] if num else []
 
     @property
     def memory(self) -> tuple[Memory, ...]:
@@ -158,7 +172,15 @@ class Report:
         return _tables.elements(self.traffic, op, dtype)
 
     def _leaves_of(self, role: str) -> list[LeafPlan]:
-        return [leaf for leaf in self.plan.leaves if leaf.role == role]
+        """Those that the step reads."""
+        leaves, unread = self.plan.leaves, self.plan.unread
+        return [leaf for i, leaf in enumerate(leaves) if leaf.role == role and i not in unread]
+
+    def _not_in_shards(self) -> list[str]:
+        """What a stage left full, and what it padded; an evaluation finds its leaves as they are."""
+        leaves = self.plan.leaves
+        full = [] if self.plan.evaluates else _leaf_lists.left_full(leaves)
+        return [*full, *_leaf_lists.padded(leaves)]
 
     def _microbatches(self) -> list[str]:
         plan = self.plan
@@ -229,7 +251,7 @@ class Report:
 
 
 _REDUCTIONS = {
-    "whole batch": "where the step sums over the batch, as jax.jit does on one device",
+    "whole batch": "where the step sums over the batch; it {does} what jax.jit {does} on one device",
     "written": "the step's own collectives, as written",
 }
 
