@@ -310,7 +310,11 @@ def test_nothing_is_overwritten(saved, tmp_path, capsys):
     ("arguments", "status", "text"),
     [
         (("out.bin",), 2, "the output is 'out.bin'. Its suffix is .safetensors. Write out.safe"),
-        (("o.safetensors", "--max-file-size", "5X"), 2, "--max-file-size: '5X' is not a number of bytes"),
+        (
+            ("o.safetensors", "--max-file-size", "5X"),
+            2,
+            "--max-file-size: '5X' is not a number of bytes",
+        ),
         (("o.safetensors", "--select", "("), 2, "--select (: missing ), unterminated subpattern"),
         (("o.safetensors", "--dtype", "int8"), 2, "--dtype: invalid choice: 'int8'"),
         (("/no/such/o.safetensors",), 1, "cannot be written: No such file or directory. "),
