@@ -25,8 +25,8 @@ def test_the_readme_begins_with_examples_that_run(names):
         (False, True),
     ]
     assert names["metrics"]["loss"] < 0.5
+    # Of what was restored last.
     assert names["evaluate"](names["state"], names["batch"])["accuracy"] > 0.9
-    # What was restored last is what was trained.
     assert int(names["state"].step) == 100
 
 
