@@ -73,7 +73,7 @@ def local_step(step: FlatStep, setting: Setting) -> LocalStep:
     found = of_whole_batch(step, setting)
     if found is None:
         return of_one_device(step, setting)
-    if not step.signature.told:
+    if not step.signature.told and not setting.evaluates:
         _check_told(found, step, setting)
     return found
 
@@ -110,17 +110,18 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
         FULL if isinstance(form, Rows) and is_padded(form, aval.shape[form.dim], num) else form
         for form, aval in zip(forms, avals, strict=True)
     ]
-    num_state = len(step.state)
+    num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
     traced = _trace.trace_whole(
-        step.fn, avals, forms, given, num_state, axes, setting.options.offloads,
+        step.fn, avals, forms, given, num_new, axes, setting.options.offloads,
         setting.axes | setting.automatic, setting.automatic, setting.options.accumulate > 1,
     )  # fmt: skip
     if traced is None:
         return None
-    _outputs.check_outputs(traced, step.state, step.state_tree)
+    if not setting.evaluates:
+        _outputs.check_outputs(traced, step.state, step.state_tree)
     layouts = [_layout_of(form, setting.axis_names) for form in [*given, *traced.outputs]]
     specs = tuple(map(_layout.partition_spec, layouts[num_state : len(given)]))
-    outputs = tuple(layouts[len(given) + num_state :])
+    outputs = tuple(layouts[len(given) + num_new :])
     traced = dataclasses.replace(traced, movements=_with_paths(traced))
     _check_movements(traced.movements, setting.options.max_gather_bytes)
     uneven = [form != got for form, got in zip(forms[num_state:], given[num_state:], strict=True)]
@@ -161,7 +162,7 @@ def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
     """The step traced at the shapes of one device's part of the batch."""
     options, axes = setting.options, _step_axes(setting)
     specs = _call.argument_specs(step.arrays, step.in_specs, setting.batch_axes, options.accumulate)
-    if not step.signature.told:
+    if not step.signature.told and not setting.evaluates:
         _untold.check_split(step.signature, step.arrays, specs)
     local = [
         _call.local_aval(aval, spec, setting.batch_axes)
@@ -171,7 +172,7 @@ def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
         not any(spec) and _call.is_key(aval.dtype, aval.shape)
         for aval, spec in zip(step.array_avals, specs, strict=True)
     )
-    num_state = len(step.state)
+    num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
     varying = [False] * num_state + [any(map(_call.spec_axes, spec)) for spec in specs]
     traced = _trace.trace_written(
         step.fn,
@@ -184,10 +185,11 @@ def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
         automatic=setting.automatic,
     )
     whole = [*step.state, *step.array_avals]
-    _outputs.check_outputs(traced, step.state, step.state_tree)
-    shapes = _outputs.global_shapes(traced, step.fn, whole, axes, num_state, setting.automatic)
-    outputs = _outputs.output_layouts(traced, shapes, num_state, setting.axis_names)
-    _outputs.check_reduced(traced, outputs, step.state_tree, tuple(axes))
+    if not setting.evaluates:
+        _outputs.check_outputs(traced, step.state, step.state_tree)
+    shapes = _outputs.global_shapes(traced, step.fn, whole, axes, num_new, setting.automatic)
+    outputs = _outputs.output_layouts(traced, shapes, num_new, setting.axis_names)
+    _outputs.check_reduced(traced, outputs, num_new, step.state_tree, tuple(axes))
     return LocalStep(traced, tuple(specs), tuple(outputs), keys)
 
 
