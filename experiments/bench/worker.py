@@ -81,9 +81,7 @@ def timed(step: Any, state: Any, tokens: Any, seconds: float) -> tuple[Any, dict
         return (time.perf_counter() - begin) / num
 
     first, warm = run(1), run(2)
-    third_loss = float(
-        loss
-    )  # the same in all ways on as many devices: they train alike
+    third_loss = float(loss)  # the same in all ways on as many devices: they train alike
     num = max(1, min(50, round(seconds / GROUPS / warm)))
     found = [run(num) for _ in range(GROUPS)]
     return state, {
