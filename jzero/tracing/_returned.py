@@ -119,7 +119,8 @@ class Like:
     """
 
     def __init__(self, value: Any):
-        self._leaves, self._tree = jax.tree.flatten(value)
+        self._leaves: list[Any] = jax.tree.leaves(value)
+        self._tree: Any = jax.tree.structure(value)
 
     def __call__(self, x: Any) -> bool:
         return self.in_structure(x) and all(map(_one_type, jax.tree.leaves(x), self._leaves))
