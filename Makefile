@@ -1,6 +1,7 @@
 # Needs Python 3.11 or newer and make; everything else goes into .venv.
 #
 #   make train        train the language model of experiments/train_lm at stage 3
+#   make bench        tokens/s and memory of jax.jit, stages 1 and 3 and offload on the devices that are here, 5 minutes
 #   make compare      the same at stages 0 to 3, their loss curves in one picture
 #   make tables       the ZeRO paper's tables, from formulas and from what was compiled
 #   make compile-tables   compile for GPUs what the tables lack; COMPILE_ARGS="--again ''" for all, half an hour
@@ -23,6 +24,7 @@
 PYTHON ?= $(shell .ci/find-python 3.11)
 # JAX supports Python versions for about three years, so its newest release needs a newer one.
 NEWEST_PYTHON ?= $(shell .ci/find-python 3.12)
+BENCH_ARGS ?=
 TRAIN_ARGS ?= --stage 3 --devices 8
 COMPARE_ARGS ?=
 COMPILE_ARGS ?=
@@ -41,11 +43,15 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 SOURCES := jzero tests experiments docs
 
-.PHONY: train compare exactness sampled house tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
+.PHONY: train bench compare exactness sampled house tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
     offload-timeline one-gpu test test-gpu test-newest test-oldest lint clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
+
+# With GPU_PYTHON, a JAX that sees the GPUs, on those.
+bench: $(if $(filter command environment,$(origin GPU_PYTHON)),,.venv/installed)
+	$(GPU_PYTHON) experiments/bench/run.py $(BENCH_ARGS)
 
 compare: .venv/installed
 	$(BIN)/python experiments/train_lm/compare.py $(COMPARE_ARGS)

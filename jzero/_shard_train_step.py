@@ -72,6 +72,14 @@ def shard_train_step(
     >>> metrics["loss"].item()
     64.0
 
+    State in several arguments stays there:
+
+    >>> def step_of_three(params, opt_state, batch):
+    ...     (params, opt_state), metrics = step_fn((params, opt_state), batch)
+    ...     return params, opt_state, metrics
+    >>> train_step = jzero.shard_train_step(step_of_three, state_argnums=(0, 1))
+    >>> params, opt_state, metrics = train_step(*state, jnp.ones((8, 8)))
+
     Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`. A step that has
     collectives of its own over the data axes (`axis_name`) is taken as one device's, as `jax.pmap` would:
     it is obeyed as written, on each device's rows, and what it leaves different between devices, in the state

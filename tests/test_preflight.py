@@ -203,18 +203,19 @@ def test_there_must_be_rows_to_search():
 
 
 def test_rows_of_all_arguments_change_together():
-    def step(w, x, y):
-        return w - jax.grad(lambda w: jnp.mean(x @ w) + jnp.mean(y @ w))(w)
+    def step(w, x, momentum, y):
+        momentum += jax.grad(lambda w: jnp.mean(x @ w) + jnp.mean(y @ w))(w)
+        return w - momentum, momentum
 
     shapes = [jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (8, 16, 24)]
-    train_step = small.shard_train_step(step)
+    train_step = small.shard_train_step(step, state_argnums=(0, 2))
     w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     found = jzero.preflight(
-        train_step, w, shapes[0], y=shapes[1], memory_fraction=1e-5, search_batch=True
+        train_step, w, shapes[0], w, y=shapes[1], memory_fraction=1e-5, search_batch=True
     )
     assert (found.largest_rows or 0) > (found.rows or 0) == 1
     with pytest.raises(jzero.BatchError, match=r"arguments with \[2, 3\] rows for each device"):
-        jzero.preflight(train_step, w, shapes[1], shapes[2])
+        jzero.preflight(train_step, w, shapes[1], w, shapes[2])
 
 
 def test_a_program_that_is_not_ours():

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import csv
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import common
 import data
 import jzero
+from experiments.shared import speed  # `common` made it importable
 
 max_to_keep = 3  # checkpoints
 HEADER = ["step", "loss_nats_per_byte", "seconds"]
@@ -81,6 +83,17 @@ def describe(train_step: jzero.ShardedTrainStep, state: Any, args: argparse.Name
     return train_step.describe(state, batch)
 
 
+def make_meter(
+    train_step: jzero.ShardedTrainStep, state: Any, args: argparse.Namespace
+) -> speed.Meter:
+    batch = jax.ShapeDtypeStruct((args.batch_size, common.context + 1), np.uint8)
+    leaves = train_step.plan(state, batch).leaves
+    num_params = sum(math.prod(leaf.shape) for leaf in leaves if leaf.role == "parameter")
+    flops = speed.flops_per_token(num_params, common.num_layers, common.dim, common.context)
+    mesh = train_step.mesh
+    return speed.Meter(flops, mesh.size, mesh.local_devices)
+
+
 def train(
     train_step: jzero.ShardedTrainStep,
     state: Any,
@@ -89,7 +102,8 @@ def train(
     checkpointer: jzero.Checkpointer | None,
     args: argparse.Namespace,
 ) -> tuple[Any, History]:
-    """Steps under a progress bar; adds to `history`."""
+    """Steps under a progress bar; adds to `history`, and says at the end how fast they were."""
+    meter = make_meter(train_step, state, args)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     silent = not common.is_first_process()
     with Progress(*columns, TimeRemainingColumn(), disable=silent) as progress:
@@ -101,8 +115,8 @@ def train(
             state, metrics = train_step(state, batch)
             history.loss.append(float(metrics["loss"]))  # waits for the device
             history.seconds.append(time.perf_counter() - start)
-            speed = history.tokens_per_second(args.batch_size)
-            text = f"{label}: loss {history.loss[-1]:.3f} nats/byte, {speed:,.0f} tokens/s"
+            said = meter.said(history.tokens_per_second(args.batch_size))
+            text = f"{label}: loss {history.loss[-1]:.3f} nats/byte, {said}"
             progress.update(task, advance=1, description=text)
             if checkpointer is not None:
                 stop = checkpointer.preempted(history.last)
@@ -113,6 +127,9 @@ def train(
                         write_metrics(args, history)  # A run that is killed writes no others.
                 if stop:
                     break
+    if history.seconds and not silent:
+        said = meter.said(history.tokens_per_second(args.batch_size))
+        print(f"the first step took {history.seconds[0]:.1f} s with compiling it; then {said}")
     return train_step.flush(state), history
 
 
@@ -141,5 +158,5 @@ def report(
     if history.last < args.steps:
         print(f"stopped after step {history.last}; the same command goes on from there")
         return
-    speed = history.tokens_per_second(args.batch_size)
-    common.report(args, text, losses, speed, apply, params)
+    tokens_per_second = history.tokens_per_second(args.batch_size)
+    common.report(args, text, losses, tokens_per_second, apply, params)

@@ -79,16 +79,13 @@ def find_state(outs: Any, state: Any) -> Returned:
       StepError: one did not come back, or it cannot be told where.
     """
     wanted = [(name, value) for name, value in parts(state) if jax.tree.leaves(value)]
-    nodes, tree = jax.tree.flatten(
-        outs, is_leaf=lambda x: any(are_alike(x, value) for _, value in wanted)
-    )
-    candidates = [
-        [i for i, node in enumerate(nodes) if are_alike(node, value)] for _, value in wanted
-    ]
+    alike = [Like(value) for _, value in wanted]
+    nodes, tree = jax.tree.flatten(outs, is_leaf=lambda x: any(like(x) for like in alike))
+    candidates = [[i for i, node in enumerate(nodes) if like(node)] for like in alike]
     same = [[_same(candidates, i, j) for j in range(len(wanted))] for i in range(len(wanted))]
     missing = [i for i, found in enumerate(candidates) if len(found) < sum(same[i])]
     if missing:
-        there = [value for i, (_, value) in enumerate(wanted) if i not in missing]
+        there = [like for i, like in enumerate(alike) if i not in missing]
         names = [name for name, _ in parts(state)]
         _refuse_missing(outs, [wanted[i] for i in missing], there, names)
     unclear = [i for i, found in enumerate(candidates) if len(found) > sum(same[i])]
@@ -115,15 +112,22 @@ def _same(candidates: Sequence[list[int]], i: int, j: int) -> bool:
     return i == j or (bool(candidates[i]) and candidates[i] == candidates[j])
 
 
-def are_alike(x: Any, value: Any) -> bool:
-    """Whether two trees have one structure, and their leaves one shape and dtype each."""
-    return _is_like(x, jax.tree.structure(value)) and all(
-        map(_one_type, jax.tree.leaves(x), jax.tree.leaves(value))
-    )
+class Like:
+    """Whether a tree has the structure of another one, and its leaves their shapes and dtypes.
 
+    It is asked of every node of what a step returned: what the other one is, is found out once.
+    """
 
-def _is_like(x: Any, tree: Any) -> bool:
-    return bool(jax.tree.structure(x) == tree)
+    def __init__(self, value: Any):
+        self._leaves: list[Any] = jax.tree.leaves(value)
+        self._tree: Any = jax.tree.structure(value)
+
+    def __call__(self, x: Any) -> bool:
+        return self.in_structure(x) and all(map(_one_type, jax.tree.leaves(x), self._leaves))
+
+    def in_structure(self, x: Any) -> bool:
+        """Whether it has the structure."""
+        return bool(jax.tree.structure(x) == self._tree)
 
 
 def _one_type(x: Any, y: Any) -> bool:
@@ -135,7 +139,7 @@ def _one_type(x: Any, y: Any) -> bool:
 
 
 def _refuse_missing(
-    outs: Any, missing: Sequence[tuple[str, Any]], there: Sequence[Any], names: Sequence[str]
+    outs: Any, missing: Sequence[tuple[str, Any]], there: Sequence[Like], names: Sequence[str]
 ) -> None:
     changed = [line for name, value in missing for line in _changes(outs, name, value, there)]
     if changed:
@@ -153,19 +157,16 @@ def _refuse_missing(
         things="arguments"))  # fmt: skip
 
 
-def _changes(outs: Any, name: str, value: Any, there: Sequence[Any]) -> list[str]:
+def _changes(outs: Any, name: str, value: Any, there: Sequence[Like]) -> list[str]:
     """Leaves of an argument that came back with other shapes or dtypes, if one result has its structure.
 
     Moments have that of the parameters: what is in arguments that came back (`there`) is none.
     """
-    tree = jax.tree.structure(value)
-    if _is_like(0, tree):  # One array: any result has its structure.
+    fits = Like(value).in_structure
+    if fits(0):  # One array: any result has its structure.
         return []
-
-    def is_node(x: Any) -> bool:
-        return _is_like(x, tree) or any(are_alike(x, other) for other in there)
-
-    found = [node for node in jax.tree.leaves(outs, is_leaf=is_node) if _is_like(node, tree)]
+    nodes = jax.tree.leaves(outs, is_leaf=lambda x: fits(x) or any(like(x) for like in there))
+    found = [node for node in nodes if fits(node)]
     if len(found) != 1:
         return []
     named = zip(

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jzero._errors import StepError, message
 from jzero.sharding.batch._trace import TracedStep
 from jzero.tracing import _call, _jaxpr
-from jzero.tracing._returned import are_alike
+from jzero.tracing._returned import Like
 from jzero.tracing._signature import Signature
 from jzero.tracing._types import Jaxpr
 
@@ -93,9 +93,9 @@ def _has_only(tree: Any, shapes: Collection[tuple[int, ...]]) -> bool:
 
 def _results(outs: Any, tree: Any) -> Iterator[tuple[int, Any]]:
     """What a step returned that is like an argument, with the number of its first leaf."""
-    at = 0
-    for node in jax.tree.leaves(outs, is_leaf=lambda x: are_alike(x, tree)):
-        if are_alike(node, tree):
+    at, like = 0, Like(tree)
+    for node in jax.tree.leaves(outs, is_leaf=like):
+        if like(node):
             yield at, node
         at += len(jax.tree.leaves(node))
 
