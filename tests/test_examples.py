@@ -13,11 +13,12 @@ from jzero.offload import _policy
 from jzero.offload.memory import _host_array, _padded
 from jzero.preflight import _preflight, _targets
 from jzero.reports import _estimate
-from jzero.tracing import _keys, _local, _nnx, _precision
+from jzero.tracing import _eqx, _keys, _local, _nnx, _precision
 
 MODULES = [
     _components,
     _checkpointer,
+    _eqx,
     _estimate,
     _host_array,
     _local,
