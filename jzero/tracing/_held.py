@@ -59,7 +59,7 @@ class Held:
         state = "state"
         while state in parameters.parameters or state in held:
             state += "_"
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
         if left and left[0].kind == inspect.Parameter.POSITIONAL_ONLY:
             kind = inspect.Parameter.POSITIONAL_ONLY
         first = inspect.Parameter(state, kind)

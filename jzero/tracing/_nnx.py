@@ -153,18 +153,19 @@ def _changes(held: Held, before: Any, after: Any) -> list[str]:
             lines.append(f"train_step removes {path} ({old[path]})")
         elif old[path] != new[path]:
             lines.append(f"{path} was {old[path]} and becomes {new[path]}")
-    return lines or ["train_step changes which objects share a variable"]
+    return lines or ["train_step changes its variables' metadata"]
 
 
 def _structure(held: Held, objects: Any) -> dict[str, str]:
     from flax import nnx
 
     found = {}
-    for (first, *rest), value in ((path, x) for path, x in nnx.iter_graph(objects) if path):
+    paths: Any = ((path, value) for path, value in nnx.iter_graph(objects) if path)
+    for (first, *rest), value in paths:
         if any(str(part).startswith("_pytree__") for part in rest):
             continue
         parts = [f".{part}" if isinstance(part, str) else f"[{part}]" for part in rest]
         variable = isinstance(value, nnx.Variable | nnx.Pytree | jax.Array)
         text = f"a {type(value).__name__}" if variable else f"{value!r:.40}"
-        found["".join([held.names[int(first)], *parts])] = text
+        found["".join([held.names[first], *parts])] = text
     return found
