@@ -1,6 +1,7 @@
 """`jzero.from_eqx`: modules taken and returned, in any order; or a refusal (more in test_scripts.py)."""
 
 import inspect
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -61,6 +62,12 @@ def carry_step(carry, batch):
     return train(model, opt_state, batch, jax.random.key(0))[:2]
 
 
+def carry_step_apart(model, opt_state, batch, echo=False):
+    if echo:
+        return model, opt_state, batch
+    return train(model, opt_state, batch, jax.random.key(0))
+
+
 def make():
     model = Net()
     opt_state = TX.init(eqx.filter(model, eqx.is_array))
@@ -85,7 +92,8 @@ def test_two_that_are_alike_keep_their_order(num_devices):
         opt_state=values["opt_state"],
     )  # fmt: skip
     assert str(inspect.signature(step_fn)) == "(state, batch)"
-    train_step, own = sharded(step_fn, num_devices), eqx.filter_jit(average_step)
+    train_step = sharded(step_fn, num_devices)
+    own: Any = eqx.filter_jit(average_step)
     for batch in (X, X + 0.1, X):
         loss, *new, aux = own(**values, batch=batch)
         values = dict(zip(("opt_state", "model", "average", "key"), new, strict=True))
@@ -116,9 +124,10 @@ def test_a_state_that_is_born_in_shards():
 
     step_fn, shapes = jzero.from_eqx(step, *eqx.filter_eval_shape(init))
     train_step = sharded(step_fn)
+    own: Any = eqx.filter_jit(step)
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(shapes))
     state, loss = train_step(train_step.init(lambda: eqx.filter(init(), eqx.is_array)), X)
-    assert_close((*state, loss), eqx.filter_jit(step)(*init(), X))
+    assert_close((*state, loss), own(*init(), X))
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -157,6 +166,17 @@ def test_what_is_returned_is_another():
         r"model\.mlp\.layers\[0\]\.bias was float64\[16\] and becomes float64\[2\]\.",
         changed(lambda m: m.mlp.layers[0].bias, jnp.ones(2, float)), Net(),
     )  # fmt: skip
+
+
+def test_a_state_that_a_call_brings():
+    step_fn, state = jzero.from_eqx(carry_step_apart, make()["model"])
+    text = r"opt_state \(a tuple\) comes with the call, .* Give it to from_eqx, .*: opt_state="
+    with pytest.raises(jzero.StepError, match=text):
+        jzero.shard_train_step(step_fn)(state, make()["opt_state"], X)
+    _, (same, rows) = jzero.shard_train_step(step_fn, static_argnames="echo")(
+        state, {"x": X}, X, echo=True
+    )  # A batch that is returned as it came is none.
+    np.testing.assert_array_equal(same["x"], rows)
 
 
 def test_more_results_are_like_it_than_were_given():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,7 +66,7 @@ def from_eqx(
     Raises:
       StepError: nothing given has arrays, or it has no parameter of the step. When the step is traced: a
         value with arrays is not among what the step returns, or more results are like it than there are
-        such values.
+        such values; or what a call brings (an optimizer's state) is returned anew.
     """
     import equinox as eqx
 
@@ -81,6 +82,7 @@ def from_eqx(
         old = eqx.combine(state, static)
         results = held.call(train_step, old, args, kwargs)
         new, rest = _found(held.names, old, results)
+        _check_rest(held.arguments(args, kwargs), rest)
         return eqx.filter(new, eqx.is_array), rest
 
     step_fn.__name__ = getattr(train_step, "__name__", "train_step")
@@ -123,6 +125,24 @@ def _found(names: Sequence[str], old: tuple[Any, ...], returned: Any) -> tuple[A
         new[i] = results[j]
     rest = tuple(result for j, result in enumerate(results) if j not in taken)
     return tuple(new), rest[0] if len(rest) == 1 else rest or None
+
+
+def _check_rest(arguments: Mapping[str, Any], rest: Any) -> None:
+    """Refuses what a call brings and the step returns anew, as an optimizer's state that was not given."""
+    results = rest if isinstance(rest, tuple) else (rest,)
+    bad = [
+        f"{name} ({_kind(value)}) comes with the call, and the step returns another"
+        for name, value in arguments.items()
+        for result in results
+        if not jax.tree_util.all_leaves([value])
+        and _Likeness(value) == _Likeness(result)
+        and not all(map(operator.is_, jax.tree.leaves(value), jax.tree.leaves(result)))
+    ]
+    if bad:
+        raise StepError(message(
+            WHO, bad, "What goes on from step to step is the state, which rests in shards.",
+            f"Give it to from_eqx, by the name of its parameter: {bad[0].split(' ')[0]}=...",
+            "arguments"))  # fmt: skip
 
 
 class _Likeness:
