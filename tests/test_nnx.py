@@ -1,5 +1,6 @@
 """`jzero.from_nnx`: whatever objects a step mutates, as `nnx.jit` mutates them; or a refusal by name."""
 
+import functools
 import inspect
 from typing import Any
 
@@ -230,6 +231,18 @@ def test_a_state_of_variables_is_a_value():
     _, (stats, product) = jzero.shard_train_step(step_fn)(state, X, nnx.state(Net(1), nnx.Param))
     assert isinstance(stats, nnx.State)
     np.testing.assert_allclose(product, X @ Net(1).first.kernel.get_value())
+
+
+def test_objects_that_are_no_arguments():
+    rngs = nnx.Rngs(0)
+    refuses(
+        r"changes an object that it was not given \(.*RngCount.*\)\. .* Make the object a parameter",
+        lambda model, batch: model(batch, rngs).sum(), Net(0),
+    )  # fmt: skip
+    refuses(
+        r"partial\[0\]\[0\] is a Net\. .* with the function inside",
+        functools.partial(train_step, Net(0)), adam_of(Net(0)),
+    )  # fmt: skip
 
 
 def test_an_object_is_returned():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -67,10 +68,12 @@ def from_nnx(
       StepError: an argument here that is no NNX object, or has no parameter of the step. When the step is
         traced: `train_step` adds or removes variables, or leaves its objects in another mode than it found
         them (`model.eval()`); an NNX object is among a call's other arguments, whose mutations would be
-        lost, or among what the step returns.
+        lost, or among what the step returns; it changes one that is no argument of it.
     """
     from flax import nnx
+    from flax.errors import TraceContextError
 
+    _check_partial(train_step)
     held = Held.of(WHO, train_step, objects, named)
     _check_given(held)
     graph, state = nnx.split(held.values)
@@ -78,7 +81,14 @@ def from_nnx(
     def step_fn(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         _check_arguments(held.arguments(args, kwargs))
         merged = nnx.merge(graph, state, copy=True)  # The caller's state stays as it is.
-        result = held.call(train_step, merged, args, kwargs)
+        try:
+            result = held.call(train_step, merged, args, kwargs)
+        except TraceContextError as error:
+            raise StepError(message(
+                WHO, f"train_step changes an object that it was not given ({str(error).split(' (')[0]})",
+                "What a step changes, and what nnx.grad, nnx.jit or nnx.scan change in it, are arguments of "
+                "these.", "Make the object a parameter of train_step, and give it to from_nnx.",
+            )) from error  # fmt: skip
         new_graph, new_state = nnx.split(merged)
         if new_graph != graph:
             raise StepError(message(
@@ -107,6 +117,16 @@ def _objects(tree: Any, root: str) -> list[str]:
         for path, leaf in leaves
         if is_leaf(leaf) and not isinstance(leaf, nnx.State)
     ]
+
+
+def _check_partial(train_step: Any) -> None:
+    """Refuses objects that `functools.partial` has bound."""
+    if isinstance(train_step, functools.partial):
+        bad = _objects((train_step.args, train_step.keywords), "partial")
+        if bad:
+            raise StepError(message(
+                WHO, bad, "Objects that a partial holds are no arguments, and no state.",
+                "Give them to from_nnx, with the function inside the partial.", "objects"))  # fmt: skip
 
 
 def _check_given(held: Held) -> None:

@@ -13,7 +13,9 @@ from . import (
     scripts_eqx,
     scripts_linen,
     scripts_nnx,
+    scripts_nnx_toys,
     scripts_pmap,
+    scripts_tokens,
     states,
 )
 from ._compare import assert_trees_close
@@ -40,7 +42,9 @@ __all__ = [
     "scripts_eqx",
     "scripts_linen",
     "scripts_nnx",
+    "scripts_nnx_toys",
     "scripts_pmap",
+    "scripts_tokens",
     "states",
     "to_host",
 ]

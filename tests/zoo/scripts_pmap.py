@@ -26,7 +26,7 @@ from ._models import (
     labelled_batches,
     token_batches,
 )
-from .scripts_linen import padded_tokens, schedule, token_metrics, weighted_cross_entropy
+from .scripts_tokens import padded_tokens, schedule, token_metrics, weighted_cross_entropy
 
 AXIS = {"axis_name": "batch"}
 
