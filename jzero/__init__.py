@@ -13,6 +13,8 @@ from jzero._errors import OptionError as OptionError
 from jzero._errors import ProcessError as ProcessError
 from jzero._errors import StateError as StateError
 from jzero._errors import StepError as StepError
+from jzero._shard_eval_step import ShardedEvalStep as ShardedEvalStep
+from jzero._shard_eval_step import shard_eval_step as shard_eval_step
 from jzero._shard_train_step import shard_train_step as shard_train_step
 from jzero._step import ShardedTrainStep as ShardedTrainStep
 from jzero.checkpoint._checkpointer import Checkpointer as Checkpointer

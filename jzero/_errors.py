@@ -3,7 +3,15 @@
 A message says *who* failed, *what* was found (every failing leaf, one a line), the *rule*, and *what to do*.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+
+# Who is said to have failed, where the same code serves several: what the user called.
+_caller: contextvars.ContextVar[str | None] = contextvars.ContextVar("caller", default=None)
+STEP = "shard_train_step"
 
 
 class JzeroError(Exception):
@@ -42,11 +50,22 @@ class MismatchError(JzeroError, AssertionError):
     """An assertion of `jzero.testing` that does not hold."""
 
 
+@contextlib.contextmanager
+def called_as(who: str) -> Iterator[None]:
+    """What is said of `shard_train_step` meanwhile is said of `who`."""
+    token = _caller.set(who)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
+
+
 def message(
     who: str, found: str | Sequence[str], rule: str, edit: str, things: str = "leaves",
     shown: int | None = None,
 ) -> str:  # fmt: skip
     """Joins the four parts of a message; several findings become one line each, the first `shown` of them."""
+    who = (_caller.get() or who) if who == STEP else who
     if isinstance(found, str):
         return f"{who}: {found}. {rule} {edit}".rstrip()
     if len(found) == 1:

@@ -42,10 +42,12 @@ class Placement:
 
         The shardings are those of leaves at rest, of the shape `LeafPlan.padded_shape`.
         """
-        setting, abstract = self.programs.setting, _call.abstract(state, "state")
+        signature, setting = self.programs.signature, self.programs.setting
+        state = signature.named(state, _call.WHO)
+        abstract = _call.abstract(state, "state")
         plans: tuple[LeafPlan, ...] | None
         if args or kwargs:
-            call = self.programs.bind((state, *args), kwargs or {})
+            call = self.programs.bind(*signature.with_state(state, args, kwargs or {}))
             plans = self.programs.of(call).plan.leaves
         else:
             plans = self.programs.layout_of(abstract, setting)
@@ -70,7 +72,7 @@ class Placement:
         self, state: Any, leaves: Sequence[Any], plans: Sequence[LeafPlan],
         shardings: Sequence[NamedSharding],
     ) -> list[Any]:  # fmt: skip
-        """The leaves of `state` where the plan has them, padded."""
+        """The leaves of `state` where the plan has them, padded; those that are None here stay None."""
         _placing.check_alive(state, leaves)
         places = self.places(plans, shardings)
         _placing.check_flushed("shard", state, leaves, places)
@@ -118,8 +120,10 @@ class Placement:
     def ready(self, call: FlatCall) -> tuple[Program, list[Any]]:
         """The same of any call: its program, on which all processes agree, and its state, placed."""
         program = self.programs.agreed(call.call, call.setting)
-        state = self.place(
-            call.call.state, call.state, program.plan.leaves, program.state_shardings
-        )
+        plan, unread = program.plan, program.plan.unread
+        leaves = [None if i in unread else x for i, x in enumerate(call.state)]
+        state = self.place(call.call.state, leaves, plan.leaves, program.state_shardings)
+        for i in unread:
+            state[i] = call.state[i]
         self._last = Repeat.of(program, call, state)
         return program, state

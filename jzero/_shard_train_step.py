@@ -40,6 +40,8 @@ def shard_train_step(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     in_specs: Mapping[str | int, Any] | None = None,
+    state_argnums: int | Sequence[int] | None = None,
+    state_argnames: str | Sequence[str] = (),
 ) -> Any:
     """Removes the redundancy of data parallelism from a train step, like ZeRO.
 
@@ -52,10 +54,10 @@ def shard_train_step(
         parameters rest in shards, gathered once for each pass            # stage 3
 
     `step_fn(state, *args) -> (state, metrics)`, or the state alone. The state is any pytree of arrays:
-    Flax `TrainState`, `nnx.State`, a tuple, a dataclass. Whatever the step does with its rows (losses that
-    couple them, sorts, control flow on a loss, noise) means what it means on one device; outputs with rows
-    come back whole, in their order. An operation along the batch that has no rule gathers the rows:
-    `describe` lists it.
+    Flax `TrainState`, `nnx.State`, a tuple, a dataclass; or several arguments (`state_argnums`). Whatever
+    the step does with its rows (losses that couple them, sorts, control flow on a loss, noise) means what
+    it means on one device; outputs with rows come back whole, in their order. An operation along the batch
+    that has no rule gathers the rows: `describe` lists it.
 
     >>> import jax, jax.numpy as jnp, optax, jzero
     >>> tx = optax.adam(1e-2)
@@ -146,12 +148,22 @@ def shard_train_step(
       in_specs: `{argument: PartitionSpec}` (by name or position; tree prefixes allowed) for arguments
         whose rows are not along dim 0 (`P(None, 'data')`), or that shall be whole on every device (`P()`).
         It decides only costs.
+      state_argnums: positions of the arguments that are the state, by default the first. With several, as in
+        `step_fn(params, opt_state, batch) -> (params, opt_state, loss)` and `state_argnums=(0, 1)`, the step
+        is called, and returns, as it is written; where it returns each is found out by structure, shapes and
+        dtypes. All of them are donated. What takes or gives a state (`init`, `shard`, `unshard`, `flush`,
+        `state_shardings`, checkpoints) has the tuple of these arguments, in the order of the parameters; a
+        leaf's path begins with the argument's name, `params['w']`. A step that plainly updates another
+        argument, as optimizer state, is refused unless this says what is state; `state_argnums=0` says that
+        it is none.
+      state_argnames: their names.
 
     Returns:
       A `ShardedTrainStep`.
 
     Raises:
       OptionError: an option that cannot be obeyed.
+      StepError: when first called, a step that jzero cannot make right.
       MeshError: a mesh or axis that does not fit (some of it when first called).
 
     Reference:
@@ -167,6 +179,7 @@ def shard_train_step(
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,
         static_argnums=static_argnums, static_argnames=static_argnames, in_specs=in_specs,
+        state_argnums=state_argnums, state_argnames=state_argnames,
     )  # fmt: skip
     if step_fn is None:
         return lambda fn: ShardedTrainStep(fn, **options)

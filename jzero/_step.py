@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,25 +14,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero._errors import OptionError, StateError, message
 from jzero._memory_kinds import HOST
 from jzero._placement import Placement
+from jzero._sharded_step import ShardedStep
 from jzero.offload.memory import _placing
 from jzero.offload.memory._host_array import HostArray
 from jzero.offload.memory._padded import PaddedArray
 from jzero.processes import _agreement
-from jzero.reports._describe import Report
 from jzero.segments import _identity
-from jzero.segments._programs import Programs, placed_inputs
+from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
-from jzero.sharding.analysis import _traffic
 from jzero.sharding.plan._options import Options, axis_tuple
-from jzero.sharding.plan._plan import StepPlan
-from jzero.sharding.run import _microbatches
 from jzero.tracing import _call, _jaxpr
+from jzero.tracing._returned import as_given
 from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
 
 
-class ShardedTrainStep:
+class ShardedTrainStep(ShardedStep):
     """A train step whose state lives in shards; see `shard_train_step` for how it behaves.
 
     Attributes:
@@ -45,6 +42,7 @@ class ShardedTrainStep:
         axis_names: str | Sequence[str] | None, axis_name: str | None,
         static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
         in_specs: Mapping[str | int, Any] | None,
+        state_argnums: int | Sequence[int] | None, state_argnames: str | Sequence[str],
     ):  # fmt: skip
         if not callable(step_fn):
             raise OptionError(message(
@@ -61,15 +59,14 @@ class ShardedTrainStep:
             raise OptionError(message(
                 WHO, "step_fn was made by jax.pmap", "jzero runs the step on all devices itself.",
                 "Pass the function inside, with the axis_name= that pmap had."))  # fmt: skip
-        signature = Signature.of(step_fn, static_argnums, static_argnames, in_specs)
-        self._programs = Programs(
-            step_fn, signature, options, mesh, axis_tuple(axis_names), axis_name
+        signature = Signature.of(
+            step_fn, static_argnums, static_argnames, in_specs, state_argnums, state_argnames
         )
-        self._placement = Placement(self._programs)
-        functools.update_wrapper(self, step_fn, updated=())
+        programs = Programs(step_fn, signature, options, mesh, axis_tuple(axis_names), axis_name)
+        super().__init__(step_fn, programs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one step: `(state, *args) -> (state, metrics)`. The state is donated.
+        """Runs one step: `(state, *args) -> (state, metrics)`, or as `step_fn` has it. The state is donated.
 
         A state that is not yet laid out as the plan says is placed first (and then not consumed). Under
         an outer `jax.jit` the step is traced into it, and nothing is donated.
@@ -89,7 +86,7 @@ class ShardedTrainStep:
         )
         state, outs = program.step(*_placing.apart(state, arrays))
         state = self._placement.wrap(state, program.plan.leaves)
-        return jax.tree.unflatten(program.out_tree, [*state, *outs])
+        return as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
 
     def _traced(self, call: FlatCall) -> Any:
         """A call under an outer `jax.jit`."""
@@ -102,7 +99,7 @@ class ShardedTrainStep:
             _placing.constrain(arrays, program.argument_shardings),
         )
         new_state = _placing.unpad(new_state, leaves, program.state_shardings)
-        return jax.tree.unflatten(program.out_tree, [*new_state, *outs])
+        return as_given(jax.tree.unflatten(program.out_tree, [*new_state, *outs]))
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs `init_fn(*args, **kwargs) -> state` so that every leaf is born in its layout.
@@ -132,29 +129,6 @@ class ShardedTrainStep:
         made = _placing.born(traced, places, self._programs.options.offload.visiting_bytes)
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
-    def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Places a state that exists; leaves that already lie right are not copied.
-
-        Several processes that each hold the state whole must hold the same: they compare it (by
-        checksum), and each copies what its devices need.
-
-        Args:
-          state: the state, on host or devices, in any layout.
-          *args: optionally the step's other arguments (arrays or `ShapeDtypeStruct`s); see
-            `state_shardings`.
-          **kwargs: the same by name.
-
-        Raises:
-          StateError: an earlier step has consumed it.
-          OptionError: the host has too little memory for its part of it; see `init`.
-          ProcessError: it differs between processes, or one does not come.
-        """
-        _agreement.check("shard")
-        plans, shardings = self._placement.leaf_plans(state, args, kwargs)
-        leaves, tree = jax.tree.flatten(state)
-        placed = self._placement.place(state, leaves, plans, shardings)
-        return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
-
     def flush(self, state: Any) -> Any:
         """The state with the gradients applied that `HostCPU(delayed_update=True)` has not applied yet.
 
@@ -181,7 +155,7 @@ class ShardedTrainStep:
         """
         _agreement.check("flush")
         leaves, tree = jax.tree.flatten(state)
-        _placing.check_alive(state, leaves, "flush")
+        _placing.check_alive(self._named(state), leaves, "flush")
         pending = next((x.pending for x in leaves if isinstance(x, HostArray) and x.pending), None)
         if pending is None:
             return state
@@ -192,7 +166,8 @@ class ShardedTrainStep:
                 "Call flush of the train_step that returned the state."))  # fmt: skip
         _agreement.note("flush", self._programs.setting.mesh)
         step = pending.step
-        new = step.flush(self._placement.place(state, leaves, step.leaves, step.shardings))
+        placed = self._placement.place(self._named(state), leaves, step.leaves, step.shardings)
+        new = step.flush(placed)
         return jax.tree.unflatten(tree, _placing.wrap(new, step.leaves))
 
     def unshard(self, state: Any) -> Any:
@@ -204,13 +179,14 @@ class ShardedTrainStep:
         setting = self._programs.setting
         full = NamedSharding(setting.mesh, PartitionSpec())
         leaves, tree = jax.tree.flatten(state)
-        _placing.check_alive(state, leaves, "unshard")
-        _placing.check_flushed("unshard", state, leaves)
+        named = self._named(state)
+        _placing.check_alive(named, leaves, "unshard")
+        _placing.check_flushed("unshard", named, leaves)
         if not all(_placing.lies_right(x, full) for x in leaves):
             _agreement.confirm("unshard", mesh=setting.mesh)  # What it returns may be looked at.
         plain = [jnp.asarray(x) if isinstance(x, PaddedArray | HostArray) else x for x in leaves]
         whole = _placing.place(
-            plain, [full] * len(leaves), lambda: _call.leaf_paths(state, "state")
+            plain, [full] * len(leaves), lambda: _call.leaf_paths(named, "state")
         )
         shared = [i for i, leaf in enumerate(leaves) if whole[i] is leaf]
         copies = _placing.copied([leaves[i] for i in shared], full)
@@ -234,38 +210,10 @@ class ShardedTrainStep:
         found = [full if p.padding else s for p, s in zip(plans, shardings, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(state), found)
 
-    def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
-        """The plan for `(state, *args)`: arrays or `ShapeDtypeStruct`s; nothing runs."""
-        _agreement.check("plan")
-        return self._programs.of(self._programs.bind(args, kwargs)).plan
-
-    def describe(self, *args: Any, **kwargs: Any) -> Report:
-        """What a step on `(state, *args)` keeps where and moves between devices; print it.
-
-        Arrays or `ShapeDtypeStruct`s; nothing runs, and with an abstract mesh no device is needed.
-        """
-        _agreement.check("describe")
-        call = self._programs.bind(args, kwargs)
-        program = self._programs.of(call)
-        jaxpr = jax.make_jaxpr(program.step.run)(*placed_inputs(call, program))
-        return Report(
-            program.plan,
-            tuple(_traffic.collectives(jaxpr)),
-            program.keys,
-            _traffic.carried_bytes(jaxpr, _microbatches.SCOPE),
-            program.step.crossings(),
-            program.step.roads(),
-            program.movements,
-            program.whole_arguments,
-        )
-
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
-        _agreement.check("lower")
         self._check_one_program("lowered")
-        call = self._programs.bind(args, kwargs)
-        program = self._programs.of(call)
-        return program.step.trace(*placed_inputs(call, program)).lower()
+        return super().lower(*args, **kwargs)
 
     def _check_one_program(self, how: str) -> None:
         if self._programs.options.offloads:
@@ -274,10 +222,11 @@ class ShardedTrainStep:
                 "An offloaded step is a loop of programs: one alone would hold all of the state on devices.",
                 "Call train_step outside of jax.jit, or drop offload."))  # fmt: skip
 
-    @property
-    def mesh(self) -> Any:
-        """The mesh it was made for; None for whatever is current when it is called."""
-        return self._programs.mesh
+    def programs_to_evaluate(
+        self, eval_step: Callable[..., Any], signature: Signature, changed: Mapping[str, Any]
+    ) -> Programs:
+        """The programs of a function that reads this step's state, with its options but what is `changed`."""
+        return self._programs.to_evaluate(eval_step, signature, changed)
 
     def on_mesh(self, mesh: Any) -> ShardedTrainStep:
         """The same step, with the same options, on another mesh."""

@@ -26,6 +26,7 @@ from jzero._errors import MeshError, MismatchError, OptionError, message
 from jzero._shard_train_step import shard_train_step
 from jzero._step import ShardedTrainStep
 from jzero.sharding.analysis._traffic import Collective
+from jzero.tracing._returned import find_state
 
 SAME, COLLECTIVES = "assert_same_training", "assert_collectives"
 _SHOWN = 8  # leaves that a message names
@@ -65,7 +66,7 @@ def assert_same_training(
 
     Args:
       step_fn: `step_fn(state, *args) -> (state, metrics)`, or the state alone.
-      init_fn: `init_fn() -> state`; called once.
+      init_fn: `init_fn() -> state`; called once. With several `state_argnums`, the tuple of them.
       batches: for each step, a tuple of the arguments that follow the state, or the one argument if it
         is not a tuple.
       stage: as for `shard_train_step`.
@@ -97,8 +98,8 @@ def assert_same_training(
         args = _args(batch)
         if num_batches == 1:
             sharded = _place_copy(train_step, plain, args)
-        sharded, outs = _split(train_step(sharded, *args), sharded)
-        plain, plain_outs = _split(plain_step(plain, *args), plain)
+        sharded, outs = _step(train_step, train_step, sharded, args)
+        plain, plain_outs = _step(train_step, plain_step, plain, args)
         found = [
             *_differences(sharded, plain, "state", tolerance),
             *_differences(outs, plain_outs, "output", tolerance),
@@ -159,7 +160,10 @@ def assert_collectives(
             "Pass what jzero.shard_train_step returned."))  # fmt: skip
     kinds = {_kind(key): _amount(key, value) for key, value in expected.items()}
     groups: dict[tuple[str | None, ...], list[Collective]] = {kind: [] for kind in kinds}
-    for c in train_step.describe(state, *_args(batch)).traffic:
+    signature = train_step._programs.signature
+    named = signature.named(state, COLLECTIVES)
+    args, kwargs = signature.with_state(named, _args(batch), {})
+    for c in train_step.describe(*args, **kwargs).traffic:
         own = (c.op, c.dtype, ",".join(c.axes))
         matches = [
             kind for kind in kinds if all(k in (None, o) for k, o in zip(kind, own, strict=True))
@@ -184,18 +188,28 @@ def _args(batch: Any) -> tuple[Any, ...]:
     return batch if isinstance(batch, tuple) else (batch,)
 
 
-def _place_copy(train_step: ShardedTrainStep, state: Any, args: tuple[Any, ...]) -> Any:
+def _place_copy(train_step: ShardedTrainStep, state: Any, beside: tuple[Any, ...]) -> Any:
     """The state where the plan wants it, in buffers that the step may consume."""
-    if train_step.plan(state, *args).num_devices == 1:
+    signature = train_step._programs.signature
+    args, kwargs = signature.with_state(signature.named(state, SAME), beside, {})
+    if train_step.plan(*args, **kwargs).num_devices == 1:
         raise MeshError(message(
             SAME, "the mesh has 1 device", "Several devices are compared with one.",
             "Set XLA_FLAGS=--xla_force_host_platform_device_count=8 before JAX is imported (see "
             "jzero.testing), or pass mesh=."))  # fmt: skip
-    return train_step.shard(jax.tree.map(jnp.array, state), *args)
+    return train_step.shard(jax.tree.map(jnp.array, state), *beside)
 
 
-def _split(outs: Any, state: Any) -> tuple[Any, Any]:
-    """The new state, and what else a step returned, in its place."""
+def _step(
+    train_step: ShardedTrainStep, step: Callable[..., Any], state: Any, beside: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """The new state, and what else `step` returned, in its place; it is called as `train_step` is."""
+    signature = train_step._programs.signature
+    named = signature.named(state, SAME)
+    args, kwargs = signature.with_state(named, beside, {})
+    outs = step(*args, **kwargs)
+    if signature.told:
+        return find_state(outs, named).apart(named)
     tree: Any = jax.tree.structure(state)
     return (outs, None) if jax.tree.structure(outs) == tree else (outs[0], (None, *outs[1:]))
 

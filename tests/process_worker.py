@@ -83,7 +83,7 @@ def own_rows(batch, mesh):
 
 
 def training(devices, options):
-    """Trains twice: what was reported, each loss, and the whole state after the last step."""
+    """Trains and evaluates twice: what was reported, each loss, and the whole state after the last step."""
     mesh = jax.sharding.Mesh(np.reshape(devices, (-1, 2)), ("node", "local"))
     if "param_axes" not in options:
         mesh = jax.sharding.Mesh(devices, ("data",))
@@ -97,6 +97,10 @@ def training(devices, options):
         for i in range(NUM_STEPS):
             state, loss = sharded(state, feed(global_batch(i), mesh), keys[i])
             losses.append(float(loss))
+        eval_step = jzero.shard_eval_step(loss_fn, like=sharded)
+        losses.append(float(eval_step(state["params"], feed(global_batch(9), mesh), keys[0])))
+        # What no devices divide, every process has whole.
+        losses.append(float(eval_step(state["params"], global_batch(9)[:13], keys[0])))
     report = str(sharded.describe(state, global_batch(0), keys[0]))
     whole = sharded.unshard(state)
     whole["key"] = jax.random.key_data(whole["key"])
@@ -577,6 +581,17 @@ def differ_and_unshard(folder):
         state = jax.block_until_ready(train_step(state, shapes[i % 2]))
     state = train_step(state, shapes[0 if is_odd_one() else 1])
     return told(lambda: train_step.unshard(state))
+
+
+def differ_slowly_and_unshard(folder):
+    """The same of steps that meet before each change: one process waits for the others when they look."""
+    train_step, state, shapes = sharded(), W, [rows(4), rows(8)]
+    for i in range(24):
+        state = jax.block_until_ready(train_step(state, shapes[i > 1]))
+        time.sleep(0.05)
+    return told(
+        lambda: train_step.unshard(train_step(state, shapes[0] if is_odd_one() else shapes[1]))
+    )
 
 
 def costs(folder):

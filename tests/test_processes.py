@@ -365,11 +365,14 @@ def test_difference_that_nothing_else_notices_keeps_a_checkpoint_from_being_made
         assert found["seconds"] < 10
 
 
-def test_what_is_looked_at_is_compared(tmp_path):
-    for error, told in found_by("differ_and_unshard", 2, 1, tmp_path):
+@pytest.mark.parametrize(
+    ("scenario", "call"), [("differ_and_unshard", 203), ("differ_slowly_and_unshard", 26)]
+)
+def test_what_is_looked_at_is_compared(scenario, call, tmp_path):
+    for error, told in found_by(scenario, 2, 1, tmp_path):
         assert error == "ProcessError"
         assert (
-            "call 203: arguments: x float32[16,12] on process 0, x float32[8,12] on process 1"
+            f"call {call}: arguments: x float32[16,12] on process 0, x float32[8,12] on process 1"
             in told
         )
 

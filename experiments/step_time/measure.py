@@ -1,11 +1,13 @@
 """Times a scanned transformer's train step through jzero against plain `jax.jit`.
 
-python experiments/step_time/measure.py                                # about 5 minutes
+python experiments/step_time/measure.py                                # about 25 minutes
 python experiments/step_time/measure.py --rounds 3 --out /tmp/step_time
 
 1. Step time: jzero / `jax.jit` of the same step with the same at-rest shardings, on 8 devices.
 2. Trace and lowering time: jzero on 1 and 8 devices / `jax.jit` of the same step on one device.
-3. Processor time of the calling thread in one call, of a small step whose state has 7, 61 or 301 leaves:
+3. Time to trace, lower and compile 12 unrolled layers: jzero at stage 3 / `jax.jit` with the same at-rest
+   shardings and every activation pinned to the batch's shards, as an expert would write it, on 8 devices.
+4. Processor time of the calling thread in one call, of a small step whose state has 7, 61 or 301 leaves:
    jzero / `jax.jit` with the same at-rest shardings, on 8 devices.
 
 Runs alternate, and the ratio is the median over the rounds' ratios, because on a busy machine the
@@ -17,6 +19,8 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,8 @@ batch_size = 16  # sequences, over all devices
 num_devices = 8
 stages = (1, 3)
 steps_per_run = 2
+unrolled = replace(model, layers=12, scan=False)
+compile_rounds = 5
 nums_params = (2, 20, 100)  # with Adam's moments and count: 7, 61 and 301 leaves
 calls_per_run = 10
 # ---------------------------------------------------------------------------------------------
@@ -144,6 +150,34 @@ def compare_lowering_times(num: int, rounds: int) -> dict[str, Any]:
     return interleave(run, rounds)
 
 
+def compare_compile_times(rounds: int) -> dict[str, Any]:
+    """Of programs that no cache has: XLA's is off, and every round traces new functions."""
+    mesh = make_mesh(num_devices)
+    sharded = NamedSharding(mesh, PartitionSpec("data"))
+    batch = jax.ShapeDtypeStruct((batch_size, model.context + 1), jnp.int32, sharding=sharded)
+    state = jax.eval_shape(partial(unrolled.state, tx))
+    at_rest = jzero.shard_train_step(step, stage=3, mesh=mesh).state_shardings(state)
+    placed = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, at_rest
+    )
+
+    def run(which: int) -> float:
+        def on_rows(x: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x, sharded)
+
+        loss = unrolled.loss if which == 0 else partial(unrolled.loss, constrain=on_rows)
+        fresh_step, start = make_step(loss, tx), time.perf_counter()
+        if which == 0:
+            jzero.shard_train_step(fresh_step, stage=3, mesh=mesh).lower(placed, batch).compile()
+        else:
+            whole = NamedSharding(mesh, PartitionSpec())
+            annotated = jax.jit(fresh_step, donate_argnums=0, out_shardings=(at_rest, whole))
+            annotated.lower(placed, batch).compile()
+        return time.perf_counter() - start
+
+    return interleave(run, rounds)
+
+
 def interleave(run: Callable[[int], float], rounds: int) -> dict[str, Any]:
     """Times run(0) (jzero) and run(1) (jit), alternating which goes first; seconds and ratio."""
     for which in (0, 1):
@@ -162,7 +196,7 @@ def interleave(run: Callable[[int], float], rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=20, help="default: %(default)s")
-    parser.add_argument("--calls", action="store_true", help="only print 3, in 2 minutes")
+    parser.add_argument("--calls", action="store_true", help="only print 4, in 2 minutes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     devices.use_virtual_devices(num_devices)
@@ -191,6 +225,9 @@ def main() -> None:
         name = f"trace_and_lower_time_on_{num}_devices"
         result[name] = compare_lowering_times(num, args.rounds)
         print(name, result[name], flush=True)
+    name = f"compile_time_of_{unrolled.layers}_unrolled_layers_on_{num_devices}_devices"
+    result[name] = compare_compile_times(compile_rounds)
+    print(name, result[name], flush=True)
     path = args.out / f"{result['date']}.json"
     records.write(path, result)
     print(f"written: {os.path.relpath(path)}")

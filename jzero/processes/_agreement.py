@@ -164,14 +164,9 @@ def confirm(who: str, about: Callable[[], Sections] = dict, mesh: Any = None) ->
     sections = {
         "call": [who], "calls": [f"{log.calls} before"], PROGRAM: [f"calls {log.history}"], **about(),
     }  # fmt: skip
-    try:
-        with _meeting(room, {"call": [who]}) as meeting:
-            _compare(who, room, sections)
-            meeting.agreement = Agreement(who, {"call": [who]})
-    except ProcessError:
-        watch.wait(_VERDICT_SECONDS)  # It can say which call differed.
-        if watch.difference is None:
-            raise
+    with _meeting(room, {"call": [who]}) as meeting:
+        _compare(who, room, sections)
+        meeting.agreement = Agreement(who, {"call": [who]})
     watch.check()
 
 
@@ -245,6 +240,9 @@ def _compare(who: str, room: Room, sections: Sections) -> None:
     if len(outcome["groups"]) > 1:
         unlike = outcome["groups"][:2]
         texts = _texts_of(store, f"{table}/{meeting}", [group[0] for group in unlike], sections)
+        if room.log.calls > 1:
+            watch.wait(_VERDICT_SECONDS)  # It can say which call before this one differed.
+            watch.check()
         raise ProcessError(_unlike.before_a_call(who, unlike, texts))
     room.log.meets_from = outcome["meets_from"]
     if jax.process_index() == processes[0] and meeting:

@@ -13,14 +13,15 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, PINNED
 from jzero.sharding.batch._body import Movement
-from jzero.sharding.plan import _layout
-from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan import _layout, _untold
+from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._local_step import FlatStep, local_step
 from jzero.sharding.plan._make import make_plan, state_leaves
 from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
+from jzero.tracing._returned import find_state
 from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
@@ -56,6 +57,7 @@ class Program:
 def build(
     step_fn: Callable[..., Any], signature: Signature, setting: Setting, state: Any,
     arrays: dict[str, Any], static: tuple[tuple[str, Any], ...], shared: Shared,
+    rests: Sequence[Rest | None] = (),
 ) -> Program:  # fmt: skip
     """Traces the step, plans it, and makes what runs the plan.
 
@@ -67,22 +69,31 @@ def build(
       arrays: the same for every other argument, by name.
       static: the static arguments.
       shared: with this step's other programs.
+      rests: of an evaluation, how each leaf of the state lies.
     """
     state_avals, state_tree = jax.tree.flatten(state)
     array_avals, arrays_tree = jax.tree.flatten(arrays)
     num_state, mesh = len(state_avals), setting.mesh
 
     def flat_step(*leaves: Any) -> Any:
-        return signature.call(
+        outs = signature.call(
             step_fn,
             jax.tree.unflatten(state_tree, leaves[:num_state]),
             jax.tree.unflatten(arrays_tree, leaves[num_state:]),
             static,
         )
+        if setting.evaluates:
+            return outs
+        if signature.told:
+            return find_state(outs, state)
+        _untold.check_returned(signature, outs, arrays)
+        return outs
 
-    flat = FlatStep(flat_step, state_avals, state_tree, arrays, array_avals, signature.specs)
+    flat = FlatStep(
+        flat_step, state_avals, state_tree, arrays, array_avals, signature.specs, signature
+    )
     local = local_step(flat, setting)
-    plan, analysis = make_plan(local, state_leaves(state, setting), setting)
+    plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
     shardings = shardings_of(plan.leaves, mesh)
     paths = _call.argument_paths(arrays)
     return Program(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +12,10 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero.processes import _agreement
-from jzero.segments import _identity, _program
+from jzero.segments import _at_rest, _identity, _program
 from jzero.segments._program import Program
 from jzero.sharding.plan import _setting
-from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
@@ -31,15 +32,16 @@ class Programs:
       signature: how the step is called.
       options: what the user chose.
       mesh: the mesh they are for; None for whatever is current.
-      built: by setting, static arguments and shapes.
+      built: by setting, static arguments and shapes, and how the leaves lie that an evaluation reads.
     """
 
     def __init__(
         self, step_fn: Callable[..., Any], signature: Signature, options: Options, mesh: Any,
-        axis_names: tuple[str, ...] | None, axis_name: str | None,
+        axis_names: tuple[str, ...] | None, axis_name: str | None, evaluates: bool = False,
     ):  # fmt: skip
         self._step_fn, self.signature, self.options = step_fn, signature, options
         self.mesh, self._axis_names, self._axis_name = mesh, axis_names, axis_name
+        self._evaluates = evaluates
         self._setting: tuple[Any, Setting] | None = None
         self.built: dict[Any, Program] = {}
         # By what is quick to ask of a call; an array and its shape then are two keys of one program.
@@ -52,7 +54,26 @@ class Programs:
     def on_mesh(self, mesh: Any) -> Programs:
         """Those of the same step on another mesh."""
         return Programs(
-            self._step_fn, self.signature, self.options, mesh, self._axis_names, self._axis_name
+            self._step_fn, self.signature, self.options, mesh, self._axis_names, self._axis_name,
+            self._evaluates,
+        )  # fmt: skip
+
+    def to_evaluate(
+        self, eval_step: Callable[..., Any], signature: Signature, changed: Mapping[str, Any]
+    ) -> Programs:
+        """Those of a function that reads this step's state where it rests.
+
+        Args:
+          eval_step: the function.
+          signature: how it is called.
+          changed: options that are not as this step has them; none speaks of microbatches or of paths.
+        """
+        options = dataclasses.replace(
+            self.options, accumulate=1, reduce=None, accumulate_dtype=None, reduce_dtype=None,
+            full=None, auto_specs=(), **changed,
+        )  # fmt: skip
+        return Programs(
+            eval_step, signature, options, self.mesh, self._axis_names, self._axis_name, True
         )
 
     @property
@@ -61,7 +82,7 @@ class Programs:
         around = _setting.around(self.mesh, self._axis_name)
         if self._setting is None or self._setting[0] != around:
             setting = _setting.setting_of(
-                self.options, self.mesh, self._axis_names, self._axis_name
+                self.options, self.mesh, self._axis_names, self._axis_name, self._evaluates
             )
             self._setting = around, setting
         return self._setting[1]
@@ -88,18 +109,27 @@ class Programs:
         return self._seen[seen]
 
     def _quick_key(self, call: Call, setting: Setting) -> Any:
-        return setting, call.static_key, _call.signature_of((call.state, call.arrays))
+        shapes = _call.signature_of((call.state, call.arrays))
+        return setting, call.static_key, shapes, self._rests(call, setting)
+
+    def _rests(self, call: Call, setting: Setting) -> tuple[Rest | None, ...]:
+        """Of an evaluation, how each leaf of the state lies: it is read there."""
+        if not self._evaluates:
+            return ()
+        return tuple([_at_rest.rest_of(leaf, setting.mesh) for leaf in jax.tree.leaves(call.state)])
 
     def _of_shapes(self, call: Call, setting: Setting) -> Program:
         state, arrays = _call.abstract(call.state, "state"), {
             name: _call.abstract(value, name) for name, value in call.arrays.items()
         }  # fmt: skip
         leaves, tree = jax.tree.flatten((state, arrays))
-        key = (setting, tree, call.static_key, _avals_key(leaves))
+        rests = self._rests(call, setting)
+        key = (setting, tree, call.static_key, _avals_key(leaves), rests)
         if key not in self.built:
             self.built[key] = _program.build(
-                self._step_fn, self.signature, setting, state, arrays, call.static, self._shared
-            )
+                self._step_fn, self.signature, setting, state, arrays, call.static, self._shared,
+                rests,
+            )  # fmt: skip
             self._layouts[_state_key(state, setting)] = self.built[key].plan.leaves
         return self.built[key]
 

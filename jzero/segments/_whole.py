@@ -13,7 +13,7 @@ from jzero.sharding.run._run import Runner
 
 
 class WholeStep:
-    """All of a step in one `jax.jit`, the state donated.
+    """All of a step in one `jax.jit`, the state donated; one that evaluates only reads it.
 
     Attributes:
       run: the step as a function of whole arrays.
@@ -21,22 +21,30 @@ class WholeStep:
     """
 
     def __init__(self, runner: Runner, shardings: Sequence[NamedSharding]):
+        plan = runner.plan
         self.run: Callable[..., Any] = runner.whole_step()
+        self._unread = plan.unread
         # Else XLA would choose over the automatic axes, and the next step would move the state back.
         options: dict[str, Any] = {"out_shardings": (list(shardings), None)}
-        options = options if runner.plan.automatic else {}
-        self.jitted = jax.jit(self.run, donate_argnums=0, **options)
+        options = options if plan.automatic and not plan.evaluates else {}
+        self.jitted = jax.jit(self.run, donate_argnums=() if plan.evaluates else 0, **options)
 
     def __call__(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
     ) -> tuple[list[Any], list[jax.Array]]:
-        """Runs one step; the state is consumed."""
-        made: tuple[list[Any], list[jax.Array]] = self.jitted(state, arrays)
+        """Runs one step; the state is consumed, if a new one is returned."""
+        made: tuple[list[Any], list[jax.Array]] = self.jitted(self._read(state), arrays)
         return made
 
     def trace(self, state: Sequence[Any], arrays: Sequence[Any]) -> jax.stages.Traced:
         """The trace of its program."""
-        return self.jitted.trace(state, arrays)
+        return self.jitted.trace(self._read(state), arrays)
+
+    def _read(self, state: Sequence[Any]) -> Sequence[Any]:
+        """The leaves that the program takes, and None for each other one."""
+        if not self._unread:
+            return state
+        return [None if i in self._unread else leaf for i, leaf in enumerate(state)]
 
     def crossings(self) -> tuple[Crossing, ...]:
         """Nothing crosses between devices and hosts."""

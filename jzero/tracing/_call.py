@@ -12,12 +12,17 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import BatchError, OptionError, StateError, describe_leaf, message
+from jzero.tracing._state_arguments import StateArguments
 
 WHO = "shard_train_step"
 
 
 def leaf_paths(tree: Any, root: str) -> list[str]:
-    """`root['w']`, ... for every leaf, in the order of `jax.tree.leaves`."""
+    """`root['w']`, ... for every leaf, in the order of `jax.tree.leaves`.
+
+    A state of several arguments needs no root: `params['w']`, ...
+    """
+    root = "" if isinstance(tree, StateArguments) else root
     return [
         root + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)
     ]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jzero._errors import OptionError, StepError, message
+from jzero._errors import OptionError, StateError, StepError, message
 from jzero.tracing._call import WHO
+from jzero.tracing._state_arguments import StateArguments, parts
 
 _REST = inspect.Parameter.VAR_POSITIONAL
 
 
 class Call(NamedTuple):
-    """One call, taken apart: the state, the other array arguments by name, and what is static."""
+    """One call, taken apart: the state, the other array arguments by name, and what is static.
+
+    A state of several arguments is a `StateArguments`.
+    """
 
     state: Any
     arrays: dict[str, Any]
@@ -27,22 +32,24 @@ class Call(NamedTuple):
 
 
 # Where among the values of a call are the state, the other arrays by name, and the static ones by name.
-_Binding = tuple[int | None, list[tuple[str, int]], list[tuple[str, int]]]
+_Binding = tuple[list[tuple[str, int]], list[tuple[str, int]], list[tuple[str, int]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The parameters of `step_fn`; the first one is the state.
+    """The parameters of `step_fn`, and which of them are the state.
 
     Attributes:
       parameters: `inspect`'s signature of the step.
-      state_name: name of the state's parameter.
+      state_names: names of the state's parameters, in their order.
+      told: whether the user said which they are; else it is the first.
       static_names: parameters whose values are compiled into the step.
       specs: PartitionSpec (or tree prefix of them) by parameter name.
     """
 
     parameters: inspect.Signature
-    state_name: str
+    state_names: tuple[str, ...]
+    told: bool
     static_names: frozenset[str]
     specs: Mapping[str, Any]
     # By how many arguments are given by position, and which by name: `inspect` is slow, and every step asks.
@@ -54,6 +61,7 @@ class Signature:
     def of(
         cls, step_fn: Callable[..., Any], static_argnums: int | Sequence[int],
         static_argnames: str | Sequence[str], in_specs: Mapping[str | int, Any] | None,
+        state_argnums: int | Sequence[int] | None = None, state_argnames: str | Sequence[str] = (),
     ) -> Signature:  # fmt: skip
         """Reads the signature and resolves positions and names; unknown ones are errors."""
         try:
@@ -70,8 +78,6 @@ class Signature:
             raise StepError(message(
                 WHO, "step_fn takes no arguments", "Its first argument is the state.",
                 "Write step_fn(state, batch)."))  # fmt: skip
-        numbers = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
-        strings = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
         kinds = [parameter.kind for parameter in signature.parameters.values()]
         rest = kinds.index(_REST) if _REST in kinds else None
 
@@ -86,20 +92,33 @@ class Signature:
                 WHO, f"{option} names {key!r}, and step_fn's parameters are {names}",
                 f"{option} takes parameter names or positions.", "Correct or drop it."))  # fmt: skip
 
-        static = frozenset(
-            [resolve("static_argnums", n) for n in numbers]
-            + [resolve("static_argnames", n) for n in strings]
+        def chosen(what: str, argnums: Any, argnames: Any) -> list[str]:
+            numbers = [argnums] if isinstance(argnums, int) else argnums or ()
+            strings = [argnames] if isinstance(argnames, str) else argnames or ()
+            by_number = [resolve(f"{what}_argnums", n) for n in numbers]
+            return by_number + [resolve(f"{what}_argnames", n) for n in strings]
+
+        told = state_argnums is not None or bool(state_argnames)
+        found = (
+            set(chosen("state", state_argnums, state_argnames)) if told else {resolve("state", 0)}
         )
-        if names[0] in static:
+        if not found:
             raise OptionError(message(
-                WHO, f"the state {names[0]!r} is declared static",
+                WHO, f"state_argnums={state_argnums!r} names no argument",
+                "The state holds the arrays that are trained.",
+                "Name its arguments: state_argnums=(0, 1)."))  # fmt: skip
+        state = tuple(sorted(sorted(found), key=lambda name: _place(signature, name)))
+        static = frozenset(chosen("static", static_argnums, static_argnames))
+        if found & static:
+            raise OptionError(message(
+                WHO, f"the state {_quoted(state, static)} is declared static",
                 "The state holds the arrays that are trained.", "Drop it from static_argnums."))  # fmt: skip
         specs = {resolve("in_specs", key): spec for key, spec in (in_specs or {}).items()}
-        if names[0] in specs:
+        if found & specs.keys():
             raise OptionError(message(
-                WHO, f"in_specs names the state {names[0]!r}",
+                WHO, f"in_specs names the state {_quoted(state, specs)}",
                 "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
-        return cls(signature, names[0], static, specs)
+        return cls(signature, state, told, static, specs)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Takes one call apart; positional and keyword spellings of it give the same `Call`."""
@@ -109,7 +128,7 @@ class Signature:
         state, arrays, static = self._bindings[form]
         given = [*args, *kwargs.values()]
         return Call(
-            None if state is None else given[state],
+            self._state(state, given),
             {name: given[i] for name, i in arrays},
             tuple([(name, _hashable(name, given[i])) for name, i in static]),
         )
@@ -118,17 +137,60 @@ class Signature:
         """How calls with so many arguments by position, and these by name, are bound."""
         numbers = {name: num_args + i for i, name in enumerate(keywords)}
         found = _flat_arguments(self.parameters.bind(*range(num_args), **numbers))
-        state = found.pop(self.state_name, None)
+        state = [(name, found.pop(name)) for name in self.state_names if name in found]
         static = [(name, i) for name, i in found.items() if name in self.static_names]
         arrays = [(name, i) for name, i in found.items() if name not in self.static_names]
         return state, sorted(arrays), static  # as JAX sorts dicts
+
+    def _state(self, numbers: Sequence[tuple[str, int]], given: Sequence[Any]) -> Any:
+        if len(self.state_names) == 1:
+            return given[numbers[0][1]] if numbers else None
+        names, values = tuple([name for name, _ in numbers]), [given[i] for _, i in numbers]
+        return StateArguments(names, tuple(values))
+
+    def named(self, state: Any, who: str) -> Any:
+        """A state as a user has it, the tuple of its arguments if these are several, with their names.
+
+        Raises:
+          StateError: it is no tuple of so many.
+        """
+        if len(self.state_names) == 1:
+            return state
+        if not isinstance(state, tuple | list) or len(state) != len(self.state_names):
+            tuples = f" of {len(state)}" if isinstance(state, tuple | list) else ""
+            raise StateError(message(
+                who, f"the state is a {type(state).__name__}{tuples}",
+                "The state of a step that has it in several arguments is the tuple of these.",
+                f"Pass ({', '.join(self.state_names)})."))  # fmt: skip
+        return StateArguments(self.state_names, tuple(state))
+
+    def with_state(
+        self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call, of a state and the arguments beside it in their order."""
+        waiting = dict(zip(self.state_names, [value for _, value in parts(state)], strict=True))
+        at = {_place(self.parameters, name): name for name in waiting}
+        placed, others = list[Any](), list(args)
+        while others or len(placed) in at:
+            name = at.get(len(placed))
+            placed.append(others.pop(0) if name is None else waiting.pop(name))
+        return placed, {**waiting, **kwargs}
+
+    def argnums(self, names: Sequence[str]) -> str:
+        """How a user says that these arguments are the state."""
+        places = [_place(self.parameters, name) for name in names]
+        if math.inf in places:
+            return f"state_argnames={tuple(names)}"
+        return f"state_argnums={tuple(sorted(map(int, places)))}"
 
     def call(
         self, step_fn: Callable[..., Any], state: Any, arrays: Mapping[str, Any],
         static: Sequence[tuple[str, Any]],
     ) -> Any:  # fmt: skip
         """Calls the step as the user would have."""
-        values = {self.state_name: state, **arrays, **dict(static)}
+        single = len(self.state_names) == 1
+        found = {self.state_names[0]: state} if single else dict(parts(state))
+        values = {**found, **arrays, **dict(static)}
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         skipped = False
@@ -147,6 +209,19 @@ class Signature:
             else:
                 args.append(values[name])
         return step_fn(*args, **kwargs)
+
+
+def _place(signature: inspect.Signature, name: str) -> float:
+    """Where among positional arguments one stands; infinite if it is given by name only."""
+    at, _, number = name.partition("[")
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    if at not in signature.parameters or signature.parameters[at].kind in by_name:
+        return math.inf
+    return list(signature.parameters).index(at) + int(number[:-1] or 0)
+
+
+def _quoted(names: Sequence[str], of: Collection[str]) -> str:
+    return ", ".join(repr(name) for name in names if name in of)
 
 
 def _flat_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:

@@ -82,13 +82,15 @@ def place_state(
     """Each leaf of a state in its place, padded; those that are there already pass through untouched.
 
     Args:
-      leaves: the state's, in any shape and layout.
+      leaves: the state's, in any shape and layout; None for one that nobody reads.
       places: where they go.
       held: which of them every process holds whole; they have compared these.
     """
     out, held = list(leaves), set(held)
-    here = [i for i, target in enumerate(places) if target.home is None]
+    here = [i for i, target in enumerate(places) if target.home is None and out[i] is not None]
     for i, (leaf, (plan, sharding, home)) in enumerate(zip(leaves, places, strict=True)):
+        if leaf is None:
+            continue
         if home is not None:
             out[i] = _host_array.on_host(leaf, home)
             continue
@@ -247,7 +249,8 @@ def held_whole(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> lis
     """Which leaves of a state this process holds whole, though several shall hold them."""
     if not leaves or shardings[0].is_fully_addressable:
         return []
-    return [i for i, leaf in enumerate(leaves) if not _host_array.spans_processes(leaf)]
+    given = [(i, leaf) for i, leaf in enumerate(leaves) if leaf is not None]
+    return [i for i, leaf in given if not _host_array.spans_processes(leaf)]
 
 
 def take_shards(leaf: Any, sharding: NamedSharding) -> Any:

@@ -75,7 +75,7 @@ class Localized(NamedTuple):
 
 def localize(
     flat: _rewrite.Flat, consts: Sequence[ArrayLike], forms: Sequence[Form], given: Sequence[Form],
-    num_state: int, axes: dict[str, int], exchanges: bool = True,
+    num_new: int, axes: dict[str, int], exchanges: bool = True,
 ) -> Localized:  # fmt: skip
     """Rewrites a whole-batch step.
 
@@ -84,7 +84,7 @@ def localize(
       consts: values of its constants.
       forms: what each input shall be: FULL, or rows.
       given: in which form the device gets it: the same, or FULL.
-      num_state: how many of the outputs are the state, which is the same on all devices.
+      num_new: how many of the outputs are the state, which is the same on all devices.
       axes: names and sizes of the data axes.
       exchanges: whether devices may send each other parts of their rows; microbatches cannot.
     """
@@ -107,7 +107,7 @@ def localize(
         body.source = flat.eqns[-1]
     outs, outputs, movements = [], [], body.movements
     for i, value in enumerate(values):
-        form = value.at_hand if i >= num_state else FULL
+        form = value.at_hand if i >= num_new else FULL
         if isinstance(form, Rows):
             size = value.aval.shape[form.dim]
             if form.outer > 1 or is_padded(form, size, body.num):

@@ -55,7 +55,7 @@ class TracedStep:
 
 def trace_whole(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], forms: Sequence[Form],
-    given: Sequence[Form], num_state: int, axes: dict[str, int], offloads: bool, mesh_axes: dict[str, int],
+    given: Sequence[Form], num_new: int, axes: dict[str, int], offloads: bool, mesh_axes: dict[str, int],
     automatic: dict[str, int], accumulates: bool,
 ) -> TracedStep | None:  # fmt: skip
     """Traces `flat_step(*leaves)` at the shapes of the whole batch, and rewrites it for one device.
@@ -65,7 +65,7 @@ def trace_whole(
       avals: shapes of the leaves, whole.
       forms: what each leaf shall be on the devices: FULL, or rows.
       given: in which form the devices get it: the same, or FULL.
-      num_state: how many leaves are the state's.
+      num_new: how many of its outputs are the new state's leaves, which come first.
       axes: names (as the step uses them) and sizes of the data axes.
       offloads: also replace `p + (n - p)` by `n` (`_differences.py`).
       mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
@@ -90,7 +90,7 @@ def trace_whole(
         traced = _jaxpr.trace_whole(flat_step, avals, mesh_axes)
     flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
     flat = without_differences(flat) if offloads else flat
-    found = localize(flat, consts, forms, given, num_state, axes, exchanges=not accumulates)
+    found = localize(flat, consts, forms, given, num_new, axes, exchanges=not accumulates)
     varying = [frozenset(axes) if isinstance(form, Rows) else _frames.NOWHERE for form in given]
     frame = _frame_of(found.jaxpr, found.consts, varying, accumulates)
     return TracedStep(

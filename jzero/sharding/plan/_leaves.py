@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import DEVICE
@@ -14,6 +15,7 @@ from jzero.sharding.analysis._links import Links
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import FULL, Automatic, Layout, Shard
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER, StageAxes, StateLeaf
+from jzero.tracing import _call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +112,65 @@ def plan_from_shapes(
 
     keys = [i for i, leaf in enumerate(leaves) if not leaf.splittable]
     return offload(list(map(plan, leaves)), tier, stage_axes.min_bytes, keys, role=OTHER)
+
+
+class Rest(NamedTuple):
+    """How a leaf of a state that is read lies on the devices.
+
+    Attributes:
+      spec: the entries of its PartitionSpec, up to the last that names an axis.
+      padded_shape: its shape there.
+    """
+
+    spec: tuple[Any, ...]
+    padded_shape: tuple[int, ...]
+
+
+def plan_as_found(
+    leaves: Sequence[StateLeaf], rests: Sequence[Rest | None], stage_axes: StageAxes,
+    automatic: Mapping[str, int], frame: Frame, links: Links,
+) -> tuple[LeafPlan, ...]:  # fmt: skip
+    """Leaves that are read where they lie; tells `links` which dims are sharded.
+
+    What lies elsewhere, or as no stage would have it, moves to where its shape alone puts it.
+
+    Args:
+      leaves: the state's leaves; their variables are the first of `frame.jaxpr.invars`.
+      rests: how each lies; None if it is not on this mesh.
+      stage_axes: the stage on the mesh.
+      automatic: names and sizes of the mesh's other axes.
+      frame: the step, analysed.
+      links: linked dims of the step.
+    """
+    sizes = {**automatic, **dict(stage_axes.axes)}
+    plans = []
+    variables = frame.jaxpr.invars[: len(leaves)]
+    moved = plan_from_shapes(leaves, stage_axes)
+    for leaf, rest, target, var in zip(leaves, rests, moved, variables, strict=True):
+        plan = (None if rest is None else _as_found(leaf, rest, stage_axes, sizes)) or target
+        role = PARAMETER if leaf.floating and var in frame.feeds_batch else OTHER
+        plans.append(dataclasses.replace(plan, role=role))
+        if isinstance(plan.layout, Shard):
+            links.shard(frame, var, plan.layout.dim, leaf.path)
+    return tuple(plans)
+
+
+def _as_found(
+    leaf: StateLeaf, rest: Rest, stage_axes: StageAxes, sizes: Mapping[str, int]
+) -> LeafPlan | None:
+    """None if no stage shards so: one dim, over data axes and then over others."""
+    data = dict(stage_axes.axes)
+    entries = [_call.spec_axes(entry) for entry in rest.spec]
+    ours = [tuple(axis for axis in axes if axis in data) for axes in entries]
+    automatic = tuple(tuple(axis for axis in axes if axis not in data) for axes in entries)
+    dims = [dim for dim, axes in enumerate(ours) if axes]
+    layout = Shard(dims[0], ours[dims[0]]) if dims else FULL
+    padding = sum(rest.padded_shape) - sum(leaf.shape)
+    parts = math.prod(sizes[axis] for axes in entries for axis in axes)
+    plan = LeafPlan(*leaf[:4], OTHER, layout, parts, "", automatic, padding)
+    spec = _layout.partition_spec(layout, automatic)
+    alike = [*map(_call.spec_axes, spec)] == entries and plan.padded_shape == rest.padded_shape
+    return plan if alike else None
 
 
 def plan_leaves(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import StepError, describe_leaf, message
@@ -14,10 +15,11 @@ from jzero.sharding.batch import _trace
 from jzero.sharding.batch._body import OUTPUT, Movement
 from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, is_padded
 from jzero.sharding.batch._trace import TracedStep
-from jzero.sharding.plan import _layout, _outputs
+from jzero.sharding.plan import _layout, _outputs, _untold
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
+from jzero.tracing._signature import Signature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ class FlatStep:
       arrays: trees of shapes of the other arguments, by name.
       array_avals: their leaves.
       in_specs: what the user said of how arguments are split.
+      signature: how the step is called.
     """
 
     fn: Callable[..., Any]
@@ -57,7 +60,8 @@ class FlatStep:
     state_tree: Any
     arrays: dict[str, Any]
     array_avals: list[Any]
-    in_specs: Any
+    in_specs: Mapping[str, Any]
+    signature: Signature
 
 
 def local_step(step: FlatStep, setting: Setting) -> LocalStep:
@@ -67,7 +71,27 @@ def local_step(step: FlatStep, setting: Setting) -> LocalStep:
     what is traced at their shapes.
     """
     found = of_whole_batch(step, setting)
-    return of_one_device(step, setting) if found is None else found
+    if found is None:
+        return of_one_device(step, setting)
+    if not step.signature.told and not setting.evaluates:
+        _check_told(found, step, setting)
+    return found
+
+
+def _check_told(found: LocalStep, step: FlatStep, setting: Setting) -> None:
+    """Refuses a step that updates another argument as it does its state; hidden states have rows."""
+
+    def has_rows(name: str, results: range) -> bool:
+        whole = dataclasses.replace(step, in_specs={**step.in_specs, name: P()})
+        local = of_whole_batch(whole, setting)
+        num_state = len(step.state)
+        return local is not None and any(
+            isinstance(local.outputs[i - num_state], Shard) for i in results
+        )
+
+    state = jax.tree.unflatten(step.state_tree, step.state)
+    suspects = _untold.like_state(found.traced, state, step.arrays)
+    _untold.check_like_state(step.signature, suspects, has_rows)
 
 
 def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
@@ -86,17 +110,18 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
         FULL if isinstance(form, Rows) and is_padded(form, aval.shape[form.dim], num) else form
         for form, aval in zip(forms, avals, strict=True)
     ]
-    num_state = len(step.state)
+    num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
     traced = _trace.trace_whole(
-        step.fn, avals, forms, given, num_state, axes, setting.options.offloads,
+        step.fn, avals, forms, given, num_new, axes, setting.options.offloads,
         setting.axes | setting.automatic, setting.automatic, setting.options.accumulate > 1,
     )  # fmt: skip
     if traced is None:
         return None
-    _outputs.check_outputs(traced, step.state, step.state_tree)
+    if not setting.evaluates:
+        _outputs.check_outputs(traced, step.state, step.state_tree)
     layouts = [_layout_of(form, setting.axis_names) for form in [*given, *traced.outputs]]
     specs = tuple(map(_layout.partition_spec, layouts[num_state : len(given)]))
-    outputs = tuple(layouts[len(given) + num_state :])
+    outputs = tuple(layouts[len(given) + num_new :])
     traced = dataclasses.replace(traced, movements=_with_paths(traced))
     _check_movements(traced.movements, setting.options.max_gather_bytes)
     uneven = [form != got for form, got in zip(forms[num_state:], given[num_state:], strict=True)]
@@ -137,6 +162,8 @@ def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
     """The step traced at the shapes of one device's part of the batch."""
     options, axes = setting.options, _step_axes(setting)
     specs = _call.argument_specs(step.arrays, step.in_specs, setting.batch_axes, options.accumulate)
+    if not step.signature.told and not setting.evaluates:
+        _untold.check_split(step.signature, step.arrays, specs)
     local = [
         _call.local_aval(aval, spec, setting.batch_axes)
         for aval, spec in zip(step.array_avals, specs, strict=True)
@@ -145,7 +172,7 @@ def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
         not any(spec) and _call.is_key(aval.dtype, aval.shape)
         for aval, spec in zip(step.array_avals, specs, strict=True)
     )
-    num_state = len(step.state)
+    num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
     varying = [False] * num_state + [any(map(_call.spec_axes, spec)) for spec in specs]
     traced = _trace.trace_written(
         step.fn,
@@ -158,10 +185,11 @@ def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
         automatic=setting.automatic,
     )
     whole = [*step.state, *step.array_avals]
-    _outputs.check_outputs(traced, step.state, step.state_tree)
-    shapes = _outputs.global_shapes(traced, step.fn, whole, axes, num_state, setting.automatic)
-    outputs = _outputs.output_layouts(traced, shapes, num_state, setting.axis_names)
-    _outputs.check_reduced(traced, outputs, step.state_tree, tuple(axes))
+    if not setting.evaluates:
+        _outputs.check_outputs(traced, step.state, step.state_tree)
+    shapes = _outputs.global_shapes(traced, step.fn, whole, axes, num_new, setting.automatic)
+    outputs = _outputs.output_layouts(traced, shapes, num_new, setting.axis_names)
+    _outputs.check_reduced(traced, outputs, num_new, step.state_tree, tuple(axes))
     return LocalStep(traced, tuple(specs), tuple(outputs), keys)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._needs import note_needs
 from jzero.sharding.batch import _trace
@@ -16,6 +19,7 @@ from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan import _leaves
 from jzero.sharding.plan._boundary import boundary_of
 from jzero.sharding.plan._layout import Layout, Shard
+from jzero.sharding.plan._leaves import Rest
 from jzero.sharding.plan._local_step import LocalStep
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
 from jzero.sharding.plan._setting import Setting
@@ -44,14 +48,15 @@ def state_leaves(state: Any, setting: Setting) -> list[StateLeaf]:
 
 
 def make_plan(
-    local: LocalStep, leaves: Sequence[StateLeaf], setting: Setting
-) -> tuple[StepPlan, Analysis]:
+    local: LocalStep, leaves: Sequence[StateLeaf], setting: Setting, rests: Sequence[Rest | None] = ()
+) -> tuple[StepPlan, Analysis]:  # fmt: skip
     """Decides where a step's values lie, and what runs when.
 
     Args:
       local: the step, as one device runs it.
       leaves: of its state.
       setting: what the user gave.
+      rests: of an evaluation, how each leaf lies.
 
     Raises:
       OptionError: an option that this step cannot obey.
@@ -60,7 +65,10 @@ def make_plan(
     frame, stage_axes, options = local.traced.frame, setting.stage_axes, setting.options
     links = Links(frame, stage_axes.count(stage_axes.shard_axes))
     note_needs(frame, len(local.traced.out_avals))
-    layouts = _leaves.plan_leaves(leaves, stage_axes, frame, links)
+    if setting.evaluates:
+        layouts = _leaves.plan_as_found(leaves, rests, stage_axes, setting.automatic, frame, links)
+    else:
+        layouts = _leaves.plan_leaves(leaves, stage_axes, frame, links)
     policy, automatic = options.offload, tuple(setting.automatic)
     resting, update = policy.rest(layouts, frame, setting.mesh, stage_axes, automatic)
     boundary = boundary_of(frame, links, stage_axes, resting, local.specs, update)
@@ -81,12 +89,15 @@ def make_plan(
             options.gather_once,
             options.keep_gathered,
             options.prefetch,
+            _loop_bytes(setting) if setting.evaluates else None,
         ),
         update=update,
         turns=policy.turns(resting, frame, update, boundary),
         device_bytes=policy.visiting_bytes,
         boundary=boundary,
         names=variable_names(frame),
+        evaluates=setting.evaluates,
+        unread=_unread(frame, len(leaves)) if setting.evaluates else frozenset(),
     )
     return plan, Analysis(frame, links)
 
@@ -103,6 +114,23 @@ def _microbatches(
         local.traced.frame, setting.step_axes, num, per_example, update.apart, update.boundary
     )
     return Microbatches(num, dims, cut.phases, cut.loops)
+
+
+def _unread(frame: Frame, num_leaves: int) -> frozenset[int]:
+    """The leaves, by index, that the step does not read."""
+    read = {id(atom) for eqn in frame.jaxpr.eqns for atom in eqn.invars}
+    read |= set(map(id, frame.jaxpr.outvars))
+    invars = frame.jaxpr.invars[:num_leaves]
+    return frozenset(i for i, var in enumerate(invars) if id(var) not in read)
+
+
+def _loop_bytes(setting: Setting) -> int:
+    """What a loop of an evaluation may keep gathered: by `gather=`, else half of a device's memory."""
+    if setting.options.gather is not None:
+        return sys.maxsize if setting.options.gather_once else 0
+    devices = list(setting.mesh.local_devices) if isinstance(setting.mesh, Mesh) else []
+    stats = devices[0].memory_stats() if devices else None
+    return int((stats or {}).get("bytes_limit", sys.maxsize)) // 2
 
 
 def _is_sharded(layout: Layout) -> bool:

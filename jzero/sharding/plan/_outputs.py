@@ -12,6 +12,7 @@ from jzero.sharding.batch import _trace
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.tracing import _call
+from jzero.tracing._returned import Returned
 
 WHO = _call.WHO
 
@@ -53,16 +54,17 @@ def output_layouts(
 
 
 def check_reduced(
-    traced: _trace.TracedStep, layouts: Sequence[Layout], state_tree: Any, axes: Sequence[str]
-) -> None:
+    traced: _trace.TracedStep, layouts: Sequence[Layout], num_new: int, state_tree: Any,
+    axes: Sequence[str],
+) -> None:  # fmt: skip
     """What a step written for one device returns is the same on all of them, or one entry per example.
 
     Nothing is averaged for its author: a mean of what devices made of their rows is another training.
     """
-    num_state, axis = state_tree.num_leaves, repr(axes[0] if len(axes) == 1 else tuple(axes))
-    state = _call.leaf_paths(jax.tree.unflatten(state_tree, range(num_state)), "the new state")
-    paths = [*state, *output_paths(traced.out_tree, num_state)]
-    rests = [*[_layout.FULL] * num_state, *layouts]
+    axis, num_leaves = repr(axes[0] if len(axes) == 1 else tuple(axes)), state_tree.num_leaves
+    state = _call.leaf_paths(jax.tree.unflatten(state_tree, range(num_leaves)), "the new state")
+    paths = [*state[:num_new], *output_paths(traced.out_tree, num_new)]
+    rests = [*[_layout.FULL] * num_new, *layouts]
     bad = [
         f"{describe_leaf(path, aval.shape, aval.dtype)} differs between devices"
         for path, aval, layout, varies in zip(
@@ -87,6 +89,8 @@ def output_paths(out_tree: Any, num_state: int = 0) -> list[str]:
 def check_outputs(traced: _trace.TracedStep, avals: list[Any], tree: Any) -> None:
     """The step must return its state, alone or first, with every leaf's shape and dtype kept."""
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
+    if isinstance(outs, Returned):
+        return  # Its state was found by that.
     new = outs
     if isinstance(outs, (tuple, list)) and outs and jax.tree.structure(outs[0]) == tree:
         new = outs[0]
@@ -94,7 +98,7 @@ def check_outputs(traced: _trace.TracedStep, avals: list[Any], tree: Any) -> Non
         raise StateError(message(
             WHO, _structure_difference(outs, tree),
             "step_fn returns the new state, alone or first in a tuple, with the structure it got.",
-            "Return (new_state, metrics).",
+            "Return (new_state, metrics). To evaluate, use jzero.shard_eval_step(fn, like=train_step).",
         ))  # fmt: skip
     paths = _call.leaf_paths(new, "state")
     bad = [

@@ -42,6 +42,8 @@ class Exchange:
       gather_once: one gather serves all microbatches.
       keep_gathered: one gather serves the forward and the backward pass.
       prefetch_bytes: how many gathered bytes may be ahead of their use.
+      loop_bytes: of an evaluation, the most bytes that one loop gathers before it and keeps through its
+        turns; None for a training, where JAX's AD says which loops are part of one pass.
     """
 
     reduce_once: bool
@@ -50,6 +52,7 @@ class Exchange:
     gather_once: bool
     keep_gathered: bool
     prefetch_bytes: int
+    loop_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +113,8 @@ class StepPlan:
       device_bytes: the most bytes of offloaded leaves on each device at any time.
       boundary: how the values lie that the step's programs take from the caller and hand to each other.
       names: of the step's variables, by their places in its jaxpr; the same on every process.
+      evaluates: the step reads its state, and returns none.
+      unread: of an evaluation, the leaves, by index, that it does not read; its program does not take them.
     """
 
     stage: int
@@ -127,6 +132,8 @@ class StepPlan:
     device_bytes: int
     boundary: Boundary
     names: Mapping[_jaxpr.Var, str]
+    evaluates: bool = False
+    unread: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         run = [index for turn in self.turns for index in turn.pieces]
@@ -158,11 +165,16 @@ class StepPlan:
     @functools.cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """Of everything that the step returns."""
-        return (*(leaf.layout for leaf in self.leaves), *self.outputs)
+        return (*(leaf.layout for leaf in self.new_leaves), *self.outputs)
+
+    @property
+    def new_leaves(self) -> tuple[LeafPlan, ...]:
+        """Those that the step returns."""
+        return () if self.evaluates else self.leaves
 
     def is_per_example(self, index: int) -> bool:
         """Whether an output of the step has one entry per example."""
-        return index >= len(self.leaves) and isinstance(self.layouts[index], Shard)
+        return index >= len(self.new_leaves) and isinstance(self.layouts[index], Shard)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -195,6 +207,8 @@ class StepPlan:
         yield f"arguments: {', '.join(map(str, self.arguments))}"
         yield f"outputs: {', '.join(map(str, self.outputs))}"
         yield f"{self.stage_axes}; {self.exchange}"
+        if self.evaluates:
+            yield f"returns no state; reads all leaves but {_ranges(self.unread)}"
         yield f"automatic axes {self.automatic}; the step's axes {self.step_axes}"
         if self.microbatches.num > 1:
             yield f"{self.microbatches.num} microbatches, cut along {self.microbatches.dims}"

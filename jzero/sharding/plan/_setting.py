@@ -28,6 +28,7 @@ class Setting:
       axis_names: the data axes; the mesh may have others.
       axis_name: the name by which the step itself calls all of them together, if it does.
       tracing: what JAX's own configuration says of traces, 64-bit types and the precision of products.
+      evaluates: the step reads its state, and returns none.
     """
 
     options: Options
@@ -35,6 +36,7 @@ class Setting:
     axis_names: tuple[str, ...]
     axis_name: str | None
     tracing: tuple[Hashable, ...] = ()
+    evaluates: bool = False
 
     @property
     def axes(self) -> dict[str, int]:
@@ -67,8 +69,9 @@ class Setting:
 
 
 def setting_of(
-    options: Options, mesh: Any, axis_names: tuple[str, ...] | None, axis_name: str | None
-) -> Setting:
+    options: Options, mesh: Any, axis_names: tuple[str, ...] | None, axis_name: str | None,
+    evaluates: bool = False,
+) -> Setting:  # fmt: skip
     """The setting of a step on a mesh; None for whatever is current.
 
     Raises:
@@ -102,7 +105,7 @@ def setting_of(
             WHO, f"axis_name={axis_name!r} is only one of the mesh's axes {names}",
             "A step's own axis stands for all data axes together.",
             "Use a name that the mesh does not have, or a mesh with this axis alone."))  # fmt: skip
-    return Setting(options, mesh, names, axis_name, tracing)
+    return Setting(options, mesh, names, axis_name, tracing, evaluates)
 
 
 def around(mesh: Any, axis_name: str | None) -> tuple[Any, Any, tuple[Hashable, ...]]:

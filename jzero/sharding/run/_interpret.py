@@ -64,6 +64,7 @@ class Interpreter:
       reduce_dtype: in which gradients are reduced; None for the dtype in which the step has them.
       boundary: values that another program reads, and what there does. They are reduced before anything is
         made of them: a gradient that waited through a cast, too, would be reduced twice.
+      loop_bytes: of an evaluation, the most that a loop gathers before it and keeps; None for a training.
     """
 
     links: Links
@@ -80,6 +81,7 @@ class Interpreter:
     keep_gathered: bool = False
     reduce_dtype: DTypeLike | None = None
     boundary: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = dataclasses.field(default_factory=dict)
+    loop_bytes: int | None = None
     seen_pass: str | None = None
 
     def run(self, frame: Frame, args: Sequence[Value]) -> list[Value]:
@@ -222,6 +224,10 @@ class Interpreter:
         return FullValue(self.devices.full(value), value.name)
 
     # -- passes ----------------------------------------------------------------------------------
+
+    def of_one_pass(self, frame: Frame, eqn: _jaxpr.Eqn) -> bool:
+        """Whether the equation, a loop, is part of one pass and holds none; in an evaluation all are."""
+        return self.loop_bytes is not None or frame.pass_of(eqn) is not None
 
     def enter_pass(self, frame: Frame, eqn: _jaxpr.Eqn) -> None:
         """Starts a new scope for gathers when the equation belongs to another pass than the last.

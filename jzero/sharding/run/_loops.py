@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.sharding.analysis import _frames
+from jzero.sharding.analysis import _frames, _rules
 from jzero.sharding.analysis._frames import Frame, split
 from jzero.sharding.run import _prefetch
 from jzero.sharding.run._devices import Devices
@@ -35,7 +35,7 @@ def run_scan(
 ) -> list[Value]:
     """A `scan`: carries `[n, d]` keep their layouts, of stacks `[turns, n, d]` a turn has `[n, d]`."""
     scan, (child,) = _jaxpr.scan_parts(eqn), frame.children[index]
-    one_pass = frame.pass_of(eqn) is not None
+    one_pass = interp.of_one_pass(frame, eqn)
     settled = [interp.devices.settle(value) for value in ins]
     consts, init, stacks = split(settled, scan.num_consts, scan.num_carry)
     consts = _loop_consts(interp, child, consts, one_pass)
@@ -80,7 +80,7 @@ def run_while(
     settled = [interp.devices.settle(value) for value in ins]
     cond_ins, body_ins, init = split(settled, loop.num_cond_consts, loop.num_body_consts)
     cond_ins = _loop_consts(interp, cond, cond_ins, True)
-    body_ins = _loop_consts(interp, body, body_ins, divergent or frame.pass_of(eqn) is not None)
+    body_ins = _loop_consts(interp, body, body_ins, divergent or interp.of_one_pass(frame, eqn))
     whole = divergent or several
     dims = [
         None if whole else interp.carried_dim(frame, out, [value])
@@ -124,11 +124,21 @@ def _loop_consts(
     """What a loop closes over: gathered before it if every iteration is part of one pass.
 
     A time loop would else gather its weights at every time step. A loop *of* train steps or microbatches
-    holds whole passes, and gathers inside them, so that no more than a pass needs is alive.
+    holds whole passes, and gathers inside them, so that no more than a pass needs is alive. So does a loop
+    of an evaluation that reads more than there is room for.
     """
+    pairs = list(zip(child.jaxpr.invars, consts, strict=False))
+    wanted = [
+        (var, value) for var, value in pairs
+        if isinstance(value, ShardValue) and var in child.needs_full
+    ]  # fmt: skip
+    num_bytes = sum(_rules.size_in_bytes(var.aval) for var, _ in wanted)
+    fits = interp.loop_bytes is None or num_bytes <= interp.loop_bytes
     return [
-        interp.gathered(child, var, value) if one_pass and var in child.needs_full else value
-        for var, value in zip(child.jaxpr.invars, consts, strict=False)
+        interp.gathered(child, var, value)
+        if one_pass and fits and var in child.needs_full
+        else value
+        for var, value in pairs
     ]
 
 

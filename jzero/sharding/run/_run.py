@@ -45,19 +45,22 @@ class Runner:
         return self.analysis.frame
 
     def whole_step(self) -> Callable[..., Any]:
-        """The step on whole arrays, `(state leaves, argument leaves) -> (state leaves, outputs)`."""
+        """The step on whole arrays, `(state leaves, argument leaves) -> (new state leaves, outputs)`."""
         plan = self.plan
 
         def local_step(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
             interp = self.interpreter()
             env = self.grad_part(interp, state, arrays)
-            olds = [*state, *[None] * len(plan.outputs)]
+            olds = [*state[:num_new], *[None] * len(plan.outputs)]
             outs = [self.out(interp, env, i, old) for i, old in enumerate(olds)]
-            return outs[: len(state)], outs[len(state) :]
+            return outs[:num_new], outs[num_new:]
 
-        specs = [_layout.partition_spec(layout) for layout in plan.layouts]
-        split = specs[: len(plan.leaves)], specs[len(plan.leaves) :]
-        return self.shard_map(local_step, (split[0], list(plan.arguments)), split)
+        num_new = len(plan.new_leaves)
+        leaves = [_layout.partition_spec(leaf.layout) for leaf in plan.leaves]
+        outputs = [_layout.partition_spec(layout) for layout in plan.outputs]
+        return self.shard_map(
+            local_step, (leaves, list(plan.arguments)), (leaves[:num_new], outputs)
+        )
 
     def shard_map(
         self, fn: Callable[..., Any], in_specs: Any, out_specs: Any
@@ -98,6 +101,7 @@ class Runner:
             keep_gathered=exchange.keep_gathered,
             reduce_dtype=exchange.reduce_dtype,
             boundary=plan.update.boundary,
+            loop_bytes=exchange.loop_bytes,
         )
 
     def grad_part(self, interp: Interpreter, state: Sequence[Any], arrays: Sequence[Any]) -> Env:

@@ -1,0 +1,183 @@
+"""`shard_eval_step`: what a state that lives in shards computes, without a step of training."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from jzero._errors import OptionError, called_as, message
+from jzero._sharded_step import ShardedStep
+from jzero._step import ShardedTrainStep
+from jzero.offload._policy import NO_OFFLOAD
+from jzero.offload.memory import _placing
+from jzero.segments._programs import Programs
+from jzero.segments._repeat import FlatCall
+from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
+from jzero.tracing import _call
+from jzero.tracing._signature import Signature
+
+WHO = "shard_eval_step"
+_GATHER = (None, "per_pass", "once_per_step")
+
+
+def shard_eval_step(
+    eval_step: Callable[..., Any] | None = None,
+    *,
+    like: ShardedTrainStep | None = None,
+    gather: str | None = None,
+    max_gather_bytes: int = MAX_GATHER_BYTES,
+    mesh: Any = None,
+    axis_names: str | Sequence[str] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    in_specs: Mapping[str | int, Any] | None = None,
+    state_argnums: int | Sequence[int] | None = None,
+    state_argnames: str | Sequence[str] = (),
+) -> Any:
+    """Evaluates, predicts or generates with a state as it rests in shards.
+
+    `eval_step(state, *args) -> anything`. The state is that of a sharded train step, or a part of it, like
+    `state.params`; it is read where it lies, and neither consumed nor returned. What comes back is what
+    `jax.jit(eval_step)` returns on one device with the whole batch: outputs with rows are whole arrays, in
+    their order, split over the devices where they divide. Parameters are gathered layer by layer, and
+    freed. Batches may be of any size, the last and smaller one too; each new shape compiles.
+
+    >>> import jax, jax.numpy as jnp, optax, jzero
+    >>> tx = optax.adam(1e-2)
+    >>> def step_fn(state, batch):
+    ...     params, opt_state = state
+    ...     loss, grads = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(params)
+    ...     updates, opt_state = tx.update(grads, opt_state, params)
+    ...     return (optax.apply_updates(params, updates), opt_state), loss
+    >>> train_step = jzero.shard_train_step(step_fn, stage=3)
+    >>> params = jnp.ones((64, 8))
+    >>> state, loss = train_step((params, tx.init(params)), jnp.ones((16, 64)))
+    >>> def predict(params, batch):
+    ...     return batch @ params
+    >>> eval_step = jzero.shard_eval_step(predict, like=train_step)
+    >>> eval_step(state[0], jnp.ones((13, 64))).shape
+    (13, 8)
+
+    Generation is the same: `eval_step` holds a `lax.while_loop` or `lax.scan` that decodes with its cache,
+    and draws the bits that one device draws.
+
+    Leaves that the step does not read, like the optimizer's state, stay where they are; one in host memory
+    that it reads is copied to the devices for the call.
+
+    Args:
+      eval_step: the function; None to use `shard_eval_step(like=...)` as a decorator.
+      like: the train step whose state it reads, for its mesh and data axes. Without one, for a model that
+        is not trained, `mesh` and `axis_names` are as for `shard_train_step`, and `ShardedEvalStep.shard`
+        places the parameters.
+      gather: how long gathered parameters live. By default they are gathered where they are used, and a loop
+        that would gather the same ones again in each turn, as decoding does, gathers them before it, if
+        they take at most half of a device's memory. 'per_pass': such a loop gathers them again in each turn:
+        the memory of one layer. 'once_per_step': each is gathered once in a call, and kept until it is done.
+      max_gather_bytes: the most bytes of a value with the batch's rows that one operation may gather on every
+        device; see `shard_train_step`.
+      mesh: a `jax.sharding.Mesh`, where there is no `like`.
+      axis_names: the data axes of that mesh; all by default.
+      static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
+      static_argnames: their names.
+      in_specs: how arguments lie whose rows are not along dim 0; see `shard_train_step`.
+      state_argnums: positions of the arguments that are read where they rest, by default the first.
+      state_argnames: their names.
+
+    Returns:
+      A `ShardedEvalStep`.
+
+    Raises:
+      OptionError: an option that cannot be obeyed.
+      MeshError: a mesh or axis that does not fit (some of it when first called).
+
+    Reference:
+      Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+      Models", 2020, section 5.3: parameters in shards, gathered for the forward pass and freed after it.
+    """
+    if gather not in _GATHER:
+        raise OptionError(message(
+            WHO, f"gather={gather!r}", "Parameters are gathered 'per_pass' or 'once_per_step'.",
+            "Drop it to gather them where they are used."))  # fmt: skip
+    if not isinstance(like, ShardedTrainStep | None):
+        raise OptionError(message(
+            WHO, f"like is a {type(like).__name__}", "It is the train step whose state is read.",
+            "Pass what shard_train_step returned."))  # fmt: skip
+    if like is not None and (mesh is not None or axis_names is not None):
+        raise OptionError(message(
+            WHO, "both like and a mesh of its own", "A state is read on the mesh on which it rests.",
+            "Drop mesh and axis_names, or use like=train_step.on_mesh(mesh)."))  # fmt: skip
+    make = functools.partial(
+        ShardedEvalStep, like=like, gather=gather, max_gather_bytes=max_gather_bytes, mesh=mesh,
+        axis_names=axis_names, static_argnums=static_argnums, static_argnames=static_argnames,
+        in_specs=in_specs, state_argnums=state_argnums, state_argnames=state_argnames,
+    )  # fmt: skip
+    return make if eval_step is None else make(eval_step)
+
+
+class ShardedEvalStep(ShardedStep):
+    """A function of a state that lives in shards; see `shard_eval_step` for how it behaves.
+
+    Attributes:
+      __wrapped__: the function it was made from.
+    """
+
+    _who: ClassVar[str] = WHO
+
+    def __init__(
+        self, eval_step: Callable[..., Any], *, like: ShardedTrainStep | None, gather: str | None,
+        max_gather_bytes: int, mesh: Any, axis_names: str | Sequence[str] | None,
+        static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
+        in_specs: Mapping[str | int, Any] | None, state_argnums: int | Sequence[int] | None,
+        state_argnames: str | Sequence[str],
+    ):  # fmt: skip
+        if not callable(eval_step):
+            raise OptionError(message(
+                WHO, f"eval_step is a {type(eval_step).__name__}", "It must be a function.",
+                "Write shard_eval_step(eval_step, like=train_step)."))  # fmt: skip
+        with called_as(WHO):
+            signature = Signature.of(
+                eval_step, static_argnums, static_argnames, in_specs, state_argnums, state_argnames
+            )
+            own: dict[str, Any] = dict(
+                gather=gather, max_gather_bytes=max_gather_bytes, offload=NO_OFFLOAD, who=WHO
+            )
+            if like is None:
+                names = axis_tuple(axis_names)
+                programs = Programs(eval_step, signature, Options(**own), mesh, names, None, True)
+            else:
+                programs = like.programs_to_evaluate(eval_step, signature, own)
+        super().__init__(eval_step, programs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What `eval_step(state, *args)` returns; nothing is consumed.
+
+        Raises:
+          StateError, BatchError, StepError: see the message.
+          ProcessError: several processes are about to run different programs, or one does not come.
+        """
+        with self._asked(WHO):
+            call = FlatCall.of(self._programs.signature.bind(args, kwargs), self._programs.setting)
+            ready = self._placement.repeated(call)
+            if ready is None and call.is_traced:
+                return self._traced(call)
+            program, state = ready or self._placement.ready(call)
+            arrays = _placing.place(
+                call.arrays,
+                program.argument_shardings,
+                lambda: _call.argument_paths(call.call.arrays),
+            )
+            _, outs = program.step(state, arrays)
+        return jax.tree.unflatten(program.out_tree, outs)
+
+    def _traced(self, call: FlatCall) -> Any:
+        """A call under an outer `jax.jit`."""
+        program = self._programs.of(call.call)
+        state, arrays = _placing.as_arrays(call.state, call.arrays)
+        _, outs = program.step.run(
+            _placing.constrain(_placing.pad(state, program.plan.leaves), program.state_shardings),
+            _placing.constrain(arrays, program.argument_shardings),
+        )
+        return jax.tree.unflatten(program.out_tree, outs)

@@ -1,0 +1,112 @@
+"""`ShardedStep`: what can be asked of a step whose state lives in shards, whether it trains or evaluates."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import jax
+
+from jzero._errors import STEP, called_as
+from jzero._placement import Placement
+from jzero.offload.memory import _placing
+from jzero.processes import _agreement
+from jzero.reports._describe import Report
+from jzero.segments._programs import Programs, placed_inputs
+from jzero.sharding.analysis import _traffic
+from jzero.sharding.plan._plan import StepPlan
+from jzero.sharding.run import _microbatches
+
+
+class ShardedStep(abc.ABC):
+    """A step whose state lives in shards.
+
+    Attributes:
+      __wrapped__: the function it was made from.
+    """
+
+    _who: ClassVar[str] = STEP
+
+    def __init__(self, fn: Callable[..., Any], programs: Programs):
+        self._programs, self._placement = programs, Placement(programs)
+        functools.update_wrapper(self, fn, updated=())
+
+    @contextlib.contextmanager
+    def _asked(self, who: str) -> Iterator[None]:
+        """Something is asked of the step: nothing may have gone wrong before, and errors say which step."""
+        with called_as(self._who):
+            _agreement.check(who)
+            yield
+
+    def _named(self, state: Any) -> Any:
+        """A state, or a part of one, with the names of its arguments where it has several."""
+        signature = self._programs.signature
+        whole = isinstance(state, tuple | list) and len(state) == len(signature.state_names)
+        return signature.named(state, self._who) if whole else state
+
+    @abc.abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs it."""
+
+    def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Places a state that exists; leaves that already lie right are not copied.
+
+        Several processes that each hold the state whole must hold the same: they compare it (by
+        checksum), and each copies what its devices need.
+
+        Args:
+          state: the state, on host or devices, in any layout.
+          *args: optionally the step's other arguments (arrays or `ShapeDtypeStruct`s); see
+            `state_shardings`.
+          **kwargs: the same by name.
+
+        Raises:
+          StateError: an earlier step has consumed it.
+          OptionError: the host has too little memory for its part of it; see `init`.
+          ProcessError: it differs between processes, or one does not come.
+        """
+        with self._asked("shard"):
+            plans, shardings = self._placement.leaf_plans(state, args, kwargs)
+            leaves, tree = jax.tree.flatten(state)
+            placed = self._placement.place(self._named(state), leaves, plans, shardings)
+        return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
+
+    def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
+        """The plan for `(state, *args)`: arrays or `ShapeDtypeStruct`s; nothing runs."""
+        with self._asked("plan"):
+            return self._programs.of(self._programs.bind(args, kwargs)).plan
+
+    def describe(self, *args: Any, **kwargs: Any) -> Report:
+        """What a step on `(state, *args)` keeps where and moves between devices; print it.
+
+        Arrays or `ShapeDtypeStruct`s; nothing runs, and with an abstract mesh no device is needed.
+        """
+        with self._asked("describe"):
+            call = self._programs.bind(args, kwargs)
+            program = self._programs.of(call)
+            jaxpr = jax.make_jaxpr(program.step.run)(*placed_inputs(call, program))
+        return Report(
+            program.plan,
+            tuple(_traffic.collectives(jaxpr)),
+            program.keys,
+            _traffic.carried_bytes(jaxpr, _microbatches.SCOPE),
+            program.step.crossings(),
+            program.step.roads(),
+            program.movements,
+            program.whole_arguments,
+        )
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
+        with self._asked("lower"):
+            call = self._programs.bind(args, kwargs)
+            program = self._programs.of(call)
+            return program.step.trace(*placed_inputs(call, program)).lower()
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh it was made for; None for whatever is current when it is called."""
+        return self._programs.mesh

@@ -1,0 +1,32 @@
+"""How a leaf lies that is read where it lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jzero.offload.memory._host_array import HostArray
+from jzero.offload.memory._padded import PaddedArray
+from jzero.sharding.plan._leaves import Rest
+
+
+def rest_of(leaf: Any, mesh: Any) -> Rest | None:
+    """How a leaf, an array or its shape with a sharding, lies on a mesh; None if it does not.
+
+    One in host memory lies there as it would on the devices.
+    """
+    if isinstance(leaf, jax.core.Tracer):  # Under an outer jax.jit XLA decides.
+        return None
+    if isinstance(leaf, PaddedArray):
+        leaf = leaf.padded
+    hosted = isinstance(leaf, HostArray)
+    sharding = leaf.at_rest if hosted else getattr(leaf, "sharding", None)
+    shape = leaf.padded_shape if hosted else getattr(leaf, "shape", ())
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+        return None
+    spec = list(sharding.spec)
+    while spec and not spec[-1]:
+        spec.pop()
+    return Rest(tuple(spec), tuple(shape))

@@ -1,0 +1,181 @@
+"""Where a step returns its state, found out: each argument of it by its structure, shapes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jzero._errors import StateError, StepError, describe_leaf, message
+from jzero.tracing import _call
+from jzero.tracing._state_arguments import StateArguments, Step, parts
+
+WHO = _call.WHO
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Returned:
+    """What a step returned, as a pytree whose first leaves are the new state's.
+
+    Attributes:
+      nodes: the arguments of the state that have leaves, then whatever else was returned.
+      places: for each node, where it stands among those of `tree`.
+      tree: the structure of what the step returned, in which each of the nodes is a leaf.
+    """
+
+    def __init__(self, nodes: Sequence[Any], places: tuple[int, ...], tree: Any):
+        self.nodes, self.places, self.tree = nodes, places, tree
+
+    def tree_flatten(self) -> tuple[Sequence[Any], tuple[Any, ...]]:
+        return self.nodes, (self.places, self.tree)
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Step, Any]], tuple[Any, ...]]:
+        """With the paths that the nodes have in what the step returned."""
+        paths = _call.leaf_paths(jax.tree.unflatten(self.tree, self.places), "")
+        keyed = [(Step(paths[i]), node) for i, node in zip(self.places, self.nodes, strict=True)]
+        return keyed, (self.places, self.tree)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple[Any, ...], nodes: Iterable[Any]) -> Returned:
+        return cls(list(nodes), *aux)
+
+    def as_given(self) -> Any:
+        """What the step returned, as it returned it."""
+        outs = list(self.nodes)
+        for i, node in zip(self.places, self.nodes, strict=True):
+            outs[i] = node
+        return jax.tree.unflatten(self.tree, outs)
+
+    def apart(self, state: Any) -> tuple[Any, Any]:
+        """The new state, in the form of `state`, and what the step returned with None in its places."""
+        nodes = iter(self.nodes)
+        new = tuple([next(nodes) if jax.tree.leaves(value) else value for _, value in parts(state)])
+        others = list(nodes)
+        without = [None] * (len(self.nodes) - len(others)) + others
+        rest = Returned(without, self.places, self.tree).as_given()
+        return (new if isinstance(state, StateArguments) else new[0]), rest
+
+
+def as_given(outs: Any) -> Any:
+    """What a step returned, in its structure."""
+    return outs.as_given() if isinstance(outs, Returned) else outs
+
+
+def find_state(outs: Any, state: Any) -> Returned:
+    """What a step returned, its state first.
+
+    The new value of an argument is the result with its structure, shapes and dtypes, wherever it stands. Of
+    several that are alike, as parameters and their average, the first is the first. If there are more of
+    them than such arguments, as with gradients, the state must lead, in the order of its arguments. Which
+    one is taken decides how a value rests, and not what is computed.
+
+    Args:
+      outs: what the step returned, of arrays, tracers or `ShapeDtypeStruct`s.
+      state: the step's state.
+
+    Raises:
+      StateError: an argument came back with another shape or dtype.
+      StepError: one did not come back, or it cannot be told where.
+    """
+    wanted = [(name, value) for name, value in parts(state) if jax.tree.leaves(value)]
+    nodes, tree = jax.tree.flatten(
+        outs, is_leaf=lambda x: any(are_alike(x, value) for _, value in wanted)
+    )
+    candidates = [
+        [i for i, node in enumerate(nodes) if are_alike(node, value)] for _, value in wanted
+    ]
+    same = [[_same(candidates, i, j) for j in range(len(wanted))] for i in range(len(wanted))]
+    missing = [i for i, found in enumerate(candidates) if len(found) < sum(same[i])]
+    if missing:
+        there = [value for i, (_, value) in enumerate(wanted) if i not in missing]
+        names = [name for name, _ in parts(state)]
+        _refuse_missing(outs, [wanted[i] for i in missing], there, names)
+    unclear = [i for i, found in enumerate(candidates) if len(found) > sum(same[i])]
+    if not unclear:
+        places = [found[sum(same[i][:i])] for i, found in enumerate(candidates)]
+    elif all(i in found for i, found in enumerate(candidates)):
+        places = list(range(len(wanted)))
+    else:
+        paths = _call.leaf_paths(jax.tree.unflatten(tree, range(len(nodes))), "output")
+        shown = ", ".join(name for name, _ in wanted)
+        raise StepError(message(
+            WHO,
+            [f"{wanted[i][0]} could come back as {' or '.join(paths[j] for j in candidates[i])}"
+             for i in unclear],
+            "The new value of an argument of the state is the result with its structure, shapes and dtypes.",
+            f"Return the state first, in the order of its arguments: ({shown}, ...).",
+            things="arguments"))  # fmt: skip
+    places += [i for i in range(len(nodes)) if i not in places]
+    return Returned([nodes[i] for i in places], tuple(places), tree)
+
+
+def _same(candidates: Sequence[list[int]], i: int, j: int) -> bool:
+    """Whether two arguments of the state are alike: then the same results are."""
+    return i == j or (bool(candidates[i]) and candidates[i] == candidates[j])
+
+
+def are_alike(x: Any, value: Any) -> bool:
+    """Whether two trees have one structure, and their leaves one shape and dtype each."""
+    return _is_like(x, jax.tree.structure(value)) and all(
+        map(_one_type, jax.tree.leaves(x), jax.tree.leaves(value))
+    )
+
+
+def _is_like(x: Any, tree: Any) -> bool:
+    return bool(jax.tree.structure(x) == tree)
+
+
+def _one_type(x: Any, y: Any) -> bool:
+    try:
+        a, b = _call.abstract_leaf(x), _call.abstract_leaf(y)
+    except (TypeError, ValueError):
+        return False
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _refuse_missing(
+    outs: Any, missing: Sequence[tuple[str, Any]], there: Sequence[Any], names: Sequence[str]
+) -> None:
+    changed = [line for name, value in missing for line in _changes(outs, name, value, there)]
+    if changed:
+        raise StateError(message(
+            WHO, changed, "A step must keep every state leaf's shape and dtype.",
+            "Cast it back (.astype) before returning, or initialise it with the new dtype.",
+        ))  # fmt: skip
+    returned = f"{len(outs)} results" if isinstance(outs, (tuple, list)) else "one result"
+    raise StepError(message(
+        WHO,
+        [f"{name} (a tree of {len(jax.tree.leaves(value))} leaves) is not among the {returned} of step_fn"
+         for name, value in missing],
+        "A step returns the new value of every argument of its state, with its structure, shapes and dtypes.",
+        f"Return ({', '.join(names)}, ...), or leave out of state_argnums what the step does not update.",
+        things="arguments"))  # fmt: skip
+
+
+def _changes(outs: Any, name: str, value: Any, there: Sequence[Any]) -> list[str]:
+    """Leaves of an argument that came back with other shapes or dtypes, if one result has its structure.
+
+    Moments have that of the parameters: what is in arguments that came back (`there`) is none.
+    """
+    tree = jax.tree.structure(value)
+    if _is_like(0, tree):  # One array: any result has its structure.
+        return []
+
+    def is_node(x: Any) -> bool:
+        return _is_like(x, tree) or any(are_alike(x, other) for other in there)
+
+    found = [node for node in jax.tree.leaves(outs, is_leaf=is_node) if _is_like(node, tree)]
+    if len(found) != 1:
+        return []
+    named = zip(
+        _call.leaf_paths(value, name),
+        jax.tree.leaves(value),
+        jax.tree.leaves(found[0]),
+        strict=True,
+    )
+    return [
+        f"{describe_leaf(path, old.shape, old.dtype)} became {new.dtype}{list(new.shape)}"
+        for path, old, new in named
+        if hasattr(new, "dtype") and not _one_type(old, new)
+    ]

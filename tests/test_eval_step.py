@@ -1,0 +1,412 @@
+"""`shard_eval_step`: what is read of a state in shards is what one device would make of it."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import jzero
+import zoo
+from small import shard_train_step
+
+LAYERS, DIM, HEADS, VOCAB, CONTEXT = 3, 16, 2, 40, 10
+TX = optax.adam(1e-2)
+
+
+@pytest.fixture(autouse=True)
+def _in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+# -- a small GPT, its training, and what one would ask of it ---------------------------------------
+
+
+def new_params(vocab=VOCAB, layers=LAYERS):
+    rng = np.random.default_rng(0)
+    shapes = {
+        "embed": (vocab, DIM),
+        "positions": (CONTEXT, DIM),
+        "blocks": {
+            "qkv": (layers, DIM, 3 * DIM),
+            "project": (layers, DIM, DIM),
+            "up": (layers, DIM, 4 * DIM),
+            "down": (layers, 4 * DIM, DIM),
+        },
+    }
+    return jax.tree.map(
+        lambda shape: jnp.asarray(0.3 * rng.normal(size=shape)),
+        shapes,
+        is_leaf=lambda x: type(x) is tuple,
+    )
+
+
+def block(x, w, cache, t):
+    """One token `[rows, dim]` of each row through a block; keys and values `[rows, context, dim]`."""
+    q, k, v = jnp.split(x @ w["qkv"], 3, axis=-1)
+    keys, values = (
+        lax.dynamic_update_index_in_dim(old, new, t, 1)
+        for old, new in zip(cache, (k, v), strict=True)
+    )
+    heads = (-1, CONTEXT, HEADS, DIM // HEADS)
+    scores = jnp.einsum("bhd,bthd->bht", q.reshape(-1, *heads[2:]), keys.reshape(heads))
+    scores = jnp.where(jnp.arange(CONTEXT)[None, None] <= t, scores, -1e30)
+    seen = jnp.einsum("bht,bthd->bhd", jax.nn.softmax(scores), values.reshape(heads))
+    x = x + seen.reshape(x.shape) @ w["project"]
+    return x + jax.nn.gelu(x @ w["up"]) @ w["down"], (keys, values)
+
+
+def logits_of(params, tokens, cache, t):
+    x = params["embed"][tokens] + params["positions"][t][None]
+
+    def layer(x, weights_and_cache):
+        weights, cache = weights_and_cache
+        return block(x, weights, cache, t)
+
+    x, cache = lax.scan(layer, x, (params["blocks"], cache))
+    return x @ params["embed"].T, cache
+
+
+def empty_cache(params, rows):
+    return (jnp.zeros((len(params["blocks"]["qkv"]), rows, CONTEXT, DIM)),) * 2
+
+
+def loss_fn(params, tokens):
+    def turn(cache, t):
+        logits, cache = logits_of(params, tokens[:, t], cache, t)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, t + 1])
+        return cache, losses
+
+    cache = empty_cache(params, len(tokens))
+    _, losses = lax.scan(turn, cache, jnp.arange(CONTEXT - 1))
+    return losses.mean()
+
+
+def step_fn(state, tokens):
+    params, opt_state = state
+    loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), loss
+
+
+def generate(params, prompt, key):
+    """Samples until every row has token 1: `([rows, context], the last position)`."""
+    rows, given = prompt.shape
+
+    def goes_on(carry):
+        t, _, _, done, _ = carry
+        return (t < CONTEXT - 1) & ~done.all()
+
+    def turn(carry):
+        t, out, cache, done, key = carry
+        logits, cache = logits_of(params, out[:, t], cache, t)
+        key, own = jax.random.split(key)
+        drawn = jax.random.categorical(own, logits, axis=-1).astype(out.dtype)
+        token = jnp.where(t + 1 < given, out[:, t + 1], jnp.where(done, 0, drawn))
+        done |= (token == 1) & (t + 1 >= given)
+        return t + 1, lax.dynamic_update_index_in_dim(out, token, t + 1, 1), cache, done, key
+
+    out = jnp.zeros((rows, CONTEXT), prompt.dtype).at[:, :given].set(prompt)
+    start = 0, out, empty_cache(params, rows), jnp.zeros(rows, bool), key
+    t, out, *_ = lax.while_loop(goes_on, turn, start)
+    return out, t
+
+
+def evaluate(state, tokens, key):
+    """What an evaluation may say of its rows, in all the ways that couple them."""
+    params, _ = state
+    logits, _ = logits_of(params, tokens[:, 0], empty_cache(params, len(tokens)), 0)
+    kept = jax.random.bernoulli(key, 0.5, logits.shape)
+    ranks = jnp.argsort(logits[:, 0])
+    return {
+        "loss": loss_fn(params, tokens),
+        "rows": logits,
+        "dropped": jnp.where(kept, logits, 0).sum(),
+        "best": (logits.argmax(-1), logits[:, 0].argmax(), logits.max(0)),
+        "correct": (logits.argmax(-1) == tokens[:, 1]).sum(),
+        "similar": jax.nn.softmax(logits @ logits.T).trace(),
+        "ranks": ranks,
+        "median": jnp.median(logits),
+        "num": tokens.shape[0],
+    }
+
+
+def tokens_of(rows, columns=CONTEXT):
+    return np.random.default_rng(rows).integers(2, VOCAB, (rows, columns), np.int32)
+
+
+def mesh_of(axes):
+    devices = jax.devices()[: math.prod(axes.values())]
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices)
+
+
+def trained(axes=None, params=None, **options):
+    """A step on a mesh, and a state that it has trained for one step."""
+    train_step = shard_train_step(step_fn, mesh=mesh_of(axes or {"data": 8}), **options)
+    params = new_params() if params is None else params
+    state, _ = train_step((params, TX.init(params)), tokens_of(16))
+    return train_step, state
+
+
+def same(actual, expected):
+    zoo.assert_trees_close(zoo.to_host(actual), zoo.to_host(expected), None, "output")
+
+
+one_device = functools.cache(jax.jit)
+
+# -- equal to one device ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"data": 1}, {}),
+        ({"data": 2}, {}),
+        ({"data": 4}, {"stage": 1}),
+        ({"data": 8}, {}),
+        ({"data": 8}, {"stage": 0}),
+        ({"data": 8}, {"accumulate": 2, "gather": "keep"}),
+        ({"node": 2, "local": 4}, {"param_axes": "local"}),
+        ({"data": 4, "model": 2}, {"axis_names": "data", "auto_specs": {"up": jax.P(None, None, "model")}}),
+    ],
+)  # fmt: skip
+def test_evaluates_as_one_device(axes, options):
+    train_step, state = trained(axes, **options)
+    eval_step, whole = jzero.shard_eval_step(evaluate, like=train_step), zoo.to_host(state)
+    for rows in (16, 13, 3):  # The last two are no multiples of the devices.
+        inputs = tokens_of(rows), jax.random.key(rows)
+        same(eval_step(state, *inputs), one_device(evaluate)(whole, *inputs))
+    train_step(state, tokens_of(16))  # Nothing was consumed.
+
+
+@pytest.mark.parametrize("gather", [None, "per_pass", "once_per_step"])
+@pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.HostCPU(), jzero.PinnedHost(2**20)])
+def test_generates_the_tokens_of_one_device(gather, offload):
+    train_step, (params, _) = trained(offload=offload)
+    eval_step = jzero.shard_eval_step(generate, like=train_step, gather=gather)
+    for rows in (16, 5):
+        inputs = tokens_of(rows, 3), jax.random.key(rows)
+        (tokens, last), (others, its_last) = (
+            eval_step(params, *inputs),
+            one_device(generate)(zoo.to_host(params), *inputs),
+        )
+        np.testing.assert_array_equal(tokens, others)
+        assert last == its_last
+
+
+def test_reads_what_rests_on_the_host():
+    def norms(state, factor):
+        params, opt_state = state
+        return factor * optax.tree.norm(params), optax.tree.norm(opt_state[0].nu)
+
+    for offload in (jzero.HostCPU(), jzero.PinnedHost(2**20)):
+        train_step, state = trained(offload=offload)
+        before = jax.tree.map(type, state)
+        eval_step = jzero.shard_eval_step(norms, like=train_step)
+        same(eval_step(state, 2.0), jax.jit(norms)(zoo.to_host(state), 2.0))
+        assert jax.tree.map(type, state) == before
+        assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_padded_leaves_and_leaves_that_lie_elsewhere():
+    train_step = shard_train_step(
+        lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).mean())(w),
+        mesh=mesh_of({"data": 8}),
+    )
+    w = train_step(jnp.asarray(np.random.default_rng(0).normal(size=(41, 3))), jnp.ones((8, 41)))
+    assert isinstance(w, jzero.PaddedArray)
+
+    def table(w, rows):
+        return w[rows], w.sum(0), w, jnp.sort(w, axis=0)
+
+    eval_step, rows = jzero.shard_eval_step(table, like=train_step), jnp.arange(12) % 41
+    whole = np.asarray(w)
+    for given in (
+        w,
+        whole,
+        jnp.asarray(whole),
+        train_step.on_mesh(mesh_of({"data": 4})).shard(whole),
+    ):
+        same(eval_step(given, rows), jax.jit(table)(whole, rows))
+
+
+def test_without_a_train_step():
+    params = new_params()
+    eval_step = jzero.shard_eval_step(generate, mesh=mesh_of({"data": 4}))
+    placed = eval_step.shard(params)
+    assert placed["blocks"]["up"].sharding.spec == PartitionSpec(None, "data")
+    inputs = tokens_of(6, 3), jax.random.key(0)
+    for given in (placed, params):
+        same(eval_step(given, *inputs), one_device(generate)(zoo.to_host(params), *inputs))
+
+
+def test_state_in_several_arguments():
+    train_step, state = trained()
+    eval_step = jzero.shard_eval_step(
+        lambda opt_state, tokens, params: (optax.tree.norm(opt_state[0].mu), loss_fn(params, tokens)),
+        like=train_step, state_argnames=("params", "opt_state"),
+    )  # fmt: skip
+    tokens, (params, opt_state) = tokens_of(12), state
+    expected = jax.jit(eval_step.__wrapped__)(*zoo.to_host((opt_state, tokens, params)))
+    same(eval_step(opt_state, tokens, params=params), expected)
+    plan = eval_step.plan(opt_state, tokens, params)
+    assert [leaf.path for leaf in plan.leaves if leaf.path.startswith("params")][:2] == [
+        "params['blocks']['down']", "params['blocks']['project']",
+    ]  # fmt: skip
+    placed = eval_step.shard((opt_state, params))
+    same(eval_step(placed[0], tokens, placed[1]), expected)
+
+
+def test_as_a_decorator_with_static_arguments_and_an_axis_of_its_own():
+    mesh = mesh_of({"data": 8})
+    train_step = jzero.shard_train_step(
+        lambda w, x: w - 0.1 * lax.pmean(jax.grad(lambda w: (x @ w).sum())(w), "batch"),
+        mesh=mesh, axis_name="batch", min_shard_bytes=0,
+    )  # fmt: skip
+    w = train_step(jnp.ones((16, 4)), jnp.ones((8, 16)))
+
+    @jzero.shard_eval_step(like=train_step, static_argnames="power")
+    def moment(w, x, power):
+        return lax.pmean(((x @ w) ** power).mean(), "batch"), x @ w
+
+    x = np.random.default_rng(0).normal(size=(16, 16))
+    for power in (1, 2):
+        rows = x @ np.asarray(w)
+        same(moment(w, x, power=power), ((rows**power).mean(), rows))
+
+
+def test_under_an_outer_jit():
+    train_step, state = trained()
+    eval_step, key = jzero.shard_eval_step(evaluate, like=train_step), jax.random.key(0)
+    expected = one_device(evaluate)(zoo.to_host(state), tokens_of(16), key)
+    for given in (state, train_step.unshard(state)):
+        same(jax.jit(eval_step)(given, tokens_of(16), key), expected)
+
+
+# -- and what it costs -----------------------------------------------------------------------------
+
+
+def temporaries(eval_step, *args):
+    return eval_step.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_parameters_are_gathered_layer_by_layer_and_freed():
+    sizes = {}
+    for layers in (4, 12):
+        train_step, (params, _) = trained(params=new_params(layers=layers))
+        eval_step = jzero.shard_eval_step(loss_fn, like=train_step, gather="per_pass")
+        sizes[layers] = temporaries(eval_step, params, tokens_of(16))
+    of_one_layer = 12 * DIM * DIM * 8
+    cache = 2 * 2 * CONTEXT * DIM * 8  # of a device's two rows in one layer
+    assert sizes[12] - sizes[4] < 8 * 3 * cache + of_one_layer
+
+
+def test_decoding_gathers_once_where_it_fits():
+    train_step, (params, _) = trained(params=new_params(layers=12))
+    prompt, key = tokens_of(8, 3), jax.random.key(0)
+    num_params = sum(x.size for x in jax.tree.leaves(params))
+    by_default, each_turn = (
+        jzero.shard_eval_step(generate, like=train_step, gather=gather)
+        for gather in (None, "per_pass")
+    )
+    found = by_default.describe(params, prompt, key)
+    assert found.elements("all-gather", "float64") == num_params
+    assert by_default.lower(params, prompt, key).as_text().count("stablehlo.all_gather") == 6
+    # Else a turn has two layers at a time: the one it computes with, and the next.
+    saved = temporaries(by_default, params, prompt, key) - temporaries(
+        each_turn, params, prompt, key
+    )
+    assert saved > 0.6 * num_params * 8
+
+
+def test_what_is_not_read_is_not_taken():
+    train_step, state = trained()
+    tokens, key = tokens_of(16), jax.random.key(0)
+    eval_step = jzero.shard_eval_step(evaluate, like=train_step)
+    lowered = eval_step.lower(state, tokens, key)
+    assert len(jax.tree.leaves(lowered.in_avals)) == len(jax.tree.leaves(state[0])) + 2
+    plan = eval_step.plan(state, tokens, key)
+    assert {plan.leaves[i].path.split(".")[0] for i in plan.unread} == {"state[1][0]"}
+    assert "returns no state; reads all leaves but" in str(plan)
+
+
+def test_it_is_traced_once_for_each_shape_and_layout():
+    train_step, (params, opt_state) = trained()
+    traces = []
+
+    def loss(params, tokens):
+        traces.append(tokens.shape)
+        return loss_fn(params, tokens)
+
+    eval_step = jzero.shard_eval_step(loss, like=train_step)
+    for rows in (16, 16, 8, 16, 8):
+        eval_step(params, tokens_of(rows))
+    assert traces == [(16, CONTEXT), (8, CONTEXT)]
+    (params, _), _ = train_step((params, opt_state), tokens_of(16))
+    eval_step(params, tokens_of(16))
+    assert len(traces) == 2
+    eval_step(train_step.unshard(params), tokens_of(16))
+    assert len(traces) == 3  # Whole on every device: nothing is to be gathered.
+
+
+# -- refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"gather": "keep"}, "shard_eval_step: gather='keep'. Parameters are gathered 'per_pass' or"),
+        ({"like": loss_fn}, "shard_eval_step: like is a function. It is the train step whose state is read"),
+        ({"like": "a step", "mesh": "a mesh"}, "both like and a mesh of its own"),
+        ({"like": "a stage 1 step", "gather": "per_pass"}, "shard_eval_step: stage=1 and gather='per_pass'"),
+        ({"eval_step": 3}, "shard_eval_step: eval_step is a int. It must be a function"),
+        ({"static_argnums": 0}, "shard_eval_step: the state 'params' is declared static"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_obeyed(options, told):
+    steps = {
+        "a step": shard_train_step(step_fn),
+        "a stage 1 step": shard_train_step(step_fn, stage=1),
+    }
+    options = {"eval_step": loss_fn, **options}
+    options |= {"like": steps[options["like"]]} if options.get("like") in steps else {}
+    with pytest.raises(jzero.OptionError) as raised:
+        jzero.shard_eval_step(**options)
+    assert told in str(raised.value)
+
+
+def test_a_state_that_cannot_be_read():
+    train_step, state = trained()
+    eval_step = jzero.shard_eval_step(
+        lambda state, x: x.sum() + state[0]["embed"].sum(), like=train_step
+    )
+    train_step(state, tokens_of(16))
+    with pytest.raises(
+        jzero.StateError, match="shard_eval_step: 1 of 19 leaves were already donated"
+    ):
+        eval_step(state, tokens_of(16))
+    policy = jzero.HostCPU(delayed_update=True, delay_after=0)
+    train_step, state = trained(offload=policy)
+    inputs = tokens_of(16), jax.random.key(0)
+    # Parameters are there; the moments wait for the last step's gradients.
+    eval_step = jzero.shard_eval_step(evaluate, like=train_step)
+    same(eval_step(state, *inputs), one_device(evaluate)(zoo.to_host((state[0], None)), *inputs))
+    eval_step = jzero.shard_eval_step(
+        lambda state, x: optax.tree.norm(state[1][0].mu), like=train_step
+    )
+    with pytest.raises(jzero.StateError, match="still waits for the last step's update"):
+        eval_step(state, tokens_of(16))
+
+
+def test_a_train_step_that_evaluates_is_told():
+    train_step = shard_train_step(lambda state, tokens: loss_fn(state[0], tokens))
+    params = new_params()
+    with pytest.raises(jzero.StateError, match="To evaluate, use jzero.shard_eval_step"):
+        train_step((params, TX.init(params)), tokens_of(16))
