@@ -41,7 +41,13 @@ def from_eqx(
     >>> loss.shape
     ()
 
-    To evaluate or to save, arrays and the rest go together again:
+    To evaluate in shards, or to save, arrays and the rest go together again:
+
+    >>> def predict(state, batch):
+    ...     trained, _ = eqx.combine(state, (model, opt_state))
+    ...     return jax.vmap(trained)(batch)
+    >>> jzero.shard_eval_step(predict, like=train_step)(state, jnp.ones((5, 4))).shape
+    (5, 8)
 
     >>> model, opt_state = eqx.combine(train_step.unshard(state), (model, opt_state))
     >>> model(jnp.ones(4)).shape

@@ -43,8 +43,17 @@ def from_nnx(
     >>> for _ in range(2):
     ...     state, _ = train_step(state, jnp.ones((8, 4)))
 
-    The objects stay what they were. To evaluate, to log or to save, the state goes back into them, as plain
-    arrays, in the order of the step's parameters:
+    The objects stay what they were. To evaluate in shards, they are merged with the state:
+
+    >>> graph = nnx.graphdef((model, optimizer, metrics, rngs))
+    >>> def predict(state, batch):
+    ...     model, *_ = nnx.merge(graph, state, copy=True)
+    ...     model.eval()
+    ...     return model(batch)
+    >>> jzero.shard_eval_step(predict, like=train_step)(state, jnp.ones((5, 4))).shape
+    (5, 8)
+
+    To log or to save, the state goes back into them, as plain arrays, in the order of the step's parameters:
 
     >>> nnx.update((model, optimizer, metrics, rngs), train_step.unshard(state))
     >>> metrics.count.get_value().item(), rngs.dropout.count.get_value().item()

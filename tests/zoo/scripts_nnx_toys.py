@@ -1,6 +1,6 @@
 """Train steps of Flax's NNX toys: functional states, plain arrays as parameters, an own optimizer, a scan.
 
-Toys 01 (state in two arguments), 04, 08 and 09 have no step of another kind than these.
+Toys 04, 08 and 09 have no step of another kind; 01 has its state in two arguments (test_state_arguments.py).
 """
 
 from typing import Any
