@@ -1,7 +1,7 @@
 """Train steps of scripts that were written for `jax.pmap`: collectives over 'batch', a key for each device.
 
-Hugging Face's Flax models need a Transformers that does not run with this JAX; their language modelling
-script's step is here with a small Linen model.
+Hugging Face's Flax models want JAX 0.4.13, and are gone from Transformers 5: the step of their language
+modelling script is here with a small Linen model.
 """
 
 from typing import Any
