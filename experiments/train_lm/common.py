@@ -209,15 +209,14 @@ def report(
     text: data.Text,
     losses: Sequence[float],
     tokens_per_second: float,
-    apply: Callable,
-    params: Any,
+    held_out: float,
+    sample: tuple[str, str],
 ) -> None:
-    """Evaluates `apply(params, tokens)`; writes loss.png, sample.txt and held_out.json.
+    """Writes loss.png, sample.txt and held_out.json, and prints.
 
-    `losses` are those of all steps, in nats per byte.
+    `losses` are those of all steps, in nats per byte; `sample` is a prompt and what the model made of it.
     """
-    held_out = held_out_loss(text.held_out, apply, params, args)
-    prompt, continuation = sample(text.held_out, apply, params, args.seed)
+    prompt, continuation = sample
     plot_loss(args.out / "loss.png", losses, held_out, args)
     (args.out / "sample.txt").write_text(f"{prompt}{continuation}\n")
     numbers = {**environment(args.devices), "held_out_loss_nats_per_byte": held_out}
@@ -237,27 +236,36 @@ def report(
 
 
 def held_out_loss(
-    text: np.ndarray, apply: Callable, params: Any, args: argparse.Namespace
+    text: np.ndarray,
+    apply: Callable,
+    step: jzero.ShardedTrainStep,
+    state: Any,
+    args: argparse.Namespace,
 ) -> float:
-    loss_fn = jax.jit(lambda params, batch: next_byte_loss(partial(apply, params), batch))
+    @jzero.shard_eval_step(like=step)
+    def loss_fn(state: Any, batch: jax.Array) -> jax.Array:
+        return next_byte_loss(partial(apply, state), batch)
+
     batches = data.Windows(text, args.batch_size, context + 1, args.seed)
-    return float(np.mean([loss_fn(params, next(batches)) for _ in range(held_out_batches)]))
+    return float(np.mean([loss_fn(state, next(batches)) for _ in range(held_out_batches)]))
 
 
-def sample(text: np.ndarray, apply: Callable, params: Any, seed: int) -> tuple[str, str]:
+def sample(
+    text: np.ndarray, apply: Callable, step: jzero.ShardedTrainStep, state: Any, seed: int
+) -> tuple[str, str]:
     """Continues the beginning of `text`, one byte at a time over a sliding window."""
 
-    @jax.jit
-    def generate(params: Any, window: jax.Array, key: jax.Array) -> jax.Array:
+    @jzero.shard_eval_step(like=step, in_specs={"window": jax.P()})
+    def generate(state: Any, window: jax.Array, key: jax.Array) -> jax.Array:
         def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-            logits = apply(params, window[None])[0, -1].astype(jnp.float32)
+            logits = apply(state, window[None])[0, -1].astype(jnp.float32)
             byte = jax.random.categorical(key, logits / temperature)
             return jnp.append(window[1:], byte), byte
 
         return jax.lax.scan(next_byte, window, jax.random.split(key, sample_bytes))[1]
 
     prompt = text[:context]
-    output = generate(params, jnp.asarray(prompt, jnp.int32), jax.random.key(seed))
+    output = generate(state, prompt.astype(np.int32), jax.random.key(seed))
     return _decode(prompt), _decode(np.asarray(output, np.uint8))
 
 

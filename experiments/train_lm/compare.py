@@ -51,8 +51,7 @@ def main() -> None:
     losses = []
     for stage in STAGES:
         chosen = argparse.Namespace(**vars(args), stage=stage, checkpoints=None)
-        _, history = train_linen.train(chosen, text)
-        losses.append(history.loss)
+        losses.append(train_linen.train(chosen, text).history.loss)
     if not common.is_first_process():
         return
     differences = abs(np.asarray(losses) - losses[0]).max(axis=1)

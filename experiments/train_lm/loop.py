@@ -51,12 +51,18 @@ class History(NamedTuple):
         return batch_size * common.context / float(np.median(seconds))
 
 
+class Run(NamedTuple):
+    step: jzero.ShardedTrainStep
+    state: Any  # after the last step
+    history: History
+
+
 def fit(
     train_step: jzero.ShardedTrainStep,
     init: Callable[[], Any],
     text: np.ndarray,
     args: argparse.Namespace,
-) -> tuple[Any, History]:
+) -> Run:
     """Trains on from the latest checkpoint, or from `init()`, for `args.steps` steps in all.
 
     Told to end before (SIGTERM), it saves a checkpoint and returns.
@@ -75,7 +81,9 @@ def fit(
             state = checkpointer.restore(jax.eval_shape(init), data_iterator=batches)
         if common.is_first_process():
             print(f"going on after step {first}" if first else describe(train_step, state, args))
-        return train(train_step, state, batches, History(first, [], []), checkpointer, args)
+        history = History(first, [], [])
+        state = train(train_step, state, batches, history, checkpointer, args)
+        return Run(train_step, state, history)
 
 
 def describe(train_step: jzero.ShardedTrainStep, state: Any, args: argparse.Namespace) -> Any:
@@ -101,7 +109,7 @@ def train(
     history: History,
     checkpointer: jzero.Checkpointer | None,
     args: argparse.Namespace,
-) -> tuple[Any, History]:
+) -> Any:
     """Steps under a progress bar; adds to `history`, and says at the end how fast they were."""
     meter = make_meter(train_step, state, args)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
@@ -130,7 +138,7 @@ def train(
     if history.seconds and not silent:
         said = meter.said(history.tokens_per_second(args.batch_size))
         print(f"the first step took {history.seconds[0]:.1f} s with compiling it; then {said}")
-    return train_step.flush(state), history
+    return train_step.flush(state)
 
 
 def write_metrics(args: argparse.Namespace, history: History) -> list[float]:
@@ -148,15 +156,16 @@ def write_metrics(args: argparse.Namespace, history: History) -> list[float]:
     return [float(row[1]) for row in rows]
 
 
-def report(
-    args: argparse.Namespace, text: data.Text, history: History, apply: Callable, params: Any
-) -> None:
-    """Writes and prints what came out, once; `apply(params, tokens)` are the model's logits."""
-    if not common.is_first_process():
-        return
-    losses = write_metrics(args, history)
+def report(args: argparse.Namespace, text: data.Text, run: Run, apply: Callable) -> None:
+    """Evaluates on all devices, and writes and prints once; `apply(state, tokens)` are the model's logits."""
+    history, first = run.history, common.is_first_process()
+    losses = write_metrics(args, history) if first else []
     if history.last < args.steps:
-        print(f"stopped after step {history.last}; the same command goes on from there")
+        if first:
+            print(f"stopped after step {history.last}; the same command goes on from there")
         return
-    tokens_per_second = history.tokens_per_second(args.batch_size)
-    common.report(args, text, losses, tokens_per_second, apply, params)
+    held_out = common.held_out_loss(text.held_out, apply, run.step, run.state, args)
+    sample = common.sample(text.held_out, apply, run.step, run.state, args.seed)
+    if first:
+        tokens_per_second = history.tokens_per_second(args.batch_size)
+        common.report(args, text, losses, tokens_per_second, held_out, sample)

@@ -79,18 +79,19 @@ def make_init(args: argparse.Namespace) -> Callable[[], TrainState]:
     return init
 
 
-def train(args: argparse.Namespace, text: data.Text):
-    """Returns the trained parameters, whole, and the history of the run."""
+def apply(state: TrainState, tokens: jax.Array) -> jax.Array:
+    return state.apply_fn({"params": state.params}, tokens)
+
+
+def train(args: argparse.Namespace, text: data.Text) -> loop.Run:
     sharded_step = jzero.shard_train_step(train_step, **common.sharding_options(args))
-    state, history = loop.fit(sharded_step, make_init(args), text.train, args)
-    return jax.device_get(sharded_step.unshard(state).params), history
+    return loop.fit(sharded_step, make_init(args), text.train, args)
 
 
 def main() -> None:
     args = common.parse_args(__doc__, out=Path("out/linen"))
     text = data.load()
-    params, history = train(args, text)
-    loop.report(args, text, history, lambda params, x: GPT().apply({"params": params}, x), params)
+    loop.report(args, text, train(args, text), apply)
 
 
 if __name__ == "__main__":

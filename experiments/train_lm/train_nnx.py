@@ -5,7 +5,6 @@ python experiments/train_lm/train_nnx.py --stage 1 --devices 4 --steps 100
 python experiments/train_lm/train_nnx.py --batch-size 256 --seed 1 --out /tmp/train_lm
 """
 
-import argparse
 from pathlib import Path
 
 import jax
@@ -66,8 +65,9 @@ def train_step(model: GPT, optimizer: nnx.Optimizer, batch: jax.Array) -> dict[s
     return {"loss": loss}
 
 
-def train(args: argparse.Namespace, text: data.Text) -> tuple[GPT, loop.History]:
-    """Returns the trained model, whole, and the history of the run."""
+def main() -> None:
+    args = common.parse_args(__doc__, out=Path("out/nnx"))
+    text = data.load()
 
     def init() -> tuple[GPT, nnx.Optimizer]:
         model = GPT(nnx.Rngs(args.seed))
@@ -77,22 +77,15 @@ def train(args: argparse.Namespace, text: data.Text) -> tuple[GPT, loop.History]
     model, optimizer = nnx.eval_shape(init)  # shapes only: the arrays are born in shards below
     step, _ = jzero.from_nnx(train_step, model, optimizer)
     sharded_step = jzero.shard_train_step(step, **common.sharding_options(args))
-    state, history = loop.fit(sharded_step, lambda: nnx.state(init()), text.train, args)
-    nnx.update((model, optimizer), jax.device_get(sharded_step.unshard(state)))
-    return model, history
+    run = loop.fit(sharded_step, lambda: nnx.state(init()), text.train, args)
+    graph = nnx.graphdef((model, optimizer))
 
-
-def main() -> None:
-    args = common.parse_args(__doc__, out=Path("out/nnx"))
-    text = data.load()
-    model, history = train(args, text)
-    graphdef, params = nnx.split(model)
-
-    def apply(params: nnx.State, tokens: jax.Array) -> jax.Array:
+    def apply(state: nnx.State, tokens: jax.Array) -> jax.Array:
         # A copy, because NNX refuses Variables made outside of the current trace.
-        return nnx.merge(graphdef, params, copy=True)(tokens)
+        model, _ = nnx.merge(graph, state, copy=True)
+        return model(tokens)
 
-    loop.report(args, text, history, apply, params)
+    loop.report(args, text, run, apply)
 
 
 if __name__ == "__main__":
