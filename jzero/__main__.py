@@ -1,6 +1,6 @@
-"""`python -m jzero`: see `python -m jzero estimate --help`."""
+"""`python -m jzero`: the command `jzero` where it is not on the path."""
 
 from jzero.cli._main import main
 
 if __name__ == "__main__":
-    main()
+    main(prog="python -m jzero")

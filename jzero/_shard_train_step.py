@@ -118,7 +118,10 @@ def shard_train_step(
         gathered beside the product before theirs; with 0 nothing is, and a gather waits for all products
         before its use.
       min_shard_bytes: leaves smaller than this stay full, because a collective costs more time than
-        they cost memory; 0 shards whatever can be. Each costs its bytes on every device.
+        they cost memory; 0 shards whatever can be. Each costs its bytes on every device. Neither are
+        leaves sharded that would have to be padded (`jzero.PaddedArray`: no dim is divided by the devices)
+        to save less than 1 MiB on each device, as long as these are in all at most 1 % of its model
+        states, that is of its share of all leaves of the state, in whatever memory; 0 pads these too.
       full: a regular expression, searched in the paths of parameters at stage 3; those that match rest
         full and are never gathered, while their gradients and optimizer state stay in shards (as at
         stage 2). Costs their bytes on every device, saves Psi_leaf of traffic per microbatch.

@@ -17,8 +17,10 @@ from jzero.processes import _agreement
 from jzero.reports._describe import Report
 from jzero.segments._programs import Programs, placed_inputs
 from jzero.sharding.analysis import _traffic
+from jzero.sharding.plan import _outputs
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.run import _microbatches
+from jzero.tracing import _call
 
 
 class ShardedStep(abc.ABC):
@@ -88,6 +90,7 @@ class ShardedStep(abc.ABC):
             call = self._programs.bind(args, kwargs)
             program = self._programs.of(call)
             jaxpr = jax.make_jaxpr(program.step.run)(*placed_inputs(call, program))
+        num_state = program.out_tree.num_leaves - len(program.plan.outputs)
         return Report(
             program.plan,
             tuple(_traffic.collectives(jaxpr)),
@@ -97,6 +100,8 @@ class ShardedStep(abc.ABC):
             program.step.roads(),
             program.movements,
             program.whole_arguments,
+            tuple(_call.argument_paths(call.arrays)),
+            tuple(_outputs.output_paths(program.out_tree, num_state)),
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

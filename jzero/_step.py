@@ -17,7 +17,7 @@ from jzero._placement import Placement
 from jzero._sharded_step import ShardedStep
 from jzero.offload.memory import _placing
 from jzero.offload.memory._host_array import HostArray
-from jzero.offload.memory._padded import PaddedArray
+from jzero.offload.memory._like_array import LikeArray
 from jzero.processes import _agreement
 from jzero.segments import _identity
 from jzero.segments._programs import Programs
@@ -184,7 +184,7 @@ class ShardedTrainStep(ShardedStep):
         _placing.check_flushed("unshard", named, leaves)
         if not all(_placing.lies_right(x, full) for x in leaves):
             _agreement.confirm("unshard", mesh=setting.mesh)  # What it returns may be looked at.
-        plain = [jnp.asarray(x) if isinstance(x, PaddedArray | HostArray) else x for x in leaves]
+        plain = [jnp.asarray(x) if isinstance(x, LikeArray) else x for x in leaves]
         whole = _placing.place(
             plain, [full] * len(leaves), lambda: _call.leaf_paths(named, "state")
         )

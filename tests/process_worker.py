@@ -323,6 +323,8 @@ def on_hosts(folder):
     }
     for state in given.values():
         check_parts(state, whole)
+        for use in (jnp.sum, jax.jit(jnp.sum), jax.jit(jax.grad(lambda x: (x**2).sum()))):
+            np.testing.assert_allclose(use(state["uneven"]), use(whole["uneven"]), rtol=1e-6)
         for step in steps.values():
             check_parts(step.shard(state), whole)
     check_whole(host.unshard(given["host"]), whole)
@@ -338,7 +340,7 @@ def on_hosts(folder):
     whole_leaf = given["each"]["uneven"]
     np.testing.assert_allclose(host.shard(given["each"])["uneven"].buffers[0], leaf.buffers[0])
     return {
-        "devices": [device.id for device in leaf.devices],
+        "devices": [device.id for device in leaf.home.devices],
         "rows": [buffer.shape[0] for buffer in leaf.buffers],
         "rows_of_each": [buffer.shape[0] for buffer in whole_leaf.buffers],
         "read": told(lambda: np.asarray(leaf)),
@@ -365,7 +367,9 @@ def check_parts(state, whole):
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
         if isinstance(x, jzero.HostArray):
             found = x.at_rest.addressable_devices_indices_map(x.padded_shape)
-            parts = [(found[d], buffer) for d, buffer in zip(x.devices, x.buffers, strict=True)]
+            parts = [
+                (found[d], buffer) for d, buffer in zip(x.home.devices, x.buffers, strict=True)
+            ]
             shape = x.padded_shape
         else:
             x, y = ((jax.random.key_data(x) if is_key(x) else x) for x in (x, y))

@@ -1,20 +1,26 @@
-"""`python -m jzero estimate` and `inspect`."""
+"""The command line: what it prints, what it says of wrong arguments, and how wide that is."""
 
 import contextlib
+import importlib.metadata
 import io
 import json
 import pathlib
+import re
+import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import jzero
+from jzero.checkpoint import _lock
 from jzero.cli._main import main
 
 SMALL = ("estimate", "--params", "7.5B", "--devices", "64")
@@ -31,6 +37,11 @@ def run(*arguments):
             if isinstance(ended.code, str):  # As the interpreter does.
                 print(ended.code, file=err)
     return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+def cells(text):
+    """The rows of all tables in a text."""
+    return [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
 
 
 def command(*arguments, start=("-m", "jzero")):
@@ -53,16 +64,14 @@ def test_all_stages():
     rows = output(*SMALL, "--memory", "80GiB").splitlines()
     for text in ("= 120 GB", "= 31.41 GB", "= 16.64 GB", "= 1.875 GB"):
         assert [text in row for row in rows].count(True) == 1
-    assert any("3 Psi" in row and row.split("│")[-2].strip() == "343.6B" for row in rows)
+    assert any(row[-2:] == ["3 Psi", "343.6B"] for row in cells("\n".join(rows)))
 
 
 def test_the_readme_shows_what_is_printed():
     page = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
-    text = output(*SMALL, "--memory", "80GB", how=command)
-    printed = [line.replace("┃", "│").split("│") for line in text.splitlines() if line[0] in "┃│"]
-    rows = ["|".join(f" {cell.strip()} " if cell else "" for cell in row) for row in printed]
-    assert len(rows) == 5
-    assert [row for row in rows if row not in page] == []
+    rows = [row for row in cells(output(*SMALL, "--memory", "80GB")) if row[0].isdigit()]
+    assert len(rows) == 4
+    assert [row for row in rows if f"| {' | '.join(row)} |" not in page] == []
 
 
 def test_one_stage():
@@ -118,17 +127,26 @@ def test_offload_as_json(flags, policy):
 
 
 def test_offload_of_all_stages():
-    """Nothing is cut off, and a column stands for everything on the hosts."""
+    """A column stands for everything on the hosts."""
     text = output(*SMALL, "--offload", "host", "--delayed", "--accumulate", "2", "--memory", "80GB")
-    header, *rows = [
-        line.replace("┃", "│").split("│") for line in text.splitlines() if line[0] in "┃│"
-    ]
-    titles = [cell.strip() for cell in header]
-    assert titles[5:10] == ["renewed parameter", "total", "on its host", "to host", "to device"]
-    assert "arriving gradient" not in titles
-    assert [cell.strip() for cell in rows[-1][7:10]] == ["2.2 GiB", "223.5 MiB", "223.5 MiB"]
-    assert "…" not in text
+    header, *rows = [row for row in cells(text) if len(row) == 11 or row[0] == "stage"]
+    assert header[4:9] == ["renewed parameter", "total", "on its host", "to host", "to device"]
+    assert "arriving gradient" not in header
+    assert rows[-1][6:9] == ["2.2 GiB", "223.5 MiB", "223.5 MiB"]
     assert "To host, to device: what crosses in a step." in text
+
+
+@pytest.mark.parametrize("width", [100, 80, 50])
+@pytest.mark.parametrize("stage", [(), ("--stage", "3")])
+def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width, stage, monkeypatch):
+    flags = "--offload host --delayed --accumulate 2 --memory 80GB".split()
+    arguments = (*SMALL, *flags, *stage)
+    whole = output(*arguments)
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = output(*arguments)
+    assert max(map(len, text.splitlines())) <= width < max(map(len, whole.splitlines()))
+    number = r"(?<!')\b[\d,.]*\d(?: (?:[KMGT]i?)?B\b|[BT]\b| Psi)?"
+    assert set(re.findall(number, whole)) == set(re.findall(number, text))
 
 
 def test_offload_of_one_stage():
@@ -158,48 +176,105 @@ def test_plot_without_matplotlib():
     [
         ((), "required: command"),
         (("estimate",), "required: --params"),
-        (
-            ("estimate", "--params", "7.5X"),
-            "2 arguments fail:\n  - num_params='7.5X' is not a whole",
-        ),
-        (("estimate", "--params", "1B"), "devices=None is not an int from 1"),
-        ((*SMALL, "--devices", "0"), "devices=0 is not an int from 1"),
-        ((*SMALL, "--devices", "x"), "argument --devices: invalid int value: 'x'"),
-        ((*SMALL, "--mesh", "node8"), "'node8' is not of the form node=8,local=8"),
-        ((*SMALL, "--stage", "4"), "argument --stage: invalid choice: 4"),
-        ((*SMALL, "--optimizer", "adamm"), "argument --optimizer: invalid choice: 'adamm'"),
-        ((*SMALL, "--gather", "keep"), "stage=0 and gather='keep'. Below stage 3"),
-        (
-            (*SMALL, "--offload", "pinned", "--ratio", "0.5", "--delayed"),
-            "estimate: --ratio and --delayed with --offload pinned. --device-bytes is for --offload pinned;",
-        ),
-        (
-            (*SMALL, "--device-bytes", "1GiB"),
-            "estimate: --device-bytes with no offload. --device-bytes",
-        ),
-        ((*SMALL, "--offload", "nvme"), "argument --offload: invalid choice: 'nvme'"),
-        (
-            (*SMALL, "--offload", "pinned", "--device-bytes", "1G"),
-            "'1G' is not a whole number from 1",
-        ),
-        ((*SMALL, "--offload", "host", "--ratio", "auto"), "HostCPU(ratio='auto'). It is measured"),
-        (
-            (*SMALL, "--offload", "host", "--ratio", "half"),
-            "HostCPU: ratio='half'. It is the share",
-        ),
-        ((*SMALL, "--offload", "host", "--ratio", "0"), "HostCPU: ratio=0.0. It is the share"),
-        ((*SMALL, "--memory", "80G"), "memory='80G'. The memory of a device is"),
-        ((*SMALL, "--plot", "out.xyz"), "plot='out.xyz'. Its suffix is one of"),
-        ((*SMALL, "--plot", "/no/such/folder/x.png"), "cannot be written: No such file"),
+        (("estimate", "--params", "1B"), "one of the arguments --devices --mesh is required"),
+        (("inspect",), "required: checkpoint"),
+        ((*SMALL, "--foo"), "unrecognized arguments: --foo"),
     ],
     ids=str,
 )
-def test_wrong_arguments(arguments, text):
+def test_wrong_usage(arguments, text):
     done = run(*arguments)
     assert done.returncode == 2
+    assert done.stderr.startswith("usage: jzero")
     assert text in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr.endswith(" --help.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("estimate", "--params", "7.5X", "--devices", "8"),
+         "--params: '7.5X' is not a number such as 350M, 7.5B or 1T"),
+        ((*SMALL, "--devices", "0"), "--devices: '0' is not a whole number from 1"),
+        ((*SMALL, "--devices", "x"), "--devices: 'x' is not a whole number from 1"),
+        ((*SMALL[:3], "--mesh", "node8"), "--mesh: 'node8' is not of the form node=8,local=8"),
+        ((*SMALL, "--stage", "4"), "--stage: invalid choice: 4"),
+        ((*SMALL, "--optimizer", "adamm"), "--optimizer: invalid choice: 'adamm'"),
+        ((*SMALL, "--offload", "nvme"), "--offload: invalid choice: 'nvme'"),
+        ((*SMALL, "--offload", "pinned", "--device-bytes", "1G"),
+         "--device-bytes: '1G' is not a number of bytes such as 80GiB or 80GB"),
+        ((*SMALL, "--memory", "80"), "--memory: 80 of what? Write 80GiB, 80GB or 80B\nSee"),
+        ((*SMALL, "--gather", "keep"),
+         "--stage 0 and --gather keep. Below stage 3 parameters rest whole on every device, and nothing "
+         "is gathered. Drop --gather, or use --stage 3."),
+        ((*SMALL, "--accumulate-dtype", "float32"),
+         "--accumulate-dtype without --accumulate. It is the dtype in which the gradients of microbatches "
+         "are summed up. Drop it, or say how many microbatches with --accumulate k."),
+        ((*SMALL, "--reduce-dtype", "int8"),
+         "--reduce-dtype int8. Gradients are floating point numbers. Use float32 or bfloat16, or drop it."),
+        ((*SMALL, "--param-bytes", "-1"), "--param-bytes -1.0 is not a number of bytes."),
+        ((*SMALL, "--stage", "3", "--param-axes", "a,b"), "--param-axes has ['a', 'b'], and the data axes"),
+        ((*SMALL, "--offload", "pinned", "--ratio", "0.5", "--delayed"),
+         "--ratio and --delayed with --offload pinned. --device-bytes is for --offload pinned;"),
+        ((*SMALL, "--device-bytes", "1GiB"), "--device-bytes with no offload. --device-bytes"),
+        ((*SMALL, "--offload", "host", "--ratio", "auto"), "--ratio auto. It is measured"),
+        ((*SMALL, "--offload", "host", "--ratio", "half"), "--ratio half. It is the share"),
+        ((*SMALL, "--offload", "host", "--ratio", "0"), "--ratio 0.0. It is the share"),
+        ((*SMALL, "--plot", "out.xyz"), "--plot out.xyz. Its suffix is one of"),
+        ((*SMALL, "--plot", "/no/such/folder/x.png"), "cannot be written: No such file"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_values_are_told_in_flags_and_without_the_usage(arguments, text):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        f"jzero estimate: {text}" if "cannot" not in text else "jzero estimate: "
+    )
+    assert text in done.stderr
+    assert "usage" not in done.stderr
     assert done.stdout == ""
+
+
+def test_versions():
+    text = output("--version")
+    assert text.split() == [
+        "jzero",
+        f"{jzero.__version__},",
+        "jax",
+        f"{jax.__version__},",
+        "jaxlib",
+        jaxlib.__version__,
+    ]
+
+
+def test_the_command_is_installed_with_the_package():
+    """As `jzero`; the environments of the tests may be older than that, so its declaration is read."""
+    project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())[
+        "project"
+    ]
+    entry = importlib.metadata.EntryPoint("jzero", project["scripts"]["jzero"], "console_scripts")
+    assert entry.load() is main
+
+
+def test_the_command_where_it_is_not_on_the_path(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["jzero", "estimate"])
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), pytest.raises(SystemExit):
+        runpy.run_module("jzero", run_name="__main__")
+    assert err.getvalue().startswith("usage: python -m jzero estimate")
+
+
+def test_every_command_has_an_example_that_runs(steps, tmp_path, monkeypatch):
+    shutil.copytree(steps, tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / _lock.NAME).write_text("{}")  # of somebody who is gone
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^    (\w+)", output("--help"), re.MULTILINE)
+    assert commands == ["estimate", "inspect", "export", "import", "unlock"]
+    for name in commands:
+        (example,) = re.findall(r"^example:\n  jzero (.*)", output(name, "--help"), re.MULTILINE)
+        assert example.startswith(name)
+        assert output(*example.split())
 
 
 class Position:
@@ -244,7 +319,7 @@ def test_inspect_lists_the_leaves_of_the_latest_step(steps):
     text = output("inspect", str(steps))
     assert f"{steps}/3/state\nThe latest of the steps 1, 3.\nWritten 20" in text
     assert "by PyTreeCheckpointHandler, with a data iterator.\n" in text
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    rows = cells(text)
     for row in (
         ["count", "optimizer state", "int32", "scalar", "scalar", "4 B"],
         ["mu", "optimizer state", "float32", "101,67", "13,67", "26.4 KiB"],
@@ -278,8 +353,8 @@ def test_inspect_of_plain_orbax(tmp_path):
     ocp.PyTreeCheckpointer().save(tmp_path / "plain", tree)
     text = output("inspect", str(tmp_path / "plain"), "--verify")
     assert "without a data iterator" in text
-    assert "│ w    │      │ float64 │    500 │       500 │ 3.9 KiB │" in text
-    assert "│ name │      │  string │" in text
+    assert ["w", "float64", "500", "500", "3.9 KiB"] in cells(text)
+    assert ["name", "string", "scalar", "scalar", "0 B"] in cells(text)
     assert (
         "3 of 3 leaves are whole.\nIt has no seal: a flipped bit in what describes its leaves"
         in text
@@ -291,8 +366,8 @@ def test_verify_names_what_is_damaged(damaged):
     done = run("inspect", str(damaged), "--verify")
     assert done.returncode == 1
     assert "Every chunk was read: 1 of 3 leaves are whole." in done.stdout
-    message = done.stderr[done.stderr.index("python -m jzero inspect") :].splitlines()
-    assert message[0] == f"python -m jzero inspect {damaged}/state: 2 leaves fail:"
+    message = done.stderr[done.stderr.index("jzero inspect") :].splitlines()
+    assert message[0] == f"jzero inspect {damaged}/state: 2 leaves fail:"
     assert [line.split(": ")[0] for line in message[1:3]] == ["  - mu", "  - w"]
     assert message[3].startswith("Its files are damaged, incomplete, or not those of a checkpoint.")
     found = run("inspect", str(damaged), "--verify", "--json")
@@ -321,8 +396,38 @@ def test_damaged_notes(steps, tmp_path):
     assert "_CHECKPOINT_METADATA: it is not JSON: Expecting property name" in done.stderr
 
 
-def test_inspect_of_no_checkpoint(tmp_path):
-    done = run("inspect", str(tmp_path / "nothing"))
+@pytest.mark.parametrize(("path", "text"), [
+    ("runs/x", "there is no directory {runs}/x. A checkpoint is a directory. Checkpoints are in {steps}."),
+    ("runs", "{runs} is no checkpoint, nor a directory of steps. A checkpoint of Orbax has a file _METADATA, "
+             "or one item that has. Checkpoints are in {steps}."),
+    ("runs/a/2", "there is no directory {steps}/2. A checkpoint is a directory. {steps} has the steps 1, 3: "
+                 "name one, or {steps}."),
+    ("runs/a/3/state/d", "It is inside of the step {steps}/3: name that."),
+    ("runs/a/3/_JZERO_SEAL", "_JZERO_SEAL is a file. A checkpoint is a directory. It is inside of the step"),
+    ("empty", "{root}/empty is empty."),
+    ("emty", "Did you mean {root}/empty?"),
+    ("files/x", "Correct the path; {root}/files has a.txt."),
+])  # fmt: skip
+def test_a_path_without_a_checkpoint(path, text, steps, tmp_path):
+    """What is around it is named."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a.txt").touch()
+    (tmp_path / "runs" / "a").symlink_to(steps)
+    done = run("inspect", str(tmp_path / path))
     assert done.returncode == 1
-    assert "python -m jzero inspect: there is no directory" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("jzero inspect: ")
+    names = {"root": tmp_path, "runs": tmp_path / "runs", "steps": tmp_path / "runs" / "a"}
+    assert text.format(**names) in done.stderr
+
+
+def test_unlock_of_a_step(steps):
+    done = run("unlock", str(steps / "3"))
+    assert done.returncode == 1
+    assert (
+        f"It is in the step {steps}/3, and not the directory of steps: name {steps}." in done.stderr
+    )
+    assert (
+        "Correct the path, if it is not the directory of steps." in run("unlock", str(steps)).stderr
+    )

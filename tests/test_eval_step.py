@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jzero
 import zoo
+from jzero._compare import TOLERANCES
 from small import shard_train_step
 
 LAYERS, DIM, HEADS, VOCAB, CONTEXT = 3, 16, 2, 40, 10
@@ -156,7 +157,9 @@ def trained(axes=None, params=None, **options):
 
 
 def same(actual, expected):
-    zoo.assert_trees_close(zoo.to_host(actual), zoo.to_host(expected), None, "output")
+    zoo.assert_trees_close(
+        zoo.to_host(actual), zoo.to_host(expected), TOLERANCES["float64"], "output"
+    )
 
 
 one_device = functools.cache(jax.jit)
@@ -335,6 +338,15 @@ def test_what_is_not_read_is_not_taken():
     plan = eval_step.plan(state, tokens, key)
     assert {plan.leaves[i].path.split(".")[0] for i in plan.unread} == {"state[1][0]"}
     assert "returns no state; reads all leaves but" in str(plan)
+    report = eval_step.describe(state, tokens, key)
+    assert str(report).splitlines()[:4] == [
+        "jzero: evaluation over 8 devices (data axes: 'data' of size 8)",
+        "reductions: where the step sums over the batch; it computes what jax.jit",
+        "  computes on one device",
+        "13 of 19 leaves are not read, and stay where they are",
+    ]
+    assert [row.role for row in report.memory] == ["parameter"]
+    assert len(report.to_dict()["unread"]) == 13
 
 
 def test_it_is_traced_once_for_each_shape_and_layout():

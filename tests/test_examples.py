@@ -7,19 +7,22 @@ import pytest
 
 import gpu_compiler
 import jzero
-from jzero import _components, _step, testing
+from jzero import _components, _folded, _step, testing
 from jzero.checkpoint import _checkpointer, _restore
 from jzero.offload import _policy
 from jzero.offload.memory import _host_array, _padded
 from jzero.preflight import _preflight, _targets
-from jzero.reports import _estimate
+from jzero.reports import _describe, _estimate, _lines
 from jzero.tracing import _keys, _local, _nnx, _precision
 
 MODULES = [
     _components,
     _checkpointer,
+    _describe,
     _estimate,
+    _folded,
     _host_array,
+    _lines,
     _local,
     _nnx,
     _padded,

@@ -211,7 +211,7 @@ def test_too_few_groups_gather_and_say_so():
     fn = functools.partial(forward_and_backward, 4)
     step = small.shard_train_step(fn)
     state, x = jnp.ones(8), normal(ROWS, 3)
-    text = str(step.describe(state, x))
+    text = " ".join(str(step.describe(state, x)).split())
     assert "jzero.groups is local if its n is a multiple of 8" in text
     assert "test_groups.py" in text
     _, expected = jax.jit(fn)(state, x)

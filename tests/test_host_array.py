@@ -89,7 +89,7 @@ def expected() -> Any:
 def test_born_on_the_host(name, expected):
     state = on(name).init(new_state)
     assert_same(state, expected)
-    on_devices = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    on_devices = [x for x in jax.tree.leaves(state) if not isinstance(x, jzero.HostArray)]
     assert [x.ndim for x in on_devices] == [0, 0]  # the key, and Adam's count
     starts = set()
     for leaf in host_leaves(state):
@@ -97,7 +97,7 @@ def test_born_on_the_host(name, expected):
         where = leaf.at_rest.addressable_devices_indices_map(leaf.padded_shape)
         whole = np.zeros(leaf.padded_shape, leaf.dtype)
         whole[tuple(map(slice, leaf.shape))] = leaf
-        for device, buffer in zip(leaf.devices, leaf.buffers, strict=True):
+        for device, buffer in zip(leaf.home.devices, leaf.buffers, strict=True):
             assert (buffer.shape, buffer.dtype) == (part, leaf.dtype)
             assert buffer.flags.c_contiguous
             assert buffer.flags.writeable
@@ -114,7 +114,7 @@ def test_born_on_the_host(name, expected):
 def test_replicas_share_a_buffer(name, num):
     train_step = on(name)
     for leaf in host_leaves(train_step.init(new_state)):
-        assert leaf.devices == tuple(train_step.mesh.devices.flat)[:num]
+        assert leaf.home.devices == tuple(train_step.mesh.devices.flat)[:num]
         assert len(leaf.buffers) == num
 
 
@@ -226,8 +226,6 @@ def test_reads_as_its_true_shape():
     assert (leaf == value).all()
     with pytest.raises(ValueError, match="truth value"):
         bool(leaf)
-    with pytest.raises(AttributeError, match=r"no attribute 'mean'.* jnp.asarray\(x\), or"):
-        leaf.mean()
     assert jax.block_until_ready(state)["params"]["odd"] is leaf
     np.testing.assert_array_equal(jax.device_get(leaf), value)
     np.testing.assert_array_equal(jnp.asarray(leaf), value)
@@ -237,14 +235,11 @@ def test_reads_as_its_true_shape():
         np.testing.assert_array_equal(again, value)
     leaf.buffers[0][...] = 0  # as the next step may
     np.testing.assert_array_equal(value, on("8").init(new_state)["params"]["odd"])
-    for take in (jax.jit(lambda x: x), jnp.sum):
-        with pytest.raises((TypeError, ValueError), match="HostArray|__jax_array__"):
-            take(leaf)
 
 
 READS: list[Callable[[Any], Any]] = [
     np.asarray, jnp.asarray, list, lambda x: x[0], lambda x: x == 0, lambda x: x.buffers, pickle.dumps,
-    copy.deepcopy, lambda x: x.take(None, 1), lambda x: x.parts(),
+    copy.deepcopy, lambda x: x.renewed(None, 1), lambda x: x.parts(),
 ]  # fmt: skip
 
 
@@ -252,7 +247,9 @@ def test_taken_by_a_step():
     train_step = on("8")
     state = train_step.init(new_state)
     before = {path: leaf.buffers for path, leaf in state["params"].items()}
-    taken = jax.tree.map(lambda x: x.take(None, 1) if isinstance(x, jzero.HostArray) else x, state)
+    taken = jax.tree.map(
+        lambda x: x.renewed(None, 1) if isinstance(x, jzero.HostArray) else x, state
+    )
     for path, leaf in state["params"].items():
         assert leaf.is_deleted()
         assert not taken["params"][path].is_deleted()
@@ -276,7 +273,7 @@ def test_a_delayed_update_comes_first():
     state = train_step.init(new_state)
     pending = object()
     for name in ("odd", "even"):
-        state["params"][name] = state["params"][name].take(pending, 1)
+        state["params"][name] = state["params"][name].renewed(pending, 1)
     taken = state["params"]["odd"]
     assert taken.pending is pending
     for read in (np.asarray, jnp.asarray, lambda x: x[0], pickle.dumps):

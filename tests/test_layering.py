@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 # From the bottom up. A room is a package's own files, or a file of jzero itself, and imports from rooms on
 # floors below its own. Within a room files import each other in any order but a circle.
 FLOORS = (
-    ("_components", "_errors", "_in_turn", "_memory_kinds"),
+    ("_components", "_errors", "_folded", "_in_turn", "_memory_kinds"),
     ("_quantities",),
     ("tracing",),
     ("processes", "sharding/analysis", "_compare"),
@@ -36,7 +36,6 @@ MAY_USE_INTERNALS = "tracing/_jaxpr"
 DEPENDENTS = ("tests", "experiments")
 # What few users need is imported in one file alone.
 FOR_ONE_FILE = {
-    "rich": "cli/_main",
     "matplotlib": "cli/_plot",
     "llvmlite": "offload/kernels/_machine",
 }
@@ -203,7 +202,6 @@ def test_floors_name_existing_rooms():
         ("_step", "import tests.zoo", "tests.zoo, which depends on jzero"),
         ("_step", "from experiments import x", "experiments.x, which depends on jzero"),
         ("_step", "def f():\n    import matplotlib.figure", "only cli/_plot may"),
-        ("reports/_describe", "from rich.table import Table", "only cli/_main may"),
         ("attic/_new", "import math", "attic/_new is in no room"),
         ("attic/__init__", "import math", "attic/__init__ is in no room"),
         ("_step", "from jzero.attic import _new", "_new, which is in no room"),

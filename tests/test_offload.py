@@ -17,6 +17,7 @@ import parity
 import small
 import test_optimizers
 import zoo
+from jzero._quantities import readable_bytes
 from jzero.offload import _pinned, _streamed
 from optimizers import ENTRIES
 
@@ -253,10 +254,11 @@ def test_plan_report_and_fingerprint():
         without.plan.fingerprint,
         on(8, 2**20).plan(state, BATCH).fingerprint,
     )
-    assert f"8 of 13 leaves rest in pinned_host memory, {moved} bytes for each device" in str(
+    assert f"8 of 13 leaves rest in pinned_host memory, {readable_bytes(moved)} for each" in str(
         report
     )
-    assert "stays on the devices: state[1][1][0].count" in str(report)
+    assert "1 of 9 leaves of optimizer state stay on the devices: 4 B on each device" in str(report)
+    assert "4 B  state[1][1][0].count int32[]" in str(report)
     assert "on its host" in str(report)
     assert "on its host" not in str(without)
     assert "(pinned_host)" in str(plan)

@@ -1,6 +1,7 @@
 """Steps compiled for GPUs that are not there: they rest and move what `describe` says."""
 
 import functools
+import json
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import gpu_compiler
 import jzero
 import programs
 import small
+from jzero._quantities import readable_bytes
 
 gpu_compiler.skip_without_it()
 
@@ -145,6 +147,16 @@ def test_verdict_and_limits():
     )
     assert "FITS, with 59.4 GiB: the peak is" in text
     assert "Not seen: memory kinds" in text
+    assert max(map(len, text.splitlines())) <= 80
+    rows = found.to_dict()
+    assert json.loads(json.dumps(rows)) == rows
+    assert rows["peak_bytes"] == found.peak_bytes
+    assert rows["fits"] is True
+    gathers = [row["bytes"] for row in rows["collectives"] if row["op"] == "all-gather"]
+    assert sum(gathers) == found.nbytes("all-gather") > 0
+    assert found.report is not None
+    assert rows["step"] == found.report.to_dict()
+    assert f"the peak is {readable_bytes(rows['peak_bytes'])}" in " ".join(text.split())
     found = jzero.preflight(train_step, state, BATCH, topology="1x4", memory_fraction=1e-7)
     assert not found.fits
     assert "DOES NOT FIT, by" in str(found)

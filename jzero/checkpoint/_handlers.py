@@ -16,8 +16,6 @@ from orbax.checkpoint import type_handlers
 from jzero.checkpoint import _reading
 from jzero.checkpoint._seal import StoredLeaf
 from jzero.checkpoint._writing import Writing, WrittenLeaf, start_copies
-from jzero.offload.memory._host_array import HostArray
-from jzero.offload.memory._padded import PaddedArray
 
 
 class Handler(type_handlers.TypeHandler):
@@ -61,7 +59,7 @@ class OrbaxArrayHandler(Handler, type_handlers.ArrayHandler):
 
 
 class ArrayHandler(Handler, type_handlers.ArrayHandler):
-    """Saves and reads `jax.Array`s, `PaddedArray`s and `HostArray`s in their true shapes.
+    """Saves and reads `jax.Array`s, and leaves padded or on the host, in their true shapes.
 
     Orbax's own writes chunks in which a flipped bit is restored as if it were right, and knows only
     shards of one size. For readers who say nothing of devices these are NumPy arrays.
@@ -128,8 +126,6 @@ def handler(
         str: type_handlers.StringHandler(),
         OrbaxArray: OrbaxArrayHandler(writing, known),
         jax.Array: arrays,
-        PaddedArray: arrays,
-        HostArray: arrays,
     }
     return pytree_handler(types)
 

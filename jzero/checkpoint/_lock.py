@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jzero._errors import CheckpointError, message
-from jzero.checkpoint import _files, _json
+from jzero.checkpoint import _files, _json, _nearby
 
 NAME = "_JZERO_WRITER"
 # Seconds between two heartbeats, and after how many without one a writer counts as dead.
@@ -124,8 +124,8 @@ def unlock(who: str, directory: Path) -> str:
     owner = _read(path)
     if not path.exists():
         raise CheckpointError(message(
-            who, f"nobody writes in {directory}", f"Who does has a file {NAME} there.",
-            "Correct the path."))  # fmt: skip
+            who, f"nobody writes in {directory}", f"Who does has a file {NAME} there.", _elsewhere(directory)
+        ))  # fmt: skip
     if owner is not None and _runs(owner):
         raise CheckpointError(message(
             who, f"{owner} runs", "Two writers in one directory destroy what they write.",
@@ -137,6 +137,14 @@ def unlock(who: str, directory: Path) -> str:
             who, f"{path} cannot be removed: {error.strerror}", "It is the file of who writes there.",
             "Remove whatever it is by hand.")) from error  # fmt: skip
     return str(owner or "somebody")
+
+
+def _elsewhere(directory: Path) -> str:
+    """What to do if nobody writes in a directory."""
+    step = _nearby.step_of(directory)
+    if step is None:
+        return "Correct the path, if it is not the directory of steps."
+    return f"It is in the step {step}, and not the directory of steps: name {step.parent}."
 
 
 def _take(who: str, private: Path, path: Path, owner: Owner) -> bool:

@@ -12,10 +12,8 @@ import tensorstore
 
 from jzero._errors import StateError, describe_leaf, message
 from jzero.checkpoint._match import leaf_names
-from jzero.offload.memory._host_array import HostArray
-from jzero.offload.memory._padded import PaddedArray
 
-_ARRAYS = (jax.Array, PaddedArray, HostArray, np.ndarray)
+_ARRAYS = (jax.Array, np.ndarray)
 _NUMBERS = (int, float, complex, np.number, np.bool_)
 
 

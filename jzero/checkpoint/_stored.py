@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero._errors import CheckpointError, message
-from jzero.checkpoint import _files, _handlers, _json, _reading, _seal, _steps
+from jzero.checkpoint import _files, _handlers, _json, _nearby, _reading, _seal, _steps
 from jzero.checkpoint._json import Maybe
 from jzero.checkpoint._match import Leaf, leaf_names
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, NOTES, STATE, TREE
@@ -159,9 +159,9 @@ def damaged(who: str, directory: Any, error: Exception) -> str:
 
 def _tree_directory(who: str, path: Path) -> Path:
     if not path.is_dir():
+        what = f"{path} is a file" if path.exists() else f"there is no directory {path}"
         raise CheckpointError(message(
-            who, f"there is no directory {path}", "A checkpoint is a directory.",
-            "Correct the path."))  # fmt: skip
+            who, what, "A checkpoint is a directory.", _nearby.advice(path)))  # fmt: skip
     if _files.UNFINISHED in path.name:
         raise CheckpointError(message(
             who, f"{path} was never finished", "A checkpoint counts once it is complete.",
@@ -173,9 +173,9 @@ def _tree_directory(who: str, path: Path) -> Path:
         if name in found:
             return path / name
     raise CheckpointError(message(
-        who, f"{path} has {sorted(part.name for part in path.iterdir())[:6]}",
-        f"A checkpoint of Orbax has a file {TREE}, or one item that has.",
-        "Name the directory of one step: checkpoints/1000."))  # fmt: skip
+        who, f"{path} is no checkpoint, nor a directory of steps",
+        f"A checkpoint of Orbax has a file {TREE}, or one item that has.", _nearby.advice(path)
+    ))  # fmt: skip
 
 
 def _root(directory: Path) -> Path:

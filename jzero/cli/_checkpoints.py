@@ -1,9 +1,7 @@
-"""`python -m jzero inspect`, `export`, `import` and `unlock`: their flags, and what they show."""
+"""`jzero inspect`, `export`, `import` and `unlock`: their flags, and what they show."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,35 +9,40 @@ from jzero._errors import CheckpointError
 from jzero._quantities import readable_bytes
 from jzero.checkpoint import _export, _files, _import, _inspect, _lock, _reading, _stored
 from jzero.checkpoint._inspect import Inspection, Verified
+from jzero.cli import _flags
 from jzero.reports._tables import Table
 
-Shown = Iterator[str | Table]
+Shown = Iterator[str | Table | dict[str, Any]]  # A dict is shown as JSON.
 _CHECKPOINT = "a checkpoint of Orbax, or a directory of steps (the latest)"
 
 
 def add(commands: Any) -> dict[str, Callable[..., Shown]]:
     """Adds four commands to a parser; what runs each, with its flags as arguments."""
     _add_inspect(commands.add_parser(
-        "inspect", allow_abbrev=False, help="what is in a checkpoint, and whether it is whole",
-        description="The leaves of a checkpoint, and their totals."))  # fmt: skip
+        "inspect", help="what is in a checkpoint, and whether it is whole",
+        description="The leaves of a checkpoint, and their totals.",
+        example="jzero inspect checkpoints --verify"))  # fmt: skip
     _add_export(commands.add_parser(
-        "export", allow_abbrev=False, help="the parameters of a checkpoint, as safetensors",
+        "export", help="the parameters of a checkpoint, as safetensors",
         description="Writes the parameters of a checkpoint to safetensors files. Tensors have the names of "
         "leaves with . for /, without params. if all have it. In another dtype, values come from the "
-        "masters of jzero.master_weights where there are some."))  # fmt: skip
+        "masters of jzero.master_weights where there are some.",
+        example="jzero export checkpoints model.safetensors --dtype bf16"))  # fmt: skip
     _add_import(commands.add_parser(
-        "import", allow_abbrev=False, help="safetensors as a checkpoint",
+        "import", help="safetensors as a checkpoint",
         description="Writes the tensors of safetensors files as a checkpoint of Orbax: a.b becomes the leaf "
-        "params/a/b."))  # fmt: skip
+        "params/a/b.",
+        example="jzero import model.safetensors pretrained"))  # fmt: skip
     _add_unlock(commands.add_parser(
-        "unlock", allow_abbrev=False, help="let another process save steps in a directory",
-        description="Ends the right of a process that is dead to save steps in a directory."))  # fmt: skip
+        "unlock", help="let another process save steps in a directory",
+        description="Ends the right of a process that is dead to save steps in a directory.",
+        example="jzero unlock checkpoints"))  # fmt: skip
     return {
         "inspect": _show, "export": _write_files, "import": _write_checkpoint, "unlock": _unlock
     }  # fmt: skip
 
 
-def _add_inspect(command: argparse.ArgumentParser) -> None:
+def _add_inspect(command: _flags.Parser) -> None:
     command.add_argument("checkpoint", help=_CHECKPOINT)
     command.add_argument(
         "--verify", action="store_true", help="read all of it: exit status 1 if damaged"
@@ -47,18 +50,24 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="numbers instead of tables")
 
 
-def _add_export(command: argparse.ArgumentParser) -> None:
+def _add_export(command: _flags.Parser) -> None:
     command.add_argument("checkpoint", help=_CHECKPOINT)
     command.add_argument(
         "out", help="out.safetensors; if it takes several files, also the index's name"
     )
     command.add_argument("--dtype", choices=_export.FLOATS, help="of floats; by default their own")
     command.add_argument("--select", metavar="REGEX", help="leaves in whose names it is found")
-    command.add_argument("--max-file-size", default="5GB", metavar="SIZE", help="5GB by default")
+    command.add_argument(
+        "--max-file-size",
+        default="5GB",
+        type=_flags.num_bytes,
+        metavar="SIZE",
+        help="5GB by default",
+    )
     command.add_argument("--overwrite", action="store_true", help="replace an older export")
 
 
-def _add_import(command: argparse.ArgumentParser) -> None:
+def _add_import(command: _flags.Parser) -> None:
     command.add_argument("source", help="a file in.safetensors, or in.safetensors.index.json")
     command.add_argument("checkpoint", help="a new directory")
     command.add_argument(
@@ -66,26 +75,26 @@ def _add_import(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_unlock(command: argparse.ArgumentParser) -> None:
+def _add_unlock(command: _flags.Parser) -> None:
     command.add_argument("directory", help="a directory of steps")
 
 
 def _show(checkpoint: str, verify: bool, json: bool) -> Shown:
     found, stored = _inspect.inspect(checkpoint)
     verified = _inspect.verify(stored) if verify else None
-    yield from [_as_json(found, verified)] if json else _as_tables(found, verified)
+    yield from [_as_dict(found, verified)] if json else _as_tables(found, verified)
     if verified is not None and verified.damaged:
         error = _reading.LeafErrors(verified.damaged)
         raise CheckpointError(_stored.damaged(_inspect.WHO, stored.directory, error))
 
 
-def _as_json(found: Inspection, verified: Verified | None) -> str:
+def _as_dict(found: Inspection, verified: Verified | None) -> dict[str, Any]:
     leaves = [leaf._asdict() for leaf in found.leaves]
     report = {**found._asdict(), "leaves": leaves, "totals": found.totals()}
     if verified is not None:
         damaged = {name: str(error) for name, error in verified.damaged.items()}
         report["verified"] = {**verified._asdict(), "damaged": damaged}
-    return json.dumps(report, indent=2)
+    return report
 
 
 def _as_tables(found: Inspection, verified: Verified | None) -> Shown:

@@ -222,7 +222,7 @@ class HostStep:
     def prepare(self, state: Sequence[Any], reads: dict[Var, jax.Array]) -> None:
         """Does what can fail of the host's part, and overwrites nothing; `reads` are there."""
         if self._engine is None:
-            engine = self._new_engine(state[self._hosted[0]].devices)
+            engine = self._new_engine(state[self._hosted[0]].home.devices)
             self._compile_leaving(state, engine.chunks)
             self._engine = engine
         leaves = [state[i] for i in self.host.leaves]
@@ -267,7 +267,7 @@ class HostStep:
 
         Before any is overwritten, so that an interruption leaves no state that is half a step old.
         """
-        return {i: state[i].take(pending, num_steps) for i in self._hosted}
+        return {i: state[i].renewed(pending, num_steps) for i in self._hosted}
 
 
 def _to_host(run: Callable[..., Any], places: Sequence[NamedSharding]) -> Callable[..., Any]:

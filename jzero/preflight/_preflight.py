@@ -16,6 +16,7 @@ from jzero.preflight._schedule import Schedule, ScheduledCollective, read_schedu
 from jzero.preflight._targets import Target, Topology, find_target, mesh_of, read_topology
 from jzero.reports import _tables
 from jzero.reports._describe import Report
+from jzero.reports._lines import wrapped
 from jzero.reports._tables import Memory, Table
 
 WHO = "preflight"
@@ -178,34 +179,64 @@ class Preflight:
             c.nbytes for c in self.schedule.collectives if c.op == op and hidden in (None, c.hidden)
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """All that the text says, as plain types: `json.dumps` takes it. Bytes are ints, times seconds.
+
+        Keys: target, hosts, devices_per_host; compile_seconds; argument_bytes, temporary_bytes, peak_bytes,
+        usable_bytes, memory_fraction, fits; memory, as in `Report.to_dict`; collectives as compiled: op,
+        axes, bytes, times, hidden, seconds (each time); product_seconds, exposed_seconds; rows and
+        largest_rows (None without `search_batch`); step, the `Report.to_dict` of the step (None for a
+        program that is not jzero's).
+        """
+        schedule = self.schedule
+        return {
+            "target": self.target.name,
+            "hosts": self.topology.hosts,
+            "devices_per_host": self.topology.per_host,
+            "compile_seconds": self.compile_seconds,
+            "argument_bytes": self.argument_bytes,
+            "temporary_bytes": self.temporary_bytes,
+            "peak_bytes": self.peak_bytes,
+            "usable_bytes": self.usable_bytes,
+            "memory_fraction": self.memory_fraction,
+            "fits": self.fits,
+            "memory": [row._asdict() for row in self.memory],
+            "collectives": [
+                {"op": c.op, "axes": list(c.axes), "bytes": c.nbytes, "times": c.times,
+                 "hidden": c.hidden, "seconds": c.seconds} for c in schedule.collectives
+            ],
+            "product_seconds": schedule.product_seconds,
+            "exposed_seconds": schedule.exposed_seconds,
+            "rows": self.rows,
+            "largest_rows": self.largest_rows,
+            "step": None if self.report is None else self.report.to_dict(),
+        }  # fmt: skip
+
     def __str__(self) -> str:
         grid = self.topology
-        lines = [
+        title = wrapped(
             f"jzero preflight: {grid.num_devices} x {self.target.name} ({grid.hosts} hosts of "
-            f"{grid.per_host}), compiled in {self.compile_seconds:.0f} s",
-            *([] if self.report is None else str(self.report).split("\n\n")[0].splitlines()),
-            "",
-            *_tables.memory_table(self.memory).text(),
-            "",
-            *self._verdict(),
-            "",
-            *self._collectives(),
-            *([] if self.report is None else self.report.gathered_rows()),
-            "",
-            *_LIMITS,
+            f"{grid.per_host}), compiled in {self.compile_seconds:.0f} s", "  ")  # fmt: skip
+        parts = [
+            [*title, *([] if self.report is None else self.report.header())],
+            _tables.memory_table(self.memory).text(),
+            self._verdict(),
+            self._collectives(),
+            [] if self.report is None else self.report.gathered_rows(),
+            wrapped(_LIMITS),
         ]
-        return "\n".join(lines)
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
     def _verdict(self) -> list[str]:
         spare = abs(self.usable_bytes - self.peak_bytes)
         verdict = "FITS, with" if self.fits else "DOES NOT FIT, by"
-        lines = [
+        lines = wrapped(
             f"{verdict} {readable_bytes(spare)}: the peak is {readable_bytes(self.peak_bytes)} of "
             f"{readable_bytes(self.usable_bytes)} ({self.memory_fraction:g} of a device's "
             f"{readable_bytes(self.target.memory_bytes)})"
-        ]
+        )
         if self.largest_rows is not None:
-            lines.append(
+            lines += wrapped(
                 f"The most rows for each device and microbatch that fit: {self.largest_rows} "
                 f"(compiled: {self.rows})"
             )
@@ -229,15 +260,17 @@ class Preflight:
         s = self.schedule
         return [
             *Table(header, rows).text(),
-            f"Matrix products take at least {1000 * s.product_seconds:.1f} ms (at the peak of bfloat16); "
-            f"then {1000 * s.exposed_seconds:.1f} ms of the collectives stay exposed.",
+            *wrapped(
+                f"Matrix products take at least {1000 * s.product_seconds:.1f} ms (at the peak of bfloat16); "
+                f"then {1000 * s.exposed_seconds:.1f} ms of the collectives stay exposed."
+            ),
         ]
 
 
 _LIMITS = (
-    "Not seen: memory kinds (what rests on the host is counted on the device), buffers of NCCL and of",
-    "the driver (1 to 2 GiB), fragmentation, kernels that autotuning would choose, latencies, convolutions'",
-    "and fused attention's time. Bandwidths are the data sheet's.",
+    "Not seen: memory kinds (what rests on the host is counted on the device), buffers of NCCL and of "
+    "the driver (1 to 2 GiB), fragmentation, kernels that autotuning would choose, latencies, convolutions' "
+    "and fused attention's time. Bandwidths are the data sheet's."
 )
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-from jzero._errors import describe_leaf
+from jax.sharding import PartitionSpec
+
+from jzero._folded import listed
 from jzero._memory_kinds import DEVICE
 from jzero._quantities import readable_bytes
-from jzero.reports import _tables
+from jzero.reports import _as_dict, _leaf_lists, _tables
+from jzero.reports._lines import wrapped
 from jzero.reports._tables import Memory, crossing_table, memory_table, traffic_table
 from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.batch._body import Movement
@@ -32,6 +36,8 @@ class Report:
       roads: how the host updates what rests there, if it does.
       movements: operations that move rows of the batch, because nothing cheaper is exact.
       whole_arguments: arguments that come whole to every device, as the devices do not divide their rows.
+      argument_paths: of every leaf of the arguments beside the state.
+      output_paths: of every leaf that the step returns beside the state.
     """
 
     plan: StepPlan
@@ -42,27 +48,102 @@ class Report:
     roads: str = ""
     movements: tuple[Movement, ...] = ()
     whole_arguments: tuple[str, ...] = ()
+    argument_paths: tuple[str, ...] = ()
+    output_paths: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        axes = ", ".join(f"'{name}' of size {size}" for name, size in self.plan.axes)
-        lines = [
-            f"jzero: stage {self.plan.stage} over {self.plan.num_devices} devices (data axes: {axes})",
-            f"reductions: {_REDUCTIONS[self.plan.reductions]}",
-            *self._microbatches(),
-            "",
-            *memory_table(self.memory).text(),
-            "",
-            *self._left_full(),
-            *self._padded(),
-            *self._offloaded(),
-            "",
-            *self._traffic(),
-            *self._crossings(),
-            *self.gathered_rows(),
+        parts = [
+            self.header(),
+            memory_table(self.memory).text(),
+            self._traffic(),
+            self._crossings(),
+            self.gathered_rows(),
+            self._crossing_the_call(),
+            _leaf_lists.offloaded(self.plan, self.roads),
+            self._not_in_shards(),
         ]
-        if self.keys:
-            lines += ["", f"PRNG keys, folded with the device's index: {', '.join(self.keys)}"]
-        return "\n".join(lines)
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that the text says and more, as plain types: `json.dumps` takes it. Bytes are ints.
+
+        Every key is there in every report::
+
+            stage, devices       ints
+            evaluates            whether the state is only read
+            axes                 sizes of the data axes by name
+            reductions           'whole batch', or 'written' (the step's own collectives)
+            microbatches         num; reduce ('once', 'each'); accumulator_bytes, on each device; loops over
+                                 them; repeats (of products); kept between loops: [what, where, nbytes]
+            memory               of each role: role, whole, per_device, at_rest, note, on_host (bytes)
+            leaves               of the state: path, role, dtype, shape; dim and axes that it is sharded over
+                                 (None and [] if full), num_shards; nbytes, nbytes_per_device, padded_shape;
+                                 memory ('device', 'pinned_host', 'host'); why_full ('' if it is not)
+            unread               paths of those that an evaluation does not read
+            arguments, outputs   beside the state: path, and the dim that is split over the devices or None
+            whole_arguments      paths of those whose rows the devices do not divide
+            keys                 paths of PRNG keys into which each device folds its index
+            traffic              in one step: op, dtype, axes, elements, bytes, times
+            crossings            each device and its host: direction, what, dtype, elements, nbytes
+            movements            of rows of the batch: operation, where, reason, nbytes (once), times
+            turns, device_bytes  in how many turns offloaded leaves visit a device, at most so many bytes
+            host_updates         lines on how the host updates what rests there
+
+        >>> import jax, jax.numpy as jnp, jzero
+        >>> def step_fn(w, batch):
+        ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+        ...     return w - 0.1 * grad, loss
+        >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
+        >>> w, batch = jax.ShapeDtypeStruct((64, 64), jnp.float32), jnp.ones((8, 64))
+        >>> found = jzero.shard_train_step(step_fn, mesh=mesh).describe(w, batch).to_dict()
+        >>> found["leaves"][0]["nbytes_per_device"], found["outputs"]
+        (2048, [{'path': 'output[1]', 'dim': None}])
+        >>> [(row["op"], row["bytes"], row["times"]) for row in found["traffic"]]
+        [('all-gather', 16384, 1), ('all-reduce', 4, 1), ('reduce-scatter', 16384, 1)]
+        """
+        plan = self.plan
+        return {
+            "stage": plan.stage,
+            "evaluates": plan.evaluates,
+            "devices": plan.num_devices,
+            "axes": dict(plan.axes),
+            "reductions": plan.reductions,
+            "microbatches": _as_dict.microbatches(plan, self.accumulator_bytes),
+            "memory": _as_dict.memory(self.memory),
+            "leaves": [_as_dict.leaf(leaf) for leaf in plan.leaves],
+            "unread": [plan.leaves[i].path for i in sorted(plan.unread)],
+            "arguments": [{"path": path, "dim": dim} for path, dim in self.arguments],
+            "outputs": [{"path": path, "dim": dim} for path, dim in self.outputs],
+            "whole_arguments": list(self.whole_arguments),
+            "keys": list(self.keys),
+            "traffic": _as_dict.traffic(self.traffic),
+            "crossings": _as_dict.crossings(self.crossings),
+            "movements": [_as_dict.movement(m) for m in self.movements],
+            "turns": sum(turn.parts for turn in plan.turns) if plan.device_bytes else 0,
+            "device_bytes": plan.device_bytes,
+            "host_updates": self.roads.splitlines(),
+        }
+
+    def header(self) -> list[str]:
+        """Lines on what runs: the stage, the devices, what is reduced when."""
+        axes = ", ".join(f"'{name}' of size {size}" for name, size in self.plan.axes)
+        what = "evaluation" if self.plan.evaluates else f"stage {self.plan.stage}"
+        does = "computes" if self.plan.evaluates else "trains"
+        reductions = _REDUCTIONS[self.plan.reductions].format(does=does)
+        return [
+            *wrapped(
+                f"jzero: {what} over {self.plan.num_devices} devices (data axes: {axes})", "  "
+            ),
+            *wrapped(f"reductions: {reductions}", "  "),
+            *self._microbatches(),
+            *self._unread(),
+        ]
+
+    def _unread(self) -> list[str]:
+        """What an evaluation leaves alone."""
+        num = len(self.plan.unread)
+        leaves = f"{num} of {len(self.plan.leaves)} leaves"
+        return [f"{leaves} are not read, and stay where they are"] if num else []
 
     @property
     def memory(self) -> tuple[Memory, ...]:
@@ -75,113 +156,93 @@ class Report:
         """The loops over microbatches, and what is kept between them; None without microbatches."""
         return self.plan.microbatches.loops
 
+    @property
+    def arguments(self) -> tuple[tuple[str, int | None], ...]:
+        """The dim along which each argument is split over the devices; None for one that comes whole."""
+        return tuple(zip(self.argument_paths, map(_split_dim, self.plan.arguments), strict=False))
+
+    @property
+    def outputs(self) -> tuple[tuple[str, int | None], ...]:
+        """The dim of the rows of each output beside the state; None for one that every device has whole."""
+        dims = [None if isinstance(layout, Full) else layout.dim for layout in self.plan.outputs]
+        return tuple(zip(self.output_paths, dims, strict=False))
+
     def elements(self, op: str, dtype: str | None = None) -> int:
         """Elements that a step moves by `op` ('all-gather', 'reduce-scatter', 'all-reduce')."""
         return _tables.elements(self.traffic, op, dtype)
 
     def _leaves_of(self, role: str) -> list[LeafPlan]:
-        return [leaf for leaf in self.plan.leaves if leaf.role == role]
+        """Those that the step reads."""
+        leaves, unread = self.plan.leaves, self.plan.unread
+        return [leaf for i, leaf in enumerate(leaves) if leaf.role == role and i not in unread]
+
+    def _not_in_shards(self) -> list[str]:
+        """What a stage left full, and what it padded; an evaluation finds its leaves as they are."""
+        leaves = self.plan.leaves
+        full = [] if self.plan.evaluates else _leaf_lists.left_full(leaves)
+        return [*full, *_leaf_lists.padded(leaves)]
 
     def _microbatches(self) -> list[str]:
         plan = self.plan
         if plan.accumulate == 1:
             return []
         when = "once per step" if plan.reduce_once else "for each microbatch"
-        lines = [
+        lines = wrapped(
             f"microbatches: {plan.accumulate} on each device; gradients are reduced {when}, and summed "
-            f"up in {readable_bytes(self.accumulator_bytes)} on each device"
-        ]
+            f"up in {readable_bytes(self.accumulator_bytes)} on each device", "  "
+        )  # fmt: skip
         if plan.reductions == "written":
             lines.append("  to the step's own collectives each microbatch is a device")
         loops = self.loops
         if loops is not None and loops.num > 1:
-            kept = loops.kept
-            lines.append(
-                f"loops over them: {loops.num}; products run {loops.repeats:.1f} times as often as "
-                f"in one; {readable_bytes(sum(k.nbytes for k in kept))} on each device kept for later loops"
-            )
-            lines += [f"  {readable_bytes(k.nbytes)}  {k.what} of {k.where}" for k in kept[:8]]
+            kept = sorted(loops.kept, key=lambda each: -each.nbytes)
+            lines += wrapped(
+                f"loops over them: {loops.num}; products run {loops.repeats:.1f} times as often as in one; "
+                f"{readable_bytes(sum(k.nbytes for k in kept))} on each device kept for later loops", "  "
+            )  # fmt: skip
+            for k in kept[:8]:
+                lines += wrapped(
+                    f"{k.what} of {k.where}", "    ", first=f"  {readable_bytes(k.nbytes)}  "
+                )
             lines += [f"  and {len(kept) - 8} more"] if len(kept) > 8 else []
-        return lines
-
-    def _left_full(self) -> list[str]:
-        full = [leaf for leaf in self.plan.leaves if leaf.why_full]
-        if not full:
-            return ["No leaf that the stage shards was left full."]
-        shown = "; ".join(
-            f"{describe_leaf(leaf.path, leaf.shape, leaf.dtype)} ({leaf.why_full})"
-            for leaf in full[:8]
-        )
-        more = f"; and {len(full) - 8} more" if len(full) > 8 else ""
-        num_bytes = sum(leaf.nbytes for leaf in full)
-        return [
-            f"{len(full)} of {len(self.plan.leaves)} leaves stay full on every device: {shown}{more}. "
-            f"They cost {num_bytes} bytes on each device."
-        ]
-
-    def _padded(self) -> list[str]:
-        padded = [leaf for leaf in self.plan.leaves if leaf.padding]
-        if not padded:
-            return []
-        shown = "; ".join(
-            f"{describe_leaf(leaf.path, leaf.shape, leaf.dtype)} (to {list(leaf.padded_shape)})"
-            for leaf in padded[:8]
-        )
-        more = f"; and {len(padded) - 8} more" if len(padded) > 8 else ""
-        num_bytes = sum(leaf.nbytes_per_device - leaf.nbytes // leaf.num_shards for leaf in padded)
-        return [
-            f"{len(padded)} of {len(self.plan.leaves)} leaves are padded at rest (jzero.PaddedArray): "
-            f"{shown}{more}. The padding costs {num_bytes} bytes on each device."
-        ]
-
-    def _offloaded(self) -> list[str]:
-        plan = self.plan
-        leaves = [leaf for leaf in plan.leaves if leaf.tier != DEVICE]
-        if not leaves:
-            return []
-        num_bytes = sum(leaf.nbytes_per_device for leaf in leaves)
-        of_all = sum(leaf.nbytes_per_device for leaf in self._leaves_of(OPTIMIZER))
-        lines = [
-            f"{len(leaves)} of {len(plan.leaves)} leaves rest in {leaves[0].tier} memory, {num_bytes} bytes "
-            f"for each device: {num_bytes / of_all:.1%} of the optimizer state."
-        ]
-        if plan.device_bytes:
-            num_turns = sum(turn.parts for turn in plan.turns)
-            lines.append(
-                f"A step copies them to the device and back in {num_turns} turns, at most "
-                f"{plan.device_bytes} bytes at a time."
-            )
-        if self.roads:
-            lines += ["The host updates them in their place:", *self.roads.splitlines()]
-        staying = [
-            describe_leaf(leaf.path, leaf.shape, leaf.dtype)
-            for leaf in self._leaves_of(OPTIMIZER)
-            if leaf.tier == DEVICE
-        ]
-        if staying:
-            end = ", ..." if len(staying) > 8 else "."
-            lines.append(
-                f"Optimizer state that stays on the devices: {', '.join(staying[:8])}{end}"
-            )
         return lines
 
     def _crossings(self) -> list[str]:
         table = crossing_table(self.crossings)
-        return ["", *table.text()] if table else []
+        return table.text() if table else []
 
     def gathered_rows(self) -> list[str]:
         """Lines on what moves rows of the batch; none if nothing does."""
         lines = []
         if self.whole_arguments:
-            lines += ["", "Whole on every device, which do not divide their rows: "
-                      f"{_listed(self.whole_arguments)}."]  # fmt: skip
+            lines += wrapped(
+                "Whole on every device, which do not divide their rows: "
+                f"{listed(self.whole_arguments, 8)}.", "  ")  # fmt: skip
         if self.movements:
             total = sum(m.nbytes * m.times for m in self.movements)
             found = sorted(self.movements, key=lambda m: -m.nbytes * m.times)
-            size = readable_bytes(total)
-            lines += ["", f"{len(found)} operations move rows of the batch, {size} to each device:"]
-            lines += [f"  {readable_bytes(m.nbytes)}  {m}" for m in found[:20]]
+            verb = "operation moves" if len(found) == 1 else "operations move"
+            lines.append(
+                f"{len(found)} {verb} rows of the batch, {readable_bytes(total)} to each device:"
+            )
+            for m in found[:20]:
+                lines += wrapped(str(m), "    ", first=f"  {readable_bytes(m.nbytes)}  ")
             lines += [f"  and {len(found) - 20} more"] if len(found) > 20 else []
+        return lines
+
+    def _crossing_the_call(self) -> list[str]:
+        """Lines on how the arguments come and what is returned."""
+        lines = []
+        for title, found in (("arguments", self.arguments), ("outputs", self.outputs)):
+            ways: dict[str, list[str]] = {}
+            for path, dim in found:
+                way = "whole on every device" if dim is None else f"in rows, along dim {dim}"
+                ways.setdefault(way, []).append(path)
+            said = "; ".join(f"{listed(paths)} {way}" for way, paths in ways.items())
+            lines += wrapped(f"{title}: {said}", "  ") if said else []
+        if self.keys:
+            said = f"PRNG keys, folded with the device's index: {listed(self.keys, 8)}"
+            lines += wrapped(said, "  ")
         return lines
 
     def _traffic(self) -> list[str]:
@@ -190,14 +251,13 @@ class Report:
 
 
 _REDUCTIONS = {
-    "whole batch": "where the step sums over the batch; it trains what jax.jit trains on one device",
+    "whole batch": "where the step sums over the batch; it {does} what jax.jit {does} on one device",
     "written": "the step's own collectives, as written",
 }
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f"; and {len(names) - 8} more" if len(names) > 8 else ""
-    return "; ".join(names[:8]) + more
+def _split_dim(spec: PartitionSpec) -> int | None:
+    return next((dim for dim, axes in enumerate(spec) if axes), None)
 
 
 def _memory(role: str, leaves: Sequence[LeafPlan]) -> Memory:

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 from jzero._errors import OptionError, message
 from jzero._quantities import (
     BYTES_RULE,
-    COUNT_RULE,
     parse_bytes,
     parse_count,
     readable_count,
 )
 from jzero.offload._policy import NO_OFFLOAD
-from jzero.reports import _formulas, _tables
+from jzero.reports import _as_dict, _formulas, _tables
+from jzero.reports._checks import WHO, check, check_offload, data_axes
 from jzero.reports._formulas import BytesPerParam
+from jzero.reports._lines import WIDTH, wrapped
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
 from jzero.reports._tables import Memory
 from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
 from jzero.sharding.plan._stages import StageAxes
-
-WHO = "estimate"
 
 
 def estimate(
@@ -69,14 +68,17 @@ def estimate(
     >>> import jzero
     >>> found = jzero.estimate("7.5B", devices=64, stage=3)
     >>> print(found)
-    jzero: estimate of 7.5B parameters at stage 3 over 64 devices (data axes: 'data' of size 64)
+    jzero: estimate of 7.5B parameters at stage 3 over 64 devices (data axes: 'data'
+      of size 64)
     <BLANKLINE>
-    memory                        whole  on each device
-    parameter                  14.0 GiB       223.5 MiB
-    optimizer state            83.8 GiB         1.3 GiB
-    at rest                    97.8 GiB         1.5 GiB
-    gradient                   14.0 GiB       223.5 MiB  in shards: reduced as they are produced
-    with those within a step  111.8 GiB         1.7 GiB
+                                           on each
+    memory                        whole     device
+    parameter                  14.0 GiB  223.5 MiB
+    optimizer state            83.8 GiB    1.3 GiB
+    at rest                    97.8 GiB    1.5 GiB
+    gradient                   14.0 GiB  223.5 MiB  in shards: reduced as they are
+                                                    produced
+    with those within a step  111.8 GiB    1.7 GiB
     <BLANKLINE>
     per step         dtype  axes        elements     bytes  times
     all-gather      16-bit  data  15,000,000,000  27.9 GiB      2
@@ -91,16 +93,19 @@ def estimate(
     Offloaded, a model with masters rests in 2 bytes per parameter on one device:
 
     >>> print(jzero.estimate("10B", devices=1, offload=jzero.HostCPU()))
-    jzero: estimate of 10B parameters at stage 3 over 1 devices (data axes: 'data' of size 1)
+    jzero: estimate of 10B parameters at stage 3 over 1 device (data axes: 'data' of
+      size 1)
     <BLANKLINE>
-    memory                        whole  on each device  on its host
-    parameter                  18.6 GiB        18.6 GiB          0 B
-    optimizer state           111.8 GiB             0 B    111.8 GiB
-    leaving parameter          18.6 GiB             0 B     18.6 GiB  pinned
-    at rest                   149.0 GiB        18.6 GiB    130.4 GiB
-    gradient                   18.6 GiB        18.6 GiB          0 B  in shards: reduced as they are produced
-    arriving gradient          18.6 GiB             0 B     18.6 GiB  pinned
-    with those within a step  186.3 GiB        37.3 GiB    149.0 GiB
+                                          on each     on its
+    memory                        whole    device       host
+    parameter                  18.6 GiB  18.6 GiB        0 B
+    optimizer state           111.8 GiB       0 B  111.8 GiB
+    leaving parameter          18.6 GiB       0 B   18.6 GiB  pinned
+    at rest                   149.0 GiB  18.6 GiB  130.4 GiB
+    gradient                   18.6 GiB  18.6 GiB        0 B  in shards: reduced as
+                                                              they are produced
+    arriving gradient          18.6 GiB       0 B   18.6 GiB  pinned
+    with those within a step  186.3 GiB  37.3 GiB  149.0 GiB
     <BLANKLINE>
     A step moves nothing between devices.
     <BLANKLINE>
@@ -156,9 +161,9 @@ def estimate(
         "gradient_bytes": gradient_bytes,
         "optimizer_bytes": optimizer_bytes,
     }
-    axes = _data_axes(devices, mesh)
+    axes = data_axes(devices, mesh)
     count = parse_count(num_params)
-    _check(num_params, count, devices, mesh, axes, optimizer, precision, given)
+    check(num_params, count, devices, mesh, axes, optimizer, precision, given)
     assert count is not None
     assert axes is not None
     options = Options(
@@ -167,7 +172,7 @@ def estimate(
         optimizer_axes=axis_tuple(optimizer_axes), offload=offload, who=WHO,
     )  # fmt: skip
     sizes = _bytes_per_param(optimizer, precision, **given)
-    _check_offload(offload, sizes)
+    check_offload(offload, sizes)
     return Estimate(count, options, options.stage_axes(axes), sizes)
 
 
@@ -273,22 +278,56 @@ class Estimate:
     def _needs(self) -> list[_formulas.Need]:
         return list(_formulas.needs(self.options, self.sharding, self.bytes_per_param))
 
+    def to_dict(self) -> dict[str, Any]:
+        """The tables' rows and sums as plain types; bytes and elements are exact ints.
+
+        Keys: num_params, axes, stage; memory, traffic and crossings as in `Report.to_dict`; at_rest, total
+        and on_host (bytes); elements_moved.
+
+        >>> import jzero
+        >>> found = jzero.estimate("7.5B", devices=64).to_dict()
+        >>> found["total"], found["elements_moved"], found["memory"][0]["per_device"]
+        (1875000000, 22500000000, 234375000)
+        """
+        return {
+            "num_params": self.num_params,
+            "axes": dict(self.sharding.axes),
+            "stage": self.options.stage,
+            "memory": _as_dict.memory(self.memory),
+            "at_rest": self.at_rest,
+            "total": self.total,
+            "on_host": self.on_host,
+            "traffic": _as_dict.traffic(self.traffic),
+            "crossings": _as_dict.crossings(self.crossings),
+            "elements_moved": self.elements_moved,
+        }
+
     def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def header(self, width: int = WIDTH) -> list[str]:
+        """What the numbers are of."""
         axes = ", ".join(f"'{name}' of size {size}" for name, size in self.sharding.axes)
+        devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
+        return wrapped(
+            f"jzero: estimate of {readable_count(self.num_params)} parameters at stage "
+            f"{self.options.stage} over {devices} (data axes: {axes})", "  ", width)  # fmt: skip
+
+    def lines(self, width: int = WIDTH) -> list[str]:
+        """The text, for a terminal of so many columns."""
         table = _tables.traffic_table(self.traffic)
         crossing = _tables.crossing_table(self.crossings)
         moved = Fraction(self.elements_moved, self.num_params)
-        return "\n".join([
-            f"jzero: estimate of {readable_count(self.num_params)} parameters at stage "
-            f"{self.options.stage} over {self.num_devices} devices (data axes: {axes})",
+        return [
+            *self.header(width),
             "",
-            *_tables.memory_table(self.memory).text(),
+            *_tables.memory_table(self.memory).text(width),
             "",
-            *(table.text() if table else ["A step moves nothing between devices."]),
+            *(table.text(width) if table else ["A step moves nothing between devices."]),
             "",
-            *([*crossing.text(), ""] if crossing else []),
+            *([*crossing.text(width), ""] if crossing else []),
             f"A device sends and receives {float(moved):.3g} Psi elements for Psi parameters.",
-        ])  # fmt: skip
+        ]
 
 
 def roles_on_devices(found: Sequence[Estimate]) -> list[str]:
@@ -312,62 +351,3 @@ def _bytes_per_param(
             for n in (params, grads, state, min(params, row.compute), min(state, row.masters))
         )
     )
-
-
-def _data_axes(devices: Any, mesh: Any) -> dict[str, int] | None:
-    """Names and sizes of the axes; None for what is neither."""
-    if mesh is None:
-        return {"data": devices} if _is_size(devices) else None
-    sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
-    fits = isinstance(sizes, Mapping) and sizes and all(map(_is_size, sizes.values()))
-    return dict(sizes) if isinstance(sizes, Mapping) and fits else None
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _check(
-    num_params: Any, count: int | None, devices: Any, mesh: Any, axes: Any, optimizer: Any,
-    precision: Any, given: Mapping[str, float | None],
-) -> None:  # fmt: skip
-    bad = []
-    if count is None:
-        bad.append(f"num_params={num_params!r} is not {COUNT_RULE}")
-    if devices is not None and mesh is not None:
-        bad.append(f"devices={devices!r} and mesh={mesh!r}, of which one is enough")
-    elif axes is None and mesh is None:
-        bad.append(f"devices={devices!r} is not an int from 1")
-    elif axes is None:
-        bad.append(f"mesh={mesh!r} does not map names of axes to their sizes")
-    for name, value, known in (
-        ("optimizer", optimizer, OPTIMIZERS),
-        ("precision", precision, PRECISIONS),
-    ):
-        if value not in tuple(known):  # It may not be hashable.
-            bad.append(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
-    for name, size in given.items():
-        if size is not None and not _is_bytes(size, above_zero=name == "param_bytes"):
-            bad.append(f"{name}={size!r} is not a number of bytes")
-    if bad:
-        raise OptionError(message(
-            WHO, bad, "Each argument is a number, or a name in the docstring's lists.",
-            "Write estimate('7.5B', devices=64, stage=3).", things="arguments"))  # fmt: skip
-
-
-def _check_offload(offload: Offload, sizes: BytesPerParam) -> None:
-    if offload.share is None:
-        raise OptionError(message(
-            WHO, "offload=HostCPU(ratio='auto')", "It is measured on the devices, and there are none here.",
-            "Use a number, such as describe() reports it for a real step."))  # fmt: skip
-    if _formulas.share_on_host(offload) and not sizes.optimizer_state:
-        raise OptionError(message(
-            WHO, f"offload={offload}, and the optimizer has no state",
-            "Moments, averages and masters are offloaded.", "Drop offload, or use another optimizer."
-        ))  # fmt: skip
-
-
-def _is_bytes(value: Any, above_zero: bool) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return False
-    return value > 0 if above_zero else value >= 0

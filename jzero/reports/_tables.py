@@ -1,6 +1,6 @@
 """What estimate() and describe() both report, in the same words: bytes by role, traffic by collective.
 
-A `Table` is a value; `print` shows it as text, the command line shows it with rich.
+A `Table` is a value; its text has the lines that fit a terminal.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jzero._quantities import readable_bytes
+from jzero.reports._columns import lay_out
+from jzero.reports._lines import WIDTH
 from jzero.sharding.analysis._traffic import Collective, Crossing
 
 
@@ -38,20 +40,10 @@ class Table(NamedTuple):
     header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
-    def text(self) -> list[str]:
-        """Its lines."""
-        cells = [self.header, *self.rows]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(self.header))]
-        return [
-            "  ".join(map(self._justify, range(len(row)), row, widths)).rstrip() for row in cells
-        ]
-
-    def is_text(self, column: int) -> bool:
-        """Whether a column is prose, and not numbers."""
-        return column == 0 or not self.header[column]
-
-    def _justify(self, column: int, cell: str, width: int) -> str:
-        return cell.ljust(width) if self.is_text(column) else cell.rjust(width)
+    def text(self, width: int = WIDTH) -> list[str]:
+        """Its lines, none wider than `width`, with every number whole."""
+        prose = {i for i, title in enumerate(self.header) if i == 0 or not title}
+        return lay_out(self.header, self.rows, prose, width)
 
 
 def at_rest(rows: Sequence[Memory]) -> int:

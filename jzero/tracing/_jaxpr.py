@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import config, distributed, source_info_util, xla_bridge
+from jax._src import config, distributed, dtypes, source_info_util, xla_bridge
 from jax._src.lax.parallel import reduce_scatter_p
 from jax.extend import core as extended_core
 from jax.extend.random import threefry2x32_p
@@ -423,6 +423,19 @@ def threefry_bits(key: jax.Array, high: jax.Array, low: jax.Array, bit_width: in
     if bit_width == 64:
         return lax.shift_left(b1.astype(dtype), jnp.asarray(32, dtype)) | b2.astype(dtype)
     return (b1 ^ b2).astype(dtype)
+
+
+def register_array(cls: type, plain: Callable[[Any], jax.Array]) -> None:
+    """Tells JAX to take `cls` for an array of its `shape`, `dtype` and `sharding`, and how to make that one.
+
+    Then whatever traces or runs functions of arrays takes it: `jax.jit`, `grad`, `vmap`, `device_put`.
+    """
+
+    def aval(x: Any) -> Any:
+        return core.update_aval_with_sharding(core.ShapedArray(x.shape, x.dtype), x.sharding)
+
+    core.pytype_aval_mappings[cls] = aval
+    dtypes.register_canonicalize_value_handler(cls, plain)
 
 
 # Scopes of what a step says of its rows (`_local.py`).

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from jzero._components import grouped
 from jzero._errors import describe_leaf
+from jzero._folded import listed
 from jzero.offload.kernels._ops import is_cheap, op_for, size_of
 from jzero.offload.kernels._writer import TYPES, dtype_of, itemsize
 from jzero.tracing import _jaxpr, _rewrite
 
 KERNEL, XLA, KEPT = "kernel", "XLA", "kept"
-_SHOWN = 4  # Names in a line.
 
 
 class Road(NamedTuple):
@@ -175,6 +175,5 @@ def roads_text(roads: Sequence[Road]) -> str:
             how = "by XLA" if road.by == XLA else "by a kernel, after XLA"
             why.setdefault(f"{how} ({road.reason})", []).append(road.name)
     for reason, names in why.items():
-        more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-        lines.append(f"{reason}: {', '.join(names[:_SHOWN])}{more}")
+        lines.append(f"{reason}: {listed(names)}")
     return "\n".join(lines)

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero._errors import CONSUMED, StateError, message
 from jzero.offload.memory import _padded
 from jzero.offload.memory._addresses import host_empty
+from jzero.offload.memory._like_array import LikeArray
 from jzero.offload.memory._padded import PaddedArray
 
 HostBox: TypeAlias = tuple[
@@ -51,15 +53,16 @@ class Home(NamedTuple):
         return [_box(found[device], self.padded_shape) for device in self.devices]
 
 
-class HostArray:
+class HostArray(LikeArray):
     """A leaf of a state that rests in the memory of the devices' host: with `offload=jzero.HostCPU()`.
 
     Each process keeps the parts of its own devices, once: devices that are replicas of each other share one.
-    Whoever reads it sees its true shape: `shape`, `np.asarray` and indexing (which copy on the host, for the
-    next step overwrites it in its place), `jnp.asarray`, and `ShardedTrainStep.unshard` (which copy it to the
-    devices, whole to each). It is one leaf of a pytree and no JAX array: `jax.jit` and functions like
-    `jnp.sum` do not take it as it is. A sharded step takes it, and plain arrays, too. A pickled or deep copy
-    of it is a NumPy array.
+    Whoever reads it or computes with it sees a `jax.Array` of its true shape. `np.asarray` and indexing copy
+    on the host, for the next step overwrites it in its place. All else (`jax.jit` and other transformations,
+    operators, functions of `jnp` and `lax`) copies it to the devices for as long as the use lasts, as
+    `jnp.asarray` does: in the shards in which it rests, or whole to each of them if it is padded. A sharded
+    step takes it as it rests. A function that donates its arguments consumes the copy, and never this leaf. A
+    pickled or deep copy of it is a NumPy array.
 
     >>> import jax, jax.numpy as jnp, jzero
     >>> def step_fn(state, batch):
@@ -70,8 +73,8 @@ class HostArray:
     >>> state = train_step.init(lambda: {"w": jnp.ones((257, 3)), "m": jnp.zeros((257, 3))})
     >>> state["m"]
     HostArray(shape=(257, 3), dtype=float32, padded to (264, 3))
-    >>> jnp.asarray(state["m"]).shape, state["m"][0], train_step.unshard(state)["m"].shape
-    ((257, 3), array([0., 0., 0.], dtype=float32), (257, 3))
+    >>> jnp.asarray(state["m"]).shape, state["m"][0], jax.jit(jnp.sum)(state["m"])
+    ((257, 3), Array([0., 0., 0.], dtype=float32), Array(0., dtype=float32))
 
     Attributes:
       home: where it rests, and in which shape.
@@ -108,13 +111,8 @@ class HostArray:
         return self.home.at_rest
 
     @property
-    def devices(self) -> tuple[jax.Device, ...]:
-        """The devices of this process whose parts it has."""
-        return self.home.devices
-
-    @property
     def buffers(self) -> tuple[np.ndarray, ...]:
-        """The part of each of `devices`, in C order; the next step overwrites them."""
+        """The part of each of `home.devices`, in C order; the next step overwrites them."""
         if self._buffers is None:
             raise StateError(message(
                 "HostArray", f"{self!r} was already donated", *CONSUMED))  # fmt: skip
@@ -122,34 +120,15 @@ class HostArray:
 
     @property
     def sharding(self) -> NamedSharding:
-        """A sharding for its true shape: whole on every device of the mesh; see `at_rest`."""
-        return NamedSharding(self.at_rest.mesh, PartitionSpec())
+        """That of a plain array made of it: `at_rest`, but whole on every device if it is padded."""
+        padded = self.padded_shape != self.shape
+        return NamedSharding(self.at_rest.mesh, PartitionSpec()) if padded else self.at_rest
 
-    @property
-    def is_fully_addressable(self) -> bool:
-        """Whether all devices that it is for are this process's."""
-        return self.at_rest.is_fully_addressable
-
-    @property
-    def ndim(self) -> int:
-        """How many dims there are."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Elements, without padding."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole leaf, without padding."""
-        return self.size * self.dtype.itemsize
-
-    def take(self, pending: Any, num_steps: int) -> HostArray:
+    def renewed(self, pending: Any, num_steps: int) -> HostArray:
         """The same leaf, in the same buffers, after so many steps; this one is then deleted."""
-        taken = HostArray(self.home, self.buffers, pending, num_steps)
+        renewed = HostArray(self.home, self.buffers, pending, num_steps)
         self.delete()
-        return taken
+        return renewed
 
     def delete(self) -> None:
         """Lets go of its buffers, and of what is pending."""
@@ -162,6 +141,9 @@ class HostArray:
     def block_until_ready(self) -> HostArray:
         """Itself: what is in its buffers is there already, and nobody waits for what is pending."""
         return self
+
+    def copy_to_host_async(self) -> None:
+        """Nothing: it is there."""
 
     def parts(self) -> Parts:
         """The parts that this process has, each once; to be read before the next step.
@@ -185,7 +167,9 @@ class HostArray:
             first.setdefault(_box(found[device], self.padded_shape), device.process_index)
         return [(box, x) for box, x in self.parts() if first[box] == jax.process_index()]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: Any = None, context: None = None, copy: bool | None = None
+    ) -> np.ndarray:
         """Always a copy."""
         if not (self.is_fully_addressable or self.at_rest.is_fully_replicated):
             raise StateError(message(
@@ -196,34 +180,22 @@ class HostArray:
         return whole
 
     def __jax_array__(self) -> jax.Array:
-        """The leaf as a plain array, whole on every device of its mesh."""
+        """The leaf as a plain array, with this `sharding`."""
         return _padded.unpad(jax.device_put(on_devices(self), self.sharding), self.shape)
 
-    def __getitem__(self, index: Any) -> Any:
-        return np.asarray(self)[index]
-
-    def __len__(self) -> int:
-        return self.shape[0]
+    def __getitem__(self, index: Any) -> jax.Array:
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(index)):
+            return self.__jax_array__()[index]
+        return jnp.asarray(np.asarray(self)[index])
 
     def __bool__(self) -> bool:
         return bool(np.asarray(self))
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(np.asarray(self))
-
-    def __eq__(self, other: object) -> Any:
-        return np.asarray(self) == other
-
-    __hash__ = None  # type: ignore[assignment]  # as of arrays
+    def __iter__(self) -> Iterator[jax.Array]:
+        return map(jnp.asarray, np.asarray(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return np.asarray, (np.asarray(self),)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"HostArray has no attribute {name!r}: it is an array at rest, in the memory of the host. "
-            "Compute with jnp.asarray(x), or with the plain arrays of train_step.unshard(state)."
-        )
 
     def __repr__(self) -> str:
         padded = f", padded to {self.padded_shape}" if self.padded_shape != self.shape else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,15 +10,20 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jzero._errors import CONSUMED, StateError, message
+from jzero.offload.memory._like_array import LikeArray
 
-class PaddedArray:
+
+class PaddedArray(LikeArray):
     """A leaf of a state whose sharded dim the devices do not divide: 50257 rows on 8 devices.
 
     JAX has no arrays in unequal shards, so such a leaf rests with padding at the end of one dim. Whoever
-    reads it sees its true shape: `shape`, `np.asarray`, `jnp.asarray` and indexing leave the padding out,
-    and `ShardedTrainStep.unshard` returns plain arrays. It is one leaf of a pytree and no JAX array:
-    `jax.jit` and functions like `jnp.sum` do not take it as it is (write `jnp.asarray(x)`), so that
-    padding never enters a computation unseen. A sharded step takes it, and plain arrays, too.
+    reads it or computes with it sees a `jax.Array` of its true shape, without padding: `jax.jit`, `jax.grad`
+    and all other transformations, operators, functions of `jnp` and `lax`, `x.at`, `device_put`, Flax's and
+    Orbax's own serialization. Each such use gathers the leaf: for as long as it lasts, every device holds it
+    whole, as `jnp.asarray(x)` does. A sharded step takes it as it rests. A function that donates its
+    arguments consumes the gathered array, and never this leaf. Where it spans processes, `jax.device_put`
+    wants `jnp.asarray(x)`.
 
     >>> import jax, jax.numpy as jnp, jzero
     >>> def step_fn(w, batch):
@@ -28,8 +32,8 @@ class PaddedArray:
     >>> w = train_step(jnp.ones((257, 3)), jnp.ones((8, 257)))
     >>> w
     PaddedArray(shape=(257, 3), dtype=float32, padded to (264, 3))
-    >>> jnp.asarray(w).shape, w[0].shape, train_step.unshard(w).shape
-    ((257, 3), (3,), (257, 3))
+    >>> jnp.asarray(w).shape, w[0].shape, (2 * w).shape, jax.jit(jnp.sum)(w).shape
+    ((257, 3), (3,), (257, 3), ())
 
     Attributes:
       padded: the sharded `jax.Array`, with zeros beyond `shape`.
@@ -38,7 +42,12 @@ class PaddedArray:
 
     def __init__(self, padded: jax.Array, shape: tuple[int, ...]):
         self.padded = padded
-        self.shape = shape
+        self._shape = shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The true shape."""
+        return self._shape
 
     @property
     def dtype(self) -> Any:
@@ -53,54 +62,34 @@ class PaddedArray:
             return sharding
         return NamedSharding(sharding.mesh, PartitionSpec())
 
-    @property
-    def ndim(self) -> int:
-        """How many dims there are."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Elements, without padding."""
-        return int(np.prod(self.shape))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole leaf, without padding."""
-        return self.size * self.dtype.itemsize
-
     def __jax_array__(self) -> jax.Array:
-        """The leaf as a plain array, whole on every device of its mesh."""
-        return unpad(jax.device_put(self.padded, self.sharding), self.shape)
+        """The leaf as a plain array, whole on every device of its mesh.
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        whole = np.asarray(self.padded)[tuple(slice(size) for size in self.shape)]
+        Raises:
+          StateError: a step has consumed it.
+        """
+        return unpad(jax.device_put(self._alive(), self.sharding), self.shape)
+
+    def __array__(
+        self, dtype: Any = None, context: None = None, copy: bool | None = None
+    ) -> np.ndarray:
+        whole = np.asarray(self._alive())[tuple(slice(size) for size in self.shape)]
         return np.array(whole, dtype) if copy else np.asarray(whole, dtype)
 
-    def __getitem__(self, index: Any) -> jax.Array:
-        return self.__jax_array__()[index]
+    def _alive(self) -> jax.Array:
+        if self.is_deleted():
+            raise StateError(message("PaddedArray", f"{self!r} was already donated", *CONSUMED))
+        return self.padded
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __bool__(self) -> bool:
-        return bool(self.__jax_array__())
-
-    def __iter__(self) -> Iterator[jax.Array]:
-        return iter(self.__jax_array__())
-
-    def __eq__(self, other: object) -> Any:
-        return self.__jax_array__() == other
-
-    __hash__ = None  # type: ignore[assignment]  # as of arrays
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"PaddedArray has no attribute {name!r}: it is an array at rest, padded for the devices. "
-            "Compute with jnp.asarray(x), or with the plain arrays of train_step.unshard(state)."
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PaddedArray, (self.padded, self.shape)
 
     def __repr__(self) -> str:
         return f"PaddedArray(shape={self.shape}, dtype={self.dtype}, padded to {self.padded.shape})"
+
+    def delete(self) -> None:
+        """Frees its memory."""
+        self.padded.delete()
 
     def is_deleted(self) -> bool:
         """Whether a step has consumed it."""
@@ -110,6 +99,10 @@ class PaddedArray:
         """Waits for the computation that makes it; `jax.block_until_ready` calls this."""
         self.padded.block_until_ready()
         return self
+
+    def copy_to_host_async(self) -> None:
+        """Starts the copy that `np.asarray` waits for."""
+        self.padded.copy_to_host_async()
 
 
 def pad(x: Any, shape: tuple[int, ...]) -> Any:

@@ -17,6 +17,7 @@ from jzero._in_turn import groups
 from jzero._memory_kinds import DEVICE, HOST
 from jzero.offload.memory import _host_array, _padded
 from jzero.offload.memory._host_array import Home, HostArray
+from jzero.offload.memory._like_array import LikeArray
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call, _jaxpr, _rewrite
 
@@ -212,7 +213,8 @@ def apart(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
 
 def _copy(leaf: Any) -> Any:
     """Memory of its own; a leaf on the host, which says itself that it was consumed, as it is."""
-    return copied([leaf], leaf.sharding)[0] if isinstance(leaf, jax.Array) else leaf
+    on_devices = isinstance(leaf, jax.Array) and not isinstance(leaf, HostArray)
+    return copied([leaf], leaf.sharding)[0] if on_devices else leaf
 
 
 def copied(leaves: list[jax.Array], sharding: Sharding) -> list[jax.Array]:
@@ -287,8 +289,10 @@ def _own(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def lies_right(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether a leaf is a JAX array in this sharding."""
-    if not (isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding)):
+    """Whether a leaf is one of JAX's own arrays, in this sharding."""
+    if isinstance(leaf, LikeArray) or not isinstance(leaf, jax.Array):
+        return False
+    if not isinstance(leaf.sharding, NamedSharding):
         return False
     if leaf.sharding == sharding:
         return True
@@ -298,8 +302,7 @@ def lies_right(leaf: Any, sharding: NamedSharding) -> bool:
 
 def check_alive(state: Any, leaves: Sequence[Any], who: str = WHO) -> None:
     """Refuses a state, of these leaves, of which an earlier step has consumed all arrays, or some."""
-    arrays = (jax.Array, _padded.PaddedArray, HostArray)
-    dead = [isinstance(leaf, arrays) and leaf.is_deleted() for leaf in leaves]
+    dead = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves]
     if any(dead):  # Paths cost more than the check, which every step makes.
         paths = _call.leaf_paths(state, "state")
         gone = [path for path, is_dead in zip(paths, dead, strict=True) if is_dead]

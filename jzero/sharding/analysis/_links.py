@@ -28,6 +28,7 @@ class Links:
         self._looped: list[DimKey] = []
         self._sharded: dict[tuple[DimKey, int], int] = {}
         self._leaf: dict[DimKey, str] = {}
+        self._full_leaf: dict[DimKey, str] = {}
         self._link_frame(root)
 
     def shard(self, frame: Frame, var: Var, dim: int, leaf: str) -> None:
@@ -36,15 +37,23 @@ class Links:
         self._sharded.setdefault((root, self._uneven(var.aval.shape[dim])), len(self._sharded))
         self._leaf.setdefault(root, leaf)
 
+    def name(self, frame: Frame, var: Var, leaf: str) -> None:
+        """Says that `var` is a `leaf` that stays full: what a profile calls the reduction of its gradient."""
+        for dim in range(len(var.aval.shape)):
+            self._full_leaf.setdefault(self._classes.of((id(frame), var, dim)), leaf)
+
     def _uneven(self, size: int) -> int:
         # Shards line up if the devices divide both dims, or if both have the same size, and so the same
         # padding. A reshape links dims of other sizes.
         return size if size % self.num_shards else 0
 
     def leaf_of(self, frame: Frame, var: Var) -> str:
-        """The leaf for which the dims of `var` were sharded: the parameter that a gradient is of."""
+        """The parameter that a gradient is of: for which its dims were sharded, or else were not."""
         roots = [self._classes.of((id(frame), var, dim)) for dim in range(len(var.aval.shape))]
-        return next((self._leaf[root] for root in roots if root in self._leaf), "")
+        known = [
+            leaf[root] for leaf in (self._leaf, self._full_leaf) for root in roots if root in leaf
+        ]
+        return next(iter(known), "")
 
     def looped_dims(self, frame: Frame, var: Var) -> set[int]:
         """Dims of `var` that a scan slices one by one: sharding them would gather the whole stack."""

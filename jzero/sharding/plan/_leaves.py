@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from jzero._errors import OptionError, message
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
-from jzero.sharding.plan import _layout
+from jzero.sharding.plan import _layout, _spared
 from jzero.sharding.plan._layout import FULL, Automatic, Layout, Shard
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER, StageAxes, StateLeaf
 from jzero.tracing import _call
@@ -100,18 +101,25 @@ def offload(
 def plan_from_shapes(
     leaves: Sequence[StateLeaf], stage_axes: StageAxes, tier: str = DEVICE
 ) -> tuple[LeafPlan, ...]:
-    """The layout before any batch was seen: roles unknown, every leaf sharded that can be.
+    """The layout before any batch was seen: roles unknown, every leaf sharded that may be.
 
     Equal to the final plan at stage 3 except for leaves that only the step can tell apart. With a `tier`,
     every leaf that may turn out to be optimizer state rests there.
     """
+    spared = _spared.spared(stage_axes, leaves, [()] * len(leaves))
 
-    def plan(leaf: StateLeaf) -> LeafPlan:
-        dim, why = stage_axes.choose(leaf, set())
+    def plan(i: int, leaf: StateLeaf) -> LeafPlan:
+        dim, why = stage_axes.choose(leaf, (), i in spared)
         return _leaf_plan(leaf, OTHER, dim, stage_axes.shard_axes, stage_axes, why)
 
     keys = [i for i, leaf in enumerate(leaves) if not leaf.splittable]
-    return offload(list(map(plan, leaves)), tier, stage_axes.min_bytes, keys, role=OTHER)
+    return offload(
+        list(itertools.starmap(plan, enumerate(leaves))),
+        tier,
+        stage_axes.min_bytes,
+        keys,
+        role=OTHER,
+    )
 
 
 class Rest(NamedTuple):
@@ -191,6 +199,8 @@ def plan_leaves(
     roles = [
         _role(leaf, var in frame.feeds_batch) for leaf, var in zip(leaves, variables, strict=True)
     ]
+    looped = [links.looped_dims(frame, var) for var in variables]
+    spared = _spared.spared(stage_axes, leaves, looped)
     plans: dict[int, LeafPlan] = {}
     # Parameters choose first: optimizer state that is combined with one element by element follows it.
     for i in sorted(range(len(leaves)), key=lambda i: roles[i] != PARAMETER):
@@ -198,9 +208,11 @@ def plan_leaves(
         dim = links.sharded_dim(frame, var)
         dim = None if dim in leaf.taken else dim
         if dim is None and roles[i] != OTHER:
-            dim, why = stage_axes.choose(leaf, links.looped_dims(frame, var))
+            dim, why = stage_axes.choose(leaf, looped[i], i in spared)
         if dim is not None and roles[i] != OTHER:
             links.shard(frame, var, dim, leaf.path)
+        elif roles[i] == PARAMETER:
+            links.name(frame, var, leaf.path)
         plans[i] = _leaf_plan(leaf, roles[i], dim, axes, stage_axes, why)
     _check_full(stage_axes, plans.values())
     return tuple(plans[i] for i in range(len(leaves)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from jzero.sharding.plan import _layout
@@ -50,6 +50,11 @@ class StateLeaf(NamedTuple):
     parts: int = 1
 
     @property
+    def nbytes(self) -> int:
+        """Bytes on each device if the data axes do not cut it."""
+        return math.prod(self.shape) * self.itemsize // self.parts
+
+    @property
     def taken(self) -> set[int]:
         """Dims that are sharded over other axes than the data axes."""
         return {dim for dim, axes in enumerate(self.automatic) if axes}
@@ -63,7 +68,7 @@ class StageAxes:
       axes: names and sizes of the data axes.
       param_axes: over which parameters rest; the first of `shard_axes`.
       shard_axes: over which optimizer state rests and gradients are reduce-scattered.
-      min_bytes: leaves smaller than this stay full.
+      min_bytes: leaves smaller than this stay full; with 0, whatever can be is sharded, padded if need be.
       full: a regular expression; parameters whose path it matches rest full.
     """
 
@@ -82,17 +87,25 @@ class StageAxes:
         """How many shards there are over `axes`."""
         return math.prod(dict(self.axes)[axis] for axis in axes)
 
-    def choose(self, leaf: StateLeaf, looped: set[int]) -> tuple[int | None, str]:
-        """The dim along which a leaf can rest in shards, or None and the reason."""
+    def is_small(self, leaf: StateLeaf) -> bool:
+        """Whether it is not worth a collective."""
+        return math.prod(leaf.shape) * leaf.itemsize < self.min_bytes
+
+    def choose(
+        self, leaf: StateLeaf, looped: Collection[int], spared: bool
+    ) -> tuple[int | None, str]:
+        """The dim along which a leaf can rest in shards, or None and the reason; not padded if `spared`."""
         num = self.count(self.shard_axes)
         if num == 1:
             return None, ""
-        avoid = looped | leaf.taken
+        avoid = leaf.taken | set(looped)
         dim = _layout.choose_dim(leaf.shape, num, avoid) if leaf.splittable else None
         if dim is None:
             return None, _layout.why_full(leaf.shape, avoid)
-        if math.prod(leaf.shape) * leaf.itemsize < self.min_bytes:
+        if self.is_small(leaf):
             return None, f"smaller than min_shard_bytes={self.min_bytes}"
+        if spared and leaf.shape[dim] % num:
+            return None, "it would need padding, which would save less than 1 MiB"
         return dim, ""
 
     def axes_of(self, leaf: StateLeaf, role: str) -> tuple[str, ...]:

@@ -77,9 +77,9 @@ def _part_by_part(
     )
 
 
-def all_reduce(local: jax.Array, axes: Axes, kind: str = "sum") -> jax.Array:
-    """`[n, d]` of each device -> their sum (or 'max', 'min') `[n, d]`, whole on each."""
-    with jax.named_scope("jzero.all_reduce"):
+def all_reduce(local: jax.Array, axes: Axes, kind: str = "sum", name: str = "") -> jax.Array:
+    """`[n, d]` of each device -> their sum (or 'max', 'min') `[n, d]`, whole on each; a leaf has a `name`."""
+    with jax.named_scope(f"jzero.all_reduce[{name}]" if name else "jzero.all_reduce"):
         if kind != "sum" and jnp.issubdtype(local.dtype, jnp.inexact):
             # An all-reduce takes NaN for no maximum and no minimum of others.
             parts = lax.all_gather(local, axes)

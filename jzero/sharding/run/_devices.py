@@ -192,14 +192,15 @@ class Devices:
         """`x [n, d]`, or what of it was scattered, `[n/k, d]` -> the sum's `[n/k, d]`, or `[n, d]`."""
         if value.scattered:
             assert value.dim is not None
-            total = self._all_reduce(value.x, self.replica_axes).astype(value.dtype)
+            total = self._all_reduce(value.x, self.replica_axes, value.name).astype(value.dtype)
             return ShardValue(total, value.dim, value.size, self.shard_axes, value.name)
         dim, (before, after) = value.dim if self.num > 1 else None, _halves(value)
         total = _scaled(value.x, before)
         if dim is not None:
             total = self._scatter(total, dim, value)
         if self.num > 1:
-            total = self._all_reduce(total, self.axes if dim is None else self.replica_axes)
+            axes = self.axes if dim is None else self.replica_axes
+            total = self._all_reduce(total, axes, value.name)
         total = _scaled(total, after).astype(value.dtype)
         return self.value(total, dim, value.x.shape, value.name)
 
@@ -226,12 +227,12 @@ class Devices:
         self.queue.note_reduction(shard, value.made, total.nbytes)
         return shard
 
-    def _all_reduce(self, total: jax.Array, axes: Axes) -> jax.Array:
+    def _all_reduce(self, total: jax.Array, axes: Axes, name: str) -> jax.Array:
         """`[n, d]` of each device -> their sum `[n, d]` over `axes`, if there are any."""
         if not axes:
             return total
         self._check_together("a gradient is reduced")
-        return _collectives.all_reduce(total, axes)
+        return _collectives.all_reduce(total, axes, name=name)
 
     def _automatic(self, name: str, x: jax.Array, dim: int) -> Automatic:
         """How XLA shards `x`, which comes from a leaf: the leaf itself, a cast, a slice of its stack."""

@@ -1,0 +1,94 @@
+"""Writes terminal.md: what commands and reports print on a terminal of 80 columns, so that the page is true.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python docs/terminal.py
+"""
+
+import contextlib
+import io
+import os
+import pathlib
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from jzero.cli._main import main
+
+DOCS = pathlib.Path(__file__).parent
+COLUMNS = 80
+HEAD = """\
+# On a terminal of 80 columns
+
+Written by `python docs/terminal.py`: what commands and reports print, as it is. Words go to the next line,
+columns to a second table, alike leaves into one line; numbers are never cut. `--json` and `to_dict()` have
+the same, exact.
+"""
+BEFORE = ("estimate --params 7.5B --devices 64 --memory 80GB",
+          "estimate --params 7.5B --devices 64 --stage 3 --offload host --delayed",
+          "estimate --params 7.5B --devices 64 --memory 80")  # fmt: skip
+AFTER = ("inspect checkpoints", "inspect checkpoints/50", "export checkpoints model.safetensors")
+
+
+def page() -> str:
+    with in_new_folder() as folder:
+        commands = "".join(map(shown, BEFORE))
+        report = described(run_readme())
+        saved = "".join(map(shown, AFTER))
+        text = "".join([
+            HEAD, section("What a training takes", commands),
+            section("What the README's step keeps and moves",
+                    f">>> print(train_step.describe(state, batch))\n{report}\n\n", "text"),
+            section("What it has saved", saved),
+        ])  # fmt: skip
+        text = text.replace(f"{folder}/", "/home/you/")
+    return re.sub(r"Written \S+ by", "Written 2026-11-22T12:00:00+00:00 by", text)
+
+
+def section(title: str, text: str, language: str = "console") -> str:
+    return f"\n## {title}\n\n```{language}\n{text.strip()}\n```\n"
+
+
+@contextlib.contextmanager
+def in_new_folder() -> Iterator[pathlib.Path]:
+    """A folder to work in, on a terminal."""
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        with mock.patch.dict(os.environ, {"COLUMNS": str(COLUMNS)}):
+            yield pathlib.Path.cwd()
+
+
+def readme_examples() -> list[str]:
+    """The code that the README begins with: its first example, and what follows from it."""
+    text = (DOCS.parent / "README.md").read_text().partition("\n## Two commands")[0]
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def run_readme() -> dict[str, Any]:
+    """The names that the README's code has made."""
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for code in readme_examples():
+            exec(code, names)
+    return names
+
+
+def described(names: dict[str, Any]) -> str:
+    return str(names["train_step"].describe(names["state"], names["batch"]))
+
+
+def shown(command: str) -> str:
+    """What a command prints, below it."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            main(shlex.split(command))
+        except SystemExit as ended:
+            print(
+                *[ended.code] * isinstance(ended.code, str), end="\n" * isinstance(ended.code, str)
+            )
+    return f"$ jzero {command}\n{out.getvalue().rstrip()}\n\n"
+
+
+if __name__ == "__main__":
+    (DOCS / "terminal.md").write_text(page())

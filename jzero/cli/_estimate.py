@@ -1,0 +1,177 @@
+"""`jzero estimate`: its flags, and what it shows."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jzero._errors import OptionError, message
+from jzero._quantities import parse_bytes, readable_bytes, readable_count
+from jzero.cli import _flags, _plot
+from jzero.cli._checkpoints import Shown
+from jzero.offload._policy import HostCPU, NoOffload, Offload, PinnedHost
+from jzero.reports import _tables
+from jzero.reports._checks import WHO
+from jzero.reports._estimate import Estimate, estimate, roles_on_devices
+from jzero.reports._formulas import WAYS
+from jzero.reports._presets import OPTIMIZERS, PRECISIONS
+from jzero.reports._tables import Table
+from jzero.sharding.plan._options import GATHER
+from jzero.sharding.plan._stages import STAGES
+
+# By the name that --offload has for it: the policy, and the flags that are its fields.
+_POLICIES: dict[str | None, tuple[type[Offload], dict[str, str]]] = {
+    None: (NoOffload, {}),
+    "pinned": (PinnedHost, {"device_bytes": "--device-bytes"}),
+    "host": (HostCPU, {"ratio": "--ratio", "delayed_update": "--delayed"}),
+}
+_OFFLOAD = tuple(filter(None, _POLICIES))
+
+
+def add(commands: Any) -> dict[str, Callable[..., Shown]]:
+    """Adds the command to a parser; what runs it, with its flags as arguments."""
+    command = commands.add_parser(
+        "estimate", help="memory and traffic from numbers alone",
+        description="What a training needs on each device and moves in a step: jzero.estimate.",
+        example="jzero estimate --params 7.5B --devices 64 --memory 80GB")  # fmt: skip
+    _add_flags(command)
+    return {"estimate": _estimate}
+
+
+def _add_flags(command: _flags.Parser) -> None:
+    """Flags whose destinations are the arguments of `estimate`; those left out stay its defaults."""
+    names = "name[,name]"
+    where = command.add_mutually_exclusive_group(required=True)
+    flags: dict[str, dict[str, Any]] = {
+        "--params": dict(type=_flags.num_params, dest="num_params", required=True,
+                         metavar="NUMBER", help="such as 350M, 7.5B, 1T"),
+        "--devices": dict(type=_flags.positive, metavar="NUMBER", help="how many share the batch"),
+        "--mesh": dict(type=_flags.mesh, metavar="name=size[,name=size]",
+                       help="instead of --devices: axes and sizes, node=8,local=8"),
+        "--stage": dict(type=int, choices=STAGES, help="by default all of them"),
+        "--optimizer": dict(choices=OPTIMIZERS, help="adam by default"),
+        "--precision": dict(choices=PRECISIONS, help="mixed by default"),
+        "--param-bytes": dict(type=float, metavar="BYTES", help="bytes per parameter at rest"),
+        "--gradient-bytes": dict(type=float, metavar="BYTES", help="... of the gradient"),
+        "--optimizer-bytes": dict(type=float, metavar="BYTES", help="... of the optimizer state"),
+        "--accumulate": dict(type=_flags.positive, metavar="NUMBER", help="microbatches on each device"),
+        "--reduce": dict(choices=("once", "each"), help="when gradients are reduced"),
+        "--accumulate-dtype": dict(metavar="DTYPE", help="such as float32"),
+        "--reduce-dtype": dict(metavar="DTYPE", help="such as bfloat16"),
+        "--gather": dict(choices=GATHER, help="how long gathered parameters live"),
+        "--param-axes": dict(type=_flags.names, metavar=names, help="axes over which parameters rest"),
+        "--optimizer-axes": dict(type=_flags.names, metavar=names, help="... and optimizer state"),
+        "--offload": dict(choices=_OFFLOAD, help="where optimizer state rests"),
+        "--device-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
+                               help="of it on a device at a time, 1GiB (pinned)"),
+        "--ratio": dict(type=_flags.ratio, help="share of it that rests on the host (host)"),
+        "--delayed": dict(action="store_const", const=True, dest="delayed_update",
+                          help="gradients are applied while the next are computed (host)"),
+    }  # fmt: skip
+    for flag, settings in flags.items():
+        to = where if flag in ("--devices", "--mesh") else command
+        to.add_argument(flag, default=argparse.SUPPRESS, **settings)
+    command.add_argument(
+        "--memory",
+        type=_flags.num_bytes,
+        metavar="SIZE",
+        help="of a device, 80GB or 80GiB: tells the largest model",
+    )
+    command.add_argument("--json", action="store_true", help="numbers instead of a table")
+    command.add_argument("--plot", metavar="FILE", help="a picture, such as out.png")
+
+
+def _estimate(json: bool, plot: str | None, memory: str | None, **arguments: Any) -> Shown:
+    stages = [arguments.pop("stage")] if "stage" in arguments else list(STAGES)
+    arguments["offload"] = _policy(arguments)
+    found = [
+        estimate(arguments["num_params"], **_without_params(arguments), stage=s) for s in stages
+    ]
+    largest = [e.largest_model(memory) if memory else None for e in found]
+    if plot:
+        _plot.plot_stages(found, plot, memory)
+    if json:
+        yield _as_dict(found, largest)
+    elif len(found) == 1:
+        yield from _show_one(found[0], largest[0], memory)
+    else:
+        yield from _show_stages(found, largest, memory)
+
+
+def _policy(arguments: dict[str, Any]) -> Offload:
+    """The policy that the flags say; takes them out of the arguments."""
+    kind = arguments.pop("offload", None)
+    policy, fields = _POLICIES[kind]
+    flags = {field: flag for _, flags in _POLICIES.values() for field, flag in flags.items()}
+    given = {field: arguments.pop(field) for field in flags if field in arguments}
+    if others := [flags[field] for field in given if field not in fields]:
+        raise OptionError(message(
+            WHO, f"{' and '.join(others)} with {'no offload' if kind is None else f'--offload {kind}'}",
+            "--device-bytes is for --offload pinned; --ratio and --delayed are for --offload host.",
+            "Drop one or the other."))  # fmt: skip
+    if "device_bytes" in given:
+        given["device_bytes"] = parse_bytes(given["device_bytes"])
+    return policy(**given)
+
+
+def _without_params(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name != "num_params"}
+
+
+def _as_dict(found: Sequence[Estimate], largest: Sequence[int | None]) -> dict[str, Any]:
+    """The tables' rows; bytes and elements are exact."""
+    shared = ("num_params", "axes")
+    dicts = [e.to_dict() for e in found]
+    whole = {name: dicts[0][name] for name in shared}
+    stages = [
+        {name: value for name, value in row.items() if name not in shared}
+        | ({} if num is None else {"largest_model": num})
+        for row, num in zip(dicts, largest, strict=True)
+    ]
+    return {**whole, "stages": stages}
+
+
+def _show_one(found: Estimate, largest: int | None, memory: str | None) -> Shown:
+    yield " ".join(line.strip() for line in found.header())
+    yield _tables.memory_table(found.memory)
+    moved = _tables.traffic_table(found.traffic)
+    yield moved or "A step moves nothing between devices."
+    if crossing := _tables.crossing_table(found.crossings):
+        yield crossing
+    if largest is not None:
+        yield f"The largest model whose total fits into {memory}: {readable_count(largest)}."
+
+
+def _show_stages(
+    found: Sequence[Estimate], largest: Sequence[int | None], memory: str | None
+) -> Shown:
+    first = found[0]
+    axes = ", ".join(f"'{name}' of size {size}" for name, size in first.sharding.axes)
+    yield f"{readable_count(first.num_params)} parameters; data axes: {axes}; on each device:"
+    roles = roles_on_devices(found)
+    offloads = first.options.offloads
+    host = ["on its host", *WAYS] * offloads
+    title = [] if memory is None else [f"largest in {memory}"]
+    rows = [
+        (
+            str(e.options.stage),
+            *(readable_bytes(e.nbytes(role)) for role in roles),
+            f"{readable_bytes(e.total)} = {e.total / 1e9:.4g} GB",
+            *_on_hosts(e) * offloads,
+            f"{e.elements_moved / e.num_params:.3g} Psi",
+            *([] if num is None else [readable_count(num)]),
+        )
+        for e, num in zip(found, largest, strict=True)
+    ]
+    yield Table(("stage", *roles, "total", *host, "moved per step", *title), rows)
+    yield "Parameters and optimizer state rest; the others live within a step. Activations are not in it."
+    if offloads:
+        yield "To host, to device: what crosses in a step. On its host: what waits for that, too."
+    yield "Psi: as many elements as there are parameters. More of one stage: --stage."
+
+
+def _on_hosts(found: Estimate) -> list[str]:
+    """What each device's host holds, and what crosses to it and back."""
+    crossing = [sum(c.nbytes for c in found.crossings if c.direction == way) for way in WAYS]
+    return list(map(readable_bytes, [found.on_host, *crossing]))

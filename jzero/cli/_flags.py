@@ -1,0 +1,106 @@
+"""The flags of the command line: what they take, and errors in their words."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from jzero._quantities import parse_bytes, parse_count
+
+_VALUE = r"(\([^()]*\)|'[^']*'|-?[\w.*]*\w)"
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows its usage if the form of a command is wrong, and not if a value is; its help has an example."""
+
+    def __init__(self, *, example: str = "", **settings: Any):
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=f"example:\n  {example}" if example else None, **settings,
+        )  # fmt: skip
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The flag of each argument that has one."""
+        return {a.dest: a.option_strings[-1] for a in self._actions if a.option_strings}
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with exit status 2."""
+        if not message.startswith("argument "):
+            self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\nSee {self.prog} --help.\n")
+
+
+def in_flags(text: str, flags: Mapping[str, str]) -> str:
+    """What the library says of arguments, as it is said of flags: `--stage 0` for `stage=0`.
+
+    Args:
+      text: a message; whose it is stands before its first colon.
+      flags: the flag of each argument.
+    """
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    text = re.sub(r"\boffload=\w+\((.*?)\)", r"\1", text)
+    text = re.sub(rf"\b({names})={_VALUE}", lambda m: _given(flags[m[1]], m[2]), text)
+    text = re.sub(
+        rf"\b([Dd]rop|[Cc]orrect|without) ({names})\b", lambda m: f"{m[1]} {flags[m[2]]}", text
+    )
+    text = re.sub(
+        rf"(?<!-)\b({names})\b(?=.)", lambda m: flags[m[1]] if "_" in m[1] else m[1], text
+    )
+    text = re.sub(r"\bestimate\('([^']*)', ([^)]*)\)",
+                  lambda m: f"--params {m[1]} {m[2].replace(',', '')}", text)  # fmt: skip
+    who, _, said = text.replace("jnp.", "").partition(": ")
+    return said or who
+
+
+def _given(flag: str, value: str) -> str:
+    """A flag with its value as it is written on a command line."""
+    words = ",".join(re.findall(r"[\w.*/-]+", value))
+    return flag if words == "True" else f"{flag} {words}"
+
+
+def num_params(text: str) -> str:
+    """A number of parameters, as it was written."""
+    if parse_count(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 350M, 7.5B or 1T")
+    return text
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def num_bytes(text: str) -> str:
+    """A number of bytes, as it was written, with its unit."""
+    if text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} of what? Write {text}GiB, {text}GB or {text}B")
+    if parse_bytes(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 80GiB or 80GB")
+    return text
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names with commas between them."""
+    return tuple(text.split(","))
+
+
+def ratio(text: str) -> float | str:
+    """A number; the policy says what else it may be."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def mesh(text: str) -> dict[str, int]:
+    """Names and sizes of axes."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and size.isdecimal() and int(size) for name, _, size in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form node=8,local=8")
+    return {name: int(size) for name, _, size in pairs}

@@ -1,0 +1,84 @@
+"""What reports say, as plain types of JSON: bytes and elements are ints, tuples are lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jzero.reports._tables import Memory
+from jzero.sharding.analysis._traffic import Collective, Crossing
+from jzero.sharding.batch._body import Movement
+from jzero.sharding.plan._layout import Full
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._plan import StepPlan
+
+
+def memory(rows: Sequence[Memory]) -> list[dict[str, Any]]:
+    """A dict for each role."""
+    return [row._asdict() for row in rows]
+
+
+def traffic(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
+    """Collectives of one op, dtype and axes together, in the order of the first of each."""
+    groups: dict[tuple[str, str, tuple[str, ...]], list[Collective]] = {}
+    for c in collectives:
+        groups.setdefault((c.op, c.dtype, c.axes), []).append(c)
+    return [
+        {"op": op, "dtype": dtype, "axes": list(axes),
+         "elements": sum(c.total_elements for c in group), "bytes": sum(c.nbytes for c in group),
+         "times": sum(c.times for c in group)}
+        for (op, dtype, axes), group in groups.items()
+    ]  # fmt: skip
+
+
+def crossings(found: Sequence[Crossing]) -> list[dict[str, Any]]:
+    """What crosses between each device and its host, by direction, role and dtype."""
+    groups: dict[tuple[str, str, str], list[Crossing]] = {}
+    for x in found:
+        groups.setdefault((x.direction, x.what, x.dtype), []).append(x)
+    return [
+        {"direction": direction, "what": what, "dtype": dtype,
+         "elements": sum(x.elements for x in group), "nbytes": sum(x.nbytes for x in group)}
+        for (direction, what, dtype), group in groups.items()
+    ]  # fmt: skip
+
+
+def leaf(plan: LeafPlan) -> dict[str, Any]:
+    """Where one leaf of the state rests."""
+    sharded = None if isinstance(plan.layout, Full) else plan.layout
+    return {
+        "path": plan.path,
+        "role": plan.role,
+        "dtype": plan.dtype,
+        "shape": list(plan.shape),
+        "dim": None if sharded is None else sharded.dim,
+        "axes": [] if sharded is None else list(sharded.axes),
+        "num_shards": plan.num_shards,
+        "nbytes": plan.nbytes,
+        "nbytes_per_device": plan.nbytes_per_device,
+        "padded_shape": list(plan.padded_shape),
+        "memory": plan.tier,
+        "why_full": plan.why_full,
+    }
+
+
+def microbatches(plan: StepPlan, accumulator_bytes: int) -> dict[str, Any]:
+    """How a device works through them."""
+    loops = plan.microbatches.loops
+    kept = () if loops is None else loops.kept
+    return {
+        "num": plan.accumulate,
+        "reduce": "once" if plan.reduce_once else "each",
+        "accumulator_bytes": accumulator_bytes,
+        "loops": 1 if loops is None else loops.num,
+        "repeats": 1.0 if loops is None else float(loops.repeats),
+        "kept": [{"what": k.what, "where": k.where, "nbytes": k.nbytes} for k in kept],
+    }
+
+
+def movement(found: Movement) -> dict[str, Any]:
+    """What moves rows of the batch."""
+    return {
+        "operation": found.operation, "where": found.where, "reason": found.reason,
+        "nbytes": found.nbytes, "times": found.times,
+    }  # fmt: skip

@@ -1,0 +1,116 @@
+"""What `describe` says of leaves that stay full, are padded, or rest on the host: one line for all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from jzero._errors import describe_leaf
+from jzero._folded import folded
+from jzero._memory_kinds import DEVICE
+from jzero._quantities import readable_bytes
+from jzero.reports._lines import wrapped
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._plan import StepPlan
+from jzero.sharding.plan._stages import OPTIMIZER
+
+_SHOWN = 5  # lines of leaves for one reason
+
+
+def left_full(leaves: Sequence[LeafPlan]) -> list[str]:
+    """Leaves that the stage would shard, and that do not rest in shards; and why."""
+    full = [leaf for leaf in leaves if leaf.why_full]
+    if not full:
+        return ["No leaf that the stage shards was left full."]
+    verb = "stays" if len(full) == 1 else "stay"
+    return [
+        f"{len(full)} of {len(leaves)} leaves {verb} full: {_bytes_of(full, _at_rest)}.",
+        *_listed(full, lambda leaf: leaf.why_full, _at_rest),
+    ]
+
+
+def padded(leaves: Sequence[LeafPlan]) -> list[str]:
+    """Leaves that are larger at rest than they are."""
+    found = [leaf for leaf in leaves if leaf.padding]
+    if not found:
+        return []
+    verb = "is" if len(found) == 1 else "are"
+    return [
+        *wrapped(f"{len(found)} of {len(leaves)} leaves {verb} padded at rest (jzero.PaddedArray), "
+                 f"which costs {_bytes_of(found, _padding)}."),
+        *_listed(found, lambda leaf: f"padded to {list(leaf.padded_shape)}", _padding),
+    ]  # fmt: skip
+
+
+def offloaded(plan: StepPlan, roads: str) -> list[str]:
+    """Leaves that rest on the host, how they are updated, and the optimizer state that does not."""
+    leaves = [leaf for leaf in plan.leaves if leaf.tier != DEVICE]
+    if not leaves:
+        return []
+    state = [leaf for leaf in plan.leaves if leaf.role == OPTIMIZER]
+    nbytes = sum(map(_at_rest, leaves))
+    share = nbytes / sum(map(_at_rest, state))
+    lines = wrapped(
+        f"{len(leaves)} of {len(plan.leaves)} leaves rest in {leaves[0].tier} memory, "
+        f"{readable_bytes(nbytes)} for each device: {share:.1%} of the optimizer state."
+    )
+    if plan.device_bytes:
+        num_turns = sum(turn.parts for turn in plan.turns)
+        lines += wrapped(
+            f"A step copies them to the device and back in {num_turns} turns, at most "
+            f"{readable_bytes(plan.device_bytes)} at a time."
+        )
+    if roads:
+        lines.append("The host updates them in their place:")
+        lines += [line for road in roads.splitlines() for line in wrapped(road, "  ")]
+    staying = [leaf for leaf in state if leaf.tier == DEVICE]
+    if staying:
+        lines += wrapped(
+            f"{len(staying)} of {len(state)} leaves of optimizer state stay on the devices: "
+            f"{_bytes_of(staying, _at_rest)}."
+        )
+        lines += _listed(staying, lambda leaf: "", _at_rest)
+    return lines
+
+
+def _at_rest(leaf: LeafPlan) -> int:
+    return leaf.nbytes_per_device
+
+
+def _padding(leaf: LeafPlan) -> int:
+    return leaf.nbytes_per_device - leaf.nbytes // leaf.num_shards
+
+
+def _bytes_of(leaves: Sequence[LeafPlan], nbytes: Callable[[LeafPlan], int]) -> str:
+    return f"{readable_bytes(sum(map(nbytes, leaves)))} on each device"
+
+
+def _listed(
+    leaves: Sequence[LeafPlan], why: Callable[[LeafPlan], str], nbytes: Callable[[LeafPlan], int]
+) -> list[str]:
+    """Leaves by the reason that they have, and of each a line for all of one kind; most bytes first."""
+    reasons: dict[str, list[LeafPlan]] = {}
+    for leaf in sorted(leaves, key=lambda leaf: -nbytes(leaf)):
+        reasons.setdefault(why(leaf), []).append(leaf)
+    lines = []
+    for reason, found in reasons.items():
+        lines += wrapped(f"{reason}:", "  ", first="  ") if reason else []
+        lines += _of_kinds(found, nbytes)
+    return lines
+
+
+def _of_kinds(leaves: Sequence[LeafPlan], nbytes: Callable[[LeafPlan], int]) -> Iterator[str]:
+    kinds: dict[tuple[object, ...], list[LeafPlan]] = {}
+    for leaf in leaves:
+        kinds.setdefault((leaf.role, leaf.dtype, leaf.shape), []).append(leaf)
+    entries = [
+        (each.num * nbytes(kind[0]), each, describe_leaf(each.text, kind[0].shape, kind[0].dtype))
+        for kind in kinds.values()
+        for each in folded(leaf.path for leaf in kind)
+    ]
+    entries.sort(key=lambda entry: -entry[0])
+    for total, each, text in entries[:_SHOWN]:
+        times = f"{each.num} x " if each.num > 1 else ""
+        yield from wrapped(times + text, " " * 13, first=f"{readable_bytes(total):>11}  ")
+    if rest := entries[_SHOWN:]:
+        total, count = sum(entry[0] for entry in rest), sum(entry[1].num for entry in rest)
+        yield f"{readable_bytes(total):>11}  {count} more"

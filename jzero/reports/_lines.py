@@ -1,0 +1,56 @@
+"""Lines of a report: none is longer than a terminal is wide, and no number is cut."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+WIDTH = 80  # columns of a terminal, unless someone says otherwise
+_KEPT = "\N{NO-BREAK SPACE}"
+_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]i?)?B\b|Psi\b|x )")
+# Where a path that is longer than a line may go on in the next: before a key, never in a number.
+_JOINT = re.compile(r"(?=\[)|(?<!\.)(?=\.(?![\d.]))|(?<=/)")
+
+
+def wrapped(
+    text: str, indent: str = "", width: int = WIDTH, first: str = "", cut: bool = True
+) -> list[str]:
+    """One line of prose as several of at most `width` columns: `first` begins it, `indent` the others.
+
+    Numbers stay with their units, and only what is too long for any line, as the paths of leaves may be, is
+    cut, unless `cut` says not to: before its keys if that is enough, and never between digits.
+
+    >>> wrapped("1 of 2 leaves stays full: state['table']['rows'] float32[10,64]", "  ", width=40)
+    ['1 of 2 leaves stays full:', "  state['table']['rows'] float32[10,64]"]
+    """
+    lines, begun = [first], False
+    for word in _UNIT.sub(_KEPT, text).split(" "):
+        fits = not cut or len(indent) + len(word) <= width
+        parts = [word] if fits else _pieces(word, width - len(indent))
+        for i, part in enumerate(parts):
+            part = " " * (begun and not i) + part
+            if len(lines[-1]) + len(part) > width and begun:
+                lines.append(indent)
+                part = part.lstrip(" ")
+            lines[-1] += part
+            begun = True
+    return [line.replace(_KEPT, " ").rstrip() for line in lines]
+
+
+def _pieces(word: str, room: int) -> Iterator[str]:
+    """A word in parts of at most `room`, cut at its joints; what is longer, anywhere but in a number."""
+    for part in _JOINT.split(word):
+        while len(part) > room and (at := _cut(part, room)):
+            yield part[:at]
+            part = part[at:]
+        yield part
+
+
+def _cut(text: str, room: int) -> int:
+    """Where to cut: after a comma, or else at most at `room`; 0 if all of it up to there is a number."""
+    fits = [at for at in range(room, 0, -1) if not _in_number(text, at)]
+    return next((at for at in fits if text[at - 1] == ","), fits[0] if fits else 0)
+
+
+def _in_number(text: str, at: int) -> bool:
+    return bool(re.fullmatch(r"[\d.,_]{2}", text[at - 1 : at + 1]))

@@ -1,0 +1,278 @@
+"""What reports print: within 80 columns, nothing cut, long lists folded, and all of it in `to_dict` too."""
+
+import functools
+import itertools
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh
+
+import jzero
+import programs
+from jzero._folded import folded, listed
+from jzero._quantities import readable_bytes, readable_count
+from jzero.reports._lines import WIDTH, wrapped
+from jzero.reports._tables import Table
+
+WORDS = st.sampled_from(
+    ["w", "bias", "h_0", "h_1", "h_2", "h_07", "h_10", "x9y", "²", "{a}", "...", "1.5"]
+)
+NAMES = st.lists(st.lists(WORDS, min_size=1, max_size=3).map("/".join), max_size=30)
+SIZES = r"\d[\d,]*(?:\.\d+)? (?:[KMGT]iB|B)\b"
+
+
+def mesh(**sizes):
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def many_leaves():
+    """300 leaves with long paths, most of them below min_shard_bytes."""
+
+    def leaves(i):
+        long = "a_rather_long_name_of_a_module_" * 4 + str(i)
+        return {
+            long: {"kernel": jnp.ones((16, 16)), "bias": jnp.ones(3)},
+            f"scale_{i}": jnp.ones(()),
+        }
+
+    params = {k: v for i in range(100) for k, v in leaves(i).items()}
+    loss = lambda params, x: sum(jnp.mean(x * p.sum()) for p in jax.tree.leaves(params))  # noqa: E731
+    return jax.eval_shape(lambda: params), loss
+
+
+def step_of(loss, tx):
+    def step(state, x):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        metrics = {"loss": value, "median": jnp.median(x), "rows": x}
+        return (optax.apply_updates(params, updates), opt_state), metrics
+
+    return step
+
+
+@functools.cache
+def described(case):
+    if case == "300 leaves":
+        params, loss = many_leaves()
+        tx, options = optax.sgd(0.1), {"mesh": mesh(data=8)}
+        state = params, jax.eval_shape(tx.init, params)
+        return jzero.shard_train_step(step_of(loss, tx), **options).describe(
+            state, jnp.ones((8, 4))
+        )
+    options = {
+        "accumulate": dict(accumulate=2, mesh=mesh(data=8)),
+        "hybrid": dict(mesh=mesh(a_node_with_a_long_name=64, local=8), param_axes="local"),
+        "pinned": dict(offload=jzero.PinnedHost(2**12), mesh=mesh(data=8)),
+        "host": dict(offload=jzero.HostCPU(), mesh=mesh(data=8)),
+        "written": dict(axis_name="batch", mesh=mesh(data=8)),
+    }[case]
+    model = programs.Model(depth=3, scan=False)
+
+    def step(state, tokens, key):
+        noise = jax.random.uniform(key, ())
+
+        def loss_fn(params):
+            return (
+                optax.softmax_cross_entropy_with_integer_labels(
+                    model.apply({"params": params}, tokens), tokens
+                ).mean()
+                + 0 * noise
+            )
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        if case == "written":
+            loss, grads = jax.lax.pmean((loss, grads), "batch")
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    rows = math.prod(options["mesh"].shape.values())
+    args = programs.abstract_state(model), programs.tokens(2 * rows), jax.random.key(0)
+    return jzero.shard_train_step(step, **options).describe(*args)
+
+
+def byte_counts(found):
+    """All that the text may say of bytes: the dict's numbers, and sums over leaves."""
+
+    def sums(leaves):
+        # A line is for leaves of one kind, or for all of a section that are not shown.
+        yield sum(leaf["nbytes_per_device"] for leaf in leaves)
+        for _, kind in itertools.groupby(leaves, key=lambda leaf: (leaf["role"], leaf["shape"])):
+            yield from itertools.accumulate(leaf["nbytes_per_device"] for leaf in kind)
+
+    full = [leaf for leaf in found["leaves"] if leaf["why_full"]]
+    hosted = [leaf for leaf in found["leaves"] if leaf["memory"] != "device"]
+    state = [leaf for leaf in found["leaves"] if leaf["role"] == "optimizer state"]
+    staying = [leaf for leaf in state if leaf["memory"] == "device"]
+    for leaves in (full, hosted, staying):
+        yield from sums(leaves)
+    each = [(x["nbytes_per_device"], x["nbytes"] // x["num_shards"]) for x in found["leaves"]]
+    padding = [there - needed for there, needed in each]
+    yield from (sum(padding), *padding)
+    for row in found["memory"]:
+        yield from (row["whole"], row["per_device"], row["on_host"])
+    for name in ("whole", "per_device", "on_host"):
+        yield sum(row[name] for row in found["memory"])
+    yield from (row["bytes"] for row in found["traffic"])
+    yield from (row["nbytes"] for row in found["crossings"])
+    moved = [row["nbytes"] * row["times"] for row in found["movements"]]
+    yield from (sum(moved), *(row["nbytes"] for row in found["movements"]))
+    micro = found["microbatches"]
+    kept = [row["nbytes"] for row in micro["kept"]]
+    yield from (found["device_bytes"], micro["accumulator_bytes"], sum(kept), *kept)
+
+
+@pytest.mark.parametrize(
+    "case", ["300 leaves", "accumulate", "hybrid", "pinned", "host", "written"]
+)
+def test_reports_fit_a_terminal_and_say_what_their_dicts_say(case):
+    report = described(case)
+    text, found = str(report), report.to_dict()
+    assert json.loads(json.dumps(found)) == found
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert len(text.splitlines()) < 60
+    one_line = " ".join(text.split())
+    for row in found["traffic"]:
+        moved = f"{row['elements']:,} {readable_bytes(row['bytes'])} {row['times']}"
+        assert f"{row['op']} {row['dtype']} {','.join(row['axes'])} {moved}" in one_line
+    for row in found["memory"]:
+        assert (
+            f"{row['role']} {readable_bytes(row['whole'])} {readable_bytes(row['per_device'])}"
+            in one_line
+        )
+    for row in found["crossings"]:
+        assert f"{row['direction']} {row['what']} {row['dtype']} {row['elements']:,}" in one_line
+    full = [leaf for leaf in found["leaves"] if leaf["why_full"]]
+    assert f"{len(full)} of {len(found['leaves'])} leaves stay" in one_line or not full
+    assert f"stage {found['stage']} over {found['devices']} devices" in one_line
+    known = {readable_bytes(num) for num in byte_counts(found)}
+    # Beside these stand sums over lines that are left out.
+    lines = [line for line in text.splitlines() if " more" not in line and " x " not in line]
+    assert set(re.findall(SIZES, "\n".join(lines))) <= known
+
+
+def test_leaves_alike_are_one_line():
+    text = "".join(str(described("300 leaves")).split())
+    assert "200of300leavesstayfull:1.6KiBoneachdevice." in text
+    assert "100xstate[0]['a_rather" in text
+    assert "_of_a_module_{0..99}']['bias']float32[3]" in text
+    assert "100xstate[0]['scale_{0..99}']float32[]" in text
+
+
+def test_what_was_gathered_or_assumed_is_named():
+    text = " ".join(str(described("300 leaves")).split())
+    assert "1 operation moves rows of the batch" in text
+    assert "arguments: x in rows, along dim 0" in text
+    assert (
+        "outputs: output[1]['{loss,median}'] whole on every device; output[1]['rows'] in rows, along dim 0"
+        in text
+    )
+    written = described("written")
+    assert "PRNG keys, folded with the device's index: key" in " ".join(str(written).split())
+    assert written.to_dict()["keys"] == ["key"]
+    assert {"path": "key", "dim": None} in written.to_dict()["arguments"]
+
+
+def expand(text):
+    """The names that a folded one stands for."""
+    head, brace, tail = text.partition("{")
+    if not brace:
+        return [text]
+    inside, _, tail = tail.partition("}")
+    items: list[str] = []
+    for item in inside.split(","):
+        first, dots, last = item.partition("..")
+        items += map(str, range(int(first), int(last) + 1)) if dots else [item]
+    return [head + item + rest for item in items for rest in expand(tail)]
+
+
+@given(
+    st.lists(
+        st.tuples(*[st.sampled_from(words) for words in (("h", "g"), "0123", "wbc")]), max_size=40
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_a_fold_stands_for_exactly_its_names(parts):
+    names = [f"{a}_{b}['{c}']" for a, b, c in parts]
+    found = folded(names)
+    assert sorted(itertools.chain(*(expand(each.text) for each in found))) == sorted(set(names))
+    assert [each.num for each in found] == [len(expand(each.text)) for each in found]
+
+
+@given(NAMES)
+@settings(max_examples=60, deadline=None)
+def test_no_name_is_lost_in_a_fold(names):
+    assert sum(each.num for each in folded(names)) == len(set(names))
+
+
+def test_folded_names_in_one_line():
+    assert listed([f"h_{i}" for i in range(12)] + ["x", "y.z"], 2) == "h_{0..11}, x and 1 more"
+    assert folded([f"[{c}]" for c in "bcdefghijk"])[0] == ("[{b,c,d,e,f,g,...}]", 10)
+    assert folded(["07", "08", "09", "10", "1"])[0].text == "{1,07..10}"
+
+
+@given(st.text("ab1.,['] /", max_size=120), st.integers(12, 40))
+@settings(max_examples=100, deadline=None)
+def test_lines_are_wrapped_between_numbers(text, width):
+    numbers = re.findall(r"[\d.,]*\d[\d.,]*", text)
+    lines = wrapped(text, "  ", width)
+    assert "".join("".join(lines).split()) == "".join(text.split())
+    long = max(map(len, re.findall(r"[\d.,_]+", text)), default=0)
+    assert all(len(line) <= max(width, long + 2) for line in lines)
+    assert re.findall(r"[\d.,]*\d[\d.,]*", "\n".join(lines)) == numbers
+
+
+def test_a_size_stays_with_its_unit():
+    assert wrapped("it has 12.5 GiB and 3 Psi", width=12) == ["it has", "12.5 GiB and", "3 Psi"]
+    assert wrapped("/a/b 12 B", width=5, cut=False) == ["/a/b", "12 B"]
+    assert wrapped("/a/bcdefgh 12 B", width=5, cut=False) == ["/a/bcdefgh", "12 B"]
+
+
+@pytest.mark.parametrize("width", [80, 60, 40, 30])
+def test_tables_keep_their_numbers(width):
+    cells = [
+        (f"{'row' * 12}_{i}", *(f"{i}.{j} GiB" for j in range(5)), "a remark of some length")
+        for i in range(3)
+    ]
+    header = ("a name", *(f"a long title {j}" for j in range(5)), "")
+    lines = Table(header, cells).text(width)
+    assert max(map(len, lines)) <= width
+    assert all(f"{i}.{j} GiB" in "\n".join(lines) for i in range(3) for j in range(5))
+    assert " ".join(lines).count("remark") == 3
+    assert Table(header, []).text(width)
+
+
+def test_estimates_as_dict_and_text():
+    for options in (
+        dict(offload=jzero.HostCPU(delayed_update=True)),
+        dict(accumulate=4, gather="keep"),
+        {},
+    ):
+        found = jzero.estimate(
+            "1T", mesh={"a_node_with_a_long_name": 64, "local": 8}, param_axes="local", **options
+        )
+        rows, text = found.to_dict(), str(found)
+        assert json.loads(json.dumps(rows)) == rows
+        assert max(map(len, text.splitlines())) <= WIDTH
+        assert readable_count(rows["num_params"]) in text
+        one_line = " ".join(text.split())
+        for row in rows["memory"]:
+            assert (
+                f"{row['role']} {readable_bytes(row['whole'])} {readable_bytes(row['per_device'])}"
+                in one_line
+            )
+        assert all(
+            f"{row['elements']:,} {readable_bytes(row['bytes'])}" in one_line
+            for row in rows["traffic"]
+        )
+        assert (rows["total"], rows["at_rest"], rows["on_host"]) == (
+            found.total,
+            found.at_rest,
+            found.on_host,
+        )

@@ -1,0 +1,42 @@
+"""The README's first example runs as it stands, and docs/terminal.md has what a terminal shows."""
+
+import pathlib
+import runpy
+
+import jax
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+SCRIPT = runpy.run_path(str(ROOT / "docs" / "terminal.py"))
+
+
+@pytest.fixture(scope="module")
+def names():
+    """What the README's code leaves behind."""
+    with SCRIPT["in_new_folder"]():
+        return SCRIPT["run_readme"]()
+
+
+def test_the_readme_begins_with_examples_that_run(names):
+    """A training, an evaluation and a checkpoint, with nothing but what they import."""
+    first, *more = SCRIPT["readme_examples"]()
+    assert "jzero.shard_train_step(train_step, stage=3)  # the one line" in first
+    assert [("shard_eval_step" in code, "Checkpointer" in code) for code in more] == [
+        (True, False),
+        (False, True),
+    ]
+    assert names["metrics"]["loss"] < 0.5
+    assert names["evaluate"](names["state"], names["batch"])["accuracy"] > 0.9
+    # What was restored last is what was trained.
+    params = jax.tree.map(np.asarray, names["train_step"].unshard(names["state"]).params)
+    jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(np.asarray, names["params"]))
+    assert int(names["state"].step) == 100
+
+
+def test_the_page_is_what_its_script_writes():
+    page = SCRIPT["page"]()
+    assert (ROOT / "docs" / "terminal.md").read_text() == page, "run `python docs/terminal.py`"
+    blocks = page.split("```")[1::2]
+    assert len(blocks) == 3
+    assert max(len(line) for block in blocks for line in block.splitlines()) <= 80
