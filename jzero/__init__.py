@@ -29,6 +29,7 @@ from jzero.preflight._preflight import preflight as preflight
 from jzero.preflight._targets import target_mesh as target_mesh
 from jzero.reports._estimate import Estimate as Estimate
 from jzero.reports._estimate import estimate as estimate
+from jzero.tracing._eqx import from_eqx as from_eqx
 from jzero.tracing._keys import fold_device_index as fold_device_index
 from jzero.tracing._local import groups as groups
 from jzero.tracing._local import per_example as per_example

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
+from jzero._errors import MeshError, message
 from jzero._memory_kinds import HOST
 from jzero.offload.memory import _available, _placing
 from jzero.offload.memory._padded import PaddedArray
@@ -59,6 +60,7 @@ class Placement:
 
     def places(self, plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding]) -> list[Place]:
         """Where each leaf of a state goes; from `leaf_plans` or a program."""
+        self.check_devices("called")
         known = self._places
         if known is None or known[0] is not plans or known[1] is not shardings:
             axes: tuple[str, ...] = ()
@@ -68,14 +70,23 @@ class Placement:
             known = self._places = plans, shardings, _placing.places(plans, shardings, axes)
         return known[2]
 
+    def check_devices(self, how: str) -> None:
+        """Refuses what needs devices on a mesh that has none."""
+        if not isinstance(self.programs.setting.mesh, Mesh):
+            raise MeshError(message(
+                _call.WHO, f"the mesh is abstract, and the step is {how}",
+                "An AbstractMesh has no devices: it serves plan, describe and state_shardings.",
+                "Use on_mesh(jax.make_mesh(...)); to compile for GPUs that are not there, "
+                "jzero.target_mesh."))  # fmt: skip
+
     def place(
         self, state: Any, leaves: Sequence[Any], plans: Sequence[LeafPlan],
-        shardings: Sequence[NamedSharding],
+        shardings: Sequence[NamedSharding], who: str = "shard",
     ) -> list[Any]:  # fmt: skip
         """The leaves of `state` where the plan has them, padded; those that are None here stay None."""
         _placing.check_alive(state, leaves)
         places = self.places(plans, shardings)
-        _placing.check_flushed("shard", state, leaves, places)
+        _placing.check_flushed(who, state, leaves, places)
         held = _placing.held_whole(leaves, shardings)
         num_bytes = _placing.host_bytes(places, leaves)
         if held or num_bytes:
@@ -122,7 +133,8 @@ class Placement:
         program = self.programs.agreed(call.call, call.setting)
         plan, unread = program.plan, program.plan.unread
         leaves = [None if i in unread else x for i, x in enumerate(call.state)]
-        state = self.place(call.call.state, leaves, plan.leaves, program.state_shardings)
+        shardings = program.state_shardings
+        state = self.place(call.call.state, leaves, plan.leaves, shardings, _call.WHO)
         for i in unread:
             state[i] = call.state[i]
         self._last = Repeat.of(program, call, state)

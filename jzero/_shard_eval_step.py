@@ -15,6 +15,7 @@ from jzero.offload._policy import NO_OFFLOAD
 from jzero.offload.memory import _placing
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
+from jzero.sharding.batch import _trace
 from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
 from jzero.tracing import _call
 from jzero.tracing._signature import Signature
@@ -63,6 +64,9 @@ def shard_eval_step(
 
     Generation is the same: `eval_step` holds a `lax.while_loop` or `lax.scan` that decodes with its cache,
     and draws the bits that one device draws.
+
+    A state of `HostCPU(delayed_update=True)` is read as it is, its parameters without the gradients that
+    wait; `train_step.flush(state)` applies these first.
 
     Leaves that the step does not read, like the optimizer's state, stay where they are; one in host memory
     that it reads is copied to the devices for the call.
@@ -174,6 +178,7 @@ class ShardedEvalStep(ShardedStep):
 
     def _traced(self, call: FlatCall) -> Any:
         """A call under an outer `jax.jit`."""
+        _trace.check_outermost()
         program = self._programs.of(call.call)
         state, arrays = _placing.as_arrays(call.state, call.arrays)
         _, outs = program.step.run(

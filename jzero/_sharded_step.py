@@ -107,6 +107,7 @@ class ShardedStep(abc.ABC):
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
         with self._asked("lower"):
+            self._placement.check_devices("lowered")
             call = self._programs.bind(args, kwargs)
             program = self._programs.of(call)
             return program.step.trace(*placed_inputs(call, program)).lower()

@@ -22,6 +22,7 @@ from jzero.processes import _agreement
 from jzero.segments import _identity
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
+from jzero.sharding.batch import _trace
 from jzero.sharding.plan._options import Options, axis_tuple
 from jzero.tracing import _call, _jaxpr
 from jzero.tracing._returned import as_given
@@ -90,6 +91,7 @@ class ShardedTrainStep(ShardedStep):
 
     def _traced(self, call: FlatCall) -> Any:
         """A call under an outer `jax.jit`."""
+        _trace.check_outermost()
         self._check_one_program("called under an outer jax.jit")
         program = self._programs.of(call.call)
         leaves = program.plan.leaves

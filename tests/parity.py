@@ -43,7 +43,9 @@ compiled_init = functools.cache(jax.jit)  # several entries share one `init`
 
 @functools.cache
 def compiled_reference(name, num_shards):
-    return jax.jit(zoo.get(name).reference(num_shards))
+    entry = zoo.get(name)
+    static = {k: v for k, v in entry.options.items() if k.startswith("static_arg")}
+    return jax.jit(entry.reference(num_shards), **static)
 
 
 @functools.cache
@@ -53,7 +55,10 @@ def one_device(name, num_shards):
 
 def trajectory(name, num_shards, batches):
     """(state, metrics) after each step, on one device."""
-    entry, step = zoo.get(name), compiled_reference(name, num_shards)
+    entry = zoo.get(name)
+    if entry.alone is not None:
+        return zoo.to_host(entry.alone(batches))
+    step = compiled_reference(name, num_shards)
     state, result = new_state(name), []
     for batch in batches:
         state, metrics = separate(entry, step(state, *batch))

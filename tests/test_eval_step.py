@@ -329,6 +329,35 @@ def test_decoding_gathers_once_where_it_fits():
     assert saved > 0.6 * num_params * 8
 
 
+def unrolled(params, prompt, key):
+    """Decodes with layers of which none is a slice of a stack."""
+
+    def turn(x, key):
+        for w in params["blocks"]["square"]:
+            x = jnp.tanh(x @ w)
+        return x + jax.random.normal(key, x.shape), x.sum()
+
+    return lax.scan(turn, prompt, jax.random.split(key, 3))
+
+
+def test_what_does_not_fit_is_gathered_in_each_turn():
+    """Layers that are unrolled inside a decoding loop: as many gathered at a time, however many there are."""
+    sizes = {}
+    train_step = shard_train_step(step_fn, mesh=mesh_of({"data": 8}), prefetch_bytes=0)
+    for layers in (4, 12):
+        squares = np.random.default_rng(0).normal(size=(layers, 64, 64)) / 8
+        params = {"blocks": {"square": list(map(jnp.asarray, squares))}}
+        inputs = np.ones((16, 64)), jax.random.key(0)
+        for gather in (None, "per_pass"):
+            eval_step = jzero.shard_eval_step(unrolled, like=train_step, gather=gather)
+            placed = eval_step.shard(params)
+            sizes[layers, gather] = temporaries(eval_step, placed, *inputs)
+            same(eval_step(placed, *inputs), one_device(unrolled)(params, *inputs))
+    each = 64 * 64 * 8
+    assert sizes[12, None] - sizes[4, None] >= 8 * each
+    assert sizes[12, "per_pass"] - sizes[4, "per_pass"] < each
+
+
 def test_what_is_not_read_is_not_taken():
     train_step, state = trained()
     tokens, key = tokens_of(16), jax.random.key(0)
@@ -413,8 +442,57 @@ def test_a_state_that_cannot_be_read():
     eval_step = jzero.shard_eval_step(
         lambda state, x: optax.tree.norm(state[1][0].mu), like=train_step
     )
-    with pytest.raises(jzero.StateError, match="still waits for the last step's update"):
+    with pytest.raises(
+        jzero.StateError, match="shard_eval_step: 6 leaves fail:\n.*still waits for the last"
+    ):
         eval_step(state, tokens_of(16))
+
+
+def test_a_step_inside_of_another_and_one_without_devices():
+    train_step, state = trained()
+    eval_step = jzero.shard_eval_step(lambda state, x: loss_fn(state[0], x), like=train_step)
+    nested = jzero.shard_eval_step(lambda state, x: eval_step(state, x), like=train_step)
+    with pytest.raises(
+        jzero.StepError, match=r"shard_eval_step: a sharded step is called inside of another"
+    ):
+        nested(state, tokens_of(16))
+    somewhere = train_step.on_mesh(jax.sharding.AbstractMesh((8,), ("data",)))
+    eval_step, whole = jzero.shard_eval_step(loss_fn, like=somewhere), zoo.to_host(state[0])
+    for use in (eval_step, eval_step.lower, lambda params, _: eval_step.shard(params)):
+        with pytest.raises(
+            jzero.MeshError, match="shard_eval_step: the mesh is abstract, and the step is"
+        ):
+            use(whole, tokens_of(16))
+
+
+def counted_in_a_ref(params, tokens):
+    total = jax.new_ref(jnp.zeros(()))
+    total[...] = tokens.sum().astype(float)
+    return total[...] + params["embed"].sum()
+
+
+def test_mutable_arrays_are_refused():
+    train_step, (params, _) = trained()
+    for step in (counted_in_a_ref, jax.jit(counted_in_a_ref)):
+        eval_step = jzero.shard_eval_step(step, like=train_step)
+        with pytest.raises(
+            jzero.StepError, match=r"equations with a jax.Ref fail:\n.*counted_in_a_ref"
+        ):
+            eval_step(params, tokens_of(16))
+    kept = jax.new_ref(jnp.ones(()))
+    eval_step = jzero.shard_eval_step(lambda params, x: x.sum() + kept[...], like=train_step)
+    with pytest.raises(jzero.StepError, match="a jax.Ref changes beside them"):
+        eval_step(params, tokens_of(16))
+    eval_step = jzero.shard_eval_step(lambda params, x: x[...], like=train_step)
+    with pytest.raises(jzero.BatchError, match="x is a Ref"):
+        eval_step(params, kept)
+
+
+def test_errors_of_jax_name_the_function():
+    train_step, (params, _) = trained()
+    eval_step = jzero.shard_eval_step(lambda params, x: "text", like=train_step)
+    with pytest.raises(TypeError, match=r"function <lambda> at .*test_eval_step.py"):
+        eval_step(params, tokens_of(16))
 
 
 def test_a_train_step_that_evaluates_is_told():

@@ -13,12 +13,13 @@ from jzero.offload import _policy
 from jzero.offload.memory import _host_array, _padded
 from jzero.preflight import _preflight, _targets
 from jzero.reports import _describe, _estimate, _lines
-from jzero.tracing import _keys, _local, _nnx, _precision
+from jzero.tracing import _eqx, _keys, _local, _nnx, _precision
 
 MODULES = [
     _components,
     _checkpointer,
     _describe,
+    _eqx,
     _estimate,
     _folded,
     _host_array,

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jzero
-from jzero.checkpoint import _safetensors
+from jzero.checkpoint import _export, _safetensors
 from jzero.cli._main import main
 
 ROWS = 257  # no number of devices divides them
@@ -310,9 +310,13 @@ def test_nothing_is_overwritten(saved, tmp_path, capsys):
     ("arguments", "status", "text"),
     [
         (("out.bin",), 2, "the output is 'out.bin'. Its suffix is .safetensors. Write out.safe"),
-        (("o.safetensors", "--max-file-size", "5X"), 2, "max_file_size='5X'. It is a whole number"),
-        (("o.safetensors", "--select", "("), 2, "select='(': missing ), unterminated subpattern"),
-        (("o.safetensors", "--dtype", "int8"), 2, "argument --dtype: invalid choice: 'int8'"),
+        (
+            ("o.safetensors", "--max-file-size", "5X"),
+            2,
+            "--max-file-size: '5X' is not a number of bytes",
+        ),
+        (("o.safetensors", "--select", "("), 2, "--select (: missing ), unterminated subpattern"),
+        (("o.safetensors", "--dtype", "int8"), 2, "--dtype: invalid choice: 'int8'"),
         (("/no/such/o.safetensors",), 1, "cannot be written: No such file or directory. "),
     ],
 )
@@ -320,6 +324,11 @@ def test_wrong_arguments(arguments, status, text, saved, capsys):
     code, said = fails(capsys, "export", saved[0], *arguments)
     assert code == status
     assert text in said
+
+
+def test_a_size_that_is_none(saved):
+    with pytest.raises(jzero.OptionError, match="max_file_size='5X'. It is a whole number from 1"):
+        _export.export(saved[0], "o.safetensors", max_file_size="5X")
 
 
 def test_damaged_checkpoint_leaves_nothing(tmp_path, capsys):

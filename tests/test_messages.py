@@ -532,18 +532,6 @@ def test_the_steps_own_error_is_its_own():
         sharded(fn)(W, X)
 
 
-def test_nnx_step_adds_a_variable():
-    nnx = pytest.importorskip("flax.nnx")
-    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-
-    def fn(model, x):
-        model.extra = nnx.Param(jnp.ones(8))
-        return jnp.mean(model(x))
-
-    step_fn, state = jzero.from_nnx(fn, model)
-    refuses(TypeError, "changes the structure of its objects", sharded(step_fn), state, X)
-
-
 # -- what is no error ------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
 
 def _given(flag: str, value: str) -> str:
     """A flag with its value as it is written on a command line."""
-    words = ",".join(re.findall(r"[\w.*/-]+", value))
+    words = ",".join(re.findall(r"'([^']*)'", value)) or value
     return flag if words == "True" else f"{flag} {words}"
 
 

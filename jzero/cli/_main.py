@@ -43,11 +43,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
     ):  # Whoever reads it has seen enough; Python's own flush would say so again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except CheckpointError as error:
-        parser.exit(1, _in_lines(f"{prog} {error}", width))
+        sys.exit(_in_lines(f"{prog} {error}", width))
     except JzeroError as error:
         command = commands.choices[name]
         text = f"{command.prog}: {in_flags(str(error), command.flags)}"
-        parser.exit(2, _in_lines(text, width))
+        parser.exit(2, f"{_in_lines(text, width)}\n")
 
 
 def _versions() -> str:
@@ -68,7 +68,7 @@ def _in_lines(message: str, width: int | None) -> str:
     lines = message.splitlines()
     if width is not None:
         lines = [part for line in lines for part in wrapped(line, "  ", width, cut=False)]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
 def _print(shown: Shown, width: int) -> None:

@@ -75,6 +75,7 @@ def build(
     array_avals, arrays_tree = jax.tree.flatten(arrays)
     num_state, mesh = len(state_avals), setting.mesh
 
+    @functools.wraps(step_fn, updated=())  # JAX's own errors name the user's function.
     def flat_step(*leaves: Any) -> Any:
         outs = signature.call(
             step_fn,

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import BatchError, OptionError, StateError, describe_leaf, message
+from jzero.tracing import _jaxpr
 from jzero.tracing._state_arguments import StateArguments
 
 WHO = "shard_train_step"
@@ -85,7 +86,7 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, (np.ndarray, np.generic)):
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or _jaxpr.is_ref(leaf):
         raise TypeError(leaf)
     return jax.ShapeDtypeStruct(
         tuple(leaf.shape), leaf.dtype, weak_type=bool(getattr(leaf, "weak_type", False))

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax._src import config, distributed, dtypes, source_info_util, xla_bridge
 from jax._src.lax.parallel import reduce_scatter_p
+from jax._src.state.types import AbstractRef
 from jax.extend import core as extended_core
 from jax.extend.random import threefry2x32_p
 from jax.interpreters import ad, batching, mlir
@@ -325,6 +326,26 @@ def trace_here(fn: Callable[..., Any], *args: Any) -> Traced:
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     leaves, tree = jax.tree.flatten(shapes)
     return Traced(*open_jaxpr(jaxpr), tree, leaves)
+
+
+def ref_equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
+    """Equations that make, read or write a mutable array (`jax.new_ref`), loops and branches included.
+
+    Those of a Pallas kernel are its own.
+    """
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            continue
+        if any(isinstance(atom.aval, AbstractRef) for atom in [*eqn.invars, *eqn.outvars]):
+            yield eqn
+        else:
+            for inner in core.jaxprs_in_params(eqn.params):
+                yield from ref_equations(inner)
+
+
+def is_ref(x: Any) -> bool:
+    """Whether `x` is a mutable array."""
+    return isinstance(x, core.Ref)
 
 
 def new_var(like: Atom) -> Var:

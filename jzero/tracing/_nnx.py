@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from jzero._errors import StepError, message
-from jzero.tracing._keys import fold_device_index
+from jzero.tracing._held import Held
+
+WHO = "from_nnx"
 
 
 def from_nnx(
-    train_step: Callable[..., Any], *objects: Any, fold_keys: bool = True
+    train_step: Callable[..., Any], *objects: Any, **named: Any
 ) -> tuple[Callable[..., Any], Any]:
     """Turns `train_step(model, optimizer, ..., batch)`, which mutates, into `step(state, batch)`.
 
@@ -20,58 +25,176 @@ def from_nnx(
         result = train_step(model, optimizer, ..., *args)
         return nnx.state((model, optimizer, ...)), result
 
+    so that objects are mutated as `nnx.jit(train_step)` mutates them: parameters, batch statistics, metrics,
+    and the counts of `nnx.Rngs`, wherever the step takes them.
+
     >>> import jax, jax.numpy as jnp, optax, jzero
     >>> from flax import nnx
-    >>> model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    >>> model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5))
     >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    >>> def train_step(model, optimizer, batch):
-    ...     loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(batch) ** 2))(model)
+    >>> metrics, rngs = nnx.metrics.Average("loss"), nnx.Rngs(dropout=1)
+    >>> def train_step(model, optimizer, metrics, batch, rngs):
+    ...     loss_fn = lambda model, rngs: jnp.mean(model(batch, rngs=rngs) ** 2)
+    ...     loss, grads = nnx.value_and_grad(loss_fn)(model, rngs)
+    ...     metrics.update(loss=loss)
     ...     optimizer.update(model, grads)
-    ...     return loss
-    >>> step_fn, state = jzero.from_nnx(train_step, model, optimizer)
-    >>> state, loss = jzero.shard_train_step(step_fn, stage=3)(state, jnp.ones((8, 4)))
-    >>> nnx.update((model, optimizer), state)  # back into the objects, to evaluate or to save
+    >>> step_fn, state = jzero.from_nnx(train_step, model, optimizer, metrics, rngs=rngs)
+    >>> train_step = jzero.shard_train_step(step_fn, stage=3)
+    >>> for _ in range(2):
+    ...     state, _ = train_step(state, jnp.ones((8, 4)))
+
+    The objects stay what they were. To evaluate in shards, they are merged with the state:
+
+    >>> graph = nnx.graphdef((model, optimizer, metrics, rngs))
+    >>> def predict(state, batch):
+    ...     model, *_ = nnx.merge(graph, state, copy=True)
+    ...     model.eval()
+    ...     return model(batch)
+    >>> jzero.shard_eval_step(predict, like=train_step)(state, jnp.ones((5, 4))).shape
+    (5, 8)
+
+    To log or to save, the state goes back into them, as plain arrays, in the order of the step's parameters:
+
+    >>> nnx.update((model, optimizer, metrics, rngs), train_step.unshard(state))
+    >>> metrics.count.get_value().item(), rngs.dropout.count.get_value().item()
+    (2, 2)
+
+    In a step with collectives of its own (`axis_name`) all devices draw the same numbers, as under
+    `jax.pmap`, until it says otherwise: `rngs = nnx.Rngs(jzero.fold_device_index(rngs.dropout()))`.
 
     Args:
-      train_step: a function of NNX objects and other arguments; it may return anything, or nothing.
-      *objects: the NNX objects, in the order in which `train_step` takes them. Variables that they
-        share are kept once.
-      fold_keys: fold the device's index into the keys of `nnx.Rngs` for the time of a step, so that
-        dropout differs between devices. The keys in the state stay what they are.
+      train_step: a function of NNX objects and other arguments, under `nnx.jit` or not; it may return
+        arrays, or nothing.
+      *objects: the NNX objects that it takes first; also tuples, lists and dicts of them. Variables that
+        objects share are kept once.
+      **named: the others, by the names of their parameters: `metrics=metrics, rngs=rngs`.
 
     Returns:
-      `(step_fn, state)`: for `jzero.shard_train_step`, and its first state (an `nnx.State`).
+      `(step_fn, state)`: for `jzero.shard_train_step`, and its first state, an `nnx.State` of all objects in
+      the order of the step's parameters. `step_fn` takes the state and the step's other parameters.
 
     Raises:
-      StepError: when the step is traced, if `train_step` adds or removes variables.
+      StepError: an argument here that is no NNX object, or has no parameter of the step. When the step is
+        traced: `train_step` adds or removes variables, or leaves its objects in another mode than it found
+        them (`model.eval()`); an NNX object is among a call's other arguments, whose mutations would be
+        lost, or among what the step returns; it changes one that is no argument of it.
     """
     from flax import nnx
+    from flax.errors import TraceContextError
 
-    graph, state = nnx.split(objects)
+    _check_partial(train_step)
+    held = Held.of(WHO, train_step, objects, named)
+    _check_given(held)
+    graph, state = nnx.split(held.values)
 
     def step_fn(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        merged = nnx.merge(graph, state)
-        keys = _rng_keys(nnx, merged) if fold_keys else []
-        before = [key.get_value() for key in keys]
-        for key, value in zip(keys, before, strict=True):
-            key.set_value(fold_device_index(value))
-        result = train_step(*merged, *args, **kwargs)
-        for key, value in zip(keys, before, strict=True):
-            key.set_value(value)
+        _check_arguments(held.arguments(args, kwargs))
+        merged = nnx.merge(graph, state, copy=True)  # The caller's state stays as it is.
+        try:
+            result = held.call(train_step, merged, args, kwargs)
+        except TraceContextError as error:
+            raise StepError(message(
+                WHO, f"train_step changes an object that it was not given ({str(error).split(' (')[0]})",
+                "What a step changes, and what nnx.grad, nnx.jit or nnx.scan change in it, are arguments of "
+                "these.", "Make the object a parameter of train_step, and give it to from_nnx.",
+            )) from error  # fmt: skip
         new_graph, new_state = nnx.split(merged)
         if new_graph != graph:
             raise StepError(message(
-                "from_nnx", "train_step changes the structure of its objects",
-                "A step must keep every variable that it got, and add none.",
-                "Create variables when the model is built, not in the step."))  # fmt: skip
+                WHO, _changes(held, nnx.merge(graph, state, copy=True), merged),
+                "A step leaves its objects in the structure and mode in which it finds them.",
+                "Create variables when the model is built; call model.train() or model.eval() before "
+                "from_nnx, so that each step begins as the one before it ends.", "things"))  # fmt: skip
+        _check_result(result)
         return new_state, result
 
+    step_fn.__name__ = getattr(train_step, "__name__", "train_step")
+    step_fn.__signature__ = held.signature  # type: ignore[attr-defined]
     return step_fn, state
 
 
-def _rng_keys(nnx: Any, objects: Any) -> list[Any]:
-    keys: dict[int, Any] = {}
-    for _, node in nnx.iter_graph(objects):
-        if isinstance(node, nnx.RngKey):
-            keys[id(node)] = node
-    return list(keys.values())
+def _objects(tree: Any, root: str) -> list[str]:
+    """'root['a'] is a Linear' for every NNX object in a tree; those in an `nnx.State` are values."""
+    from flax import nnx
+
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, nnx.Module | nnx.Pytree | nnx.Variable | nnx.State)
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return [
+        f"{root}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}"
+        for path, leaf in leaves
+        if is_leaf(leaf) and not isinstance(leaf, nnx.State)
+    ]
+
+
+def _check_partial(train_step: Any) -> None:
+    """Refuses objects that `functools.partial` has bound."""
+    if isinstance(train_step, functools.partial):
+        bad = _objects((train_step.args, train_step.keywords), "partial")
+        if bad:
+            raise StepError(message(
+                WHO, bad, "Objects that a partial holds are no arguments, and no state.",
+                "Give them to from_nnx, with the function inside the partial.", "objects"))  # fmt: skip
+
+
+def _check_given(held: Held) -> None:
+    """Refuses what is given and holds no object."""
+    bad = [
+        f"{name} is a {type(value).__name__} without NNX objects"
+        for name, value in zip(held.names, held.values, strict=True)
+        if not _objects(value, name)
+    ]
+    if bad:
+        raise StepError(message(
+            WHO, bad, "What from_nnx is given becomes the state; all else comes with each call.",
+            "Give models, optimizers, metrics and nnx.Rngs, and pass the rest to the step.",
+            "arguments"))  # fmt: skip
+
+
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuses objects whose mutations a call would lose."""
+    bad = [found for name, value in given.items() for found in _objects(value, name)]
+    if bad:
+        names = [name for name, value in given.items() if _objects(value, name)]
+        raise StepError(message(
+            WHO, bad, "What a step changes in an NNX object is kept in the state only, and would be lost.",
+            f"Give it to from_nnx: from_nnx(train_step, model, ..., {names[0]}={names[0]}).",
+            "arguments"))  # fmt: skip
+
+
+def _check_result(result: Any) -> None:
+    bad = _objects(result, "result")
+    if bad:
+        raise StepError(message(
+            WHO, bad, "Objects are in the state, and what a step returns beside it are arrays.",
+            "Return what you want to read of it: nnx.state(model), or an array.", "results"))  # fmt: skip
+
+
+def _changes(held: Held, before: Any, after: Any) -> list[str]:
+    """What of objects is not their variables' values, and differs: 'model.dropout.deterministic was True'."""
+    old, new = _structure(held, before), _structure(held, after)
+    lines = []
+    for path in sorted({*old, *new}):
+        if path not in old:
+            lines.append(f"train_step adds {path} ({new[path]})")
+        elif path not in new:
+            lines.append(f"train_step removes {path} ({old[path]})")
+        elif old[path] != new[path]:
+            lines.append(f"{path} was {old[path]} and becomes {new[path]}")
+    return lines or ["train_step changes its variables' metadata"]
+
+
+def _structure(held: Held, objects: Any) -> dict[str, str]:
+    from flax import nnx
+
+    found = {}
+    paths: Any = ((path, value) for path, value in nnx.iter_graph(objects) if path)
+    for (first, *rest), value in paths:
+        if any(str(part).startswith("_pytree__") for part in rest):
+            continue
+        parts = [f".{part}" if isinstance(part, str) else f"[{part}]" for part in rest]
+        variable = isinstance(value, nnx.Variable | nnx.Pytree | jax.Array)
+        text = f"a {type(value).__name__}" if variable else f"{value!r:.40}"
+        found["".join([held.names[first], *parts])] = text
+    return found

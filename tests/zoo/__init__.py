@@ -3,15 +3,30 @@
 from jzero._compare import to_host
 from jzero.testing import Tolerance
 
-from . import calls, control, gradients, losses, networks, randomness, states
+from . import (
+    calls,
+    control,
+    gradients,
+    losses,
+    networks,
+    randomness,
+    scripts_eqx,
+    scripts_linen,
+    scripts_nnx,
+    scripts_nnx_toys,
+    scripts_pmap,
+    scripts_tokens,
+    states,
+)
 from ._compare import assert_trees_close
-from ._entry import FP32, NAMES, Entry, entry, get, on_shards
+from ._entry import FP32, NAMES, SCRIPTS, Entry, entry, get, on_shards
 from ._models import BATCH_SIZE
 
 __all__ = [
     "BATCH_SIZE",
     "FP32",
     "NAMES",
+    "SCRIPTS",
     "Entry",
     "Tolerance",
     "assert_trees_close",
@@ -24,6 +39,12 @@ __all__ = [
     "networks",
     "on_shards",
     "randomness",
+    "scripts_eqx",
+    "scripts_linen",
+    "scripts_nnx",
+    "scripts_nnx_toys",
+    "scripts_pmap",
+    "scripts_tokens",
     "states",
     "to_host",
 ]

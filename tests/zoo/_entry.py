@@ -33,6 +33,8 @@ class Entry:
       step: `step(state, *batch) -> (state, metrics)`.
       options: keyword arguments of `jzero.shard_train_step`.
       returns_metrics: False where the step returns the state alone.
+      alone: how a script trains on one device by itself, where its own step is no function of a state:
+        (state, metrics) after each of the given batches.
     """
 
     init: Callable[[], Any]
@@ -41,6 +43,7 @@ class Entry:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     returns_metrics: bool = True
     tolerance: Tolerance = FP32
+    alone: Callable[[list[tuple[Any, ...]]], list[Any]] | None = None
 
     @property
     def axis_name(self) -> str | None:
@@ -54,12 +57,20 @@ class Entry:
 
 _BUILDERS: dict[str, Callable[[], Entry]] = {}
 NAMES: list[str] = []
+SCRIPTS: list[str] = []  # train steps of real scripts (test_scripts.py)
 
 
 def entry(build: Callable[[], Entry]) -> Callable[[], Entry]:
     """Registers an entry under its function's name; it is built when first asked for."""
     _BUILDERS[build.__name__] = build
     NAMES.append(build.__name__)
+    return build
+
+
+def script(build: Callable[[], Entry]) -> Callable[[], Entry]:
+    """The same, of a train step as a real script has it."""
+    _BUILDERS[build.__name__] = build
+    SCRIPTS.append(build.__name__)
     return build
 
 

@@ -19,7 +19,7 @@ SEQ_LEN = 8
 VOCAB_SIZE = 24
 
 
-def adamw(learning_rate: float = 1e-2, **kwargs) -> optax.GradientTransformation:
+def adamw(learning_rate: Any = 1e-2, **kwargs) -> optax.GradientTransformation:
     # With the default eps of 1e-8 a gradient that is zero but for rounding moves its parameter by a
     # whole learning rate. This eps keeps rounding errors the size of rounding errors.
     return optax.adamw(learning_rate, eps=1e-3, **kwargs)

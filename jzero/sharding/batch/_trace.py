@@ -7,7 +7,9 @@ A step without collectives over the data axes means what `jax.jit` makes of it: 
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -30,6 +32,8 @@ from jzero.tracing._types import Aval, Jaxpr
 # The step as a function of leaves; it returns what it likes.
 StepOfLeaves: TypeAlias = Callable[..., Any]
 WHOLE, WRITTEN = "whole batch", "written"
+# Whether a step is being traced.
+_inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +80,10 @@ def trace_whole(
       None if the step has collectives of its own over the data axes, and so is one device's already.
 
     Raises:
-      StepError: the step calls `jax.shard_map` itself.
+      StepError: the step calls `jax.shard_map` itself, or has mutable arrays.
       Exception: whatever the step itself raises when traced.
     """
+    flat_step = _alone(flat_step)
     try:
         traced = _jaxpr.trace_whole(flat_step, avals, automatic)
     except NameError as error:
@@ -88,6 +93,7 @@ def trace_whole(
     except (RuntimeError, ValueError):
         # A constraint that names a data axis wants it in the mesh; what it says of it is dropped.
         traced = _jaxpr.trace_whole(flat_step, avals, mesh_axes)
+    _check_refs(traced.jaxpr)
     flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
     flat = without_differences(flat) if offloads else flat
     found = localize(flat, consts, forms, given, num_new, axes, exchanges=not accumulates)
@@ -101,6 +107,29 @@ def trace_whole(
         tuple(found.outputs),
         tuple(found.movements),
     )
+
+
+def _alone(fn: StepOfLeaves) -> StepOfLeaves:
+    """`fn`, in which no other step may be called."""
+
+    @functools.wraps(fn)
+    def traced(*leaves: Any) -> Any:
+        token = _inside.set(True)
+        try:
+            return fn(*leaves)
+        finally:
+            _inside.reset(token)
+
+    return traced
+
+
+def check_outermost() -> None:
+    """Refuses the call of a sharded step inside of another one."""
+    if _inside.get():
+        raise StepError(message(
+            "shard_train_step", "a sharded step is called inside of another one",
+            "One shard_map runs on all devices, and none inside it.",
+            "Call the function that it was made from there: step.__wrapped__."))  # fmt: skip
 
 
 def trace_written(
@@ -124,7 +153,9 @@ def trace_written(
       StepError: it names an axis that is no data axis.
       Exception: whatever the step itself raises when traced.
     """
+    flat_step = _alone(flat_step)
 
+    @functools.wraps(flat_step)
     def folded(*leaves: jax.Array) -> Any:
         with _keys.data_axes(axes):
             return flat_step(*(
@@ -148,12 +179,24 @@ def trace_written(
             "Pass axis_name=, the name that jax.pmap had; or drop the collectives and write the step for "
             "the whole batch.")) from error  # fmt: skip
     jaxpr, consts = traced.jaxpr, traced.consts
+    _check_refs(jaxpr)
     if accumulates or offloads:
         jaxpr, consts = _rewrite.flatten_calls(jaxpr, consts)
         jaxpr = without_differences(jaxpr) if offloads else jaxpr
     frame = _frame_of(jaxpr, consts, in_varying, accumulates)
     _check_axes(frame)
     return TracedStep(frame, traced.out_tree, traced.out_avals, WRITTEN)
+
+
+def _check_refs(jaxpr: Jaxpr) -> None:
+    """Refuses mutable arrays: a read depends on writes that no equation hands it."""
+    found = [_jaxpr.summary(eqn) for eqn in _jaxpr.ref_equations(jaxpr)]
+    if found:
+        raise StepError(message(
+            "shard_train_step", found,
+            "jzero follows values from equation to equation, and a jax.Ref changes beside them.",
+            "Return new arrays: x = x.at[i].set(y), or a carry of jax.lax.scan.",
+            things="equations with a jax.Ref", shown=4))  # fmt: skip
 
 
 def _check_axes(frame: Frame) -> None:

@@ -260,12 +260,12 @@ class Interpreter:
         first = lax.axis_index(self.devices.axes) == 0
         return jnp.where(first, x, jnp.zeros_like(x))
 
-    def inside(self, divergent: bool = False) -> Interpreter:
-        """The interpreter for a loop body or a branch: its gathers are its own."""
+    def inside(self, divergent: bool = False, after: jax.Array | None = None) -> Interpreter:
+        """The interpreter for a loop body or a branch: its gathers are its own, and wait for `after`."""
         devices = dataclasses.replace(
             self.devices,
             scope=object(),
-            queue=GatherQueue(self.devices.queue.limit),
+            queue=GatherQueue(self.devices.queue.limit, None if after is None else token_of(after)),
             divergent=divergent or self.devices.divergent,
         )
         return dataclasses.replace(self, devices=devices, seen_pass=None)

@@ -44,8 +44,11 @@ def run_scan(
     sliced = child.jaxpr.invars[scan.num_consts + scan.num_carry :]
     stacks = [_sliceable(interp, child, *x, keep) for x in zip(sliced, stacks, strict=True)]
 
+    again = _gathers_again(interp, child, consts)
+
     def turn(carry: list[_Carried], slices: list[Settled]) -> tuple[list[_Carried], _Made]:
-        inner, slices = interp.inside(), [moved(value, -1) for value in slices]
+        inner = interp.inside(after=_changing([*carry, *slices]) if again else None)
+        slices = [moved(value, -1) for value in slices]
         entering = [each.enter(x) for each, x in zip(carries, carry, strict=True)]
         outs = inner.run(child, [*consts, *entering, *slices])
         leaving, made = split(outs, scan.num_carry)
@@ -81,7 +84,7 @@ def run_while(
     cond_ins, body_ins, init = split(settled, loop.num_cond_consts, loop.num_body_consts)
     cond_ins = _loop_consts(interp, cond, cond_ins, True)
     body_ins = _loop_consts(interp, body, body_ins, divergent or interp.of_one_pass(frame, eqn))
-    whole = divergent or several
+    again, whole = _gathers_again(interp, body, body_ins), divergent or several
     dims = [
         None if whole else interp.carried_dim(frame, out, [value])
         for out, value in zip(eqn.outvars, init, strict=True)
@@ -99,7 +102,7 @@ def run_while(
         return inner.devices.full(value)
 
     def turn(carry: list[Settled]) -> list[Settled]:
-        inner = interp.inside(divergent)
+        inner = interp.inside(divergent, _changing(carry) if again else None)
         new = laid_out(inner.devices, inner.run(body, [*body_ins, *carry]))
         return _where(goes_on(carry), new, carry) if several else new
 
@@ -140,6 +143,24 @@ def _loop_consts(
         else value
         for var, value in pairs
     ]
+
+
+def _gathers_again(interp: Interpreter, child: Frame, consts: Sequence[Settled]) -> bool:
+    """Whether each turn of an evaluation's loop gathers what the loop closes over.
+
+    The compiler would do it once, before the loop, unless the gathers wait for something of the turn
+    (test_eval_step.py::test_what_does_not_fit_is_gathered_in_each_turn).
+    """
+    pairs = zip(child.jaxpr.invars, consts, strict=False)
+    return interp.loop_bytes is not None and any(
+        isinstance(value, ShardValue) and var in child.needs_full for var, value in pairs
+    )
+
+
+def _changing(turn: Sequence[_Carried]) -> jax.Array | None:
+    """An array that no two turns have in common, for all that the compiler knows."""
+    found: list[jax.Array] = jax.tree.leaves(turn)
+    return found[0] if found else None
 
 
 def _sliceable(

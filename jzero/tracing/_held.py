@@ -1,0 +1,113 @@
+"""Arguments of a step that become its state; the others come with each call."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jzero._errors import StepError, message
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """How `train_step` is called when some of its arguments are held in a state.
+
+    Attributes:
+      names: of the held arguments, in the order of the step's parameters: 'model', 'args[0]'.
+      values: what was given for them.
+      signature: of the step that takes the state, and the other arguments in their order.
+    """
+
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    signature: inspect.Signature
+    _parameters: inspect.Signature
+
+    @classmethod
+    def of(
+        cls, who: str, train_step: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Held:  # fmt: skip
+        """Binds what was given: by position to the step's first parameters, by keyword to their names."""
+        if not args and not kwargs:
+            raise StepError(message(
+                who, "no argument of train_step was given", "Those that it changes become the state.",
+                f"Write jzero.{who}(train_step, model, optimizer)."))  # fmt: skip
+        parameters = _signature(train_step)
+        try:
+            bound = parameters.bind_partial(*args, **kwargs).arguments
+        except TypeError as error:
+            raise StepError(message(
+                who, f"train_step{parameters} does not take what was given ({error})",
+                "Arguments are given in the order of its parameters, or by their names.",
+                f"Write jzero.{who}(train_step, model, metrics=metrics).")) from None  # fmt: skip
+        held: dict[str, Any] = {}
+        left: list[inspect.Parameter] = []
+        for name, parameter in parameters.parameters.items():
+            if parameter.kind == parameter.VAR_POSITIONAL:
+                held |= {f"{name}[{i}]": value for i, value in enumerate(bound.get(name, ()))}
+                left.append(parameter)
+            elif parameter.kind == parameter.VAR_KEYWORD:
+                held |= bound.get(name, {})
+                left.append(parameter)
+            elif name in bound:
+                held[name] = bound[name]
+            else:
+                left.append(parameter)
+        state = "state"
+        while state in parameters.parameters or state in held:
+            state += "_"
+        kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if left and left[0].kind == inspect.Parameter.POSITIONAL_ONLY:
+            kind = inspect.Parameter.POSITIONAL_ONLY
+        first = inspect.Parameter(state, kind)
+        signature = parameters.replace(
+            parameters=[first, *left], return_annotation=inspect.Signature.empty
+        )
+        return cls(tuple(held), tuple(held.values()), signature, parameters)
+
+    def call(
+        self, train_step: Callable[..., Any], values: Sequence[Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
+        """Calls the step with `values` for what is held, and the arguments of a call."""
+        given = self.arguments(args, kwargs)
+        given |= dict(zip(self.names, values, strict=True))
+        bound = inspect.BoundArguments(self._parameters, {})  # type: ignore[arg-type]
+        for name, parameter in self._parameters.parameters.items():
+            if parameter.kind == parameter.VAR_POSITIONAL:
+                num = sum(key.startswith(f"{name}[") for key in given)
+                bound.arguments[name] = tuple(given.pop(f"{name}[{i}]") for i in range(num))
+            elif name in given:
+                bound.arguments[name] = given.pop(name)
+        bound.arguments |= {
+            name: given
+            for name, parameter in self._parameters.parameters.items()
+            if parameter.kind == parameter.VAR_KEYWORD
+        }
+        return train_step(*bound.args, **bound.kwargs)
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of one call beside the state, by name."""
+        given = self.signature.bind(None, *args, **kwargs).arguments
+        flat: dict[str, Any] = {}
+        for name, value in list(given.items())[1:]:
+            kind = self.signature.parameters[name].kind
+            if kind == inspect.Parameter.VAR_POSITIONAL:
+                held = sum(key.startswith(f"{name}[") for key in self.names)
+                flat |= {f"{name}[{held + i}]": item for i, item in enumerate(value)}
+            elif kind == inspect.Parameter.VAR_KEYWORD:
+                flat |= value
+            else:
+                flat[name] = value
+        return flat
+
+
+def _signature(train_step: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(train_step)
+    except ValueError:  # A callable written in C.
+        kinds = {"args": inspect.Parameter.VAR_POSITIONAL, "kwargs": inspect.Parameter.VAR_KEYWORD}
+        return inspect.Signature([inspect.Parameter(n, k) for n, k in kinds.items()])

@@ -1,0 +1,276 @@
+"""Train steps of Flax's NNX toys: functional states, plain arrays as parameters, an own optimizer, a scan.
+
+Toys 04, 08 and 09 have no step of another kind; 01 has its state in two arguments (test_state_arguments.py).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from flax.training import train_state
+
+from ._entry import Entry, script
+from ._models import BATCH_SIZE, labelled_batches
+from .scripts_nnx import of_objects, optimizer_of
+
+
+class Count(nnx.Variable):
+    pass
+
+
+class Linear(nnx.Module):
+    def __init__(self, num_in, num_out, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (num_in, num_out)))
+        self.b = nnx.Param(jnp.zeros((num_out,)))
+
+    def __call__(self, x):
+        return x @ self.w[...] + self.b[...][None]
+
+
+class Counting(nnx.Module):
+    def __init__(self, rngs):
+        self.count = Count(jnp.array(0))
+        self.first, self.last = Linear(1, 32, rngs), Linear(32, 1, rngs)
+
+    def __call__(self, x):
+        self.count[...] += 1
+        return self.last(nnx.silu(self.first(x)))
+
+
+def curve(num_steps):
+    """((x, y),) for each step, float32 [32, 1]."""
+    rng = np.random.default_rng(42)
+    xs = [rng.uniform(0, 1, (BATCH_SIZE, 1)) for _ in range(num_steps)]
+    return [
+        ((jnp.asarray(x, jnp.float32), jnp.asarray(0.8 * x**2 + 0.1, jnp.float32)),) for x in xs
+    ]
+
+
+@script
+def toy_02_lifted_transforms():
+    """A model that counts its calls."""
+
+    @nnx.jit
+    def train_step(model, optimizer, batch):
+        x, y = batch
+        grads = nnx.grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
+        optimizer.update(model, grads)
+
+    def make():
+        model = Counting(nnx.Rngs(0))
+        return {"model": model, "optimizer": optimizer_of(model, optax.sgd(0.01))}
+
+    return of_objects(train_step, make, curve)
+
+
+class CountingState(train_state.TrainState):
+    counts: Any
+    graphdef: Any
+
+
+@script
+def toy_03_train_state():
+    """Linen's TrainState around NNX's states: no objects, and no from_nnx."""
+
+    def init():
+        split: Any = nnx.split(Counting(nnx.Rngs(0)), nnx.Param, Count)
+        graphdef, params, counts = split
+        return CountingState.create(
+            apply_fn=None, graphdef=graphdef, params=params, counts=counts, tx=optax.sgd(0.01)
+        )
+
+    def train_step(state, batch):
+        x, y = batch
+
+        def loss_fn(params):
+            model = nnx.merge(state.graphdef, params, state.counts, copy=True)
+            return jnp.mean((y - model(x)) ** 2), nnx.state(model, Count)
+
+        grads, counts = jax.grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, counts=counts)
+
+    return Entry(init=init, batches=curve, step=train_step, returns_metrics=False)
+
+
+class Loss(nnx.Variable):
+    pass
+
+
+class Encoder(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(24, 16, rngs=rngs)
+        self.mean, self.std = nnx.Linear(16, 4, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+        self.rngs = rngs
+
+    def __call__(self, x):
+        x = nnx.silu(self.linear(x))
+        mean, std = self.mean(x), jnp.exp(self.std(x))
+        self.kl_loss = Loss(jnp.mean(-jnp.log(std**2) - 1.0 + std**2 + mean**2) / 2)
+        return mean + std * jax.random.normal(self.rngs.noise(), mean.shape)
+
+
+class NnxVae(nnx.Module):
+    def __init__(self, rngs):
+        self.encoder = Encoder(rngs)
+        self.decoder = nnx.Linear(4, 24, rngs=rngs)
+
+    def __call__(self, x):
+        return self.decoder(self.encoder(x))
+
+
+@script
+def toy_05_vae():
+    """A variable that the forward pass makes and the loss takes away; keys kept in the model."""
+
+    @nnx.jit
+    def train_step(model, optimizer, x):
+        def loss_fn(model):
+            logits = model(x)
+            kl_loss = sum(jax.tree.leaves(nnx.pop(model, Loss)), 0.0)
+            return optax.sigmoid_binary_cross_entropy(logits, x).mean() + 0.1 * kl_loss
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def make():
+        model = NnxVae(nnx.Rngs(0, noise=1))
+        return {"model": model, "optimizer": optimizer_of(model)}
+
+    def batches(num_steps):
+        rng = np.random.default_rng(43)
+        shape = (BATCH_SIZE, 24)
+        return [(jnp.asarray(rng.integers(0, 2, shape), jnp.float32),) for _ in range(num_steps)]
+
+    return of_objects(train_step, make, batches)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+        self.bn = nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.gelu(self.dropout(self.bn(self.linear(x))))
+
+
+class ScanMLP(nnx.Module):
+    def __init__(self, num_layers, rngs):
+        make = nnx.vmap(Block, in_axes=0, axis_size=num_layers)
+        self.layers = nnx.split_rngs(splits=num_layers)(make)(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def scan_fn(x, block):
+            return block(x)
+
+        return scan_fn(x, self.layers)
+
+
+@script
+def toy_06_scan_over_layers():
+    """Layers in a scan, each with its batch statistics and its keys."""
+
+    @nnx.jit
+    def train_step(model, optimizer, batch):
+        def loss_fn(model):
+            return jnp.mean((model(batch["x"]) - 1.0) ** 2)
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def make():
+        model = ScanMLP(3, nnx.Rngs(0))
+        return {"model": model, "optimizer": optimizer_of(model)}
+
+    return of_objects(train_step, make, labelled_batches)
+
+
+class ArrayLinear(nnx.Module):
+    def __init__(self, num_in, num_out, rngs):
+        self.w = nnx.data(jax.random.normal(rngs.params(), (num_in, num_out)))
+        self.b = nnx.data(jnp.zeros((num_out,)))
+
+    def __call__(self, x):
+        return x @ self.w + self.b[None]
+
+
+class ArrayMLP(nnx.Module):
+    def __init__(self, rngs):
+        self.count = nnx.data(jnp.array(0))
+        self.first, self.last = ArrayLinear(1, 32, rngs), ArrayLinear(32, 1, rngs)
+
+    def __call__(self, x):
+        self.count += 1
+        return self.last(nnx.silu(self.first(x)))
+
+
+@script
+def toy_07_array_leaves():
+    """Parameters that are plain arrays, found by their names: DiffState, an optimizer with a filter."""
+
+    def is_param(path, value):
+        return path[-1] in ("w", "b")
+
+    @nnx.jit
+    def train_step(model, optimizer, batch):
+        x, y = batch
+        grad_fn = nnx.grad(
+            lambda model: jnp.mean((model(x) - y) ** 2), argnums=nnx.DiffState(0, is_param)
+        )
+        optimizer.update(model, grad_fn(model))
+
+    def make():
+        model = ArrayMLP(nnx.Rngs(0))
+        return {"model": model, "optimizer": nnx.Optimizer(model, optax.sgd(0.01), wrt=is_param)}
+
+    return of_objects(train_step, make, curve)
+
+
+class Momentum(nnx.Variable):
+    pass
+
+
+class SGD(nnx.Pytree):
+    """An optimizer of the script's own, which has the model's variables, and mutates them."""
+
+    def __init__(self, params, learning_rate, decay=0.9):
+        self.learning_rate, self.decay = learning_rate, decay
+        self.params = nnx.data(params)
+        self.momentum = nnx.data(
+            jax.tree.map(lambda v: Momentum(jnp.zeros_like(v[...])), params, is_leaf=is_variable)
+        )
+
+    def update(self, grads):
+        def update_one(param, momentum, grad):
+            momentum[...] = self.decay * momentum[...] + (1 - self.decay) * grad[...]
+            param[...] -= self.learning_rate * momentum[...]
+
+        jax.tree.map(update_one, self.params, self.momentum, grads, is_leaf=is_variable)
+
+
+def is_variable(x):
+    return isinstance(x, nnx.Variable)
+
+
+@script
+def toy_10_fsdp_and_optimizer():
+    """Variables that two objects share."""
+
+    @nnx.jit
+    def train_step(model, optimizer, batch):
+        x, y = batch
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
+        optimizer.update(grads)
+        return loss
+
+    def make():
+        model = Counting(nnx.Rngs(0))
+        return {"model": model, "optimizer": SGD(nnx.variables(model, nnx.Param), 0.01)}
+
+    return of_objects(train_step, make, curve)
