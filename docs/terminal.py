@@ -15,9 +15,11 @@ from typing import Any
 from unittest import mock
 
 from jzero.cli._main import main
+from jzero.reports._lines import wrapped
 
 DOCS = pathlib.Path(__file__).parent
 COLUMNS = 80
+HOME = "/home/you"
 HEAD = """\
 # On a terminal of 80 columns
 
@@ -42,7 +44,7 @@ def page() -> str:
                     f">>> print(train_step.describe(state, batch))\n{report}\n\n", "text"),
             section("What it has saved", saved),
         ])  # fmt: skip
-        text = text.replace(f"{folder}/", "/home/you/")
+        text = text.replace(str(folder), HOME)
     return re.sub(r"Written \S+ by", "Written 2026-11-22T12:00:00+00:00 by", text)
 
 
@@ -84,10 +86,15 @@ def shown(command: str) -> str:
         try:
             main(shlex.split(command))
         except SystemExit as ended:
-            print(
-                *[ended.code] * isinstance(ended.code, str), end="\n" * isinstance(ended.code, str)
-            )
+            if isinstance(ended.code, str):
+                print("\n".join(in_my_home(ended.code)))
     return f"$ jzero {command}\n{out.getvalue().rstrip()}\n\n"
+
+
+def in_my_home(message: str) -> list[str]:
+    """A message with the page's paths; its lines end where theirs do, not where this folder's do."""
+    text = " ".join(message.split()).replace(str(pathlib.Path.cwd()), HOME)
+    return wrapped(text, "  ", COLUMNS, cut=False)
 
 
 if __name__ == "__main__":
