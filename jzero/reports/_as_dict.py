@@ -20,14 +20,14 @@ def memory(rows: Sequence[Memory]) -> list[dict[str, Any]]:
 
 def traffic(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
     """Collectives of one op, dtype and axes together, in the order of the first of each."""
-    groups: dict[tuple[str, str, tuple[str, ...]], list[Collective]] = {}
+    groups: dict[tuple[str, str, tuple[str, ...], bool], list[Collective]] = {}
     for c in collectives:
-        groups.setdefault((c.op, c.dtype, c.axes), []).append(c)
+        groups.setdefault((c.op, c.dtype, c.axes, c.each_turn), []).append(c)
     return [
-        {"op": op, "dtype": dtype, "axes": list(axes),
+        {"op": op, "dtype": dtype, "axes": list(axes), "each_turn": each_turn,
          "elements": sum(c.total_elements for c in group), "bytes": sum(c.nbytes for c in group),
          "times": sum(c.times for c in group)}
-        for (op, dtype, axes), group in groups.items()
+        for (op, dtype, axes, each_turn), group in groups.items()
     ]  # fmt: skip
 
 

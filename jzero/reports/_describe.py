@@ -83,7 +83,8 @@ class Report:
             arguments, outputs   beside the state: path, and the dim that is split over the devices or None
             whole_arguments      paths of those whose rows the devices do not divide
             keys                 paths of PRNG keys into which each device folds its index
-            traffic              in one step: op, dtype, axes, elements, bytes, times
+            traffic              in one step: op, dtype, axes, elements, bytes, times; each_turn says
+                                 that these are of one turn of a `while`
             crossings            each device and its host: direction, what, dtype, elements, nbytes
             movements            of rows of the batch: operation, where, reason, nbytes (once), times
             turns, device_bytes  in how many turns offloaded leaves visit a device, at most so many bytes

@@ -71,14 +71,15 @@ def memory_table(rows: Sequence[Memory]) -> Table:
 
 
 def traffic_table(traffic: Sequence[Collective]) -> Table | None:
-    """Elements and bytes by op, dtype and axes; None if nothing moves."""
-    groups: dict[tuple[str, str, str], list[Collective]] = {}
+    """Elements and bytes by op, dtype and axes, those of a `while` apart; None if nothing moves."""
+    groups: dict[tuple[str, str, str, bool], list[Collective]] = {}
     for c in traffic:
-        groups.setdefault((c.op, c.dtype, ",".join(c.axes)), []).append(c)
+        groups.setdefault((c.op, c.dtype, ",".join(c.axes), c.each_turn), []).append(c)
     rows = [
         (*key, f"{sum(c.total_elements for c in group):,}",
-         readable_bytes(sum(c.nbytes for c in group)), str(sum(c.times for c in group)))
-        for key, group in sorted(groups.items())
+         readable_bytes(sum(c.nbytes for c in group)),
+         f"{sum(c.times for c in group)}{' a turn' * each_turn}")
+        for (*key, each_turn), group in sorted(groups.items())
     ]  # fmt: skip
     header = ("per step", "dtype", "axes", "elements", "bytes", "times")
     return Table(header, rows) if rows else None

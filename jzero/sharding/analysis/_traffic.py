@@ -37,8 +37,9 @@ class Collective:
       itemsize: bytes of an element.
       elements: of the whole value: gathered by an all-gather, reduced by a reduction; of an all-to-all, those
         of a device.
-      times: how often a step runs it (trip counts of the loops around it); a `while` counts once.
+      times: how often a step runs it (trip counts of the loops around it); of a `while`, in each turn.
       leaf: the leaf it serves, where known.
+      each_turn: a `while` is around it, and nobody knows how many turns it has.
     """
 
     op: str
@@ -48,10 +49,11 @@ class Collective:
     elements: int
     times: int
     leaf: str
+    each_turn: bool = False
 
     @property
     def total_elements(self) -> int:
-        """Elements a step moves through it."""
+        """Elements a step moves through it; of a `while`, a turn."""
         return self.elements * self.times
 
     @property
@@ -78,18 +80,18 @@ class Crossing(NamedTuple):
     nbytes: int
 
 
-def collectives(jaxpr: Any, times: int = 1) -> Iterator[Collective]:
+def collectives(jaxpr: Any, times: int = 1, each_turn: bool = False) -> Iterator[Collective]:
     """Every collective in `jaxpr` and the jaxprs inside it."""
     for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
         name = eqn.primitive.name
         if name in _OPS:
-            yield from _collectives_of(eqn, times)
+            yield from _collectives_of(eqn, times, each_turn)
         inner = times * _jaxpr.scan_parts(eqn).length if name == "scan" else times
         for sub in _jaxpr.inner_jaxprs(eqn):
-            yield from collectives(sub, inner)
+            yield from collectives(sub, inner, each_turn or name == "while")
 
 
-def _collectives_of(eqn: Eqn, times: int) -> Iterator[Collective]:
+def _collectives_of(eqn: Eqn, times: int, each_turn: bool) -> Iterator[Collective]:
     leaf = re.search(r"jzero\.\w+\[(.*)\]", str(eqn.source_info.name_stack))
     gathers = _OPS[eqn.primitive.name] == "all-gather"
     for atom in eqn.outvars if gathers else eqn.invars:
@@ -101,6 +103,7 @@ def _collectives_of(eqn: Eqn, times: int) -> Iterator[Collective]:
             atom.aval.size,
             times,
             leaf.group(1) if leaf else "",
+            each_turn,
         )
 
 
