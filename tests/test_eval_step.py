@@ -504,3 +504,10 @@ def test_a_train_step_that_evaluates_is_told():
     params = new_params()
     with pytest.raises(jzero.StateError, match="To evaluate, use jzero.shard_eval_step"):
         train_step((params, TX.init(params)), tokens_of(16))
+    for updates in (True, False):
+        train_step = shard_train_step(
+            lambda w, x, updates=updates: (w * 2 if updates else w, (x @ w).sum())
+        )
+        report = train_step.describe(jnp.ones((64, 8)), np.ones((8, 64)))
+        assert ("the step changes no leaf: jzero.shard_eval_step" in str(report)) != updates
+        assert report.to_dict()["updates"] == updates

@@ -70,7 +70,7 @@ class Report:
         Every key is there in every report::
 
             stage, devices       ints
-            evaluates            whether the state is only read
+            evaluates, updates   whether the state is only read; whether any leaf of it changes
             axes                 sizes of the data axes by name
             reductions           'whole batch', or 'written' (the step's own collectives)
             microbatches         num; reduce ('once', 'each'); accumulator_bytes, on each device; loops over
@@ -106,6 +106,7 @@ class Report:
         return {
             "stage": plan.stage,
             "evaluates": plan.evaluates,
+            "updates": plan.updates,
             "devices": plan.num_devices,
             "axes": dict(plan.axes),
             "reductions": plan.reductions,
@@ -137,14 +138,18 @@ class Report:
             ),
             *wrapped(f"reductions: {reductions}", "  "),
             *self._microbatches(),
-            *self._unread(),
+            *self._left_alone(),
         ]
 
-    def _unread(self) -> list[str]:
-        """What an evaluation leaves alone."""
-        num = len(self.plan.unread)
-        leaves = f"{num} of {len(self.plan.leaves)} leaves"
-        return [f"{leaves} are not read, and stay where they are"] if num else []
+    def _left_alone(self) -> list[str]:
+        """What an evaluation does not read, and a training without an update."""
+        plan, num = self.plan, len(self.plan.unread)
+        if not plan.evaluates and not plan.updates:
+            return [*wrapped(
+                "the step changes no leaf: jzero.shard_eval_step reads a state without consuming it", "  ",
+            )]  # fmt: skip
+        line = f"{num} of {len(plan.leaves)} leaves are not read, and stay where they are"
+        return [line] if num else []
 
     @property
     def memory(self) -> tuple[Memory, ...]:

@@ -97,6 +97,7 @@ def make_plan(
         boundary=boundary,
         names=variable_names(frame),
         evaluates=setting.evaluates,
+        updates=not setting.evaluates and _updates(frame, len(leaves)),
         unread=_unread(frame, len(leaves)) if setting.evaluates else frozenset(),
     )
     return plan, Analysis(frame, links)
@@ -114,6 +115,13 @@ def _microbatches(
         local.traced.frame, setting.step_axes, num, per_example, update.apart, update.boundary
     )
     return Microbatches(num, dims, cut.phases, cut.loops)
+
+
+def _updates(frame: Frame, num_leaves: int) -> bool:
+    """Whether the step returns a leaf as another value."""
+    jaxpr = frame.jaxpr
+    pairs = zip(jaxpr.invars[:num_leaves], jaxpr.outvars[:num_leaves], strict=True)
+    return any(old is not new for old, new in pairs)
 
 
 def _unread(frame: Frame, num_leaves: int) -> frozenset[int]:

@@ -114,6 +114,7 @@ class StepPlan:
       boundary: how the values lie that the step's programs take from the caller and hand to each other.
       names: of the step's variables, by their places in its jaxpr; the same on every process.
       evaluates: the step reads its state, and returns none.
+      updates: whether any leaf comes back as another value.
       unread: of an evaluation, the leaves, by index, that it does not read; its program does not take them.
     """
 
@@ -133,6 +134,7 @@ class StepPlan:
     boundary: Boundary
     names: Mapping[_jaxpr.Var, str]
     evaluates: bool = False
+    updates: bool = True
     unread: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
