@@ -119,6 +119,17 @@ class Placement:
         })  # fmt: skip
         _available.check(who, shortage)
 
+    def inputs(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]] | None:
+        """The program of a call, and state and arguments in their places; None under an outer `jax.jit`."""
+        ready = self.repeated(call)
+        if ready is None and call.is_traced:
+            return None
+        program, state = ready or self.ready(call)
+        arrays = _placing.place(
+            call.arrays, program.argument_shardings, lambda: _call.argument_paths(call.call.arrays)
+        )
+        return program, state, arrays
+
     def repeated(self, call: FlatCall) -> tuple[Program, list[Any]] | None:
         """The program of a call and its state in place, if the call is like the one before."""
         last = self._last

@@ -12,12 +12,9 @@ from jzero._errors import OptionError, called_as, message
 from jzero._sharded_step import ShardedStep
 from jzero._step import ShardedTrainStep
 from jzero.offload._policy import NO_OFFLOAD
-from jzero.offload.memory import _placing
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
-from jzero.sharding.batch import _trace
 from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
-from jzero.tracing import _call
 from jzero.tracing._signature import Signature
 
 WHO = "shard_eval_step"
@@ -164,25 +161,10 @@ class ShardedEvalStep(ShardedStep):
         """
         with self._asked(WHO):
             call = FlatCall.of(self._programs.signature.bind(args, kwargs), self._programs.setting)
-            ready = self._placement.repeated(call)
-            if ready is None and call.is_traced:
-                return self._traced(call)
-            program, state = ready or self._placement.ready(call)
-            arrays = _placing.place(
-                call.arrays,
-                program.argument_shardings,
-                lambda: _call.argument_paths(call.call.arrays),
-            )
-            _, outs = program.step(state, arrays)
-        return jax.tree.unflatten(program.out_tree, outs)
-
-    def _traced(self, call: FlatCall) -> Any:
-        """A call under an outer `jax.jit`."""
-        _trace.check_outermost()
-        program = self._programs.of(call.call)
-        state, arrays = _placing.as_arrays(call.state, call.arrays)
-        _, outs = program.step.run(
-            _placing.constrain(_placing.pad(state, program.plan.leaves), program.state_shardings),
-            _placing.constrain(arrays, program.argument_shardings),
-        )
+            inputs = self._placement.inputs(call)
+            if inputs is None:
+                program, _, outs = self._run_traced(call)
+            else:
+                program, state, arrays = inputs
+                _, outs = program.step(state, arrays)
         return jax.tree.unflatten(program.out_tree, outs)

@@ -15,8 +15,11 @@ from jzero._placement import Placement
 from jzero.offload.memory import _placing
 from jzero.processes import _agreement
 from jzero.reports._describe import Report
+from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
+from jzero.segments._repeat import FlatCall
 from jzero.sharding.analysis import _traffic
+from jzero.sharding.batch import _trace
 from jzero.sharding.plan import _outputs
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.run import _microbatches
@@ -48,6 +51,17 @@ class ShardedStep(abc.ABC):
         signature = self._programs.signature
         whole = isinstance(state, tuple | list) and len(state) == len(signature.state_names)
         return signature.named(state, self._who) if whole else state
+
+    def _run_traced(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]]:
+        """A call under an outer `jax.jit`: its program, new leaves of the state at rest, and outputs."""
+        _trace.check_outermost()
+        program = self._programs.of(call.call)
+        state, arrays = _placing.as_arrays(call.state, call.arrays)
+        new_state, outs = program.step.run(
+            _placing.constrain(_placing.pad(state, program.plan.leaves), program.state_shardings),
+            _placing.constrain(arrays, program.argument_shardings),
+        )
+        return program, new_state, outs
 
     @abc.abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,6 @@ from jzero.processes import _agreement
 from jzero.segments import _identity
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
-from jzero.sharding.batch import _trace
 from jzero.sharding.plan._options import Options, axis_tuple
 from jzero.tracing import _call, _jaxpr
 from jzero.tracing._returned import as_given
@@ -78,29 +77,19 @@ class ShardedTrainStep(ShardedStep):
         """
         _agreement.check(WHO)
         call = FlatCall.of(self._programs.signature.bind(args, kwargs), self._programs.setting)
-        ready = self._placement.repeated(call)
-        if ready is None and call.is_traced:
+        inputs = self._placement.inputs(call)
+        if inputs is None:
             return self._traced(call)
-        program, state = ready or self._placement.ready(call)
-        arrays = _placing.place(
-            call.arrays, program.argument_shardings, lambda: _call.argument_paths(call.call.arrays)
-        )
+        program, state, arrays = inputs
         state, outs = program.step(*_placing.apart(state, arrays))
         state = self._placement.wrap(state, program.plan.leaves)
         return as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
 
     def _traced(self, call: FlatCall) -> Any:
         """A call under an outer `jax.jit`."""
-        _trace.check_outermost()
         self._check_one_program("called under an outer jax.jit")
-        program = self._programs.of(call.call)
-        leaves = program.plan.leaves
-        state, arrays = _placing.as_arrays(call.state, call.arrays)
-        new_state, outs = program.step.run(
-            _placing.constrain(_placing.pad(state, leaves), program.state_shardings),
-            _placing.constrain(arrays, program.argument_shardings),
-        )
-        new_state = _placing.unpad(new_state, leaves, program.state_shardings)
+        program, state, outs = self._run_traced(call)
+        new_state = _placing.unpad(state, program.plan.leaves, program.state_shardings)
         return as_given(jax.tree.unflatten(program.out_tree, [*new_state, *outs]))
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
