@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import signal
 import sys
 
 # Each of these must be in the environment before JAX is imported. There, and not in jax.config, so
@@ -55,6 +56,10 @@ if not os.environ.get("JZERO_TEST_GPU"):
     os.environ["XLA_FLAGS"] = " ".join([given, *ours]).strip()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+# A shell has what it runs in the background ignore Ctrl-C, and some tests send it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
