@@ -46,11 +46,12 @@ def make_int(
     object.__setattr__(options, name, num)
 
 
-def readable_count(num: int) -> str:
-    """`7.5B`; at most two decimals."""
+def readable_count(num: int, at_most: bool = False) -> str:
+    """`7.5B`; two decimals, and with `at_most` never more than it is."""
     for unit, size in reversed(_COUNTS.items()):
         if num >= size:
-            return f"{num / size:.2f}".rstrip("0").rstrip(".") + unit
+            shown = num // (size // 100) / 100 if at_most and size > 1 else num / size
+            return f"{shown:.2f}".rstrip("0").rstrip(".") + unit
     return str(num)
 
 

@@ -216,6 +216,8 @@ def test_what_crosses_is_printed():
         ({"offload": jzero.PinnedHost(), "optimizer_bytes": 0},
          "estimate: offload=PinnedHost(device_bytes=1073741824), and the optimizer has no state."),
         ({"offload": "host"}, "estimate: offload='host'. It is a policy"),
+        ({"offload": jzero.HostCPU(), "optimizer": "muon"},
+         "optimizer='muon' and 8 devices. Its update needs the shards of other devices"),
     ],
     ids=str,
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Leaves with no dim that the devices divide: padded at rest, and of their true shape for all else."""
 
+import copy
 import pickle
 
 import jax
@@ -265,7 +266,16 @@ def test_a_consumed_padded_leaf_is_named():
     train_step(state, tokens())
     with pytest.raises(jzero.StateError, match=r"already donated: state\[0\]\['bias'\]"):
         train_step(state, tokens())
-    for use in (jnp.sum, jax.jit(jnp.sum), lambda x: x + 1, np.asarray):
+    uses = (
+        jnp.sum,
+        jax.jit(jnp.sum),
+        lambda x: x + 1,
+        np.asarray,
+        copy.copy,
+        copy.deepcopy,
+        pickle.dumps,
+    )
+    for use in (*uses, jax.block_until_ready):
         with pytest.raises(
             jzero.StateError, match=r"PaddedArray\(shape=.* was already donated. A step"
         ):

@@ -142,9 +142,10 @@ def _chosen(stored: _stored.Stored, select: str | None) -> list[str]:
         rule = "Parameters are leaves that a Checkpointer noted as such, or those under params."
     if not chosen:
         tops = ", ".join(dict.fromkeys(name.split("/")[0] for name in stored.leaves))
+        what = "no parameters" if select is None else f"nothing that --select {select!r:.100} finds"
         raise CheckpointError(message(
-            f"{WHO} {stored.directory}", f"no parameters among its leaves, which are under: {tops}", rule,
-            "Say which they are with --select REGEX."))  # fmt: skip
+            f"{WHO} {stored.directory}", f"{what} among its leaves, which are under: {tops}", rule,
+            f"Say which they are with {'' if select is None else 'another '}--select REGEX."))  # fmt: skip
     return chosen
 
 

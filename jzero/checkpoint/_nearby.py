@@ -39,7 +39,8 @@ def _advice(path: Path) -> str:
         which = "step" if len(steps) == 1 else "steps"
         return f"{there} has the {which} {', '.join(map(str, near))}{more}: name one, or {there}."
     names = [entry.name for entry in _entries(there)]
-    close = difflib.get_close_matches(path.name, names, 1) if path.parent == there else []
+    others = [name for name in names if name != path.name]
+    close = difflib.get_close_matches(path.name, others, 1) if path.parent == there else []
     if close:
         return f"Did you mean {there / close[0]}?"
     if found := list(itertools.islice(_checkpoints_in(there), _SHOWN)):

@@ -56,7 +56,11 @@ def _add_export(command: _flags.Parser) -> None:
         "out", help="out.safetensors; if it takes several files, also the index's name"
     )
     command.add_argument("--dtype", choices=_export.FLOATS, help="of floats; by default their own")
-    command.add_argument("--select", metavar="REGEX", help="leaves in whose names it is found")
+    command.add_argument(
+        "--select",
+        metavar="REGEX",
+        help="in place of the parameters, leaves in whose names it is found",
+    )
     command.add_argument(
         "--max-file-size",
         default="5GB",

@@ -140,7 +140,7 @@ def _show_one(found: Estimate, largest: int | None, memory: str | None) -> Shown
     if crossing := _tables.crossing_table(found.crossings):
         yield crossing
     if largest is not None:
-        yield f"The largest model whose total fits into {memory}: {readable_count(largest)}."
+        yield f"The largest model whose total fits into {memory}: {readable_count(largest, at_most=True)}."
 
 
 def _show_stages(
@@ -160,7 +160,7 @@ def _show_stages(
             f"{readable_bytes(e.total)} = {e.total / 1e9:.4g} GB",
             *_on_hosts(e) * offloads,
             f"{e.elements_moved / e.num_params:.3g} Psi",
-            *([] if num is None else [readable_count(num)]),
+            *([] if num is None else [readable_count(num, at_most=True)]),
         )
         for e, num in zip(found, largest, strict=True)
     ]

@@ -103,4 +103,6 @@ def mesh(text: str) -> dict[str, int]:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name and size.isdecimal() and int(size) for name, _, size in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form node=8,local=8")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} names an axis twice")
     return {name: int(size) for name, _, size in pairs}

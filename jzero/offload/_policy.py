@@ -91,6 +91,9 @@ class PinnedHost(Offload):
     >>> params.sharding.memory_kind, opt_state[0].mu.sharding.memory_kind
     ('device', 'pinned_host')
 
+    Outside of a step its leaves are JAX's own arrays in host memory, which JAX does not compute with beside
+    arrays of a device: `train_step.unshard(state)`, or a step of `jzero.shard_eval_step`, brings them there.
+
     Attributes:
       device_bytes: the most bytes of optimizer state on each device at any time, while a step runs. A third
         of it is a piece's size, so that one is copied in, one updated and one copied out at the same time.

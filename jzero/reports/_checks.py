@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jzero._errors import OptionError, message
+from jzero._memory_kinds import HOST
 from jzero._quantities import COUNT_RULE
 from jzero.reports import _formulas
 from jzero.reports._formulas import BytesPerParam
-from jzero.reports._presets import OPTIMIZERS, PRECISIONS
+from jzero.reports._presets import NEED_ALL_SHARDS, OPTIMIZERS, PRECISIONS
 from jzero.sharding.plan._offload import Offload
 
 WHO = "estimate"
@@ -58,8 +59,13 @@ def check(
             "Write estimate('7.5B', devices=64, stage=3).", things="arguments"))  # fmt: skip
 
 
-def check_offload(offload: Offload, sizes: BytesPerParam) -> None:
-    """Raises an `OptionError` for a policy that numbers alone cannot tell."""
+def check_offload(offload: Offload, sizes: BytesPerParam, optimizer: str, num_devices: int) -> None:
+    """Raises an `OptionError` for a policy that numbers alone cannot tell, or that a step would refuse."""
+    if offload.tier == HOST and num_devices > 1 and optimizer in NEED_ALL_SHARDS:
+        raise OptionError(message(
+            WHO, f"offload={offload}, optimizer={optimizer!r} and {num_devices} devices",
+            "Its update needs the shards of other devices, and a host takes part in no collective.",
+            "Use offload=jzero.PinnedHost(), which streams its state through the devices."))  # fmt: skip
     if offload.share is None:
         raise OptionError(message(
             WHO, "offload=HostCPU(ratio='auto')", "It is measured on the devices, and there are none here.",

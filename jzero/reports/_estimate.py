@@ -172,7 +172,7 @@ def estimate(
         optimizer_axes=axis_tuple(optimizer_axes), offload=offload, who=WHO,
     )  # fmt: skip
     sizes = _bytes_per_param(optimizer, precision, **given)
-    check_offload(offload, sizes)
+    check_offload(offload, sizes, optimizer, math.prod(axes.values()))
     return Estimate(count, options, options.stage_axes(axes), sizes)
 
 

@@ -46,3 +46,5 @@ OPTIMIZERS = {
     "adafactor": 0.01,
     "muon": 4.0,  # one momentum: Jordan et al., 2024. Leaves that it leaves to Adam have 8.
 }
+# Means over rows and columns, products of whole matrices: no device can update its shard alone.
+NEED_ALL_SHARDS = frozenset({"adafactor", "muon"})

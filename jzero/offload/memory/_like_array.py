@@ -84,8 +84,7 @@ class LikeArray(jax.Array):
         raise NotImplementedError
 
     def __copy__(self) -> Any:
-        make, args = self.__reduce__()
-        return make(*args)
+        return self.__deepcopy__({})  # Of arrays, too, it has memory of its own.
 
     def __deepcopy__(self, memo: Any) -> Any:
         make, args = self.__reduce__()

@@ -82,7 +82,7 @@ class PaddedArray(LikeArray):
         return self.padded
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PaddedArray, (self.padded, self.shape)
+        return PaddedArray, (self._alive(), self.shape)
 
     def __repr__(self) -> str:
         return f"PaddedArray(shape={self.shape}, dtype={self.dtype}, padded to {self.padded.shape})"
@@ -97,7 +97,7 @@ class PaddedArray(LikeArray):
 
     def block_until_ready(self) -> PaddedArray:
         """Waits for the computation that makes it; `jax.block_until_ready` calls this."""
-        self.padded.block_until_ready()
+        self._alive().block_until_ready()
         return self
 
     def copy_to_host_async(self) -> None:

@@ -307,8 +307,9 @@ def check_alive(state: Any, leaves: Sequence[Any], who: str = WHO) -> None:
         paths = _call.leaf_paths(state, "state")
         gone = [path for path, is_dead in zip(paths, dead, strict=True) if is_dead]
         shown = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
+        num = sum(leaf is not None for leaf in leaves)
         raise StateError(message(
-            who, f"{len(gone)} of {len(leaves)} leaves were already donated: {shown}", *CONSUMED,
+            who, f"{len(gone)} of {num} leaves were already donated: {shown}", *CONSUMED,
         ))  # fmt: skip
 
 
