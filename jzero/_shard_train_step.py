@@ -162,7 +162,7 @@ def shard_train_step(
       state_argnums: positions of the arguments that are the state, by default the first. With several, as in
         `step_fn(params, opt_state, batch) -> (params, opt_state, loss)` and `state_argnums=(0, 1)`, the step
         is called, and returns, as it is written; where it returns each is found out by structure, shapes and
-        dtypes. All of them are donated. What takes or gives a state (`init`, `shard`, `unshard`, `flush`,
+        dtypes, and of those that are alike by their order. All of them are donated. What takes or gives a state (`init`, `shard`, `unshard`, `flush`,
         `state_shardings`, checkpoints) has the tuple of these arguments, in the order of the parameters; a
         leaf's path begins with the argument's name, `params['w']`. A step that plainly updates another
         argument, as optimizer state, is refused unless this says what is state; `state_argnums=0` says that
