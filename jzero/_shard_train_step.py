@@ -159,14 +159,14 @@ def shard_train_step(
       in_specs: `{argument: PartitionSpec}` (by name or position; tree prefixes allowed) for arguments
         whose rows are not along dim 0 (`P(None, 'data')`), or that shall be whole on every device (`P()`).
         It decides only costs.
-      state_argnums: positions of the arguments that are the state, by default the first. With several, as in
-        `step_fn(params, opt_state, batch) -> (params, opt_state, loss)` and `state_argnums=(0, 1)`, the step
-        is called, and returns, as it is written; where it returns each is found out by structure, shapes and
-        dtypes, and of those that are alike by their order. All of them are donated. What takes or gives a state (`init`, `shard`, `unshard`, `flush`,
-        `state_shardings`, checkpoints) has the tuple of these arguments, in the order of the parameters; a
-        leaf's path begins with the argument's name, `params['w']`. A step that plainly updates another
-        argument, as optimizer state, is refused unless this says what is state; `state_argnums=0` says that
-        it is none.
+      state_argnums: positions of the arguments that are the state, by default the first. With several, as
+        in `step_fn(params, opt_state, batch) -> (params, opt_state, loss)` and `state_argnums=(0, 1)`, the
+        step is called, and returns, as it is written; where it returns each is found out by structure,
+        shapes and dtypes, and of those that are alike by their order. All of them are donated. What takes
+        or gives a state (`init`, `shard`, `unshard`, `flush`, `state_shardings`, checkpoints) has the tuple
+        of these arguments, in the order of the parameters; a leaf's path begins with the argument's name,
+        `params['w']`. A step that plainly updates another argument, as optimizer state, is refused unless
+        this says what is state; `state_argnums=0` says that it is none.
       state_argnames: their names.
 
     Returns:
