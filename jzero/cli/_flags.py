@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jzero._quantities import parse_bytes, parse_count
+from jzero.reports._lines import WIDTH, wrapped
 
 _VALUE = r"(\([^()]*\)|'[^']*'|-?[\w.*]*\w)"
 
@@ -16,9 +18,11 @@ _VALUE = r"(\([^()]*\)|'[^']*'|-?[\w.*]*\w)"
 class Parser(argparse.ArgumentParser):
     """Shows its usage if the form of a command is wrong, and not if a value is; its help has an example."""
 
-    def __init__(self, *, example: str = "", **settings: Any):
+    def __init__(self, *, description: str, example: str = "", **settings: Any):
+        lines = wrapped(description, width=terminal_columns())
         super().__init__(
-            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+            description="\n".join(lines), allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
             epilog=f"example:\n  {example}" if example else None, **settings,
         )  # fmt: skip
 
@@ -31,7 +35,14 @@ class Parser(argparse.ArgumentParser):
         """Ends with exit status 2."""
         if not message.startswith("argument "):
             self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\nSee {self.prog} --help.\n")
+        text = f"{self.prog}: {message.removeprefix('argument ')}"
+        lines = [*wrapped(text, "  ", terminal_columns(), cut=False), f"See {self.prog} --help."]
+        self.exit(2, "\n".join([*lines, ""]))
+
+
+def terminal_columns() -> int:
+    """Of the terminal; `COLUMNS` of the environment comes first."""
+    return shutil.get_terminal_size((WIDTH, 24)).columns
 
 
 def in_flags(text: str, flags: Mapping[str, str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 
@@ -14,8 +13,8 @@ import jax
 from jzero._errors import CheckpointError, JzeroError
 from jzero.cli import _checkpoints, _estimate
 from jzero.cli._checkpoints import Shown
-from jzero.cli._flags import Parser, in_flags
-from jzero.reports._lines import WIDTH, wrapped
+from jzero.cli._flags import Parser, in_flags, terminal_columns
+from jzero.reports._lines import wrapped
 from jzero.reports._tables import Table
 
 _UNWRAPPED = 200  # columns of tables that go to a file or a pipe, where COLUMNS says nothing else
@@ -60,7 +59,7 @@ def _columns() -> int | None:
     """Of the terminal; `COLUMNS` of the environment comes first. None for a file or a pipe without it."""
     if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
         return None
-    return shutil.get_terminal_size((WIDTH, 24)).columns
+    return terminal_columns()
 
 
 def _in_lines(message: str, width: int | None) -> str:
