@@ -57,6 +57,9 @@ if not os.environ.get("JZERO_TEST_GPU"):
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
+# readline tells the processes that pytest-xdist starts how wide the terminal is.
+os.environ.pop("COLUMNS", None)
+
 # A shell has what it runs in the background ignore Ctrl-C, and some tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
