@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jzero._errors import BatchError, OptionError, StateError, describe_leaf, message
+from jzero._errors import STEP, BatchError, OptionError, StateError, describe_leaf, message
 from jzero.tracing import _jaxpr
 from jzero.tracing._state_arguments import StateArguments
 
-WHO = "shard_train_step"
+WHO = STEP
 
 
 def leaf_paths(tree: Any, root: str) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jzero._errors import StepError, message
+from jzero.tracing._signature import flat_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,18 +92,11 @@ class Held:
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of one call beside the state, by name."""
-        given = self.signature.bind(None, *args, **kwargs).arguments
-        flat: dict[str, Any] = {}
-        for name, value in list(given.items())[1:]:
-            kind = self.signature.parameters[name].kind
-            if kind == inspect.Parameter.VAR_POSITIONAL:
-                held = sum(key.startswith(f"{name}[") for key in self.names)
-                flat |= {f"{name}[{held + i}]": item for i, item in enumerate(value)}
-            elif kind == inspect.Parameter.VAR_KEYWORD:
-                flat |= value
-            else:
-                flat[name] = value
-        return flat
+        bound = self.signature.bind(None, *args, **kwargs)
+        state, *names = bound.arguments
+        held = {name: sum(key.startswith(f"{name}[") for key in self.names) for name in names}
+        del bound.arguments[state]
+        return flat_arguments(bound, held)
 
 
 def _signature(train_step: Callable[..., Any]) -> inspect.Signature:

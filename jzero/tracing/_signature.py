@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jzero._errors import OptionError, StateError, StepError, message
@@ -136,7 +137,7 @@ class Signature:
     def _binding(self, num_args: int, keywords: Sequence[str]) -> _Binding:
         """How calls with so many arguments by position, and these by name, are bound."""
         numbers = {name: num_args + i for i, name in enumerate(keywords)}
-        found = _flat_arguments(self.parameters.bind(*range(num_args), **numbers))
+        found = flat_arguments(self.parameters.bind(*range(num_args), **numbers))
         state = [(name, found.pop(name)) for name in self.state_names if name in found]
         static = [(name, i) for name, i in found.items() if name in self.static_names]
         arrays = [(name, i) for name, i in found.items() if name not in self.static_names]
@@ -224,12 +225,16 @@ def _quoted(names: Sequence[str], of: Collection[str]) -> str:
     return ", ".join(repr(name) for name in names if name in of)
 
 
-def _flat_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
+def flat_arguments(
+    bound: inspect.BoundArguments, before: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Arguments by name, those of `*args` as `args[0]`, ...; `before` says how many of these come first."""
     flat: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind == inspect.Parameter.VAR_POSITIONAL:
-            flat |= {f"{name}[{i}]": item for i, item in enumerate(value)}
+            first = before.get(name, 0)
+            flat |= {f"{name}[{i}]": item for i, item in enumerate(value, first)}
         elif kind == inspect.Parameter.VAR_KEYWORD:
             flat |= value
         else:
