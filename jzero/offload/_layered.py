@@ -56,12 +56,12 @@ class LayeredSegment:
         outvars = inner.jaxpr.outvars
         sends = [i for i, var in enumerate(segment.gives) if var in self.sent]
         fresh = set(variables(outvars)) - set(inner.jaxpr.invars)
+        self._hosted = {outvars[i] for i in sends if outvars[i] in fresh}
         # A stack that is sharded along its turns has no slices.
-        self._hosted = {outvars[i] for i in sends if outvars[i] in fresh
-                        and not any(inner.out_specs[i][:1])}  # fmt: skip
+        in_slices = {outvars[i] for i in sends if not any(inner.out_specs[i][:1])} & self._hosted
         self._home = {i: NamedSharding(runner.mesh, inner.out_specs[i], memory_kind=PINNED) for i in sends}
         nbytes = {var: leaf.nbytes_per_device for var, leaf in self._leaf_of.items()}
-        self.parts = _layers.cut(inner.jaxpr, nbytes, self._hosted, device_bytes // 2)
+        self.parts = _layers.cut(inner.jaxpr, nbytes, in_slices, device_bytes // 2)
         self._check_room()
         specs = {var: segment.types[of].spec for var, of in taken.items()}
         self._programs = LayerPrograms(runner, inner, specs, self.parts)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import split, variables
 from jzero.sharding.cut._crossing import is_scalar
+from jzero.sharding.cut._fused_loops import fused
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
@@ -129,7 +130,8 @@ def cut(jaxpr: Jaxpr, leaves: Mapping[Var, int], hosted: Collection[Var], most: 
       hosted: outputs that go to the host.
       most: bytes of leaves that a stretch may have on a device; one equation may need more.
     """
-    return _Cutter(without_barriers(jaxpr, leaves), leaves, hosted, most).parts()
+    whole = fused(without_barriers(jaxpr, leaves), leaves)
+    return _Cutter(whole, leaves, hosted, most).parts()
 
 
 class _Cutter:
