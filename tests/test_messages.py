@@ -221,6 +221,17 @@ def test_update_inside_the_loop_that_makes_the_gradient(fn, name):
     refuses(TypeError, text, sharded(fn, axis_name=name, accumulate=2), W, X)
 
 
+def solved_inside(w, x):
+    grad = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w - jax.scipy.sparse.linalg.cg(lambda v: x.T @ (x @ v), grad, maxiter=2)[0]
+
+
+def test_an_equation_of_jax_whose_line_is_not_known():
+    """JAX knows no line of yours for what it jits itself; then none is named."""
+    text = ["accumulate > 1, and while uses a gradient"]
+    refuses(TypeError, text, sharded(solved_inside, accumulate=2), W, X)
+
+
 def test_output_that_compares_examples():
     text = ["float32[16,16] has several dims that follow the batch", "compare outside"]
     train_step = sharded(lambda w, x: (written(w, x)[0], x @ x.T), axis_name="data")

@@ -18,6 +18,7 @@ from sampling import (
     couplings,
     gradients,
     losses,
+    noise,
     programs,
     rowwise,
     settings,
@@ -115,9 +116,9 @@ def untraced(program):
     return dataclasses.replace(program, step=step, wide=program.wide and untraced(program.wide))
 
 
-@pytest.mark.parametrize("seed", [1208, 10177])
+@pytest.mark.parametrize("seed", [1208, 10177, 7331])
 def test_rounding_is_noise(seed):
-    """A gradient that is cast to bfloat16 before it is summed, and lion's sign of a sum of zero."""
+    """A gradient cast to bfloat16 before it is summed, lion's sign of zero, the deviation of equal rows."""
     (found,) = check.check([seed])
     assert found.verdict == "noisy", found.why
 
@@ -147,6 +148,30 @@ def test_a_sign_of_zero_but_for_rounding_is_noise():
             expected = check.train([changed], jax.jit(check.together([changed])))
             moved = check.noise_of(changed, expected[0])
             assert (max(moved.values()) > 1) is verdict
+
+
+@pytest.mark.parametrize("seed", [1, 14, 29, 58])
+def test_sums_in_parts_are_the_same_sums(seed):
+    """Noise that computed something else would hide every fault."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        program = programs.draw(seed, 8)
+        step = check.together([program])
+        (expected,) = check.train([program], jax.jit(step))
+        for num_parts in (2, 3, 12):
+            (found,) = check.train([program], jax.jit(noise.summed_in_parts(step, num_parts)))
+            assert check.difference(found, expected, program.narrow) is None
+
+
+def test_one_device_has_the_same_nan_in_another_order_of_sums():
+    """The deviation of equal rows: their variance is 0, or what rounding leaves of it."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        program = check.program_of(7331)
+        step = check.together([program])
+        (expected,) = check.train([program], jax.jit(step))
+        (found,) = check.train([program], check.setting_of(7331).shard(step))
+        (other,) = check.train([program], jax.jit(noise.summed_in_parts(step, 3)))
+    assert "nan" in (check.difference(found, expected, program.narrow) or "")
+    assert check.difference(found, other, program.narrow) is None
 
 
 def test_same_seed_draws_the_same_step():

@@ -303,6 +303,7 @@ def noisy(w, key, x):
 SQUARE = np.linspace(-1, 1, 256, dtype=np.float32).reshape(16, 16)
 LEGAL = {
     "hidden state": (recurrent, SQUARE),
+    "hidden state of 12 rows": (recurrent, SQUARE[:12, :12]),
     "reconstruction": (autoencoder, SQUARE),
     "key": (noisy, jax.random.key(0)),
     "old key": (noisy, jax.random.PRNGKey(0)),
@@ -314,9 +315,10 @@ LEGAL = {
 def test_arguments_that_come_back_and_are_no_state(name):
     """Their shapes are those of the state, by chance; the default is to take them as they are."""
     step_fn, other = LEGAL[name]
+    w = other if isinstance(other, np.ndarray) and other.ndim else SQUARE
     train_step = sharded(step_fn, state_argnums=None)
-    actual = train_step(jnp.asarray(SQUARE), other, SQUARE[::-1])
-    want = jax.jit(step_fn)(jnp.asarray(SQUARE), other, SQUARE[::-1])
+    actual = train_step(jnp.asarray(w), other, w[::-1])
+    want = jax.jit(step_fn)(jnp.asarray(w), other, w[::-1])
     close(jax.tree.map(bits, actual), jax.tree.map(bits, want), name)
 
 
@@ -324,8 +326,28 @@ def bits(x):
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
+def test_a_target_of_fewer_rows_than_devices_is_whole():
+    """Errors of few rows look like an updated target; but it is no batch, and nothing of it is split."""
+
+    def step_fn(w, x, few, target):
+        def loss_fn(w):
+            head = x.T @ jnp.tanh(x @ w)
+            errors = few @ (w @ head)[:, 0] - target
+            return jnp.mean(errors**2), errors
+
+        grad, errors = jax.grad(loss_fn, has_aux=True)(w["w"])
+        return {**w, "w": w["w"] - 0.01 * grad}, errors
+
+    args = X / 8, X[:6] / 8, Y[0]
+    state = {"w": jnp.asarray(SQUARE), "b": jnp.zeros(6)}
+    want = jax.jit(step_fn)(state, *args)
+    close(sharded(step_fn, state_argnums=None)(state, *args), want, "few")
+
+
 def test_moments_of_ones_own_are_refused_and_may_be_insisted_on():
     with pytest.raises(jzero.StepError, match=r"m is updated.*state_argnums=\(0, 1\); or"):
         sharded(momentum, state_argnums=None)(SQUARE, SQUARE, X)
+    with pytest.raises(jzero.StepError, match=r"m is updated.*state_argnums=\(0, 1\); or"):
+        sharded(momentum, state_argnums=None)(SQUARE[:12, :12], SQUARE[:12, :12], X[:12, :12])
     insisted = sharded(momentum, state_argnums=0)(jnp.asarray(SQUARE), SQUARE, X)
     close(insisted, jax.jit(momentum)(SQUARE, SQUARE, X), "insisted")

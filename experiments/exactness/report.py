@@ -16,6 +16,7 @@ from experiments.shared import pictures, records
 HERE = Path(__file__).parent
 RESULTS = ("equal", "refused", "differs", "fails", "unfinished")
 BEFORE = "68416ea"  # the library when it traced steps at one device's shapes
+LENGTH = 200  # of what is shown of a message
 NOTHING, ALL = 1e-17, 10.0  # where equality to the bit is drawn, and what differs by more than this
 
 
@@ -37,6 +38,21 @@ def table(title: str, found: dict[tuple[str, str], dict[str, Any]]) -> None:
     ]:
         row = " | ".join(str(results[result]) for result in RESULTS)
         print(f"| {theme.replace('_', ' ')} | {row} |")
+
+
+def refusals(found: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """A row for each family that is refused, with what it is told, and where if not in every setting."""
+    told = collections.defaultdict[str, dict[str, str]](dict)
+    for (family, setting), line in found.items():
+        if line["result"] == "refused":
+            told[family][setting] = " ".join(line["found"][0].partition(": ")[2].split())
+    rows = []
+    for family, texts in told.items():
+        asked = [setting for name, setting in found if name == family]
+        where = "" if len(texts) == len(asked) else f" ({'; '.join(texts)})"
+        rows.append(f"| {family}{where} | {next(iter(texts.values()))[:LENGTH]}... |")
+    if rows:
+        print("\n| refused | text |\n| --- | --- |", *rows, sep="\n")
 
 
 def picture(before: dict[Any, Any], after: dict[Any, Any], setting: str) -> None:
@@ -78,8 +94,10 @@ def main() -> None:
     before = read(HERE / "results" / "before.jsonl")
     for path in sorted((HERE / "results").glob("*.jsonl")):
         table(path.stem, read(path))
+        if path.stem != "before":
+            refusals(read(path))
     now = sorted((HERE / "results").glob("jax-0.10*.jsonl"))
-    for folder in ("jzero", "jzero/sharding/batch", "tests"):
+    for folder in ("jzero", "jzero/sharding/batch", "jzero/checkpoint", "tests"):
         print(
             f"{folder}: {num_lines(BEFORE, folder):,} lines at {BEFORE}, {num_lines('HEAD', folder):,} now"
         )

@@ -9,6 +9,7 @@ the same library. `report.py` makes the tables and the picture.
 """
 
 import argparse
+import re
 import time
 from pathlib import Path
 
@@ -40,10 +41,15 @@ def one(name: str, setting: Setting) -> dict[str, object]:
         result, found, most = "fails", [f"{type(error).__name__}: {error}"], 0.0
     return {
         "result": result,
-        "found": [text.replace(f"{HERE.parents[1]}/", "")[:300] for text in found[:3]],
+        "found": [without_paths(text)[:300] for text in found[:3]],
         "largest": float(f"{most:.2g}"),
         "seconds": round(time.perf_counter() - start, 2),
     }
+
+
+def without_paths(text: str) -> str:
+    """The text, with files named from the repository's root or from where packages are installed."""
+    return re.sub(r"[^\s(]*/site-packages/", "", text).replace(f"{HERE.parents[1]}/", "")
 
 
 def main() -> None:

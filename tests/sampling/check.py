@@ -38,8 +38,9 @@ OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_pa
 # Float64 has digits to spare, whatever is further apart is another training; what passes through a
 # narrower float is compared as that.
 RTOL = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 3e-2, "float16": 1e-2}
-# Noise is what differs by no more than so many times what rounding moves it on one device, in so many trials.
-NOISE_FACTOR, NOISE_TRIALS = 4, 8
+# Noise is what differs by no more than so many times what rounding moves it on one device: in so many trials
+# of random rounding, and with sums in so many parts.
+NOISE_FACTOR, NOISE_TRIALS, NOISE_PARTS = 4, 8, (2, 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,11 +208,16 @@ def noise_of(program: Program, expected: Any) -> dict[Any, float]:
     The sign of what is zero but for rounding, a tie, a narrow float's next value; or a fault of the
     compiler: XLA:CPU without optimizations makes NaN of some sums of complex numbers (JAX 0.10.2).
     """
-    step = jax.jit(noise.randomly_rounded(together([program])), compiler_options=OPTIMIZED)
+    step = together([program])
+    jit = functools.partial(jax.jit, compiler_options=OPTIMIZED)
+    rounded = jit(noise.randomly_rounded(step))
+    others: list[Callable[..., Any]] = [
+        *(functools.partial(rounded, noise.signs(trial)) for trial in range(NOISE_TRIALS)),
+        *(jit(noise.summed_in_parts(step, num_parts)) for num_parts in NOISE_PARTS),
+    ]
     moved = dict.fromkeys((path for path, _ in jax.tree.leaves_with_path(expected)), 0.0)
-    for trial in range(NOISE_TRIALS):
-        signs = noise.signs(trial)
-        (found,) = train([program], functools.partial(step, signs))
+    for other in others:
+        (found,) = train([program], other)
         for (path, a), d in zip(
             jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
         ):

@@ -1,10 +1,15 @@
-"""What rounding alone does to a program: one device's step, with each rounded value an ulp to either side.
+"""What rounding alone does to a program: one device's step, with its values rounded otherwise.
 
-Random rounding, as of Verrou and CADNA: what moves with it is not determined by the program. It stands for
-another order of addition, a fused product, and (in casts to a narrower float, an ulp of that float) for
-rounding parts of a sum in the place of the whole.
+Random rounding, as of Verrou and CADNA: each rounded value moves an ulp to either side; what moves with it
+is not determined by the program. It stands for another order of addition, a fused product, and (in casts to a
+narrower float, an ulp of that float) for rounding parts of a sum in the place of the whole.
+
+Sums in parts: as they are, but in another order. Random rounding moves rows apart that are equal, and so it
+never meets what only equal rows do: a variance of exactly 0, where the gradient of its root is NaN.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,18 +38,55 @@ def randomly_rounded(step: Callable[..., Any]) -> Callable[..., Any]:
     """`f(signs, *args)`: the step, with each value that it rounds moved by an ulp in that direction."""
 
     def rounded(signs: jax.Array, *args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
-        run = _Rounding(signs).function(*_jaxpr.open_jaxpr(closed))
-        return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(args)))
+        return _Equations(_RandomRounding(signs)).step(step, *args)
 
     return rounded
 
 
-class _Rounding:
-    """Runs equations and moves what they round, each by signs that begin elsewhere."""
+def summed_in_parts(step: Callable[..., Any], num_parts: int) -> Callable[..., Any]:
+    """The step, with each sum made of the sums of so many parts, added one after the other."""
+
+    def total(eqn: Any, *args: Any) -> list[Any]:
+        if eqn.primitive.name != "reduce_sum":
+            return _jaxpr.bind(eqn, *args)
+        parts = jnp.array_split(args[0], num_parts, min(eqn.params["axes"], default=0))
+        # XLA would make one sum of them again, and a product of the sum of what is all equal.
+        sums = [_jaxpr.bind(eqn, lax.optimization_barrier(x))[0] for x in parts if x.size]
+        return [functools.reduce(operator.add, sums)]
+
+    return functools.partial(_Equations(total).step, step)
+
+
+class _RandomRounding:
+    """Moves what an equation rounds, each time by signs that begin elsewhere."""
 
     def __init__(self, signs: jax.Array):
         self.signs, self.count = signs, 0
+
+    def __call__(self, eqn: Any, *args: Any) -> list[Any]:
+        outs = _jaxpr.bind(eqn, *args)
+        exact = eqn.primitive.name in EXACT or _widens(eqn)
+        return outs if exact else [self.moved(out) for out in outs]
+
+    def moved(self, value: Any) -> Any:
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return value
+        self.count += 1
+        eps = jnp.asarray(jnp.finfo(value.dtype).eps, value.dtype)
+        signs = jnp.resize(jnp.roll(self.signs, 97 * self.count), value.shape)
+        return value * (1 + signs.astype(value.dtype) * eps)
+
+
+class _Equations:
+    """Runs equations, those of calls, loops and branches too, each as `run(eqn, *args)` has it."""
+
+    def __init__(self, run: Callable[..., list[Any]]):
+        self.run = run
+
+    def step(self, step: Callable[..., Any], *args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+        outs = self.function(*_jaxpr.open_jaxpr(closed))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     def function(self, jaxpr: Any, consts: Sequence[Any]) -> Callable[..., list[Any]]:
         def run(*args: Any) -> list[Any]:
@@ -69,9 +111,7 @@ class _Rounding:
             return self.while_loop(_jaxpr.while_parts(eqn), args)
         if eqn.primitive.name == "scan":
             return self.scan(_jaxpr.scan_parts(eqn), args)
-        outs = _jaxpr.bind(eqn, *args)
-        exact = eqn.primitive.name in EXACT or _widens(eqn)
-        return outs if exact else [self.moved(out) for out in outs]
+        return self.run(eqn, *args)
 
     def while_loop(self, loop: _jaxpr.WhileParts, args: Sequence[Any]) -> list[Any]:
         goes_on = self.function(loop.cond, loop.cond_consts)
@@ -97,14 +137,6 @@ class _Rounding:
         init, xs = list(args[loop.num_consts : num]), list(args[num:])
         carry, ys = lax.scan(body, init, xs, length=loop.length, reverse=loop.reverse)
         return [*carry, *ys]
-
-    def moved(self, value: Any) -> Any:
-        if not jnp.issubdtype(value.dtype, jnp.inexact):
-            return value
-        self.count += 1
-        eps = jnp.asarray(jnp.finfo(value.dtype).eps, value.dtype)
-        signs = jnp.resize(jnp.roll(self.signs, 97 * self.count), value.shape)
-        return value * (1 + signs.astype(value.dtype) * eps)
 
 
 def _widens(eqn: Any) -> bool:

@@ -177,7 +177,7 @@ def _while_kinds(frame: Frame, index: int, eqn: Eqn, ins: list[Kind]) -> list[Ki
 def _refusal(eqn: Eqn) -> CutError:
     return CutError(message(
         "shard_train_step",
-        f"accumulate > 1, and {eqn.primitive.name} ({_jaxpr.summary(eqn)}) uses a gradient, loss or sum of "
+        f"accumulate > 1, and {eqn.primitive.name}{_jaxpr.at_line(eqn)} uses a gradient, loss or sum of "
         "the whole batch inside a loop, branch or jax.checkpoint that also computes it",
         "In microbatches, sums are complete only after the last one.",
         "Drop accumulate (the step may keep its own loop), or move the update or the count out of the "

@@ -64,12 +64,14 @@ class Localized(NamedTuple):
       jaxpr: its equations; inputs and outputs are those of the whole step.
       consts: values of its constants.
       outputs: for each output, its rows, or FULL.
+      of_rows: whether it has rows of the batch, which are gathered if JAX has no array in such parts.
       movements: rows that are gathered, and why.
     """
 
     jaxpr: _rewrite.Flat
     consts: list[ArrayLike]
     outputs: list[Form]
+    of_rows: list[bool]
     movements: list[Movement]
 
 
@@ -105,9 +107,10 @@ def localize(
     values = run(body, flat, env)
     if flat.eqns:
         body.source = flat.eqns[-1]
-    outs, outputs, movements = [], [], body.movements
+    outs, outputs, of_rows, movements = [], [], [], body.movements
     for i, value in enumerate(values):
         form = value.at_hand if i >= num_new else FULL
+        of_rows.append(isinstance(form, Rows))
         if isinstance(form, Rows):
             size = value.aval.shape[form.dim]
             if form.outer > 1 or is_padded(form, size, body.num):
@@ -121,4 +124,4 @@ def localize(
         ]
     eqns = body.without_unread(outs)
     jaxpr = _rewrite.Flat([*flat.constvars, *body.constvars], invars, outs, eqns)
-    return Localized(jaxpr, [*consts, *body.consts], outputs, movements)
+    return Localized(jaxpr, [*consts, *body.consts], outputs, of_rows, movements)

@@ -46,6 +46,7 @@ class TracedStep:
       out_avals: shapes and dtypes of the leaves, as one device sees them.
       reductions: 'whole batch' or 'written'.
       outputs: of a whole-batch step, in which form it returns each of its outputs.
+      of_rows: of a whole-batch step, which outputs have rows of the batch, those that are gathered too.
       movements: of a whole-batch step, the rows that it gathers.
     """
 
@@ -54,6 +55,7 @@ class TracedStep:
     out_avals: list[jax.ShapeDtypeStruct]
     reductions: str
     outputs: tuple[Form, ...] = ()
+    of_rows: tuple[bool, ...] = ()
     movements: tuple[Movement, ...] = ()
 
 
@@ -105,6 +107,7 @@ def trace_whole(
         traced.out_avals,
         WHOLE,
         tuple(found.outputs),
+        tuple(found.of_rows),
         tuple(found.movements),
     )
 

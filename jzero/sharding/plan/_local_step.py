@@ -84,13 +84,12 @@ def _check_told(found: LocalStep, step: FlatStep, setting: Setting) -> None:
     def has_rows(name: str, results: range) -> bool:
         whole = dataclasses.replace(step, in_specs={**step.in_specs, name: P()})
         local = of_whole_batch(whole, setting)
-        num_state = len(step.state)
-        return local is not None and any(
-            isinstance(local.outputs[i - num_state], Shard) for i in results
-        )
+        return local is not None and any(local.traced.of_rows[i] for i in results)
 
     state = jax.tree.unflatten(step.state_tree, step.state)
-    suspects = _untold.like_state(found.traced, state, step.arrays)
+    dims = _call.rows_of_arguments(step.arrays, step.in_specs, setting.batch_axes)
+    are_split = [dim is not None for dim in dims]
+    suspects = _untold.like_state(found.traced, state, step.arrays, are_split)
     _untold.check_like_state(step.signature, suspects, has_rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,10 +36,15 @@ def check_returned(signature: Signature, outs: Any, arrays: Mapping[str, Any]) -
 
 def check_split(signature: Signature, arrays: Mapping[str, Any], specs: Sequence[P]) -> None:
     """The same of a step with collectives of its own, before it sees a part of each leaf that is split."""
-    left = iter(specs)
+    trees = _split(arrays, map(any, specs))
+    refuse(signature, [name for name, tree in trees.items() if holds_optimizer_state(tree)])
+
+
+def _split(arrays: Mapping[str, Any], are_split: Iterable[bool]) -> dict[str, Any]:
+    """The arguments of which a leaf is split, given that of each leaf."""
+    left = iter(are_split)
     of = {name: itertools.islice(left, len(jax.tree.leaves(tree))) for name, tree in arrays.items()}
-    split = [name for name, its in of.items() if any(list(map(any, its)))]
-    refuse(signature, [name for name in split if holds_optimizer_state(arrays[name])])
+    return {name: arrays[name] for name, its in of.items() if any(list(its))}
 
 
 def holds_optimizer_state(tree: Any) -> bool:
@@ -52,22 +57,26 @@ def holds_optimizer_state(tree: Any) -> bool:
     return any(leaf.shape for node in nodes if is_optax(node) for leaf in jax.tree.leaves(node))
 
 
-def like_state(traced: TracedStep, state: Any, arrays: Mapping[str, Any]) -> dict[str, list[range]]:
+def like_state(
+    traced: TracedStep, state: Any, arrays: Mapping[str, Any], are_split: Iterable[bool]
+) -> dict[str, list[range]]:
     """Arguments that a step may update as state, by what it says: an average of the parameters, moments.
 
-    Their floats have shapes that the state has, and they come back, computed of themselves, of the state and
-    of another argument. A hidden state of a recurrent network may be all of this, by chance.
+    They are split, their floats have shapes that the state has, and they come back, computed of themselves,
+    of the state and of another argument. A hidden state of a recurrent network may be all of this, by chance.
 
     Args:
       traced: the step.
       state: its state, of shapes.
       arrays: its arguments beside the state, of shapes, by name.
+      are_split: whether each of their leaves is, by its rows.
 
     Returns:
       For each, the numbers of the leaves of those results.
     """
     shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
-    suspects = {name: tree for name, tree in arrays.items() if _has_only(tree, shapes)}
+    split = _split(arrays, are_split)
+    suspects = {name: tree for name, tree in split.items() if _has_only(tree, shapes)}
     if not suspects:
         return {}
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
