@@ -1,0 +1,51 @@
+"""HostTiers: what `estimate` is told of parameters and activations that rest on the devices' hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jzero.offload._policy import NO_OFFLOAD
+from jzero.sharding.plan._offload import Offload
+
+
+@dataclasses.dataclass(frozen=True)
+class HostTiers:
+    """Tiers beside that of the optimizer state, and the shape of the batch as far as bytes go by it.
+
+    Attributes:
+      params: where parameters rest.
+      activations: where a forward loop keeps what its backward loop reads.
+      layer_major: whether a layer comes once per pass for all microbatches, and not for each of them.
+      tokens: of a step, on each device.
+      layers: turns of the loop, each of which keeps its input.
+      width: elements of that input for each token.
+      recompute: whether the backward pass computes what is between these inputs again.
+    """
+
+    params: Offload = NO_OFFLOAD
+    activations: Offload = NO_OFFLOAD
+    layer_major: bool = False
+    tokens: int | None = None
+    layers: int | None = None
+    width: int | None = None
+    recompute: bool = True
+
+    @property
+    def offloads_params(self) -> bool:
+        """Whether parameters rest on the hosts."""
+        return self.params.offloads
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what a forward loop keeps goes to the hosts."""
+        return self.activations.offloads
+
+    @property
+    def kept_elements(self) -> int:
+        """Of the inputs of all layers, for all microbatches of a device (ZeRO-Infinity, section 3)."""
+        assert None not in (self.tokens, self.layers, self.width), "checked by estimate"
+        return (self.tokens or 0) * (self.layers or 0) * (self.width or 0)
+
+    def rounds(self, accumulate: int) -> int:
+        """How often each pass runs through the layers in a step of so many microbatches."""
+        return 1 if self.layer_major else accumulate
