@@ -436,7 +436,8 @@ class Estimate:
         """The text, for a terminal of so many columns."""
         table = _tables.traffic_table(self.traffic)
         crossing = _tables.crossing_table(self.crossings)
-        moved = Fraction(self.elements_moved, self.num_params)
+        moved = float(Fraction(self.elements_moved, self.num_params))
+        sent = f"A device sends and receives {moved:.3g} Psi elements for Psi parameters."
         return [
             *self.header(width),
             "",
@@ -445,7 +446,7 @@ class Estimate:
             *(table.text(width) if table else ["A step moves nothing between devices."]),
             "",
             *([*crossing.text(width), ""] if crossing else []),
-            f"A device sends and receives {float(moved):.3g} Psi elements for Psi parameters.",
+            *wrapped(sent, "  ", width),
             *([] if self.time is None else ["", *self.time.lines(width)]),
         ]
 
