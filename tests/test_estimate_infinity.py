@@ -240,6 +240,47 @@ def test_every_byte_has_its_time(options):
     assert time_of(found).compute == pytest.approx(8 * PSI * (found.tiers.tokens or 0) / 989e12)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"forward pass": {UP}, "backward pass": {UP, DOWN}}),
+        ({"offload": jzero.PinnedHost()},
+         {"forward pass": {UP}, "backward pass": {UP, DOWN}, "update": {UP, DOWN}}),
+        # Gradients leave as they are reduced, or summed up; new parameters come while the host updates.
+        ({"offload_params": jzero.NoOffload()},
+         {"forward pass": set(), "backward pass": {DOWN}, "update": {UP}}),
+        ({"offload_params": jzero.NoOffload(), "accumulate": 2},
+         {"forward pass": set(), "backward pass": set(), "update": {UP, DOWN}}),
+        ({"offload_params": jzero.NoOffload(), "offload": jzero.PinnedHost()},
+         {"forward pass": set(), "backward pass": set(), "update": {UP, DOWN}}),
+        (KEPT, {"forward pass": {UP, DOWN}, "backward pass": {UP, DOWN}}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_crosses_in_which_part(options, expected):
+    found = time_of(estimate(**RATES | options))
+    assert {part.name: set(part.ways) for part in found.parts} == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"stage": 0}, {"backward pass": 2}),
+        ({"stage": 1}, {"backward pass": 1, "update": 1}),
+        ({"stage": 2, "accumulate": 2}, {"backward pass": 2, "update": 1}),
+        ({"stage": 3}, {"forward pass": 1, "backward pass": 2}),
+        ({"stage": 3, "accumulate": 2, "gather": "keep"}, {"forward pass": 2, "backward pass": 2}),
+        ({"stage": 3, "accumulate": 2}, {"forward pass": 2, "backward pass": 4}),
+    ],
+    ids=str,
+)
+def test_what_devices_exchange_in_which_part(options, expected):
+    """Seconds for a whole value in 16 bits."""
+    rates: Any = {"tokens": 1, "peak": 1, "interconnect": 2 * PSI}
+    found = time_of(jzero.estimate(PSI, devices=8, **rates | options))
+    assert {p.name: p.ways["between devices"] for p in found.parts if p.ways} == expected
+
+
 def test_an_all_reduce_is_two_passes():
     rates: Any = {"tokens": 1, "peak": 10**12, "interconnect": 10**9}
     found = time_of(jzero.estimate(PSI, devices=8, stage=0, recompute=False, **rates))

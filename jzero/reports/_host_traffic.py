@@ -53,8 +53,10 @@ def hauls(
     if tiers.offloads_params:
         yield from _with_params(options, tiers, sizes, resting, updated, on_host)
     elif policy.tier == HOST:
-        yield Haul(UPDATE, TO_HOST, GRADIENT, crossing_gradients(sizes), on_host)
-        yield Haul(UPDATE, TO_HOST, PARAMETER, _read(sizes), on_host)
+        # Each as soon as it is there; sums over microbatches are when the last of these has run.
+        part = BACKWARD if options.accumulate == 1 else UPDATE
+        yield Haul(part, TO_HOST, GRADIENT, crossing_gradients(sizes), on_host)
+        yield Haul(part, TO_HOST, PARAMETER, _read(sizes), on_host)
         yield Haul(UPDATE, TO_DEVICE, PARAMETER, sizes.parameters, on_host)
     if policy.tier != HOST:
         for way in WAYS:
