@@ -291,8 +291,10 @@ def test_wrong_usage(arguments, text):
         ((*SMALL, "--offload", "host", "--ratio", "half"), "--ratio half. It is the share"),
         ((*SMALL, "--offload", "host", "--ratio", "0"), "--ratio 0.0. It is the share"),
         ((*SMALL, "--offload-params", "2GiB", "--stage", "2"),
-         "--stage 2 and --offload-params. Below stage 3 parameters rest whole on every device. "
-         "Drop --offload-params, or use --stage 3."),
+         "--offload-params 2147483648B, and parameters rest whole on every device. Each device fetches its "
+         "own shard of the parameters, and gathers. Use --stage 3, or drop --offload-params."),
+        ((*SMALL, *INFINITY, "--delayed"), "--delayed, delay_after=None, --ratio 1.0, threads=None, and "
+         "--offload-params 2147483648B. The host updates all"),
         ((*SMALL, "--layer-major", "--accumulate", "2"),
          "--layer-major without --offload-params. It is for layers that come from the host one after the "
          "other. Drop it, or use --offload-params 2GiB."),

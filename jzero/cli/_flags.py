@@ -62,6 +62,7 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
     names = "|".join(sorted(flags, key=len, reverse=True))
     for policy, value in _POLICIES.items():
         text = text.replace(policy, value)
+    text = re.sub(r"\boffload_params=\w+\(device_bytes=(\d+)\)", r"offload_params=\1B", text)
     text = re.sub(r"\boffload=\w+\((.*?)\)", r"\1", text)
     text = re.sub(rf"\b({names})={_VALUE}", lambda m: _given(flags[m[1]], m[2]), text)
     text = re.sub(
@@ -79,7 +80,8 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
 def _given(flag: str, value: str) -> str:
     """A flag with its value as it is written on a command line."""
     words = ",".join(re.findall(r"'([^']*)'", value)) or value
-    return flag if words in ("True", "False") else f"{flag} {words}"
+    switch = "False" if flag.startswith("--no-") else "True"
+    return flag if words == switch else f"{flag} {words}"
 
 
 def num_params(text: str) -> str:

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from jzero._errors import OptionError, message
+from jzero._errors import OptionError, called_as, message
 from jzero._quantities import (
     BYTES_RULE,
     parse_bytes,
     parse_count,
     readable_count,
 )
+from jzero.offload._parameters import policy_of
 from jzero.offload._policy import NO_OFFLOAD
 from jzero.reports import _as_dict, _formulas, _host_traffic, _step_time, _tables
 from jzero.reports._checks import WHO, check, check_offload, data_axes
@@ -190,7 +191,7 @@ def estimate(
         delayed_update=...)`. A real step keeps leaves below `min_shard_bytes` on the devices, and at most
         `ratio` of the bytes on the host: leaves are not cut. The random bits of `precision='stochastic'`
         are not in what crosses.
-      offload_params: where parameters rest: `jzero.PinnedHost(device_bytes=...)`, at stage 3.
+      offload_params: where parameters rest: `jzero.PinnedHost(device_bytes=...)`.
       offload_activations: where a forward loop over layers keeps their inputs for its backward loop:
         `jzero.PinnedHost()`. They cross twice, in the dtype of the compute.
       layer_major: whether a layer is fetched and gathered once per pass for all microbatches, and its
@@ -233,18 +234,23 @@ def estimate(
     check(num_params, count, devices, mesh, axes, optimizer, precision, given)
     assert count is not None
     assert axes is not None
+    with called_as(WHO):
+        policy = policy_of(WHO, offload, offload_params)
     options = Options(
         stage=stage, accumulate=accumulate, reduce=reduce, accumulate_dtype=accumulate_dtype,
         reduce_dtype=reduce_dtype, gather=gather, param_axes=axis_tuple(param_axes),
-        optimizer_axes=axis_tuple(optimizer_axes), offload=offload, who=WHO,
+        optimizer_axes=axis_tuple(optimizer_axes), offload=policy, who=WHO,
     )  # fmt: skip
     sizes = _bytes_per_param(optimizer, precision, **given)
-    check_offload(offload, sizes, optimizer, math.prod(axes.values()))
+    stage_axes = options.stage_axes(axes)
+    check_offload(policy, sizes, optimizer, math.prod(axes.values()))
+    with called_as(WHO):
+        policy.check(stage_axes, ())
     shape = {"tokens": tokens, "layers": layers, "width": width}
-    tiers = host_tiers(offload_params, offload_activations, layer_major, shape, recompute)
+    tiers = host_tiers(offload_activations, layer_major, shape, recompute)
     check_tiers(options, tiers)
     given_rates = rates(peak=peak, pcie=pcie, interconnect=interconnect, host_update=host_update)
-    found = Estimate(count, options, options.stage_axes(axes), sizes, tiers, given_rates)
+    found = Estimate(count, options, stage_axes, sizes, tiers, given_rates)
     check_rates(tiers, given_rates, {
         "pcie": bool(found.crossings), "interconnect": bool(found.traffic),
         "host_update": bool(found.hosted_bytes),
@@ -261,7 +267,7 @@ class Estimate:
       options: the stage and the options, checked.
       sharding: the stage on the mesh.
       bytes_per_param: of each role.
-      tiers: where parameters and activations rest, checked; and the shape of the batch.
+      tiers: where activations rest, checked; and the shape of the batch.
       rates: of devices and links, as far as given.
     """
 

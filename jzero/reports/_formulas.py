@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jzero._memory_kinds import HOST
+from jzero._memory_kinds import HOST, PINNED
 from jzero.reports._host_tiers import HostTiers
 from jzero.reports._sizes import (
     ACCUMULATOR,
@@ -25,6 +25,7 @@ from jzero.reports._sizes import (
 )
 from jzero.reports._tables import Memory
 from jzero.sharding.analysis._traffic import Collective
+from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
 
@@ -57,11 +58,11 @@ def needs(
     """The stage's row, by role (ZeRO, section 5), and what offload moves (ZeRO-Offload, section 3)."""
     policy, num_shards = options.offload, stage_axes.count(stage_axes.shard_axes)
     num_param_shards = stage_axes.count(stage_axes.param_axes)
-    pinned = Fraction(int(tiers.offloads_params))
+    pinned = Fraction(int(policy.streams))
     yield Need(PARAMETER, sizes.parameters, num_param_shards, True, "", pinned)
     assert policy.share is not None, "estimate refuses what is measured"
     yield Need(OPTIMIZER, sizes.optimizer_state, num_shards, True, "", policy.share)
-    yield _gradients(options, tiers, num_shards, sizes)
+    yield _gradients(options, num_shards, sizes)
     if options.accumulate > 1 and not tiers.layer_major:
         size = Fraction(jnp.dtype(options.accumulate_dtype or jnp.float32).itemsize)
         num = 1 if options.reduce_once else num_shards
@@ -69,17 +70,18 @@ def needs(
     if num_param_shards > 1 and options.keep_gathered:
         when = "the whole step" if options.gather_once else "each microbatch"
         yield Need(GATHERED, sizes.compute, 1, False, f"gathered during {when}")
-    if most := tiers.params.visiting_bytes:
+    if most := policy.streamed_bytes:
         gathered = sizes.compute if num_param_shards > 1 else Fraction(0)
         size = sizes.parameters / num_param_shards + gathered
         yield Need(WINDOW, size, 1, False, "in turns, gathered ones included", most=most)
-    if most := policy.visiting_bytes:
+    if policy.tier == PINNED and (most := policy.visiting_bytes):
         yield Need(VISITING, sizes.optimizer_state, num_shards, False, "in turns", most=most)
-    yield from _on_their_way(options, tiers, sizes, num_shards)
+    if policy.tier == HOST and not policy.streams:
+        yield from _on_their_way(policy, sizes, num_shards)
 
 
-def _gradients(options: Options, tiers: HostTiers, num_shards: int, sizes: BytesPerParam) -> Need:
-    if tiers.offloads_params:
+def _gradients(options: Options, num_shards: int, sizes: BytesPerParam) -> Need:
+    if options.offload.streams:
         size, note = crossing_gradients(sizes), "pinned, each from when it is reduced"
         return Need(GRADIENT, size, num_shards, False, note, Fraction(1))
     size = crossing_gradients(sizes) if options.offloads else sizes.gradients
@@ -87,27 +89,15 @@ def _gradients(options: Options, tiers: HostTiers, num_shards: int, sizes: Bytes
     return Need(GRADIENT, size, num, False, _gradient_note(options))
 
 
-def _on_their_way(
-    options: Options, tiers: HostTiers, sizes: BytesPerParam, num_shards: int
-) -> Iterator[Need]:
+def _on_their_way(policy: Offload, sizes: BytesPerParam, num_shards: int) -> Iterator[Need]:
     """What the way to a host that updates takes, all of it in its pinned memory but one row."""
-    policy, there = options.offload, Fraction(1)
-    if policy.tier != HOST or policy.share is None:
-        return
-    gradients, params = policy.share * crossing_gradients(sizes), policy.share * sizes.parameters
-    pending = Need(
-        "pending gradient", gradients, num_shards, True, "pinned, for the next step", there
-    )
-    if tiers.offloads_params:
-        if policy.waits:
-            # The host writes one set of parameters while the devices fetch the other.
-            yield pending
-            yield Need(RENEWED, params, num_shards, True, "pinned, the other set", there)
-        return
+    there, share = Fraction(1), policy.share or Fraction(0)
+    gradients, params = share * crossing_gradients(sizes), share * sizes.parameters
     if policy.waits:
         # One set is written while the devices may not have copied the other.
         yield Need("leaving parameter", 2 * params, num_shards, True, "pinned, two sets", there)
-        yield pending
+        note = "pinned, for the next step"
+        yield Need("pending gradient", gradients, num_shards, True, note, there)
         yield Need(RENEWED, params, num_shards, False, "arrives while the old ones are used")
     else:
         yield Need("leaving parameter", params, num_shards, True, "pinned", there)

@@ -1,4 +1,4 @@
-"""HostTiers: what `estimate` is told of parameters and activations that rest on the devices' hosts."""
+"""HostTiers: what `estimate` is told of activations on the devices' hosts, and of the batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from jzero.sharding.plan._offload import Offload
 
 @dataclasses.dataclass(frozen=True)
 class HostTiers:
-    """Tiers beside that of the optimizer state, and the shape of the batch as far as bytes go by it.
+    """Tiers that the options do not tell, and the shape of the batch as far as bytes go by it.
 
     Attributes:
-      params: where parameters rest.
       activations: where a forward loop keeps what its backward loop reads.
       layer_major: whether a layer comes once per pass for all microbatches, and not for each of them.
       tokens: of a step, on each device.
@@ -22,18 +21,12 @@ class HostTiers:
       recompute: whether the backward pass computes what is between these inputs again.
     """
 
-    params: Offload = NO_OFFLOAD
     activations: Offload = NO_OFFLOAD
     layer_major: bool = False
     tokens: int | None = None
     layers: int | None = None
     width: int | None = None
     recompute: bool = True
-
-    @property
-    def offloads_params(self) -> bool:
-        """Whether parameters rest on the hosts."""
-        return self.params.offloads
 
     @property
     def offloads_activations(self) -> bool:

@@ -47,11 +47,10 @@ def hauls(
     """All that crosses in a step."""
     policy = options.offload
     assert policy.share is not None, "estimate refuses what is measured"
-    updated = Fraction(num_params, stage_axes.count(stage_axes.shard_axes))
-    resting = Fraction(num_params, stage_axes.count(stage_axes.param_axes))
-    on_host = policy.share * updated if policy.tier == HOST else Fraction(0)
-    if tiers.offloads_params:
-        yield from _with_params(options, tiers, sizes, resting, updated, on_host)
+    count = Fraction(num_params, stage_axes.count(stage_axes.shard_axes))
+    on_host = policy.share * count if policy.tier == HOST else Fraction(0)
+    if policy.streams:
+        yield from _with_params(options, tiers, sizes, count, on_host)
     elif policy.tier == HOST:
         # Each as soon as it is there; sums over microbatches are when the last of these has run.
         part = BACKWARD if options.accumulate == 1 else UPDATE
@@ -60,7 +59,7 @@ def hauls(
         yield Haul(UPDATE, TO_DEVICE, PARAMETER, sizes.parameters, on_host)
     if policy.tier != HOST:
         for way in WAYS:
-            yield Haul(UPDATE, way, OPTIMIZER, sizes.optimizer_state, policy.share * updated)
+            yield Haul(UPDATE, way, OPTIMIZER, sizes.optimizer_state, policy.share * count)
     if tiers.offloads_activations:
         kept = Fraction(tiers.kept_elements)
         yield Haul(FORWARD, TO_HOST, ACTIVATION, sizes.compute, kept)
@@ -79,23 +78,17 @@ def hosted_bytes(
 
 
 def _with_params(
-    options: Options, tiers: HostTiers, sizes: BytesPerParam, resting: Fraction, updated: Fraction,
-    on_host: Fraction,
-) -> Iterator[Haul]:  # fmt: skip
+    options: Options, tiers: HostTiers, sizes: BytesPerParam, count: Fraction, on_host: Fraction
+) -> Iterator[Haul]:
     """Parameters come for each pass, and gradients leave; what the host updates does not cross again."""
+    rounds = tiers.rounds(options.accumulate)
     for part in (FORWARD, BACKWARD):
-        count = resting * tiers.rounds(options.accumulate)
-        yield Haul(part, TO_DEVICE, PARAMETER, sizes.parameters, count)
-    yield Haul(BACKWARD, TO_HOST, GRADIENT, crossing_gradients(sizes), updated)
-    on_device = updated - on_host
+        yield Haul(part, TO_DEVICE, PARAMETER, sizes.parameters, rounds * count)
+    yield Haul(BACKWARD, TO_HOST, GRADIENT, crossing_gradients(sizes), count)
+    on_device = count - on_host
     yield Haul(UPDATE, TO_DEVICE, GRADIENT, crossing_gradients(sizes), on_device)
     yield Haul(UPDATE, TO_DEVICE, PARAMETER, _read(sizes), on_device)
-    renewed = on_device
-    if resting != updated:
-        # The devices put larger shards together: of what they have renewed, and of the host's.
-        yield Haul(UPDATE, TO_DEVICE, PARAMETER, sizes.parameters, on_host)
-        renewed = resting
-    yield Haul(UPDATE, TO_HOST, PARAMETER, sizes.parameters, renewed)
+    yield Haul(UPDATE, TO_HOST, PARAMETER, sizes.parameters, on_device)
 
 
 def crossings(found: Iterator[Haul]) -> Iterator[Crossing]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import PINNED
+from jzero._memory_kinds import DEVICE, PINNED
 from jzero._quantities import (
     COUNT_RULE,
     FLOPS_RULE,
@@ -23,28 +23,27 @@ from jzero.reports._step_time import Rates
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options
 
-_POLICY = "It is jzero.PinnedHost(device_bytes=...)"
 _SHAPE = ("tokens", "layers", "width")
 
 
 def host_tiers(
-    params: Any, activations: Any, layer_major: Any, shape: Mapping[str, Any], recompute: Any
+    activations: Any, layer_major: Any, shape: Mapping[str, Any], recompute: Any
 ) -> HostTiers:
     """The tiers, and the batch's shape as numbers.
 
     Raises:
       OptionError: an argument is not what it should be.
     """
-    for name, policy in (("offload_params", params), ("offload_activations", activations)):
-        if not (isinstance(policy, Offload) and (policy.tier == PINNED or not policy.offloads)):
-            raise OptionError(message(
-                WHO, f"{name}={policy!r}", f"{_POLICY}: the memory that devices fetch from.",
-                f"Use {name}=jzero.PinnedHost(), or drop it."))  # fmt: skip
+    if not (isinstance(activations, Offload) and activations.tier in (PINNED, DEVICE)):
+        raise OptionError(message(
+            WHO, f"offload_activations={activations!r}",
+            "It is jzero.PinnedHost(device_bytes=...): the memory that devices fetch from.",
+            "Use offload_activations=jzero.PinnedHost(), or drop it."))  # fmt: skip
     for name, flag in (("layer_major", layer_major), ("recompute", recompute)):
         if not isinstance(flag, bool):
             raise OptionError(message(WHO, f"{name}={flag!r}", "It is True or False.", "Drop it."))
     counts = _numbers(shape, parse_count, COUNT_RULE, "Write tokens='8K'.")
-    return HostTiers(params, activations, layer_major, recompute=recompute, **counts)
+    return HostTiers(activations, layer_major, recompute=recompute, **counts)
 
 
 def rates(**given: Any) -> Rates:
@@ -125,15 +124,10 @@ def _said(given: Mapping[str, int]) -> str:
 # What must not be, what is then found, the rule, and what to do; the first that holds is said.
 _Rule = tuple[Callable[[Options, HostTiers], bool], str, str, str]
 _TIER_RULES: tuple[_Rule, ...] = (
-    (lambda o, t: t.offloads_params and o.stage < 3, "stage={o.stage} and offload_params",
-     "Below stage 3 parameters rest whole on every device.", "Drop offload_params, or use stage=3."),
-    (lambda o, t: t.offloads_params and o.keep_gathered, "gather={o.gather!r} and offload_params",
-     "At most device_bytes of parameters are on a device, gathered ones included.",
-     "Drop gather, or offload_params."),
-    (lambda o, t: t.offloads_params and o.reduce_once, "reduce='once' and offload_params",
+    (lambda o, t: o.offload.streams and o.reduce == "once", "reduce='once' and offload_params",
      "Gradients leave for the host, reduced, as each layer ends; none waits whole.",
      "Drop reduce, or offload_params."),
-    (lambda o, t: t.layer_major and not t.offloads_params, "layer_major without offload_params",
+    (lambda o, t: t.layer_major and not o.offload.streams, "layer_major without offload_params",
      "It is for layers that come from the host one after the other.",
      "Drop it, or use offload_params=jzero.PinnedHost()."),
     (lambda o, t: t.layer_major and o.accumulate == 1, "layer_major without accumulate",
