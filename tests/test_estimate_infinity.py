@@ -207,6 +207,15 @@ def test_what_grows_with_the_tokens_never_hides_behind_a_thin_layer():
     assert "forward pass moves more for each token than hides" in " ".join(str(found).split())
 
 
+def test_what_grows_with_the_tokens_hides_behind_a_wide_layer():
+    kept = {**KEPT, "offload": jzero.NoOffload(), "offload_params": jzero.NoOffload()}
+    found = time_of(estimate(**RATES | kept))
+    assert found.hides_from == {"forward pass": 0, "backward pass": 0}
+    assert "forward pass hides all that it moves, with any number of tokens." in " ".join(
+        str(found).split()
+    )
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"offload_params": jzero.NoOffload()}, {"offload": jzero.PinnedHost(), "accumulate": 2}, KEPT,

@@ -87,7 +87,7 @@ class StepTime:
       parts: of the step, in their order.
       rates: as given.
       hides_from: by pass, the fewest tokens on each device behind whose compute all hides that the pass
-        moves; None if it never does.
+        moves; None if it never does, 0 if all of it grows with the tokens and hides.
       untimed: ways on which bytes move, whose rate was not given.
     """
 
@@ -155,11 +155,12 @@ class StepTime:
             f"compute at {readable_flops(self.rates.peak)}; {self.efficiency_in_turn:.0%} if nothing hid."
         )
         for name, tokens in self.hides_from.items():
-            yield (
-                f"The {name} hides what it moves from {tokens:,} tokens on each device on."
-                if tokens is not None
-                else f"The {name} moves more for each token than hides behind its compute."
-            )
+            if tokens is None:
+                yield f"The {name} moves more for each token than hides behind its compute."
+            elif tokens:
+                yield f"The {name} hides what it moves from {tokens:,} tokens on each device on."
+            else:
+                yield f"The {name} hides all that it moves, with any number of tokens."
         given = [
             f"{readable_rate(rate)} {what}"
             for rate, what in (
