@@ -68,6 +68,7 @@ house: .venv/installed
 
 tables: .venv/installed
 	$(BIN)/python experiments/paper_tables/tables.py
+	$(BIN)/python experiments/paper_tables/infinity.py
 
 compile-tables: .venv-newest/installed
 	JAX_PLATFORMS=cpu .venv-newest/bin/python experiments/paper_tables/tables.py --compile $(COMPILE_ARGS)

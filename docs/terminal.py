@@ -29,6 +29,8 @@ the same, exact.
 """
 BEFORE = ("estimate --params 7.5B --devices 64 --memory 80GB",
           "estimate --params 7.5B --devices 64 --stage 3 --offload host --delayed",
+          "estimate --params 70B --devices 8 --stage 3 --offload host --offload-params 2GiB "
+          "--tokens 8K --peak 989TFLOP/s --pcie 55GB/s --host-update 40GB/s",
           "estimate --params 7.5B --devices 64 --memory 80")  # fmt: skip
 AFTER = ("inspect checkpoints", "inspect checkpoints/50", "export checkpoints model.safetensors")
 
@@ -88,7 +90,8 @@ def shown(command: str) -> str:
         except SystemExit as ended:
             if isinstance(ended.code, str):
                 print("\n".join(in_my_home(ended.code)))
-    return f"$ jzero {command}\n{out.getvalue().rstrip()}\n\n"
+    typed = " \\\n".join(wrapped(f"$ jzero {command}", "    ", COLUMNS - 2))
+    return f"{typed}\n{out.getvalue().rstrip()}\n\n"
 
 
 def in_my_home(message: str) -> list[str]:

@@ -27,6 +27,8 @@ from jzero.offload.memory._padded import PaddedArray as PaddedArray
 from jzero.preflight._preflight import Preflight as Preflight
 from jzero.preflight._preflight import preflight as preflight
 from jzero.preflight._targets import target_mesh as target_mesh
+from jzero.reports._bandwidth import BandwidthReport as BandwidthReport
+from jzero.reports._bandwidth import bandwidth as bandwidth
 from jzero.reports._estimate import Estimate as Estimate
 from jzero.reports._estimate import estimate as estimate
 from jzero.tracing._eqx import from_eqx as from_eqx

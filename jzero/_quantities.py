@@ -1,4 +1,4 @@
-"""Numbers as people write them: "7.5B" parameters, "80GiB" of memory, an int of NumPy's."""
+"""Numbers as people write them: "7.5B" parameters, "80GiB" of memory, "55GB/s", an int of NumPy's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from jzero._errors import OptionError, message
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_PREFIXES = {"P": 10**15, "T": 10**12, "G": 10**9, "M": 10**6, "K": 10**3}
 _NUMBER = re.compile(r"(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)")
+
+_FLOPS = re.compile(r"(.+?)\s*flop(?:s|/s)", re.IGNORECASE)
 
 COUNT_RULE = "a whole number from 1, or a string such as '350M', '7.5B' or '1T'"
 BYTES_RULE = "a whole number from 1, or a string such as '80GiB' or '80GB'"
+RATE_RULE = (
+    "bytes per second, a whole number from 1 or a string such as '55GB/s'; a capital B is a byte"
+)
+FLOPS_RULE = "operations per second, a whole number from 1 or a string such as '989TFLOP/s'"
 
 
 def parse_count(value: object) -> int | None:
@@ -26,6 +33,21 @@ def parse_count(value: object) -> int | None:
 def parse_bytes(value: object) -> int | None:
     """`85899345920` of `"80GiB"`, 80 billion of `"80GB"`; None for what is not a number of bytes."""
     return _parse(value, _DECIMAL | _BINARY)
+
+
+def parse_rate(value: object) -> int | None:
+    """55 billion of `"55GB/s"`; None for what is not bytes per second: `"400Gb/s"` are bits."""
+    if isinstance(value, str):
+        return parse_bytes(value.strip()[:-2]) if value.strip().endswith("B/s") else None
+    return parse_bytes(value)
+
+
+def parse_flops(value: object) -> int | None:
+    """989 * 10**12 of `"989TFLOP/s"`; None for what is not operations per second."""
+    if isinstance(value, str):
+        match = _FLOPS.fullmatch(value.strip())
+        return _parse(match[1], {"": 1, **_PREFIXES}) if match else None
+    return _parse(value, _COUNTS)
 
 
 def make_int(
@@ -62,6 +84,37 @@ def readable_bytes(num: float) -> str:
             return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"
         num /= 1024
     raise AssertionError
+
+
+def readable_rate(num: float) -> str:
+    """`55.1 GB/s`: decimal, as makers of links state it."""
+    return f"{_scaled(num)}B/s"
+
+
+def readable_flops(num: float) -> str:
+    """`989 TFLOP/s`."""
+    return f"{_scaled(num)}FLOP/s"
+
+
+def readable_seconds(num: float) -> str:
+    """`12.3 ms`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if num >= size:
+            return f"{_three_digits(num / size)} {unit}"
+    return f"{_three_digits(num * 1e6)} us" if num else "0 s"
+
+
+def _scaled(num: float) -> str:
+    """A number and the first letter of its unit."""
+    letter, size = next(((u, size) for u, size in _PREFIXES.items() if num >= size), ("", 1))
+    return f"{_three_digits(num / size)} {letter}"
+
+
+def _three_digits(num: float) -> str:
+    """`0.123`, `1.23`, `12.3` and `1,234`; 1 is `1`."""
+    places = 0 if num >= 100 else 1 if num >= 10 else 2 if num >= 1 else 3
+    text = f"{num:,.{places}f}"
+    return text.rstrip("0").rstrip(".") if places else text
 
 
 def _parse(value: object, units: dict[str, int]) -> int | None:

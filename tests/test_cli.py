@@ -172,6 +172,58 @@ def test_offload_of_one_stage():
         assert part in text
 
 
+INFINITY = ("--offload", "host", "--offload-params", "2GiB", "--stage", "3")
+TIMED = ("--tokens", "8K", "--peak", "989TFLOP/s", "--pcie", "55GB/s")
+
+
+def test_tiers_of_one_stage_as_json():
+    """Flags are arguments of `estimate`."""
+    kept = (
+        "--offload-activations",
+        "--layers",
+        "65",
+        "--width",
+        "3072",
+        "--accumulate",
+        "4",
+        "--layer-major",
+    )
+    rates = ("--interconnect", "350GB/s", "--host-update", "4GB/s")
+    (stage,) = json.loads(output(*SMALL, *INFINITY, *kept, *TIMED, *rates, "--json"))["stages"]
+    expected = jzero.estimate(
+        "7.5B", devices=64, offload=jzero.HostCPU(), offload_params=jzero.PinnedHost(2**31),
+        offload_activations=jzero.PinnedHost(), layers=65, width=3072, accumulate=4, layer_major=True,
+        tokens="8K", peak="989TFLOP/s", pcie="55GB/s", interconnect="350GB/s", host_update="4GB/s",
+    )  # fmt: skip
+    for name, value in expected.to_dict().items():
+        if name in stage:
+            assert stage[name] == json.loads(json.dumps(value)), name
+    assert {"time", "crossings", "memory"} <= stage.keys()
+
+
+def test_the_time_of_one_stage():
+    text = " ".join(output(*SMALL, *INFINITY, *TIMED, "--no-recompute").split())
+    for part in ("visiting parameter", "forward pass 121 ms 4.26 ms", "backward pass 243 ms",
+                 "The forward pass hides what it moves from 281 tokens on each device on."):  # fmt: skip
+        assert part in text, part
+
+
+def test_the_time_of_all_stages():
+    rates = (*TIMED[:4], "--interconnect", "350GB/s")
+    header, *rows = [row for row in cells(output(*SMALL, *rates)) if len(row) in (8, 9)]
+    assert header[-2:] == ["step", "compute"]
+    times = [
+        jzero.estimate("7.5B", devices=64, stage=stage, tokens=8000, peak="989TFLOP/s",
+                       interconnect="350GB/s").time for stage in range(4)
+    ]  # fmt: skip
+    assert [row[-1] for row in rows] == [f"{time.efficiency:.0%}" for time in times if time]
+
+
+def test_the_host_bounds_the_largest_model():
+    text = output(*SMALL, *INFINITY, "--memory", "80GB", "--host-memory", "160GB")
+    assert "The largest model whose total fits into 80GB: 640B." in text
+
+
 @pytest.mark.parametrize("flags", [("--accumulate", "2"), ("--offload", "host", "--delayed")])
 def test_plot(tmp_path, flags):
     file = tmp_path / "out.png"
@@ -238,6 +290,24 @@ def test_wrong_usage(arguments, text):
         ((*SMALL, "--offload", "host", "--ratio", "auto"), "--ratio auto. It is measured"),
         ((*SMALL, "--offload", "host", "--ratio", "half"), "--ratio half. It is the share"),
         ((*SMALL, "--offload", "host", "--ratio", "0"), "--ratio 0.0. It is the share"),
+        ((*SMALL, "--offload-params", "2GiB", "--stage", "2"),
+         "--offload-params 2147483648B, and parameters rest whole on every device. Each device fetches its "
+         "own shard of the parameters, and gathers. Use --stage 3, or drop --offload-params."),
+        ((*SMALL, *INFINITY, "--delayed"), "--delayed, delay_after=None, --ratio 1.0, threads=None, and "
+         "--offload-params 2147483648B. The host updates all"),
+        ((*SMALL, "--layer-major", "--accumulate", "2"),
+         "--layer-major without --offload-params. It is for layers that come from the host one after the "
+         "other. Drop it, or use --offload-params 2GiB."),
+        ((*SMALL, "--layers", "8"), "--layers 8 without --offload-activations. What a loop keeps on the host "
+         "for its backward loop goes by that. Drop --layers, or use --offload-activations."),
+        ((*SMALL, "--offload-activations", "--no-recompute"), "--offload-activations and --no-recompute. "),
+        ((*SMALL, "--pcie", "55GB/s"), "--pcie 55GB/s without --peak and without --tokens. The time of a"),
+        ((*SMALL, *TIMED), "--pcie 55GB/s, and nothing moves at such a rate. pcie is for offload,"),
+        ((*SMALL, "--pcie", "55Gb/s"), "--pcie: '55Gb/s' is not a number of bytes per second such as 55GB/s"),
+        ((*SMALL, "--peak", "989T"), "--peak: '989T' is not a number such as 989TFLOP/s"),
+        ((*SMALL, "--tokens", "1.5"), "--tokens: '1.5' is not a whole number such as 8192 or 8K"),
+        ((*SMALL, "--host-memory", "1TB"), "--host-memory without --memory. Both bound the largest model."),
+        ((*SMALL, *INFINITY, "--memory", "80GB"), "--memory 80GB with all model states on the hosts."),
         ((*SMALL, "--plot", "out.xyz"), "--plot out.xyz. Its suffix is one of"),
         ((*SMALL, "--plot", "/no/such/folder/x.png"), "cannot be written: No such file"),
     ],
@@ -289,7 +359,7 @@ def test_every_command_has_an_example_that_runs(steps, tmp_path, monkeypatch):
     (tmp_path / "checkpoints" / _lock.NAME).write_text("{}")  # of somebody who is gone
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^    (\w+)", output("--help"), re.MULTILINE)
-    assert commands == ["estimate", "inspect", "export", "import", "unlock"]
+    assert commands == ["estimate", "bandwidth", "inspect", "export", "import", "unlock"]
     for name in commands:
         (example,) = re.findall(r"^example:\n  jzero (.*)", output(name, "--help"), re.MULTILINE)
         assert example.startswith(name)

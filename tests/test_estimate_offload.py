@@ -1,5 +1,7 @@
 """estimate(offload=...) against describe() and the programs of real steps, what they hold, and the paper."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -140,6 +142,27 @@ def test_what_the_host_holds_beside_the_state(precision, delayed_update):
     waiting = [x for x in pending.reads.values() if x.size > 1] if pending else []
     assert sum(x.nbytes for x in waiting) // 8 == expected.get("pending gradient", 0)
     assert bool(waiting) == delayed_update
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [jzero.NoOffload(), jzero.PinnedHost(), jzero.HostCPU()],
+    ids=["none", "pinned", "host"],
+)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_parameters_on_the_hosts_rest_as_estimated(precision, policy):
+    """And what a real step says that it moves is in the estimate."""
+    options: Any = {"stage": 3, "offload": policy, "offload_params": jzero.PinnedHost(2**20)}
+    found = found_by(precision, **options)
+    expected = jzero.estimate(PSI, devices=8, precision=precision, **options)
+    wanted = {row.role: row for row in expected.memory}
+    for row in found.memory:
+        counter = COUNTER * (row.role == "optimizer state")
+        assert row.per_device == wanted[row.role].per_device + counter
+        assert row.on_host == wanted[row.role].on_host
+    assert wanted["parameter"].per_device == 0 < wanted["parameter"].on_host
+    moved = by_way(expected.crossings)
+    assert all(moved[key] >= nbytes for key, nbytes in by_way(found.crossings).items())
 
 
 # -- the paper -------------------------------------------------------------------------------------

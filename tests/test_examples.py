@@ -12,10 +12,11 @@ from jzero.checkpoint import _checkpointer, _restore
 from jzero.offload import _policy
 from jzero.offload.memory import _host_array, _padded
 from jzero.preflight import _preflight, _targets
-from jzero.reports import _describe, _estimate, _lines
+from jzero.reports import _bandwidth, _describe, _estimate, _lines
 from jzero.tracing import _eqx, _keys, _local, _nnx, _precision
 
 MODULES = [
+    _bandwidth,
     _components,
     _checkpointer,
     _describe,

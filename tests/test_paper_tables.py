@@ -21,7 +21,16 @@ def _importable():
     sys.path.insert(0, str(FOLDER))
     yield
     sys.path.remove(str(FOLDER))
-    for name in ("paper", "theory", "model", "compiled", "measured", "figure", "tables"):
+    for name in (
+        "paper",
+        "theory",
+        "model",
+        "compiled",
+        "measured",
+        "figure",
+        "tables",
+        "infinity",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -61,6 +70,26 @@ def test_rounding_of_the_paper():
     paper = module("paper")
     cases = {41.25: "41.3", 257.75: "257", 1.875: "1.88", 0.1171875: "0.12", 2.0: "2", 62.5: "62.5"}
     assert {number: paper.as_table_1_prints(number) for number in cases} == cases
+
+
+def test_every_statement_of_zero_infinity_holds_in_its_formula():
+    found = module("infinity").statements()
+    assert len(found) == 5
+    for x in found:
+        assert x.efficiency >= x.statement.efficiency
+        assert 0.3 * x.statement.bandwidth < x.bandwidth <= x.statement.bandwidth
+    # Over 50 % at a batch of one; four times that bandwidth for optimizer state gives the same.
+    assert [round(x.efficiency, 3) for x in found] == [0.506, 0.506, 0.916, 0.584, 0.737]
+    parameters, state = found[:2]
+    assert state.bandwidth == pytest.approx(4 * parameters.bandwidth)
+
+
+def test_efficiency_grows_with_bandwidth_batch_and_width():
+    for lines in module("infinity").curves().values():
+        for line in lines.values():
+            assert line == sorted(line)
+            assert 0 < line[0] < line[-1] <= 1
+        assert [line[0] for line in lines.values()] == sorted(line[0] for line in lines.values())
 
 
 def test_models_are_as_large_as_the_paper_s():
@@ -132,8 +161,21 @@ def test_attention_in_parts_is_attention():
 def test_the_page_shows_what_the_scripts_compute():
     page = (FOLDER / "README.md").read_text()
     sections = module("tables").sections(module("compiled").Compiled())
+    sections |= module("infinity").sections()
     for heading, table in sections.items():
         assert table in page.partition(f"### {heading}\n")[2], heading
+
+
+def test_the_command_for_zero_infinity(tmp_path):
+    command = [sys.executable, str(FOLDER / "infinity.py"), "--out", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    (numbers,) = tmp_path.glob("*-infinity.json")
+    (picture,) = tmp_path.glob("*-infinity.png")
+    committed = max((FOLDER / "results").glob("*-infinity.json"))
+    found, expected = (json.loads(file.read_text()) for file in (numbers, committed))
+    for name in ("statements", "efficiency", "hides_from_tokens"):
+        assert found[name] == expected[name]
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command(tmp_path):

@@ -1,11 +1,14 @@
 """The figures as the paper prints them, and how it rounds.
 
 Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+Rajbhandari, Ruwase, Rasley, Smith, He: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
+Learning", 2021, section 4: names that begin with INFINITY.
 Data only. Each table maps what was asked to what was printed; who computes it is not said here.
 """
 
 import math
 from fractions import Fraction
+from typing import NamedTuple
 
 STAGES = {0: "baseline", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
 
@@ -31,6 +34,31 @@ EIGHT_REPORTED = {0: "1.4B", 1: "6B", 2: "8B", 3: "13B"}
 # Figure 1: GB of model states on each of 64 devices; 7.5B parameters, K = 12.
 FIGURE_1_MODEL, FIGURE_1_DEVICES = "7.5B", 64
 FIGURE_1 = {0: "120", 1: "31.4", 2: "16.6", 3: "1.9"}
+
+
+class Statement(NamedTuple):
+    """A bandwidth (bytes per second, for each GPU) that suffices for an efficiency.
+
+    `size` is the batch of each GPU, or, of activations, the hidden size.
+    """
+
+    kind: str
+    size: int
+    bandwidth: float
+    efficiency: float
+
+
+# Section 4.2, V100s that reach 70 TFLOP/s, sequences of 1024 tokens. "Over 70 GB/s" for parameters and
+# gradients, "nearly 4 times" that for optimizer state, which needs "nearly 1.5 TB/s" for 90 %; 2 GB/s for
+# activations, and less than 1 GB/s where the hidden size is beyond 8K.
+INFINITY_PEAK, INFINITY_SEQUENCE = 70e12, 1024
+INFINITY_STATEMENTS = (
+    Statement("parameters and gradients", 1, 70e9, 0.5),
+    Statement("optimizer state", 1, 4 * 70e9, 0.5),
+    Statement("optimizer state", 2, 1.5e12, 0.9),
+    Statement("activations", 2048, 2e9, 0.5),
+    Statement("activations", 8192, 1e9, 0.5),
+)
 
 
 def as_table_1_prints(gigabytes: float) -> str:

@@ -7,14 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jzero._errors import OptionError, message
-from jzero._quantities import parse_bytes, readable_bytes, readable_count
+from jzero._quantities import (
+    parse_bytes,
+    readable_bytes,
+    readable_count,
+    readable_seconds,
+)
 from jzero.cli import _flags, _plot
 from jzero.cli._checkpoints import Shown
 from jzero.offload._policy import HostCPU, NoOffload, Offload, PinnedHost
 from jzero.reports import _tables
 from jzero.reports._checks import WHO
 from jzero.reports._estimate import Estimate, estimate, roles_on_devices
-from jzero.reports._formulas import WAYS
+from jzero.reports._host_traffic import WAYS
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
 from jzero.reports._tables import Table
 from jzero.sharding.plan._options import GATHER
@@ -68,6 +73,22 @@ def _add_flags(command: _flags.Parser) -> None:
         "--ratio": dict(type=_flags.ratio, help="share of it that rests on the host (host)"),
         "--delayed": dict(action="store_const", const=True, dest="delayed_update",
                           help="gradients are applied while the next are computed (host)"),
+        "--offload-params": dict(type=_flags.num_bytes, metavar="SIZE",
+                                 help="parameters rest on the host, so many on a device at a time"),
+        "--offload-activations": dict(action="store_const", const=True,
+                                      help="what a loop keeps for its backward loop goes to the host"),
+        "--layers": dict(type=_flags.count, metavar="NUMBER", help="of that loop"),
+        "--width": dict(type=_flags.count, metavar="NUMBER", help="elements of a layer's input for a token"),
+        "--layer-major": dict(action="store_const", const=True,
+                              help="a layer comes once per pass for all microbatches"),
+        "--tokens": dict(type=_flags.count, metavar="NUMBER", help="of a step on each device, such as 8K"),
+        "--no-recompute": dict(action="store_const", const=False, dest="recompute",
+                               help="the backward pass computes nothing again"),
+        "--peak": dict(type=_flags.flops, metavar="RATE", help="of a device, 989TFLOP/s: tells the time"),
+        "--pcie": dict(type=_flags.rate, metavar="RATE", help="device and host, each way, 55GB/s"),
+        "--interconnect": dict(type=_flags.rate, metavar="RATE", help="all-gathers, 350GB/s"),
+        "--host-update": dict(type=_flags.rate, metavar="RATE",
+                              help="of optimizer state by the host, for each device"),
     }  # fmt: skip
     for flag, settings in flags.items():
         to = where if flag in ("--devices", "--mesh") else command
@@ -78,17 +99,30 @@ def _add_flags(command: _flags.Parser) -> None:
         metavar="SIZE",
         help="of a device, 80GB or 80GiB: tells the largest model",
     )
+    command.add_argument(
+        "--host-memory",
+        type=_flags.num_bytes,
+        metavar="SIZE",
+        help="of the host, for each device: bounds the largest model, too",
+    )
     command.add_argument("--json", action="store_true", help="numbers instead of a table")
     command.add_argument("--plot", metavar="FILE", help="a picture, such as out.png")
 
 
-def _estimate(json: bool, plot: str | None, memory: str | None, **arguments: Any) -> Shown:
+def _estimate(
+    json: bool, plot: str | None, memory: str | None, host_memory: str | None, **arguments: Any
+) -> Shown:
+    if host_memory and not memory:
+        raise OptionError(message(
+            WHO, "host_memory without memory", "Both bound the largest model.",
+            "Drop host_memory, or add memory='80GB'."))  # fmt: skip
     stages = [arguments.pop("stage")] if "stage" in arguments else list(STAGES)
     arguments["offload"] = _policy(arguments)
+    _on_host(arguments)
     found = [
         estimate(arguments["num_params"], **_without_params(arguments), stage=s) for s in stages
     ]
-    largest = [e.largest_model(memory) if memory else None for e in found]
+    largest = [e.largest_model(memory, host_memory) if memory else None for e in found]
     if plot:
         _plot.plot_stages(found, plot, memory)
     if json:
@@ -115,6 +149,15 @@ def _policy(arguments: dict[str, Any]) -> Offload:
     return policy(**given)
 
 
+def _on_host(arguments: dict[str, Any]) -> None:
+    """Makes policies of the flags for parameters and activations."""
+    if "offload_params" in arguments:
+        num_bytes = parse_bytes(arguments["offload_params"]) or 0
+        arguments["offload_params"] = PinnedHost(num_bytes)
+    if "offload_activations" in arguments:
+        arguments["offload_activations"] = PinnedHost()
+
+
 def _without_params(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name != "num_params"}
 
@@ -139,6 +182,9 @@ def _show_one(found: Estimate, largest: int | None, memory: str | None) -> Shown
     yield moved or "A step moves nothing between devices."
     if crossing := _tables.crossing_table(found.crossings):
         yield crossing
+    if found.time is not None:
+        yield found.time.table()
+        yield from found.time.remarks()
     if largest is not None:
         yield f"The largest model whose total fits into {memory}: {readable_count(largest, at_most=True)}."
 
@@ -150,8 +196,9 @@ def _show_stages(
     axes = ", ".join(f"'{name}' of size {size}" for name, size in first.sharding.axes)
     yield f"{readable_count(first.num_params)} parameters; data axes: {axes}; on each device:"
     roles = roles_on_devices(found)
-    offloads = first.options.offloads
+    offloads = bool(first.on_host)
     host = ["on its host", *WAYS] * offloads
+    timed = ["step", "compute"] * (first.time is not None)
     title = [] if memory is None else [f"largest in {memory}"]
     rows = [
         (
@@ -160,15 +207,23 @@ def _show_stages(
             f"{readable_bytes(e.total)} = {e.total / 1e9:.4g} GB",
             *_on_hosts(e) * offloads,
             f"{e.elements_moved / e.num_params:.3g} Psi",
+            *_times(e),
             *([] if num is None else [readable_count(num, at_most=True)]),
         )
         for e, num in zip(found, largest, strict=True)
     ]
-    yield Table(("stage", *roles, "total", *host, "moved per step", *title), rows)
+    yield Table(("stage", *roles, "total", *host, "moved per step", *timed, *title), rows)
     yield "Parameters and optimizer state rest; the others live within a step. Activations are not in it."
     if offloads:
         yield "To host, to device: what crosses in a step. On its host: what waits for that, too."
     yield "Psi: as many elements as there are parameters. More of one stage: --stage."
+
+
+def _times(found: Estimate) -> list[str]:
+    """How long a step takes at least, and how much of that is compute."""
+    if found.time is None:
+        return []
+    return [readable_seconds(found.time.seconds), f"{found.time.efficiency:.0%}"]
 
 
 def _on_hosts(found: Estimate) -> list[str]:

@@ -9,9 +9,16 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from jzero._quantities import parse_bytes, parse_count
+from jzero._quantities import parse_bytes, parse_count, parse_flops, parse_rate
 from jzero.reports._lines import WIDTH, wrapped
 
+# How policies are said in flags.
+_POLICIES = {
+    "offload=jzero.HostCPU()": "offload=host",
+    "offload=jzero.PinnedHost()": "offload=pinned",
+    "offload_params=jzero.PinnedHost()": "offload_params=2GiB",
+    "offload_activations=jzero.PinnedHost()": "offload_activations=True",
+}
 _VALUE = r"(\([^()]*\)|'[^']*'|-?[\w.*]*\w)"
 
 
@@ -53,6 +60,9 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
       flags: the flag of each argument.
     """
     names = "|".join(sorted(flags, key=len, reverse=True))
+    for policy, value in _POLICIES.items():
+        text = text.replace(policy, value)
+    text = re.sub(r"\boffload_params=\w+\(device_bytes=(\d+)\)", r"offload_params=\1B", text)
     text = re.sub(r"\boffload=\w+\((.*?)\)", r"\1", text)
     text = re.sub(rf"\b({names})={_VALUE}", lambda m: _given(flags[m[1]], m[2]), text)
     text = re.sub(
@@ -70,7 +80,8 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
 def _given(flag: str, value: str) -> str:
     """A flag with its value as it is written on a command line."""
     words = ",".join(re.findall(r"'([^']*)'", value)) or value
-    return flag if words == "True" else f"{flag} {words}"
+    switch = "False" if flag.startswith("--no-") else "True"
+    return flag if words == switch else f"{flag} {words}"
 
 
 def num_params(text: str) -> str:
@@ -93,6 +104,29 @@ def num_bytes(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text} of what? Write {text}GiB, {text}GB or {text}B")
     if parse_bytes(text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 80GiB or 80GB")
+    return text
+
+
+def rate(text: str) -> str:
+    """Bytes per second, as they were written, with their unit."""
+    if parse_rate(text) is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of bytes per second such as 55GB/s"
+        )
+    return text
+
+
+def flops(text: str) -> str:
+    """Operations per second, as they were written."""
+    if parse_flops(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 989TFLOP/s")
+    return text
+
+
+def count(text: str) -> str:
+    """A whole number, as it was written."""
+    if parse_count(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 8192 or 8K")
     return text
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 
 from jzero._errors import CheckpointError, JzeroError
-from jzero.cli import _checkpoints, _estimate
+from jzero.cli import _bandwidth, _checkpoints, _estimate
 from jzero.cli._checkpoints import Shown
 from jzero.cli._flags import Parser, in_flags, terminal_columns
 from jzero.reports._lines import wrapped
@@ -30,10 +30,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
     )
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
-    runs = {**_estimate.add(commands), **_checkpoints.add(commands)}
+    runs = {**_estimate.add(commands), **_bandwidth.add(commands), **_checkpoints.add(commands)}
     given = vars(parser.parse_args(arguments))
-    jax.config.update("jax_platforms", "cpu")  # Accelerators are not needed, and may be training.
     name = given.pop("command")
+    if name != "bandwidth":  # The others need no accelerators, which may be training.
+        jax.config.update("jax_platforms", "cpu")
     width = _columns()
     try:
         _print(runs[name](**given), width or _UNWRAPPED)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jzero._memory_kinds import PINNED
+from jzero.offload import _links
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.memory._addresses import host_empty
 
 # Elements of each array: far more than caches hold, and a fraction of a second in all.
 _SIZE = 2**24
-_TIMES = 3
 
 
 class Bandwidths(NamedTuple):
@@ -57,6 +54,22 @@ def measure(device: jax.Device, num_devices: int, threads: int | None) -> Bandwi
 
 
 def _measured(device: jax.Device, num_devices: int, threads: int | None) -> Bandwidths:
+    down, up = _links.copied([device], arrival_bytes())
+    # The devices of a host share its processors.
+    return Bandwidths(host_update(threads) / num_devices, device_update(device), min(down, up))
+
+
+def arrival_bytes() -> int:
+    """Bytes of the gradients of what is updated here."""
+    return _SIZE * jnp.dtype(jnp.bfloat16).itemsize
+
+
+def host_update(threads: int | None) -> float:
+    """Bytes of optimizer state that this process's host updates in a second.
+
+    Raises:
+      ImportError: `jzero[offload]` is not installed.
+    """
     avals = [jax.ShapeDtypeStruct((_SIZE,), np.float32)] * 2
     gradient = jax.ShapeDtypeStruct((_SIZE,), jnp.bfloat16)
     engine = HostUpdate(_moments, avals, [gradient], threads=threads)
@@ -65,28 +78,25 @@ def _measured(device: jax.Device, num_devices: int, threads: int | None) -> Band
         x.fill(0)
     given, outputs = [np.zeros(_SIZE, jnp.bfloat16)], [engine.make_outputs()]
 
-    def on_host() -> None:
+    def update() -> None:
         engine.prepare([state], [given])
         list(engine.run(outputs))
 
+    return sum(x.nbytes for x in state) / _links.seconds(update)
+
+
+def device_update(device: jax.Device) -> float:
+    """Bytes of optimizer state that a device updates in a second."""
     here = SingleDeviceSharding(device)
-    there = here.with_memory_kind(PINNED)
     held = jax.device_put([jnp.zeros(_SIZE), jnp.zeros(_SIZE)], here)
     arrival = jax.device_put(jnp.zeros(_SIZE, jnp.bfloat16), here)
     program = jax.jit(_moments, donate_argnums=0)
 
-    def on_device() -> None:
+    def update() -> None:
         nonlocal held
         held, _ = jax.block_until_ready(program(held, [arrival]))
 
-    down = [jax.device_put(arrival, there)]
-    nbytes = sum(x.nbytes for x in state)
-    link = min(
-        arrival.nbytes / _seconds(lambda: jax.block_until_ready(jax.device_put(arrival, there))),
-        arrival.nbytes / _seconds(lambda: jax.block_until_ready(jax.device_put(down, here))),
-    )
-    # The devices of a host share its processors.
-    return Bandwidths(nbytes / _seconds(on_host) / num_devices, nbytes / _seconds(on_device), link)
+    return sum(x.nbytes for x in held) / _links.seconds(update)
 
 
 def _moments(state: Any, inputs: Any) -> Any:
@@ -95,13 +105,3 @@ def _moments(state: Any, inputs: Any) -> Any:
     g = g.astype(m.dtype)
     m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
     return [m, v], [(m / (jnp.sqrt(v) + 1e-8)).astype(jnp.bfloat16)]
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    run()
-    found = []
-    for _ in range(_TIMES):
-        start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return min(found)

@@ -72,6 +72,11 @@ class ParameterOffload(Offload):
         return self.state.visiting_bytes or self.params.device_bytes
 
     @property
+    def streamed_bytes(self) -> int:
+        """The most bytes of parameters on each device at any time, gathered ones included."""
+        return self.params.device_bytes
+
+    @property
     def waits(self) -> bool:
         """Whether gradients of a step wait for the next one."""
         return self.state.waits
@@ -81,7 +86,7 @@ class ParameterOffload(Offload):
         automatic: Sequence[str],
     ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
         """Parameters in pinned memory, in shards; optimizer state as the other policy has it."""
-        self._check(stage_axes, automatic)
+        self.check(stage_axes, automatic)
         resting, _ = self.state.rest(leaves, frame, mesh, stage_axes, automatic)
         small = [i for i, leaf in enumerate(leaves)
                  if stage_axes.num_devices > 1 and not isinstance(leaf.layout, Shard)]  # fmt: skip
@@ -95,7 +100,8 @@ class ParameterOffload(Offload):
         moments = _tiers.optimizer_leaves(leaves, frame, stage_axes)
         return both, _pieces.cut_update(frame, moments, params)
 
-    def _check(self, stage_axes: StageAxes, automatic: Sequence[str]) -> None:
+    def check(self, stage_axes: StageAxes, automatic: Sequence[str]) -> None:
+        """Raises an `OptionError` if it cannot be obeyed on these axes."""
         if stage_axes.num_devices > 1 and not stage_axes.param_axes:
             raise OptionError(message(
                 WHO, f"offload_params={self.params}, and parameters rest whole on every device",

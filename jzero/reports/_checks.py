@@ -9,9 +9,8 @@ from typing import Any
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import HOST
 from jzero._quantities import COUNT_RULE
-from jzero.reports import _formulas
-from jzero.reports._formulas import BytesPerParam
 from jzero.reports._presets import NEED_ALL_SHARDS, OPTIMIZERS, PRECISIONS
+from jzero.reports._sizes import BytesPerParam
 from jzero.sharding.plan._offload import Offload
 
 WHO = "estimate"
@@ -70,7 +69,7 @@ def check_offload(offload: Offload, sizes: BytesPerParam, optimizer: str, num_de
         raise OptionError(message(
             WHO, "offload=HostCPU(ratio='auto')", "It is measured on the devices, and there are none here.",
             "Use a number, such as describe() reports it for a real step."))  # fmt: skip
-    if _formulas.share_on_host(offload) and not sizes.optimizer_state:
+    if offload.share and not sizes.optimizer_state:
         raise OptionError(message(
             WHO, f"offload={offload}, and the optimizer has no state",
             "Moments, averages and masters are offloaded.", "Drop offload, or use another optimizer."

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from jzero._errors import OptionError, message
+from jzero._errors import OptionError, called_as, message
 from jzero._quantities import (
     BYTES_RULE,
     parse_bytes,
     parse_count,
     readable_count,
 )
+from jzero.offload._parameters import policy_of
 from jzero.offload._policy import NO_OFFLOAD
-from jzero.reports import _as_dict, _formulas, _tables
+from jzero.reports import _as_dict, _formulas, _host_traffic, _step_time, _tables
 from jzero.reports._checks import WHO, check, check_offload, data_axes
-from jzero.reports._formulas import BytesPerParam
+from jzero.reports._host_tiers import HostTiers
+from jzero.reports._host_traffic import Haul
 from jzero.reports._lines import WIDTH, wrapped
 from jzero.reports._presets import OPTIMIZERS, PRECISIONS
+from jzero.reports._sizes import BytesPerParam
+from jzero.reports._step_time import Rates, StepTime
 from jzero.reports._tables import Memory
+from jzero.reports._tier_checks import check_rates, check_tiers, host_tiers, rates
 from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
 from jzero.sharding.plan._stages import StageAxes
+
+_MOST_PARAMS = 10**18  # beyond which a model is taken to be unbounded
 
 
 def estimate(
@@ -47,6 +54,17 @@ def estimate(
     param_axes: str | Sequence[str] | None = None,
     optimizer_axes: str | Sequence[str] | None = None,
     offload: Offload = NO_OFFLOAD,
+    offload_params: Offload = NO_OFFLOAD,
+    offload_activations: Offload = NO_OFFLOAD,
+    layer_major: bool = False,
+    tokens: float | str | None = None,
+    layers: float | str | None = None,
+    width: float | str | None = None,
+    recompute: bool = True,
+    peak: float | str | None = None,
+    pcie: float | str | None = None,
+    interconnect: float | str | None = None,
+    host_update: float | str | None = None,
 ) -> Estimate:
     """What a training needs on each device and moves in a step, from numbers alone.
 
@@ -61,6 +79,17 @@ def estimate(
     and new parameters to the device, which wait in pinned memory (those of two steps if delayed); the
     optimizer state without masters reads parameters, which then cross to the host, too. Gradients count as
     if all of a step's were on the device before the first has left it.
+
+    With `offload_params` parameters rest in pinned memory, in shards, too. Each device fetches its own shard
+    over its own link, once for each pass over the layers, and at most `device_bytes` of parameters, gathered
+    ones included, are on a device at a time. Gradients leave as layers end, and go down once; one layer's,
+    whole before they are reduced, are not counted, like one layer's gathered parameters without offload.
+    What `HostCPU` updates crosses no more; what devices update comes once more, and new parameters go back.
+
+    With `peak` and `tokens` the estimate has the least time of a step. In each of its parts (forward pass,
+    backward pass, update) compute and all ways are taken to be busy at the same time, so that the slowest
+    of them counts. An update hides behind nothing, unless it is delayed; operations are 6 for each parameter
+    and token (2 forward, 4 backward), and 8 with `recompute`.
 
     Every leaf is taken to divide by the devices. Activations, temporary buffers and what XLA keeps beside
     them are not in it; `ShardedTrainStep.describe` is exact about a real step's state and traffic.
@@ -115,6 +144,28 @@ def estimate(
     <BLANKLINE>
     A device sends and receives 0 Psi elements for Psi parameters.
 
+    A model of 70B on 8 devices, of which none holds more than 2 GiB of parameters at a time:
+
+    >>> found = jzero.estimate("70B", devices=8, offload=jzero.HostCPU(),
+    ...                        offload_params=jzero.PinnedHost(2**31), tokens="8K",
+    ...                        peak="989TFLOP/s", pcie="55GB/s", host_update="40GB/s")
+    >>> found.total / 2**30, found.on_host / 2**30 < 131
+    (2.0, True)
+    >>> print(found.time)
+    time of a step  compute  to device  to host  host update  not hidden
+    forward pass     1.13 s     318 ms        -            -           -
+    backward pass     3.4 s     318 ms   318 ms            -           -
+    update                -          -        -       2.62 s      2.62 s
+    step             4.53 s     636 ms   318 ms       2.62 s      2.62 s
+    <BLANKLINE>
+    A step takes at least 7.15 s, and 63% of it is compute at 989 TFLOP/s; 56% if
+      nothing hid.
+    The forward pass hides what it moves from 2,248 tokens on each device on.
+    The backward pass hides what it moves from 750 tokens on each device on.
+    Rates: 55 GB/s each way between a device and its host; 40 GB/s of optimizer
+      state updated by a device's share of its host.
+    No time is counted for: between devices. No rate is given for it.
+
     Args:
       num_params: Psi, a whole number or a string such as '350M', '7.5B', '1T'.
       devices: how many share the batch; one mesh axis, 'data'.
@@ -140,13 +191,28 @@ def estimate(
         delayed_update=...)`. A real step keeps leaves below `min_shard_bytes` on the devices, and at most
         `ratio` of the bytes on the host: leaves are not cut. The random bits of `precision='stochastic'`
         are not in what crosses.
+      offload_params: where parameters rest: `jzero.PinnedHost(device_bytes=...)`.
+      offload_activations: where a forward loop over layers keeps their inputs for its backward loop:
+        `jzero.PinnedHost()`. They cross twice, in the dtype of the compute.
+      layer_major: whether a layer is fetched and gathered once per pass for all microbatches, and its
+        gradient reduced once; with `offload_params` and `accumulate`.
+      tokens: of a step on each device, those of all microbatches: rows times their length.
+      layers: how many the loop has; with `offload_activations`.
+      width: elements of a layer's input for each token, the hidden size; with `offload_activations`.
+      recompute: whether the backward pass computes layers again.
+      peak: operations per second of a device, '989TFLOP/s', or what it reaches.
+      pcie: bytes per second between each device and its host, each way, while all devices do so: '55GB/s',
+        decimal, as makers state it. `jzero.bandwidth` measures this rate, and the two that follow.
+      interconnect: bytes per second of the whole value that an all-gather or a reduce-scatter moves; of
+        several axes, the slowest.
+      host_update: bytes per second of optimizer state that the host updates for each of its devices.
 
     Returns:
       An `Estimate`: `print` it.
 
     Raises:
       OptionError: an argument that is not what it should be, options that `shard_train_step` would refuse,
-        or `ratio='auto'`, which is measured.
+        or `ratio='auto'`, which is measured; rates of what does not move.
       MeshError: axes that the mesh does not have.
 
     Reference:
@@ -155,6 +221,8 @@ def estimate(
       section 7 (traffic).
       Ren et al.: "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021: section 3 (2 bytes per
       parameter on the device, 4 that cross), section 5.2 (delayed update).
+      Rajbhandari et al.: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", 2021:
+      section 3 (memory), section 4 (what must move, and how fast), section 6.1 (each device's own link).
     """
     given = {
         "param_bytes": param_bytes,
@@ -166,14 +234,28 @@ def estimate(
     check(num_params, count, devices, mesh, axes, optimizer, precision, given)
     assert count is not None
     assert axes is not None
+    with called_as(WHO):
+        policy = policy_of(WHO, offload, offload_params)
     options = Options(
         stage=stage, accumulate=accumulate, reduce=reduce, accumulate_dtype=accumulate_dtype,
         reduce_dtype=reduce_dtype, gather=gather, param_axes=axis_tuple(param_axes),
-        optimizer_axes=axis_tuple(optimizer_axes), offload=offload, who=WHO,
+        optimizer_axes=axis_tuple(optimizer_axes), offload=policy, who=WHO,
     )  # fmt: skip
     sizes = _bytes_per_param(optimizer, precision, **given)
-    check_offload(offload, sizes, optimizer, math.prod(axes.values()))
-    return Estimate(count, options, options.stage_axes(axes), sizes)
+    stage_axes = options.stage_axes(axes)
+    check_offload(policy, sizes, optimizer, math.prod(axes.values()))
+    with called_as(WHO):
+        policy.check(stage_axes, ())
+    shape = {"tokens": tokens, "layers": layers, "width": width}
+    tiers = host_tiers(offload_activations, layer_major, shape, recompute)
+    check_tiers(options, tiers)
+    given_rates = rates(peak=peak, pcie=pcie, interconnect=interconnect, host_update=host_update)
+    found = Estimate(count, options, stage_axes, sizes, tiers, given_rates)
+    check_rates(tiers, given_rates, {
+        "pcie": bool(found.crossings), "interconnect": bool(found.traffic),
+        "host_update": bool(found.hosted_bytes),
+    })  # fmt: skip
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,12 +267,16 @@ class Estimate:
       options: the stage and the options, checked.
       sharding: the stage on the mesh.
       bytes_per_param: of each role.
+      tiers: where activations rest, checked; and the shape of the batch.
+      rates: of devices and links, as far as given.
     """
 
     num_params: int
     options: Options
     sharding: StageAxes
     bytes_per_param: BytesPerParam
+    tiers: HostTiers = HostTiers()
+    rates: Rates = Rates()
 
     @property
     def num_devices(self) -> int:
@@ -200,20 +286,47 @@ class Estimate:
     @property
     def memory(self) -> tuple[Memory, ...]:
         """Bytes of each role; those of gradients are the most that a step holds at a time, not at rest."""
-        return _formulas.memory(self.num_params, self._needs())
+        rows = _formulas.needs(self.options, self.tiers, self.sharding, self.bytes_per_param)
+        found = _formulas.memory(self.num_params, rows)
+        if self.tiers.offloads_activations:
+            found += (_formulas.activations(self.options, self.tiers, self.bytes_per_param),)
+        return found
 
     @property
     def traffic(self) -> tuple[Collective, ...]:
         """The collectives of a step as if all parameters were one leaf, which `times` counts."""
         return tuple(
-            _formulas.traffic(self.num_params, self.options, self.sharding, self.bytes_per_param)
+            _formulas.traffic(
+                self.num_params, self.options, self.tiers, self.sharding, self.bytes_per_param
+            )
         )
 
     @property
     def crossings(self) -> tuple[Crossing, ...]:
         """What crosses between each device and its host in a step; of state, an element per parameter."""
-        return tuple(
-            _formulas.crossings(self.num_params, self.options, self.sharding, self.bytes_per_param)
+        return tuple(_host_traffic.crossings(self._hauls()))
+
+    @property
+    def hosted_bytes(self) -> int:
+        """Bytes of optimizer state that a device's share of its host updates in a step."""
+        return _host_traffic.hosted_bytes(
+            self.num_params, self.options, self.sharding, self.bytes_per_param
+        )
+
+    @property
+    def time(self) -> StepTime | None:
+        """The least time of a step at the given rates; None if no peak was given."""
+        if self.rates.peak is None:
+            return None
+        done = _step_time.work(
+            self.num_params, self.options, self.tiers, self.sharding, self._hauls(), self.traffic,
+            self.hosted_bytes,
+        )  # fmt: skip
+        return _step_time.step_time(done, self.rates)
+
+    def _hauls(self) -> Iterator[Haul]:
+        return _host_traffic.hauls(
+            self.num_params, self.options, self.tiers, self.sharding, self.bytes_per_param
         )
 
     @property
@@ -250,39 +363,50 @@ class Estimate:
         """Bytes on each device of one role: 'parameter', 'gradient', 'optimizer state', ..."""
         return sum(row.per_device for row in self.memory if row.role == role)
 
-    def largest_model(self, memory: float | str) -> int:
+    def largest_model(self, memory: float | str, host_memory: float | str | None = None) -> int:
         """The most parameters whose `total` fits into `memory`, with everything else as it is.
 
-        An upper bound: activations and temporary buffers need room too, and the host needs `on_host`.
+        An upper bound: activations and temporary buffers need room too.
 
         Args:
           memory: bytes of one device, or a string such as '80GiB' (80 * 2**30) or '80GB' (80 * 10**9).
+          host_memory: bytes of a host for each of its devices, into which `on_host` must fit; unbounded if
+            left out.
 
         Raises:
-          OptionError: `memory` is not a number of bytes.
+          OptionError: one is not a number of bytes, or nothing bounds the model.
         """
-        num_bytes = parse_bytes(memory)
-        if num_bytes is None:
+        limits = {"memory": memory} | ({} if host_memory is None else {"host_memory": host_memory})
+        found = {name: parse_bytes(value) for name, value in limits.items()}
+        if bad := [f"{name}={limits[name]!r}" for name, n in found.items() if n is None]:
             raise OptionError(message(
-                WHO, f"memory={memory!r}", f"The memory of a device is {BYTES_RULE}.",
-                "Write largest_model('80GiB')."))  # fmt: skip
-        num_shards = self.sharding.count(self.sharding.param_axes)
-        low, high = 0, int(num_bytes * num_shards / self.bytes_per_param.parameters)
-        # By search: the bytes of each role are rounded up, and those of some are bounded.
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = dataclasses.replace(self, num_params=middle).total <= num_bytes
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+                WHO, bad, f"The memory of a device, and of a host, is {BYTES_RULE}.",
+                "Write largest_model('80GiB').", things="arguments"))  # fmt: skip
+        room, host_room = found["memory"] or 0, found.get("host_memory")
 
-    def _needs(self) -> list[_formulas.Need]:
-        return list(_formulas.needs(self.options, self.sharding, self.bytes_per_param))
+        def fits(num_params: int) -> bool:
+            other = dataclasses.replace(self, num_params=num_params)
+            return other.total <= room and (host_room is None or other.on_host <= host_room)
+
+        low, high = 0, 1
+        while fits(high):
+            low, high = high, 2 * high
+            if high > _MOST_PARAMS:
+                raise OptionError(message(
+                    WHO, f"memory={memory!r} with all model states on the hosts",
+                    "What is on a device does not grow with the model; the memory of its host bounds it.",
+                    "Give host_memory='1TB', bytes of the host for each of its devices."))  # fmt: skip
+        # By search: the bytes of each role are rounded up, and those of some are bounded.
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
 
     def to_dict(self) -> dict[str, Any]:
         """The tables' rows and sums as plain types; bytes and elements are exact ints.
 
         Keys: num_params, axes, stage; memory, traffic and crossings as in `Report.to_dict`; at_rest, total
-        and on_host (bytes); elements_moved.
+        and on_host (bytes); elements_moved; time, as in `StepTime.to_dict`, if a peak was given.
 
         >>> import jzero
         >>> found = jzero.estimate("7.5B", devices=64).to_dict()
@@ -300,6 +424,7 @@ class Estimate:
             "traffic": _as_dict.traffic(self.traffic),
             "crossings": _as_dict.crossings(self.crossings),
             "elements_moved": self.elements_moved,
+            **({} if self.time is None else {"time": self.time.to_dict()}),
         }
 
     def __str__(self) -> str:
@@ -317,7 +442,8 @@ class Estimate:
         """The text, for a terminal of so many columns."""
         table = _tables.traffic_table(self.traffic)
         crossing = _tables.crossing_table(self.crossings)
-        moved = Fraction(self.elements_moved, self.num_params)
+        moved = float(Fraction(self.elements_moved, self.num_params))
+        sent = f"A device sends and receives {moved:.3g} Psi elements for Psi parameters."
         return [
             *self.header(width),
             "",
@@ -326,7 +452,8 @@ class Estimate:
             *(table.text(width) if table else ["A step moves nothing between devices."]),
             "",
             *([*crossing.text(width), ""] if crossing else []),
-            f"A device sends and receives {float(moved):.3g} Psi elements for Psi parameters.",
+            *wrapped(sent, "  ", width),
+            *([] if self.time is None else ["", *self.time.lines(width)]),
         ]
 
 

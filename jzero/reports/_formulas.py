@@ -1,4 +1,4 @@
-"""The formulas of ZeRO and ZeRO-Offload: bytes of each role, on devices and hosts, and what a step moves."""
+"""The formulas of ZeRO, ZeRO-Offload and ZeRO-Infinity: bytes of each role, what a step moves, efficiency."""
 
 from __future__ import annotations
 
@@ -9,34 +9,25 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jzero._memory_kinds import HOST
+from jzero._memory_kinds import HOST, PINNED
+from jzero.reports._host_tiers import HostTiers
+from jzero.reports._sizes import (
+    ACCUMULATOR,
+    ACTIVATION,
+    GATHERED,
+    GRADIENT,
+    RENEWED,
+    VISITING,
+    WINDOW,
+    BytesPerParam,
+    as_dtype,
+    crossing_gradients,
+)
 from jzero.reports._tables import Memory
-from jzero.sharding.analysis._traffic import Collective, Crossing
+from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
-
-GRADIENT, GATHERED, ACCUMULATOR = "gradient", "gathered parameter", "accumulator"
-VISITING, RENEWED = "visiting optimizer state", "renewed parameter"
-WAYS = TO_HOST, TO_DEVICE = "to host", "to device"
-
-
-class BytesPerParam(NamedTuple):
-    """Bytes per parameter.
-
-    Attributes:
-      parameters: at rest.
-      gradients: as the optimizer receives them.
-      optimizer_state: masters included.
-      compute: as a pass gathers parameters and reduces gradients.
-      masters: of the optimizer state, what makes the parameter at rest a copy that no update reads.
-    """
-
-    parameters: Fraction
-    gradients: Fraction
-    optimizer_state: Fraction
-    compute: Fraction
-    masters: Fraction
 
 
 class Need(NamedTuple):
@@ -61,35 +52,48 @@ class Need(NamedTuple):
     most: int | None = None
 
 
-def needs(options: Options, stage_axes: StageAxes, sizes: BytesPerParam) -> Iterator[Need]:
+def needs(
+    options: Options, tiers: HostTiers, stage_axes: StageAxes, sizes: BytesPerParam
+) -> Iterator[Need]:
     """The stage's row, by role (ZeRO, section 5), and what offload moves (ZeRO-Offload, section 3)."""
-    num_shards = stage_axes.count(stage_axes.shard_axes)
+    policy, num_shards = options.offload, stage_axes.count(stage_axes.shard_axes)
     num_param_shards = stage_axes.count(stage_axes.param_axes)
-    yield Need(PARAMETER, sizes.parameters, num_param_shards, True, "")
-    on_host = share_on_host(options.offload)
-    yield Need(OPTIMIZER, sizes.optimizer_state, num_shards, True, "", on_host)
-    num = 1 if options.reduce_once else num_shards
-    size = _crossing_gradients(sizes) if options.offloads else sizes.gradients
-    yield Need(GRADIENT, size, num, False, _gradient_note(options))
-    if options.accumulate > 1:
+    pinned = Fraction(int(policy.streams))
+    yield Need(PARAMETER, sizes.parameters, num_param_shards, True, "", pinned)
+    assert policy.share is not None, "estimate refuses what is measured"
+    yield Need(OPTIMIZER, sizes.optimizer_state, num_shards, True, "", policy.share)
+    yield _gradients(options, num_shards, sizes)
+    if options.accumulate > 1 and not tiers.layer_major:
         size = Fraction(jnp.dtype(options.accumulate_dtype or jnp.float32).itemsize)
+        num = 1 if options.reduce_once else num_shards
         yield Need(ACCUMULATOR, size, num, False, f"sums {options.accumulate} microbatches")
     if num_param_shards > 1 and options.keep_gathered:
         when = "the whole step" if options.gather_once else "each microbatch"
         yield Need(GATHERED, sizes.compute, 1, False, f"gathered during {when}")
-    if most := options.offload.visiting_bytes:
+    if most := policy.streamed_bytes:
+        gathered = sizes.compute if num_param_shards > 1 else Fraction(0)
+        size = sizes.parameters / num_param_shards + gathered
+        yield Need(WINDOW, size, 1, False, "in turns, gathered ones included", most=most)
+    if policy.tier == PINNED and (most := policy.visiting_bytes):
         yield Need(VISITING, sizes.optimizer_state, num_shards, False, "in turns", most=most)
-    if options.offload.tier == HOST:
-        yield from _host_needs(on_host, options.offload.waits, sizes, num_shards)
+    if policy.tier == HOST and not policy.streams:
+        yield from _on_their_way(policy, sizes, num_shards)
 
 
-def _host_needs(
-    share: Fraction, waits: bool, sizes: BytesPerParam, num_shards: int
-) -> Iterator[Need]:
-    """What the way to the host and back takes, all of it in the host's pinned memory but one row."""
-    there = Fraction(1)
-    gradients, params = share * _crossing_gradients(sizes), share * sizes.parameters
-    if waits:
+def _gradients(options: Options, num_shards: int, sizes: BytesPerParam) -> Need:
+    if options.offload.streams:
+        size, note = crossing_gradients(sizes), "pinned, each from when it is reduced"
+        return Need(GRADIENT, size, num_shards, False, note, Fraction(1))
+    size = crossing_gradients(sizes) if options.offloads else sizes.gradients
+    num = 1 if options.reduce_once else num_shards
+    return Need(GRADIENT, size, num, False, _gradient_note(options))
+
+
+def _on_their_way(policy: Offload, sizes: BytesPerParam, num_shards: int) -> Iterator[Need]:
+    """What the way to a host that updates takes, all of it in its pinned memory but one row."""
+    there, share = Fraction(1), policy.share or Fraction(0)
+    gradients, params = share * crossing_gradients(sizes), share * sizes.parameters
+    if policy.waits:
         # One set is written while the devices may not have copied the other.
         yield Need("leaving parameter", 2 * params, num_shards, True, "pinned, two sets", there)
         note = "pinned, for the next step"
@@ -100,6 +104,14 @@ def _host_needs(
     yield Need("arriving gradient", gradients, num_shards, False, "pinned", there)
     if not sizes.masters:
         yield Need("arriving parameter", params, num_shards, False, "pinned", there)
+
+
+def activations(options: Options, tiers: HostTiers, sizes: BytesPerParam) -> Memory:
+    """What forward loops keep on the host: inputs of layers (ZeRO-Infinity, section 3)."""
+    share = 1 if tiers.layer_major else options.accumulate
+    nbytes = math.ceil(sizes.compute * tiers.kept_elements / share)
+    note = "pinned, of all microbatches" if tiers.layer_major else "pinned, of one microbatch"
+    return Memory(ACTIVATION, nbytes, 0, False, note * (options.accumulate > 1) or "pinned", nbytes)
 
 
 def memory(num_params: int, rows: Iterable[Need]) -> tuple[Memory, ...]:
@@ -117,17 +129,18 @@ def memory(num_params: int, rows: Iterable[Need]) -> tuple[Memory, ...]:
 
 
 def traffic(
-    num_params: int, options: Options, stage_axes: StageAxes, sizes: BytesPerParam
+    num_params: int, options: Options, tiers: HostTiers, stage_axes: StageAxes, sizes: BytesPerParam
 ) -> Iterator[Collective]:
     """Gathers of the passes, reductions, and the gather of updated parameters (ZeRO, section 7)."""
     params, shards = stage_axes.param_axes, stage_axes.shard_axes
     outer = shards[len(params) :]  # `shard_axes` begins with `param_axes`.
     replicas = tuple(axis for axis, _ in stage_axes.axes if axis not in shards)
-    reductions = 1 if options.reduce_once else options.accumulate
+    rounds = tiers.rounds(options.accumulate)
+    reductions = 1 if options.reduce_once else rounds
     dtype = options.reduce_dtype
     reduced = sizes.compute if dtype is None else Fraction(jnp.dtype(dtype).itemsize)
     for op, axes, held_over, size, times in (
-        ("all-gather", params, (), sizes.compute, _gathers(options)),
+        ("all-gather", params, (), sizes.compute, _gathers(options, rounds)),
         ("reduce-scatter", params, (), reduced, reductions),
         ("reduce-scatter", outer, params, reduced, reductions),
         ("all-reduce", replicas, shards, reduced, 1),  # after the last microbatch
@@ -135,49 +148,48 @@ def traffic(
     ):
         if stage_axes.count(axes) > 1:
             elements = math.ceil(Fraction(num_params, stage_axes.count(held_over)))
-            yield Collective(op, axes, _dtype(size), float(size), elements, times, "")
+            yield Collective(op, axes, as_dtype(size), float(size), elements, times, "")
 
 
-def crossings(
-    num_params: int, options: Options, stage_axes: StageAxes, sizes: BytesPerParam
-) -> Iterator[Crossing]:
-    """What crosses between each device and its host: state there and back, or gradients and parameters."""
-    rows = [(way, OPTIMIZER, sizes.optimizer_state) for way in (TO_HOST, TO_DEVICE)]
-    if options.offload.tier == HOST:
-        read = Fraction(0) if sizes.masters else sizes.parameters
-        rows = [
-            (TO_HOST, GRADIENT, _crossing_gradients(sizes)),
-            (TO_HOST, PARAMETER, read),
-            (TO_DEVICE, PARAMETER, sizes.parameters),
-        ]
-    count = share_on_host(options.offload) * num_params / stage_axes.count(stage_axes.shard_axes)
-    for direction, what, size in rows:
-        if size and count:
-            nbytes = math.ceil(count * size)
-            yield Crossing(direction, what, _dtype(size), math.ceil(count), nbytes)
+def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
+    """The share of its time that a device computes, if it waits for all that it moves.
+
+    `intensity * bandwidth / (intensity * bandwidth + peak)`, for a workload of `intensity` operations per
+    byte moved, a link of `bandwidth` bytes per second and a device of `peak` operations per second.
+
+    Reference:
+      Rajbhandari et al.: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning",
+      2021, section 4; the intensities below are its equations for a Transformer whose blocks are computed
+      again in the backward pass: 8 operations per parameter and token.
+    """
+    return intensity * bandwidth / (intensity * bandwidth + peak)
 
 
-def share_on_host(policy: Offload) -> Fraction:
-    """The share of the optimizer state that rests on the host."""
-    assert policy.share is not None, "estimate refuses what is measured"
-    return policy.share
+def bandwidth_for(efficiency: float, intensity: float, peak: float) -> float:
+    """Bytes per second at which a device is so efficient: `efficiency`, solved for the bandwidth."""
+    return peak * efficiency / ((1 - efficiency) * intensity)
 
 
-def _crossing_gradients(sizes: BytesPerParam) -> Fraction:
-    """Bytes of a gradient of a step that is cut: it is handed out before the update makes it wider."""
-    return min(sizes.gradients, sizes.compute)
+def intensity_of_parameters(batch: int, sequence: int) -> float:
+    """Of parameters and gradients in 16 bits: loaded three times and stored once, 8 bytes a parameter."""
+    return float(sequence * batch)
 
 
-def _dtype(size: Fraction) -> str:
-    """Of that many bytes per parameter; of state, all of its leaves together."""
-    return f"{float(8 * size):g}-bit"
+def intensity_of_optimizer_state(batch: int, sequence: int) -> float:
+    """Of optimizer state, gradients and masters, read and written: 2 * 16 bytes a parameter."""
+    return sequence * batch / 4
 
 
-def _gathers(options: Options) -> int:
-    """How often a step gathers a parameter that rests in shards."""
+def intensity_of_activations(hidden: int, interval: int = 1) -> float:
+    """Of inputs of every `interval`-th block in 16 bits, stored once and loaded once."""
+    return 24.0 * hidden * interval
+
+
+def _gathers(options: Options, rounds: int) -> int:
+    """How often a step gathers a parameter that rests in shards, if a pass runs so many times."""
     if options.gather_once:
         return 1
-    return options.accumulate if options.keep_gathered else 2 * options.accumulate
+    return rounds if options.keep_gathered else 2 * rounds
 
 
 def _gradient_note(options: Options) -> str:

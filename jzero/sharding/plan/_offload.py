@@ -73,6 +73,23 @@ class Offload(abc.ABC):
         return False
 
     @property
+    def streamed_bytes(self) -> int:
+        """The most bytes of these parameters on each device at any time; 0 if none rest on the hosts."""
+        return 0
+
+    def check(self, stage_axes: StageAxes, automatic: Sequence[str]) -> None:
+        """Whether it can be obeyed on these axes; on all of them, unless a policy says otherwise.
+
+        Args:
+          stage_axes: over which data axes leaves are sharded.
+          automatic: names of the mesh's other axes.
+
+        Raises:
+          OptionError: it cannot.
+        """
+        return None
+
+    @property
     def share(self) -> Fraction | None:
         """The share of optimizer state, by bytes, that is offloaded; None if it is yet to be measured."""
         return Fraction(int(self.offloads))

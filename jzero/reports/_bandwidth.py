@@ -1,0 +1,193 @@
+"""`bandwidth`: how fast devices, their host and the links between them are on the machine it runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jzero._errors import OptionError, message
+from jzero._quantities import BYTES_RULE, parse_bytes, readable_bytes, readable_rate
+from jzero.offload import _bandwidth, _links
+from jzero.reports._lines import WIDTH, wrapped
+from jzero.reports._tables import Table
+
+WHO = "bandwidth"
+
+
+class LinkRate(NamedTuple):
+    """How fast devices copied to pinned memory of their host and back, in bytes per second of each device.
+
+    Attributes:
+      devices: which of them copied, all at the same time: their numbers.
+      both_ways: whether both ways were busy at the same time; both rates are then the slower's.
+      to_host: the rate of each device's copies to the host.
+      to_device: ... from the host.
+    """
+
+    devices: tuple[int, ...]
+    both_ways: bool
+    to_host: float
+    to_device: float
+
+
+def bandwidth(*, nbytes: int | str = 2**27, threads: int | None = None) -> BandwidthReport:
+    """Measures what `estimate` asks for: links to the host, collectives, and the host's update.
+
+    It copies between each device of this process and pinned memory of its host, one device alone and all at
+    once (each has a link of its own, and all share the host's memory), gathers and scatters among them, and
+    updates Adam's state on the host and on a device. Nothing else should run meanwhile; it takes some seconds
+    and, on each device, some times `nbytes`. Rates are per second and for each device, in decimal GB.
+
+    >>> import jzero
+    >>> found = jzero.bandwidth(nbytes="1MiB")
+    >>> found.num_devices, [len(link.devices) for link in found.links][-2:]
+    (8, [8, 8])
+    >>> jzero.estimate("7B", devices=8, offload=jzero.PinnedHost(), tokens="8K", peak="989TFLOP/s",
+    ...                pcie=found.pcie).time.efficiency < 1
+    True
+
+    Args:
+      nbytes: of each copy, and of the whole value of a collective: a number, or a string such as '128MiB'.
+        Small ones measure how long it takes to start a copy.
+      threads: how many update on the host; all processors that this process may use by default.
+
+    Returns:
+      A `BandwidthReport`: `print` it.
+
+    Raises:
+      OptionError: `nbytes` is not a number of bytes.
+    """
+    size = parse_bytes(nbytes)
+    if size is None:
+        raise OptionError(message(
+            WHO, f"nbytes={nbytes!r}", f"The size of a copy is {BYTES_RULE}.", "Write nbytes='128MiB'."
+        ))  # fmt: skip
+    with jax.set_mesh(None):  # One around the call has other devices.
+        return _measured(size, threads)
+
+
+def _measured(size: int, threads: int | None) -> BandwidthReport:
+    devices = jax.local_devices()
+    numbers = tuple(range(len(devices)))
+    groups: list[tuple[tuple[int, ...], bool]] = [((i,), False) for i in numbers]
+    groups += [(numbers, False)] * (len(devices) > 1) + [(numbers, True)]
+    links = [
+        LinkRate(group, both, *_links.copied([devices[i] for i in group], size, both))
+        for group, both in groups
+    ]
+    ops = _links.COLLECTIVES if len(devices) > 1 else ()
+    try:
+        on_host = _bandwidth.host_update(threads) / len(devices)
+    except ImportError:
+        on_host = None
+    return BandwidthReport(
+        devices[0].device_kind, len(devices), size, tuple(links),
+        {op: _links.collective(op, devices, size) for op in ops},
+        on_host, _bandwidth.device_update(devices[0]),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class BandwidthReport:
+    """What was measured, in bytes per second and for each device; `print` it.
+
+    Attributes:
+      kind: of the devices.
+      num_devices: of this process.
+      nbytes: of each copy.
+      links: to the host and back; of each device alone, of all at once, and of all at once both ways.
+      collectives: by name, bytes of the whole value that all devices gather, or reduce and scatter.
+      host_update: of optimizer state that the host updates, divided by the devices; None without
+        `jzero[offload]`.
+      device_update: of optimizer state that a device updates.
+    """
+
+    kind: str
+    num_devices: int
+    nbytes: int
+    links: tuple[LinkRate, ...]
+    collectives: dict[str, float]
+    host_update: float | None
+    device_update: float
+
+    @property
+    def pcie(self) -> int:
+        """What `estimate(pcie=...)` takes: the slower way, all devices at once and both ways busy."""
+        return int(min(self.links[-1].to_host, self.links[-1].to_device))
+
+    @property
+    def interconnect(self) -> int | None:
+        """What `estimate(interconnect=...)` takes: the slower collective; None for one device."""
+        return int(min(self.collectives.values())) if self.collectives else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that the text says, in bytes per second, as plain types of JSON."""
+        return {
+            "kind": self.kind, "num_devices": self.num_devices, "nbytes": self.nbytes,
+            "links": [{**link._asdict(), "devices": list(link.devices)} for link in self.links],
+            "collectives": dict(self.collectives), "host_update": self.host_update,
+            "device_update": self.device_update, "pcie": self.pcie, "interconnect": self.interconnect,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def header(self) -> str:
+        """What was measured."""
+        devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
+        return (
+            f"jzero: bandwidth of {devices} ({self.kind}) and their host, by copies of "
+            f"{readable_bytes(self.nbytes)}; rates are of each device"
+        )
+
+    def tables(self) -> Iterator[Table]:
+        """Links to the host, and then the rest."""
+        rows = [
+            (self._whose(x), readable_rate(x.to_host), readable_rate(x.to_device))
+            for x in self.links
+        ]
+        yield Table(("pinned memory of the host", "to host", "to device"), rows)
+        others = {
+            **{f"{op}, bytes of the whole value": rate for op, rate in self.collectives.items()},
+            "update on the host, bytes of optimizer state": self.host_update,
+            "update on a device, bytes of optimizer state": self.device_update,
+        }
+        yield Table(
+            ("what else", "rate"),
+            [(name, readable_rate(rate)) for name, rate in others.items() if rate is not None],
+        )
+
+    def remarks(self) -> Iterator[str]:
+        """What to do with it, and what is not in it."""
+        flags = {
+            "pcie": self.pcie,
+            "interconnect": self.interconnect,
+            "host-update": self.host_update,
+        }
+        given = [f"--{name} {readable_rate(n).replace(' ', '')}" for name, n in flags.items() if n]
+        yield f"For jzero estimate: {' '.join(given)}"
+        if self.host_update is None:
+            yield "The host's update needs pip install 'jzero[offload]', and was not measured."
+        if self.kind == "cpu":
+            yield "These devices are the host: all of them share its memory, and copies stay in it."
+
+    def lines(self, width: int = WIDTH) -> list[str]:
+        """The text, for a terminal of so many columns."""
+        found = wrapped(self.header(), "  ", width)
+        for table in self.tables():
+            found += ["", *table.text(width)]
+        return [
+            *found,
+            "",
+            *(line for text in self.remarks() for line in wrapped(text, "  ", width)),
+        ]
+
+    def _whose(self, link: LinkRate) -> str:
+        if len(link.devices) == 1:
+            return (
+                f"device {link.devices[0]}{', both ways at once' if link.both_ways else ' alone'}"
+            )
+        return f"all {len(link.devices)} at once{', both ways' if link.both_ways else ''}"

@@ -1,0 +1,44 @@
+"""HostTiers: what `estimate` is told of activations on the devices' hosts, and of the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jzero.offload._policy import NO_OFFLOAD
+from jzero.sharding.plan._offload import Offload
+
+
+@dataclasses.dataclass(frozen=True)
+class HostTiers:
+    """Tiers that the options do not tell, and the shape of the batch as far as bytes go by it.
+
+    Attributes:
+      activations: where a forward loop keeps what its backward loop reads.
+      layer_major: whether a layer comes once per pass for all microbatches, and not for each of them.
+      tokens: of a step, on each device.
+      layers: turns of the loop, each of which keeps its input.
+      width: elements of that input for each token.
+      recompute: whether the backward pass computes what is between these inputs again.
+    """
+
+    activations: Offload = NO_OFFLOAD
+    layer_major: bool = False
+    tokens: int | None = None
+    layers: int | None = None
+    width: int | None = None
+    recompute: bool = True
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what a forward loop keeps goes to the hosts."""
+        return self.activations.offloads
+
+    @property
+    def kept_elements(self) -> int:
+        """Of the inputs of all layers, for all microbatches of a device (ZeRO-Infinity, section 3)."""
+        assert None not in (self.tokens, self.layers, self.width), "checked by estimate"
+        return (self.tokens or 0) * (self.layers or 0) * (self.width or 0)
+
+    def rounds(self, accumulate: int) -> int:
+        """How often each pass runs through the layers in a step of so many microbatches."""
+        return 1 if self.layer_major else accumulate

@@ -1,0 +1,38 @@
+"""Bytes per parameter, and the names that reports have for what lives within a step."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import NamedTuple
+
+GRADIENT, GATHERED, ACCUMULATOR = "gradient", "gathered parameter", "accumulator"
+VISITING, RENEWED = "visiting optimizer state", "renewed parameter"
+WINDOW, ACTIVATION = "visiting parameter", "activation"
+
+
+class BytesPerParam(NamedTuple):
+    """Bytes per parameter.
+
+    Attributes:
+      parameters: at rest.
+      gradients: as the optimizer receives them.
+      optimizer_state: masters included.
+      compute: as a pass gathers parameters and reduces gradients.
+      masters: of the optimizer state, what makes the parameter at rest a copy that no update reads.
+    """
+
+    parameters: Fraction
+    gradients: Fraction
+    optimizer_state: Fraction
+    compute: Fraction
+    masters: Fraction
+
+
+def crossing_gradients(sizes: BytesPerParam) -> Fraction:
+    """Bytes of a gradient of a step that is cut: it is handed out before the update makes it wider."""
+    return min(sizes.gradients, sizes.compute)
+
+
+def as_dtype(size: Fraction) -> str:
+    """Of that many bytes per parameter; of state, all of its leaves together."""
+    return f"{float(8 * size):g}-bit"

@@ -1,0 +1,286 @@
+"""StepTime: how long a step computes and moves at given rates, and what of it hides behind what."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from jzero._quantities import readable_flops, readable_rate, readable_seconds
+from jzero.reports._host_tiers import HostTiers
+from jzero.reports._host_traffic import BACKWARD, FORWARD, PARTS, UPDATE, WAYS, Haul
+from jzero.reports._lines import WIDTH, wrapped
+from jzero.reports._sizes import ACTIVATION
+from jzero.reports._tables import Table
+from jzero.sharding.analysis._traffic import Collective
+from jzero.sharding.plan._options import Options
+from jzero.sharding.plan._stages import StageAxes
+
+BETWEEN, HOST_UPDATE = "between devices", "host update"
+# What each part of a step computes for a parameter and a token: a product takes two operations, and its
+# two derivatives as many each (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1).
+_OPERATIONS = {FORWARD: 2, BACKWARD: 4, UPDATE: 0}
+
+
+class Rates(NamedTuple):
+    """What a device does in a second; None for what nobody has said.
+
+    Attributes:
+      peak: operations.
+      pcie: bytes between it and its host, each way, while all devices do so.
+      interconnect: bytes of the whole value that an all-gather or a reduce-scatter moves.
+      host_update: bytes of optimizer state that its share of the host's processors updates.
+    """
+
+    peak: int | None = None
+    pcie: int | None = None
+    interconnect: int | None = None
+    host_update: int | None = None
+
+
+class Work(NamedTuple):
+    """What a step does on each device; bytes by part and way, of which some follow from the tokens.
+
+    Attributes:
+      operations: by part.
+      nbytes: by part, then by way.
+      token_bytes: of these, what grows with the tokens.
+      tokens: on each device.
+      waits: whether the update runs beside the next step.
+    """
+
+    operations: Mapping[str, int]
+    nbytes: Mapping[str, Mapping[str, int]]
+    token_bytes: Mapping[str, Mapping[str, int]]
+    tokens: int
+    waits: bool
+
+
+class StepPart(NamedTuple):
+    """How long one part of a step takes.
+
+    Attributes:
+      name: 'forward pass', 'backward pass' or 'update'.
+      compute: seconds of the device's operations; of an update none are counted.
+      ways: seconds of each way on which bytes move, all of them at the same time.
+      beside: seconds of the step's other parts, if this one runs beside them.
+    """
+
+    name: str
+    compute: float
+    ways: Mapping[str, float]
+    beside: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the device waits: of the slowest way, what compute does not hide."""
+        return max(0.0, max(self.ways.values(), default=0.0) - self.compute - self.beside)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """The least time of a step at given rates; in each part of it all ways are busy at the same time.
+
+    Attributes:
+      parts: of the step, in their order.
+      rates: as given.
+      hides_from: by pass, the fewest tokens on each device behind whose compute all hides that the pass
+        moves; None if it never does, 0 if all of it grows with the tokens and hides.
+      untimed: ways on which bytes move, whose rate was not given.
+    """
+
+    parts: tuple[StepPart, ...]
+    rates: Rates
+    hides_from: Mapping[str, int | None]
+    untimed: tuple[str, ...]
+
+    @property
+    def compute(self) -> float:
+        """Seconds of operations, at the peak."""
+        return sum(part.compute for part in self.parts)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which a device waits."""
+        return sum(part.exposed for part in self.parts)
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.compute + self.exposed
+
+    @property
+    def efficiency(self) -> float:
+        """The share of its time that a device computes, at its peak."""
+        return self.compute / self.seconds
+
+    @property
+    def efficiency_in_turn(self) -> float:
+        """The same if nothing hid behind anything: the formula of ZeRO-Infinity, section 4."""
+        moving = sum(seconds for part in self.parts for seconds in part.ways.values())
+        return self.compute / (self.compute + moving)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that the text says, in seconds, bytes and operations per second, and shares."""
+        return {
+            "rates": self.rates._asdict(),
+            "parts": [{"part": p.name, "compute": p.compute, **p.ways, "exposed": p.exposed}
+                      for p in self.parts],
+            "seconds": self.seconds, "compute": self.compute, "exposed": self.exposed,
+            "efficiency": self.efficiency, "efficiency_in_turn": self.efficiency_in_turn,
+            "hides_from_tokens": dict(self.hides_from), "untimed": list(self.untimed),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def table(self) -> Table:
+        """A row for each part, and for the step."""
+        ways = list(dict.fromkeys(way for part in self.parts for way in part.ways))
+        rows = [
+            (p.name, *_times([p.compute, *(p.ways.get(way) for way in ways), p.exposed]))
+            for p in self.parts
+        ]
+        sums = [sum(p.ways.get(way, 0.0) for p in self.parts) for way in ways]
+        rows.append(("step", *_times([self.compute, *sums, self.exposed])))
+        return Table(("time of a step", "compute", *ways, "not hidden"), rows)
+
+    def remarks(self) -> Iterator[str]:
+        """What the table says, and what it does not."""
+        assert self.rates.peak is not None
+        yield (
+            f"A step takes at least {readable_seconds(self.seconds)}, and {self.efficiency:.0%} of it is "
+            f"compute at {readable_flops(self.rates.peak)}; {self.efficiency_in_turn:.0%} if nothing hid."
+        )
+        for name, tokens in self.hides_from.items():
+            if tokens is None:
+                yield f"The {name} moves more for each token than hides behind its compute."
+            elif tokens:
+                yield f"The {name} hides what it moves from {tokens:,} tokens on each device on."
+            else:
+                yield f"The {name} hides all that it moves, with any number of tokens."
+        given = [
+            f"{readable_rate(rate)} {what}"
+            for rate, what in (
+                (self.rates.pcie, "each way between a device and its host"),
+                (self.rates.interconnect, "of a whole value gathered or scattered"),
+                (
+                    self.rates.host_update,
+                    "of optimizer state updated by a device's share of its host",
+                ),
+            )
+            if rate
+        ]
+        if given:
+            yield f"Rates: {'; '.join(given)}."
+        if self.untimed:
+            yield f"No time is counted for: {', '.join(self.untimed)}. No rate is given for it."
+
+    def lines(self, width: int = WIDTH) -> list[str]:
+        """The text, for a terminal of so many columns."""
+        remarks = [line for text in self.remarks() for line in wrapped(text, "  ", width)]
+        return [*self.table().text(width), "", *remarks]
+
+
+def step_time(work: Work, rates: Rates) -> StepTime:
+    """The time of a step that does so much, at these rates."""
+    assert rates.peak is not None
+    speeds = {
+        **dict.fromkeys(WAYS, rates.pcie),
+        BETWEEN: rates.interconnect,
+        HOST_UPDATE: rates.host_update,
+    }
+    ways = {
+        name: {
+            way: n / speed for way, n in work.nbytes[name].items() if n and (speed := speeds[way])
+        }
+        for name in PARTS
+    }
+    parts = [StepPart(name, work.operations[name] / rates.peak, ways[name]) for name in PARTS]
+    if work.waits:
+        passes = [part.compute + part.exposed for part in parts[:2]]
+        parts[2] = parts[2]._replace(beside=sum(passes))
+    moved = {way for part in work.nbytes.values() for way, n in part.items() if n}
+    return StepTime(
+        tuple(part for part in parts if part.compute or part.ways),
+        rates,
+        {
+            name: _hides_from(name, work, rates.peak, speeds)
+            for name in (FORWARD, BACKWARD)
+            if ways[name]
+        },
+        tuple(way for way in speeds if way in moved and not speeds[way]),
+    )
+
+
+def work(
+    num_params: int, options: Options, tiers: HostTiers, stage_axes: StageAxes,
+    crossing: Iterable[Haul], traffic: Sequence[Collective], hosted_bytes: int,
+) -> Work:  # fmt: skip
+    """What a step does.
+
+    Args:
+      num_params: Psi.
+      options: of the step.
+      tiers: where parameters and activations rest, and the tokens.
+      stage_axes: the stage on the mesh.
+      crossing: between each device and its host.
+      traffic: between devices.
+      hosted_bytes: of optimizer state that the host updates, for each device.
+    """
+    tokens = tiers.tokens or 0
+    recomputed = {BACKWARD: 2 * tiers.recompute}
+    operations = {
+        part: (each + recomputed.get(part, 0)) * num_params * tokens
+        for part, each in _OPERATIONS.items()
+    }
+    nbytes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
+    token_bytes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
+    for x in crossing:
+        _add(nbytes[x.part], x.direction, x.nbytes)
+        _add(token_bytes[x.part], x.direction, x.nbytes * (x.what == ACTIVATION))
+    for part, n in _between(traffic, stage_axes, options):
+        _add(nbytes[part], BETWEEN, n)
+    _add(nbytes[UPDATE], HOST_UPDATE, hosted_bytes)
+    return Work(operations, nbytes, token_bytes, tokens, options.offload.waits)
+
+
+def _between(
+    traffic: Sequence[Collective], stage_axes: StageAxes, options: Options
+) -> Iterator[tuple[str, int]]:
+    """Bytes that devices move between them, by part; an all-reduce is a reduce-scatter and an all-gather."""
+    for c in traffic:
+        if c.op != "all-gather":
+            yield BACKWARD, c.nbytes * (2 if c.op == "all-reduce" else 1)
+        elif c.axes != stage_axes.param_axes:
+            yield UPDATE, c.nbytes
+        elif options.keep_gathered:
+            yield FORWARD, c.nbytes
+        else:
+            yield FORWARD, c.nbytes // 2
+            yield BACKWARD, c.nbytes - c.nbytes // 2
+
+
+def _add(sums: dict[str, int], way: str, nbytes: int) -> None:
+    sums[way] = sums.get(way, 0) + nbytes
+
+
+def _hides_from(name: str, work: Work, peak: int, speeds: Mapping[str, int | None]) -> int | None:
+    """The fewest tokens of which a pass hides all that it moves."""
+    compute = Fraction(work.operations[name], work.tokens * peak)
+    least = 0
+    for way, n in work.nbytes[name].items():
+        if not (speed := speeds[way]):
+            continue
+        grows = work.token_bytes[name].get(way, 0)
+        each = compute - Fraction(grows, work.tokens * speed)
+        if each <= 0:
+            return None
+        least = max(least, math.ceil(Fraction(n - grows, speed) / each))
+    return least
+
+
+def _times(seconds: Iterable[float | None]) -> list[str]:
+    return [readable_seconds(s) if s else "-" for s in seconds]

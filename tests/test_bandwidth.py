@@ -1,0 +1,208 @@
+"""bandwidth(): what is copied, gathered and updated, how rates follow from it, and what is printed."""
+
+import contextlib
+import io
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jzero
+from jzero.cli._main import main
+from jzero.offload import _bandwidth, _links
+from jzero.offload.kernels import _machine
+from jzero.reports._bandwidth import LinkRate
+
+pytest.importorskip("llvmlite")
+SIZE = 2**16
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Everything runs once, and takes half a second."""
+    ran: list[Any] = []
+
+    def seconds(run):
+        ran.append(run())
+        return 0.5
+
+    monkeypatch.setattr(_links, "seconds", seconds)
+    return ran
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return jzero.bandwidth(nbytes=SIZE)
+
+
+def test_all_of_it_is_measured(measured):
+    num = len(jax.local_devices())
+    assert (measured.num_devices, measured.nbytes, measured.kind) == (num, SIZE, "cpu")
+    everyone = tuple(range(num))
+    alone = [((i,), False) for i in everyone]
+    assert [(x.devices, x.both_ways) for x in measured.links] == [
+        *alone,
+        (everyone, False),
+        (everyone, True),
+    ]
+    assert list(measured.collectives) == ["all-gather", "reduce-scatter"]
+    rates = [rate for x in measured.links for rate in (x.to_host, x.to_device)]
+    rates += [*measured.collectives.values(), measured.host_update, measured.device_update]
+    assert min(rates) > 0
+    assert measured.pcie == int(measured.links[-1].to_host)
+    assert measured.interconnect == int(min(measured.collectives.values()))
+
+
+def test_an_estimate_takes_what_was_measured(measured):
+    found = jzero.estimate(
+        "1B", devices=8, offload=jzero.HostCPU(), tokens=8192, peak="1TFLOP/s", pcie=measured.pcie,
+        interconnect=measured.interconnect, host_update=int(measured.host_update),
+    )  # fmt: skip
+    assert found.time is not None
+    assert found.time.untimed == ()
+    assert found.time.exposed > 0
+
+
+@pytest.mark.parametrize("num", [1, 3])
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_copies_go_to_pinned_memory_and_back(num, both_ways, clock):
+    """Bytes of one device's copies in one direction, whatever others copy at the same time."""
+    devices = jax.devices()[:num]
+    assert _links.copied(devices, SIZE, both_ways) == (2 * SIZE, 2 * SIZE)
+    arrived = [x for arrays in clock for x in arrays]
+    assert len(clock) == (1 if both_ways else 2)
+    assert [x.nbytes for x in arrived] == [SIZE] * 2 * num
+    expected = [(d, kind) for kind in ("pinned_host", "device") for d in devices]
+    assert [(*x.devices(), x.sharding.memory_kind) for x in arrived] == expected
+
+
+@pytest.mark.parametrize("op", _links.COLLECTIVES)
+@pytest.mark.parametrize("num", [2, 8])
+def test_rates_of_collectives_are_of_the_whole_value(op, num, clock):
+    assert _links.collective(op, jax.devices()[:num], SIZE) == 2 * SIZE
+    (found,) = clock
+    # Every device has all of it, or a part.
+    assert found.nbytes == SIZE * (num if op == "all-gather" else 1)
+
+
+def test_collectives_are_what_they_are_called():
+    mesh = Mesh(np.array(jax.devices()[:4]), (_links._AXIS,))
+    x = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P(_links._AXIS)))
+    found = {
+        op: jax.jit(
+            jax.shard_map(run, mesh=mesh, in_specs=P(_links._AXIS), out_specs=P(_links._AXIS))
+        )(x)
+        for op, run in _links.COLLECTIVES.items()
+    }
+    assert found["all-gather"].tolist() == np.tile(np.arange(16.0), 4).tolist()
+    assert found["reduce-scatter"].tolist() == np.arange(16.0).reshape(4, 4).sum(0).tolist()
+
+
+def test_updates_count_bytes_of_optimizer_state(clock):
+    """Two float32 moments; the devices of a host share its processors."""
+    state = 2 * 4 * _bandwidth._SIZE
+    assert _bandwidth.host_update(1) == _bandwidth.device_update(jax.devices()[0]) == 2 * state
+    found = jzero.bandwidth(nbytes=SIZE)
+    assert found.host_update == 2 * state / found.num_devices
+    assert found.device_update == 2 * state
+
+
+def test_the_least_of_some_runs_counts(monkeypatch):
+    times = iter([0.0, 5.0, 10.0, 12.0, 20.0, 23.0])
+    monkeypatch.setattr(_links.time, "perf_counter", lambda: next(times))
+    runs: list[int] = []
+    assert _links.seconds(lambda: runs.append(1)) == 2.0
+    assert len(runs) == 4  # one is not counted
+
+
+def test_one_device(monkeypatch, clock):
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: jax.devices(backend)[:1])
+    found = jzero.bandwidth(nbytes=SIZE)
+    assert found.links == (
+        LinkRate((0,), False, 2 * SIZE, 2 * SIZE),
+        LinkRate((0,), True, 2 * SIZE, 2 * SIZE),
+    )
+    assert (found.collectives, found.interconnect) == ({}, None)
+    text = str(found)
+    assert "bandwidth of 1 device (cpu)" in text
+    assert "device 0, both ways at once" in text
+    assert "--interconnect" not in text
+
+
+def test_without_the_host_s_kernels(monkeypatch, clock):
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    _machine.compiled.cache_clear()
+    found = jzero.bandwidth(nbytes=SIZE)
+    assert found.host_update is None
+    text = " ".join(str(found).split())
+    assert "The host's update needs pip install 'jzero[offload]', and was not measured." in text
+    assert "update on the host" not in text
+
+
+def test_under_a_mesh_of_the_context(clock):
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[-2:])):
+        assert jzero.bandwidth(nbytes=SIZE).num_devices == len(jax.local_devices())
+
+
+def test_what_is_printed_fits_and_is_in_the_dict(measured):
+    lines = str(measured).splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [" ".join(line.split()) for line in lines]
+    for start in ("pinned memory of the host to host to device", "device 0 alone", "all 8 at once, both ways",
+                  "all-gather, bytes of the whole value", "update on the host, bytes of optimizer state",
+                  "For jzero estimate: --pcie", "These devices are the host"):  # fmt: skip
+        assert any(row.startswith(start) for row in rows), start
+    numbers = json.loads(json.dumps(measured.to_dict()))
+    assert numbers["links"][-1] == {
+        "devices": list(range(8)), "both_ways": True, "to_host": measured.links[-1].to_host,
+        "to_device": measured.links[-1].to_device,
+    }  # fmt: skip
+    assert numbers["pcie"] == measured.pcie
+    assert numbers["collectives"] == measured.collectives
+
+
+@pytest.mark.parametrize("nbytes", [0, "128M", None, 1.5])
+def test_a_size_that_is_none(nbytes):
+    with pytest.raises(
+        jzero.OptionError, match=r"bandwidth: nbytes=.*\. The size of a copy is a whole"
+    ):
+        jzero.bandwidth(nbytes=nbytes)
+
+
+def output(*arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        main(arguments)
+    return out.getvalue()
+
+
+def test_the_command(monkeypatch, clock):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = output("bandwidth", "--size", "64KiB")
+    assert "by copies of 64.0 KiB" in text
+    assert max(map(len, text.splitlines())) <= 80
+    (flags,) = [line for line in text.splitlines() if line.startswith("For jzero estimate: ")]
+    # Taken as it is said.
+    found = output("estimate", "--params", "1B", "--devices", "8", "--stage", "3", "--offload", "host",
+                   "--tokens", "8K", "--peak", "1TFLOP/s", *flags.split(": ")[1].split())  # fmt: skip
+    assert "Rates: 131 KB/s each way between a device and its host" in " ".join(found.split())
+    numbers = json.loads(output("bandwidth", "--size", "64KiB", "--json"))
+    assert numbers["pcie"] == 2 * SIZE
+
+
+def test_the_command_uses_the_devices_that_are_there(monkeypatch):
+    """The other commands ask for none."""
+    asked = []
+    monkeypatch.setattr(jax.config, "update", lambda name, value: asked.append((name, value)))
+    output("estimate", "--params", "1B", "--devices", "8", "--json")
+    assert asked == [("jax_platforms", "cpu")]
+    monkeypatch.setattr("jzero.cli._bandwidth.bandwidth", lambda **_: jzero.bandwidth(nbytes=64))
+    output("bandwidth", "--json")
+    assert ("jax_platforms", "cpu") not in asked[1:]
