@@ -146,19 +146,20 @@ def test_what_follows_from_slices_is_made_in_the_loop(name, reverse):
 STAYING = {
     "cumsum": lambda w: jnp.cumsum(w, 0),
     "rev": lambda w: w[::-1],
-    "transpose": lambda w: w.transpose(1, 0)[:TURNS],
+    "transpose": lambda w: w.transpose(1, 0),
+    "broadcast_in_dim": lambda w: w * lax.broadcast_in_dim(w[:, 0], (TURNS, TURNS), (1,)),
     "sort": lambda w: jnp.sort(w, 0),
     "concatenate": lambda w: jnp.concatenate([w[1:], w[:1]]),
     "reduce_max": lambda w: w / jnp.max(jnp.abs(w)),
     "argmax": lambda w: w * jnp.argmax(w, 0)[None],
     "dot_general": lambda w: jnp.matmul(jnp.ones((TURNS, TURNS)), w, precision="highest"),
-    "reshape": lambda w: w.reshape(2, 2, 5).transpose(1, 0, 2).reshape(TURNS, 5),
+    "reshape": lambda w: w.reshape(2, 2, TURNS).transpose(1, 0, 2).reshape(TURNS, TURNS),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STAYING)
 def test_who_reads_a_whole_stack_is_named(name):
-    found = Rewritten(lambda w: through(STAYING[name](w * 2)), *values((TURNS, 5)))
+    found = Rewritten(lambda w: through(STAYING[name](w * 2)), *values((TURNS, TURNS)))
     # Outside of a loop the compiler multiplies by the reciprocal of a scalar that divides.
     told = _fused_loops.told(found.check(sunk_exact=name != "reduce_max").whole_readers())
     assert f"{'slice' if name == 'concatenate' else name} at " in told
@@ -283,6 +284,21 @@ def test_a_stack_that_is_an_output_stays_one():
     assert types == [jnp.float64, jnp.float32]
 
 
+def test_turns_that_meet_other_turns_stay_outside():
+    """A column of a stack as a row: every turn reads it whole."""
+
+    def across(stack):
+        return lax.broadcast_in_dim(stack[:, 0], (TURNS, TURNS), (1,))
+
+    def fn(w, x):
+        end, made = gradients(w, x)
+        return end, jnp.sum(made * across(w)), jnp.sum(made * across(made))
+
+    found = Rewritten(fn, *values((TURNS, TURNS), (TURNS,))).check()
+    assert [e.primitive.name for e in found.whole_readers()] == ["broadcast_in_dim"]
+    assert found.readers_of_made() == ["mul"]
+
+
 def test_dims_merged_into_turns_are_handed_out_whole():
     def fn(w, x):
         _, made = gradients(w, x)
@@ -374,10 +390,20 @@ def test_a_loop_does_not_wait_for_itself():
 
     def by_turn(w, x):  # Norms of each turn that come back as scales of the same loop.
         norms = jnp.sqrt(jnp.sum(w**2, 1))
-        _, made = gradients(w * jnp.cumsum(norms)[:, None], x)
+        scaled = w * jnp.cumsum(norms)[:, None]
+        x, made = lax.scan(lambda x, w: (jnp.sin(x) + w[0], w[1] - w[0]), x, (w, scaled))
         return norms, jnp.sum(made**2)
 
-    Rewritten(by_turn, *values((TURNS, 5), (5,))).check(sunk_exact=False)
+    found = Rewritten(by_turn, *values((TURNS, 5), (5,))).check(sunk_exact=False)
+    assert [e.primitive.name for e in found.whole_readers()] == ["sqrt"]
+
+
+def test_sums_of_two_parameters_of_which_the_loop_takes_one():
+    def fn(w, v, x):
+        return gradients(w, x)[0], jnp.vdot(w, v), jnp.sum(w * v, (0, 1)), jnp.sum(v, 1)
+
+    found = Rewritten(fn, *values((TURNS, 5), (TURNS, 5), (5,)), num=2).check()
+    assert [e.primitive.name for e in found.whole_readers()] == ["reduce_sum"]  # Of `v` alone.
 
 
 def test_sums_keep_their_dtype_and_maxima_their_nans():

@@ -110,32 +110,27 @@ class _Absorbing:
     """One loop, and what it takes over."""
 
     def __init__(self, eqns: list[Eqn], eqn: Eqn, streamed: set[Var], outvars: Sequence[Atom]):
-        turns = _jaxpr.scan_parts(eqn).length
         self._eqns, self._eqn, self._outvars = eqns, eqn, outvars
-        self._derived, roots = _derived(eqns, streamed, turns)
+        self._derived, roots = _derived(eqns, streamed, _jaxpr.scan_parts(eqn).length)
         self._loop = GrowingLoop(eqn, self._derived)
         taken = set(self._loop.stacks) & streamed
         self._streamed = streamed | {v for v, found in roots.items() if found}
-        # What follows from stacks of which the loop has slices.
-        self._taken = taken | {v for v, found in roots.items() if found and found <= taken}
+        # What follows from stacks of which the loop has slices; it may have to take others for it.
+        self._taken = taken | {v for v, found in roots.items() if found & taken}
         self._later, self._earlier = _following(eqns, eqn.outvars), _before(eqns, eqn.invars)
-        self._inside = {v for v in self._loop.made if v.aval.shape[0] == turns}
+        self._inside = set(self._loop.made)
 
     def run(self) -> list[Eqn]:
         """The equations, with the loop as it then is."""
         moved = self._worth(self._movable())
         for eqn in moved:
             self._loop.run(eqn)
+            if _over_turns.combines(eqn) is None:
+                for out in eqn.outvars:
+                    self._loop.hand_out(out)  # It is dropped if nobody reads it.
         gone = {id(e) for e in moved}
         left = [e for e in self._eqns if id(e) not in gone and e is not self._eqn]
         gone |= self._hand_out_less(left)
-        left = [e for e in left if id(e) not in gone]
-        read = set(variables([*self._outvars, *(a for e in left for a in e.invars)]))
-        for eqn in moved:
-            if _over_turns.combines(eqn) is None:
-                for out in eqn.outvars:
-                    if out in read:
-                        self._loop.hand_out(out)
         return _in_order(_replaced(self._eqns, self._eqn, self._loop, gone))
 
     def _movable(self) -> list[Eqn]:
@@ -167,15 +162,11 @@ class _Absorbing:
 
     def _known(self, eqn: Eqn, gives: Sequence[bool]) -> bool:
         """Whether all that an equation reads is there in a turn, and none of it a whole stack."""
-        # A loop takes further stacks only for the sake of what it makes.
-        slices = self._streamed if self._inside & set(variables(eqn.invars)) else self._taken
         for atom, given in zip(eqn.invars, gives, strict=True):
             if _jaxpr.is_literal(atom):
                 continue
-            inside = atom in self._inside
-            if (not inside and atom in self._later) or (inside and not given):
-                return False
-            if atom in self._streamed and not (given and atom in slices):
+            later = atom in self._later and not (given and atom in self._inside)
+            if later or (atom in self._streamed and not given):
                 return False
         return True
 
