@@ -31,7 +31,8 @@ def sink(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
 
         for x in cast(stack): body(x)   ->   for x in stack: body(cast(x))
 
-    Inputs and outputs stay what they are, and every element is equal to the bit.
+    Inputs and outputs stay what they are, and every element is equal to the bit, as far as the compiler
+    rounds alike in loops and outside: XLA divides by a scalar there, and multiplies by its reciprocal here.
     """
     streamed, eqns = set(streamed), list(jaxpr.eqns)
     for eqn in [e for e in eqns if _growing_loop.is_loop(e)]:
@@ -56,12 +57,13 @@ def absorb(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
         norm = sum(cast(ys) ** 2)   ->
 
     Inputs and outputs stay what they are. Sums and products are those of the turns' sums and products;
-    everything else is equal to the bit.
+    everything else is equal to the bit, as far as the compiler rounds alike in loops and outside.
     """
     streamed = set(streamed)
-    eqns = list(_slices_apart(jaxpr.eqns))
-    # An equation that is replaced keeps its results.
-    for first in [loop.outvars[0] for loop in _loops_over(eqns, streamed) if loop.outvars]:
+    loops = [loop for loop in _loops_over(jaxpr.eqns, streamed) if loop.outvars]
+    eqns = list(_slices_apart(jaxpr.eqns, loops))
+    # A loop that grows keeps its results.
+    for first in [loop.outvars[0] for loop in loops]:
         (eqn,) = [e for e in eqns if e.outvars and e.outvars[0] is first]
         eqns = _Absorbing(eqns, eqn, streamed, jaxpr.outvars).run()
     return _without_unread(jaxpr, eqns)
@@ -83,12 +85,16 @@ def whole_readers(jaxpr: Jaxpr, stack: Var) -> list[Eqn]:
     that make an output.
     """
     follow, found, outs = {stack}, [], set(variables(jaxpr.outvars))
+    turns = stack.aval.shape[0]
     for eqn in jaxpr.eqns:
-        read = [i for i, a in enumerate(eqn.invars) if not _jaxpr.is_literal(a) and a in follow]
-        if all(takes_slices(eqn, _jaxpr.variable(eqn.invars[i])) for i in read):
+        read = follow.intersection(variables(eqn.invars))
+        if all(takes_slices(eqn, v) and v.aval.shape[0] == turns for v in read):
             continue
-        gives = _over_turns.stacked(eqn, stack.aval.shape[0])
-        if gives is None or not all(gives[i] for i in read) or outs.intersection(eqn.outvars):
+        gives = _over_turns.stacked(eqn, turns) or [False] * len(eqn.invars)
+        pairs = zip(eqn.invars, gives, strict=True)
+        if any(not _jaxpr.is_literal(a) and a in read and not given for a, given in pairs):
+            found.append(eqn)
+        elif outs.intersection(eqn.outvars):
             found.append(eqn)
         else:
             follow.update(eqn.outvars)
@@ -104,31 +110,27 @@ class _Absorbing:
     """One loop, and what it takes over."""
 
     def __init__(self, eqns: list[Eqn], eqn: Eqn, streamed: set[Var], outvars: Sequence[Atom]):
-        turns = _jaxpr.scan_parts(eqn).length
         self._eqns, self._eqn, self._outvars = eqns, eqn, outvars
-        self._derived, roots = _derived(eqns, streamed, turns)
+        self._derived, roots = _derived(eqns, streamed, _jaxpr.scan_parts(eqn).length)
         self._loop = GrowingLoop(eqn, self._derived)
         taken = set(self._loop.stacks) & streamed
         self._streamed = streamed | {v for v, found in roots.items() if found}
-        # What follows from stacks of which the loop has slices.
-        self._taken = taken | {v for v, found in roots.items() if found and found <= taken}
+        # What follows from stacks of which the loop has slices; it may have to take others for it.
+        self._taken = taken | {v for v, found in roots.items() if found & taken}
         self._later, self._earlier = _following(eqns, eqn.outvars), _before(eqns, eqn.invars)
-        self._inside = {v for v in self._loop.made if v.aval.shape[0] == turns}
+        self._inside = set(self._loop.made)
 
     def run(self) -> list[Eqn]:
         """The equations, with the loop as it then is."""
         moved = self._worth(self._movable())
         for eqn in moved:
             self._loop.run(eqn)
+            if _over_turns.combines(eqn) is None:
+                for out in eqn.outvars:
+                    self._loop.hand_out(out)  # It is dropped if nobody reads it.
         gone = {id(e) for e in moved}
         left = [e for e in self._eqns if id(e) not in gone and e is not self._eqn]
         gone |= self._hand_out_less(left)
-        left = [e for e in left if id(e) not in gone]
-        read = set(variables([*self._outvars, *(a for e in left for a in e.invars)]))
-        for eqn in moved:
-            if _over_turns.combines(eqn) is None:
-                for out in read.intersection(eqn.outvars):
-                    self._loop.hand_out(out)
         return _in_order(_replaced(self._eqns, self._eqn, self._loop, gone))
 
     def _movable(self) -> list[Eqn]:
@@ -160,15 +162,11 @@ class _Absorbing:
 
     def _known(self, eqn: Eqn, gives: Sequence[bool]) -> bool:
         """Whether all that an equation reads is there in a turn, and none of it a whole stack."""
-        # A loop takes further stacks only for the sake of what it makes.
-        slices = self._streamed if self._inside & set(variables(eqn.invars)) else self._taken
         for atom, given in zip(eqn.invars, gives, strict=True):
             if _jaxpr.is_literal(atom):
                 continue
-            inside = atom in self._inside
-            if (not inside and atom in self._later) or (inside and not given):
-                return False
-            if atom in self._streamed and not (given and atom in slices):
+            later = atom in self._later and not (given and atom in self._inside)
+            if later or (atom in self._streamed and not given):
                 return False
         return True
 
@@ -289,29 +287,33 @@ def _loops_over(eqns: Sequence[Eqn], streamed: set[Var]) -> list[Eqn]:
     return loops
 
 
-def _slices_apart(eqns: Sequence[Eqn]) -> Iterable[Eqn]:
-    """A slice along dim 0 and others, as one along the others and then one along dim 0.
+def _slices_apart(eqns: Sequence[Eqn], loops: Sequence[Eqn]) -> Iterable[Eqn]:
+    """A slice of what a loop makes, along dim 0 and others: along the others first, and then along dim 0.
 
-    Programs wait for an element of what a loop made, so that they fetch no sooner: the first of these a loop
-    can do.
+    Programs wait for an element of what a loop made, so that they fetch no sooner: all but one dim of it the
+    loop can take by itself.
     """
+    made = {v for loop in loops for v in _growing_loop.stacks_made(loop)}
     for eqn in eqns:
-        if eqn.primitive.name != "slice" or eqn.params["strides"] is not None:
+        if eqn.primitive.name != "slice" or eqn.params["strides"] or eqn.invars[0] not in made:
             yield eqn
             continue
         (x,), (out,) = eqn.invars, eqn.outvars
-        shape, cut = x.aval.shape, out.aval.shape
-        if cut[0] == shape[0] or cut[1:] == shape[1:]:
+        (turns, *row), (num, *cut) = x.aval.shape, out.aval.shape
+        if turns == num or row == cut:
             yield eqn
             continue
-        some = _jaxpr.var_like(x.aval, (shape[0], *cut[1:]))
-        starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-        others = dict(start_indices=(0, *starts[1:]), limit_indices=(shape[0], *limits[1:]))
-        first = dict(
-            start_indices=(starts[0], *(0 for _ in cut[1:])), limit_indices=(limits[0], *cut[1:])
+        (start, *starts), (limit, *limits) = (
+            eqn.params[name] for name in ("start_indices", "limit_indices")
         )
-        yield _jaxpr.equation(lax.slice_p, [x], [some], eqn, strides=None, **others)
-        yield _jaxpr.equation(lax.slice_p, [some], [out], eqn, strides=None, **first)
+        some = _jaxpr.var_like(x.aval, (turns, *cut))
+        yield _slice(x, some, (0, *starts), (turns, *limits), eqn)
+        yield _slice(some, out, (start, *(0 for _ in cut)), (limit, *cut), eqn)
+
+
+def _slice(x: Atom, out: Var, starts: Sequence[int], limits: Sequence[int], eqn: Eqn) -> Eqn:
+    params = dict(start_indices=tuple(starts), limit_indices=tuple(limits), strides=None)
+    return _jaxpr.equation(lax.slice_p, [x], [out], eqn, **params)
 
 
 def _following(eqns: Sequence[Eqn], start: Sequence[Var]) -> set[Var]:

@@ -37,7 +37,7 @@ Source = Eqn | MadeInLoop
 Derived = Mapping[Var, Source]
 
 
-class _Carry(NamedTuple):
+class _CarryParts(NamedTuple):
     init: Atom
     before: Var
     after: Atom
@@ -62,7 +62,7 @@ class GrowingLoop:
         self._derived, self._body = derived, scan.body
         self._consts = list(zip(ins[0], body_ins[0], strict=True))
         carries = zip(ins[1], body_ins[1], body_outs[0], outs[0], strict=True)
-        self._carries = [_Carry(*each) for each in carries]
+        self._carries = [_CarryParts(*each) for each in carries]
         self._stacks = list(zip(ins[2], body_ins[2], strict=True))
         self._made = list(zip(body_outs[1], outs[1], strict=True))
         self._first: list[Eqn] = []  # of the body; what they read, no equation of the body makes
@@ -106,7 +106,7 @@ class GrowingLoop:
         ins = [self._rows_of(atom) for atom in eqn.invars]
         self._last.append(eqn.replace(invars=ins, outvars=[part]))
         self._last.append(_jaxpr.equation(combine, [before, part], [after], eqn))
-        self._carries.append(_Carry(self._full(eqn, out), before, after, out))
+        self._carries.append(_CarryParts(self._full(eqn, out), before, after, out))
 
     def hand_out(self, stack: Var) -> None:
         """Makes a stack `[turns * k, ...]` of what each turn has of it."""

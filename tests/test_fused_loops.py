@@ -1,0 +1,714 @@
+"""Loops over layers take over what stands around them: the values stay, and stacks are read in slices."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jzero
+import zoo
+from jzero.sharding.cut import _fused_loops, _growing_loop
+from jzero.tracing import _jaxpr, _rewrite
+
+TURNS = 4
+TOLERANCES = {"float64": 1e-12, "float32": 2e-6}  # Sums are taken in another order.
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def values(*shapes, dtype=np.float64):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+class Rewritten:
+    """A function's jaxpr, of which the first `num` arguments are streamed; before, sunk, and after."""
+
+    def __init__(self, fn, *args, num=1):
+        closed = jax.make_jaxpr(fn)(*args)
+        flat, self.consts = _rewrite.flatten_calls(*_jaxpr.open_jaxpr(closed))
+        names = {"debug_info": closed.jaxpr.debug_info.with_unknown_names()}
+        self.args = args
+        self.old = _jaxpr.replaced(_jaxpr.open_jaxpr(closed)[0], **flat._asdict(), **names)
+        self.streamed = self.old.invars[:num]
+        self.sunk = _fused_loops.sink(self.old, self.streamed)
+        self.new = _fused_loops.fused(self.old, self.streamed)
+
+    def run(self, jaxpr):
+        return _jaxpr.evaluate(jaxpr, self.consts, *self.args)
+
+    def check(self, exact=False, sunk_exact=True):
+        """All values are what they were, those of `sink` to the bit; inputs and outputs are the same."""
+        expected = self.run(self.old)
+        for jaxpr, equal in ((self.sunk, sunk_exact), (self.new, exact)):
+            assert jaxpr.invars == self.old.invars
+            assert [id(v) for v in jaxpr.outvars] == [id(v) for v in self.old.outvars]
+            for x, y in zip(self.run(jaxpr), expected, strict=True):
+                assert x.dtype == y.dtype
+                close = 0.0 if equal else TOLERANCES.get(str(x.dtype), 0.0)
+                np.testing.assert_allclose(as_float64(x), as_float64(y), rtol=close, atol=close)
+        return self
+
+    @property
+    def loops(self):
+        return [e for e in self.new.eqns if _growing_loop.is_loop(e)]
+
+    def whole_readers(self):
+        return [e for v in self.streamed for e in _fused_loops.whole_readers(self.new, v)]
+
+    def readers_of_made(self):
+        """Who reads more than a scalar of each turn of what loops make, besides loops."""
+        made = {v for e in self.loops for v in _growing_loop.stacks_made(e) if v.aval.size > TURNS}
+        return [
+            e.primitive.name
+            for e in self.new.eqns
+            if not _growing_loop.is_loop(e)
+            and any(not _jaxpr.is_literal(a) and a in made for a in e.invars)
+        ]
+
+    def outside(self):
+        """The equations around the loops."""
+        return [e.primitive.name for e in self.new.eqns if not _growing_loop.is_loop(e)]
+
+
+def as_float64(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def through(stacks, x=None, reverse=False):
+    """A loop over one stack or several; its carry depends on their order."""
+    x = jnp.float64(0.5) if x is None else x
+
+    def body(x, slices):
+        total = sum(jnp.sum(s.astype(jnp.float64) ** 2) for s in jax.tree.leaves(slices))
+        return jnp.sin(x * 3) + total, x
+
+    return lax.scan(body, x, stacks, reverse=reverse)
+
+
+SINKING = {
+    "cast": lambda w, s, v: w.astype(jnp.bfloat16),
+    "cast and back": lambda w, s, v: w.astype(jnp.bfloat16).astype(jnp.float32),
+    "scaled": lambda w, s, v: w * s + 1,
+    "two stacks": lambda w, s, v: w * v + jnp.where(v > 0, w, s),
+    "with ones": lambda w, s, v: w + jnp.full(w.shape, s) * jnp.ones_like(w),
+    "with a row": lambda w, s, v: w * jnp.sin(jnp.arange(6.0))[None, None],
+    "transposed": lambda w, s, v: w.transpose(0, 2, 1),
+    "other dims merged": lambda w, s, v: w.reshape(TURNS, 30),
+    "other dims split": lambda w, s, v: w.reshape(TURNS, 5, 2, 3),
+    "new dims": lambda w, s, v: w[:, None, :, None],
+    "broadcast": lambda w, s, v: jnp.broadcast_to(w[:, :, None], (TURNS, 5, 7, 6)),
+    "squeezed": lambda w, s, v: w[:, :1].squeeze(1),
+    "sliced": lambda w, s, v: w[:, 1:4, ::2],
+    "reversed": lambda w, s, v: w[:, ::-1],
+    "padded": lambda w, s, v: jnp.pad(w, ((0, 0), (1, 2), (0, 0))),
+    "put together": lambda w, s, v: jnp.concatenate([w, v, jnp.zeros((TURNS, 1, 6))], 1),
+    "split in two": lambda w, s, v: jnp.split(w, 2, axis=2),
+    "normalised": lambda w, s, v: w / jnp.sqrt(jnp.sum(w**2, (1, 2), keepdims=True)),
+    "sorted": lambda w, s, v: jnp.sort(w, 1),
+    "rolled": lambda w, s, v: jnp.roll(w, 1, 2),
+    "masked": lambda w, s, v: jnp.where(
+        lax.broadcasted_iota(jnp.int32, w.shape, 2) < s.astype(jnp.int32), w, 0
+    ),
+    "flat and back": lambda w, s, v: (w.ravel() * 2).reshape(w.shape),
+    "a list": lambda w, s, v: [w.astype(jnp.float32), w, (v * s, w[:, 0])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", SINKING)
+def test_what_follows_from_slices_is_made_in_the_loop(name, reverse):
+    def fn(w, v, s):
+        return through(SINKING[name](w, s, v), reverse=reverse)
+
+    (w, v), s = values((TURNS, 5, 6), (TURNS, 5, 6)), jnp.float64(3.0)
+    found = Rewritten(fn, w, v, s, num=2).check(exact=True)
+    assert found.whole_readers() == []
+    (loop,) = found.loops
+    taken = set(_growing_loop.stacks_of(loop))
+    assert taken <= set(found.streamed)
+    # Nothing around the loop makes a stack.
+    eqns = [e for e in found.new.eqns if e is not loop]
+    assert all(out.aval.shape[:1] != (TURNS,) for e in eqns for out in e.outvars)
+
+
+STAYING = {
+    "cumsum": lambda w: jnp.cumsum(w, 0),
+    "rev": lambda w: w[::-1],
+    "transpose": lambda w: w.transpose(1, 0),
+    "broadcast_in_dim": lambda w: w * lax.broadcast_in_dim(w[:, 0], (TURNS, TURNS), (1,)),
+    "sort": lambda w: jnp.sort(w, 0),
+    "concatenate": lambda w: jnp.concatenate([w[1:], w[:1]]),
+    "reduce_max": lambda w: w / jnp.max(jnp.abs(w)),
+    "argmax": lambda w: w * jnp.argmax(w, 0)[None],
+    "dot_general": lambda w: jnp.matmul(jnp.ones((TURNS, TURNS)), w, precision="highest"),
+    "reshape": lambda w: w.reshape(2, 2, TURNS).transpose(1, 0, 2).reshape(TURNS, TURNS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAYING)
+def test_who_reads_a_whole_stack_is_named(name):
+    found = Rewritten(lambda w: through(STAYING[name](w * 2)), *values((TURNS, TURNS)))
+    # Outside of a loop the compiler multiplies by the reciprocal of a scalar that divides.
+    told = _fused_loops.told(found.check(sunk_exact=name != "reduce_max").whole_readers())
+    assert f"{'slice' if name == 'concatenate' else name} at " in told
+    assert "test_fused_loops.py:" in told
+
+
+def test_one_stack_for_several_readers():
+    """Forward and backward loops each make it again; what else reads it keeps it outside, and is named."""
+
+    def loss(w, x):
+        (y, _) = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w.astype(jnp.float32))
+        return jnp.sum(y**2)
+
+    w, x = values((TURNS, 3, 3), (2, 3), dtype=np.float32)
+    w = w.astype(jnp.float64)
+    found = Rewritten(jax.value_and_grad(loss), w, x).check()
+    forward, backward = found.loops
+    for loop in (forward, backward):
+        assert _fused_loops.takes_slices(loop, found.streamed[0])
+    assert {v.aval.shape for v in _growing_loop.stacks_made(forward)} == {(TURNS, 2, 3)}
+    assert found.whole_readers() == []
+
+    def also(w, x):
+        return loss(w, x) + jnp.sum(jnp.cumsum(w.astype(jnp.float32), 0))
+
+    found = Rewritten(jax.value_and_grad(also), w, x).check()
+    assert [e.primitive.name for e in found.whole_readers()] == ["cumsum"]
+    assert all(_fused_loops.takes_slices(loop, found.streamed[0]) for loop in found.loops)
+
+
+def test_a_loop_that_reads_a_stack_whole_is_named():
+    def closed_over(w):
+        return lax.scan(lambda x, each: (x + each * jnp.sum(w), None), jnp.zeros(TURNS), w)
+
+    def carried(w):
+        return lax.scan(lambda x, each: (jnp.sin(x) + each[None], None), w, w)
+
+    for step in (closed_over, carried):
+        found = Rewritten(step, *values((TURNS, TURNS))).check()
+        assert [e.primitive.name for e in found.whole_readers()] == ["scan"]
+
+
+def test_parameters_do_not_hide_in_what_a_forward_loop_keeps():
+    """A cast in the body is a residual: the cast parameters of all layers."""
+
+    def loss(w, b, x, scale):
+        def layer(x, each):
+            w, b = each
+            return jnp.tanh(x @ (w.astype(jnp.float32) * scale) + b.reshape(1, -1)), None
+
+        return jnp.sum(lax.scan(layer, x, (w, b))[0] ** 2)
+
+    w, b, x = values((TURNS, 3, 3), (TURNS, 3), (2, 3), dtype=np.float32)
+    w, scale = w.astype(jnp.float64), jnp.float32(0.5)
+    fn = jax.value_and_grad(loss, argnums=(0, 1))
+    found = Rewritten(fn, w, b, x, scale, num=2).check()
+    before = [e for e in found.old.eqns if _growing_loop.is_loop(e)][0]
+    forward, backward = found.loops
+    assert (TURNS, 3, 3) in [v.aval.shape for v in _growing_loop.stacks_made(before)]
+    assert {v.aval.shape for v in _growing_loop.stacks_made(forward)} == {(TURNS, 2, 3)}
+    assert _fused_loops.takes_slices(backward, found.streamed[0])
+
+
+ABSORBED = {
+    "sum": lambda g, s: jnp.sum(g),
+    "sums of squares": lambda g, s: (jnp.sum(g**2), jnp.sum(jnp.abs(g.astype(jnp.float32)))),
+    "scaled": lambda g, s: jnp.sum((g / s) ** 2),
+    "over the turns alone": lambda g, s: (jnp.sum(g, 0), jnp.max(g, 0)),
+    "over some dims": lambda g, s: jnp.sum(g, (0, 2)),
+    "mean": lambda g, s: jnp.mean(g),
+    "max": lambda g, s: (jnp.max(jnp.abs(g)), jnp.min(g), jnp.max(-g, (0, 1))),
+    "prod": lambda g, s: (jnp.prod(g), jnp.prod(jnp.round(g).astype(jnp.int32))),
+    "finite": lambda g, s: (jnp.all(jnp.isfinite(g)), jnp.any(jnp.isnan(g / s))),
+    "bits": lambda g, s: lax.reduce_and(jnp.round(9 * g).astype(jnp.uint8), (0, 1, 2)),
+    "bits of some": lambda g, s: lax.reduce_or(jnp.round(9 * g).astype(jnp.int32), (0, 1)),
+    "int max": lambda g, s: jnp.max(jnp.round(9 * g).astype(jnp.int8)),
+    "vdot": lambda g, s: (jnp.vdot(g, g), jnp.linalg.norm(g.ravel())),
+    "einsum": lambda g, s: jnp.einsum("lij,lij->", g, g),
+    "masked": lambda g, s: jnp.sum(jnp.where(jnp.arange(6)[None, None] < 4, g, 0)),
+    "with zeros": lambda g, s: jnp.sum(g**2 + jnp.zeros_like(g) ** 2),
+    "merged": lambda g, s: jnp.sum(g.transpose(0, 2, 1).reshape(TURNS, -1), axis=(0, 1)),
+    "of each turn": lambda g, s: jnp.sqrt(jnp.sum(g**2, (1, 2))),
+    "of each turn, twice": lambda g, s: jnp.max(jnp.sqrt(jnp.sum(g**2, (1, 2)))),
+    "normalised by turn": lambda g, s: jnp.sum(
+        jnp.abs(g / jnp.sqrt(jnp.sum(g**2, (1, 2), keepdims=True)))
+    ),
+    "bfloat16": lambda g, s: jnp.max(g.astype(jnp.bfloat16)),
+}  # fmt: skip
+
+
+def gradients(w, x, reverse=True):
+    """A loop whose carry and stack depend on the order of the turns."""
+    return lax.scan(lambda x, w: (jnp.sin(x) + w, jnp.cos(x) * w), x, w, reverse=reverse)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", ABSORBED)
+def test_what_reads_stacks_that_a_loop_makes_is_done_in_the_loop(name, reverse):
+    def fn(w, x, s):
+        end, made = gradients(w, x, reverse)
+        return end, ABSORBED[name](made, s)
+
+    w, x = values((TURNS, 5, 6), (5, 6))
+    found = Rewritten(fn, w, x, jnp.float64(3.0)).check()
+    assert found.readers_of_made() == []
+    # No stack is handed out but of scalars.
+    (loop,) = found.loops
+    assert all(v.aval.size == TURNS for v in _growing_loop.stacks_made(loop))
+    old = [e.primitive.name for e in found.old.eqns]
+    assert len(found.outside()) < len(old) - 1 or "reduce" not in "".join(found.outside())
+
+
+def test_a_stack_that_is_an_output_stays_one():
+    def fn(w, x):
+        _, made = gradients(w, x)
+        return made, jnp.sum(made**2), made.astype(jnp.float32) * 2
+
+    found = Rewritten(fn, *values((TURNS, 5, 6), (5, 6))).check()
+    (loop,) = found.loops
+    assert found.outside() == []
+    types = [v.aval.dtype for v in _growing_loop.stacks_made(loop)]
+    assert types == [jnp.float64, jnp.float32]
+
+
+def test_turns_that_meet_other_turns_stay_outside():
+    """A column of a stack as a row: every turn reads it whole."""
+
+    def across(stack):
+        return lax.broadcast_in_dim(stack[:, 0], (TURNS, TURNS), (1,))
+
+    def fn(w, x):
+        end, made = gradients(w, x)
+        return end, jnp.sum(made * across(w)), jnp.sum(made * across(made))
+
+    found = Rewritten(fn, *values((TURNS, TURNS), (TURNS,))).check()
+    assert [e.primitive.name for e in found.whole_readers()] == ["broadcast_in_dim"]
+    assert found.readers_of_made() == ["mul"]
+
+
+def test_dims_merged_into_turns_are_handed_out_whole():
+    def fn(w, x):
+        _, made = gradients(w, x)
+        return made.ravel() * 2, jnp.sum(made.reshape(-1, 6), 0)
+
+    found = Rewritten(fn, *values((TURNS, 5, 6), (5, 6))).check()
+    assert found.outside() == ["broadcast_in_dim", "reshape"]
+
+
+def test_what_needs_the_whole_loop_first_stays_outside():
+    """A clip by the norm of all: the norm is summed up in the loop, the gradient is scaled after it."""
+
+    def fn(w, x):
+        end, made = gradients(w, x)
+        norm = jnp.sqrt(jnp.sum(made**2))
+        return jnp.where(norm < 1, made, made / norm), made * jnp.sum(end)
+
+    found = Rewritten(fn, *values((TURNS, 5, 6), (5, 6))).check()
+    assert "reduce_sum" not in found.outside()[:-2]
+    assert set(found.readers_of_made()) == {"select_n", "div", "mul"}
+    assert len(_growing_loop.stacks_made(found.loops[0])) == 1
+
+
+def test_scalars_that_are_computed_after_the_loop_but_do_not_need_it():
+    def fn(w, x, s):
+        _, made = gradients(w, x)
+        return jnp.sum(made * jnp.sqrt(s + 1))
+
+    found = Rewritten(fn, *values((TURNS, 5, 6), (5, 6)), jnp.float64(2)).check()
+    assert found.readers_of_made() == []
+
+
+def test_gradients_with_a_function_of_the_parameters():
+    """Weight decay in the loss; norms of parameters are taken by the first loop that has their slices."""
+
+    def loss(w, b, x):
+        y, _ = lax.scan(lambda x, each: (jnp.tanh(x @ each[0] + each[1][None]), None), x, (w, b))
+        decay = sum(jnp.sum(p**2) for p in (w, b))
+        return jnp.sum(y**2) + 0.1 * decay, jnp.sqrt(jnp.sum(w**2, (1, 2)))
+
+    def fn(w, b, x):
+        (value, norms), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(w, b, x)
+        return value, norms, grads, [jnp.sum(g**2) for g in grads], jnp.max(jnp.abs(w))
+
+    args = values((TURNS, 3, 3), (TURNS, 3), (2, 3))
+    found = Rewritten(fn, *args, num=2).check()
+    assert found.whole_readers() == []
+    assert found.readers_of_made() == []
+    forward, backward = found.loops
+    assert all(_fused_loops.takes_slices(forward, v) for v in found.streamed)
+    # The backward loop needs the biases for their decay alone.
+    assert all(_fused_loops.takes_slices(backward, v) for v in found.streamed)
+
+
+def test_gradients_of_two_loops():
+    """Layers that are used twice: what both loops made meets in the later one."""
+
+    def loss(w, x):
+        layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+        y, _ = lax.scan(layer, x, w)
+        z, _ = lax.scan(layer, y, w, reverse=True)
+        return jnp.sum(z**2)
+
+    def fn(w, x):
+        grad = jax.grad(loss)(w, x)
+        return grad, jnp.sum(grad**2)
+
+    found = Rewritten(fn, *values((TURNS, 3, 3), (2, 3))).check()
+    assert len(found.loops) == 4
+    assert found.readers_of_made() == []
+
+
+def test_a_loop_does_not_wait_for_itself():
+    """What a loop needs of a whole stack is made before it, and what follows from that stays out of it."""
+
+    def needs(w, x):
+        return gradients(w / jnp.max(jnp.abs(w)), x)
+
+    found = Rewritten(needs, *values((TURNS, 5), (5,))).check(sunk_exact=False)
+    assert [e.primitive.name for e in found.whole_readers()] == ["reduce_max"]
+
+    def scaled(w, x):  # Its own largest parameter is there only when the loop ends.
+        end, made = gradients(w, x)
+        return end, jnp.sum(made * jnp.max(w)), made / jnp.sqrt(jnp.sum(w**2, 1))[:, None].sum()
+
+    found = Rewritten(scaled, *values((TURNS, 5), (5,))).check()
+    assert found.whole_readers() == []
+    assert set(found.readers_of_made()) == {"mul", "div"}
+
+    def by_turn(w, x):  # Norms of each turn that come back as scales of the same loop.
+        norms = jnp.sqrt(jnp.sum(w**2, 1))
+        scaled = w * jnp.cumsum(norms)[:, None]
+        x, made = lax.scan(lambda x, w: (jnp.sin(x) + w[0], w[1] - w[0]), x, (w, scaled))
+        return norms, jnp.sum(made**2)
+
+    found = Rewritten(by_turn, *values((TURNS, 5), (5,))).check(sunk_exact=False)
+    assert [e.primitive.name for e in found.whole_readers()] == ["sqrt"]
+
+
+def test_sums_of_two_parameters_of_which_the_loop_takes_one():
+    def fn(w, v, x):
+        return gradients(w, x)[0], jnp.vdot(w, v), jnp.sum(w * v, (0, 1)), jnp.sum(v, 1)
+
+    found = Rewritten(fn, *values((TURNS, 5), (TURNS, 5), (5,)), num=2).check()
+    assert [e.primitive.name for e in found.whole_readers()] == ["reduce_sum"]  # Of `v` alone.
+
+
+def test_sums_keep_their_dtype_and_maxima_their_nans():
+    def fn(w, x):
+        _, made = gradients(w, x)
+        nans = jnp.where(made > 0, made, jnp.nan)
+        return made.astype(jnp.int8).sum(dtype=jnp.int8), jnp.max(nans), jnp.max(-jnp.inf * w**2)
+
+    found = Rewritten(fn, *values((TURNS, 5), (5,))).check()
+    carries = found.loops[0].outvars[: _jaxpr.scan_parts(found.loops[0]).num_carry]
+    assert [str(v.aval.dtype) for v in carries] == ["float64", "int8", "float64", "float64"]
+
+
+def test_an_element_that_others_wait_for():
+    """A program waits for one element of a stack: that one alone leaves the loop for it."""
+
+    def fn(w, x):
+        _, made = gradients(w, x)
+        token = lax.squeeze(lax.slice(made, (1, 0, 2), (2, 1, 3)), (0, 1, 2))
+        return lax.optimization_barrier((x, token))
+
+    found = Rewritten(fn, *values((TURNS, 5, 6), (5, 6))).check()
+    made = _growing_loop.stacks_made(found.loops[0])
+    assert [v.aval.shape for v in made] == [(TURNS, 1, 1)]
+    assert found.readers_of_made() == []
+
+
+def test_other_slices_of_what_a_loop_makes():
+    """Whole layers, and some of each: only the latter is another stack that the loop makes."""
+
+    def fn(w, x):
+        _, made = gradients(w, x)
+        return made[1:3] * 2, made[:, 1:3], made[::2, 1:3]
+
+    found = Rewritten(fn, *values((TURNS, 5, 6), (5, 6))).check()
+    shapes = [v.aval.shape for v in _growing_loop.stacks_made(found.loops[0])]
+    assert shapes == [(TURNS, 5, 6), (TURNS, 2, 6)]
+
+
+def test_a_stack_of_blocks_is_no_stack_of_turns():
+    """A loop over halves of layers reads the stack, but not in slices of a layer each."""
+
+    def fn(w, x):
+        end, _ = gradients(w, x)
+        halves, _ = lax.scan(lambda x, w: (jnp.sin(x) + w, None), x[:3], w.reshape(2 * TURNS, 3, 6))
+        pairs, _ = lax.scan(lambda x, w: (jnp.sin(x) + w[0] - w[1], None), x, w.reshape(2, 2, 6, 6))
+        return end, halves, pairs
+
+    found = Rewritten(fn, *values((TURNS, 6, 6), (6, 6))).check()
+    assert [e.primitive.name for e in found.whole_readers()] == ["scan", "reshape"]
+
+
+def test_collectives_over_stacks():
+    """Each turn has its own, where the loop's body does what is sent."""
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+
+    def local(w, x):
+        _, made = gradients(w, x)
+        whole, parts = lax.psum(made, "data"), lax.psum_scatter(made, "data", scatter_dimension=2)
+        more = lax.all_gather(made, "data", axis=1, tiled=True)
+        return jnp.sum(whole**2), parts * 2, jnp.max(more), lax.pmax(made, "data")
+
+    def fn(w, x):
+        return jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(w, x)
+
+    args = values((TURNS, 5, 4), (5, 4))
+    old = _rewrite.body_of_shard_map(fn, *args).jaxpr
+    new = _fused_loops.fused(old, old.invars[:1])
+    assert [e.primitive.name for e in new.eqns] == ["scan"]
+
+    def run(jaxpr):
+        def on_device(w, x):
+            return _jaxpr.evaluate(jaxpr, (), w * (1 + lax.axis_index("data")), x)
+
+        return jax.jit(
+            jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        )(*args)
+
+    for x, y in zip(run(new), run(old), strict=True):
+        np.testing.assert_allclose(as_float64(x), as_float64(y), rtol=1e-12)
+
+
+def test_loops_over_something_else_stay_as_they_are():
+    """A loop over time, a loop of one turn, and what prints."""
+
+    def fn(w, x, time):
+        _, states = lax.scan(lambda x, t: (jnp.sin(x + t), x), x, time)
+        one, _ = lax.scan(lambda x, t: (x + t, None), x, w[:1])
+        end, made = gradients(w, x)
+        jax.debug.print("{}", made.sum())
+        return jnp.sum(states**2), one, end
+
+    found = Rewritten(fn, *values((TURNS, 5), (5,), (7, 5))).check()
+    over_time, _ = found.loops
+    assert len(_growing_loop.stacks_made(over_time)) == 1
+    assert "debug_print" in str(found.new) or "debug_callback" in str(found.new)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_drawn_chains(seed):
+    """Drawn equations before and after two loops, which read what was drawn before them."""
+    rng = np.random.default_rng(seed)
+    maps: list[Callable[[jax.Array], jax.Array]] = [
+        jnp.sin, lambda x: x.astype(jnp.float32).astype(x.dtype), lambda x: x[:, ::-1],
+        lambda x: x.transpose(0, 2, 1).reshape(x.shape), lambda x: jnp.cumsum(x, 1),
+        lambda x: jnp.roll(x, 1, 0), lambda x: x + jnp.arange(6.0)[None, None], lambda x: x[::-1],
+        lambda x: x / (1 + jnp.sum(x**2, (1, 2), keepdims=True)), lambda x: x.ravel().reshape(x.shape),
+    ]  # fmt: skip
+    sums: list[Callable[[jax.Array], jax.Array]] = [
+        jnp.sum, jnp.max, lambda x: jnp.sum(x, (0, 1)).max(), lambda x: jnp.vdot(x, x) / x.size,
+        lambda x: jnp.all(x < 2).astype(x.dtype), lambda x: jnp.sum(x, (1, 2)).mean(),
+        lambda x: jnp.sum(x[1:]),
+    ]  # fmt: skip
+
+    def fn(w, v, x):
+        stacks, scalars, outs = [w, v], [jnp.float64(0.3)], []
+
+        def draw(num):
+            for _ in range(num):
+                one, two = (stacks[rng.integers(len(stacks))] for _ in range(2))
+                scale = scalars[rng.integers(len(scalars))]
+                kind = rng.integers(4)
+                if kind == 0:
+                    scalars.append(jnp.tanh(sums[rng.integers(len(sums))](one)))
+                elif kind == 1:
+                    stacks.append(jnp.sin(one * scale + two))
+                else:
+                    stacks.append(jnp.sin(maps[rng.integers(len(maps))](one)))
+
+        for reverse in (False, True):
+            draw(4)
+            chosen = [stacks[i] for i in rng.integers(len(stacks), size=2)]
+            scale = scalars[rng.integers(len(scalars))]
+
+            def turn(x, each, scale=scale):
+                return jnp.sin(x + each[0]) * scale, (jnp.cos(x) * each[1], each[0] * each[1])
+
+            x, made = lax.scan(turn, x, chosen, reverse=reverse)
+            stacks.extend(made)
+            draw(6)
+            outs.append(stacks[rng.integers(len(stacks))])
+        return x, outs, scalars
+
+    Rewritten(fn, *values((TURNS, 5, 6), (TURNS, 5, 6), (5, 6)), num=2).check(sunk_exact=False)
+
+
+# --------------------------------------------------------------------------------------------------
+# Real steps: the grad part of each, as one device of four runs it.
+
+LAYERS, VOCAB = 3, 32
+NUM = 4
+
+
+def params_of(dim):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"embed": (VOCAB, dim), "up": (LAYERS, dim, 4 * dim), "down": (LAYERS, 4 * dim, dim)}
+    params = {
+        name: 0.3 * jax.random.normal(key, shape, jnp.float32)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+    }
+    params["norm"] = jnp.ones((LAYERS, dim), jnp.float32)
+    params["bias"] = jnp.zeros((LAYERS, 4 * dim), jnp.float32)
+    params["head"] = 0.3 * jax.random.normal(keys[3], (dim, VOCAB), jnp.float32)
+    return params
+
+
+def logits_of(params, tokens, *, dtype, cast, remat):
+    to_dtype = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: E731
+    params = to_dtype(params) if cast == "tree" else params
+
+    def layer(x, weights):
+        weights = to_dtype(weights)
+        h = x * weights["norm"].reshape(1, 1, -1)
+        h = jax.nn.gelu(h @ weights["up"] + weights["bias"].reshape(1, 1, -1))
+        return x + h @ weights["down"], None
+
+    block = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+    x = params["embed"].astype(dtype)[tokens]
+    x, _ = lax.scan(block, x, {k: params[k] for k in ("norm", "up", "bias", "down")})
+    return (x @ params["head"].astype(dtype)).astype(jnp.float32)
+
+
+def make_step(
+    tx, *, dtype=jnp.bfloat16, cast="tree", remat=False, scale=1.0, decay=0.0, norms=False, whole=False
+):  # fmt: skip
+    def loss_fn(params, tokens):
+        logits = logits_of(params, tokens[:, :-1], dtype=dtype, cast=cast, remat=remat)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        if decay:
+            loss += decay * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+        if whole:
+            loss += jnp.mean(jnp.cumsum(params["up"], 0) ** 2)
+        return loss * scale
+
+    def step(state, tokens):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        grads = jax.tree.map(lambda g: g / scale, grads) if scale != 1 else grads
+        metrics = {"loss": loss}
+        if norms:
+            metrics["grads"] = jax.tree.map(jnp.linalg.norm, grads)
+            metrics["largest"] = jax.tree.map(lambda g: jnp.max(jnp.abs(g)), grads)
+            metrics["params"] = jax.tree.map(lambda p: jnp.sqrt(jnp.sum(p**2)), params)
+            metrics["layers"] = jnp.sqrt(jnp.sum(grads["up"] ** 2, (1, 2)))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), metrics
+
+    return step
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
+STEPS = {
+    "bfloat16": (dict(tx=CLIPPED), 16),
+    "bfloat16, cast in the body": (dict(tx=CLIPPED, cast="body"), 16),
+    "float32, remat": (dict(tx=CLIPPED, dtype=jnp.float32, remat=True), 16),
+    "bfloat16, remat": (dict(tx=CLIPPED, remat=True), 16),
+    "not finite": (dict(tx=optax.apply_if_finite(CLIPPED, 5), scale=128.0), 16),
+    "norms and decay": (dict(tx=optax.adamw(1e-3), norms=True, decay=1e-4), 16),
+    "padded": (dict(tx=CLIPPED, norms=True), 14),
+    "whole": (dict(tx=CLIPPED, whole=True), 16),
+}  # fmt: skip
+
+
+class GradPart(Rewritten):
+    """The grad part of a step at stage 3, on one device; all floating stacks are streamed."""
+
+    def __init__(self, step, state, batch):
+        self.mesh = jax.make_mesh((NUM,), ("data",), (AxisType.Auto,), devices=jax.devices()[:NUM])
+        train_step = jzero.shard_train_step(
+            step, mesh=self.mesh, offload=jzero.PinnedHost(2**20), prefetch_bytes=0, min_shard_bytes=0
+        )  # fmt: skip
+        programs = train_step._programs
+        program = programs.of(programs.bind((state, *batch), {}))
+        grad, leaves = program.step.grad, len(program.plan.leaves)
+        avals = {v: grad.types[v].aval(self.mesh) for v in grad.takes}
+        for v in set(grad.takes) - set(program.step._invars[:leaves]):
+            # Of arguments the plan has the shapes of one device.
+            spec = [*avals[v].sharding.spec, *[None] * v.aval.ndim]
+            shape = [n * (NUM if axes else 1) for n, axes in zip(v.aval.shape, spec, strict=False)]
+            avals[v] = avals[v].update(shape=tuple(shape))
+        self.body = _rewrite.body_of_shard_map(grad.run, *grad.taken(avals))
+        self.old, self.consts = self.body.jaxpr, []
+        (self.turns,) = {
+            _jaxpr.scan_parts(e).length for e in self.old.eqns if _growing_loop.is_loop(e)
+        }
+        floating = [v for v in self.old.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+        self.streamed = [v for v in floating if v.aval.shape[:1] == (self.turns,)]
+        self.sunk = _fused_loops.sink(self.old, self.streamed)
+        self.new = _fused_loops.fused(self.old, self.streamed)
+
+    def run(self, jaxpr):
+        rng, num_axes = np.random.default_rng(1), len(self.body.axes)
+        arrays = []
+        for v in jaxpr.invars[: len(jaxpr.invars) - num_axes]:
+            shape = (NUM, *v.aval.shape)
+            integers = jnp.issubdtype(v.aval.dtype, jnp.integer)
+            x = np.asarray(rng.integers(0, 5, shape) if integers else rng.normal(size=shape))
+            # A scalar is the same on all devices.
+            x = np.broadcast_to(x[:1], shape) if x.ndim == 1 else x
+            arrays.append(jnp.asarray(x, v.aval.dtype))
+
+        def on_device(*arrays):
+            indices = [lax.axis_index(axes) for axes in self.body.axes]
+            outs = _jaxpr.evaluate(jaxpr, self.consts, *(x[0] for x in arrays), *indices)
+            return [jnp.asarray(x)[None] for x in outs]
+
+        run = jax.shard_map(
+            on_device, mesh=self.mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+        )
+        return jax.jit(run)(*arrays)
+
+
+@pytest.fixture
+def _float32():
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.usefixtures("_float32")
+@pytest.mark.parametrize("name", STEPS)
+def test_grad_parts(name):
+    how, dim = STEPS[name]
+    params = params_of(dim)
+    state = params, how["tx"].init(params)
+    found = GradPart(make_step(**how), state, (jnp.zeros((8, 9), jnp.int32),)).check()
+    told = _fused_loops.told(found.whole_readers())
+    if name == "whole":
+        assert told.startswith("cumsum at ")
+    else:
+        assert told == ""
+        forward, backward = found.loops
+        assert set(_growing_loop.stacks_of(forward)) == set(found.streamed)
+        # What it keeps has rows of the batch, or is an element that gathers wait for.
+        assert {v.aval.shape[1] for v in _growing_loop.stacks_made(forward)} <= {1, 2}
+        assert len(_growing_loop.stacks_made(backward)) - ("layers" in str(how)) <= 5
+    assert found.readers_of_made() == []
+
+
+@pytest.mark.usefixtures("_float32")
+@pytest.mark.parametrize("name", ["transformer_scan", "transformer_scan_remat"])
+def test_grad_parts_of_flax(name):
+    entry = zoo.get(name)
+    found = GradPart(entry.step, entry.init(), entry.batches(1)[0]).check()
+    loops = [e for e in found.loops if set(found.streamed) & set(_growing_loop.stacks_of(e))]
+    assert len(loops) == 2
+    gradients = {v.aval.shape for v in _growing_loop.stacks_made(loops[1])}
+    read = {v.aval.shape for v in found.streamed}
+    assert gradients <= read
+    assert found.readers_of_made() == []
