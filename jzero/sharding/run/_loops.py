@@ -16,7 +16,7 @@ from jax import lax
 
 from jzero.sharding.analysis import _frames, _rules
 from jzero.sharding.analysis._frames import Frame, split
-from jzero.sharding.run import _prefetch
+from jzero.sharding.run import _memory_spaces, _prefetch
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Interpreter
 from jzero.sharding.run._values import (
@@ -61,9 +61,11 @@ def run_scan(
     # A loop that is part of one pass: one that holds whole passes would keep what it gathered for the
     # next turn's forward pass alive through all of this turn.
     alone = one_pass and not interp.keep_gathered and not interp.devices.divergent
-    gathers = any(isinstance(value, ShardValue) for value in stacks)
-    if alone and gathers and scan.length > 1 and scan.unroll == 1:
-        loop = functools.partial(_prefetch.scan, queue=interp.devices.queue)
+    gathers = alone and any(isinstance(value, ShardValue) for value in stacks)
+    fetches = any(_memory_spaces.on_host(value.x) for value in stacks)
+    if (gathers or fetches) and scan.length > 1 and scan.unroll == 1:
+        queue = interp.devices.queue if gathers else None
+        loop = functools.partial(_prefetch.scan, queue=queue)
     starts = [each.start(interp.devices) for each in carries]
     ends, (ys, scales) = loop(turn, starts, stacks, length=scan.length, reverse=scan.reverse)
     finished = zip(carries, ends, scales, strict=True)
