@@ -182,7 +182,9 @@ def rule_for(eqn: Eqn) -> Rule | None:
     if eqn.primitive.name == "bitcast_convert_type":
         same = eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
         return rule if same else None
-    if eqn.primitive.name == "device_put":  # To other devices: theirs is no part of this step's mesh.
+    if (
+        eqn.primitive.name == "device_put"
+    ):  # To other devices: theirs is no part of this step's mesh.
         return rule if _jaxpr.changes_memory(eqn) else None
     if eqn.primitive.name in ("reduce_and", "reduce_or") and eqn.invars[0].aval.dtype != bool:
         return RULES["reduce_prod"]  # Of integers, it is no minimum or maximum.

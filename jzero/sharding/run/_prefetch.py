@@ -44,8 +44,9 @@ def scan(
             ahead, (carry, ys[i]) = gathers(xs[i + 1]), turn(carry, xs[i], ahead)
         carry, ys[-1] = turn(carry, xs[-1], ahead)
 
-    No gather is added, and without a `queue` none is moved. The last turn stands after the loop for that, and slices are read from and
-    written to whole stacks, so that none is copied to lose its first or last slice.
+    No gather is added, and without a `queue` none is moved. The last turn stands after the loop for that,
+    and slices are read from and written to whole stacks, so that none is copied to lose its first or last
+    slice.
     """
     traced = _jaxpr.trace_here(body, init, jax.tree.map(_jaxpr.slice_type, xs))
     arrays, stacks = jax.tree.leaves(init), jax.tree.leaves(xs)
