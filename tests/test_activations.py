@@ -199,7 +199,7 @@ def test_stacks_are_on_the_host_between_the_loops(stage):
     forward, backward = loops_on_host(traced(train_step))
     assert forward[1] == [stack]
     assert stack in backward[0]
-    row, head_input = train_step.plan(new_state(), *batches()[0]).activations
+    head_input, row = train_step.plan(new_state(), *batches()[0]).activations
     assert (head_input.shape, head_input.turns) == ((ROWS // 8, WIDTH), 1)
     assert (row.shape, row.turns, row.times, row.nbytes) == (stack, LAYERS, 1, 4 * 4 * 2 * 16)
 
@@ -255,13 +255,13 @@ def test_describe_lists_them():
         "1 stack of loops and 1 value wait on the host for the backward pass, 320 B of each" in text
     )
     assert "256 B float32[4, 1, 16], in 4 turns, at " in text
-    row, _ = found.to_dict()["activations"]
+    _, row = found.to_dict()["activations"]
     assert (row["shape"], row["dtype"], row["nbytes"]) == ([4, 1, 16], "float32", 256)
     crossings = [(x.direction, x.what, x.elements, x.nbytes) for x in found.crossings]
     assert crossings == [
         (way, "activation", 2 * elements, 2 * 4 * elements)
         for way in ("to host", "to device")
-        for elements in (64, 16)
+        for elements in (16, 64)
     ]
     without = small.shard_train_step(make_step(True, "blocks"), in_specs={"key": jax.P()})
     assert without.describe(new_state(), *batches()[0]).to_dict()["activations"] is None

@@ -72,6 +72,8 @@ class Interpreter:
       boundary: values that another program reads, and what there does. They are reduced before anything is
         made of them: a gradient that waited through a cast, too, would be reduced twice.
       loop_bytes: of an evaluation, the most that a loop gathers before it and keeps; None for a training.
+      leaving: copies to the host that nothing has waited for.
+      fetches: when copies from the host start, in a backward pass that reads some.
     """
 
     links: Links

@@ -16,12 +16,14 @@ def on_host(x: jax.Array) -> bool:
 
 def to_host(x: jax.Array) -> jax.Array:
     """A copy of `x` in pinned memory of the host."""
-    return jax.device_put(x, jax.memory.Space.Host)
+    copy: jax.Array = jax.device_put(x, jax.memory.Space.Host)
+    return copy
 
 
 def to_device(x: jax.Array) -> jax.Array:
     """A copy of `x` on the device."""
-    return jax.device_put(x, jax.memory.Space.Device)
+    copy: jax.Array = jax.device_put(x, jax.memory.Space.Device)
+    return copy
 
 
 def empty_stack(length: int, aval: Aval) -> jax.Array:
