@@ -338,6 +338,15 @@ def test_the_policy(policy, text):
     assert "Use offload_activations=jzero.PinnedHost(), or drop it." in str(caught.value)
 
 
+def test_beside_parameters_on_the_host():
+    host = jzero.PinnedHost()
+    with pytest.raises(
+        jzero.OptionError, match="programs of their own; activations leave"
+    ) as caught:
+        jzero.shard_train_step(make_step(True), offload_activations=host, offload_params=host)
+    assert "Drop offload_activations, or offload_params." in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("recompute", "options", "error", "text"),
     [

@@ -152,6 +152,8 @@ class Options:
         """How many gathered bytes may be ahead of their use; below stage 3 nothing is gathered for one."""
         if self.stage < 3:
             return sys.maxsize
+        if self.offload.streams:  # A part gathers what it fetched for itself.
+            return 0
         return PREFETCH_BYTES if self.prefetch_bytes is None else self.prefetch_bytes
 
     @property
@@ -179,6 +181,8 @@ _REDUCED = "Stage 2 is stage 1 with gradients reduced for each microbatch; stage
 _ACTIVATIONS = "Use offload_activations=jzero.PinnedHost(), or drop it."
 # What must not be, what is then found, the rule, and what to do; the first that holds is said.
 _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
+    (lambda o: not isinstance(o.offload, Offload), "offload={o.offload!r}",
+     "It is a policy: where optimizer state rests.", "Use offload=jzero.PinnedHost(), or drop it."),
     (lambda o: o.reduce not in (None, "once", "each"), "reduce={o.reduce!r}",
      "Gradients are reduced 'once' or for 'each' microbatch.", "Drop it to let the stage decide."),
     (lambda o: o.stage < 2 and o.reduce == "each", "stage={o.stage} and reduce={o.reduce!r}",
@@ -197,14 +201,20 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
      "stage={o.stage} and prefetch_bytes={o.prefetch_bytes}",
      "Below stage 3 parameters rest whole on every device, and nothing is gathered ahead.",
      "Drop prefetch_bytes, or use stage=3."),
+    (lambda o: o.prefetch_bytes is not None and o.offload.streams,
+     "prefetch_bytes={o.prefetch_bytes} and offload={o.offload}",
+     "Of parameters that rest on the hosts at most device_bytes are on a device, fetched and gathered.",
+     "Drop prefetch_bytes, or offload_params."),
+    (lambda o: o.gather in ("keep", "once_per_step") and o.offload.streams,
+     "gather={o.gather!r} and offload={o.offload}",
+     "Parameters that rest on the hosts are fetched and gathered for each pass.",
+     "Drop gather, or offload_params."),
     (lambda o: o.full is not None and o.stage < 3, "stage={o.stage} and full={o.full!r}",
      "Below stage 3 all parameters rest full.", "Drop full, or use stage=3."),
     (lambda o: o.param_axes is not None and o.stage < 3, "stage={o.stage} and param_axes={o.param_axes}",
      "Below stage 3 parameters are not sharded.", "Drop param_axes, or use stage=3."),
     (lambda o: o.optimizer_axes is not None and o.stage == 0, "stage=0 and optimizer_axes={o.optimizer_axes}",
      "At stage 0 nothing is sharded.", "Drop optimizer_axes, or use stage=1."),
-    (lambda o: not isinstance(o.offload, Offload), "offload={o.offload!r}",
-     "It is a policy: where optimizer state rests.", "Use offload=jzero.PinnedHost(), or drop it."),
     (lambda o: not isinstance(o.offload_activations, Offload | None),
      "offload_activations={o.offload_activations!r}",
      "It is a policy: where activations wait for the backward pass.", _ACTIVATIONS),
@@ -215,6 +225,10 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
      "offload_activations={o.offload_activations!r}",
      "What it sets is of optimizer state. Of activations, one turn of a loop, or 128 MiB, are on their way.",
      _ACTIVATIONS),
+    (lambda o: o.moves_activations and o.offload.streams,
+     "offload_activations={o.offload_activations} and offload={o.offload}",
+     "Layers whose parameters rest on the hosts run as programs of their own; activations leave and come back "
+     "within one program.", "Drop offload_activations, or offload_params."),
 )  # fmt: skip
 
 
