@@ -341,7 +341,7 @@ def test_the_policy(policy, text):
 def test_beside_parameters_on_the_host():
     host = jzero.PinnedHost()
     with pytest.raises(
-        jzero.OptionError, match="programs of their own; activations leave"
+        jzero.OptionError, match="programs of their own; activations leave and come"
     ) as caught:
         jzero.shard_train_step(make_step(True), offload_activations=host, offload_params=host)
     assert "Drop offload_activations, or offload_params." in str(caught.value)

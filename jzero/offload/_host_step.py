@@ -201,9 +201,7 @@ class HostStep:
                 values.update(zip(self._stays, stays, strict=True))
                 made |= turn(values, turn.jitted)
             hosted = self._taken(state, now if delays else None, num_steps + 1)
-            if (
-                job and self._streamed
-            ):  # JAX copies what is not its own, as NumPy's memory; all is there.
+            if job and self._streamed:  # JAX copies what is not its own, as NumPy's memory; all is there.
                 job.step.prepare([hosted.get(i, x) for i, x in enumerate(state)], reads)
             for chunk in job.step.updating(state) if job else ():
                 made |= chunk

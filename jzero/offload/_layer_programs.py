@@ -93,9 +93,7 @@ class Locals:
 class LayerPrograms:
     """Programs of parts; one serves all that are equal, as those of equal layers are."""
 
-    def __init__(
-        self, runner: Runner, inner: Locals, takes: Mapping[Var, P], parts: Sequence[Part]
-    ):
+    def __init__(self, runner: Runner, inner: Locals, takes: Mapping[Var, P], parts: Sequence[Part]):
         """Decides the forms of all values.
 
         Args:
@@ -164,8 +162,7 @@ class LayerPrograms:
         pairs = zip(takes, arrays, strict=True)
         indices = self._inner.indices
         return {
-            v: lax.axis_index(indices[v]) if v in indices else self.form(v).local(x)
-            for v, x in pairs
+            v: lax.axis_index(indices[v]) if v in indices else self.form(v).local(x) for v, x in pairs
         }
 
     def _parts(self, atoms: Sequence[Atom], values: Sequence[Any]) -> Arrays:
@@ -223,9 +220,7 @@ class LayerPrograms:
         parts, (consts, init, xs) = loop.parts, loop.operands
         ys = loop.results[1]
         closed = variables(consts)
-        by_kind = {
-            kind: [a for a, k in zip(xs, loop.xs, strict=True) if k == kind] for kind in _KINDS
-        }
+        by_kind = {kind: [a for a, k in zip(xs, loop.xs, strict=True) if k == kind] for kind in _KINDS}
         stacks = variables(by_kind[STACK])
 
         def local(
@@ -235,9 +230,7 @@ class LayerPrograms:
             env = self._env([*closed, *stacks], [*closed_, *stacks_])
             given = {
                 LEAF: iter(leaves),
-                SLICES: (
-                    self.form(a).local(x) for a, x in zip(by_kind[SLICES], slices, strict=True)
-                ),
+                SLICES: (self.form(a).local(x) for a, x in zip(by_kind[SLICES], slices, strict=True)),
                 STACK: (_sliced(_value(a, env), i) for a in by_kind[STACK]),
             }
             outs = _jaxpr.evaluate(
@@ -321,8 +314,7 @@ class LayerPrograms:
 
         def local() -> tuple[Arrays, ...]:
             return tuple(
-                [self.form(y).part(jnp.zeros(y.aval.shape, y.aval.dtype)) for y in ys]
-                for ys in groups
+                [self.form(y).part(jnp.zeros(y.aval.shape, y.aval.dtype)) for y in ys] for ys in groups
             )
 
         specs = tuple([self.form(y).spec for y in ys] for ys in groups)

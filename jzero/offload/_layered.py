@@ -51,9 +51,7 @@ class LayeredSegment:
         leaf_of = dict(zip(runner.frame.jaxpr.invars, runner.plan.leaves, strict=False))
         taken = {var: segment.takes[i] for var, i in inner.taken().items()}
         self._leaf_of = {
-            var: leaf_of[of]
-            for var, of in taken.items()
-            if of in leaf_of and leaf_of[of].is_streamed
+            var: leaf_of[of] for var, of in taken.items() if of in leaf_of and leaf_of[of].is_streamed
         }
         outvars = inner.jaxpr.outvars
         sends = [i for i, var in enumerate(segment.gives) if var in self.sent]
@@ -61,9 +59,7 @@ class LayeredSegment:
         # A stack that is sharded along its turns has no slices.
         self._hosted = {outvars[i] for i in sends if outvars[i] in fresh
                         and not any(inner.out_specs[i][:1])}  # fmt: skip
-        self._home = {
-            i: NamedSharding(runner.mesh, inner.out_specs[i], memory_kind=PINNED) for i in sends
-        }
+        self._home = {i: NamedSharding(runner.mesh, inner.out_specs[i], memory_kind=PINNED) for i in sends}
         nbytes = {var: leaf.nbytes_per_device for var, leaf in self._leaf_of.items()}
         self.parts = _layers.cut(inner.jaxpr, nbytes, self._hosted, device_bytes // 2)
         self._check_room()
@@ -245,9 +241,7 @@ class _Run:
         carry, ys = loop.results
         env.update(zip(carry, self._carry, strict=True))
         for kind, found in ((SLICES, self._ys), (STACK, self._made)):
-            env.update(
-                zip([y for y, k in zip(ys, loop.ys, strict=True) if k == kind], found, strict=True)
-            )
+            env.update(zip([y for y, k in zip(ys, loop.ys, strict=True) if k == kind], found, strict=True))
         hosted = [y for y, k in zip(ys, loop.ys, strict=True) if k == HOSTED]
         self._there.update(zip(hosted, self._hosted, strict=True))
         layered._send([y for y in ys if y in layered._hosted and y not in hosted], env, self._there)

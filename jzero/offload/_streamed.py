@@ -46,7 +46,9 @@ class StreamedStep:
       compiled: those of whole turns, after a step.
     """
 
-    def __init__(self, runner: Runner, shardings: Sequence[NamedSharding], params_bytes: int = 0):
+    def __init__(
+        self, runner: Runner, shardings: Sequence[NamedSharding], params_bytes: int = 0
+    ):
         """Makes the programs.
 
         Args:

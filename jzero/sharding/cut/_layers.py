@@ -90,9 +90,7 @@ def without_barriers(jaxpr: Jaxpr, leaves: Collection[Var]) -> Jaxpr:
     """The jaxpr without barriers around what follows from leaves alone: programs run in their order anyhow."""
     follows, same, eqns = set(leaves), dict[Var, Atom](), []
     for eqn in jaxpr.eqns:
-        eqn = eqn.replace(
-            invars=[a if _jaxpr.is_literal(a) else same.get(a, a) for a in eqn.invars]
-        )
+        eqn = eqn.replace(invars=[a if _jaxpr.is_literal(a) else same.get(a, a) for a in eqn.invars])
         if eqn.primitive.name == "optimization_barrier" and eqn.invars[0] in follows:
             same |= zip(eqn.outvars, eqn.invars, strict=True)
             continue
@@ -122,9 +120,7 @@ def _repeats(eqn: Eqn, cheap: Collection[Var]) -> bool:
     return fits and all(atom in cheap for atom in large)
 
 
-def cut(
-    jaxpr: Jaxpr, leaves: Mapping[Var, int], hosted: Collection[Var], most: int
-) -> tuple[Part, ...]:
+def cut(jaxpr: Jaxpr, leaves: Mapping[Var, int], hosted: Collection[Var], most: int) -> tuple[Part, ...]:
     """The parts of a jaxpr, in the order in which they run.
 
     Args:
@@ -137,7 +133,9 @@ def cut(
 
 
 class _Cutter:
-    def __init__(self, jaxpr: Jaxpr, leaves: Mapping[Var, int], hosted: Collection[Var], most: int):
+    def __init__(
+        self, jaxpr: Jaxpr, leaves: Mapping[Var, int], hosted: Collection[Var], most: int
+    ):
         self._jaxpr, self._leaves, self._hosted, self._most = jaxpr, leaves, hosted, most
         self._loops = {id(eqn) for eqn in jaxpr.eqns if self._is_layer_loop(eqn)}
         read_by_loops = {
@@ -184,11 +182,7 @@ class _Cutter:
                 loop_at.add(at)
             else:
                 mine = self._leaves_of(eqn)
-                at = (
-                    self._earliest(eqn, made, loop_at)
-                    if self._moves_up(eqn, mine)
-                    else len(bins) - 1
-                )
+                at = self._earliest(eqn, made, loop_at) if self._moves_up(eqn, mine) else len(bins) - 1
                 if mine and needs[at] and self._nbytes([*bins[at], eqn]) > self._most:
                     bins.append([])
                     needs.append(set())
@@ -253,9 +247,7 @@ class _Cutter:
         later = later[-2::-1]  # of each part, what the parts after it and the outputs read
         modes = self._modes(groups)
         parts: list[Part] = []
-        for (is_loop, own), everything, read, wanted in zip(
-            groups, eqns, reads, later, strict=True
-        ):
+        for (is_loop, own), everything, read, wanted in zip(groups, eqns, reads, later, strict=True):
             if is_loop:
                 parts.append(self._loop(own[0], modes, wanted))
                 continue
@@ -303,15 +295,15 @@ class _Cutter:
         fetched = {a for a, kind in zip(xs, kinds, strict=True) if kind == LEAF}
         slices = sum(self._leaves[_jaxpr.variable(a)] // parts.length for a in fetched)
         held = sum(self._leaves.get(a, 0) for a in variables(eqn.invars[: -len(xs) or None]))
-        return LayerLoop(eqn, tuple(kinds), ys, slices + held + gathered_bytes(parts.body.eqns))
+        return LayerLoop(
+            eqn, tuple(kinds), ys, slices + held + gathered_bytes(parts.body.eqns)
+        )
 
 
 def gathered_bytes(eqns: Iterable[Eqn]) -> int:
     """Bytes that equations gather over the devices."""
     return sum(
-        _rules.size_in_bytes(eqn.outvars[0].aval)
-        for eqn in eqns
-        if eqn.primitive.name == "all_gather"
+        _rules.size_in_bytes(eqn.outvars[0].aval) for eqn in eqns if eqn.primitive.name == "all_gather"
     )
 
 

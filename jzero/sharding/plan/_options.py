@@ -227,8 +227,8 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
      _ACTIVATIONS),
     (lambda o: o.moves_activations and o.offload.streams,
      "offload_activations={o.offload_activations} and offload={o.offload}",
-     "Layers whose parameters rest on the hosts run as programs of their own; activations leave and come back "
-     "within one program.", "Drop offload_activations, or offload_params."),
+     "Layers whose parameters rest on the hosts run as programs of their own; activations leave and come "
+     "back within one program.", "Drop offload_activations, or offload_params."),
 )  # fmt: skip
 
 
