@@ -118,11 +118,14 @@ class Interpreter:
                 self.enter_pass(frame, eqn)
                 self.reduce_before_loop(frame, index, eqn, env)
                 self.reduce_in_order(frame, index, eqn, env)
+                sends = self.sends(frame, eqn, env)
                 self.fetch(frame, eqn, env)
                 handler = self.handlers.get(eqn.primitive.name, self.otherwise)
                 ins = [self.read(frame, env, atom) for atom in eqn.invars]
                 outs = handler(self, frame, index, eqn, ins)
             self.bind(frame, env, eqn.outvars, outs)
+            if sends:
+                self.leave(env, eqn.outvars[0], outs[0].x)
             self.note_varying(frame, eqn, outs)
 
     def bind(
@@ -151,13 +154,32 @@ class Interpreter:
         """
         if _memory_spaces.on_host(value.x):
             return
-        arrived: list[jax.Array] = []
-        while self.leaving and sum(c.nbytes for c in self.leaving) + value.x.nbytes > ON_THEIR_WAY:
-            arrived.append(self.leaving.pop(0))
-        x = not_before(value.x, arrived)
+        x = self.after_copies(value.x)
         env.values[var] = FullValue(x, value.name)
-        env.on_host[var] = _memory_spaces.to_host(x)
-        self.leaving.append(env.on_host[var])
+        self.leave(env, var, _memory_spaces.to_host(x))
+
+    def sends(self, frame: Frame, eqn: _jaxpr.Eqn, env: Env) -> bool:
+        """Whether a policy of the step's own has the equation do so; then what it copies waits alike."""
+        if not _memory_spaces.is_sent(eqn) or frame.autodiff or frame.pass_of(eqn) != "forward":
+            return False
+        var = _jaxpr.variable(eqn.invars[0])
+        value = env.values[var]
+        if not isinstance(value, FullValue):
+            return False
+        env.values[var] = FullValue(self.after_copies(value.x), value.name)
+        return True
+
+    def after_copies(self, x: jax.Array) -> jax.Array:
+        """`x`, when all but the last copies to the host are there."""
+        arrived: list[jax.Array] = []
+        while self.leaving and sum(c.nbytes for c in self.leaving) + x.nbytes > ON_THEIR_WAY:
+            arrived.append(self.leaving.pop(0))
+        return not_before(x, arrived)
+
+    def leave(self, env: Env, var: _jaxpr.Var, copy: jax.Array) -> None:
+        """Remembers a copy to the host."""
+        env.on_host[var] = copy
+        self.leaving.append(copy)
 
     def fetch(self, frame: Frame, eqn: _jaxpr.Eqn, env: Env) -> None:
         """Brings back from the host what an equation of a backward pass is the first one to read.
@@ -172,9 +194,10 @@ class Interpreter:
             if self.fetches is None:
                 self.fetches = self.devices.queue.next_pass(ON_THEIR_WAY)
             copy = env.on_host.pop(atom)
-            tokens = self.fetches.tokens(copy.nbytes)
-            fetched = _memory_spaces.to_device(not_before(copy, tokens))
-            env.values[atom] = FullValue(fetched, env.values[atom].name)
+            x = not_before(copy, self.fetches.tokens(copy.nbytes))
+            if atom in frame.on_host:  # Else an equation of the step's own policy fetches it.
+                x = _memory_spaces.to_device(x)
+            env.values[atom] = FullValue(x, getattr(env.values[atom], "name", ""))
 
     # -- when reductions run -----------------------------------------------------------------------
 
@@ -196,7 +219,8 @@ class Interpreter:
             if _jaxpr.is_literal(atom):
                 continue
             found = env.values[atom]
-            if isinstance(found, FullValue) and frame.varies(atom) and tokens:
+            is_here = isinstance(found, FullValue) and not _memory_spaces.on_host(found.x)
+            if is_here and frame.varies(atom) and tokens:
                 env.values[atom] = FullValue(not_before(found.x, tokens), found.name)
                 break
 

@@ -33,6 +33,11 @@ def empty_stack(length: int, aval: Aval) -> jax.Array:
     return lax.broadcast(_jaxpr.zero_on_host(aval.dtype), (length, *aval.shape))
 
 
+def is_sent(eqn: _jaxpr.Eqn) -> bool:
+    """Whether the equation copies a value from the device to the host."""
+    return _jaxpr.changes_memory(eqn) and _jaxpr.is_on_host(eqn.outvars[0].aval)
+
+
 def is_fetch(eqn: _jaxpr.Eqn) -> bool:
     """Whether the equation copies a value from the host to the device."""
     return (
