@@ -64,8 +64,9 @@ def measure(layout: tuple[bool, int, str, int], where: str, devices: int) -> dic
         layers, dim, heads, vocab=vocab, context=context, attention="in parts", scan=scan,
         recompute=ON_HOST if where == "host, by name" else recompute,
     )  # fmt: skip
-    options = {"offload_activations": jzero.PinnedHost()} if where == "host" else {}
-    train_step = jzero.shard_train_step(make_step(gpt.loss, model.tx), stage=stage, **options)
+    policy = jzero.PinnedHost() if where == "host" else jzero.NoOffload()
+    step = make_step(gpt.loss, model.tx)
+    train_step = jzero.shard_train_step(step, stage=stage, offload_activations=policy)
     state, batch = gpt.abstract_state(), gpt.batch(rows_per_device * devices)
     start = time.process_time()
     topology = f"{devices // 8}x8"

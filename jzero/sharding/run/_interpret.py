@@ -192,7 +192,11 @@ class Interpreter:
             if _jaxpr.is_literal(atom) or atom not in env.on_host:
                 continue
             if self.fetches is None:
-                self.fetches = self.devices.queue.next_pass(ON_THEIR_WAY)
+                queue = self.devices.queue
+                nothing_yet = queue.latest is None  # but what the step was called with
+                self.fetches = (
+                    GatherQueue(ON_THEIR_WAY) if nothing_yet else queue.next_pass(ON_THEIR_WAY)
+                )
             copy = env.on_host.pop(atom)
             x = not_before(copy, self.fetches.tokens(copy.nbytes))
             if atom in frame.on_host:  # Else an equation of the step's own policy fetches it.
