@@ -35,6 +35,7 @@ def shard_train_step(
     auto_specs: Mapping[str, PartitionSpec] | None = None,
     offload: Offload = NO_OFFLOAD,
     offload_params: Offload = NO_OFFLOAD,
+    offload_activations: Offload = NO_OFFLOAD,
     max_gather_bytes: int = MAX_GATHER_BYTES,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
@@ -146,6 +147,14 @@ def shard_train_step(
         parameters cross. Scalars, leaves below `min_shard_bytes`, and what is read with the batch stay. A
         step is then several programs: it cannot be called under an outer `jax.jit` or lowered. One that
         fails while it runs (out of memory, not a refused batch) may have consumed part of its state.
+      offload_activations: where activations wait for the backward pass. By default, `jzero.NoOffload()`, on
+        the devices. `jzero.PinnedHost()`: in pinned memory of the devices' host. What a layer loop of the
+        forward pass keeps for the backward pass leaves turn by turn, and comes back one turn before it is
+        needed; so do values that unrolled layers keep. Below 1 MiB (of a turn's slice, or a value, on one
+        device) they stay. It costs their bytes of traffic in each direction, beside the compute, and of
+        the host's memory; with `jax.checkpoint` around the layers these are the layers' inputs.
+        `describe` lists them. On GPUs it needs JAX 0.12. A step's own checkpoint policies
+        (`save_and_offload_only_these_names`) work with and without it.
       max_gather_bytes: the most bytes of a value with the batch's rows that one operation may gather on
         every device. An operation that needs the rows of all devices (a sort of the batch, a callback
         without `jzero.per_example`) is exact and not free; `describe` lists each, and one above this bound
@@ -188,6 +197,7 @@ def shard_train_step(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
         _items(auto_specs), max_gather_bytes, offload=policy_of(WHO, offload, offload_params),
+        offload_activations=offload_activations,
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,

@@ -18,7 +18,7 @@ from jzero.reports._describe import Report
 from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
 from jzero.segments._repeat import FlatCall
-from jzero.sharding.analysis import _traffic
+from jzero.sharding.analysis import _residuals, _traffic
 from jzero.sharding.batch import _trace
 from jzero.sharding.plan import _outputs
 from jzero.sharding.plan._plan import StepPlan
@@ -105,12 +105,14 @@ class ShardedStep(abc.ABC):
             program = self._programs.of(call)
             jaxpr = jax.make_jaxpr(program.step.run)(*placed_inputs(call, program))
         num_state = program.out_tree.num_leaves - len(program.plan.outputs)
+        plan = program.plan
+        activations = plan.activations or ()
         return Report(
-            program.plan,
+            plan,
             tuple(_traffic.collectives(jaxpr)),
             program.keys,
             _traffic.carried_bytes(jaxpr, _microbatches.SCOPE),
-            program.step.crossings(),
+            (*program.step.crossings(), *_residuals.crossings(activations, plan.accumulate)),
             program.step.roads(),
             program.movements,
             program.whole_arguments,

@@ -16,6 +16,7 @@ import jzero
 import parity
 import small
 import zoo
+from jzero.sharding.analysis import _residuals
 
 MESHES = {
     "1": {"data": 1}, "2": {"data": 2}, "4": {"data": 4}, "8": {"data": 8},
@@ -33,6 +34,7 @@ FACTORS: dict[str, list[Any]] = {
     "min_shard_bytes": [0, 200],
     "param_axes": [None, "local"],
     "optimizer_axes": [None, "local"],
+    "offload_activations": [None, jzero.PinnedHost()],
 }
 # Steps that need more of the batch at once than one microbatch's rows, and what is said of them.
 CANNOT_ACCUMULATE = {
@@ -88,6 +90,11 @@ def name_of(setting):
 
 SETTINGS = covering_settings()
 ENTRIES = [name for name in zoo.NAMES if name not in CANNOT_ACCUMULATE]
+
+
+@pytest.fixture(autouse=True)
+def _small_activations_move(monkeypatch):
+    monkeypatch.setattr(_residuals, "LEAST_BYTES", 0)
 
 
 def check(name, axes, **options):

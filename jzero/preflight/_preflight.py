@@ -268,7 +268,7 @@ class Preflight:
 
 
 _LIMITS = (
-    "Not seen: memory kinds (what rests on the host is counted on the device), buffers of NCCL and of "
+    "Not seen: memory kinds (state that rests on the host is counted on the device), buffers of NCCL and of "
     "the driver (1 to 2 GiB), fragmentation, kernels that autotuning would choose, latencies, convolutions' "
     "and fused attention's time. Bandwidths are the data sheet's."
 )
@@ -282,13 +282,19 @@ def _examine(
     compiled = lowered.compile(compiler_options=dict(options))
     seconds = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
+    peak = memory.peak_memory_in_bytes
+    if memory.host_temp_size_in_bytes:
+        # XLA's is that of the memory that has the larger one, be it the host's.
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        held = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+        peak = min(peak, held)
     return Preflight(
         report,
         target,
         topology,
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
-        memory.peak_memory_in_bytes,
+        peak,
         read_schedule(str(compiled.as_text()), axes, target, topology),
         seconds,
         memory_fraction,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jzero.reports._tables import Memory
+from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.plan._layout import Full
@@ -41,6 +42,11 @@ def crossings(found: Sequence[Crossing]) -> list[dict[str, Any]]:
          "elements": sum(x.elements for x in group), "nbytes": sum(x.nbytes for x in group)}
         for (direction, what, dtype), group in groups.items()
     ]  # fmt: skip
+
+
+def activations(found: Sequence[Residual] | None) -> list[dict[str, Any]] | None:
+    """What waits on the host for the backward pass; None if nothing shall."""
+    return None if found is None else [r._asdict() | {"shape": list(r.shape)} for r in found]
 
 
 def leaf(plan: LeafPlan) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from jzero._quantities import readable_bytes
 from jzero.reports import _as_dict, _leaf_lists, _tables
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Memory, crossing_table, memory_table, traffic_table
+from jzero.sharding.analysis._residuals import LEAST_BYTES
 from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.cut._kept import Loops
@@ -57,6 +58,7 @@ class Report:
             memory_table(self.memory).text(),
             self._traffic(),
             self._crossings(),
+            self._activations(),
             self.gathered_rows(),
             self._crossing_the_call(),
             _leaf_lists.offloaded(self.plan, self.roads),
@@ -86,6 +88,8 @@ class Report:
             traffic              in one step: op, dtype, axes, elements, bytes, times; each_turn says
                                  that these are of one turn of a `while`
             crossings            each device and its host: direction, what, dtype, elements, nbytes
+            activations          that wait on the host for the backward pass: shape, dtype, nbytes, where,
+                                 turns (of a loop's stack; 1), times; None without offload_activations
             movements            of rows of the batch: operation, where, reason, nbytes (once), times
             turns, device_bytes  in how many turns offloaded leaves visit a device, at most so many bytes
             host_updates         lines on how the host updates what rests there
@@ -120,6 +124,7 @@ class Report:
             "keys": list(self.keys),
             "traffic": _as_dict.traffic(self.traffic),
             "crossings": _as_dict.crossings(self.crossings),
+            "activations": _as_dict.activations(plan.activations),
             "movements": [_as_dict.movement(m) for m in self.movements],
             "turns": sum(turn.parts for turn in plan.turns) if plan.device_bytes else 0,
             "device_bytes": plan.device_bytes,
@@ -216,6 +221,29 @@ class Report:
     def _crossings(self) -> list[str]:
         table = crossing_table(self.crossings)
         return table.text() if table else []
+
+    def _activations(self) -> list[str]:
+        """Lines on what waits on the host for the backward pass; none without `offload_activations`."""
+        found = self.plan.activations
+        if found is None:
+            return []
+        if not found:
+            return wrapped(
+                "No activation waits on the host: the forward pass keeps no rows of "
+                f"{readable_bytes(LEAST_BYTES)} at once for the backward pass.", "  ")  # fmt: skip
+        microbatch = ", of one microbatch" if self.plan.accumulate > 1 else ""
+        total, verb = sum(r.nbytes for r in found), "waits" if len(found) == 1 else "wait"
+        stacks = sum(r.turns > 1 for r in found)
+        whats = [f"{stacks} stack{'s' * (stacks > 1)} of loops"] * bool(stacks)
+        values = len(found) - stacks
+        whats += [f"{values} value{'s' * (values > 1)}"] * bool(values)
+        lines = wrapped(
+            f"{' and '.join(whats)} {verb} on the host for the backward pass, "
+            f"{readable_bytes(total)} of each device{microbatch}:", "  ")  # fmt: skip
+        largest = sorted(found, key=lambda r: -r.nbytes)
+        for r in largest[:8]:
+            lines += wrapped(str(r), "    ", first=f"  {readable_bytes(r.nbytes)}  ")
+        return lines + [f"  and {len(found) - 8} more"] * (len(found) > 8)
 
     def gathered_rows(self) -> list[str]:
         """Lines on what moves rows of the batch; none if nothing does."""

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import config, distributed, dtypes, source_info_util, xla_bridge
+from jax._src.lax.lax import empty2
 from jax._src.lax.parallel import reduce_scatter_p
 from jax._src.state.types import AbstractRef
 from jax.extend import core as extended_core
@@ -424,6 +425,34 @@ def equation(
     return core.new_jaxpr_eqn(list(ins), list(outs), primitive, params, set(), source.source_info)
 
 
+def is_on_host(aval: Any) -> bool:
+    """Whether a value of this type lies in pinned memory of the host: inside a program, types say so."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def slice_type(stack: Any) -> Any:
+    """The type of a turn's `[n, d]` of `[turns, n, d]`, in the memory of the stack."""
+    aval = jax.typeof(stack)
+    return core.ShapedArray(
+        aval.shape[1:], aval.dtype, weak_type=aval.weak_type, memory_space=aval.memory_space
+    )
+
+
+def zero_on_host(dtype: Any) -> Any:
+    """What `lax.scan` makes its stacks of: XLA:GPU allocates them on the host, and fills nothing.
+
+    A zero that was copied there would be broadcast by the host's processors, so XLA warns.
+    """
+    return empty2(dtype, memory_space=jax.memory.Space.Host)
+
+
+def changes_memory(eqn: Eqn) -> bool:
+    """Whether the equation only copies a value from one memory of a device to another."""
+    return eqn.primitive.name == "device_put" and len(eqn.invars) == 1 and all(
+        isinstance(device, jax.memory.Space) for device in eqn.params["devices"]
+    )  # fmt: skip
+
+
 def scalar(value: Any, dtype: Any) -> Literal:
     """A scalar constant, to be written into an equation."""
     literal: Literal = core.Literal(np.asarray(value, dtype)[()], core.ShapedArray((), dtype))
@@ -436,7 +465,9 @@ def var_like(aval: Any, shape: Sequence[int] | None = None, dtype: Any = None) -
         return core.Var(aval)
     shape = aval.shape if shape is None else tuple(shape)
     weak = getattr(aval, "weak_type", False) and dtype is None
-    return core.Var(core.ShapedArray(shape, aval.dtype if dtype is None else dtype, weak_type=weak))
+    dtype = aval.dtype if dtype is None else dtype
+    space = getattr(aval, "memory_space", jax.memory.Space.Device)
+    return core.Var(core.ShapedArray(shape, dtype, weak_type=weak, memory_space=space))
 
 
 PRIMITIVES = {

@@ -1,11 +1,12 @@
 """Frames: what a step's jaxpr says before anything runs, and first of all which values vary.
 
-A frame is one place a jaxpr is called from, so that a function called twice is judged twice. Three facts
+A frame is one place a jaxpr is called from, so that a function called twice is judged twice. These facts
 are found about its variables:
 
 * **varying** (here): the mesh axes over which the value differs between devices. jzero's own dataflow.
 * **linked dims** (`_links.py`): dims that are sharded together.
 * **needs** (`_needs.py`): who needs the whole value, and what feeds the batch.
+* **residuals** (`_residuals.py`): what waits on the host for a backward pass, if it shall.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Frame:
     local_gradients: set[Var] = dataclasses.field(default_factory=set)
     needs_full: set[Var] = dataclasses.field(default_factory=set)
     feeds_batch: set[Var] = dataclasses.field(default_factory=set)
+    on_host: set[Var] = dataclasses.field(default_factory=set)
     _last_uses: dict[Var, int] = dataclasses.field(default_factory=dict)
 
     def last_use(self, var: Var) -> int:

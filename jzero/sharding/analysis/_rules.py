@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jzero.tracing import _jaxpr
 from jzero.tracing._types import Aval, Eqn
 
 Params = dict[str, Any]  # of an equation: what else it says beside its operands, by name
@@ -166,6 +167,7 @@ RULES: dict[str, Rule] = {
     "pad": Rule(_windowed),
     "dynamic_slice": Rule(_windowed, _cut_param("slice_sizes")),
     "dynamic_update_slice": Rule(_windowed),
+    "device_put": Rule(_elementwise),
 }
 
 # Primitives that leave the value as it is; jzero's own variance takes the place of JAX's types.
@@ -180,6 +182,10 @@ def rule_for(eqn: Eqn) -> Rule | None:
     if eqn.primitive.name == "bitcast_convert_type":
         same = eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
         return rule if same else None
+    if (
+        eqn.primitive.name == "device_put"
+    ):  # To other devices: theirs is no part of this step's mesh.
+        return rule if _jaxpr.changes_memory(eqn) else None
     if eqn.primitive.name in ("reduce_and", "reduce_or") and eqn.invars[0].aval.dtype != bool:
         return RULES["reduce_prod"]  # Of integers, it is no minimum or maximum.
     return rule

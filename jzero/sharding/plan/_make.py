@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._needs import note_needs
+from jzero.sharding.analysis._residuals import note_residuals
 from jzero.sharding.batch import _trace
 from jzero.sharding.cut import _phases
 from jzero.sharding.cut._pieces import UpdatePart
-from jzero.sharding.plan import _leaves
+from jzero.sharding.plan import _host_memory, _leaves
 from jzero.sharding.plan._boundary import boundary_of
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.sharding.plan._leaves import Rest
@@ -60,9 +61,11 @@ def make_plan(
 
     Raises:
       OptionError: an option that this step cannot obey.
+      StepError: it is compiled wrong on these devices.
       CutError: it cannot be cut into microbatches.
     """
     frame, stage_axes, options = local.traced.frame, setting.stage_axes, setting.options
+    _host_memory.check(options, frame, setting.mesh)
     links = Links(frame, stage_axes.count(stage_axes.shard_axes))
     note_needs(frame, len(local.traced.out_avals))
     if setting.evaluates:
@@ -74,6 +77,12 @@ def make_plan(
     boundary = boundary_of(
         frame, links, stage_axes, resting, local.specs, setting.batch_axes, update
     )
+    microbatches = _microbatches(local, update, len(resting), setting)
+    activations = None
+    if options.moves_activations:
+        phases = microbatches.phases
+        kept = {var for phase in phases for var in (*phase.kept, *phase.stacks)}
+        activations = tuple(note_residuals(frame, kept))
     plan = StepPlan(
         stage=options.stage,
         stage_axes=stage_axes,
@@ -83,7 +92,7 @@ def make_plan(
         leaves=resting,
         arguments=local.specs,
         outputs=local.outputs,
-        microbatches=_microbatches(local, update, len(resting), setting),
+        microbatches=microbatches,
         exchange=Exchange(
             options.reduce_once,
             options.reduce_dtype,
@@ -101,6 +110,7 @@ def make_plan(
         evaluates=setting.evaluates,
         updates=not setting.evaluates and _updates(frame, len(leaves)),
         unread=_unread(frame, len(leaves)) if setting.evaluates else frozenset(),
+        activations=activations,
     )
     return plan, Analysis(frame, links)
 

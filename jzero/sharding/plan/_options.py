@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import MeshError, OptionError, message
+from jzero._memory_kinds import DEVICE, PINNED
 from jzero._quantities import make_int
 from jzero.sharding.plan._layout import Automatic
 from jzero.sharding.plan._offload import Offload
@@ -46,6 +47,7 @@ class Options:
     optimizer_axes: tuple[str, ...] | None = None
     auto_specs: tuple[tuple[str, Any], ...] = ()
     offload: Offload = dataclasses.field(kw_only=True)
+    offload_activations: Offload | None = dataclasses.field(default=None, kw_only=True)
     max_gather_bytes: int = MAX_GATHER_BYTES
     who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
 
@@ -131,6 +133,11 @@ class Options:
         return self.offload.offloads
 
     @property
+    def moves_activations(self) -> bool:
+        """Whether activations wait for the backward pass in pinned memory of the host."""
+        return self.offload_activations is not None and self.offload_activations.offloads
+
+    @property
     def reduce_once(self) -> bool:
         """Whether gradients are summed up on each device and reduced after the last microbatch."""
         return STAGES[self.stage].reduce_once if self.reduce is None else self.reduce == "once"
@@ -171,6 +178,7 @@ _INTEGERS: tuple[tuple[str, int, int | None, str, str], ...] = (
      "Drop it for 256 MiB."),
 )  # fmt: skip
 _REDUCED = "Stage 2 is stage 1 with gradients reduced for each microbatch; stage 3 can do either."
+_ACTIVATIONS = "Use offload_activations=jzero.PinnedHost(), or drop it."
 # What must not be, what is then found, the rule, and what to do; the first that holds is said.
 _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
     (lambda o: not isinstance(o.offload, Offload), "offload={o.offload!r}",
@@ -207,6 +215,20 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
      "Below stage 3 parameters are not sharded.", "Drop param_axes, or use stage=3."),
     (lambda o: o.optimizer_axes is not None and o.stage == 0, "stage=0 and optimizer_axes={o.optimizer_axes}",
      "At stage 0 nothing is sharded.", "Drop optimizer_axes, or use stage=1."),
+    (lambda o: not isinstance(o.offload_activations, Offload | None),
+     "offload_activations={o.offload_activations!r}",
+     "It is a policy: where activations wait for the backward pass.", _ACTIVATIONS),
+    (lambda o: o.offload_activations is not None and o.offload_activations.tier not in (DEVICE, PINNED),
+     "offload_activations={o.offload_activations!r}",
+     "A program of the devices reads and writes pinned memory of their host, and no other.", _ACTIVATIONS),
+    (lambda o: o.offload_activations is not None and o.offload_activations != type(o.offload_activations)(),
+     "offload_activations={o.offload_activations!r}",
+     "What it sets is of optimizer state. Of activations, one turn of a loop, or 128 MiB, are on their way.",
+     _ACTIVATIONS),
+    (lambda o: o.moves_activations and o.offload.streams,
+     "offload_activations={o.offload_activations} and offload={o.offload}",
+     "Layers whose parameters rest on the hosts run as programs of their own; activations leave and come "
+     "back within one program.", "Drop offload_activations, or offload_params."),
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
+from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.cut._phases import Phase
 from jzero.sharding.cut._pieces import UpdatePart
@@ -116,6 +117,7 @@ class StepPlan:
       evaluates: the step reads its state, and returns none.
       updates: whether any leaf comes back as another value.
       unread: of an evaluation, the leaves, by index, that it does not read; its program does not take them.
+      activations: what waits on the host for the backward pass, of one microbatch; None if nothing shall.
     """
 
     stage: int
@@ -136,6 +138,7 @@ class StepPlan:
     evaluates: bool = False
     updates: bool = True
     unread: frozenset[int] = frozenset()
+    activations: tuple[Residual, ...] | None = None
 
     def __post_init__(self) -> None:
         run = [index for turn in self.turns for index in turn.pieces]
@@ -215,6 +218,10 @@ class StepPlan:
         if self.microbatches.num > 1:
             yield f"{self.microbatches.num} microbatches, cut along {self.microbatches.dims}"
             yield from map(self._phase_row, self.microbatches.phases)
+        # Without the lines that made them: these have paths, which processes need not have in common.
+        for r in self.activations or ():
+            times = f"in {r.turns} turns, {r.times} times"
+            yield f"on the host for the backward pass: {r.dtype} {r.shape} {times}"
         for index, turn in enumerate(self.turns):
             yield f"turn {index}: {turn}"
             for piece in (self.update.pieces[i] for i in turn.pieces):

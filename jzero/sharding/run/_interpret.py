@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._needs import read_dtype
+from jzero.sharding.run import _memory_spaces
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._queue import GatherQueue, not_before, token_of
 from jzero.sharding.run._values import (
@@ -33,15 +34,21 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Aval
 
 WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
+# Bytes of residuals between device and host, besides one: some 2 ms at 55 GB/s, several products' time.
+ON_THEIR_WAY = 2**27
 CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
 
 
 @dataclasses.dataclass
 class Env:
-    """Values of a frame's variables; in `stacks`, [microbatches, ...], what differs between microbatches."""
+    """Values of a frame's variables; in `stacks`, [microbatches, ...], what differs between microbatches.
+
+    `on_host` has copies of those that a backward pass is yet to fetch.
+    """
 
     values: dict[_jaxpr.Var, Value]
     stacks: dict[_jaxpr.Var, jax.Array] = dataclasses.field(default_factory=dict)
+    on_host: dict[_jaxpr.Var, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -65,6 +72,8 @@ class Interpreter:
       boundary: values that another program reads, and what there does. They are reduced before anything is
         made of them: a gradient that waited through a cast, too, would be reduced twice.
       loop_bytes: of an evaluation, the most that a loop gathers before it and keeps; None for a training.
+      leaving: copies to the host that nothing has waited for.
+      fetches: when copies from the host start, in a backward pass that reads some.
     """
 
     links: Links
@@ -83,6 +92,8 @@ class Interpreter:
     boundary: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = dataclasses.field(default_factory=dict)
     loop_bytes: int | None = None
     seen_pass: str | None = None
+    leaving: list[jax.Array] = dataclasses.field(default_factory=list)
+    fetches: GatherQueue | None = None
 
     def run(self, frame: Frame, args: Sequence[Value]) -> list[Value]:
         """Values of the frame's outputs, given those of its inputs."""
@@ -107,10 +118,14 @@ class Interpreter:
                 self.enter_pass(frame, eqn)
                 self.reduce_before_loop(frame, index, eqn, env)
                 self.reduce_in_order(frame, index, eqn, env)
+                sends = self.sends(frame, eqn, env)
+                self.fetch(frame, eqn, env)
                 handler = self.handlers.get(eqn.primitive.name, self.otherwise)
                 ins = [self.read(frame, env, atom) for atom in eqn.invars]
                 outs = handler(self, frame, index, eqn, ins)
             self.bind(frame, env, eqn.outvars, outs)
+            if sends:
+                self.leave(env, eqn.outvars[0], outs[0].x)
             self.note_varying(frame, eqn, outs)
 
     def bind(
@@ -121,6 +136,8 @@ class Interpreter:
             if waits(value) and not value.scattered:
                 value.dim = self.dim_of(frame, var)
             env.values[var] = value
+            if var in frame.on_host and isinstance(value, FullValue):
+                self.send(env, var, value)
 
     def read(self, frame: Frame, env: Env, atom: _jaxpr.Atom) -> Value:
         """The value of an operand or output."""
@@ -128,6 +145,63 @@ class Interpreter:
             return FullValue(_jaxpr.literal(atom))
         value = env.values[atom]
         return self.devices.settle(value) if atom in self.boundary else value
+
+    def send(self, env: Env, var: _jaxpr.Var, value: FullValue) -> None:
+        """Copies to the host what a backward pass will read; a stack is there already.
+
+        What the forward pass makes of it waits for the copies before: the compiler would else start them
+        when the backward pass asks for them, and keep all values on the device until then.
+        """
+        if _memory_spaces.on_host(value.x):
+            return
+        x = self.after_copies(value.x)
+        env.values[var] = FullValue(x, value.name)
+        self.leave(env, var, _memory_spaces.to_host(x))
+
+    def sends(self, frame: Frame, eqn: _jaxpr.Eqn, env: Env) -> bool:
+        """Whether a policy of the step's own has the equation do so; then what it copies waits alike."""
+        if not _memory_spaces.is_sent(eqn) or frame.autodiff or frame.pass_of(eqn) != "forward":
+            return False
+        var = _jaxpr.variable(eqn.invars[0])
+        value = env.values[var]
+        if not isinstance(value, FullValue):
+            return False
+        env.values[var] = FullValue(self.after_copies(value.x), value.name)
+        return True
+
+    def after_copies(self, x: jax.Array) -> jax.Array:
+        """`x`, when all but the last copies to the host are there."""
+        arrived: list[jax.Array] = []
+        while self.leaving and sum(c.nbytes for c in self.leaving) + x.nbytes > ON_THEIR_WAY:
+            arrived.append(self.leaving.pop(0))
+        return not_before(x, arrived)
+
+    def leave(self, env: Env, var: _jaxpr.Var, copy: jax.Array) -> None:
+        """Remembers a copy to the host."""
+        env.on_host[var] = copy
+        self.leaving.append(copy)
+
+    def fetch(self, frame: Frame, eqn: _jaxpr.Eqn, env: Env) -> None:
+        """Brings back from the host what an equation of a backward pass is the first one to read.
+
+        Each waits, as a gather does ([Note: tokens of a pass]), so that they come when they are due.
+        """
+        if not env.on_host or frame.pass_of(eqn) != "backward":
+            return
+        for atom in eqn.invars:
+            if _jaxpr.is_literal(atom) or atom not in env.on_host:
+                continue
+            if self.fetches is None:
+                queue = self.devices.queue
+                nothing_yet = queue.latest is None  # but what the step was called with
+                self.fetches = (
+                    GatherQueue(ON_THEIR_WAY) if nothing_yet else queue.next_pass(ON_THEIR_WAY)
+                )
+            copy = env.on_host.pop(atom)
+            x = not_before(copy, self.fetches.tokens(copy.nbytes))
+            if atom in frame.on_host:  # Else an equation of the step's own policy fetches it.
+                x = _memory_spaces.to_device(x)
+            env.values[atom] = FullValue(x, getattr(env.values[atom], "name", ""))
 
     # -- when reductions run -----------------------------------------------------------------------
 
@@ -149,7 +223,8 @@ class Interpreter:
             if _jaxpr.is_literal(atom):
                 continue
             found = env.values[atom]
-            if isinstance(found, FullValue) and frame.varies(atom) and tokens:
+            is_here = isinstance(found, FullValue) and not _memory_spaces.on_host(found.x)
+            if is_here and frame.varies(atom) and tokens:
                 env.values[atom] = FullValue(not_before(found.x, tokens), found.name)
                 break
 
@@ -250,6 +325,8 @@ class Interpreter:
             if isinstance(value, FullValue) and frame.varies(var):
                 if jnp.issubdtype(var.aval.dtype, jnp.number):
                     self.devices.queue.note(value.x, eqn.primitive.name)
+                    if self.fetches is not None:
+                        self.fetches.note(value.x, eqn.primitive.name)
 
     def as_contribution(self, value: Value, scale: float) -> jax.Array:
         """What this device adds to a sum, `scale` times which is `value [n, d]`; it was reduced already."""
@@ -268,7 +345,7 @@ class Interpreter:
             queue=GatherQueue(self.devices.queue.limit, None if after is None else token_of(after)),
             divergent=divergent or self.devices.divergent,
         )
-        return dataclasses.replace(self, devices=devices, seen_pass=None)
+        return dataclasses.replace(self, devices=devices, seen_pass=None, leaving=[], fetches=None)
 
 
 def _zeros(aval: Aval) -> jax.Array:

@@ -16,10 +16,11 @@ from jax import lax
 
 from jzero.sharding.analysis import _frames, _rules
 from jzero.sharding.analysis._frames import Frame, split
-from jzero.sharding.run import _prefetch
+from jzero.sharding.run import _memory_spaces, _prefetch
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Interpreter
 from jzero.sharding.run._values import (
+    FullValue,
     Settled,
     ShardValue,
     Unreduced,
@@ -45,14 +46,18 @@ def run_scan(
     stacks = [_sliceable(interp, child, *x, keep) for x in zip(sliced, stacks, strict=True)]
 
     again = _gathers_again(interp, child, consts)
+    come_back = [x in frame.on_host for x in eqn.invars[scan.num_consts + scan.num_carry :]]
+    go_away = [x in frame.on_host for x in eqn.outvars[scan.num_carry :]]
 
     def turn(carry: list[_Carried], slices: list[Settled]) -> tuple[list[_Carried], _Made]:
         inner = interp.inside(after=_changing([*carry, *slices]) if again else None)
         slices = [moved(value, -1) for value in slices]
+        here = [_fetched(x) if back else x for x, back in zip(slices, come_back, strict=True)]
         entering = [each.enter(x) for each, x in zip(carries, carry, strict=True)]
-        outs = inner.run(child, [*consts, *entering, *slices])
+        outs = inner.run(child, [*consts, *entering, *here])
         leaving, made = split(outs, scan.num_carry)
         ys = [_unless_sliced(value, slices) for value in inner.hand_out(made)]
+        ys = [_sent(y) if away else y for y, away in zip(ys, go_away, strict=True)]
         scales = [_Found(v.scale if isinstance(v, Unreduced) else None) for v in leaving]
         new = [each.leave(inner.devices, v) for each, v in zip(carries, leaving, strict=True)]
         return new, (ys, scales)
@@ -61,9 +66,11 @@ def run_scan(
     # A loop that is part of one pass: one that holds whole passes would keep what it gathered for the
     # next turn's forward pass alive through all of this turn.
     alone = one_pass and not interp.keep_gathered and not interp.devices.divergent
-    gathers = any(isinstance(value, ShardValue) for value in stacks)
-    if alone and gathers and scan.length > 1 and scan.unroll == 1:
-        loop = functools.partial(_prefetch.scan, queue=interp.devices.queue)
+    gathers = alone and any(isinstance(value, ShardValue) for value in stacks)
+    fetches = any(_memory_spaces.on_host(value.x) for value in stacks)
+    if (gathers or fetches) and scan.length > 1 and scan.unroll == 1:
+        queue = interp.devices.queue if gathers else None
+        loop = functools.partial(_prefetch.scan, queue=queue)
     starts = [each.start(interp.devices) for each in carries]
     ends, (ys, scales) = loop(turn, starts, stacks, length=scan.length, reverse=scan.reverse)
     finished = zip(carries, ends, scales, strict=True)
@@ -191,6 +198,20 @@ def _unless_sliced(value: Value, slices: Sequence[Settled]) -> Value | _Found[in
     """A turn's `[n, d]` for a new stack, unless it is a slice again (a residual): that stack is there."""
     found = (_Found(i) for i, each in enumerate(slices) if value is each)
     return next(found, moved(value, 1))
+
+
+def _sent(made: Value | _Found[int]) -> Value | _Found[int]:
+    """What a turn made, in the host's memory, so that its stack is made there."""
+    if isinstance(made, FullValue):
+        return dataclasses.replace(made, x=_memory_spaces.to_host(made.x))
+    return made
+
+
+def _fetched(value: Settled) -> Settled:
+    """A turn's slice of a stack, on the device."""
+    if _memory_spaces.on_host(value.x):
+        return dataclasses.replace(value, x=_memory_spaces.to_device(value.x))
+    return value
 
 
 def _carries(

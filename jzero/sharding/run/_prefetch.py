@@ -1,4 +1,4 @@
-"""Loops over layers, pipelined: each turn gathers what the next one needs while it computes.
+"""Loops over layers, pipelined: each turn gathers and fetches what the next one needs while it computes.
 
 The compiler cannot do this where it matters (docs/facts-compilers.md): it opens a loop's body with all
 of its gathers, and every product of the body waits for them.
@@ -15,7 +15,7 @@ from jax import lax
 
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import split
-from jzero.sharding.run import _collectives
+from jzero.sharding.run import _collectives, _memory_spaces
 from jzero.sharding.run._queue import PRODUCTS, GatherQueue, not_before
 from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr, _rewrite
@@ -30,10 +30,12 @@ Made = TypeVar("Made")
 
 
 def scan(
-    body: Callable[[Carry, Stacks], tuple[Carry, Made]], init: Carry, xs: Stacks, queue: GatherQueue,
-    *, length: int, reverse: bool,
+    body: Callable[[Carry, Stacks], tuple[Carry, Made]], init: Carry, xs: Stacks,
+    queue: GatherQueue | None, *, length: int, reverse: bool,
 ) -> tuple[Carry, Made]:  # fmt: skip
     """`lax.scan`, with as many of each turn's gathers as `queue` allows moved into the turn before.
+
+    And with all copies of its slices from the host to the device: those of one turn are ahead.
 
     It runs like this::
 
@@ -42,12 +44,13 @@ def scan(
             ahead, (carry, ys[i]) = gathers(xs[i + 1]), turn(carry, xs[i], ahead)
         carry, ys[-1] = turn(carry, xs[-1], ahead)
 
-    No gather is added. The last turn stands after the loop for that, and slices are read from and
-    written to whole stacks, so that none is copied to lose its first or last slice.
+    No gather is added, and without a `queue` none is moved. The last turn stands after the loop for that,
+    and slices are read from and written to whole stacks, so that none is copied to lose its first or last
+    slice.
     """
-    traced = _jaxpr.trace_here(body, init, jax.tree.map(_slice_of, xs))
+    traced = _jaxpr.trace_here(body, init, jax.tree.map(_jaxpr.slice_type, xs))
     arrays, stacks = jax.tree.leaves(init), jax.tree.leaves(xs)
-    ahead = _gathers_ahead(traced.jaxpr, len(arrays), queue.limit)
+    ahead = _ahead(traced.jaxpr, len(arrays), None if queue is None else queue.limit)
     if ahead:
         loop = _Loop(traced, stacks, len(arrays), length, reverse, ahead)
         carry, made = loop.run(arrays, queue)
@@ -73,14 +76,8 @@ def _plain(
     return carry, made
 
 
-def _slice_of(stack: jax.Array) -> jax.ShapeDtypeStruct:
-    """`[turns, n, d] -> [n, d]`."""
-    weak = jax.typeof(stack).weak_type
-    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, weak_type=weak)
-
-
 class _Loop:
-    """A loop whose turns gather `ahead` for the turn after them."""
+    """A loop whose turns gather and fetch `ahead` for the turn after them."""
 
     def __init__(
         self, traced: _jaxpr.Traced, xs: Arrays, num_carry: int, length: int, reverse: bool,
@@ -97,11 +94,14 @@ class _Loop:
         # One function for the loop and for its last turn: it is traced and lowered once.
         self.turn = turn._replace(run=jax.jit(turn.run))
 
-    def run(self, init: Arrays, queue: GatherQueue) -> tuple[Arrays, Arrays]:
+    def run(self, init: Arrays, queue: GatherQueue | None) -> tuple[Arrays, Arrays]:
         """The final carry, and the stacks of what the turns made."""
-        tokens = queue.tokens(_nbytes(self.ahead))
-        first = [not_before(x, tokens) for x in self.arguments(self.gathers, 0)]
-        made = [lax.full((self.length, *y.aval.shape), 0, y.aval.dtype) for y in self.made]
+        tokens = [] if queue is None else queue.tokens(_nbytes(self.ahead))
+        first = [
+            x if _memory_spaces.on_host(x) else not_before(x, tokens)
+            for x in self.arguments(self.gathers, 0)
+        ]
+        made = [_memory_spaces.empty_stack(self.length, y.aval) for y in self.made]
 
         def step(state: State, _: None) -> tuple[State, None]:
             i, carry, made, gathered = state
@@ -111,8 +111,7 @@ class _Loop:
         state: State = (0, init, made, self.gathers.run(*first))
         (_, *last), _ = lax.scan(step, state, None, length=self.length - 1)
         carry, made = self.one_turn(self.length - 1, *last)
-        # Else the compiler computes the stack with its last slice anew for every reader, into copies.
-        return carry, list(lax.optimization_barrier(made))
+        return carry, _settled(made)
 
     def one_turn(
         self, i: Index, carry: Arrays, made: Arrays, gathered: Arrays
@@ -147,24 +146,32 @@ class _Loop:
         return self.length - 1 - i if self.reverse else i
 
 
-def _gathers_ahead(jaxpr: _jaxpr.Jaxpr, num_carry: int, limit: int) -> list[_jaxpr.Var]:
-    """The first gathers of a body that depend on nothing its turn computes.
+def _settled(made: Arrays) -> Arrays:
+    """Finished stacks. XLA would compute one with its last slice anew for every reader, into copies."""
+    on_device = iter(lax.optimization_barrier([x for x in made if not _memory_spaces.on_host(x)]))
+    return [x if _memory_spaces.on_host(x) else next(on_device) for x in made]
 
-    Those that fit in `limit` together, and all before the first product, which has none to hide behind.
+
+def _ahead(jaxpr: _jaxpr.Jaxpr, num_carry: int, limit: int | None) -> list[_jaxpr.Var]:
+    """The first gathers, and all fetches, of a body that depend on nothing its turn computes.
+
+    Gathers that fit in `limit` together, and all before the first product, which has none to hide behind.
     """
     late = set(jaxpr.invars[:num_carry])
-    found: list[_jaxpr.Var] = []
-    computing = limit == 0
+    gathered: list[_jaxpr.Var] = []
+    fetched: list[_jaxpr.Var] = []
+    computing, full = limit == 0, limit is None
     for eqn in jaxpr.eqns:
         computing |= eqn.primitive.name in PRODUCTS
         reads = [atom for atom in eqn.invars if not _jaxpr.is_literal(atom)]
         if _jaxpr.has_side_effects(eqn) or any(atom in late for atom in reads):
             late.update(eqn.outvars)
-        elif _collectives.is_gather(eqn):
-            if computing and _nbytes([*found, *eqn.outvars]) > limit:
-                break
-            found.extend(eqn.outvars)
-    return found
+        elif _memory_spaces.is_fetch(eqn):
+            fetched.extend(eqn.outvars)
+        elif _collectives.is_gather(eqn) and limit is not None:
+            full |= computing and _nbytes([*gathered, *eqn.outvars]) > limit
+            gathered.extend([] if full else eqn.outvars)
+    return [*gathered, *fetched]
 
 
 def _nbytes(variables: Sequence[_jaxpr.Var]) -> int:

@@ -96,10 +96,11 @@ class GatherQueue:
         if nbytes >= REDUCED_ALONE:
             self._reduced = made, shard
 
-    def next_pass(self) -> GatherQueue:
+    def next_pass(self, limit: int | None = None) -> GatherQueue:
         """The queue of the pass that starts now; the one before has computed something."""
         assert self.latest is not None
-        return GatherQueue(self.limit, token_of(self.latest), self.latest)
+        limit = self.limit if limit is None else limit
+        return GatherQueue(limit, token_of(self.latest), self.latest)
 
 
 def token_of(x: jax.Array) -> jax.Array:

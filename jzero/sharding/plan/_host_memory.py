@@ -1,0 +1,50 @@
+"""Stacks in the host's memory, which XLA's compiler for GPUs once read and wrote at wrong places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jzero._errors import OptionError, StepError, message
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.plan._options import Options
+from jzero.tracing import _call, _jaxpr
+
+# XLA took the place of a slice in a backward loop, n - 1 - i, for i, silently: openxla/xla pull requests
+# 46231 and 46308. JAX 0.10.2 has the fault; 0.12 was read to be right (test_activations_on_gpus.py).
+RIGHT_SINCE = (0, 12)
+_RULE = "Before JAX 0.12, XLA reads such slices at wrong places on GPUs, and trains wrong without a word."
+
+
+def check(options: Options, frame: Frame, mesh: Any) -> None:
+    """Refuses loops over stacks on the host where they would be compiled wrong.
+
+    Raises:
+      OptionError: `offload_activations` asks for them.
+      StepError: the step's own checkpoint policies do.
+    """
+    if jax.__version_info__ >= RIGHT_SINCE:
+        return
+    own = [
+        f"{atom.aval.dtype}[{', '.join(map(str, atom.aval.shape))}]{_jaxpr.at_line(eqn)}"
+        for _, _, eqn in frame.walk() if eqn.primitive.name == "scan"
+        for atom in eqn.outvars if _jaxpr.is_on_host(atom.aval)
+    ]  # fmt: skip
+    if not (own or options.moves_activations) or platform_of(mesh) not in ("gpu", "cuda"):
+        return
+    there, edit = f"on GPUs with JAX {jax.__version__}", "Use JAX 0.12 or newer"
+    if options.moves_activations:
+        raise OptionError(message(
+            _call.WHO, f"offload_activations={options.offload_activations!r} {there}", _RULE,
+            f"{edit}, or drop it."))  # fmt: skip
+    raise StepError(message(
+        _call.WHO, [f"a loop makes {each} in the host's memory, {there}" for each in own], _RULE,
+        f"{edit}, or let the policies of jax.checkpoint offload nothing.", "loops"))  # fmt: skip
+
+
+def platform_of(mesh: Any) -> str:
+    """Of a mesh's devices; an abstract one has none, and runs where JAX runs by default."""
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
+    return str(device.platform)

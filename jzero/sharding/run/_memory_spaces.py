@@ -1,0 +1,47 @@
+"""Values that wait in pinned memory of the host, inside a program: types say where a value lies."""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Aval
+
+
+def on_host(x: jax.Array) -> bool:
+    """Whether `x` lies in pinned memory of the host."""
+    return _jaxpr.is_on_host(jax.typeof(x))
+
+
+def to_host(x: jax.Array) -> jax.Array:
+    """A copy of `x` in pinned memory of the host."""
+    copy: jax.Array = jax.device_put(x, jax.memory.Space.Host)
+    return copy
+
+
+def to_device(x: jax.Array) -> jax.Array:
+    """A copy of `x` on the device."""
+    copy: jax.Array = jax.device_put(x, jax.memory.Space.Device)
+    return copy
+
+
+def empty_stack(length: int, aval: Aval) -> jax.Array:
+    """`[turns, n, d]` of zeros for what turns make, `[n, d]` of this type, in the memory where they lie."""
+    if not _jaxpr.is_on_host(aval):
+        return lax.full((length, *aval.shape), 0, aval.dtype)
+    return lax.broadcast(_jaxpr.zero_on_host(aval.dtype), (length, *aval.shape))
+
+
+def is_sent(eqn: _jaxpr.Eqn) -> bool:
+    """Whether the equation copies a value from the device to the host."""
+    return _jaxpr.changes_memory(eqn) and _jaxpr.is_on_host(eqn.outvars[0].aval)
+
+
+def is_fetch(eqn: _jaxpr.Eqn) -> bool:
+    """Whether the equation copies a value from the host to the device."""
+    return (
+        _jaxpr.changes_memory(eqn)
+        and _jaxpr.is_on_host(eqn.invars[0].aval)
+        and not _jaxpr.is_on_host(eqn.outvars[0].aval)
+    )

@@ -1,0 +1,376 @@
+"""Activations that wait on the host for the backward pass: the same training, and types say where."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jzero
+import parity
+import small
+import zoo
+from jzero.sharding.analysis import _residuals
+from jzero.sharding.plan import _host_memory
+from jzero.sharding.run import _interpret
+from jzero.tracing import _jaxpr
+
+LAYERS, WIDTH, ROWS, STEPS = 4, 16, 16, 4
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
+BY_NAME = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=["kept"], names_which_can_be_offloaded=["moved"],
+    offload_src="device", offload_dst="pinned_host",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """The models' values are small, so all that may wait on the host does, and little is on its way."""
+    monkeypatch.setattr(_residuals, "LEAST_BYTES", 0)
+    monkeypatch.setattr(_interpret, "ON_THEIR_WAY", 4 * 2 * WIDTH)
+
+
+def new_state():
+    keys = jax.random.split(jax.random.key(0), 3)
+    layers = {
+        "up": jax.random.normal(keys[0], (LAYERS, WIDTH, 2 * WIDTH)) / 4,
+        "down": jax.random.normal(keys[1], (LAYERS, 2 * WIDTH, WIDTH)) / 6,
+    }
+    params = {"layers": layers, "head": jax.random.normal(keys[2], (WIDTH, WIDTH)) / 4}
+    return {"params": params, "opt_state": TX.init(params)}
+
+
+def block(x, w, key):
+    x = checkpoint_name(x, "moved")
+    hidden = checkpoint_name(jnp.tanh(x @ w["up"]), "kept")
+    hidden = hidden * jax.random.bernoulli(key, 0.8, hidden.shape)
+    return x + hidden @ w["down"]
+
+
+def make_step(scan, recompute="nothing"):
+    """A residual MLP with dropout; `recompute` is what of a layer the backward pass computes again."""
+    layer = {
+        "nothing": block,
+        "blocks": jax.checkpoint(block, prevent_cse=not scan),
+        "by name": jax.checkpoint(block, prevent_cse=not scan, policy=BY_NAME),
+        "apart, by name": jax.checkpoint(block, policy=BY_NAME),
+    }[recompute]
+
+    def loss_fn(params, x, key):
+        keys = jax.random.split(key, LAYERS)
+        if scan:
+            x, _ = jax.lax.scan(lambda x, w: (layer(x, *w), None), x, (params["layers"], keys))
+        else:
+            layers = params["layers"]
+            for up, down, key in zip(layers["up"], layers["down"], keys, strict=True):
+                x = layer(x, {"up": up, "down": down}, key)
+        return jnp.mean((x @ params["head"]) ** 2)
+
+    def step(state, x, key):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], x, key)
+        updates, opt_state = TX.update(grads, state["opt_state"], state["params"])
+        return {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt_state": opt_state,
+        }, loss
+
+    return step
+
+
+def batches():
+    return [
+        (jax.random.normal(jax.random.key(i), (ROWS, WIDTH)), jax.random.key(100 + i))
+        for i in range(STEPS)
+    ]
+
+
+@functools.cache
+def one_device(scan, recompute):
+    """The state after the last step, and the losses."""
+    state, losses = new_state(), []
+    step = jax.jit(make_step(scan, recompute))
+    for batch in batches():
+        state, loss = step(state, *batch)
+        losses.append(loss)
+    return jax.device_get((state, losses))
+
+
+def check(scan, recompute, axes=None, **options):
+    """Trains on a mesh; every leaf and loss is one device's."""
+    axes = {"data": 8} if axes is None else axes
+    num = parity.num_devices(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:num])
+    step = make_step(scan, recompute)
+    train_step = small.shard_train_step(step, mesh=mesh, in_specs={"key": jax.P()}, **options)
+    state, losses = train_step.shard(new_state(), *batches()[0]), []
+    for batch in batches():
+        state, loss = train_step(state, *batch)
+        losses.append(loss)
+    state = train_step.unshard(state)
+    expected = one_device(scan, recompute)
+    zoo.assert_trees_close(jax.device_get((state, losses)), expected, zoo.FP32, "")
+    return train_step
+
+
+moves = functools.partial(check, offload_activations=jzero.PinnedHost())
+
+WRITTEN = list(itertools.product([True, False], ["nothing", "blocks"]))
+NAMES = ["scanned", "scanned, remat", "unrolled", "unrolled, remat"]
+written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN, ids=NAMES)
+two_written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN[1:3], ids=NAMES[1:3])
+
+
+@written
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_trains_as_one_device_does(scan, recompute, stage):
+    moves(scan, recompute, stage=stage)
+
+
+@two_written
+@pytest.mark.parametrize(
+    ("num", "stage"), [(1, 3), (2, 1), (4, 3)], ids=["1 device", "2 devices", "4 devices"]
+)
+def test_on_fewer_devices(scan, recompute, num, stage):
+    moves(scan, recompute, {"data": num}, stage=stage)
+
+
+@two_written
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 2},
+        {"accumulate": 2, "stage": 1},
+        {"gather": "keep"},
+        {"prefetch_bytes": 0},
+        {"axes": {"node": 2, "local": 4}, "param_axes": "local"},
+        {"offload": jzero.PinnedHost()},
+        {"offload": jzero.HostCPU(), "accumulate": 2},
+    ],
+    ids=str,
+)
+def test_with_other_options(scan, recompute, options):
+    moves(scan, recompute, **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["transformer_scan_remat", "lstm", "dropout_typed_key", "mixed_bf16", "batch_norm", "moe_top_k",
+             "microbatch_scan", "pmap_style", "maml", "nnx_mutating"])  # fmt: skip
+def test_steps_of_many_kinds(name):
+    step = functools.partial(small.shard_train_step, offload_activations=jzero.PinnedHost())
+    parity.check(name, {"data": 4}, step)
+
+
+# -- where they are ------------------------------------------------------------------------------------
+
+
+def traced(train_step):
+    return jax.make_jaxpr(train_step)(new_state(), *batches()[0])
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in _jaxpr.inner_jaxprs(eqn):
+            yield from equations(_jaxpr.open_jaxpr(inner)[0])
+
+
+def loops_on_host(jaxpr):
+    """Of each loop: shapes on the host that it takes and returns."""
+    loops = [e for e in equations(jaxpr.jaxpr) if e.primitive.name == "scan"]
+    return [[shapes_on_host(e.invars), shapes_on_host(e.outvars)] for e in loops]
+
+
+def shapes_on_host(atoms):
+    return [atom.aval.shape for atom in atoms if _jaxpr.is_on_host(atom.aval)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stacks_are_on_the_host_between_the_loops(stage):
+    """One stack, of block inputs; the forward loop makes it there, the backward loop reads it there."""
+    train_step = small.shard_train_step(
+        make_step(True, "blocks"), stage=stage, in_specs={"key": jax.P()},
+        offload_activations=jzero.PinnedHost(),
+    )  # fmt: skip
+    stack = (LAYERS, ROWS // 8, WIDTH)
+    forward, backward = loops_on_host(traced(train_step))
+    assert forward[1] == [stack]
+    assert stack in backward[0]
+    head_input, row = train_step.plan(new_state(), *batches()[0]).activations
+    assert (head_input.shape, head_input.turns) == ((ROWS // 8, WIDTH), 1)
+    assert (row.shape, row.turns, row.times, row.nbytes) == (stack, LAYERS, 1, 4 * 4 * 2 * 16)
+
+
+def test_a_turn_fetches_for_the_next_one():
+    """What a backward turn computes with comes out of its carry, not out of the host's stack."""
+    train_step = small.shard_train_step(
+        make_step(True, "blocks"), stage=2, in_specs={"key": jax.P()},
+        offload_activations=jzero.PinnedHost(),
+    )  # fmt: skip
+    loops = [e for e in equations(traced(train_step).jaxpr) if e.primitive.name == "scan"]
+    body = _jaxpr.scan_parts(loops[1]).body
+    fetched = [e.outvars[0] for e in body.eqns
+               if _jaxpr.changes_memory(e) and not _jaxpr.is_on_host(e.outvars[0].aval)]  # fmt: skip
+    assert [var.aval.shape for var in fetched] == [(ROWS // 8, WIDTH)]
+    read = {atom for e in body.eqns for atom in e.invars if not _jaxpr.is_literal(atom)}
+    assert fetched[0] not in read
+    assert fetched[0] in body.outvars
+
+
+def test_values_of_unrolled_layers_leave_and_come_back():
+    train_step = small.shard_train_step(
+        make_step(False, "blocks"), in_specs={"key": jax.P()},
+        offload_activations=jzero.PinnedHost(),
+    )  # fmt: skip
+    moved = [e for e in equations(traced(train_step).jaxpr) if _jaxpr.changes_memory(e)]
+    away = [e for e in moved if _jaxpr.is_on_host(e.outvars[0].aval)]
+    shape = (ROWS // 8, WIDTH)
+    # Of what enters the layers and the head, the first is an argument.
+    assert [e.outvars[0].aval.shape for e in away] == [shape] * LAYERS
+    assert len(moved) == 2 * len(away)
+
+
+def test_small_ones_stay(monkeypatch):
+    monkeypatch.setattr(_residuals, "LEAST_BYTES", 4 * 2 * WIDTH + 1)  # A block input and a byte.
+    train_step = moves(True, "blocks")
+    assert train_step.plan(new_state(), *batches()[0]).activations == ()
+    text = str(train_step.describe(new_state(), *batches()[0]))
+    assert "No activation waits on the host" in text
+
+
+# -- reports ---------------------------------------------------------------------------------------------
+
+
+def test_describe_lists_them():
+    train_step = small.shard_train_step(
+        make_step(True, "blocks"), accumulate=2, in_specs={"key": jax.P()},
+        offload_activations=jzero.PinnedHost(),
+    )  # fmt: skip
+    found = train_step.describe(new_state(), *batches()[0])
+    text = " ".join(str(found).split())
+    assert (
+        "1 stack of loops and 1 value wait on the host for the backward pass, 320 B of each" in text
+    )
+    assert "256 B float32[4, 1, 16], in 4 turns, at " in text
+    _, row = found.to_dict()["activations"]
+    assert (row["shape"], row["dtype"], row["nbytes"]) == ([4, 1, 16], "float32", 256)
+    crossings = [(x.direction, x.what, x.elements, x.nbytes) for x in found.crossings]
+    assert crossings == [
+        (way, "activation", 2 * elements, 2 * 4 * elements)
+        for way in ("to host", "to device")
+        for elements in (16, 64)
+    ]
+    without = small.shard_train_step(make_step(True, "blocks"), in_specs={"key": jax.P()})
+    assert without.describe(new_state(), *batches()[0]).to_dict()["activations"] is None
+
+
+def test_what_is_on_the_host_makes_another_plan():
+    steps = [
+        small.shard_train_step(
+            make_step(True, "blocks"), in_specs={"key": jax.P()}, offload_activations=policy
+        )
+        for policy in (jzero.NoOffload(), jzero.PinnedHost())
+    ]
+    here, there = (step.plan(new_state(), *batches()[0]) for step in steps)
+    assert here != there
+    assert "on the host for the backward pass: float32 (4, 2, 16) in 4 turns" in str(there)
+
+
+# -- a step's own policies -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", ["by name", "apart, by name"])
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_policies_of_the_step(scan, recompute, stage):
+    train_step = check(scan, recompute, stage=stage)
+    assert "<host>" in str(traced(train_step))
+    assert not train_step.describe(
+        new_state(), *batches()[0]
+    ).movements  # No rows are gathered for it.
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize(
+    "options",
+    [{"accumulate": 2}, {"offload": jzero.PinnedHost()}, {"offload": jzero.HostCPU()},
+     {"offload_activations": jzero.PinnedHost()}],
+    ids=str,
+)  # fmt: skip
+def test_policies_of_the_step_with_other_options(scan, options):
+    check(scan, "by name", **options)
+
+
+def test_padded_rows_with_policies_of_the_step():
+    step = make_step(True, "by name")
+    train_step = small.shard_train_step(step, in_specs={"key": jax.P()})
+    x, key = jax.random.normal(jax.random.key(5), (13, WIDTH)), jax.random.key(6)
+    _, expected = jax.jit(step)(new_state(), x, key)
+    _, loss = train_step(new_state(), x, key)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        ("pinned_host", "It is a policy: where activations wait for the backward pass"),
+        (None, None),
+        (jzero.NoOffload(), None),
+        (jzero.HostCPU(), "reads and writes pinned memory of their host, and no other"),
+        (jzero.PinnedHost(device_bytes=3), "What it sets is of optimizer state"),
+    ],
+    ids=str,
+)
+def test_the_policy(policy, text):
+    make = functools.partial(jzero.shard_train_step, make_step(True), offload_activations=policy)
+    if text is None:
+        assert "<host>" not in str(traced(make(in_specs={"key": jax.P()})))
+        return
+    with pytest.raises(jzero.OptionError, match="offload_activations=") as caught:
+        make()
+    assert text in str(caught.value)
+    assert "Use offload_activations=jzero.PinnedHost(), or drop it." in str(caught.value)
+
+
+def test_beside_parameters_on_the_host():
+    host = jzero.PinnedHost()
+    with pytest.raises(
+        jzero.OptionError, match="programs of their own; activations leave and come"
+    ) as caught:
+        jzero.shard_train_step(make_step(True), offload_activations=host, offload_params=host)
+    assert "Drop offload_activations, or offload_params." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "options", "error", "text"),
+    [
+        ("blocks", {"offload_activations": jzero.PinnedHost()}, jzero.OptionError,
+         "offload_activations=PinnedHost(device_bytes=1073741824) on GPUs with JAX "),
+        ("by name", {}, jzero.StepError, "a loop makes float32[4, 2, 16] at "),
+    ],
+    ids=["the option", "a policy of the step"],
+)  # fmt: skip
+def test_gpus_of_which_xla_is_wrong(monkeypatch, recompute, options, error, text):
+    """It trains wrong there without a word (XLA), so that it is refused."""
+    monkeypatch.setattr(_host_memory, "RIGHT_SINCE", (99, 0))
+    monkeypatch.setattr(_host_memory, "platform_of", lambda mesh: "gpu")
+    step = make_step(True, recompute)
+    train_step = small.shard_train_step(step, in_specs={"key": jax.P()}, **options)
+    with pytest.raises(error, match=re.escape(text)) as caught:
+        train_step.plan(new_state(), *batches()[0])
+    assert "Use JAX 0.12 or newer" in str(caught.value)
+    small.shard_train_step(make_step(True, "blocks"), in_specs={"key": jax.P()}).plan(
+        new_state(), *batches()[0]
+    )  # Without stacks on the host nothing is refused.
+
+
+def test_the_platform_of_a_mesh():
+    assert _host_memory.platform_of(jax.make_mesh((8,), ("data",))) == "cpu"
+    assert _host_memory.platform_of(jax.sharding.AbstractMesh((8,), ("data",))) == "cpu"
