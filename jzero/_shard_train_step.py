@@ -34,6 +34,7 @@ def shard_train_step(
     auto_specs: Mapping[str, PartitionSpec] | None = None,
     offload: Offload = NO_OFFLOAD,
     max_gather_bytes: int = MAX_GATHER_BYTES,
+    tile_bytes: int | None = None,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     axis_name: str | None = None,
@@ -185,7 +186,7 @@ def shard_train_step(
     chosen = Options(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
-        _items(auto_specs), max_gather_bytes, offload=offload,
+        _items(auto_specs), max_gather_bytes, tile_bytes, offload=offload,
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,

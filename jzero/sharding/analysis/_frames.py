@@ -1,11 +1,12 @@
 """Frames: what a step's jaxpr says before anything runs, and first of all which values vary.
 
-A frame is one place a jaxpr is called from, so that a function called twice is judged twice. Three facts
+A frame is one place a jaxpr is called from, so that a function called twice is judged twice. Four facts
 are found about its variables:
 
 * **varying** (here): the mesh axes over which the value differs between devices. jzero's own dataflow.
 * **linked dims** (`_links.py`): dims that are sharded together.
 * **needs** (`_needs.py`): who needs the whole value, and what feeds the batch.
+* **lone products** (`_lone.py`): what only a sum over the devices reads.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Frame:
     local_gradients: set[Var] = dataclasses.field(default_factory=set)
     needs_full: set[Var] = dataclasses.field(default_factory=set)
     feeds_batch: set[Var] = dataclasses.field(default_factory=set)
+    lone_products: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
     _last_uses: dict[Var, int] = dataclasses.field(default_factory=dict)
 
     def last_use(self, var: Var) -> int:
@@ -248,7 +250,7 @@ def running_sums(frame: Frame, num_consts: int, num_carry: int) -> frozenset[int
     Summing is linear, so they can be summed on each device and reduced once after the loop: the gradient
     of what a time loop closes over (an RNN's weights) then costs one reduction, not one per time step.
     """
-    jaxpr, uses = frame.jaxpr, _uses(frame.jaxpr)
+    jaxpr, uses = frame.jaxpr, num_reads(frame.jaxpr)
     sums = set()
     for i, var in enumerate(jaxpr.invars[num_consts : num_consts + num_carry]):
         start = var
@@ -265,7 +267,8 @@ def running_sums(frame: Frame, num_consts: int, num_carry: int) -> frozenset[int
     return frozenset(sums)
 
 
-def _uses(jaxpr: Jaxpr) -> dict[Var, int]:
+def num_reads(jaxpr: Jaxpr) -> dict[Var, int]:
+    """How often each variable is read or returned."""
     uses: dict[Var, int] = {}
     for atoms in [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]:
         for atom in atoms:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
+from jzero.sharding.analysis._lone import note_lone_products
 from jzero.sharding.analysis._needs import note_needs
 from jzero.sharding.batch import _trace
 from jzero.sharding.cut import _phases
@@ -65,6 +66,7 @@ def make_plan(
     frame, stage_axes, options = local.traced.frame, setting.stage_axes, setting.options
     links = Links(frame, stage_axes.count(stage_axes.shard_axes))
     note_needs(frame, len(local.traced.out_avals))
+    note_lone_products(frame, len(local.traced.out_avals), options.reduce_once)
     if setting.evaluates:
         layouts = _leaves.plan_as_found(leaves, rests, stage_axes, setting.automatic, frame, links)
     else:
@@ -90,6 +92,7 @@ def make_plan(
             options.keep_gathered,
             options.prefetch,
             _loop_bytes(setting) if setting.evaluates else None,
+            options.tile_bytes,
         ),
         update=update,
         turns=policy.turns(resting, frame, update, boundary),

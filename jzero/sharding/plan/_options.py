@@ -47,6 +47,7 @@ class Options:
     auto_specs: tuple[tuple[str, Any], ...] = ()
     offload: Offload = dataclasses.field(kw_only=True)
     max_gather_bytes: int = MAX_GATHER_BYTES
+    tile_bytes: int | None = None
     who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
 
     def __post_init__(self) -> None:
@@ -167,6 +168,9 @@ _INTEGERS: tuple[tuple[str, int, int | None, str, str], ...] = (
     ("max_gather_bytes", 0, None,
      "It is how many bytes of the batch's rows one operation may gather, an int from 0.",
      "Drop it for 256 MiB."),
+    ("tile_bytes", 1, None,
+     "It is how many bytes of a matrix are gathered, and of its gradient made, at a time, an int from 1.",
+     "Use tile_bytes=2**28, or drop it to gather whole matrices."),
 )  # fmt: skip
 _REDUCED = "Stage 2 is stage 1 with gradients reduced for each microbatch; stage 3 can do either."
 # What must not be, what is then found, the rule, and what to do; the first that holds is said.
@@ -189,6 +193,13 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
      "stage={o.stage} and prefetch_bytes={o.prefetch_bytes}",
      "Below stage 3 parameters rest whole on every device, and nothing is gathered ahead.",
      "Drop prefetch_bytes, or use stage=3."),
+    (lambda o: o.tile_bytes is not None and o.stage == 0, "stage=0 and tile_bytes={o.tile_bytes}",
+     "At stage 0 nothing is sharded: every device has matrices and their gradients whole.",
+     "Drop tile_bytes, or use stage=3."),
+    (lambda o: o.tile_bytes is not None and o.gather in ("keep", "once_per_step"),
+     "gather={o.gather!r} and tile_bytes={o.tile_bytes}",
+     "A tile is freed when it was used, and gathered again by the next pass that uses it.",
+     "Drop gather, or tile_bytes."),
     (lambda o: o.full is not None and o.stage < 3, "stage={o.stage} and full={o.full!r}",
      "Below stage 3 all parameters rest full.", "Drop full, or use stage=3."),
     (lambda o: o.param_axes is not None and o.stage < 3, "stage={o.stage} and param_axes={o.param_axes}",

@@ -65,6 +65,7 @@ class Interpreter:
       boundary: values that another program reads, and what there does. They are reduced before anything is
         made of them: a gradient that waited through a cast, too, would be reduced twice.
       loop_bytes: of an evaluation, the most that a loop gathers before it and keeps; None for a training.
+      tile_bytes: the most that a matrix may have to be gathered, and its gradient made, whole.
     """
 
     links: Links
@@ -82,6 +83,7 @@ class Interpreter:
     reduce_dtype: DTypeLike | None = None
     boundary: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = dataclasses.field(default_factory=dict)
     loop_bytes: int | None = None
+    tile_bytes: int | None = None
     seen_pass: str | None = None
 
     def run(self, frame: Frame, args: Sequence[Value]) -> list[Value]:
