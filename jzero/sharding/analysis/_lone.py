@@ -35,16 +35,16 @@ def _flow(frame: Frame, outs: Sequence[bool], reduce_once: bool) -> None:
     sums: dict[Var, Eqn] = {}  # of what is reduced, alone
     for index, eqn in reversed(list(enumerate(frame.jaxpr.eqns))):
         asked = [out in added for out in eqn.outvars]
-        name, (first, *rest) = eqn.primitive.name, eqn.invars or [None]
+        name, alone = eqn.primitive.name, len(eqn.invars) == 1
         for child in frame.children.get(index, ()):
             _flow(child, _of_child(frame, child, eqn, asked, reduce_once), reduce_once)
-        if name in _frames.REDUCTIONS and not rest and not _jaxpr.is_literal(first):
-            sums[first] = eqn
+        if name in _frames.REDUCTIONS and alone:
+            sums |= dict.fromkeys(_frames.variables(eqn.invars), eqn)
         elif name == "dot_general":
             (out,) = eqn.outvars
             if reads.get(out) == 1 and out in sums and sums[out].outvars[0] not in added:
                 frame.lone_products[out] = sums[out]
-        elif any(asked) and (name in _ADDS or (_rules.is_linear(eqn) and not rest)):
+        elif any(asked) and (name in _ADDS or (_rules.is_linear(eqn) and alone)):
             added.update(_frames.variables(eqn.invars))
 
 

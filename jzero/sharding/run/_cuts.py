@@ -1,4 +1,4 @@
-"""How a matrix is cut into tiles, and what of the other operand and of the result each tile has to do with."""
+"""Tiles: how a matrix is cut, and which dims of a product's other operand and result are those of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ class Tiles(NamedTuple):
 
 
 def cut(
-    shape: Sequence[int], itemsize: int, sharded: int, nbytes: int, kept: Sequence[int] | None = None
+    shape: Sequence[int],
+    itemsize: int,
+    sharded: int,
+    nbytes: int,
+    kept: Sequence[int] | None = None,
 ) -> Tiles | None:
     """Tiles of at most `nbytes` of a value that is larger; of one index of a dim at least.
 
@@ -54,13 +58,14 @@ def cut(
     whole = math.prod(shape) * itemsize
 
     def rank(dim: int) -> tuple[bool, bool, int]:
-        return whole <= nbytes * shape[dim], kept is None or dim in kept, shape[dim]
+        fits = whole <= nbytes * shape[dim]
+        return fits, fits and (kept is None or dim in kept), shape[dim]
 
     dim = max(dims, key=rank)
     size = shape[dim]
     fewest = -(-size // max(1, nbytes * size // whole))
-    # Rather a few tiles more that are all of one size.
-    equal = (num for num in range(fewest, min(2 * fewest, size) + 1) if size % num == 0)
+    # Rather a few tiles more that are all of one size: a smaller one stands beside the loop.
+    equal = (num for num in range(fewest, fewest + fewest // 2 + 1) if size % num == 0)
     return Tiles(dim, size, -(-size // next(equal, fewest)))
 
 
@@ -90,7 +95,7 @@ class ProductDims:
 
     def kept_of(self, place: int) -> list[int]:
         """The dims of the operand at `place` that the result has."""
-        return [pair[place] for pair in self.kept if pair[place] is not None]
+        return [dim for dim in (pair[place] for pair in self.kept) if dim is not None]
 
     def of_result(self, place: int, dim: int) -> int | None:
         """The dim of the result that is `dim` of the operand at `place`; None if it is summed over."""

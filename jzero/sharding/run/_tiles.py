@@ -1,8 +1,8 @@
-"""Memory-centric tiling: a large matrix is gathered, used and freed tile by tile, and so is its gradient made.
+"""Memory-centric tiling: a large matrix is gathered, used and freed tile by tile, and its gradient made so.
 
-A product of whole rows with a parameter at rest in shards is a loop over tiles of the parameter, each of which
-is gathered one turn before its use. A product that is only made to be summed over the devices is a loop too:
-each tile of it is made, and reduced. Neither is ever whole.
+A product of whole rows with a parameter at rest in shards is a loop over tiles of the parameter, each of
+which is gathered one turn before its use. A product that is only made to be summed over the devices is a
+loop too, each tile of which is reduced one turn after it was made. Neither is ever whole.
 
 Reference:
   Rajbhandari, Ruwase, Rasley, Smith, He: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
@@ -21,6 +21,7 @@ from jax import lax
 
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import REDUCTIONS, Frame
+from jzero.sharding.analysis._untiled import TILES
 from jzero.sharding.run import _collectives, _ordinary
 from jzero.sharding.run._cuts import ProductDims, Tiles, cut
 from jzero.sharding.run._devices import Devices
@@ -30,7 +31,9 @@ from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced
 from jzero.tracing import _jaxpr
 
 Start = int | jax.Array
-State = tuple[Start, jax.Array, jax.Array]  # the turn, the result so far, the tile that is used in it
+State = tuple[
+    Start, jax.Array, jax.Array
+]  # the turn, the result so far, the tile that is used in it
 
 
 def _dot_general(
@@ -93,19 +96,19 @@ def _product(
 
     def gathered(start: Start, size: int, tokens: Sequence[jax.Array] = ()) -> jax.Array:
         part = lax.dynamic_slice_in_dim(value.x, start, size, tiles.dim)
-        return devices.whole(value, not_before(part, tokens))
+        with jax.named_scope(TILES):
+            return devices.whole(value, not_before(part, tokens))
 
     @jax.jit  # Traced and lowered once for the loop and its last turn.
     def used(total: jax.Array, start: Start, tile: jax.Array) -> jax.Array:
         x = _range(other, start, tile.shape[tiles.dim], beside)
         operands = (tile, x) if place == 0 else (x, tile)
         (y,) = _jaxpr.bind(eqn, *operands, preferred_element_type=dtype)
-        if into is None:
-            return total + y
-        return lax.dynamic_update_slice_in_dim(total, y, start, into)
+        return lax.add(total, y) if into is None else _put(total, y, start, into)
 
     def turn(total: jax.Array, start: Start, tile: jax.Array, _: jax.Array) -> jax.Array:
-        return used(total, start, tile)
+        new: jax.Array = used(total, start, tile)
+        return new
 
     nbytes = value.x.nbytes * devices.count(value.axes) // tiles.size * tiles.tile
     first = gathered(0, tiles.tile, devices.queue.tokens(nbytes))
@@ -122,7 +125,9 @@ def _one_ahead(
     use: Callable[[jax.Array, Start, jax.Array, jax.Array], jax.Array],
     total: jax.Array,
 ) -> tuple[jax.Array, list[tuple[int, jax.Array]]]:
-    """Makes every tile beside the use of the one before it::
+    """Makes every tile beside the use of the one before it.
+
+    It runs like this::
 
         for start in range(0, (num - 1) * size, size):
             following = make(start + size, size)
@@ -137,7 +142,8 @@ def _one_ahead(
         following = make((i + 1) * tiles.tile, tiles.tile)
         return (i + 1, use(total, i * tiles.tile, tile, following), following), None
 
-    (_, total, tile), _ = lax.scan(turn, (0, total, first), None, length=tiles.num - 1)
+    state: State = (0, total, first)
+    (_, total, tile), _ = lax.scan(turn, state, None, length=tiles.num - 1)
     done = tiles.num * tiles.tile
     last = [(done - tiles.tile, tile)]
     return total, [*last, (done, make(done, tiles.rest))] if tiles.rest else last
@@ -145,6 +151,12 @@ def _one_ahead(
 
 def _range(x: jax.Array, start: Start, size: int, dim: int | None) -> jax.Array:
     return x if dim is None else lax.dynamic_slice_in_dim(x, start, size, dim)
+
+
+def _put(whole: jax.Array, part: jax.Array, start: Start, dim: int) -> jax.Array:
+    """`whole [n, d]` with the `part [n, t]` at `start` of `dim`."""
+    new: jax.Array = lax.dynamic_update_slice_in_dim(whole, part, start, dim)
+    return new
 
 
 def _dtype_of_sum(eqn: _jaxpr.Eqn) -> jnp.dtype[Any]:
@@ -179,9 +191,7 @@ def _reduced(
     if tiles is None:
         return None
     size = out.aval.shape[dim]
-    waiting = Unreduced(
-        ins[0].x, 1.0, out.aval.dtype, name, dim=dim, size=size, scattered=True
-    )
+    waiting = Unreduced(ins[0].x, 1.0, out.aval.dtype, name, dim=dim, size=size, scattered=True)
     x = _reduced_product(devices, eqn, [value.x for value in ins], dtype, waiting, tiles)
     waiting = dataclasses.replace(waiting, x=x)
     devices.queue.note_reduction(x, waiting.made, nbytes // tiles.size * tiles.tile)
@@ -200,23 +210,27 @@ def _reduced_product(
     def made(start: Start, size: int) -> jax.Array:
         parts = [_range(x, start, size, d) for x, d in zip(operands, sources, strict=True)]
         (tile,) = _jaxpr.bind(eqn, *parts)
-        return tile.astype(dtype)
+        on_wire: jax.Array = tile.astype(dtype)
+        return on_wire
 
     def put(total: jax.Array, start: Start, shard: jax.Array) -> jax.Array:
         # [Note: layouts at rest]
-        return _collectives.row_major(lax.dynamic_update_slice_in_dim(total, shard, start, tiles.dim))
+        return _collectives.row_major(_put(total, shard, start, tiles.dim))
+
+    def reduced(tile: jax.Array) -> jax.Array:
+        with jax.named_scope(TILES):
+            return devices.reduce_scatter(tile, dim, result.name)
 
     def turn(total: jax.Array, start: Start, tile: jax.Array, following: jax.Array) -> jax.Array:
-        shard = devices.reduce_scatter(tile, dim, result.name)
         # Else the compiler hides this copy behind the next tile's product, and not the reduction.
-        return put(total, start, not_before(shard, [token_of(following)]))
+        return put(total, start, not_before(reduced(tile), [token_of(following)]))
 
     total = lax.full(devices.shard_shape(aval.shape, dim), 0, dtype)
     total, last = _one_ahead(tiles, made(0, tiles.tile), made, turn, total)
     for start, tile in last:
         # The compiler would combine it with those of other matrices, for which all would wait.
         tile = not_before(tile, devices.queue.reduction_tokens(result.made))
-        total = put(total, start, devices.reduce_scatter(tile, dim, result.name))
+        total = put(total, start, reduced(tile))
     return total
 
 
