@@ -210,6 +210,12 @@ def test_options_train_as_on_one_device(name, mesh, options):
     check(name, mesh, **options)
 
 
+def test_an_update_on_the_host():
+    pytest.importorskip("llvmlite")
+    for name in ("half", "scanned remat"):
+        check(name, "4", offload=jzero.HostCPU(), accumulate=2)
+
+
 def test_one_device_gathers_nothing():
     """And trains the same."""
     step, (state, rows) = step_of(unrolled), (new_state("unrolled"), rows_of("unrolled")[0])
@@ -466,6 +472,7 @@ def test_a_tensor_axis():
         ((2, 8, 8), 0, [1], (1, 8, 1)),  # the dim that the product keeps
         ((2, 8, 8), 0, [2], (2, 8, 1)),
         ((64, 2), 0, [1], (1, 2, 1)),  # a tile has one column at least
+        ((2, 9), 0, [1], (1, 9, 3)),  # three tiles, though two would do
         ((64, 1), 0, [1], None),
         ((64,), 0, [], None),
     ],

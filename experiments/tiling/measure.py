@@ -1,34 +1,29 @@
 """What tiles of matrices save in memory and cost in traffic and time, compiled for H200s ahead of time.
 
-python experiments/tiling/measure.py                                    # 3.6B on 64 H200s; no GPU needed
+python experiments/tiling/measure.py                                    # 3.4B on 64 H200s; no GPU needed
+python experiments/tiling/measure.py --recompute nothing
 python experiments/tiling/measure.py --layers 127 --dim 25600 --heads 200 --devices 1024    # 1T
-python experiments/tiling/measure.py --no-remat
-python experiments/tiling/measure.py --unrolled
+python experiments/tiling/measure.py --attention 'in parts' --layers 127 ...                # as above
 
-Nothing runs. Prints a table in Markdown, and writes <date>-<layers>x<dim>-<devices>[-...].json.
+Nothing runs. Prints a table in Markdown, writes <date>-<layers>x<dim>-<devices>-<recompute>-<attention>.json.
 """
 
 import argparse
-import functools
 import json
 import time
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
-
 import jzero
+from experiments.paper_tables.model import GPT, RECOMPUTE, tx
 from experiments.shared import records
-from experiments.shared.gpt import GPT, make_step
+from experiments.shared.gpt import make_step
 
 # XLA has a pass of its own that recomputes where a program exceeds the target's memory. Without it the bytes
 # are those of the step as it is written (as in experiments/paper_tables).
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 TILE_MIB = (None, 256, 64, 16)
 GB = 1e9
-tx = jzero.master_weights(optax.adamw(1e-4))
 HEADER = (
     "tile_bytes", "at rest GB", "within a step GB", "peak GB", "gathered GB", "reduced GB",
     "largest gathered MB", "largest reduced MB", "hidden: gathered", "reduced", "products s", "exposed s",
@@ -37,14 +32,11 @@ HEADER = (
 
 def measure(model: GPT, devices: int, tile_bytes: int | None) -> dict[str, Any]:
     """Bytes on each device, bytes that move, and what of them hides, of one compiled program."""
-    make = functools.partial(jnp.zeros, dtype=jnp.bfloat16)
-    state = jax.eval_shape(lambda: model.state(tx, make))
-    batch = jax.ShapeDtypeStruct((devices, model.context + 1), jnp.int32)
     train_step = jzero.shard_train_step(make_step(model.loss, tx), tile_bytes=tile_bytes)
     start = time.process_time()
     found = jzero.preflight(
-        train_step, state, batch, target="h200", topology=f"{devices // 8}x8",
-        compiler_options=COMPILER_OPTIONS,
+        train_step, model.abstract_state(), model.batch(devices), target="h200",
+        topology=f"{devices // 8}x8", compiler_options=COMPILER_OPTIONS,
     )  # fmt: skip
     assert found.report is not None
     return {
@@ -91,13 +83,15 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--devices", type=int, default=64, help="a multiple of 8")
-    parser.add_argument("--no-remat", action="store_true", help="keep activations")
-    parser.add_argument("--unrolled", action="store_true", help="each layer has leaves of its own")
+    parser.add_argument(
+        "--recompute", choices=RECOMPUTE, default="blocks", help="in the backward pass"
+    )
+    parser.add_argument("--attention", choices=("whole", "in parts"), default="whole")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     model = GPT(
-        args.layers, args.dim, args.heads, vocab=51_200, scan=not args.unrolled, remat=not args.no_remat
-    )  # fmt: skip
+        args.layers, args.dim, args.heads, recompute=args.recompute, attention=args.attention
+    )
     result: dict[str, Any] = {
         **records.versions("jax", "jaxlib", "optax"),
         "target": f"{args.devices} x H200, compiled ahead of time",
@@ -110,8 +104,8 @@ def main() -> None:
         found = measure(model, args.devices, mib and mib * 2**20)
         result["programs"].append(found)
         print(row(found), flush=True)
-    kinds = [name for name in ("no_remat", "unrolled") if getattr(args, name)]
-    name = "-".join([result["date"], f"{args.layers}x{args.dim}", str(args.devices), *kinds])
+    size = f"{args.layers}x{args.dim}-{args.devices}"
+    name = f"{result['date']}-{size}-{args.recompute}-{args.attention}".replace(" ", "-")
     args.out.mkdir(exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
