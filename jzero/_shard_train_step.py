@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jzero._errors import OptionError, message
 from jzero._step import ShardedTrainStep
+from jzero.offload._parameters import policy_of
 from jzero.offload._policy import NO_OFFLOAD
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
@@ -33,6 +34,7 @@ def shard_train_step(
     optimizer_axes: str | Sequence[str] | None = None,
     auto_specs: Mapping[str, PartitionSpec] | None = None,
     offload: Offload = NO_OFFLOAD,
+    offload_params: Offload = NO_OFFLOAD,
     max_gather_bytes: int = MAX_GATHER_BYTES,
     tile_bytes: int | None = None,
     mesh: Any = None,
@@ -195,7 +197,8 @@ def shard_train_step(
     chosen = Options(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
-        _items(auto_specs), max_gather_bytes, tile_bytes, offload=offload,
+        _items(auto_specs), max_gather_bytes, tile_bytes,
+        offload=policy_of(WHO, offload, offload_params),
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,

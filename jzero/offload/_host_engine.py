@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from jzero.offload._host_turn import HostTurn, shard_of
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.memory import _available
 from jzero.offload.memory._host_array import HostArray, places
+from jzero.offload.memory._pinned_leaf import PinnedLeaf, view
 from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call
@@ -42,6 +42,7 @@ class HostEngine:
     """Updates the shards of this process's devices, all in one parallel loop.
 
     Attributes:
+      devices: whose shards are updated.
       update: compiled; says by which road each leaf is updated.
     """
 
@@ -68,6 +69,7 @@ class HostEngine:
         )
         shards, indices = (places(turn.mesh, axes) for axes in (turn.shard_axes, turn.axes))
         self._local = list(shards)
+        self.devices = devices
         self._at = [self._local.index(device) for device in devices]
         first = {shards[device]: at for device, at in zip(devices, self._at, strict=True)}
         self._like = [first[place] for place in shards.values()]
@@ -82,6 +84,7 @@ class HostEngine:
         _available.check(WHO, found)
         self._sets = [self._outputs(outs) for _ in range(num_sets)]
         self._buffers: list[Sequence[np.ndarray]] = []  # Of each leaf, as prepared.
+        self._leaves: Sequence[HostArray | PinnedLeaf] = ()
         self._padding_of_outs = [
             _padding(aval.sharding, aval.shape, shape, self._local)
             for aval, shape in zip(outs, shapes, strict=True)
@@ -98,16 +101,17 @@ class HostEngine:
     def _outputs(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Outputs:
         arrays = [_pinned(aval, self._local) for aval in avals]
         # `addressable_data` has one array for all devices if they hold the same.
-        views = [[_view(shard.data) for shard in x.addressable_shards] for x in arrays]
+        views = [[view(shard.data) for shard in x.addressable_shards] for x in arrays]
         return _Outputs(arrays, views, [])
 
-    def prepare(self, state: Sequence[HostArray], reads: Sequence[jax.Array]) -> None:
+    def prepare(self, state: Sequence[HostArray | PinnedLeaf], reads: Sequence[jax.Array]) -> None:
         """Does what can fail, and overwrites nothing. `reads` are there, in pinned memory."""
         inputs = [
             [*(x.addressable_data(k) for x in reads), *indices]
             for k, indices in zip(self._at, self._indices, strict=True)
         ]
         self._buffers = [leaf.buffers for leaf in state]
+        self._leaves = state
         shards = [[buffers[k] for buffers in self._buffers] for k in range(len(self._at))]
         self.update.prepare(shards, inputs)
         self._sets.append(self._sets.pop(0))
@@ -117,8 +121,8 @@ class HostEngine:
 
     def run(self) -> Iterator[dict[int, jax.Array]]:
         """Updates in place; yields what a chunk makes for the devices, by output, on its way there."""
-        outputs, buffers = self._sets[-1], self._buffers
-        self._buffers = []  # The state may be dropped after this.
+        outputs, buffers, leaves = self._sets[-1], self._buffers, self._leaves
+        self._buffers, self._leaves = [], ()  # The state may be dropped after this.
         outputs.sent.clear()
         for done in self.update.run([[views[k] for views in outputs.views] for k in self._at]):
             for i in done:
@@ -131,6 +135,9 @@ class HostEngine:
             for buffer, index in zip(of_leaf, padding, strict=True):
                 if index is not None:
                     buffer[index] = 0
+        for leaf in leaves:
+            if isinstance(leaf, PinnedLeaf):
+                leaf.copy_to_replicas()
 
     def sent(self, arrays: Iterable[jax.Array]) -> None:
         """Notes what the devices made of a chunk: its memory is not written again before that is there."""
@@ -159,15 +166,6 @@ def _pinned(aval: jax.ShapeDtypeStruct, devices: Sequence[jax.Device]) -> jax.Ar
     parts = jax.block_until_ready(parts)
     home = aval.sharding.with_memory_kind(PINNED)
     return jax.make_array_from_single_device_arrays(aval.shape, home, parts)
-
-
-def _view(x: jax.Array) -> np.ndarray:
-    """The memory of an array on the host, to be written."""
-    if not x.nbytes:
-        return np.zeros(x.shape, x.dtype)
-    memory: Any = (ctypes.c_char * x.nbytes).from_address(x.unsafe_buffer_pointer())
-    memory.owner = x  # A thread that is still at work on a view keeps the memory.
-    return np.frombuffer(memory, x.dtype).reshape(x.shape)
 
 
 def _padding(

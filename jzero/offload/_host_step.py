@@ -15,8 +15,9 @@ from jzero._errors import StateError, message
 from jzero._memory_kinds import HOST, PINNED
 from jzero.offload._host_engine import HostEngine
 from jzero.offload._host_turn import HostTurn, shard_of
+from jzero.offload._layered import LayeredSegment
 from jzero.offload.kernels._roads import roads_text
-from jzero.offload.memory._host_array import HostArray
+from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.segments import _conversions
 from jzero.segments._builder import Builder
 from jzero.segments._segment import Var
@@ -68,7 +69,7 @@ class HostStep:
 
     def __init__(
         self, runner: Runner, shardings: Sequence[NamedSharding], threads: int | None,
-        delays: Callable[[int], bool] | None, shared: Shared,
+        delays: Callable[[int], bool] | None, shared: Shared, params_bytes: int = 0,
     ):  # fmt: skip
         """Builds the programs.
 
@@ -78,10 +79,12 @@ class HostStep:
           threads: how many update; None for all processors.
           delays: whether an update is delayed that has so many steps before it; None if none ever is.
           shared: engines in use by steps on batches of other shapes; they share what is the same.
+          params_bytes: how many bytes of parameters that rest on the hosts may be on each device.
         """
         self.leaves, self.shardings = runner.plan.leaves, shardings
         self._runner, self._threads, self._delays = runner, threads, delays
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == HOST]
+        self._streamed = [i for i, leaf in enumerate(self.leaves) if leaf.is_streamed]
         builder = Builder(runner, shardings)
         self._segments = SegmentedStep(builder)
         self.grad, self.turns = self._segments.grad, self._segments.turns
@@ -93,7 +96,11 @@ class HostStep:
         self._entered = [var for var in reads if leaf_of.get(var) in renewed]
         self._sent = [var for var in reads if leaf_of.get(var) not in renewed]
         self._stays = [v for turn in self.turns[1:] for v in turn.takes if v in self.grad.gives]
-        self._grad = _to_host(self._grad_part, [reads[var].sharding for var in self._sent])
+        self._grad: Callable[..., Any] = _to_host(
+            self._grad_part, [reads[var].sharding for var in self._sent]
+        )
+        if self._streamed:
+            self._grad = self._by_layers(runner, params_bytes)
         self._enter = _to_host(self._enter_part, [reads[var].sharding for var in self._entered])
         # Their old values are freed when the step cannot fail any more.
         self._renewed = [i for i in self.grad.outs if i < len(self.leaves)]
@@ -109,6 +116,28 @@ class HostStep:
         leaves = [v for v in self._sent if v in self._segments.leaf_of]
         values |= zip(leaves, self._as_shards(leaves, [values[v] for v in leaves]), strict=True)
         return [values[v] for v in self._sent], ([values[v] for v in self._stays], outs)
+
+    def _by_layers(self, runner: Runner, params_bytes: int) -> Callable[..., Any]:
+        """The same, with parameters that rest on the hosts."""
+        leaf_of = self._segments.leaf_of
+        self._layered = LayeredSegment(
+            runner, self.grad, [v for v in self._sent if v not in leaf_of], params_bytes
+        )
+        leaves = [v for v in self._sent if v in leaf_of]
+        reads = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
+        send = _to_host(
+            lambda xs: (self._as_shards(leaves, xs), None), [reads[v].sharding for v in leaves]
+        )
+
+        def grad(consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
+            values = dict(zip(self.grad.takes, [*consumed, *read], strict=True))
+            given, outs = self._layered(values)
+            down, _ = send([values[v] for v in leaves]) if leaves else ([], None)
+            values |= zip(self.grad.gives, given, strict=True)
+            values |= zip(leaves, down, strict=True)
+            return [values[v] for v in self._sent], ([values[v] for v in self._stays], outs)
+
+        return grad
 
     def _enter_part(self, leaves: list[Any]) -> tuple[list[Any], None]:
         return self._as_shards(self._entered, leaves), None
@@ -172,6 +201,8 @@ class HostStep:
                 values.update(zip(self._stays, stays, strict=True))
                 made |= turn(values, turn.jitted)
             hosted = self._taken(state, now if delays else None, num_steps + 1)
+            if job and self._streamed:  # JAX copies what is not its own, as NumPy's memory; all is there.
+                job.step.prepare([hosted.get(i, x) for i, x in enumerate(state)], reads)
             for chunk in job.step.updating(state) if job else ():
                 made |= chunk
         for i in self._renewed:
@@ -225,7 +256,10 @@ class HostStep:
             engine = self._new_engine(state[self._hosted[0]].home.devices)
             self._compile_leaving(state, engine.chunks)
             self._engine = engine
-        leaves = [state[i] for i in self.host.leaves]
+        leaves = [
+            PinnedLeaf.of(state[i], self._engine.devices) if i in self._streamed else state[i]
+            for i in self.host.leaves
+        ]
         self._engine.prepare(leaves, [reads[var] for var in self.host.reads])
 
     def updating(self, state: Sequence[Any]) -> Iterator[dict[int, jax.Array]]:
@@ -262,12 +296,13 @@ class HostStep:
 
     def _taken(
         self, state: Sequence[Any], pending: Pending | None, num_steps: int
-    ) -> dict[int, HostArray]:
+    ) -> dict[int, Any]:
         """The leaves on the host as the new state has them, in the same memory.
 
         Before any is overwritten, so that an interruption leaves no state that is half a step old.
         """
-        return {i: state[i].renewed(pending, num_steps) for i in self._hosted}
+        hosted = {i: state[i].renewed(pending, num_steps) for i in self._hosted}
+        return hosted | {i: renewed(state[i]) for i in self._streamed}
 
 
 def _to_host(run: Callable[..., Any], places: Sequence[NamedSharding]) -> Callable[..., Any]:

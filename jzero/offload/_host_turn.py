@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import HOST
+from jzero._memory_kinds import DEVICE
 from jzero.offload.kernels._roads import Road, RoadFinder, traced_flat
 from jzero.segments._builder import Builder
 from jzero.sharding.analysis import _traffic
@@ -47,7 +47,7 @@ class HostTurn:
         if _moves(self._body.jaxpr):
             _refuse(builder, pieces)
         takes, outs, leaves = self.segment.takes, self.segment.outs, self._plan.leaves
-        hosted = {self._invars[i]: i for i, leaf in enumerate(leaves) if leaf.tier == HOST}
+        hosted = {self._invars[i]: i for i, leaf in enumerate(leaves) if leaf.tier != DEVICE}
         mine = {hosted[var] for var in takes if var in hosted}
         self.leaves = sorted({*mine, *(i for i in outs if i in hosted.values())})
         used = [takes[i] for i in sorted(self._body.used)]

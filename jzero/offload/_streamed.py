@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from jzero._memory_kinds import DEVICE
+from jzero._memory_kinds import DEVICE, PINNED
+from jzero.offload._layered import LayeredSegment
 from jzero.offload._pinned import Visit, stream
 from jzero.offload._sliced import SlicedTurn
 from jzero.segments._builder import Builder
 from jzero.segments._segment import Compiled, Segment, Values
 from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.analysis._traffic import Collective, Crossing
+from jzero.sharding.cut._crossing import is_scalar
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _jaxpr
 
@@ -44,7 +46,16 @@ class StreamedStep:
       compiled: those of whole turns, after a step.
     """
 
-    def __init__(self, runner: Runner, shardings: Sequence[NamedSharding]):
+    def __init__(
+        self, runner: Runner, shardings: Sequence[NamedSharding], params_bytes: int = 0
+    ):
+        """Makes the programs.
+
+        Args:
+          runner: the step.
+          shardings: where its state rests.
+          params_bytes: how many bytes of parameters that rest on the hosts may be on each device.
+        """
         self._plan, self._invars = runner.plan, runner.frame.jaxpr.invars
         self._segments = SegmentedStep(Builder(runner, shardings))
         self.grad, self.turns = self._segments.grad, self._segments.turns
@@ -54,6 +65,14 @@ class StreamedStep:
         leaves = self._plan.leaves
         pairs = zip(self._invars, shardings, leaves, strict=False)
         homes = {var: home for var, home, leaf in pairs if leaf.tier != DEVICE}
+        self._layered = None
+        if any(leaf.is_streamed for leaf in leaves):
+            gradients = [var for var in self.grad.gives if not is_scalar(var)]
+            self._layered = LayeredSegment(runner, self.grad, gradients, params_bytes)
+            homes |= {
+                var: NamedSharding(runner.mesh, self.grad.types[var].spec, memory_kind=PINNED)
+                for var in gradients
+            }
         new = runner.frame.jaxpr.outvars[: len(leaves)]
         kept = {var for var, atom in zip(self._invars, new, strict=False) if atom is var}
         last = {var: i for i, turn in enumerate(self.turns) for var in turn.takes}
@@ -76,7 +95,8 @@ class StreamedStep:
         """What a step copies to each device and back."""
         found, leaves, homes = [], self._plan.leaves, self._homes.of
         for turn in self.turns:
-            taken = [self._segments.leaf_of[var] for var in turn.takes if var in homes]
+            leaf_of = self._segments.leaf_of
+            taken = [leaf_of[var] for var in turn.takes if var in homes and var in leaf_of]
             given = [i for i in turn.outs if i < len(leaves) and self._invars[i] in homes]
             for direction, indices in (("to device", taken), ("to host", given)):
                 found += [
@@ -91,9 +111,19 @@ class StreamedStep:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Runs one step; the state is consumed."""
         values = self._segments.values(state, arrays)
-        outs = self.grad(values, self.grad.jitted)
+        outs = self._grad_part(values)
         stream(self._visits(values, outs), self._plan.device_bytes)
         return self._segments.in_order(outs, state)
+
+    def _grad_part(self, values: Values) -> dict[int, jax.Array]:
+        """Adds gradients to the values; returns outputs."""
+        if self._layered is None:
+            return self.grad(values, self.grad.jitted)
+        given, outs = self._layered(values)
+        for var in self.grad.consumes:
+            values.pop(var).delete()
+        values.update(zip(self.grad.gives, given, strict=True))
+        return dict(zip(self.grad.outs, outs, strict=True))
 
     def _visits(self, values: Values, outs: dict[int, Any]) -> Iterator[Visit]:
         for index, (turn, plan) in enumerate(zip(self.turns, self._plan.turns, strict=True)):

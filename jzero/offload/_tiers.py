@@ -31,15 +31,25 @@ def offloaded(
     Raises:
       OptionError: there is none that is worth it.
     """
-    staying = _staying(leaves, frame)
-    resting = _leaves.offload(leaves, policy.tier, stage_axes.min_bytes, staying)
-    update = _pieces.cut_update(frame, [i for i, leaf in enumerate(resting) if leaf.tier != DEVICE])
+    moving = optimizer_leaves(leaves, frame, stage_axes)
+    resting = tuple(
+        dataclasses.replace(leaf, tier=policy.tier) if i in moving else leaf
+        for i, leaf in enumerate(leaves)
+    )
+    update = _pieces.cut_update(frame, moving)
     if not update.pieces:
         raise OptionError(message(
             WHO, f"offload={policy}, and the state has no optimizer state that is worth it",
             "Leaves of min_shard_bytes that only the update reads are offloaded: moments, averages, masters.",
             "Drop offload."))  # fmt: skip
     return resting, update
+
+
+def optimizer_leaves(leaves: Leaves, frame: Frame, stage_axes: StageAxes) -> list[int]:
+    """Which leaves are optimizer state that is worth a place on the host, by index."""
+    staying = _staying(leaves, frame)
+    resting = _leaves.offload(leaves, HOST, stage_axes.min_bytes, staying)
+    return [i for i, leaf in enumerate(resting) if leaf.tier != DEVICE]
 
 
 def _staying(leaves: Leaves, frame: Frame) -> list[int]:
@@ -159,7 +169,7 @@ def _connected(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 def turns(leaves: Leaves, update: UpdatePart) -> tuple[Turn, ...]:
     """What the hosts' processors run, and then what runs on the devices."""
-    there = {i for i, leaf in enumerate(leaves) if leaf.tier == HOST}
+    there = {i for i, leaf in enumerate(leaves) if leaf.tier != DEVICE}
     number = {id(piece): i for i, piece in enumerate(update.pieces)}
     hosted = [
         number[id(piece)]

@@ -43,7 +43,10 @@ class Builder:
         outs = [i for i in range(len(outvars)) if i not in plan.update.outs]
         outs = [i for i in outs if i >= len(leaves)
                 or (leaves[i].tier == DEVICE and outvars[i] is not invars[i])]  # fmt: skip
-        here = [v for i, v in enumerate(invars) if i >= len(leaves) or leaves[i].tier == DEVICE]
+        here = [
+            v for i, v in enumerate(invars)
+            if i >= len(leaves) or leaves[i].tier == DEVICE or leaves[i].is_streamed
+        ]  # fmt: skip
         own = {invars[i] for i in outs if i < len(leaves)}
         read = {var for piece in plan.update.pieces for var in piece.reads}
         consumes = [var for var in here if var in own and var not in read]
@@ -149,6 +152,7 @@ class Builder:
             runner.mesh,
             run,
             jitted,
+            out_specs,
         )
 
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import jax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jzero.sharding.analysis import _traffic
 from jzero.sharding.analysis._traffic import Collective
@@ -35,6 +36,7 @@ class Segment:
       mesh: on which it runs.
       run: the program, as a function.
       jitted: the same, compiled.
+      out_specs: how what it gives and its outputs lie, as JAX spells it.
     """
 
     consumes: tuple[Var, ...]
@@ -45,6 +47,7 @@ class Segment:
     mesh: Mesh
     run: Run
     jitted: Run
+    out_specs: tuple[list[P], list[P]]
 
     @property
     def takes(self) -> tuple[Var, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -124,6 +125,26 @@ def scan_parts(eqn: Eqn) -> ScanParts:
     return ScanParts(
         body, consts, num_consts, num_carry, params["length"], params["reverse"], params["unroll"]
     )
+
+
+def scan_like(
+    eqn: Eqn, body: Jaxpr, ins: Sequence[Atom], outs: Sequence[Var], num_consts: int, num_carry: int
+) -> Eqn:
+    """A `scan` equation in the place of `eqn`, with another body, whose constants it keeps."""
+    # Of the axes that its collectives name; it says by position what else it does.
+    axes = {x for e in body.eqns for x in e.effects if isinstance(x, core.NamedAxisEffect)}
+    closed, old = eqn.params["jaxpr"], open_jaxpr(eqn.params["jaxpr"])[0]
+    effects: Any = getattr(old, "effects", set()) | axes
+    params = eqn.params | {"jaxpr": closed.replace(jaxpr=replaced(body, effects=effects))}
+    if "num_carry" in params:
+        params |= dict(num_consts=num_consts, num_carry=num_carry)
+    else:
+        trees: Any = importlib.import_module("jax._src.flattree")  # JAX 0.10 has none.
+        parts = num_consts, num_carry, len(ins) - num_consts - num_carry
+        params["ft_in"] = trees.pack(tuple(map(trees.nones, parts)))
+        params["ft_out"] = trees.pack(tuple(map(trees.nones, (num_carry, len(outs) - num_carry))))
+    effects = {*eqn.effects, *axes}
+    return eqn.replace(invars=list(ins), outvars=list(outs), params=params, effects=effects)
 
 
 def while_parts(eqn: Eqn) -> WhileParts:
@@ -401,6 +422,12 @@ def equation(
 ) -> Eqn:
     """A new equation, as if `source` had been it."""
     return core.new_jaxpr_eqn(list(ins), list(outs), primitive, params, set(), source.source_info)
+
+
+def scalar(value: Any, dtype: Any) -> Literal:
+    """A scalar constant, to be written into an equation."""
+    literal: Literal = core.Literal(np.asarray(value, dtype)[()], core.ShapedArray((), dtype))
+    return literal
 
 
 def var_like(aval: Any, shape: Sequence[int] | None = None, dtype: Any = None) -> Var:

@@ -159,6 +159,8 @@ class DeviceBody(NamedTuple):
       used: the arguments that something reads, by index.
       axes: mesh axes whose index it asks, once for each time it does.
       constants: arrays that are in none of its arguments, and in no text.
+      consts: those of the jaxpr's own `constvars`.
+      inputs: for each of its inputs but indices, the argument that it is, by index, or its value in a tuple.
       run: `(arguments, indices) -> results`; an argument that is not used may be None.
     """
 
@@ -167,6 +169,8 @@ class DeviceBody(NamedTuple):
     axes: list[str]
     constants: list[Any]
     run: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    consts: list[Any]
+    inputs: list[int | tuple[Any]]
 
 
 def whole_text(jaxpr: Any) -> str | None:
@@ -200,13 +204,17 @@ def body_of_shard_map(fn: Callable[..., Any], *args: Any) -> DeviceBody:
         places[a] for a, var in pairs if not _jaxpr.is_literal(a) and a in places and var in read
     }
 
-    def run(arguments: Sequence[Any], indices: Sequence[Any]) -> list[Any]:
-        def value(atom: Atom) -> Any:
-            if _jaxpr.is_literal(atom):
-                return _jaxpr.literal(atom)
-            return known[atom] if atom in known else arguments[places[atom]]
+    def input_of(atom: Atom) -> int | tuple[Any]:
+        if _jaxpr.is_literal(atom):
+            return (_jaxpr.literal(atom),)
+        return (known[atom],) if atom in known else places[atom]
 
-        return _jaxpr.evaluate(jaxpr, consts, *map(value, eqn.invars), *indices)
+    inputs = [*map(input_of, eqn.invars)]
+
+    def run(arguments: Sequence[Any], indices: Sequence[Any]) -> list[Any]:
+        values = [x[0] if isinstance(x, tuple) else arguments[x] for x in inputs]
+        return _jaxpr.evaluate(jaxpr, consts, *values, *indices)
 
     asks = [e.params["axis_name"] for e in asked]
-    return DeviceBody(jaxpr, used, asks, [*outer_consts, *consts], run)
+    constants = [*outer_consts, *consts]
+    return DeviceBody(jaxpr, used, asks, constants, run, consts, inputs)

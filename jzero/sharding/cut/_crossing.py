@@ -23,7 +23,9 @@ def is_scalar(var: Atom) -> bool:
     return var.aval.size <= 1
 
 
-def copies(frame: Frame, reads: Iterable[Var], made: Collection[Var]) -> dict[Var, int]:
+def copies(
+    frame: Frame, reads: Iterable[Var], made: Collection[Var], free: Collection[Var] = ()
+) -> dict[Var, int]:
     """What the update part computes for itself, whoever else does, and the equation that makes it.
 
     Leaves that rest on the devices count as what crosses, unless the update part reads them anyhow.
@@ -33,6 +35,7 @@ def copies(frame: Frame, reads: Iterable[Var], made: Collection[Var]) -> dict[Va
       frame: the root frame.
       reads: what the update part cannot do without; leaves of the state among it.
       made: what only the update part has: offloaded leaves, and what depends on them.
+      free: what is where the update runs, whoever else reads it: parameters on the host.
     """
     known = {*frame.jaxpr.constvars, *made}
     makers = {out: i for i, eqn in enumerate(frame.jaxpr.eqns) for out in eqn.outvars}
@@ -48,7 +51,7 @@ def copies(frame: Frame, reads: Iterable[Var], made: Collection[Var]) -> dict[Va
             eqn = frame.jaxpr.eqns[makers[var]] if var in makers else None
             made_of[var] = large(eqn.invars) if eqn and _can_copy(frame, eqn) else None
             todo += made_of[var] or []
-    paid = set(wanted) & set(frame.jaxpr.invars)
+    paid = {*free, *wanted} & set(frame.jaxpr.invars)
     sizes = {var: 0 if var in paid else _rules.size_in_bytes(var.aval) for var in made_of}
     edges = [(atom, var) for var, atoms in made_of.items() for atom in atoms or []]
     starts = [var for var, atoms in made_of.items() if atoms is None]

@@ -74,14 +74,17 @@ def feeds_grad_part(frame: Frame) -> set[Var]:
     return feeds
 
 
-def cut_update(frame: Frame, offloaded: Collection[int]) -> UpdatePart:
+def cut_update(
+    frame: Frame, offloaded: Collection[int], parameters: Collection[int] = ()
+) -> UpdatePart:
     """Cuts a step in two, for the leaves that do not rest on the devices.
 
     Args:
       frame: the root frame, without calls (`_rewrite.flatten_calls`).
-      offloaded: positions of leaves of the state.
+      offloaded: positions of leaves of the state that only the update reads.
+      parameters: positions of others, which the grad part reads; the update part makes all of them.
     """
-    cutter = _UpdateCutter(frame, offloaded)
+    cutter = _UpdateCutter(frame, offloaded, parameters)
     boundary = cutter.boundary()
     update = UpdatePart(cutter.pieces(), boundary, cutter.apart(boundary))
     # A norm by dot product needs its operand whole, in the grad part: it alone must gather it.
@@ -129,12 +132,13 @@ class _UpdateCutter:
     update part hands out: its position behind the equations.
     """
 
-    def __init__(self, frame: Frame, offloaded: Collection[int]):
+    def __init__(self, frame: Frame, offloaded: Collection[int], parameters: Collection[int]):
         self._frame = frame
         self._eqns = frame.jaxpr.eqns
         invars = frame.jaxpr.invars
-        self._leaf_of = {invars[i]: i for i in offloaded}
-        self._update_vars = set(self._leaf_of)  # offloaded leaves, and what depends on them
+        self._leaf_of = {invars[i]: i for i in (*offloaded, *parameters)}
+        # Offloaded leaves, and what depends on them.
+        self._update_vars = {invars[i] for i in offloaded}
         self._consts = set(frame.jaxpr.constvars)
         self._dependent: set[int] = set()
         for index, eqn in enumerate(self._eqns):
@@ -145,12 +149,14 @@ class _UpdateCutter:
         self._maker = {out: i for i in nodes for out in self._eqns[i].outvars}
         self.reads = {i: self._reads_of(self._eqns[i].invars) for i in nodes}
         for out, atom in enumerate(frame.jaxpr.outvars):
-            untouched = out in offloaded and atom is invars[out]
+            is_leaf = out in offloaded or out in parameters
+            untouched = is_leaf and atom is invars[out]
             depends = not _jaxpr.is_literal(atom) and atom in self._update_vars
-            if not untouched and (out in offloaded or depends):
+            if not untouched and (is_leaf or depends):
                 self.reads[len(self._eqns) + out] = self._reads_of([atom])
         wanted = [var for atoms in self.reads.values() for var in atoms]
-        self.copies = copies(frame, wanted, self._update_vars)
+        free = {invars[i] for i in parameters}
+        self.copies = copies(frame, wanted, self._update_vars, free)
         self._tied: Components[int | Var] = Components()
         for node in self.reads:
             for var in self._large(node):

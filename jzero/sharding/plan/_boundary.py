@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 
 import jax
@@ -16,7 +18,7 @@ from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import FULL, Layout, Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import StageAxes
-from jzero.tracing import _jaxpr
+from jzero.tracing import _call, _jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Boundary:
 
 def boundary_of(
     frame: Frame, links: Links, stage_axes: StageAxes, leaves: Sequence[LeafPlan],
-    arguments: Sequence[P], update: UpdatePart,
+    arguments: Sequence[P], batch_axes: Mapping[str, int], update: UpdatePart,
 ) -> Boundary:  # fmt: skip
     """The boundary of a step with this update part.
 
@@ -96,12 +98,14 @@ def boundary_of(
       stage_axes: over which axes.
       leaves: of the state; their variables are the first inputs.
       arguments: how each other input is split.
+      batch_axes: into how many parts each data axis splits them, microbatches too.
       update: what does not run with the rest of the step.
     """
     invars, outvars = frame.jaxpr.invars, frame.jaxpr.outvars
     at_rest = {var: _leaf(leaf, var) for var, leaf in zip(invars, leaves, strict=False)}
     for var, spec in zip(invars[len(leaves) :], arguments, strict=True):
-        at_rest[var] = ValuePlan("", var.aval.shape, var.aval.dtype, FULL, var.aval.shape, spec)
+        shape = _whole_shape(var.aval.shape, spec, batch_axes)
+        at_rest[var] = ValuePlan("", shape, var.aval.dtype, FULL, shape, spec)
     if not update.pieces:
         return Boundary(at_rest, {})
     read = {var for piece in update.pieces for var in piece.reads}
@@ -117,6 +121,12 @@ def boundary_of(
             frame, links, stage_axes, var, var, links.leaf_of(frame, var)
         )
     return Boundary(at_rest, crossing)
+
+
+def _whole_shape(local: Sequence[int], spec: P, batch_axes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an argument, of which a microbatch of one device has `local`."""
+    parts = [math.prod(batch_axes[axis] for axis in _call.spec_axes(entry)) for entry in spec]
+    return (*map(operator.mul, local, parts), *local[len(parts) :])
 
 
 def _leaf(leaf: LeafPlan, var: _jaxpr.Var) -> ValuePlan:

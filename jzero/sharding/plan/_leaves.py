@@ -55,6 +55,11 @@ class LeafPlan:
         return math.prod(self.shape) * self.itemsize
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether the devices fetch it where they compute with it: a parameter that rests on the hosts."""
+        return self.role == PARAMETER and self.tier != DEVICE
+
+    @property
     def padded_shape(self) -> tuple[int, ...]:
         """The shape at rest: the sharded dim is a multiple of the devices."""
         dim = self.layout.dim if isinstance(self.layout, Shard) else None

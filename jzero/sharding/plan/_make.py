@@ -73,7 +73,9 @@ def make_plan(
         layouts = _leaves.plan_leaves(leaves, stage_axes, frame, links)
     policy, automatic = options.offload, tuple(setting.automatic)
     resting, update = policy.rest(layouts, frame, setting.mesh, stage_axes, automatic)
-    boundary = boundary_of(frame, links, stage_axes, resting, local.specs, update)
+    boundary = boundary_of(
+        frame, links, stage_axes, resting, local.specs, setting.batch_axes, update
+    )
     plan = StepPlan(
         stage=options.stage,
         stage_axes=stage_axes,

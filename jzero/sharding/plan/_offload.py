@@ -68,6 +68,11 @@ class Offload(abc.ABC):
         return self.tier != DEVICE
 
     @property
+    def streams(self) -> bool:
+        """Whether parameters rest on the hosts: the devices fetch them where they compute with them."""
+        return False
+
+    @property
     def share(self) -> Fraction | None:
         """The share of optimizer state, by bytes, that is offloaded; None if it is yet to be measured."""
         return Fraction(int(self.offloads))

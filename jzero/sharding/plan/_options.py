@@ -146,6 +146,8 @@ class Options:
         """How many gathered bytes may be ahead of their use; below stage 3 nothing is gathered for one."""
         if self.stage < 3:
             return sys.maxsize
+        if self.offload.streams:  # A part gathers what it fetched for itself.
+            return 0
         return PREFETCH_BYTES if self.prefetch_bytes is None else self.prefetch_bytes
 
     @property
@@ -175,6 +177,8 @@ _INTEGERS: tuple[tuple[str, int, int | None, str, str], ...] = (
 _REDUCED = "Stage 2 is stage 1 with gradients reduced for each microbatch; stage 3 can do either."
 # What must not be, what is then found, the rule, and what to do; the first that holds is said.
 _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
+    (lambda o: not isinstance(o.offload, Offload), "offload={o.offload!r}",
+     "It is a policy: where optimizer state rests.", "Use offload=jzero.PinnedHost(), or drop it."),
     (lambda o: o.reduce not in (None, "once", "each"), "reduce={o.reduce!r}",
      "Gradients are reduced 'once' or for 'each' microbatch.", "Drop it to let the stage decide."),
     (lambda o: o.stage < 2 and o.reduce == "each", "stage={o.stage} and reduce={o.reduce!r}",
@@ -200,14 +204,20 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
      "gather={o.gather!r} and tile_bytes={o.tile_bytes}",
      "A tile is freed when it was used, and gathered again by the next pass that uses it.",
      "Drop gather, or tile_bytes."),
+    (lambda o: o.prefetch_bytes is not None and o.offload.streams,
+     "prefetch_bytes={o.prefetch_bytes} and offload={o.offload}",
+     "Of parameters that rest on the hosts at most device_bytes are on a device, fetched and gathered.",
+     "Drop prefetch_bytes, or offload_params."),
+    (lambda o: o.gather in ("keep", "once_per_step") and o.offload.streams,
+     "gather={o.gather!r} and offload={o.offload}",
+     "Parameters that rest on the hosts are fetched and gathered for each pass.",
+     "Drop gather, or offload_params."),
     (lambda o: o.full is not None and o.stage < 3, "stage={o.stage} and full={o.full!r}",
      "Below stage 3 all parameters rest full.", "Drop full, or use stage=3."),
     (lambda o: o.param_axes is not None and o.stage < 3, "stage={o.stage} and param_axes={o.param_axes}",
      "Below stage 3 parameters are not sharded.", "Drop param_axes, or use stage=3."),
     (lambda o: o.optimizer_axes is not None and o.stage == 0, "stage=0 and optimizer_axes={o.optimizer_axes}",
      "At stage 0 nothing is sharded.", "Drop optimizer_axes, or use stage=1."),
-    (lambda o: not isinstance(o.offload, Offload), "offload={o.offload!r}",
-     "It is a policy: where optimizer state rests.", "Use offload=jzero.PinnedHost(), or drop it."),
 )  # fmt: skip
 
 

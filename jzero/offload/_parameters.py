@@ -1,0 +1,152 @@
+"""`ParameterOffload`: parameters rest on the hosts, beside what a policy of `offload=` has there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding
+
+from jzero._errors import OptionError, message
+from jzero._memory_kinds import HOST, PINNED
+from jzero.offload import _tiers
+from jzero.offload._host_step import HostStep
+from jzero.offload._policy import HostCPU, NoOffload, PinnedHost
+from jzero.offload._slicing import Slicer
+from jzero.offload._streamed import StreamedStep
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.cut import _pieces
+from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.plan import _leaves
+from jzero.sharding.plan._boundary import Boundary
+from jzero.sharding.plan._layout import Shard
+from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
+from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
+from jzero.sharding.plan._stages import PARAMETER, StageAxes
+from jzero.sharding.run._run import Runner
+from jzero.tracing import _call
+
+WHO = _call.WHO
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterOffload(Offload):
+    """What `offload=` says of optimizer state, and `offload_params=` of parameters.
+
+    Attributes:
+      state: where optimizer state rests.
+      params: where parameters rest, and how many bytes of them are on a device at a time.
+    """
+
+    state: Offload
+    params: PinnedHost
+
+    def __str__(self) -> str:
+        return f"{self.state}, offload_params={self.params}"
+
+    @property
+    def tier(self) -> str:  # type: ignore[override]
+        """Where optimizer state rests."""
+        return self.state.tier
+
+    @property
+    def offloads(self) -> bool:
+        """Parameters rest on the hosts."""
+        return True
+
+    @property
+    def streams(self) -> bool:
+        """Parameters rest on the hosts."""
+        return True
+
+    @property
+    def share(self) -> Fraction | None:
+        """The share of optimizer state that is offloaded."""
+        return self.state.share
+
+    @property
+    def visiting_bytes(self) -> int:
+        """The most bytes that visit the devices for the update at any time."""
+        return self.state.visiting_bytes or self.params.device_bytes
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of a step wait for the next one."""
+        return self.state.waits
+
+    def rest(
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes,
+        automatic: Sequence[str],
+    ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
+        """Parameters in pinned memory, in shards; optimizer state as the other policy has it."""
+        self._check(stage_axes, automatic)
+        resting, _ = self.state.rest(leaves, frame, mesh, stage_axes, automatic)
+        small = [i for i, leaf in enumerate(leaves)
+                 if stage_axes.num_devices > 1 and not isinstance(leaf.layout, Shard)]  # fmt: skip
+        both = _leaves.offload(resting, PINNED, stage_axes.min_bytes, small, PARAMETER)
+        params = [i for i, leaf in enumerate(both) if leaf.is_streamed]
+        if not params:
+            raise OptionError(message(
+                WHO, f"offload_params={self.params}, and no parameter is worth it",
+                "Parameters of min_shard_bytes that rest in shards are offloaded.",
+                "Drop offload_params."))  # fmt: skip
+        moments = _tiers.optimizer_leaves(leaves, frame, stage_axes)
+        return both, _pieces.cut_update(frame, moments, params)
+
+    def _check(self, stage_axes: StageAxes, automatic: Sequence[str]) -> None:
+        if stage_axes.num_devices > 1 and not stage_axes.param_axes:
+            raise OptionError(message(
+                WHO, f"offload_params={self.params}, and parameters rest whole on every device",
+                "Each device fetches its own shard of the parameters, and gathers.",
+                "Use stage=3, or drop offload_params."))  # fmt: skip
+        if stage_axes.param_axes != stage_axes.shard_axes:
+            raise OptionError(message(
+                WHO, f"offload_params={self.params}, parameters over {stage_axes.param_axes} and optimizer "
+                f"state over {stage_axes.shard_axes}",
+                "Parameters on the hosts are updated where they rest, shard by shard of optimizer state.",
+                "Use the same axes for param_axes and optimizer_axes."))  # fmt: skip
+        if automatic:
+            raise OptionError(message(
+                WHO, f"offload_params={self.params}, and XLA shards over the mesh axes {list(automatic)}",
+                "Shards over data axes are fetched.", "Drop offload_params, or the other axes."
+            ))  # fmt: skip
+        if isinstance(self.state, HostCPU) and (self.state.delayed_update or self.state.ratio != 1):
+            raise OptionError(message(
+                WHO, f"offload={self.state}, and offload_params={self.params}",
+                "The host updates all parameters in their place, when the devices have computed with them.",
+                "Drop delayed_update and ratio, or offload_params."))  # fmt: skip
+
+    def turns(
+        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
+    ) -> tuple[Turn, ...]:
+        """The host's, or as many pieces at a time as there is room for on the devices."""
+        if self.tier == HOST:
+            return _tiers.turns(leaves, update)
+        return Slicer(leaves, frame, update, boundary, self.visiting_bytes).turns()
+
+    def program(
+        self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
+        shared: Shared,
+    ) -> StepProgram:  # fmt: skip
+        """Layer by layer, and then the update where optimizer state rests."""
+        runner, params = Runner(plan, analysis, mesh), self.params.device_bytes
+        if isinstance(self.state, HostCPU):
+            return HostStep(runner, shardings, self.state.threads, None, shared, params)
+        return StreamedStep(runner, shardings, params)
+
+
+def policy_of(who: str, state: Any, params: Any) -> Any:
+    """`offload=` and `offload_params=` as one policy.
+
+    Raises:
+      OptionError: `params` is no policy for parameters.
+    """
+    if isinstance(params, NoOffload):
+        return state
+    if not isinstance(params, PinnedHost):
+        raise OptionError(message(
+            who, f"offload_params={params!r}", "Parameters rest on the devices, or in pinned memory.",
+            "Use offload_params=jzero.PinnedHost(device_bytes=...), or drop it."))  # fmt: skip
+    return ParameterOffload(state, params) if isinstance(state, Offload) else state

@@ -1,0 +1,381 @@
+"""Loops over layers do by themselves what stands around them and touches their stacks, slice by slice.
+
+Then such a loop can be run turn by turn, with one slice of each stack `[turns, ...]` on the device.
+A layer is a device in time: dim 0 of a stack is sharded over the turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+from jax import lax
+
+from jzero.sharding.analysis._frames import variables
+from jzero.sharding.cut import _growing_loop, _over_turns
+from jzero.sharding.cut._growing_loop import GrowingLoop, MadeInLoop, Source
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+
+def fused(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
+    """`sink`, then `absorb`."""
+    return absorb(sink(jaxpr, streamed), streamed)
+
+
+def sink(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
+    """Loops take slices of `streamed` stacks themselves, and not of what follows from these turn by turn.
+
+    So it is with casts of a whole tree of parameters, and with what a forward loop hands to its backward loop
+    though it follows from parameters alone. Each loop computes it again, and nothing of it is kept::
+
+        for x in cast(stack): body(x)   ->   for x in stack: body(cast(x))
+
+    Inputs and outputs stay what they are, and every element is equal to the bit.
+    """
+    streamed, eqns = set(streamed), list(jaxpr.eqns)
+    for eqn in [e for e in eqns if _growing_loop.is_loop(e)]:
+        derived, roots = _derived(eqns, streamed, _jaxpr.scan_parts(eqn).length)
+        sinking = [v for v in variables(_growing_loop.stacks_of(eqn)) if roots.get(v)]
+        if sinking:
+            loop = GrowingLoop(eqn, derived)
+            for stack in sinking:
+                loop.sink(stack)
+            eqns = _replaced(eqns, eqn, loop, ())
+    return _without_unread(jaxpr, _in_order(eqns))
+
+
+def absorb(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
+    """Loops over `streamed` stacks take over what reads the stacks that they make, or take.
+
+    That is what treats the turns apart (casts, squares), and what reduces them: sums (of which each turn adds
+    its part), minima, maxima and the like. What needs a result of the whole loop besides a stack, such as a
+    gradient that is clipped by the norm of all, stays outside; so do stacks of a scalar for each turn::
+
+        for ...: ys[i] = y                for ...: norm += sum(cast(y) ** 2)
+        norm = sum(cast(ys) ** 2)   ->
+
+    Inputs and outputs stay what they are. Sums and products are those of the turns' sums and products;
+    everything else is equal to the bit.
+    """
+    streamed = set(streamed)
+    eqns = list(_slices_apart(jaxpr.eqns))
+    # An equation that is replaced keeps its results.
+    for first in [loop.outvars[0] for loop in _loops_over(eqns, streamed) if loop.outvars]:
+        (eqn,) = [e for e in eqns if e.outvars and e.outvars[0] is first]
+        eqns = _Absorbing(eqns, eqn, streamed, jaxpr.outvars).run()
+    return _without_unread(jaxpr, eqns)
+
+
+def takes_slices(eqn: Eqn, stack: Var) -> bool:
+    """Whether `eqn` is a loop that reads a slice of a stack `[turns, ...]` in each turn, and no more."""
+    if not _growing_loop.is_loop(eqn):
+        return False
+    stacks = _growing_loop.stacks_of(eqn)
+    others = eqn.invars[: len(eqn.invars) - len(stacks)]
+    return stack in variables(stacks) and stack not in variables(others)
+
+
+def whole_readers(jaxpr: Jaxpr, stack: Var) -> list[Eqn]:
+    """What else reads a stack than loops that take slices of it.
+
+    Where equations follow from the stack that treat its turns apart, those that read the last of them, or
+    that make an output.
+    """
+    follow, found, outs = {stack}, [], set(variables(jaxpr.outvars))
+    for eqn in jaxpr.eqns:
+        read = [i for i, a in enumerate(eqn.invars) if not _jaxpr.is_literal(a) and a in follow]
+        if all(takes_slices(eqn, _jaxpr.variable(eqn.invars[i])) for i in read):
+            continue
+        gives = _over_turns.stacked(eqn, stack.aval.shape[0])
+        if gives is None or not all(gives[i] for i in read) or outs.intersection(eqn.outvars):
+            found.append(eqn)
+        else:
+            follow.update(eqn.outvars)
+    return found
+
+
+def told(eqns: Iterable[Eqn]) -> str:
+    """`cumsum at step.py:12 (loss), dot_general at ...`, for messages."""
+    return ", ".join(dict.fromkeys(e.primitive.name + _jaxpr.at_line(e) for e in eqns))
+
+
+class _Absorbing:
+    """One loop, and what it takes over."""
+
+    def __init__(self, eqns: list[Eqn], eqn: Eqn, streamed: set[Var], outvars: Sequence[Atom]):
+        turns = _jaxpr.scan_parts(eqn).length
+        self._eqns, self._eqn, self._outvars = eqns, eqn, outvars
+        self._derived, roots = _derived(eqns, streamed, turns)
+        self._loop = GrowingLoop(eqn, self._derived)
+        taken = set(self._loop.stacks) & streamed
+        self._streamed = streamed | {v for v, found in roots.items() if found}
+        # What follows from stacks of which the loop has slices.
+        self._taken = taken | {v for v, found in roots.items() if found and found <= taken}
+        self._later, self._earlier = _following(eqns, eqn.outvars), _before(eqns, eqn.invars)
+        self._inside = {v for v in self._loop.made if v.aval.shape[0] == turns}
+
+    def run(self) -> list[Eqn]:
+        """The equations, with the loop as it then is."""
+        moved = self._worth(self._movable())
+        for eqn in moved:
+            self._loop.run(eqn)
+        gone = {id(e) for e in moved}
+        left = [e for e in self._eqns if id(e) not in gone and e is not self._eqn]
+        gone |= self._hand_out_less(left)
+        left = [e for e in left if id(e) not in gone]
+        read = set(variables([*self._outvars, *(a for e in left for a in e.invars)]))
+        for eqn in moved:
+            if _over_turns.combines(eqn) is None:
+                for out in read.intersection(eqn.outvars):
+                    self._loop.hand_out(out)
+        return _in_order(_replaced(self._eqns, self._eqn, self._loop, gone))
+
+    def _movable(self) -> list[Eqn]:
+        """What the loop can do in each turn."""
+        movable = []
+        for eqn in self._eqns:
+            read = variables(eqn.invars)
+            if eqn is self._eqn or not any(v in self._inside or v in self._taken for v in read):
+                continue
+            if any(out in self._derived for out in eqn.outvars):
+                continue  # It is made where it is read.
+            combine = _over_turns.combines(eqn)
+            gives = _over_turns.stacked(eqn, self._loop.turns)
+            if combine is not None:
+                shapes = [a.aval.shape for a in eqn.invars]
+                fits = all(shape[0] % self._loop.turns == 0 for shape in shapes)
+                gives = [True for _ in shapes] if fits else None
+            if gives is None or not self._known(eqn, gives):
+                continue
+            if not self._inside.intersection(read):
+                # What the loop makes of what it takes, it cannot wait for.
+                if self._earlier.intersection(eqn.outvars):
+                    continue
+                self._later |= _following(self._eqns, eqn.outvars)
+            movable.append(eqn)
+            if combine is None:
+                self._inside.update(eqn.outvars)
+        return movable
+
+    def _known(self, eqn: Eqn, gives: Sequence[bool]) -> bool:
+        """Whether all that an equation reads is there in a turn, and none of it a whole stack."""
+        # A loop takes further stacks only for the sake of what it makes.
+        slices = self._streamed if self._inside & set(variables(eqn.invars)) else self._taken
+        for atom, given in zip(eqn.invars, gives, strict=True):
+            if _jaxpr.is_literal(atom):
+                continue
+            inside = atom in self._inside
+            if (not inside and atom in self._later) or (inside and not given):
+                return False
+            if atom in self._streamed and not (given and atom in slices):
+                return False
+        return True
+
+    def _worth(self, movable: Sequence[Eqn]) -> list[Eqn]:
+        """Those that read more than a scalar of each turn, and what they need of the others."""
+        chosen: list[Eqn] = []
+        needed: set[Var] = set()
+        for eqn in reversed(movable):
+            stacks = [v for v in variables(eqn.invars) if v in self._inside or v in self._taken]
+            large = any(math.prod(v.aval.shape) > self._loop.turns for v in stacks)
+            if large or needed.intersection(eqn.outvars):
+                chosen.append(eqn)
+                needed.update(stacks)
+        return chosen[::-1]
+
+    def _hand_out_less(self, left: Sequence[Eqn]) -> set[int]:
+        """Hands out what reduces each turn's slice of a stack, where something reads it that is not derived.
+
+        Returns the equations that made it, by id.
+        """
+        reduced: set[Var] = set()
+        read = set(variables(self._outvars))
+        for eqn in left:
+            made = [v for v in eqn.outvars if v in self._derived]
+            if not made:
+                read.update(variables(eqn.invars))
+            elif _over_turns.makes_less(eqn) or reduced.intersection(variables(eqn.invars)):
+                reduced.update(made)
+        gone = set()
+        for eqn in left:
+            if len(eqn.outvars) != 1 or eqn.outvars[0] not in reduced & read & self._taken:
+                continue
+            (out,) = eqn.outvars
+            if out not in self._later and out not in _before(self._eqns, self._loop.reads):
+                self._loop.hand_out(out)
+                self._later |= _following(self._eqns, [out])
+                gone.add(id(eqn))
+        return gone
+
+
+def _derived(
+    eqns: Sequence[Eqn], streamed: set[Var], turns: int
+) -> tuple[dict[Var, Source], dict[Var, frozenset[Var]]]:
+    """What can be made in any loop of so many turns, and of which streamed stacks each of it follows.
+
+    That is what cheap equations make of the turns' slices, and what has equal parts.
+    """
+    stacks = {v for v in streamed if v.aval.shape[:1] == (turns,)}
+    derived: dict[Var, Source] = {}
+    roots = {v: frozenset([v]) for v in stacks}
+
+    def found(eqn: Eqn, gives: Sequence[bool]) -> frozenset[Var] | None:
+        """The streamed stacks that an equation follows from; None if it reads others, or reads one whole."""
+        read: frozenset[Var] = frozenset()
+        for atom, given in zip(eqn.invars, gives, strict=True):
+            if not _jaxpr.is_literal(atom):
+                if given != (atom in roots) and (given or roots[atom]):
+                    return None
+                read |= roots[atom] if given else frozenset()
+        return read
+
+    for eqn in eqns:
+        if eqn.primitive.name == "scan" and _jaxpr.scan_parts(eqn).length == turns:
+            for out, source, read in _made_of_slices(eqn, roots):
+                derived[out], roots[out] = source, read
+            continue
+        gives = _over_turns.stacked(eqn, turns) if _is_cheap(eqn) else None
+        follows = None if gives is None else found(eqn, gives)
+        if follows is not None:
+            derived |= dict.fromkeys(eqn.outvars, eqn)
+            roots |= dict.fromkeys(eqn.outvars, follows)
+    return derived, {v: read for v, read in roots.items() if v not in stacks}
+
+
+def _is_cheap(eqn: Eqn) -> bool:
+    return eqn.primitive.name == "iota" or _over_turns.is_cheap(eqn)
+
+
+def _made_of_slices(
+    eqn: Eqn, roots: dict[Var, frozenset[Var]]
+) -> Iterable[tuple[Var, MadeInLoop, frozenset[Var]]]:
+    """The stacks that a loop makes of slices of streamed ones alone, by cheap equations."""
+    scan = _jaxpr.scan_parts(eqn)
+    num_before = scan.num_consts + scan.num_carry
+    consts = dict(zip(scan.body.invars[: scan.num_consts], eqn.invars, strict=False))
+    slices = dict(zip(scan.body.invars[num_before:], eqn.invars[num_before:], strict=True))
+    known = {v: a for v, a in slices.items() if not _jaxpr.is_literal(a) and a in roots}
+    makers: dict[Var, Eqn] = {}
+    for inner in scan.body.eqns:
+        read = variables(inner.invars)
+        if _is_cheap(inner) and all(v in known or v in consts or v in makers for v in read):
+            makers |= dict.fromkeys(inner.outvars, inner)
+    for out, made in zip(
+        scan.body.outvars[scan.num_carry :], eqn.outvars[scan.num_carry :], strict=True
+    ):
+        if _jaxpr.is_literal(out) or out not in makers:
+            continue
+        used, wanted = [], {out}
+        for inner in reversed(scan.body.eqns):
+            if wanted.intersection(inner.outvars) and inner.outvars[0] in makers:
+                used.append(inner)
+                wanted.update(variables(inner.invars))
+        taken = {v: a for v, a in known.items() if v in wanted}
+        read_whole = {v: a for v, a in consts.items() if v in wanted}
+        follows = frozenset().union(*(roots[_jaxpr.variable(a)] for a in taken.values()))
+        yield made, MadeInLoop(used[::-1], out, taken, read_whole), follows
+
+
+def _loops_over(eqns: Sequence[Eqn], streamed: set[Var]) -> list[Eqn]:
+    """Loops that take slices of streamed stacks, or of what such loops make."""
+    stacks, loops = set(streamed), []
+    for eqn in eqns:
+        if _growing_loop.is_loop(eqn) and stacks.intersection(
+            variables(_growing_loop.stacks_of(eqn))
+        ):
+            loops.append(eqn)
+            stacks.update(_growing_loop.stacks_made(eqn))
+    return loops
+
+
+def _slices_apart(eqns: Sequence[Eqn]) -> Iterable[Eqn]:
+    """A slice along dim 0 and others, as one along the others and then one along dim 0.
+
+    Programs wait for an element of what a loop made, so that they fetch no sooner: the first of these a loop
+    can do.
+    """
+    for eqn in eqns:
+        if eqn.primitive.name != "slice" or eqn.params["strides"] is not None:
+            yield eqn
+            continue
+        (x,), (out,) = eqn.invars, eqn.outvars
+        shape, cut = x.aval.shape, out.aval.shape
+        if cut[0] == shape[0] or cut[1:] == shape[1:]:
+            yield eqn
+            continue
+        some = _jaxpr.var_like(x.aval, (shape[0], *cut[1:]))
+        starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+        others = dict(start_indices=(0, *starts[1:]), limit_indices=(shape[0], *limits[1:]))
+        first = dict(
+            start_indices=(starts[0], *(0 for _ in cut[1:])), limit_indices=(limits[0], *cut[1:])
+        )
+        yield _jaxpr.equation(lax.slice_p, [x], [some], eqn, strides=None, **others)
+        yield _jaxpr.equation(lax.slice_p, [some], [out], eqn, strides=None, **first)
+
+
+def _following(eqns: Sequence[Eqn], start: Sequence[Var]) -> set[Var]:
+    """Everything that is computed from `start`, these included."""
+    found = set(start)
+    for eqn in eqns:
+        if found.intersection(variables(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
+
+
+def _before(eqns: Sequence[Eqn], atoms: Iterable[Atom]) -> set[Var]:
+    """Everything that `atoms` are computed from, these included."""
+    found = set(variables(atoms))
+    for eqn in reversed(eqns):
+        if found.intersection(eqn.outvars):
+            found.update(variables(eqn.invars))
+    return found
+
+
+def _replaced(eqns: Sequence[Eqn], eqn: Eqn, loop: GrowingLoop, gone: Collection[int]) -> list[Eqn]:
+    new = []
+    for each in eqns:
+        if each is eqn:
+            new += loop.equations()
+        elif id(each) not in gone:
+            new.append(each)
+    return new
+
+
+def _in_order(eqns: Sequence[Eqn]) -> list[Eqn]:
+    """The equations, each after those that it needs, else in the order they have."""
+    makers = {out: eqn for eqn in eqns for out in eqn.outvars}
+    ordered: list[Eqn] = []
+    done: set[int] = set()
+    begun: set[int] = set()
+    for eqn in eqns:
+        waiting = [eqn]
+        while waiting:
+            last = waiting[-1]
+            if id(last) in done:
+                waiting.pop()
+            elif id(last) in begun:
+                done.add(id(last))
+                ordered.append(waiting.pop())
+            else:
+                begun.add(id(last))
+                needs = [makers[v] for v in variables(last.invars) if v in makers]
+                needs = [e for e in needs if id(e) not in done]
+                assert begun.isdisjoint(map(id, needs)), "equations that wait for each other"
+                waiting += needs[::-1]
+    return ordered
+
+
+def _without_unread(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
+    """The jaxpr with these equations, less what nobody reads; loops make no stack that nobody reads."""
+    read, kept = set(variables(jaxpr.outvars)), []
+    for eqn in reversed(eqns):
+        if not _jaxpr.has_side_effects(eqn) and not read.intersection(eqn.outvars):
+            continue
+        if _growing_loop.is_loop(eqn) and not read.issuperset(_growing_loop.stacks_made(eqn)):
+            loop = GrowingLoop(eqn, {})
+            loop.keep(read)
+            (eqn,) = loop.equations()
+        kept.append(eqn)
+        read.update(variables(eqn.invars))
+    return _jaxpr.replaced(jaxpr, eqns=kept[::-1])
