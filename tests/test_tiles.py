@@ -202,6 +202,7 @@ def test_tiles_of_any_size(name, tile_bytes):
         ("8", {"prefetch_bytes": 0}),
         ("8", {"full": "up"}),
         ("8", {"offload": jzero.PinnedHost()}),
+        ("4", {"offload_params": jzero.PinnedHost(device_bytes=2**20)}),
     ],
     ids=str,
 )

@@ -45,7 +45,7 @@ def measure(model: GPT, devices: int, tile_bytes: int | None) -> dict[str, Any]:
         "within": found.peak_bytes - found.argument_bytes,
         "peak": found.peak_bytes,
         **{op: moved(found, op) for op in ("all-gather", "reduce-scatter")},
-        "untiled": [str(each) for each in found.report.untiled],
+        "untiled": [f"{each.leaf}, {each.what}: {each.why}" for each in found.report.untiled],
         "product_seconds": round(found.schedule.product_seconds, 5),
         "exposed_seconds": round(found.schedule.exposed_seconds, 5),
         "cpu_seconds": round(time.process_time() - start, 1),
