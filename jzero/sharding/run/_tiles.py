@@ -31,7 +31,7 @@ from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced
 from jzero.tracing import _jaxpr
 
 Start = int | jax.Array
-State = tuple[
+TurnState = tuple[
     Start, jax.Array, jax.Array
 ]  # the turn, the result so far, the tile that is used in it
 
@@ -137,12 +137,12 @@ def _one_ahead(
       The result of these uses; and where what is left starts, and the tile, or two if one is smaller.
     """
 
-    def turn(state: State, _: None) -> tuple[State, None]:
+    def turn(state: TurnState, _: None) -> tuple[TurnState, None]:
         i, total, tile = state
         following = make((i + 1) * tiles.tile, tiles.tile)
         return (i + 1, use(total, i * tiles.tile, tile, following), following), None
 
-    state: State = (0, total, first)
+    state: TurnState = (0, total, first)
     (_, total, tile), _ = lax.scan(turn, state, None, length=tiles.num - 1)
     done = tiles.num * tiles.tile
     last = [(done - tiles.tile, tile)]
