@@ -119,6 +119,10 @@ def _microbatches(
     cut = _phases.cut(
         local.traced.frame, setting.step_axes, num, per_example, update.apart, update.boundary
     )
+    # What a later loop reads is a microbatch's own: no sum may stand for it.
+    for phase in cut.phases:
+        for var in (*phase.kept, *phase.stacks):
+            local.traced.frame.lone_products.pop(var, None)
     return Microbatches(num, dims, cut.phases, cut.loops)
 
 

@@ -31,9 +31,8 @@ from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced
 from jzero.tracing import _jaxpr
 
 Start = int | jax.Array
-TurnState = tuple[
-    Start, jax.Array, jax.Array
-]  # the turn, the result so far, the tile that is used in it
+# The turn, the result so far, and the tile that is used in it.
+TurnState = tuple[Start, jax.Array, jax.Array]
 
 
 def _dot_general(
