@@ -104,7 +104,9 @@ def check(name, axes, **options):
         for i, setting in enumerate(SETTINGS)
     ],
 )
-def test_pairs_of_options(name, setting):
+def test_pairs_of_options(name, setting, request):
+    if setting["tile_bytes"]:
+        request.getfixturevalue("no_compilation_cache")
     options = {k: v for k, v in setting.items() if k != "mesh" and v is not None}
     check(name, MESHES[setting["mesh"]], **options)
 

@@ -16,6 +16,7 @@ from jzero.sharding.run._cuts import cut
 from jzero.testing import Tolerance, assert_same_training
 from jzero.tracing import _jaxpr
 
+pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 TILE = 256  # bytes; the matrices below have 1 to 16 KiB
 MESHES = {"1": (1,), "2": (2,), "4": (4,), "8": (8,), "2x4": (2, 4), "4x2": (4, 2)}
 
