@@ -91,7 +91,7 @@ def no_compilation_cache():
     if importlib.metadata.version("jax") >= "0.11":
         yield
         return
-    directory = jax.config.jax_compilation_cache_dir
+    directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     yield
