@@ -27,6 +27,7 @@ def shard_eval_step(
     like: ShardedTrainStep | None = None,
     gather: str | None = None,
     max_gather_bytes: int = MAX_GATHER_BYTES,
+    tile_bytes: int | None = None,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     static_argnums: int | Sequence[int] = (),
@@ -79,6 +80,9 @@ def shard_eval_step(
         the memory of one layer. 'once_per_step': each is gathered once in a call, and kept until it is done.
       max_gather_bytes: the most bytes of a value with the batch's rows that one operation may gather on every
         device; see `shard_train_step`.
+      tile_bytes: a matrix of more bytes is gathered tile by tile by the products that read it; see
+        `shard_train_step`. One that a loop reads in every turn is gathered before the loop, whole, unless
+        `gather` is 'per_pass'.
       mesh: a `jax.sharding.Mesh`, where there is no `like`.
       axis_names: the data axes of that mesh; all by default.
       static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
@@ -111,9 +115,10 @@ def shard_eval_step(
             WHO, "both like and a mesh of its own", "A state is read on the mesh on which it rests.",
             "Drop mesh and axis_names, or use like=train_step.on_mesh(mesh)."))  # fmt: skip
     make = functools.partial(
-        ShardedEvalStep, like=like, gather=gather, max_gather_bytes=max_gather_bytes, mesh=mesh,
-        axis_names=axis_names, static_argnums=static_argnums, static_argnames=static_argnames,
-        in_specs=in_specs, state_argnums=state_argnums, state_argnames=state_argnames,
+        ShardedEvalStep, like=like, gather=gather, max_gather_bytes=max_gather_bytes,
+        tile_bytes=tile_bytes, mesh=mesh, axis_names=axis_names, static_argnums=static_argnums,
+        static_argnames=static_argnames, in_specs=in_specs, state_argnums=state_argnums,
+        state_argnames=state_argnames,
     )  # fmt: skip
     return make if eval_step is None else make(eval_step)
 
@@ -129,7 +134,8 @@ class ShardedEvalStep(ShardedStep):
 
     def __init__(
         self, eval_step: Callable[..., Any], *, like: ShardedTrainStep | None, gather: str | None,
-        max_gather_bytes: int, mesh: Any, axis_names: str | Sequence[str] | None,
+        max_gather_bytes: int, tile_bytes: int | None, mesh: Any,
+        axis_names: str | Sequence[str] | None,
         static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
         in_specs: Mapping[str | int, Any] | None, state_argnums: int | Sequence[int] | None,
         state_argnames: str | Sequence[str],
@@ -143,7 +149,11 @@ class ShardedEvalStep(ShardedStep):
                 eval_step, static_argnums, static_argnames, in_specs, state_argnums, state_argnames
             )
             own: dict[str, Any] = dict(
-                gather=gather, max_gather_bytes=max_gather_bytes, offload=NO_OFFLOAD, who=WHO
+                gather=gather,
+                max_gather_bytes=max_gather_bytes,
+                tile_bytes=tile_bytes,
+                offload=NO_OFFLOAD,
+                who=WHO,
             )
             if like is None:
                 names = axis_tuple(axis_names)

@@ -37,6 +37,7 @@ def shard_train_step(
     offload_params: Offload = NO_OFFLOAD,
     offload_activations: Offload = NO_OFFLOAD,
     max_gather_bytes: int = MAX_GATHER_BYTES,
+    tile_bytes: int | None = None,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     axis_name: str | None = None,
@@ -159,6 +160,13 @@ def shard_train_step(
         every device. An operation that needs the rows of all devices (a sort of the batch, a callback
         without `jzero.per_example`) is exact and not free; `describe` lists each, and one above this bound
         is refused.
+      tile_bytes: a matrix that has more bytes as it is gathered (at stage 3), or its gradient (from stage 1
+        on), is never whole on a device: each product gathers and uses it, or makes and reduces it, in
+        ranges of one of its dims of up to so many bytes (memory-centric tiling), the next one beside the
+        use of this one. Memory: a few such tiles, in place of the largest matrices and their gradients.
+        Traffic: as without, but that a matrix that several products of a pass read (recomputation is one
+        more) is gathered for each. None (default): no tiles. What is not read by products, a table's
+        look-up or a convolution's kernel, is whole as ever: `describe` names it.
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
       axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others must
         be of type Auto and stay XLA's.
@@ -191,13 +199,15 @@ def shard_train_step(
     Reference:
       Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter
       Models", 2020, sections 5 (stages) and 7 (traffic). Zhang et al.: "MiCS: Near-linear Scaling for
-      Training Gigantic Model on Public Cloud", 2022, section 3 (param_axes, optimizer_axes).
+      Training Gigantic Model on Public Cloud", 2022, section 3 (param_axes, optimizer_axes). Rajbhandari,
+      Ruwase, Rasley, Smith, He: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
+      Learning", 2021, section 5.1.3 (tile_bytes).
     """
     chosen = Options(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
-        _items(auto_specs), max_gather_bytes, offload=policy_of(WHO, offload, offload_params),
-        offload_activations=offload_activations,
+        _items(auto_specs), max_gather_bytes, tile_bytes,
+        offload=policy_of(WHO, offload, offload_params), offload_activations=offload_activations,
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,

@@ -18,7 +18,7 @@ from jzero.reports._describe import Report
 from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
 from jzero.segments._repeat import FlatCall
-from jzero.sharding.analysis import _residuals, _traffic
+from jzero.sharding.analysis import _residuals, _traffic, _untiled
 from jzero.sharding.batch import _trace
 from jzero.sharding.plan import _outputs
 from jzero.sharding.plan._plan import StepPlan
@@ -118,6 +118,7 @@ class ShardedStep(abc.ABC):
             program.whole_arguments,
             tuple(_call.argument_paths(call.arrays)),
             tuple(_outputs.output_paths(program.out_tree, num_state)),
+            _untiled.untiled(jaxpr, program.plan.exchange.tile_bytes, program.plan.stage == 3),
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

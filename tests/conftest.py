@@ -67,6 +67,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 # Every run draws the same examples; none fails for being slow on a busy machine.
 hypothesis.settings.register_profile("jzero", derandomize=True, deadline=None, database=None)
@@ -78,6 +79,24 @@ def _clear_caches():
     """Frees a module's compiled programs: a process can map only so many pieces of machine code."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def no_compilation_cache():
+    """Programs are compiled, not read from the disk.
+
+    XLA:CPU before 0.11 loses, in programs that it reads, the order of collectives of loops within loops
+    (docs/facts-compilers.md): two run at once under one name, and the process ends.
+    """
+    if importlib.metadata.version("jax") >= "0.11":
+        yield
+        return
+    directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

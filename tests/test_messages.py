@@ -96,6 +96,14 @@ def test_stage(stage):
         ),
         ({"max_gather_bytes": True}, ["max_gather_bytes=True", "an int from 0"]),
         ({"max_gather_bytes": 2e9}, ["max_gather_bytes=2000000000.0", "an int from 0"]),
+        ({"tile_bytes": 0}, ["tile_bytes=0", "an int from 1", "Use tile_bytes=2**28"]),
+        ({"tile_bytes": "256MiB"}, ["tile_bytes='256MiB'", "an int from 1"]),
+        ({"stage": 0, "tile_bytes": 9}, ["stage=0 and tile_bytes=9", "use stage=3"]),
+        ({"gather": "keep", "tile_bytes": 9}, ["gather='keep' and tile_bytes=9", "Drop gather"]),
+        (
+            {"gather": "once_per_step", "tile_bytes": 9},
+            ["gather='once_per_step' and tile_bytes=9", "or tile_bytes"],
+        ),
         ({"offload": "cpu"}, ["offload='cpu'", "It is a policy", "Use offload=jzero.PinnedHost()"]),
         ({"offload": jzero.PinnedHost}, ["offload=<class", "Use offload=jzero.PinnedHost()"]),
     ],
@@ -106,7 +114,8 @@ def test_options_that_cannot_be_obeyed(options, text):
 
 
 @pytest.mark.parametrize(
-    "name", ["stage", "accumulate", "prefetch_bytes", "min_shard_bytes", "max_gather_bytes"]
+    "name",
+    ["stage", "accumulate", "prefetch_bytes", "min_shard_bytes", "max_gather_bytes", "tile_bytes"],
 )
 @pytest.mark.parametrize(
     "value", [True, np.True_, 2.0, np.float32(2), "2", np.ones(2, int)], ids=str
@@ -117,7 +126,7 @@ def test_numbers_are_ints(name, value):
 
 @pytest.mark.parametrize("make", [np.int64, np.uint8, np.asarray], ids=str)
 def test_numbers_may_be_numpys(make):
-    names = ("accumulate", "prefetch_bytes", "min_shard_bytes", "max_gather_bytes")
+    names = ("accumulate", "prefetch_bytes", "min_shard_bytes", "max_gather_bytes", "tile_bytes")
     given: dict[str, Any] = {"stage": make(3)} | {name: make(2) for name in names}
     expected: dict[str, Any] = {"stage": 3} | dict.fromkeys(names, 2)
     options = _options.Options(**given, offload=jzero.NoOffload())

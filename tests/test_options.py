@@ -29,6 +29,7 @@ FACTORS: dict[str, list[Any]] = {
     "reduce": [None, "once", "each"],
     "gather": [None, "per_pass", "keep", "once_per_step"],
     "prefetch_bytes": [None, 0, 200],  # all, none, some
+    "tile_bytes": [None, 100],
     "reduce_dtype": [None, jnp.float32],
     "full": [None, ""],  # none, all
     "min_shard_bytes": [0, 200],
@@ -36,6 +37,7 @@ FACTORS: dict[str, list[Any]] = {
     "optimizer_axes": [None, "local"],
     "offload_activations": [None, jzero.PinnedHost()],
 }
+KEEPS = ("keep", "once_per_step")
 # Steps that need more of the batch at once than one microbatch's rows, and what is said of them.
 CANNOT_ACCUMULATE = {
     # It updates its parameters more than once, and cannot wait for the last microbatch to do so.
@@ -56,6 +58,7 @@ def is_valid(setting):
         and (stage == 3 or setting["full"] is None)
         and (stage == 3 or setting["prefetch_bytes"] is None)
         and (stage > 0 or setting["optimizer_axes"] is None)
+        and not (setting["tile_bytes"] and (stage == 0 or setting["gather"] in KEEPS))
         and not (stage < 2 and setting["reduce"] == "each")
         and not (stage == 2 and setting["reduce"] == "once")
         and not (stage == 3 and setting["optimizer_axes"] and not setting["param_axes"])
@@ -108,7 +111,9 @@ def check(name, axes, **options):
         for i, setting in enumerate(SETTINGS)
     ],
 )
-def test_pairs_of_options(name, setting):
+def test_pairs_of_options(name, setting, request):
+    if setting["tile_bytes"]:
+        request.getfixturevalue("no_compilation_cache")
     options = {k: v for k, v in setting.items() if k != "mesh" and v is not None}
     check(name, MESHES[setting["mesh"]], **options)
 

@@ -115,6 +115,47 @@ def test_a_matrix_larger_than_the_bound_hides(scan):
     assert 0 < exposed <= 2 * 2 * dim**2 < found.nbytes("all-gather")
 
 
+@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("scan", [True, False])
+def test_tiles_replace_matrices_and_their_gradients(scan, remat):
+    """A few tiles are alive, in place of matrices of eight tiles each, and most of them hide."""
+    num_layers, dim, rows, tile_bytes = 8, 8192, 256, 2**24
+
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    def step(weights, x):
+        block = jax.checkpoint(layer, prevent_cse=not scan) if remat else layer
+
+        def loss_fn(weights):
+            if scan:
+                return jnp.mean(jax.lax.scan(block, x, weights)[0] ** 2)
+            return jnp.mean(functools.reduce(lambda x, w: block(x, w)[0], weights, x) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+    stack = jax.ShapeDtypeStruct((num_layers, dim, dim), jnp.bfloat16)
+    weights = stack if scan else [jax.ShapeDtypeStruct((dim, dim), jnp.bfloat16)] * num_layers
+    x = jax.ShapeDtypeStruct((8 * rows, dim), jnp.bfloat16)
+    whole, tiled = (
+        jzero.preflight(jzero.shard_train_step(step, tile_bytes=n), weights, x)
+        for n in (None, tile_bytes)
+    )
+    # Beside the gradients' shards and the activations: a few tiles, and not a matrix and its gradient.
+    gradients, kept = 2 * stack.size // 8, 2 * num_layers * rows * dim * (1 if remat else 2)
+    beside = [f.peak_bytes - f.argument_bytes - gradients - kept for f in (whole, tiled)]
+    assert beside[1] < 8 * tile_bytes
+    assert beside[0] > 10 * tile_bytes
+    assert max(c.whole_bytes for c in tiled.schedule.collectives) == tile_bytes
+    assert tiled.nbytes("reduce-scatter") == whole.nbytes("reduce-scatter")
+    # The result of a product is computed again. No gradient of the rows is needed: XLA drops its gathers.
+    described = (3 if remat else 2) * 2 * stack.size
+    assert described - 2 * 2 * dim**2 <= tiled.nbytes("all-gather") <= described
+    for op in ("all-gather", "reduce-scatter"):
+        assert tiled.nbytes(op, hidden=True) > 0.8 * tiled.nbytes(op)
+
+
 def test_gradients_of_an_unrolled_model_do_not_pile_up():
     num_layers, dim = 16, 4096
 

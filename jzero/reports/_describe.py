@@ -16,6 +16,7 @@ from jzero.reports._lines import wrapped
 from jzero.reports._tables import Memory, crossing_table, memory_table, traffic_table
 from jzero.sharding.analysis._residuals import LEAST_BYTES
 from jzero.sharding.analysis._traffic import Collective, Crossing
+from jzero.sharding.analysis._untiled import Untiled
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.plan._layout import Full
@@ -39,6 +40,7 @@ class Report:
       whole_arguments: arguments that come whole to every device, as the devices do not divide their rows.
       argument_paths: of every leaf of the arguments beside the state.
       output_paths: of every leaf that the step returns beside the state.
+      untiled: what is gathered or reduced at once though it is larger than `tile_bytes`, and why.
     """
 
     plan: StepPlan
@@ -51,12 +53,14 @@ class Report:
     whole_arguments: tuple[str, ...] = ()
     argument_paths: tuple[str, ...] = ()
     output_paths: tuple[str, ...] = ()
+    untiled: tuple[Untiled, ...] = ()
 
     def __str__(self) -> str:
         parts = [
             self.header(),
             memory_table(self.memory).text(),
             self._traffic(),
+            self._tiles(),
             self._crossings(),
             self._activations(),
             self.gathered_rows(),
@@ -85,6 +89,9 @@ class Report:
             arguments, outputs   beside the state: path, and the dim that is split over the devices or None
             whole_arguments      paths of those whose rows the devices do not divide
             keys                 paths of PRNG keys into which each device folds its index
+            tile_bytes           None without tiles
+            untiled              larger than these: leaf, what ('gathered', 'reduced'), nbytes, why, where (a
+                                 line)
             traffic              in one step: op, dtype, axes, elements, bytes, times; each_turn says
                                  that these are of one turn of a `while`
             crossings            each device and its host: direction, what, dtype, elements, nbytes
@@ -122,6 +129,8 @@ class Report:
             "outputs": [{"path": path, "dim": dim} for path, dim in self.outputs],
             "whole_arguments": list(self.whole_arguments),
             "keys": list(self.keys),
+            "tile_bytes": plan.exchange.tile_bytes,
+            "untiled": [each._asdict() for each in self.untiled],
             "traffic": _as_dict.traffic(self.traffic),
             "crossings": _as_dict.crossings(self.crossings),
             "activations": _as_dict.activations(plan.activations),
@@ -244,6 +253,18 @@ class Report:
         for r in largest[:8]:
             lines += wrapped(str(r), "    ", first=f"  {readable_bytes(r.nbytes)}  ")
         return lines + [f"  and {len(found) - 8} more"] * (len(found) > 8)
+
+    def _tiles(self) -> list[str]:
+        """Lines on tiles, and on what is larger than one all the same."""
+        nbytes, found = self.plan.exchange.tile_bytes, self.untiled
+        if nbytes is None:
+            return []
+        lines = wrapped(
+            f"tiles: matrices above {readable_bytes(nbytes)} are gathered, and their gradients reduced, in "
+            f"parts of so much{', but for these:' if found else ''}", "  ")  # fmt: skip
+        for each in found[:20]:
+            lines += wrapped(str(each), "    ", first=f"  {readable_bytes(each.nbytes)}  ")
+        return lines + ([f"  and {len(found) - 20} more"] if len(found) > 20 else [])
 
     def gathered_rows(self) -> list[str]:
         """Lines on what moves rows of the batch; none if nothing does."""

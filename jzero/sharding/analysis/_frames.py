@@ -7,6 +7,7 @@ are found about its variables:
 * **linked dims** (`_links.py`): dims that are sharded together.
 * **needs** (`_needs.py`): who needs the whole value, and what feeds the batch.
 * **residuals** (`_residuals.py`): what waits on the host for a backward pass, if it shall.
+* **lone products** (`_lone.py`): what only a sum over the devices reads.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Frame:
     needs_full: set[Var] = dataclasses.field(default_factory=set)
     feeds_batch: set[Var] = dataclasses.field(default_factory=set)
     on_host: set[Var] = dataclasses.field(default_factory=set)
+    lone_products: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
     _last_uses: dict[Var, int] = dataclasses.field(default_factory=dict)
 
     def last_use(self, var: Var) -> int:
@@ -250,7 +252,7 @@ def running_sums(frame: Frame, num_consts: int, num_carry: int) -> frozenset[int
     Summing is linear, so they can be summed on each device and reduced once after the loop: the gradient
     of what a time loop closes over (an RNN's weights) then costs one reduction, not one per time step.
     """
-    jaxpr, uses = frame.jaxpr, _uses(frame.jaxpr)
+    jaxpr, uses = frame.jaxpr, num_reads(frame.jaxpr)
     sums = set()
     for i, var in enumerate(jaxpr.invars[num_consts : num_consts + num_carry]):
         start = var
@@ -267,7 +269,8 @@ def running_sums(frame: Frame, num_consts: int, num_carry: int) -> frozenset[int
     return frozenset(sums)
 
 
-def _uses(jaxpr: Jaxpr) -> dict[Var, int]:
+def num_reads(jaxpr: Jaxpr) -> dict[Var, int]:
+    """How often each variable is read or returned."""
     uses: dict[Var, int] = {}
     for atoms in [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]:
         for atom in atoms:

@@ -91,8 +91,19 @@ def collectives(jaxpr: Any, times: int = 1, each_turn: bool = False) -> Iterator
             yield from collectives(sub, inner, each_turn or name == "while")
 
 
-def _collectives_of(eqn: Eqn, times: int, each_turn: bool) -> Iterator[Collective]:
+def op_of(eqn: Eqn) -> str | None:
+    """The collective that an equation is, by its name in the compiled program."""
+    return _OPS.get(eqn.primitive.name)
+
+
+def leaf_of(eqn: Eqn) -> str:
+    """The leaf that a collective serves; of one of the batch, nothing."""
     leaf = re.search(r"jzero\.\w+\[(.*)\]", str(eqn.source_info.name_stack))
+    return leaf.group(1) if leaf else ""
+
+
+def _collectives_of(eqn: Eqn, times: int, each_turn: bool) -> Iterator[Collective]:
+    leaf = leaf_of(eqn)
     gathers = _OPS[eqn.primitive.name] == "all-gather"
     for atom in eqn.outvars if gathers else eqn.invars:
         yield Collective(
@@ -102,7 +113,7 @@ def _collectives_of(eqn: Eqn, times: int, each_turn: bool) -> Iterator[Collectiv
             atom.aval.dtype.itemsize,
             atom.aval.size,
             times,
-            leaf.group(1) if leaf else "",
+            leaf,
             each_turn,
         )
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
+from jzero.sharding.analysis._lone import note_lone_products
 from jzero.sharding.analysis._needs import note_needs
 from jzero.sharding.analysis._residuals import note_residuals
 from jzero.sharding.batch import _trace
@@ -68,6 +69,7 @@ def make_plan(
     _host_memory.check(options, frame, setting.mesh)
     links = Links(frame, stage_axes.count(stage_axes.shard_axes))
     note_needs(frame, len(local.traced.out_avals))
+    note_lone_products(frame, len(local.traced.out_avals), options.reduce_once)
     if setting.evaluates:
         layouts = _leaves.plan_as_found(leaves, rests, stage_axes, setting.automatic, frame, links)
     else:
@@ -101,6 +103,7 @@ def make_plan(
             options.keep_gathered,
             options.prefetch,
             _loop_bytes(setting) if setting.evaluates else None,
+            options.tile_bytes,
         ),
         update=update,
         turns=policy.turns(resting, frame, update, boundary),
@@ -126,6 +129,10 @@ def _microbatches(
     cut = _phases.cut(
         local.traced.frame, setting.step_axes, num, per_example, update.apart, update.boundary
     )
+    # What a later loop reads is a microbatch's own: no sum may stand for it.
+    for phase in cut.phases:
+        for var in (*phase.kept, *phase.stacks):
+            local.traced.frame.lone_products.pop(var, None)
     return Microbatches(num, dims, cut.phases, cut.loops)
 
 

@@ -49,6 +49,7 @@ class Options:
     offload: Offload = dataclasses.field(kw_only=True)
     offload_activations: Offload | None = dataclasses.field(default=None, kw_only=True)
     max_gather_bytes: int = MAX_GATHER_BYTES
+    tile_bytes: int | None = None
     who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
 
     def __post_init__(self) -> None:
@@ -176,6 +177,9 @@ _INTEGERS: tuple[tuple[str, int, int | None, str, str], ...] = (
     ("max_gather_bytes", 0, None,
      "It is how many bytes of the batch's rows one operation may gather, an int from 0.",
      "Drop it for 256 MiB."),
+    ("tile_bytes", 1, None,
+     "It is how many bytes of a matrix are gathered, and of its gradient made, at a time, an int from 1.",
+     "Use tile_bytes=2**28, or drop it to gather whole matrices."),
 )  # fmt: skip
 _REDUCED = "Stage 2 is stage 1 with gradients reduced for each microbatch; stage 3 can do either."
 _ACTIVATIONS = "Use offload_activations=jzero.PinnedHost(), or drop it."
@@ -201,6 +205,13 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
      "stage={o.stage} and prefetch_bytes={o.prefetch_bytes}",
      "Below stage 3 parameters rest whole on every device, and nothing is gathered ahead.",
      "Drop prefetch_bytes, or use stage=3."),
+    (lambda o: o.tile_bytes is not None and o.stage == 0, "stage=0 and tile_bytes={o.tile_bytes}",
+     "At stage 0 nothing is sharded: every device has matrices and their gradients whole.",
+     "Drop tile_bytes, or use stage=3."),
+    (lambda o: o.tile_bytes is not None and o.gather in ("keep", "once_per_step"),
+     "gather={o.gather!r} and tile_bytes={o.tile_bytes}",
+     "A tile is freed when it was used, and gathered again by the next pass that uses it.",
+     "Drop gather, or tile_bytes."),
     (lambda o: o.prefetch_bytes is not None and o.offload.streams,
      "prefetch_bytes={o.prefetch_bytes} and offload={o.offload}",
      "Of parameters that rest on the hosts at most device_bytes are on a device, fetched and gathered.",

@@ -45,6 +45,7 @@ class Exchange:
       prefetch_bytes: how many gathered bytes may be ahead of their use.
       loop_bytes: of an evaluation, the most bytes that one loop gathers before it and keeps through its
         turns; None for a training, where JAX's AD says which loops are part of one pass.
+      tile_bytes: larger matrices are gathered, and their gradients reduced, in tiles of so many bytes.
     """
 
     reduce_once: bool
@@ -54,6 +55,7 @@ class Exchange:
     keep_gathered: bool
     prefetch_bytes: int
     loop_bytes: int | None = None
+    tile_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

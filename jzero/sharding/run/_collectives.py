@@ -53,13 +53,13 @@ def reduce_scatter(
 
     def collective(part: jax.Array) -> jax.Array:
         # [Note: layouts at rest]
-        return _row_major(lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True))
+        return row_major(lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True))
 
     with jax.named_scope(f"jzero.reduce_scatter[{name}]"):
         return _part_by_part(collective, automatic)(local)
 
 
-def _row_major(x: jax.Array) -> jax.Array:
+def row_major(x: jax.Array) -> jax.Array:
     """`x` in the layout in which arrays rest."""
     laid_out: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
     return laid_out
@@ -133,7 +133,7 @@ def slices_into(
     size = max(1, min(rows, nbytes // row_bytes))
 
     def turn(whole: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-        part = _row_major(gather_slice(lax.dynamic_slice_in_dim(shard, start, size, 0)))
+        part = row_major(gather_slice(lax.dynamic_slice_in_dim(shard, start, size, 0)))
         return lax.dynamic_update_slice_in_dim(whole, part, start, 0)
 
     whole = lax.fori_loop(0, rows // size, lambda i, x: turn(x, i * size, size), whole)

@@ -124,10 +124,10 @@ class Devices:
             origin, rearrange = value.view_of
             value.gathered[self.scope] = rearrange(self.full(origin))
         if self.scope not in value.gathered:
-            value.gathered[self.scope] = self._whole(value, self._when_due(value))
+            value.gathered[self.scope] = self.whole(value, self._when_due(value))
         return value.gathered[self.scope]
 
-    def _whole(self, value: ShardValue, x: jax.Array) -> jax.Array:
+    def whole(self, value: ShardValue, x: jax.Array) -> jax.Array:
         """`x [n/k, d]`, the value's shard or a part of it along another dim, gathered: `[n, d]`."""
         for axes in reversed(self._steps(value.axes)):  # the outer, slower axes move least
             x = self._gather(x, value.dim, axes, value.name)
@@ -157,7 +157,7 @@ class Devices:
         settled = self.settle(value)
         if not isinstance(settled, ShardValue) or not self._goes_into(old, settled):
             return self.full(settled)
-        gather_slice = functools.partial(self._whole, settled)
+        gather_slice = functools.partial(self.whole, settled)
         return _collectives.slices_into(old, settled.x, GATHERED_AT_ONCE, gather_slice)
 
     def _goes_into(self, old: jax.Array, value: ShardValue) -> bool:
@@ -218,13 +218,19 @@ class Devices:
 
     def _scatter(self, total: jax.Array, dim: int, value: Unreduced) -> jax.Array:
         """`total [n, d]` of each device -> this device's `[n/k, d]` of their sum, when it is its turn."""
-        self._check_together("a gradient is reduced")
         total = _collectives.pad(total, dim, self.num_shards)
-        shard = not_before(total, self.queue.reduction_tokens(value.made))
-        for axes in self._steps(self.shard_axes):
-            automatic = self._automatic(value.name, shard, dim)
-            shard = _collectives.reduce_scatter(shard, dim, axes, value.name, automatic)
+        total = not_before(total, self.queue.reduction_tokens(value.made))
+        shard = self.reduce_scatter(total, dim, value.name)
         self.queue.note_reduction(shard, value.made, total.nbytes)
+        return shard
+
+    def reduce_scatter(self, total: jax.Array, dim: int, name: str) -> jax.Array:
+        """`total [n, d]` of each device, or a part of it along another dim -> `[n/k, d]` of their sum."""
+        self._check_together("a gradient is reduced")
+        shard = _collectives.pad(total, dim, self.num_shards)
+        for axes in self._steps(self.shard_axes):
+            automatic = self._automatic(name, shard, dim)
+            shard = _collectives.reduce_scatter(shard, dim, axes, name, automatic)
         return shard
 
     def _all_reduce(self, total: jax.Array, axes: Axes, name: str) -> jax.Array:

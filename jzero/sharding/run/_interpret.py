@@ -74,6 +74,7 @@ class Interpreter:
       loop_bytes: of an evaluation, the most that a loop gathers before it and keeps; None for a training.
       leaving: copies to the host that nothing has waited for.
       fetches: when copies from the host start, in a backward pass that reads some.
+      tile_bytes: the most that a matrix may have to be gathered, and its gradient made, whole.
     """
 
     links: Links
@@ -91,6 +92,7 @@ class Interpreter:
     reduce_dtype: DTypeLike | None = None
     boundary: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = dataclasses.field(default_factory=dict)
     loop_bytes: int | None = None
+    tile_bytes: int | None = None
     seen_pass: str | None = None
     leaving: list[jax.Array] = dataclasses.field(default_factory=list)
     fetches: GatherQueue | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -269,11 +270,11 @@ def _constrain(
     return [dataclasses.replace(value, x=x)]
 
 
-def _psum(
+def psum(
     interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
 ) -> list[Value]:
-    everywhere = set(_frames.axes_of(eqn)) == set(interp.axis_names)
-    if not everywhere or eqn.params.get("axis_index_groups"):
+    """A sum over the devices, which waits; [Note: reductions wait]."""
+    if not is_over_all(interp, eqn):
         return _collective(interp, frame, index, eqn, ins)
     num = interp.devices.num * interp.microbatches
     outs: list[Value] = []
@@ -281,19 +282,29 @@ def _psum(
     for atom, out, axes, value in operands:
         x = interp.devices.full(value)
         if axes:
-            gradient = frame.pass_of(eqn) == "backward" or (
-                not _jaxpr.is_literal(atom) and atom in frame.local_gradients
-            )
-            wire = _on_the_wire(interp, x) if gradient else x
+            wire = x.astype(wire_dtype(interp, frame, eqn, atom))
             outs.append(Unreduced(wire, 1.0, x.dtype, interp.links.leaf_of(frame, out)))
         else:  # The sum of what all devices have in common.
             outs.append(FullValue(x * jnp.asarray(num, x.dtype)))
     return outs
 
 
-def _on_the_wire(interp: Interpreter, x: jax.Array) -> jax.Array:
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(interp.reduce_dtype) if interp.reduce_dtype is not None and floating else x
+def is_over_all(interp: Interpreter, eqn: _jaxpr.Eqn) -> bool:
+    """Whether it sums over all devices."""
+    everywhere = set(_frames.axes_of(eqn)) == set(interp.axis_names)
+    return everywhere and not eqn.params.get("axis_index_groups")
+
+
+def wire_dtype(
+    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, atom: _jaxpr.Atom
+) -> jnp.dtype[Any]:
+    """In which an operand of a sum over the devices travels: a gradient as `reduce_dtype` says."""
+    dtype = atom.aval.dtype
+    gradient = frame.pass_of(eqn) == "backward" or (
+        not _jaxpr.is_literal(atom) and atom in frame.local_gradients
+    )
+    chosen = gradient and interp.reduce_dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    return jnp.dtype(interp.reduce_dtype if chosen else dtype)
 
 
 def _collective(
@@ -325,7 +336,7 @@ def _axis_index(interp: Interpreter, axes: tuple[str, ...]) -> jax.Array:
 
 ORDINARY: dict[str, EqnHandler] = {
     **dict.fromkeys(_frames.COLLECTIVES, _collective),
-    **dict.fromkeys(_frames.REDUCTIONS, _psum),
+    **dict.fromkeys(_frames.REDUCTIONS, psum),
     **dict.fromkeys(_rules.IDENTITIES, _identity),
     "sharding_constraint": _constrain,
 }

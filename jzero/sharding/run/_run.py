@@ -21,6 +21,7 @@ from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Env, Interpreter
 from jzero.sharding.run._ordinary import ORDINARY, apply
 from jzero.sharding.run._queue import GatherQueue
+from jzero.sharding.run._tiles import TILED
 from jzero.sharding.run._values import FullValue, ShardValue, Value
 from jzero.tracing import _jaxpr
 
@@ -94,7 +95,7 @@ class Runner:
             devices,
             axis_names=dict(plan.step_axes),
             automatic=plan.automatic,
-            handlers=ORDINARY | CONTROL,
+            handlers=ORDINARY | CONTROL | (TILED if exchange.tile_bytes is not None else {}),
             otherwise=apply,
             reduce_once=exchange.reduce_once,
             microbatches=plan.accumulate,
@@ -102,6 +103,7 @@ class Runner:
             reduce_dtype=exchange.reduce_dtype,
             boundary=plan.update.boundary,
             loop_bytes=exchange.loop_bytes,
+            tile_bytes=exchange.tile_bytes,
         )
 
     def grad_part(self, interp: Interpreter, state: Sequence[Any], arrays: Sequence[Any]) -> Env:

@@ -1,0 +1,141 @@
+"""What is gathered or reduced whole though it is larger than a tile may be, and why: read from a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jzero.sharding.analysis import _traffic
+from jzero.sharding.analysis._frames import variables
+from jzero.sharding.analysis._rules import size_in_bytes
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Var
+
+TILES = "jzero.tiles"  # the scope of a loop over tiles
+
+# What a gathered matrix, or one that is to be reduced, passes through unchanged.
+_PASSED = frozenset({
+    "convert_element_type", "transpose", "reshape", "squeeze", "slice", "pad", "broadcast_in_dim",
+    "optimization_barrier", "copy",
+})  # fmt: skip
+_READ_BY = {
+    "gather": "a look-up reads it whole",
+    "conv_general_dilated": "a convolution reads it whole",
+    "dot_general": "a product reads it whole: the other operand is sharded too, or it rests over other axes",
+    "scan": "a loop reads it whole in every turn",
+    "while": "a loop reads it whole in every turn",
+    "cond": "a branch reads it whole",
+}
+_MADE_BY = {
+    "scatter-add": "its gradient is that of a look-up",
+    "scatter_add": "its gradient is that of a look-up",
+    "conv_general_dilated": "its gradient is that of a convolution",
+    "dot_general": "it rests over other mesh axes, or its sum is one of several",
+    "scan": "a loop adds it up before it is reduced",
+    "while": "a loop adds it up before it is reduced",
+}
+
+
+class Untiled(NamedTuple):
+    """One value of more bytes than a tile.
+
+    Attributes:
+      leaf: whose it is.
+      what: 'gathered' or 'reduced'.
+      nbytes: of the whole.
+      why: the reason.
+      where: the user's line, if known.
+    """
+
+    leaf: str
+    what: str
+    nbytes: int
+    why: str
+    where: str
+
+    def __str__(self) -> str:
+        where = f" at {self.where}" if self.where else ""
+        return f"{self.leaf}, {self.what}{where}: {self.why}"
+
+
+def untiled(jaxpr: Any, tile_bytes: int | None, gathers: bool) -> tuple[Untiled, ...]:
+    """What a program gathers or reduces at once that is larger than `tile_bytes`, the largest first.
+
+    Args:
+      jaxpr: of the program.
+      tile_bytes: the bound; None for none.
+      gathers: whether parameters rest in shards. If not, what is gathered is what rests whole.
+    """
+    if tile_bytes is None:
+        return ()
+    found: dict[tuple[str, str, str], Untiled] = {}
+    for each in _found_in(_jaxpr.open_jaxpr(jaxpr)[0]):
+        key = (each.leaf, each.what, each.why)
+        small = each.nbytes <= tile_bytes or (each.what == "gathered" and not gathers)
+        if not small and (key not in found or found[key].nbytes < each.nbytes):
+            found[key] = each
+    return tuple(sorted(found.values(), key=lambda each: -each.nbytes))
+
+
+def _found_in(jaxpr: _jaxpr.Jaxpr) -> Iterator[Untiled]:
+    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    readers: dict[Var, Eqn] = {}  # the first
+    for eqn in reversed(jaxpr.eqns):
+        readers |= dict.fromkeys(variables(eqn.invars), eqn)
+    for eqn in jaxpr.eqns:
+        leaf, collective = _traffic.leaf_of(eqn), _collective(eqn)
+        if not leaf or collective is None:
+            for sub in _jaxpr.inner_jaxprs(eqn):
+                yield from _found_in(_jaxpr.open_jaxpr(sub)[0])
+            continue
+        gathered = _traffic.op_of(collective) == "all-gather"
+        atom = eqn.outvars[0] if gathered else eqn.invars[0]
+        whole = collective.outvars[0] if gathered else collective.invars[0]
+        other = _reader(atom, readers) if gathered else _maker(atom, makers)
+        if gathered and other is None:
+            continue  # It is returned: a new parameter that rests whole.
+        why = (
+            "its tiles cannot be smaller" if _jaxpr.in_scope(eqn, TILES) else _why(other, gathered)
+        )
+        where = _jaxpr.summary(other) if other is not None and _jaxpr.has_line(other) else ""
+        what = "gathered" if gathered else "reduced"
+        yield Untiled(leaf, what, size_in_bytes(whole.aval), why, where)
+
+
+def _collective(eqn: Eqn) -> Eqn | None:
+    """The equation, or the one in it: what rests over further axes is gathered part by part."""
+    if _traffic.op_of(eqn) in ("all-gather", "reduce-scatter", "all-reduce"):
+        return eqn
+    if eqn.primitive.name != "shard_map":
+        return None
+    inner = [e for sub in _jaxpr.inner_jaxprs(eqn) for e in _jaxpr.open_jaxpr(sub)[0].eqns]
+    return next((e for e in inner if _traffic.op_of(e)), None)
+
+
+def _why(other: Eqn | None, gathered: bool) -> str:
+    name = "" if other is None else other.primitive.name
+    if gathered:
+        return _READ_BY.get(name, f"`{name}` reads it whole")
+    return _MADE_BY.get(name, f"`{name}` makes its gradient" if name else "it was made before")
+
+
+def _reader(atom: Atom, readers: dict[Var, Eqn]) -> Eqn | None:
+    """The equation that reads it, or what is only another form of it, first."""
+    while atom in readers:
+        eqn = readers[atom]
+        name = eqn.primitive.name
+        if name not in _PASSED and _traffic.op_of(eqn) != "all-gather":
+            return eqn
+        atom = eqn.outvars[eqn.invars.index(atom) if name == "optimization_barrier" else 0]
+    return None
+
+
+def _maker(atom: Atom, makers: dict[Var, Eqn]) -> Eqn | None:
+    """The equation that makes it, or what it is only another form of."""
+    while not _jaxpr.is_literal(atom) and atom in makers:
+        eqn = makers[atom]
+        if eqn.primitive.name not in _PASSED | {"mul"}:  # by the scale of a sum
+            return eqn
+        at = eqn.outvars.index(atom) if eqn.primitive.name == "optimization_barrier" else 0
+        atom = eqn.invars[at]
+    return None

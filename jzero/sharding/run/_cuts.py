@@ -1,0 +1,109 @@
+"""Tiles: how a matrix is cut, and which dims of a product's other operand and result are those of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jzero.tracing._types import Eqn
+
+# [Note: which dim is cut into tiles]
+# A matrix [n, d] rests along n, as [n/k, d] on each device. Its tiles are ranges of another dim: a range of
+# the shard's d is one of the whole's, and its gather has the rows in their order. A range of n/k would be of
+# some rows of every device.
+
+
+class Tiles(NamedTuple):
+    """How a value is cut: `dim`, which has `size`, into ranges of `tile`; the last may be smaller."""
+
+    dim: int
+    size: int
+    tile: int
+
+    @property
+    def num(self) -> int:
+        """How many there are of the full size."""
+        return self.size // self.tile
+
+    @property
+    def rest(self) -> int:
+        """The size of a last, smaller one; 0 if there is none."""
+        return self.size % self.tile
+
+
+def cut(
+    shape: Sequence[int],
+    itemsize: int,
+    sharded: int,
+    nbytes: int,
+    kept: Sequence[int] | None = None,
+) -> Tiles | None:
+    """Tiles of at most `nbytes` of a value that is larger; of one index of a dim at least.
+
+    Args:
+      shape: of the whole.
+      itemsize: bytes of an element.
+      sharded: the dim along which it is; [Note: which dim is cut into tiles].
+      nbytes: the bound.
+      kept: dims that the product does not sum over; one of these if its tiles are as small. None for all.
+
+    Returns:
+      The cut; None if there is no other dim.
+    """
+    dims = [dim for dim, size in enumerate(shape) if dim != sharded and size > 1]
+    if not dims:
+        return None
+    whole = math.prod(shape) * itemsize
+
+    def rank(dim: int) -> tuple[bool, bool, int]:
+        fits = whole <= nbytes * shape[dim]
+        return fits, fits and (kept is None or dim in kept), shape[dim]
+
+    dim = max(dims, key=rank)
+    size = shape[dim]
+    # Three at least: the compiler takes loops of one turn apart, and makes the tiles of all of them at once.
+    fewest = min(size, max(3, -(-size // max(1, nbytes * size // whole))))
+    # Rather a few tiles more that are all of one size: a smaller one stands beside the loop.
+    equal = (num for num in range(fewest, fewest + fewest // 2 + 1) if size % num == 0)
+    return Tiles(dim, size, -(-size // next(equal, fewest)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductDims:
+    """The dims of a `dot_general`, in pairs of one of each operand; None where an operand has it not.
+
+    Attributes:
+      contracted: those that are summed over.
+      kept: those of the result, in its order.
+    """
+
+    contracted: tuple[tuple[int, int], ...]
+    kept: tuple[tuple[int | None, int | None], ...]
+
+    @classmethod
+    def of(cls, eqn: Eqn) -> ProductDims:
+        contracted, batch = (tuple(zip(*p, strict=True)) for p in eqn.params["dimension_numbers"])
+        both = [*contracted, *batch]
+        left, right = (
+            [dim for dim in range(atom.aval.ndim) if all(pair[place] != dim for pair in both)]
+            for place, atom in enumerate(eqn.invars)
+        )
+        return cls(
+            contracted, (*batch, *((dim, None) for dim in left), *((None, dim) for dim in right))
+        )
+
+    def kept_of(self, place: int) -> list[int]:
+        """The dims of the operand at `place` that the result has."""
+        return [dim for dim in (pair[place] for pair in self.kept) if dim is not None]
+
+    def of_result(self, place: int, dim: int) -> int | None:
+        """The dim of the result that is `dim` of the operand at `place`; None if it is summed over."""
+        found = (i for i, pair in enumerate(self.kept) if pair[place] == dim)
+        return next(found, None)
+
+    def of_other(self, place: int, dim: int) -> int | None:
+        """The dim of the other operand that is `dim` of the one at `place`, if it has it."""
+        pairs = [*self.contracted, *self.kept]
+        return next(pair[1 - place] for pair in pairs if pair[place] == dim)
