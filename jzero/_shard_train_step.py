@@ -148,6 +148,17 @@ def shard_train_step(
         parameters cross. Scalars, leaves below `min_shard_bytes`, and what is read with the batch stay. A
         step is then several programs: it cannot be called under an outer `jax.jit` or lowered. One that
         fails while it runs (out of memory, not a refused batch) may have consumed part of its state.
+      offload_params: where parameters rest at stage 3. By default, `jzero.NoOffload()`, on the devices.
+        `jzero.PinnedHost(device_bytes=...)`: in pinned memory of the devices' host, each device's shard with
+        its own host (ZeRO-Infinity). The step runs layer by layer: a layer's shards are fetched while
+        the layer before computes, its gradients leave when they are reduced, and never are more than
+        `device_bytes` of parameters, gathered ones included, on a device. Loops over layers run turn by
+        turn, unrolled models in parts that fit. With `offload=jzero.HostCPU()` the host updates parameters
+        in their place, and nothing else crosses; else parameters and gradients visit the devices for the
+        update. Traffic to each device: its shards once in each pass. Microbatches (`accumulate`) hold what
+        they read of parameters on the device, within `device_bytes`. Refused with `prefetch_bytes`,
+        other `gather`s, different `param_axes` and `optimizer_axes`, mesh axes beside the data axes,
+        and `HostCPU`'s `ratio` and `delayed_update`.
       offload_activations: where activations wait for the backward pass. By default, `jzero.NoOffload()`, on
         the devices. `jzero.PinnedHost()`: in pinned memory of the devices' host. What a layer loop of the
         forward pass keeps for the backward pass leaves turn by turn, and comes back one turn before it is

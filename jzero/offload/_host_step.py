@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding
 from jzero._errors import StateError, message
 from jzero._memory_kinds import HOST, PINNED
 from jzero.offload._host_engine import HostEngine
-from jzero.offload._host_turn import HostTurn, shard_of
+from jzero.offload._host_turn import HostTurn
 from jzero.offload._layered import LayeredSegment
 from jzero.offload.kernels._roads import roads_text
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.segments import _conversions
 from jzero.segments._builder import Builder
-from jzero.segments._segment import Var
+from jzero.segments._segment import Var, shard_of
 from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.sharding.analysis._traffic import Crossing
@@ -99,6 +99,7 @@ class HostStep:
         self._grad: Callable[..., Any] = _to_host(
             self._grad_part, [reads[var].sharding for var in self._sent]
         )
+        self._layered: LayeredSegment | None = None
         if self._streamed:
             self._grad = self._by_layers(runner, params_bytes)
         self._enter = _to_host(self._enter_part, [reads[var].sharding for var in self._entered])
@@ -120,9 +121,8 @@ class HostStep:
     def _by_layers(self, runner: Runner, params_bytes: int) -> Callable[..., Any]:
         """The same, with parameters that rest on the hosts."""
         leaf_of = self._segments.leaf_of
-        self._layered = LayeredSegment(
-            runner, self.grad, [v for v in self._sent if v not in leaf_of], params_bytes
-        )
+        gradients = [v for v in self._sent if v not in leaf_of]
+        layered = self._layered = LayeredSegment(runner, self.grad, gradients, params_bytes)
         leaves = [v for v in self._sent if v in leaf_of]
         reads = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
         send = _to_host(
@@ -131,7 +131,7 @@ class HostStep:
 
         def grad(consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
             values = dict(zip(self.grad.takes, [*consumed, *read], strict=True))
-            given, outs = self._layered(values)
+            given, outs = layered(values)
             down, _ = send([values[v] for v in leaves]) if leaves else ([], None)
             values |= zip(self.grad.gives, given, strict=True)
             values |= zip(leaves, down, strict=True)
@@ -162,12 +162,16 @@ class HostStep:
         leaf_of = self._segments.leaf_of
         whats = [self.leaves[leaf_of[v]].role if v in leaf_of else "gradient" for v in host.reads]
         down, up = host.read_avals(), host.out_avals()
-        return tuple(
-            Crossing(
-                direction, what, str(shard.dtype), math.prod(shard.shape), size_in_bytes(shard)
-            )
-            for direction, names, avals in (("to host", whats, down), ("to device", roles, up))
-            for what, shard in zip(names, map(shard_of, avals), strict=True)
+        fetches = self._layered.fetches() if self._layered else []
+        return (
+            *fetches,
+            *(
+                Crossing(
+                    direction, what, str(shard.dtype), math.prod(shard.shape), size_in_bytes(shard)
+                )
+                for direction, names, avals in (("to host", whats, down), ("to device", roles, up))
+                for what, shard in zip(names, map(shard_of, avals), strict=True)
+            ),
         )
 
     def roads(self) -> str:
@@ -201,7 +205,9 @@ class HostStep:
                 values.update(zip(self._stays, stays, strict=True))
                 made |= turn(values, turn.jitted)
             hosted = self._taken(state, now if delays else None, num_steps + 1)
-            if job and self._streamed:  # JAX copies what is not its own, as NumPy's memory; all is there.
+            if (
+                job and self._streamed
+            ):  # JAX copies what is not its own, as NumPy's memory; all is there.
                 job.step.prepare([hosted.get(i, x) for i, x in enumerate(state)], reads)
             for chunk in job.step.updating(state) if job else ():
                 made |= chunk

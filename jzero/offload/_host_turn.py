@@ -14,6 +14,7 @@ from jzero._errors import OptionError, message
 from jzero._memory_kinds import DEVICE
 from jzero.offload.kernels._roads import Road, RoadFinder, traced_flat
 from jzero.segments._builder import Builder
+from jzero.segments._segment import shard_of
 from jzero.sharding.analysis import _traffic
 from jzero.sharding.cut import _elementwise, _pieces
 from jzero.sharding.cut._pieces import Piece
@@ -158,11 +159,6 @@ def _refuse(builder: Builder, pieces: Sequence[Piece]) -> None:
         "in no collective.", "Drop what asks for it (a norm of the updates, as a metric), or use "
         "jzero.PinnedHost(), which updates on the devices.",
         things="groups of leaves", shown=6))  # fmt: skip
-
-
-def shard_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """One device's part of a value."""
-    return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
 
 
 def _moves(jaxpr: Any) -> list[str]:

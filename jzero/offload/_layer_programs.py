@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,16 +16,16 @@ from jax.sharding import PartitionSpec as P
 from jzero._memory_kinds import DEVICE, PINNED
 from jzero.segments._segment import Segment, Var
 from jzero.sharding.analysis._frames import variables
-from jzero.sharding.cut._layers import HOSTED, LEAF, SLICES, STACK, LayerLoop, Part, Stretch
+from jzero.sharding.cut._layers import HOSTED, LEAF, SLICES, STACK, LayerLoop, LayerPart, Stretch
 from jzero.sharding.run._run import Runner
+from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom
 
-Arrays = list[jax.Array]
-Program = Callable[..., Any]
+Jitted = Callable[..., Any]
 
 
-class Form(NamedTuple):
+class ArrayForm(NamedTuple):
     """How the devices' values `[n, d]` of one variable are one array.
 
     Attributes:
@@ -46,9 +45,9 @@ class Form(NamedTuple):
         return jnp.asarray(x)[None] if self.stacked else jnp.asarray(x)
 
     @property
-    def of_slice(self) -> Form:
+    def of_slice(self) -> ArrayForm:
         """That of `[n, d]`, where this is one of `[turns, n, d]`."""
-        return self if self.stacked else Form(P(*self.spec[1:]))
+        return self if self.stacked else ArrayForm(P(*self.spec[1:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,9 @@ class Locals:
 class LayerPrograms:
     """Programs of parts; one serves all that are equal, as those of equal layers are."""
 
-    def __init__(self, runner: Runner, inner: Locals, takes: Mapping[Var, P], parts: Sequence[Part]):
+    def __init__(
+        self, runner: Runner, inner: Locals, takes: Mapping[Var, P], parts: Sequence[LayerPart]
+    ):
         """Decides the forms of all values.
 
         Args:
@@ -103,19 +104,19 @@ class LayerPrograms:
           parts: the cut of it.
         """
         self._runner, self._inner, self._mesh = runner, inner, runner.mesh
-        self._default = Form(P(tuple(name for name, _ in runner.plan.axes)), stacked=True)
-        self._forms = {var: Form(spec) for var, spec in takes.items()}
-        self._forms |= dict.fromkeys([*inner.known(), *inner.indices], Form(P()))
+        self._default = ArrayForm(P(tuple(name for name, _ in runner.plan.axes)), stacked=True)
+        self._forms = {var: ArrayForm(spec) for var, spec in takes.items()}
+        self._forms |= dict.fromkeys([*inner.known(), *inner.indices], ArrayForm(P()))
         made = {var for part in parts for var in _made(part)}
         for var, spec in zip(inner.jaxpr.outvars, inner.out_specs, strict=True):
             if not _jaxpr.is_literal(var) and var in made:
-                self._forms.setdefault(var, Form(spec))
-        self._equal: dict[Any, Program] = {}
-        self._of: dict[Any, Program] = {}
+                self._forms.setdefault(var, ArrayForm(spec))
+        self._equal: dict[Any, Jitted] = {}
+        self._of: dict[Any, Jitted] = {}
 
-    def form(self, atom: Atom) -> Form:
+    def form(self, atom: Atom) -> ArrayForm:
         """How a variable's values are one array."""
-        return Form(P()) if _jaxpr.is_literal(atom) else self._forms.get(atom, self._default)
+        return ArrayForm(P()) if _jaxpr.is_literal(atom) else self._forms.get(atom, self._default)
 
     def home(self, var: Var, tier: str = DEVICE) -> NamedSharding:
         """Where a variable's array rests."""
@@ -137,11 +138,11 @@ class LayerPrograms:
 
     # -- stretches -------------------------------------------------------------------------------------
 
-    def stretch(self, part: Stretch) -> Program:
+    def stretch(self, part: Stretch) -> Jitted:
         """`(leaves, reads) -> gives`."""
         return self._once(part, lambda: self._stretch(part))
 
-    def _stretch(self, part: Stretch) -> Program:
+    def _stretch(self, part: Stretch) -> Jitted:
         takes = [*part.leaves, *part.reads]
         jaxpr = _jaxpr.replaced(
             self._inner.jaxpr, constvars=[], invars=takes, outvars=[*part.gives], eqns=[*part.eqns]
@@ -162,7 +163,8 @@ class LayerPrograms:
         pairs = zip(takes, arrays, strict=True)
         indices = self._inner.indices
         return {
-            v: lax.axis_index(indices[v]) if v in indices else self.form(v).local(x) for v, x in pairs
+            v: lax.axis_index(indices[v]) if v in indices else self.form(v).local(x)
+            for v, x in pairs
         }
 
     def _parts(self, atoms: Sequence[Atom], values: Sequence[Any]) -> Arrays:
@@ -170,15 +172,15 @@ class LayerPrograms:
 
     def _jitted(
         self, local: Callable[..., Any], ins: Sequence[Sequence[Atom]], outs: Sequence[Atom]
-    ) -> Program:
+    ) -> Jitted:
         in_specs = tuple([self.form(v).spec for v in group] for group in ins)
         return jax.jit(self._runner.shard_map(local, in_specs, [self.form(v).spec for v in outs]))
 
-    def finish(self, indices: tuple[int, ...], reads: Sequence[Var]) -> Program:
+    def finish(self, indices: tuple[int, ...], reads: Sequence[Var]) -> Jitted:
         """`reads -> outputs`, by index, as the segment gives them."""
         return self._once(("finish", indices), lambda: self._finish(indices, reads))
 
-    def _finish(self, indices: Sequence[int], reads: Sequence[Var]) -> Program:
+    def _finish(self, indices: Sequence[int], reads: Sequence[Var]) -> Jitted:
         atoms = [self._inner.jaxpr.outvars[i] for i in indices]
 
         def local(arrays: Arrays) -> Arrays:
@@ -193,11 +195,11 @@ class LayerPrograms:
 
     # -- loops -----------------------------------------------------------------------------------------
 
-    def enter(self, loop: LayerLoop) -> Program:
+    def enter(self, loop: LayerLoop) -> Jitted:
         """`variables of the first carry -> the first carry`, as turns take it."""
         return self._once(("enter", loop), lambda: self._enter(loop.operands[1]))
 
-    def _enter(self, atoms: Sequence[Atom]) -> Program:
+    def _enter(self, atoms: Sequence[Atom]) -> Jitted:
         reads = variables(atoms)
 
         def local(arrays: Arrays) -> Arrays:
@@ -208,7 +210,7 @@ class LayerPrograms:
         ins, outs = [self.form(v).spec for v in reads], [self._default.spec] * len(atoms)
         return jax.jit(self._runner.shard_map(local, (ins,), outs))
 
-    def turn(self, loop: LayerLoop) -> Program:
+    def turn(self, loop: LayerLoop) -> Jitted:
         """`(consts, carry, leaves, slices, stacks, made, i) -> (carry, slices, hosted, made, done)`.
 
         `made`, stacks that the turn writes its slice into, is consumed; `i` is the turn's place in stacks,
@@ -216,11 +218,13 @@ class LayerPrograms:
         """
         return self._once(("turn", loop), lambda: self._turn(loop))
 
-    def _turn(self, loop: LayerLoop) -> Program:
+    def _turn(self, loop: LayerLoop) -> Jitted:
         parts, (consts, init, xs) = loop.parts, loop.operands
         ys = loop.results[1]
         closed = variables(consts)
-        by_kind = {kind: [a for a, k in zip(xs, loop.xs, strict=True) if k == kind] for kind in _KINDS}
+        by_kind = {
+            kind: [a for a, k in zip(xs, loop.xs, strict=True) if k == kind] for kind in _KINDS
+        }
         stacks = variables(by_kind[STACK])
 
         def local(
@@ -230,14 +234,16 @@ class LayerPrograms:
             env = self._env([*closed, *stacks], [*closed_, *stacks_])
             given = {
                 LEAF: iter(leaves),
-                SLICES: (self.form(a).local(x) for a, x in zip(by_kind[SLICES], slices, strict=True)),
+                SLICES: (
+                    self.form(a).local(x) for a, x in zip(by_kind[SLICES], slices, strict=True)
+                ),
                 STACK: (_sliced(_value(a, env), i) for a in by_kind[STACK]),
             }
             outs = _jaxpr.evaluate(
                 parts.body, parts.body_consts, *(_value(a, env) for a in consts),
                 *map(self._default.local, carry), *(next(given[kind]) for kind in loop.xs),
             )  # fmt: skip
-            of = {kind: [] for kind in (*_KINDS, HOSTED)}
+            of: dict[str, list[tuple[Var, Any]]] = {kind: [] for kind in (*_KINDS, HOSTED)}
             for y, kind, x in zip(ys, loop.ys, outs[parts.num_carry :], strict=True):
                 of.setdefault(kind, []).append((y, x))
             new = [
@@ -270,11 +276,11 @@ class LayerPrograms:
         )
         return jax.jit(self._runner.shard_map(local, ins, outs), donate_argnums=5)
 
-    def fetch(self, loop: LayerLoop) -> Program:
+    def fetch(self, loop: LayerLoop) -> Jitted:
         """`(stacks on the host, i) -> slices on the devices`."""
         return self._once(("fetch", loop), lambda: self._fetch(loop.leaves))
 
-    def _fetch(self, leaves: Sequence[Var]) -> Program:
+    def _fetch(self, leaves: Sequence[Var]) -> Jitted:
         def local(stacks: Arrays, i: jax.Array) -> Arrays:
             return [_sliced(x, i) for x in stacks]
 
@@ -285,11 +291,11 @@ class LayerPrograms:
         fetch = lambda stacks, i: jax.device_put(run(stacks, i), places)  # noqa: E731
         return jax.jit(fetch, out_shardings=places)
 
-    def store(self, loop: LayerLoop) -> Program:
+    def store(self, loop: LayerLoop) -> Jitted:
         """`(stacks on the host, slices, i) -> (stacks, done)`: in their place."""
         return self._once(("store", loop), lambda: self._store(_of_kind(loop, HOSTED)))
 
-    def _store(self, ys: Sequence[Var]) -> Program:
+    def _store(self, ys: Sequence[Var]) -> Jitted:
         def local(stacks: Arrays, new: Arrays, i: jax.Array) -> Arrays:
             pairs = zip(stacks, new, strict=True)
             return [lax.dynamic_update_index_in_dim(x, part, i, 0) for x, part in pairs]
@@ -309,12 +315,13 @@ class LayerPrograms:
         """Zeros for the stacks that a loop makes: on the devices, and on the host."""
         return self._once(("empty", loop), lambda: self._empty(loop))()
 
-    def _empty(self, loop: LayerLoop) -> Program:
+    def _empty(self, loop: LayerLoop) -> Jitted:
         groups = [_of_kind(loop, STACK), _of_kind(loop, HOSTED)]
 
         def local() -> tuple[Arrays, ...]:
             return tuple(
-                [self.form(y).part(jnp.zeros(y.aval.shape, y.aval.dtype)) for y in ys] for ys in groups
+                [self.form(y).part(jnp.zeros(y.aval.shape, y.aval.dtype)) for y in ys]
+                for ys in groups
             )
 
         specs = tuple([self.form(y).spec for y in ys] for ys in groups)
@@ -333,7 +340,7 @@ def _of_kind(loop: LayerLoop, kind: str) -> list[Var]:
     return [y for y, k in zip(loop.results[1], loop.ys, strict=True) if k == kind]
 
 
-def _made(part: Part) -> Sequence[Var]:
+def _made(part: LayerPart) -> Sequence[Var]:
     """What a part makes that may be an output as it is."""
     if isinstance(part, Stretch):
         return part.gives

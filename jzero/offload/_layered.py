@@ -12,20 +12,24 @@ from jax.sharding import NamedSharding
 from jzero._errors import OptionError, message
 from jzero._folded import folded
 from jzero._memory_kinds import PINNED
-from jzero.offload._layer_programs import Arrays, LayerPrograms, Locals
+from jzero.offload._layer_programs import LayerPrograms, Locals
 from jzero.offload._pinned import Visit, stream
-from jzero.segments._segment import Segment, Values, Var
+from jzero.segments._segment import Segment, Values, Var, shard_of
 from jzero.sharding.analysis._frames import variables
+from jzero.sharding.analysis._traffic import Crossing
 from jzero.sharding.cut import _layers
-from jzero.sharding.cut._layers import HOSTED, SLICES, STACK, LayerLoop, Stretch
+from jzero.sharding.cut._layers import HOSTED, SLICES, STACK, LayerPart, Stretch
 from jzero.sharding.run._run import Runner
+from jzero.sharding.run._values import Arrays
 from jzero.tracing import _call, _jaxpr
 
 WHO = _call.WHO
 
 
 class LayeredSegment:
-    """A segment, part by part::
+    """A segment, part by part.
+
+    One part's leaves are fetched while the part before runs::
 
         fetch 1, fetch 2, run 1, fetch 3 (when 1 is over), run 2, ...
 
@@ -48,10 +52,13 @@ class LayeredSegment:
         """
         self._segment, self.sent, self._device_bytes = segment, tuple(sent), device_bytes
         self._inner = inner = Locals.of(segment)
+        self._mesh = runner.mesh
         leaf_of = dict(zip(runner.frame.jaxpr.invars, runner.plan.leaves, strict=False))
         taken = {var: segment.takes[i] for var, i in inner.taken().items()}
         self._leaf_of = {
-            var: leaf_of[of] for var, of in taken.items() if of in leaf_of and leaf_of[of].is_streamed
+            var: leaf_of[of]
+            for var, of in taken.items()
+            if of in leaf_of and leaf_of[of].is_streamed
         }
         outvars = inner.jaxpr.outvars
         sends = [i for i, var in enumerate(segment.gives) if var in self.sent]
@@ -59,7 +66,9 @@ class LayeredSegment:
         self._hosted = {outvars[i] for i in sends if outvars[i] in fresh}
         # A stack that is sharded along its turns has no slices.
         in_slices = {outvars[i] for i in sends if not any(inner.out_specs[i][:1])} & self._hosted
-        self._home = {i: NamedSharding(runner.mesh, inner.out_specs[i], memory_kind=PINNED) for i in sends}
+        self._home = {
+            i: NamedSharding(runner.mesh, inner.out_specs[i], memory_kind=PINNED) for i in sends
+        }
         nbytes = {var: leaf.nbytes_per_device for var, leaf in self._leaf_of.items()}
         self.parts = _layers.cut(inner.jaxpr, nbytes, in_slices, device_bytes // 2)
         self._check_room()
@@ -82,6 +91,28 @@ class LayeredSegment:
                 f"and offload_params.device_bytes={self._device_bytes} is the most that may be there.",
                 f"Use PinnedHost(device_bytes={most}) or more; from {2 * most} one part is fetched while "
                 "another runs.", things="parts", shown=6))  # fmt: skip
+
+    def fetches(self) -> list[Crossing]:
+        """What each device copies of its host's parameters in a run, part by part."""
+        return [
+            Crossing("to device", leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes)
+            for part in self.parts
+            for leaf in (self._leaf_of[var] for var in self._taken_of(part))
+            for nbytes in [leaf.nbytes_per_device]
+        ]
+
+    def _taken_of(self, part: LayerPart) -> list[Var]:
+        """The leaves that a part fetches, whole or slice by slice."""
+        return [*part.leaves, *(var for var in part.reads if var in self._leaf_of)]
+
+    def sends(self) -> list[Crossing]:
+        """The gradients that each device copies to its host in a run."""
+        types, mesh = self._segment.types, self._mesh
+        shards = [shard_of(types[var].aval(mesh)) for var in self.sent]
+        return [
+            Crossing("to host", "gradient", str(x.dtype), x.size, x.size * x.dtype.itemsize)
+            for x in shards
+        ]
 
     def __call__(self, values: Values) -> tuple[Arrays, Arrays]:
         """As `segment.run`: what it gives, of which `sent` is in pinned memory, and outputs."""
@@ -106,7 +137,9 @@ class LayeredSegment:
         for index, part in enumerate(self.parts):
             if isinstance(part, Stretch):
                 fetch = functools.partial(self._fetch, part.leaves, env)
-                yield Visit(part.nbytes, fetch, functools.partial(self._run, index, env, there))
+                yield Visit(
+                    part.nbytes, fetch, functools.partial(self._run, index, part, env, there)
+                )
             else:
                 yield from self._turns(index, env, there)
 
@@ -116,9 +149,9 @@ class LayeredSegment:
         return jax.device_put([env[var] for var in leaves], places) if leaves else []
 
     def _run(
-        self, index: int, env: dict[Var, Any], there: dict[Var, jax.Array], leaves: Arrays
-    ) -> Arrays:
-        part = self.parts[index]
+        self, index: int, part: Stretch, env: dict[Var, Any], there: dict[Var, jax.Array],
+        leaves: Arrays,
+    ) -> Arrays:  # fmt: skip
         made = self._programs.stretch(part)(leaves, [env[var] for var in part.reads])
         env.update(zip(part.gives, made, strict=True))
         copies = self._send([v for v in part.gives if v in self._hosted], env, there)
@@ -136,8 +169,7 @@ class LayeredSegment:
 
     def _drop(self, index: int, env: dict[Var, Any]) -> None:
         """Forgets what nobody reads after this part, and what is on the host, if that is all it is for."""
-        last, outvars = self._last, set(variables(self._inner.jaxpr.outvars))
-        part = self.parts[index]
+        last, part = self._last, self.parts[index]
         made = part.gives if isinstance(part, Stretch) else part.eqn.outvars
         for var in [*part.reads, *made]:
             unread = var not in self._read_after(index)
@@ -241,7 +273,9 @@ class _Run:
         carry, ys = loop.results
         env.update(zip(carry, self._carry, strict=True))
         for kind, found in ((SLICES, self._ys), (STACK, self._made)):
-            env.update(zip([y for y, k in zip(ys, loop.ys, strict=True) if k == kind], found, strict=True))
+            env.update(
+                zip([y for y, k in zip(ys, loop.ys, strict=True) if k == kind], found, strict=True)
+            )
         hosted = [y for y, k in zip(ys, loop.ys, strict=True) if k == HOSTED]
         self._there.update(zip(hosted, self._hosted, strict=True))
         layered._send([y for y in ys if y in layered._hosted and y not in hosted], env, self._there)

@@ -46,9 +46,7 @@ class StreamedStep:
       compiled: those of whole turns, after a step.
     """
 
-    def __init__(
-        self, runner: Runner, shardings: Sequence[NamedSharding], params_bytes: int = 0
-    ):
+    def __init__(self, runner: Runner, shardings: Sequence[NamedSharding], params_bytes: int = 0):
         """Makes the programs.
 
         Args:
@@ -93,7 +91,12 @@ class StreamedStep:
 
     def crossings(self) -> tuple[Crossing, ...]:
         """What a step copies to each device and back."""
-        found, leaves, homes = [], self._plan.leaves, self._homes.of
+        found: list[Crossing] = []
+        leaves, homes = self._plan.leaves, self._homes.of
+        if self._layered:
+            sent = self._layered.sends()
+            found += [*self._layered.fetches(), *sent]
+            found += [gradient._replace(direction="to device") for gradient in sent]
         for turn in self.turns:
             leaf_of = self._segments.leaf_of
             taken = [leaf_of[var] for var in turn.takes if var in homes and var in leaf_of]

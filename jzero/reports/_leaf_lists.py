@@ -47,13 +47,20 @@ def offloaded(plan: StepPlan, roads: str) -> list[str]:
     if not leaves:
         return []
     state = [leaf for leaf in plan.leaves if leaf.role == OPTIMIZER]
-    nbytes = sum(map(_at_rest, leaves))
-    share = nbytes / sum(map(_at_rest, state))
-    lines = wrapped(
-        f"{len(leaves)} of {len(plan.leaves)} leaves rest in {leaves[0].tier} memory, "
-        f"{readable_bytes(nbytes)} for each device: {share:.1%} of the optimizer state."
-    )
-    if plan.device_bytes:
+    lines, all_state = [], sum(map(_at_rest, state))
+    for tier in dict.fromkeys(leaf.tier for leaf in leaves):
+        mine = [leaf for leaf in leaves if leaf.tier == tier]
+        moments, params = (
+            sum(_at_rest(leaf) for leaf in mine if leaf.is_streamed == streamed)
+            for streamed in (False, True)
+        )
+        parts = [f"{moments / all_state:.1%} of the optimizer state"] if moments else []
+        parts += [f"{readable_bytes(params)} of parameters"] if params else []
+        lines += wrapped(
+            f"{len(mine)} of {len(plan.leaves)} leaves rest in {tier} memory, "
+            f"{readable_bytes(moments + params)} for each device: {' and '.join(parts)}."
+        )
+    if plan.device_bytes and any(turn.nbytes_at_once for turn in plan.turns):
         num_turns = sum(turn.parts for turn in plan.turns)
         lines += wrapped(
             f"A step copies them to the device and back in {num_turns} turns, at most "

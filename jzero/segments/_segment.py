@@ -73,6 +73,11 @@ class Segment:
         return tuple(_traffic.collectives(jax.make_jaxpr(self.run)(*self.avals())))
 
 
+def shard_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """One device's part of a value."""
+    return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
+
+
 class Compiled:
     """The compiled programs of segments; one serves all that are equal, as those of equal layers are."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import split, variables
@@ -84,14 +85,16 @@ class LayerLoop:
         return tuple(v for v in variables(self.eqn.invars) if v not in self.leaves)
 
 
-Part = Stretch | LayerLoop
+LayerPart = Stretch | LayerLoop
 
 
 def without_barriers(jaxpr: Jaxpr, leaves: Collection[Var]) -> Jaxpr:
-    """The jaxpr without barriers around what follows from leaves alone: programs run in their order anyhow."""
+    """The jaxpr without barriers around what follows from leaves alone: parts run one after the other."""
     follows, same, eqns = set(leaves), dict[Var, Atom](), []
     for eqn in jaxpr.eqns:
-        eqn = eqn.replace(invars=[a if _jaxpr.is_literal(a) else same.get(a, a) for a in eqn.invars])
+        eqn = eqn.replace(
+            invars=[a if _jaxpr.is_literal(a) else same.get(a, a) for a in eqn.invars]
+        )
         if eqn.primitive.name == "optimization_barrier" and eqn.invars[0] in follows:
             same |= zip(eqn.outvars, eqn.invars, strict=True)
             continue
@@ -121,7 +124,9 @@ def _repeats(eqn: Eqn, cheap: Collection[Var]) -> bool:
     return fits and all(atom in cheap for atom in large)
 
 
-def cut(jaxpr: Jaxpr, leaves: Mapping[Var, int], hosted: Collection[Var], most: int) -> tuple[Part, ...]:
+def cut(
+    jaxpr: Jaxpr, leaves: Mapping[Var, int], hosted: Collection[Var], most: int
+) -> tuple[LayerPart, ...]:
     """The parts of a jaxpr, in the order in which they run.
 
     Args:
@@ -131,13 +136,11 @@ def cut(jaxpr: Jaxpr, leaves: Mapping[Var, int], hosted: Collection[Var], most: 
       most: bytes of leaves that a stretch may have on a device; one equation may need more.
     """
     whole = fused(without_barriers(jaxpr, leaves), leaves)
-    return _Cutter(whole, leaves, hosted, most).parts()
+    return _LayerCutter(whole, leaves, hosted, most).parts()
 
 
-class _Cutter:
-    def __init__(
-        self, jaxpr: Jaxpr, leaves: Mapping[Var, int], hosted: Collection[Var], most: int
-    ):
+class _LayerCutter:
+    def __init__(self, jaxpr: Jaxpr, leaves: Mapping[Var, int], hosted: Collection[Var], most: int):
         self._jaxpr, self._leaves, self._hosted, self._most = jaxpr, leaves, hosted, most
         self._loops = {id(eqn) for eqn in jaxpr.eqns if self._is_layer_loop(eqn)}
         read_by_loops = {
@@ -167,7 +170,7 @@ class _Cutter:
 
     # -- what runs where ---------------------------------------------------------------------------
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerPart, ...]:
         """Fills stretches until the next equation's leaves do not fit; a loop is a part of its own."""
         bins: list[list[Eqn]] = [[]]
         needs: list[set[Var]] = [set()]
@@ -184,7 +187,11 @@ class _Cutter:
                 loop_at.add(at)
             else:
                 mine = self._leaves_of(eqn)
-                at = self._earliest(eqn, made, loop_at) if self._moves_up(eqn, mine) else len(bins) - 1
+                at = (
+                    self._earliest(eqn, made, loop_at)
+                    if self._moves_up(eqn, mine)
+                    else len(bins) - 1
+                )
                 if mine and needs[at] and self._nbytes([*bins[at], eqn]) > self._most:
                     bins.append([])
                     needs.append(set())
@@ -239,7 +246,7 @@ class _Cutter:
 
     # -- the parts, typed --------------------------------------------------------------------------
 
-    def _typed(self, groups: Sequence[tuple[bool, list[Eqn]]]) -> tuple[Part, ...]:
+    def _typed(self, groups: Sequence[tuple[bool, list[Eqn]]]) -> tuple[LayerPart, ...]:
         eqns = [own if is_loop else self._with_again(own) for is_loop, own in groups]
         reads = [_read(group) for group in eqns]
         outvars = set(variables(self._jaxpr.outvars))
@@ -248,8 +255,10 @@ class _Cutter:
             later.append(later[-1] | group.keys())
         later = later[-2::-1]  # of each part, what the parts after it and the outputs read
         modes = self._modes(groups)
-        parts: list[Part] = []
-        for (is_loop, own), everything, read, wanted in zip(groups, eqns, reads, later, strict=True):
+        parts: list[LayerPart] = []
+        for (is_loop, own), everything, read, wanted in zip(
+            groups, eqns, reads, later, strict=True
+        ):
             if is_loop:
                 parts.append(self._loop(own[0], modes, wanted))
                 continue
@@ -297,16 +306,21 @@ class _Cutter:
         fetched = {a for a, kind in zip(xs, kinds, strict=True) if kind == LEAF}
         slices = sum(self._leaves[_jaxpr.variable(a)] // parts.length for a in fetched)
         held = sum(self._leaves.get(a, 0) for a in variables(eqn.invars[: -len(xs) or None]))
-        return LayerLoop(
-            eqn, tuple(kinds), ys, slices + held + gathered_bytes(parts.body.eqns)
-        )
+        return LayerLoop(eqn, tuple(kinds), ys, slices + held + gathered_bytes(parts.body.eqns))
 
 
 def gathered_bytes(eqns: Iterable[Eqn]) -> int:
-    """Bytes that equations gather over the devices."""
+    """Bytes that equations gather over the devices; of a loop inside, in a turn."""
     return sum(
-        _rules.size_in_bytes(eqn.outvars[0].aval) for eqn in eqns if eqn.primitive.name == "all_gather"
+        _rules.size_in_bytes(eqn.outvars[0].aval)
+        if eqn.primitive.name == "all_gather"
+        else sum(gathered_bytes(inner.eqns) for inner in map(_inner, _jaxpr.inner_jaxprs(eqn)))
+        for eqn in eqns
     )
+
+
+def _inner(jaxpr: Any) -> Jaxpr:
+    return _jaxpr.open_jaxpr(jaxpr)[0]
 
 
 def _read(eqns: Sequence[Eqn]) -> dict[Var, None]:
