@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jzero._memory_kinds import DEVICE
+from jzero._memory_kinds import DEVICE, PINNED
 from jzero.offload._slicing import layout_of, num_rows
 from jzero.segments import _conversions
 from jzero.segments._segment import Values, Var
@@ -172,7 +172,7 @@ class SlicedTurn:
         return jax.jit(fetch, static_argnames="size", out_shardings=place)
 
     def _storing(self) -> Callable[..., Any]:
-        num, place = len(self._back), self._place(self._leaf.tier)
+        num, place = len(self._back), self._place(PINNED)
 
         def store(olds: list[Any], new: list[Any], start: Any) -> tuple[list[Any], Any]:
             def local(olds: list[Any], new: list[Any], start: Any) -> list[Any]:
