@@ -256,7 +256,7 @@ def test_every_byte_has_its_time(options):
          {"forward pass": set(), "backward pass": set(), "update": {UP, DOWN}}),
         (KEPT, {"forward pass": {UP, DOWN}, "backward pass": {UP, DOWN}}),
     ],
-    ids=str,
+    ids=lambda given: str({k: sorted(v) if isinstance(v, set) else v for k, v in given.items()}),
 )  # fmt: skip
 def test_what_crosses_in_which_part(options, expected):
     found = time_of(estimate(**RATES | options))

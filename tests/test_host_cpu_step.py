@@ -19,7 +19,7 @@ import small
 import test_optimizers
 from jzero._quantities import readable_bytes
 from jzero.offload import _bandwidth, _host_engine, _host_step
-from jzero.offload.memory import _available
+from jzero.offload.memory import _available, _pinned_leaf
 from jzero.sharding.plan._layout import FULL
 from test_offload import BATCH, SHAPES, make_step, new_state
 from waiting import wait_until
@@ -178,7 +178,7 @@ def test_a_dropped_state_is_freed_on_the_host(policy):
 
 def test_memory_of_outputs_lives_as_long_as_a_thread_may_write_it():
     x = jax.device_put(np.ones((3, 5), np.float32), jax.devices()[0])
-    view, alive = _host_engine._view(x), weakref.ref(x)
+    view, alive = _pinned_leaf.view(x), weakref.ref(x)
     del x
     view[:] = 2
     assert alive() is not None

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from host_updates import call, on_host, problem, random, reference, ulps
 from jzero.offload import _bandwidth
-from jzero.offload._host_engine import _pinned, _view
+from jzero.offload._host_engine import _pinned
+from jzero.offload.memory._pinned_leaf import view
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.memory import _addresses
 from optimizers import ENTRIES
@@ -25,10 +26,10 @@ def pinned(shape: tuple[int, ...]) -> jax.Array:
 def test_pinned_memory_is_written_in_place_and_copied():
     """The host writes outputs through a pointer, and the device must get what stands there now."""
     x = pinned((1024, 1024))
-    (view,) = [_view(shard.data) for shard in x.addressable_shards]
+    (written,) = [view(shard.data) for shard in x.addressable_shards]
     place = x.sharding.with_memory_kind("device")
     for value in (1, 2, 3):
-        view[...] = value
+        written[...] = value
         there = jax.block_until_ready(jax.device_put(x, place))
         assert there.sharding.memory_kind == "device"
         np.testing.assert_array_equal(np.asarray(there), np.full((1024, 1024), value, jnp.bfloat16))
@@ -42,7 +43,7 @@ def test_gradients_are_read_where_they_were_pinned():
     assert x.sharding.memory_kind == "pinned_host"
     (here,) = _addresses.on_host([x])
     assert here is x
-    np.testing.assert_array_equal(_view(x), np.full((64, 64), 2, jnp.bfloat16))
+    np.testing.assert_array_equal(view(x), np.full((64, 64), 2, jnp.bfloat16))
 
 
 def test_a_cpu_is_there_beside_the_gpu():
