@@ -1,6 +1,7 @@
 """Parameters in pinned memory: the same training, and at most so many bytes of them on a device."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def new_state(scan, layers, tx):
         "down": jax.random.normal(keys[1], (layers, 2 * WIDTH, WIDTH)) / 6,
         "scale": jnp.ones((layers, WIDTH)),
     }
-    blocks = stacks
+    blocks: Any = stacks
     if not scan:
         blocks = [{name: x[i] for name, x in stacks.items()} for i in range(layers)]
     params = {"layers": blocks, "head": jax.random.normal(keys[2], (WIDTH, WIDTH)) / 4}

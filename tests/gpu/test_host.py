@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 from host_updates import call, on_host, problem, random, reference, ulps
 from jzero.offload import _bandwidth
 from jzero.offload._host_engine import _pinned
-from jzero.offload.memory._pinned_leaf import view
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.memory import _addresses
+from jzero.offload.memory._pinned_leaf import view
 from optimizers import ENTRIES
 
 
