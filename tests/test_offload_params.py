@@ -1,6 +1,7 @@
 """Parameters in pinned memory: the same training, and at most so many bytes of them on a device."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -110,6 +111,41 @@ def test_it_trains_what_one_device_trains(scan, update, num):
     _, state = check(scan, axes={"data": num}, offload=UPDATES[update])
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state["params"]) if x.nbytes >= 1024}
     assert kinds == {"pinned_host"}
+
+
+BY_DEFAULT = {
+    "transformer_scan_remat", "tied_embeddings", "moe_top_k", "lora", "microbatch_scan", "cond_on_batch",
+    "pmap_style", "sam", "ctc", "batch_norm", "per_example_outputs",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow)
+        for name in zoo.NAMES
+    ],
+)
+def test_the_zoo_with_the_smallest_window(name):
+    """What the largest part needs is all that is ever there: each step in as many parts as can be."""
+
+    def train(device_bytes):
+        shard = functools.partial(
+            small.shard_train_step, offload_params=jzero.PinnedHost(device_bytes=device_bytes)
+        )
+        parity.check(name, {"data": 4}, shard)
+
+    device_bytes = 1
+    while True:
+        try:
+            train(device_bytes)
+        except jzero.OptionError as refused:
+            needed = int(re.search(r"device_bytes=(\d+)\) or more", str(refused))[1])
+            assert needed > device_bytes
+            device_bytes = needed
+        else:
+            break
+    assert device_bytes > 1
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
