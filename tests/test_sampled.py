@@ -212,3 +212,12 @@ def test_chunks_count_whichever_library_they_ran_with(tmp_path):
     assert "| `c/b` | 100 | 99 | 0 | 1 | 0 | 0 | 1 |" in table
     assert "| **in all** | 200 | 198 | 0 | 2 | 0 | 0 | 2 |" in table
     assert again["noisy seeds"] == ["99"]
+
+
+def test_a_sum_over_no_dim_stays_itself():
+    """`jnp.sum(x, ())`, and what jnp makes of the sum of a number."""
+    x = jnp.arange(6.0).reshape(2, 3)
+    step = noise.summed_in_parts(lambda x: (jnp.sum(x, ()), jnp.sum(x[0, 1])), 2)
+    whole, number = step(x)
+    assert (whole == x).all()
+    assert number == 1

@@ -47,9 +47,9 @@ def summed_in_parts(step: Callable[..., Any], num_parts: int) -> Callable[..., A
     """The step, with each sum made of the sums of so many parts, added one after the other."""
 
     def total(eqn: Any, *args: Any) -> list[Any]:
-        if eqn.primitive.name != "reduce_sum":
+        if eqn.primitive.name != "reduce_sum" or not eqn.params["axes"]:
             return _jaxpr.bind(eqn, *args)
-        parts = jnp.array_split(args[0], num_parts, min(eqn.params["axes"], default=0))
+        parts = jnp.array_split(args[0], num_parts, min(eqn.params["axes"]))
         # XLA would make one sum of them again, and a product of the sum of what is all equal.
         sums = [_jaxpr.bind(eqn, lax.optimization_barrier(x))[0] for x in parts if x.size]
         return [functools.reduce(operator.add, sums)]
