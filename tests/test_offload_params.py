@@ -140,7 +140,7 @@ def test_the_zoo_with_the_smallest_window(name):
         try:
             train(device_bytes)
         except jzero.OptionError as refused:
-            needed = int(re.search(r"device_bytes=(\d+)\) or more", str(refused))[1])
+            (needed,) = map(int, re.findall(r"device_bytes=(\d+)\) or more", str(refused)))
             assert needed > device_bytes
             device_bytes = needed
         else:
