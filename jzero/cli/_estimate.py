@@ -77,6 +77,8 @@ def _add_flags(command: _flags.Parser) -> None:
                                  help="parameters rest on the host, so many on a device at a time"),
         "--offload-activations": dict(action="store_const", const=True,
                                       help="what a loop keeps for its backward loop goes to the host"),
+        "--tile-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
+                             help="larger matrices are gathered in tiles of so many bytes, 64MiB"),
         "--layers": dict(type=_flags.count, metavar="NUMBER", help="of that loop"),
         "--width": dict(type=_flags.count, metavar="NUMBER", help="elements of a layer's input for a token"),
         "--layer-major": dict(action="store_const", const=True,

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import jax
 
 from jzero._errors import CheckpointError, JzeroError
-from jzero.cli import _bandwidth, _checkpoints, _estimate
+from jzero.cli import _bandwidth, _checkpoints, _deepspeed, _estimate
 from jzero.cli._checkpoints import Shown
+from jzero.cli._deepspeed import Verbatim
 from jzero.cli._flags import Parser, in_flags, terminal_columns
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Table
@@ -30,7 +31,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
     )
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
-    runs = {**_estimate.add(commands), **_bandwidth.add(commands), **_checkpoints.add(commands)}
+    runs = {
+        **_estimate.add(commands), **_bandwidth.add(commands), **_deepspeed.add(commands),
+        **_checkpoints.add(commands),
+    }  # fmt: skip
     given = vars(parser.parse_args(arguments))
     name = given.pop("command")
     if name != "bandwidth":  # The others need no accelerators, which may be training.
@@ -77,6 +81,8 @@ def _print(shown: Shown, width: int) -> None:
     for what in shown:
         if isinstance(what, dict):
             print(json.dumps(what, indent=2))
+        elif isinstance(what, Verbatim):
+            print(what)
         elif isinstance(what, Table):
             print("\n".join(["", *what.text(width)]))
             below = [""]

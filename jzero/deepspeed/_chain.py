@@ -1,0 +1,137 @@
+"""The optax chain of a DeepSpeed configuration: clipping, the optimizer, and masters around them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import optax
+
+from jzero.deepspeed import _optimizers, _schedulers
+from jzero.deepspeed._expressions import Expression, called
+from jzero.deepspeed._schedulers import Scheduled
+from jzero.deepspeed._settings import Settings, refuse
+from jzero.tracing._precision import master_weights
+
+SCHEDULE = "schedule"  # the name of the learning rate's schedule in what is printed
+_NEVER = 2**31 - 1  # so many steps in a row that are not finite before one is applied all the same
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """What updates parameters.
+
+    Attributes:
+      optimizer: an optax transformation; None if the configuration names none.
+      schedule: of the learning rate; None if there is no scheduler.
+    """
+
+    optimizer: Expression | None
+    schedule: Expression | None
+
+
+def chain(settings: Settings) -> Chain:
+    """The chain, and what became of the keys that it is made of.
+
+    Raises:
+      OptionError: optimizers, schedulers or precisions that jzero does not translate, or that contradict.
+    """
+    chosen = _optimizers.chosen(settings)
+    scheduled = _schedulers.scheduled(settings, None if chosen is None else chosen.lr)
+    parts = _clip(settings, chosen is None)
+    schedule = None if scheduled is None else scheduled.rate
+    masters = _precision(settings)
+    if chosen is None:
+        _note_none(settings, scheduled)
+        return Chain(None, schedule)
+    rate = None if schedule is None else Expression(schedule.value, SCHEDULE)
+    if scheduled is not None:
+        _overrule(settings, scheduled, "b1" in chosen.arguments)
+    parts += _optimizers.parts(chosen, rate, scheduled)
+    written = settings.get("optimizer.type")
+    settings.note("optimizer.type", " ".join(_optimizers.sentences(chosen, written, scheduled)))
+    tx = parts[0] if len(parts) == 1 else called("optax.chain", optax.chain, *parts)
+    if masters and settings.get("bf16.check_grad_overflow"):
+        tx = called("optax.apply_if_finite", optax.apply_if_finite, tx, _NEVER)
+    return Chain(called("jzero.master_weights", master_weights, tx) if masters else tx, schedule)
+
+
+def _overrule(settings: Settings, scheduled: Scheduled, has_betas: bool) -> None:
+    """What the scheduler sets, the optimizer does not, and the other way round."""
+    if not scheduled.of_lr:
+        settings.overrule(["optimizer.params.lr"], "the scheduler sets the learning rate.")
+    if scheduled.first_beta is not None and has_betas:
+        settings.overrule(["optimizer.params.betas"], "OneCycle sets them.")
+    if scheduled.first_beta is not None and not has_betas:
+        settings.overrule(_schedulers.MOMENTA, "the optimizer has no betas.")
+
+
+def _clip(settings: Settings, alone: bool) -> list[Expression]:
+    key = "gradient_clipping"
+    if key not in settings.given:
+        settings.note(
+            key, "Missing: nothing is clipped. New versions of DeepSpeed clip at 1.0 by default, old ones "
+            "did not: write it to say which.")  # fmt: skip
+        return []
+    norm = settings.get(key)
+    if norm < 0:
+        raise refuse(
+            f"{key} is {norm}", "It is the largest norm of the gradient, or 0.", "Correct it."
+        )
+    if norm == 0:
+        settings.note(key, "Off.")
+        return []
+    place = "Begin your chain with it. " if alone else ""
+    settings.note(
+        key, f"optax.clip_by_global_norm({float(norm)}). {place}DeepSpeed divides a gradient of a larger "
+        "norm by norm + 1e-6, optax by norm.")  # fmt: skip
+    return [called("optax.clip_by_global_norm", optax.clip_by_global_norm, float(norm))]
+
+
+def _precision(settings: Settings) -> bool:
+    """Whether parameters rest in bfloat16 and need masters."""
+    _autocast(settings)
+    on = settings.get("bf16.enabled", False)
+    if "bf16.enabled" in settings.given:
+        settings.note(
+            "bf16.enabled", "jzero.master_weights(...) keeps float32 masters in the optimizer's state: "
+            "make the parameters bfloat16, `jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)`."
+            if on else "Off.")  # fmt: skip
+    key = "bf16.check_grad_overflow"
+    checks = settings.get(key, False)
+    if key in settings.given:
+        settings.note(
+            key, "optax.apply_if_finite: a step whose gradients are not finite changes nothing."
+            if checks and on else "Off.")  # fmt: skip
+    elif on:
+        settings.note(
+            key, "Missing: gradients that are not finite are applied, too. New versions of DeepSpeed skip "
+            "such a step by default, old ones did not: write it to say which.")  # fmt: skip
+    return bool(on)
+
+
+def _autocast(settings: Settings) -> None:
+    on, dtype = (settings.get(f"torch_autocast.{name}") for name in ("enabled", "dtype"))
+    dtype = (dtype or "bfloat16").removeprefix("torch.")
+    if on and dtype not in ("bfloat16", "bf16"):
+        raise refuse(
+            f"torch_autocast.dtype is {dtype!r}", "float16 needs a loss scale, which is part of your step.",
+            "Write 'bfloat16'.")  # fmt: skip
+    said = "In your model: parameters are float32, and its layers cast them and their inputs to bfloat16."
+    for name in ("enabled", "dtype"):
+        if f"torch_autocast.{name}" in settings.given:
+            settings.note(f"torch_autocast.{name}", said if on else "Off.")
+    if on and settings.get("bf16.enabled"):
+        raise refuse(
+            ["torch_autocast.enabled is true", "bf16.enabled is true"],
+            "The first has float32 parameters, and the second bfloat16 ones with float32 masters.",
+            "Drop one of them.")  # fmt: skip
+
+
+def _note_none(settings: Settings, scheduled: Scheduled | None) -> None:
+    wrap = " Wrap it in jzero.master_weights." * bool(settings.get("bf16.enabled"))
+    settings.note("optimizer", f"Missing: write your own in optax.{wrap}")
+    if scheduled is not None and scheduled.first_beta is not None:
+        raise refuse(
+            "scheduler is OneCycle with cycle_momentum, and there is no optimizer",
+            "It sets the optimizer's betas.",
+            "Write cycle_momentum: false, or the section optimizer.")  # fmt: skip

@@ -1,0 +1,85 @@
+"""Keys that become options of `shard_train_step`: the stage, what rests where, and dtypes on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jzero.deepspeed import _offloads
+from jzero.deepspeed._expressions import Expression
+from jzero.deepspeed._settings import Settings, refuse
+
+_ZERO = "zero_optimization"
+_DTYPES = {
+    "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16",
+    "fp16": "float16", "float16": "float16",
+}  # fmt: skip
+
+
+def options(settings: Settings, accumulate: int) -> dict[str, Any]:
+    """The options, values or expressions, and what became of their keys.
+
+    Raises:
+      OptionError: keys that contradict each other, or cannot be obeyed.
+    """
+    stage = int(settings.get(f"{_ZERO}.stage", 0))
+    if stage > 3:
+        raise refuse(f"{_ZERO}.stage is {stage}", "Stages are 0, 1, 2 and 3.", "Correct it.")
+    found: dict[str, Any] = {"stage": stage}
+    settings.note(
+        f"{_ZERO}.stage",
+        f"stage={stage}."
+        if f"{_ZERO}.stage" in settings.given
+        else "Missing: stage=0, as in DeepSpeed.",
+    )
+    if accumulate > 1:
+        found["accumulate"] = accumulate
+    found.update(_offloads.policies(settings, stage))
+    found.update(_prefetch(settings, stage, "offload_params" in found))
+    found.update(_dtypes(settings, accumulate))
+    return found
+
+
+def _prefetch(settings: Settings, stage: int, streams: bool) -> dict[str, Any]:
+    key = f"{_ZERO}.stage3_prefetch_bucket_size"
+    if key not in settings.given:
+        return {}
+    elements = settings.get(key)
+    if elements is None:
+        settings.note(key, "Not set: prefetch_bytes is 256 MiB by default.")
+    elif stage < 3:
+        settings.note(key, f"Without effect at stage {stage}: nothing is gathered ahead.")
+    elif streams:
+        settings.note(key, "Not set: PinnedHost(device_bytes=...) bounds what is fetched ahead.")
+    else:
+        size = 2 if settings.get("bf16.enabled") else 4
+        settings.note(
+            key, f"prefetch_bytes={int(elements) * size}: so many elements of {size} bytes."
+        )
+        return {"prefetch_bytes": int(elements) * size}
+    return {}
+
+
+def _dtypes(settings: Settings, accumulate: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    wire, sums = "communication_data_type", "data_types.grad_accum_dtype"
+    if wire in settings.given:
+        found["reduce_dtype"] = _dtype(settings, wire)
+        settings.note(wire, f"reduce_dtype={found['reduce_dtype'].name}, of gradients on the way.")
+    if sums in settings.given:
+        dtype = _dtype(settings, sums)
+        if accumulate > 1:
+            found["accumulate_dtype"] = dtype
+        settings.note(sums, f"accumulate_dtype={dtype.name}." if accumulate > 1
+                      else "Without effect: there is one microbatch.")  # fmt: skip
+    return found
+
+
+def _dtype(settings: Settings, key: str) -> Expression:
+    name = _DTYPES.get(str(settings.get(key)).lower())
+    if name is None:
+        raise refuse(
+            f"{key} is {settings.get(key)!r}", "It is 'fp32', 'bf16' or 'fp16'.", "Correct it."
+        )
+    return Expression(getattr(jnp, name), f"jnp.{name}")

@@ -1,0 +1,273 @@
+"""DeepSpeed's learning rate schedules as optax schedules, functions of how many updates were made before.
+
+DeepSpeed steps its scheduler after each update, so that the update with n before it has the learning rate of
+the scheduler's iteration n - 1, and the first one what the scheduler's constructor sets.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def lr_range_test(
+    lr_range_test_min_lr: float = 1e-3, lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False,
+) -> optax.Schedule:  # fmt: skip
+    """DeepSpeed's LRRangeTest: the learning rate grows without bound, to find the largest that trains.
+
+    Of the update with n before it::
+
+        interval = n / step_size              # its floor, with staircase
+        lr = min_lr * (1 + step_rate * interval)
+
+    >>> import jzero
+    >>> schedule = jzero.deepspeed.lr_range_test(0.5, lr_range_test_step_size=4)
+    >>> schedule(0).item(), schedule(4).item()
+    (0.5, 1.0)
+
+    Args:
+      lr_range_test_min_lr: of the first update.
+      lr_range_test_step_size: updates until the learning rate has grown by `step_rate` times `min_lr`.
+      lr_range_test_step_rate: see there.
+      lr_range_test_staircase: whether it grows in steps of so many updates.
+
+    Returns:
+      An optax schedule, float32[].
+    """
+
+    def schedule(count: Any) -> jax.Array:
+        interval = _float(count) / lr_range_test_step_size
+        interval = jnp.floor(interval) if lr_range_test_staircase else interval
+        return lr_range_test_min_lr * (1 + lr_range_test_step_rate * interval)
+
+    return schedule
+
+
+def warmup_lr(
+    warmup_min_lr: float = 0.0, warmup_max_lr: float = 1e-3, warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> optax.Schedule:  # fmt: skip
+    """DeepSpeed's WarmupLR: from `warmup_min_lr` to `warmup_max_lr`, and there it stays.
+
+    With i = n - 1 (the first two updates have the least)::
+
+        gamma = log(i + 1) / log(num_steps)   # or i / num_steps, if warmup_type is 'linear'
+        lr = min_lr + (max_lr - min_lr) * gamma, of i < num_steps; then max_lr
+
+    >>> import jzero
+    >>> schedule = jzero.deepspeed.warmup_lr(0.0, 1.0, warmup_num_steps=4, warmup_type="linear")
+    >>> [schedule(n).item() for n in range(6)]
+    [0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
+
+    Args:
+      warmup_min_lr: where it begins.
+      warmup_max_lr: where it ends.
+      warmup_num_steps: how many updates that takes; below 2 counts as 2.
+      warmup_type: 'log' or 'linear'.
+
+    Returns:
+      An optax schedule, float32[].
+    """
+    return warmup_decay_lr(None, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+
+
+def warmup_decay_lr(
+    total_num_steps: int | None, warmup_min_lr: float = 0.0, warmup_max_lr: float = 1e-3,
+    warmup_num_steps: int = 1000, warmup_type: str = "log",
+) -> optax.Schedule:  # fmt: skip
+    """DeepSpeed's WarmupDecayLR: `warmup_lr`, and from its end on linearly back to `warmup_min_lr`.
+
+    With i = n - 1, from i = num_steps on::
+
+        gamma = max(0, (total_num_steps - i) / max(1, total_num_steps - num_steps))
+
+    >>> import jzero
+    >>> schedule = jzero.deepspeed.warmup_decay_lr(8, 0.0, 1.0, 4, "linear")
+    >>> [schedule(n).item() for n in (5, 7, 9, 10)]
+    [1.0, 0.5, 0.0, 0.0]
+
+    Args:
+      total_num_steps: updates of the whole training; None for no decay.
+      warmup_min_lr: where it begins and ends.
+      warmup_max_lr: where the warmup ends.
+      warmup_num_steps: how many updates that takes; below 2 counts as 2.
+      warmup_type: 'log' or 'linear'.
+
+    Returns:
+      An optax schedule, float32[].
+    """
+    num = max(2, warmup_num_steps)
+
+    def schedule(count: Any) -> jax.Array:
+        i = _float(count) - 1
+        left = (
+            1.0
+            if total_num_steps is None
+            else (total_num_steps - i) / max(1, total_num_steps - num)
+        )
+        gamma = jnp.where(i < num, _warmup(i, num, warmup_type), jnp.maximum(0.0, left))
+        return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma
+
+    return schedule
+
+
+def warmup_cosine_lr(
+    lr: float, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 1e-4, warmup_type: str = "log",
+) -> optax.Schedule:  # fmt: skip
+    """DeepSpeed's WarmupCosineLR: up to `lr`, and along half a cosine down to `cos_min_ratio * lr`.
+
+    With i = n - 1, and gamma of `warmup_lr`; the first update has a learning rate of 0::
+
+        ratio = warmup_min_ratio + (1 - warmup_min_ratio) * gamma                      # of i < num_steps
+        progress = min(1, (i - num_steps + 1) / max(1, total_num_steps - num_steps))   # then
+        ratio = cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * progress)) / 2
+
+    >>> import jzero
+    >>> schedule = jzero.deepspeed.warmup_cosine_lr(1.0, 8, 0.5, 4, 0.0, "linear")
+    >>> [round(schedule(n).item(), 3) for n in (0, 1, 4, 6, 8)]
+    [0.0, 0.5, 0.875, 0.5, 0.0]
+
+    Args:
+      lr: what the ratios are of: the optimizer's `lr` in DeepSpeed.
+      total_num_steps: updates of the whole training.
+      warmup_min_ratio: where the warmup begins.
+      warmup_num_steps: how many updates it takes; below 2 counts as 2.
+      cos_min_ratio: where the cosine ends.
+      warmup_type: 'log' or 'linear'.
+
+    Returns:
+      An optax schedule, float32[].
+    """
+    num = max(2, warmup_num_steps)
+
+    def schedule(count: Any) -> jax.Array:
+        i = _float(count) - 1
+        up = warmup_min_ratio + (1 - warmup_min_ratio) * _warmup(i, num, warmup_type)
+        progress = jnp.clip((i - num + 1) / max(1, total_num_steps - num), 0.0, 1.0)
+        down = cos_min_ratio + (1 - cos_min_ratio) * (1 + jnp.cos(jnp.pi * progress)) / 2
+        return jnp.where(i < 0, 0.0, lr * jnp.where(i < num, up, down))
+
+    return schedule
+
+
+def one_cycle(
+    cycle_min_lr: float, cycle_max_lr: float, decay_lr_rate: float = 0.0,
+    cycle_first_step_size: float = 2000, cycle_second_step_size: float | None = None,
+    cycle_first_stair_count: int = 0, cycle_second_stair_count: int | None = None,
+    decay_step_size: float = 0,
+) -> optax.Schedule:  # fmt: skip
+    """DeepSpeed's OneCycle: up and down once, and then a decay.
+
+    Of n up to `first + second`::
+
+        height = n / first, and then (first + second - n) / second      # the floor of stairs, if there are
+        lr = min_lr + (max_lr - min_lr) * height
+
+    and from then on `min_lr / (1 + decay_lr_rate * (n - first - second) / decay_step_size)`.
+
+    >>> import jzero
+    >>> schedule = jzero.deepspeed.one_cycle(1.0, 3.0, 1.0, 4, 2, decay_step_size=1)
+    >>> [schedule(n).item() for n in (0, 2, 4, 5, 6, 7)]
+    [1.0, 2.0, 3.0, 2.0, 1.0, 0.5]
+
+    Args:
+      cycle_min_lr: where it begins.
+      cycle_max_lr: its peak.
+      decay_lr_rate: of the decay; 0 for none.
+      cycle_first_step_size: updates on the way up.
+      cycle_second_step_size: updates on the way down; as many by default.
+      cycle_first_stair_count: stairs on the way up; 0 for a line.
+      cycle_second_stair_count: stairs on the way down; as many by default.
+      decay_step_size: updates in which the decay counts once; 0 for none.
+
+    Returns:
+      An optax schedule, float32[].
+    """
+    sizes = _pair(cycle_first_step_size, cycle_second_step_size)
+    stairs = _pair(cycle_first_stair_count, cycle_second_stair_count)
+    rate = decay_lr_rate / decay_step_size if decay_step_size else 0.0
+
+    def schedule(count: Any) -> jax.Array:
+        height, after = _height(count, sizes, stairs)
+        return (cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height) / (1 + rate * after)
+
+    return schedule
+
+
+def one_cycle_momentum(
+    cycle_min_mom: float = 0.8, cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0,
+    cycle_first_step_size: float = 2000, cycle_second_step_size: float | None = None,
+    cycle_first_stair_count: int = 0, cycle_second_stair_count: int | None = None,
+    decay_step_size: float = 0,
+) -> optax.Schedule:  # fmt: skip
+    """The first beta that DeepSpeed's OneCycle sets: down while `one_cycle` goes up, and the reverse.
+
+    The first update has `cycle_min_mom`, the others `max_mom - (max_mom - min_mom) * height`, and after the
+    cycle `max_mom * (1 + decay_mom_rate * (n - first - second) / decay_step_size)`.
+
+    >>> import jzero
+    >>> schedule = jzero.deepspeed.one_cycle_momentum(0.5, 1.0, 0.0, 4, 2)
+    >>> [schedule(n).item() for n in (0, 1, 2, 4, 5, 6, 7)]
+    [0.5, 0.875, 0.75, 0.5, 0.75, 1.0, 1.0]
+
+    Args:
+      cycle_min_mom: at the learning rate's peak.
+      cycle_max_mom: at its ends.
+      decay_mom_rate: by which it grows after the cycle; 0 for none.
+      cycle_first_step_size: as of `one_cycle`.
+      cycle_second_step_size: as of `one_cycle`.
+      cycle_first_stair_count: as of `one_cycle`.
+      cycle_second_stair_count: as of `one_cycle`.
+      decay_step_size: as of `one_cycle`.
+
+    Returns:
+      An optax schedule, float32[].
+    """
+    sizes = _pair(cycle_first_step_size, cycle_second_step_size)
+    stairs = _pair(cycle_first_stair_count, cycle_second_stair_count)
+    rate = decay_mom_rate / decay_step_size if decay_step_size else 0.0
+
+    def schedule(count: Any) -> jax.Array:
+        height, after = _height(count, sizes, stairs)
+        beta = (cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height) * (1 + rate * after)
+        # DeepSpeed's constructor sets the least, and its first step the most.
+        return jnp.where(_float(count) == 0, cycle_min_mom, beta)
+
+    return schedule
+
+
+def _warmup(i: jax.Array, num: int, kind: str) -> jax.Array:
+    """How much of the warmup is done at iteration i, from 0; also of i = -1, before the first."""
+    i = jnp.maximum(i, 0.0)
+    return jnp.log(i + 1) / math.log(num) if kind == "log" else i / num
+
+
+def _height(
+    count: Any, sizes: tuple[float, float], stairs: tuple[int, int]
+) -> tuple[jax.Array, jax.Array]:
+    """How high the cycle is, from 0 to 1, and how many updates came after it."""
+    n, (first, second) = _float(count), sizes
+    up = _stairs(n, first, stairs[0])
+    down = _stairs(first + second - n, max(second, 1), stairs[1])
+    height = jnp.where(n <= first, up, jnp.maximum(down, 0.0))
+    height = jnp.where(n >= first + second, 0.0, height)
+    return height, jnp.maximum(n - first - second, 0.0)
+
+
+def _stairs(n: jax.Array, size: float, num: int) -> jax.Array:
+    return jnp.floor(n * num / size) / num if num else n / size
+
+
+def _pair(first: Any, second: Any) -> tuple[Any, Any]:
+    """Of both halves; the second is as the first by default."""
+    return first, first if second is None else second
+
+
+def _float(count: Any) -> jax.Array:
+    return jnp.asarray(count, jnp.float32)

@@ -1,0 +1,244 @@
+"""A DeepSpeed configuration, read and checked key by key against the table of keys."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jzero._errors import OptionError, message
+from jzero.checkpoint import _json
+from jzero.deepspeed._keys import KINDS, Key
+from jzero.deepspeed._table import ALIASES, KEYS
+
+WHO = "from_deepspeed"
+AUTO = "auto"
+_SHOWN = 20
+_MAX_BYTES = 1_000_000
+_UNKNOWN = Key("any", inside="anything")
+_FILLED_BY_HAND = (
+    "The Hugging Face Trainer fills 'auto' from its own arguments (batch sizes, learning_rate, "
+    "weight_decay, max_grad_norm, warmup_steps, bf16); jzero does not see these."
+)
+
+
+class Settings:
+    """The values of a configuration by dotted key, and what is said of each.
+
+    Attributes:
+      given: every key, `{"zero_optimization.stage": 3}`, without those that are null.
+      notes: a sentence or two for each key, in the order of the configuration; see `note`.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        pairs = list(_flat(config, ""))
+        self.given = dict(pairs)
+        self.notes: dict[str, str] = {}
+        # The first that fails says all that fail in its way.
+        _check(_double(pairs), "DeepSpeed takes two names for it.", "Drop one of them.")
+        _check(_unknown(self.given), "The keys are those of DeepSpeed 0.19.", "Correct or drop it.")
+        _check(
+            _unresolved(self.given),
+            _FILLED_BY_HAND,
+            "Write the values that your runs have, or drop the keys.",
+        )
+        _check(_wrong_kinds(self.given), "Each key has a type.", "Correct them.")
+        _check(
+            _refused(self.given),
+            "What jzero cannot obey is refused, and nothing dropped in silence.",
+            "",
+        )
+        for key, value in self.given.items():
+            if (note := _note(key, value)) is not None:
+                self.notes[key] = note
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key; `default` if it is missing, null or "auto"."""
+        value = self.given.get(key, default)
+        return default if value == AUTO else value
+
+    def note(self, key: str, text: str) -> None:
+        """Says what became of a key, or of one that is missing."""
+        assert key not in self.notes, key
+        self.notes[key] = text
+
+    def overrule(self, keys: Iterable[str], text: str) -> None:
+        """Says of those of the keys that were spoken of that they have no effect, and why."""
+        self.notes.update({key: f"Without effect: {text}" for key in keys if key in self.notes})
+
+    def ordered(self) -> dict[str, str]:
+        """The notes in the order of the configuration; those of missing keys come last."""
+        silent = [key for key, value in self.given.items() if not _is_section(key, value)]
+        assert set(silent) <= set(self.notes), set(silent) - set(self.notes)
+        place = {key: i for i, key in enumerate(self.given)}
+
+        def rank(key: str) -> int:
+            # A parameter is not in the table, and is where its `params` are.
+            section = key.rpartition(".")[0]
+            return place.get(key, place[section] if section.endswith(".params") else len(place))
+
+        return {key: self.notes[key] for key in sorted(self.notes, key=rank)}
+
+
+def read(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The configuration itself, or what a JSON file has.
+
+    Raises:
+      OptionError: it is neither, or the file cannot be read.
+    """
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, str | os.PathLike):
+        raise OptionError(message(
+            WHO, f"config is {_json.shown(config)}", "It is a dict, or the path of a JSON file.",
+            "Write from_deepspeed('ds_config.json')."))  # fmt: skip
+    try:
+        value = _json.parse(_bytes(Path(config).expanduser()))
+    except OSError as error:
+        raise OptionError(message(
+            WHO, f"{os.fspath(config)} cannot be read: {error.strerror}", "It is the path of a JSON file.",
+            "Correct the path.")) from None  # fmt: skip
+    except _json.Malformed as error:
+        raise OptionError(message(
+            f"{WHO} {os.fspath(config)}", list(error.args), "A configuration is a JSON file.", "Correct it.",
+            "entries", _SHOWN)) from None  # fmt: skip
+    if not isinstance(value, dict):
+        raise OptionError(message(
+            WHO, f"{os.fspath(config)} has {_json.shown(value)}", "A configuration is one JSON object.",
+            'Write {"zero_optimization": {"stage": 3}, ...}.'))  # fmt: skip
+    return value
+
+
+def is_kind(value: Any, kind: str) -> bool:
+    """Whether a value is of one of `KINDS`; 5e8 is a whole number, and true is none."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    match kind:
+        case "bool":
+            return isinstance(value, bool)
+        case "number":
+            return number and math.isfinite(value)
+        case "int":
+            return number and math.isfinite(value) and value >= 0 and value == int(value)
+        case "whole":
+            return number and math.isfinite(value) and value == int(value)
+        case "text":
+            return isinstance(value, str)
+        case "object":
+            return isinstance(value, Mapping)
+        case "list":
+            return isinstance(value, Sequence) and not isinstance(value, str)
+    return True
+
+
+def refuse(found: str | Sequence[str], rule: str, edit: str) -> OptionError:
+    """An error about keys of the configuration."""
+    return OptionError(message(WHO, found, rule, edit, "keys", _SHOWN))
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """`" (perhaps 'overlap_comm')"`, or nothing if no name is like it."""
+    like = difflib.get_close_matches(name, names, 1, 0.7)
+    return f" (perhaps {like[0]!r})" if like else ""
+
+
+def _bytes(path: Path) -> bytes:
+    with _json.open_regular(path) as file:
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise _json.Malformed(f"it has more than {_MAX_BYTES} bytes")
+    return data
+
+
+def _flat(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
+    """Every key with its value, those of sections after their section's; null is as if it was not there."""
+    for name, value in config.items():
+        if value is None:
+            continue
+        key = f"{section}.{name}".lstrip(".")
+        key = ALIASES.get(key, key)
+        # ZeRO's first configurations had true for what is now stage 1.
+        if key == "zero_optimization" and isinstance(value, bool):
+            value = {"stage": int(value)}
+        yield key, value
+        if isinstance(value, Mapping) and KEYS.get(key, _UNKNOWN).inside == "keys":
+            yield from _flat(value, key)
+
+
+def _double(pairs: Sequence[tuple[str, Any]]) -> list[str]:
+    times = Counter(key for key, _ in pairs)
+    return [f"{key} is there twice, by two names" for key in times if times[key] > 1]
+
+
+def _unknown(given: Mapping[str, Any]) -> list[str]:
+    return [f"{key} is no key{_meant(key)}" for key in given if key not in KEYS]
+
+
+def _meant(key: str) -> str:
+    """Which key of the table was meant: of the same name elsewhere, or of nearly the same one there."""
+    section, _, name = key.rpartition(".")
+    elsewhere = [k for k in (*KEYS, *ALIASES) if k.rpartition(".")[2] == name]
+    if elsewhere:
+        return f" (it is {ALIASES.get(elsewhere[0], elsewhere[0])!r})"
+    return nearest(key, [k for k in KEYS if k.rpartition(".")[0] == section])
+
+
+def _unresolved(given: Mapping[str, Any]) -> list[str]:
+    found = []
+    for key, value in given.items():
+        entry = KEYS[key]
+        if value == AUTO and not entry.tuning:
+            found.append(f'{key} is "auto"')
+        elif isinstance(value, Mapping) and entry.inside != "keys" and not entry.tuning:
+            names = value if entry.inside == "anything" else {"enabled"} & value.keys()
+            found += [f'{key}.{name} is "auto"' for name in names if value[name] == AUTO]
+    return found
+
+
+def _wrong_kinds(given: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key} is {_json.shown(value)}, not {KINDS[KEYS[key].kind]}"
+        for key, value in given.items()
+        if not is_kind(value, KEYS[key].kind) and not (value == AUTO and KEYS[key].tuning)
+    ]
+
+
+def _refused(given: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key} is {_json.shown(value)}. {entry.refused.rstrip('.')}"
+        for key, value in given.items()
+        if (entry := KEYS[key]).refused and not _obeyed(entry, value)
+    ]
+
+
+def _obeyed(entry: Key, value: Any) -> bool:
+    if entry.inside == "enabled":
+        return not value.get("enabled", False)
+    return _is_empty(value) or (value.lower() if isinstance(value, str) else value) in (
+        entry.accepts or ()
+    )
+
+
+def _note(key: str, value: Any) -> str | None:
+    """What the table says of a key; None if a translator will, or what is inside of it."""
+    entry = KEYS[key]
+    if entry.note:
+        return entry.note
+    return "Empty." if _is_empty(value) else None
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it is a section, or a list, that says nothing."""
+    return isinstance(value, Mapping | list) and not value
+
+
+def _is_section(key: str, value: Any) -> bool:
+    return bool(value) and KEYS[key].kind == "object" and not KEYS[key].note
+
+
+def _check(found: list[str], rule: str, edit: str) -> None:
+    if found:
+        raise refuse(found, rule, edit)

@@ -1,0 +1,125 @@
+"""`from_deepspeed`: a DeepSpeed configuration as options, an optax chain and notes."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import optax
+
+from jzero._errors import OptionError, called_as, message
+from jzero._shard_train_step import shard_train_step
+from jzero.deepspeed import _axes, _batch, _chain, _options, _python, _settings
+from jzero.deepspeed._expressions import value_of
+from jzero.deepspeed._settings import WHO
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """What a DeepSpeed configuration says, in the words of jzero and optax.
+
+    Attributes:
+      options: of `shard_train_step`, by name.
+      optimizer: gradient clipping, the optimizer and its schedule, and `jzero.master_weights` around them if
+        parameters rest in bfloat16; None if the configuration has no optimizer.
+      schedule: of the learning rate, a function of how many updates were made before; None if there is no
+        scheduler. `optimizer` has it already.
+      batch_size: rows of the whole batch, of all devices and microbatches; None if nothing tells.
+      mesh_axes: the sizes of the axes that `options` name, `{"node": 8, "local": 8}`, for `jax.make_mesh`;
+        empty if they name none.
+      notes: what became of each key, by its dotted name, in the order of the configuration; last those that
+        are missing and would change what is trained.
+    """
+
+    options: Mapping[str, Any]
+    optimizer: optax.GradientTransformation | None
+    schedule: optax.Schedule | None
+    batch_size: int | None
+    mesh_axes: Mapping[str, int]
+    notes: Mapping[str, str]
+    _python: str = dataclasses.field(repr=False)
+
+    def python(self) -> str:
+        """The translation as a Python program, with the notes as comments; the loss is yours to write."""
+        return self._python
+
+    def __str__(self) -> str:
+        return "\n".join(f"{key}: {note}" for key, note in self.notes.items())
+
+
+def from_deepspeed(
+    config: Mapping[str, Any] | str | os.PathLike[str], *, devices: int | None = None
+) -> Translation:
+    """Translates a DeepSpeed configuration.
+
+    Every key becomes an option, a part of the optimizer, or a note that says why there is nothing to set or
+    where it belongs; or it is refused by name, and then nothing is translated. Nothing is dropped in silence.
+
+    >>> import jzero
+    >>> translated = jzero.from_deepspeed({
+    ...     "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4,
+    ...     "zero_optimization": {"stage": 2, "overlap_comm": True},
+    ...     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "gradient_clipping": 1.0}, devices=8)
+    >>> dict(translated.options), translated.batch_size
+    ({'stage': 2, 'accumulate': 2}, 64)
+    >>> translated.notes["zero_optimization.overlap_comm"]
+    'Nothing to set: XLA runs collectives beside compute by itself.'
+
+    Then `tx = translated.optimizer` is for the step that you write, and the step is
+    `jzero.shard_train_step(step_fn, **translated.options)`. If there are `mesh_axes`, it needs also
+    `mesh=jax.make_mesh(tuple(mesh_axes.values()), tuple(mesh_axes))`. `translated.python()`, or
+    `jzero deepspeed ds_config.json`, has it all as a program.
+
+    Sharp edges: keys are those of DeepSpeed 0.19. What is trained is what `jax.jit` trains with the loss of
+    the whole batch; DeepSpeed's is the mean of the means of microbatches and devices, which differs if these
+    are over different numbers (of tokens that are not padding, for example).
+
+    Args:
+      config: the configuration as a dict, or the path of its JSON file.
+      devices: data-parallel devices; needed only where sizes in the configuration follow from it (a batch and
+        a microbatch without gradient_accumulation_steps; hpZ and MiCS), and checked against its batch sizes.
+
+    Returns:
+      A `Translation`.
+
+    Raises:
+      OptionError: the file is missing or is no JSON object; unknown keys; "auto" where a value matters;
+        values of another type; what jzero cannot obey; keys that contradict each other. It names the keys.
+
+    Reference:
+      DeepSpeed's documentation, "DeepSpeed Configuration JSON"; docs/from-deepspeed.md has all keys.
+    """
+    devices = _checked(devices)
+    settings = _settings.Settings(_settings.read(config))
+    batch = _batch.batch(settings, devices)
+    options = _options.options(settings, batch.accumulate)
+    more, mesh_axes = _axes.axes(settings, options["stage"], devices)
+    options |= more
+    chain = _chain.chain(settings)
+    values = {name: value_of(x) for name, x in options.items()}
+    with called_as(WHO):
+        shard_train_step(**values)  # Checks them together; it makes no step without a function.
+    notes = settings.ordered()
+    return Translation(
+        MappingProxyType(values), value_of(chain.optimizer), value_of(chain.schedule), batch.rows,
+        MappingProxyType(mesh_axes), MappingProxyType(notes),
+        _python.program(options, chain, batch.rows, mesh_axes, notes),
+    )  # fmt: skip
+
+
+def _checked(devices: Any) -> int | None:
+    if devices is None:
+        return None
+    try:
+        num = 0 if isinstance(devices, bool) else operator.index(devices)
+    except TypeError:
+        num = 0
+    if num < 1:
+        raise OptionError(message(
+            WHO, f"devices={devices!r}", "It is how many devices share the batch, an int from 1.",
+            "Write devices=8."))  # fmt: skip
+    return num

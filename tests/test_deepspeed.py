@@ -1,0 +1,517 @@
+"""DeepSpeed configurations: what each becomes, what is said of each key, and what is refused by name."""
+
+import json
+import pathlib
+import re
+import runpy
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+from jzero.deepspeed import _table
+from test_cli import run
+
+CONFIGS = pathlib.Path(__file__).parent / "deepspeed_configs"
+DOCS = CONFIGS.parents[1] / "docs"
+PINNED, HOST = jzero.PinnedHost(), jzero.HostCPU()
+SMALL = {"train_batch_size": 8}
+ADAM = {**SMALL, "optimizer": {"type": "Adam", "params": {}}}
+
+# File: the options on 8 devices, and the chain, as it is printed without its schedule.
+TRANSLATED: dict[str, tuple[dict[str, Any], str]] = {
+    "stage_0": (
+        {"stage": 0},
+        "optax.chain(optax.add_decayed_weights(0.0001), optax.sgd(0.1, momentum=0.9, nesterov=True))",
+    ),
+    "stage_1_fp32_adam_l2": (
+        {"stage": 1, "accumulate": 2},
+        "optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.01), "
+        "optax.adam(0.0003, b1=0.8, b2=0.999, eps=1e-08))",
+    ),
+    "stage_2_bf16": (
+        {"stage": 2, "accumulate": 4},
+        "jzero.master_weights(optax.chain(optax.clip_by_global_norm(1.0), "
+        "optax.adamw(2e-05, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.1)))",
+    ),
+    "stage_3_bf16_everything": (
+        {"stage": 3, "accumulate": 8, "prefetch_bytes": 100_000_000, "reduce_dtype": jnp.float32,
+         "accumulate_dtype": jnp.bfloat16},
+        "jzero.master_weights(optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.5), "
+        "optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-08, weight_decay=0.1)), 2147483647))",
+    ),
+    "offload_optimizer_cpu": (
+        {"stage": 2, "offload": HOST},
+        "jzero.master_weights(optax.adamw(0.0001, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0))",
+    ),
+    "offload_twin_flow": (
+        {"stage": 3, "offload": jzero.HostCPU(ratio=0.3)},
+        "jzero.master_weights(optax.adamw(0.0001, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0))",
+    ),
+    "offload_param_cpu": (
+        {"stage": 3, "offload": HOST, "offload_params": PINNED},
+        "jzero.master_weights(optax.adamw(0.0001, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0))",
+    ),
+    "cpu_offload_deprecated": (
+        {"stage": 2, "offload": HOST},
+        "optax.chain(optax.add_decayed_weights(0.001), jzero.deepspeed.adagrad(0.01))",
+    ),
+    "activation_checkpointing_on_cpu": (
+        {"stage": 3, "offload_activations": PINNED},
+        "optax.lion(0.0001, b1=0.9, b2=0.99, weight_decay=0.3)",
+    ),
+    "hpz": (
+        {"stage": 3, "param_axes": "local"},
+        "jzero.master_weights(optax.adamw(0.0001, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0))",
+    ),
+    "mics": (
+        {"stage": 3, "param_axes": "local", "optimizer_axes": "local"},
+        "optax.adamw(0.0001, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0)",
+    ),
+    "lamb_one_cycle": (
+        {"stage": 1},
+        "optax.inject_hyperparams(jzero.deepspeed.lamb)(schedule, b1=jzero.deepspeed.one_cycle_momentum("
+        "cycle_min_mom=0.85, cycle_max_mom=0.99, decay_mom_rate=0, cycle_first_step_size=4, "
+        "cycle_second_step_size=6, decay_step_size=2), b2=0.99, eps=1e-08, weight_decay=0.01, max_coeff=0.5, "
+        "min_coeff=0.08)",
+    ),
+    "lr_range_test": (
+        {"stage": 0},
+        "optax.adamw(schedule, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.01)",
+    ),
+    "warmup_cosine": (
+        {"stage": 1},
+        "jzero.master_weights(optax.adamw(schedule, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0))",
+    ),
+    "own_optimizer": ({"stage": 2}, "None"),
+    "logging_and_more": (
+        {"stage": 1},
+        "optax.adamw(0.001, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0)",
+    ),
+    "hf_trainer_filled": (
+        {"stage": 3, "accumulate": 2},
+        "jzero.master_weights(optax.chain(optax.clip_by_global_norm(1.0), "
+        "optax.adamw(schedule, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0)))",
+    ),
+}  # fmt: skip
+# File: what its message says.
+REFUSED = {
+    "hf_trainer_auto": (
+        "from_deepspeed: 14 keys fail:", '- fp16.enabled is "auto"', '- bf16.enabled is "auto"',
+        '- optimizer.params.lr is "auto"', '- scheduler.params.total_num_steps is "auto"',
+        '- gradient_clipping is "auto"', "The Hugging Face Trainer fills 'auto' from its own arguments",
+        "Write the values that your runs have, or drop the keys."),
+    "fp16_dynamic_loss_scale": (
+        "fp16.enabled is True. float16 needs a loss scale", "DynamicScale", "nothing dropped in silence"),
+    "infinity_nvme": (
+        "2 keys fail", "offload_optimizer.device is 'nvme'. State on NVMe is not in jzero yet",
+        "zero_optimization.offload_param.device is 'nvme'"),
+    "zero_plus_plus": (
+        "2 keys fail", "zero_quantized_weights is True", "zero_quantized_gradients is True",
+        "no quantised collectives yet"),
+    "one_bit_adam": ("optimizer has the type 'OneBitAdam'", "Its compressed communication has no"),
+    "sparse_attention_and_misspelt": (
+        "zero_optimisation is no key (perhaps 'zero_optimization'). The keys are those of DeepSpeed 0.19.",),
+    "contradicting_batches": (
+        "train_batch_size is 100, with train_micro_batch_size_per_gpu 4, gradient_accumulation_steps 4, "
+        "devices 8. In DeepSpeed, train_batch_size = ",),
+}  # fmt: skip
+
+
+def test_every_configuration_has_its_outcome():
+    names = {path.stem for path in CONFIGS.iterdir()}
+    assert names == TRANSLATED.keys() | REFUSED.keys()
+    assert len(names) >= 20
+
+
+def translated(config: Mapping[str, Any], devices: int | None = 8) -> jzero.deepspeed.Translation:
+    return jzero.from_deepspeed(config, devices=devices)
+
+
+def refused(config: Any, devices: Any = 8) -> str:
+    with pytest.raises(jzero.OptionError) as caught:
+        jzero.from_deepspeed(config, devices=devices)
+    return str(caught.value)
+
+
+def keys_of(config: Mapping[str, Any], section: str = "") -> list[str]:
+    """The dotted names of a configuration, those of sections left out."""
+    found = []
+    for name, value in config.items():
+        key = f"{section}.{name}".lstrip(".")
+        key = _table.ALIASES.get(key, key)
+        inside = _table.KEYS[key].inside if key in _table.KEYS else "keys"
+        descends = (
+            isinstance(value, Mapping) and value and (inside == "keys" or key.endswith(".params"))
+        )
+        if descends and not getattr(_table.KEYS.get(key), "note", ""):
+            found += keys_of(value, key)
+        elif value is not None:
+            found.append(key)
+    return found
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_configuration_is_translated(name: str):
+    found = jzero.from_deepspeed(CONFIGS / f"{name}.json", devices=8)
+    options, chain = TRANSLATED[name]
+    assert dict(found.options) == options
+    assert assigned(found.python(), "tx") == chain
+    assert (found.optimizer is None) == (chain == "None")
+    assert (found.schedule is None) == ('"scheduler"' not in (CONFIGS / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_every_key_has_one_note_in_its_order(name: str):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    if config.get("zero_optimization") is True:
+        config["zero_optimization"] = {"stage": 1}
+    found = jzero.from_deepspeed(config, devices=8)
+    given = keys_of(config)
+    missing = [key for key in found.notes if key not in given]
+    assert list(found.notes) == [*given, *missing]
+    assert all(found.notes.values())
+    assert str(found).splitlines() == [f"{key}: {note}" for key, note in found.notes.items()]
+    allowed = {
+        "gradient_clipping", "bf16.check_grad_overflow", "zero_optimization.stage", "optimizer",
+        "gradient_accumulation_steps",
+    }  # fmt: skip
+    assert set(missing) <= allowed
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_configuration_is_refused(name: str):
+    text = refused(CONFIGS / f"{name}.json")
+    assert [part for part in REFUSED[name] if part not in text] == []
+
+
+def assigned(program: str, name: str) -> str:
+    """What a printed program assigns to a name, in one line."""
+    text = re.search(rf"^{name} = (.*?)(?=^\w|^$|\Z)", program, re.MULTILINE | re.DOTALL)
+    assert text
+    line = " ".join(text[1].split("#")[0].split())
+    return line.replace("( ", "(").replace(", )", ")").replace(",)", ")").strip()
+
+
+def executed(program: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names of a program, and the arguments of `shard_train_step` as `options`."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(jzero, "shard_train_step", lambda fn, **options: given.update(options))
+    names: dict[str, Any] = {}
+    exec(compile(program, "train.py", "exec"), names)
+    return {**names, "options": given}
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_program_is_the_translation(name: str, monkeypatch: pytest.MonkeyPatch):
+    found = jzero.from_deepspeed(CONFIGS / f"{name}.json", devices=8)
+    program = found.python()
+    names = executed(program, monkeypatch)
+    mesh = names["options"].pop("mesh", None)
+    assert names["options"] == dict(found.options)
+    assert (dict(mesh.shape) if mesh else {}) == dict(found.mesh_axes)
+    assert names.get("batch_size") == found.batch_size
+    comments = " ".join(line.lstrip("# ") for line in program.splitlines() if line.startswith("#"))
+    assert [key for key in found.notes if f"{key}: " not in comments] == []
+    if found.schedule is not None:
+        assert [names["schedule"](n).item() for n in range(5)] == [
+            found.schedule(n).item() for n in range(5)
+        ]
+    if found.optimizer is not None:
+        dtype = jnp.bfloat16 if "master_weights" in program else jnp.float32
+        params = {"w": jnp.linspace(-1, 1, 6, dtype=dtype)}
+        ours, theirs = (str(tx.init(params)) for tx in (found.optimizer, names["tx"]))
+        assert ours == theirs
+
+
+def test_sizes_and_mesh():
+    found = translated({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3})
+    assert found.batch_size == 48
+    assert found.options["accumulate"] == 3
+    assert translated({"train_micro_batch_size_per_gpu": 2}, None).batch_size is None
+    found = translated({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4})
+    assert found.options["accumulate"] == 2
+    assert "accumulate=2" in found.notes["gradient_accumulation_steps"]
+    found = translated({**SMALL, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}})
+    assert found.mesh_axes == {"node": 2, "local": 4}
+    assert (
+        "on a mesh {'node': 2, 'local': 4}"
+        in found.notes["zero_optimization.zero_hpz_partition_size"]
+    )
+
+
+def test_numpy_devices_and_whole_floats():
+    found = translated({"train_batch_size": 8.0}, np.int64(8))  # type: ignore[arg-type]
+    assert found.batch_size == 8
+
+
+def test_the_page_has_the_table():
+    page = runpy.run_path(str(DOCS / "from_deepspeed.py"))["page"]()
+    text = (DOCS / "from-deepspeed.md").read_text()
+    assert text == page, "run `python docs/from_deepspeed.py`"
+
+
+def test_the_example_of_the_page_is_translated():
+    text = (DOCS / "from-deepspeed.md").read_text()
+    config = json.loads(text.partition("```json")[2].partition("```")[0])
+    found = translated(config, 64)
+    assert dict(found.options) == {"stage": 3, "accumulate": 2, "offload": HOST}
+
+
+def test_null_is_as_if_missing():
+    found = translated({**SMALL, "gradient_clipping": None, "scheduler": None})
+    assert found.schedule is None
+    assert found.notes["gradient_clipping"].startswith("Missing: ")
+
+
+def test_auto_is_taken_where_nothing_depends_on_it():
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    found = translated({**SMALL, "zero_optimization": zero})
+    assert dict(found.options) == {"stage": 3}
+    note = found.notes["zero_optimization.stage3_prefetch_bucket_size"]
+    assert note == "Not set: prefetch_bytes is 256 MiB by default."
+
+
+@pytest.mark.parametrize(
+    ("zero", "note"),
+    [
+        ({"stage": 2, "stage3_prefetch_bucket_size": 10}, "Without effect at stage 2"),
+        (
+            {"stage": 3, "stage3_prefetch_bucket_size": 10},
+            "prefetch_bytes=40: so many elements of 4",
+        ),
+        ({"stage": 3, "prefetch_bucket_size": 10}, "prefetch_bytes=40"),
+    ],
+    ids=["below stage 3", "float32", "its short name"],
+)
+def test_prefetch(zero: dict[str, Any], note: str):
+    found = translated({**SMALL, "zero_optimization": zero})
+    assert note in found.notes["zero_optimization.stage3_prefetch_bucket_size"]
+
+
+def test_a_ratio_of_nothing_offloads_nothing():
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0}}
+    found = translated({**SMALL, "zero_optimization": zero})
+    assert dict(found.options) == {"stage": 3}
+    for key in ("device", "ratio"):
+        note = found.notes[f"zero_optimization.offload_optimizer.{key}"]
+        assert note == "Without effect: a ratio of 0 offloads nothing."
+
+
+# What an entry of the table may be given, where a value of its kind is not any.
+SAMPLES = {
+    "gradient_allreduce_op": "mean", "communication_data_type": "bf16", "optimizer.type": "Lion",
+    "scheduler.type": "LRRangeTest", "data_types.grad_accum_dtype": "fp32",
+    "torch_autocast.dtype": "bfloat16",
+    "zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.offload_param.device": "none",
+    "zero_optimization.mics_shard_size": -1, "zero_optimization.offload_optimizer.ratio": 0.5,
+    "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+    "managed_gradient_accumulation": True,
+}  # fmt: skip
+OF_KIND = {
+    "bool": False,
+    "int": 1,
+    "whole": 1,
+    "number": 1.0,
+    "text": "x",
+    "object": {},
+    "list": [],
+    "any": "x",
+}
+
+
+@pytest.mark.parametrize("key", [key for key in _table.KEYS if key != "train_batch_size"])
+def test_every_key_of_the_table_has_one_note(key: str):
+    config: dict[str, Any] = {"train_batch_size": 8}
+    *sections, name = key.split(".")
+    inside = config
+    for section in sections:
+        inside = inside.setdefault(section, {})
+    inside[name] = SAMPLES.get(key, OF_KIND[_table.KEYS[key].kind])
+    if sections[:1] == ["zero_optimization"]:
+        config["zero_optimization"].setdefault("stage", 1)
+    if sections[:1] in (["optimizer"], ["scheduler"]):
+        config[sections[0]].setdefault(
+            "type", "Adam" if sections[0] == "optimizer" else "LRRangeTest"
+        )
+    if key in ("optimizer", "scheduler"):
+        assert f"{key} has no type" in refused(config)
+        return
+    found = translated(config)
+    assert found.notes[key]
+    assert found.notes[key].endswith((".", "`"))
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        (8, ["from_deepspeed: config is 8. It is a dict, or the path of a JSON file."]),
+        ("nowhere.json", ["nowhere.json cannot be read: No such file or directory", "Correct the path."]),
+        ({}, ["neither train_batch_size nor train_micro_batch_size_per_gpu is given", "Write one of them."]),
+        ({"train_batch_size": 0}, ["train_batch_size is 0. It is a whole number from 1."]),
+        ({"train_batch_size": 27}, ["train_batch_size is 27, with gradient_accumulation_steps 1, devices 8"]),
+        ({"train_batch_size": "64", "zero_optimization": 2, "bf16": {"enabled": 1}},
+         ["3 keys fail", "train_batch_size is '64', not a whole number from 0",
+          "zero_optimization is 2, not an object", "bf16.enabled is 1, not true or false",
+          "Each key has a type. Correct them."]),
+        ({"overlap_comm": True}, ["overlap_comm is no key (it is 'zero_optimization.overlap_comm')"]),
+        ({**SMALL, "bf16": {"enabled": True}, "bfloat16": {"enabled": False}},
+         ["bf16 is there twice, by two names", "bf16.enabled is there twice", "Drop one of them."]),
+        ({**SMALL, "zero_optimization": {"stage": 4}}, ["stage is 4. Stages are 0, 1, 2 and 3."]),
+        ({**SMALL, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+         ["zero_optimization.offload_optimizer is on, at stage 0"]),
+        ({**SMALL, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+         ["zero_optimization.offload_param is on, at stage 2", "Write stage 3, or drop it."]),
+        ({**SMALL, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 2}}},
+         ["zero_optimization.offload_optimizer.ratio is 2. It is a share, from 0 to 1."]),
+        ({**SMALL, "zero_optimization": {"stage": 1, "cpu_offload": True, "offload_optimizer": {}}},
+         ["They say the same. Drop zero_optimization.cpu_offload."]),
+        ({**SMALL, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+          "activation_checkpointing": {"cpu_checkpointing": True}},
+         ["activation_checkpointing.cpu_checkpointing is true", "zero_optimization.offload_param is on"]),
+        ({**SMALL, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
+                                         "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+         ["zero_optimization.offload_param is on", "zero_optimization.offload_optimizer.ratio is 0.5"]),
+        ({**SMALL, "zero_optimization": {
+            "stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2}},
+         ["zero_optimization.offload_param is on", "zero_optimization.zero_hpz_partition_size is 2"]),
+        ({**SMALL, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "mics_shard_size": 2}},
+         ["zero_hpz_partition_size is 2", "mics_shard_size is 2", "Drop one of them."]),
+        ({**SMALL, "zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
+         ["zero_hpz_partition_size is 2, at stage 2"]),
+        ({**SMALL, "zero_optimization": {"stage": 3, "mics_shard_size": 3}},
+         ["mics_shard_size is 3, of 8 devices", "groups of one size"]),
+        ({**SMALL, "zero_optimization": {"stage": 3, "mics_shard_size": 2.5}},
+         ["zero_optimization.mics_shard_size is 2.5, not a whole number"]),
+        ({**SMALL, "communication_data_type": "int8"}, ["communication_data_type is 'int8'", "'bf16'"]),
+        ({**SMALL, "gradient_clipping": -1}, ["gradient_clipping is -1", "largest norm"]),
+        ({**SMALL, "gradient_allreduce_op": "sum"}, ["gradient_allreduce_op is 'sum'. The gradients are"]),
+        ({**SMALL, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+         ["torch_autocast.dtype is 'float16'", "Write 'bfloat16'."]),
+        ({**SMALL, "torch_autocast": {"enabled": True}, "bf16": {"enabled": True}},
+         ["torch_autocast.enabled is true", "bf16.enabled is true", "Drop one of them."]),
+        ({**SMALL, "amp": {"enabled": "auto"}}, ['amp.enabled is "auto"']),
+        ({**SMALL, "elasticity": {"enabled": True}}, ["elasticity is {'enabled': True}. It chooses batch"]),
+        ({**SMALL, "optimizer": {"type": "Adm"}}, ["the type 'Adm' (perhaps 'adam')", "use your own"]),
+        ({**SMALL, "optimizer": {"type": "Muon"}}, ["optax.contrib.muon differs"]),
+        ({**SMALL, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}},
+         ["optimizer.params.max_grad_norm", "Write gradient_clipping."]),
+        ({**SMALL, "optimizer": {"type": "Adam", "params": {
+            "lrr": 1, "betas": [1, 2], "eps": "x", "weight_decay": -1, "amsgrad": True}}},
+         ["5 keys fail", "optimizer.params.lrr (perhaps 'lr'), which Adam does not take",
+          "optimizer.params.betas is [1, 2], not two numbers from 0 and below 1",
+          "optimizer.params.eps is 'x', not a number", "optimizer.params.weight_decay is -1, below 0",
+          "optimizer.params.amsgrad is True. jzero translates no AMSGrad", "the parameters of Adam."]),
+        ({**SMALL, "optimizer": {"type": "SGD", "params": {"nesterov": True}}},
+         ["optimizer.params.nesterov is true without momentum"]),
+        ({**SMALL, "scheduler": {"type": "StepLR"}}, ["scheduler has the type 'StepLR'", "optax schedule"]),
+        ({**SMALL, "scheduler": {"type": "WarmupDecayLR"}},
+         ["scheduler.params.total_num_steps is missing"]),
+        ({**ADAM, "scheduler": {"type": "WarmupLR"}},
+         ["scheduler.params has no warmup_max_lr", "Write the one you mean."]),
+        ({**SMALL, "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}},
+         ["scheduler is WarmupCosineLR, and there is no optimizer"]),
+        ({**SMALL, "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1}}},
+         ["scheduler is OneCycle with cycle_momentum, and there is no optimizer"]),
+    ],
+    ids=lambda x: x[0][:40] if isinstance(x, list) else "",
+)  # fmt: skip
+def test_what_is_wrong_is_said(config: Any, parts: list[str]):
+    text = refused(config)
+    assert [part for part in parts if part not in text] == []
+
+
+@pytest.mark.parametrize("devices", [0, True, 1.5, "8"])
+def test_devices_are_a_number(devices: Any):
+    assert f"from_deepspeed: devices={devices!r}. It is how many" in refused(SMALL, devices)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
+            "and not gradient_accumulation_steps",
+        ),
+        (
+            {**SMALL, "zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+            "an unknown number of devices",
+        ),
+    ],
+    ids=["batch", "mics"],
+)
+def test_devices_are_needed_where_sizes_follow_from_them(config: Any, text: str):
+    assert text in (found := refused(config, None))
+    assert "devices=8" in found
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ("{", "is not JSON"),
+        ('{"a": 1, "a": 2}', "'a' is there twice"),
+        ("[1]", "has [1]. A configuration is one JSON object."),
+        (" " * 1_000_001, "it has more than 1000000 bytes"),
+    ],
+    ids=["no JSON", "twice", "a list", "large"],
+)
+def test_files_are_json_objects(data: str, text: str, tmp_path: pathlib.Path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(data)
+    found = refused(path)
+    assert text in found
+    assert "ds_config.json" in found
+
+
+def test_long_lists_are_cut():
+    text = refused({f"key{i}": 1 for i in range(50)})
+    assert "50 keys fail" in text
+    assert "and 30 more" in text
+
+
+def test_the_command_prints_the_program(monkeypatch: pytest.MonkeyPatch):
+    path = CONFIGS / "stage_3_bf16_everything.json"
+    monkeypatch.setenv("COLUMNS", "40")  # The lines of a program are not cut.
+    done = run("deepspeed", str(path), "--devices", "8")
+    found = jzero.from_deepspeed(path, devices=8)
+    assert done.returncode == 0
+    assert done.stdout == found.python() + "\n"
+    assert executed(done.stdout, monkeypatch)["options"] == dict(found.options)
+
+
+def test_the_command_refuses_in_words_of_its_flags(tmp_path: pathlib.Path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}')
+    done = run("deepspeed", str(path))
+    assert done.returncode == 2
+    assert "jzero deepspeed: train_batch_size and" in done.stderr
+    assert "with --devices 8" in done.stderr
+
+
+def test_a_translated_step_trains():
+    """With its mesh, options and masters, as the same chain under `jax.jit`."""
+    found = jzero.from_deepspeed(CONFIGS / "hpz.json", devices=8)
+    mesh = jax.make_mesh(tuple(found.mesh_axes.values()), tuple(found.mesh_axes))
+    tx = found.optimizer
+    assert tx is not None
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2).astype(jnp.float32))(
+            params
+        )
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    w, x = jnp.ones((64, 32), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+    whole, _ = jax.jit(step)((w, tx.init(w)), x)
+    train_step = jzero.shard_train_step(step, mesh=mesh, **found.options)
+    state, _ = train_step((w, tx.init(w)), x)
+    assert state[0].sharding.spec in (jax.P("local"), jax.P("local", None))
+    ours = train_step.unshard(state)[0]
+    np.testing.assert_allclose(np.float32(ours), np.float32(whole[0]), rtol=1e-2)

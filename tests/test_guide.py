@@ -1,0 +1,70 @@
+"""The guide: its programs run, the rules that it quotes are printed; the reference has all public names."""
+
+import pathlib
+import re
+import runpy
+import sys
+
+import jax
+import pytest
+
+import jzero
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PROGRAMS = [
+    path
+    for folder in ("guide", "migrate")
+    for path in sorted((DOCS / folder).glob("*.md"))
+    if re.search(r"^```python$", path.read_text(), re.MULTILINE)
+]
+
+
+def programs(page: str) -> str:
+    """The Python of a page, but for what is marked as a part of something larger."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in PROGRAMS if p.parent.name == "guide"], ids=lambda p: p.stem
+)
+def test_programs_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with jax.numpy_rank_promotion("allow"):  # As for whoever copies it.
+        exec(compile(programs(path.read_text()), str(path), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)
+def test_programs_are_python(path):
+    compile(programs(path.read_text()), str(path), "exec")
+
+
+def test_quoted_rules_are_what_is_printed():
+    quoted = re.findall(
+        r'^> "(.*?)"$', (DOCS / "guide/troubleshooting.md").read_text(), re.MULTILINE
+    )
+    # Strings that stand side by side are one.
+    code = "".join(path.read_text() for path in sorted((ROOT / "jzero").rglob("*.py")))
+    code = re.sub(r'"\s*f?"', "", code)
+    assert len(quoted) > 8
+    assert [rule for rule in quoted if rule not in code] == []
+
+
+def test_the_reference_has_every_public_name():
+    pages = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    names = {f"jzero.{name}" for name in dir(jzero) if name[0].isalpha()}
+    names = {name for name in names if not hasattr(eval(name), "__path__")}
+    names |= {"jzero.testing.assert_same_training", "jzero.testing.assert_collectives"}
+    assert {name for name in names if not re.search(rf"{re.escape(name)}\b", pages)} == set()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse words its help otherwise")
+def test_the_page_of_commands_is_what_its_script_writes():
+    page = runpy.run_path(str(DOCS / "commands.py"))["page"]()
+    assert (DOCS / "reference/commands.md").read_text() == page, "run `python docs/commands.py`"
+
+
+# The checks above can fail.
+def test_programs_leaves_out_what_is_marked():
+    page = "```python\nx = 1\n```\n```python no-test\ny = 2\n```\n```text\nz\n```\n```python\nw = 3\n```\n"
+    assert programs(page) == "x = 1\n\nw = 3\n"
