@@ -4,8 +4,10 @@ python experiments/tiling/measure.py                                    # 3.4B o
 python experiments/tiling/measure.py --recompute nothing
 python experiments/tiling/measure.py --layers 127 --dim 25600 --heads 200 --devices 1024    # 1T
 python experiments/tiling/measure.py --attention 'in parts' --layers 127 ...                # as above
+python experiments/tiling/measure.py --activations host --tile-mib 64 --layers 127 ...      # as above
 
-Nothing runs. Prints a table in Markdown, writes <date>-<layers>x<dim>-<devices>-<recompute>-<attention>.json.
+Nothing runs. Prints a table in Markdown, writes <date>-<layers>x<dim>-<devices>-<recompute>-<attention>.json
+(with `-on-the-host` where activations are).
 """
 
 import argparse
@@ -30,9 +32,12 @@ HEADER = (
 )  # fmt: skip
 
 
-def measure(model: GPT, devices: int, tile_bytes: int | None) -> dict[str, Any]:
+def measure(model: GPT, devices: int, tile_bytes: int | None, activations: str) -> dict[str, Any]:
     """Bytes on each device, bytes that move, and what of them hides, of one compiled program."""
-    train_step = jzero.shard_train_step(make_step(model.loss, tx), tile_bytes=tile_bytes)
+    train_step = jzero.shard_train_step(
+        make_step(model.loss, tx), tile_bytes=tile_bytes,
+        offload_activations=jzero.PinnedHost() if activations == "host" else jzero.NoOffload(),
+    )  # fmt: skip
     start = time.process_time()
     found = jzero.preflight(
         train_step, model.abstract_state(), model.batch(devices), target="h200",
@@ -44,6 +49,7 @@ def measure(model: GPT, devices: int, tile_bytes: int | None) -> dict[str, Any]:
         "at_rest": found.at_rest,
         "within": found.peak_bytes - found.argument_bytes,
         "peak": found.peak_bytes,
+        "on_host": sum(r.nbytes for r in found.report.plan.activations or ()),
         **{op: moved(found, op) for op in ("all-gather", "reduce-scatter")},
         "untiled": [f"{each.leaf}, {each.what}: {each.why}" for each in found.report.untiled],
         "product_seconds": round(found.schedule.product_seconds, 5),
@@ -87,6 +93,8 @@ def main() -> None:
         "--recompute", choices=RECOMPUTE, default="blocks", help="in the backward pass"
     )
     parser.add_argument("--attention", choices=("whole", "in parts"), default="whole")
+    parser.add_argument("--activations", choices=("device", "host"), default="device")
+    parser.add_argument("--tile-mib", type=int, nargs="+", help="of these sizes only")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     model = GPT(
@@ -100,12 +108,13 @@ def main() -> None:
         "programs": [],
     }
     print(f"| {' | '.join(HEADER)} |\n|{' --- |' * len(HEADER)}")
-    for mib in TILE_MIB:
-        found = measure(model, args.devices, mib and mib * 2**20)
+    for mib in args.tile_mib or TILE_MIB:
+        found = measure(model, args.devices, mib and mib * 2**20, args.activations)
         result["programs"].append(found)
         print(row(found), flush=True)
     size = f"{args.layers}x{args.dim}-{args.devices}"
     name = f"{result['date']}-{size}-{args.recompute}-{args.attention}".replace(" ", "-")
+    name += "-on-the-host" * (args.activations == "host")
     args.out.mkdir(exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 

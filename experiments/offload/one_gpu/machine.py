@@ -1,6 +1,6 @@
-"""What the machine is: `machine.py describe`, and `machine.py touch GIB`, which makes its memory be there.
+"""What the machine is: `describe`; `link`, how fast it copies; `touch GIB`, which makes its memory be there.
 
-Both print a line of JSON. A virtual machine may grow its memory only when it is used, and count what it has
+Each prints a line of JSON. A virtual machine may grow its memory only when it is used, and count what it has
 not yet as not available; and whoever touches a page first waits for it. `touch` writes that many GiB once.
 """
 
@@ -64,6 +64,13 @@ def describe() -> dict[str, Any]:
     }
 
 
+def link() -> dict[str, Any]:
+    """What `jzero.bandwidth()` measures."""
+    import jzero
+
+    return jzero.bandwidth().to_dict()
+
+
 def touch(gib: float) -> dict[str, Any]:
     """Writes memory with all processors, and gives it back."""
     before, start = host(), time.perf_counter()
@@ -84,7 +91,8 @@ def _touched(_: int) -> Any:
 
 def main() -> None:
     what, *rest = sys.argv[1:]
-    print(json.dumps(describe() if what == "describe" else touch(float(*rest))))
+    asked = {"describe": describe, "link": link, "touch": lambda: touch(float(*rest))}
+    print(json.dumps(asked[what]()))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The model that is measured: a GPT in bfloat16 with float32 masters, its layers recomputed."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -21,14 +23,59 @@ class GPT(gpt.GPT):
         """
         return 6 * self.num_params + 12 * self.layers * self.context * self.dim
 
+    @property
+    def window(self) -> int:
+        """Bytes for `offload_params`: of four layers and two tables, so that fetches run ahead."""
+        return 2 * (4 * 12 * self.dim**2 + 2 * self.vocab * self.dim)
+
     def init(self) -> gpt.State:
         return self.state(TX, _weights)
+
+    def init_params(self) -> Any:
+        return self.init()["params"]
 
     def batch(self, rows: int) -> jax.Array:
         """Random tokens, with the one after the last; the same in every step, so that losses fall."""
         return jax.random.randint(
             jax.random.key(0), (rows, self.context + 1), 0, self.vocab, jnp.int32
         )
+
+    def decode(self, params: Any, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """After one token of each row, int32 [rows], the likeliest ones up to `context`.
+
+        Returns:
+          Tokens, int32 [context, rows], and the mean over rows of their logits, float32 [context].
+        """
+
+        def turn(carry: Any, t: jax.Array) -> Any:
+            tokens, cache = carry
+            x = (params["embed"][tokens] + params["positions"][t][None])[:, None]
+
+            def layer(x: jax.Array, given: Any) -> Any:
+                weights, old = given
+                new: list[jax.Array] = []
+
+                def attend(q: jax.Array, *kv: jax.Array) -> jax.Array:
+                    new.extend(
+                        map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, t, 1), old, kv)
+                    )
+                    seen = (jnp.arange(self.context) <= t)[None, None, None]
+                    keys, values = new
+                    return jax.nn.dot_product_attention(
+                        q, keys, values, mask=seen, implementation="xla"
+                    )
+
+                scales = 1 + weights["scales"][:, None, None]
+                return gpt.block(x, weights, scales, self.heads, attend=attend), tuple(new)
+
+            x, cache = jax.lax.scan(layer, x, (params["blocks"], cache))
+            logits = (jax.nn.standardize(x[:, 0]) @ params["embed"].T).astype(jnp.float32)
+            tokens = logits.argmax(-1).astype(jnp.int32)
+            return (tokens, cache), (tokens, logits.max(-1).mean())
+
+        shape = self.layers, len(first), self.context, self.heads, self.dim // self.heads
+        empty = (jnp.zeros(shape, self.dtype),) * 2
+        return jax.lax.scan(turn, (first, empty), jnp.arange(self.context))[1]
 
 
 def of_size(layers: int, dim: int, vocab: int, context: int, unrolled: bool) -> GPT:

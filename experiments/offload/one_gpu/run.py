@@ -1,7 +1,7 @@
 """Tests and measures offload on a machine with one NVIDIA GPU, in one call within ten minutes.
 
 python experiments/offload/one_gpu/run.py                             # the most important first
-python experiments/offload/one_gpu/run.py --parts large sizes         # what there was no time for
+python experiments/offload/one_gpu/run.py --parts decode state        # what there was no time for
 JAX_PLATFORMS=cpu python experiments/offload/one_gpu/run.py --tiny    # all of it with a toy, without a GPU
 
 Each part is a process of its own, with its own memory settings and limit, so that one that crashes or hangs
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import machine
 import report
 from runner import GIB, HERE, Runner
 from search import Search
@@ -27,8 +28,10 @@ sizes = {"0.35B": (24, 1024), "1.3B": (24, 2048), "2.6B": (32, 2560), "6.7B": (3
 main_size = "1.3B"
 rows = [8, 32]  # sequences of 1024 tokens: a small batch, and a larger one
 largest_dim, largest_rows = 4096, 4
-# Bytes of device memory per parameter, to begin the search near its end.
-bytes_per_param = {"jit": 16.5, "host": 4.6, "pinned": 5.0}
+# Bytes of memory per parameter, to begin the search near its end; None where that memory is no limit.
+device_bytes_per_param = {"jit": 16.5, "host": 4.6, "layers": None, "activations": None}
+host_bytes_per_param = {"jit": None, "host": 17.0, "layers": 17.0, "activations": 17.0}
+decode_size, decode_rows = "6.7B", [64, 512]
 # ---------------------------------------------------------------------------------------------
 
 
@@ -66,10 +69,42 @@ def tests(runner: Runner) -> None:
 
 
 def speed(runner: Runner) -> None:
-    """The policies side by side at one size and two batches."""
+    """Tiers side by side at one size and two batches: none, optimizer state, parameters, activations."""
     layers, dim = shape(runner, main_size)
-    for policy in ("jit", "host", "delayed", "pinned", "none"):
+    for policy in ("jit", "host", "layers", "activations"):
         runner.measure(f"speed {policy}", layers, dim, policy, batch=batches(runner, policy))
+
+
+def state(runner: Runner) -> None:
+    """Other policies of optimizer state, beside the same."""
+    layers, dim = shape(runner, main_size)
+    for policy in ("delayed", "pinned", "none"):
+        runner.measure(f"speed {policy}", layers, dim, policy, batch=batches(runner, policy))
+
+
+def bandwidth(runner: Runner) -> None:
+    """How fast the link is, once."""
+    if "bandwidth" not in runner.found:
+        command = [str(HERE / "machine.py"), "link"]
+        runner.run("bandwidth", command, limit=60, least=15, XLA_CLIENT_MEM_FRACTION="0.5")
+
+
+def link(runner: Runner) -> None:
+    """What the link can do, and two steps whose products have least to hide it behind."""
+    bandwidth(runner)
+    layers, dim = shape(runner, main_size)
+    for policy in ("turns", "layers"):
+        runner.measure(f"link {policy}", layers, dim, policy, batch=[1], seconds=3)
+
+
+def decode(runner: Runner) -> None:
+    """Weights on the host, and a large batch; `report` has the ceiling beside it."""
+    bandwidth(runner)
+    # Deeper than its window: what fits is fetched once.
+    layers, dim = (8, 64) if runner.tiny else sizes[decode_size]
+    for policy in ("layers", "jit"):
+        batch = [4] if runner.tiny else decode_rows
+        runner.decode(f"decode {policy}", layers, dim, policy, batch=batch)
 
 
 def ratio(runner: Runner) -> None:
@@ -89,16 +124,16 @@ def unrolled(runner: Runner) -> None:
 
 
 def largest(runner: Runner) -> None:
-    """The most layers that train within the cap, without offload and with."""
+    """The most layers that train within the cap and what the host has, without offload and with."""
     dim = 64 if runner.tiny else largest_dim
-    # The longer search first: there may be time for one.
-    for policy in ("host", "jit"):
-        table = (256 if runner.tiny else 32_768) * dim
-        guess = (runner.cap / bytes_per_param[policy] - table) / (12 * dim**2)
-        search = Search(2 if runner.tiny else max(1, round(guess)))
+    # The longer searches first: there may be time for one.
+    for policy in ("layers", "host", "jit", "activations"):
+        # Asked for here: a machine may have grown since it was described.
+        host = machine.host()["host_available"]
+        search = Search(2 if runner.tiny else first_guess(policy, dim, runner.cap, host))
         probes: list[Any] = []
         for layers in search.candidates():
-            if len(probes) >= (2 if runner.tiny else 5):
+            if len(probes) >= (1 if runner.tiny else 5):
                 break
             name = f"largest {policy} {layers} layers"
             found = runner.measure(
@@ -113,6 +148,13 @@ def largest(runner: Runner) -> None:
                 f"largest {policy}",
                 {"trains": search.trains, "fails": search.fails, "probes": probes, "dim": dim},
             )
+
+
+def first_guess(policy: str, dim: int, cap: float, host: int | None) -> int:
+    """Layers for which `cap` bytes of the device and `host` of the host, if known, may have room."""
+    limits = [(cap, device_bytes_per_param[policy]), (host, host_bytes_per_param[policy])]
+    params = [room / each for room, each in limits if room and each]
+    return max(1, round((min(params, default=0) - 32_768 * dim) / (12 * dim**2)))
 
 
 def large(runner: Runner) -> None:
@@ -140,13 +182,13 @@ def few(runner: Runner) -> list[int]:
 
 def batches(runner: Runner, policy: str) -> list[int]:
     # What is compiled twice takes twice as long, and these do not ask about small batches.
-    both = policy in ("jit", "host", "delayed")
+    both = policy in ("jit", "host", "layers", "delayed")
     return few(runner) if runner.tiny else rows if both else rows[-1:]
 
 
 PARTS: dict[str, Callable[[Runner], None]] = {
-    "tests": tests, "speed": speed, "largest": largest, "ratio": ratio, "unrolled": unrolled,
-    "large": large, "sizes": other_sizes,
+    "tests": tests, "speed": speed, "link": link, "largest": largest, "decode": decode, "state": state,
+    "ratio": ratio, "unrolled": unrolled, "large": large, "sizes": other_sizes,
 }  # fmt: skip
 
 

@@ -39,6 +39,8 @@ class Runner:
         self._env = environment(cache)
         if tiny:
             self._env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # It compiles twice as fast.
+            # By default, what compiles in less than a second is not kept.
+            self._env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
     @property
     def left(self) -> float:
@@ -87,6 +89,15 @@ class Runner:
             result["output"] = out + err
         print(f"{name}: {result['status']}, {seconds:.0f} s, {self.left:.0f} s left", flush=True)
         return self.keep(name, result)
+
+    def decode(self, name: str, layers: int, dim: int, policy: str, *, batch: list[int]) -> Any:
+        """One policy's decoding; see decode.py."""
+        command = [str(HERE / "decode.py"), "--layers", str(layers), "--dim", str(dim)]
+        command += ["--policy", policy, "--rows", *map(str, batch)]
+        command += ["--vocab", "256", "--context", "4"] * self.tiny
+        return self.run(
+            name, command, limit=120, least=40, XLA_CLIENT_MEM_FRACTION=f"{FRACTION:.4f}"
+        )
 
     def measure(
         self, name: str, layers: int, dim: int, policy: str, *, batch: list[int], limit: float = 110,

@@ -11,6 +11,7 @@ import json
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,7 +28,12 @@ POLICIES: dict[str, Any] = {
     "delayed": jzero.HostCPU(delayed_update=True, delay_after=1),
     "half": jzero.HostCPU(ratio=0.5),
     "auto": jzero.HostCPU(ratio="auto"),
+    # Parameters rest on the host, too, and layers visit the device: see `options`.
+    "layers": jzero.HostCPU(),
+    "activations": jzero.HostCPU(),  # ... and inputs of layers wait on the host
+    "turns": None,  # ... and optimizer state visits the device in turns: all that there is crosses
 }
+LAYERED = ("layers", "activations", "turns")
 GROUPS = 3  # of steps that are timed together
 
 
@@ -50,7 +56,26 @@ def step_of(model: GPT, policy: str) -> Any:
     step = make_step(model.loss, TX)
     if policy == "jit":
         return jax.jit(step, donate_argnums=0)
-    return jzero.shard_train_step(step, offload=POLICIES[policy])
+    return jzero.shard_train_step(step, **options(model, policy))
+
+
+def options(model: GPT, policy: str) -> dict[str, Any]:
+    """Of `shard_train_step`."""
+    window = jzero.PinnedHost(model.window)
+    if policy not in LAYERED:
+        return {"offload": POLICIES[policy]}
+    activations = {"offload_activations": jzero.PinnedHost()} if policy == "activations" else {}
+    return {"offload": POLICIES[policy] or window, "offload_params": window} | activations
+
+
+def crossing(step: Any, *args: Any) -> dict[str, Any]:
+    """Bytes that a call copies between host and device, each way."""
+    if not isinstance(step, (jzero.ShardedTrainStep, jzero.ShardedEvalStep)):
+        return {}
+    found = {"to host": 0, "to device": 0}
+    for x in step.describe(*args).crossings:
+        found[x.direction] += x.nbytes
+    return {"crossing_bytes": found}
 
 
 def at_rest(step: Any, state: Any, tokens: Any) -> dict[str, Any]:
@@ -97,9 +122,8 @@ def timed(step: Any, state: Any, tokens: Any, seconds: float) -> tuple[Any, dict
 def measure(args: argparse.Namespace, log: Log) -> None:
     model = of_size(args.layers, args.dim, args.vocab, args.context, args.unrolled)
     step, shapes = step_of(model, args.policy), jax.eval_shape(model.init)
-    known = at_rest(
-        step, shapes, model.batch(args.rows[0])
-    )  # It also tells where to make the state.
+    # It also tells where to make the state.
+    known = at_rest(step, shapes, model.batch(args.rows[0]))
     log("plan", parameters=model.num_params, **known)
     init = step.init if isinstance(step, jzero.ShardedTrainStep) else lambda f: jax.jit(f)()
     state = jax.block_until_ready(init(model.init))
@@ -111,7 +135,8 @@ def measure(args: argparse.Namespace, log: Log) -> None:
             state = jax.block_until_ready(step.flush(state))
         tokens = rows * model.context / found["step_seconds"]
         rates = {"tokens_per_second": tokens, "tflops": tokens * model.flops_per_token / 1e12}
-        runs.append({"rows": rows, **found, **rates, **memory()})
+        crossed = crossing(step, shapes, model.batch(rows))
+        runs.append({"rows": rows, **found, **rates, **crossed, **memory()})
         log(f"{rows} rows", runs=runs)
     log("end", status="ok")
 
@@ -127,6 +152,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[8])
     parser.add_argument("--seconds", type=float, default=6.0, help="of timed steps, about")
     args = parser.parse_args()
+    run(measure, args)
+
+
+def run(measure: Callable[[argparse.Namespace, Log], None], args: argparse.Namespace) -> None:
+    """Measures, and says so if there was not the memory for it."""
     log = Log(**vars(args))
     log("start", device=jax.devices()[0].device_kind)
     try:
