@@ -19,6 +19,7 @@
 #   make test-newest  the tests with the newest JAX, when there is a Python that it supports
 #   make test-oldest  the tests of checkpoints with the oldest Orbax that pyproject.toml permits
 #   make lint         ruff and mypy
+#   make site         the documentation for a browser, in .cache/site
 #   make clean        remove the environments and caches
 
 PYTHON ?= $(shell .ci/find-python 3.11)
@@ -44,7 +45,7 @@ BIN := .venv/bin
 SOURCES := jzero tests experiments docs
 
 .PHONY: train bench compare exactness sampled house tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
-    offload-timeline one-gpu test test-gpu test-newest test-oldest lint clean
+    offload-timeline one-gpu test test-gpu test-newest test-oldest lint site clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
@@ -112,6 +113,10 @@ test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest -q $(PYTEST_ARGS) tests/test_checkpoint.py tests/test_checkpoint_faults.py \
 	    tests/test_checkpoint_writers.py tests/test_export.py
 
+# Every warning is an error, so that a link that leads nowhere is one.
+site: .venv-site/installed
+	JAX_PLATFORMS=cpu .venv-site/bin/sphinx-build --fail-on-warning --keep-going --quiet -c docs . .cache/site
+
 # An experiment is a folder of scripts that import each other by their bare names, so each is
 # checked by itself: two of them may both have a plot.py. What they share is experiments.shared.
 lint: .venv/installed
@@ -126,11 +131,12 @@ lint: .venv/installed
 .venv-oldest/installed: PINS := orbax-checkpoint==0.12.6
 # The newest JAX also has XLA's compiler for GPUs (600 MB, and chatty where there is no GPU).
 .venv/installed: EXTRAS := test
+.venv-site/installed: EXTRAS := site
 .venv-newest/installed: EXTRAS := test,preflight
 .venv-newest/installed: PYTHON := $(NEWEST_PYTHON)
 
 # One rule for all of them; a change of pyproject.toml installs again.
-.venv/installed .venv-newest/installed .venv-oldest/installed: pyproject.toml
+.venv/installed .venv-newest/installed .venv-oldest/installed .venv-site/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "jzero needs Python 3.11 or newer, with its venv module"; exit 1; }
 	"$(PYTHON)" -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[$(EXTRAS)]' $(PINS)
@@ -153,4 +159,4 @@ lint: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-oldest .venv-fsdp2 .venv-host-update .cache .hypothesis
+	rm -rf .venv .venv-newest .venv-oldest .venv-site .venv-fsdp2 .venv-host-update .cache .hypothesis

@@ -19,6 +19,7 @@ from jzero._shard_train_step import shard_train_step as shard_train_step
 from jzero._step import ShardedTrainStep as ShardedTrainStep
 from jzero.checkpoint._checkpointer import Checkpointer as Checkpointer
 from jzero.checkpoint._restore import restore as restore
+from jzero.deepspeed._translate import from_deepspeed as from_deepspeed
 from jzero.offload._policy import HostCPU as HostCPU
 from jzero.offload._policy import NoOffload as NoOffload
 from jzero.offload._policy import PinnedHost as PinnedHost

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import MeshError, message
-from jzero._memory_kinds import HOST
+from jzero._memory_kinds import HOST, HostNeed
 from jzero.offload.memory import _available, _placing
 from jzero.offload.memory._padded import PaddedArray
 from jzero.offload.memory._placing import Place
@@ -35,6 +36,8 @@ class Placement:
         # Of the last plans and shardings: hundreds of leaves on the host take 0.7 ms.
         self._places: tuple[Any, Any, list[Place]] | None = None
         self._padded: tuple[Any, list[tuple[int, tuple[int, ...]]]] = ((), [])
+        # What steps need on the host while they run, of each kind the most that there was room for.
+        self._met = collections.Counter[tuple[str, str]]()
 
     def leaf_plans(
         self, state: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -53,9 +56,11 @@ class Placement:
         else:
             plans = self.programs.layout_of(abstract, setting)
         if plans is None:
-            tier = self.programs.options.offload.tier
+            policy = self.programs.options.offload
             leaves = _make.state_leaves(abstract, setting)
-            plans = _leaves.plan_from_shapes(leaves, setting.stage_axes, tier)
+            plans = _leaves.plan_from_shapes(
+                leaves, setting.stage_axes, policy.tier, policy.streams
+            )
         return plans, _program.shardings_of(plans, setting.mesh)
 
     def places(self, plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding]) -> list[Place]:
@@ -81,16 +86,19 @@ class Placement:
 
     def place(
         self, state: Any, leaves: Sequence[Any], plans: Sequence[LeafPlan],
-        shardings: Sequence[NamedSharding], who: str = "shard",
+        shardings: Sequence[NamedSharding], who: str = "shard", needs: Sequence[HostNeed] = (),
     ) -> list[Any]:  # fmt: skip
-        """The leaves of `state` where the plan has them, padded; those that are None here stay None."""
+        """The leaves of `state` where the plan has them, padded; those that are None here stay None.
+
+        If the host has room for them, and for what a step `needs` there besides.
+        """
         _placing.check_alive(state, leaves)
         places = self.places(plans, shardings)
         _placing.check_flushed(who, state, leaves, places)
         held = _placing.held_whole(leaves, shardings)
-        num_bytes = _placing.host_bytes(places, leaves)
-        if held or num_bytes:
-            self.agree("shard", plans, num_bytes, lambda: {
+        needs = [*_placing.host_needs(places, leaves), *needs]
+        if held or needs:
+            self.agree(who, plans, needs, lambda: {
                 "values": [f"{plans[i].path} {_agreement.checksum(leaves[i])}" for i in held]
             })  # fmt: skip
         return _placing.place_state(leaves, places, held)
@@ -109,13 +117,15 @@ class Placement:
         return leaves
 
     def agree(
-        self, who: str, plans: Sequence[LeafPlan], num_bytes: int,
+        self, who: str, plans: Sequence[LeafPlan], needs: Sequence[HostNeed],
         sections: Callable[[], _agreement.Sections],
     ) -> None:  # fmt: skip
-        """Every process is about to make the same state, and each has `num_bytes` more for its part of it."""
-        setting, shortage = self.programs.setting, _available.shortage(num_bytes)
+        """Every process is about to make the same state, and each has memory for what it `needs` of it."""
+        setting = self.programs.setting
+        shortage = _available.shortage(needs, setting.mesh)
+        memory = shortage.found if shortage else "enough"
         _agreement.agree(who, setting.mesh, lambda: {
-            **_identity.of_state(setting, plans), "memory": [shortage or "enough"], **sections()
+            **_identity.of_state(setting, plans), "memory": [memory], **sections()
         })  # fmt: skip
         _available.check(who, shortage)
 
@@ -145,8 +155,18 @@ class Placement:
         plan, unread = program.plan, program.plan.unread
         leaves = [None if i in unread else x for i, x in enumerate(call.state)]
         shardings = program.state_shardings
-        state = self.place(call.call.state, leaves, plan.leaves, shardings, _call.WHO)
+        needs = self._new_needs(program)
+        state = self.place(call.call.state, leaves, plan.leaves, shardings, _call.WHO, needs)
+        self._met.update({need[:2]: need.nbytes for need in needs})
         for i in unread:
             state[i] = call.state[i]
         self._last = Repeat.of(program, call, state)
         return program, state
+
+    def _new_needs(self, program: Program) -> list[HostNeed]:
+        """What a step needs on the host while it runs, beyond what one before it has needed."""
+        found = []
+        for what, tier, nbytes in program.host_needs():
+            more = nbytes - self._met[what, tier]
+            found += [HostNeed(what, tier, more)] if more > 0 else []
+        return found

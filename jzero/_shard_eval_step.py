@@ -11,9 +11,10 @@ import jax
 from jzero._errors import OptionError, called_as, message
 from jzero._sharded_step import ShardedStep
 from jzero._step import ShardedTrainStep
-from jzero.offload._policy import NO_OFFLOAD
+from jzero.offload._evaluation import reading_policy
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
+from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
 from jzero.tracing._signature import Signature
 
@@ -28,6 +29,7 @@ def shard_eval_step(
     gather: str | None = None,
     max_gather_bytes: int = MAX_GATHER_BYTES,
     tile_bytes: int | None = None,
+    offload_params: Offload | None = None,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     static_argnums: int | Sequence[int] = (),
@@ -69,6 +71,18 @@ def shard_eval_step(
     Leaves that the step does not read, like the optimizer's state, stay where they are; one in host memory
     that it reads is copied to the devices for the call.
 
+    With `offload_params` parameters rest in pinned memory of the hosts and come to the devices layer by
+    layer (ZeRO-Inference), so that a model may be larger than the devices' memory. A decoding loop that
+    has no room for all that it reads runs turn by turn, each turn part by part: each position of all rows
+    then moves all weights over the link between host and device once, and there are at most `rows * bytes
+    per second / bytes of weights` tokens a second, which a larger batch raises. `describe` says how many
+    bytes these are.
+
+    >>> from_host = jzero.shard_eval_step(predict, offload_params=jzero.PinnedHost(device_bytes=2**20))
+    >>> params = from_host.shard(jnp.ones((64, 8)))
+    >>> params.sharding.memory_kind, from_host(params, jnp.ones((13, 64))).shape
+    ('pinned_host', (13, 8))
+
     Args:
       eval_step: the function; None to use `shard_eval_step(like=...)` as a decorator.
       like: the train step whose state it reads, for its mesh and data axes. Without one, for a model that
@@ -83,6 +97,13 @@ def shard_eval_step(
       tile_bytes: a matrix of more bytes is gathered tile by tile by the products that read it; see
         `shard_train_step`. One that a loop reads in every turn is gathered before the loop, whole, unless
         `gather` is 'per_pass'.
+      offload_params: where parameters rest. With `like` by default where they rest in the training, of
+        `PinnedHost` with its `device_bytes`: the most bytes of them on each device at a time, gathered ones
+        included. `jzero.NoOffload()` copies those that are read to the devices for the call. With a train
+        step whose parameters rest on the devices no other policy is taken: nothing would be saved. Without
+        `like` by default on the devices. With `PinnedHost` an evaluation is a loop of programs, and no part
+        of an outer `jax.jit`; leaves in shards of at least 1 KiB come from the host, others rest on the
+        devices.
       mesh: a `jax.sharding.Mesh`, where there is no `like`.
       axis_names: the data axes of that mesh; all by default.
       static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
@@ -101,6 +122,8 @@ def shard_eval_step(
     Reference:
       Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter
       Models", 2020, section 5.3: parameters in shards, gathered for the forward pass and freed after it.
+      Aminabadi et al.: "DeepSpeed Inference: Enabling Efficient Inference of Transformer Models at
+      Unprecedented Scale", 2022, section VI: ZeRO-Inference, with weights in host memory.
     """
     if gather not in _GATHER:
         raise OptionError(message(
@@ -116,9 +139,9 @@ def shard_eval_step(
             "Drop mesh and axis_names, or use like=train_step.on_mesh(mesh)."))  # fmt: skip
     make = functools.partial(
         ShardedEvalStep, like=like, gather=gather, max_gather_bytes=max_gather_bytes,
-        tile_bytes=tile_bytes, mesh=mesh, axis_names=axis_names, static_argnums=static_argnums,
-        static_argnames=static_argnames, in_specs=in_specs, state_argnums=state_argnums,
-        state_argnames=state_argnames,
+        tile_bytes=tile_bytes, offload_params=offload_params, mesh=mesh, axis_names=axis_names,
+        static_argnums=static_argnums, static_argnames=static_argnames, in_specs=in_specs,
+        state_argnums=state_argnums, state_argnames=state_argnames,
     )  # fmt: skip
     return make if eval_step is None else make(eval_step)
 
@@ -134,7 +157,7 @@ class ShardedEvalStep(ShardedStep):
 
     def __init__(
         self, eval_step: Callable[..., Any], *, like: ShardedTrainStep | None, gather: str | None,
-        max_gather_bytes: int, tile_bytes: int | None, mesh: Any,
+        max_gather_bytes: int, tile_bytes: int | None, offload_params: Offload | None, mesh: Any,
         axis_names: str | Sequence[str] | None,
         static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
         in_specs: Mapping[str | int, Any] | None, state_argnums: int | Sequence[int] | None,
@@ -152,7 +175,9 @@ class ShardedEvalStep(ShardedStep):
                 gather=gather,
                 max_gather_bytes=max_gather_bytes,
                 tile_bytes=tile_bytes,
-                offload=NO_OFFLOAD,
+                offload=reading_policy(
+                    WHO, offload_params, None if like is None else like.offload_params
+                ),
                 who=WHO,
             )
             if like is None:

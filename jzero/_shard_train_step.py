@@ -38,6 +38,7 @@ def shard_train_step(
     offload_activations: Offload = NO_OFFLOAD,
     max_gather_bytes: int = MAX_GATHER_BYTES,
     tile_bytes: int | None = None,
+    layer_major: bool = False,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     axis_name: str | None = None,
@@ -153,19 +154,25 @@ def shard_train_step(
         its own host (ZeRO-Infinity). The step runs layer by layer: a layer's shards are fetched while
         the layer before computes, its gradients leave when they are reduced, and never are more than
         `device_bytes` of parameters, gathered ones included, on a device. Loops over layers run turn by
-        turn, unrolled models in parts that fit. With `offload=jzero.HostCPU()` the host updates parameters
-        in their place, and nothing else crosses; else parameters and gradients visit the devices for the
-        update. Traffic to each device: its shards once in each pass. Microbatches (`accumulate`) hold what
-        they read of parameters on the device, within `device_bytes`. Refused with `prefetch_bytes`,
-        other `gather`s, different `param_axes` and `optimizer_axes`, mesh axes beside the data axes,
-        and `HostCPU`'s `ratio` and `delayed_update`.
+        turn, unrolled models in parts that fit. Where two turns have room, each gathers for the next one
+        beside its compute. With `offload=jzero.HostCPU()` the host updates parameters in their place, layer
+        by layer while earlier layers compute their backward pass (but for what a clip by the norm of all
+        gradients scales), and nothing else crosses; else parameters and gradients visit the devices for the
+        update, in shards: within `device_bytes`, or with their optimizer state within that of
+        `offload=jzero.PinnedHost(device_bytes=...)`. Traffic to each device: its shards once in each pass.
+        Microbatches (`accumulate`), and other loops around layers, hold what they read of parameters if
+        `device_bytes` has room for it; else each turn fetches it again, but see `layer_major`. Refused with
+        `prefetch_bytes`, other `gather`s, different `param_axes` and `optimizer_axes`, mesh axes beside the
+        data axes, and `HostCPU`'s `ratio` and `delayed_update`.
       offload_activations: where activations wait for the backward pass. By default, `jzero.NoOffload()`, on
         the devices. `jzero.PinnedHost()`: in pinned memory of the devices' host. What a layer loop of the
         forward pass keeps for the backward pass leaves turn by turn, and comes back one turn before it is
         needed; so do values that unrolled layers keep. Below 1 MiB (of a turn's slice, or a value, on one
         device) they stay. It costs their bytes of traffic in each direction, beside the compute, and of
         the host's memory; with `jax.checkpoint` around the layers these are the layers' inputs.
-        `describe` lists them. On GPUs it needs JAX 0.12. A step's own checkpoint policies
+        `describe` lists them. With `offload_params` they move between the programs of layers, beside
+        `device_bytes`: those of the layer that runs, and of two more, are on a device. On GPUs it needs JAX
+        0.12, unless with `offload_params` and without `accumulate`. A step's own checkpoint policies
         (`save_and_offload_only_these_names`) work with and without it.
       max_gather_bytes: the most bytes of a value with the batch's rows that one operation may gather on
         every device. An operation that needs the rows of all devices (a sort of the batch, a callback
@@ -178,6 +185,14 @@ def shard_train_step(
         Traffic: as without, but that a matrix that several products of a pass read (recomputation is one
         more) is gathered for each. None (default): no tiles. What is not read by products, a table's
         look-up or a convolution's kernel, is whole as ever: `describe` names it.
+      layer_major: with `offload_params` and `accumulate=k`, all k microbatches pass a layer before the next
+        layer comes (layered gradient accumulation). False (default): one microbatch after the other passes
+        all layers. Traffic: a layer is fetched and gathered once for each pass of all k, so 2 passes of
+        parameters in a step, and its gradient is reduced once.
+        Memory: one layer's parameters and its whole gradient, within and beside `device_bytes`; and on the
+        devices, what layers hand on for all k microbatches (with `jax.checkpoint` around each layer, its
+        inputs for the device's whole part of the batch), which `describe` counts. Refused without the two,
+        with `reduce='each'`, and where microbatches print or call back.
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
       axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others must
         be of type Auto and stay XLA's.
@@ -212,13 +227,15 @@ def shard_train_step(
       Models", 2020, sections 5 (stages) and 7 (traffic). Zhang et al.: "MiCS: Near-linear Scaling for
       Training Gigantic Model on Public Cloud", 2022, section 3 (param_axes, optimizer_axes). Rajbhandari,
       Ruwase, Rasley, Smith, He: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
-      Learning", 2021, section 5.1.3 (tile_bytes).
+      Learning", 2021, section 5.1.3 (tile_bytes). Lamy-Poirier: "Layered gradient accumulation and modular
+      pipeline parallelism: fast and efficient training of large language models", 2021 (layer_major).
     """
     chosen = Options(
         stage, accumulate, reduce, accumulate_dtype, reduce_dtype, gather, prefetch_bytes,
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
         _items(auto_specs), max_gather_bytes, tile_bytes,
         offload=policy_of(WHO, offload, offload_params), offload_activations=offload_activations,
+        layer_major=layer_major,
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from jzero._errors import STEP, called_as
+from jzero._errors import STEP, OptionError, called_as, message
 from jzero._placement import Placement
 from jzero.offload.memory import _placing
 from jzero.processes import _agreement
@@ -20,9 +20,9 @@ from jzero.segments._programs import Programs, placed_inputs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.analysis import _residuals, _traffic, _untiled
 from jzero.sharding.batch import _trace
+from jzero.sharding.cut import _phases
 from jzero.sharding.plan import _outputs
 from jzero.sharding.plan._plan import StepPlan
-from jzero.sharding.run import _microbatches
 from jzero.tracing import _call
 
 
@@ -54,6 +54,7 @@ class ShardedStep(abc.ABC):
 
     def _run_traced(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]]:
         """A call under an outer `jax.jit`: its program, new leaves of the state at rest, and outputs."""
+        self._check_one_program("called under an outer jax.jit")
         _trace.check_outermost()
         program = self._programs.of(call.call)
         state, arrays = _placing.as_arrays(call.state, call.arrays)
@@ -62,6 +63,13 @@ class ShardedStep(abc.ABC):
             _placing.constrain(arrays, program.argument_shardings),
         )
         return program, new_state, outs
+
+    def _check_one_program(self, how: str) -> None:
+        if self._programs.options.offloads:
+            raise OptionError(message(
+                _call.WHO, f"offload={self._programs.options.offload}, and the step is {how}",
+                "An offloaded step is a loop of programs: one alone would hold all of the state on devices.",
+                "Call the step outside of jax.jit, or drop offload."))  # fmt: skip
 
     @abc.abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +119,7 @@ class ShardedStep(abc.ABC):
             plan,
             tuple(_traffic.collectives(jaxpr)),
             program.keys,
-            _traffic.carried_bytes(jaxpr, _microbatches.SCOPE),
+            _traffic.carried_bytes(jaxpr, _phases.SCOPE),
             (*program.step.crossings(), *_residuals.crossings(activations, plan.accumulate)),
             program.step.roads(),
             program.movements,
@@ -119,11 +127,13 @@ class ShardedStep(abc.ABC):
             tuple(_call.argument_paths(call.arrays)),
             tuple(_outputs.output_paths(program.out_tree, num_state)),
             _untiled.untiled(jaxpr, program.plan.exchange.tile_bytes, program.plan.stage == 3),
+            program.step.handed_bytes(),
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
         with self._asked("lower"):
+            self._check_one_program("lowered")
             self._placement.check_devices("lowered")
             call = self._programs.bind(args, kwargs)
             program = self._programs.of(call)

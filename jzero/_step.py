@@ -15,6 +15,8 @@ from jzero._errors import OptionError, StateError, message
 from jzero._memory_kinds import HOST
 from jzero._placement import Placement
 from jzero._sharded_step import ShardedStep
+from jzero.offload._parameters import ParameterOffload
+from jzero.offload._policy import NO_OFFLOAD
 from jzero.offload.memory import _placing
 from jzero.offload.memory._host_array import HostArray
 from jzero.offload.memory._like_array import LikeArray
@@ -22,6 +24,7 @@ from jzero.processes import _agreement
 from jzero.segments import _identity
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
+from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
 from jzero.tracing import _call, _jaxpr
 from jzero.tracing._returned import as_given
@@ -73,6 +76,8 @@ class ShardedTrainStep(ShardedStep):
 
         Raises:
           StateError, BatchError, StepError: see the message; the state is left as it was.
+          OptionError: the host has too little memory for what is offloaded, by what is available before the
+            first call with arguments of these shapes; the state is left as it was.
           ProcessError: several processes are about to run different programs, or one does not come.
         """
         _agreement.check(WHO)
@@ -87,7 +92,6 @@ class ShardedTrainStep(ShardedStep):
 
     def _traced(self, call: FlatCall) -> Any:
         """A call under an outer `jax.jit`."""
-        self._check_one_program("called under an outer jax.jit")
         program, state, outs = self._run_traced(call)
         new_state = _placing.unpad(state, program.plan.leaves, program.state_shardings)
         return as_given(jax.tree.unflatten(program.out_tree, [*new_state, *outs]))
@@ -104,8 +108,8 @@ class ShardedTrainStep(ShardedStep):
           The state, placed.
 
         Raises:
-          OptionError: the host has too little memory for its part of the state, by what is available before
-            (each of several processes on one host counts for itself).
+          OptionError: the host has too little memory for its part of the state, ordinary and pinned, by what
+            is available before (each of several processes on one host counts for itself).
           ProcessError: several processes are about to make different states, or one does not come.
         """
         _agreement.check("init")
@@ -114,7 +118,7 @@ class ShardedTrainStep(ShardedStep):
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         leaves, shardings = self._placement.leaf_plans(state)
         places = self._placement.places(leaves, shardings)
-        self._placement.agree("init", leaves, _placing.host_bytes(places), lambda: (
+        self._placement.agree("init", leaves, _placing.host_needs(places), lambda: (
             _identity.of_jaxpr(traced.jaxpr, traced.consts)
         ))  # fmt: skip
         made = _placing.born(traced, places, self._programs.options.offload.visiting_bytes)
@@ -201,17 +205,11 @@ class ShardedTrainStep(ShardedStep):
         found = [full if p.padding else s for p, s in zip(plans, shardings, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(state), found)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
-        self._check_one_program("lowered")
-        return super().lower(*args, **kwargs)
-
-    def _check_one_program(self, how: str) -> None:
-        if self._programs.options.offloads:
-            raise OptionError(message(
-                WHO, f"offload={self._programs.options.offload}, and the step is {how}",
-                "An offloaded step is a loop of programs: one alone would hold all of the state on devices.",
-                "Call train_step outside of jax.jit, or drop offload."))  # fmt: skip
+    @property
+    def offload_params(self) -> Offload:
+        """Where parameters rest: `jzero.NoOffload()`, on the devices, or `jzero.PinnedHost(...)`."""
+        policy = self._programs.options.offload
+        return policy.params if isinstance(policy, ParameterOffload) else NO_OFFLOAD
 
     def programs_to_evaluate(
         self, eval_step: Callable[..., Any], signature: Signature, changed: Mapping[str, Any]

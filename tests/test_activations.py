@@ -1,8 +1,10 @@
 """Activations that wait on the host for the backward pass: the same training, and types say where."""
 
+import collections
 import functools
 import itertools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,11 @@ import jzero
 import parity
 import small
 import zoo
+from jzero.offload._part_values import PartValues
 from jzero.sharding.analysis import _residuals
+from jzero.sharding.analysis._frames import variables
+from jzero.sharding.cut import _layer_parts
 from jzero.sharding.plan import _host_memory
-from jzero.sharding.run import _interpret
 from jzero.tracing import _jaxpr
 
 LAYERS, WIDTH, ROWS, STEPS = 4, 16, 16, 4
@@ -32,7 +36,7 @@ BY_NAME = jax.checkpoint_policies.save_and_offload_only_these_names(
 def _small(monkeypatch):
     """The models' values are small, so all that may wait on the host does, and little is on its way."""
     monkeypatch.setattr(_residuals, "LEAST_BYTES", 0)
-    monkeypatch.setattr(_interpret, "ON_THEIR_WAY", 4 * 2 * WIDTH)
+    monkeypatch.setattr(_residuals, "ON_THEIR_WAY", 4 * 2 * WIDTH)
 
 
 def new_state():
@@ -117,6 +121,10 @@ def check(scan, recompute, axes=None, **options):
     return train_step
 
 
+BOTH: dict[str, Any] = {
+    "offload_params": jzero.PinnedHost(device_bytes=2**14),
+    "offload_activations": jzero.PinnedHost(),
+}
 moves = functools.partial(check, offload_activations=jzero.PinnedHost())
 
 WRITTEN = list(itertools.product([True, False], ["nothing", "blocks"]))
@@ -242,6 +250,147 @@ def test_small_ones_stay(monkeypatch):
     assert "No activation waits on the host" in text
 
 
+def test_a_stack_that_is_read_whole():
+    """Both passes read it otherwise than slice by slice: it leaves as a value, when its loop is over."""
+
+    def step(params, x):
+        def loss_fn(params):
+            def turn(h, w):
+                h = jnp.tanh(h @ w)
+                return h, h
+
+            _, stack = jax.lax.scan(turn, x, params["layers"])
+            return jnp.mean(jnp.tanh(stack @ params["head"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+    keys = jax.random.split(jax.random.key(0))
+    params = {"layers": jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH)) / 4,
+              "head": jax.random.normal(keys[1], (WIDTH, WIDTH)) / 4}  # fmt: skip
+    x, _ = batches()[0]
+    expected = jax.device_get(jax.jit(step)(params, x))
+    for options in (BOTH, {"offload_activations": jzero.PinnedHost()}):
+        train_step = small.shard_train_step(step, **options)
+        stack, *_ = train_step.plan(params, x).activations
+        assert (stack.shape, stack.turns) == ((LAYERS, ROWS // 8, WIDTH), 1)
+        params_there, loss = train_step(train_step.shard(params), x)
+        found = train_step.unshard(params_there), loss
+        zoo.assert_trees_close(jax.device_get(found), expected, zoo.FP32, "")
+
+
+# -- beside parameters on the host -----------------------------------------------------------------------
+
+
+UPDATES: dict[str, Any] = {
+    "on the host": {"offload": jzero.HostCPU()},
+    "in turns": {"offload": jzero.PinnedHost(device_bytes=2**14)},
+    "on the devices": {},
+}
+
+
+@written
+@pytest.mark.parametrize("update", UPDATES)
+def test_beside_parameters_on_the_host(scan, recompute, update):
+    check(scan, recompute, **BOTH, **UPDATES[update])
+
+
+@two_written
+@pytest.mark.parametrize("num", [1, 2, 4])
+def test_beside_parameters_on_fewer_devices(scan, recompute, num):
+    check(scan, recompute, {"data": num}, **BOTH)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 2, "offload_params": jzero.PinnedHost(device_bytes=2**20)},
+        {"offload_params": jzero.PinnedHost(device_bytes=2**30)},
+    ],
+    ids=str,
+)
+@two_written
+def test_beside_parameters_with_other_options(scan, recompute, options):
+    check(scan, recompute, **BOTH | options)
+
+
+@written
+def test_beside_parameters_with_little_room(scan, recompute):
+    """For one layer's parameters: no turn gathers ahead."""
+    check(scan, recompute, **BOTH | {"offload_params": little_room(scan)})
+
+
+def little_room(scan):
+    # An unrolled layer may have to fetch its whole stack, to take a slice.
+    return jzero.PinnedHost(device_bytes=9000 if scan else 10_000)
+
+
+@pytest.mark.parametrize("recompute", ["by name", "apart, by name"])
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+def test_policies_of_the_step_beside_parameters(scan, recompute):
+    for options in (BOTH, {"offload_params": BOTH["offload_params"]}):
+        train_step = check(scan, recompute, **options)
+        assert layered(train_step)._cut.waiting
+
+
+@pytest.mark.parametrize(
+    "name", ["transformer_scan_remat", "lstm", "mixed_bf16", "sam", "microbatch_scan", "tied_embeddings"]
+)  # fmt: skip
+def test_steps_of_many_kinds_beside_parameters(name):
+    parity.check(name, {"data": 4}, functools.partial(small.shard_train_step, **BOTH))
+
+
+def layered(train_step):
+    call = train_step._programs.bind((new_state(), *batches()[0]), {})
+    return train_step._programs.of(call).step._layered
+
+
+@written
+@pytest.mark.parametrize("little", [False, True], ids=["room for two", "little room"])
+def test_what_crosses_beside_parameters_is_what_is_told(scan, recompute, little, monkeypatch):
+    """Each residual leaves once and comes back once; none is left behind."""
+    moved: collections.Counter[str] = collections.Counter()
+
+    def counted(way, direction):
+        def move(self, variables, env):
+            found = way(self, variables, env)
+            arrays = found.values() if isinstance(found, dict) else found
+            moved[direction] += sum(x.nbytes for x in arrays) // 8
+            return found
+
+        return move
+
+    for name, direction in (("away", "to host"), ("brought", "to device")):
+        way = getattr(PartValues, name)
+        monkeypatch.setattr(PartValues, name, counted(way, direction))
+    options = BOTH | ({"offload_params": little_room(scan)} if little else {})
+    train_step = small.shard_train_step(
+        make_step(scan, recompute), in_specs={"key": jax.P()}, **options
+    )
+    state = train_step.shard(new_state(), *batches()[0])
+    report = train_step.describe(state, *batches()[0])
+    train_step(state, *batches()[0])
+    told: collections.Counter[str] = collections.Counter()
+    for x in report.crossings:
+        if x.what == "activation":
+            told[x.direction] += x.nbytes
+    assert moved == told
+    assert told["to host"] == told["to device"] > 0
+
+
+def test_no_program_makes_and_reads_what_waits():
+    """However much room there is, an unrolled model's two passes are not in one program."""
+    options = BOTH | {"offload_params": jzero.PinnedHost(device_bytes=2**30)}
+    parts = layered(check(False, "blocks", **options)).parts
+    waits = _layer_parts.waiting(parts)
+    assert len(waits) == LAYERS
+    for part in parts:
+        assert waits.isdisjoint(
+            {*part.gives} & {*variables(a for e in part.eqns for a in e.invars)}
+        )
+        assert len(waits.intersection(part.reads)) <= 2  # A value is on its way, and one more.
+
+
 # -- reports ---------------------------------------------------------------------------------------------
 
 
@@ -339,15 +488,6 @@ def test_the_policy(policy, text):
     assert "Use offload_activations=jzero.PinnedHost(), or drop it." in str(caught.value)
 
 
-def test_beside_parameters_on_the_host():
-    host = jzero.PinnedHost()
-    with pytest.raises(
-        jzero.OptionError, match="programs of their own; activations leave and come"
-    ) as caught:
-        jzero.shard_train_step(make_step(True), offload_activations=host, offload_params=host)
-    assert "Drop offload_activations, or offload_params." in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("recompute", "options", "error", "text"),
     [
@@ -369,6 +509,25 @@ def test_gpus_of_which_xla_is_wrong(monkeypatch, recompute, options, error, text
     small.shard_train_step(make_step(True, "blocks"), in_specs={"key": jax.P()}).plan(
         new_state(), *batches()[0]
     )  # Without stacks on the host nothing is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [({}, False), ({"accumulate": 2}, True)],
+    ids=["turn by turn", "in microbatches"],
+)
+def test_gpus_of_which_xla_is_wrong_move_whole_arrays(monkeypatch, options, refused):
+    """Layers that are programs of their own have no stack on the host within a program."""
+    monkeypatch.setattr(_host_memory, "RIGHT_SINCE", (99, 0))
+    monkeypatch.setattr(_host_memory, "platform_of", lambda mesh: "gpu")
+    train_step = small.shard_train_step(
+        make_step(True, "blocks"), in_specs={"key": jax.P()}, **BOTH, **options
+    )
+    if not refused:
+        assert train_step.plan(new_state(), *batches()[0]).activations
+        return
+    with pytest.raises(jzero.OptionError, match="on GPUs with JAX"):
+        train_step.plan(new_state(), *batches()[0])
 
 
 def test_the_platform_of_a_mesh():

@@ -10,7 +10,7 @@ import pytest
 import gpu_compiler
 import jzero
 import small
-from jzero.sharding.run import _interpret
+from jzero.sharding.analysis import _residuals
 
 gpu_compiler.skip_without_it()
 
@@ -101,7 +101,7 @@ def test_device_memory_does_not_grow_with_the_layers():
 
 def test_values_of_unrolled_layers_leave_at_once_and_come_back_when_due(monkeypatch):
     """XLA would start a copy when the backward pass asks for it, and fetch all of them at once."""
-    monkeypatch.setattr(_interpret, "ON_THEIR_WAY", 2 * SLICE)
+    monkeypatch.setattr(_residuals, "ON_THEIR_WAY", 2 * SLICE)
     text = str(compiled(False, "host", num_layers=LAYERS + 1).as_text())
     copy = re.compile(r"%(\S+) = \((f32\S+), (f32\S+), \S+ copy-start\(%?(\S+?)\)")
     entry = text[text.index("\nENTRY") :].splitlines()

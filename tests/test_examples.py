@@ -9,6 +9,7 @@ import gpu_compiler
 import jzero
 from jzero import _components, _folded, _step, testing
 from jzero.checkpoint import _checkpointer, _restore
+from jzero.deepspeed import _schedules, _transforms, _translate
 from jzero.offload import _policy
 from jzero.offload.memory import _host_array, _padded
 from jzero.preflight import _preflight, _targets
@@ -32,8 +33,11 @@ MODULES = [
     _precision,
     _preflight,
     _restore,
+    _schedules,
     _step,
     _targets,
+    _transforms,
+    _translate,
     _keys,
     testing,
 ]

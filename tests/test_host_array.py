@@ -360,6 +360,7 @@ def test_too_little_memory(tmp_path, monkeypatch):
     with jzero.Checkpointer(tmp_path / "saved", train_step) as checkpointer:
         checkpointer.save(1, placed)
     num_bytes = sum(buffer.nbytes for leaf in host_leaves(placed) for buffer in leaf.buffers)
+    elsewhere = [on("8", policy).shard(state) for policy in (NONE, PINNED)]
     monkeypatch.setattr(_available, "ROOT", tmp_path)
     write(tmp_path, {"proc/meminfo": f"MemAvailable: {num_bytes // 1024} kB"})
     short = num_bytes // 1024 * 1024
@@ -373,7 +374,7 @@ def test_too_little_memory(tmp_path, monkeypatch):
 
     with refused("init"):
         train_step.init(new_state)
-    for given in (state, on("8", NONE).shard(state), on("8", PINNED).shard(state)):
+    for given in (state, *elsewhere):
         with refused("shard"):
             train_step.shard(given)
     with refused("restore"):

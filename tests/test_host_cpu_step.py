@@ -306,6 +306,25 @@ def test_a_step_copies_nothing_that_a_guard_forbids(policy):
     assert_same(state, expected)
 
 
+def test_a_guard_lets_pass_what_the_hosts_xla_reads():
+    """A scalar beside a function that kernels do not know."""
+
+    def step_fn(state, x):
+        w, m, scale = state
+        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        m = 0.9 * m + jax.lax.bessel_i1e(g * scale)
+        return w - 0.1 * m, m, scale * 0.5
+
+    w, x = jnp.ones((64, 8)), jnp.linspace(0, 1, 8 * 64).reshape(8, 64)
+    expected = jax.jit(step_fn)((w, w, jnp.float32(2)), x)
+    train_step = on(4, step_fn=step_fn)
+    state = train_step.shard((w, w, jnp.float32(2)), x)
+    rows = jax.device_put(x, jax.NamedSharding(state[0].sharding.mesh, P("data")))
+    with jax.transfer_guard("disallow"):
+        state = train_step(state, rows)
+    assert_same(state, expected)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("policy", [jzero.HostCPU(), jzero.PinnedHost(700)])
 def test_masters_of_the_steps_own(policy, stage):
@@ -605,7 +624,7 @@ def test_memory_for_what_is_on_its_way(monkeypatch, tmp_path):
     (tmp_path / "proc" / "meminfo").write_text("MemAvailable: 1 kB\n")
     with monkeypatch.context() as patch:
         patch.setattr(_available, "ROOT", tmp_path)
-        says = r"needs \d+ bytes \([\d.]+ KiB\) of the host's memory for gradients and parameters on their"
+        says = r"needs \d+ bytes \([\d.]+ KiB\) of the host's memory \(\d+ pinned for gradients and"
         with pytest.raises(jzero.OptionError, match=says):
             train_step(state, BATCH)
     train_step(state, BATCH)

@@ -326,6 +326,35 @@ def test_chunks_say_which_outputs_are_there():
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_updates_under_way_at_once(threads: int):
+    """Slices of a stack, each begun while others may still run: as the stack in one update."""
+    update, stacks = adamw([host(3, BLOCK + 1)])
+    update_slice, leaves = adamw([host(BLOCK + 1)])
+    grads = bfloat16([(3, BLOCK + 1)])
+    # Without copies of the parameters: nobody could wait for these.
+    whole = HostUpdate(lambda state, g: (update(state, g)[0], ()), stacks, grads)
+    expected = [x.copy() for x in stacks]
+    call(whole, expected, grads)
+    engine = HostUpdate(
+        lambda state, g: (update_slice(state, g)[0], ()), leaves, [grads[0][0]], threads=threads
+    )
+    scalars = [np.array(x) for _ in range(3) for x in stacks if x.size == 1]
+    started = [
+        engine.start(
+            [[x[i] if x.size > 1 else scalars[i] for x in stacks]], [[grads[0][i]]]
+        )
+        for i in range(3)
+    ]  # fmt: skip
+    for each in started:
+        each.finish()
+        assert each.is_over
+    for got, want in zip(stacks, expected, strict=True):
+        if got.size > 1:
+            np.testing.assert_array_equal(got, want)
+    assert [int(x) for x in scalars] == [1, 1, 1]
+
+
 def test_who_stops_asking_gets_the_whole_update():
     engine, state, grads = many_leaves()
     expected = [on_host(leaf) for leaf in state]

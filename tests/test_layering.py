@@ -25,7 +25,7 @@ FLOORS = (
     ("_sharded_step",),
     ("_step",),
     ("_shard_train_step", "_shard_eval_step", "preflight", "checkpoint"),
-    ("testing",),
+    ("testing", "deepspeed"),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -575,9 +575,15 @@ def test_stream_keeps_within_its_room(sizes, room):
             new[i] = jax.device_put(jax.jit(lambda x: x + 1, donate_argnums=0)(arrays.pop()), host)
             return [new[i]]
 
-        return _pinned.Visit(sizes[i], fetch, update)
+        def over():
+            assert new[i].is_ready()
+            ended.append(i)
 
+        return _pinned.Visit(sizes[i], fetch, update, over)
+
+    ended: list[int] = []
     _pinned.stream(map(visit, range(len(sizes))), room)
+    assert ended == [*range(len(sizes))]
     for x, n in zip(new, sizes, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.full(n, n + 1, mine))
     for i in range(
@@ -585,3 +591,25 @@ def test_stream_keeps_within_its_room(sizes, room):
     ):  # Copies start before the update before, if there is room for both.
         ahead = events.index(("fetch", i + 1)) < events.index(("update", i))
         assert ahead == (sizes[i] + sizes[i + 1] <= room)
+
+
+@pytest.mark.parametrize("under_way", [None, 0, 1])
+def test_stream_waits_for_what_is_under_way(under_way, monkeypatch):
+    """Before a visit fetches, all but the one before and so many more are over, whatever room there is."""
+    over: set[int] = set()
+    waited: list[int] = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: over.update(jax.tree.leaves(tree)))
+
+    def visit(i: int) -> _pinned.Visit:
+        def fetch():
+            waited.append(len(over))
+
+        def update(_: Any) -> Any:
+            return [i]
+
+        return _pinned.Visit(1, fetch, update)
+
+    _pinned.stream(map(visit, range(8)), 2**20, under_way)
+    late = 8 if under_way is None else under_way + 1
+    assert waited == [max(i - late, 0) for i in range(8)]
+    assert over == set(range(8))

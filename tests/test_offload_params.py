@@ -1,5 +1,6 @@
 """Parameters in pinned memory: the same training, and at most so many bytes of them on a device."""
 
+import collections
 import functools
 import re
 from typing import Any
@@ -15,6 +16,9 @@ import parity
 import small
 import zoo
 from jzero.offload import _layered, _pinned
+from jzero.segments import _programs
+from jzero.sharding.analysis import _residuals, _traffic
+from jzero.sharding.cut import _layer_parts
 
 WIDTH, ROWS, STEPS = 16, 16, 3
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
@@ -127,13 +131,16 @@ BY_DEFAULT = {
     ],
 )
 def test_the_zoo_with_the_smallest_window(name):
+    check_with_the_smallest_window(name)
+
+
+def check_with_the_smallest_window(name, **options):
     """What the largest part needs is all that is ever there: each step in as many parts as can be."""
 
     def train(device_bytes):
-        shard = functools.partial(
-            small.shard_train_step, offload_params=jzero.PinnedHost(device_bytes=device_bytes)
-        )
-        parity.check(name, {"data": 4}, shard)
+        policy = jzero.PinnedHost(device_bytes=device_bytes)
+        shard = functools.partial(small.shard_train_step, offload_params=policy, **options)
+        parity.check(name, {"data": 4}, shard, options)
 
     device_bytes = 1
     while True:
@@ -159,6 +166,7 @@ def test_an_optimizer_without_state(scan):
         {"axes": {"node": 2, "local": 4}},
         {"axes": {"node": 2, "local": 4}, "param_axes": "local", "optimizer_axes": "local"},
         {"accumulate": 2, "device_bytes": 2**20},
+        {"device_bytes": 9000},
         {"min_shard_bytes": 0},
         {"full": "head"},
         {"offload": jzero.PinnedHost(device_bytes=3000)},
@@ -170,35 +178,119 @@ def test_with_other_options(options, update):
     check(True, **{"offload": UPDATES[update]} | options)
 
 
+@pytest.mark.parametrize("num", [1, 4])
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
-def test_depth_costs_activations_only(scan, monkeypatch):
+def test_microbatches_run_in_parts_where_they_have_no_room(scan, num):
+    """Their loop is one part if there is room for what it reads; else its turns run in parts."""
+    found = []
+    for device_bytes in (2**13, 2**20):
+        train_step, state = check(scan, axes={"data": num}, accumulate=2, device_bytes=device_bytes)
+        call = train_step._programs.bind((state, batch(0)), {})
+        layered = train_step._programs.of(call).step._layered
+        found.append(len([*_layer_parts.nested_loops(layered.parts)]))
+        fetched = train_step.describe(state, batch(0)).to_dict()["crossings"][0]
+        layers, head = 4 * (2 * 2 * WIDTH * WIDTH + WIDTH), WIDTH * WIDTH
+        # In parts, once for each pass of each microbatch; the head's passes are one part. And for the update.
+        times = (2 * 2 + 1, 2 + 1) if found[-1] else (1 + 1, 1 + 1)
+        # Parts of unrolled layers have some parameters in common.
+        expected = (times[0] * layers + times[1] * head) // num
+        assert fetched["elements"] == expected if scan else fetched["elements"] >= expected
+    assert found == [1, 0]
+
+
+@pytest.mark.parametrize(("num", "nested"), [(1, 1), (4, 0)])
+def test_a_while_that_devices_may_leave_one_after_the_other(num, nested):
+    """In a step with collectives of its own: on several devices it stays one part."""
+
+    def step(state, x):
+        def turn(carry):
+            x, t = carry
+            for w in state["frozen"]:
+                x = jnp.tanh(x @ w)
+            return x, t + 1
+
+        x, _ = jax.lax.while_loop(lambda carry: carry[1] < 3, turn, (x, 0))
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        loss, grad = jax.lax.pmean((loss, grad), "batch")
+        return state | {"w": state["w"] - 0.1 * grad}, loss
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    weights = [jax.random.normal(key, (WIDTH, WIDTH)) / 4 for key in keys]
+
+    def train(device_bytes):
+        mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+        train_step = small.shard_train_step(
+            step, mesh=mesh, axis_name="batch",
+            offload_params=jzero.PinnedHost(device_bytes=device_bytes),
+        )  # fmt: skip
+        state = {"w": jnp.copy(weights[0]), "frozen": [*map(jnp.copy, weights[1:])]}
+        call = train_step._programs.bind((state, batch(0)), {})
+        parts = train_step._programs.of(call).step._layered.parts
+        return train_step(state, batch(0)), len([*_layer_parts.nested_loops(parts)])
+
+    if nested:
+        (_, loss), found = train(2**11)
+        assert found == 1
+    else:
+        with pytest.raises(jzero.OptionError, match="one part is fetched while another runs"):
+            train(2**11)
+        (_, loss), found = train(2**14)
+        assert found == 0
+    x = batch(0)
+    for w in weights[1:] * 3:
+        x = jnp.tanh(x @ w)
+    np.testing.assert_allclose(loss, jnp.mean((x @ weights[0]) ** 2), rtol=1e-5)
+
+
+def peak_bytes(monkeypatch, train_step, state, *batches, of=lambda x: True):
+    """The most bytes of arrays on the devices between two programs of a second step, above those before."""
+    found = [0]
+
+    def live():
+        arrays = jax.live_arrays()
+        return sum(x.nbytes for x in arrays if x.sharding.memory_kind == "device" and of(x))
+
+    def watched(visits, *limits):
+        def looked_at(visit):
+            if visit is None:
+                return None
+
+            def update(arrays):
+                waits = visit.update(arrays)
+                jax.block_until_ready(waits)
+                found[0] = max(found[0], live() - before)
+                return waits
+
+            return visit._replace(update=update)
+
+        _pinned.stream(map(looked_at, visits), *limits)
+
+    state, _ = train_step(state, *batches[0])
+    before = live()
+    with monkeypatch.context() as patched:
+        patched.setattr(_layered, "stream", watched)
+        train_step(state, *batches[1])
+    return found[0]
+
+
+# Of one turn: shards of 8 devices, and whole on each of them.
+SHARDS = 4 * (2 * 2 * WIDTH * WIDTH + WIDTH)
+WHOLE = 8 * SHARDS
+
+
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2, "layer_major": True}], ids=str)
+@pytest.mark.parametrize(
+    ("scan", "device_bytes"),
+    [(True, 9000), (True, 2**14), (False, 9000)],
+    ids=["scanned", "scanned, gathers ahead", "unrolled"],
+)
+def test_depth_costs_activations_only(scan, device_bytes, more, monkeypatch):
     """Between any two programs the devices hold a part's parameters, and the layers' inputs."""
 
     def peak(layers):
-        found = [0]
-
-        def watched(visits, device_bytes):
-            def looked_at(visit):
-                def update(arrays):
-                    waits = visit.update(arrays)
-                    jax.block_until_ready(waits)
-                    live = [x for x in jax.live_arrays() if x.sharding.memory_kind == "device"]
-                    found[0] = max(found[0], sum(x.nbytes for x in live) - before)
-                    return waits
-
-                return visit._replace(update=update)
-
-            _pinned.stream(map(looked_at, visits), device_bytes)
-
-        train_step, state = sharded(
-            scan, CLIPPED, layers=layers, device_bytes=9000, offload=jzero.HostCPU()
-        )
-        state, _ = train_step(state, batch(0))
-        before = sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == "device")
-        with monkeypatch.context() as patched:
-            patched.setattr(_layered, "stream", watched)
-            train_step(state, batch(1))
-        return found[0]
+        options = dict(layers=layers, device_bytes=device_bytes, offload=jzero.HostCPU())
+        train_step, state = sharded(scan, CLIPPED, **options, **more)
+        return peak_bytes(monkeypatch, train_step, state, (batch(0),), (batch(1),))
 
     few, many = peak(4), peak(12)
     inputs = ROWS * WIDTH * 4
@@ -207,14 +299,142 @@ def test_depth_costs_activations_only(scan, monkeypatch):
     assert 1.5 * inputs < weights, "the bound says nothing of a layer's parameters"
 
 
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2, "layer_major": True}], ids=str)
+@pytest.mark.parametrize("device_bytes", [9000, 2**14], ids=["gathers in turns", "gathers ahead"])
+def test_depth_costs_nothing_with_activations_on_the_host(device_bytes, more, monkeypatch):
+    """The turn that runs, and the next two, have their inputs on the devices; all others wait on the host."""
+    monkeypatch.setattr(_residuals, "LEAST_BYTES", 0)
+    there = [0]
+
+    def peak(layers):
+        options = dict(layers=layers, device_bytes=device_bytes, offload=jzero.HostCPU())
+        train_step, state = sharded(
+            True, CLIPPED, offload_activations=jzero.PinnedHost(), **options, **more
+        )
+        found = peak_bytes(monkeypatch, train_step, state, (batch(0),), (batch(1),))
+        there.append(sum(r.nbytes for r in train_step.plan(state, batch(0)).activations))
+        return found
+
+    few, many = peak(4), peak(12)
+    assert many <= few, (few, many)
+    inputs = ROWS // 8 * WIDTH * 4 // more.get("accumulate", 1)
+    assert there[1:] == [5 * inputs, 13 * inputs]  # of the head, too
+
+
+def test_what_waited_on_the_host_is_freed(monkeypatch):
+    monkeypatch.setattr(_residuals, "LEAST_BYTES", 0)
+
+    def pinned():
+        arrays = jax.live_arrays()
+        return sum(x.nbytes for x in arrays if x.sharding.memory_kind == "pinned_host")
+
+    train_step, state = sharded(True, CLIPPED, offload_activations=jzero.PinnedHost())
+    state, _ = train_step(state, batch(0))
+    before = pinned()
+    state, _ = train_step(state, batch(1))
+    assert pinned() == before
+
+
+# -- gathers --------------------------------------------------------------------------------------------
+
+
+def loops_of(train_step, state, *batches):
+    call = train_step._programs.bind((state, *batches), {})
+    parts = train_step._programs.of(call).step._layered.parts
+    return [part for part in parts if isinstance(part, _layer_parts.LayerLoop)]
+
+
+def two_turns():
+    """Bytes on each device of two turns: fetched, and gathered."""
+    train_step, state = sharded(True, CLIPPED)
+    loop, _ = loops_of(train_step, state, batch(0))
+    assert loop.nbytes == (SHARDS + WHOLE) // 8
+    return 2 * loop.nbytes
+
+
+def test_turns_gather_ahead_where_two_have_room():
+    """Else a turn gathers its own: the smallest window is what one turn needs."""
+    room = two_turns()
+    for device_bytes, num in [(room, 3), (room - 1, 0), (room // 2, 0)]:
+        train_step, state = sharded(True, CLIPPED, device_bytes=device_bytes)
+        found = [len(loop.body.gathered) for loop in loops_of(train_step, state, batch(0))]
+        assert found == [num, num]
+
+
+def test_one_device_gathers_nothing_ahead():
+    train_step, state = sharded(True, CLIPPED, axes={"data": 1})
+    assert [loop.body.gathered for loop in loops_of(train_step, state, batch(0))] == [(), ()]
+
+
+def test_parameters_on_the_devices_stay_within_device_bytes(monkeypatch):
+    """Shards, and what the devices have of them whole: of two turns, and no more."""
+    room = two_turns()
+    train_step, state = sharded(
+        True, CLIPPED, device_bytes=room, layers=12, offload=jzero.HostCPU()
+    )
+    of_layers = {(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH), (WIDTH,), (1, WIDTH)}
+    mine = lambda x: x.shape in of_layers or x.shape[1:] in of_layers  # noqa: E731
+    found = peak_bytes(monkeypatch, train_step, state, (batch(0),), (batch(1),), of=mine)
+    assert WHOLE < found <= 8 * room
+
+
+@pytest.mark.parametrize("tile_bytes", [None, 1024])
+def test_leaves_that_are_read_as_shards_stay_for_their_turn(tile_bytes):
+    """A turn reads them when those of the next one are there: they count in its bytes."""
+
+    def step(params, x):
+        def turn(carry, w):
+            x, decay = carry
+            return (jnp.tanh(x @ w["up"]) @ w["down"], decay + jnp.sum(w["up"] ** 2) / 100), None
+
+        def loss_fn(params):
+            (y, decay), _ = jax.lax.scan(
+                jax.checkpoint(turn, prevent_cse=False), (x, 0.0), params["layers"]
+            )
+            return jnp.mean((y @ params["head"]) ** 2) + decay
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+    params = expected = new_state(True, 4, PLAIN)["params"]
+    window = jzero.PinnedHost(device_bytes=2**14)
+    train_step = small.shard_train_step(step, offload_params=window, tile_bytes=tile_bytes)
+    params = train_step.shard(params)
+    for loop in loops_of(train_step, params, batch(0)):
+        assert loop.body.gathered
+        kept = [loop.body.slices[i].aval.size * 4 for i in loop.body.kept]
+        assert sum(kept) == loop.body.kept_bytes > 0
+    for i in range(STEPS):
+        expected, expected_loss = jax.jit(step)(expected, batch(i))
+        params, loss = train_step(params, batch(i))
+        found = zoo.to_host((train_step.unshard(params), loss))
+        zoo.assert_trees_close(found, zoo.to_host((expected, expected_loss)), zoo.FP32, f"step {i}")
+
+
+def gathers_started(train_step, state, *batches):
+    """How often the programs that a step starts gather so many elements; the step cannot run after it."""
+    call = train_step._programs.bind((state, *batches), {})
+    program = train_step._programs.of(call)
+    traced = program.step.dispatched(*_programs.inputs_at_rest(call, program))
+    found: collections.Counter[int] = collections.Counter()
+    for each in _traffic.collectives(traced):
+        if each.op == "all-gather":
+            found[each.elements] += each.times
+    return found
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in their turns"])
+def test_each_pass_gathers_each_leaf_once(ahead):
+    room = two_turns()
+    train_step, state = sharded(True, CLIPPED, device_bytes=room if ahead else room - 1)
+    expected = {2 * WIDTH * WIDTH: 2 * 2 * 4, WIDTH: 2 * 4, WIDTH * WIDTH: 2}
+    assert gathers_started(train_step, state, batch(0)) == expected
+
+
 def test_casts_in_the_layers_hand_no_parameters_to_the_backward_pass():
     """A cast of a layer's slice is a residual of the forward loop, all layers' parameters in it."""
     train_step, state = sharded(True, CLIPPED, dtype=jnp.bfloat16)
-    call = train_step._programs.bind((state, batch(0)), {})
-    (forward, *_) = [
-        part for part in train_step._programs.of(call).step._layered.parts
-        if isinstance(part, _layered._layers.LayerLoop)
-    ]  # fmt: skip
+    forward, *_ = loops_of(train_step, state, batch(0))
     kept = [
         y.aval.shape[1:]
         for y, kind in zip(forward.results[1], forward.ys, strict=True)
@@ -248,6 +468,9 @@ def test_evaluation_reads_parameters_where_they_rest():
     )
     expected = jnp.mean(batch(0) @ one_device(True, True)[-1][0]["params"]["head"])
     np.testing.assert_allclose(eval_step(state, batch(0)), expected, rtol=1e-5, atol=1e-6)
+    # More of it is in test_infer_from_host.py.
+    (fetched,) = eval_step.describe(state, batch(0)).crossings
+    assert (fetched.what, fetched.elements) == ("parameter", WIDTH * WIDTH // 8)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import waiting
 
 FOLDER = pathlib.Path(__file__).parents[1] / "experiments" / "offload" / "one_gpu"
-NAMES = ("machine", "report", "runner", "search")
+NAMES = ("machine", "report", "run", "runner", "search")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,6 +41,17 @@ def test_the_search_ends_at_the_largest_that_trains(guess: int, most: int):
     assert len(tried) == len(set(tried))
     assert search.fails > most >= (search.trains or 0)
     assert search.fails - (search.trains or 0) <= max(1, most // 10)
+
+
+@pytest.mark.parametrize(
+    ("policy", "host", "layers"),
+    [
+        ("jit", 2**37, 10), ("host", 2**40, 36), ("host", 2**36, 19), ("layers", 2**37, 39),
+        ("layers", None, 1),
+    ],
+)  # fmt: skip
+def test_the_search_begins_where_device_or_host_may_end(policy: str, host: int | None, layers: int):
+    assert module("run").first_guess(policy, 4096, 2**35, host) == layers
 
 
 @pytest.fixture
@@ -126,7 +137,9 @@ def test_where_there_is_no_gpu(tmp_path: pathlib.Path):
 @pytest.mark.slow
 def test_a_toy_from_end_to_end(tmp_path: pathlib.Path):
     pytest.importorskip("llvmlite")
-    ended = run("--tiny", "--parts", "speed", "largest", "--out", str(tmp_path))
+    ended = run(
+        "--tiny", "--parts", "speed", "link", "largest", "decode", "state", "--out", str(tmp_path)
+    )
     assert ended.returncode == 0, ended.stderr
     (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
@@ -134,12 +147,24 @@ def test_a_toy_from_end_to_end(tmp_path: pathlib.Path):
     assert set(states.values()) == {"ok"}, states
     losses = {
         name: found[f"speed {name}"]["runs"][0]["third_loss"]
-        for name in ("jit", "host", "delayed", "pinned", "none")
+        for name in ("jit", "host", "layers", "activations", "delayed", "pinned", "none")
     }
     late = losses.pop("delayed")
     # bfloat16 rounds differently in different programs.
     assert max(losses.values()) - min(losses.values()) < 1e-2 < late - max(losses.values())
     assert "What did not run" not in ended.stdout
     assert "delayed update, " in ended.stdout
-    assert "times as many parameters with offload" in ended.stdout
+    for policy in ("host", "layers", "activations"):
+        assert f"times as many parameters with {policy} as with jit" in ended.stdout
+    # Parameters (2 bytes) for two passes, gradients; and with all state in turns 12 bytes each way.
+    params = found["link layers"]["parameters"]
+    for policy, down, up in (("layers", 2, 4), ("turns", 14, 16)):
+        crossed = found[f"link {policy}"]["runs"][0]["crossing_bytes"]
+        assert crossed["to host"] >= down * params
+        assert crossed["to device"] >= up * params - 2**16
+    (fetched,), (there,) = (found[f"decode {policy}"]["decodes"] for policy in ("layers", "jit"))
+    assert fetched["crossing_bytes"]["to device"] > 2 * 4 * found["decode jit"]["parameters"]
+    assert fetched["mean_logit"] == pytest.approx(there["mean_logit"], rel=0.1)
+    for table in ("GB to device", "ceiling"):
+        assert table in ended.stdout
     assert path.with_suffix(".md").read_text() in ended.stdout

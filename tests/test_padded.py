@@ -260,6 +260,20 @@ def test_padding_that_would_cost_more_than_the_leaf_is_refused():
     assert plan.leaves[0].why_full == "every dim is too small for so many devices"
 
 
+def test_an_array_without_elements_stays_full():
+    """JAX takes no value of its shards."""
+
+    def step(state, x):
+        return {"empty": state["empty"] + 1, "w": state["w"] - x.mean()}, x.mean()
+
+    new = {"empty": jnp.zeros((0, 8)), "w": jnp.ones((8, 8))}
+    train_step = small.shard_train_step(step)
+    state, _ = train_step(train_step.shard(new, jnp.ones(8)), jnp.ones(8))
+    leaves = train_step.plan(state, jnp.ones(8)).leaves
+    assert [leaf.why_full for leaf in leaves] == ["it has no elements", ""]
+    assert [x.shape for x in jax.tree.leaves(train_step.unshard(state))] == [(0, 8), (8, 8)]
+
+
 def test_a_consumed_padded_leaf_is_named():
     train_step = small.shard_train_step(make_step(optax.sgd(0.1)), mesh=mesh_of(8))
     state, _ = train_step(init(optax.sgd(0.1)), tokens())

@@ -176,6 +176,129 @@ def test_gradients_of_an_unrolled_model_do_not_pile_up():
     assert found.peak_bytes - found.argument_bytes - activations < 6 * 2 * dim**2
 
 
+LAYERS, WIDTH, MIB = 8, 1024, 2**20
+
+
+def layered_step(scan):
+    layer = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w), prevent_cse=not scan)
+
+    def step(state, x):
+        def loss_fn(params):
+            if scan:
+                return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0] ** 2)
+            return jnp.mean(functools.reduce(layer, params, x) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt_state = TX.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}, loss
+
+    return step
+
+
+TX = optax.adamw(1e-3)
+
+
+@functools.cache
+def offloaded(scan, num_layers, state_offload, device_bytes=16 * MIB) -> Any:
+    """On 8 devices, of each of which a layer has 0.5 MiB in shards and 4 MiB gathered; rows 0.5 MiB."""
+    matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    params: Any = [matrix] * num_layers
+    if scan:
+        params = jax.ShapeDtypeStruct((num_layers, WIDTH, WIDTH), jnp.float32)
+    state = {"params": params, "opt_state": jax.eval_shape(TX.init, params)}
+    x = jax.ShapeDtypeStruct((8 * 128, WIDTH), jnp.float32)
+    train_step = jzero.shard_train_step(
+        layered_step(scan), offload=state_offload, offload_params=jzero.PinnedHost(device_bytes)
+    )
+    return jzero.preflight(train_step, state, x)
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
+def test_parameters_on_the_hosts_cost_a_window(scan):
+    """On a device: a layer or two, a few gradients, and the layers' inputs. On its host: all else."""
+    few, many = (offloaded(scan, n, jzero.HostCPU()) for n in (4, 12))
+    inputs, layer = WIDTH * 128 * 4, 4 * WIDTH**2
+    assert many.peak_bytes - few.peak_bytes <= 8 * inputs + 1024
+    assert few.peak_bytes < 16 * MIB + 3 * layer + 8 * inputs
+    assert many.argument_bytes == inputs + 4  # the batch, and the step's count
+    shards = 12 * layer // 8
+    pinned = many.host_bytes - many.report.plan.nbytes_at_rest(tier="pinned_host")
+    assert shards <= pinned < shards + 1024  # gradients, beside the parameters
+    # Each layer comes once for each pass, the last one once for both where one program does both.
+    to_device = sum(c.nbytes for c in many.report.crossings if c.direction == "to device")
+    assert 2 * shards - layer // 8 <= to_device <= 2 * shards
+    assert "per step, each device" in str(many)
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
+def test_the_programs_of_parts_only_copy_pinned_memory(scan):
+    found = offloaded(scan, 4, jzero.HostCPU())
+    assert found.parts
+    assert not [part for part in found.parts if part.host_operations]
+    assert "no program computes there" in str(found)
+    for part in found.parts:
+        if part.name in ("fetch", "store"):
+            # No second copy of a stack: what is not the slice are a few indices.
+            assert part.temporary_bytes < 4096
+            assert part.argument_bytes + part.made_bytes < WIDTH**2 * 4 // 8 + 4096
+
+
+def test_equal_layers_share_their_programs():
+    few, many = (offloaded(False, n, jzero.HostCPU()) for n in (4, 12))
+    assert len(few.parts) == len(many.parts)
+    assert sum(part.times for part in many.parts) - sum(part.times for part in few.parts) == 16
+
+
+@pytest.mark.parametrize(
+    "policy", [jzero.NoOffload(), jzero.PinnedHost(device_bytes=2 * MIB)], ids=str
+)
+def test_updates_on_the_devices_are_parts_too(policy):
+    found = offloaded(True, 8, policy)
+    names = [part.name for part in found.parts]
+    assert "turn" in names
+    assert "update" in names
+    moments = 2 * LAYERS * WIDTH**2 * 4 // 8
+    rests_here = isinstance(policy, jzero.NoOffload)
+    assert (found.argument_bytes > moments) == rests_here
+    assert found.peak_bytes - found.argument_bytes < 40 * MIB
+
+
+def test_the_schedule_of_parts_is_that_of_all_their_runs():
+    found = offloaded(True, 8, jzero.HostCPU())
+    assert moved(found.schedule.collectives) == moved(found.report.traffic)
+    rows = found.to_dict()
+    assert json.loads(json.dumps(rows)) == rows
+    assert {row["name"] for row in rows["parts"]} >= {"fetch", "turn", "store"}
+    text = str(found)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Of a step in parts: the time of copies" in text
+
+
+def test_optimizer_state_on_the_hosts():
+    """One grad part, and its update; without parameters on the hosts."""
+    state = programs.abstract_state(programs.Model())
+    for policy, names in (
+        (jzero.HostCPU(), {"grad_part"}),
+        (jzero.PinnedHost(), {"grad_part", "update"}),
+    ):
+        train_step = small.shard_train_step(programs.train_step, offload=policy)
+        found = jzero.preflight(train_step, state, BATCH)
+        assert {part.name for part in found.parts} == names
+        assert found.fits
+
+
+def test_the_most_rows_of_a_step_in_parts():
+    matrix = jax.ShapeDtypeStruct((2, 64, 64), jnp.float32)
+    state = {"params": matrix, "opt_state": jax.eval_shape(TX.init, matrix)}
+    train_step = small.shard_train_step(
+        layered_step(True), offload=jzero.HostCPU(), offload_params=jzero.PinnedHost(2**16)
+    )
+    x = jax.ShapeDtypeStruct((8 * 64, 64), jnp.float32)
+    found = jzero.preflight(train_step, state, x, memory_fraction=1e-6, search_batch=True)
+    assert (found.largest_rows or 0) > 0
+
+
 def test_verdict_and_limits():
     state = programs.abstract_state(programs.Model())
     train_step = small.shard_train_step(programs.train_step)
@@ -187,7 +310,9 @@ def test_verdict_and_limits():
         "jzero preflight: 4 x NVIDIA A100-SXM4-80GB (1 hosts of 4), compiled in "
     )
     assert "FITS, with 59.4 GiB: the peak is" in text
-    assert "Not seen: memory kinds" in text
+    assert "Not seen: buffers of NCCL" in text
+    assert "Of a step in parts" not in text
+    assert (found.parts, found.host_bytes) == ((), 0)
     assert max(map(len, text.splitlines())) <= 80
     rows = found.to_dict()
     assert json.loads(json.dumps(rows)) == rows

@@ -155,6 +155,7 @@ def test_trains_the_same_reduced_early(monkeypatch):
         ((50257, 768), 1024, 0),  # padded by least
         ((7,), 8, 0),
         ((1, 1), 8, None),
+        ((0, 8), 8, None),
         ((), 8, None),
     ],
 )

@@ -107,7 +107,9 @@ class _Task:
         self._sources = match(who, wanted, self._stored.leaves, str(self._stored.directory))
         places = placement.places(self._plans, shardings)
         self._places = dict(zip(names, places, strict=True))
-        _available.check(who, _available.shortage(_placing.host_bytes(places)))
+        _available.check(
+            who, _available.shortage(_placing.host_needs(places), placement.programs.setting.mesh)
+        )
 
     def identity(self) -> list[str]:
         """What must be the same in all processes."""

@@ -13,15 +13,11 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jzero._memory_kinds import PINNED
 from jzero.offload._host_turn import HostTurn
 from jzero.offload.kernels._host_update import HostUpdate
-from jzero.offload.memory import _available
 from jzero.offload.memory._host_array import HostArray, places
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, view
 from jzero.segments._segment import shard_of
-from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.tracing import _call
 
-WHO = _call.WHO
 Slices = tuple[slice, ...]
 
 
@@ -60,9 +56,6 @@ class HostEngine:
           threads: how many threads update.
           num_sets: of outputs, used in turn: one more than steps whose copies to the devices may be under way
             when the next one writes.
-
-        Raises:
-          OptionError: the host has too little memory for what is on its way.
         """
         self._turn = turn
         self.update = HostUpdate(
@@ -77,21 +70,16 @@ class HostEngine:
         self._indices = [[np.asarray(i, np.int32) for i in indices[device]] for device in devices]
         outs, shapes = turn.out_avals(), turn.out_shapes()
         self._places = [aval.sharding for aval in outs]
-        down, up = (
-            sum(size_in_bytes(shard_of(x)) for x in avals) for avals in (turn.read_avals(), outs)
-        )
-        needed = len(self._local) * (down + num_sets * up)
-        found = _available.shortage(needed, "gradients and parameters on their way")
-        _available.check(WHO, found)
         self._sets = [self._outputs(outs) for _ in range(num_sets)]
         self._buffers: list[Sequence[np.ndarray]] = []  # Of each leaf, as prepared.
         self._leaves: Sequence[HostArray | PinnedLeaf] = ()
         self._padding_of_outs = [
-            _padding(aval.sharding, aval.shape, shape, self._local)
+            padding_of(aval.sharding, aval.shape, shape, self._local)
             for aval, shape in zip(outs, shapes, strict=True)
         ]
         self._padding_of_leaves = [
-            _padding(turn.at_rest(leaf), leaf.padded_shape, leaf.shape, devices) for leaf in leaves
+            padding_of(turn.at_rest(leaf), leaf.padded_shape, leaf.shape, devices)
+            for leaf in leaves
         ]
 
     @property
@@ -133,9 +121,7 @@ class HostEngine:
                 sent = jax.device_put([outputs.arrays[i] for i in done], places)
             yield {self._turn.outs[i]: x for i, x in zip(done, sent, strict=True)}
         for of_leaf, padding in zip(buffers, self._padding_of_leaves, strict=True):
-            for buffer, index in zip(of_leaf, padding, strict=True):
-                if index is not None:
-                    buffer[index] = 0
+            zero_padding(of_leaf, padding)
         for leaf in leaves:
             if isinstance(leaf, PinnedLeaf):
                 leaf.copy_to_replicas()
@@ -169,7 +155,7 @@ def _pinned(aval: jax.ShapeDtypeStruct, devices: Sequence[jax.Device]) -> jax.Ar
     return jax.make_array_from_single_device_arrays(aval.shape, home, parts)
 
 
-def _padding(
+def padding_of(
     sharding: NamedSharding, padded: Sequence[int], shape: Sequence[int], devices: Sequence[jax.Device]
 ) -> list[Slices | None]:  # fmt: skip
     """For each device, which part of its shard is padding."""
@@ -183,3 +169,10 @@ def _padding(
                 index = (slice(None),) * dim + (slice(max(size - start, 0), None),)
         tails.append(index)
     return tails
+
+
+def zero_padding(buffers: Sequence[np.ndarray], padding: Sequence[Slices | None]) -> None:
+    """Zeros where the shards of a leaf are padded."""
+    for buffer, index in zip(buffers, padding, strict=True):
+        if index is not None:
+            buffer[index] = 0

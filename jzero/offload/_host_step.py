@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from jzero._errors import StateError, message
-from jzero._memory_kinds import HOST, PINNED
+from jzero._memory_kinds import HOST, PINNED, HostNeed
+from jzero.offload._early_turns import EarlyPlan, plan_early
+from jzero.offload._early_updates import EarlyRun, EarlyUpdates
 from jzero.offload._host_engine import HostEngine
 from jzero.offload._host_turn import HostTurn
 from jzero.offload._layered import LayeredSegment
@@ -20,7 +23,7 @@ from jzero.offload.kernels._roads import roads_text
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.segments import _conversions
 from jzero.segments._builder import Builder
-from jzero.segments._segment import Var, shard_of
+from jzero.segments._segment import Values, Var, shard_of
 from jzero.segments._segmented import SegmentedStep
 from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.sharding.analysis._traffic import Crossing
@@ -59,6 +62,9 @@ class HostStep:
     compute new ones. What can fail is done before anything of the old state is overwritten, but for copies to
     devices that have no room.
 
+    Of parameters that rest on the hosts the update begins layer by layer, as gradients come: with the second
+    step, when all programs are compiled. See `plan_early`.
+
     Attributes:
       leaves: where the state rests.
       shardings: the same, for JAX.
@@ -83,25 +89,40 @@ class HostStep:
         """
         self.leaves, self.shardings = runner.plan.leaves, shardings
         self._runner, self._threads, self._delays = runner, threads, delays
+        # A delayed update writes while the step before may still send.
+        self._num_sets = 1 if delays is None else 2
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == HOST]
         self._streamed = [i for i, leaf in enumerate(self.leaves) if leaf.is_streamed]
         builder = Builder(runner, shardings)
         self._segments = SegmentedStep(builder)
         self.grad, self.turns = self._segments.grad, self._segments.turns
         self.run, self.trace = self._segments.run, self._segments.trace
-        self.host = HostTurn(builder, runner.plan.turns[0])
+        pieces = runner.plan.turns[0].pieces
+        self.host = HostTurn(builder, pieces)
         reads = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
         # What the host renews it reads as it is then; all else, a loss scale, as it was for the gradients.
         leaf_of, renewed = self._segments.leaf_of, set(self.host.outs)
         self._entered = [var for var in reads if leaf_of.get(var) in renewed]
         self._sent = [var for var in reads if leaf_of.get(var) not in renewed]
         self._stays = [v for turn in self.turns[1:] for v in turn.takes if v in self.grad.gives]
-        self._grad: Callable[..., Any] = _to_host(
-            self._grad_part, [reads[var].sharding for var in self._sent]
-        )
+        self._known = [v for v in self._sent if v not in self.grad.gives]
+        self._grad = _to_host(self._grad_part, [reads[var].sharding for var in self._sent])
+        self._send = _to_host(self._known_part, [reads[var].sharding for var in self._known])
         self._layered: LayeredSegment | None = None
+        self._early_plan = EarlyPlan((), {})
         if self._streamed:
-            self._grad = self._by_layers(runner, params_bytes)
+            gradients = [v for v in self._sent if v in self.grad.gives]
+            self._layered = LayeredSegment(runner, self.grad, gradients, params_bytes)
+            self.grad = self._segments.grad = self._layered.as_segment()
+            known = [*self._known, *self._layered.literals]
+            self._early_plan = plan_early(runner, self._layered, pieces, known, self._stays)
+            self._layered.send_slices(self._early_plan.slices)
+        self._late: HostTurn | None = self.host  # what the host begins when it has all gradients
+        if self._early_plan.turns:
+            late = list(self._early_plan.late)
+            self._late = HostTurn(builder, late) if late else None
+        self._early: EarlyUpdates | None = None
+        self._has_run = False
         self._enter = _to_host(self._enter_part, [reads[var].sharding for var in self._entered])
         # Their old values are freed when the step cannot fail any more.
         self._renewed = [i for i in self.grad.outs if i < len(self.leaves)]
@@ -111,33 +132,18 @@ class HostStep:
         self._leaving: dict[tuple[int, ...], Callable[..., Any]] = {}
 
     def _grad_part(self, consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
-        given, outs = self.grad.run(consumed, read)
         values = dict(zip(self.grad.takes, [*consumed, *read], strict=True))
+        known, _ = self._known_part([values[v] for v in self._known])
+        return self._handed(known, *self.grad.run(consumed, read))
+
+    def _known_part(self, arrays: list[Any]) -> tuple[list[Any], None]:
+        """What the update reads that no gradient is: leaves on the devices, and arguments."""
+        return self._as_shards(self._known, arrays), None
+
+    def _handed(self, known: list[Any], given: list[Any], outs: list[Any]) -> tuple[list[Any], Any]:
+        values = dict(zip(self._known, known, strict=True))
         values |= zip(self.grad.gives, given, strict=True)
-        leaves = [v for v in self._sent if v in self._segments.leaf_of]
-        values |= zip(leaves, self._as_shards(leaves, [values[v] for v in leaves]), strict=True)
         return [values[v] for v in self._sent], ([values[v] for v in self._stays], outs)
-
-    def _by_layers(self, runner: Runner, params_bytes: int) -> Callable[..., Any]:
-        """The same, with parameters that rest on the hosts."""
-        leaf_of = self._segments.leaf_of
-        gradients = [v for v in self._sent if v not in leaf_of]
-        layered = self._layered = LayeredSegment(runner, self.grad, gradients, params_bytes)
-        leaves = [v for v in self._sent if v in leaf_of]
-        reads = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
-        send = _to_host(
-            lambda xs: (self._as_shards(leaves, xs), None), [reads[v].sharding for v in leaves]
-        )
-
-        def grad(consumed: list[Any], read: list[Any]) -> tuple[list[Any], Any]:
-            values = dict(zip(self.grad.takes, [*consumed, *read], strict=True))
-            given, outs = layered(values)
-            down, _ = send([values[v] for v in leaves]) if leaves else ([], None)
-            values |= zip(self.grad.gives, given, strict=True)
-            values |= zip(leaves, down, strict=True)
-            return [values[v] for v in self._sent], ([values[v] for v in self._stays], outs)
-
-        return grad
 
     def _enter_part(self, leaves: list[Any]) -> tuple[list[Any], None]:
         return self._as_shards(self._entered, leaves), None
@@ -154,6 +160,26 @@ class HostStep:
             if (leave := _conversions.leaving(self._runner, outs)) is not None:
                 arguments = [state[i] for i in outs], [sent[i] for i in outs]
                 self._leaving[outs] = jax.jit(leave, donate_argnums=0).lower(*arguments).compile()
+
+    def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """See `StepProgram`; what the host sends back, a chunk at a time, is not in it."""
+
+        def on_devices(state: Sequence[Any], arrays: Sequence[Any]) -> Any:
+            values = self._segments.values(state, arrays)
+            _, (sent, (stays, outs)) = self._gradients(None, values, 0)
+            made = dict(zip(self.grad.outs, outs, strict=True))
+            made |= self._update_on_devices(values, stays)
+            return sent, *self._segments.in_order(made, state)
+
+        return jax.make_jaxpr(on_devices)(state, arrays)
+
+    def _update_on_devices(self, values: Values, stays: Sequence[Any]) -> dict[int, jax.Array]:
+        """Turns of what rests on the devices; outputs by index."""
+        made: dict[int, jax.Array] = {}
+        for turn in self.turns[1:]:
+            values.update(zip(self._stays, stays, strict=True))
+            made |= turn(values, turn.jitted)
+        return made
 
     def crossings(self) -> tuple[Crossing, ...]:
         """What a step copies from each device to its host and back."""
@@ -174,14 +200,39 @@ class HostStep:
             ),
         )
 
+    def host_needs(self) -> tuple[HostNeed, ...]:
+        """What goes down and comes up; while an update is delayed, the next gradients come, too."""
+
+        def total(avals: Iterable[Any]) -> int:
+            return sum(size_in_bytes(shard_of(x)) for x in avals)
+
+        reads = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
+        sent, entered = (total(map(reads.__getitem__, v)) for v in (self._sent, self._entered))
+        nbytes = entered + self._num_sets * (sent + total(self.host.out_avals()))
+        return (HostNeed("gradients and parameters on their way", PINNED, nbytes),)
+
+    def handed_bytes(self) -> int:
+        """The most bytes on each device of what parts of the grad part hand to each other."""
+        return self._layered.handed_bytes() if self._layered else 0
+
     def roads(self) -> str:
         """How the host updates each leaf, and sends what it makes."""
-        return roads_text(self.host.roads())
+        early = self._early_plan.text(self._runner.plan) if self._streamed else []
+        return "\n".join([roads_text(self.host.roads()), *early])
 
     def __call__(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
     ) -> tuple[list[Any], list[jax.Array]]:
         """Runs one step; the state is consumed, unless it fails before the host overwrites any."""
+        # Early updates take turns with those of other threads, from the first part on.
+        with _UPDATING if self._early_plan.turns else contextlib.nullcontext():
+            made = self._step(state, arrays)
+        self._has_run = True
+        return made
+
+    def _step(
+        self, state: Sequence[Any], arrays: Sequence[jax.Array]
+    ) -> tuple[list[Any], list[jax.Array]]:
         pending, num_steps = self._history(state)
         delays = self._delays is not None and self._delays(num_steps)
         # Another step's gradients may be of leaves that the devices renew in this one.
@@ -191,7 +242,7 @@ class HostStep:
         if pending is not None or not delays:  # first in line: the host may already wait for it
             read = (pending.step if pending else self).read_leaves(state)
         values = self._segments.values(state, arrays)
-        sent, (stays, outs) = self._grad(*self.grad.taken(values))
+        early, (sent, (stays, outs)) = self._gradients(state, values, num_steps)
         made = dict(zip(self.grad.outs, outs, strict=True))
         now = Pending(self, dict(zip(self._sent, sent, strict=True)))
         job = pending if delays else now
@@ -201,19 +252,36 @@ class HostStep:
         with _UPDATING:
             if job:
                 job.step.prepare(state, reads)
-            for turn in self.turns[1:]:  # what rests on the devices, while the host works
-                values.update(zip(self._stays, stays, strict=True))
-                made |= turn(values, turn.jitted)
+            made |= self._update_on_devices(values, stays)  # while the host works
             hosted = self._taken(state, now if delays else None, num_steps + 1)
             if (
                 job and self._streamed
             ):  # JAX copies what is not its own, as NumPy's memory; all is there.
                 job.step.prepare([hosted.get(i, x) for i, x in enumerate(state)], reads)
+            if early:
+                early.finish()
+                hosted |= early.made
             for chunk in job.step.updating(state) if job else ():
                 made |= chunk
         for i in self._renewed:
             state[i].delete()
         return self._segments.in_order(made | hosted, state)
+
+    def _gradients(
+        self, state: Sequence[Any] | None, values: Values, num_steps: int
+    ) -> tuple[EarlyRun | None, tuple[list[Any], Any]]:
+        """What goes to the host, what stays, outputs; and, if there is a state, updates that have begun."""
+        if self._layered is None:
+            return None, self._grad(*self.grad.taken(values))
+        known, _ = self._send([values[v] for v in self._known]) if self._known else ([], None)
+        if state is None or not self._early_plan.turns:
+            return None, self._handed(known, *self._layered(values))
+        if self._early is None:
+            devices = state[self._hosted[0]].home.devices
+            self._early = EarlyUpdates(self._runner, self._early_plan, devices, self._threads)
+        there = self._layered.numbers | dict(zip(self._known, known, strict=True))
+        early = EarlyRun(self._early, state, num_steps + 1, there, waits=not self._has_run)
+        return early, self._handed(known, *self._layered(values, early.on_arrival))
 
     def flush(self, state: Sequence[Any]) -> list[Any]:
         """The state with what is pending, of this step, applied; it is consumed."""
@@ -258,34 +326,35 @@ class HostStep:
 
     def prepare(self, state: Sequence[Any], reads: dict[Var, jax.Array]) -> None:
         """Does what can fail of the host's part, and overwrites nothing; `reads` are there."""
+        if self._late is None:
+            return
         if self._engine is None:
-            engine = self._new_engine(state[self._hosted[0]].home.devices)
+            engine = self._new_engine(self._late, state[self._hosted[0]].home.devices)
             self._compile_leaving(state, engine.chunks)
             self._engine = engine
         leaves = [
             PinnedLeaf.of(state[i], self._engine.devices) if i in self._streamed else state[i]
-            for i in self.host.leaves
+            for i in self._late.leaves
         ]
-        self._engine.prepare(leaves, [reads[var] for var in self.host.reads])
+        self._engine.prepare(leaves, [reads[var] for var in self._late.reads])
 
     def updating(self, state: Sequence[Any]) -> Iterator[dict[int, jax.Array]]:
         """Runs what is prepared; each chunk of what it makes, on its way to the devices."""
-        assert self._engine is not None
+        if self._engine is None:  # All of it is done.
+            return
         for chunk in self._engine.run():
             at_rest = self._at_rest(state, chunk)
             # Not the chunk, which a program may have consumed that has yet to run.
             self._engine.sent(at_rest.values())
             yield at_rest
 
-    def _new_engine(self, devices: Sequence[jax.Device]) -> HostEngine:
-        leaves = [self.leaves[i] for i in self.host.leaves]
-        # A delayed update writes while the step before may still send.
-        num_sets = 1 if self._delays is None else 2
-        identity = self.host.identity()
+    def _new_engine(self, turn: HostTurn, devices: Sequence[jax.Device]) -> HostEngine:
+        leaves, num_sets = [self.leaves[i] for i in turn.leaves], self._num_sets
+        identity = turn.identity()
         key = (identity, tuple(leaves), tuple(devices), self._threads, num_sets)
         engine = self._engines.get(key) if identity else None
         if engine is None:
-            engine = HostEngine(self.host, leaves, devices, self._threads, num_sets)
+            engine = HostEngine(turn, leaves, devices, self._threads, num_sets)
             if identity:
                 self._engines[key] = engine
         return engine
@@ -307,8 +376,9 @@ class HostStep:
 
         Before any is overwritten, so that an interruption leaves no state that is half a step old.
         """
-        hosted = {i: state[i].renewed(pending, num_steps) for i in self._hosted}
-        return hosted | {i: renewed(state[i]) for i in self._streamed}
+        early = self._early.leaves if self._early else ()
+        hosted = {i: state[i].renewed(pending, num_steps) for i in self._hosted if i not in early}
+        return hosted | {i: renewed(state[i]) for i in self._streamed if i not in early}
 
 
 def _to_host(run: Callable[..., Any], places: Sequence[NamedSharding]) -> Callable[..., Any]:

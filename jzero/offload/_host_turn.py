@@ -20,7 +20,6 @@ from jzero.sharding.cut import _elementwise, _pieces
 from jzero.sharding.cut._pieces import Piece
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.sharding.plan._plan import Turn
 from jzero.tracing import _call, _jaxpr, _rewrite
 
 Var = _jaxpr.Var
@@ -38,11 +37,16 @@ class HostTurn:
       outs: outputs of the step that it makes beside these leaves, by index.
     """
 
-    def __init__(self, builder: Builder, turn: Turn):
+    def __init__(self, builder: Builder, indices: Sequence[int]):
+        """Some pieces, by index.
+
+        Raises:
+          OptionError: they need other devices.
+        """
         builder = dataclasses.replace(builder, crosses=True)
         self._plan, self._invars = builder.runner.plan, builder.runner.frame.jaxpr.invars
         self._outvars, self.mesh = builder.runner.frame.jaxpr.outvars, builder.runner.mesh
-        pieces = [self._plan.update.pieces[i] for i in turn.pieces]
+        pieces = [self._plan.update.pieces[i] for i in indices]
         self.segment = builder.turn(pieces, 0, {})
         self._body = _rewrite.body_of_shard_map(self.segment.run, *self.segment.avals())
         if _moves(self._body.jaxpr):

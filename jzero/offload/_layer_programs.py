@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +14,24 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero._memory_kinds import DEVICE, PINNED
-from jzero.segments._segment import Segment, Var
+from jzero.segments._segment import Run, Segment, Var
 from jzero.sharding.analysis._frames import variables
-from jzero.sharding.cut._layers import HOSTED, LEAF, SLICES, STACK, LayerLoop, LayerPart, Stretch
+from jzero.sharding.cut import _layer_parts
+from jzero.sharding.cut._handed import equations
+from jzero.sharding.cut._layer_body import LayerBody
+from jzero.sharding.cut._layer_parts import (
+    HOSTED,
+    LEAF,
+    RENEWED,
+    SENT,
+    SLICES,
+    STACK,
+    LayerLoop,
+    LayerPart,
+    NestedLoop,
+    Stretch,
+)
+from jzero.sharding.run._memory_spaces import empty_stack
 from jzero.sharding.run._run import Runner
 from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr, _rewrite
@@ -90,7 +105,11 @@ class Locals:
 
 
 class LayerPrograms:
-    """Programs of parts; one serves all that are equal, as those of equal layers are."""
+    """Programs of parts; one serves all that are equal, as those of equal layers are.
+
+    Attributes:
+      known: constants, and zeros for indices, which programs know themselves.
+    """
 
     def __init__(
         self, runner: Runner, inner: Locals, takes: Mapping[Var, P], parts: Sequence[LayerPart]
@@ -106,7 +125,10 @@ class LayerPrograms:
         self._runner, self._inner, self._mesh = runner, inner, runner.mesh
         self._default = ArrayForm(P(tuple(name for name, _ in runner.plan.axes)), stacked=True)
         self._forms = {var: ArrayForm(spec) for var, spec in takes.items()}
-        self._forms |= dict.fromkeys([*inner.known(), *inner.indices], ArrayForm(P()))
+        self.known = inner.known() | dict.fromkeys(inner.indices, 0)
+        for loop in _layer_parts.nested_loops(parts):
+            self.known |= loop.loop.known
+        self._forms |= dict.fromkeys(self.known, ArrayForm(P()))
         made = {var for part in parts for var in _made(part)}
         for var, spec in zip(inner.jaxpr.outvars, inner.out_specs, strict=True):
             if not _jaxpr.is_literal(var) and var in made:
@@ -122,6 +144,10 @@ class LayerPrograms:
         """Where a variable's array rests."""
         return NamedSharding(self._mesh, self.form(var).spec, memory_kind=tier)
 
+    def home_of_slice(self, var: Var) -> NamedSharding:
+        """Where a slice of a stack rests on the host."""
+        return NamedSharding(self._mesh, self.form(var).of_slice.spec, memory_kind=PINNED)
+
     def positions(self, num: int) -> Arrays:
         """0, 1, ... as int32 on the devices; copied there once, for a guard may forbid steps to."""
         return self._once(("positions", num), lambda: self._placed(range(num)))
@@ -136,27 +162,66 @@ class LayerPrograms:
             self._of[key] = make()
         return self._of[key]
 
+    def whole(self, segment: Segment, parts: Sequence[LayerPart]) -> Run:
+        """The segment as one function, which runs what the parts run."""
+        inner = self._inner
+        jaxpr = _jaxpr.replaced(inner.jaxpr, eqns=[*equations(parts)])
+
+        def local(consumed: Arrays, read: Arrays) -> tuple[Arrays, Arrays]:
+            given = [*consumed, *read]
+            ins = [each[0] if isinstance(each, tuple) else given[each] for each in inner.inputs]
+            asked = [lax.axis_index(axis) for axis in inner.indices.values()]
+            outs = _jaxpr.evaluate(jaxpr, inner.consts, *ins, *asked)
+            return outs[: len(segment.gives)], outs[len(segment.gives) :]
+
+        specs = {var: segment.types[var].spec for var in segment.takes}
+        return self._runner.shard_map(local, segment.taken(specs), segment.out_specs)
+
     # -- stretches -------------------------------------------------------------------------------------
 
     def stretch(self, part: Stretch) -> Jitted:
-        """`(leaves, reads) -> gives`."""
+        """`(leaves, reads) -> (gives, done)`; what dies of what it reads is consumed where it can be."""
         return self._once(part, lambda: self._stretch(part))
 
     def _stretch(self, part: Stretch) -> Jitted:
-        takes = [*part.leaves, *part.reads]
+        renewed = self._renewed(part)
+        reads = [v for v in part.reads if v not in renewed]
+        takes = [*part.leaves, *reads, *renewed]
         jaxpr = _jaxpr.replaced(
             self._inner.jaxpr, constvars=[], invars=takes, outvars=[*part.gives], eqns=[*part.eqns]
         )
         text = _rewrite.whole_text(jaxpr)
-        axes = tuple(self._inner.indices.get(var) for var in part.reads)
-        key = (text, *map(self.form, takes), *map(self.form, part.gives), len(part.leaves), axes)
+        axes = tuple(self._inner.indices.get(var) for var in reads)
+        nums = len(part.leaves), len(reads)
+        key = (text, *map(self.form, takes), *map(self.form, part.gives), nums, axes)
 
-        def local(leaves: Arrays, reads: Arrays) -> Arrays:
-            env = self._env(takes, [*leaves, *reads])
-            return self._parts(part.gives, _jaxpr.evaluate(jaxpr, (), *(env[v] for v in takes)))
+        def stretch(leaves: Arrays, reads: Arrays, renewed: Arrays) -> tuple[Arrays, jax.Array]:
+            env = self._env(takes, [*leaves, *reads, *renewed])
+            made = _jaxpr.evaluate(jaxpr, (), *(env[v] for v in takes))
+            return self._parts(part.gives, made), jnp.zeros((), np.int32)
 
-        program = self._jitted(local, ([part.leaves, part.reads]), part.gives)
-        return program if text is None else self._equal.setdefault(key, program)
+        ins = tuple([self.form(v).spec for v in group] for group in (part.leaves, reads, renewed))
+        outs = [self.form(v).spec for v in part.gives], P()
+        own: Jitted = jax.jit(self._runner.shard_map(stretch, ins, outs), donate_argnums=2)
+        program = own if text is None else self._equal.setdefault(key, own)
+
+        def run(leaves: Arrays, env: Mapping[Var, Any]) -> tuple[Arrays, jax.Array]:
+            return program(leaves, [env[v] for v in reads], [env[v] for v in renewed])
+
+        return run
+
+    def _renewed(self, part: Stretch) -> list[Var]:
+        """What dies whose memory a result can take."""
+        free = [self._type(v) for v in part.gives]
+        found = []
+        for var in part.reads:
+            if var in part.dies and self._type(var) in free:
+                free.remove(self._type(var))
+                found.append(var)
+        return found
+
+    def _type(self, var: Var) -> Any:
+        return var.aval.shape, var.aval.dtype, self.form(var)
 
     def _env(self, takes: Sequence[Var], arrays: Iterable[Any]) -> dict[Var, Any]:
         """One device's values."""
@@ -170,12 +235,6 @@ class LayerPrograms:
     def _parts(self, atoms: Sequence[Atom], values: Sequence[Any]) -> Arrays:
         return [self.form(a).part(x) for a, x in zip(atoms, values, strict=True)]
 
-    def _jitted(
-        self, local: Callable[..., Any], ins: Sequence[Sequence[Atom]], outs: Sequence[Atom]
-    ) -> Jitted:
-        in_specs = tuple([self.form(v).spec for v in group] for group in ins)
-        return jax.jit(self._runner.shard_map(local, in_specs, [self.form(v).spec for v in outs]))
-
     def finish(self, indices: tuple[int, ...], reads: Sequence[Var]) -> Jitted:
         """`reads -> outputs`, by index, as the segment gives them."""
         return self._once(("finish", indices), lambda: self._finish(indices, reads))
@@ -183,67 +242,133 @@ class LayerPrograms:
     def _finish(self, indices: Sequence[int], reads: Sequence[Var]) -> Jitted:
         atoms = [self._inner.jaxpr.outvars[i] for i in indices]
 
-        def local(arrays: Arrays) -> Arrays:
+        def finish(arrays: Arrays) -> Arrays:
             env = self._env(reads, arrays)
-            return [
-                jnp.asarray(_jaxpr.literal(a) if _jaxpr.is_literal(a) else env[a]) for a in atoms
-            ]
+            return [jnp.asarray(_value(a, env)) for a in atoms]
 
         specs = [self._inner.out_specs[i] for i in indices]
         ins = [self.form(v).spec for v in reads]
-        return jax.jit(self._runner.shard_map(local, (ins,), specs))
+        return jax.jit(self._runner.shard_map(finish, (ins,), specs))
 
     # -- loops -----------------------------------------------------------------------------------------
 
-    def enter(self, loop: LayerLoop) -> Jitted:
-        """`variables of the first carry -> the first carry`, as turns take it."""
-        return self._once(("enter", loop), lambda: self._enter(loop.operands[1]))
+    def enter(self, loop: LayerLoop | NestedLoop) -> Jitted:
+        """`values -> the first carry`, as turns take it and may consume it."""
+        return self._once(("enter", loop), lambda: self._carried(loop.init, loop.dies))
 
-    def _enter(self, atoms: Sequence[Atom]) -> Jitted:
+    def renew(self, loop: NestedLoop) -> Jitted:
+        """`values -> the carry` after a turn; what the turn made is taken as it is."""
+        return self._once(("renew", loop), lambda: self._renew(loop))
+
+    def _renew(self, loop: NestedLoop) -> Jitted:
+        own = {*loop.loop.carry, *(out for e in loop.loop.body.eqns for out in e.outvars)}
+        atoms = loop.loop.body.outvars
+        moved = [
+            i for i, a in enumerate(atoms)
+            if not _jaxpr.is_literal(a) and a in own and atoms.index(a) == i
+        ]  # fmt: skip
+        copied = [i for i in range(len(atoms)) if i not in moved]
+        copy = self._carried([atoms[i] for i in copied], ())
+
+        def renew(env: Mapping[Var, Any]) -> Arrays:
+            made = dict(zip(copied, copy(env), strict=True)) if copied else {}
+            return [made[i] if i in made else env[_jaxpr.variable(a)] for i, a in enumerate(atoms)]
+
+        return renew
+
+    def _carried(self, atoms: Sequence[Atom], dies: Collection[Var]) -> Jitted:
+        """`values -> atoms`, in memory of their own; in that of what dies, where it can be."""
         reads = variables(atoms)
+        renewed = [v for v in reads if v in dies and self.form(v) == self._default]
+        kept = [v for v in reads if v not in renewed]
 
-        def local(arrays: Arrays) -> Arrays:
+        def enter(kept_: Arrays, renewed_: Arrays) -> Arrays:
+            env = self._env([*kept, *renewed], [*kept_, *renewed_])
+            return [self._default.part(_value(a, env)) for a in atoms]
+
+        ins = tuple([self.form(v).spec for v in group] for group in (kept, renewed))
+        outs = [self._default.spec] * len(atoms)
+        program = jax.jit(self._runner.shard_map(enter, ins, outs), donate_argnums=1)
+        return lambda env: program([env[v] for v in kept], [env[v] for v in renewed])
+
+    def goes_on(self, loop: NestedLoop) -> Jitted:
+        """`values -> whether the loop has another turn`: the same on all devices."""
+        return self._once(("goes on", loop), lambda: self._goes_on(loop))
+
+    def _goes_on(self, loop: NestedLoop) -> Jitted:
+        asked = loop.loop.goes_on
+        assert asked is not None
+        reads = asked.invars
+
+        def goes_on(arrays: Arrays) -> jax.Array:
             env = self._env(reads, arrays)
-            values = [_jaxpr.literal(a) if _jaxpr.is_literal(a) else env[a] for a in atoms]
-            return [self._default.part(x) for x in values]
+            return jnp.asarray(*_jaxpr.evaluate(asked, (), *(env[v] for v in reads)))
 
-        ins, outs = [self.form(v).spec for v in reads], [self._default.spec] * len(atoms)
-        return jax.jit(self._runner.shard_map(local, (ins,), outs))
+        program = jax.jit(
+            self._runner.shard_map(goes_on, ([self.form(v).spec for v in reads],), P())
+        )
+        return lambda env: program([env[v] for v in reads])
 
-    def turn(self, loop: LayerLoop) -> Jitted:
-        """`(consts, carry, leaves, slices, stacks, made, i) -> (carry, slices, hosted, made, done)`.
+    def gather(self, loop: LayerLoop) -> Jitted:
+        """`(slices of leaves, i) -> (gathered, done)` for the first turn; each turn does it for the next."""
+        return self._once(("gather", loop), lambda: self._gather(loop))
 
-        `made`, stacks that the turn writes its slice into, is consumed; `i` is the turn's place in stacks,
-        and `done` a number to wait for.
+    def _gather(self, loop: LayerLoop) -> Jitted:
+        def gather(leaves: Arrays, i: jax.Array) -> tuple[Arrays, jax.Array]:
+            return [self._default.part(x) for x in _gathered(loop.body, leaves)], i + 1
+
+        ins = self._slice_specs(loop), P()
+        outs = [self._default.spec] * len(loop.body.gathered), P()
+        return jax.jit(self._runner.shard_map(gather, ins, outs))
+
+    def _slice_specs(self, loop: LayerLoop) -> list[P]:
+        return [self.form(v).of_slice.spec for v in loop.leaves]
+
+    def turn(self, loop: LayerLoop, gathers: bool) -> Jitted:
+        """`(consts, carry, gathered, kept, slices, stacks, made, i, following) -> ...`, a turn.
+
+        It returns `(carry, slices, leaving, made, done, gathered)`. `kept` are leaves that it reads as they
+        are fetched; `following`, the leaves of the next turn, it gathers, if it `gathers`. `made` are stacks
+        that it writes its slice into; these and the carry it consumes. `leaving` are slices for the host, `i`
+        is the turn's place in stacks, and `done` a number to wait for.
         """
-        return self._once(("turn", loop), lambda: self._turn(loop))
+        return self._once(("turn", loop, gathers), lambda: self._turn(loop, gathers))
 
-    def _turn(self, loop: LayerLoop) -> Jitted:
-        parts, (consts, init, xs) = loop.parts, loop.operands
-        ys = loop.results[1]
+    def _turn(self, loop: LayerLoop, gathers: bool) -> Jitted:
+        parts, (consts, init, _) = loop.parts, loop.operands
+        body, ys = loop.body, loop.results[1]
         closed = variables(consts)
-        by_kind = {
-            kind: [a for a, k in zip(xs, loop.xs, strict=True) if k == kind] for kind in _KINDS
-        }
+        by_kind = {kind: loop.taken(kind) for kind in _KINDS}
         stacks = variables(by_kind[STACK])
+        xs = body.invars[len(body.invars) - len(loop.xs) :]
 
-        def local(
-            closed_: Arrays, carry: Arrays, leaves: Arrays, slices: Arrays, stacks_: Arrays,
-            made: Arrays, i: jax.Array,
+        def turn(
+            closed_: Arrays, carry: Arrays, gathered: Arrays, kept: Arrays, slices: Arrays,
+            stacks_: Arrays, made: Arrays, i: jax.Array, following: Arrays,
         ) -> Any:  # fmt: skip
             env = self._env([*closed, *stacks], [*closed_, *stacks_])
             given = {
-                LEAF: iter(leaves),
                 SLICES: (
                     self.form(a).local(x) for a, x in zip(by_kind[SLICES], slices, strict=True)
                 ),
                 STACK: (_sliced(_value(a, env), i) for a in by_kind[STACK]),
+                RENEWED: (
+                    _sliced(self.form(x).local(made[loop.renewed.index(x)]), i)
+                    for x in by_kind[RENEWED]
+                ),
             }
-            outs = _jaxpr.evaluate(
-                parts.body, parts.body_consts, *(_value(a, env) for a in consts),
-                *map(self._default.local, carry), *(next(given[kind]) for kind in loop.xs),
-            )  # fmt: skip
-            of: dict[str, list[tuple[Var, Any]]] = {kind: [] for kind in (*_KINDS, HOSTED)}
+            known = dict(body.consts)
+            ins = [*(_value(a, env) for a in consts), *map(self._default.local, carry)]
+            known |= zip(body.invars, ins, strict=False)
+            known |= {
+                var: next(given[kind])
+                for var, kind in zip(xs, loop.xs, strict=True)
+                if kind != LEAF
+            }
+            known |= zip([body.slices[j] for j in body.kept], kept, strict=True)
+            known |= zip(body.gathered, map(self._default.local, gathered), strict=True)
+            outs = body.rest.run(*(known[var] for var in body.rest.reads))
+            of: dict[str, list[tuple[Var, Any]]] = {kind: [] for kind in (*_KINDS, HOSTED, SENT)}
             for y, kind, x in zip(ys, loop.ys, outs[parts.num_carry :], strict=True):
                 of.setdefault(kind, []).append((y, x))
             new = [
@@ -253,28 +378,34 @@ class LayerPrograms:
             return (
                 [self._default.part(x) for x in outs[: parts.num_carry]],
                 [self._default.part(x) for _, x in of[SLICES]],
-                [x for _, x in of[HOSTED]],
+                [x for kind in (HOSTED, SENT) for _, x in of[kind]],
                 new,
                 i + 1,
+                [self._default.part(x) for x in (_gathered(body, following) if gathers else [])],
             )
 
+        leaves = self._slice_specs(loop)
+        gathered = [self._default.spec] * len(body.gathered)
         ins = (
             [self.form(v).spec for v in closed],
             [self._default.spec] * len(init),
-            [self.form(a).of_slice.spec for a in by_kind[LEAF]],
+            gathered,
+            [leaves[j] for j in body.kept],
             [self._default.spec] * len(by_kind[SLICES]),
             [self.form(v).spec for v in stacks],
-            [self.form(y).spec for y in _of_kind(loop, STACK)],
+            [self.form(y).spec for y in loop.made(STACK)],
             P(),
+            leaves if gathers else [],
         )
         outs = (
             ins[1],
-            [self._default.spec] * len(_of_kind(loop, SLICES)),
-            [self.form(y).of_slice.spec for y in _of_kind(loop, HOSTED)],
-            ins[5],
+            [self._default.spec] * len(loop.made(SLICES)),
+            [self.form(y).of_slice.spec for y in loop.leaving],
+            ins[6],
             P(),
+            gathered if gathers else [],
         )
-        return jax.jit(self._runner.shard_map(local, ins, outs), donate_argnums=5)
+        return jax.jit(self._runner.shard_map(turn, ins, outs), donate_argnums=(1, 6))
 
     def fetch(self, loop: LayerLoop) -> Jitted:
         """`(stacks on the host, i) -> slices on the devices`."""
@@ -288,67 +419,70 @@ class LayerPrograms:
         slices = [self.form(v).of_slice.spec for v in leaves]
         run = self._runner.shard_map(local, (specs, P()), slices)
         places = [NamedSharding(self._mesh, spec, memory_kind=DEVICE) for spec in slices]
-        fetch = lambda stacks, i: jax.device_put(run(stacks, i), places)  # noqa: E731
+
+        def fetch(stacks: Arrays, i: jax.Array) -> Any:
+            return jax.device_put(run(stacks, i), places)
+
         return jax.jit(fetch, out_shardings=places)
 
-    def store(self, loop: LayerLoop) -> Jitted:
-        """`(stacks on the host, slices, i) -> (stacks, done)`: in their place."""
-        return self._once(("store", loop), lambda: self._store(_of_kind(loop, HOSTED)))
+    def store(self, loop: LayerLoop, begins: bool = False) -> Jitted:
+        """`(stacks on the host, slices, i) -> (stacks, done)`: in their place.
 
-    def _store(self, ys: Sequence[Var]) -> Jitted:
-        def local(stacks: Arrays, new: Arrays, i: jax.Array) -> Arrays:
-            pairs = zip(stacks, new, strict=True)
+        Of the turn that `begins`, `(None, slices, i) -> (stacks, done)`. Stacks of zeros would be made on the
+        devices, whole, and copied: XLA allocates on the host what slices are then written into.
+        """
+        ys = loop.made(HOSTED)
+        return self._once(("store", loop, begins), lambda: self._store(ys, begins))
+
+    def _store(self, ys: Sequence[Var], begins: bool) -> Jitted:
+        def local(stacks: Arrays | None, new: Arrays, i: jax.Array) -> Arrays:
+            lengths = [y.aval.shape[0] for y in ys]
+            made = [empty_stack(n, jax.typeof(x)) for n, x in zip(lengths, new, strict=True)]
+            pairs = zip(made if stacks is None else stacks, new, strict=True)
             return [lax.dynamic_update_index_in_dim(x, part, i, 0) for x, part in pairs]
 
         specs = [self.form(y).spec for y in ys]
         slices = [self.form(y).of_slice.spec for y in ys]
-        there = [NamedSharding(self._mesh, spec, memory_kind=PINNED) for spec in slices]
-        run = self._runner.shard_map(local, (specs, slices, P()), specs)
+        there = [self.home_of_slice(y) for y in ys]
+        run = self._runner.shard_map(local, (None if begins else specs, slices, P()), specs)
 
-        def store(stacks: Arrays, new: Arrays, i: jax.Array) -> tuple[Arrays, jax.Array]:
+        def store(stacks: Arrays | None, new: Arrays, i: jax.Array) -> tuple[Arrays, jax.Array]:
             return run(stacks, jax.device_put(new, there), i), i + 1
 
         homes = [self.home(y, PINNED) for y in ys]
-        return jax.jit(store, donate_argnums=0, out_shardings=(homes, None))
+        donated = () if begins else 0
+        return jax.jit(store, donate_argnums=donated, out_shardings=(homes, None))
 
-    def empty(self, loop: LayerLoop) -> tuple[Arrays, Arrays]:
-        """Zeros for the stacks that a loop makes: on the devices, and on the host."""
-        return self._once(("empty", loop), lambda: self._empty(loop))()
+    def empty(self, loop: LayerLoop) -> Arrays:
+        """Zeros on the devices for the stacks that a loop makes there anew."""
+        ys = [y for y, old in zip(loop.made(STACK), loop.renewed, strict=True) if old is None]
+        return self._once(("empty", loop), lambda: self._empty(ys))() if ys else []
 
-    def _empty(self, loop: LayerLoop) -> Jitted:
-        groups = [_of_kind(loop, STACK), _of_kind(loop, HOSTED)]
+    def _empty(self, ys: Sequence[Var]) -> Jitted:
+        def empty() -> Arrays:
+            return [self.form(y).part(jnp.zeros(y.aval.shape, y.aval.dtype)) for y in ys]
 
-        def local() -> tuple[Arrays, ...]:
-            return tuple(
-                [self.form(y).part(jnp.zeros(y.aval.shape, y.aval.dtype)) for y in ys]
-                for ys in groups
-            )
-
-        specs = tuple([self.form(y).spec for y in ys] for ys in groups)
-        tiers = (DEVICE, PINNED)
-        places = tuple(
-            [self.home(y, tier) for y in ys] for ys, tier in zip(groups, tiers, strict=True)
-        )
-        return jax.jit(self._runner.shard_map(local, (), specs), out_shardings=places)
+        return jax.jit(self._runner.shard_map(empty, (), [self.form(y).spec for y in ys]))
 
 
-_KINDS = (LEAF, SLICES, STACK)
-
-
-def _of_kind(loop: LayerLoop, kind: str) -> list[Var]:
-    """The stacks that a loop makes so."""
-    return [y for y, k in zip(loop.results[1], loop.ys, strict=True) if k == kind]
+_KINDS = (SLICES, STACK, RENEWED)
 
 
 def _made(part: LayerPart) -> Sequence[Var]:
     """What a part makes that may be an output as it is."""
     if isinstance(part, Stretch):
         return part.gives
-    return [*_of_kind(part, STACK), *_of_kind(part, HOSTED)]
+    return [*part.made(STACK), *part.made(HOSTED)] if isinstance(part, LayerLoop) else []
 
 
 def _value(atom: Atom, env: Mapping[Var, Any]) -> Any:
     return _jaxpr.literal(atom) if _jaxpr.is_literal(atom) else env[atom]
+
+
+def _gathered(body: LayerBody, slices: Arrays) -> Arrays:
+    """What a turn gathers of its leaves alone, of their slices on this device."""
+    known = dict(zip(body.slices, slices, strict=True))
+    return body.gathers.run(*(known[var] for var in body.gathers.reads))
 
 
 def _sliced(stack: jax.Array, i: jax.Array) -> jax.Array:

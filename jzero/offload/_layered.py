@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
@@ -13,17 +15,47 @@ from jzero._errors import OptionError, message
 from jzero._folded import folded
 from jzero._memory_kinds import PINNED
 from jzero.offload._layer_programs import LayerPrograms, Locals
-from jzero.offload._pinned import Visit, stream
+from jzero.offload._layered_visits import visits
+from jzero.offload._part_values import CutSegment, PartValues
+from jzero.offload._pinned import stream
 from jzero.segments._segment import Segment, Values, Var, shard_of
 from jzero.sharding.analysis._frames import variables
-from jzero.sharding.analysis._traffic import Crossing
-from jzero.sharding.cut import _layers
-from jzero.sharding.cut._layers import HOSTED, SLICES, STACK, LayerPart, Stretch
+from jzero.sharding.analysis._traffic import Crossing, Turns
+from jzero.sharding.cut import _handed, _interchange, _layer_parts, _layers
+from jzero.sharding.cut._layer_parts import (
+    SENT,
+    LayerLoop,
+    LayerPart,
+    NestedLoop,
+    Stretch,
+)
 from jzero.sharding.run._run import Runner
 from jzero.sharding.run._values import Arrays
 from jzero.tracing import _call, _jaxpr
 
 WHO = _call.WHO
+# Where values wait on the host: the devices have of them what the part (or turn) that runs has made or read,
+# and what the next two read.
+UNDER_WAY = 1
+
+
+class Arrived(NamedTuple):
+    """What is on the host when a part, or a turn of it, is over; so is everything before it.
+
+    Attributes:
+      part: the part, by index.
+      turn: of which loop's turn these are slices, by its place in stacks; None when the whole part is over.
+      values: what `sent` has of it, in pinned memory.
+    """
+
+    part: int
+    turn: int | None
+    values: dict[Var, jax.Array]
+
+
+# Called in order; returns leaves on the hosts that from now on are other arrays, of equal slices as far as
+# later parts fetch them.
+OnArrival = Callable[[Arrived], Mapping[Var, jax.Array]]
 
 
 class LayeredSegment:
@@ -33,8 +65,10 @@ class LayeredSegment:
 
         fetch 1, fetch 2, run 1, fetch 3 (when 1 is over), run 2, ...
 
+    Those of a nested loop run in each turn. The first part of the next turn is fetched while the last part of
+    this one runs; of a `while`, when the host has read that there is a next turn.
+
     Attributes:
-      parts: in the order in which they run.
       sent: what it gives that goes to pinned memory.
     """
 
@@ -54,7 +88,7 @@ class LayeredSegment:
         self._inner = inner = Locals.of(segment)
         self._mesh = runner.mesh
         leaf_of = dict(zip(runner.frame.jaxpr.invars, runner.plan.leaves, strict=False))
-        taken = {var: segment.takes[i] for var, i in inner.taken().items()}
+        self._taken = taken = {var: segment.takes[i] for var, i in inner.taken().items()}
         self._leaf_of = {
             var: leaf_of[of]
             for var, of in taken.items()
@@ -62,43 +96,75 @@ class LayeredSegment:
         }
         outvars = inner.jaxpr.outvars
         sends = [i for i, var in enumerate(segment.gives) if var in self.sent]
+        numbers = [i for i in sends if _jaxpr.is_literal(outvars[i])]
+        # Known beforehand, of what goes to pinned memory: what is no computation at all.
+        self.literals = {segment.gives[i]: i for i in numbers}
         fresh = set(variables(outvars)) - set(inner.jaxpr.invars)
-        self._hosted = {outvars[i] for i in sends if outvars[i] in fresh}
+        made = [i for i in sends if i not in numbers and outvars[i] in fresh]
+        self._hosted = {outvars[i] for i in made}
+        self._given_as = {outvars[i]: segment.gives[i] for i in reversed(made)}
         # A stack that is sharded along its turns has no slices.
-        in_slices = {outvars[i] for i in sends if not any(inner.out_specs[i][:1])} & self._hosted
+        in_slices = {outvars[i] for i in made if not any(inner.out_specs[i][:1])}
         self._home = {
             i: NamedSharding(runner.mesh, inner.out_specs[i], memory_kind=PINNED) for i in sends
         }
         nbytes = {var: leaf.nbytes_per_device for var, leaf in self._leaf_of.items()}
-        self.parts = _layers.cut(inner.jaxpr, nbytes, in_slices, device_bytes // 2)
-        self._check_room()
+        # Devices with collectives of their own may leave a `while` one after the other.
+        together = runner.plan.reductions == "whole batch" or runner.plan.num_devices == 1
+        nests = ("scan", "while") if together else ("scan",)
+        jaxpr, batch = inner.jaxpr, {var for var, of in taken.items() if of not in leaf_of}
+        if runner.plan.microbatches.layer_major:
+            jaxpr = _interchange.layer_major(jaxpr, nbytes, batch, device_bytes)
+        parts = _layers.cut(jaxpr, nbytes, batch, in_slices, device_bytes, nests)
+        self._check_room(parts)
         specs = {var: segment.types[of].spec for var, of in taken.items()}
-        self._programs = LayerPrograms(runner, inner, specs, self.parts)
-        reads = [(v, i) for i, part in enumerate(self.parts) for v in part.reads]
-        self._last = dict(reads) | dict.fromkeys(variables(outvars), len(self.parts))
+        self._programs = LayerPrograms(runner, inner, specs, parts)
+        kept = {*variables(outvars)} - self._hosted
+        for loop in _layer_parts.nested_loops(parts):
+            kept.update(variables(loop.loop.body.outvars))
+        self._cut = CutSegment(
+            inner, parts, self._programs, self._leaf_of, self._hosted, self._home,
+            _layer_parts.waiting(parts), _layer_parts.last_reads(parts), kept,
+        )  # fmt: skip
 
-    def _check_room(self) -> None:
+    @property
+    def parts(self) -> tuple[LayerPart, ...]:
+        """In the order in which they run."""
+        return self._cut.parts
+
+    def _check_room(self, parts: Sequence[LayerPart]) -> None:
         bad = [
             f"{', '.join(name.text for name in folded(self._leaf_of[v].path for v in part.leaves))}: "
             f"{part.nbytes} bytes"
-            for part in self.parts
+            for part, _ in _layer_parts.fetched(parts)
             if part.nbytes > self._device_bytes
         ]
         if bad:
-            most = max(part.nbytes for part in self.parts)
+            most = max(part.nbytes for part in parts)
             raise OptionError(message(
                 WHO, bad, "What one part of the step reads of parameters is on a device at a time, gathered, "
                 f"and offload_params.device_bytes={self._device_bytes} is the most that may be there.",
                 f"Use PinnedHost(device_bytes={most}) or more; from {2 * most} one part is fetched while "
                 "another runs.", things="parts", shown=6))  # fmt: skip
 
+    def as_segment(self) -> Segment:
+        """The segment, whose `run` does what the parts do: to be read, counted and compared."""
+        return dataclasses.replace(
+            self._segment, run=self._programs.whole(self._segment, self.parts)
+        )
+
+    def handed_bytes(self) -> int:
+        """The most bytes on each device of what parts hand to later parts."""
+        return _handed.handed_bytes(self.parts, self._hosted | self._cut.waiting)
+
     def fetches(self) -> list[Crossing]:
         """What each device copies of its host's parameters in a run, part by part."""
         return [
-            Crossing("to device", leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes)
-            for part in self.parts
+            Crossing("to device", leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes, loop)
+            for part, around in _layer_parts.fetched(self.parts)
             for leaf in (self._leaf_of[var] for var in self._taken_of(part))
-            for nbytes in [leaf.nbytes_per_device]
+            for loop in [_turns_of(around)]
+            for nbytes in [leaf.nbytes_per_device * (loop.num or 1 if loop else 1)]
         ]
 
     def _taken_of(self, part: LayerPart) -> list[Var]:
@@ -114,170 +180,101 @@ class LayeredSegment:
             for x in shards
         ]
 
-    def __call__(self, values: Values) -> tuple[Arrays, Arrays]:
+    # -- when things are on the host -------------------------------------------------------------------
+
+    def arrivals(self) -> dict[Var, int]:
+        """The part after which each of `sent` is on the host; what is there at the end only is left out."""
+        parts = enumerate(self.parts)
+        return {self._given_as[v]: i for i, part in parts for v in self._leaving(part)}
+
+    @functools.cached_property
+    def numbers(self) -> dict[Var, jax.Array]:
+        """What of `sent` is no computation but a number, in pinned memory."""
+        outvars = self._inner.jaxpr.outvars
+        with jax.transfer_guard("allow"):
+            return {
+                var: jax.device_put(_jaxpr.literal(outvars[i]), self._home[i])
+                for var, i in self.literals.items()
+            }
+
+    def last_reads(self) -> dict[Var, int]:
+        """The last part that fetches each leaf; their number, for what is returned."""
+        found: dict[Var, int] = {}
+        last = {v: i for i, part in enumerate(self.parts) for v in (*part.reads, *part.leaves)}
+        last |= dict.fromkeys(variables(self._inner.jaxpr.outvars), len(self.parts))
+        for v in self._leaf_of:
+            found[self._taken[v]] = max(found.get(self._taken[v], -1), last.get(v, -1))
+        return found
+
+    def sliced(self, index: int) -> tuple[int, set[Var]]:
+        """How many turns a part has, and the leaves and gradients of which a turn has a slice and no more."""
+        part = self.parts[index]
+        if not isinstance(part, LayerLoop):
+            return 1, set()
+        fetched = {self._taken[v] for v in part.leaves}
+        whole = {self._taken[v] for v in part.reads if v in self._taken}
+        return part.parts.length, fetched - whole | {self._given_as[v] for v in part.leaving}
+
+    def send_slices(self, gradients: Collection[Var]) -> None:
+        """Before the first run: of these stacks each slice arrives by itself, and None is given."""
+        mine = {v for v in self._hosted if self._given_as[v] in gradients}
+
+        def sending(loop: LayerLoop) -> LayerLoop:
+            made = zip(loop.results[1], loop.ys, strict=True)
+            return dataclasses.replace(
+                loop, ys=tuple(SENT if y in mine else kind for y, kind in made)
+            )
+
+        self._cut.parts = tuple(
+            sending(part) if isinstance(part, LayerLoop) else part for part in self.parts
+        )
+        self._cut.last = _layer_parts.last_reads(self.parts)
+
+    def _leaving(self, part: LayerPart) -> list[Var]:
+        """What a part makes for the host, whole."""
+        made = part.gives if isinstance(part, Stretch) else part.eqn.outvars
+        sent = part.made(SENT) if isinstance(part, LayerLoop) else []
+        return [v for v in made if v in self._hosted and v not in sent]
+
+    def _over(
+        self, values: PartValues, on_arrival: OnArrival, part: LayerPart, turn: int | None
+    ) -> None:
+        there = values.there
+        if isinstance(part, LayerLoop) and turn is not None:
+            mine = {self._given_as[y]: there.pop((y, turn)) for y in part.made(SENT)}
+        else:
+            mine = {self._given_as[v]: there[v] for v in self._leaving(part)}
+        renewed = on_arrival(Arrived(self.parts.index(part), turn, mine))
+        values.env |= {v: renewed[of] for v, of in self._taken.items() if of in renewed}
+
+    # -- a run -----------------------------------------------------------------------------------------
+
+    def __call__(
+        self, values: Values, on_arrival: OnArrival = lambda arrived: {}
+    ) -> tuple[Arrays, Arrays]:
         """As `segment.run`: what it gives, of which `sent` is in pinned memory, and outputs."""
-        env: dict[Var, Any] = dict(self._known)
-        env |= {var: values[self._segment.takes[i]] for var, i in self._inner.taken().items()}
-        there: dict[Var, jax.Array] = {}
-        stream(self._visits(env, there), self._device_bytes)
-        outs, num = self._finish(env, there), len(self._segment.gives)
+        taken = {var: values[of] for var, of in self._taken.items()}
+        run = PartValues(self._cut, self._known | taken)
+        over = functools.partial(self._over, run, on_arrival)
+        under_way = UNDER_WAY if self._cut.waiting else None
+        stream(visits(run, self.parts, over), self._device_bytes, under_way)
+        outs, num = run.outputs(), len(self._segment.gives)
         return outs[:num], outs[num:]
 
     @functools.cached_property
     def _known(self) -> dict[Var, Any]:
         """Constants, and zeros for indices, which programs know themselves; on the devices."""
-        known = self._inner.known() | dict.fromkeys(self._inner.indices, 0)
         with jax.transfer_guard("allow"):
             return {
                 var: jax.device_put(_jaxpr.constant(x), self._programs.home(var))
-                for var, x in known.items()
+                for var, x in self._programs.known.items()
             }
 
-    def _visits(self, env: dict[Var, Any], there: dict[Var, jax.Array]) -> Iterator[Visit]:
-        for index, part in enumerate(self.parts):
-            if isinstance(part, Stretch):
-                fetch = functools.partial(self._fetch, part.leaves, env)
-                yield Visit(
-                    part.nbytes, fetch, functools.partial(self._run, index, part, env, there)
-                )
-            else:
-                yield from self._turns(index, env, there)
 
-    def _fetch(self, leaves: Sequence[Var], env: Mapping[Var, Any]) -> Arrays:
-        """Whole leaves, on their way to the devices."""
-        places = [self._programs.home(var) for var in leaves]
-        return jax.device_put([env[var] for var in leaves], places) if leaves else []
-
-    def _run(
-        self, index: int, part: Stretch, env: dict[Var, Any], there: dict[Var, jax.Array],
-        leaves: Arrays,
-    ) -> Arrays:  # fmt: skip
-        made = self._programs.stretch(part)(leaves, [env[var] for var in part.reads])
-        env.update(zip(part.gives, made, strict=True))
-        copies = self._send([v for v in part.gives if v in self._hosted], env, there)
-        self._drop(index, env)
-        return copies or sorted(made, key=lambda x: x.size)[:1]
-
-    def _send(
-        self, mine: Sequence[Var], env: dict[Var, Any], there: dict[Var, jax.Array]
-    ) -> Arrays:
-        """Gradients, on their way to the host."""
-        places = [self._programs.home(var, PINNED) for var in mine]
-        copies = jax.device_put([env[var] for var in mine], places) if mine else []
-        there.update(zip(mine, copies, strict=True))
-        return copies
-
-    def _drop(self, index: int, env: dict[Var, Any]) -> None:
-        """Forgets what nobody reads after this part, and what is on the host, if that is all it is for."""
-        last, part = self._last, self.parts[index]
-        made = part.gives if isinstance(part, Stretch) else part.eqn.outvars
-        for var in [*part.reads, *made]:
-            unread = var not in self._read_after(index)
-            if var in env and unread and (last.get(var, -1) <= index or var in self._hosted):
-                del env[var]
-
-    @functools.cache  # noqa: B019
-    def _read_after(self, index: int) -> frozenset[Var]:
-        return frozenset(v for part in self.parts[index + 1 :] for v in part.reads)
-
-    def _finish(self, env: dict[Var, Any], there: dict[Var, jax.Array]) -> Arrays:
-        """The outputs; those that no part makes as they are wanted are made now."""
-        atoms, programs = self._inner.jaxpr.outvars, self._programs
-        found = [self._made(i, env, there) for i in range(len(atoms))]
-        rest = tuple(i for i, x in enumerate(found) if x is None)
-        if rest:
-            reads = variables([atoms[i] for i in rest])
-            hosted = [var for var in reads if var in self._leaf_of]
-            env = env | dict(zip(hosted, self._fetch(hosted, env), strict=True))
-            made = programs.finish(rest, tuple(reads))([env[var] for var in reads])
-            for i, x in zip(rest, made, strict=True):
-                found[i] = jax.device_put(x, self._home[i]) if i in self._home else x
-        return found
-
-    def _made(self, index: int, env: Mapping[Var, Any], there: Mapping[Var, jax.Array]) -> Any:
-        """An output that a part has made as it is wanted, else None."""
-        atoms = self._inner.jaxpr.outvars
-        atom = atoms[index]
-        if _jaxpr.is_literal(atom) or atoms.index(atom) != index:
-            return None
-        if atom in there:
-            return there[atom]
-        as_wanted = atom not in self._inner.jaxpr.invars and not self._programs.form(atom).stacked
-        return env[atom] if as_wanted and index not in self._home else None
-
-    # -- loops -----------------------------------------------------------------------------------------
-
-    def _turns(
-        self, index: int, env: dict[Var, Any], there: dict[Var, jax.Array]
-    ) -> Iterator[Visit]:
-        """A visit for each turn of a loop."""
-        loop: Any = self.parts[index]
-        run = _Run(self, index, env, there)
-        stacks = [env[var] for var in loop.leaves]
-        fetch, positions = self._programs.fetch(loop), self._programs.positions(loop.parts.length)
-        order = range(loop.parts.length)[:: -1 if loop.parts.reverse else 1]
-        for at in order:
-            get = functools.partial(fetch, stacks, positions[at])
-            yield Visit(loop.nbytes, get, functools.partial(run.turn, at, at == order[-1]))
-
-
-class _Run:
-    """One run of a loop: what its turns have made."""
-
-    def __init__(
-        self, layered: LayeredSegment, index: int, env: dict[Var, Any], there: dict[Var, jax.Array]
-    ):
-        self._layered, self._index, self._env, self._there = layered, index, env, there
-        self._loop: Any = layered.parts[index]
-        self._begun = False
-
-    def _begin(self) -> None:
-        loop, env, layered = self._loop, self._env, self._layered
-        consts, init, xs = loop.operands
-        held = [v for v in loop.reads if v in layered._leaf_of]
-        env = env | dict(zip(held, layered._fetch(held, env), strict=True))
-        self._consts = [env[v] for v in variables(consts)]
-        self._carry = layered._programs.enter(loop)([env[v] for v in variables(init)])
-        pairs = [*zip(xs, loop.xs, strict=True)]
-        self._stacks = [env[v] for v in variables(a for a, kind in pairs if kind == STACK)]
-        sliced = [a for a, kind in pairs if kind == SLICES]
-        self._slices = [env[a] for a in sliced]
-        # What a forward loop kept for this turn, nobody reads after it.
-        self._frees = [env[a] for a in sliced if layered._last[a] == self._index]
-        self._made, self._hosted = layered._programs.empty(loop)
-        self._ys = [[None] * loop.parts.length for kind in loop.ys if kind == SLICES]
-        self._begun = True
-
-    def turn(self, at: int, is_last: bool, leaves: Arrays) -> Arrays:
-        """Runs a turn; after the last one, the loop's results are there."""
-        if not self._begun:
-            self._begin()
-        loop, programs = self._loop, self._layered._programs
-        i = programs.positions(loop.parts.length)[at]
-        slices = [stack[at] for stack in self._slices]
-        self._carry, new, hosted, self._made, done = programs.turn(loop)(
-            self._consts, self._carry, leaves, slices, self._stacks, self._made, i
-        )
-        for stack, x in zip(self._ys, new, strict=True):
-            stack[at] = x
-        if hosted:
-            self._hosted, done = programs.store(loop)(self._hosted, hosted, i)
-        for stack in self._frees:
-            stack[at] = None
-        if is_last:
-            self._end()
-        return [done]
-
-    def _end(self) -> None:
-        loop, env, layered = self._loop, self._env, self._layered
-        carry, ys = loop.results
-        env.update(zip(carry, self._carry, strict=True))
-        for kind, found in ((SLICES, self._ys), (STACK, self._made)):
-            env.update(
-                zip([y for y, k in zip(ys, loop.ys, strict=True) if k == kind], found, strict=True)
-            )
-        hosted = [y for y, k in zip(ys, loop.ys, strict=True) if k == HOSTED]
-        self._there.update(zip(hosted, self._hosted, strict=True))
-        layered._send([y for y in ys if y in layered._hosted and y not in hosted], env, self._there)
-        layered._drop(self._index, env)
-        self.__dict__.clear()
+def _turns_of(around: Sequence[NestedLoop]) -> Turns | None:
+    """The turns of the last of these loops, each around the next."""
+    if not around:
+        return None
+    nums = [loop.loop.length for loop in around]
+    num = None if None in nums else math.prod(n for n in nums if n is not None)
+    return Turns(_jaxpr.summary(around[-1].eqn), num)

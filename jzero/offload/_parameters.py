@@ -88,9 +88,7 @@ class ParameterOffload(Offload):
         """Parameters in pinned memory, in shards; optimizer state as the other policy has it."""
         self.check(stage_axes, automatic)
         resting, _ = self.state.rest(leaves, frame, mesh, stage_axes, automatic)
-        small = [i for i, leaf in enumerate(leaves)
-                 if stage_axes.num_devices > 1 and not isinstance(leaf.layout, Shard)]  # fmt: skip
-        both = _leaves.offload(resting, PINNED, stage_axes.min_bytes, small, PARAMETER)
+        both = self.with_params_there(resting, stage_axes)
         params = [i for i, leaf in enumerate(both) if leaf.is_streamed]
         if not params:
             raise OptionError(message(
@@ -99,6 +97,12 @@ class ParameterOffload(Offload):
                 "Drop offload_params."))  # fmt: skip
         moments = _tiers.optimizer_leaves(leaves, frame, stage_axes)
         return both, _pieces.cut_update(frame, moments, params)
+
+    def with_params_there(self, leaves: Leaves, stage_axes: StageAxes) -> Leaves:
+        """The leaves with those parameters in pinned memory that rest in shards, and are worth it."""
+        whole = [i for i, leaf in enumerate(leaves)
+                 if stage_axes.num_devices > 1 and not isinstance(leaf.layout, Shard)]  # fmt: skip
+        return _leaves.offload(leaves, PINNED, stage_axes.min_bytes, whole, PARAMETER)
 
     def check(self, stage_axes: StageAxes, automatic: Sequence[str]) -> None:
         """Raises an `OptionError` if it cannot be obeyed on these axes."""

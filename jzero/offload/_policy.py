@@ -166,7 +166,8 @@ class HostCPU(Offload):
 
     An update that needs other devices' shards (the norms of LAMB, Adafactor's means) is refused by name on
     more than one device; `PinnedHost` can do it. If a step fails before the host (with a `ratio`, before the
-    devices) has begun to overwrite state, the state is as before; after that, it is consumed.
+    devices) has begun to overwrite state, the state is as before; after that, it is consumed. If parameters
+    rest on the hosts, too (`offload_params`), the host begins while the devices still compute.
 
     >>> import jax, jax.numpy as jnp, optax, jzero
     >>> tx = jzero.master_weights(optax.adamw(1e-2))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero._memory_kinds import DEVICE, PINNED
@@ -136,10 +136,12 @@ class SlicedTurn:
             yield functools.partial(fetch, start, size), functools.partial(update, start, size)
 
     @functools.cached_property
-    def _starts(self) -> list[jax.Array]:
+    def _starts(self) -> list[Any]:
         """The first row of each slice, on the devices: copied there once, for a guard may forbid steps to."""
         place = NamedSharding(self._runner.mesh, P())
         rows = [np.asarray(start, np.int32) for start, _ in self._slices]
+        if not isinstance(self._runner.mesh, Mesh):
+            return rows  # There are no devices, and nothing will run.
         with jax.transfer_guard("allow"):  # JAX counts this as implicit.
             return [jax.make_array_from_callback((), place, x.__getitem__) for x in rows]
 

@@ -72,20 +72,7 @@ class Slicer:
 
     def _obstacle(self, piece: Piece) -> str:
         """Why a piece's leaves cannot be cut into slices; '' if they can."""
-        if any(i >= len(self.leaves) for i in piece.outs):
-            return "the step returns something else of their update"
-        found = _elementwise.obstacle(self.frame, piece)
-        if found:
-            return found
-        if layout_of(self.frame, self.leaves, self.boundary, piece) is None:
-            return "they do not all rest alike, or over mesh axes beside the data axes"
-        invars = self.frame.jaxpr.invars
-        own = {*piece.reads, *(invars[i] for i in piece.outs)} & set(invars[: len(self.leaves)])
-        own = {var for var in own if var.aval.shape}  # All may read a scalar: a loss scale.
-        others = [other for other in self.update.pieces if other is not piece]
-        if any(own & set(other.reads) for other in others):  # They need the leaf as it was.
-            return "other updates read them, too"
-        return ""
+        return obstacle_of(self.frame, self.leaves, self.update, self.boundary, piece)
 
     def _check_room(self, packs: Sequence[Sequence[Piece]], turns: Sequence[Turn]) -> None:
         bad = [
@@ -101,6 +88,26 @@ class Slicer:
                 f"device_bytes={self.device_bytes} is the most that may be there.",
                 f"Use PinnedHost(device_bytes={max(turn.nbytes_at_once for turn in turns)}) or more.",
                 things="groups of leaves", shown=6))  # fmt: skip
+
+
+def obstacle_of(
+    frame: Frame, leaves: Sequence[LeafPlan], update: UpdatePart, boundary: Boundary, piece: Piece
+) -> str:
+    """Why no part of a piece's leaves can be updated by itself, at any time; '' if each can."""
+    if any(i >= len(leaves) for i in piece.outs):
+        return "the step returns something else of their update"
+    found = _elementwise.obstacle(frame, piece)
+    if found:
+        return found
+    if layout_of(frame, leaves, boundary, piece) is None:
+        return "they do not all rest alike, or over mesh axes beside the data axes"
+    invars = frame.jaxpr.invars
+    own = {*piece.reads, *(invars[i] for i in piece.outs)} & set(invars[: len(leaves)])
+    own = {var for var in own if var.aval.shape}  # All may read a scalar: a loss scale.
+    others = [other for other in update.pieces if other is not piece]
+    if any(own & set(other.reads) for other in others):  # They need the leaf as it was.
+        return "other updates read them, too"
+    return ""
 
 
 def layout_of(

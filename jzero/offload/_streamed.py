@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from jzero._memory_kinds import DEVICE, PINNED
+from jzero._memory_kinds import DEVICE, PINNED, HostNeed
 from jzero.offload._layered import LayeredSegment
-from jzero.offload._pinned import Visit, stream
+from jzero.offload._pinned import Visit, free, stream
 from jzero.offload._sliced import SlicedTurn
 from jzero.segments._builder import Builder
 from jzero.segments._segment import Compiled, Segment, Values
@@ -67,6 +67,7 @@ class StreamedStep:
         if any(leaf.is_streamed for leaf in leaves):
             gradients = [var for var in self.grad.gives if not is_scalar(var)]
             self._layered = LayeredSegment(runner, self.grad, gradients, params_bytes)
+            self.grad = self._segments.grad = self._layered.as_segment()
             homes |= {
                 var: NamedSharding(runner.mesh, self.grad.types[var].spec, memory_kind=PINNED)
                 for var in gradients
@@ -81,13 +82,26 @@ class StreamedStep:
             if turn.parts > 1
         }
 
+    def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """See `StepProgram`."""
+        return jax.make_jaxpr(self.__call__)(state, arrays)
+
     def collectives(self, index: int) -> tuple[Collective, ...]:
         """What the program of a turn moves between the devices."""
         return self.turns[index].collectives()
 
+    def handed_bytes(self) -> int:
+        """The most bytes on each device of what parts of the grad part hand to each other."""
+        return self._layered.handed_bytes() if self._layered else 0
+
     def roads(self) -> str:
         """The host updates nothing."""
         return ""
+
+    def host_needs(self) -> tuple[HostNeed, ...]:
+        """Gradients of parameters that rest on the hosts; of the state there is no second copy."""
+        sent = self._layered.sends() if self._layered else ()
+        return (HostNeed("gradients", PINNED, sum(x.nbytes for x in sent)),)
 
     def crossings(self) -> tuple[Crossing, ...]:
         """What a step copies to each device and back."""
@@ -124,7 +138,7 @@ class StreamedStep:
             return self.grad(values, self.grad.jitted)
         given, outs = self._layered(values)
         for var in self.grad.consumes:
-            values.pop(var).delete()
+            free(values.pop(var))
         values.update(zip(self.grad.gives, given, strict=True))
         return dict(zip(self.grad.outs, outs, strict=True))
 
@@ -149,9 +163,9 @@ class StreamedStep:
             arrays = jax.device_put([values[var] for var in hosted], places)
             for var in hosted:
                 if homes.last[var] == index and var not in homes.kept:
-                    values[var].delete()  # Freed when it is copied: the host holds no second state.
+                    free(values[var])  # Freed when it is copied: the host holds no second state.
             for var in overwritten:  # and nobody reads it
-                values[var].delete()
+                free(values[var])
             return arrays
 
         def update(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from jzero._errors import BatchError, MeshError, OptionError, message
+from jzero._memory_kinds import PINNED
 from jzero._quantities import readable_bytes
 from jzero._step import ShardedTrainStep
+from jzero.preflight._dispatches import Dispatches, read_dispatches
+from jzero.preflight._examined import PartMemory, examine, examine_parts
 from jzero.preflight._schedule import Schedule, ScheduledCollective, read_schedule
 from jzero.preflight._targets import Target, Topology, find_target, mesh_of, read_topology
 from jzero.reports import _tables
 from jzero.reports._describe import Report
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Memory, Table
+from jzero.segments._programs import inputs_at_rest
 
 WHO = "preflight"
 _MOST_COMPILATIONS = 24
@@ -57,7 +61,7 @@ def preflight(
     Args:
       train_step: the sharded step; or any program as `jax.jit(...).lower(...)` gives it, lowered for a
         `jzero.target_mesh` of the same target, topology and axes (then without `args`).
-      *args: the step's arguments as arrays or `jax.ShapeDtypeStruct`s; whole shapes, over all devices.
+      *args: the step's arguments, each an array or a `jax.ShapeDtypeStruct`, of whole shapes.
       target: 'a100-80gb', 'b200', 'h100' or 'h200'.
       topology: 'HOSTSxDEVICES', the devices of one host: '8x8' are 64.
       axes: names and sizes of the mesh's axes, hosts first. By default those of the step's mesh if it has
@@ -85,29 +89,39 @@ def preflight(
     options = {"xla_gpu_autotune_level": 0} | dict(compiler_options or {})
     if isinstance(train_step, jax.stages.Lowered):
         sizes = {"data": grid.num_devices} if axes is None else dict(axes)
-        return _examine(train_step, None, gpu, grid, sizes, memory_fraction, options)
+        schedule = functools.partial(read_schedule, axes=sizes, target=gpu, topology=grid)
+        examined = examine(train_step, schedule, options)
+        return Preflight(None, gpu, grid, *examined, memory_fraction)
     if not isinstance(train_step, ShardedTrainStep):
         raise OptionError(message(
             WHO, f"train_step is a {type(train_step).__name__}",
             "It is what shard_train_step or jax.jit(...).lower(...) returns.",
             "Write preflight(shard_train_step(step_fn), state, batch)."))  # fmt: skip
     sizes = _axes_for(train_step, grid) if axes is None else dict(axes)
-    there = train_step.on_mesh(mesh_of(WHO, gpu, grid, sizes))
-
+    mesh = mesh_of(WHO, gpu, grid, sizes)
+    offloads = train_step._programs.options.offloads
+    # An abstract mesh has all kinds of memory; devices that are not there list none.
+    there = train_step.on_mesh(mesh.abstract_mesh if offloads else mesh)
+    schedule = functools.partial(read_schedule, axes=sizes, target=gpu, topology=grid)
     batch = there._programs.batch_of(WHO, args, kwargs)
 
-    def examine(rows: int) -> Preflight:
-        report, lowered = batch.call(there.describe, rows), batch.call(there.lower, rows)
-        return _examine(lowered, report, gpu, grid, sizes, memory_fraction, options)
+    def compiled(rows: int) -> Preflight:
+        report = batch.call(there.describe, rows)
+        if offloads:
+            dispatches = batch.call(functools.partial(_dispatches_of, there), rows)
+            examined = examine_parts(dispatches, mesh, schedule, options)
+        else:
+            examined = examine(batch.call(there.lower, rows), schedule, options)
+        return Preflight(report, gpu, grid, *examined, memory_fraction)
 
-    found = examine(batch.rows)
+    found = compiled(batch.rows)
     if search_batch and not batch.rows:
         raise BatchError(message(
             WHO, "search_batch=True, and no argument is split over the devices",
             "The rows of arguments that are split are changed.",
             "Drop search_batch, or the in_specs that keep the batch whole."))  # fmt: skip
     if search_batch:
-        largest = _largest(lambda rows: examine(rows).peak_bytes, batch.rows, found)
+        largest = _largest(lambda rows: compiled(rows).peak_bytes, batch.rows, found)
         found = dataclasses.replace(found, rows=batch.rows, largest_rows=largest)
     return found
 
@@ -121,10 +135,13 @@ class Preflight:
       target: the device.
       topology: hosts, and devices on each.
       argument_bytes: on each device, of the program's arguments: the state, and its part of the batch.
-      temporary_bytes: on each device, at most alive within a step beside them.
+      temporary_bytes: on each device, at most alive within a step beside them; of a step in parts, within one
+        of its programs.
       peak_bytes: on each device, at the moment when most is alive.
       schedule: its collectives and the time for which nothing hides them.
       compile_seconds: what the compilation took here.
+      host_bytes: of pinned memory on the host, for each device, at the moment when most is alive.
+      parts: of a step with offloaded state, the different programs that it starts; else none.
       memory_fraction: the share of a device's memory that may be used.
       rows: of the batch, on each device and for each microbatch (with `search_batch`).
       largest_rows: the most that fit; 0 if none do (with `search_batch`).
@@ -138,6 +155,8 @@ class Preflight:
     peak_bytes: int
     schedule: Schedule
     compile_seconds: float
+    host_bytes: int
+    parts: tuple[PartMemory, ...]
     memory_fraction: float
     rows: int | None = None
     largest_rows: int | None = None
@@ -161,10 +180,11 @@ class Preflight:
     def memory(self) -> tuple[Memory, ...]:
         """The roles at rest, and what the program holds within a step, as `estimate` has them."""
         num = self.topology.num_devices
-        peak = self.peak_bytes - self.argument_bytes
-        within = Memory(
-            "within a step", peak * num, peak, False, "at the peak, beside the arguments"
-        )
+        peak, there = self.peak_bytes - self.argument_bytes, self.host_bytes
+        if self.report is not None:
+            there -= self.report.plan.nbytes_at_rest(tier=PINNED)
+        note = "at the peak, beside the arguments"
+        within = Memory("within a step", (peak + there) * num, peak, False, note, there)
         if self.report is None:
             return Memory(
                 "arguments", self.argument_bytes * num, self.argument_bytes, True, ""
@@ -183,10 +203,10 @@ class Preflight:
         """All that the text says, as plain types: `json.dumps` takes it. Bytes are ints, times seconds.
 
         Keys: target, hosts, devices_per_host; compile_seconds; argument_bytes, temporary_bytes, peak_bytes,
-        usable_bytes, memory_fraction, fits; memory, as in `Report.to_dict`; collectives as compiled: op,
-        axes, bytes, times, hidden, seconds (each time); product_seconds, exposed_seconds; rows and
-        largest_rows (None without `search_batch`); step, the `Report.to_dict` of the step (None for a
-        program that is not jzero's).
+        host_bytes, usable_bytes, memory_fraction, fits; parts, the fields of each `PartMemory`; memory, as in
+        `Report.to_dict`; collectives as compiled: op, axes, bytes, times, hidden, seconds (each time);
+        product_seconds, exposed_seconds; rows and largest_rows (None without `search_batch`); step, the
+        `Report.to_dict` of the step (None for a program that is not jzero's).
         """
         schedule = self.schedule
         return {
@@ -207,6 +227,9 @@ class Preflight:
             ],
             "product_seconds": schedule.product_seconds,
             "exposed_seconds": schedule.exposed_seconds,
+            "host_bytes": self.host_bytes,
+            "parts": [part._asdict() | {"host_operations": [*part.host_operations]}
+                      for part in self.parts],
             "rows": self.rows,
             "largest_rows": self.largest_rows,
             "step": None if self.report is None else self.report.to_dict(),
@@ -221,9 +244,11 @@ class Preflight:
             [*title, *([] if self.report is None else self.report.header())],
             _tables.memory_table(self.memory).text(),
             self._verdict(),
+            self._parts(),
             self._collectives(),
+            self._crossings(),
             [] if self.report is None else self.report.gathered_rows(),
-            wrapped(_LIMITS),
+            wrapped(_LIMITS + _LIMITS_OF_PARTS * bool(self.parts)),
         ]
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -241,6 +266,34 @@ class Preflight:
                 f"(compiled: {self.rows})"
             )
         return lines
+
+    def _parts(self) -> list[str]:
+        if not self.parts:
+            return []
+        columns = ("argument_bytes", "made_bytes", "temporary_bytes", "peak_bytes")
+        largest = sorted(self.parts, key=lambda part: -part.peak_bytes)[:_MOST_PARTS]
+        rows = [
+            (part.name, str(part.times),
+             *(readable_bytes(getattr(part, column)) for column in columns))
+            for part in self.parts if part in largest
+        ]  # fmt: skip
+        header = ("program", "times", "takes", "makes", "temporaries", "then on a device")
+        rest = len(self.parts) - len(rows)
+        lines = Table(header, rows).text()
+        lines += wrapped(f"And {rest} more programs, with less on a device.") if rest else []
+        bad = [
+            f"{part.name} ({', '.join(part.host_operations)})"
+            for part in self.parts
+            if part.host_operations
+        ]
+        on_host = "Pinned memory is only copied from and to: no program computes there."
+        if bad:
+            on_host = f"Programs that compute on pinned memory, which is slow: {'; '.join(bad)}."
+        return [*lines, *wrapped(on_host)]
+
+    def _crossings(self) -> list[str]:
+        crossing = None if self.report is None else _tables.crossing_table(self.report.crossings)
+        return crossing.text() if crossing else []
 
     def _collectives(self) -> list[str]:
         if not self.schedule.collectives:
@@ -267,38 +320,22 @@ class Preflight:
         ]
 
 
+_MOST_PARTS = 12
 _LIMITS = (
-    "Not seen: memory kinds (state that rests on the host is counted on the device), buffers of NCCL and of "
-    "the driver (1 to 2 GiB), fragmentation, kernels that autotuning would choose, latencies, convolutions' "
-    "and fused attention's time. Bandwidths are the data sheet's."
+    "Not seen: buffers of NCCL and of the driver (1 to 2 GiB), fragmentation, kernels that autotuning would "
+    "choose, latencies, convolutions' and fused attention's time. Bandwidths are the data sheet's."
+)
+_LIMITS_OF_PARTS = (
+    " Of a step in parts: the time of copies between devices and hosts, and of an update on the hosts; what "
+    "hides behind other programs; parameters that a host sends back, a chunk at a time."
 )
 
 
-def _examine(
-    lowered: jax.stages.Lowered, report: Report | None, target: Target, topology: Topology,
-    axes: Mapping[str, int], memory_fraction: float, options: Mapping[str, Any],
-) -> Preflight:  # fmt: skip
-    start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=dict(options))
-    seconds = time.perf_counter() - start
-    memory: Any = compiled.memory_analysis()
-    peak = memory.peak_memory_in_bytes
-    if memory.host_temp_size_in_bytes:
-        # XLA's is that of the memory that has the larger one, be it the host's.
-        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        held = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
-        peak = min(peak, held)
-    return Preflight(
-        report,
-        target,
-        topology,
-        memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes,
-        peak,
-        read_schedule(str(compiled.as_text()), axes, target, topology),
-        seconds,
-        memory_fraction,
-    )
+def _dispatches_of(step: ShardedTrainStep, *args: Any, **kwargs: Any) -> Dispatches:
+    call = step._programs.bind(args, kwargs)
+    program = step._programs.of(call)
+    state, arrays = inputs_at_rest(call, program)
+    return read_dispatches(program.step.dispatched(state, arrays), [*state, *arrays])
 
 
 def _axes_for(train_step: ShardedTrainStep, topology: Topology) -> dict[str, int]:

@@ -68,12 +68,28 @@ class Schedule:
     product_seconds: float
     exposed_seconds: float
 
+    def repeated(self, times: int) -> Schedule:
+        """That of a program that a step runs so many times."""
+        return Schedule(
+            tuple(c._replace(times=c.times * times) for c in self.collectives),
+            self.product_seconds * times,
+            self.exposed_seconds * times,
+        )
+
+    def __add__(self, other: Schedule) -> Schedule:
+        """One program after the other: nothing of one hides behind the other."""
+        return Schedule(
+            self.collectives + other.collectives,
+            self.product_seconds + other.product_seconds,
+            self.exposed_seconds + other.exposed_seconds,
+        )
+
 
 def read_schedule(
     text: str, axes: Mapping[str, int], target: Target, topology: Topology
 ) -> Schedule:
     """Walks through the program once, loops multiplied out, with clocks for products and for the wire."""
-    computations, entry = _parse(text)
+    computations, entry = parse(text)
     reader = _Reader(computations, axes, target, topology)
     walk = reader.walk(entry, 1)
     return Schedule(tuple(reader.found), walk.products, walk.exposed)
@@ -195,7 +211,8 @@ class _Reader:
         return max(link, network) * (2 if op == "all-reduce" else 1)
 
 
-def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The instructions of each computation, and which one the program begins with."""
     computations: dict[str, list[Instruction]] = {}
     entry, lines = "", []
     for line in text.splitlines():

@@ -34,13 +34,14 @@ def traffic(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
 
 def crossings(found: Sequence[Crossing]) -> list[dict[str, Any]]:
     """What crosses between each device and its host, by direction, role and dtype."""
-    groups: dict[tuple[str, str, str], list[Crossing]] = {}
+    groups: dict[tuple[str, str, str, bool], list[Crossing]] = {}
     for x in found:
-        groups.setdefault((x.direction, x.what, x.dtype), []).append(x)
+        groups.setdefault((x.direction, x.what, x.dtype, x.each_turn), []).append(x)
     return [
         {"direction": direction, "what": what, "dtype": dtype,
-         "elements": sum(x.elements for x in group), "nbytes": sum(x.nbytes for x in group)}
-        for (direction, what, dtype), group in groups.items()
+         "elements": sum(x.elements for x in group), "nbytes": sum(x.nbytes for x in group),
+         "each_turn": each_turn}
+        for (direction, what, dtype, each_turn), group in groups.items()
     ]  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def leaf(plan: LeafPlan) -> dict[str, Any]:
     }
 
 
-def microbatches(plan: StepPlan, accumulator_bytes: int) -> dict[str, Any]:
+def microbatches(plan: StepPlan, accumulator_bytes: int, handed_bytes: int) -> dict[str, Any]:
     """How a device works through them."""
     loops = plan.microbatches.loops
     kept = () if loops is None else loops.kept
@@ -76,6 +77,8 @@ def microbatches(plan: StepPlan, accumulator_bytes: int) -> dict[str, Any]:
         "num": plan.accumulate,
         "reduce": "once" if plan.reduce_once else "each",
         "accumulator_bytes": accumulator_bytes,
+        "layer_major": plan.microbatches.layer_major,
+        "handed_bytes": handed_bytes,
         "loops": 1 if loops is None else loops.num,
         "repeats": 1.0 if loops is None else float(loops.repeats),
         "kept": [{"what": k.what, "where": k.where, "nbytes": k.nbytes} for k in kept],

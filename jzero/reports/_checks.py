@@ -8,7 +8,7 @@ from typing import Any
 
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import HOST
-from jzero._quantities import COUNT_RULE
+from jzero._quantities import BYTES_RULE, COUNT_RULE, parse_bytes
 from jzero.reports._presets import NEED_ALL_SHARDS, OPTIMIZERS, PRECISIONS
 from jzero.reports._sizes import BytesPerParam
 from jzero.sharding.plan._offload import Offload
@@ -74,6 +74,16 @@ def check_offload(offload: Offload, sizes: BytesPerParam, optimizer: str, num_de
             WHO, f"offload={offload}, and the optimizer has no state",
             "Moments, averages and masters are offloaded.", "Drop offload, or use another optimizer."
         ))  # fmt: skip
+
+
+def check_tile(tile_bytes: Any) -> int | None:
+    """The bytes of a tile as an int; None without tiles. Raises an `OptionError` for what is no size."""
+    found = None if tile_bytes is None else parse_bytes(tile_bytes)
+    if tile_bytes is not None and not found:
+        raise OptionError(message(
+            WHO, f"tile_bytes={tile_bytes!r}", f"It is {BYTES_RULE}.",
+            "Write tile_bytes='64MiB', or drop it to gather whole matrices."))  # fmt: skip
+    return found
 
 
 def _is_bytes(value: Any, above_zero: bool) -> bool:

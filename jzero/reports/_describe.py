@@ -15,7 +15,7 @@ from jzero.reports import _as_dict, _leaf_lists, _tables
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Memory, crossing_table, memory_table, traffic_table
 from jzero.sharding.analysis._residuals import LEAST_BYTES
-from jzero.sharding.analysis._traffic import Collective, Crossing
+from jzero.sharding.analysis._traffic import Collective, Crossing, Turns
 from jzero.sharding.analysis._untiled import Untiled
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.cut._kept import Loops
@@ -41,6 +41,7 @@ class Report:
       argument_paths: of every leaf of the arguments beside the state.
       output_paths: of every leaf that the step returns beside the state.
       untiled: what is gathered or reduced at once though it is larger than `tile_bytes`, and why.
+      handed_bytes: on each device, the most of what layers hand on, where a step runs layer by layer.
     """
 
     plan: StepPlan
@@ -54,6 +55,7 @@ class Report:
     argument_paths: tuple[str, ...] = ()
     output_paths: tuple[str, ...] = ()
     untiled: tuple[Untiled, ...] = ()
+    handed_bytes: int = 0
 
     def __str__(self) -> str:
         parts = [
@@ -62,6 +64,7 @@ class Report:
             self._traffic(),
             self._tiles(),
             self._crossings(),
+            self._from_host(),
             self._activations(),
             self.gathered_rows(),
             self._crossing_the_call(),
@@ -79,8 +82,10 @@ class Report:
             evaluates, updates   whether the state is only read; whether any leaf of it changes
             axes                 sizes of the data axes by name
             reductions           'whole batch', or 'written' (the step's own collectives)
-            microbatches         num; reduce ('once', 'each'); accumulator_bytes, on each device; loops over
-                                 them; repeats (of products); kept between loops: [what, where, nbytes]
+            microbatches         num; reduce ('once', 'each'); accumulator_bytes, on each device; layer_major,
+                                 and handed_bytes (from part to part, on each device; 0 if the step is one
+                                 part); loops over them; repeats (of products); kept between loops: [what,
+                                 where, nbytes]
             memory               of each role: role, whole, per_device, at_rest, note, on_host (bytes)
             leaves               of the state: path, role, dtype, shape; dim and axes that it is sharded over
                                  (None and [] if full), num_shards; nbytes, nbytes_per_device, padded_shape;
@@ -94,7 +99,8 @@ class Report:
                                  line)
             traffic              in one step: op, dtype, axes, elements, bytes, times; each_turn says
                                  that these are of one turn of a `while`
-            crossings            each device and its host: direction, what, dtype, elements, nbytes
+            crossings            each device and its host: direction, what, dtype, elements, nbytes; each_turn
+                                 says that these are of one turn of a `while`
             activations          that wait on the host for the backward pass: shape, dtype, nbytes, where,
                                  turns (of a loop's stack; 1), times; None without offload_activations
             movements            of rows of the batch: operation, where, reason, nbytes (once), times
@@ -121,7 +127,7 @@ class Report:
             "devices": plan.num_devices,
             "axes": dict(plan.axes),
             "reductions": plan.reductions,
-            "microbatches": _as_dict.microbatches(plan, self.accumulator_bytes),
+            "microbatches": _as_dict.microbatches(plan, self.accumulator_bytes, self.handed_bytes),
             "memory": _as_dict.memory(self.memory),
             "leaves": [_as_dict.leaf(leaf) for leaf in plan.leaves],
             "unread": [plan.leaves[i].path for i in sorted(plan.unread)],
@@ -213,6 +219,12 @@ class Report:
         )  # fmt: skip
         if plan.reductions == "written":
             lines.append("  to the step's own collectives each microbatch is a device")
+        if plan.microbatches.layer_major:
+            lines += wrapped(
+                "layer by layer: all of them pass a layer, whose parameters come once for each pass, before "
+                f"the next one; what layers hand on takes up to {readable_bytes(self.handed_bytes)} on each "
+                "device", "  "
+            )  # fmt: skip
         loops = self.loops
         if loops is not None and loops.num > 1:
             kept = sorted(loops.kept, key=lambda each: -each.nbytes)
@@ -231,6 +243,25 @@ class Report:
         table = crossing_table(self.crossings)
         return table.text() if table else []
 
+    def _from_host(self) -> list[str]:
+        """Lines on parameters that an evaluation reads on the host: the window, and what a turn fetches."""
+        if not self.plan.evaluates or not self.crossings:
+            return []
+        turns: dict[Turns, int] = {}
+        for x in self.crossings:
+            if x.loop is not None:
+                turns[x.loop] = turns.get(x.loop, 0) + x.nbytes // (x.loop.num or 1)
+        lines = wrapped(
+            "Parameters come from the hosts' pinned memory, part by part: at most "
+            f"{readable_bytes(self.plan.device_bytes)} of them on a device at a time, gathered ones "
+            "included.", "  ")  # fmt: skip
+        for (where, num), nbytes in turns.items():
+            each = "each turn" if num is None else f"each of the {num:,} turns"
+            lines += wrapped(
+                f"{nbytes:,} bytes to each device in {each} of the loop at {where}: its turns a second are "
+                "at most the link's bytes a second over that.", "    ", first="  ")  # fmt: skip
+        return lines
+
     def _activations(self) -> list[str]:
         """Lines on what waits on the host for the backward pass; none without `offload_activations`."""
         found = self.plan.activations
@@ -240,8 +271,12 @@ class Report:
             return wrapped(
                 "No activation waits on the host: the forward pass keeps no rows of "
                 f"{readable_bytes(LEAST_BYTES)} at once for the backward pass.", "  ")  # fmt: skip
-        microbatch = ", of one microbatch" if self.plan.accumulate > 1 else ""
-        total, verb = sum(r.nbytes for r in found), "waits" if len(found) == 1 else "wait"
+        num, every = self.plan.accumulate, self.plan.microbatches.layer_major
+        microbatch = f", of {'all' if every else 'one'} microbatch{'es' * every}" * (num > 1)
+        total, verb = (
+            sum(r.nbytes for r in found) * (num if every else 1),
+            "waits" if len(found) == 1 else "wait",
+        )
         stacks = sum(r.turns > 1 for r in found)
         whats = [f"{stacks} stack{'s' * (stacks > 1)} of loops"] * bool(stacks)
         values = len(found) - stacks

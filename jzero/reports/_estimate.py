@@ -18,7 +18,7 @@ from jzero._quantities import (
 from jzero.offload._parameters import policy_of
 from jzero.offload._policy import NO_OFFLOAD
 from jzero.reports import _as_dict, _formulas, _host_traffic, _step_time, _tables
-from jzero.reports._checks import WHO, check, check_offload, data_axes
+from jzero.reports._checks import WHO, check, check_offload, check_tile, data_axes
 from jzero.reports._host_tiers import HostTiers
 from jzero.reports._host_traffic import Haul
 from jzero.reports._lines import WIDTH, wrapped
@@ -56,6 +56,7 @@ def estimate(
     offload: Offload = NO_OFFLOAD,
     offload_params: Offload = NO_OFFLOAD,
     offload_activations: Offload = NO_OFFLOAD,
+    tile_bytes: float | str | None = None,
     layer_major: bool = False,
     tokens: float | str | None = None,
     layers: float | str | None = None,
@@ -194,6 +195,9 @@ def estimate(
       offload_params: where parameters rest: `jzero.PinnedHost(device_bytes=...)`.
       offload_activations: where a forward loop over layers keeps their inputs for its backward loop:
         `jzero.PinnedHost()`. They cross twice, in the dtype of the compute.
+      tile_bytes: of a matrix as it is gathered, and of its gradient: an int, or a string such as '64MiB'.
+        Larger ones are never whole; two tiles of each are counted. The numbers do not tell which matrices
+        are larger, and with `recompute` gathers are counted as if all were: up to 4 Psi move, not 3.
       layer_major: whether a layer is fetched and gathered once per pass for all microbatches, and its
         gradient reduced once; with `offload_params` and `accumulate`.
       tokens: of a step on each device, those of all microbatches: rows times their length.
@@ -222,7 +226,8 @@ def estimate(
       Ren et al.: "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021: section 3 (2 bytes per
       parameter on the device, 4 that cross), section 5.2 (delayed update).
       Rajbhandari et al.: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", 2021:
-      section 3 (memory), section 4 (what must move, and how fast), section 6.1 (each device's own link).
+      section 3 (memory), section 4 (what must move, and how fast), section 5.1.3 (tiles), section 6.1 (each
+      device's own link).
     """
     given = {
         "param_bytes": param_bytes,
@@ -239,7 +244,8 @@ def estimate(
     options = Options(
         stage=stage, accumulate=accumulate, reduce=reduce, accumulate_dtype=accumulate_dtype,
         reduce_dtype=reduce_dtype, gather=gather, param_axes=axis_tuple(param_axes),
-        optimizer_axes=axis_tuple(optimizer_axes), offload=policy, who=WHO,
+        optimizer_axes=axis_tuple(optimizer_axes), offload=policy, tile_bytes=check_tile(tile_bytes),
+        layer_major=layer_major, who=WHO,
     )  # fmt: skip
     sizes = _bytes_per_param(optimizer, precision, **given)
     stage_axes = options.stage_axes(axes)
@@ -247,7 +253,7 @@ def estimate(
     with called_as(WHO):
         policy.check(stage_axes, ())
     shape = {"tokens": tokens, "layers": layers, "width": width}
-    tiers = host_tiers(offload_activations, layer_major, shape, recompute)
+    tiers = host_tiers(offload_activations, shape, recompute)
     check_tiers(options, tiers)
     given_rates = rates(peak=peak, pcie=pcie, interconnect=interconnect, host_update=host_update)
     found = Estimate(count, options, stage_axes, sizes, tiers, given_rates)
@@ -286,7 +292,7 @@ class Estimate:
     @property
     def memory(self) -> tuple[Memory, ...]:
         """Bytes of each role; those of gradients are the most that a step holds at a time, not at rest."""
-        rows = _formulas.needs(self.options, self.tiers, self.sharding, self.bytes_per_param)
+        rows = _formulas.needs(self.options, self.sharding, self.bytes_per_param)
         found = _formulas.memory(self.num_params, rows)
         if self.tiers.offloads_activations:
             found += (_formulas.activations(self.options, self.tiers, self.bytes_per_param),)

@@ -15,7 +15,9 @@ from jzero.reports._sizes import (
     ACCUMULATOR,
     ACTIVATION,
     GATHERED,
+    GATHERED_TILE,
     GRADIENT,
+    GRADIENT_TILE,
     RENEWED,
     VISITING,
     WINDOW,
@@ -52,9 +54,7 @@ class Need(NamedTuple):
     most: int | None = None
 
 
-def needs(
-    options: Options, tiers: HostTiers, stage_axes: StageAxes, sizes: BytesPerParam
-) -> Iterator[Need]:
+def needs(options: Options, stage_axes: StageAxes, sizes: BytesPerParam) -> Iterator[Need]:
     """The stage's row, by role (ZeRO, section 5), and what offload moves (ZeRO-Offload, section 3)."""
     policy, num_shards = options.offload, stage_axes.count(stage_axes.shard_axes)
     num_param_shards = stage_axes.count(stage_axes.param_axes)
@@ -63,7 +63,7 @@ def needs(
     assert policy.share is not None, "estimate refuses what is measured"
     yield Need(OPTIMIZER, sizes.optimizer_state, num_shards, True, "", policy.share)
     yield _gradients(options, num_shards, sizes)
-    if options.accumulate > 1 and not tiers.layer_major:
+    if options.accumulate > 1 and not options.layer_major:
         size = Fraction(jnp.dtype(options.accumulate_dtype or jnp.float32).itemsize)
         num = 1 if options.reduce_once else num_shards
         yield Need(ACCUMULATOR, size, num, False, f"sums {options.accumulate} microbatches")
@@ -74,10 +74,25 @@ def needs(
         gathered = sizes.compute if num_param_shards > 1 else Fraction(0)
         size = sizes.parameters / num_param_shards + gathered
         yield Need(WINDOW, size, 1, False, "in turns, gathered ones included", most=most)
+    yield from _tiles(options, num_param_shards, num_shards, sizes)
     if policy.tier == PINNED and (most := policy.visiting_bytes):
         yield Need(VISITING, sizes.optimizer_state, num_shards, False, "in turns", most=most)
     if policy.tier == HOST and not policy.streams:
         yield from _on_their_way(policy, sizes, num_shards)
+
+
+def _tiles(
+    options: Options, num_param_shards: int, num_shards: int, sizes: BytesPerParam
+) -> Iterator[Need]:
+    """Two tiles of a matrix and two of its gradient, neither of them whole (ZeRO-Infinity, section 5.1.3)."""
+    if options.tile_bytes is None:
+        return
+    most = 2 * options.tile_bytes
+    if num_param_shards > 1 and not options.offload.streams:  # of a window they are a part
+        yield Need(GATHERED_TILE, sizes.compute, 1, False, "in use, and the next one", most=most)
+    if num_shards > 1 and not (options.reduce_once and options.accumulate > 1):
+        note = "as it is made, and as it is reduced"
+        yield Need(GRADIENT_TILE, sizes.compute, 1, False, note, most=most)
 
 
 def _gradients(options: Options, num_shards: int, sizes: BytesPerParam) -> Need:
@@ -108,9 +123,9 @@ def _on_their_way(policy: Offload, sizes: BytesPerParam, num_shards: int) -> Ite
 
 def activations(options: Options, tiers: HostTiers, sizes: BytesPerParam) -> Memory:
     """What forward loops keep on the host: inputs of layers (ZeRO-Infinity, section 3)."""
-    share = 1 if tiers.layer_major else options.accumulate
+    share = 1 if options.layer_major else options.accumulate
     nbytes = math.ceil(sizes.compute * tiers.kept_elements / share)
-    note = "pinned, of all microbatches" if tiers.layer_major else "pinned, of one microbatch"
+    note = "pinned, of all microbatches" if options.layer_major else "pinned, of one microbatch"
     return Memory(ACTIVATION, nbytes, 0, False, note * (options.accumulate > 1) or "pinned", nbytes)
 
 
@@ -135,12 +150,12 @@ def traffic(
     params, shards = stage_axes.param_axes, stage_axes.shard_axes
     outer = shards[len(params) :]  # `shard_axes` begins with `param_axes`.
     replicas = tuple(axis for axis, _ in stage_axes.axes if axis not in shards)
-    rounds = tiers.rounds(options.accumulate)
+    rounds = options.rounds
     reductions = 1 if options.reduce_once else rounds
     dtype = options.reduce_dtype
     reduced = sizes.compute if dtype is None else Fraction(jnp.dtype(dtype).itemsize)
     for op, axes, held_over, size, times in (
-        ("all-gather", params, (), sizes.compute, _gathers(options, rounds)),
+        ("all-gather", params, (), sizes.compute, _gathers(options, tiers, rounds)),
         ("reduce-scatter", params, (), reduced, reductions),
         ("reduce-scatter", outer, params, reduced, reductions),
         ("all-reduce", replicas, shards, reduced, 1),  # after the last microbatch
@@ -185,11 +200,20 @@ def intensity_of_activations(hidden: int, interval: int = 1) -> float:
     return 24.0 * hidden * interval
 
 
-def _gathers(options: Options, rounds: int) -> int:
+def _gathers(options: Options, tiers: HostTiers, rounds: int) -> int:
     """How often a step gathers a parameter that rests in shards, if a pass runs so many times."""
     if options.gather_once:
         return 1
-    return rounds if options.keep_gathered else 2 * rounds
+    return rounds if options.keep_gathered else gathers_per_round(options, tiers) * rounds
+
+
+def gathers_per_round(options: Options, tiers: HostTiers) -> int:
+    """How often the two passes gather a parameter, each for itself.
+
+    A tile is freed when it was used: what the backward pass computes again gathers it once more. Most of a
+    layer's products are, but not its last one, so this is an upper bound.
+    """
+    return 3 if options.tile_bytes is not None and tiers.recompute else 2
 
 
 def _gradient_note(options: Options) -> str:

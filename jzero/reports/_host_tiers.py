@@ -14,7 +14,6 @@ class HostTiers:
 
     Attributes:
       activations: where a forward loop keeps what its backward loop reads.
-      layer_major: whether a layer comes once per pass for all microbatches, and not for each of them.
       tokens: of a step, on each device.
       layers: turns of the loop, each of which keeps its input.
       width: elements of that input for each token.
@@ -22,7 +21,6 @@ class HostTiers:
     """
 
     activations: Offload = NO_OFFLOAD
-    layer_major: bool = False
     tokens: int | None = None
     layers: int | None = None
     width: int | None = None
@@ -38,7 +36,3 @@ class HostTiers:
         """Of the inputs of all layers, for all microbatches of a device (ZeRO-Infinity, section 3)."""
         assert None not in (self.tokens, self.layers, self.width), "checked by estimate"
         return (self.tokens or 0) * (self.layers or 0) * (self.width or 0)
-
-    def rounds(self, accumulate: int) -> int:
-        """How often each pass runs through the layers in a step of so many microbatches."""
-        return 1 if self.layer_major else accumulate

@@ -50,7 +50,7 @@ def hauls(
     count = Fraction(num_params, stage_axes.count(stage_axes.shard_axes))
     on_host = policy.share * count if policy.tier == HOST else Fraction(0)
     if policy.streams:
-        yield from _with_params(options, tiers, sizes, count, on_host)
+        yield from _with_params(options, sizes, count, on_host)
     elif policy.tier == HOST:
         # Each as soon as it is there; sums over microbatches are when the last of these has run.
         part = BACKWARD if options.accumulate == 1 else UPDATE
@@ -78,10 +78,10 @@ def hosted_bytes(
 
 
 def _with_params(
-    options: Options, tiers: HostTiers, sizes: BytesPerParam, count: Fraction, on_host: Fraction
+    options: Options, sizes: BytesPerParam, count: Fraction, on_host: Fraction
 ) -> Iterator[Haul]:
     """Parameters come for each pass, and gradients leave; what the host updates does not cross again."""
-    rounds = tiers.rounds(options.accumulate)
+    rounds = options.rounds
     for part in (FORWARD, BACKWARD):
         yield Haul(part, TO_DEVICE, PARAMETER, sizes.parameters, rounds * count)
     yield Haul(BACKWARD, TO_HOST, GRADIENT, crossing_gradients(sizes), count)

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from jzero._quantities import readable_flops, readable_rate, readable_seconds
+from jzero.reports._formulas import gathers_per_round
 from jzero.reports._host_tiers import HostTiers
 from jzero.reports._host_traffic import BACKWARD, FORWARD, PARTS, UPDATE, WAYS, Haul
 from jzero.reports._lines import WIDTH, wrapped
@@ -241,14 +242,14 @@ def work(
     for x in crossing:
         _add(nbytes[x.part], x.direction, x.nbytes)
         _add(token_bytes[x.part], x.direction, x.nbytes * (x.what == ACTIVATION))
-    for part, n in _between(traffic, stage_axes, options):
+    for part, n in _between(traffic, stage_axes, options, tiers):
         _add(nbytes[part], BETWEEN, n)
     _add(nbytes[UPDATE], HOST_UPDATE, hosted_bytes)
     return Work(operations, nbytes, token_bytes, tokens, options.offload.waits)
 
 
 def _between(
-    traffic: Sequence[Collective], stage_axes: StageAxes, options: Options
+    traffic: Sequence[Collective], stage_axes: StageAxes, options: Options, tiers: HostTiers
 ) -> Iterator[tuple[str, int]]:
     """Bytes that devices move between them, by part; an all-reduce is a reduce-scatter and an all-gather."""
     for c in traffic:
@@ -259,8 +260,9 @@ def _between(
         elif options.keep_gathered:
             yield FORWARD, c.nbytes
         else:
-            yield FORWARD, c.nbytes // 2
-            yield BACKWARD, c.nbytes - c.nbytes // 2
+            forward = c.nbytes // gathers_per_round(options, tiers)
+            yield FORWARD, forward
+            yield BACKWARD, c.nbytes - forward
 
 
 def _add(sums: dict[str, int], way: str, nbytes: int) -> None:

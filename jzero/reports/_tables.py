@@ -86,14 +86,15 @@ def traffic_table(traffic: Sequence[Collective]) -> Table | None:
 
 
 def crossing_table(crossings: Sequence[Crossing]) -> Table | None:
-    """Elements and bytes by direction, role and dtype; None if nothing crosses."""
-    groups: dict[tuple[str, str, str], list[Crossing]] = {}
+    """Elements and bytes by direction, role and dtype, those of a `while` apart; None if nothing crosses."""
+    groups: dict[tuple[str, str, str, bool], list[Crossing]] = {}
     for x in crossings:
-        groups.setdefault((x.direction, x.what, x.dtype), []).append(x)
+        groups.setdefault((x.direction, x.what, x.dtype, x.each_turn), []).append(x)
     rows = [
-        (*key, f"{sum(x.elements for x in group):,}", readable_bytes(sum(x.nbytes for x in group)))
-        for key, group in groups.items()
-    ]
+        (*key, f"{sum(x.elements for x in group):,}",
+         readable_bytes(sum(x.nbytes for x in group)) + " a turn" * each_turn)
+        for (*key, each_turn), group in groups.items()
+    ]  # fmt: skip
     header = ("per step, each device", "what", "dtype", "elements", "bytes")
     return Table(header, rows) if rows else None
 

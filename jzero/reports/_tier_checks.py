@@ -26,9 +26,7 @@ from jzero.sharding.plan._options import Options
 _SHAPE = ("tokens", "layers", "width")
 
 
-def host_tiers(
-    activations: Any, layer_major: Any, shape: Mapping[str, Any], recompute: Any
-) -> HostTiers:
+def host_tiers(activations: Any, shape: Mapping[str, Any], recompute: Any) -> HostTiers:
     """The tiers, and the batch's shape as numbers.
 
     Raises:
@@ -39,11 +37,12 @@ def host_tiers(
             WHO, f"offload_activations={activations!r}",
             "It is jzero.PinnedHost(device_bytes=...): the memory that devices fetch from.",
             "Use offload_activations=jzero.PinnedHost(), or drop it."))  # fmt: skip
-    for name, flag in (("layer_major", layer_major), ("recompute", recompute)):
-        if not isinstance(flag, bool):
-            raise OptionError(message(WHO, f"{name}={flag!r}", "It is True or False.", "Drop it."))
+    if not isinstance(recompute, bool):
+        raise OptionError(
+            message(WHO, f"recompute={recompute!r}", "It is True or False.", "Drop it.")
+        )
     counts = _numbers(shape, parse_count, COUNT_RULE, "Write tokens='8K'.")
-    return HostTiers(activations, layer_major, recompute=recompute, **counts)
+    return HostTiers(activations, recompute=recompute, **counts)
 
 
 def rates(**given: Any) -> Rates:
@@ -127,12 +126,6 @@ _TIER_RULES: tuple[_Rule, ...] = (
     (lambda o, t: o.offload.streams and o.reduce == "once", "reduce='once' and offload_params",
      "Gradients leave for the host, reduced, as each layer ends; none waits whole.",
      "Drop reduce, or offload_params."),
-    (lambda o, t: t.layer_major and not o.offload.streams, "layer_major without offload_params",
-     "It is for layers that come from the host one after the other.",
-     "Drop it, or use offload_params=jzero.PinnedHost()."),
-    (lambda o, t: t.layer_major and o.accumulate == 1, "layer_major without accumulate",
-     "A layer then works through all microbatches before the next one comes.",
-     "Drop it, or say how many microbatches with accumulate=k."),
     (lambda o, t: t.offloads_activations and not t.recompute, "offload_activations and recompute=False",
      "What layers keep that do not compute anything again is not told by numbers.",
      "Drop recompute, or see describe() of a real step."),

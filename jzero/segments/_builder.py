@@ -40,14 +40,15 @@ class Builder:
         """What is left of the step without its update part; a leaf that it hands through is no output."""
         plan, jaxpr = self.runner.plan, self.runner.frame.jaxpr
         invars, outvars, leaves = jaxpr.invars, jaxpr.outvars, plan.leaves
+        num_new = len(plan.new_leaves)
         outs = [i for i in range(len(outvars)) if i not in plan.update.outs]
-        outs = [i for i in outs if i >= len(leaves)
+        outs = [i for i in outs if i >= num_new
                 or (leaves[i].tier == DEVICE and outvars[i] is not invars[i])]  # fmt: skip
         here = [
-            v for i, v in enumerate(invars)
-            if i >= len(leaves) or leaves[i].tier == DEVICE or leaves[i].is_streamed
+            v for i, v in enumerate(invars) if i not in plan.unread
+            and (i >= len(leaves) or leaves[i].tier == DEVICE or leaves[i].is_streamed)
         ]  # fmt: skip
-        own = {invars[i] for i in outs if i < len(leaves)}
+        own = {invars[i] for i in outs if i < num_new}
         read = {var for piece in plan.update.pieces for var in piece.reads}
         consumes = [var for var in here if var in own and var not in read]
 
@@ -56,7 +57,9 @@ class Builder:
             return self.runner.grad_part(interp, args[: len(leaves)], args[len(leaves) :])
 
         reads = [var for var in here if var not in consumes]
-        return self._segment(consumes, reads, list(plan.update.boundary), outs, compute)
+        return self._segment(
+            "grad_part", consumes, reads, list(plan.update.boundary), outs, compute
+        )
 
     def turns(self) -> tuple[Segment, ...]:
         """The turns of the update part, as the plan has them."""
@@ -94,9 +97,8 @@ class Builder:
             interp.run_equations(frame, eqns, env)
             return env
 
-        return self._segment(
-            consumes, [v for v in reads if v not in consumes], gives, outs, compute
-        )
+        rest = [v for v in reads if v not in consumes]
+        return self._segment("update", consumes, rest, gives, outs, compute)
 
     def _type(self, var: Var) -> ValuePlan:
         """How a value is taken or given."""
@@ -110,16 +112,15 @@ class Builder:
         return {var for var, leaf in pairs if self.crosses and leaf.tier == DEVICE}
 
     def _segment(
-        self, consumes: Sequence[Var], reads: Sequence[Var], gives: Sequence[Var], outs: Sequence[int],
-        compute: Callable[[Interpreter, Values], Env],
+        self, name: str, consumes: Sequence[Var], reads: Sequence[Var], gives: Sequence[Var],
+        outs: Sequence[int], compute: Callable[[Interpreter, Values], Env],
     ) -> Segment:  # fmt: skip
         runner, frame = self.runner, self.runner.frame
-        num_leaves = len(runner.plan.leaves)
-        leaf_vars = frame.jaxpr.invars[:num_leaves]
+        num_new = len(runner.plan.new_leaves)
+        leaf_vars = frame.jaxpr.invars[:num_new]
         types = {var: self._type(var) for var in (*consumes, *reads, *gives)}
         layouts = [
-            self._type(leaf_vars[i]).layout if i < num_leaves else runner.plan.layouts[i]
-            for i in outs
+            self._type(leaf_vars[i]).layout if i < num_new else runner.plan.layouts[i] for i in outs
         ]
 
         def local(consumed: Arrays, read: Arrays) -> tuple[Arrays, Arrays]:
@@ -127,20 +128,21 @@ class Builder:
             values = dict(zip([*consumes, *reads], [*consumed, *read], strict=True))
             env = compute(interp, values)
             given = [_given(interp, env, runner, var, types[var]) for var in gives]
-            olds = [values.get(leaf_vars[i]) if i < num_leaves else None for i in outs]
+            olds = [values.get(leaf_vars[i]) if i < num_new else None for i in outs]
             made = [
                 runner.out(interp, env, i, old, layout, masks_padding=not self.crosses)
                 for i, old, layout in zip(outs, olds, layouts, strict=True)
             ]
             return given, made
 
+        local.__name__ = name  # as profiles say it
         ins = [[types[var].spec for var in group] for group in (consumes, reads)]
         out_specs = [types[var].spec for var in gives], [*map(_layout.partition_spec, layouts)]
         run = runner.shard_map(local, tuple(ins), out_specs)
         options: dict[str, Any] = {}
         if runner.plan.automatic:  # Else XLA would choose over these axes.
             places = [s.with_memory_kind(DEVICE) for s in self.shardings]
-            kept = [places[i] if i < num_leaves else None for i in outs]
+            kept = [places[i] if i < num_new else None for i in outs]
             options["out_shardings"] = ([None] * len(gives), kept)
         jitted = jax.jit(run, donate_argnums=0, **options)
         return Segment(

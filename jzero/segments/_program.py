@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import MeshError, message
-from jzero._memory_kinds import DEVICE, HOST, PINNED
+from jzero._memory_kinds import DEVICE, HOST, PINNED, HostNeed
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.plan import _layout, _untold
 from jzero.sharding.plan._leaves import LeafPlan, Rest
@@ -52,6 +52,16 @@ class Program:
     keys: tuple[str, ...]
     movements: tuple[Movement, ...] = ()
     whole_arguments: tuple[str, ...] = ()
+
+    def host_needs(self) -> list[HostNeed]:
+        """What a step takes of the host's memory while it runs, for all devices of this process."""
+        activations = sum(residual.nbytes for residual in self.plan.activations or ())
+        if self.plan.microbatches.layer_major:  # All microbatches have passed a layer.
+            activations *= self.plan.accumulate
+        needs = [*self.step.host_needs(), HostNeed("activations", PINNED, activations)]
+        mesh = self.state_shardings[0].mesh if self.state_shardings else None
+        num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 0  # An abstract one has none.
+        return [need._replace(nbytes=num * need.nbytes) for need in needs if need.nbytes]
 
 
 def build(

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jzero._memory_kinds import DEVICE, HOST
 from jzero.processes import _agreement
 from jzero.segments import _at_rest, _identity, _program
 from jzero.segments._program import Program
@@ -23,6 +24,7 @@ from jzero.tracing._batch import Batch
 from jzero.tracing._signature import Call, Signature
 
 WHO = _call.WHO
+_JAX_KINDS = {HOST: "unpinned_host"}
 
 
 class Programs:
@@ -70,7 +72,7 @@ class Programs:
         """
         options = dataclasses.replace(
             self.options, accumulate=1, reduce=None, accumulate_dtype=None, reduce_dtype=None,
-            full=None, auto_specs=(), **changed,
+            layer_major=False, full=None, auto_specs=(), **changed,
         )  # fmt: skip
         return Programs(
             eval_step, signature, options, self.mesh, self._axis_names, self._axis_name, True
@@ -193,6 +195,18 @@ def placed_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
         _with_shardings(state, shapes, program.state_shardings),
         _with_shardings(arrays, [leaf.shape for leaf in arrays], program.argument_shardings),
     )
+
+
+def inputs_at_rest(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
+    """The same, each leaf of the state in the memory in which it rests."""
+    state, arrays = placed_inputs(call, program)
+    kinds = [_JAX_KINDS.get(leaf.tier, leaf.tier) for leaf in program.plan.leaves]
+    return _in_memory(state, kinds), _in_memory(arrays, [DEVICE] * len(arrays))
+
+
+def _in_memory(avals: Sequence[Any], kinds: Sequence[str]) -> list[Any]:
+    pairs = zip(avals, kinds, strict=True)
+    return [x.update(sharding=x.sharding.with_memory_kind(kind)) for x, kind in pairs]
 
 
 def _with_shardings(

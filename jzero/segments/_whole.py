@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jzero._memory_kinds import HostNeed
 from jzero.sharding.analysis._traffic import Crossing
 from jzero.sharding.run._run import Runner
 
@@ -40,6 +41,10 @@ class WholeStep:
         """The trace of its program."""
         return self.jitted.trace(self._read(state), arrays)
 
+    def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """See `StepProgram`."""
+        return jax.make_jaxpr(self.jitted)(self._read(state), arrays)
+
     def _read(self, state: Sequence[Any]) -> Sequence[Any]:
         """The leaves that the program takes, and None for each other one."""
         if not self._unread:
@@ -49,6 +54,14 @@ class WholeStep:
     def crossings(self) -> tuple[Crossing, ...]:
         """Nothing crosses between devices and hosts."""
         return ()
+
+    def host_needs(self) -> tuple[HostNeed, ...]:
+        """Nothing of its own is on the hosts."""
+        return ()
+
+    def handed_bytes(self) -> int:
+        """It is one part."""
+        return 0
 
     def roads(self) -> str:
         """The host updates nothing."""

@@ -391,6 +391,27 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
     return core.eval_jaxpr(jaxpr, consts, *args)
 
 
+def evaluate_one(
+    eqn: Eqn, args: Sequence[Any], inner: Callable[[Any], Any] = lambda jaxpr: jaxpr
+) -> list[Any]:
+    """Runs one equation of a jaxpr; `inner` gives what stands in the place of each jaxpr that it holds."""
+
+    def replace(param: Any) -> Any:
+        if isinstance(param, (tuple, list)):
+            return type(param)(map(replace, param)) if any(map(_is_jaxpr, param)) else param
+        return inner(param) if _is_jaxpr(param) else param
+
+    params = {name: replace(param) for name, param in eqn.params.items()}
+    params = eqn.primitive.get_bind_params(params)
+    with source_of(eqn), eqn.ctx.manager:
+        out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _is_jaxpr(param: Any) -> bool:
+    return hasattr(param, "eqns")
+
+
 def key_value_store() -> Any:
     """What the processes of `jax.distributed` share besides devices; None if there is nothing."""
     return distributed.global_state.client
@@ -407,7 +428,7 @@ def inner_jaxprs(eqn: Eqn) -> list[Any]:
         value
         for param in eqn.params.values()
         for value in (param if isinstance(param, (tuple, list)) else [param])
-        if hasattr(value, "eqns")
+        if _is_jaxpr(value)
     ]
 
 

@@ -1,10 +1,11 @@
-"""Trains a few steps in a process of its own and prints the bytes on its device: `memory_worker.py TIER`.
+"""Trains a few steps in a process of its own, prints bytes of its device: `memory_worker.py TIER [LAYERS]`.
 
 A process's peak cannot be set back, so each tier has one. Prints a line of JSON: `params` is how many there
 are, `at_rest` the bytes of arrays on the device between steps, `in_use` and `peak` what the allocator counted
 (null where it counts nothing: on CPUs).
 """
 
+import functools
 import gc
 import json
 import sys
@@ -26,11 +27,17 @@ POLICIES: dict[str, Any] = {
     "host": jzero.HostCPU(),
     "delayed": jzero.HostCPU(delayed_update=True, delay_after=1),
 }
+# Parameters rest on the host, too, and come layer by layer.
+LAYERS: dict[str, Any] = {
+    "offload": jzero.HostCPU(),
+    "offload_params": jzero.PinnedHost(DEVICE_BYTES),
+    "offload_activations": jzero.PinnedHost(),
+}
 TX = jzero.master_weights(optax.adamw(1e-3))
 
 
-def init() -> Any:
-    keys = jax.random.split(jax.random.key(0), NUM_LAYERS)
+def init(num_layers: int) -> Any:
+    keys = jax.random.split(jax.random.key(0), num_layers)
     params = [jax.random.normal(key, (DIM, DIM), jnp.bfloat16) * DIM**-0.5 for key in keys]
     return params, TX.init(params)
 
@@ -48,11 +55,13 @@ def step_fn(state: Any, x: jax.Array) -> Any:
     return (optax.apply_updates(params, updates), opt_state), loss
 
 
-def main(tier: str) -> None:
-    train_step = jzero.shard_train_step(step_fn, offload=POLICIES[tier])
+def main(tier: str, num_layers: int = NUM_LAYERS) -> None:
+    options = LAYERS if tier == "layers" else {"offload": POLICIES[tier]}
+    train_step = jzero.shard_train_step(step_fn, **options)
     batch = jnp.ones((ROWS, DIM), jnp.bfloat16)
-    train_step.plan(jax.eval_shape(init), batch)  # so that the state is made where it will rest
-    state = train_step.init(init)
+    make = functools.partial(init, num_layers)
+    train_step.plan(jax.eval_shape(make), batch)  # so that the state is made where it will rest
+    state = train_step.init(make)
     for _ in range(4):
         state, loss = train_step(state, batch)
     state = jax.block_until_ready(train_step.flush(state))
@@ -61,7 +70,7 @@ def main(tier: str) -> None:
     here = [x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == "device"]
     stats = jax.devices()[0].memory_stats() or {}
     found = {
-        "params": NUM_LAYERS * DIM**2,
+        "params": num_layers * DIM**2,
         "at_rest": sum(here),
         "in_use": stats.get("bytes_in_use"),
         "peak": stats.get("peak_bytes_in_use"),
@@ -70,4 +79,4 @@ def main(tier: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

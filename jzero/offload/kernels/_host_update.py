@@ -82,6 +82,7 @@ class HostUpdate:
         names: Sequence[str] | None = None,
         threads: int | None = None,
         chunk_bytes: int = 2**26,
+        pool: concurrent.futures.Executor | None = None,
     ):
         """Traces `update` and compiles its kernels; no memory is known yet.
 
@@ -93,6 +94,7 @@ class HostUpdate:
           threads: how many update; as many as this process may use processors by default.
           chunk_bytes: about how many bytes of each shard are read and written until `run` says which outputs
             are there. Leaves that are updated in one loop are not cut.
+          pool: whose threads help; its own by default.
 
         Raises:
           ImportError: `jzero[offload]` is not installed.
@@ -111,8 +113,8 @@ class HostUpdate:
         self._consts = on_host(consts)
         self._build(analysis, _jaxpr.replaced(traced.jaxpr, **flat._asdict()), chunk_bytes)
         self._drive = callable_at(compiled(DRIVE, "drive", WHO))
-        self._threads = threads or _num_processors()
-        self._pool = concurrent.futures.ThreadPoolExecutor(self._threads)
+        self._threads = threads or num_processors()
+        self._pool = pool or concurrent.futures.ThreadPoolExecutor(self._threads)
         self._loops: dict[int, KernelLoops] = {}  # By the number of shards.
         self._known_state, self._known_outputs = Addresses(), Addresses()
         self._prepared: _Prepared | None = None
@@ -170,6 +172,9 @@ class HostUpdate:
         if self._calls is not None:  # Its end was interrupted, too: threads are still at work.
             self._calls.complete(self._drive)
         self._calls = self._prepared = None
+        self._prepared = self._known(states, inputs)
+
+    def _known(self, states: Sequence[HostMemory], inputs: Sequence[HostMemory]) -> _Prepared:
         every = [x for state in states for x in state]
         at = self._known_state(
             every, lambda: check_given(WHO, self._names, states, self._state, write=True)
@@ -187,7 +192,32 @@ class HostUpdate:
             row[self._num_operands : num_slots] = [address(x) for x in made[: self._num_made]]
         consts = slice(num_state + len(self._inputs), self._num_operands)
         addresses[:, consts] = [0 if is_key(x) else address(x) for x in self._consts]
-        self._prepared = _Prepared(states, inputs, results, addresses)
+        return _Prepared(states, inputs, results, addresses)
+
+    def start(self, states: Sequence[HostMemory], inputs: Sequence[HostMemory]) -> UnderWay:
+        """Begins an update without outputs, which the pool's threads make while the caller goes on.
+
+        Any number of them, of different memory, may be under way at a time, also beside `run`.
+
+        Args:
+          states: as of `prepare`.
+          inputs: the same.
+
+        Raises:
+          StateError: as of `prepare`. Nothing was updated.
+        """
+        assert not self.outputs, "nobody could wait for them"
+        prepared = self._known(states, inputs)
+        loops = self._loops_of(len(states))
+        calls = loops.start(prepared.addresses, prepared)
+        helpers = share(calls, self._drive, self._pool, min(self._threads, loops.num_blocks))
+        return UnderWay(helpers, prepared, self._xla_state)
+
+    def _loops_of(self, num_shards: int) -> KernelLoops:
+        if num_shards not in self._loops:
+            num_slots = self._num_operands + self._num_made + len(self.outputs)
+            self._loops[num_shards] = KernelLoops(self._chunks, num_shards, num_slots)
+        return self._loops[num_shards]
 
     def run(self, outputs: Sequence[HostMemory]) -> Generator[list[int], None, None]:
         """Updates the state that was prepared, and writes the other outputs.
@@ -218,10 +248,7 @@ class HostUpdate:
     def _run(
         self, prepared: _Prepared, outputs: Sequence[HostMemory]
     ) -> Generator[list[int], None, None]:
-        num_shards, num_slots = prepared.addresses.shape
-        if num_shards not in self._loops:
-            self._loops[num_shards] = KernelLoops(self._chunks, num_shards, num_slots)
-        loops = self._loops[num_shards]
+        loops = self._loops_of(len(prepared.states))
         self._calls = calls = loops.start(prepared.addresses, (prepared, outputs))
         chunks = iter(enumerate(self._done))
         try:
@@ -266,6 +293,31 @@ class _Prepared(NamedTuple):
     addresses: np.ndarray
 
 
+class UnderWay(NamedTuple):
+    """An update that other threads make.
+
+    Attributes:
+      helpers: these threads.
+      prepared: what it reads and writes; freed with it.
+      by_xla: for each result of XLA's, which leaf of the state it becomes when kernels are done.
+    """
+
+    helpers: list[concurrent.futures.Future[None]]
+    prepared: _Prepared
+    by_xla: list[tuple[int, int]]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the threads are done."""
+        return all(helper.done() for helper in self.helpers)
+
+    def finish(self) -> None:
+        """Waits for the threads, and does not help them: there are as many of them as may update."""
+        for helper in self.helpers:
+            helper.result()
+        _copy(self.prepared.results, self.prepared.states, self.by_xla)
+
+
 def processor(platform: str = "cpu") -> jax.Device:
     """The host as a device of JAX.
 
@@ -297,7 +349,8 @@ class _XlaPart:
 
     def __call__(self, shards: Sequence[HostMemory]) -> list[HostMemory]:
         """The wanted values for the operands of each shard."""
-        with jax.set_mesh(None):  # One around the call has other devices.
+        # A mesh around the call has other devices; a scalar of NumPy's is an implicit transfer to JAX.
+        with jax.set_mesh(None), jax.transfer_guard("allow"):
             started = [
                 self._run(*(self._given(shard[slot]) for slot in self._reads)) for shard in shards
             ]
@@ -353,7 +406,8 @@ def _numbered(name: str, values: HostMemory) -> list[str]:
     return [f"{name}[{i}]" for i in range(len(values))]
 
 
-def _num_processors() -> int:
+def num_processors() -> int:
+    """Those that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -81,11 +81,10 @@ class KernelLoops:
         shards = np.arange(num_shards)[:, None, None] * num_slots
         slots = [(shards + np.array(loop.slots)[None]).reshape(-1) for loop in loops]
         self._slots = np.concatenate([np.zeros(0, np.int64), *slots])
-        self._operands = np.empty_like(self._slots)
         self._blocks = [_blocks(loop.sizes, num_shards) for loop in loops]
-        # Kernel, operands, blocks, number of blocks, counter.
+        # Kernel, where its operands begin among those of a call, blocks, number of blocks, counter.
         self._calls = np.zeros((len(loops), 5), np.int64)
-        start = self._operands.ctypes.data
+        start = 0
         for row, loop, blocks, own in zip(self._calls, loops, self._blocks, slots, strict=True):
             row[:4] = loop.kernel, start, blocks.ctypes.data, len(blocks)
             start += own.nbytes
@@ -93,8 +92,11 @@ class KernelLoops:
 
     def start(self, addresses: np.ndarray, memory: Any) -> Calls:
         """What there is to do in a call; `addresses` are those of all slots, for each shard, in `memory`."""
-        np.take(addresses.reshape(-1), self._slots, out=self._operands)
-        return Calls(self._calls.copy(), self._ends, (self, memory))
+        # Of its own: the call before may still be under way, on other memory.
+        operands = addresses.reshape(-1)[self._slots]
+        table = self._calls.copy()
+        table[:, 1] += operands.ctypes.data
+        return Calls(table, self._ends, (self, operands, memory))
 
 
 class Calls:
@@ -128,10 +130,11 @@ class Calls:
             self.finish(drive, chunk)
 
 
-def share(calls: Calls, drive: Drive, pool: concurrent.futures.Executor, helpers: int) -> None:
-    """Lets other threads help; nobody waits for them to begin."""
-    for _ in range(helpers):
-        pool.submit(calls.help, drive)
+def share(
+    calls: Calls, drive: Drive, pool: concurrent.futures.Executor, helpers: int
+) -> list[concurrent.futures.Future[None]]:
+    """Lets other threads help; nobody has to wait for them to begin. All is done when all of them are."""
+    return [pool.submit(calls.help, drive) for _ in range(helpers)]
 
 
 def _blocks(sizes: Sequence[int], num_shards: int) -> np.ndarray:

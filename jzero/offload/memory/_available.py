@@ -1,32 +1,111 @@
-"""How much memory this machine has left, before state is put there."""
+"""How much memory this machine has left, before anything is put there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
 
 from jzero._errors import OptionError, message
+from jzero._memory_kinds import PINNED, HostNeed
 from jzero._quantities import readable_bytes
 
 ROOT = Path("/")  # of the file system that tells
+POOLED = ("gpu",)  # backends that pin memory out of a pool of bounded size
+POOL_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+_LESS = (
+    "Offload less (HostCPU(ratio=0.5) keeps half of the optimizer state on the devices), shard over more "
+    "hosts, use an optimizer with less state, or keep fewer activations (jax.checkpoint, accumulate)."
+)
 
 
-def shortage(num_bytes: int, what: str = "state") -> str | None:
-    """What speaks against needing so many bytes more, or None; each process counts for itself alone."""
-    found = available() if num_bytes else None
-    if found is None or num_bytes <= found:
-        return None
-    needed = f"{num_bytes} bytes ({readable_bytes(num_bytes)}) of the host's memory for {what}"
-    return f"this process needs {needed}, and {found} ({readable_bytes(found)}) are available"
+class Shortage(NamedTuple):
+    """More is needed of some memory than is left of it.
+
+    Attributes:
+      found: what is needed, and what is left.
+      rule: why.
+      edit: what to do.
+    """
+
+    found: str
+    rule: str
+    edit: str
 
 
-def check(who: str, found: str | None) -> None:
+def shortage(needs: Sequence[HostNeed], mesh: Mesh) -> Shortage | None:
+    """What speaks against taking all of this, or None; each process counts for itself alone.
+
+    Args:
+      needs: of this process's devices together, beyond what it has.
+      mesh: whose devices they are.
+    """
+    pinned = [need for need in needs if need.tier == PINNED]
+    most, pool = sum(need.nbytes for need in needs), sum(need.nbytes for need in pinned)
+    if most and (left := available()) is not None and most > left:
+        return Shortage(
+            _told(needs, most, "the host's memory", left),
+            "What is offloaded is in the memory of the devices' host, all of it.", _LESS,
+        )  # fmt: skip
+    if pool and (left := left_in_pool(mesh.devices.flat[0].platform)) is not None and pool > left:
+        more = -(left - pool) // 2**30 + 1
+        return Shortage(
+            _told(pinned, pool, "pinned memory", left),
+            f"XLA's client for GPUs pins no more than {POOL_LIMIT} GiB in a process, {_pool()} here.",
+            f"Set {POOL_LIMIT}={_pool() + more} before JAX starts. Else: {_LESS[0].lower()}{_LESS[1:]}",
+        )  # fmt: skip
+    return None
+
+
+def _told(needs: Sequence[HostNeed], num_bytes: int, memory: str, left: int) -> str:
+    each = ", ".join(
+        f"{need.nbytes} {'pinned ' * (need.tier == PINNED)}for {need.what}" for need in needs
+    )
+    return (
+        f"this process needs {num_bytes} bytes ({readable_bytes(num_bytes)}) of {memory} ({each}), "
+        f"and {left} ({readable_bytes(left)}) are available"
+    )
+
+
+def check(who: str, found: Shortage | None) -> None:
     """Raises what `shortage` found."""
     if found is not None:
-        raise OptionError(message(
-            who, found, "With HostCPU, optimizer state rests in the memory of the host, all of it.",
-            "Keep some of it on the devices (HostCPU(ratio=0.5)), shard it over more hosts, or use an "
-            "optimizer with less state."))  # fmt: skip
+        raise OptionError(message(who, *found))
+
+
+def left_in_pool(platform: str) -> int | None:
+    """Bytes that this process can still pin; None if nothing but the host's memory bounds them.
+
+    XLA's client for GPUs has one pool for all of a process's devices (`GetGpuHostAllocator`).
+    """
+    if platform not in POOLED:
+        return None
+    return max(0, _pool() * 2**30 - pinned_bytes(platform))
+
+
+def pinned_bytes(platform: str) -> int:
+    """Bytes of pinned memory that arrays of this process have."""
+    found: dict[int, int] = {}
+    for x in jax.live_arrays(platform):
+        if x.sharding.memory_kind == PINNED:
+            for (
+                shard
+            ) in x.addressable_shards:  # An array and that of one of its shards are one buffer.
+                found[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return sum(found.values())
+
+
+def _pool() -> int:
+    """GiB that XLA's client for GPUs pins at most."""
+    given = os.environ.get(POOL_LIMIT, "")
+    if given.isdecimal():
+        return int(given)
+    return 16 if os.environ.get(_PREALLOCATE, "").lower() in ("1", "true") else 64
 
 
 def available() -> int | None:

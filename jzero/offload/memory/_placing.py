@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -14,16 +16,18 @@ from jax.sharding import PartitionSpec as P
 
 from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, message
 from jzero._in_turn import groups
-from jzero._memory_kinds import DEVICE, HOST
+from jzero._memory_kinds import DEVICE, HOST, HostNeed
 from jzero.offload.memory import _host_array, _padded
 from jzero.offload.memory._host_array import Home, HostArray
 from jzero.offload.memory._like_array import LikeArray
 from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
 from jzero.tracing import _call, _jaxpr, _rewrite
 
 WHO = _call.WHO
 # Bytes on each device of leaves for the host that are made together, where no policy says how many may be.
 _BORN_TOGETHER = 2**28
+_NAMES = {PARAMETER: "parameters", OPTIMIZER: "optimizer state", OTHER: "state"}
 
 
 def as_arrays(*lists: Sequence[Any]) -> list[list[Any]]:
@@ -67,14 +71,30 @@ def _home(plan: LeafPlan, sharding: NamedSharding, axes: tuple[str, ...]) -> Hom
     return Home(plan.shape, plan.padded_shape, jnp.dtype(plan.dtype), at_rest, devices)
 
 
-def host_bytes(places: Sequence[Place], leaves: Sequence[Any] | None = None) -> int:
-    """Bytes that this process needs on the host for a state; those of `leaves` that rest there have them."""
-    there = leaves or [None] * len(places)
-    return sum(
-        home.nbytes
-        for x, (_, _, home) in zip(there, places, strict=True)
-        if home is not None and not _host_array.rests_in(x, home)
-    )
+def host_needs(places: Sequence[Place], leaves: Sequence[Any] | None = None) -> list[HostNeed]:
+    """What this process needs on the host for a state; those of `leaves` that rest there have it."""
+    there, found = leaves or [None] * len(places), collections.Counter[tuple[str, str]]()
+    for x, target in zip(there, places, strict=True):
+        plan = target.plan
+        if plan.tier != DEVICE and not _is_there(x, target):
+            found[_NAMES[plan.role], plan.tier] += _bytes_here(target)
+    return [HostNeed(*key, nbytes) for key, nbytes in found.items()]
+
+
+def _is_there(x: Any, target: Place) -> bool:
+    if target.home is not None:
+        return _host_array.rests_in(x, target.home)
+    whole = x.padded if isinstance(x, _padded.PaddedArray) else x
+    return np.shape(whole) == target.plan.padded_shape and lies_right(whole, target.sharding)
+
+
+def _bytes_here(target: Place) -> int:
+    """Bytes of a leaf at rest on the host of this process's devices."""
+    plan, sharding, home = target
+    if home is not None:
+        return home.nbytes
+    size = math.prod(sharding.shard_shape(plan.padded_shape)) * plan.itemsize
+    return size * len(sharding.addressable_devices)
 
 
 def place_state(

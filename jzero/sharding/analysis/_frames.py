@@ -49,7 +49,7 @@ class Frame:
     local_gradients: set[Var] = dataclasses.field(default_factory=set)
     needs_full: set[Var] = dataclasses.field(default_factory=set)
     feeds_batch: set[Var] = dataclasses.field(default_factory=set)
-    on_host: set[Var] = dataclasses.field(default_factory=set)
+    on_host: dict[Var, int] = dataclasses.field(default_factory=dict)  # and in how many slices
     lone_products: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
     _last_uses: dict[Var, int] = dataclasses.field(default_factory=dict)
 

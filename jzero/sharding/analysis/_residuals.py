@@ -6,15 +6,19 @@ Two kinds, told apart by who reads them:
   the device as a whole;
 * a *value* is made outside of loops (of an unrolled layer) and read by both passes: the forward pass
   reads the device's copy, the backward pass fetches the host's.
+
+Where parts of a step are programs of their own, a residual goes and comes between them: it is *marked*.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import Frame, split, variables
@@ -25,6 +29,9 @@ from jzero.tracing._types import Eqn, Jaxpr, Var
 
 # A copy of 1 MiB takes 20 us at 55 GB/s, about twice what it takes to start one.
 LEAST_BYTES = 2**20
+# Bytes of values between device and host, besides one: some 2 ms at 55 GB/s, several products' time.
+ON_THEIR_WAY = 2**27
+_WAITS = "jzero.waits_on_host"
 
 
 class Residual(NamedTuple):
@@ -56,7 +63,7 @@ Readers = list[Eqn | None]  # of a variable; None stands for what calls the jaxp
 
 
 def note_residuals(frame: Frame, kept: Collection[Var] = (), times: int = 1) -> Iterator[Residual]:
-    """Notes in each frame's `on_host` what waits on the host, and tells it.
+    """Notes in each frame's `on_host` what waits on the host, and in how many parts, and tells it.
 
     Not what loops over microbatches have `kept` for later ones, and nothing whose slices (values) have less
     than `LEAST_BYTES`.
@@ -77,7 +84,7 @@ def note_residuals(frame: Frame, kept: Collection[Var] = (), times: int = 1) -> 
                 and out not in kept
                 and _fits(frame, out, turns)
             ):
-                frame.on_host.add(out)
+                frame.on_host[out] = turns
                 aval, where = out.aval, _jaxpr.summary(eqn)
                 nbytes = _rules.size_in_bytes(aval)
                 yield Residual(tuple(aval.shape), str(aval.dtype), nbytes, where, turns, times)
@@ -90,6 +97,31 @@ def crossings(residuals: Sequence[Residual], microbatches: int) -> Iterator[Cros
             times = r.times * microbatches
             num, nbytes = times * math.prod(r.shape), times * r.nbytes
             yield Crossing(direction, "activation", r.dtype, num, nbytes)
+
+
+def marked(x: jax.Array) -> jax.Array:
+    """`x`, as what a later program is to read: whoever runs the two moves it."""
+    copy: jax.Array = checkpoint_name(x, _WAITS)
+    return copy
+
+
+def is_mark(eqn: Eqn) -> bool:
+    """Whether `marked` made the equation."""
+    return eqn.primitive.name == "name" and eqn.params["name"] == _WAITS
+
+
+def marks(eqns: Iterable[Eqn]) -> set[Var]:
+    """What is marked in equations: values, and the stacks of loops that mark slices."""
+    found = set[Var]()
+    for eqn in eqns:
+        if is_mark(eqn):
+            found.update(eqn.outvars)
+        elif eqn.primitive.name == "scan":
+            scan = _jaxpr.scan_parts(eqn)
+            inner = marks(scan.body.eqns)
+            pairs = [*zip(scan.body.outvars, eqn.outvars, strict=True)][scan.num_carry :]
+            found |= {out for atom, out in pairs if not _jaxpr.is_literal(atom) and atom in inner}
+    return found
 
 
 def _readers(jaxpr: Jaxpr) -> dict[Var, Readers]:

@@ -62,6 +62,18 @@ class Collective:
         return math.ceil(self.total_elements * self.itemsize)
 
 
+class Turns(NamedTuple):
+    """A loop in which something crosses in each turn.
+
+    Attributes:
+      where: its line.
+      num: how many turns it has in a step; None for a `while`, of which nobody knows.
+    """
+
+    where: str
+    num: int | None
+
+
 class Crossing(NamedTuple):
     """What each device and its host copy to each other in a step.
 
@@ -69,8 +81,9 @@ class Crossing(NamedTuple):
       direction: 'to host' or 'to device'.
       what: 'gradient', 'parameter', 'optimizer state', ...
       dtype: of the elements.
-      elements: in each device's part, padding included.
+      elements: in each device's part, padding included; of a `while`, in each turn.
       nbytes: of these.
+      loop: the innermost loop in whose turns they cross again; None if they cross once.
     """
 
     direction: str
@@ -78,6 +91,12 @@ class Crossing(NamedTuple):
     dtype: str
     elements: int
     nbytes: int
+    loop: Turns | None = None
+
+    @property
+    def each_turn(self) -> bool:
+        """Whether these are of one turn of a `while`."""
+        return self.loop is not None and self.loop.num is None
 
 
 def collectives(jaxpr: Any, times: int = 1, each_turn: bool = False) -> Iterator[Collective]:

@@ -27,7 +27,8 @@ def sink(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
     """Loops take slices of `streamed` stacks themselves, and not of what follows from these turn by turn.
 
     So it is with casts of a whole tree of parameters, and with what a forward loop hands to its backward loop
-    though it follows from parameters alone. Each loop computes it again, and nothing of it is kept::
+    though it follows from parameters alone; and with what has equal parts, the zeros that sums begin with.
+    Each loop computes it again, and nothing of it is kept::
 
         for x in cast(stack): body(x)   ->   for x in stack: body(cast(x))
 
@@ -37,7 +38,7 @@ def sink(jaxpr: Jaxpr, streamed: Collection[Var]) -> Jaxpr:
     streamed, eqns = set(streamed), list(jaxpr.eqns)
     for eqn in [e for e in eqns if _growing_loop.is_loop(e)]:
         derived, roots = _derived(eqns, streamed, _jaxpr.scan_parts(eqn).length)
-        sinking = [v for v in variables(_growing_loop.stacks_of(eqn)) if roots.get(v)]
+        sinking = [v for v in variables(_growing_loop.stacks_of(eqn)) if v in roots]
         if sinking:
             loop = GrowingLoop(eqn, derived)
             for stack in sinking:

@@ -1,172 +1,132 @@
 """The cut of one device's equations for parameters that rest beside the device: so many bytes at a time.
 
 A *stretch* is some equations as one program, with the leaves that it reads; a *layer loop* is a `scan` over
-stacks of leaves, of which each turn is a program: a layer is a device in time. What follows from leaves alone
+stacks of leaves, of which each turn is a program: a layer is a device in time. A *nested loop* is one that
+reads more leaves than there is room for: each turn runs in parts of its own. What follows from leaves alone
 (a gather, a cast) is computed again by every stretch that reads it, and never handed on.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
-from jzero.sharding.analysis import _rules
-from jzero.sharding.analysis._frames import split, variables
+from jzero.sharding.analysis import _residuals, _rules
+from jzero.sharding.analysis._frames import variables
 from jzero.sharding.cut._crossing import is_scalar
+from jzero.sharding.cut._followers import Followers, gathered_bytes, repeats, without_barriers
 from jzero.sharding.cut._fused_loops import fused
+from jzero.sharding.cut._growing_loop import stacks_made, stacks_of
+from jzero.sharding.cut._layer_body import LayerBody, gathered_of
+from jzero.sharding.cut._layer_parts import (
+    HOSTED,
+    LEAF,
+    RENEWED,
+    SLICES,
+    STACK,
+    UNREAD,
+    LayerLoop,
+    LayerPart,
+    NestedLoop,
+    Stretch,
+)
+from jzero.sharding.cut._open_loop import opened
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
-
-# How a loop's stack is there: a leaf on the host, a slice for each turn, or one array on the devices; a stack
-# that is made may also be left on the host.
-LEAF, SLICES, STACK, HOSTED, UNREAD = "leaf", "slices", "stack", "hosted", "unread"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Stretch:
-    """Some equations as one program.
-
-    Attributes:
-      eqns: them, in order, with what they compute again.
-      leaves: the leaves that it fetches.
-      reads: what else it takes.
-      gives: what it hands on.
-      nbytes: of its leaves on a device while it runs: as they are fetched, and gathered.
-    """
-
-    eqns: tuple[Eqn, ...]
-    leaves: tuple[Var, ...]
-    reads: tuple[Var, ...]
-    gives: tuple[Var, ...]
-    nbytes: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LayerLoop:
-    """A `scan`, each turn of which is a program.
-
-    Attributes:
-      eqn: the loop.
-      xs: for each stack that it reads, how it is there: LEAF, SLICES or STACK.
-      ys: for each stack that it makes, how it shall be: SLICES, STACK, HOSTED or UNREAD.
-      nbytes: of a turn's leaves on a device: as they are fetched, and gathered.
-    """
-
-    eqn: Eqn
-    xs: tuple[str, ...]
-    ys: tuple[str, ...]
-    nbytes: int
-
-    @property
-    def parts(self) -> _jaxpr.ScanParts:
-        """The loop taken apart."""
-        return _jaxpr.scan_parts(self.eqn)
-
-    @property
-    def operands(self) -> list[list[Atom]]:
-        """What it closes over, begins with, and reads slice by slice."""
-        return split(self.eqn.invars, self.parts.num_consts, self.parts.num_carry)
-
-    @property
-    def results(self) -> list[list[Var]]:
-        """The last carry, and the stacks that it makes."""
-        return split(self.eqn.outvars, self.parts.num_carry)
-
-    @property
-    def leaves(self) -> tuple[Var, ...]:
-        """The stacks of leaves that it fetches slice by slice."""
-        pairs = zip(self.operands[2], self.xs, strict=True)
-        return tuple(_jaxpr.variable(atom) for atom, kind in pairs if kind == LEAF)
-
-    @property
-    def reads(self) -> tuple[Var, ...]:
-        """What else it takes."""
-        return tuple(v for v in variables(self.eqn.invars) if v not in self.leaves)
-
-
-LayerPart = Stretch | LayerLoop
-
-
-def without_barriers(jaxpr: Jaxpr, leaves: Collection[Var]) -> Jaxpr:
-    """The jaxpr without barriers around what follows from leaves alone: parts run one after the other."""
-    follows, same, eqns = set(leaves), dict[Var, Atom](), []
-    for eqn in jaxpr.eqns:
-        eqn = eqn.replace(
-            invars=[a if _jaxpr.is_literal(a) else same.get(a, a) for a in eqn.invars]
-        )
-        if eqn.primitive.name == "optimization_barrier" and eqn.invars[0] in follows:
-            same |= zip(eqn.outvars, eqn.invars, strict=True)
-            continue
-        if _follows(eqn, follows):
-            follows.update(eqn.outvars)
-        eqns.append(eqn)
-    outvars = [a if _jaxpr.is_literal(a) else same.get(a, a) for a in jaxpr.outvars]
-    live, needed = [], set(variables(outvars))
-    for eqn in reversed(eqns):
-        if _jaxpr.has_side_effects(eqn) or not needed.isdisjoint(eqn.outvars):
-            live.append(eqn)
-            needed.update(variables(eqn.invars))
-    return _jaxpr.replaced(jaxpr, eqns=live[::-1], outvars=outvars)
-
-
-def _follows(eqn: Eqn, leaves: Collection[Var]) -> bool:
-    """Whether an equation reads nothing but leaves, what follows from them, and scalars."""
-    large = [atom for atom in variables(eqn.invars) if not is_scalar(atom)]
-    opens = _jaxpr.has_side_effects(eqn) or _jaxpr.inner_jaxprs(eqn)
-    return bool(large) and not opens and all(atom in leaves for atom in large)
-
-
-def _repeats(eqn: Eqn, cheap: Collection[Var]) -> bool:
-    """Whether an equation makes many elements of a few."""
-    large = [atom for atom in variables(eqn.invars) if not is_scalar(atom)]
-    fits = eqn.primitive.name == "iota" or _rules.is_elementwise(eqn)
-    return fits and all(atom in cheap for atom in large)
+from jzero.tracing._types import Eqn, Jaxpr, Var
 
 
 def cut(
-    jaxpr: Jaxpr, leaves: Mapping[Var, int], hosted: Collection[Var], most: int
-) -> tuple[LayerPart, ...]:
+    jaxpr: Jaxpr, leaves: Mapping[Var, int], batch: Collection[Var], hosted: Collection[Var],
+    device_bytes: int, nests: Collection[str], inside: bool = False,
+) -> tuple[LayerPart, ...]:  # fmt: skip
     """The parts of a jaxpr, in the order in which they run.
 
     Args:
       jaxpr: what one device computes, without calls.
-      leaves: inputs that rest on the host, and the bytes of each on a device.
+      leaves: values that rest on the host, and the bytes of each on a device.
+      batch: values that are of the batch, or of a turn.
       hosted: outputs that go to the host.
-      most: bytes of leaves that a stretch may have on a device; one equation may need more.
+      device_bytes: of leaves that may be on a device; a part has up to half of it, for another is fetched
+        meanwhile, but one equation, or a turn of a loop, may need more.
+      nests: loops of which kinds may run turn by turn, each turn in parts.
+      inside: it is a loop's body: it takes the carry, which nobody else has.
     """
-    whole = fused(without_barriers(jaxpr, leaves), leaves)
-    return _LayerCutter(whole, leaves, hosted, most).parts()
+    whole = fused(without_barriers(jaxpr, leaves, batch), leaves)
+    return _LayerCutter(whole, leaves, batch, hosted, device_bytes, nests, inside).parts()
 
 
 class _LayerCutter:
-    def __init__(self, jaxpr: Jaxpr, leaves: Mapping[Var, int], hosted: Collection[Var], most: int):
-        self._jaxpr, self._leaves, self._hosted, self._most = jaxpr, leaves, hosted, most
-        self._loops = {id(eqn) for eqn in jaxpr.eqns if self._is_layer_loop(eqn)}
+    def __init__(
+        self, jaxpr: Jaxpr, leaves: Mapping[Var, int], batch: Collection[Var], hosted: Collection[Var],
+        device_bytes: int, nests: Collection[str], inside: bool,
+    ):  # fmt: skip
+        self._jaxpr, self._leaves, self._hosted = jaxpr, leaves, hosted
+        self._batch = set(batch)
+        self._device_bytes, self._nests, self._inside = device_bytes, nests, inside
+        self._nested: dict[int, NestedLoop] = {}
+        self._again = self._derived(with_repeats=False)
+        for eqn in jaxpr.eqns:
+            if (loop := self._nested_loop(eqn)) is not None:
+                self._nested[id(eqn)] = loop
+        first = {key: loop.loop.first for key, loop in self._nested.items()}
+        eqns = [e for eqn in jaxpr.eqns for e in (*first.get(id(eqn), ()), eqn)]
+        self._jaxpr = jaxpr = _jaxpr.replaced(jaxpr, eqns=eqns)
+        self._loops = {id(eqn) for eqn in eqns if self._takes_slices(eqn)} - self._nested.keys()
         read_by_loops = {
             atom for eqn in jaxpr.eqns if id(eqn) in self._loops for atom in variables(eqn.invars)
         }
+        read_by_loops.update(v for loop in self._nested.values() for v in loop.reads)
         handed = {*read_by_loops, *variables(jaxpr.outvars)}
-        self._again: dict[Var, Eqn] = {}  # what is computed where it is read
-        follows, cheap = set(leaves), set[Var]()
-        for eqn in jaxpr.eqns:
-            if id(eqn) in self._loops or all(map(is_scalar, eqn.outvars)):
-                continue
-            if _follows(eqn, follows):
-                follows.update(eqn.outvars)
-            elif _repeats(eqn, cheap):
-                cheap.update(eqn.outvars)
-            else:
-                continue
-            if handed.isdisjoint(eqn.outvars):
-                self._again |= dict.fromkeys(eqn.outvars, eqn)
+        # What is computed where it is read.
+        self._again = {
+            out: eqn
+            for out, eqn in self._derived(with_repeats=True).items()
+            if handed.isdisjoint(eqn.outvars)
+        }
+        self._waiting = _residuals.marks(jaxpr.eqns) - self._again.keys()
 
-    def _is_layer_loop(self, eqn: Eqn) -> bool:
+    def _derived(self, with_repeats: bool) -> dict[Var, Eqn]:
+        """What follows from leaves alone, and, `with_repeats`, what has many elements of a few."""
+        derived: dict[Var, Eqn] = {}
+        follows, cheap = Followers(self._leaves, self._batch), set[Var]()
+        for eqn in self._jaxpr.eqns:
+            taken = follows.takes(eqn)
+            again = with_repeats and repeats(eqn, cheap)
+            if all(map(is_scalar, eqn.outvars)) or not (taken or again):
+                continue
+            cheap.update(eqn.outvars if again and not taken else ())
+            derived |= dict.fromkeys(eqn.outvars, eqn)
+        self._batch = follows.batch
+        return derived
+
+    def _takes_slices(self, eqn: Eqn) -> bool:
+        """Whether a loop takes slices of leaves."""
         if eqn.primitive.name != "scan":
             return False
-        parts = _jaxpr.scan_parts(eqn)
-        xs = eqn.invars[parts.num_consts + parts.num_carry :]
-        return any(not _jaxpr.is_literal(atom) and atom in self._leaves for atom in xs)
+        return any(var in self._leaves for var in variables(stacks_of(eqn)))
+
+    def _nested_loop(self, eqn: Eqn) -> NestedLoop | None:
+        """A loop in parts, if what it reads of leaves has no room on a device, and a part's needs less."""
+        if eqn.primitive.name not in self._nests or _moves_memory(eqn):
+            return None
+        sliced = self._takes_slices(eqn)
+        nbytes = self._loop_nbytes(eqn) if sliced else self._nbytes([eqn])
+        # Parts would fetch a stack whole in each turn: not for want of room for a slice.
+        if nbytes <= self._device_bytes or (sliced and not self._held(eqn)):
+            return None
+        derived: dict[Var, Eqn | None] = dict.fromkeys(self._leaves)
+        derived.update(self._again)
+        loop = opened(eqn, self._jaxpr, derived)
+        if loop is None:
+            return None
+        batch = {*self._batch, *loop.carry}
+        loop = dataclasses.replace(loop, body=without_barriers(loop.body, self._leaves, batch))
+        parts = cut(
+            loop.body, self._leaves, batch, (), self._device_bytes, self._nests, inside=True
+        )
+        nested = NestedLoop(eqn, loop, parts, frozenset(self._leaves))
+        return nested if nested.nbytes < nbytes else None
 
     # -- what runs where ---------------------------------------------------------------------------
 
@@ -174,33 +134,47 @@ class _LayerCutter:
         """Fills stretches until the next equation's leaves do not fit; a loop is a part of its own."""
         bins: list[list[Eqn]] = [[]]
         needs: list[set[Var]] = [set()]
+        moved: list[set[Var]] = [set()]  # what waits on the host, and goes there or comes back
         loop_at: set[int] = set()
         made: dict[Var, int] = {}
         order = {id(eqn): i for i, eqn in enumerate(self._jaxpr.eqns)}
         for eqn in self._jaxpr.eqns:
             if any(out in self._again for out in eqn.outvars):
                 continue
-            if id(eqn) in self._loops:
+            if id(eqn) in self._loops or id(eqn) in self._nested:
                 bins += [[eqn], []]
                 needs += [set(), set()]
+                moved += [set(), set()]
                 at = len(bins) - 2
                 loop_at.add(at)
             else:
-                mine = self._leaves_of(eqn)
-                at = (
-                    self._earliest(eqn, made, loop_at)
-                    if self._moves_up(eqn, mine)
-                    else len(bins) - 1
+                mine, last = self._leaves_of(eqn), len(bins) - 1
+                at = self._earliest(eqn, made, loop_at) if self._moves_up(eqn, mine) else last
+                full = (
+                    mine and needs[at] and self._nbytes([*bins[at], eqn]) > self._device_bytes // 2
                 )
-                if mine and needs[at] and self._nbytes([*bins[at], eqn]) > self._most:
+                if full or (at == last and self._waits(eqn, at, made, moved[at])):
                     bins.append([])
                     needs.append(set())
+                    moved.append(set())
                     at = len(bins) - 1
                 bins[at].append(eqn)
                 needs[at] |= mine
+                moved[at] |= self._waiting.intersection([*variables(eqn.invars), *eqn.outvars])
             made |= dict.fromkeys(eqn.outvars, at)
         groups = [sorted(eqns, key=lambda eqn: order[id(eqn)]) for eqns in bins]
         return self._typed([(i in loop_at, eqns) for i, eqns in enumerate(groups) if eqns])
+
+    def _waits(self, eqn: Eqn, at: int, made: Mapping[Var, int], moved: Collection[Var]) -> bool:
+        """Whether an equation reads what waits on the host, and this stretch makes it, or moves enough.
+
+        A stretch moves `ON_THEIR_WAY` bytes, and one value more.
+        """
+        read = self._waiting.intersection(variables(eqn.invars))
+        sizes = [_rules.size_in_bytes(v.aval) for v in {*moved, *read}]
+        return any(made.get(v) == at for v in read) or (
+            bool(moved) and sum(sizes) > _residuals.ON_THEIR_WAY
+        )
 
     def _moves_up(self, eqn: Eqn, needs: Collection[Var]) -> bool:
         """Whether an equation runs as early as it can: gradients are reduced where they are made."""
@@ -241,48 +215,76 @@ class _LayerCutter:
     def _nbytes(self, eqns: Sequence[Eqn]) -> int:
         """Bytes of leaves that equations have on a device: as they are fetched, and gathered."""
         everything = self._with_again(eqns)
-        fetched = {v for eqn in everything for v in variables(eqn.invars) if v in self._leaves}
-        return sum(self._leaves[v] for v in fetched) + gathered_bytes(everything)
+        taken = {v for eqn in everything for v in variables(eqn.invars) if v in self._leaves}
+        return sum(self._leaves[v] for v in taken) + gathered_bytes(everything, self._leaves)
+
+    def _loop_nbytes(self, eqn: Eqn) -> int:
+        """The same of a turn of a loop that takes slices of leaves."""
+        scan = _jaxpr.scan_parts(eqn)
+        slices = sum(self._leaves.get(v, 0) // scan.length for v in variables(stacks_of(eqn)))
+        held = sum(self._leaves[v] for v in self._held(eqn))
+        return slices + held + gathered_bytes([eqn], self._leaves)
+
+    def _held(self, eqn: Eqn) -> list[Var]:
+        """Leaves that a loop over stacks reads whole."""
+        whole = eqn.invars[: len(eqn.invars) - len(stacks_of(eqn))]
+        return [v for v in variables(whole) if v in self._leaves]
 
     # -- the parts, typed --------------------------------------------------------------------------
 
     def _typed(self, groups: Sequence[tuple[bool, list[Eqn]]]) -> tuple[LayerPart, ...]:
         eqns = [own if is_loop else self._with_again(own) for is_loop, own in groups]
-        reads = [_read(group) for group in eqns]
+        reads = [self._reads(group) for group in eqns]
         outvars = set(variables(self._jaxpr.outvars))
         later: list[set[Var]] = [outvars]
         for group in reversed(reads):
             later.append(later[-1] | group.keys())
         later = later[-2::-1]  # of each part, what the parts after it and the outputs read
         modes = self._modes(groups)
+        # What nobody else has: what parts make, and the carry of a loop around them.
+        made_here = {out for group in eqns for eqn in group for out in eqn.outvars}
+        ours = made_here.union(self._jaxpr.invars if self._inside else ()) - outvars
         parts: list[LayerPart] = []
         for (is_loop, own), everything, read, wanted in zip(
             groups, eqns, reads, later, strict=True
         ):
+            dies = frozenset(v for v in read if v in ours and v not in wanted)
             if is_loop:
-                parts.append(self._loop(own[0], modes, wanted))
+                parts.append(self._loop(own[0], modes, dies))
                 continue
             made = dict.fromkeys(out for eqn in everything for out in eqn.outvars)
             gives = tuple(v for v in made if v in wanted and v not in self._again)
             leaves = tuple(v for v in self._leaves if v in read)
             parts.append(Stretch(
                 tuple(everything), leaves, tuple(v for v in read if v not in self._leaves), gives,
-                self._nbytes(own)))  # fmt: skip
+                self._nbytes(own), dies))  # fmt: skip
         return tuple(parts)
+
+    def _reads(self, eqns: Sequence[Eqn]) -> dict[Var, None]:
+        """What equations read that they do not make, in the order in which they do."""
+        made = {out for eqn in eqns for out in eqn.outvars}
+        return {v: None for eqn in eqns for v in self._taken(eqn) if v not in made}
+
+    def _taken(self, eqn: Eqn) -> Sequence[Var]:
+        nested = self._nested.get(id(eqn))
+        return variables(eqn.invars) if nested is None else nested.loop.reads
 
     def _modes(self, groups: Sequence[tuple[bool, list[Eqn]]]) -> dict[Var, str]:
         """How each stack that a loop makes shall be: in slices, if only loops read it slice by slice."""
         made = {
-            out for is_loop, (eqn, *_) in groups if is_loop
-            for out in eqn.outvars[_jaxpr.scan_parts(eqn).num_carry :]
+            out for _, (eqn, *_) in groups if id(eqn) in self._loops
+            for out in stacks_made(eqn)
         }  # fmt: skip
         sliced, whole = set[Var](), set[Var]()
-        for is_loop, eqns in groups:
+        for _, eqns in groups:
             for eqn in eqns:
-                parts = _jaxpr.scan_parts(eqn) if is_loop else None
-                num = len(eqn.invars) if parts is None else parts.num_consts + parts.num_carry
-                whole.update(variables(eqn.invars[:num]))
-                sliced.update(variables(eqn.invars[num:]))
+                stacks = stacks_of(eqn) if id(eqn) in self._loops else []
+                sliced.update(variables(stacks))
+                whole.update(
+                    variables(eqn.invars[: len(eqn.invars) - len(stacks)])
+                    if stacks
+                    else self._taken(eqn)
+                )
         for eqn in self._again.values():
             whole.update(variables(eqn.invars))
         returned = set(variables(self._jaxpr.outvars))
@@ -295,35 +297,60 @@ class _LayerCutter:
             | dict.fromkeys(kept, STACK)
         )
 
-    def _loop(self, eqn: Eqn, modes: Mapping[Var, str], wanted: Collection[Var]) -> LayerLoop:
-        parts = _jaxpr.scan_parts(eqn)
-        xs = eqn.invars[parts.num_consts + parts.num_carry :]
-        kinds = []
-        for atom in xs:
-            var = None if _jaxpr.is_literal(atom) else atom
-            kinds.append(LEAF if var in self._leaves else modes.get(var, STACK) if var else STACK)
-        ys = tuple(modes[out] for out in eqn.outvars[parts.num_carry :])
-        fetched = {a for a, kind in zip(xs, kinds, strict=True) if kind == LEAF}
-        slices = sum(self._leaves[_jaxpr.variable(a)] // parts.length for a in fetched)
-        held = sum(self._leaves.get(a, 0) for a in variables(eqn.invars[: -len(xs) or None]))
-        return LayerLoop(eqn, tuple(kinds), ys, slices + held + gathered_bytes(parts.body.eqns))
+    def _loop(self, eqn: Eqn, modes: Mapping[Var, str], dies: frozenset[Var]) -> LayerPart:
+        if (nested := self._nested.get(id(eqn))) is not None:
+            return dataclasses.replace(nested, dies=dies.difference(nested.loop.reads_in_turns))
+        xs, known = stacks_of(eqn), {**modes, **dict.fromkeys(self._leaves, LEAF)}
+        kinds = [STACK if _jaxpr.is_literal(atom) else known.get(atom, STACK) for atom in xs]
+        ys = tuple(modes[out] for out in stacks_made(eqn))
+        stacks = [y for y, kind in zip(stacks_made(eqn), ys, strict=True) if kind == STACK]
+        read = [x for x, kind in zip(xs, kinds, strict=True) if kind == STACK]
+        counts = collections.Counter(a for a in eqn.invars if not _jaxpr.is_literal(a))
+        alone = {v for v in dies if counts[v] == 1}
+        renewed = self._renewed(stacks, [x for x in variables(read) if x in alone])
+        kinds = [
+            RENEWED if not _jaxpr.is_literal(x) and x in renewed else kind
+            for x, kind in zip(xs, kinds, strict=True)
+        ]
+        body = self._body(eqn, kinds)
+        nbytes = self._loop_nbytes(eqn) + body.kept_bytes
+        return LayerLoop(eqn, tuple(kinds), ys, body, nbytes, frozenset(alone), renewed)
+
+    def _body(self, eqn: Eqn, kinds: Sequence[str]) -> LayerBody:
+        """What a turn computes. It gathers for the next one, if there is room for its bytes twice.
+
+        For the turn's own gathered leaves, those of the next one, and shards of two turns: of the next one,
+        and of the one after it, on their way.
+        """
+        scan = _jaxpr.scan_parts(eqn)
+        inputs = scan.body.invars[len(scan.body.invars) - len(kinds) :]
+        leaves = [var for var, kind in zip(inputs, kinds, strict=True) if kind == LEAF]
+        free = without_barriers(scan.body, leaves, {*scan.body.invars}.difference(leaves))
+        ahead = LayerBody.of(free, scan.body_consts, leaves, gathered_of(free, leaves))
+        if ahead.gathered and self._loop_nbytes(eqn) + ahead.kept_bytes <= self._device_bytes // 2:
+            return ahead
+        return LayerBody.of(scan.body, scan.body_consts, leaves, [])
+
+    def _renewed(self, made: Sequence[Var], free: Sequence[Var]) -> tuple[Var | None, ...]:
+        """For each stack that a loop makes, one of its type that it reads slice by slice.
+
+        A turn reads its slice of one, and writes its slice of the other in its place.
+        """
+        found: list[Var | None] = []
+        returned = set(variables(self._jaxpr.outvars))
+        for y in made:
+            # A step's outputs lie as it returns them, and not each device's own by itself.
+            fits = [x for x in free if _alike(x, y)] if self._inside or y not in returned else []
+            found.append(fits[0] if fits else None)
+            free = [x for x in free if x not in found]
+        return tuple(found)
 
 
-def gathered_bytes(eqns: Iterable[Eqn]) -> int:
-    """Bytes that equations gather over the devices; of a loop inside, in a turn."""
-    return sum(
-        _rules.size_in_bytes(eqn.outvars[0].aval)
-        if eqn.primitive.name == "all_gather"
-        else sum(gathered_bytes(inner.eqns) for inner in map(_inner, _jaxpr.inner_jaxprs(eqn)))
-        for eqn in eqns
-    )
+def _moves_memory(eqn: Eqn) -> bool:
+    """Whether values go to the host, or come back, inside: that is within one program."""
+    bodies = [_jaxpr.open_jaxpr(inner)[0] for inner in _jaxpr.inner_jaxprs(eqn)]
+    return _jaxpr.changes_memory(eqn) or any(_moves_memory(e) for body in bodies for e in body.eqns)
 
 
-def _inner(jaxpr: Any) -> Jaxpr:
-    return _jaxpr.open_jaxpr(jaxpr)[0]
-
-
-def _read(eqns: Sequence[Eqn]) -> dict[Var, None]:
-    """What equations read that they do not make, in the order in which they do."""
-    made = {out for eqn in eqns for out in eqn.outvars}
-    return {v: None for eqn in eqns for v in variables(eqn.invars) if v not in made}
+def _alike(x: Var, y: Var) -> bool:
+    return (x.aval.shape, x.aval.dtype) == (y.aval.shape, y.aval.dtype)

@@ -21,6 +21,9 @@ _RULE = "Before JAX 0.12, XLA reads such slices at wrong places on GPUs, and tra
 def check(options: Options, frame: Frame, mesh: Any) -> None:
     """Refuses loops over stacks on the host where they would be compiled wrong.
 
+    Where layers are programs of their own (`offload_params`), whole arrays move between programs, and no
+    slices: but for loops that hold both passes, of microbatches or the step's own.
+
     Raises:
       OptionError: `offload_activations` asks for them.
       StepError: the step's own checkpoint policies do.
@@ -32,16 +35,26 @@ def check(options: Options, frame: Frame, mesh: Any) -> None:
         for _, _, eqn in frame.walk() if eqn.primitive.name == "scan"
         for atom in eqn.outvars if _jaxpr.is_on_host(atom.aval)
     ]  # fmt: skip
-    if not (own or options.moves_activations) or platform_of(mesh) not in ("gpu", "cuda"):
+    moves = options.moves_activations and (
+        not options.offload.streams
+        or (options.accumulate > 1 and not options.layer_major)
+        or _inside(frame)
+    )
+    if not (own or moves) or platform_of(mesh) not in ("gpu", "cuda"):
         return
     there, edit = f"on GPUs with JAX {jax.__version__}", "Use JAX 0.12 or newer"
-    if options.moves_activations:
+    if moves:
         raise OptionError(message(
             _call.WHO, f"offload_activations={options.offload_activations!r} {there}", _RULE,
             f"{edit}, or drop it."))  # fmt: skip
     raise StepError(message(
         _call.WHO, [f"a loop makes {each} in the host's memory, {there}" for each in own], _RULE,
         f"{edit}, or let the policies of jax.checkpoint offload nothing.", "loops"))  # fmt: skip
+
+
+def _inside(frame: Frame) -> bool:
+    """Whether loops or branches of the step keep something on the host for a backward pass that they hold."""
+    return any(each.on_host for each, _, _ in frame.walk() if each is not frame)
 
 
 def platform_of(mesh: Any) -> str:

@@ -61,8 +61,10 @@ def choose_dim(shape: Sequence[int], num_shards: int, avoid: Collection[int] = (
     Large, because the dim of stacked layers is nearly always a small one and must not be it, and because
     a leaf and its moments, having one shape, then agree before any step was seen. The first of those
     that reach a quarter of the largest: what is gathered along the first dim of an array needs no
-    transposing afterwards.
+    transposing afterwards. Nothing is to be cut of an array without elements.
     """
+    if 0 in shape:
+        return None
     dims = [dim for dim, size in enumerate(shape) if size > 1 and dim not in avoid]
     even = [dim for dim in dims if shape[dim] % num_shards == 0]
     if even:
@@ -78,6 +80,8 @@ def why_full(shape: Sequence[int], avoid: Collection[int]) -> str:
     """The reason, for the report, why `choose_dim` found nothing."""
     if not shape:
         return "a scalar"
+    if 0 in shape:
+        return "it has no elements"
     if any(size > 1 and dim in avoid for dim, size in enumerate(shape)):
         return "its other dims are looped over, or sharded over other axes, or too small"
     return "every dim is too small for so many devices"

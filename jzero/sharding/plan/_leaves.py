@@ -104,12 +104,13 @@ def offload(
 
 
 def plan_from_shapes(
-    leaves: Sequence[StateLeaf], stage_axes: StageAxes, tier: str = DEVICE
+    leaves: Sequence[StateLeaf], stage_axes: StageAxes, tier: str = DEVICE, streams: bool = False
 ) -> tuple[LeafPlan, ...]:
     """The layout before any batch was seen: roles unknown, every leaf sharded that may be.
 
     Equal to the final plan at stage 3 except for leaves that only the step can tell apart. With a `tier`,
-    every leaf that may turn out to be optimizer state rests there.
+    every leaf that may turn out to be optimizer state rests there; if parameters are what rests there
+    (`streams`), those in shards do.
     """
     spared = _spared.spared(stage_axes, leaves, [()] * len(leaves))
 
@@ -117,14 +118,14 @@ def plan_from_shapes(
         dim, why = stage_axes.choose(leaf, (), i in spared)
         return _leaf_plan(leaf, OTHER, dim, stage_axes.shard_axes, stage_axes, why)
 
-    keys = [i for i, leaf in enumerate(leaves) if not leaf.splittable]
-    return offload(
-        list(itertools.starmap(plan, enumerate(leaves))),
-        tier,
-        stage_axes.min_bytes,
-        keys,
-        role=OTHER,
-    )
+    plans = list(itertools.starmap(plan, enumerate(leaves)))
+    in_shards = streams and stage_axes.num_devices > 1
+    staying = [
+        i
+        for i, leaf in enumerate(leaves)
+        if not leaf.splittable or (in_shards and not isinstance(plans[i].layout, Shard))
+    ]
+    return offload(plans, tier, stage_axes.min_bytes, staying, role=OTHER)
 
 
 class Rest(NamedTuple):
@@ -161,7 +162,8 @@ def plan_as_found(
     moved = plan_from_shapes(leaves, stage_axes)
     for leaf, rest, target, var in zip(leaves, rests, moved, variables, strict=True):
         plan = (None if rest is None else _as_found(leaf, rest, stage_axes, sizes)) or target
-        role = PARAMETER if leaf.floating and var in frame.feeds_batch else OTHER
+        # Of integers, too: weights may be quantized.
+        role = PARAMETER if leaf.splittable and var in frame.feeds_batch else OTHER
         plans.append(dataclasses.replace(plan, role=role))
         if isinstance(plan.layout, Shard):
             links.shard(frame, var, plan.layout.dim, leaf.path)

@@ -66,7 +66,6 @@ def make_plan(
       CutError: it cannot be cut into microbatches.
     """
     frame, stage_axes, options = local.traced.frame, setting.stage_axes, setting.options
-    _host_memory.check(options, frame, setting.mesh)
     links = Links(frame, stage_axes.count(stage_axes.shard_axes))
     note_needs(frame, len(local.traced.out_avals))
     note_lone_products(frame, len(local.traced.out_avals), options.reduce_once)
@@ -85,6 +84,7 @@ def make_plan(
         phases = microbatches.phases
         kept = {var for phase in phases for var in (*phase.kept, *phase.stacks)}
         activations = tuple(note_residuals(frame, kept))
+    _host_memory.check(options, frame, setting.mesh)
     plan = StepPlan(
         stage=options.stage,
         stage_axes=stage_axes,
@@ -133,7 +133,7 @@ def _microbatches(
     for phase in cut.phases:
         for var in (*phase.kept, *phase.stacks):
             local.traced.frame.lone_products.pop(var, None)
-    return Microbatches(num, dims, cut.phases, cut.loops)
+    return Microbatches(num, dims, cut.phases, cut.loops, setting.options.layer_major)
 
 
 def _updates(frame: Frame, num_leaves: int) -> bool:
@@ -152,9 +152,14 @@ def _unread(frame: Frame, num_leaves: int) -> frozenset[int]:
 
 
 def _loop_bytes(setting: Setting) -> int:
-    """What a loop of an evaluation may keep gathered: by `gather=`, else half of a device's memory."""
+    """What a loop of an evaluation may keep gathered: by `gather=`, else half of a device's memory.
+
+    Of parameters that rest on the hosts, half of what may be on a device: with their shards, all of it.
+    """
     if setting.options.gather is not None:
         return sys.maxsize if setting.options.gather_once else 0
+    if setting.options.offload.streams:
+        return setting.options.offload.streamed_bytes // 2
     devices = list(setting.mesh.local_devices) if isinstance(setting.mesh, Mesh) else []
     stats = devices[0].memory_stats() if devices else None
     return int((stats or {}).get("bytes_limit", sys.maxsize)) // 2

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jzero._memory_kinds import DEVICE
+from jzero._memory_kinds import DEVICE, HostNeed
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._traffic import Crossing
 from jzero.sharding.cut._pieces import UpdatePart
@@ -44,8 +44,23 @@ class StepProgram(Protocol):
         """The trace of `run`: what processes compare before they call it."""
         ...
 
+    def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """What a step starts on the devices, in order: a jaxpr of programs and of copies, of whole arrays.
+
+        Of a step on an abstract mesh, which never runs: a trace may leave what it made in its caches.
+        """
+        ...
+
     def crossings(self) -> tuple[Crossing, ...]:
         """What a step copies from each device to its host and back."""
+        ...
+
+    def host_needs(self) -> Sequence[HostNeed]:
+        """What it takes of the memory of each device's host while it runs, besides the state at rest."""
+        ...
+
+    def handed_bytes(self) -> int:
+        """The most bytes on each device of what parts of a step hand to each other; 0 if it is one part."""
         ...
 
     def roads(self) -> str:

@@ -50,6 +50,7 @@ class Options:
     offload_activations: Offload | None = dataclasses.field(default=None, kw_only=True)
     max_gather_bytes: int = MAX_GATHER_BYTES
     tile_bytes: int | None = None
+    layer_major: bool = False
     who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
 
     def __post_init__(self) -> None:
@@ -141,7 +142,14 @@ class Options:
     @property
     def reduce_once(self) -> bool:
         """Whether gradients are summed up on each device and reduced after the last microbatch."""
+        if self.layer_major:
+            return True
         return STAGES[self.stage].reduce_once if self.reduce is None else self.reduce == "once"
+
+    @property
+    def rounds(self) -> int:
+        """How often each pass of a step runs through the layers."""
+        return 1 if self.layer_major else self.accumulate
 
     @property
     def keep_gathered(self) -> bool:
@@ -236,10 +244,17 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
      "offload_activations={o.offload_activations!r}",
      "What it sets is of optimizer state. Of activations, one turn of a loop, or 128 MiB, are on their way.",
      _ACTIVATIONS),
-    (lambda o: o.moves_activations and o.offload.streams,
-     "offload_activations={o.offload_activations} and offload={o.offload}",
-     "Layers whose parameters rest on the hosts run as programs of their own; activations leave and come "
-     "back within one program.", "Drop offload_activations, or offload_params."),
+    (lambda o: not isinstance(o.layer_major, bool), "layer_major={o.layer_major!r}", "It is True or False.",
+     "Drop it."),
+    (lambda o: o.layer_major and not o.offload.streams, "layer_major without offload_params",
+     "It is for layers that come from the host one after the other.",
+     "Drop it, or use offload_params=jzero.PinnedHost()."),
+    (lambda o: o.layer_major and o.accumulate == 1, "layer_major without accumulate",
+     "A layer then works through all microbatches before the next one comes.",
+     "Drop it, or say how many microbatches with accumulate=k."),
+    (lambda o: o.layer_major and o.reduce == "each", "layer_major and reduce='each'",
+     "A layer's gradient is reduced when all microbatches have passed the layer.",
+     "Drop reduce, or layer_major."),
 )  # fmt: skip
 
 

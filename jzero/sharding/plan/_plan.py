@@ -67,12 +67,14 @@ class Microbatches:
       dims: for each leaf of the arguments, the dim along which it is cut; None for what they share.
       phases: loops over them, and what runs between; none for one microbatch.
       loops: what is to be said of these loops.
+      layer_major: all of them pass a layer before the next layer comes.
     """
 
     num: int
     dims: tuple[int | None, ...]
     phases: tuple[Phase, ...] = ()
     loops: Loops | None = None
+    layer_major: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +167,12 @@ class StepPlan:
         return self.microbatches.num
 
     @property
+    def in_parts(self) -> bool:
+        """Whether the passes of a step are several programs: parameters rest on the hosts."""
+        apart = self.accumulate == 1 or self.microbatches.layer_major
+        return apart and any(leaf.is_streamed for leaf in self.leaves)
+
+    @property
     def reduce_once(self) -> bool:
         """Gradients are reduced after the last microbatch, not for each."""
         return self.exchange.reduce_once
@@ -218,7 +226,8 @@ class StepPlan:
             yield f"returns no state; reads all leaves but {_ranges(self.unread)}"
         yield f"automatic axes {self.automatic}; the step's axes {self.step_axes}"
         if self.microbatches.num > 1:
-            yield f"{self.microbatches.num} microbatches, cut along {self.microbatches.dims}"
+            first = "layers" if self.microbatches.layer_major else "microbatches"
+            yield f"{self.microbatches.num} microbatches, cut along {self.microbatches.dims}; {first} first"
             yield from map(self._phase_row, self.microbatches.phases)
         # Without the lines that made them: these have paths, which processes need not have in common.
         for r in self.activations or ():

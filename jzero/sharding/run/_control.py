@@ -76,7 +76,7 @@ def _cond(
 
     def branch(child: Frame) -> Callable[[list[Settled]], list[jax.Array]]:
         def body(values: list[Settled]) -> list[jax.Array]:
-            inner = interp.inside(divergent)
+            inner = interp.inside(divergent, one_pass=interp.of_one_pass(frame, eqn))
             outs = inner.run(child, values)
             return [
                 value.x.astype(out.aval.dtype)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jzero.sharding.analysis import _residuals
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._needs import read_dtype
@@ -34,8 +35,6 @@ from jzero.tracing import _jaxpr
 from jzero.tracing._types import Aval
 
 WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
-# Bytes of residuals between device and host, besides one: some 2 ms at 55 GB/s, several products' time.
-ON_THEIR_WAY = 2**27
 CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
 
 
@@ -75,6 +74,7 @@ class Interpreter:
       leaving: copies to the host that nothing has waited for.
       fetches: when copies from the host start, in a backward pass that reads some.
       tile_bytes: the most that a matrix may have to be gathered, and its gradient made, whole.
+      in_parts: what runs here is cut into programs, which find out from marks what waits on the host.
     """
 
     links: Links
@@ -93,6 +93,7 @@ class Interpreter:
     boundary: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = dataclasses.field(default_factory=dict)
     loop_bytes: int | None = None
     tile_bytes: int | None = None
+    in_parts: bool = False
     seen_pass: str | None = None
     leaving: list[jax.Array] = dataclasses.field(default_factory=list)
     fetches: GatherQueue | None = None
@@ -120,9 +121,11 @@ class Interpreter:
                 self.enter_pass(frame, eqn)
                 self.reduce_before_loop(frame, index, eqn, env)
                 self.reduce_in_order(frame, index, eqn, env)
-                sends = self.sends(frame, eqn, env)
+                sends = not self.in_parts and self.sends(frame, eqn, env)
                 self.fetch(frame, eqn, env)
                 handler = self.handlers.get(eqn.primitive.name, self.otherwise)
+                if self.in_parts and _jaxpr.changes_memory(eqn):
+                    handler = _marked
                 ins = [self.read(frame, env, atom) for atom in eqn.invars]
                 outs = handler(self, frame, index, eqn, ins)
             self.bind(frame, env, eqn.outvars, outs)
@@ -139,7 +142,7 @@ class Interpreter:
                 value.dim = self.dim_of(frame, var)
             env.values[var] = value
             if var in frame.on_host and isinstance(value, FullValue):
-                self.send(env, var, value)
+                self.send(frame, env, var, value)
 
     def read(self, frame: Frame, env: Env, atom: _jaxpr.Atom) -> Value:
         """The value of an operand or output."""
@@ -148,12 +151,16 @@ class Interpreter:
         value = env.values[atom]
         return self.devices.settle(value) if atom in self.boundary else value
 
-    def send(self, env: Env, var: _jaxpr.Var, value: FullValue) -> None:
-        """Copies to the host what a backward pass will read; a stack is there already.
+    def send(self, frame: Frame, env: Env, var: _jaxpr.Var, value: FullValue) -> None:
+        """Copies to the host, or marks, what a backward pass will read; a stack is there, or marked, already.
 
         What the forward pass makes of it waits for the copies before: the compiler would else start them
         when the backward pass asks for them, and keep all values on the device until then.
         """
+        if self.in_parts:
+            if frame.on_host[var] == 1:
+                env.on_host[var] = _residuals.marked(value.x)
+            return
         if _memory_spaces.on_host(value.x):
             return
         x = self.after_copies(value.x)
@@ -174,7 +181,10 @@ class Interpreter:
     def after_copies(self, x: jax.Array) -> jax.Array:
         """`x`, when all but the last copies to the host are there."""
         arrived: list[jax.Array] = []
-        while self.leaving and sum(c.nbytes for c in self.leaving) + x.nbytes > ON_THEIR_WAY:
+        while (
+            self.leaving
+            and sum(c.nbytes for c in self.leaving) + x.nbytes > _residuals.ON_THEIR_WAY
+        ):
             arrived.append(self.leaving.pop(0))
         return not_before(x, arrived)
 
@@ -193,12 +203,13 @@ class Interpreter:
         for atom in eqn.invars:
             if _jaxpr.is_literal(atom) or atom not in env.on_host:
                 continue
+            if self.in_parts and atom in frame.on_host:
+                env.values[atom] = FullValue(env.on_host.pop(atom))
+                continue
             if self.fetches is None:
-                queue = self.devices.queue
+                queue, limit = self.devices.queue, _residuals.ON_THEIR_WAY
                 nothing_yet = queue.latest is None  # but what the step was called with
-                self.fetches = (
-                    GatherQueue(ON_THEIR_WAY) if nothing_yet else queue.next_pass(ON_THEIR_WAY)
-                )
+                self.fetches = GatherQueue(limit) if nothing_yet else queue.next_pass(limit)
             copy = env.on_host.pop(atom)
             x = not_before(copy, self.fetches.tokens(copy.nbytes))
             if atom in frame.on_host:  # Else an equation of the step's own policy fetches it.
@@ -339,19 +350,40 @@ class Interpreter:
         first = lax.axis_index(self.devices.axes) == 0
         return jnp.where(first, x, jnp.zeros_like(x))
 
-    def inside(self, divergent: bool = False, after: jax.Array | None = None) -> Interpreter:
-        """The interpreter for a loop body or a branch: its gathers are its own, and wait for `after`."""
+    def inside(
+        self, divergent: bool = False, after: jax.Array | None = None, one_pass: bool = False
+    ) -> Interpreter:
+        """The interpreter for a loop body or a branch, of one pass or not: its gathers wait for `after`.
+
+        What a loop that holds both passes keeps on the host leaves and comes back inside of its program.
+        """
         devices = dataclasses.replace(
             self.devices,
             scope=object(),
             queue=GatherQueue(self.devices.queue.limit, None if after is None else token_of(after)),
             divergent=divergent or self.devices.divergent,
         )
-        return dataclasses.replace(self, devices=devices, seen_pass=None, leaving=[], fetches=None)
+        return dataclasses.replace(
+            self,
+            devices=devices,
+            in_parts=self.in_parts and one_pass,
+            seen_pass=None,
+            leaving=[],
+            fetches=None,
+        )
 
 
 def _zeros(aval: Aval) -> jax.Array:
     return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _marked(
+    interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
+) -> list[Value]:
+    """What a policy of the step's own sends to the host or fetches, where programs' results are moved."""
+    (value,) = ins
+    sends = _memory_spaces.is_sent(eqn) and isinstance(value, FullValue)
+    return [FullValue(_residuals.marked(value.x), value.name)] if sends else ins
 
 
 def _is_waiting_array(value: Value) -> TypeGuard[Unreduced]:

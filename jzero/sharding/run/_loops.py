@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.sharding.analysis import _frames, _rules
+from jzero.sharding.analysis import _frames, _residuals, _rules
 from jzero.sharding.analysis._frames import Frame, split
 from jzero.sharding.run import _memory_spaces, _prefetch
 from jzero.sharding.run._devices import Devices
@@ -47,17 +47,20 @@ def run_scan(
 
     again = _gathers_again(interp, child, consts)
     come_back = [x in frame.on_host for x in eqn.invars[scan.num_consts + scan.num_carry :]]
-    go_away = [x in frame.on_host for x in eqn.outvars[scan.num_carry :]]
+    # One that is read whole goes as a value, when the loop is over.
+    go_away = [frame.on_host.get(x, 1) > 1 for x in eqn.outvars[scan.num_carry :]]
 
     def turn(carry: list[_Carried], slices: list[Settled]) -> tuple[list[_Carried], _Made]:
-        inner = interp.inside(after=_changing([*carry, *slices]) if again else None)
+        after = _changing([*carry, *slices]) if again else None
+        inner = interp.inside(after=after, one_pass=one_pass)
         slices = [moved(value, -1) for value in slices]
         here = [_fetched(x) if back else x for x, back in zip(slices, come_back, strict=True)]
         entering = [each.enter(x) for each, x in zip(carries, carry, strict=True)]
         outs = inner.run(child, [*consts, *entering, *here])
         leaving, made = split(outs, scan.num_carry)
         ys = [_unless_sliced(value, slices) for value in inner.hand_out(made)]
-        ys = [_sent(y) if away else y for y, away in zip(ys, go_away, strict=True)]
+        send = _residuals.marked if interp.in_parts else _memory_spaces.to_host
+        ys = [_sent(y, send) if away else y for y, away in zip(ys, go_away, strict=True)]
         scales = [_Found(v.scale if isinstance(v, Unreduced) else None) for v in leaving]
         new = [each.leave(inner.devices, v) for each, v in zip(carries, leaving, strict=True)]
         return new, (ys, scales)
@@ -200,10 +203,10 @@ def _unless_sliced(value: Value, slices: Sequence[Settled]) -> Value | _Found[in
     return next(found, moved(value, 1))
 
 
-def _sent(made: Value | _Found[int]) -> Value | _Found[int]:
-    """What a turn made, in the host's memory, so that its stack is made there."""
+def _sent(made: Value | _Found[int], send: Callable[[jax.Array], jax.Array]) -> Value | _Found[int]:
+    """What a turn made, in the host's memory, so that its stack is made there; or marked."""
     if isinstance(made, FullValue):
-        return dataclasses.replace(made, x=_memory_spaces.to_host(made.x))
+        return dataclasses.replace(made, x=send(made.x))
     return made
 
 

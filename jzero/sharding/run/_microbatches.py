@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jzero.sharding.analysis._frames import Frame, split
 from jzero.sharding.analysis._kinds import COLLECTED
-from jzero.sharding.cut._phases import Phase
+from jzero.sharding.cut._phases import SCOPE, Phase
 from jzero.sharding.run import _collectives
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Env, Interpreter
@@ -28,8 +28,6 @@ from jzero.sharding.run._values import (
 )
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Aval
-
-SCOPE = "jzero.microbatches"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +163,9 @@ def _loop(
 
     def body(carry: Arrays, own: tuple[jax.Array, Arrays]) -> tuple[Arrays, Arrays]:
         index, kept = own
-        inner = dataclasses.replace(interp.inside(), microbatch=index, hold=hold)
+        inner = dataclasses.replace(
+            interp.inside(), microbatch=index, hold=hold, in_parts=interp.in_parts
+        )
         values = _detached(captured)
         for var, dim in accumulation.dims.items():
             values[var] = FullValue(_slice(env.values[var], dim, index, accumulation.num))

@@ -19,6 +19,7 @@ from jzero.sharding.run import _collectives, _microbatches
 from jzero.sharding.run._control import CONTROL
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Env, Interpreter
+from jzero.sharding.run._one_order import in_one_order
 from jzero.sharding.run._ordinary import ORDINARY, apply
 from jzero.sharding.run._queue import GatherQueue
 from jzero.sharding.run._tiles import TILED
@@ -68,7 +69,7 @@ class Runner:
     ) -> Callable[..., Any]:
         """`fn` of one device's values as a function of whole arrays."""
         return jax.shard_map(
-            fn,
+            in_one_order(fn) if self._overtakes() else fn,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
@@ -104,6 +105,7 @@ class Runner:
             boundary=plan.update.boundary,
             loop_bytes=exchange.loop_bytes,
             tile_bytes=exchange.tile_bytes,
+            in_parts=plan.in_parts,
         )
 
     def grad_part(self, interp: Interpreter, state: Sequence[Any], arrays: Sequence[Any]) -> Env:
@@ -150,6 +152,15 @@ class Runner:
             value = interp.read(frame, env, atom)
         x = _finish(interp, atom, value, layout, example, old, masks_padding)
         return _jaxpr.with_type_of(x, atom)
+
+    def _overtakes(self) -> bool:
+        """Whether XLA would let collectives overtake a loop: on CPUs, if residuals leave within a program."""
+        return bool(self.plan.activations) and not self.plan.in_parts and _on_cpus(self.mesh)
+
+
+def _on_cpus(mesh: Mesh) -> bool:
+    """Whether programs for the mesh are XLA:CPU's; of an abstract one nobody knows."""
+    return isinstance(mesh, Mesh) and bool(mesh.devices.flat[0].platform == "cpu")
 
 
 def value_of(x: Any, plan: ValuePlan) -> FullValue | ShardValue:

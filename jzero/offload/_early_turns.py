@@ -1,0 +1,242 @@
+"""Which updates the host begins while earlier layers still compute their backward pass, and which it cannot.
+
+An update whose gradients are there begins, if nothing that it reads or overwrites is still to come: no value
+of all gradients, such as their norm, and no later part of the step that fetches its parameters.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jzero._folded import listed
+from jzero.offload._layered import LayeredSegment
+from jzero.offload._slicing import obstacle_of
+from jzero.segments._segment import Var, shard_of
+from jzero.sharding.cut import _elementwise
+from jzero.sharding.cut._pieces import Piece
+from jzero.sharding.plan._plan import StepPlan
+from jzero.sharding.run._run import Runner
+from jzero.tracing import _jaxpr
+
+_GRADIENTS = "its last part makes their gradients, or fetches them"
+_SCALARS = "they read a number that comes at its end, as a clip's norm does"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EarlyTurn:
+    """Pieces that begin together, as one function of one device's shards.
+
+    Attributes:
+      pieces: each treats all elements of its leaves alike.
+      part: of the grad part, by index, after which they begin.
+      num_slices: into so many slices along dim 0 their leaves are cut, one after each turn of that part; 0 if
+        they are updated whole.
+      leaves: the leaves that they read and renew, by index.
+      reads: gradients, and what else they read.
+    """
+
+    pieces: tuple[Piece, ...]
+    part: int
+    num_slices: int
+    leaves: tuple[int, ...]
+    reads: tuple[Var, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyPlan:
+    """The host's pieces in two.
+
+    Attributes:
+      turns: early ones.
+      late: why others begin when all gradients are there, by their index in the update part.
+    """
+
+    turns: tuple[EarlyTurn, ...]
+    late: dict[int, str]
+
+    @property
+    def slices(self) -> set[Var]:
+        """The gradients that are read slice by slice."""
+        return {v for turn in self.turns if turn.num_slices for v in turn.reads if v.aval.shape}
+
+    def text(self, plan: StepPlan) -> list[str]:
+        """Which updates begin early, and why others do not: lines."""
+        paths = [leaf.path for leaf in plan.leaves]
+        lines = [
+            f"while earlier layers compute{f', in {num} slices' if num else ''}: {listed(names)}"
+            for num, names in self._early(paths).items()
+        ]
+        why: dict[str, list[str]] = {}
+        for index, reason in self.late.items():
+            why.setdefault(reason, []).extend(paths[i] for i in plan.update.pieces[index].leaves)
+        return lines + [
+            f"after the backward pass ({reason}): {listed(names)}" for reason, names in why.items()
+        ]
+
+    def _early(self, paths: Sequence[str]) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for turn in self.turns:
+            found.setdefault(turn.num_slices, []).extend(paths[i] for i in turn.leaves)
+        return found
+
+
+def plan_early(
+    runner: Runner, layered: LayeredSegment, hosted: Collection[int], known: Collection[Var],
+    kept: Collection[Var],
+) -> EarlyPlan:  # fmt: skip
+    """Plans early updates.
+
+    Args:
+      runner: the step.
+      layered: its grad part.
+      hosted: the pieces that the host runs, by index.
+      known: values that are there before the grad part runs.
+      kept: gradients that somebody else reads, too.
+    """
+    return _Early(runner, layered, known, kept).plan(hosted)
+
+
+class _Early:
+    def __init__(
+        self, runner: Runner, layered: LayeredSegment, known: Collection[Var], kept: Collection[Var]
+    ):
+        self._frame, self._plan, self._layered = runner.frame, runner.plan, layered
+        self._known, self._kept = known, kept
+        self._arrivals, self._last_reads = layered.arrivals(), layered.last_reads()
+        self._users = collections.Counter(i for p in runner.plan.update.pieces for i in p.leaves)
+
+    def plan(self, hosted: Collection[int]) -> EarlyPlan:
+        plan, late = self._plan, dict[int, str]()
+        begins: dict[int, int] = {}
+        for index in hosted:
+            piece = plan.update.pieces[index]
+            if why := self._obstacle(piece):
+                late[index] = why
+            else:
+                begins[index] = self._begins(piece)
+        sliced = self._sliced(begins)
+        last = len(self._layered.parts) - 1
+        late |= {
+            i: self._reason(plan.update.pieces[i])
+            for i, part in begins.items()
+            if part >= last and i not in sliced
+        }
+        together: dict[tuple[int, bool], list[Piece]] = {}
+        for index, part in begins.items():
+            if index not in late:
+                together.setdefault((part, index in sliced), []).append(plan.update.pieces[index])
+        return EarlyPlan(
+            tuple(self._turn(pieces, *key) for key, pieces in sorted(together.items())),
+            {i: late[i] for i in hosted if i in late},
+        )
+
+    def _obstacle(self, piece: Piece) -> str:
+        plan = self._plan
+        if found := obstacle_of(self._frame, plan.leaves, plan.update, plan.boundary, piece):
+            return found
+        if any(out not in piece.leaves for out in piece.outs):
+            return "they renew what rests on the devices"
+        if any(self._users[i] > 1 for i in piece.leaves):
+            return "other updates read them, too"
+        return ""
+
+    def _others(self, piece: Piece) -> list[Var]:
+        """What a piece reads besides its leaves."""
+        own = {self._frame.jaxpr.invars[i] for i in piece.leaves}
+        return [v for v in piece.reads if v not in own]
+
+    def _begins(self, piece: Piece) -> int:
+        """After which part all that a piece reads is there, and nobody else reads what it overwrites."""
+        end = len(self._layered.parts)
+        arrive = [
+            -1 if v in self._known else self._arrivals.get(v, end) for v in self._others(piece)
+        ]
+        params = [self._frame.jaxpr.invars[i] for i in piece.leaves]
+        return max([*arrive, *(self._last_reads.get(v, -1) for v in params), 0])
+
+    def _reason(self, piece: Piece) -> str:
+        last = len(self._layered.parts) - 1
+        scalars = [v for v in self._others(piece) if v not in self._known and not v.aval.shape]
+        waits = last and any(self._arrivals.get(v, last) >= last for v in scalars)
+        return _SCALARS if waits else _GRADIENTS
+
+    def _sliced(self, begins: Mapping[int, int]) -> set[int]:
+        """The pieces that are updated slice by slice: all readers of a gradient that is there in slices."""
+        pieces = self._plan.update.pieces
+        found = {i for i, part in begins.items() if self._fits_slices(pieces[i], part)}
+        while True:
+            read = {v for i, piece in enumerate(pieces) if i not in found for v in piece.reads}
+            whole = {i for i in found if read & {v for v in pieces[i].reads if v in self._arrivals
+                                                 and v.aval.shape}}  # fmt: skip
+            if not whole:
+                return found
+            found -= whole
+
+    def _fits_slices(self, piece: Piece, part: int) -> bool:
+        """Whether each turn of a part brings all that a piece needs of a slice."""
+        if part >= len(self._layered.parts):
+            return False
+        num, slices = self._layered.sliced(part)
+        mine = [self._plan.leaves[i] for i in piece.leaves]
+        if num < 2 or any(x.shape_per_device[:1] != (num,) or len(x.shape) < 2 for x in mine):
+            return False
+        for var in self._others(piece):
+            if var.aval.shape:
+                if var not in slices or var in self._kept:
+                    return False
+            elif var not in self._known and self._arrivals[var] >= part:
+                return False
+        params = [self._frame.jaxpr.invars[i] for i in piece.leaves]
+        reads = {v: self._last_reads[v] for v in params if v in self._last_reads}
+        return all(at < part or v in slices for v, at in reads.items())
+
+    def _turn(self, pieces: Sequence[Piece], part: int, sliced: bool) -> EarlyTurn:
+        leaves = dict.fromkeys(i for piece in pieces for i in piece.leaves)
+        reads = dict.fromkeys(v for piece in pieces for v in self._others(piece))
+        num = self._layered.sliced(part)[0] if sliced else 0
+        return EarlyTurn(tuple(pieces), part, num, tuple(leaves), tuple(reads))
+
+
+def as_function(runner: Runner, turn: EarlyTurn) -> Any:
+    """`(leaves, reads) -> (new leaves, ())`, of one device's shards of a slice, as `HostUpdate` takes it."""
+    frame = runner.frame
+    invars, outvars = frame.jaxpr.invars, frame.jaxpr.outvars
+    variables = [*(invars[i] for i in turn.leaves), *turn.reads]
+
+    def update(
+        state: Sequence[jax.Array], inputs: Sequence[jax.Array]
+    ) -> tuple[list[Any], tuple[()]]:
+        given, new = dict(zip(variables, [*state, *inputs], strict=True)), dict[int, jax.Array]()
+        for piece in turn.pieces:
+            mine = {invars[i]: given[invars[i]] for i in piece.leaves}
+            mine |= {var: given[var] for var in piece.reads}
+            shape = next(x.shape for var, x in mine.items() if var.aval.shape)
+            values = _elementwise.evaluate(frame, piece.eqns, mine, shape)
+            for i in piece.outs:
+                atom = outvars[i]
+                value = _jaxpr.literal(atom) if _jaxpr.is_literal(atom) else values[atom]
+                new[i] = _jaxpr.with_type_of(jnp.broadcast_to(value, shape), atom)
+        return [new.get(i, old) for i, old in zip(turn.leaves, state, strict=True)], ()
+
+    return update
+
+
+def avals_of(
+    runner: Runner, turn: EarlyTurn
+) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
+    """One device's shards of a turn's leaves and of what it reads, or of a slice of these."""
+    leaves, boundary = [runner.plan.leaves[i] for i in turn.leaves], runner.plan.boundary
+
+    def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sliced = turn.num_slices and x.ndim
+        return jax.ShapeDtypeStruct(x.shape[1:] if sliced else x.shape, x.dtype)
+
+    state = [jax.ShapeDtypeStruct(x.shape_per_device, jnp.dtype(x.dtype)) for x in leaves]
+    reads = [shard_of(boundary.crossed(var).aval(runner.mesh)) for var in turn.reads]
+    return [*map(part, state)], [*map(part, reads)]

@@ -1,0 +1,143 @@
+"""`EarlyUpdates`: the host updates what it can while earlier layers still compute their backward pass."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jzero._memory_kinds import HOST
+from jzero.offload._early_turns import EarlyPlan, EarlyTurn, as_function, avals_of
+from jzero.offload._host_engine import padding_of, zero_padding
+from jzero.offload._layered import Arrived
+from jzero.offload.kernels._host_update import HostUpdate, UnderWay, num_processors
+from jzero.offload.memory._host_array import places
+from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.segments._segment import Var
+from jzero.sharding.plan import _layout
+from jzero.sharding.run._run import Runner
+
+
+class EarlyUpdates:
+    """The early turns of a step, compiled.
+
+    Attributes:
+      turns: by the part after which they begin, and whether slice by slice.
+      leaves: all that they renew, by index.
+      devices: whose shards are updated; other local devices are their replicas.
+      at: the places of these among the process's devices.
+    """
+
+    def __init__(
+        self, runner: Runner, plan: EarlyPlan, devices: Sequence[jax.Device], threads: int | None
+    ):
+        self._runner, self.devices = runner, devices
+        self.leaves = [i for turn in plan.turns for i in turn.leaves]
+        local = list(places(runner.mesh, runner.plan.stage_axes.shard_axes))
+        self.at = [local.index(device) for device in devices]
+        threads = threads or num_processors()
+        # Of all turns: as many threads update as may.
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads)
+        self.turns: dict[tuple[int, bool], list[tuple[EarlyTurn, HostUpdate]]] = {}
+        for turn in plan.turns:
+            update = HostUpdate(
+                as_function(runner, turn), *avals_of(runner, turn),
+                names=[runner.plan.leaves[i].path for i in turn.leaves],
+                threads=threads, pool=self._pool,
+            )  # fmt: skip
+            self.turns.setdefault((turn.part, turn.num_slices > 0), []).append((turn, update))
+
+    def padding(self, index: int) -> list[Any]:
+        """For each of `devices`, which part of its shard of a leaf is padding."""
+        leaf, mesh = self._runner.plan.leaves[index], self._runner.mesh
+        at_rest = jax.sharding.NamedSharding(mesh, _layout.partition_spec(leaf.layout))
+        return padding_of(at_rest, leaf.padded_shape, leaf.shape, self.devices)
+
+    def is_hosted(self, index: int) -> bool:
+        """Whether a leaf is a `HostArray`."""
+        return self._runner.plan.leaves[index].tier == HOST
+
+    def var(self, index: int) -> Var:
+        """The variable of a leaf."""
+        return self._runner.frame.jaxpr.invars[index]
+
+
+class EarlyRun:
+    """The early updates of one step.
+
+    A leaf is taken before the first byte of it is overwritten: from then on the old state is lost, by name.
+
+    Attributes:
+      made: leaves of the new state that have been taken, by index.
+    """
+
+    def __init__(
+        self, updates: EarlyUpdates, state: Sequence[Any], num_steps: int,
+        known: Mapping[Var, jax.Array], waits: bool,
+    ):  # fmt: skip
+        """Begins nothing.
+
+        Args:
+          updates: what can be done early.
+          state: whose leaves are updated.
+          num_steps: how many steps the new state has behind it.
+          known: what is on its way to the host from the start.
+          waits: everything begins with `finish` only.
+        """
+        self._updates, self._state, self._num_steps = updates, state, num_steps
+        self._reads, self._waits = dict(known), waits
+        self._ready: list[tuple[EarlyTurn, HostUpdate, int | None, list[jax.Array]]] = []
+        self._under_way: collections.deque[UnderWay] = collections.deque()
+        self._memory: dict[int, PinnedLeaf] = {}
+        self.made: dict[int, Any] = {}
+
+    def on_arrival(self, arrived: Arrived) -> dict[Var, jax.Array]:
+        """Begins what can begin now; parameters that were taken, which later parts fetch from there."""
+        part, at, values = arrived
+        if at is None:
+            self._reads |= values
+        here = self._reads | values
+        for turn, update in self._updates.turns.get((part, at is not None), ()):
+            self._ready.append((turn, update, at, [here[var] for var in turn.reads]))
+        return {} if self._waits else self._begin()
+
+    def _begin(self) -> dict[Var, jax.Array]:
+        taken: dict[Var, jax.Array] = {}
+        while self._under_way and self._under_way[0].is_over:
+            self._under_way.popleft().finish()  # Its gradients are freed.
+        for turn, update, at, reads in self._ready:
+            for i in turn.leaves:
+                if i not in self.made:
+                    self._take(i)
+                    if not self._updates.is_hosted(i):
+                        taken[self._updates.var(i)] = self.made[i]
+            memory = [self._memory[i].buffers for i in turn.leaves]
+            states = [
+                [of_leaf[k] if at is None else of_leaf[k][at] for of_leaf in memory]
+                for k in range(len(self._updates.at))
+            ]
+            inputs = [[x.addressable_data(k) for x in reads] for k in self._updates.at]
+            self._under_way.append(update.start(states, inputs))
+        self._ready.clear()
+        return taken
+
+    def _take(self, index: int) -> None:
+        old, updates = self._state[index], self._updates
+        if updates.is_hosted(index):
+            self.made[index] = new = old.renewed(None, self._num_steps)
+            self._memory[index] = PinnedLeaf([*new.buffers], [[] for _ in new.buffers])
+        else:
+            self.made[index] = renewed(old)
+            self._memory[index] = PinnedLeaf.of(self.made[index], updates.devices)
+
+    def finish(self) -> None:
+        """Waits for what is under way."""
+        self._begin()
+        while self._under_way:
+            self._under_way.popleft().finish()
+        for index, memory in self._memory.items():
+            zero_padding(memory.buffers, self._updates.padding(index))
+            memory.copy_to_replicas()

@@ -1,0 +1,123 @@
+"""Evaluations whose parameters rest on the hosts: read layer by layer, from where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jzero._errors import OptionError, message
+from jzero._memory_kinds import PINNED, HostNeed
+from jzero.offload._layered import LayeredSegment
+from jzero.offload._parameters import ParameterOffload, policy_of
+from jzero.offload._policy import NO_OFFLOAD, NoOffload
+from jzero.segments._builder import Builder
+from jzero.segments._whole import WholeStep
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.analysis._traffic import Crossing
+from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.plan._boundary import Boundary
+from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
+from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
+from jzero.sharding.plan._stages import StageAxes
+from jzero.sharding.run._run import Runner
+
+
+class ReadFromHost(ParameterOffload):
+    """What `offload_params=` says of a state that is read: nothing is updated."""
+
+    @property
+    def tier(self) -> str:  # type: ignore[override]
+        """Where parameters rest."""
+        return PINNED
+
+    def rest(
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes,
+        automatic: Sequence[str],
+    ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
+        """Parameters in pinned memory, and no update part."""
+        self.check(stage_axes, automatic)
+        return self.with_params_there(leaves, stage_axes), UpdatePart((), {})
+
+    def turns(
+        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
+    ) -> tuple[Turn, ...]:
+        """None."""
+        return ()
+
+    def program(
+        self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
+        shared: Shared,
+    ) -> StepProgram:  # fmt: skip
+        """Part by part, if it reads such parameters."""
+        runner = Runner(plan, analysis, mesh)
+        if not any(leaf.is_streamed for i, leaf in enumerate(plan.leaves) if i not in plan.unread):
+            return WholeStep(runner, shardings)
+        return LayeredEvaluation(runner, shardings, self.params.device_bytes)
+
+
+class LayeredEvaluation:
+    """An evaluation part by part; nothing is consumed."""
+
+    def __init__(self, runner: Runner, shardings: Sequence[NamedSharding], params_bytes: int):
+        """Makes the programs.
+
+        Args:
+          runner: the evaluation.
+          shardings: where the state rests.
+          params_bytes: how many bytes of parameters that rest on the hosts may be on each device.
+        """
+        whole = WholeStep(runner, shardings)
+        self.run, self.trace, self.roads = whole.run, whole.trace, whole.roads
+        self._invars = runner.frame.jaxpr.invars
+        grad_part = Builder(runner, shardings).grad_part()
+        self._layered = LayeredSegment(runner, grad_part, (), params_bytes)
+
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What a call copies to each device."""
+        return tuple(self._layered.fetches())
+
+    def handed_bytes(self) -> int:
+        """The most bytes on each device of what parts hand to each other."""
+        return self._layered.handed_bytes()
+
+    def host_needs(self) -> tuple[HostNeed, ...]:
+        """Nothing of its own is on the hosts."""
+        return ()
+
+    def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """See `StepProgram`; of a `while` one turn."""
+        return jax.make_jaxpr(self.__call__)(state, arrays)
+
+    def __call__(
+        self, state: Sequence[Any], arrays: Sequence[jax.Array]
+    ) -> tuple[list[Any], list[jax.Array]]:
+        """Runs it."""
+        _, outs = self._layered(dict(zip(self._invars, [*state, *arrays], strict=True)))
+        return [], outs
+
+
+def reading_policy(who: str, params: Any, trained: Offload | None) -> Offload:
+    """`offload_params=` of an evaluation.
+
+    Args:
+      who: asks.
+      params: what it was given; None if nothing.
+      trained: where parameters of the train step rest whose state it reads; None if there is none.
+
+    Raises:
+      OptionError: it is no policy for parameters, or they rest on the devices.
+    """
+    chosen = params if params is not None else trained
+    if chosen is None or isinstance(chosen, NoOffload):
+        return NO_OFFLOAD
+    found = policy_of(who, NO_OFFLOAD, chosen)
+    if isinstance(trained, NoOffload):
+        raise OptionError(message(
+            who, f"offload_params={params}, and the parameters of the train step rest on the devices",
+            "With like=, a state is read where it rests.",
+            "Drop offload_params, or use mesh= in place of like= and place parameters with eval_step.shard."
+        ))  # fmt: skip
+    return ReadFromHost(found.state, found.params)

@@ -1,0 +1,273 @@
+"""What a step of several programs starts on its devices, in order, and what they then hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jzero._memory_kinds import DEVICE, PINNED
+from jzero.segments._segment import shard_of
+from jzero.sharding.analysis._frames import variables
+from jzero.sharding.analysis._rules import size_in_bytes
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Eqn, Jaxpr, Var
+
+_Value = jax.ShapeDtypeStruct  # whole, with its place
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DispatchedProgram:
+    """One of the different programs that a step starts.
+
+    Attributes:
+      name: of the function that it was made of: 'turn', 'fetch', ...
+      run: it, of flat arguments.
+      args: whole, each with its place: sharding and memory.
+      donated: which of them it consumes.
+      places: of its results, where the program says so.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    args: tuple[_Value, ...]
+    donated: tuple[int, ...]
+    places: tuple[NamedSharding | None, ...]
+
+    def lower(self, mesh: Mesh) -> jax.stages.Lowered:
+        """The program for these devices; its places are on an abstract mesh.
+
+        Shardings of devices that are not there lose their memory, since such devices list none; those of an
+        abstract mesh keep it, and JAX takes the devices from the context.
+        """
+
+        def part(*args: Any) -> Any:
+            return self.run(*args)
+
+        part.__name__ = self.name
+        jitted = jax.jit(part, donate_argnums=self.donated, out_shardings=[*self.places])
+        with jax.set_mesh(mesh):
+            return jitted.lower(*self.args)
+
+
+class Dispatch(NamedTuple):
+    """Something that a step starts.
+
+    Attributes:
+      part: the program; None for a copy.
+      reads: what it takes.
+      makes: what it makes, by variable.
+      consumes: what it takes and nobody can read again.
+    """
+
+    part: DispatchedProgram | None
+    reads: tuple[Var, ...]
+    makes: Mapping[Var, _Value]
+    consumes: tuple[Var, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatches:
+    """All that a step starts.
+
+    Attributes:
+      steps: in order.
+      args: the step's arguments, by variable.
+      results: what is left when it is over.
+    """
+
+    steps: tuple[Dispatch, ...]
+    args: Mapping[Var, _Value]
+    results: frozenset[Var]
+
+    @property
+    def parts(self) -> dict[DispatchedProgram, int]:
+        """The different programs, in the order in which they first run, and how often each does."""
+        counts: dict[DispatchedProgram, int] = {}
+        for step in self.steps:
+            if step.part is not None:
+                counts[step.part] = counts.get(step.part, 0) + 1
+        return counts
+
+
+def read_dispatches(closed: Any, args: Sequence[_Value]) -> Dispatches:
+    """Reads the jaxpr of `StepProgram.dispatched` on arguments with these places."""
+    jaxpr, _ = _jaxpr.open_jaxpr(closed)
+    reader = _DispatchReader(args[0].sharding.mesh)
+    reader.values |= zip(jaxpr.invars, args, strict=True)
+    steps = tuple(map(reader.read, jaxpr.eqns))
+    results = frozenset(variables(jaxpr.outvars))
+    return Dispatches(steps, dict(zip(jaxpr.invars, args, strict=True)), results)
+
+
+class _DispatchReader:
+    def __init__(self, mesh: Any):
+        self._mesh = mesh
+        self.values: dict[Var, _Value] = {}
+        self._parts: dict[Any, DispatchedProgram] = {}
+
+    def value(self, aval: Any, place: NamedSharding | None) -> _Value:
+        """A value of this type; its place is on the devices, whole on each, unless it is said."""
+        kind = PINNED if _jaxpr.is_on_host(aval) else DEVICE
+        spec = P() if place is None else place.spec
+        kind = (place.memory_kind if place is not None else None) or kind
+        place = NamedSharding(self._mesh, spec, memory_kind=kind)
+        return jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, sharding=place, weak_type=aval.weak_type
+        )
+
+    def read(self, eqn: Eqn) -> Dispatch:
+        """What an equation starts."""
+        args = [
+            self.value(atom.aval, None) if _jaxpr.is_literal(atom) else self._of(atom)
+            for atom in eqn.invars
+        ]
+        specs = _specs_of(eqn, [x.sharding.spec for x in args])
+        told = eqn.params.get("out_shardings", eqn.params.get("devices", ()))
+        told = [place if isinstance(place, NamedSharding) else None for place in told]
+        told += [None] * (len(specs) - len(told))
+        places = [
+            NamedSharding(self._mesh, spec) if place is None else place
+            for spec, place in zip(specs, told, strict=True)
+        ]
+        makes = {
+            var: self.value(var.aval, place) for var, place in zip(eqn.outvars, places, strict=True)
+        }
+        self.values |= makes
+        reads = tuple(variables(eqn.invars))
+        if "donated_invars" not in eqn.params:  # a copy: only programs have that
+            return Dispatch(None, reads, makes, ())
+        gone = tuple(i for i, donated in enumerate(eqn.params["donated_invars"]) if donated)
+        consumes = tuple(variables([eqn.invars[i] for i in gone]))
+        return Dispatch(self._part(eqn, args, gone, told), reads, makes, consumes)
+
+    def _of(self, var: Var) -> _Value:
+        """What is known of a variable; of a constant of the trace, that it is on the devices."""
+        if var not in self.values:
+            self.values[var] = self.value(var.aval, None)
+        return self.values[var]
+
+    def _part(
+        self, eqn: Eqn, args: Sequence[_Value], gone: tuple[int, ...], told: Sequence[Any]
+    ) -> DispatchedProgram:
+        closed = eqn.params["jaxpr"]
+        places = tuple(x.sharding for x in args)
+        key = (id(closed), places, gone, tuple(told))
+        if key not in self._parts:
+            jaxpr, consts = _jaxpr.open_jaxpr(closed)
+
+            def run(*args: Any) -> Any:
+                return _jaxpr.evaluate(jaxpr, consts, *args)
+
+            name = eqn.params["name"].strip("_<>")
+            self._parts[key] = DispatchedProgram(name, run, tuple(args), gone, tuple(told))
+        return self._parts[key]
+
+
+def _specs_of(eqn: Eqn, args: Sequence[P]) -> list[P]:
+    """How results are split: as a `shard_map` says, a copy like its operand, scalars of a program whole."""
+    if eqn.primitive.name == "shard_map":
+        return list(eqn.params["out_specs"])
+    if eqn.primitive.name == "device_put":
+        return list(args)
+    called = _jaxpr.call_parts(eqn)
+    if called is None:
+        return [P()] * len(eqn.outvars)
+    return _specs_inside(called[0], args)
+
+
+def _specs_inside(jaxpr: Jaxpr, args: Sequence[P]) -> list[P]:
+    specs = dict(zip(jaxpr.invars, args, strict=True))
+
+    def of(atom: Any) -> P:
+        return P() if _jaxpr.is_literal(atom) else specs.get(atom, P())
+
+    for eqn in jaxpr.eqns:
+        found = _specs_of(eqn, [of(atom) for atom in eqn.invars])
+        places = eqn.params["devices"] if eqn.primitive.name == "device_put" else ()
+        for i, place in enumerate(places):
+            found[i] = place.spec if isinstance(place, NamedSharding) else found[i]
+        specs |= zip(eqn.outvars, found, strict=True)
+    return [of(atom) for atom in jaxpr.outvars]
+
+
+# -- memory --------------------------------------------------------------------------------------------
+
+
+class ProgramMemory(NamedTuple):
+    """Bytes of a program on a device, or on its host.
+
+    Attributes:
+      arguments: that it takes.
+      made: results that do not lie in arguments which it consumes.
+      temporaries: beside them.
+    """
+
+    arguments: int
+    made: int
+    temporaries: int
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> tuple[ProgramMemory, ProgramMemory]:
+        """On a device, and on its host."""
+        found: Any = compiled.memory_analysis()
+
+        def read(where: str) -> ProgramMemory:
+            arguments, results, inside, temporaries = (
+                getattr(found, f"{where}{what}_size_in_bytes")
+                for what in ("argument", "output", "alias", "temp")
+            )
+            return cls(arguments, results - inside, temporaries)
+
+        return read(""), read("host_")
+
+
+class Moment(NamedTuple):
+    """When something has been started, and everything that it makes has its memory.
+
+    Attributes:
+      part: the program; None for a copy.
+      nbytes: that a device holds.
+      host_nbytes: that its host holds for it, in pinned memory.
+    """
+
+    part: DispatchedProgram | None
+    nbytes: int
+    host_nbytes: int
+
+
+def moments(
+    found: Dispatches, memory: Mapping[DispatchedProgram, tuple[ProgramMemory, ProgramMemory]]
+) -> list[Moment]:
+    """What is in memory as each dispatch has begun, if every value is freed when its last reader has."""
+    last = {var: i for i, step in enumerate(found.steps) for var in step.reads}
+    alive = dict(found.args)
+    known: list[Moment] = []
+    for i, step in enumerate(found.steps):
+        before = [held_bytes(alive.values(), kind) for kind in (DEVICE, PINNED)]
+        if step.part is None:
+            new = [held_bytes(step.makes.values(), kind) for kind in (DEVICE, PINNED)]
+        else:
+            new = [each.made + each.temporaries for each in memory[step.part]]
+        known.append(Moment(step.part, before[0] + new[0], before[1] + new[1]))
+        alive |= step.makes
+        for var in [*step.consumes, *step.reads, *step.makes]:
+            if var in step.consumes or (
+                last.get(var, i) <= i and var not in found.results and not _stays(var, found)
+            ):
+                alive.pop(var, None)
+    return known
+
+
+def _stays(var: Var, found: Dispatches) -> bool:
+    """Whether it is an argument that only a program which consumes it frees: one on the devices."""
+    return var in found.args and found.args[var].sharding.memory_kind == DEVICE
+
+
+def held_bytes(values: Iterable[_Value], kind: str) -> int:
+    """Bytes of each device's parts of those values that lie in one kind of memory."""
+    return sum(size_in_bytes(shard_of(x)) for x in values if x.sharding.memory_kind == kind)

@@ -1,0 +1,142 @@
+"""What compiled programs say of a step: of the one that it is, or of the several that it starts."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jzero._memory_kinds import DEVICE
+from jzero.preflight._dispatches import (
+    DispatchedProgram,
+    Dispatches,
+    ProgramMemory,
+    held_bytes,
+    moments,
+)
+from jzero.preflight._schedule import Schedule, parse
+
+
+class PartMemory(NamedTuple):
+    """One of the different programs that a step starts.
+
+    Attributes:
+      name: 'turn' of a loop over layers, 'fetch' of a turn's parameters, 'stretch' between loops, ...
+      times: how often a step runs it.
+      argument_bytes: that it takes, on each device.
+      made_bytes: that it makes, and that do not lie in what it consumes.
+      temporary_bytes: beside them.
+      peak_bytes: the most that a device holds when it runs: all that is alive, the state at rest too.
+      host_operations: what it does to pinned memory that is no copy, by XLA's names; none, it should be.
+    """
+
+    name: str
+    times: int
+    argument_bytes: int
+    made_bytes: int
+    temporary_bytes: int
+    peak_bytes: int
+    host_operations: tuple[str, ...]
+
+
+class Examined(NamedTuple):
+    """Bytes of a step on each device and, in pinned memory, on its host; see `Preflight`."""
+
+    argument_bytes: int
+    temporary_bytes: int
+    peak_bytes: int
+    schedule: Schedule
+    compile_seconds: float
+    host_bytes: int
+    parts: tuple[PartMemory, ...] = ()
+
+
+def examine(
+    lowered: jax.stages.Lowered, read: Callable[[str], Schedule], options: Mapping[str, Any]
+) -> Examined:
+    """Compiles the one program of a step."""
+    start = time.perf_counter()
+    compiled = lowered.compile(compiler_options=dict(options))
+    seconds = time.perf_counter() - start
+    memory: Any = compiled.memory_analysis()
+    peak = memory.peak_memory_in_bytes
+    here, there = ProgramMemory.of(compiled)
+    if there.temporaries:
+        # XLA's is that of the memory that has the larger one, be it the host's.
+        peak = min(peak, sum(here))
+    schedule = read(str(compiled.as_text()))
+    return Examined(
+        here.arguments,
+        here.temporaries,
+        peak,
+        schedule,
+        seconds,
+        there.arguments + there.temporaries,
+    )
+
+
+def examine_parts(
+    found: Dispatches, mesh: Mesh, read: Callable[[str], Schedule], options: Mapping[str, Any]
+) -> Examined:
+    """Compiles each of the different programs that a step starts, once."""
+    start = time.perf_counter()
+    equal: dict[str, list[DispatchedProgram]] = {}
+    programs: dict[str, jax.stages.Lowered] = {}
+    for part in found.parts:
+        program = part.lower(mesh)
+        key = program.as_text()
+        equal.setdefault(key, []).append(part)
+        programs.setdefault(key, program)
+    compiled = {
+        key: program.compile(compiler_options=dict(options)) for key, program in programs.items()
+    }
+    seconds = time.perf_counter() - start
+    memory = {part: ProgramMemory.of(compiled[key]) for key, same in equal.items() for part in same}
+    held = moments(found, memory)
+    parts, schedule = [], Schedule((), 0.0, 0.0)
+    for key, same in equal.items():
+        text = str(compiled[key].as_text())
+        times = sum(found.parts[part] for part in same)
+        peak = max(moment.nbytes for moment in held if moment.part in same)
+        here, _ = memory[same[0]]
+        schedule += read(text).repeated(times)
+        parts.append(PartMemory(same[0].name, times, *here, peak, host_operations(text)))
+    return Examined(
+        held_bytes(found.args.values(), DEVICE),
+        max(part.temporary_bytes for part in parts),
+        max(moment.nbytes for moment in held),
+        schedule,
+        seconds,
+        max(moment.host_nbytes for moment in held),
+        tuple(parts),
+    )
+
+
+# XLA writes the memory of the host as a part of a layout.
+_ON_HOST = "S(5)"
+_ON_HOSTS_PROCESSORS = re.compile(r'_xla_compute_type\\?"?[=:]\s*\\?"host')
+_COPIES = {
+    "parameter", "tuple", "get-tuple-element", "bitcast", "copy", "slice", "dynamic-slice",
+    "dynamic-update-slice", "fusion", "call", "while", "conditional", "optimization-barrier",
+}  # fmt: skip
+
+
+def host_operations(text: str) -> tuple[str, ...]:
+    """Operations of a compiled program on pinned memory that are no copies, or that the host computes."""
+    found: dict[str, None] = {}
+    computations, _ = parse(text)
+    for lines in computations.values():
+        shapes = {line.name: line.shape for line in lines}
+        for line in lines:
+            touched = [line.shape, *(shapes.get(name, "") for name in line.operands)]
+            # What a fusion does stands in its own computation; '-start' and '-done' are of copies.
+            copies = line.op in _COPIES or line.op.endswith(("-start", "-done"))
+            allocates = '"AllocateBuffer"' in line.text
+            computes = any(_ON_HOST in shape for shape in touched) and not (copies or allocates)
+            if computes or _ON_HOSTS_PROCESSORS.search(line.text):
+                found[line.op] = None
+    return tuple(found)

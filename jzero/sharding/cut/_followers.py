@@ -1,0 +1,88 @@
+"""What follows from parameters alone, and what of it is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from jzero.sharding.analysis import _rules
+from jzero.sharding.analysis._frames import variables
+from jzero.sharding.cut._crossing import is_scalar
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+
+class Followers:
+    """What follows from leaves alone, found as equations pass in their order.
+
+    Scalars may take part, but none of the batch: of one row, all a model makes would else follow from it.
+    """
+
+    def __init__(self, leaves: Iterable[Var], batch: Iterable[Var]):
+        self.found, self.batch = set(leaves), set(batch)
+
+    def takes(self, eqn: Eqn) -> bool:
+        """Whether an equation's results are such."""
+        read = variables(eqn.invars)
+        if not self.batch.isdisjoint(read):
+            self.batch.update(eqn.outvars)
+            return False
+        large = [v for v in read if not is_scalar(v)]
+        opens = _jaxpr.has_side_effects(eqn) or _jaxpr.inner_jaxprs(eqn)
+        if opens or not large or not self.found.issuperset(large):
+            return False
+        self.found.update(eqn.outvars)
+        return True
+
+
+def without_barriers(jaxpr: Jaxpr, leaves: Collection[Var], batch: Collection[Var]) -> Jaxpr:
+    """The jaxpr without barriers around what follows from leaves alone: parts run one after the other."""
+    follows, same, eqns = Followers(leaves, batch), dict[Var, Atom](), []
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(
+            invars=[a if _jaxpr.is_literal(a) else same.get(a, a) for a in eqn.invars]
+        )
+        if eqn.primitive.name == "optimization_barrier" and eqn.invars[0] in follows.found:
+            same |= zip(eqn.outvars, eqn.invars, strict=True)
+            continue
+        follows.takes(eqn)
+        eqns.append(eqn)
+    outvars = [a if _jaxpr.is_literal(a) else same.get(a, a) for a in jaxpr.outvars]
+    return _jaxpr.replaced(jaxpr, eqns=eqns, outvars=outvars)
+
+
+def following(
+    eqns: Iterable[Eqn], leaves: Collection[Var], batch: Collection[Var]
+) -> dict[Var, Eqn]:
+    """What follows from leaves alone, and the equation that makes it."""
+    follows = Followers(leaves, batch)
+    return {out: eqn for eqn in eqns if follows.takes(eqn) for out in eqn.outvars}
+
+
+def repeats(eqn: Eqn, cheap: Collection[Var]) -> bool:
+    """Whether an equation makes many elements of a few."""
+    large = [atom for atom in variables(eqn.invars) if not is_scalar(atom)]
+    fits = eqn.primitive.name == "iota" or _rules.is_elementwise(eqn)
+    return fits and all(atom in cheap for atom in large)
+
+
+def gathered_bytes(eqns: Iterable[Eqn], leaves: Collection[Var]) -> int:
+    """Bytes of leaves that equations gather over the devices; of a loop inside, in a turn.
+
+    Not those of rows: what a gather reads follows from leaves alone.
+    """
+    follows, total = Followers(leaves, ()), 0
+    for eqn in eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            pairs = zip(eqn.outvars, eqn.invars, strict=True)
+            follows.found.update(
+                v for v, a in pairs if not _jaxpr.is_literal(a) and a in follows.found
+            )
+        elif follows.takes(eqn) and eqn.primitive.name == "all_gather":
+            total += _rules.size_in_bytes(eqn.outvars[0].aval)
+        for closed in _jaxpr.inner_jaxprs(eqn):
+            inner, _ = _jaxpr.open_jaxpr(closed)
+            # What comes before these an equation takes for itself: a choice, what a condition reads.
+            pairs = zip(reversed(inner.invars), reversed(eqn.invars), strict=False)
+            given = {v for v, a in pairs if not _jaxpr.is_literal(a) and a in follows.found}
+            total += gathered_bytes(inner.eqns, given)
+    return total

@@ -1,0 +1,319 @@
+"""Loops over microbatches taken apart, so that all microbatches pass a layer before the next layer comes.
+
+A loop over microbatches has the layers inside it, once for each microbatch. Here it becomes a loop over
+microbatches inside each layer, so that a layer's parameters are read once for all of them::
+
+    for i in microbatches:                        for w in layers:
+        for w in layers:                   ->         w = gather(w)
+            x[i] = f(gather(w), x[i])                 for i in microbatches: x[i] = f(w, x[i])
+
+That is *layered gradient accumulation* (Lamy-Poirier, "Layered gradient accumulation and modular pipeline
+parallelism: fast and efficient training of large language models", 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from jzero._errors import OptionError, message
+from jzero.sharding.analysis._frames import split, variables
+from jzero.sharding.cut import _layers
+from jzero.sharding.cut._all_microbatches import AllMicrobatches, Running
+from jzero.sharding.cut._followers import following, without_barriers
+from jzero.sharding.cut._layer_parts import LayerLoop, NestedLoop, Stretch
+from jzero.sharding.cut._phases import SCOPE
+from jzero.sharding.cut._term_by_term import term_by_term
+from jzero.tracing import _call, _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+WHO = _call.WHO
+
+
+def layer_major(
+    jaxpr: Jaxpr, leaves: Mapping[Var, int], batch: Collection[Var], device_bytes: int
+) -> Jaxpr:
+    """The jaxpr, with each loop over microbatches that reads leaves as one inside each of its parts.
+
+    Inputs and outputs stay what they are. Sums over the microbatches are taken in the order in which they
+    were, but for weights of several uses, use by use (`_term_by_term.py`). All other values are equal to the
+    bit, as far as the compiler rounds alike.
+
+    Args:
+      jaxpr: what one device computes, without calls.
+      leaves: inputs that rest on the host, and the bytes of each on a device.
+      batch: inputs that are of the batch.
+      device_bytes: of leaves that may be on a device; a part has up to half of it, but one equation may need
+        more.
+
+    Raises:
+      OptionError: microbatches do more than compute, or one waits for what follows in the one before.
+    """
+    jaxpr = without_barriers(jaxpr, leaves, batch)
+    follows = following(jaxpr.eqns, leaves, batch)
+    eqns: list[Eqn] = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and _jaxpr.in_scope(eqn, SCOPE):
+            loop = _reading_leaves(eqn, follows, leaves, batch)
+            if loop.leaves:
+                eqns += _TakenApart(loop, device_bytes).equations()
+                continue
+        eqns.append(eqn)
+    return _jaxpr.replaced(jaxpr, eqns=eqns)
+
+
+class _MicrobatchLoop(NamedTuple):
+    """A loop over microbatches.
+
+    Attributes:
+      eqn: it, and where what it is replaced by stands.
+      consts: what it closes over, by the names of the body.
+      body: of one microbatch, without barriers around what follows from leaves.
+      leaves: inputs of the body that are leaves, and the bytes of each.
+      batch: inputs of the body that are of the batch, or of a microbatch.
+    """
+
+    eqn: Eqn
+    consts: dict[Var, Atom]
+    body: Jaxpr
+    leaves: dict[Var, int]
+    batch: set[Var]
+
+
+def _reading_leaves(
+    eqn: Eqn, follows: Mapping[Var, Eqn], leaves: Mapping[Var, int], batch: Collection[Var]
+) -> _MicrobatchLoop:
+    """The loop, which makes what follows from leaves alone itself, and closes over these."""
+    scan = _jaxpr.scan_parts(eqn)
+    assert not scan.body_consts, "jzero traced it: what it closes over are operands"
+    pairs = list(zip(eqn.invars, scan.body.invars[: scan.num_consts], strict=False))
+    names = {atom: name for atom, name in pairs if not _jaxpr.is_literal(atom)}
+    consts = {
+        name: atom
+        for atom, name in pairs
+        if _jaxpr.is_literal(atom) or atom not in follows or names[atom] is not name
+    }
+    first: dict[int, Eqn] = {}
+
+    def bring(var: Var) -> None:
+        source = follows.get(var)
+        if source is None:
+            consts.setdefault(names.setdefault(var, _jaxpr.new_var(var)), var)
+        elif id(source) not in first:
+            for atom in variables(source.invars):
+                bring(atom)
+            ins = [a if _jaxpr.is_literal(a) else names[a] for a in source.invars]
+            outs = [names.setdefault(out, _jaxpr.new_var(out)) for out in source.outvars]
+            first[id(source)] = source.replace(invars=ins, outvars=outs)
+
+    for atom, name in pairs:
+        if name not in consts:
+            bring(_jaxpr.variable(atom))
+    taken = {
+        name: leaves[a] for name, a in consts.items() if not _jaxpr.is_literal(a) and a in leaves
+    }
+    invars = [*consts, *scan.body.invars[scan.num_consts :]]
+    body = _jaxpr.replaced(scan.body, invars=invars, eqns=[*first.values(), *scan.body.eqns])
+    of_batch = {name for name, a in consts.items() if not _jaxpr.is_literal(a) and a in batch}
+    of_batch.update(scan.body.invars[scan.num_consts :])
+    return _MicrobatchLoop(eqn, consts, without_barriers(body, taken, of_batch), taken, of_batch)
+
+
+class _TakenApart:
+    """A loop over microbatches, part after part."""
+
+    def __init__(self, loop: _MicrobatchLoop, device_bytes: int):
+        for eqn in filter(_jaxpr.has_side_effects, loop.body.eqns):
+            raise OptionError(message(
+                WHO, f"layer_major, and a {eqn.primitive.name}{_jaxpr.at_line(eqn)} for each microbatch",
+                "All microbatches pass a layer before the next layer comes, so that they would not print, "
+                "or call back, one after the other.", "Drop layer_major, or the print or callback."
+            ))  # fmt: skip
+        scan = _jaxpr.scan_parts(loop.eqn)
+        self._eqn = loop.eqn
+        _, self._init, stacks = split(loop.eqn.invars, scan.num_consts, scan.num_carry)
+        _, self._before, slices = split(loop.body.invars, len(loop.consts), scan.num_carry)
+        body, self._steps = term_by_term(loop.body, self._before)
+        parts = _layers.cut(body, loop.leaves, loop.batch, (), device_bytes, nests=())
+        self._parts = [part for part in parts if not isinstance(part, NestedLoop)]
+        self._reads = [set(part.reads) for part in self._parts]
+        self._after, self._handed = split(body.outvars, scan.num_carry)
+        self._outs, self._handed_outs = split(loop.eqn.outvars, scan.num_carry)
+        self._all = AllMicrobatches(loop.eqn)
+        self._all.shared |= loop.consts
+        self._all.stacks |= zip(slices, stacks, strict=True)
+        self._running: dict[Var, Running] = {}  # by what a part takes
+        self._taken_over = set[Var]()  # carries that all run on from part to part
+        self._check_carries()
+        self._wanted = _read_after(self._reads, [*self._handed, *self._lasts()])
+
+    def equations(self) -> list[Eqn]:
+        """What stands in the place of the loop."""
+        for part, read in zip(self._parts, self._wanted, strict=True):
+            wanted = read - self._running.keys()
+            if isinstance(part, Stretch):
+                self._stretch(part, wanted)
+            else:
+                self._layer_loop(part, wanted)
+        self._results()
+        return self._all.eqns
+
+    # -- from one microbatch to the next ---------------------------------------------------------------
+
+    def _check_carries(self) -> None:
+        """Finds out which part takes over each carry; what nobody reads needs none."""
+        bad = []
+        for each in map(Running, self._before, self._init, self._after, self._outs):
+            if each.after is each.before:
+                self._all.shared[each.before] = each.init
+                continue
+            handed = each.before in variables([*self._after, *self._handed])
+            at = [
+                p for p, read in zip(self._parts, self._reads, strict=True) if each.before in read
+            ]
+            if not at and not handed:
+                continue
+            links = [] if handed else self._links(each)
+            if links:
+                self._running |= {link.before: link for link in links}
+                self._taken_over.add(each.before)
+            else:
+                where = [
+                    e for part in at for e in _equations(part) if each.before in variables(e.invars)
+                ]
+                bad.append(f"{_type_of(each.before)}{_jaxpr.at_line(where[0]) if where else ''}")
+        if bad:
+            raise OptionError(message(
+                WHO, bad, "With layer_major all microbatches pass a layer before the next layer comes. What "
+                "one of them takes of the one before must be made in the layer, or between the layers, where "
+                "it is read.", "Drop layer_major.", things="values"))  # fmt: skip
+
+    def _links(self, whole: Running) -> list[Running]:
+        """What each part does to a value that runs on, one part after the other; [] if one does not."""
+        values = [*self._steps.get(whole.before, [])[:-1], whole.after]
+        found: list[Running] = []
+        before, init = whole.before, whole.init
+        while before is not whole.after:
+            readers = [
+                p for p, read in zip(self._parts, self._reads, strict=True) if before in read
+            ]
+            made = [v for part in readers for v in values if _takes_over(part, before, v)]
+            if len(readers) != 1 or not made:
+                return []
+            out = whole.out if made[-1] is whole.after else _jaxpr.new_var(whole.out)
+            found.append(Running(before, init, made[-1], out))
+            before, init = _jaxpr.variable(made[-1]), out
+        return found
+
+    def _lasts(self) -> list[Atom]:
+        """What only the last microbatch hands on."""
+        pairs = zip(self._before, self._after, strict=True)
+        return [after for before, after in pairs if before not in self._taken_over]
+
+    def _results(self) -> None:
+        every, scan = self._all, _jaxpr.scan_parts(self._eqn)
+        last = 0 if scan.reverse else scan.length - 1
+        for before, after, out in zip(self._before, self._after, self._outs, strict=True):
+            if before in self._taken_over:
+                continue
+            if every.is_shared(after):
+                every.copy(every.whole(after), out)
+            else:
+                every.row(every.stack(after), last, out)
+        for atom, out in zip(self._handed, self._handed_outs, strict=True):
+            every.copy(every.stack(atom), out)
+
+    # -- parts -----------------------------------------------------------------------------------------
+
+    def _stretch(self, part: Stretch, wanted: set[Var]) -> None:
+        local = self._all.local(part.eqns)
+        made = [v for v in part.gives if v in wanted and not self._all.is_shared(v)]
+        running = [self._running[v] for v in part.reads if v in self._running]
+        self._all.run(local, running, made)
+
+    def _layer_loop(self, part: LayerLoop, wanted: set[Var]) -> None:
+        """The layers' loop, with a loop over microbatches in each turn."""
+        scan, inner = part.parts, AllMicrobatches(self._eqn)
+        pairs, running = self._enter(part, inner)
+        own = {*scan.body.invars}.difference(inner.shared)
+        body = without_barriers(scan.body, inner.shared, own)
+        local = inner.local(body.eqns)
+        carry, slices = split(body.outvars, scan.num_carry)
+        finals, stacks = part.results
+        made = [(x, y) for x, y in zip(slices, stacks, strict=True) if y in wanted]
+        here = {out for eqn in local for out in eqn.outvars}
+        last = variables([*carry, *(x for x, _ in made)])
+        inner.run(local, [each for each, _ in running], [v for v in last if v in here])
+        outs = [
+            (inner.stack(x), self._all.new_stack(out)) for x, out in zip(carry, finals, strict=True)
+        ]
+        outs += [(each.out, out) for each, out in running]
+        for x, y in made:
+            if inner.is_shared(x):
+                outs.append((inner.whole(x), self._all.new_shared(y)))
+            else:
+                outs.append((inner.stack(x), self._all.new_turned(y)))
+        body = _jaxpr.replaced(
+            body, invars=[v for _, v in pairs], eqns=inner.eqns, outvars=[x for x, _ in outs]
+        )
+        ins, results = [a for a, _ in pairs], [y for _, y in outs]
+        nums = scan.num_consts, scan.num_carry
+        self._all.eqns.append(_jaxpr.scan_like(part.eqn, body, ins, results, *nums))
+
+    def _enter(
+        self, part: LayerLoop, inner: AllMicrobatches
+    ) -> tuple[list[tuple[Atom, Var]], list[tuple[Running, Var]]]:
+        """What the loop takes, by its names in a turn; and what runs on through it, and how it ends."""
+        scan, every, (consts, init, xs) = part.parts, self._all, part.operands
+        inner.shared |= zip(scan.body.constvars, scan.body.constvars, strict=True)
+        names = split(scan.body.invars, scan.num_consts, scan.num_carry)
+        row_of = dict(zip(part.results[1], scan.body.outvars[scan.num_carry :], strict=True))
+        pairs: list[tuple[Atom, Var]] = []
+        running: list[tuple[Running, Var]] = []
+        for atom, name in zip(consts, names[0], strict=True):
+            shared = every.is_shared(atom)
+            pairs.append(
+                inner.take(every.whole(atom) if shared else every.stack(atom), name, shared)
+            )
+        for atom, name in zip(init, names[1], strict=True):
+            pairs.append(inner.take(every.stack(atom), name, False))
+        for atom, name in zip(xs, names[2], strict=True):
+            found = None if _jaxpr.is_literal(atom) else self._running.get(atom)
+            if found is None:
+                shared = every.is_shared(atom)
+                pairs.append(
+                    inner.take(every.whole(atom) if shared else every.turned(atom), name, shared)
+                )
+                continue
+            first, last = _jaxpr.new_var(name), _jaxpr.new_var(name)
+            pairs.append((found.init, first))
+            running.append(
+                (Running(name, first, row_of[_jaxpr.variable(found.after)], last), found.out)
+            )
+        return pairs, running
+
+
+def _takes_over(part: Stretch | LayerLoop, before: Var, after: Atom) -> bool:
+    """Whether a part that reads what a microbatch takes makes what the next one takes, in the same turn."""
+    if isinstance(part, Stretch):
+        return any(out is after for eqn in part.eqns for out in eqn.outvars)
+    consts, init, xs = part.operands
+    once = sum(atom is before for atom in [*consts, *init, *xs]) == 1
+    return once and any(a is before for a in xs) and any(y is after for y in part.results[1])
+
+
+def _read_after(reads: Sequence[set[Var]], outs: Sequence[Atom]) -> list[set[Var]]:
+    """Of each part, what the parts after it read, and what is handed out."""
+    found = [set(variables(outs))]
+    for read in reads[:0:-1]:
+        found.append(found[-1] | read)
+    return found[::-1]
+
+
+def _equations(part: Stretch | LayerLoop) -> Sequence[Eqn]:
+    return part.eqns if isinstance(part, Stretch) else [part.eqn]
+
+
+def _type_of(var: Var) -> str:
+    """`float32[2,3]`."""
+    return f"{var.aval.dtype}[{','.join(map(str, var.aval.shape))}]"

@@ -1,0 +1,197 @@
+"""The parts of a jaxpr whose parameters rest beside the device: stretches, layer loops, nested loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from jzero.sharding.analysis import _residuals
+from jzero.sharding.analysis._frames import split, variables
+from jzero.sharding.cut._layer_body import LayerBody
+from jzero.sharding.cut._open_loop import OpenLoop
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Var
+
+# How a loop's stack is there: a leaf on the host, a slice for each turn, or one array on the devices, which
+# may become one that the loop makes; a stack that is made may also be left on the host, or go there slice by
+# slice, an array each.
+LEAF, SLICES, STACK, RENEWED = "leaf", "slices", "stack", "renewed"
+HOSTED, SENT, UNREAD = "hosted", "sent", "unread"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stretch:
+    """Some equations as one program.
+
+    Attributes:
+      eqns: them, in order, with what they compute again.
+      leaves: the leaves that it fetches.
+      reads: what else it takes.
+      gives: what it hands on.
+      nbytes: of its leaves on a device while it runs: as they are fetched, and gathered.
+      dies: of what it reads, what nobody reads after it: what it gives may take its memory.
+    """
+
+    eqns: tuple[Eqn, ...]
+    leaves: tuple[Var, ...]
+    reads: tuple[Var, ...]
+    gives: tuple[Var, ...]
+    nbytes: int
+    dies: frozenset[Var] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerLoop:
+    """A `scan`, each turn of which is a program.
+
+    Attributes:
+      eqn: the loop.
+      xs: for each stack that it reads, how it is there: LEAF, SLICES, STACK or RENEWED.
+      ys: for each stack that it makes, how it shall be: SLICES, STACK, HOSTED, SENT or UNREAD.
+      body: what a turn computes; it gathers for the next one where two turns' leaves have room.
+      nbytes: of a turn's leaves on a device: as they are fetched, and gathered.
+      dies: of what it begins with, and takes slices of, what nobody reads after that.
+      renewed: for each stack that it makes as STACK, the one that it reads whose memory it takes, or None.
+    """
+
+    eqn: Eqn
+    xs: tuple[str, ...]
+    ys: tuple[str, ...]
+    body: LayerBody
+    nbytes: int
+    dies: frozenset[Var] = frozenset()
+    renewed: tuple[Var | None, ...] = ()
+
+    @functools.cached_property
+    def parts(self) -> _jaxpr.ScanParts:
+        """The loop taken apart."""
+        return _jaxpr.scan_parts(self.eqn)
+
+    @functools.cached_property
+    def operands(self) -> list[list[Atom]]:
+        """What it closes over, begins with, and reads slice by slice."""
+        return split(self.eqn.invars, self.parts.num_consts, self.parts.num_carry)
+
+    @functools.cached_property
+    def init(self) -> list[Atom]:
+        """The first carry."""
+        return self.operands[1]
+
+    @functools.cached_property
+    def results(self) -> list[list[Var]]:
+        """The last carry, and the stacks that it makes."""
+        return split(self.eqn.outvars, self.parts.num_carry)
+
+    @functools.cached_property
+    def leaves(self) -> tuple[Var, ...]:
+        """The stacks of leaves that it fetches slice by slice."""
+        return tuple(map(_jaxpr.variable, self.taken(LEAF)))
+
+    def taken(self, kind: str) -> list[Atom]:
+        """The stacks that it reads which are there in one way."""
+        return [x for x, k in zip(self.operands[2], self.xs, strict=True) if k == kind]
+
+    def made(self, kind: str) -> list[Var]:
+        """The stacks that it makes in one way."""
+        return [y for y, k in zip(self.results[1], self.ys, strict=True) if k == kind]
+
+    @functools.cached_property
+    def leaving(self) -> list[Var]:
+        """The stacks that it makes for the host: whole, then slice by slice."""
+        return [*self.made(HOSTED), *self.made(SENT)]
+
+    @functools.cached_property
+    def reads(self) -> tuple[Var, ...]:
+        """What else it takes."""
+        return tuple(v for v in variables(self.eqn.invars) if v not in self.leaves)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NestedLoop:
+    """A `scan` or a `while`, each turn of which runs in parts.
+
+    Attributes:
+      eqn: the loop.
+      loop: its body, opened.
+      parts: of its body.
+      hosted: all leaves around the loop.
+      dies: of what it begins with, what nobody reads after that.
+    """
+
+    eqn: Eqn
+    loop: OpenLoop
+    parts: tuple[LayerPart, ...]
+    hosted: frozenset[Var]
+    dies: frozenset[Var] = frozenset()
+
+    @property
+    def init(self) -> tuple[Atom, ...]:
+        """The first carry."""
+        return self.loop.init
+
+    @property
+    def leaves(self) -> tuple[Var, ...]:
+        """Those that its parts fetch."""
+        return tuple(v for v in self.loop.reads if v in self.hosted)
+
+    @property
+    def reads(self) -> tuple[Var, ...]:
+        """What else it takes."""
+        return tuple(v for v in self.loop.reads if v not in self.hosted)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the leaves of its largest part."""
+        return max(part.nbytes for part in self.parts)
+
+
+LayerPart = Stretch | LayerLoop | NestedLoop
+
+
+class Fetched(NamedTuple):
+    """A stretch or a layer loop, and the nested loops around it, the outermost first."""
+
+    part: Stretch | LayerLoop
+    around: tuple[NestedLoop, ...] = ()
+
+
+def fetched(parts: Iterable[LayerPart], around: tuple[NestedLoop, ...] = ()) -> Iterator[Fetched]:
+    """All stretches and layer loops, those of nested loops included."""
+    for part in parts:
+        if isinstance(part, NestedLoop):
+            yield from fetched(part.parts, (*around, part))
+        else:
+            yield Fetched(part, around)
+
+
+def nested_loops(parts: Iterable[LayerPart]) -> Iterator[NestedLoop]:
+    """All nested loops, those within others included."""
+    for part in parts:
+        if isinstance(part, NestedLoop):
+            yield part
+            yield from nested_loops(part.parts)
+
+
+def last_reads(parts: Iterable[LayerPart]) -> dict[Var, LayerPart]:
+    """The part after which nobody reads a value; of a value of a loop's turn, in that turn."""
+    found: dict[Var, LayerPart] = {}
+    for part in parts:
+        if isinstance(part, NestedLoop):
+            found |= last_reads(part.parts)
+        found |= dict.fromkeys((*part.reads, *part.leaves), part)
+    return found
+
+
+def waiting(parts: Iterable[LayerPart]) -> frozenset[Var]:
+    """What parts hand to others that waits on the host meanwhile: values, and stacks slice by slice."""
+    found = set[Var]()
+    for part in parts:
+        if isinstance(part, Stretch):
+            found |= _residuals.marks(part.eqns).intersection(part.gives)
+        elif isinstance(part, LayerLoop):
+            found |= _residuals.marks([part.eqn])
+        else:
+            found |= waiting(part.parts).difference(variables(part.loop.body.outvars))
+    return frozenset(found)

@@ -1,0 +1,107 @@
+"""Sums over microbatches term by term: what each use of a parameter adds is added where it is made.
+
+A tied weight's gradient is a sum over its uses. Were it summed up for each microbatch first, the terms of all
+microbatches would wait for the last use::
+
+    total = total + (a + b)   ->   total = (total + a) + b
+
+So it is with the whole batch, where each use sums over all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jzero.sharding.analysis._frames import num_reads
+from jzero.sharding.cut._crossing import is_scalar
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+_ADDS = ("add", "add_any")
+
+
+class _Term(NamedTuple):
+    """One term of a sum, and the casts between it and the whole of it, the first one first."""
+
+    atom: Atom
+    casts: tuple[Eqn, ...]
+
+
+def term_by_term(body: Jaxpr, carries: Sequence[Var]) -> tuple[Jaxpr, dict[Var, list[Var]]]:
+    """The body of a loop, with its running sums term by term; those of scalars stay as they are.
+
+    Args:
+      body: its first outputs are what `carries` become.
+      carries: inputs of it.
+
+    Returns:
+      The body; and for each sum that has several terms, what it is after each of them.
+    """
+    makers = {out: eqn for eqn in body.eqns for out in eqn.outvars}
+    place = {out: i for i, eqn in enumerate(body.eqns) for out in eqn.outvars}
+    uses = num_reads(body)
+    steps: dict[Var, list[Var]] = {}
+    gone, added = set[int](), list[Eqn]()
+    for before, after in zip(carries, body.outvars, strict=False):
+        eqn = None if _jaxpr.is_literal(after) else makers.get(after)
+        if eqn is None or is_scalar(after) or not _adds(eqn):
+            continue
+        if uses.get(before) != 1 or uses[eqn.outvars[0]] != 1 or before not in eqn.invars:
+            continue
+        (whole,) = (atom for atom in eqn.invars if atom is not before)
+        terms = _terms(whole, makers, uses)
+        if len(terms) == 1:
+            continue
+        terms.sort(
+            key=lambda term: -1 if _jaxpr.is_literal(term.atom) else place.get(term.atom, -1)
+        )
+        steps[before] = [*(_jaxpr.new_var(after) for _ in terms[1:]), eqn.outvars[0]]
+        total = before
+        for term, then in zip(terms, steps[before], strict=True):
+            atom = term.atom
+            for cast in term.casts:
+                out = _jaxpr.new_var(cast.outvars[0])
+                added.append(cast.replace(invars=[atom], outvars=[out]))
+                atom = out
+            added.append(_jaxpr.equation(lax.add_p, [total, atom], [then], eqn))
+            total = then
+        gone.add(id(eqn))
+    eqns = [*(eqn for eqn in body.eqns if id(eqn) not in gone), *added]
+    return _jaxpr.replaced(body, eqns=eqns), steps
+
+
+def _terms(whole: Atom, makers: Mapping[Var, Eqn], uses: Mapping[Var, int]) -> list[_Term]:
+    found, waiting = list[_Term](), [_Term(whole, ())]
+    while waiting:
+        term = waiting.pop()
+        atom, casts = term
+        eqn = None if _jaxpr.is_literal(atom) or uses[atom] != 1 else makers.get(atom)
+        if eqn is not None and _adds(eqn):
+            waiting += [_Term(each, casts) for each in eqn.invars]
+        elif eqn is not None and _is_cast(eqn) and _is_sum(eqn.invars[0], makers, uses):
+            waiting.append(_Term(eqn.invars[0], (eqn, *casts)))
+        else:
+            found.append(term)
+    return found
+
+
+def _adds(eqn: Eqn) -> bool:
+    same = all(atom.aval.shape == eqn.outvars[0].aval.shape for atom in eqn.invars)
+    return eqn.primitive.name in _ADDS and same and eqn.invars[0] is not eqn.invars[1]
+
+
+def _is_sum(atom: Atom, makers: Mapping[Var, Eqn], uses: Mapping[Var, int]) -> bool:
+    return (
+        not _jaxpr.is_literal(atom) and uses[atom] == 1 and atom in makers and _adds(makers[atom])
+    )
+
+
+def _is_cast(eqn: Eqn) -> bool:
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    dtypes = (eqn.invars[0].aval.dtype, eqn.params["new_dtype"])
+    return all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)

@@ -1,0 +1,108 @@
+"""Checkpoints go from every tier to every other one, and to other numbers of devices; training goes on."""
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jzero
+import small
+import zoo
+from test_offload_params import CLIPPED, batch, make_step, new_state
+
+LAYERS = 2
+STATE = {
+    "on devices": jzero.NoOffload(),
+    "pinned": jzero.PinnedHost(device_bytes=2**14),
+    "on the host": jzero.HostCPU(),
+}
+PARAMS = {"on devices": jzero.NoOffload(), "pinned": jzero.PinnedHost(device_bytes=2**14)}
+TIERS = [*itertools.product(STATE, PARAMS)]
+
+
+def named(tiers: tuple[str, str]) -> str:
+    return "state {}, params {}".format(*tiers)
+
+
+@functools.cache
+def steps(tiers: tuple[str, str], num: int) -> tuple[Any, Any]:
+    """A train step on so many devices, and an evaluation of its states."""
+    state, params = tiers
+    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    train_step = small.shard_train_step(
+        make_step(True, CLIPPED), mesh=mesh, offload=STATE[state], offload_params=PARAMS[params]
+    )
+    return train_step, jzero.shard_eval_step(evaluate, like=train_step)
+
+
+def evaluate(state: Any, x: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        return x + jnp.tanh((x * w["scale"][None]) @ w["up"]) @ w["down"], None
+
+    x, _ = jax.lax.scan(layer, x, state["params"]["layers"])
+    return jnp.mean((x @ state["params"]["head"]) ** 2)
+
+
+def tier_of(leaf: jax.Array) -> str:
+    if isinstance(leaf, jzero.HostArray):
+        return "on the host"
+    return {"device": "on devices", "pinned_host": "pinned"}[str(leaf.sharding.memory_kind)]
+
+
+def make() -> Any:
+    return new_state(True, LAYERS, CLIPPED)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """By tiers and devices: where the state of one step is saved, and what it is."""
+
+    @functools.cache
+    def saved(tiers: tuple[str, str], num: int) -> tuple[Path, Any]:
+        train_step, _ = steps(tiers, num)
+        state, _ = train_step(train_step.init(make), batch(0))
+        folder = tmp_path_factory.mktemp("saved")
+        with jzero.Checkpointer(folder, train_step, asynchronous=False) as checkpointer:
+            assert checkpointer.save(1, state)
+        return folder, zoo.to_host(state)
+
+    return saved
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """The state of one step by `jax.jit`, and what the next makes of it."""
+    step = jax.jit(make_step(True, CLIPPED))
+    state, _ = step(make(), batch(0))
+    return jax.device_get(state), jax.device_get(step(state, batch(1)))
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 4), (4, 1), (1, 8)])
+@pytest.mark.parametrize("target", TIERS, ids=named)
+@pytest.mark.parametrize("source", TIERS, ids=named)
+def test_training_goes_on_in_another_tier(source, target, before, after, saved, one_device):
+    folder, state = saved(source, before)
+    trained, (expected, metrics) = one_device
+    train_step, eval_step = steps(target, after)
+    with jzero.Checkpointer(folder, train_step) as checkpointer:
+        restored = checkpointer.restore(jax.eval_shape(make), batch(1))
+    for name, tier in (("opt_state", target[0]), ("params", target[1])):
+        assert {tier_of(x) for x in jax.tree.leaves(restored[name])} == {tier}
+    assert_same(zoo.to_host(restored), state)
+    np.testing.assert_allclose(
+        eval_step(restored, batch(2)), evaluate(trained, batch(2)), rtol=1e-5
+    )
+    placed = train_step.shard(state, batch(1))
+    went_on = zoo.to_host(train_step(restored, batch(1)))
+    assert_same(went_on, zoo.to_host(train_step(placed, batch(1))))
+    zoo.assert_trees_close(went_on, (expected, metrics), zoo.FP32, "the step after")
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for a, d in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, d)

@@ -1,0 +1,193 @@
+"""What a step of several programs starts, read from its trace: programs, places, and what is alive when."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jzero
+import small
+import test_offload_params as params
+from jzero.offload import _layered, _pinned, _streamed
+from jzero.preflight import _dispatches, _examined
+from jzero.preflight._dispatches import ProgramMemory
+from jzero.segments import _programs
+
+BATCH = jax.ShapeDtypeStruct((params.ROWS, params.WIDTH), jnp.float32)
+AUTO = (jax.sharding.AxisType.Auto,)
+LAYERS = 6
+OFFLOAD: dict[str, dict[str, Any]] = {
+    "parameters, updated on the host": {
+        "offload_params": jzero.PinnedHost(device_bytes=10_000), "offload": jzero.HostCPU(),
+    },
+    "parameters, updated on the devices": {
+        "offload_params": jzero.PinnedHost(device_bytes=10_000), "offload": jzero.NoOffload(),
+    },
+    "parameters, updated in slices": {
+        "offload_params": jzero.PinnedHost(device_bytes=10_000),
+        "offload": jzero.PinnedHost(device_bytes=800),
+    },
+    "optimizer state, updated in turns": {"offload": jzero.PinnedHost(device_bytes=3000)},
+    "optimizer state, updated on the host": {"offload": jzero.HostCPU()},
+}  # fmt: skip
+
+
+def mesh_of(num):
+    return jax.make_mesh((num,), ("data",), AUTO, devices=jax.devices()[:num])
+
+
+def dispatches(scan, name, num=8, layers=LAYERS):
+    train_step = small.shard_train_step(params.make_step(scan, params.CLIPPED), **OFFLOAD[name])
+    state = jax.eval_shape(lambda: params.new_state(scan, layers, params.CLIPPED))
+    return started_by(train_step, state, num)
+
+
+def started_by(train_step, state, num=8):
+    """What a step starts, on an abstract mesh."""
+    train_step = train_step.on_mesh(mesh_of(num).abstract_mesh)
+    call = train_step._programs.bind((state, BATCH), {})
+    program = train_step._programs.of(call)
+    state, arrays = _programs.inputs_at_rest(call, program)
+    traced = program.step.dispatched(state, arrays)
+    return _dispatches.read_dispatches(traced, [*state, *arrays])
+
+
+def without_temporaries(found):
+    """Memory of programs that need none but for arguments and results that outlive them."""
+    nothing = ProgramMemory(0, 0, 0)
+    return dict.fromkeys(found.parts, (nothing, nothing))
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
+@pytest.mark.parametrize("name", OFFLOAD)
+def test_every_program_that_a_step_starts_compiles(scan, name):
+    found = dispatches(scan, name)
+    assert sum(found.parts.values()) == sum(step.part is not None for step in found.steps)
+    for part in found.parts:
+        here, _ = ProgramMemory.of(part.lower(mesh_of(8)).compile())
+        args = [_dispatches.held_bytes(part.args, kind) for kind in ("device", "pinned_host")]
+        # On CPUs both are one memory; XLA leaves out what a program does not read, an int32 or two.
+        assert 0 <= sum(args) - here.arguments <= 64
+
+
+def test_the_programs_of_a_scanned_step():
+    found = dispatches(True, "parameters, updated on the host")
+    counts: dict[str, int] = {}
+    for part, times in found.parts.items():
+        counts[part.name] = counts.get(part.name, 0) + times
+    # A forward and a backward loop: the head and its derivative stand between them, the norm behind.
+    assert counts == {
+        "fetch": 2 * LAYERS, "enter": 2, "gather": 2, "turn": 2 * LAYERS, "stretch": 2, "store": LAYERS
+    }  # fmt: skip
+    kinds = {
+        part.name: {x.sharding.memory_kind for x in part.args if len(x.shape) > 1}
+        for part in found.parts
+    }
+    assert kinds["turn"] == {"device"}
+    assert kinds["fetch"] == {"pinned_host"}
+
+
+def test_one_layer_is_fetched_while_another_runs():
+    """A turn's fetch starts before the turn that gathers for it, and no earlier than there is room."""
+    found = dispatches(True, "parameters, updated on the host")
+    names = [step.part.name for step in found.steps if step.part and step.part.name != "enter"]
+    assert names[:7] == ["fetch", "fetch", "gather", "fetch", "turn", "fetch", "turn"]
+
+
+@functools.cache
+def measured(scan, name):
+    """The most bytes of arrays on the devices, and in pinned memory, between any two programs of a step."""
+    most = {"device": 0, "pinned_host": 0}
+
+    def look():
+        for kind in most:
+            live = [x for x in jax.live_arrays() if x.sharding.memory_kind == kind]
+            most[kind] = max(most[kind], sum(x.nbytes for x in live) - before[kind])
+
+    def watched(visits, *limits):
+        def looked_at(visit):
+            def update(arrays):
+                look()
+                waits = visit.update(arrays)
+                jax.block_until_ready(waits)
+                look()
+                return waits
+
+            return visit._replace(update=update)
+
+        _pinned.stream(map(looked_at, visits), *limits)
+
+    train_step = small.shard_train_step(
+        params.make_step(scan, params.CLIPPED), mesh=mesh_of(1), **OFFLOAD[name]
+    )
+    state = train_step.init(lambda: params.new_state(scan, LAYERS, params.CLIPPED))
+    batch = params.batch(0)
+    state, _ = train_step(state, batch)
+    batch = params.batch(1)
+    mine = {id(x) for x in [*jax.tree.leaves(state), batch] if isinstance(x, jax.Array)}
+    others = [x for x in jax.live_arrays() if id(x) not in mine]
+    before = {
+        kind: sum(x.nbytes for x in others if x.sharding.memory_kind == kind) for kind in most
+    }
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (_layered, _streamed):
+            patched.setattr(module, "stream", watched)
+        train_step(state, batch)
+    return most
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
+def test_what_is_alive_is_what_a_run_has_alive(scan):
+    """To a layer's input or two: a run is looked at between turns, and not at each copy."""
+    name = "parameters, updated on the host"
+    found = dispatches(scan, name, num=1)
+    moments = _dispatches.moments(found, without_temporaries(found))
+    told = max(moment.nbytes for moment in moments)
+    most = measured(scan, name)
+    inputs = params.ROWS * params.WIDTH * 4
+    assert abs(told - most["device"]) <= 2 * inputs, (told, most)
+
+
+def test_depth_costs_the_layers_inputs():
+    """Bytes alive between programs, by the trace alone: what a layer hands to the backward pass."""
+
+    def told(layers):
+        found = dispatches(True, "parameters, updated on the host", layers=layers)
+        return max(m.nbytes for m in _dispatches.moments(found, without_temporaries(found)))
+
+    inputs = params.ROWS // 8 * params.WIDTH * 4
+    place = 4  # of a turn in its stacks, an int32
+    assert told(12) - told(6) == 6 * (inputs + place)
+
+
+PROGRAM = """
+%copies (p: f32[4,8], i: s32[]) -> f32[1,8] {{
+  %p = f32[4,8]{{1,0:S(5)}} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %slice = f32[1,8]{{1,0}} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={{1,8}}
+}}
+
+ENTRY %main (x: f32[4,8], j: s32[]) -> f32[1,8] {{
+  %x = f32[4,8]{{1,0:S(5)}} parameter(0)
+  %j = s32[] parameter(1)
+  %start = ((f32[4,8]{{1,0:S(5)}}, s32[]), f32[1,8]{{1,0}}, u32[]) fusion-start(%x, %j), calls=%copies
+  %done = f32[1,8]{{1,0}} fusion-done(%start)
+  {line}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("ROOT %sum = f32[1,8]{1,0} add(%done, %done)", ()),
+        ("ROOT %sum = f32[4,8]{1,0} add(%x, %x)", ("add",)),
+        ("ROOT %new = f32[4,8]{1,0:S(5)} negate(%done)", ("negate",)),
+        ('ROOT %new = f32[4,8]{1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"', ()),
+        ('ROOT %y = f32[1,8]{1,0} call(%done), frontend_attributes={_xla_compute_type="host"}', ("call",)),
+    ],
+)  # fmt: skip
+def test_what_computes_on_pinned_memory_is_found(line, found):
+    assert _examined.host_operations(PROGRAM.format(line=line)) == found

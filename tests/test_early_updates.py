@@ -1,0 +1,344 @@
+"""The host updates layers while earlier ones compute: in which order, and what a failure leaves."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+import small
+import test_offload_params
+import zoo
+from jzero.offload import _host_step, _layered_visits
+from jzero.offload._early_turns import EarlyPlan
+from jzero.offload._loop_run import LoopRun
+from jzero.offload.kernels._host_update import HostUpdate
+from jzero.sharding.cut._layer_parts import LayerLoop
+from test_offload_params import batch, make_step, new_state
+from zoo._models import SEQ_LEN, token_batches
+from zoo.networks import Transformer, create_state, predict_next_step
+
+pytest.importorskip("llvmlite")
+
+LAYERS, STEPS = 4, 3
+# Beside a large eps updates are proportional to gradients, and so are their rounding errors.
+ADAM = optax.adamw(0.1, eps=0.1, weight_decay=0.1)
+OPTIMIZERS = {
+    "adamw": ADAM,
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "schedule": optax.lion(optax.cosine_decay_schedule(1e-2, 10)),
+    "injected": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+    "masters": jzero.master_weights(ADAM),
+    # Factored moments of a layer need all of its elements.
+    "factored": optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.5), ADAM),
+    "clipped block by block": optax.chain(optax.clip(0.01), ADAM),
+    "if finite": optax.apply_if_finite(ADAM, 3),
+}
+# Elsewhere the means of factored moments need other devices.
+RUNS = [
+    *(("adamw", num) for num in (1, 2, 8)),
+    *((name, 1 if name == "factored" else 4) for name in OPTIMIZERS),
+]
+UNROLLED = pytest.param(False, id="unrolled", marks=pytest.mark.slow)
+SCANNED = pytest.mark.parametrize("scan", [pytest.param(True, id="scanned"), UNROLLED])
+
+
+def sharded(scan, tx, axes, **options):
+    options = {"device_bytes": 9000, "offload": jzero.HostCPU()} | options
+    return test_offload_params.sharded(scan, tx, axes, LAYERS, **options)
+
+
+def early(train_step, state, x=None):
+    """The plan of early updates."""
+    call = train_step._programs.bind((state, batch(0) if x is None else x), {})
+    return train_step._programs.of(call).step._early_plan
+
+
+@functools.cache
+def one_device(scan, name):
+    tx = OPTIMIZERS[name]
+    state, step, found = new_state(scan, LAYERS, tx), jax.jit(make_step(scan, tx)), []
+    for i in range(STEPS):
+        state, metrics = step(state, batch(i))
+        found.append(jax.device_get((state, metrics)))
+    return found
+
+
+@pytest.mark.parametrize(("name", "num"), RUNS)
+@SCANNED
+def test_it_trains_what_one_device_trains(scan, name, num):
+    train_step, state = sharded(scan, OPTIMIZERS[name], {"data": num})
+    for i, expected in enumerate(one_device(scan, name)):
+        state, metrics = train_step(state, batch(i))
+        zoo.assert_trees_close(zoo.to_host((state, metrics)), expected, zoo.FP32, f"step {i}")
+    late = {"factored", "clipped", "if finite"}
+    assert bool(early(train_step, state).turns) == (name not in late)
+
+
+def gpt(options):
+    """A state of a GPT with its optimizer, as `jax.jit` and jzero take it."""
+    model = Transformer(num_layers=LAYERS if "scanned" in options else 2, **options)
+    return create_state(model, jnp.zeros((1, SEQ_LEN), jnp.int32), ADAM)
+
+
+@functools.cache
+def gpt_on_one_device(options):
+    state, step, found = gpt(dict(options)), jax.jit(predict_next_step), []
+    for tokens in token_batches(STEPS):
+        state, metrics = step(state, *tokens)
+        found.append(jax.device_get((state, metrics)))
+    return found
+
+
+GPTS = [
+    *(({"remat": True}, num) for num in (1, 4)),
+    *(({"scanned": True, "remat": True}, num) for num in (1, 2, 4, 8)),
+    ({"tied": True}, 8),
+    ({"scanned": True, "tied": True}, 4),
+    ({"width": 10}, 4),
+    ({"scanned": True, "width": 10}, 8),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "num"), GPTS, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x)
+)
+def test_gpts_train_as_on_one_device(options, num):
+    """Tied embeddings, and widths that the devices do not divide, among them."""
+    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    train_step = small.shard_train_step(
+        predict_next_step, mesh=mesh, offload=jzero.HostCPU(threads=2),
+        offload_params=jzero.PinnedHost(device_bytes=20000),
+    )  # fmt: skip
+    state, batches = train_step.init(functools.partial(gpt, options)), token_batches(STEPS)
+    assert early(train_step, state, *batches[0]).turns
+    expected = gpt_on_one_device(tuple(options.items()))
+    for i, (tokens, wanted) in enumerate(zip(batches, expected, strict=True)):
+        state, metrics = train_step(state, *tokens)
+        found = zoo.to_host((train_step.unshard(state), metrics))
+        zoo.assert_trees_close(found, wanted, zoo.FP32, f"step {i}")
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"data": 4}, {"node": 2, "local": 4}],
+    ids=("one axis", "replicas"),
+)
+@SCANNED
+def test_early_and_late_updates_have_the_same_bits(scan, axes, monkeypatch):
+    """The first step's begin when the backward pass is over, and so do all of who plans none."""
+    options = {"param_axes": "local", "optimizer_axes": "local"} if "node" in axes else {}
+
+    def trained():
+        train_step, state = sharded(scan, ADAM, axes, **options)
+        for i in range(STEPS):
+            state, metrics = train_step(state, batch(i))
+        return jax.tree.leaves(zoo.to_host((state, metrics))), early(train_step, state)
+
+    found, plan = trained()
+    monkeypatch.setattr(_host_step, "plan_early", lambda *_: EarlyPlan((), {}))
+    expected, none = trained()
+    assert plan.turns
+    assert not none.turns
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# -- the order -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What is dispatched, and which updates begin: `(part, turn)` and the names of leaves."""
+    events: list[Any] = []
+    run, turn = _layered_visits._run, LoopRun._turn
+    start = HostUpdate.start
+
+    def logged_run(values, part, *args):
+        events.append((values.cut.parts.index(part), None))
+        return run(values, part, *args)
+
+    def logged_turn(self, at, *args):
+        events.append((self._values.cut.parts.index(self._loop), at))
+        return turn(self, at, *args)
+
+    def logged_start(self, states, inputs):
+        events.append(self._names)
+        return start(self, states, inputs)
+
+    monkeypatch.setattr(_layered_visits, "_run", logged_run)
+    monkeypatch.setattr(LoopRun, "_turn", logged_turn)
+    monkeypatch.setattr(HostUpdate, "start", logged_start)
+    return events
+
+
+def updates_of(log, name):
+    """Where in the log an update of such a leaf begins."""
+    return [
+        i
+        for i, event in enumerate(log)
+        if isinstance(event, list) and any(name in x for x in event)
+    ]
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_a_slice_is_updated_before_earlier_layers_run(num, log):
+    """With room for two turns, a turn is over before the next but one is fetched."""
+    train_step, state = sharded(True, ADAM, {"data": num})
+    state, _ = train_step(state, batch(0))
+    parts = [event for event in log if isinstance(event, tuple)]
+    assert max(i for i, event in enumerate(log) if event in parts) < updates_of(log, "'up'")[0]
+    log.clear()
+    train_step(state, batch(1))
+    backward = parts[-1][0] if parts[-1][1] is not None else parts[-2][0]
+    begun = updates_of(log, "'up'")
+    assert len(begun) == LAYERS
+    for at in range(2, LAYERS):
+        assert begun[LAYERS - 1 - at] < log.index((backward, at - 2))
+    assert updates_of(log, "'head'")[0] < log.index((backward, LAYERS - 2))
+
+
+def test_a_layer_is_updated_before_earlier_ones_run(log):
+    train_step, state = sharded(False, ADAM, {"data": 4})
+    state, _ = train_step(state, batch(0))
+    log.clear()
+    train_step(state, batch(1))
+    last = max(event for event in log if isinstance(event, tuple))
+    (top,) = updates_of(log, "['layers'][3]['up']")
+    (below,) = updates_of(log, "['layers'][2]['up']")
+    assert top < below < log.index(last)
+    assert not updates_of(log, "['layers'][0]['up']")
+
+
+def test_slices_of_gradients_are_no_stack():
+    """Each is freed when its slice is updated."""
+    train_step, state = sharded(True, ADAM, {"data": 4})
+    call = train_step._programs.bind((state, batch(0)), {})
+    parts = train_step._programs.of(call).step._layered.parts
+    loops = [part for part in parts if isinstance(part, LayerLoop)]
+    assert [(loop.ys.count("hosted"), loop.ys.count("sent")) for loop in loops] == [(0, 0), (0, 3)]
+
+
+# -- what a failure leaves -------------------------------------------------------------------------
+
+
+def check_lost(train_step, state, before):
+    """By name: a leaf that is there is as it was, and no step takes the others."""
+    lost = 0
+    for leaf, old in zip(jax.tree.leaves(state), before, strict=True):
+        if leaf.is_deleted():
+            lost += 1
+        else:
+            np.testing.assert_array_equal(np.asarray(leaf), old)
+    if lost:
+        with pytest.raises(jzero.StateError, match="already donated"):
+            train_step(state, batch(2))
+    return lost
+
+
+@pytest.mark.parametrize(
+    ("at", "error"),
+    [
+        (3, RuntimeError),
+        (1, RuntimeError),
+        (0, RuntimeError),
+        (2, KeyboardInterrupt),
+        (0, KeyboardInterrupt),
+    ],
+)
+def test_a_turn_that_fails(at, error, monkeypatch):
+    train_step, state = sharded(True, ADAM, {"data": 4})
+    state, _ = train_step(state, batch(0))
+    before = [np.asarray(x).copy() for x in jax.tree.leaves(state)]
+    turn = LoopRun._turn
+
+    def failing(self, here, *args):
+        if here == at and self._loop.parts.reverse:
+            raise error("planted")
+        return turn(self, here, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoopRun, "_turn", failing)
+        with pytest.raises(error, match="planted"):
+            train_step(state, batch(1))
+    # The head with its moments is updated before the layers.
+    lost = check_lost(train_step, state, before)
+    assert lost >= 3 if at > 1 else lost == 12
+    again = train_step.init(lambda: new_state(True, LAYERS, ADAM))
+    for i in range(STEPS):
+        again, metrics = train_step(again, batch(i))
+    expected = one_device(True, "adamw")[-1]
+    zoo.assert_trees_close(zoo.to_host((again, metrics)), expected, zoo.FP32, "again")
+
+
+def test_a_callback_that_raises_in_the_backward_pass():
+    """At the first layer, when the others have been updated."""
+    fails = False
+
+    def check(g, i):
+        if fails and i == 0:
+            raise ValueError("planted")
+        return g
+
+    @jax.custom_vjp
+    def watched(x, i):
+        return x
+
+    def backward(i, g):
+        seen = jax.pure_callback(check, jax.ShapeDtypeStruct(g.shape, g.dtype), g, i)
+        return seen, jnp.zeros_like(i)
+
+    watched.defvjp(lambda x, i: (x, i), backward)
+
+    def step(state, x):
+        def loss(params):
+            def layer(x, xs):
+                w, i = xs
+                return watched(x + jnp.tanh(x @ w["up"]) @ w["down"] * w["scale"][None], i), None
+
+            y, _ = jax.lax.scan(layer, x, (params["layers"], jnp.arange(float(LAYERS))))
+            return jnp.mean((y @ params["head"]) ** 2)
+
+        grads = jax.grad(loss)(state["params"])
+        updates, opt_state = ADAM.update(grads, state["opt_state"], state["params"])
+        return {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt_state": opt_state,
+        }, 0.0
+
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    train_step = small.shard_train_step(
+        step, mesh=mesh, offload=jzero.HostCPU(),
+        offload_params=jzero.PinnedHost(device_bytes=9000),
+    )  # fmt: skip
+    state = train_step.init(lambda: new_state(True, LAYERS, ADAM))
+    state, _ = train_step(state, batch(0))
+    before = [np.asarray(x).copy() for x in jax.tree.leaves(state)]
+    fails = True
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="planted"):
+        train_step(state, batch(1))
+    fails = False
+    assert check_lost(train_step, state, before) == 12
+
+
+def test_the_first_step_that_fails_to_compile_leaves_the_state(monkeypatch):
+    train_step, state = sharded(True, ADAM, {"data": 4})
+    before = [np.asarray(x).copy() for x in jax.tree.leaves(state)]
+    turn = LoopRun._turn
+
+    def failing(self, here, *args):
+        if here == 0 and self._loop.parts.reverse:
+            raise MemoryError("planted")
+        return turn(self, here, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoopRun, "_turn", failing)
+        with pytest.raises(MemoryError, match="planted"):
+            train_step(state, batch(0))
+    assert not check_lost(train_step, state, before)
+    train_step(state, batch(0))

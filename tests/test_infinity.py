@@ -1,0 +1,56 @@
+"""experiments/infinity: its scripts, with toys on two virtual devices."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("llvmlite")
+
+FOLDER = pathlib.Path(__file__).parents[1] / "experiments" / "infinity"
+ENVIRONMENT = os.environ | {"JAX_NUMPY_RANK_PROMOTION": "allow"}  # The scripts are a user's.
+
+
+def run(script, *options, out):
+    command = [sys.executable, FOLDER / f"{script}.py", *options, "--out", out]
+    done = subprocess.run(list(map(str, command)), env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = out.glob("*.json")
+    return json.loads(path.read_text()), done.stdout
+
+
+def test_parameters_take_a_window_at_every_depth(tmp_path):
+    result, text = run("memory", "--live", "--depths", "2", "6", out=tmp_path)
+    rows = result["found"]["and parameters on the host"]
+    few, many = rows["2"], rows["6"]
+    assert few["parameter_bytes"] == many["parameter_bytes"]
+    kept = 4 * 64 * 128 * 4  # the inputs of four layers: a sequence on each device
+    assert many["total_bytes"] - few["total_bytes"] < 1.1 * kept
+    assert "| stage 3 |" in text
+
+
+@pytest.mark.slow
+def test_what_a_turn_costs(tmp_path):
+    options = ("--rounds", "1", "--devices", "1", "--layers", "6", "--profile")
+    result, text = run("overhead", *options, out=tmp_path)
+    assert set(result["1 devices"]["host_ms"]) >= {"and parameters on the host, 6 layers"}
+    assert "cumtime" in text
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_one_device(tmp_path):
+    result, _ = run("convergence", "--steps", "2", "--devices", "2", out=tmp_path)
+    assert result["rows"]["and parameters on the host"]["largest_difference"] < 1e-5
+
+
+def test_a_step_in_time(tmp_path):
+    options = ("--devices", "2", "--layers", "2", "--dim", "64", "--rows", "1")
+    result, _ = run("timeline", *options, out=tmp_path)
+    shown = {name for name, milliseconds in result["summary"].items() if milliseconds}
+    assert {"fetches of parameters", "turns of the loops", "stores of gradients"} <= shown
+    (picture,) = tmp_path.glob("*.png")
+    assert picture.stat().st_size > 0

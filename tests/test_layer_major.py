@@ -1,0 +1,339 @@
+"""All microbatches pass a layer before the next one comes: the same training, and each layer twice a step."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+import programs
+import small
+import test_dispatches as dispatches
+import test_offload_params as model
+import zoo
+from jzero.sharding.analysis import _residuals
+
+SCAN = pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
+
+
+@pytest.mark.parametrize("num", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
+@pytest.mark.parametrize("update", model.UPDATES)
+@SCAN
+def test_it_trains_what_one_device_trains(scan, update, num):
+    """4 microbatches, on 8 devices 2; clipped by the norm of all gradients."""
+    k = 16 // max(num, 4)
+    model.check(
+        scan, axes={"data": num}, offload=model.UPDATES[update], accumulate=k, layer_major=True
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"axes": {"node": 2, "local": 4}},
+        {"axes": {"node": 2, "local": 2}, "param_axes": "local", "optimizer_axes": "local"},
+        {"accumulate_dtype": jnp.float32, "reduce": "once"},
+        {"full": "head"},
+        {"min_shard_bytes": 2**10},
+        {"device_bytes": 2**20},
+        {"device_bytes": 4680},
+    ],
+    ids=str,
+)
+@SCAN
+def test_with_other_options(options, scan):
+    model.check(scan, **{"accumulate": 2, "layer_major": True} | options)
+
+
+PLAIN_ADAM = optax.adamw(1e-2, eps=1e-3)
+ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
+LAYER_MAJOR = {"accumulate": 2, "layer_major": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ACTIVATIONS,
+        LAYER_MAJOR,
+        ACTIVATIONS | LAYER_MAJOR,
+        ACTIVATIONS | {"accumulate": 2, "device_bytes": 2**17},  # in one program
+        ACTIVATIONS | LAYER_MAJOR | {"device_bytes": 2**15},  # gathered ahead
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tx", [model.CLIPPED, PLAIN_ADAM], ids=["updated late", "updated early"])
+@SCAN
+def test_everything_at_once(scan, tx, options, monkeypatch):
+    """On the hosts: parameters, what waits for the backward pass, optimizer state, and its update."""
+    monkeypatch.setattr(_residuals, "LEAST_BYTES", 0)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    policy = jzero.PinnedHost(device_bytes=options.get("device_bytes", 2**14))
+    train_step = small.shard_train_step(
+        model.make_step(scan, tx), mesh=mesh, offload=jzero.HostCPU(), offload_params=policy,
+        **{name: x for name, x in options.items() if name != "device_bytes"},
+    )  # fmt: skip
+    state = train_step.init(lambda: model.new_state(scan, 4, tx))
+    expected, step = model.new_state(scan, 4, tx), jax.jit(model.make_step(scan, tx))
+    for i in range(3):
+        expected, loss = step(expected, model.batch(i))
+        state, metrics = train_step(state, model.batch(i))
+        zoo.assert_trees_close(
+            zoo.to_host((state, metrics)), jax.device_get((expected, loss)), zoo.FP32, f"step {i}"
+        )
+    text = str(train_step.describe(state, model.batch(0)))
+    assert ("wait" in text) == ("offload_activations" in options)
+
+
+def test_activations_of_microbatches_that_run_one_after_the_other(monkeypatch):
+    """What waits on the host leaves and comes back within one program, and that has to have room."""
+    monkeypatch.setattr(_residuals, "LEAST_BYTES", 0)
+    with pytest.raises(
+        jzero.OptionError, match="What one part of the step reads of parameters is on"
+    ):
+        model.check(True, device_bytes=2**13, **ACTIVATIONS | {"accumulate": 2})
+
+
+# Steps that cannot be run in microbatches, layer by layer or not (test_options.py).
+CANNOT = {"inner_steps", "while_on_batch"}
+BY_DEFAULT = {
+    "transformer_scan_remat", "tied_embeddings", "moe_top_k", "sam", "per_example_outputs", "mixed_bf16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow)
+        for name in zoo.NAMES
+        if name not in CANNOT
+    ],
+)
+def test_the_zoo_with_the_smallest_window(name):
+    model.check_with_the_smallest_window(name, accumulate=2, layer_major=True)
+
+
+ADAM = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))
+
+
+def divided_by_a_count(params, x):
+    errors = jnp.square(hidden(params, x) @ params["head"])
+    mask = jnp.abs(x[:, :1]) > 0.3
+    return jnp.sum(jnp.where(mask, errors, 0)) / jnp.sum(mask)
+
+
+def contrastive(params, x):
+    """Each row's output against all rows', as in CLIP."""
+    y = hidden(params, x) @ params["head"]
+    y = y / jnp.linalg.norm(y, axis=1, keepdims=True)
+    logits = (y @ y.T) * 3
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)))
+
+
+def tied(params, x):
+    return jnp.mean((hidden(params, x @ params["head"]) @ params["head"].T) ** 2)
+
+
+def hidden(params, x):
+    @jax.checkpoint
+    def layer(x, w):
+        return x + jnp.tanh((x * w["scale"][None]) @ w["up"]) @ w["down"], None
+
+    if isinstance(params["layers"], dict):
+        return jax.lax.scan(layer, x, params["layers"])[0]
+    for w in params["layers"]:
+        x, _ = layer(x, w)
+    return x
+
+
+def step_of(loss_fn):
+    def step(state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], x)
+        updates, opt_state = ADAM.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}, loss
+
+    return step
+
+
+def shard(loss_fn, num=4, device_bytes=2**14, **options):
+    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    return small.shard_train_step(
+        step_of(loss_fn), mesh=mesh, offload_params=jzero.PinnedHost(device_bytes=device_bytes),
+        **options,
+    )  # fmt: skip
+
+
+@functools.cache
+def expected(loss_fn, scan):
+    state, step, found = model.new_state(scan, 4, ADAM), jax.jit(step_of(loss_fn)), []
+    for i in range(3):
+        state, loss = step(state, model.batch(i))
+        found.append(jax.device_get((state, loss)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "loops"), [(divided_by_a_count, 2), (contrastive, 3), (tied, 1)]
+)
+@pytest.mark.parametrize("update", model.UPDATES)
+@SCAN
+def test_losses_of_all_rows_and_tied_weights(loss_fn, loops, update, scan):
+    train_step = shard(loss_fn, offload=model.UPDATES[update], accumulate=4, layer_major=True)
+    state = train_step.init(lambda: model.new_state(scan, 4, ADAM))
+    assert train_step.describe(state, model.batch(0)).loops.num == loops
+    for i, wanted in enumerate(expected(loss_fn, scan)):
+        found = train_step(state, model.batch(i))
+        zoo.assert_trees_close(zoo.to_host(found), wanted, zoo.FP32, f"step {i}")
+        state = found[0]
+
+
+# -- what moves ------------------------------------------------------------------------------------
+
+
+def moved(report):
+    """Elements fetched, gathered and reduced in a step, scalars aside, and how often."""
+    fetched = sum(x.elements for x in report.crossings if x.direction == "to device")
+    rows = [c for c in report.traffic if c.elements > 1]
+    ops = {
+        op: [c for c in rows if c.op == op] for op in ("all-gather", "reduce-scatter", "all-reduce")
+    }
+    return fetched, {
+        op: (sum(c.total_elements for c in found), sum(c.times for c in found))
+        for op, found in ops.items()
+    }
+
+
+LAYERS_SIZE = 4 * (2 * 2 * model.WIDTH**2 + model.WIDTH)
+HEAD_SIZE = model.WIDTH**2
+
+
+@pytest.mark.parametrize(("loss_fn", "passes"), [(tied, 2), (divided_by_a_count, 3)])
+@SCAN
+def test_traffic_does_not_grow_with_microbatches(scan, loss_fn, passes):
+    """A loss that is divided by a count has two loops over microbatches, one with a forward pass only."""
+
+    def report(**options):
+        train_step = shard(loss_fn, offload=jzero.HostCPU(), **options)
+        return moved(train_step.describe(model.new_state(scan, 4, ADAM), model.batch(0)))
+
+    whole = report()
+    for k in (2, 4):
+        found = report(accumulate=k, layer_major=True)
+        assert passes > 2 or found == whole
+        fetched, ops = found
+        # Where a stretch ends within a layer, the next one may need the same matrix.
+        size = passes * (LAYERS_SIZE + HEAD_SIZE)
+        assert 0.9 * size <= fetched * 4 <= 1.2 * size
+        assert size <= ops["all-gather"][0] <= 1.2 * size
+        assert ops["reduce-scatter"][0] == LAYERS_SIZE + HEAD_SIZE
+        assert ops["all-reduce"] == (0, 0)
+
+
+def compiled_in(train_step, state):
+    """Elements that the programs of a step gather and reduce, as compiled, each as often as it runs."""
+    found = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
+    for part, times in dispatches.started_by(train_step, state, 4).parts.items():
+        text = part.lower(dispatches.mesh_of(4)).compile().as_text()
+        for op in found:
+            sizes = programs.compiled_elements(text, op)
+            found[op] += times * sum(size for size in sizes if size > 1)
+    return found
+
+
+@SCAN
+def test_the_compiled_parts_gather_and_reduce_no_more(scan):
+    state = jax.eval_shape(lambda: model.new_state(scan, 4, ADAM))
+    whole = compiled_in(shard(tied), state)
+    assert whole["all-gather"] > 0
+    for k in (2, 4):
+        assert compiled_in(shard(tied, accumulate=k, layer_major=True), state) == whole
+
+
+def test_one_layer_s_gradient_is_whole_at_a_time():
+    """Sums over microbatches begin in the loop over layers, and are reduced there."""
+    train_step, state = model.sharded(True, model.CLIPPED, accumulate=2, layer_major=True)
+    report = train_step.describe(state, model.batch(0))
+    assert report.accumulator_bytes == 4 * LAYERS_SIZE // 4
+
+
+def test_describe_says_what_layers_hand_on():
+    """Of each layer its input, for all microbatches: the device's rows; and what comes out of the last."""
+    train_step, state = model.sharded(True, model.CLIPPED, accumulate=2, layer_major=True)
+    report = train_step.describe(state, model.batch(0))
+    rows = model.ROWS // 8 * model.WIDTH * 4
+    assert 4 * rows <= report.handed_bytes <= 7 * rows
+    found = report.to_dict()["microbatches"]
+    assert (found["layer_major"], found["handed_bytes"]) == (True, report.handed_bytes)
+    assert found["reduce"] == "once"
+    text = " ".join(str(report).split())
+    assert (
+        "layer by layer: all of them pass a layer, whose parameters come once for each pass" in text
+    )
+    assert f"what layers hand on takes up to {report.handed_bytes} B on each device" in text
+
+
+def test_it_is_layered_for_evaluations_too():
+    train_step, state = model.check(True, accumulate=2, layer_major=True)
+    eval_step = jzero.shard_eval_step(
+        lambda state, x: jnp.mean(x @ state["params"]["head"]), like=train_step
+    )
+    head = model.one_device(True, True)[-1][0]["params"]["head"]
+    wanted = jnp.mean(model.batch(0) @ head)
+    np.testing.assert_allclose(eval_step(state, model.batch(0)), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"layer_major": 1}, "layer_major=1. It is True or False. Drop it."),
+        ({"accumulate": 1}, "layer_major without accumulate. A layer then works through"),
+        (
+            {"offload_params": jzero.NoOffload()},
+            "layer_major without offload_params. It is for layers",
+        ),
+        ({"reduce": "each"}, "layer_major and reduce='each'. A layer's gradient is reduced when"),
+    ],
+    ids=str,
+)
+def test_refused_by_name(options, text):
+    given = {"accumulate": 2, "layer_major": True, "offload_params": jzero.PinnedHost()} | options
+    with pytest.raises(jzero.OptionError, match=re.escape(text)):
+        small.shard_train_step(step_of(tied), **given)
+
+
+def test_gradients_of_a_tied_weight_do_not_wait_for_each_other():
+    """Each use adds to the sum over microbatches where it is made; none is handed on for all of them."""
+    train_step = shard(tied, accumulate=4, layer_major=True)
+    state = train_step.init(lambda: model.new_state(True, 4, ADAM))
+    call = train_step._programs.bind((state, model.batch(0)), {})
+    parts = train_step._programs.of(call).step._layered.parts
+    handed = {v.aval.shape for part in parts for v in part.reads}
+    assert (model.WIDTH, model.WIDTH) in handed, "the sum over the last use's terms"
+    assert (4, model.WIDTH, model.WIDTH) not in handed
+
+
+def test_prints_of_microbatches_are_refused():
+    """Of a step that is written with collectives, each device prints, and so does each microbatch."""
+
+    def step(state, x):
+        def loss_fn(params):
+            y = hidden(params, x)
+            jax.debug.print("{}", y[0, 0])
+            return jnp.mean((y @ params["head"]) ** 2)
+
+        grads = jax.lax.pmean(jax.grad(loss_fn)(state["params"]), "batch")
+        return {"params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}
+
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    policy = jzero.PinnedHost(device_bytes=2**14)
+    train_step = small.shard_train_step(
+        step, mesh=mesh, axis_name="batch", offload_params=policy, accumulate=2, layer_major=True
+    )
+    with pytest.raises(
+        jzero.OptionError, match="layer_major, and a debug_(print|callback).*Drop layer_major, or"
+    ):
+        train_step({"params": model.new_state(True, 4, ADAM)["params"]}, model.batch(0))

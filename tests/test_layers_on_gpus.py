@@ -1,0 +1,95 @@
+"""Layers whose parameters rest on the hosts, for GPUs: a turn gathers for the next beside its products."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gpu_compiler
+import jzero
+import small
+from jzero.preflight import _schedule
+from jzero.preflight._targets import Topology, find_target
+from jzero.sharding.analysis._frames import variables
+from jzero.sharding.cut import _layer_parts
+
+gpu_compiler.skip_without_it()
+
+WIDTH, LAYERS, ROWS = 1024, 4, 8 * 4096
+H200 = find_target("test", "h200")
+
+
+def step(state, x):
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def block(x, w):
+        up, down = jax.tree.map(lambda w: w.astype(jnp.bfloat16), (w["up"], w["down"]))
+        return x + jnp.tanh(x @ up) @ down
+
+    def loss_fn(params):
+        y, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, params)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state)
+    return optax.apply_updates(state, jax.tree.map(lambda g: -0.1 * g, grads)), loss
+
+
+@functools.cache
+def layered():
+    mesh = jzero.target_mesh("h200", "1x8")
+    train_step = small.shard_train_step(
+        step, mesh=mesh, offload_params=jzero.PinnedHost(device_bytes=2**30)
+    )
+    shapes = {"up": (LAYERS, WIDTH, 4 * WIDTH), "down": (LAYERS, 4 * WIDTH, WIDTH)}
+    state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    call = train_step._programs.bind((state, x), {})
+    return mesh, train_step._programs.of(call).step._layered
+
+
+def compiled(loop):
+    """The program of a turn that gathers for the next one."""
+    mesh, segment = layered()
+    programs = segment._programs
+
+    def array(aval, form):
+        shape = (8, *aval.shape) if form.stacked else aval.shape
+        sizes = [8 if axes and not form.stacked else 1 for axes in form.spec]
+        sizes += [1] * (len(shape) - len(sizes))
+        shape = tuple(n * size for n, size in zip(shape, sizes, strict=True))
+        sharding = jax.NamedSharding(mesh, form.spec)
+        return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding)
+
+    own = programs._default
+    consts, init, _ = loop.operands
+    slices = [
+        array(v.aval, programs.form(leaf).of_slice)
+        for v, leaf in zip(loop.body.slices, loop.leaves, strict=True)
+    ]
+    xs = loop.body.invars[len(consts) + len(init) :]
+    read = [v for v, kind in zip(xs, loop.xs, strict=True) if kind == _layer_parts.SLICES]
+    i = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P()))
+    lowered = programs.turn(loop, gathers=True).lower(
+        [array(v.aval, programs.form(v)) for v in variables(consts)],
+        [array(v.aval, own) for v in init],
+        [array(v.aval, own) for v in loop.body.gathered],
+        [slices[j] for j in loop.body.kept],
+        [array(v.aval, own) for v in read],
+        [],
+        [array(v.aval, programs.form(v)) for v in loop.made(_layer_parts.STACK)],
+        i,
+        slices,
+    )  # fmt: skip
+    return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["forward", "backward"])
+def test_gathers_run_beside_products(which):
+    _, segment = layered()
+    loop = [part for part in segment.parts if isinstance(part, _layer_parts.LayerLoop)][which]
+    text = str(compiled(loop).as_text())
+    found = _schedule.read_schedule(text, {"data": 8}, H200, Topology(1, 8))
+    gathers = [c for c in found.collectives if c.op == "all-gather"]
+    assert sum(c.whole_bytes for c in gathers) == 2 * 2 * 4 * WIDTH**2
+    assert all(c.hidden for c in gathers)
