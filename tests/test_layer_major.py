@@ -94,7 +94,7 @@ def test_activations_of_microbatches_that_run_one_after_the_other(monkeypatch):
     with pytest.raises(
         jzero.OptionError, match="What one part of the step reads of parameters is on"
     ):
-        model.check(True, device_bytes=2**13, **ACTIVATIONS | {"accumulate": 2})
+        model.check(True, device_bytes=2**12, **ACTIVATIONS | {"accumulate": 2})
 
 
 # Steps that cannot be run in microbatches, layer by layer or not (test_options.py).
