@@ -1,7 +1,7 @@
 """Trains a small GPT on real text with all tiers, and by `jax.jit` on one device: do the losses differ?
 
 python experiments/infinity/convergence.py                # 300 steps; ten minutes on idle cores
-python experiments/infinity/convergence.py --steps 20 --devices 2
+python experiments/infinity/convergence.py --steps 20
 
 The model and the text are those of experiments/train_lm: a byte-level GPT with a scanned layer, on the source
 files of Python's own library. All ways get the same parameters and the same batches. Prints a table in
@@ -19,15 +19,15 @@ import numpy as np
 import jzero
 from experiments.shared import training
 from experiments.shared.devices import use_virtual_devices
-from tiers import ALL, ONE_DEVICE, tiers
+from tiers import ACTIVATIONS, ALL, LAYER_MAJOR, ONE_DEVICE, tiers
 
 common, train_linen = training.modules()
 data = common.data
 
 # ---------------------------------------------------------------------------------------------
-ways = (ALL,)
+ways = (ALL, ACTIVATIONS, LAYER_MAJOR)
 device_bytes = 2**22  # two layers as they are fetched and gathered
-batch_size, seed = 4, 0
+batch_size, seed = 8, 0  # 4 microbatches on 2 devices
 # ---------------------------------------------------------------------------------------------
 
 
@@ -44,7 +44,7 @@ def losses(init: Any, step: Any, state: Any, text: np.ndarray, steps: int) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     use_virtual_devices(args.devices)

@@ -37,7 +37,7 @@ from experiments.shared import devices, records
 from experiments.shared.gpt import GPT, make_step
 from jzero.offload import _layered, _pinned
 from jzero.offload._pinned import Visit
-from tiers import ALL, ONE_DEVICE, PLAIN, STATE, tiers
+from tiers import ACTIVATIONS, ALL, IN_TURN, LAYER_MAJOR, ONE_DEVICE, PLAIN, STATE, tiers
 
 # ---------------------------------------------------------------------------------------------
 num_devices = 8
@@ -47,17 +47,17 @@ live_model = GPT(layers=1, dim=128, heads=2, vocab=256, context=64, dtype=jnp.fl
 live_device_bytes = 2**21  # two layers as they are fetched and gathered
 
 topology, target = "1x8", "h200"
-rows_per_device = 1  # sequences of 1024 tokens
+rows_per_device = 1  # sequences of 1024 tokens, in each microbatch
 # Layers, dim and heads; GiB of parameters on a device at a time; which tiers.
 sizes: dict[str, tuple[GPT, float, tuple[str, ...]]] = {
     f"{layers} x {dim}": (GPT(layers, dim, dim // 128, dtype=jnp.float32), window, names)
     for layers, dim, window, names in (
-        (4, 2048, 1, (ONE_DEVICE, PLAIN, STATE, ALL)),
-        (8, 2048, 1, (ONE_DEVICE, PLAIN, STATE, ALL)),
-        (12, 2048, 1, (ONE_DEVICE, PLAIN, STATE, ALL)),
-        (24, 2048, 1, (ONE_DEVICE, PLAIN, STATE, ALL)),
-        (48, 4096, 4, (PLAIN, ALL)),
-        (96, 8192, 16, (PLAIN, ALL)),
+        (4, 2048, 1, (ONE_DEVICE, PLAIN, STATE, ALL, ACTIVATIONS)),
+        (8, 2048, 1, (ONE_DEVICE, PLAIN, STATE, ALL, ACTIVATIONS)),
+        (12, 2048, 1, (ONE_DEVICE, PLAIN, STATE, ALL, ACTIVATIONS)),
+        (24, 2048, 1, (ONE_DEVICE, PLAIN, STATE, ALL, ACTIVATIONS, IN_TURN, LAYER_MAJOR)),
+        (48, 4096, 4, (PLAIN, ALL, ACTIVATIONS)),
+        (96, 8192, 16, (PLAIN, ALL, ACTIVATIONS)),
     )
 }
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -76,9 +76,9 @@ class Watch:
         self._fetched: list[weakref.ref[jax.Array]] = []
         self.parameters = self.total = 0
 
-    def stream(self, visits: Iterable[Visit], *limits: Any) -> None:
+    def stream(self, visits: Iterable[Visit | None], *limits: Any) -> None:
         """As `_pinned.stream`, and looks."""
-        _pinned.stream(map(self._watched, visits), *limits)
+        _pinned.stream((visit and self._watched(visit) for visit in visits), *limits)
 
     def _watched(self, visit: Visit) -> Visit:
         def fetch() -> Any:
@@ -166,7 +166,10 @@ def measure_live(depths: Sequence[int]) -> dict[str, Any]:
 def compiled(model: GPT, name: str, window: float) -> dict[str, Any]:
     step, start = make_step(model.loss, tx), time.process_time()
     state = jax.eval_shape(partial(model.state, tx))
-    rows = rows_per_device * (1 if name == ONE_DEVICE else num_devices)
+    options = tiers(int(window * 2**30)).get(name, {})
+    rows = (
+        rows_per_device * (1 if name == ONE_DEVICE else num_devices) * options.get("accumulate", 1)
+    )
     batch = jax.ShapeDtypeStruct((rows, model.context + 1), jnp.int32)
     if name == ONE_DEVICE:
         mesh = jzero.target_mesh(target, "1x1")
@@ -177,7 +180,7 @@ def compiled(model: GPT, name: str, window: float) -> dict[str, Any]:
         lowered = jax.jit(step, donate_argnums=0).lower(*placed)
         found = jzero.preflight(lowered, target=target, topology="1x1")
     else:
-        train_step = jzero.shard_train_step(step, **tiers(int(window * 2**30))[name])
+        train_step = jzero.shard_train_step(step, **options)
         found = jzero.preflight(train_step, state, batch, target=target, topology=topology)
     crossings = found.report.crossings if found.report else ()
     return {
