@@ -12,6 +12,7 @@ from jzero._errors import OptionError, called_as, message
 from jzero._sharded_step import ShardedStep
 from jzero._step import ShardedTrainStep
 from jzero.offload._evaluation import reading_policy
+from jzero.segments import _nan_checks
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._offload import Offload
@@ -201,5 +202,5 @@ class ShardedEvalStep(ShardedStep):
                 program, _, outs = self._run_traced(call)
             else:
                 program, state, arrays = inputs
-                _, outs = program.step(state, arrays)
+                _, outs = _nan_checks.run(WHO, program.step, state, arrays, ())
         return jax.tree.unflatten(program.out_tree, outs)

@@ -21,7 +21,7 @@ from jzero.offload.memory import _placing
 from jzero.offload.memory._host_array import HostArray
 from jzero.offload.memory._like_array import LikeArray
 from jzero.processes import _agreement
-from jzero.segments import _identity
+from jzero.segments import _identity, _nan_checks
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._offload import Offload
@@ -79,6 +79,7 @@ class ShardedTrainStep(ShardedStep):
           OptionError: the host has too little memory for what is offloaded, by what is available before the
             first call with arguments of these shapes; the state is left as it was.
           ProcessError: several processes are about to run different programs, or one does not come.
+          FloatingPointError: with `jax_debug_nans` or `jax_debug_infs`.
         """
         _agreement.check(WHO)
         call = FlatCall.of(self._programs.signature.bind(args, kwargs), self._programs.setting)
@@ -86,8 +87,10 @@ class ShardedTrainStep(ShardedStep):
         if inputs is None:
             return self._traced(call)
         program, state, arrays = inputs
-        state, outs = program.step(*_placing.apart(state, arrays))
-        state = self._placement.wrap(state, program.plan.leaves)
+        leaves = program.plan.leaves
+        paths = [leaf.path for leaf in leaves]
+        state, outs = _nan_checks.run(WHO, program.step, *_placing.apart(state, arrays), paths)
+        state = self._placement.wrap(state, leaves)
         return as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
 
     def _traced(self, call: FlatCall) -> Any:

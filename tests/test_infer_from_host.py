@@ -612,3 +612,35 @@ def test_meshes_that_are_refused():
     eval_step = jzero.shard_eval_step(forward, mesh=mesh, axis_names="data", offload_params=policy)
     with pytest.raises(jzero.OptionError, match="XLA shards over the mesh axes"):
         eval_step(new_params(), tokens_of(16, GIVEN), jax.random.key(0))
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["whole", "3 prompts"])
+def test_a_batch_that_comes_whole_to_each_device(mapped):
+    """Nothing of it is split over the devices; the window is obeyed as ever."""
+
+    def forward(params, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0]
+
+    def evaluate(params, xs):
+        return lax.map(lambda x: forward(params, x), xs) if mapped else forward(params, xs)
+
+    params = jax.random.normal(jax.random.key(0), (6, 32, 32)) / 8
+    x = jax.random.normal(jax.random.key(1), (3, 8, 32) if mapped else (8, 32))
+    options = dict(mesh=mesh_of({"data": 4}), in_specs=None if mapped else {1: jax.P()})
+
+    def asked(device_bytes):
+        policy = jzero.PinnedHost(device_bytes=device_bytes)
+        eval_step = jzero.shard_eval_step(evaluate, offload_params=policy, **options)
+        return eval_step, eval_step.shard(params)
+
+    eval_step, placed = asked(64)
+    with pytest.raises(
+        jzero.OptionError, match="bytes. What one part of the step reads"
+    ) as refused:
+        eval_step(placed, x)
+    (number,) = re.findall(r"Use PinnedHost\(device_bytes=(\d+)\)", str(refused.value))
+    least = int(number)
+    assert least <= 3 * 32 * 32 * ITEM  # a layer, its shard, and what is gathered
+    eval_step, placed = asked(least)
+    np.testing.assert_allclose(eval_step(placed, x), evaluate(params, x), rtol=1e-12)
+    assert any(c.what == "parameter" for c in eval_step.describe(placed, x).crossings)

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero._memory_kinds import DEVICE, PINNED
+from jzero.offload._whole_parts import evaluate_parts, read
 from jzero.segments._segment import Run, Segment, Var
 from jzero.sharding.analysis._frames import variables
 from jzero.sharding.cut import _layer_parts
-from jzero.sharding.cut._handed import equations
 from jzero.sharding.cut._layer_body import LayerBody
 from jzero.sharding.cut._layer_parts import (
     HOSTED,
@@ -165,13 +165,15 @@ class LayerPrograms:
     def whole(self, segment: Segment, parts: Sequence[LayerPart]) -> Run:
         """The segment as one function, which runs what the parts run."""
         inner = self._inner
-        jaxpr = _jaxpr.replaced(inner.jaxpr, eqns=[*equations(parts)])
+        known = {var: _jaxpr.constant(x) for var, x in self.known.items()}
 
-        def local(consumed: Arrays, read: Arrays) -> tuple[Arrays, Arrays]:
-            given = [*consumed, *read]
+        def local(consumed: Arrays, kept: Arrays) -> tuple[Arrays, Arrays]:
+            given = [*consumed, *kept]
             ins = [each[0] if isinstance(each, tuple) else given[each] for each in inner.inputs]
             asked = [lax.axis_index(axis) for axis in inner.indices.values()]
-            outs = _jaxpr.evaluate(jaxpr, inner.consts, *ins, *asked)
+            values = known | dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
+            values |= zip(inner.jaxpr.invars, [*ins, *asked], strict=True)
+            outs = read(inner.jaxpr.outvars, evaluate_parts(parts, values))
             return outs[: len(segment.gives)], outs[len(segment.gives) :]
 
         specs = {var: segment.types[var].spec for var in segment.takes}

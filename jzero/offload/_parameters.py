@@ -93,8 +93,9 @@ class ParameterOffload(Offload):
         if not params:
             raise OptionError(message(
                 WHO, f"offload_params={self.params}, and no parameter is worth it",
-                "Parameters of min_shard_bytes that rest in shards are offloaded.",
-                "Drop offload_params."))  # fmt: skip
+                f"Those of min_shard_bytes={stage_axes.min_bytes} that rest in shards are offloaded, and "
+                f"full={stage_axes.full!r} finds those that rest whole.",
+                "Change these, or drop offload_params."))  # fmt: skip
         moments = _tiers.optimizer_leaves(leaves, frame, stage_axes)
         return both, _pieces.cut_update(frame, moments, params)
 

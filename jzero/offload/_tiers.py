@@ -40,8 +40,9 @@ def offloaded(
     if not update.pieces:
         raise OptionError(message(
             WHO, f"offload={policy}, and the state has no optimizer state that is worth it",
-            "Leaves of min_shard_bytes that only the update reads are offloaded: moments, averages, masters.",
-            "Drop offload."))  # fmt: skip
+            "Leaves of min_shard_bytes that only the update reads are offloaded: moments, averages, masters. "
+            "A second update in the step, or a loss of its new parameters, reads them with the batch, too.",
+            "Put these into steps of their own, or drop offload."))  # fmt: skip
     return resting, update
 
 

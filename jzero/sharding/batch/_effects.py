@@ -29,6 +29,9 @@ def once(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
 
     JAX keeps an order of effects on one device only. So each that asks for one waits for a number that the
     one before it has returned.
+
+    What the host raises, it raises on all devices: if the first one failed alone, the others would wait for
+    it at their next collective, and XLA would end the process. So the number that comes back says if it did.
     """
     if any(value.form in (OWN, SUM) for value in ins):
         raise NotRowByRow
@@ -45,34 +48,46 @@ def once(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     shapes = [jax.ShapeDtypeStruct((), np.int32)]
     shapes += [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
     operands = [turn, *atoms]
-    branches = tuple(
-        _branch(
-            lambda *xs, do=do: _call(_host(eqn), shapes, xs) if do else _zeros(shapes), operands
-        )
-        for do in (False, True)
-    )
+    host = _Host(eqn, shapes)
+    branches = _branches(host, shapes, operands)
     outs = [_jaxpr.var_like(None, shape.shape, shape.dtype) for shape in shapes]
     cond = _jaxpr.equation(
         _jaxpr.PRIMITIVES["cond"], [first, *operands], outs, body.source, branches=branches
     )
     body.eqns.append(cond.replace(effects=eqn.effects))
     results = [body.reduce(out, "max" if out.aval.dtype == np.bool_ else "sum") for out in outs]
-    body.turn = results[0] if ordered else body.turn
+    fails = _jaxpr.equation(
+        _jaxpr.PRIMITIVES["cond"], [results[0], results[0]], [_jaxpr.var_like(results[0].aval)], body.source,
+        branches=_branches(host.fail, shapes[:1], results[:1]),
+    )  # fmt: skip
+    body.eqns.append(fails.replace(effects=eqn.effects))
+    body.turn = fails.outvars[0] if ordered else body.turn
     return values_of(eqn.outvars, [FULL] * len(eqn.outvars), results[1:])
 
 
-def _host(eqn: Eqn) -> Callable[..., list[ArrayLike]]:
-    """What the equation does, as a function of arrays on the host; its first result says that it is done."""
-    primitive, params = eqn.primitive, eqn.params
+class _Host:
+    """What an equation does, as a function of arrays on the host; its first result says whether it failed."""
 
-    def call(turn: np.ndarray, *arrays: np.ndarray) -> list[ArrayLike]:
-        del turn
-        if primitive.name == "io_callback":
-            return [np.int32(0), *params["callback"](*arrays)]
-        primitive.impl(*arrays, **params)
+    def __init__(self, eqn: Eqn, shapes: Shapes):
+        self._eqn, self._shapes = eqn, shapes
+        self._error: Exception | None = None
+
+    def __call__(self, turn: np.ndarray, *arrays: np.ndarray) -> list[ArrayLike]:
+        """Does it; of what is raised, `fail` tells."""
+        primitive, params = self._eqn.primitive, self._eqn.params
+        try:
+            if primitive.name == "io_callback":
+                return [np.int32(0), *params["callback"](*arrays)]
+            primitive.impl(*arrays, **params)
+        except Exception as error:
+            self._error = error
+            failed, *others = self._shapes
+            return [np.ones((), failed.dtype), *(np.zeros(x.shape, x.dtype) for x in others)]
         return [np.int32(0)]
 
-    return call
+    def fail(self, failed: np.ndarray) -> list[ArrayLike]:
+        """Raises what was raised."""
+        raise self._error or RuntimeError("a callback failed in the process of the first device")
 
 
 def _call(
@@ -80,6 +95,16 @@ def _call(
 ) -> list[jax.Array]:
     results: list[jax.Array] = io_callback(host, shapes, *operands)
     return results
+
+
+def _branches(
+    host: Callable[..., list[ArrayLike]], shapes: Shapes, operands: Sequence[Atom]
+) -> tuple[_jaxpr.Closed, ...]:
+    """Zeros, or what the host makes."""
+    return (
+        _branch(lambda *_: _zeros(shapes), operands),
+        _branch(lambda *xs: _call(host, shapes, xs), operands),
+    )
 
 
 def _branch(fn: Callable[..., list[jax.Array]], operands: Sequence[Atom]) -> _jaxpr.Closed:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.sharding.cut._layer_parts import HOSTED, SENT, UNREAD, LayerLoop, LayerPart, Stretch
-from jzero.tracing._types import Eqn, Var
-
-
-def equations(parts: Sequence[LayerPart]) -> Iterator[Eqn]:
-    """What parts run, in order; what several of them compute is there as often.
-
-    Each is an object of its own: JAX frees operands after the equation that reads them last.
-    """
-    for part in parts:
-        for eqn in part.eqns if isinstance(part, Stretch) else [part.eqn]:
-            yield eqn.replace()
+from jzero.tracing._types import Var
 
 
 def handed_bytes(parts: Sequence[LayerPart], hosted: Collection[Var]) -> int:

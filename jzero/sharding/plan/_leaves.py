@@ -163,7 +163,7 @@ def plan_as_found(
     for leaf, rest, target, var in zip(leaves, rests, moved, variables, strict=True):
         plan = (None if rest is None else _as_found(leaf, rest, stage_axes, sizes)) or target
         # Of integers, too: weights may be quantized.
-        role = PARAMETER if leaf.splittable and var in frame.feeds_batch else OTHER
+        role = PARAMETER if leaf.splittable else OTHER
         plans.append(dataclasses.replace(plan, role=role))
         if isinstance(plan.layout, Shard):
             links.shard(frame, var, plan.layout.dim, leaf.path)

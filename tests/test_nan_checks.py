@@ -1,0 +1,77 @@
+"""`jax_debug_nans` and `jax_debug_infs`: a step in parts trains under them, and says what is not finite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+import small
+
+ADAM = optax.adam(1e-2, eps=1e-3)
+ON_THE_HOST = {"offload_params": jzero.PinnedHost(device_bytes=22000)}
+TIERS = pytest.mark.parametrize(
+    "options",
+    [ON_THE_HOST, ON_THE_HOST | {"offload": jzero.HostCPU()}, {"offload": jzero.HostCPU()}],
+    ids=["offload_params", "both", "offload"],
+)
+
+
+def new_state():
+    params = {"up": jnp.ones((4, 32, 32)) / 32, "down": jnp.ones((4, 32, 32)) / 32}
+    return params, ADAM.init(params)
+
+
+def step(state, x):
+    """`jnp.var` selects, of a constant NaN and a number, the number."""
+
+    def layer(x, w):
+        x = jnp.tanh(x @ w["up"]) @ w["down"]
+        return x + x.var(axis=-1, keepdims=True), None
+
+    params, opt_state = state
+    loss_fn = lambda params: jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)  # noqa: E731
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    updates, opt_state = ADAM.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), {"loss": loss, "most": x.max()}
+
+
+@TIERS
+def test_a_step_in_parts(options):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    train_step = small.shard_train_step(step, mesh=mesh, min_shard_bytes=0, **options)
+    with jax.debug_nans(True):
+        state, expected = train_step.init(new_state), new_state()
+        for _ in range(2):
+            expected, one = jax.jit(step)(expected, jnp.ones((8, 32)))
+            state, metrics = train_step(state, jnp.ones((8, 32)))
+            assert abs(float(metrics["loss"]) - float(one["loss"])) < 1e-5 * float(one["loss"])
+        with pytest.raises(
+            FloatingPointError, match="(?s)output 0 beside the state is not finite.*Run a small"
+        ):
+            train_step(state, np.full((8, 32), np.nan, np.float32))
+
+
+def test_infinities():
+    train_step = small.shard_train_step(step, offload=jzero.HostCPU(), min_shard_bytes=0)
+    state = train_step.init(new_state)
+    with jax.debug_infs(True):
+        state, _ = train_step(state, jnp.ones((8, 32)))
+        with pytest.raises(FloatingPointError, match="output 1 beside the state is not finite"):
+            train_step(state, np.full((8, 32), np.inf, np.float32))
+
+
+def test_an_evaluation_in_parts():
+    def evaluate(params, x):
+        return {"out": step((params, ADAM.init(params)), x)[1]["loss"]}
+
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    eval_step = jzero.shard_eval_step(
+        evaluate, offload_params=jzero.PinnedHost(device_bytes=22000), mesh=mesh
+    )
+    params = eval_step.shard(new_state()[0])
+    with jax.debug_nans(True):
+        assert jnp.isfinite(eval_step(params, jnp.ones((8, 32)))["out"])
+        with pytest.raises(FloatingPointError, match="shard_eval_step: output 0"):
+            eval_step(params, np.full((8, 32), np.nan, np.float32))
