@@ -93,3 +93,19 @@ def test_gathers_run_beside_products(which):
     gathers = [c for c in found.collectives if c.op == "all-gather"]
     assert sum(c.whole_bytes for c in gathers) == 2 * 2 * 4 * WIDTH**2
     assert all(c.hidden for c in gathers)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "layer_major": True}], ids=str)
+def test_activations_that_wait_on_the_host_are_compiled(options):
+    """For parts that hand them on: inputs of layers, on each device's host beside its shards."""
+    train_step = small.shard_train_step(
+        step, offload_params=jzero.PinnedHost(device_bytes=2**30),
+        offload_activations=jzero.PinnedHost(), **options,
+    )  # fmt: skip
+    shapes = {"up": (LAYERS, WIDTH, 4 * WIDTH), "down": (LAYERS, 4 * WIDTH, WIDTH)}
+    state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    found = jzero.preflight(train_step, state, x, target="h200", topology="1x8")
+    params, kept = 8 * LAYERS * WIDTH**2 * 4 // 8, LAYERS * ROWS // 8 * WIDTH * 2
+    assert found.host_bytes >= params + kept
+    assert len(found.parts) > 5

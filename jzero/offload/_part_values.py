@@ -145,4 +145,6 @@ class PartValues:
 
 
 def _is_pinned(x: Any) -> bool:
+    if isinstance(x, jax.core.Tracer):
+        return _jaxpr.is_on_host(jax.typeof(x))
     return isinstance(x, jax.Array) and x.sharding.memory_kind == PINNED
