@@ -42,7 +42,7 @@ OFFLOAD_ARGS ?=
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 BIN := .venv/bin
-SOURCES := jzero tests experiments docs
+SOURCES := jzero tests experiments examples docs
 
 .PHONY: train bench compare exactness sampled house tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
     offload-timeline one-gpu test test-gpu test-newest test-oldest lint site clean
@@ -122,7 +122,7 @@ site: .venv-site/installed
 lint: .venv/installed
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/mypy jzero tests
+	$(BIN)/mypy jzero tests examples
 	@for folder in $(sort $(dir $(wildcard experiments/*/*.py experiments/*/*/*.py))); do \
 	    echo "mypy $$folder"; MYPYPATH="$$folder" $(BIN)/mypy "$$folder" || exit 1; \
 	done

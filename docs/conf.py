@@ -20,6 +20,7 @@ root_doc = "README"
 include_patterns = [
     "README.md",
     "docs/**.md",
+    "examples/README.md",
     "experiments/**/README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
