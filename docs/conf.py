@@ -24,6 +24,7 @@ include_patterns = [
     "experiments/**/README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
 ]
 exclude_patterns = [".*"]
 
