@@ -27,7 +27,7 @@ from jzero.testing import assert_same_training
 SETTINGS: dict[str, Any] = dict(
     stage=3, accumulate=4,  # ZeRO's stage; microbatches of a step
     steps=500, batch_size=256, learning_rate=1e-3, seed=0,  # pairs of a step over all devices
-    length=128, dim=128, layers=2,  # bytes that a tower sees
+    dim=128, layers=2, length=128,  # bytes that a tower sees
     text=sysconfig.get_paths()["stdlib"] + "/*.py",  # files; Python's library is at hand anywhere
     checkpoints="checkpoints/clip",  # a run goes on from the latest one that is there
     logs="",  # a folder for TensorBoard
@@ -87,7 +87,7 @@ def pairs_in(source: str, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]
 def rows(pairs: np.ndarray, step: int, args: Any) -> dict[str, np.ndarray]:
     """The pairs of a step, by its number alone: a run that goes on sees the same."""
     rng = np.random.default_rng((args.seed, step))
-    chosen = pairs[rng.integers(len(pairs), size=args.batch_size)]
+    chosen = pairs[rng.permutation(len(pairs))[: args.batch_size]]  # none of them twice
     return {"code": chosen[:, 0], "words": chosen[:, 1]}
 
 
@@ -142,7 +142,8 @@ def main(argv: list[str] | None = None) -> None:
         scores = state.apply_fn({"params": state.params}, batch)
         return (scores.argmax(axis=1) == jnp.arange(scores.shape[0])).sum()
 
-    print(f"held out: {found(state, rows(held_out, 0, args))} of {args.batch_size} are found")
+    batch = rows(held_out, 0, args)
+    print(f"held out: {found(state, batch)} of {len(batch['code'])} are found by their docstrings")
 
 
 if __name__ == "__main__":
