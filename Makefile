@@ -20,6 +20,7 @@
 #   make test-oldest  the tests of checkpoints with the oldest Orbax that pyproject.toml permits
 #   make lint         ruff and mypy
 #   make site         the documentation for a browser, in .cache/site
+#   make wheel        wheel and sdist, built, installed where nothing else is, and used from there
 #   make clean        remove the environments and caches
 
 PYTHON ?= $(shell .ci/find-python 3.11)
@@ -42,10 +43,10 @@ OFFLOAD_ARGS ?=
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 BIN := .venv/bin
-SOURCES := jzero tests experiments docs
+SOURCES := jzero tests experiments examples docs .ci
 
 .PHONY: train bench compare exactness sampled house tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
-    offload-timeline one-gpu test test-gpu test-newest test-oldest lint site clean
+    offload-timeline one-gpu test test-gpu test-newest test-oldest lint site wheel clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
@@ -117,12 +118,17 @@ test-oldest: .venv-oldest/installed
 site: .venv-site/installed
 	JAX_PLATFORMS=cpu .venv-site/bin/sphinx-build --fail-on-warning --keep-going --quiet -c docs . .cache/site
 
+# In two environments of its own, both new: one builds, in the other is nothing but the wheel and what it asks for.
+wheel:
+	@test -n "$(PYTHON)" || { echo "jzero needs Python 3.11 or newer, with its venv module"; exit 1; }
+	PYTHON="$(PYTHON)" .ci/wheel
+
 # An experiment is a folder of scripts that import each other by their bare names, so each is
 # checked by itself: two of them may both have a plot.py. What they share is experiments.shared.
 lint: .venv/installed
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/mypy jzero tests
+	$(BIN)/mypy jzero tests examples
 	@for folder in $(sort $(dir $(wildcard experiments/*/*.py experiments/*/*/*.py))); do \
 	    echo "mypy $$folder"; MYPYPATH="$$folder" $(BIN)/mypy "$$folder" || exit 1; \
 	done
@@ -159,4 +165,4 @@ lint: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-oldest .venv-site .venv-fsdp2 .venv-host-update .cache .hypothesis
+	rm -rf .venv .venv-newest .venv-oldest .venv-site .venv-wheel .venv-fsdp2 .venv-host-update .cache .hypothesis

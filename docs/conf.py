@@ -20,9 +20,11 @@ root_doc = "README"
 include_patterns = [
     "README.md",
     "docs/**.md",
+    "examples/README.md",
     "experiments/**/README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
 ]
 exclude_patterns = [".*"]
 

@@ -17,6 +17,7 @@ from jzero._shard_eval_step import ShardedEvalStep as ShardedEvalStep
 from jzero._shard_eval_step import shard_eval_step as shard_eval_step
 from jzero._shard_train_step import shard_train_step as shard_train_step
 from jzero._step import ShardedTrainStep as ShardedTrainStep
+from jzero._version import __version__ as __version__
 from jzero.checkpoint._checkpointer import Checkpointer as Checkpointer
 from jzero.checkpoint._restore import restore as restore
 from jzero.deepspeed._translate import from_deepspeed as from_deepspeed
@@ -39,5 +40,3 @@ from jzero.tracing._local import per_example as per_example
 from jzero.tracing._nnx import from_nnx as from_nnx
 from jzero.tracing._precision import master_weights as master_weights
 from jzero.tracing._precision import stochastic_rounding as stochastic_rounding
-
-__version__ = "0.1.0"

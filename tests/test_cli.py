@@ -341,6 +341,14 @@ def test_versions():
     ]
 
 
+def test_the_version_of_what_is_not_installed():
+    """A checkout on the path; without site-packages nothing is installed."""
+    path = pathlib.Path(jzero.__file__).with_name("_version.py")
+    code = f"import runpy; print(runpy.run_path({str(path)!r})['__version__'])"
+    done = subprocess.run([sys.executable, "-IS", "-c", code], capture_output=True, text=True)
+    assert done.stdout == "0+unknown\n", done.stderr
+
+
 def test_the_command_is_installed_with_the_package():
     """As `jzero`; the environments of the tests may be older than that, so its declaration is read."""
     project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())[

@@ -13,6 +13,7 @@ PAGES = [
     *DOCS,
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "examples" / "README.md",
     *sorted(ROOT.glob("experiments/**/README.md")),
 ]
 # Where a path that a page names may begin.

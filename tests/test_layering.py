@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 # From the bottom up. A room is a package's own files, or a file of jzero itself, and imports from rooms on
 # floors below its own. Within a room files import each other in any order but a circle.
 FLOORS = (
-    ("_components", "_errors", "_folded", "_in_turn", "_memory_kinds"),
+    ("_components", "_errors", "_folded", "_in_turn", "_memory_kinds", "_version"),
     ("_quantities",),
     ("tracing",),
     ("processes", "sharding/analysis", "_compare"),
@@ -33,7 +33,7 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 INTERNALS = ("jax._src", "jax.extend", "jax.interpreters")
 MAY_USE_INTERNALS = "tracing/_jaxpr"
-DEPENDENTS = ("tests", "experiments")
+DEPENDENTS = ("tests", "experiments", "examples")
 # What few users need is imported in one file alone.
 FOR_ONE_FILE = {
     "matplotlib": "cli/_plot",

@@ -1,0 +1,182 @@
+"""The scripts of examples/ at tiny size: they learn, a run that goes on is the same run, SIGTERM saves."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import types
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+TEXT = str(ROOT / "docs" / "*.py")
+STEPS = 8
+TINY = [f"--steps={STEPS}", "--batch-size=8", "--dim=32", "--layers=2", "--learning-rate=0.01",
+        "--log-every=1", "--save-every=3", f"--text={TEXT}"]  # fmt: skip
+GPT = [*TINY, "--heads=2", "--context=16", "--eval-batches=2"]
+OPTIONS = {
+    "linen_gpt": [*GPT, "--sample-bytes=8"],
+    "nnx_gpt": [*GPT, "--sample-bytes=8", "--accumulate=1"],
+    "lora_offload": [*GPT, "--rank=4", "--device-bytes=65536"],
+    "clip_accumulate": [*TINY, "--length=16", "--accumulate=1", "--text=" + str(ROOT / "jzero/*.py")],
+}  # fmt: skip
+
+
+def load(name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def losses(printed: str) -> dict[int, str]:
+    """What a run printed of each step: all digits, so that equal is equal."""
+    return {
+        int(step): loss for step, loss in re.findall(r"^step +(\d+)  loss (\S+)", printed, re.M)
+    }
+
+
+def last_line(printed: str) -> str:
+    """What the evaluation said."""
+    return re.findall(r"^held.out.*$", printed, re.M)[-1]
+
+
+def saved(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """The leaves of the last step, read by Orbax alone."""
+    tree = ocp.PyTreeCheckpointer().restore(folder.absolute() / str(STEPS) / "state")
+    return {
+        jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(tree)
+    }
+
+
+def told_to_end(at: int, text: np.ndarray, step: int, args: Any) -> tuple[Any, ...]:
+    if step == at:
+        signal.raise_signal(signal.SIGTERM)
+    return text, step, args
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_trains_stops_and_goes_on(path, tmp_path, capsys, monkeypatch):
+    script, options = load(path.stem), OPTIONS[path.stem]
+
+    def run(folder: str) -> str:
+        with jax.numpy_rank_promotion("allow"):  # as for whoever copies it
+            script.main([*options, f"--checkpoints={tmp_path / folder}"])
+        return capsys.readouterr().out
+
+    whole = run("whole")
+    found = [float(loss) for loss in losses(whole).values()]
+    assert len(found) == STEPS
+    assert np.mean(found[-2:]) < 0.99 * np.mean(found[:2])
+    assert "over 8 devices" in whole
+
+    rows = script.rows
+    with (
+        monkeypatch.context() as patched
+    ):  # SIGTERM comes while the rows of the fifth step are read.
+        patched.setattr(script, "rows", lambda *args: rows(*told_to_end(4, *args)))
+        before = run("parts")
+    assert "stopped after step 5; the same command goes on" in before
+    assert {path.name for path in (tmp_path / "parts").iterdir()} == {"3", "5"}
+    after = run("parts")
+    assert losses(before) | losses(after) == losses(whole)
+    assert list(losses(after)) == [6, 7, 8]
+    assert last_line(after) == last_line(whole)
+    expected, leaves = saved(tmp_path / "whole"), saved(tmp_path / "parts")
+    assert expected.keys() == leaves.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_array_equal(leaves[name], leaf, err_msg=name)
+
+
+def test_a_process_that_is_told_to_end_saves(tmp_path):
+    """As a cluster does it; with a log for TensorBoard, whose package is a stand-in, as it may be missing."""
+    (tmp_path / "tensorboardX.py").write_text(
+        "class SummaryWriter:\n"
+        "    def __init__(self, folder):\n"
+        "        self.path = folder + '/scalars'\n"
+        "    def add_scalar(self, name, value, step):\n"
+        "        print(name, value, step, file=open(self.path, 'a'), flush=True)\n"
+    )
+    environment = os.environ | {
+        "JAX_NUMPY_RANK_PROMOTION": "allow",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
+        "PYTHONWARNINGS": "default",
+    }
+    options = [
+        *OPTIONS["linen_gpt"],
+        "--steps=100000",
+        f"--checkpoints={tmp_path / 'saved'}",
+        f"--logs={tmp_path}",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, EXAMPLES / "linen_gpt.py", *options],
+        env=environment, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step     2"):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    last = re.findall(r"stopped after step (\d+)", rest)[0]
+    assert last in {path.name for path in (tmp_path / "saved").iterdir()}
+    logged = (tmp_path / "scalars").read_text().split()
+    assert logged[0] == "loss"
+    assert logged[-1] == last
+
+
+def test_lora_trains_on_what_linen_gpt_has_saved(tmp_path, capsys):
+    """The base comes from there, stays as it is, and is on the hosts."""
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    with jax.numpy_rank_promotion("allow"):
+        load("linen_gpt").main([*OPTIONS["linen_gpt"], f"--checkpoints={base}"])
+        state = f"--base={base / str(STEPS) / 'state'}"
+        load("lora_offload").main([*OPTIONS["lora_offload"], f"--checkpoints={tuned}", state])
+    printed = capsys.readouterr().out
+    assert re.search(r"\d+ of \d+ leaves rest in pinned_host memory", printed)
+    params = {name: x for name, x in saved(base).items() if name.startswith("['params']")}
+    leaves = saved(tuned)
+    assert len(params) == 16
+    for name, leaf in params.items():
+        np.testing.assert_array_equal(leaves[name.replace("params", "base", 1)], leaf, err_msg=name)
+    ups = [x for name, x in leaves.items() if name.startswith("['lora']") and "['up']" in name]
+    assert all(np.any(up != 0) for up in ups)
+
+
+def test_clip_in_microbatches_is_clip(tmp_path, capsys):
+    """The script's own check, and the same losses with four microbatches as with one."""
+    script, found = load("clip_accumulate"), []
+    for accumulate in (1, 4):
+        options = [
+            *OPTIONS["clip_accumulate"],
+            "--batch-size=32",
+            f"--accumulate={accumulate}",
+            "--steps=4",
+        ]
+        check = "--check=1" if accumulate == 4 else "--check=0"
+        with jax.numpy_rank_promotion("allow"):
+            script.main([*options, check, f"--checkpoints={tmp_path / str(accumulate)}"])
+        printed = capsys.readouterr().out
+        found.append([float(loss) for loss in losses(printed).values()])
+        assert ("checked: two steps" in printed) == (accumulate == 4)
+    assert len(found[0]) == 4
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_fits_on_three_screens(path):
+    assert len(path.read_text().splitlines()) <= 150
+    assert path.stem in OPTIONS
+    assert f"`{path.name}`" in (EXAMPLES / "README.md").read_text()

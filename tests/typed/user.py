@@ -1,0 +1,109 @@
+"""What a user writes who type-checks; tests/test_typed.py runs mypy over it, and nothing runs it.
+
+A comment behind `reveal_type` is what mypy must say there.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, reveal_type
+
+import jax
+import optax
+
+import jzero
+from jzero.testing import Tolerance, assert_collectives, assert_same_training
+
+State = tuple[dict[str, jax.Array], optax.OptState]
+
+
+def step_fn(state: State, batch: jax.Array) -> tuple[State, jax.Array]:
+    return state, batch.sum()
+
+
+def init_fn(key: jax.Array) -> State:
+    raise NotImplementedError
+
+
+def train(state: State, batch: jax.Array, step: jzero.ShardedTrainStep) -> None:
+    policy = jzero.PinnedHost(device_bytes=2**30)
+    reveal_type(policy.device_bytes)  # int
+    jzero.shard_train_step(step_fn, stage=2, offload=policy, offload_params=jzero.NoOffload())
+    jzero.shard_train_step(step_fn, offload=jzero.HostCPU(ratio=0.5, delayed_update=True))
+    reveal_type(step.init(init_fn, jax.random.key(0)))  # Any
+    reveal_type(step(state, batch))  # Any
+    reveal_type(str(step.describe(state, batch)))  # str
+    reveal_type(step.unshard(state))  # Any
+
+
+def evaluate(step: jzero.ShardedTrainStep, score: jzero.ShardedEvalStep) -> None:
+    jzero.shard_eval_step(step_fn, like=step)
+    reveal_type(score.shard(jax.numpy.ones(8)))  # Any
+
+
+def save(folder: Path, step: jzero.ShardedTrainStep, state: State) -> None:
+    with jzero.Checkpointer(folder, step, max_to_keep=3) as checkpointer:
+        reveal_type(checkpointer)  # jzero.checkpoint._checkpointer.Checkpointer
+        reveal_type(checkpointer.save(1, state))  # bool
+        reveal_type(checkpointer.latest_step())  # int | None
+        reveal_type(checkpointer.preempted(1))  # bool
+        reveal_type(jzero.restore(folder / "1", step, state))  # Any
+
+
+def plan(step: jzero.ShardedTrainStep, state: State, batch: jax.Array) -> None:
+    estimate: jzero.Estimate = jzero.estimate("7.5B", devices=64)
+    reveal_type(estimate.num_params)  # int
+    preflight: jzero.Preflight = jzero.preflight(step, state, batch, target="h200")
+    reveal_type(preflight.peak_bytes)  # int
+    reveal_type(jzero.target_mesh("h200", "8x8"))  # jax._src.mesh.Mesh
+    found: jzero.BandwidthReport = jzero.bandwidth(nbytes="1MiB")
+    reveal_type(found.num_devices)  # int
+    translated = jzero.from_deepspeed({"train_batch_size": 8}, devices=8)
+    reveal_type(translated.python())  # str
+
+
+def inside(x: jax.Array, key: jax.Array) -> jax.Array:
+    grad: Callable[..., Any] = jzero.grad(lambda x: (x**2).sum())
+    loss, grads = jzero.value_and_grad(lambda x: (x**2).sum())(x)
+    normed = jzero.groups(lambda x: x - x.mean(), 4)(x)
+    reveal_type(jzero.fold_device_index(key))  # jax._src.basearray.Array
+    reveal_type(jzero.per_example(lambda x: x + 1)(normed))  # Any
+    print(grad(x), loss, grads)
+    return x
+
+
+def optimizers() -> optax.GradientTransformation:
+    tx = jzero.master_weights(optax.adamw(1e-3))
+    return jzero.stochastic_rounding(tx, seed=1)
+
+
+def frameworks(model: Any, optimizer: Any) -> None:
+    nnx_step, nnx_state = jzero.from_nnx(step_fn, model, optimizer)
+    eqx_step, eqx_state = jzero.from_eqx(step_fn, model)
+    reveal_type(nnx_step)  # def (*Any, **Any) -> Any
+    print(nnx_state, eqx_step, eqx_state)
+
+
+def leaves(leaf: jzero.PaddedArray | jzero.HostArray) -> None:
+    reveal_type(leaf.shape)  # tuple[int, ...]
+
+
+def errors(error: Exception) -> str:
+    match error:
+        case jzero.OptionError() | jzero.MeshError() | jzero.StepError() | jzero.BatchError():
+            return "the call"
+        case jzero.StateError() | jzero.CheckpointError() | jzero.ProcessError():
+            return "the state"
+        case jzero.MismatchError() | jzero.JzeroError():
+            return str(error)
+    return jzero.__version__
+
+
+def promises(batch: jax.Array, state: State) -> None:
+    tolerance = Tolerance(rtol=1e-5, leaf_rtol=1e-5)
+    assert_same_training(step_fn, lambda: state, [batch], stage=3, tolerance=tolerance)
+    assert_collectives(jzero.shard_train_step(step_fn), state, batch, {"all-gather": 8})
+
+
+jzero.estimate(7.5, device=64)  # error: [call-arg]
+jzero.PinnedHost(device_bytes="1GiB")  # error: [arg-type]
+jzero.Checkpointer(1, None)  # error: [arg-type] [arg-type]
