@@ -69,9 +69,16 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
+import covering  # noqa: E402
+
 # Every run draws the same examples; none fails for being slow on a busy machine.
 hypothesis.settings.register_profile("jzero", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("jzero")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    covering.mark(items)  # before pytest leaves out what is slow
 
 
 @pytest.fixture(autouse=True, scope="module")
