@@ -189,6 +189,7 @@ def test_evaluates_as_one_device(axes, options):
     train_step(state, tokens_of(16))  # Nothing was consumed.
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("gather", [None, "per_pass", "once_per_step"])
 @pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.HostCPU(), jzero.PinnedHost(2**20)])
 def test_generates_the_tokens_of_one_device(gather, offload):

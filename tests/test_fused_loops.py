@@ -126,6 +126,7 @@ SINKING = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", SINKING)
 def test_what_follows_from_slices_is_made_in_the_loop(name, reverse):
@@ -255,6 +256,7 @@ def gradients(w, x, reverse=True):
     return lax.scan(lambda x, w: (jnp.sin(x) + w, jnp.cos(x) * w), x, w, reverse=reverse)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", ABSORBED)
 def test_what_reads_stacks_that_a_loop_makes_is_done_in_the_loop(name, reverse):
@@ -682,7 +684,15 @@ def _float32():
 
 
 @pytest.mark.usefixtures("_float32")
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.slow if name in ("bfloat16", "bfloat16, remat") else ()
+        )
+        for name in STEPS
+    ],
+)
 def test_grad_parts(name):
     how, dim = STEPS[name]
     params = params_of(dim)
@@ -702,7 +712,9 @@ def test_grad_parts(name):
 
 
 @pytest.mark.usefixtures("_float32")
-@pytest.mark.parametrize("name", ["transformer_scan", "transformer_scan_remat"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("transformer_scan", marks=pytest.mark.slow), "transformer_scan_remat"]
+)
 def test_grad_parts_of_flax(name):
     entry = zoo.get(name)
     found = GradPart(entry.step, entry.init(), entry.batches(1)[0]).check()

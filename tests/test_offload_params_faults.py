@@ -163,6 +163,7 @@ def watched_step(alarm, scan, tx):
     return step
 
 
+@pytest.mark.covering(pairs=["scan", "update"])
 @pytest.mark.parametrize("tx", [CLIPPED, MOMENTUM], ids=["clipped", "momentum"])
 @pytest.mark.parametrize(("scan", "update"), SHAPES)
 def test_callbacks_that_fail(scan, update, tx):

@@ -36,8 +36,11 @@ ALL_STAGES = (
     "sam(opaque)",
     "schedule_free_adamw",
 )
+# Stage 1 of the others when asked for.
 CASES = [
-    (name, stage) for name in ENTRIES for stage in ((0, 1, 2, 3) if name in ALL_STAGES else (1, 3))
+    pytest.param(name, stage, marks=() if stage == 3 or name in ALL_STAGES else pytest.mark.slow)
+    for name in ENTRIES
+    for stage in ((0, 1, 2, 3) if name in ALL_STAGES else (1, 3))
 ]
 
 

@@ -16,6 +16,7 @@ import jzero
 import parity
 import small
 import zoo
+from covering import chosen
 from jzero.sharding.analysis import _residuals
 
 MESHES = {
@@ -92,6 +93,9 @@ def name_of(setting):
 
 
 SETTINGS = covering_settings()
+# By default: every value, and every pair of these.
+PAIRS = ["stage", "accumulate", "reduce", "gather", "tile_bytes"]
+BY_DEFAULT = chosen(SETTINGS, PAIRS)
 ENTRIES = [name for name in zoo.NAMES if name not in CANNOT_ACCUMULATE]
 
 
@@ -107,10 +111,13 @@ def check(name, axes, **options):
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
-        pytest.param(ENTRIES[7 * i % len(ENTRIES)], setting, id=name_of(setting))
+        pytest.param(
+            ENTRIES[7 * i % len(ENTRIES)], setting, id=name_of(setting),
+            marks=() if i in BY_DEFAULT else pytest.mark.slow,
+        )
         for i, setting in enumerate(SETTINGS)
     ],
-)
+)  # fmt: skip
 def test_pairs_of_options(name, setting, request):
     if setting["tile_bytes"]:
         request.getfixturevalue("no_compilation_cache")
@@ -118,11 +125,22 @@ def test_pairs_of_options(name, setting, request):
     check(name, MESHES[setting["mesh"]], **options)
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+# Near relatives of others, and slow to compile.
+RELATIVES = {
+    "transformer", "transformer_remat", "transformer_scan", "cond_with_constant_branch",
+    "custom_vjp_attention",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in RELATIVES else ()) for name in ENTRIES],
+)
 def test_accumulation(name):
     check(name, {"data": 4}, stage=3, accumulate=2)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("stage", "reduce"),

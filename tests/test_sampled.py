@@ -40,7 +40,7 @@ def bundles():
         yield pytest.param(bundle, marks=marks, id=str(bundle[0]))
 
 
-@pytest.mark.parametrize("bundle", bundles())
+@pytest.mark.parametrize("bundle", list(bundles()))
 def test_trains_as_on_one_device(bundle):
     results = check.check(bundle)
     wrong = [r for r in results if r.verdict == "differs"]
