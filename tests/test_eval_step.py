@@ -167,6 +167,9 @@ one_device = functools.cache(jax.jit)
 # -- equal to one device ---------------------------------------------------------------------------
 
 
+# Thirteen and three are no multiples of the devices.
+@pytest.mark.covering
+@pytest.mark.parametrize("rows", [16, 13, 3])
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
@@ -180,12 +183,11 @@ one_device = functools.cache(jax.jit)
         ({"data": 4, "model": 2}, {"axis_names": "data", "auto_specs": {"up": jax.P(None, None, "model")}}),
     ],
 )  # fmt: skip
-def test_evaluates_as_one_device(axes, options):
+def test_evaluates_as_one_device(axes, options, rows):
     train_step, state = trained(axes, **options)
     eval_step, whole = jzero.shard_eval_step(evaluate, like=train_step), zoo.to_host(state)
-    for rows in (16, 13, 3):  # The last two are no multiples of the devices.
-        inputs = tokens_of(rows), jax.random.key(rows)
-        same(eval_step(state, *inputs), one_device(evaluate)(whole, *inputs))
+    inputs = tokens_of(rows), jax.random.key(rows)
+    same(eval_step(state, *inputs), one_device(evaluate)(whole, *inputs))
     train_step(state, tokens_of(16))  # Nothing was consumed.
 
 

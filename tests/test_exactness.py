@@ -12,13 +12,22 @@ import pytest
 import exactness
 from exactness._check import Setting, applies, verdict
 
-# Near relatives of others, too, which take long: the other loops over examples and kinds of attention.
+# Near relatives of others, too, or slow to compile.
 LONG = {
     "dp_sgd_by_map", "dp_sgd_by_map_in_batches", "dp_sgd_by_scan", "maml_by_scan", "maml_by_map",
     "transformer_scanned", "transformer_unrolled", "rope", "jax_nn_attention", "sliding_window_and_alibi",
     "jax_nn_attention_bias_and_mask", "mezo_with_adam", "optax_backtracking_linesearch", "accept_or_reject",
     "conjugate_gradients", "sophia_g", "clip", "simclr", "memory_bank", "gradient_noise", "cumulated_rows",
+    "rows_27", "affinities_between_rows", "time_major_without_a_word", "class_weights", "jitted_step",
+    "while_over_parameters", "switch_on_a_count", "sum_over_global_batch", "pure_callback_on_a_scalar",
+    "sorts_over_features", "selects_and_windows", "embeddings", "lstm", "reshapes_of_the_batch",
+    "quantised_products", "hardest_rows", "slice_of_rows_at_a_moving_place", "windows_of_rows", "sorted_rows",
+    "reversed_rows", "halves_of_the_batch", "first_rows_as_pictures", "ttt_layer", "moe_with_balance_loss",
+    "loss_weights_from_a_vector_of_losses", "rmse", "masked_mean", "returned_key", "one_raw_key_for_each_row",
+    "dropout_raw_key", "dropout_rbg_key", "sam", "loss_scaling", "schedules_and_clipping", "polyak_step_size",
+    "histogram", "welford",
 }  # fmt: skip
+assert set(exactness.NAMES) > LONG
 SLOW = exactness.SLOW | LONG
 MESHES = ((1,), (2,), (4,), (8,), (2, 2), (2, 4))
 

@@ -103,7 +103,7 @@ def test_activations_of_microbatches_that_run_one_after_the_other(monkeypatch):
 # Steps that cannot be run in microbatches, layer by layer or not (test_options.py).
 CANNOT = {"inner_steps", "while_on_batch"}
 BY_DEFAULT = {
-    "transformer_scan_remat", "moe_top_k", "sam", "per_example_outputs", "mixed_bf16",
+    "moe_top_k", "sam", "per_example_outputs", "mixed_bf16",
 }  # fmt: skip
 
 

@@ -85,6 +85,7 @@ class Interrupted:
                 raise KeyboardInterrupt
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("scan", "update", "tx"),
