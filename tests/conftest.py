@@ -3,6 +3,7 @@
 `JZERO_TEST_GPU=1 pytest` leaves platform and flags alone and runs on the real devices instead.
 """
 
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -56,6 +57,9 @@ if not os.environ.get("JZERO_TEST_GPU"):
     os.environ["XLA_FLAGS"] = " ".join([given, *ours]).strip()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+# JAX makes objects by the million, few of them in circles: looking for these is 6 % of a trace and compile.
+gc.set_threshold(20_000, 20)
 
 # readline tells the processes that pytest-xdist starts how wide the terminal is.
 os.environ.pop("COLUMNS", None)

@@ -796,13 +796,10 @@ def test_rows_of_one_argument_in_every_layout(name):
 
 
 def check_one(case: Case, wanted: Callable[[int, str], bool]) -> None:
-    found = [
-        c
-        for i, place in enumerate(places_of(case))
-        for c in configured(case, (place,), [layout for layout in LAYOUTS if wanted(i, layout)])
-    ]
-    check_all(found)
-    moving = [c for c in found if c.moves]
+    places = list(enumerate(places_of(case)))
+    found = [(i, c) for i, place in places for c in configured(case, (place,), LAYOUTS)]
+    check_all([c for i, c in found if wanted(i, c.layout)])
+    moving = [c for _, c in found if c.moves]
     along = {c.places[0].letter for c in moving if not c.is_padded}
     padded = {c.places[0].letter for c in moving} - along
     assert (along, padded) == (set(case.along), set(case.padded)), [str(c) for c in moving]

@@ -165,9 +165,9 @@ def test_equal_to_one_big_batch(name, num_devices, k, stage):
     ("num_devices", "k", "options"),
     [
         (1, 4, dict(stage=0)),
-        (4, 4, dict(stage=2)),
+        pytest.param(4, 4, dict(stage=2), marks=pytest.mark.slow),
         (4, 2, dict(stage=3, gather="once_per_step", reduce="once")),
-        (4, 2, dict(stage=3, gather="keep")),
+        pytest.param(4, 2, dict(stage=3, gather="keep"), marks=pytest.mark.slow),
         (2, 2, dict(stage=3, offload=jzero.PinnedHost(device_bytes=2**20))),
         (2, 2, dict(stage=1, offload=jzero.HostCPU())),
     ],

@@ -68,7 +68,7 @@ def test_state_and_inputs_keep_their_types_in_both_dtypes(name):
 
 def test_every_item_has_a_family():
     """Also among those that run every time."""
-    names = set(exactness.NAMES) - test_exactness.SLOW
+    names = test_exactness.BY_DEFAULT
     covered = {item for name in names for item in exactness.get(name).covers.split()}
     assert covered == ITEMS
 

@@ -504,7 +504,9 @@ def test_loops_over_something_else_stay_as_they_are():
     assert "debug_print" in str(found.new) or "debug_callback" in str(found.new)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(i, marks=pytest.mark.slow if i >= 12 else ()) for i in range(30)]
+)
 def test_drawn_chains(seed):
     """Drawn equations before and after two loops, which read what was drawn before them."""
     rng = np.random.default_rng(seed)
@@ -629,6 +631,9 @@ STEPS = {
 }  # fmt: skip
 
 
+LONG = ("bfloat16", "bfloat16, remat", "whole")  # each beside one that differs little
+
+
 class GradPart(Rewritten):
     """The grad part of a step at stage 3, on one device; all floating stacks are streamed."""
 
@@ -686,12 +691,7 @@ def _float32():
 @pytest.mark.usefixtures("_float32")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name, marks=pytest.mark.slow if name in ("bfloat16", "bfloat16, remat") else ()
-        )
-        for name in STEPS
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in STEPS],
 )
 def test_grad_parts(name):
     how, dim = STEPS[name]

@@ -188,7 +188,7 @@ def nested_in(eval_step, *args):
 # -- equal to one device ---------------------------------------------------------------------------
 
 
-@pytest.mark.covering(pairs=["asked", "layers"])
+@pytest.mark.covering
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("asked", "layers"),

@@ -30,14 +30,14 @@ NOTHING_TO_OFFLOAD = {
     "keep_params_nonnegative", "reduce_on_plateau", "scale_by_backtracking_linesearch",
 }  # fmt: skip
 STEPS_BY_DEFAULT = {
-    "transformer_scan_remat", "mixed_bf16", "pmap_style", "sam", "batch_norm", "dropout_key_in_state", "ema",
-    "nnx_mutating", "cond_on_gradients", "while_in_update",
+    "transformer_scan_remat", "mixed_bf16", "pmap_style", "dropout_key_in_state", "nnx_mutating",
+    "cond_on_gradients", "while_in_update",
 }  # fmt: skip
 UPDATED_AT_ONCE = {"cond_on_gradients"}  # One equation updates all leaves.
 ZOO_NOTHING = {"inner_steps", "evaluate_after_update"}
 BY_DEFAULT = {
     "adafactor", "adamw", "lamb", "mechanize", "muon", "MultiSteps(skip_not_finite)", "flatten",
-    "sam(opaque)", "sophia", "lookahead",
+    "lookahead",
 }  # fmt: skip
 
 

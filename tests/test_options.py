@@ -94,9 +94,7 @@ def name_of(setting):
 
 
 SETTINGS = covering_settings()
-# By default: every value, and every pair of these.
-PAIRS = ["stage", "accumulate", "gather"]
-BY_DEFAULT = chosen(SETTINGS, PAIRS)
+BY_DEFAULT = chosen(SETTINGS, pairs=["stage", "accumulate"])  # And every value of each option.
 ENTRIES = [name for name in zoo.NAMES if name not in CANNOT_ACCUMULATE]
 
 
