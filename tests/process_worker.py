@@ -34,7 +34,7 @@ TRAININGS = {
     "stage 3, on the host": {"stage": 3, "offload": jzero.HostCPU()},
 }
 # By how many processes; each compiles for itself.
-NAMES = {2: list(TRAININGS), 4: ["stage 3 in each process"]}
+NAMES = {2: ["stage 3, accumulate 2", "stage 3, on the host"], 4: list(TRAININGS)}
 tx = optax.adam(1e-2)
 
 

@@ -169,9 +169,9 @@ def test_with_other_options(scan, recompute, options):
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("transformer_scan_remat", "lstm")),
-             "dropout_typed_key", "mixed_bf16", "batch_norm", "moe_top_k", "microbatch_scan", "pmap_style",
-             "maml", "nnx_mutating"])  # fmt: skip
+    "name", [*(pytest.param(name, marks=pytest.mark.slow)
+               for name in ("transformer_scan_remat", "lstm", "dropout_typed_key", "nnx_mutating", "maml")),
+             "mixed_bf16", "batch_norm", "moe_top_k", "microbatch_scan", "pmap_style"])  # fmt: skip
 def test_steps_of_many_kinds(name):
     step = functools.partial(small.shard_train_step, offload_activations=jzero.PinnedHost())
     parity.check(name, {"data": 4}, step)
@@ -343,9 +343,9 @@ def test_policies_of_the_step_beside_parameters(scan, recompute):
 
 
 @pytest.mark.parametrize(
-    "name", ["lstm", "mixed_bf16", "sam", "microbatch_scan",
+    "name", ["mixed_bf16", "sam", "microbatch_scan",
              *(pytest.param(name, marks=pytest.mark.slow)
-               for name in ("transformer_scan_remat", "tied_embeddings"))]
+               for name in ("transformer_scan_remat", "tied_embeddings", "lstm"))]
 )  # fmt: skip
 def test_steps_of_many_kinds_beside_parameters(name):
     parity.check(name, {"data": 4}, functools.partial(small.shard_train_step, **BOTH))

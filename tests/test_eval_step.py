@@ -174,7 +174,7 @@ one_device = functools.cache(jax.jit)
     ("axes", "options"),
     [
         ({"data": 1}, {}),
-        ({"data": 2}, {}),
+        pytest.param({"data": 2}, {}, marks=pytest.mark.slow),
         ({"data": 4}, {"stage": 1}),
         ({"data": 8}, {}),
         ({"data": 8}, {"stage": 0}),

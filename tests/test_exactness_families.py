@@ -20,7 +20,7 @@ ITEMS = {f"A{i}" for i in range(1, 11)} | {f"B{i}" for i in range(1, 7)} | {
 
 
 # Each trains in tests/test_exactness.py by default; these ask whether that would notice a wrong training.
-DEFAULT = set(exactness.NAMES[::12]) - exactness.SLOW
+DEFAULT = set(exactness.NAMES[::20]) - exactness.SLOW
 MARKED = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow)
     for name in exactness.NAMES

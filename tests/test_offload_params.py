@@ -119,7 +119,7 @@ def test_it_trains_what_one_device_trains(scan, update, num):
 
 
 BY_DEFAULT = {
-    "transformer_scan_remat", "moe_top_k", "pmap_style", "sam", "per_example_outputs",
+    "transformer_scan_remat", "pmap_style", "sam", "per_example_outputs",
 }  # fmt: skip
 
 

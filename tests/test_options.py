@@ -126,10 +126,9 @@ def test_pairs_of_options(name, setting, request):
 
 # Others are near relatives of these to microbatches.
 KINDS = {
-    "mlp", "transformer_scan_remat", "tied_embeddings", "mixed_bf16", "moe_top_k", "microbatch_scan",
-    "cond_on_gradients", "cond_on_batch", "while_in_update", "pmap_style", "pmap_style_local", "gan", "sam",
-    "maml", "dynamic_scale_fp16", "batch_norm", "dropout_typed_key", "ema", "per_example_outputs",
-    "nnx_mutating", "running_metrics",
+    "mlp", "transformer_scan_remat", "mixed_bf16", "moe_top_k", "microbatch_scan", "cond_on_gradients",
+    "cond_on_batch", "while_in_update", "pmap_style", "pmap_style_local", "gan", "sam", "maml", "batch_norm",
+    "dropout_typed_key", "per_example_outputs", "nnx_mutating",
 }  # fmt: skip
 
 

@@ -22,7 +22,10 @@ BY_DEFAULT = {(3, 8)}
 IN_ALL_SETTINGS = {"mlp"}
 # A step with collectives of its own.
 IN_SOME_SETTINGS = {("pmap_style", *setting) for setting in zip(STAGES, NUM_DEVICES, strict=True)}
-RELATIVES = {"transformer_scan", "transformer_remat", "lora"}
+RELATIVES = {
+    "transformer_scan", "transformer_remat", "lora", "ema", "custom_vjp_attention",
+    "cond_with_constant_branch",
+}  # fmt: skip
 
 
 def settings():

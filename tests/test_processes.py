@@ -376,7 +376,11 @@ def test_difference_that_nothing_else_notices_keeps_a_checkpoint_from_being_made
 
 
 @pytest.mark.parametrize(
-    ("scenario", "call"), [("differ_and_unshard", 203), ("differ_slowly_and_unshard", 26)]
+    ("scenario", "call"),
+    [
+        ("differ_and_unshard", 203),
+        pytest.param("differ_slowly_and_unshard", 26, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_looked_at_is_compared(scenario, call, tmp_path):
     for error, told in found_by(scenario, 2, 1, tmp_path):
