@@ -99,15 +99,15 @@ def gpt_on_one_device(options):
 
 GPTS = [
     ({"tied": True}, 8),
-    ({"scanned": True, "remat": True, "width": 10}, 4),
+    ({"scanned": True, "remat": True}, 2),
+    ({"scanned": True, "width": 10}, 8),
     *(
         pytest.param(options, num, marks=pytest.mark.slow)
         for options, num in (
             *(({"remat": True}, num) for num in (1, 4)),
-            *(({"scanned": True, "remat": True}, num) for num in (1, 2, 4, 8)),
+            *(({"scanned": True, "remat": True}, num) for num in (1, 4, 8)),
             ({"scanned": True, "tied": True}, 4),
             ({"width": 10}, 4),
-            ({"scanned": True, "width": 10}, 8),
         )
     ),
 ]
