@@ -14,6 +14,7 @@
 #   make sampled      20,000 train steps drawn by seed, each against one device; hours, goes on where it stopped
 #   make house        rooms, walks and words of the code, beside those of before
 #   make test         the tests, on 8 virtual CPU devices
+#   make test-all     these and the slow ones, about an hour on two cores
 #   make test-gpu     the tests that need a GPU, with GPU_PYTHON (a JAX that sees it; test dependencies)
 #   make one-gpu      these, and offload's speed and memory on one GPU, in ten minutes
 #   make test-newest  the tests with the newest JAX, when there is a Python that it supports
@@ -46,7 +47,7 @@ BIN := .venv/bin
 SOURCES := jzero tests experiments examples docs .ci
 
 .PHONY: train bench compare exactness sampled house tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
-    offload-timeline one-gpu test test-gpu test-newest test-oldest lint site wheel clean
+    offload-timeline one-gpu test test-all test-gpu test-newest test-oldest lint site wheel clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
@@ -94,6 +95,9 @@ offload-timeline: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+test-all: .venv/installed
+	$(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS)
 
 # Four processes share the GPU: tracing and compiling is most of their time.
 test-gpu:

@@ -3,6 +3,7 @@
 `JZERO_TEST_GPU=1 pytest` leaves platform and flags alone and runs on the real devices instead.
 """
 
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -57,6 +58,9 @@ if not os.environ.get("JZERO_TEST_GPU"):
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
+# JAX makes objects by the million, few of them in circles: looking for these is 6 % of a trace and compile.
+gc.set_threshold(20_000, 20)
+
 # readline tells the processes that pytest-xdist starts how wide the terminal is.
 os.environ.pop("COLUMNS", None)
 
@@ -69,9 +73,16 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
+import covering  # noqa: E402
+
 # Every run draws the same examples; none fails for being slow on a busy machine.
 hypothesis.settings.register_profile("jzero", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("jzero")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    covering.mark(items)  # before pytest leaves out what is slow
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -34,7 +34,7 @@ TRAININGS = {
     "stage 3, on the host": {"stage": 3, "offload": jzero.HostCPU()},
 }
 # By how many processes; each compiles for itself.
-NAMES = {2: list(TRAININGS), 4: ["stage 3 in each process"]}
+NAMES = {2: ["stage 3, accumulate 2", "stage 3, on the host"], 4: list(TRAININGS)}
 tx = optax.adam(1e-2)
 
 
@@ -200,12 +200,14 @@ def decay(state, rows):
 
 def prime_shards(folder):
     """Saves and restores leaves of which processes have parts of the same chunks."""
+    before = _chunks.MAX_BYTES, _chunks.MIN_BYTES
     _chunks.MAX_BYTES, _chunks.MIN_BYTES = 1000, 400
     sharded = jzero.shard_train_step(decay, min_shard_bytes=0)
     state = sharded.init(prime_state)
     with jzero.Checkpointer(folder / "prime", sharded) as checkpointer:
         checkpointer.save(1, state)
         restored = checkpointer.restore(jax.eval_shape(prime_state))
+    _chunks.MAX_BYTES, _chunks.MIN_BYTES = before
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         np.testing.assert_array_equal(own_values(x), own_values(y))
     return [own_values(x)[0].shape for x in jax.tree.leaves(restored)]
@@ -627,6 +629,21 @@ def microseconds(act, num):
             act()
         means.append((time.perf_counter() - start) / (num // 5) * 1e6)
     return min(means)
+
+
+# -- one start for several -----------------------------------------------------------------------
+
+
+def one_after_the_other(folder):
+    """Scenarios after which processes are as before, each in its own folder; the last changes meetings."""
+    found = {}
+    for scenario in (
+        uneven_places, prime_shards, one_cannot_write, locked_out, unlike_checkpoints, costs
+    ):  # fmt: skip
+        own = folder / scenario.__name__
+        own.mkdir(exist_ok=True)
+        found[scenario.__name__] = scenario(own)
+    return found
 
 
 # -- a process that ends -------------------------------------------------------------------------

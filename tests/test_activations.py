@@ -133,12 +133,14 @@ written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN, ids=NAMES)
 two_written = pytest.mark.parametrize(("scan", "recompute"), WRITTEN[1:3], ids=NAMES[1:3])
 
 
+@pytest.mark.covering
 @written
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_trains_as_one_device_does(scan, recompute, stage):
     moves(scan, recompute, stage=stage)
 
 
+@pytest.mark.covering
 @two_written
 @pytest.mark.parametrize(
     ("num", "stage"), [(1, 3), (2, 1), (4, 3)], ids=["1 device", "2 devices", "4 devices"]
@@ -147,6 +149,7 @@ def test_on_fewer_devices(scan, recompute, num, stage):
     moves(scan, recompute, {"data": num}, stage=stage)
 
 
+@pytest.mark.covering
 @two_written
 @pytest.mark.parametrize(
     "options",
@@ -166,8 +169,9 @@ def test_with_other_options(scan, recompute, options):
 
 
 @pytest.mark.parametrize(
-    "name", ["transformer_scan_remat", "lstm", "dropout_typed_key", "mixed_bf16", "batch_norm", "moe_top_k",
-             "microbatch_scan", "pmap_style", "maml", "nnx_mutating"])  # fmt: skip
+    "name", [*(pytest.param(name, marks=pytest.mark.slow)
+               for name in ("transformer_scan_remat", "lstm", "dropout_typed_key", "nnx_mutating", "maml")),
+             "mixed_bf16", "batch_norm", "moe_top_k", "microbatch_scan", "pmap_style"])  # fmt: skip
 def test_steps_of_many_kinds(name):
     step = functools.partial(small.shard_train_step, offload_activations=jzero.PinnedHost())
     parity.check(name, {"data": 4}, step)
@@ -289,18 +293,21 @@ UPDATES: dict[str, Any] = {
 }
 
 
+@pytest.mark.covering
 @written
 @pytest.mark.parametrize("update", UPDATES)
 def test_beside_parameters_on_the_host(scan, recompute, update):
     check(scan, recompute, **BOTH, **UPDATES[update])
 
 
+@pytest.mark.covering
 @two_written
 @pytest.mark.parametrize("num", [1, 2, 4])
 def test_beside_parameters_on_fewer_devices(scan, recompute, num):
     check(scan, recompute, {"data": num}, **BOTH)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
     [
@@ -314,6 +321,7 @@ def test_beside_parameters_with_other_options(scan, recompute, options):
     check(scan, recompute, **BOTH | options)
 
 
+@pytest.mark.covering
 @written
 def test_beside_parameters_with_little_room(scan, recompute):
     """For one layer's parameters: no turn gathers ahead."""
@@ -325,6 +333,7 @@ def little_room(scan):
     return jzero.PinnedHost(device_bytes=9000 if scan else 10_000)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", ["by name", "apart, by name"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_policies_of_the_step_beside_parameters(scan, recompute):
@@ -334,7 +343,9 @@ def test_policies_of_the_step_beside_parameters(scan, recompute):
 
 
 @pytest.mark.parametrize(
-    "name", ["transformer_scan_remat", "lstm", "mixed_bf16", "sam", "microbatch_scan", "tied_embeddings"]
+    "name", ["mixed_bf16", "sam", "microbatch_scan",
+             *(pytest.param(name, marks=pytest.mark.slow)
+               for name in ("transformer_scan_remat", "tied_embeddings", "lstm"))]
 )  # fmt: skip
 def test_steps_of_many_kinds_beside_parameters(name):
     parity.check(name, {"data": 4}, functools.partial(small.shard_train_step, **BOTH))
@@ -345,6 +356,7 @@ def layered(train_step):
     return train_step._programs.of(call).step._layered
 
 
+@pytest.mark.covering(pairs=["scan", "little"])
 @written
 @pytest.mark.parametrize("little", [False, True], ids=["room for two", "little room"])
 def test_what_crosses_beside_parameters_is_what_is_told(scan, recompute, little, monkeypatch):
@@ -432,6 +444,7 @@ def test_what_is_on_the_host_makes_another_plan():
 # -- a step's own policies -------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("recompute", ["by name", "apart, by name"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -443,6 +456,7 @@ def test_policies_of_the_step(scan, recompute, stage):
     ).movements  # No rows are gathered for it.
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize(
     "options",

@@ -189,7 +189,9 @@ def test_debug_print(capfd):
     assert float(printed) == pytest.approx(float(metrics["loss"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mlp", "lstm", "pmap_style"])
+@pytest.mark.parametrize(
+    "name", ["mlp", pytest.param("lstm", marks=pytest.mark.slow), "pmap_style"]
+)
 def test_no_leaks(name):
     """For both ways in which a step is traced: whole, and as written for one device."""
     entry = zoo.get(name)

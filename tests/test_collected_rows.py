@@ -154,6 +154,7 @@ def check(name, num_devices, k, rows=ROWS, **options):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(("num_devices", "k", "stage"), [(8, 2, 3), (2, 3, 1)])
 def test_equal_to_one_big_batch(name, num_devices, k, stage):
@@ -164,9 +165,9 @@ def test_equal_to_one_big_batch(name, num_devices, k, stage):
     ("num_devices", "k", "options"),
     [
         (1, 4, dict(stage=0)),
-        (4, 4, dict(stage=2)),
+        pytest.param(4, 4, dict(stage=2), marks=pytest.mark.slow),
         (4, 2, dict(stage=3, gather="once_per_step", reduce="once")),
-        (4, 2, dict(stage=3, gather="keep")),
+        pytest.param(4, 2, dict(stage=3, gather="keep"), marks=pytest.mark.slow),
         (2, 2, dict(stage=3, offload=jzero.PinnedHost(device_bytes=2**20))),
         (2, 2, dict(stage=1, offload=jzero.HostCPU())),
     ],

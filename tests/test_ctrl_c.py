@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import random
+import shutil
 import sys
 from collections import Counter
 
@@ -120,8 +121,9 @@ def test_interrupted_before_the_first_step(policy, act):
 # A file that was just opened, and reads whose loop has ended.
 @pytest.mark.filterwarnings("ignore:.*(unclosed file|Exception ignored)")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("num", [20, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("act", ["save", "restore"])
-def test_interrupted_checkpointer(act, tmp_path):
+def test_interrupted_checkpointer(act, num, tmp_path):
     """At a sample of lines: nothing is lost, and the same call does what it was to do."""
     train_step = sharded(POLICIES[0])
     state = train_step.shard(new_state())
@@ -130,17 +132,18 @@ def test_interrupted_checkpointer(act, tmp_path):
         "restore": lambda checkpointer: checkpointer.restore(new_state()),
     }
 
-    def prepared(name):
-        checkpointer = jzero.Checkpointer(tmp_path / name, train_step, max_to_keep=2)
+    with jzero.Checkpointer(tmp_path / "two steps", train_step, max_to_keep=2) as checkpointer:
         for step in (0, 1):
             checkpointer.save(step, state)
-        checkpointer.close()
+
+    def prepared(name):
+        shutil.copytree(tmp_path / "two steps", tmp_path / name)
         return jzero.Checkpointer(tmp_path / name, train_step, max_to_keep=2)
 
     counting = Interrupted(sys.maxsize)
     with prepared("count") as checkpointer:
         counting(functools.partial(acts[act], checkpointer))
-    for at in range(0, counting.lines, max(counting.lines // 60, 1)):
+    for at in range(0, counting.lines, max(counting.lines // num, 1)):
         with prepared(str(at)) as checkpointer:
             interrupted = Interrupted(at)
             if interrupted(functools.partial(acts[act], checkpointer)) is None:

@@ -14,16 +14,16 @@ from faults import Fault
 
 pytestmark = pytest.mark.skipif(faults.why_not() is not None, reason=str(faults.why_not()))
 
-# How many faults of each script are tried: 40 in all.
+# How many faults of each script are tried: 24 in all.
 SAMPLE = {
-    "save, in the background": 12,
-    "save, and wait": 4,
-    "restore": 4,
-    "export a file over a file": 3,
-    "export files over a file": 4,
-    "export a file over files": 3,
-    "export files over files": 4,
-    "import": 6,
+    "save, in the background": 8,
+    "save, and wait": 2,
+    "restore": 2,
+    "export a file over a file": 2,
+    "export files over a file": 2,
+    "export a file over files": 2,
+    "export files over files": 2,
+    "import": 4,
 }
 
 

@@ -167,11 +167,14 @@ one_device = functools.cache(jax.jit)
 # -- equal to one device ---------------------------------------------------------------------------
 
 
+# Thirteen and three are no multiples of the devices.
+@pytest.mark.covering
+@pytest.mark.parametrize("rows", [16, 13, 3])
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
         ({"data": 1}, {}),
-        ({"data": 2}, {}),
+        pytest.param({"data": 2}, {}, marks=pytest.mark.slow),
         ({"data": 4}, {"stage": 1}),
         ({"data": 8}, {}),
         ({"data": 8}, {"stage": 0}),
@@ -180,15 +183,15 @@ one_device = functools.cache(jax.jit)
         ({"data": 4, "model": 2}, {"axis_names": "data", "auto_specs": {"up": jax.P(None, None, "model")}}),
     ],
 )  # fmt: skip
-def test_evaluates_as_one_device(axes, options):
+def test_evaluates_as_one_device(axes, options, rows):
     train_step, state = trained(axes, **options)
     eval_step, whole = jzero.shard_eval_step(evaluate, like=train_step), zoo.to_host(state)
-    for rows in (16, 13, 3):  # The last two are no multiples of the devices.
-        inputs = tokens_of(rows), jax.random.key(rows)
-        same(eval_step(state, *inputs), one_device(evaluate)(whole, *inputs))
+    inputs = tokens_of(rows), jax.random.key(rows)
+    same(eval_step(state, *inputs), one_device(evaluate)(whole, *inputs))
     train_step(state, tokens_of(16))  # Nothing was consumed.
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("gather", [None, "per_pass", "once_per_step"])
 @pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.HostCPU(), jzero.PinnedHost(2**20)])
 def test_generates_the_tokens_of_one_device(gather, offload):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import exactness
+import test_exactness
 from exactness import _compare
 
 # Where each of a family's items is written: findings A1 to A10 and B1 to B6, and the points of
@@ -19,7 +20,7 @@ ITEMS = {f"A{i}" for i in range(1, 11)} | {f"B{i}" for i in range(1, 7)} | {
 
 
 # Each trains in tests/test_exactness.py by default; these ask whether that would notice a wrong training.
-DEFAULT = set(exactness.NAMES[::8]) - exactness.SLOW
+DEFAULT = set(exactness.NAMES[::20]) - exactness.SLOW
 MARKED = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow)
     for name in exactness.NAMES
@@ -67,7 +68,7 @@ def test_state_and_inputs_keep_their_types_in_both_dtypes(name):
 
 def test_every_item_has_a_family():
     """Also among those that run every time."""
-    names = set(exactness.NAMES) - exactness.SLOW
+    names = test_exactness.BY_DEFAULT
     covered = {item for name in names for item in exactness.get(name).covers.split()}
     assert covered == ITEMS
 

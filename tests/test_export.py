@@ -236,6 +236,7 @@ def peak(*arguments) -> int:
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="no /proc")
+@pytest.mark.slow
 def test_memory_is_bounded(tmp_path):
     """Of 8 leaves of 32 MiB, and one of 256: at most 64 MiB are read at a time, and Orbax has buffers."""
     part = np.random.default_rng(0).integers(0, 256, (2**13, 2**10)).astype(np.float32)

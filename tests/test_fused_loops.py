@@ -126,6 +126,7 @@ SINKING = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", SINKING)
 def test_what_follows_from_slices_is_made_in_the_loop(name, reverse):
@@ -255,6 +256,7 @@ def gradients(w, x, reverse=True):
     return lax.scan(lambda x, w: (jnp.sin(x) + w, jnp.cos(x) * w), x, w, reverse=reverse)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", ABSORBED)
 def test_what_reads_stacks_that_a_loop_makes_is_done_in_the_loop(name, reverse):
@@ -502,7 +504,9 @@ def test_loops_over_something_else_stay_as_they_are():
     assert "debug_print" in str(found.new) or "debug_callback" in str(found.new)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(i, marks=pytest.mark.slow if i >= 12 else ()) for i in range(30)]
+)
 def test_drawn_chains(seed):
     """Drawn equations before and after two loops, which read what was drawn before them."""
     rng = np.random.default_rng(seed)
@@ -627,6 +631,9 @@ STEPS = {
 }  # fmt: skip
 
 
+LONG = ("bfloat16", "bfloat16, remat", "whole")  # each beside one that differs little
+
+
 class GradPart(Rewritten):
     """The grad part of a step at stage 3, on one device; all floating stacks are streamed."""
 
@@ -682,7 +689,10 @@ def _float32():
 
 
 @pytest.mark.usefixtures("_float32")
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in STEPS],
+)
 def test_grad_parts(name):
     how, dim = STEPS[name]
     params = params_of(dim)
@@ -702,7 +712,9 @@ def test_grad_parts(name):
 
 
 @pytest.mark.usefixtures("_float32")
-@pytest.mark.parametrize("name", ["transformer_scan", "transformer_scan_remat"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("transformer_scan", marks=pytest.mark.slow), "transformer_scan_remat"]
+)
 def test_grad_parts_of_flax(name):
     entry = zoo.get(name)
     found = GradPart(entry.step, entry.init(), entry.batches(1)[0]).check()

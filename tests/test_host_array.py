@@ -148,6 +148,7 @@ SOURCES: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["1", "8", "hybrid", "tensor axis"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_placed_from_anywhere(source, name, expected):
@@ -171,6 +172,7 @@ def test_what_rests_there_is_not_copied():
     assert all(x is y for x, y in zip(jax.tree.leaves(state), again, strict=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("offload", [NONE, PINNED], ids=str)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("source", ["1", "8", "hybrid"])

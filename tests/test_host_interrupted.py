@@ -120,8 +120,8 @@ def no_lock_is_left() -> bool:
         return pool.submit(acquire).result()
 
 
-def interrupted_everywhere(train_step: Any, new: Iterator[Any]) -> None:
-    """Asserts that the state is as it was, or consumed, whichever line is interrupted."""
+def interrupted_everywhere(train_step: Any, new: Iterator[Any], stride: int = 1) -> None:
+    """Asserts that the state is as it was, or consumed, whichever line is interrupted, or each `stride`th."""
     waits = any(getattr(x, "pending", None) for x in jax.tree.leaves(next(new)))
     expected = [np.asarray(x) for x in jax.tree.leaves(train_step.flush(next(new)))]
     held, at, consumed = None, 0, 0
@@ -131,7 +131,7 @@ def interrupted_everywhere(train_step: Any, new: Iterator[Any]) -> None:
         held = interrupted(functools.partial(train_step, state, BATCH))
         if held is None:
             break
-        at += 1
+        at += stride
         lost = any(x.is_deleted() for x in jax.tree.leaves(state))
         consumed += lost
         if lost and waits:
@@ -155,11 +155,12 @@ def test_a_step_that_is_interrupted_leaves_its_state_or_none_of_it(step_fn, dela
     interrupted_everywhere(train_step, states(train_step))
 
 
-def test_layers_that_are_interrupted_are_as_they_were_or_lost():
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_layers_that_are_interrupted_are_as_they_were_or_lost(stride):
     """A leaf that is there has not been touched, though others may be lost."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     train_step = small.shard_train_step(
         layers, mesh=mesh, offload=jzero.HostCPU(),
         offload_params=jzero.PinnedHost(device_bytes=50000),
     )  # fmt: skip
-    interrupted_everywhere(train_step, states_of_layers(train_step))
+    interrupted_everywhere(train_step, states_of_layers(train_step), stride)

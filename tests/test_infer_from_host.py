@@ -188,6 +188,7 @@ def nested_in(eval_step, *args):
 # -- equal to one device ---------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("asked", "layers"),
@@ -410,6 +411,7 @@ def nbytes_of(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layers", ["scanned", "unrolled"])
 @pytest.mark.parametrize(("num", "rows"), [(1, 16), (1, 1), (8, 16), (8, 8)])
 def test_bytes_over_the_link_in_each_token(layers, num, rows):

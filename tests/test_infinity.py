@@ -23,6 +23,7 @@ def run(script, *options, out):
     return json.loads(path.read_text()), done.stdout
 
 
+@pytest.mark.slow
 def test_parameters_take_a_window_at_every_depth(tmp_path):
     result, text = run("memory", "--live", "--depths", "2", "6", out=tmp_path)
     rows = result["found"]["and parameters on the host"]

@@ -20,6 +20,7 @@ from jzero.sharding.analysis import _residuals
 SCAN = pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 
 
+@pytest.mark.covering(pairs=["scan", "update"])
 @pytest.mark.parametrize("num", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
 @pytest.mark.parametrize("update", model.UPDATES)
 @SCAN
@@ -31,14 +32,15 @@ def test_it_trains_what_one_device_trains(scan, update, num):
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
     [
         {"axes": {"node": 2, "local": 4}},
         {"axes": {"node": 2, "local": 2}, "param_axes": "local", "optimizer_axes": "local"},
         {"accumulate_dtype": jnp.float32, "reduce": "once"},
-        {"full": "head"},
-        {"min_shard_bytes": 2**10},
+        pytest.param({"full": "head"}, marks=pytest.mark.slow),
+        pytest.param({"min_shard_bytes": 2**10}, marks=pytest.mark.slow),
         {"device_bytes": 2**20},
         {"device_bytes": 4680},
     ],
@@ -54,6 +56,7 @@ ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
 LAYER_MAJOR = {"accumulate": 2, "layer_major": True}
 
 
+@pytest.mark.covering(pairs=["scan", "tx"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -100,7 +103,7 @@ def test_activations_of_microbatches_that_run_one_after_the_other(monkeypatch):
 # Steps that cannot be run in microbatches, layer by layer or not (test_options.py).
 CANNOT = {"inner_steps", "while_on_batch"}
 BY_DEFAULT = {
-    "transformer_scan_remat", "tied_embeddings", "moe_top_k", "sam", "per_example_outputs", "mixed_bf16",
+    "moe_top_k", "sam", "per_example_outputs", "mixed_bf16",
 }  # fmt: skip
 
 
@@ -176,6 +179,7 @@ def expected(loss_fn, scan):
     return found
 
 
+@pytest.mark.covering(pairs=["loss_fn", "scan"])
 @pytest.mark.parametrize(
     ("loss_fn", "loops"), [(divided_by_a_count, 2), (contrastive, 3), (tied, 1)]
 )

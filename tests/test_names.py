@@ -1,6 +1,7 @@
 """Names: one noun, one thing. No class and no type has the name of another one of jzero."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping
 
@@ -13,7 +14,12 @@ STILL_DOUBLE: frozenset[str] = frozenset()
 CAMEL_CASE = re.compile(r"_?[A-Z]\w*[a-z]\w*")
 
 
-def defined_types(source: str) -> Iterator[str]:
+@functools.cache
+def defined_types(source: str) -> tuple[str, ...]:
+    return tuple(_defined_types(source))
+
+
+def _defined_types(source: str) -> Iterator[str]:
     """The names of a file's classes, and of types that it names by an assignment.
 
     Neither `Var = _types.Var`, which is the same one, nor type variables.

@@ -85,6 +85,7 @@ class Interrupted:
                 raise KeyboardInterrupt
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("scan", "update", "tx"),
@@ -163,6 +164,7 @@ def watched_step(alarm, scan, tx):
     return step
 
 
+@pytest.mark.covering(pairs=["scan", "update"])
 @pytest.mark.parametrize("tx", [CLIPPED, MOMENTUM], ids=["clipped", "momentum"])
 @pytest.mark.parametrize(("scan", "update"), SHAPES)
 def test_callbacks_that_fail(scan, update, tx):

@@ -36,9 +36,21 @@ ALL_STAGES = (
     "sam(opaque)",
     "schedule_free_adamw",
 )
+# By default at stage 3, and two of these at all; one that has variants stands for them.
+BY_DEFAULT = {"adamw", "muon"}
+VARIANTS = {
+    "MultiSteps(gradient_transformation)", "MultiSteps(skip_large_updates)", "adafactor(momentum, decay)",
+    "dog(learning_rate)", "lookahead(reset_state)", "momo(large)", "polyak_sgd(large)",
+    "scale_by_lion(smooth)", "sgd(momentum)",
+}  # fmt: skip
 CASES = [
-    (name, stage) for name in ENTRIES for stage in ((0, 1, 2, 3) if name in ALL_STAGES else (1, 3))
-]
+    pytest.param(
+        name, stage,
+        marks=() if name in BY_DEFAULT or (stage == 3 and name not in VARIANTS) else pytest.mark.slow,
+    )
+    for name in ENTRIES
+    for stage in ((0, 1, 2, 3) if name in ALL_STAGES else (1, 3))
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

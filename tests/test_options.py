@@ -16,6 +16,7 @@ import jzero
 import parity
 import small
 import zoo
+from covering import chosen
 from jzero.sharding.analysis import _residuals
 
 MESHES = {
@@ -77,13 +78,14 @@ def covering_settings():
         setting = {name: rng.choice(values) for name, values in FACTORS.items()}
         if is_valid(setting):
             pool.append(setting)
-    missing = set().union(*map(pairs_of, pool))
-    chosen = []
+    pairs = list(map(pairs_of, pool))
+    missing = set().union(*pairs)
+    found = []
     while missing:
-        best = max(pool, key=lambda setting: len(pairs_of(setting) & missing))
-        missing -= pairs_of(best)
-        chosen.append(best)
-    return chosen
+        best = max(range(len(pool)), key=lambda i: len(pairs[i] & missing))
+        missing -= pairs[best]
+        found.append(pool[best])
+    return found
 
 
 def name_of(setting):
@@ -92,6 +94,7 @@ def name_of(setting):
 
 
 SETTINGS = covering_settings()
+BY_DEFAULT = chosen(SETTINGS, pairs=["stage", "accumulate"])  # And every value of each option.
 ENTRIES = [name for name in zoo.NAMES if name not in CANNOT_ACCUMULATE]
 
 
@@ -107,10 +110,13 @@ def check(name, axes, **options):
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
-        pytest.param(ENTRIES[7 * i % len(ENTRIES)], setting, id=name_of(setting))
+        pytest.param(
+            ENTRIES[7 * i % len(ENTRIES)], setting, id=name_of(setting),
+            marks=() if i in BY_DEFAULT else pytest.mark.slow,
+        )
         for i, setting in enumerate(SETTINGS)
     ],
-)
+)  # fmt: skip
 def test_pairs_of_options(name, setting, request):
     if setting["tile_bytes"]:
         request.getfixturevalue("no_compilation_cache")
@@ -118,11 +124,23 @@ def test_pairs_of_options(name, setting, request):
     check(name, MESHES[setting["mesh"]], **options)
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+# Others are near relatives of these to microbatches.
+KINDS = {
+    "mlp", "transformer_scan_remat", "mixed_bf16", "moe_top_k", "microbatch_scan", "cond_on_gradients",
+    "cond_on_batch", "while_in_update", "pmap_style", "pmap_style_local", "gan", "sam", "maml", "batch_norm",
+    "dropout_typed_key", "per_example_outputs", "nnx_mutating",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in ENTRIES],
+)
 def test_accumulation(name):
     check(name, {"data": 4}, stage=3, accumulate=2)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("stage", "reduce"),

@@ -99,6 +99,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_padding_reaches_no_norm_and_no_maximum(tx, stage):

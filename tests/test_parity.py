@@ -1,8 +1,9 @@
 """Every train step of the zoo, at every stage and on 1 to 8 devices, against one device.
 
 Five steps; every leaf of the metrics after each, every leaf of the state after the last. What one
-device trains is computed once per entry. By default each entry runs at stage 3 on 8 devices, and
-two entries, one of them with collectives of its own, in all sixteen settings; `-m slow` runs the rest.
+device trains is computed once per entry. By default each entry that is no near relative of another runs at
+stage 3 on 8 devices, one in all sixteen settings, and one with collectives of its own at every stage and on
+every number of devices; `-m slow` runs the rest.
 """
 
 import functools
@@ -17,15 +18,24 @@ import zoo
 STAGES = (0, 1, 2, 3)
 NUM_DEVICES = (1, 2, 4, 8)
 BY_DEFAULT = {(3, 8)}
-# A loss that is a mean of rows, and a step with collectives of its own.
-IN_ALL_SETTINGS = {"mlp", "pmap_style"}
+# A loss that is a mean of rows.
+IN_ALL_SETTINGS = {"mlp"}
+# A step with collectives of its own.
+IN_SOME_SETTINGS = {("pmap_style", *setting) for setting in zip(STAGES, NUM_DEVICES, strict=True)}
+RELATIVES = {
+    "transformer_scan", "transformer_remat", "lora", "ema", "custom_vjp_attention",
+    "cond_with_constant_branch",
+}  # fmt: skip
 
 
 def settings():
     for name in zoo.NAMES:
         for stage in STAGES:
             for num_devices in NUM_DEVICES:
-                by_default = (stage, num_devices) in BY_DEFAULT or name in IN_ALL_SETTINGS
+                by_default = (
+                    name in IN_ALL_SETTINGS or (name, stage, num_devices) in IN_SOME_SETTINGS
+                )
+                by_default |= name not in RELATIVES and (stage, num_devices) in BY_DEFAULT
                 marks = () if by_default else pytest.mark.slow
                 setting = f"{name}-stage{stage}-{num_devices}devices"
                 yield pytest.param(name, stage, num_devices, marks=marks, id=setting)
@@ -38,7 +48,13 @@ def test_trains_as_on_one_device(name, stage, num_devices):
     )
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.slow)
+        for i, name in enumerate(zoo.NAMES)
+    ],
+)
 def test_a_device_left_out_is_noticed(name):
     """The comparison can fail: without one device's rows, the training differs by ten tolerances."""
     entry = zoo.get(name)

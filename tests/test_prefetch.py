@@ -58,6 +58,7 @@ def assert_close(actual, expected):
         assert jnp.allclose(jnp.asarray(a), jnp.asarray(b), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("sizes", "num_layers"), [((8,), 1), ((8,), 2), ((8,), 5), ((2, 2), 3)])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("remat", [False, True])
@@ -158,6 +159,7 @@ def carried_gathers(jaxpr):
     return found
 
 
+@pytest.mark.covering(pairs=["remat", "prefetch_bytes"])
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("prefetch_bytes", [NOTHING, KERNEL, EVERYTHING])
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -102,9 +102,13 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def train_step():
+    return make_step()
+
+
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_unlike_the_call_before(change):
-    train_step = make_step()
+def test_what_is_unlike_the_call_before(change, train_step):
     state = CHANGES[change](trained(train_step))
     expected = jax.jit(step)(on_one_device(state), X)
     for _ in range(2):

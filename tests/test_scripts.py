@@ -9,15 +9,20 @@ import parity
 import small
 import zoo
 
-# At stage 1 too by default: pmap's, NNX's and Equinox's.
-IN_BOTH = {"imagenet", "mnist", "eqx_bert"}
+# By default, of each library some that differ in what they do, and what compiles soon.
+BY_DEFAULT = {
+    "mnist": (3, 1), "ppo": (3,), "run_clm_flax": (3,), "nlp_seq": (3,), "eqx_bert": (1,), "eqx_mnist": (3,),
+    "toy_02_lifted_transforms": (3,), "toy_07_array_leaves": (3,), "toy_10_fsdp_and_optimizer": (3,),
+}  # fmt: skip
 
 
 def settings():
     for name in zoo.SCRIPTS:
-        yield pytest.param(name, 3, 8, id=f"{name}-stage3-8devices")
-        marks = () if name in IN_BOTH else pytest.mark.slow
-        yield pytest.param(name, 1, 4, marks=marks, id=f"{name}-stage1-4devices")
+        for stage, num in ((3, 8), (1, 4)):
+            marks = () if stage in BY_DEFAULT.get(name, ()) else pytest.mark.slow
+            yield pytest.param(
+                name, stage, num, marks=marks, id=f"{name}-stage{stage}-{num}devices"
+            )
 
 
 @pytest.mark.parametrize(("name", "stage", "num_devices"), list(settings()))

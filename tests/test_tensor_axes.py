@@ -81,6 +81,7 @@ def sharded(stage, data=4, model=2, **options):
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("data", "model"), [(4, 2), (2, 4), (1, 2)])
@@ -165,6 +166,7 @@ SQUARE_USES = {
 }
 
 
+@pytest.mark.covering(pairs=["use", "spec"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("spec", [("model", None), (None, "model")], ids=str)
 @pytest.mark.parametrize("use", SQUARE_USES)

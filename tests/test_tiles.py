@@ -174,18 +174,21 @@ def check(name, mesh, tile_bytes=TILE, **options):
     )  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("mesh", ["2", "8"])
 def test_steps_train_as_on_one_device(name, mesh):
     check(name, mesh)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["scanned remat", "einsums", "tied"])
 @pytest.mark.parametrize("tile_bytes", [1, 500, 4000, 2**28])
 def test_tiles_of_any_size(name, tile_bytes):
     check(name, "4", tile_bytes)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

@@ -29,6 +29,7 @@ def losses_of(folder: pathlib.Path) -> list[float]:
         return [float(row["loss_nats_per_byte"]) for row in csv.DictReader(file)]
 
 
+@pytest.mark.slow
 def test_delayed_updates_are_flushed_when_saved(tmp_path):
     plain, delayed, checkpoints = tmp_path / "plain", tmp_path / "delayed", tmp_path / "checkpoints"
     train("--out", plain)

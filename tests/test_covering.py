@@ -1,0 +1,38 @@
+"""The cases that run by default have every value, or every pair of values."""
+
+import itertools
+
+import pytest
+
+from covering import chosen
+
+CASES = [
+    {"a": a, "b": b, "c": c} for a, b, c in itertools.product(range(4), "xyz", [None, {"k": 1}])
+]
+
+
+def test_every_value_occurs():
+    found = [CASES[i] for i in chosen(CASES)]
+    assert len(found) == 4
+    for name in "abc":
+        assert {str(case[name]) for case in found} == {str(case[name]) for case in CASES}
+
+
+def test_every_pair_occurs():
+    found = [CASES[i] for i in chosen(CASES, pairs=["a", "b"])]
+    assert len(found) == 12
+    assert len({(case["a"], case["b"]) for case in found}) == 12
+    assert len({str(case["c"]) for case in found}) == 2
+
+
+def test_one_case_is_kept():
+    assert chosen(CASES[5:6]) == [0]
+
+
+@pytest.mark.covering(pairs=["a"])
+@pytest.mark.parametrize("b", [*"xy", pytest.param("z", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("a", range(3))
+def test_cases_are_marked(a, b, request):
+    """Of the nine cases these run by default, one of each `a`, and none that is slow anyway."""
+    by_default = request.node.get_closest_marker("slow") is None
+    assert by_default == ((a, b) in {(0, "x"), (1, "y"), (2, "x")})
