@@ -1,0 +1,228 @@
+"""A file that is read and written past the page cache (O_DIRECT), where the file system lets one."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from jzero._errors import OptionError, StateError, message
+from jzero.offload.nvme._layout import PAGE
+
+BLOCK = 2**23  # Bytes of one transfer, at most; experiments/infinity/disk.py measures others.
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_DAMAGED = "What is on the disk is not what this run needs, and nothing was overwritten."
+_open_files: weakref.WeakSet[DirectFile] = weakref.WeakSet()
+
+
+class DirectFile:
+    """An open file, locked for this process; transfers are of whole pages, from memory that starts on one.
+
+    Attributes:
+      path: where it is.
+      direct: whether transfers go past the page cache.
+      why_not: the reason, in words, if they do not; else empty.
+    """
+
+    def __init__(self, who: str, path: Path, create: bool = False) -> None:
+        """Opens or makes a file.
+
+        Args:
+          who: what the user called.
+          path: where it is; with `create`, what is there already is kept.
+          create: whether it may be missing.
+
+        Raises:
+          OptionError: another run has it, or it cannot be opened.
+          StateError: it is not there.
+        """
+        self.path, self._who = path, who
+        self.why_not = ""
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        self._fd = -1
+        try:
+            self._fd = self._open(flags)
+            _open_files.add(self)
+            self._lock()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers go past the page cache."""
+        return not self.why_not
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._fd).st_size
+
+    def _open(self, flags: int) -> int:
+        try:
+            if not _O_DIRECT:
+                self.why_not = "this system has no O_DIRECT"
+                return os.open(self.path, flags, 0o600)
+            fd = self._open_direct(flags)
+            if self.why_not:
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)
+            return fd
+        except FileNotFoundError as error:
+            raise StateError(message(
+                self._who, f"{self.path} is not there", "State that is resumed is in one file for each device.",
+                "Correct the path, or start without resume=True.")) from error  # fmt: skip
+        except OSError as error:
+            raise OptionError(message(
+                self._who, f"{self.path} cannot be opened: {error.strerror}",
+                "State is kept in files that this run reads and writes.", "Use another path."
+            )) from error  # fmt: skip
+
+    def _open_direct(self, flags: int) -> int:
+        try:
+            fd = os.open(self.path, flags | _O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.why_not = "the file system has no O_DIRECT"
+            return os.open(self.path, flags, 0o600)
+        asked = alignment(fd)
+        if asked is None:
+            self.why_not = "the file system has no O_DIRECT for this file"
+        elif asked > PAGE:
+            self.why_not = f"O_DIRECT would need multiples of {asked} bytes here"
+        return fd
+
+    def _lock(self) -> None:
+        """The kernel gives it back when the process ends, however it does."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OptionError(message(
+                self._who, f"another run has {self.path}", "One run at a time has the files of a path.",
+                "End it, or give each run a path of its own.")) from error  # fmt: skip
+        except OSError as error:
+            raise OptionError(message(
+                self._who, f"{self.path} cannot be locked: {error.strerror}",
+                "A second run in the same folder must be noticed.", "Use a local file system."
+            )) from error  # fmt: skip
+
+    def read(self, buffer: np.ndarray, offset: int, what: str) -> None:
+        """Fills a buffer, from `offset` of the file on.
+
+        Raises:
+          StateError: it cannot be read, or the file ends before; `what` is said of it.
+        """
+        view, done, refused = memoryview(buffer), 0, 0
+        while done < len(view):
+            part = view[done : done + BLOCK]
+            try:
+                moved = os.preadv(self._fd, [part], offset + done)
+            except OSError as error:
+                raise self._failed("reading", what, offset + done, error) from error
+            if moved == 0:
+                raise self.cut(f"{what} needs bytes {offset} to {offset + len(view)}")
+            done, refused = self._go_on(done, moved, refused, len(view), "reading", what, offset)
+
+    def write(self, buffer: np.ndarray, offset: int, what: str) -> None:
+        """Writes a buffer to `offset` of the file.
+
+        Raises:
+          StateError: it cannot be written; `what` is said of it.
+        """
+        view, done, refused = memoryview(buffer), 0, 0
+        while done < len(view):
+            try:
+                moved = os.pwrite(self._fd, view[done : done + BLOCK], offset + done)
+            except OSError as error:
+                raise self._failed("writing", what, offset + done, error) from error
+            done, refused = self._go_on(done, moved, refused, len(view), "writing", what, offset)
+
+    def _go_on(
+        self, done: int, moved: int, refused: int, total: int, doing: str, what: str, offset: int
+    ) -> tuple[int, int]:
+        """Where to go on after a transfer, which may be short; three in a row without a page are an error."""
+        if done + moved < total:
+            moved -= moved % PAGE  # The next one starts on a page, too.
+        refused = 0 if moved else refused + 1
+        if refused == 3:
+            error = OSError(errno.EIO, "transfers stop short")
+            raise self._failed(doing, what, offset + done, error)
+        return done + moved, refused
+
+    def sync(self) -> None:
+        """Returns when all that was written is on the medium.
+
+        Raises:
+          StateError: some of it may not be. A second try would succeed and mean nothing, since the kernel
+            tells of a page that it could not write once only.
+        """
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise StateError(message(
+                self._who, f"{self.path} cannot be synced: {error.strerror}",
+                "A step is complete when the disk has all of it.",
+                "Look at the disk; the step before is still there, unless in_place=True.")) from error  # fmt: skip
+
+    def _failed(self, doing: str, what: str, offset: int, error: OSError) -> StateError:
+        return StateError(message(
+            self._who, f"{doing} {what}, byte {offset} of {self.path}, failed: {error.strerror}",
+            "Every byte of a tile is read and written.",
+            "Look at the disk and the kernel's log; the step before is still there, unless in_place=True."))  # fmt: skip
+
+    def cut(self, needed: str) -> StateError:
+        """What is said of a file that is shorter than it was."""
+        return StateError(message(
+            self._who, f"{self.path} has {self.size} bytes, and {needed}: it was cut", _DAMAGED,
+            "Restore the last checkpoint into a new path, without resume=True."))  # fmt: skip
+
+    def close(self) -> None:
+        """Closes the file and gives the lock back; again, does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _forget_in_child() -> None:
+    """A forked child that kept the files open would keep their locks beyond its parent's end."""
+    for file in list(_open_files):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class _Statx(ctypes.Structure):
+    """`struct statx` of statx(2), as far as it is read."""
+
+    _fields_ = (
+        ("mask", ctypes.c_uint32),
+        ("before", ctypes.c_uint8 * 148),
+        ("dio_mem_align", ctypes.c_uint32),
+        ("dio_offset_align", ctypes.c_uint32),
+        ("after", ctypes.c_uint8 * 96),
+    )
+
+
+_AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000
+
+
+def alignment(fd: int) -> int | None:
+    """Of memory and offsets in O_DIRECT transfers, in bytes; None if there are no such transfers.
+
+    Linux says so since 6.1 (STATX_DIOALIGN). Where nothing does, pages are right for every disk there is.
+    """
+    found = _Statx()
+    try:
+        statx = ctypes.CDLL(None, use_errno=True).statx
+    except (OSError, AttributeError):
+        return PAGE
+    failed = statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, ctypes.byref(found))
+    if failed or not found.mask & _STATX_DIOALIGN:
+        return PAGE
+    return max(found.dio_mem_align, found.dio_offset_align) or None
