@@ -64,7 +64,8 @@ class TileRing:
             raise OptionError(message(
                 who, f"host_bytes={host_bytes} hold {num} tiles of {tile_bytes} bytes",
                 "One tile is read, one updated and one written at the same time.",
-                f"Use host_bytes={LEAST * tile_bytes} ({readable_bytes(LEAST * tile_bytes)}) or more."))  # fmt: skip
+                f"Use host_bytes={LEAST * tile_bytes} ({readable_bytes(LEAST * tile_bytes)}) or more.",
+            ))  # fmt: skip
         memory = pages(num * tile_bytes)
         self._use(list(memory.reshape(num, tile_bytes)))
 

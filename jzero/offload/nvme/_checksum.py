@@ -13,10 +13,10 @@ _BLOCK = 2**17  # words: 1 MiB stays in a processor's cache between the two sums
 def checksum(tile: np.ndarray) -> int:
     """32 bits of a tile: CRC-32 of the sums of all rows and of all columns of its pages.
 
-    Any damage within one word changes a sum for certain, and so do two in one row or one column; any two
-    exchanged pages or columns do unless they are alike. What hits several rows and columns at random is missed
-    once in 2**32. A thread does 20 GB/s, where `zlib.crc32` does 4 and a disk 3 to 14 (one core of a virtual
-    machine, 2026-11-23; experiments/infinity/disk.py measures both again).
+    Damage within one row, within one column, or of pages that were exchanged changes a sum for certain; what
+    hits several rows and columns at random is missed once in 2**32. A thread does 20 GB/s, where
+    `zlib.crc32` does 4 and a disk 3 to 14 (one core of a virtual machine, 2026-11-23;
+    experiments/infinity/disk.py measures both again).
 
     Args:
       tile: uint8[n], n a multiple of 4096.

@@ -74,7 +74,8 @@ class DirectFile:
             return fd
         except FileNotFoundError as error:
             raise StateError(message(
-                self._who, f"{self.path} is not there", "State that is resumed is in one file for each device.",
+                self._who, f"{self.path} is not there",
+                "State that is resumed is in one file for each device.",
                 "Correct the path, or start without resume=True.")) from error  # fmt: skip
         except OSError as error:
             raise OptionError(message(
@@ -91,7 +92,9 @@ class DirectFile:
             self.why_not = "the file system has no O_DIRECT"
             return os.open(self.path, flags, 0o600)
         asked = alignment(fd)
-        if asked is None:
+        if (kind := _file_system(fd)) in ("tmpfs", "ramfs"):
+            self.why_not = f"{kind} is memory, and no disk"
+        elif asked is None:
             self.why_not = "the file system has no O_DIRECT for this file"
         elif asked > PAGE:
             self.why_not = f"O_DIRECT would need multiples of {asked} bytes here"
@@ -101,7 +104,9 @@ class DirectFile:
         """The kernel gives it back when the process ends, however it does."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            if not os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
+                raise BlockingIOError  # It has just got another name, by whoever had the lock.
+        except (BlockingIOError, FileNotFoundError) as error:
             raise OptionError(message(
                 self._who, f"another run has {self.path}", "One run at a time has the files of a path.",
                 "End it, or give each run a path of its own.")) from error  # fmt: skip
@@ -117,7 +122,7 @@ class DirectFile:
         Raises:
           StateError: it cannot be read, or the file ends before; `what` is said of it.
         """
-        view, done, refused = memoryview(buffer), 0, 0
+        view, done, refused = buffer.data, 0, 0
         while done < len(view):
             part = view[done : done + BLOCK]
             try:
@@ -134,7 +139,7 @@ class DirectFile:
         Raises:
           StateError: it cannot be written; `what` is said of it.
         """
-        view, done, refused = memoryview(buffer), 0, 0
+        view, done, refused = buffer.data, 0, 0
         while done < len(view):
             try:
                 moved = os.pwrite(self._fd, view[done : done + BLOCK], offset + done)
@@ -154,6 +159,17 @@ class DirectFile:
             raise self._failed(doing, what, offset + done, error)
         return done + moved, refused
 
+    def resize(self, size: int) -> None:
+        """Makes the file so long, and reserves its space on the disk; 0 empties it.
+
+        Raises:
+          OSError: there is no room (`ENOSPC`, `EDQUOT`), or a file may not be so long (`EFBIG`).
+        """
+        if size:
+            os.posix_fallocate(self._fd, 0, size)
+        else:
+            os.ftruncate(self._fd, 0)
+
     def sync(self) -> None:
         """Returns when all that was written is on the medium.
 
@@ -167,13 +183,15 @@ class DirectFile:
             raise StateError(message(
                 self._who, f"{self.path} cannot be synced: {error.strerror}",
                 "A step is complete when the disk has all of it.",
-                "Look at the disk; the step before is still there, unless in_place=True.")) from error  # fmt: skip
+                "Look at the disk; the step before is still there, unless in_place=True.",
+            )) from error  # fmt: skip
 
     def _failed(self, doing: str, what: str, offset: int, error: OSError) -> StateError:
         return StateError(message(
             self._who, f"{doing} {what}, byte {offset} of {self.path}, failed: {error.strerror}",
             "Every byte of a tile is read and written.",
-            "Look at the disk and the kernel's log; the step before is still there, unless in_place=True."))  # fmt: skip
+            "Look at the disk and the kernel's log; the step before is still there, unless in_place=True.",
+        ))  # fmt: skip
 
     def cut(self, needed: str) -> StateError:
         """What is said of a file that is shorter than it was."""
@@ -195,6 +213,19 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _file_system(fd: int) -> str:
+    """The kind of file system that a file is on, by the kernel's name; empty if nothing says it."""
+    device = os.fstat(fd).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    # Fields, any number of optional ones, " - ", and the kind first (proc_pid_mountinfo(5)).
+    kinds = (line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == number)
+    return next(kinds, "")
 
 
 class _Statx(ctypes.Structure):

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 LINE = 64  # Bytes of a cache line: kernels and JAX read an extent where it is.
-PAGE = 4096  # The least unit of tiles on a disk and of buffers; a multiple of what O_DIRECT asks for.
+PAGE = (
+    4096  # The least unit of tiles on a disk and of buffers; a multiple of what O_DIRECT asks for.
+)
 
 
 class Extent(NamedTuple):
