@@ -16,10 +16,10 @@ from jzero.checkpoint import _ocdbt, _reading
 from jzero.checkpoint._chunks import chunk_shape
 from jzero.checkpoint._fragments import Fragments
 from jzero.checkpoint._seal import StoredLeaf
-from jzero.offload.memory._host_array import HostArray
+from jzero.offload.memory._away_array import AwayArray
 from jzero.offload.memory._padded import PaddedArray
 
-Array: TypeAlias = jax.Array | PaddedArray | HostArray
+Array: TypeAlias = jax.Array | PaddedArray | AwayArray
 Box: TypeAlias = tuple[slice, ...]
 
 # Bytes of leaves that a save writes in one transaction: it makes one new root of the tree that is on disk,
@@ -112,7 +112,7 @@ def write_spec(
 
 def _shard_shape(x: Array) -> tuple[int, ...]:
     """The shape of each device's part, padding included."""
-    if isinstance(x, HostArray):
+    if isinstance(x, AwayArray):
         return x.at_rest.shard_shape(x.padded_shape)
     x = x.padded if isinstance(x, PaddedArray) else x
     return x.sharding.shard_shape(x.shape)
@@ -120,7 +120,7 @@ def _shard_shape(x: Array) -> tuple[int, ...]:
 
 def _own_parts(x: Array) -> list[tuple[Box, Any]]:
     """The parts that this process writes, and where they are: the first copy of each."""
-    if isinstance(x, HostArray):
+    if isinstance(x, AwayArray):
         return [(tuple(slice(*ends) for ends in box), data) for box, data in x.own_parts()]
     shards = (x.padded if isinstance(x, PaddedArray) else x).addressable_shards
     return [(shard.index, shard.data) for shard in shards if shard.replica_id == 0]

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jzero._memory_kinds import PINNED
 from jzero.offload._host_turn import HostTurn
 from jzero.offload.kernels._host_update import HostUpdate
-from jzero.offload.memory._host_array import HostArray, places
+from jzero.offload.memory._away_array import places
+from jzero.offload.memory._host_array import HostArray
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, view
 from jzero.segments._segment import shard_of
 from jzero.sharding.plan._leaves import LeafPlan

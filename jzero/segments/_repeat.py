@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jzero.offload.memory._host_array import Home, HostArray
+from jzero.offload.memory._away_array import AwayArray, Home
 from jzero.offload.memory._padded import PaddedArray
 from jzero.segments._program import Program
 from jzero.sharding.plan._setting import Setting
@@ -82,7 +82,7 @@ class Repeat:
     def of(cls, program: Program, call: FlatCall, placed: Sequence[Any]) -> Repeat | None:
         """A call of a program with its state as `placed`; None if a leaf had to move."""
         padded = [(i, x.shape) for i, x in enumerate(call.state) if isinstance(x, PaddedArray)]
-        homes = [(i, x.home) for i, x in enumerate(call.state) if isinstance(x, HostArray)]
+        homes = [(i, x.home) for i, x in enumerate(call.state) if isinstance(x, AwayArray)]
         plain, types = _plain(call.state, padded), list(map(type, call.state))
         if any(map(operator.is_not, plain, placed)):
             return None

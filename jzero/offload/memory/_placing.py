@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, message
 from jzero._in_turn import groups
 from jzero._memory_kinds import DEVICE, HOST, HostNeed
-from jzero.offload.memory import _host_array, _padded
-from jzero.offload.memory._host_array import Home, HostArray
+from jzero.offload.memory import _away_array, _host_array, _padded
+from jzero.offload.memory._away_array import AwayArray, Home
+from jzero.offload.memory._host_array import HostArray
 from jzero.offload.memory._like_array import LikeArray
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
@@ -67,7 +68,7 @@ def places(
 @functools.cache
 def _home(plan: LeafPlan, sharding: NamedSharding, axes: tuple[str, ...]) -> Home:
     at_rest = NamedSharding(sharding.mesh, sharding.spec)
-    devices = _host_array.keepers(sharding.mesh, axes)
+    devices = _away_array.keepers(sharding.mesh, axes)
     return Home(plan.shape, plan.padded_shape, jnp.dtype(plan.dtype), at_rest, devices)
 
 
@@ -126,13 +127,13 @@ def place_state(
 
 
 def _from_host(leaf: Any, plan: LeafPlan, sharding: NamedSharding) -> Any:
-    """A leaf as JAX or NumPy has it; a `HostArray` in its new place, if this process has all of it."""
-    if not isinstance(leaf, HostArray):
+    """A leaf as JAX or NumPy has it; an `AwayArray` in its new place, if this process has all of it."""
+    if not isinstance(leaf, AwayArray):
         return leaf
     if leaf.is_fully_addressable:
-        return _host_array.on_devices(leaf, plan.padded_shape, sharding)
+        return _away_array.on_devices(leaf, plan.padded_shape, sharding)
     way = NamedSharding(leaf.at_rest.mesh, leaf.at_rest.spec, memory_kind=sharding.memory_kind)
-    return _padded.wrap(_host_array.on_devices(leaf, sharding=way), leaf.shape)
+    return _padded.wrap(_away_array.on_devices(leaf, sharding=way), leaf.shape)
 
 
 def wrap(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
@@ -232,8 +233,8 @@ def apart(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _copy(leaf: Any) -> Any:
-    """Memory of its own; a leaf on the host, which says itself that it was consumed, as it is."""
-    on_devices = isinstance(leaf, jax.Array) and not isinstance(leaf, HostArray)
+    """Memory of its own; a leaf away from them, which says itself that it was consumed, as it is."""
+    on_devices = isinstance(leaf, jax.Array) and not isinstance(leaf, AwayArray)
     return copied([leaf], leaf.sharding)[0] if on_devices else leaf
 
 
@@ -272,7 +273,7 @@ def held_whole(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> lis
     if not leaves or shardings[0].is_fully_addressable:
         return []
     given = [(i, leaf) for i, leaf in enumerate(leaves) if leaf is not None]
-    return [i for i, leaf in given if not _host_array.spans_processes(leaf)]
+    return [i for i, leaf in given if not _away_array.spans_processes(leaf)]
 
 
 def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
@@ -282,7 +283,7 @@ def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
     """
     if _call.abstract_leaf(leaf).weak_type:  # A Python number, mostly: device_put keeps its type.
         return leaf
-    if _host_array.spans_processes(leaf):
+    if _away_array.spans_processes(leaf):
         return leaf
     if _is_key(leaf):
         data = take_shards(jax.random.key_data(leaf), sharding)
