@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -121,7 +122,11 @@ class ShardedTrainStep(ShardedStep):
         self._placement.agree("init", leaves, _placing.host_needs(places), lambda: (
             _identity.of_jaxpr(traced.jaxpr, traced.consts)
         ))  # fmt: skip
-        made = _placing.born(traced, places, self._programs.options.offload.visiting_bytes)
+        filling = self._placement.filling(leaves, places)
+        with filling or contextlib.nullcontext():
+            made = _placing.born(
+                traced, places, self._programs.options.offload.visiting_bytes, filling
+            )
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
     def flush(self, state: Any) -> Any:

@@ -34,7 +34,7 @@ from jzero.tracing import _call
 WHO = _call.WHO
 # An engine is one call's at a time, and the processors are everybody's. Reentrant: a signal's handler that
 # calls in the middle of an update is refused (`HostUpdate.prepare`), and does not wait for ever.
-_UPDATING = threading.RLock()
+UPDATING = threading.RLock()
 
 
 @dataclasses.dataclass(eq=False)
@@ -225,7 +225,7 @@ class HostStep:
     ) -> tuple[list[Any], list[jax.Array]]:
         """Runs one step; the state is consumed, unless it fails before the host overwrites any."""
         # Early updates take turns with those of other threads, from the first part on.
-        with _UPDATING if self._early_plan.turns else contextlib.nullcontext():
+        with UPDATING if self._early_plan.turns else contextlib.nullcontext():
             made = self._step(state, arrays)
         self._has_run = True
         return made
@@ -249,7 +249,7 @@ class HostStep:
         reads = job.reads | read if job else {}
         if job:
             job.step.wait(state, reads)
-        with _UPDATING:
+        with UPDATING:
             if job:
                 job.step.prepare(state, reads)
             made |= self._update_on_devices(values, stays)  # while the host works
@@ -290,7 +290,7 @@ class HostStep:
         made: dict[int, jax.Array] = {}
         reads = pending.reads | self.read_leaves(state)
         self.wait(state, reads)
-        with _UPDATING:
+        with UPDATING:
             self.prepare(state, reads)
             hosted = self._taken(state, None, num_steps)
             for chunk in self.updating(state):

@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import HOST, PINNED
+from jzero._memory_kinds import HOST, NVME, PINNED
 from jzero.offload import _tiers
 from jzero.offload._host_step import HostStep
 from jzero.offload._policy import HostCPU, NoOffload, PinnedHost
@@ -122,6 +122,11 @@ class ParameterOffload(Offload):
                 WHO, f"offload_params={self.params}, and XLA shards over the mesh axes {list(automatic)}",
                 "Shards over data axes are fetched.", "Drop offload_params, or the other axes."
             ))  # fmt: skip
+        if self.tier == NVME:
+            raise OptionError(message(
+                WHO, f"offload={self.state}, and offload_params={self.params}",
+                "Parameters on the hosts are updated beside optimizer state that is in memory.",
+                "Use offload=jzero.HostCPU(), or drop offload_params."))  # fmt: skip
         if isinstance(self.state, HostCPU) and (self.state.delayed_update or self.state.ratio != 1):
             raise OptionError(message(
                 WHO, f"offload={self.state}, and offload_params={self.params}",

@@ -97,6 +97,11 @@ class AwayArray(LikeArray):
         padded = self.padded_shape != self.shape
         return NamedSharding(self.at_rest.mesh, PartitionSpec()) if padded else self.at_rest
 
+    @property
+    def place(self) -> Any:
+        """Where it is: equal for leaves that one program takes."""
+        return self.home
+
     def block_until_ready(self) -> Self:
         """Itself: what it has is there already."""
         return self

@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, message
 from jzero._in_turn import groups
-from jzero._memory_kinds import DEVICE, HOST, HostNeed
+from jzero._memory_kinds import DEVICE, HOST, NVME, HostNeed
 from jzero.offload.memory import _away_array, _host_array, _padded
 from jzero.offload.memory._away_array import AwayArray, Home
+from jzero.offload.memory._filling import Filling
 from jzero.offload.memory._host_array import HostArray
 from jzero.offload.memory._like_array import LikeArray
 from jzero.sharding.plan._leaves import LeafPlan
@@ -60,7 +61,7 @@ def places(
 ) -> list[Place]:
     """Where each leaf rests; over the other mesh axes than `axes` devices share what is on the host."""
     return [
-        Place(plan, sharding, _home(plan, sharding, axes) if plan.tier == HOST else None)
+        Place(plan, sharding, _home(plan, sharding, axes) if plan.tier in (HOST, NVME) else None)
         for plan, sharding in zip(plans, shardings, strict=True)
     ]
 
@@ -77,7 +78,7 @@ def host_needs(places: Sequence[Place], leaves: Sequence[Any] | None = None) -> 
     there, found = leaves or [None] * len(places), collections.Counter[tuple[str, str]]()
     for x, target in zip(there, places, strict=True):
         plan = target.plan
-        if plan.tier != DEVICE and not _is_there(x, target):
+        if plan.tier not in (DEVICE, NVME) and not _is_there(x, target):
             found[_NAMES[plan.role], plan.tier] += _bytes_here(target)
     return [HostNeed(*key, nbytes) for key, nbytes in found.items()]
 
@@ -99,14 +100,16 @@ def _bytes_here(target: Place) -> int:
 
 
 def place_state(
-    leaves: Sequence[Any], places: Sequence[Place], held: Collection[int] = ()
-) -> list[Any]:
+    leaves: Sequence[Any], places: Sequence[Place], held: Collection[int] = (),
+    filling: Filling | None = None,
+) -> list[Any]:  # fmt: skip
     """Each leaf of a state in its place, padded; those that are there already pass through untouched.
 
     Args:
       leaves: the state's, in any shape and layout; None for one that nobody reads.
       places: where they go.
       held: which of them every process holds whole; they have compared these.
+      filling: the files of those that go into some; None if these are there already.
     """
     out, held = list(leaves), set(held)
     here = [i for i, target in enumerate(places) if target.home is None and out[i] is not None]
@@ -114,7 +117,10 @@ def place_state(
         if leaf is None:
             continue
         if home is not None:
-            out[i] = _host_array.on_host(leaf, home)
+            if plan.tier == HOST:
+                out[i] = _host_array.on_host(leaf, home)
+            elif filling:
+                out[i] = filling.put(leaf, plan.path, home)
             continue
         out[i] = _padded.pad(_from_host(leaf, plan, sharding), plan.padded_shape)
         if i in held:
@@ -141,14 +147,18 @@ def wrap(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
     return [_padded.wrap(x, leaf.shape) for x, leaf in zip(leaves, plans, strict=True)]
 
 
-def born(traced: _jaxpr.Traced, places: Sequence[Place], device_bytes: int) -> list[Any]:
+def born(
+    traced: _jaxpr.Traced, places: Sequence[Place], device_bytes: int, filling: Filling | None = None
+) -> list[Any]:
     """What a traced function of no arguments returns, each leaf made in its layout.
 
     What rests on the devices is made by one program. Of what does not, at most `device_bytes` (256 MiB if
     that is 0) are made by one, and lie on the host before the next runs; each computes again what it needs
-    of the others.
+    of the others. What rests in files goes to those of `filling`.
     """
     made: dict[int, Any] = {}
+    if filling and all(target.plan.tier != DEVICE for target in places):
+        filling.start([None] * len(places))
     for group in _groups([target.plan for target in places], device_bytes or _BORN_TOGETHER):
         wanted = [traced.jaxpr.outvars[i] for i in group]
         targets = [places[i] for i in group]
@@ -160,8 +170,10 @@ def born(traced: _jaxpr.Traced, places: Sequence[Place], device_bytes: int) -> l
             return pad(part.run(*consts), [target.plan for target in targets])
 
         fresh = jax.jit(run, out_shardings=shardings)([arrays[var] for var in part.reads])
-        fresh = jax.block_until_ready(place_state(fresh, targets))
+        fresh = jax.block_until_ready(place_state(fresh, targets, filling=filling))
         made |= zip(group, fresh, strict=True)
+        if filling and targets[0].plan.tier == DEVICE:
+            filling.start([made.get(i) for i in range(len(places))])
     return [made[i] for i in range(len(places))]
 
 

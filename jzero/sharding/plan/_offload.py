@@ -83,6 +83,15 @@ class Offload(abc.ABC):
         return self.tier != DEVICE
 
     @property
+    def first_tier(self) -> str:
+        """Where leaves rest before a step says which of them are offloaded."""
+        return self.tier
+
+    def files_of(self, step: StepProgram) -> Any:
+        """The files of a state of this step (`StoreSpec`); None if it rests in memory."""
+        return None
+
+    @property
     def streams(self) -> bool:
         """Whether parameters rest on the hosts: the devices fetch them where they compute with them."""
         return False
