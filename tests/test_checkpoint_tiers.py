@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ import zoo
 from test_offload_params import CLIPPED, batch, make_step, new_state
 
 LAYERS = 2
+FOLDER = tempfile.TemporaryDirectory()
 STATE = {
     "on devices": jzero.NoOffload(),
     "pinned": jzero.PinnedHost(device_bytes=2**14),
     "on the host": jzero.HostCPU(),
+    "in files": jzero.NVMe(FOLDER.name, host_bytes=2**16),
 }
 PARAMS = {"on devices": jzero.NoOffload(), "pinned": jzero.PinnedHost(device_bytes=2**14)}
 TIERS = [*itertools.product(STATE, PARAMS)]
+TIERS.remove(("in files", "pinned"))  # refused: tests/test_nvme_faults.py
 
 
 def named(tiers: tuple[str, str]) -> str:
@@ -49,8 +53,8 @@ def evaluate(state: Any, x: jax.Array) -> jax.Array:
 
 
 def tier_of(leaf: jax.Array) -> str:
-    if isinstance(leaf, jzero.HostArray):
-        return "on the host"
+    if isinstance(leaf, jzero.HostArray | jzero.NVMeArray):
+        return "on the host" if isinstance(leaf, jzero.HostArray) else "in files"
     return {"device": "on devices", "pinned_host": "pinned"}[str(leaf.sharding.memory_kind)]
 
 

@@ -170,7 +170,7 @@ class NVMeStep(HostStep):
                 made |= at_rest
             # The devices may have no room for them: then the old ones are what there is.
             jax.block_until_ready(list(made.values()))
-            store.commit(step)
+            store.files.commit(step)
         except BaseException:
             store.files.abort()
             raise

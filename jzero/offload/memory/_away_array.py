@@ -109,13 +109,14 @@ class AwayArray(LikeArray):
     def copy_to_host_async(self) -> None:
         """Nothing: it is there."""
 
-    def own_parts(self) -> Parts:
+    def own_parts(self, parts: Parts | None = None) -> Parts:
         """Of `parts`, those that no process before this one has."""
         first: dict[HostBox, int] = {}
         found = self.at_rest.devices_indices_map(self.padded_shape)
         for device in self.at_rest.mesh.devices.flat:
             first.setdefault(_box(found[device], self.padded_shape), device.process_index)
-        return [(box, x) for box, x in self.parts() if first[box] == jax.process_index()]
+        parts = self.parts() if parts is None else parts
+        return [(box, x) for box, x in parts if first[box] == jax.process_index()]
 
     def __array__(
         self, dtype: Any = None, context: None = None, copy: bool | None = None

@@ -44,11 +44,15 @@ class Filling:
         self._spec, self.resumed = spec, False
         self._store: NVMeStore | None = None
         self._folder = Path()
-        self._step = 0
         # Tiles in memory, the last one used last, and which of all were written before.
         self._tiles: collections.OrderedDict[TileAt, np.ndarray] = collections.OrderedDict()
         self._written: set[TileAt] = set()
         self._free: list[np.ndarray] = []
+
+    @property
+    def started(self) -> bool:
+        """Whether there are files."""
+        return self._store is not None
 
     def start(self, leaves: Sequence[Any]) -> None:
         """Opens or makes the files.
@@ -70,7 +74,7 @@ class Filling:
             self._folder = _next_folder(base)
             files = TileFiles.create(WHO, self._folder, spec.files, spec.in_place)
             self._store = NVMeStore(spec, files)
-            self._store.newest = self._step = self._store.begin(counter)
+            self._store.first = self._store.begin(counter)
             self._free = list(spec.ring.buffers)
         _alive[self._folder] = self._store
         _made.add(self._folder)
@@ -134,7 +138,7 @@ class Filling:
             if finish:
                 while self._tiles:
                     self._put_away()
-                self._store.commit(self._step)
+                self._store.files.commit(self._store.first)
         except BaseException:
             self._drop()
             raise

@@ -71,24 +71,24 @@ class NVMeStore:
     Attributes:
       spec: what is in them.
       files: the files.
-      newest: the number of the step that leaves are made of: the one that is committed, or is about to be.
+      first: the number of the step with which they are filled.
     """
 
     def __init__(self, spec: StoreSpec, files: TileFiles):
         self.spec, self.files = spec, files
-        self.newest = files.step or 0
+        self.first = 0
         weakref.finalize(self, files.close)
+
+    @property
+    def newest(self) -> int:
+        """The number of the step that leaves are of: the one that is committed, or the first one."""
+        return self.first if self.files.step is None else self.files.step
 
     def begin(self, counter: int) -> int:
         """Begins a step after which the state has this counter; its number."""
         step = ((self.newest >> _COUNTER) + 1 << _COUNTER) + counter
         self.files.begin(step)
         return step
-
-    def commit(self, step: int) -> None:
-        """Makes what was written since `begin` what is read; leaves of the step before are consumed."""
-        self.files.commit(step)
-        self.newest = step
 
     def read_into(self, out: np.ndarray, file: int, name: str, read: TileReader) -> None:
         """Reads a device's part of a leaf, as bytes, a tile at a time."""

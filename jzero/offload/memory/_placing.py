@@ -148,7 +148,10 @@ def wrap(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
 
 
 def born(
-    traced: _jaxpr.Traced, places: Sequence[Place], device_bytes: int, filling: Filling | None = None
+    traced: _jaxpr.Traced,
+    places: Sequence[Place],
+    device_bytes: int,
+    filling: Filling | None = None,
 ) -> list[Any]:
     """What a traced function of no arguments returns, each leaf made in its layout.
 
