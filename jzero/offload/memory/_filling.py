@@ -199,7 +199,7 @@ def _opened(spec: StoreSpec, folder: Path, counter: int) -> TileFiles:
     if steps:
         files.select(steps[-1])
         return files
-    found = " and ".join(str(counter_in(step)) for step in files.steps)
+    found = " or ".join(str(counter_in(step)) for step in files.steps)
     files.close()
     raise StateError(message(
         WHO, f"{folder} has optimizer state of step {found}, and the rest of the state is of step {counter}",
