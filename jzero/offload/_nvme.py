@@ -92,6 +92,16 @@ class NVMe(Offload):
             )  # fmt: skip
 
     @property
+    def slots(self) -> int:
+        """The old state and the new one, or one over the other."""
+        return 1 if self.in_place else 2
+
+    @property
+    def tiles_bytes(self) -> int:
+        """`host_bytes`."""
+        return self.host_bytes
+
+    @property
     def first_tier(self) -> str:
         """Ordinary memory of the host: what is in which tile the step says."""
         return HOST

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, StateError, describe_leaf, message
 from jzero._memory_kinds import HOST, NVME, HostNeed
+from jzero._quantities import readable_bytes
 from jzero.offload._host_step import UPDATING, HostStep
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.kernels._tiled_update import TiledUpdate, untiled
@@ -21,6 +22,7 @@ from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
 from jzero.segments import _conversions
 from jzero.segments._segment import Values
+from jzero.sharding.analysis._traffic import Crossing
 from jzero.sharding.plan._offload import Shared
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _call
@@ -42,6 +44,11 @@ class FilePolicy:
     in_place: bool
     resume: bool
     threads: int | None
+
+    @property
+    def slots(self) -> int:
+        """How often the disk has the state."""
+        return 1 if self.in_place else 2
 
     @property
     def tile_bytes(self) -> int:
@@ -127,6 +134,29 @@ class NVMeStep(HostStep):
             policy.path, policy.host_bytes, policy.in_place, policy.resume, self.update.layout,
             identity, self.counters, tuple(self.leaves[i].path for i in self.counters),
         )  # fmt: skip
+
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What goes to the host and comes back; and from and to the disk, all of the state."""
+        state = [
+            Crossing(way, leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes)
+            for way in ("from disk", "to disk")
+            for i, leaf in enumerate(self.leaves)
+            if i in self._hosted and (nbytes := leaf.nbytes_per_device)
+        ]
+        return (*super().crossings(), *state)
+
+    def roads(self) -> str:
+        """How the host updates each leaf, and what that takes of disk and memory."""
+        policy = self._policy
+        nbytes = sum(self.leaves[i].nbytes_per_device for i in self._hosted)
+        slots = "once, written over" if policy.in_place else "twice, the new one beside the old"
+        return "\n".join([
+            f"tile by tile, each of up to {readable_bytes(policy.tile_bytes)}: read ahead, updated, written "
+            f"behind, in {readable_bytes(policy.host_bytes)} of each process's memory",
+            f"in {policy.path}: {readable_bytes(policy.slots * nbytes)} for each device "
+            f"({slots}); a step reads {readable_bytes(nbytes)} and writes {readable_bytes(nbytes)}",
+            super().roads(),
+        ])  # fmt: skip
 
     def host_needs(self) -> tuple[HostNeed, ...]:
         """What goes down and comes up, and the buffers of tiles, which the devices of a process share."""

@@ -62,6 +62,16 @@ class ParameterOffload(Offload):
         return True
 
     @property
+    def slots(self) -> int:
+        """How often a disk has optimizer state."""
+        return self.state.slots
+
+    @property
+    def tiles_bytes(self) -> int:
+        """The most bytes of it in a process's memory, if it rests on a disk."""
+        return self.state.tiles_bytes
+
+    @property
     def share(self) -> Fraction | None:
         """The share of optimizer state that is offloaded."""
         return self.state.share
