@@ -83,17 +83,19 @@ class TileFiles:
         Raises:
           OptionError: there is no room, files with a step are there, or another run has them.
         """
-        folder = Path(folder)
-        with contextlib.ExitStack() as undo:
-            _make_folder(who, folder, undo)
-            made = [
-                _started(who, folder / name, spec, in_place, undo) for name, spec in specs.items()
-            ]
+        folder, made = Path(folder), list[TileFile]()
+        with contextlib.ExitStack() as undo, _named(who, folder, made):
+            _make_folder(folder, undo)
+            for name, spec in specs.items():
+                made.append(_started(who, folder / name, spec, in_place, undo))
             for old in [_replaceable(who, folder / name, undo) for name in specs]:
                 if old is not None:
                     old.path.unlink()
                     old.close()
-            _make(who, folder, made)
+            for file in made:  # The space of all, before any is filled.
+                file.file.resize(file.size)
+            for file in made:
+                file.make()
             for file, name in zip(made, specs, strict=True):
                 undo.callback((folder / name).unlink, missing_ok=True)
                 os.rename(file.path, folder / name)
@@ -340,17 +342,36 @@ class Pin:
 # ------------------------------------------------------------------------------------------- making
 
 
-def _make_folder(who: str, folder: Path, undo: contextlib.ExitStack) -> None:
-    """Makes a folder and those around it; those that it made go again if what follows fails."""
-    missing = [path for path in [folder, *folder.parents] if not path.exists()]
+@contextlib.contextmanager
+def _named(who: str, folder: Path, made: Sequence[TileFile]) -> Iterator[None]:
+    """Around the making of files: says what was needed, and what there was, if the system refuses it."""
+    disk = None
     try:
-        for path in reversed(missing):
-            path.mkdir(exist_ok=True)
-            undo.callback(_remove_folder, path)
-    except OSError as error:
+        disk = os.statvfs(next(path for path in [folder, *folder.parents] if path.exists()))
+        yield
+    except (OSError, StateError) as error:
+        cause = error.__cause__ if isinstance(error, StateError) else error
+        if not isinstance(cause, OSError):
+            raise
+        if cause.errno not in _NO_ROOM or disk is None:
+            raise OptionError(message(
+                who, f"files cannot be made in {folder}: {cause.strerror}",
+                "State is kept in files in this folder. Nothing was left behind.", "Use another path.",
+            )) from error  # fmt: skip
+        free, needed = disk.f_bavail * disk.f_frsize, sum(file.size for file in made)
         raise OptionError(message(
-            who, f"{folder} cannot be made: {error.strerror}", "State is kept in files in this folder.",
-            "Use another path.")) from error  # fmt: skip
+            who, f"{len(made)} files in {folder} need {needed} bytes ({readable_bytes(needed)}), and "
+            f"{free} ({readable_bytes(free)}) are free: {cause.strerror}",
+            "All of their space is reserved before the first step. Nothing was left behind.",
+            "Make room, shard over more hosts, or use in_place=True, which needs half.",
+        )) from error  # fmt: skip
+
+
+def _make_folder(folder: Path, undo: contextlib.ExitStack) -> None:
+    """Makes a folder and those around it; those that it made go again if what follows fails."""
+    for path in reversed([path for path in [folder, *folder.parents] if not path.exists()]):
+        path.mkdir(exist_ok=True)
+        undo.callback(_remove_folder, path)
 
 
 def _remove_folder(path: Path) -> None:
@@ -387,27 +408,6 @@ def _started(
     undo.callback(private.unlink, missing_ok=True)
     file.resize(0)  # What a run that was killed has left of it.
     return TileFile(who, file, spec, in_place)
-
-
-def _make(who: str, folder: Path, files: Sequence[TileFile]) -> None:
-    """Reserves the space of all files, then fills them."""
-    disk = os.statvfs(folder)
-    free, needed = disk.f_bavail * disk.f_frsize, sum(file.size for file in files)
-    try:
-        for file in files:
-            file.file.resize(file.size)
-        for file in files:
-            file.make()
-    except (OSError, StateError) as error:
-        cause = error.__cause__ if isinstance(error, StateError) else error
-        if not isinstance(cause, OSError) or cause.errno not in _NO_ROOM:
-            raise
-        raise OptionError(message(
-            who, f"{len(files)} files in {folder} need {needed} bytes ({readable_bytes(needed)}), and "
-            f"{free} ({readable_bytes(free)}) are free: {cause.strerror}",
-            "All of their space is reserved before the first step. Nothing was left behind.",
-            "Make room, shard over more hosts, or use in_place=True, which needs half.",
-        )) from error  # fmt: skip
 
 
 def _sync_folder(folder: Path) -> None:

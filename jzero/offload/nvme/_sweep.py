@@ -28,7 +28,7 @@ Move: TypeAlias = Callable[[At, np.ndarray], None]
 _POLL_SECONDS = 0.05  # An interrupt may eat the news that a thread has ended.
 
 
-class Visit(Generic[At]):
+class TileVisit(Generic[At]):
     """A tile in memory.
 
     Attributes:
@@ -53,7 +53,7 @@ def sweep(
 
         for at in order:
             read(at, buffer)            # in threads, as far ahead as there are free buffers
-            yield Visit(number, at, buffer)
+            yield TileVisit(number, at, buffer)
             write(at, buffer)           # in threads; then the buffer is free
 
     >>> disk = {0: 1, 1: 2, 2: 3}
@@ -78,18 +78,18 @@ def sweep(
       written. The first error of any thread stops all of them, and is raised in the caller, out of the
       iterator or at the end.
     """
-    return Sweep(_Work(list(order), ring, read, write), threads)
+    return Sweep(_Sweeping(list(order), ring, read, write), threads)
 
 
 class Sweep(Generic[At]):
     """See `sweep`."""
 
-    def __init__(self, work: _Work[At], threads: int) -> None:
+    def __init__(self, work: _Sweeping[At], threads: int) -> None:
         self._work, self._threads = work, threads
         self._number, self._held = 0, 0
-        self._arrived: dict[int, Visit[At]] = {}
+        self._arrived: dict[int, TileVisit[At]] = {}
         # An interrupt just before `with` has entered leaves nobody to stop the threads but this.
-        weakref.finalize(self, work.stop)
+        self._dropped = weakref.finalize(self, work.stop)
 
     def __enter__(self) -> Sweep[At]:
         try:
@@ -102,17 +102,19 @@ class Sweep(Generic[At]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
+        # Not for one that ends: an interrupt while the garbage collector runs would be lost.
+        self._dropped.detach()
         self._work.end(finish=error is None)
         if error is None:
             self._work.check()
 
-    def __iter__(self) -> Iterator[Visit[At]]:
+    def __iter__(self) -> Iterator[TileVisit[At]]:
         """The visits in order; each is done when the next one is asked for."""
         while (visit := self.take()) is not None:
             yield visit
             self.done(visit)
 
-    def take(self) -> Visit[At] | None:
+    def take(self) -> TileVisit[At] | None:
         """The next visit, when it is there; None after the last. At most `ring.num` are held at a time.
 
         Raises:
@@ -132,7 +134,7 @@ class Sweep(Generic[At]):
         self._held += 1
         return visit
 
-    def done(self, visit: Visit[At]) -> None:
+    def done(self, visit: TileVisit[At]) -> None:
         """Lets a visit's buffer go: to be written, if there is something to write to."""
         self._held -= 1
         self._work.visited(visit)
@@ -143,7 +145,7 @@ class Sweep(Generic[At]):
         return {name: sum(found) for name, found in self._work.seconds.items()}
 
 
-class _Work(Generic[At]):
+class _Sweeping(Generic[At]):
     """What threads of a sweep share; they have no way to the `Sweep`, so that it can be dropped.
 
     Attributes:
@@ -158,9 +160,9 @@ class _Work(Generic[At]):
     ) -> None:
         self.order, self.ring = order, ring
         self._read, self._write = read, write
-        self.ready: queue.SimpleQueue[Visit[At] | None] = queue.SimpleQueue()
+        self.ready: queue.SimpleQueue[TileVisit[At] | None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
-        self._dirty: queue.SimpleQueue[Visit[At] | None] = queue.SimpleQueue()
+        self._dirty: queue.SimpleQueue[TileVisit[At] | None] = queue.SimpleQueue()
         self._count = itertools.count()
         self._threads: list[int] = []
         self._ended: list[None] = []  # One item of each thread that has ended.
@@ -180,7 +182,7 @@ class _Work(Generic[At]):
         # In one call that no interrupt divides: so it is known how many there are to wait for.
         self._threads.extend(map(_thread.start_new_thread, bodies, itertools.repeat(())))
 
-    def visited(self, visit: Visit[At]) -> None:
+    def visited(self, visit: TileVisit[At]) -> None:
         """Passes a visit on, when the caller is done with it."""
         if self._write is None:
             self._free.put(visit.buffer)
@@ -230,7 +232,7 @@ class _Work(Generic[At]):
                 number = next(self._count)
                 if number >= len(self.order):
                     break
-                visit = Visit(number, self.order[number], buffer)
+                visit = TileVisit(number, self.order[number], buffer)
                 if self._read is not None:
                     self._timed("reading", self._read, visit)
                 self.ready.put(visit)
@@ -242,7 +244,7 @@ class _Work(Generic[At]):
                 self._timed("writing", self._write, visit)
                 self._free.put(visit.buffer)
 
-    def _timed(self, name: str, move: Move[At], visit: Visit[At]) -> None:
+    def _timed(self, name: str, move: Move[At], visit: TileVisit[At]) -> None:
         start = time.perf_counter()
         move(visit.at, visit.buffer)
         self.seconds[name].append(time.perf_counter() - start)
