@@ -402,18 +402,22 @@ def test_a_second_run(left):
 def test_forked_children_keep_no_lock(left):
     """A data loader's process that outlives its parent must not keep the next run from the files."""
     files = reopen(left)
-    read, write = os.pipe()
+    (read, write), (hear, say) = os.pipe(), os.pipe()
     if (pid := os.fork()) == 0:
         os.close(write)
+        os.write(say, b"x")
         os.read(read, 1)  # Until its parent lets go, however it does.
         os._exit(0)
     try:
-        files.close()
+        os.read(hear, 1)
+        for file in files._files:
+            file.file.forget()  # As the parent's end would.
         reopen(left).close()
     finally:
         os.close(write)
         os.waitpid(pid, 0)
-        os.close(read)
+        for fd in (read, hear, say):
+            os.close(fd)
 
 
 def test_a_file_that_has_just_got_another_name(tmp_path, monkeypatch):
@@ -490,7 +494,8 @@ def test_a_file_that_is_closed_by_others(left):
     """Any error of the system is named, with tile, byte and file."""
     with reopen(left) as files:
         file = files._files[0].file
-        os.close(file._fd)
+        file.forget()
+        file._fd = 10**6
         with pytest.raises(
             jzero.StateError, match=r"reading tile 0, byte \d+ of .*: Bad file descriptor"
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -50,7 +51,7 @@ class DirectFile:
             _open_files.add(self)
             self._lock()
         except BaseException:
-            self.close()
+            self.forget()
             raise
 
     @property
@@ -201,6 +202,15 @@ class DirectFile:
 
     def close(self) -> None:
         """Closes the file and gives the lock back; again, does nothing."""
+        if self._fd >= 0:
+            with contextlib.suppress(
+                OSError
+            ):  # Children that were just forked may still have it open.
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self.forget()
+
+    def forget(self) -> None:
+        """Closes the file; the lock stays with other processes that have it open."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -209,7 +219,7 @@ class DirectFile:
 def _forget_in_child() -> None:
     """A forked child that kept the files open would keep their locks beyond its parent's end."""
     for file in list(_open_files):
-        file.close()
+        file.forget()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
