@@ -73,7 +73,7 @@ def settings() -> Iterator[Any]:
         yield pytest.param(axes, options, marks=marks, id=named)
 
 
-@pytest.mark.parametrize(("axes", "options"), settings())
+@pytest.mark.parametrize(("axes", "options"), list(settings()))
 def test_settings_train_as_on_one_device(axes: Any, options: Any, tmp_path: Path):
     sharded = functools.partial(small.shard_train_step, offload=on_disk(tmp_path), **options)
     parity.check("mlp", axes, sharded, options)

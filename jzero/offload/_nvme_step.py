@@ -132,7 +132,7 @@ class NVMeStep(HostStep):
         }
         return StoreSpec(
             policy.path, policy.host_bytes, policy.in_place, policy.resume, self.update.layout,
-            identity, self.counters, tuple(self.leaves[i].path for i in self.counters),
+            identity, self.counters, tuple(self.leaves[i].path for i in self.counters), mesh,
         )  # fmt: skip
 
     def crossings(self) -> tuple[Crossing, ...]:

@@ -20,6 +20,7 @@ from jzero.offload.memory._away_array import Home, copy_parts, parts_for, sizes_
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._nvme_store import BUFFERS, WHO, NVMeStore, StoreSpec, counter_in
 from jzero.offload.nvme._files import TileAt, TileFiles
+from jzero.processes import _agreement
 
 # The folders of states that are alive, and of all that this process has made.
 _alive: weakref.WeakValueDictionary[Path, NVMeStore] = weakref.WeakValueDictionary()
@@ -64,7 +65,14 @@ class Filling:
           OptionError: there is no room, or an earlier run has left files.
           StateError: files that are to be resumed are of another step or state, or damaged.
         """
-        spec, counter = self._spec, self._spec.counter(leaves)
+        counter, mesh = self._spec.counter(leaves), self._spec.mesh
+        with _agreement.alike(
+            WHO, mesh, lambda: {"files": [f"resumed: {self.resumed}, {counter}"]}
+        ):
+            self._start(counter)
+
+    def _start(self, counter: int) -> None:
+        spec = self._spec
         base = spec.path / f"process-{jax.process_index()}"
         if spec.resume and (found := _resumed(spec, base, counter)) is not None:
             self._folder, files = found
@@ -127,7 +135,11 @@ class Filling:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
         try:
-            self._end(error is None)
+            if error is None:
+                with _agreement.alike(WHO, self._spec.mesh, lambda: {"files": ["complete"]}):
+                    self._end(finish=True)
+            else:
+                self._end(finish=False)
         finally:
             BUFFERS.release()
 

@@ -39,6 +39,7 @@ class StoreSpec:
       identity: of each file, by its name: whose state it is.
       counters: the leaves that say of which step a state is, by index.
       counter_paths: the same, for messages.
+      mesh: whose devices the states are of.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class StoreSpec:
     identity: Mapping[str, Any]
     counters: tuple[int, ...]
     counter_paths: tuple[str, ...]
+    mesh: Any
 
     @functools.cached_property
     def ring(self) -> TileRing:
