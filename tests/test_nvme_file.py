@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import resource
+import sys
 import threading
 import zlib
 
@@ -442,6 +443,24 @@ def test_a_file_system_without_locks(left, monkeypatch):
         reopen(left)
 
 
+def test_other_systems(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(jzero.OptionError, match="this is darwin. State is kept in files by system"):
+        create(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_messages_show_the_callers_counter(tmp_path):
+    """The lower half of a step's number; the upper one only orders steps."""
+    with create(tmp_path) as files:
+        fill(files, (5 << 32) + 7)
+        assert files.step == (5 << 32) + 7
+        assert files.paths == [files.folder / name for name in SPECS]
+    refused(tmp_path, "has step 7\n", step=3)
+    with pytest.raises(jzero.OptionError, match="has the state of step 7. "):
+        create(tmp_path)
+
+
 # --------------------------------------------------------------------------------- disks that refuse
 
 
@@ -565,7 +584,7 @@ def test_without_direct_transfers(asked, text, tmp_path, monkeypatch):
 def test_a_file_system_that_refuses_direct_transfers(tmp_path):
     """Opening with O_DIRECT fails there."""
     with faults.Children(["nvme_state"]) as children:
-        fault = Fault("fail", 2, "EINVAL")  # After the folder is made.
+        fault = Fault("fail", 3, "EINVAL")  # After the folder is made and synced.
         script = "nvme_state:create_in_child"
         ended = children.run(script, root=str(tmp_path), in_place=False, fault=fault)
         (said,) = ended.said

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import sys
 import weakref
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from jzero._errors import OptionError, StateError, message
 from jzero.offload.nvme._layout import PAGE
 
 BLOCK = 2**23  # Bytes of one transfer, at most; experiments/infinity/disk.py measures others.
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it.
 _DAMAGED = "What is on the disk is not what this run needs, and nothing was overwritten."
 _open_files: weakref.WeakSet[DirectFile] = weakref.WeakSet()
 
@@ -39,13 +40,15 @@ class DirectFile:
           create: whether it may be missing.
 
         Raises:
-          OptionError: another run has it, or it cannot be opened.
+          OptionError: another run has it, it cannot be opened, or this is not Linux.
           StateError: it is not there.
         """
-        self.path, self._who = path, who
-        self.why_not = ""
+        self.path, self._who, self._fd, self.why_not = path, who, -1, ""
+        if sys.platform != "linux":
+            raise OptionError(message(
+                who, f"this is {sys.platform}", "State is kept in files by system calls of Linux.",
+                "Use another tier, such as HostCPU."))  # fmt: skip
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-        self._fd = -1
         try:
             self._fd = self._open(flags)
             _open_files.add(self)
@@ -53,6 +56,9 @@ class DirectFile:
         except BaseException:
             self.forget()
             raise
+
+    def __del__(self) -> None:
+        self.forget()  # An interrupt may leave nobody else to close it.
 
     @property
     def direct(self) -> bool:
@@ -66,9 +72,6 @@ class DirectFile:
 
     def _open(self, flags: int) -> int:
         try:
-            if not _O_DIRECT:
-                self.why_not = "this system has no O_DIRECT"
-                return os.open(self.path, flags, 0o600)
             fd = self._open_direct(flags)
             if self.why_not:
                 fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)

@@ -14,7 +14,7 @@ from jzero.offload.nvme import _header
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._checksum import checksum
 from jzero.offload.nvme._direct import BLOCK, DirectFile
-from jzero.offload.nvme._header import COMPLETE, EMPTY, WRITING, Header, Places
+from jzero.offload.nvme._header import COMPLETE, EMPTY, WRITING, Header, Places, shown
 from jzero.offload.nvme._layout import PAGE, TileLayout
 
 NOT_OVERWRITTEN = "Nothing was overwritten."
@@ -121,8 +121,8 @@ class TileFile:
             self.steps = {header.step: 0}
         elif header.state == WRITING:
             raise StateError(message(
-                self._who, f"{self.path} is dirty: its run ended while step {header.step} was written over "
-                "the step before",
+                self._who, f"{self.path} is dirty: its run ended while step {shown(header.step)} was "
+                "written over the step before",
                 f"With in_place=True a step that does not end leaves tiles of two steps. {NOT_OVERWRITTEN}",
                 "Restore the last checkpoint into a new path; in_place=False costs twice the space, and "
                 "survives.",
@@ -156,9 +156,11 @@ class TileFile:
         slot = self.steps[step]
         table = pages(_header.table_bytes(len(self._tables[slot])) or PAGE)
         self.file.read(table[: _header.table_bytes(len(self._tables[slot]))],
-                       self._places.table[slot], f"the checksums of step {step}")  # fmt: skip
+                       self._places.table[slot], f"the checksums of step {shown(step)}")  # fmt: skip
         if zlib.crc32(table.data) != self._crcs[slot]:
-            raise self._damaged(f"has damaged checksums of step {step}", "theirs is another one")
+            raise self._damaged(
+                f"has damaged checksums of step {shown(step)}", "theirs is another one"
+            )
         self._tables[slot] = table.view(np.uint32)[: len(self._tables[slot])].copy()
 
     def begin(self, step: int, keep: int | None) -> None:
@@ -234,7 +236,7 @@ class TileFile:
         )  # fmt: skip
         header.pack(self._page)
         page = slot if self._slots == 2 else self._generation % 2
-        self.file.write(self._page, page * PAGE, f"a header of step {step}")
+        self.file.write(self._page, page * PAGE, f"a header of step {shown(step)}")
 
 
 def headers(who: str, file: DirectFile) -> list[Header]:

@@ -17,7 +17,7 @@ from jzero._errors import OptionError, StateError, message
 from jzero._quantities import readable_bytes
 from jzero.offload.nvme._direct import DirectFile
 from jzero.offload.nvme._file import NOT_OVERWRITTEN, FileSpec, TileFile, headers
-from jzero.offload.nvme._header import COMPLETE
+from jzero.offload.nvme._header import COMPLETE, shown
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNFINISHED = ".unfinished"  # the end of a file's name until it is made
@@ -141,6 +141,16 @@ class TileFiles:
         return tuple(sorted(set.intersection(*(set(file.steps) for file in self._files))))
 
     @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return self._files[0].path.parent
+
+    @property
+    def paths(self) -> list[Path]:
+        """Each file."""
+        return [file.path for file in self._files]
+
+    @property
     def direct(self) -> bool:
         """Whether transfers go past the page cache, in all files."""
         return all(file.file.direct for file in self._files)
@@ -152,7 +162,7 @@ class TileFiles:
         if not found:
             return ""
         return (
-            f"{self._files[0].path.parent} is read and written through the page cache, which is slower "
+            f"{self.folder} is read and written through the page cache, which is slower "
             f"and takes the host's memory: {', '.join(sorted(found))}."
         )
 
@@ -192,9 +202,10 @@ class TileFiles:
         steps = self.steps
         if not steps or (step is not None and step not in steps):
             each = [f"{file.path} has {_listed(sorted(file.steps))}" for file in self._files]
+            what = "A step" if step is None else f"Step {shown(step)}"
             raise StateError(message(
-                self._who, each, f"{'A step' if step is None else f'Step {step}'} is resumed if all files "
-                f"have it, complete. {NOT_OVERWRITTEN}",
+                self._who, each,
+                f"{what} is resumed if all files have it, complete. {NOT_OVERWRITTEN}",
                 "Restore the last checkpoint into a new path, without resume=True.", things="files", shown=8,
             ))  # fmt: skip
         chosen = steps[-1] if step is None else step
@@ -241,8 +252,8 @@ class TileFiles:
     def _check(self) -> None:
         if self._lost is not None:
             raise StateError(message(
-                self._who, f"step {self._lost} failed while it was written over the step before, in "
-                f"{self._files[0].path.parent}",
+                self._who, f"step {shown(self._lost)} failed while it was written over the step before, in "
+                f"{self.folder}",
                 "With in_place=True a step that does not end leaves tiles of two steps.",
                 "Restore the last checkpoint into a new path; in_place=False costs twice the space, and "
                 "survives.",
@@ -372,6 +383,7 @@ def _make_folder(folder: Path, undo: contextlib.ExitStack) -> None:
     for path in reversed([path for path in [folder, *folder.parents] if not path.exists()]):
         path.mkdir(exist_ok=True)
         undo.callback(_remove_folder, path)
+        _sync_folder(path.parent)
 
 
 def _remove_folder(path: Path) -> None:
@@ -392,7 +404,7 @@ def _replaceable(who: str, path: Path, undo: contextlib.ExitStack) -> DirectFile
     steps = [header.step for header in headers(who, file) if header.state == COMPLETE]
     if steps:
         raise OptionError(message(
-            who, f"{path} has the state of step {max(steps)}",
+            who, f"{path} has the state of step {shown(max(steps))}",
             f"A run starts with files of its own. {NOT_OVERWRITTEN}",
             "Use resume=True to go on with it, remove it, or use another path."))  # fmt: skip
     return file
@@ -422,4 +434,4 @@ def _sync_folder(folder: Path) -> None:
 def _listed(steps: Sequence[int]) -> str:
     if not steps:
         return "no complete step"
-    return f"step{'s' * (len(steps) > 1)} {' and '.join(map(str, steps))}"
+    return f"step{'s' * (len(steps) > 1)} {' and '.join(str(shown(step)) for step in steps)}"

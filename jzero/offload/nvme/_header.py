@@ -37,6 +37,11 @@ EMPTY, WRITING, COMPLETE = "empty", "writing", "complete"
 _MAGIC = "jzero tiles"
 
 
+def shown(step: int) -> int:
+    """The number that messages give a step: its lower 32 bits, where callers have a counter of their own."""
+    return step % 2**32
+
+
 class Header(NamedTuple):
     """What one of the two pages says.
 
