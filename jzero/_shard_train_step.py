@@ -146,7 +146,8 @@ def shard_train_step(
         `jzero.PinnedHost(device_bytes=...)`: in the pinned memory of the devices' host; each step copies it
         to the devices and back, piece by piece, and never has more than `device_bytes` of it there.
         `jzero.HostCPU(...)`: in the host's memory, updated there by its processors; only gradients and
-        parameters cross. Scalars, leaves below `min_shard_bytes`, and what is read with the batch stay. A
+        parameters cross. `jzero.NVMe(path, host_bytes=...)`: in files, updated there, too, tile by tile, with
+        at most `host_bytes` of it in each process's memory. Scalars, leaves below `min_shard_bytes`, and what is read with the batch stay. A
         step is then several programs: it cannot be called under an outer `jax.jit` or lowered. One that
         fails while it runs (out of memory, not a refused batch) may have consumed part of its state.
       offload_params: where parameters rest at stage 3. By default, `jzero.NoOffload()`, on the devices.
@@ -163,7 +164,7 @@ def shard_train_step(
         Microbatches (`accumulate`), and other loops around layers, hold what they read of parameters if
         `device_bytes` has room for it; else each turn fetches it again, but see `layer_major`. Refused with
         `prefetch_bytes`, other `gather`s, different `param_axes` and `optimizer_axes`, mesh axes beside the
-        data axes, and `HostCPU`'s `ratio` and `delayed_update`.
+        data axes, `HostCPU`'s `ratio` and `delayed_update`, and `NVMe`.
       offload_activations: where activations wait for the backward pass. By default, `jzero.NoOffload()`, on
         the devices. `jzero.PinnedHost()`: in pinned memory of the devices' host. What a layer loop of the
         forward pass keeps for the backward pass leaves turn by turn, and comes back one turn before it is

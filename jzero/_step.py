@@ -102,8 +102,9 @@ class ShardedTrainStep(ShardedStep):
 
         Never whole on one device: the initialiser is compiled with the state's shardings as outputs.
         See `state_shardings` for what the layout is before the step has seen a batch. What rests on the
-        host is made in groups of up to `device_bytes` (256 MiB with `HostCPU`), each by a program of its
-        own.
+        host is made in groups of up to `device_bytes` (256 MiB with `HostCPU` and `NVMe`), each by a program
+        of its own. What `NVMe` has in files is in the host's memory until the first step, if there is no
+        plan for such a state yet (`plan`).
 
         Returns:
           The state, placed.

@@ -29,16 +29,45 @@ _LEAST_BYTES = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class NVMe(Offload):
-    """Optimizer state rests in files, on NVMe disks, and is updated by the host's processors.
+    """Optimizer state rests in files, on NVMe disks, and is updated tile by tile by the host's processors.
 
-    A step reads, updates and writes it tile by tile, all three at the same time::
+    A tile is one range of elements of all leaves that are updated together. A step reads, updates and writes
+    tile after tile, all three at the same time, in few buffers::
 
         gradients = grad part(parameters, batch)     # each goes to the host when it is reduced
-        for tile in tiles:                           # one range of elements of moments, masters
-            read(tile)                               # ahead, into one of few buffers
-            tile, parameters = update(tile, gradients)
-            write(tile)                              # behind
+        for tile in tiles:
+            moments, masters = read(tile)            # ahead, in other threads
+            moments, masters, parameters = update(moments, masters, gradients)
+            write(tile)                              # behind, in other threads
             copy(parameters, host -> device)
+        commit                                       # now the new state counts, and the old one is consumed
+
+    Each process has a file for each of its devices, for that device's shards. The update is that of
+    `jzero.HostCPU`, to the bit, by the same kernels (`pip install jzero[offload]`), for leaves that are
+    updated element by element; what is not (Adafactor's factored moments, Muon's products) is refused by
+    name, as are updates that need other devices' shards.
+
+    Traffic per step and device, for Psi parameters in its shard: as with `HostCPU` between device and host,
+    and between host and disk the whole optimizer state each way: 12 Psi bytes read and 12 Psi written for
+    Adam with masters. `jzero.estimate(..., offload=jzero.NVMe(path), disk="6GB/s")` has the time that takes,
+    and what is written in a day, which wears a disk out.
+
+    Memory: on each device as with `HostCPU`, and the new parameters beside the old ones until all is
+    written. On the host `host_bytes` of each process, and pinned memory for gradients and parameters on
+    their way (2 Psi bytes each in bfloat16). On the disk 24 Psi bytes, or 12 with `in_place`.
+
+    What is in which tile follows from the step. So `init`, and `shard` and `restore` without the step's
+    other arguments, leave optimizer state in the host's memory until the first step, unless there is a plan:
+    call `train_step.plan(state, batch)` first, with shapes, for a state that the host has no room for.
+
+    Failures: files have two slots, and a step writes the one that it does not read. A step that fails before
+    its commit (a full or broken disk, no memory, Ctrl-C) leaves the state as it was, on the devices, too; a
+    process that is killed at any time leaves files of the old or of the new step. Damaged tiles are found by
+    their checksums. With `in_place` a step that fails while it writes loses the state, by name.
+
+    The files are scratch for one run, and no checkpoint: `jzero.Checkpointer` saves and restores such a
+    state like any other, 256 MiB or a leaf at a time, while steps go on; the step after the next one waits
+    until what is saved has been read. Files stay when the process ends. Each state that is alive has files of its own.
 
     >>> import tempfile, jax, jax.numpy as jnp, optax, jzero
     >>> tx = jzero.master_weights(optax.adamw(1e-2))
@@ -47,19 +76,34 @@ class NVMe(Offload):
     ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(params)
     ...     updates, opt_state = tx.update(grads, opt_state, params)
     ...     return optax.apply_updates(params, updates), opt_state
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> train_step = jzero.shard_train_step(step_fn, offload=jzero.NVMe(folder.name))
+    >>> folder = tempfile.TemporaryDirectory()  # of a disk: "/nvme/run"
+    >>> train_step = jzero.shard_train_step(step_fn, offload=jzero.NVMe(folder.name, host_bytes=2**20))
     >>> w, batch = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((8, 64), jnp.bfloat16)
     >>> w, opt_state = train_step((w, tx.init(w)), batch)
     >>> opt_state.masters
     NVMeArray(shape=(64, 64), dtype=float32)
+    >>> [(x.what, x.elements) for x in train_step.describe((w, opt_state), batch).crossings
+    ...  if x.direction == "to disk"]  # of one of 8 devices: a master and two moments
+    [('optimizer state', 512), ('optimizer state', 512), ('optimizer state', 512)]
 
     Attributes:
-      path: a folder on the disk.
-      host_bytes: the most bytes of the host's memory for tiles in each process.
-      in_place: whether the new state is written over the old one.
-      resume: whether files of an earlier run are gone on with.
-      threads: how many threads update.
+      path: a folder on the disk, absolute or of the working directory; made if it is not there. Several
+        processes may name the same one.
+      host_bytes: the most bytes of the host's memory for tiles in each process, 1 GiB by default, at least
+        64 KiB. An eighth of it, up to 32 MiB, is a tile.
+      in_place: whether the new state is written over the old one: half of the disk's space, and a step that
+        fails while it writes loses the state.
+      resume: whether a state that is placed takes its optimizer state from the files that an earlier run has
+        left, whatever the state itself has of it. They must be of the same leaves, mesh and processes, and
+        of the same step as the rest of the state: by the sum of its integers of one element, such as a
+        step's number and optax's count. Files of another step or state are refused, and never overwritten;
+        where there are none, new ones are made. Both slots count, so the step before the last can be
+        resumed, too. False (default): files of an earlier run are refused.
+      threads: how many threads update; as many as this process may use processors by default.
+
+    Reference:
+      Rajbhandari, Ruwase, Rasley, Smith, He: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale
+      Deep Learning", 2021, sections 5.1.1 and 5.2.2.
     """
 
     path: str | os.PathLike[str]

@@ -79,7 +79,9 @@ def estimate(
     `offload` takes the optimizer state off the devices. With `PinnedHost` at most `device_bytes` of it visit
     each, and all of it crosses to the device and back in a step. With `HostCPU` gradients cross to the host
     and new parameters to the device, which wait in pinned memory (those of two steps if delayed); the
-    optimizer state without masters reads parameters, which then cross to the host, too. Gradients count as
+    optimizer state without masters reads parameters, which then cross to the host, too. With `NVMe` the same
+    crosses, the optimizer state is read from the host's disk and written there, once each, and the host has
+    `host_bytes` of it, which count for each device as if each had a process. Gradients count as
     if all of a step's were on the device before the first has left it.
 
     With `offload_params` parameters rest in pinned memory, in shards, too. Each device fetches its own shard
@@ -189,8 +191,8 @@ def estimate(
         'per_pass' keeps one layer's, which these numbers do not tell, and which is not counted.
       param_axes: the axes over which parameters rest.
       optimizer_axes: the axes over which gradients and optimizer state are sharded.
-      offload: where optimizer state rests: `jzero.PinnedHost(device_bytes=...)` or `jzero.HostCPU(ratio=...,
-        delayed_update=...)`. A real step keeps leaves below `min_shard_bytes` on the devices, and at most
+      offload: where optimizer state rests: `jzero.PinnedHost(device_bytes=...)`, `jzero.HostCPU(ratio=...,
+        delayed_update=...)` or `jzero.NVMe(path, host_bytes=..., in_place=...)`. A real step keeps leaves below `min_shard_bytes` on the devices, and at most
         `ratio` of the bytes on the host: leaves are not cut. The random bits of `precision='stochastic'`
         are not in what crosses.
       offload_params: where parameters rest: `jzero.PinnedHost(device_bytes=...)`.
