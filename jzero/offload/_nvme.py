@@ -65,9 +65,10 @@ class NVMe(Offload):
     process that is killed at any time leaves files of the old or of the new step. Damaged tiles are found by
     their checksums. With `in_place` a step that fails while it writes loses the state, by name.
 
-    The files are scratch for one run, and no checkpoint: `jzero.Checkpointer` saves and restores such a
-    state like any other, 256 MiB or a leaf at a time, while steps go on; the step after the next one waits
-    until what is saved has been read. Files stay when the process ends. Each state that is alive has files of its own.
+    The files are scratch for one run, and no checkpoint: `jzero.Checkpointer` saves and restores such a state
+    like any other, 256 MiB or a leaf at a time, while steps go on; the step after the next one waits until
+    what is saved has been read. Files stay when the process ends. Each state that is alive has files of its
+    own.
 
     >>> import tempfile, jax, jax.numpy as jnp, optax, jzero
     >>> tx = jzero.master_weights(optax.adamw(1e-2))

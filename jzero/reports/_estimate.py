@@ -192,9 +192,9 @@ def estimate(
       param_axes: the axes over which parameters rest.
       optimizer_axes: the axes over which gradients and optimizer state are sharded.
       offload: where optimizer state rests: `jzero.PinnedHost(device_bytes=...)`, `jzero.HostCPU(ratio=...,
-        delayed_update=...)` or `jzero.NVMe(path, host_bytes=..., in_place=...)`. A real step keeps leaves below `min_shard_bytes` on the devices, and at most
-        `ratio` of the bytes on the host: leaves are not cut. The random bits of `precision='stochastic'`
-        are not in what crosses.
+        delayed_update=...)` or `jzero.NVMe(path, host_bytes=..., in_place=...)`. A real step keeps leaves
+        below `min_shard_bytes` on the devices, and at most `ratio` of the bytes on the host: leaves are not
+        cut. The random bits of `precision='stochastic'` are not in what crosses.
       offload_params: where parameters rest: `jzero.PinnedHost(device_bytes=...)`.
       offload_activations: where a forward loop over layers keeps their inputs for its backward loop:
         `jzero.PinnedHost()`. They cross twice, in the dtype of the compute.
