@@ -31,6 +31,8 @@ class DirectFile:
       why_not: the reason, in words, if they do not; else empty.
     """
 
+    _close = staticmethod(os.close)  # Modules are gone when an interpreter ends; classes are not.
+
     def __init__(self, who: str, path: Path, create: bool = False) -> None:
         """Opens or makes a file.
 
@@ -216,7 +218,7 @@ class DirectFile:
         """Closes the file; the lock stays with other processes that have it open."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            self._close(fd)
 
 
 def _forget_in_child() -> None:
