@@ -127,7 +127,8 @@ class Raw:
     """A file of the same size, read and written with nothing between, nothing checked."""
 
     def __init__(self, path: Path, nbytes: int, block: int):
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        direct = os.O_DIRECT if _direct.DirectFile("disk.py", path, create=True).direct else 0
+        self.fd = os.open(path, os.O_RDWR | direct)
         self.nbytes, self.buffers = nbytes, [pages(block) for _ in range(2)]
         os.posix_fallocate(self.fd, 0, 2 * nbytes)
         self._move(os.pwrite, 0, 0)
@@ -227,6 +228,7 @@ def main() -> None:
     parser.add_argument("--tile-mib", type=int, default=12)
     parser.add_argument("--host-mib", type=int, default=96, help="of all buffers")
     parser.add_argument("--threads", type=int, default=2, help="that read, and as many that write")
+    parser.add_argument("--transfers-mib", type=int, default=256, help="for the sizes of transfers")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
@@ -245,16 +247,18 @@ def main() -> None:
                 key: str(x) for key, x in vars(args).items() if key not in ("path", "out", "show")
             },
             "GB/s of a checksum": checksum_rates(),
-            "GB/s by size of a transfer": block_rates(folder, 2**28, args.rounds),
+            "GB/s by size of a transfer": block_rates(
+                folder, args.transfers_mib * 2**20, args.rounds
+            ),
         }
         state = OneState(
             folder, args.params, args.tile_mib * 2**20, args.host_mib * 2**20, args.threads
         )
-        assert state.files.direct, state.files.note
         raw = Raw(folder / "raw", state.files.step_bytes, _direct.BLOCK)
         result |= {
             "GB of a step, read and written": round(2 * state.files.step_bytes / 1e9, 3),
             "buffers": state.ring.num,
+            "note": state.files.note,
             "seconds to make and fill": round(state.seconds_to_make, 2),
             **compare(state, raw, args.rounds),
         }
