@@ -26,7 +26,6 @@ STATE = {
 }
 PARAMS = {"on devices": jzero.NoOffload(), "pinned": jzero.PinnedHost(device_bytes=2**14)}
 TIERS = [*itertools.product(STATE, PARAMS)]
-TIERS.remove(("in files", "pinned"))  # refused: tests/test_nvme_faults.py
 
 
 def named(tiers: tuple[str, str]) -> str:

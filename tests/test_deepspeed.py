@@ -385,9 +385,6 @@ def test_every_key_of_the_table_has_one_note(key: str):
         ({**SMALL, "zero_optimization": {
             "stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "x", "ratio": 0.5}}},
          ["offload_optimizer.device is 'nvme', and ratio is 0.5", "Drop ratio, or use 'cpu'."]),
-        ({**SMALL, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"},
-                                         "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}},
-         ["zero_optimization.offload_param is on", "zero_optimization.offload_optimizer.device is 'nvme'"]),
         ({**SMALL, "zero_optimization": {
             "stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2}},
          ["zero_optimization.offload_param is on", "zero_optimization.zero_hpz_partition_size is 2"]),

@@ -83,3 +83,22 @@ def test_flags():
     assert stage == {
         name: value for name, value in wanted.items() if name not in ("num_params", "axes")
     }
+
+
+def test_with_parameters_on_the_hosts(tmp_path: Path):
+    """The same crosses as with `HostCPU`, the disk aside; no new parameters are beside the old ones."""
+    params = jzero.PinnedHost(2**16)
+    found, other = (
+        [found_by("mixed", stage=3, offload=policy, offload_params=params),
+         jzero.estimate(PSI, devices=8, stage=3, offload=policy, offload_params=params)]
+        for policy in (jzero.NVMe(tmp_path, host_bytes=2**16), jzero.HostCPU())
+    )  # fmt: skip
+    for one, two in zip(found, other, strict=True):
+        crossing = by_way(one.crossings)
+        assert crossing.pop(("from disk", "optimizer state")) == 12 * PSI // 8
+        assert crossing.pop(("to disk", "optimizer state")) == 12 * PSI // 8
+        assert crossing == by_way(two.crossings)
+        rows = {row.role: row for row in one.memory}
+        assert rows["optimizer state"].on_disk == 12 * PSI // 8
+        assert rows["parameter"].on_host > 0
+        assert "renewed parameter" not in rows

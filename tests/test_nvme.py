@@ -18,7 +18,9 @@ import jzero
 import optimizers
 import parity
 import small
+import test_offload_params as infinity
 import test_optimizers
+import zoo
 from jzero.checkpoint import _writing
 from optimizers import ENTRIES
 from test_host_cpu import NEEDS_OTHER_DEVICES, ROUNDED, rounded
@@ -135,6 +137,40 @@ def test_activations_wait_on_the_host_too(tmp_path: Path):
         small.shard_train_step, offload=on_disk(tmp_path), offload_activations=jzero.PinnedHost()
     )
     parity.check("transformer_scan_remat", {"data": 4}, sharded)
+
+
+PARAMS = jzero.PinnedHost(device_bytes=2**14)
+
+
+@pytest.mark.parametrize(
+    ("num", "scan", "options"),
+    [
+        (1, True, {}),
+        (8, True, {}),
+        (2, False, {}),
+        pytest.param(4, True, dict(accumulate=2, layer_major=True), marks=pytest.mark.slow),
+        pytest.param(4, False, dict(accumulate=2), marks=pytest.mark.slow),
+    ],
+)
+def test_parameters_on_the_hosts(num: int, scan: bool, options: Any, tmp_path: Path):
+    """Updated in their place beside tiles; as on one device, and as `HostCPU` does it, to the bit."""
+    params, mesh = infinity, jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    step = params.make_step(scan, params.CLIPPED)
+    one, other = (
+        small.shard_train_step(step, mesh=mesh, offload=policy, offload_params=PARAMS, **options)
+        for policy in (on_disk(tmp_path), jzero.HostCPU())
+    )
+    start = params.new_state(scan, 4, params.CLIPPED)
+    state, same = one.shard(start, params.batch(0)), other.shard(start, params.batch(0))
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state["params"])} == {"pinned_host"}
+    assert len(in_files(state["opt_state"])) == len(jax.tree.leaves(start["opt_state"]))
+    for i, wanted in enumerate(params.one_device(scan, clipped=True)):
+        state, metrics = one(state, params.batch(i))
+        same, _ = other(same, params.batch(i))
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(same), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        found = zoo.to_host((state, metrics))
+        zoo.assert_trees_close(found, wanted, zoo.FP32, f"step {i}")
 
 
 # -- where leaves are ------------------------------------------------------------------------------

@@ -111,6 +111,30 @@ def test_in_place_a_failed_step_costs_the_state(what: str, tmp_path: Path, monke
         np.asarray(in_files(state)[0])
 
 
+def test_with_parameters_on_the_hosts_a_failed_step_costs_the_state(tmp_path: Path, monkeypatch):
+    """They are updated in their place, and would be half new."""
+    train_step = on(2, tmp_path, offload_params=jzero.PinnedHost(device_bytes=2**16))
+    state, _ = train_step(train_step.shard(new_state(), BATCH), BATCH)
+    old = TileFiles.write
+
+    def failing(*args: Any) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TiledUpdate, "prepare_tiles", failing)
+        with pytest.raises(Stop):
+            train_step(state, BATCH)
+    expected = to_host(state)  # Nothing was overwritten.
+    with monkeypatch.context() as patched:
+        patched.setattr(TileFiles, "write", failing)
+        with pytest.raises(Stop):
+            train_step(state, BATCH)
+    with pytest.raises(jzero.StateError, match="leaves were already donated"):
+        train_step(state, BATCH)
+    assert TileFiles.write is old
+    state, _ = train_step(train_step.shard(expected, BATCH), BATCH)
+
+
 def test_in_place_takes_half_the_space_and_trains_the_same(tmp_path: Path):
     expected, sizes = None, []
     for in_place in (False, True):
@@ -285,16 +309,6 @@ def test_options(what: str):
     options, text = OPTIONS[what]
     with pytest.raises(jzero.OptionError, match=re.escape(f"NVMe: {text}")):
         jzero.NVMe(**options)
-
-
-def test_parameters_on_the_hosts_are_refused(tmp_path: Path):
-    train_step = small.shard_train_step(
-        make_step(), offload=on_disk(tmp_path), offload_params=jzero.PinnedHost()
-    )
-    with pytest.raises(
-        jzero.OptionError, match="are updated beside optimizer state that is in memory"
-    ):
-        train_step.plan(new_state(), BATCH)
 
 
 def test_automatic_axes_are_refused(tmp_path: Path):

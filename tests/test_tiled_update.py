@@ -146,6 +146,39 @@ def test_what_has_no_tiles():
     ]
 
 
+def test_residents_are_updated_where_they_are():
+    """Beside what comes in tiles; also where nothing does, and where XLA reads all of it."""
+    w, m, v = host(1000), host(1000, seed=1), host(70, seed=2)
+    grad = host(1000, seed=3)
+
+    def update(state: Any, inputs: Any) -> tuple[Any, Any]:
+        w, m, v = state
+        m = 0.5 * m + inputs[0]
+        return [w - m / jnp.sum(w), m, 2 * v], []
+
+    names = ("w", "m", "v")
+    assert untiled(update, (w, m, v), [grad], names) == ["w is read whole, by XLA"]
+    assert not untiled(update, (w, m, v), [grad], names, resident=(0, 2))
+    expected = [on_host(x) for x in (w, m, v)]
+    call(HostUpdate(update, expected, [grad]), expected, [grad])
+    engine = TiledUpdate(update, (w, m, v), [grad], 4096, resident=(0, 2), names=names)
+    assert {extent.leaf for tile in engine.layout.tiles for extent in tile} == {"m"}
+    engine.prepare_tiles([[grad]], [[w, v]])
+    engine.begin([[]])
+    buffer = host_empty((engine.layout.most_bytes,), np.uint8)
+    for tile in range(len(engine.tiles)):
+        if tile >= engine.layout.num_tiles:
+            engine.update_tile(0, tile)
+            continue
+        ((extent,), (view,)) = engine.layout.tiles[tile], engine.layout.views(tile, buffer)
+        place = slice(extent.start, extent.start + extent.nbytes)
+        view[:] = m.view(np.uint8)[place]
+        engine.update_tile(0, tile, buffer)
+        m.view(np.uint8)[place] = view
+    for a, b in zip(expected, (w, m, v), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_tiles_are_cut_at_whole_lines_and_never_across_chunks():
     found = [
         Together((0, 1), (4, 2), 1000, 0),

@@ -111,11 +111,10 @@ def _check_params(settings: Settings) -> None:
     """What jzero cannot do while parameters rest on the hosts."""
     found = [f"{_RATIO} is {settings.get(_RATIO)}"] * (settings.get(_RATIO, 1) not in (0, 1))
     found += [f"{_HPZ} is {settings.get(_HPZ)}"] * (settings.get(_HPZ, 1) > 1)
-    found += [f"{_OPTIMIZER}.device is 'nvme'"] * (settings.get(f"{_OPTIMIZER}.device") == "nvme")
     if found:
         raise refuse(
             [f"{_PARAM} is on", *found],
-            "With parameters on the hosts, the hosts update all of them in memory, over all devices.",
+            "With parameters on the hosts, the hosts update all of them, and they rest over all devices.",
             "Drop one of them.")  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import NamedSharding
@@ -73,6 +73,9 @@ class HostStep:
       host: what the host does.
     """
 
+    # Whether updates begin while layers compute, where parameters rest on the hosts.
+    _begins_early: ClassVar[bool] = True
+
     def __init__(
         self, runner: Runner, shardings: Sequence[NamedSharding], threads: int | None,
         delays: Callable[[int], bool] | None, shared: Shared, params_bytes: int = 0,
@@ -115,7 +118,8 @@ class HostStep:
             self._layered = LayeredSegment(runner, self.grad, gradients, params_bytes)
             self.grad = self._segments.grad = self._layered.as_segment()
             known = [*self._known, *self._layered.literals]
-            self._early_plan = plan_early(runner, self._layered, pieces, known, self._stays)
+            if self._begins_early:
+                self._early_plan = plan_early(runner, self._layered, pieces, known, self._stays)
             self._layered.send_slices(self._early_plan.slices)
         self._late: HostTurn | None = self.host  # what the host begins when it has all gradients
         if self._early_plan.turns:
@@ -217,7 +221,8 @@ class HostStep:
 
     def roads(self) -> str:
         """How the host updates each leaf, and sends what it makes."""
-        early = self._early_plan.text(self._runner.plan) if self._streamed else []
+        begins = self._streamed and self._begins_early
+        early = self._early_plan.text(self._runner.plan) if begins else []
         return "\n".join([roads_text(self.host.roads()), *early])
 
     def __call__(

@@ -20,6 +20,7 @@ from jzero.offload.kernels._tiled_update import TiledUpdate, untiled
 from jzero.offload.memory import _away_array
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
+from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.segments import _conversions
 from jzero.segments._segment import Values
 from jzero.sharding.analysis._traffic import Crossing
@@ -68,12 +69,16 @@ class NVMeStep(HostStep):
         commit                                          # now the new state counts
 
     Until the new state is committed, everything of the old one is kept, on the devices, too: a step that
-    fails leaves the state as it was, unless files are written `in_place`.
+    fails leaves the state as it was, unless files are written `in_place`, or parameters rest on the hosts and
+    are updated there, in their place, beside the tiles.
     """
 
+    _begins_early = False
+
     def __init__(
-        self, runner: Runner, shardings: Sequence[NamedSharding], policy: FilePolicy, shared: Shared
-    ):
+        self, runner: Runner, shardings: Sequence[NamedSharding], policy: FilePolicy, shared: Shared,
+        params_bytes: int = 0,
+    ):  # fmt: skip
         """Builds the programs.
 
         Args:
@@ -81,15 +86,20 @@ class NVMeStep(HostStep):
           shardings: where the state rests, for JAX.
           policy: where the files are.
           shared: engines in use by steps on batches of other shapes.
+          params_bytes: how many bytes of parameters that rest on the hosts may be on each device.
 
         Raises:
           OptionError: a leaf cannot be updated a tile at a time.
         """
-        super().__init__(runner, shardings, policy.threads, None, shared)
+        super().__init__(runner, shardings, policy.threads, None, shared, params_bytes)
         self._policy = policy
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == NVME]
         host = self.host
-        bad = untiled(host.update, host.state_avals(), host.input_avals(), host.names())
+        # Which of the host's leaves are no optimizer state: in memory, by their place among them.
+        self._residents = [k for k, i in enumerate(host.leaves) if i in self._streamed]
+        bad = untiled(
+            host.update, host.state_avals(), host.input_avals(), host.names(), self._residents
+        )
         if bad:
             raise OptionError(message(
                 WHO, bad, "State in files is updated in ranges of elements, each by itself.",
@@ -111,7 +121,7 @@ class NVMeStep(HostStep):
         host, policy = self.host, self._policy
         return TiledUpdate(
             host.update, host.state_avals(), host.input_avals(), policy.tile_bytes,
-            names=host.names(), threads=policy.threads,
+            resident=self._residents, names=host.names(), threads=policy.threads,
         )  # fmt: skip
 
     @functools.cached_property
@@ -119,7 +129,7 @@ class NVMeStep(HostStep):
         """The files of a state."""
         policy, mesh = self._policy, self.host.mesh
         place_of = _away_array.places(mesh, self.host.shard_axes)
-        leaves = [self.leaves[i] for i in self.host.leaves]
+        leaves = [self.leaves[i] for i in self._hosted]
         state = {
             "leaves": [describe_leaf(x.path, x.padded_shape, x.dtype) for x in leaves],
             "mesh": dict(mesh.shape),
@@ -178,14 +188,29 @@ class NVMeStep(HostStep):
         with UPDATING, BUFFERS:
             made |= self._update_on_devices(values, stays)
             engine = self._engine_of(state)
-            engine.prepare_tiles([reads[var] for var in self.host.reads])
+            engine.prepare_tiles(
+                [reads[var] for var in self.host.reads], self._pinned(state, engine)
+            )
+            # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
+            hosted = {i: renewed(state[i]) for i in self._streamed}
+            if hosted:  # JAX copies what is not its own, as NumPy's memory.
+                there = [hosted.get(i, x) for i, x in enumerate(state)]
+                engine.prepare_tiles(
+                    [reads[var] for var in self.host.reads], self._pinned(there, engine)
+                )
             new = [made.get(i, x) for i, x in enumerate(state)]
             made |= self._swept(engine, store, state, self.spec.counter(new))
-        hosted = {i: state[i].renewed() for i in self._hosted}
+        hosted |= {i: state[i].renewed() for i in self._hosted}
         for i in {*made}:
             if i < len(state):
                 state[i].delete()
         return self._segments.in_order(made | hosted, state)
+
+    def _pinned(self, state: Sequence[Any], engine: TiledEngine) -> dict[int, PinnedLeaf]:
+        """Parameters that rest on the hosts, by their place among the host's leaves."""
+        return {
+            k: PinnedLeaf.of(state[self.host.leaves[k]], engine.devices) for k in self._residents
+        }
 
     def _swept(
         self, engine: TiledEngine, store: NVMeStore, state: Sequence[Any], counter: int

@@ -10,9 +10,10 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import HOST, NVME, PINNED
+from jzero._memory_kinds import PINNED
 from jzero.offload import _tiers
 from jzero.offload._host_step import HostStep
+from jzero.offload._nvme import NVMe
 from jzero.offload._policy import HostCPU, NoOffload, PinnedHost
 from jzero.offload._slicing import Slicer
 from jzero.offload._streamed import StreamedStep
@@ -132,11 +133,6 @@ class ParameterOffload(Offload):
                 WHO, f"offload_params={self.params}, and XLA shards over the mesh axes {list(automatic)}",
                 "Shards over data axes are fetched.", "Drop offload_params, or the other axes."
             ))  # fmt: skip
-        if self.tier == NVME:
-            raise OptionError(message(
-                WHO, f"offload={self.state}, and offload_params={self.params}",
-                "Parameters on the hosts are updated beside optimizer state that is in memory.",
-                "Use offload=jzero.HostCPU(), or drop offload_params."))  # fmt: skip
         if isinstance(self.state, HostCPU) and (self.state.delayed_update or self.state.ratio != 1):
             raise OptionError(message(
                 WHO, f"offload={self.state}, and offload_params={self.params}",
@@ -147,7 +143,7 @@ class ParameterOffload(Offload):
         self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
     ) -> tuple[Turn, ...]:
         """The host's, or as many pieces at a time as there is room for on the devices."""
-        if self.tier == HOST:
+        if self.updates_on_host:
             return _tiers.turns(leaves, update)
         return Slicer(leaves, frame, update, boundary, self.visiting_bytes).turns()
 
@@ -159,7 +155,18 @@ class ParameterOffload(Offload):
         runner, params = Runner(plan, analysis, mesh), self.params.device_bytes
         if isinstance(self.state, HostCPU):
             return HostStep(runner, shardings, self.state.threads, None, shared, params)
+        if isinstance(self.state, NVMe):
+            return self.state.step(runner, shardings, shared, params)
         return StreamedStep(runner, shardings, params)
+
+    def files_of(self, step: StepProgram) -> Any:
+        """The files of a state of this step; None if none of it rests in some."""
+        return self.state.files_of(step)
+
+    @property
+    def first_tier(self) -> str:
+        """Where optimizer state rests before a step says which it is."""
+        return self.state.first_tier
 
 
 def policy_of(who: str, state: Any, params: Any) -> Any:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from jzero.offload._host_engine import HostEngine
+from jzero.offload._host_engine import HostEngine, zero_padding
 from jzero.offload._host_turn import HostTurn
 from jzero.offload.kernels._tiled_update import TiledUpdate
 from jzero.offload.memory._nvme_store import NVMeStore
+from jzero.offload.memory._pinned_leaf import PinnedLeaf
 from jzero.offload.nvme._files import TileAt
 from jzero.offload.nvme._sweep import sweep
 from jzero.sharding.plan._leaves import LeafPlan
@@ -34,6 +35,7 @@ class TiledEngine(HostEngine):
         """As `HostEngine`, of what is compiled already."""
         self._tiled = update
         super().__init__(turn, leaves, devices, threads, 1)
+        self._residents: Mapping[int, PinnedLeaf] = {}
         chunks = [tile.chunk for tile in update.tiles]
         # Chunk by chunk, and in a chunk the shards of all devices go ahead side by side.
         self._order = sorted(
@@ -49,9 +51,19 @@ class TiledEngine(HostEngine):
     def _compiled(self, threads: int | None) -> TiledUpdate:
         return self._tiled
 
-    def prepare_tiles(self, reads: Sequence[jax.Array]) -> None:
-        """Does what can fail before any state is read. `reads` are there, in pinned memory."""
-        self.update.prepare_tiles(self._inputs(reads))
+    def prepare_tiles(
+        self, reads: Sequence[jax.Array], residents: Mapping[int, PinnedLeaf]
+    ) -> None:
+        """Does what can fail before any state is read.
+
+        Args:
+          reads: are there, in pinned memory.
+          residents: leaves that are not in files, by their place among those of the turn.
+        """
+        leaves = residents.values()
+        shards = [[leaf.buffers[k] for leaf in leaves] for k in range(len(self.devices))]
+        self.update.prepare_tiles(self._inputs(reads), shards)
+        self._residents = residents
         self._next_outputs()
 
     def run_tiles(self, store: NVMeStore) -> Iterator[Chunk]:
@@ -80,3 +92,7 @@ class TiledEngine(HostEngine):
                 if not left[chunk]:
                     yield self._send(outputs, self.update.done[chunk])
         self.update.end()
+        for i, leaf in self._residents.items():
+            zero_padding(leaf.buffers, self._padding_of_leaves[i])
+            leaf.copy_to_replicas()
+        self._residents = {}

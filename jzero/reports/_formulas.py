@@ -83,7 +83,7 @@ def needs(options: Options, stage_axes: StageAxes, sizes: BytesPerParam) -> Iter
         yield Need(VISITING, sizes.optimizer_state, num_shards, False, "in turns", most=most)
     if policy.updates_on_host and not policy.streams:
         yield from _on_their_way(policy, sizes, num_shards)
-    if policy.slots:
+    if policy.slots and not policy.streams:
         note = "beside the old ones until all is written"
         yield Need(RENEWED, sizes.parameters, num_param_shards, False, note)
 

@@ -24,13 +24,14 @@ class TiledUpdate(HostUpdate):
 
     Behaves like `HostUpdate`, one range of elements after the other:
 
-        engine.prepare_tiles(inputs)                   # XLA's part; reads no state
+        engine.prepare_tiles(inputs, residents)        # XLA's part; reads no state that comes in tiles
         engine.begin(outputs)
         for shard, tile in ...:                        # each tile of each shard, once
             engine.update_tile(shard, tile, memory)    # memory has the tile, as `layout` says; in its place
         engine.end()
 
-    What makes outputs without any state is in tiles of its own, which need no memory.
+    Some leaves may be resident: in memory all the time, and updated there, range by range beside the others.
+    What makes outputs without any state of a tile is in tiles of its own, which need no memory.
 
     Attributes:
       layout: which part of which leaf of the state is where in a tile; by the leaves' names.
@@ -39,12 +40,14 @@ class TiledUpdate(HostUpdate):
 
     def __init__(
         self, update: Update, state: HostMemory, inputs: HostMemory, tile_bytes: int, *,
-        names: Sequence[str] | None = None, threads: int | None = None, chunk_bytes: int = 2**26,
+        resident: Sequence[int] = (), names: Sequence[str] | None = None, threads: int | None = None,
+        chunk_bytes: int = 2**26,
     ):  # fmt: skip
         """Traces and compiles as `HostUpdate`, and cuts the state into tiles of up to `tile_bytes`.
 
-        Nothing may be `untiled` of it.
+        But for leaves that are `resident`, by index. Nothing may be `untiled` of it.
         """
+        self._resident = tuple(resident)
         super().__init__(
             update, state, inputs, names=names, threads=threads, chunk_bytes=chunk_bytes
         )
@@ -55,7 +58,7 @@ class TiledUpdate(HostUpdate):
             for size, slots in zip(loop.sizes, loop.slots, strict=True)
         ]
         found = [self._together(slots, size, chunk) for chunk, _, size, slots in self._members]
-        moved = {leaf for each in found for leaf in each.leaves}
+        moved = {*self._resident, *(leaf for each in found for leaf in each.leaves)}
         # What nobody reads or changes is carried along.
         found += [
             self._together([i], aval.size, len(self._chunks))
@@ -81,11 +84,22 @@ class TiledUpdate(HostUpdate):
         """By chunk, the outputs that are complete when all its tiles of all shards are."""
         return [*self._done, []]
 
-    def prepare_tiles(self, inputs: Sequence[HostMemory]) -> None:
-        """What can fail, before any state is there; as `HostUpdate.prepare`."""
+    def prepare_tiles(
+        self, inputs: Sequence[HostMemory], residents: Sequence[HostMemory] = ()
+    ) -> None:
+        """What can fail, before any state is there; as `HostUpdate.prepare`.
+
+        Args:
+          inputs: of each shard.
+          residents: of each shard, the resident leaves in order, writable, in C order.
+        """
         self._check_idle()
-        nothing = [[None] * len(self._state) for _ in inputs]
-        self._prepared = self._known(nothing, np.zeros((len(inputs), len(self._state))), inputs)
+        states: list[list[Any]] = [[None] * len(self._state) for _ in inputs]
+        at = np.zeros((len(inputs), len(self._state)), np.int64)
+        for shard, leaves in enumerate(residents):
+            for i, x in zip(self._resident, leaves, strict=True):
+                states[shard][i], at[shard, i] = x, address(x)
+        self._prepared = self._known(states, at, inputs)
 
     def begin(self, outputs: Sequence[HostMemory]) -> list[int]:
         """Says where outputs go, for each shard, in writable NumPy arrays in C order.
@@ -121,7 +135,8 @@ class TiledUpdate(HostUpdate):
         self._prepared, self._to = None, ()
 
     def _together(self, slots: Sequence[int], size: int, chunk: int) -> Together:
-        leaves = tuple(dict.fromkeys(slot for slot in slots if slot < len(self._state)))
+        mine = (slot for slot in slots if slot < len(self._state) and slot not in self._resident)
+        leaves = tuple(dict.fromkeys(mine))
         return Together(leaves, tuple(self._state[i].dtype.itemsize for i in leaves), size, chunk)
 
     def _ranges(self, tile: Tile) -> list[tuple[Span, int, int]]:
@@ -143,9 +158,13 @@ class TiledUpdate(HostUpdate):
 
 
 def untiled(
-    update: Update, state: HostMemory, inputs: HostMemory, names: Sequence[str]
-) -> list[str]:
-    """What of the state cannot be updated a tile at a time, and why; nothing is compiled."""
+    update: Update, state: HostMemory, inputs: HostMemory, names: Sequence[str],
+    resident: Sequence[int] = (),
+) -> list[str]:  # fmt: skip
+    """What of the state cannot be updated a tile at a time, and why; nothing is compiled.
+
+    Leaves that are `resident`, by index, may be read whole.
+    """
     traced, flat, _ = traced_flat(update, state, inputs)
     analysis = RoadFinder(flat, len(state))
     roads = [analysis.road(i, name) for i, name in enumerate(names)]
@@ -160,7 +179,7 @@ def untiled(
     jaxpr = _jaxpr.replaced(traced.jaxpr, **flat._asdict())
     read = set(_rewrite.excerpt(jaxpr, [*scalars, *by_xla]).reads)
     for i, var in enumerate(flat.invars[: len(state)]):
-        if var in read:
+        if var in read and i not in resident:
             found.setdefault(i, f"{names[i]} is read whole, by XLA")
     return list(found.values())
 
