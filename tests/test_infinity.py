@@ -39,9 +39,8 @@ def test_a_disk_against_itself(tmp_path):
     result, text = run("disk", "--path", tmp_path / "disk", *options, out=tmp_path / "out")
     assert not list((tmp_path / "disk").iterdir())
     assert result["GB of a step, read and written"] == 0.025
-    assert "| sweep, AdamW |" in text
-    names = {"raw", "sweep, no update", "sweep, AdamW", "in turns, AdamW", "kernels alone"}
-    assert set(result["systems"]) == names
+    assert "| sweep, AdamW, 2 + 2 threads |" in text
+    assert len(result["systems"]) == 3 + 2 * 3
     _, shown = run("disk", "--show", out=tmp_path / "out")
     assert shown in text
 

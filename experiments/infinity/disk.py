@@ -15,13 +15,14 @@ Needs no accelerator. Processors must be free for the ratio to mean something: t
 
 import argparse
 import collections
+import functools
 import json
 import os
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,7 @@ def update(state: Any, inputs: Any) -> Any:
 class OneState:
     """The state of one leaf on a disk, and what updates it."""
 
-    def __init__(
-        self, folder: Path, num_params: int, tile_bytes: int, host_bytes: int, threads: int
-    ):
+    def __init__(self, folder: Path, num_params: int, tile_bytes: int, host_bytes: int):
         leaf = jax.ShapeDtypeStruct((num_params,), jnp.float32)
         grads = jax.ShapeDtypeStruct((num_params,), jnp.bfloat16)
         count = jax.ShapeDtypeStruct((), jnp.int32)
@@ -70,7 +69,6 @@ class OneState:
         start = time.perf_counter()
         self.files = TileFiles.create(WHO, folder, {"state.tiles": spec})
         self.ring = TileRing(WHO, host_bytes, self.files.most_bytes)
-        self.threads = threads
         self.grads = host_empty((num_params,), jnp.bfloat16)
         self.grads.view(np.uint16)[:] = 0x3C00  # 0.0078
         self.params = host_empty((num_params,), jnp.bfloat16)
@@ -94,10 +92,10 @@ class OneState:
         if prepare:
             self.kernels.end()
 
-    def swept(self, with_update: bool) -> None:
+    def swept(self, threads: int, with_update: bool) -> None:
         def body() -> None:
             order, files = self.files.tiles(), self.files
-            with sweep(order, self.ring, files.read, files.write, self.threads) as visits:
+            with sweep(order, self.ring, files.read, files.write, threads) as visits:
                 for visit in visits:
                     if with_update:
                         self.kernels.update_tile(0, visit.at.tile, visit.buffer)
@@ -162,12 +160,17 @@ def timed(run: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def compare(state: OneState, raw: Raw, rounds: int) -> dict[str, Any]:
+def compare(state: OneState, raw: Raw, rounds: int, threads: Sequence[int]) -> dict[str, Any]:
     """Seconds of each, in turns; the first round counts for none."""
     systems: dict[str, Callable[[], None]] = {
         "raw": raw,
-        "sweep, no update": lambda: state.swept(False),
-        "sweep, AdamW": lambda: state.swept(True),
+        **{
+            f"sweep, {what}, {num} + {num} threads": functools.partial(
+                state.swept, num, with_update
+            )
+            for num in threads
+            for what, with_update in (("no update", False), ("AdamW", True))
+        },
         "in turns, AdamW": state.in_turns,
         "kernels alone": state.updated_in_memory,
     }
@@ -227,7 +230,8 @@ def main() -> None:
     parser.add_argument("--params", type=int, default=2**27, help="12 bytes of state each")
     parser.add_argument("--tile-mib", type=int, default=12)
     parser.add_argument("--host-mib", type=int, default=96, help="of all buffers")
-    parser.add_argument("--threads", type=int, default=2, help="that read, and as many that write")
+    help_threads = "that read, and as many that write"
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 3], help=help_threads)
     parser.add_argument("--transfers-mib", type=int, default=256, help="for the sizes of transfers")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -251,16 +255,14 @@ def main() -> None:
                 folder, args.transfers_mib * 2**20, args.rounds
             ),
         }
-        state = OneState(
-            folder, args.params, args.tile_mib * 2**20, args.host_mib * 2**20, args.threads
-        )
+        state = OneState(folder, args.params, args.tile_mib * 2**20, args.host_mib * 2**20)
         raw = Raw(folder / "raw", state.files.step_bytes, _direct.BLOCK)
         result |= {
             "GB of a step, read and written": round(2 * state.files.step_bytes / 1e9, 3),
             "buffers": state.ring.num,
             "note": state.files.note,
             "seconds to make and fill": round(state.seconds_to_make, 2),
-            **compare(state, raw, args.rounds),
+            **compare(state, raw, args.rounds, args.threads),
         }
         state.files.remove()
     finally:

@@ -45,7 +45,7 @@ class TileVisit(Generic[At]):
 
 def sweep(
     order: Iterable[At], ring: TileRing, read: Move[At] | None = None, write: Move[At] | None = None,
-    threads: int = 2,
+    threads: int = 3,
 ) -> Sweep[At]:  # fmt: skip
     """Visits tiles in order, with reads ahead and writes behind in other threads.
 
@@ -71,7 +71,8 @@ def sweep(
       ring: the buffers, which no other sweep is using.
       read: fills a buffer; None if the caller does (to write only).
       write: takes a buffer to the disk; None if nothing is to be written.
-      threads: that read, and as many that write.
+      threads: that read, and as many that write. Each checks or sums what it moves, and another one must keep
+        the disk busy meanwhile (experiments/infinity/disk.py).
 
     Returns:
       A context: entered, it is an iterator of visits. When it is left without an error, all visited tiles are
