@@ -10,7 +10,8 @@ thread. All are run in turns, so that a busy machine hits all alike, and the rat
 time over the other's, in the same round. Also what a checksum costs, and which size of transfer is best.
 Prints tables in Markdown, writes <date>-disk.json.
 
-Needs no accelerator. Processors must be free for the ratio to mean something: the load is written with it.
+Needs no accelerator. Processors must be free for the ratio to mean something: the load is written with it. On
+a busy machine, `chrt -f 10 python ...` gives them to this process when it asks for them (root only).
 """
 
 import argparse
@@ -231,7 +232,7 @@ def main() -> None:
     parser.add_argument("--tile-mib", type=int, default=12)
     parser.add_argument("--host-mib", type=int, default=96, help="of all buffers")
     help_threads = "that read, and as many that write"
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 3], help=help_threads)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4], help=help_threads)
     parser.add_argument("--transfers-mib", type=int, default=256, help="for the sizes of transfers")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -245,6 +246,7 @@ def main() -> None:
         result = {
             **records.environment("jax", "jaxlib", "numpy", "optax"),
             "kernel": os.uname().release,
+            "real-time priority": os.sched_getscheduler(0) == os.SCHED_FIFO,
             "file system": _direct._file_system(os.open(folder, os.O_RDONLY)),
             "jzero files": records.library(),
             "settings": {

@@ -45,7 +45,7 @@ class TileVisit(Generic[At]):
 
 def sweep(
     order: Iterable[At], ring: TileRing, read: Move[At] | None = None, write: Move[At] | None = None,
-    threads: int = 3,
+    threads: int = 4,
 ) -> Sweep[At]:  # fmt: skip
     """Visits tiles in order, with reads ahead and writes behind in other threads.
 
