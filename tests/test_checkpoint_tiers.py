@@ -3,6 +3,7 @@
 import functools
 import itertools
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,17 @@ def one_device():
     return jax.device_get(state), jax.device_get(step(state, batch(1)))
 
 
-@pytest.mark.parametrize(("before", "after"), [(8, 4), (4, 1), (1, 8)])
-@pytest.mark.parametrize("target", TIERS, ids=named)
-@pytest.mark.parametrize("source", TIERS, ids=named)
+def pairs() -> Iterator[Any]:
+    """From every tier to every other one; with files at one change of devices, and at others if slow."""
+    for source, target in itertools.product(TIERS, TIERS):
+        for before, after in ((8, 4), (4, 1), (1, 8)):
+            seldom = "in files" in (source[0], target[0]) and before != 8
+            marks = pytest.mark.slow if seldom else ()
+            name = f"{named(source)} to {named(target)}, {before} to {after}"
+            yield pytest.param(source, target, before, after, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("source", "target", "before", "after"), list(pairs()))
 def test_training_goes_on_in_another_tier(source, target, before, after, saved, one_device):
     folder, state = saved(source, before)
     trained, (expected, metrics) = one_device

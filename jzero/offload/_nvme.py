@@ -63,8 +63,8 @@ class NVMe(Offload):
     Failures: files have two slots, and a step writes the one that it does not read. A step that fails before
     its commit (a full or broken disk, no memory, Ctrl-C) leaves the state as it was, on the devices, too; a
     process that is killed at any time leaves files of the old or of the new step. Damaged tiles are found by
-    their checksums. With `in_place`, and with `offload_params`, whose parameters are updated in their place, a
-    step that fails while it writes loses the state, by name.
+    their checksums. With `in_place`, and with `offload_params`, whose parameters are updated in their place,
+    a step that fails while it writes loses the state, by name.
 
     The files are scratch for one run, and no checkpoint: `jzero.Checkpointer` saves and restores such a state
     like any other, 256 MiB or a leaf at a time, while steps go on; the step after the next one waits until
