@@ -30,7 +30,7 @@ pytest.importorskip("llvmlite")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
 optax_promotions = test_optimizers.optax_promotions
 
-HOST_BYTES = 2**16  # tiles of 8 KiB
+HOST_BYTES = 2**16  # tiles of 4 KiB
 NOT_ELEMENTWISE = NEEDS_OTHER_DEVICES | {"split_real_and_imaginary"}
 STEPS_BY_DEFAULT = {"mixed_bf16", "ema", "microbatch_scan", "cond_on_gradients"}
 

@@ -184,8 +184,8 @@ def test_each_state_has_files_of_its_own_and_new_ones_take_those_of_the_dead(tmp
     del states, moved
     gc.collect()
     state = train_step.shard(new_state(), BATCH)
-    assert os.path.samefile(in_files(state)[0].store.files._files[0].path.parent,
-                            tmp_path / "process-0" / "state-0")  # fmt: skip
+    folder = in_files(state)[0].store.files.folder
+    assert os.path.samefile(folder, tmp_path / "process-0" / "state-0")
 
 
 def test_a_failed_placement_leaves_no_files(tmp_path: Path, monkeypatch):

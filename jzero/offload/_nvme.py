@@ -92,7 +92,7 @@ class NVMe(Offload):
       path: a folder on the disk, absolute or of the working directory; made if it is not there. Several
         processes may name the same one.
       host_bytes: the most bytes of the host's memory for tiles in each process, 1 GiB by default, at least
-        64 KiB. An eighth of it, up to 32 MiB, is a tile.
+        64 KiB. A sixteenth of it, up to 32 MiB, is a tile.
       in_place: whether the new state is written over the old one: half of the disk's space, and a step that
         fails while it writes loses the state.
       resume: whether a state that is placed takes its optimizer state from the files that an earlier run has

@@ -29,8 +29,8 @@ from jzero.sharding.run._run import Runner
 from jzero.tracing import _call
 
 WHO = _call.WHO
-# Tiles in the buffers: three are read, updated and written, and others wait for their turn.
-_TILES = 8
+# Tiles in the buffers: so that threads of a sweep, four that read and four that write, do not wait for room.
+_TILES = 16
 # Bytes of a tile that a disk moves as fast as it can.
 _TILE_BYTES = 2**25
 _PAGE = 4096
