@@ -21,10 +21,12 @@ from jzero._version import __version__ as __version__
 from jzero.checkpoint._checkpointer import Checkpointer as Checkpointer
 from jzero.checkpoint._restore import restore as restore
 from jzero.deepspeed._translate import from_deepspeed as from_deepspeed
+from jzero.offload._nvme import NVMe as NVMe
 from jzero.offload._policy import HostCPU as HostCPU
 from jzero.offload._policy import NoOffload as NoOffload
 from jzero.offload._policy import PinnedHost as PinnedHost
 from jzero.offload.memory._host_array import HostArray as HostArray
+from jzero.offload.memory._nvme_array import NVMeArray as NVMeArray
 from jzero.offload.memory._padded import PaddedArray as PaddedArray
 from jzero.preflight._preflight import Preflight as Preflight
 from jzero.preflight._preflight import preflight as preflight

@@ -1,8 +1,8 @@
-"""Where leaves rest: `memory_kind`s of JAX, and the host's ordinary memory, which is none of them."""
+"""Where leaves rest: `memory_kind`s of JAX; and what is none, the host's ordinary memory and files."""
 
 from typing import NamedTuple
 
-DEVICE, PINNED, HOST = "device", "pinned_host", "host"
+DEVICE, PINNED, HOST, NVME = "device", "pinned_host", "host", "nvme"
 
 
 class HostNeed(NamedTuple):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import MeshError, message
-from jzero._memory_kinds import HOST, HostNeed
+from jzero._memory_kinds import HOST, NVME, HostNeed
 from jzero.offload.memory import _available, _placing
+from jzero.offload.memory._filling import Filling
+from jzero.offload.memory._nvme_array import rests_in_files
+from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.offload.memory._padded import PaddedArray
 from jzero.offload.memory._placing import Place
 from jzero.processes import _agreement
@@ -59,7 +63,7 @@ class Placement:
             policy = self.programs.options.offload
             leaves = _make.state_leaves(abstract, setting)
             plans = _leaves.plan_from_shapes(
-                leaves, setting.stage_axes, policy.tier, policy.streams
+                leaves, setting.stage_axes, policy.first_tier, policy.streams
             )
         return plans, _program.shardings_of(plans, setting.mesh)
 
@@ -69,7 +73,7 @@ class Placement:
         known = self._places
         if known is None or known[0] is not plans or known[1] is not shardings:
             axes: tuple[str, ...] = ()
-            if self.programs.options.offload.tier == HOST:
+            if self.programs.options.offload.tier in (HOST, NVME):
                 setting = self.programs.setting
                 axes = (*setting.stage_axes.shard_axes, *setting.automatic)
             known = self._places = plans, shardings, _placing.places(plans, shardings, axes)
@@ -85,7 +89,7 @@ class Placement:
                 "jzero.target_mesh."))  # fmt: skip
 
     def place(
-        self, state: Any, leaves: Sequence[Any], plans: Sequence[LeafPlan],
+        self, state: Any, leaves: Sequence[Any], plans: tuple[LeafPlan, ...],
         shardings: Sequence[NamedSharding], who: str = "shard", needs: Sequence[HostNeed] = (),
     ) -> list[Any]:  # fmt: skip
         """The leaves of `state` where the plan has them, padded; those that are None here stay None.
@@ -101,7 +105,27 @@ class Placement:
             self.agree(who, plans, needs, lambda: {
                 "values": [f"{plans[i].path} {_agreement.checksum(leaves[i])}" for i in held]
             })  # fmt: skip
-        return _placing.place_state(leaves, places, held)
+        filling = self.filling(plans, places, leaves)
+        with filling or contextlib.nullcontext():
+            if filling:
+                filling.start(leaves)
+            return _placing.place_state(leaves, places, held, filling)
+
+    def filling(
+        self,
+        plans: tuple[LeafPlan, ...],
+        places: Sequence[Place],
+        leaves: Sequence[Any] | None = None,
+    ) -> Filling | None:
+        """New files for the leaves that rest in some; None if none does, or all are there already."""
+        away = [i for i, plan in enumerate(plans) if plan.tier == NVME]
+        step = self.programs.step_of(plans) if away else None
+        if step is None:
+            return None
+        spec: StoreSpec = self.programs.options.offload.files_of(step)
+        if leaves and all(rests_in_files(leaves[i], places[i].home, spec) for i in away):
+            return None
+        return Filling(spec)
 
     def wrap(self, leaves: list[Any], plans: Sequence[LeafPlan]) -> list[Any]:
         """What a program returns as a user gets it; `_placing.wrap`, which looks at every leaf."""
@@ -109,7 +133,7 @@ class Placement:
             padded = [
                 (i, plan.shape)
                 for i, plan in enumerate(plans)
-                if plan.padding and plan.tier != HOST
+                if plan.padding and plan.tier not in (HOST, NVME)
             ]
             self._padded = plans, padded
         for i, shape in self._padded[1]:

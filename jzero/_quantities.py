@@ -86,6 +86,11 @@ def readable_bytes(num: float) -> str:
     raise AssertionError
 
 
+def readable_size(num: float) -> str:
+    """`1.5 TB`: decimal, as makers of disks state it."""
+    return f"{_scaled(num)}B"
+
+
 def readable_rate(num: float) -> str:
     """`55.1 GB/s`: decimal, as makers of links state it."""
     return f"{_scaled(num)}B/s"

@@ -146,9 +146,11 @@ def shard_train_step(
         `jzero.PinnedHost(device_bytes=...)`: in the pinned memory of the devices' host; each step copies it
         to the devices and back, piece by piece, and never has more than `device_bytes` of it there.
         `jzero.HostCPU(...)`: in the host's memory, updated there by its processors; only gradients and
-        parameters cross. Scalars, leaves below `min_shard_bytes`, and what is read with the batch stay. A
-        step is then several programs: it cannot be called under an outer `jax.jit` or lowered. One that
-        fails while it runs (out of memory, not a refused batch) may have consumed part of its state.
+        parameters cross. `jzero.NVMe(path, host_bytes=...)`: in files, updated there, too, tile by tile, with
+        at most `host_bytes` of it in each process's memory. Scalars, leaves below `min_shard_bytes`, and what
+        is read with the batch stay. A step is then several programs: it cannot be called under an outer
+        `jax.jit` or lowered. One that fails while it runs (out of memory, not a refused batch) may have
+        consumed part of its state.
       offload_params: where parameters rest at stage 3. By default, `jzero.NoOffload()`, on the devices.
         `jzero.PinnedHost(device_bytes=...)`: in pinned memory of the devices' host, each device's shard with
         its own host (ZeRO-Infinity). The step runs layer by layer: a layer's shards are fetched while

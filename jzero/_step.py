@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -104,8 +105,9 @@ class ShardedTrainStep(ShardedStep):
 
         Never whole on one device: the initialiser is compiled with the state's shardings as outputs.
         See `state_shardings` for what the layout is before the step has seen a batch. What rests on the
-        host is made in groups of up to `device_bytes` (256 MiB with `HostCPU`), each by a program of its
-        own.
+        host is made in groups of up to `device_bytes` (256 MiB with `HostCPU` and `NVMe`), each by a program
+        of its own. What `NVMe` has in files is in the host's memory until the first step, if there is no
+        plan for such a state yet (`plan`).
 
         Returns:
           The state, placed.
@@ -124,7 +126,11 @@ class ShardedTrainStep(ShardedStep):
         self._placement.agree("init", leaves, _placing.host_needs(places), lambda: (
             _identity.of_jaxpr(traced.jaxpr, traced.consts)
         ))  # fmt: skip
-        made = _placing.born(traced, places, self._programs.options.offload.visiting_bytes)
+        filling = self._placement.filling(leaves, places)
+        with filling or contextlib.nullcontext():
+            made = _placing.born(
+                traced, places, self._programs.options.offload.visiting_bytes, filling
+            )
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
     def flush(self, state: Any) -> Any:

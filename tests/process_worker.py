@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +28,12 @@ from jzero.processes import _agreement
 # -- the same trajectory -------------------------------------------------------------------------
 
 NUM_STEPS = 3
-TRAININGS = {
+TRAININGS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 3, accumulate 2": {"stage": 3, "accumulate": 2},
     "stage 3 in each process": {"stage": 3, "param_axes": "local"},
     "stage 3, on the host": {"stage": 3, "offload": jzero.HostCPU()},
+    "stage 3, in files": {"stage": 3},  # of the run's folder
 }
 # By how many processes; each compiles for itself.
 NAMES = {2: ["stage 3, accumulate 2", "stage 3, on the host"], 4: list(TRAININGS)}
@@ -82,8 +84,11 @@ def own_rows(batch, mesh):
     return jax.make_array_from_process_local_data(split, rows)
 
 
-def training(devices, options):
+def training(devices, name, folder):
     """Trains and evaluates twice: what was reported, each loss, and the whole state after the last step."""
+    options, files = TRAININGS[name], folder / f"nvme-{jax.process_count()}"
+    if name == "stage 3, in files":
+        options = options | {"offload": jzero.NVMe(files, host_bytes=2**16)}
     mesh = jax.sharding.Mesh(np.reshape(devices, (-1, 2)), ("node", "local"))
     if "param_axes" not in options:
         mesh = jax.sharding.Mesh(devices, ("data",))
@@ -102,6 +107,7 @@ def training(devices, options):
         # What no devices divide, every process has whole.
         losses.append(float(eval_step(state["params"], global_batch(9)[:13], keys[0])))
     report = str(sharded.describe(state, global_batch(0), keys[0]))
+    report = " ".join(report.split()).replace(str(files), "files")
     whole = sharded.unshard(state)
     whole["key"] = jax.random.key_data(whole["key"])
     return report, losses, jax.tree.map(np.asarray, whole)
@@ -110,7 +116,7 @@ def training(devices, options):
 def train(folder):
     found = {}
     for name in NAMES[jax.process_count()]:
-        report, losses, state = training(jax.devices(), TRAININGS[name])
+        report, losses, state = training(jax.devices(), name, folder)
         leaves = jax.tree.leaves(state)
         digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves))
         found[name] = {"report": report, "losses": losses, "digest": digest.hexdigest()}

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import zoo
 from test_offload_params import CLIPPED, batch, make_step, new_state
 
 LAYERS = 2
+FOLDER = tempfile.TemporaryDirectory()
 STATE = {
     "on devices": jzero.NoOffload(),
     "pinned": jzero.PinnedHost(device_bytes=2**14),
     "on the host": jzero.HostCPU(),
+    "in files": jzero.NVMe(FOLDER.name, host_bytes=2**16),
 }
 PARAMS = {"on devices": jzero.NoOffload(), "pinned": jzero.PinnedHost(device_bytes=2**14)}
 TIERS = [*itertools.product(STATE, PARAMS)]
@@ -49,8 +52,8 @@ def evaluate(state: Any, x: jax.Array) -> jax.Array:
 
 
 def tier_of(leaf: jax.Array) -> str:
-    if isinstance(leaf, jzero.HostArray):
-        return "on the host"
+    if isinstance(leaf, jzero.HostArray | jzero.NVMeArray):
+        return "on the host" if isinstance(leaf, jzero.HostArray) else "in files"
     return {"device": "on devices", "pinned_host": "pinned"}[str(leaf.sharding.memory_kind)]
 
 
@@ -82,7 +85,7 @@ def one_device():
     return jax.device_get(state), jax.device_get(step(state, batch(1)))
 
 
-@pytest.mark.covering
+@pytest.mark.covering(pairs=["source", "target"])
 @pytest.mark.parametrize(("before", "after"), [(8, 4), (4, 1), (1, 8)])
 @pytest.mark.parametrize("target", TIERS, ids=named)
 @pytest.mark.parametrize("source", TIERS, ids=named)

@@ -111,9 +111,9 @@ def no_lock_is_left() -> bool:
     """Whether steps in other threads can update."""
 
     def acquire() -> bool:
-        free = _host_step._UPDATING.acquire(blocking=False)
+        free = _host_step.UPDATING.acquire(blocking=False)
         if free:
-            _host_step._UPDATING.release()
+            _host_step.UPDATING.release()
         return free
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

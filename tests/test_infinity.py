@@ -34,6 +34,18 @@ def test_parameters_take_a_window_at_every_depth(tmp_path):
     assert "| stage 3 |" in text
 
 
+def test_a_disk_against_itself(tmp_path):
+    sizes = {"params": 2**20, "tile-mib": 1, "host-mib": 4, "transfers-mib": 16, "rounds": 1}
+    options = [x for name, size in sizes.items() for x in (f"--{name}", size)]
+    result, text = run("disk", "--path", tmp_path / "disk", *options, out=tmp_path / "out")
+    assert not list((tmp_path / "disk").iterdir())
+    assert result["GB of a step, read and written"] == 0.025
+    assert "| sweep, AdamW, 2 + 2 threads |" in text
+    assert len(result["systems"]) == 3 + 2 * 3
+    _, shown = run("disk", "--show", out=tmp_path / "out")
+    assert shown in text
+
+
 @pytest.mark.slow
 def test_what_a_turn_costs(tmp_path):
     options = ("--rounds", "1", "--devices", "1", "--layers", "6", "--profile")

@@ -1,6 +1,7 @@
 """Leaves that are padded, or on the host, are plain arrays of their true shape to all that takes arrays."""
 
 import copy
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +21,13 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import small
 
+FOLDER = tempfile.TemporaryDirectory()
 UNEVEN, EVEN = (13, 3), (16, 3)  # On 8 devices the first is padded.
 KINDS: dict[str, Any] = {
     "padded": (jzero.NoOffload(), UNEVEN),
     "host": (jzero.HostCPU(), EVEN),
     "host, padded": (jzero.HostCPU(), UNEVEN),
+    "files, padded": (jzero.NVMe(FOLDER.name, host_bytes=2**16), UNEVEN),
 }
 
 
@@ -39,8 +42,8 @@ def new_leaf(kind: str, axis_type: AxisType = AxisType.Auto) -> Any:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     train_step = small.shard_train_step(step_fn, mesh=mesh, offload=offload)
     state = {"w": jnp.ones(shape), "m": jax.random.normal(jax.random.key(0), shape)}
-    leaf = train_step.shard(state)["m"]
-    assert isinstance(leaf, jzero.PaddedArray | jzero.HostArray)
+    leaf = train_step.shard(state, jnp.ones((8, shape[0])))["m"]
+    assert isinstance(leaf, jzero.PaddedArray | jzero.HostArray | jzero.NVMeArray)
     return leaf
 
 

@@ -116,7 +116,7 @@ def test_trains_as_one_process(num_processes, tmp_path):
     devices = jax.devices()[: 2 * num_processes]
     for name in process_worker.NAMES[num_processes]:
         assert [each[name] for each in found] == [found[0][name]] * num_processes
-        report, losses, state = process_worker.training(devices, process_worker.TRAININGS[name])
+        report, losses, state = process_worker.training(devices, name, tmp_path)
         assert found[0][name]["report"] == report
         np.testing.assert_allclose(found[0][name]["losses"], losses, rtol=1e-5)
         saved = np.load(tmp_path / f"{name}.npz").values()

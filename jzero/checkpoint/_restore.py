@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ class _Task:
         wanted = {name: _as_stored(leaf, plan) for (name, leaf), plan in pairs}
         self._sources = match(who, wanted, self._stored.leaves, str(self._stored.directory))
         places = placement.places(self._plans, shardings)
+        self._filling = placement.filling(self._plans, places)
         self._places = dict(zip(names, places, strict=True))
         _available.check(
             who, _available.shortage(_placing.host_needs(places), placement.programs.setting.mesh)
@@ -118,12 +120,18 @@ class _Task:
     def run(self) -> Any:
         """The state, placed."""
         placed: dict[str, Any] = {}
-        for group in _groups(self._sources, self._places):
-            placed |= zip(group, self._read(group), strict=True)
+        with self._filling or contextlib.nullcontext():
+            for group in _groups(self._sources, self._places):
+                if self._filling and not self._filling.started and self._places[group[0]].home:
+                    self._filling.start([placed.get(name) for name in self._leaves])
+                placed |= zip(group, self._read(group), strict=True)
         wrapped = _placing.wrap([placed[name] for name in self._leaves], self._plans)
         return jax.tree.unflatten(self._tree, wrapped)
 
     def _read(self, group: Sequence[str]) -> list[Any]:
+        places = [self._places[name] for name in group]
+        if self._filling and self._filling.resumed and self._places[group[0]].home:
+            return _placing.place_state([...] * len(group), places, filling=self._filling)
         how = {
             self._sources[name].name: _restore_args(self._leaves[name], self._places[name])
             for name in group
@@ -132,7 +140,7 @@ class _Task:
         found = _stored.read(self._who, self._stored, how, at_once)
         # Python numbers become arrays, and what goes on to the host is there before more is read.
         arrays = [found[self._sources[name].name] for name in group]
-        return _placing.place_state(arrays, [self._places[name] for name in group])
+        return _placing.place_state(arrays, places, filling=self._filling)
 
 
 def _groups(sources: Mapping[str, Origin], places: Mapping[str, Place]) -> Iterator[list[str]]:

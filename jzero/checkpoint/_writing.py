@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,15 +18,36 @@ from jzero.checkpoint import _ocdbt, _reading
 from jzero.checkpoint._chunks import chunk_shape
 from jzero.checkpoint._fragments import Fragments
 from jzero.checkpoint._seal import StoredLeaf
-from jzero.offload.memory._host_array import HostArray
+from jzero.offload.memory._away_array import AwayArray
+from jzero.offload.memory._nvme_array import NVMeArray, NVMePart
 from jzero.offload.memory._padded import PaddedArray
+from jzero.offload.nvme._files import Pin
 
-Array: TypeAlias = jax.Array | PaddedArray | HostArray
+Array: TypeAlias = jax.Array | PaddedArray | AwayArray
 Box: TypeAlias = tuple[slice, ...]
 
 # Bytes of leaves that a save writes in one transaction: it makes one new root of the tree that is on disk,
 # waits for the disk, and holds what is written in it, compressed, until it is committed.
 _TOGETHER = 2**28
+
+
+class LatePart(NamedTuple):
+    """A part of a leaf in files, which is read when it is written.
+
+    Attributes:
+      part: it, with its padding.
+      shape: its shape without.
+    """
+
+    part: NVMePart
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.part.dtype.itemsize
+
+    def read(self) -> np.ndarray:
+        return np.asarray(self.part)[tuple(map(slice, self.shape))]
 
 
 class WrittenLeaf(NamedTuple):
@@ -33,23 +56,32 @@ class WrittenLeaf(NamedTuple):
     Attributes:
       spec: the array on disk, for tensorstore.
       info: what Orbax says of it.
-      parts: where in the leaf, and what; on the host.
+      parts: where in the leaf, and what; on the host, or in files.
+      pin: keeps what is in files, while steps go on.
     """
 
     spec: dict[str, Any]
     info: Any
-    parts: list[tuple[Box, np.ndarray]]
+    parts: list[tuple[Box, np.ndarray | LatePart]]
+    pin: Pin | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(data.nbytes for _, data in self.parts)
 
+    def release(self) -> None:
+        """Lets go of the copies on the host, and of what is in files."""
+        self.parts.clear()
+        if self.pin:
+            self.pin.release()
+
     @classmethod
     def of(cls, x: Array, info: Any) -> WrittenLeaf:
         """Of a leaf that the devices hold together, each a part of it."""
         spec = write_spec(info, x.shape, _shard_shape(x), x.dtype)
-        parts = [_cut(index, data, x.shape) for index, data in _own_parts(x)]
-        return cls(spec, info, [part for part in parts if part is not None])
+        pin = x.store.files.pin() if isinstance(x, NVMeArray) else None
+        parts = [_cut(index, data, x.shape) for index, data in _own_parts(x, pin)]
+        return cls(spec, info, [part for part in parts if part is not None], pin)
 
     @classmethod
     def of_copy(cls, x: Any, info: Any) -> WrittenLeaf:
@@ -112,16 +144,17 @@ def write_spec(
 
 def _shard_shape(x: Array) -> tuple[int, ...]:
     """The shape of each device's part, padding included."""
-    if isinstance(x, HostArray):
+    if isinstance(x, AwayArray):
         return x.at_rest.shard_shape(x.padded_shape)
     x = x.padded if isinstance(x, PaddedArray) else x
     return x.sharding.shard_shape(x.shape)
 
 
-def _own_parts(x: Array) -> list[tuple[Box, Any]]:
+def _own_parts(x: Array, pin: Pin | None = None) -> list[tuple[Box, Any]]:
     """The parts that this process writes, and where they are: the first copy of each."""
-    if isinstance(x, HostArray):
-        return [(tuple(slice(*ends) for ends in box), data) for box, data in x.own_parts()]
+    if isinstance(x, AwayArray):
+        found = x.own_parts(x.parts_by(pin.read) if pin and isinstance(x, NVMeArray) else None)
+        return [(tuple(slice(*ends) for ends in box), data) for box, data in found]
     shards = (x.padded if isinstance(x, PaddedArray) else x).addressable_shards
     return [(shard.index, shard.data) for shard in shards if shard.replica_id == 0]
 
@@ -133,27 +166,34 @@ def start_copies(x: Array) -> None:
 
 
 def _cut(
-    index: Sequence[slice], data: jax.Array | np.ndarray, shape: Sequence[int]
-) -> tuple[Box, np.ndarray] | None:
+    index: Sequence[slice], data: jax.Array | np.ndarray | NVMePart, shape: Sequence[int]
+) -> tuple[Box, np.ndarray | LatePart] | None:
     """A part on the host and its place, without padding; None if it is all padding."""
     starts = [part.start or 0 for part in index]
     stops = [min(start + n, size) for start, n, size in zip(starts, data.shape, shape, strict=True)]
     lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
     if min(lengths, default=1) <= 0:
         return None
+    place = tuple(map(slice, starts, stops))
+    if isinstance(data, NVMePart):
+        return place, LatePart(data, tuple(lengths))
     values = np.asarray(data)[tuple(slice(n) for n in lengths)]
     if isinstance(data, np.ndarray):  # The next step overwrites it, while it is being written.
         values = values.copy()
-    return tuple(map(slice, starts, stops)), values
+    return place, values
 
 
 async def _write(leaves: Sequence[WrittenLeaf], fragments: Fragments) -> None:
-    for group in groups(leaves, _TOGETHER):
-        async with _ocdbt.transaction() as together:
-            work = [_write_leaf(leaf, fragments, together) for leaf in group]
-            await _reading.each(work, [leaf.info.name for leaf in group])
-        for leaf in group:
-            leaf.parts.clear()  # the copies on the host
+    try:
+        for group in groups(leaves, _TOGETHER):
+            async with _ocdbt.transaction() as together:
+                work = [_write_leaf(leaf, fragments, together) for leaf in group]
+                await _reading.each(work, [leaf.info.name for leaf in group])
+            for leaf in group:
+                leaf.release()
+    finally:
+        for leaf in leaves:  # Steps wait for what is in files.
+            leaf.release()
 
 
 async def _write_leaf(leaf: WrittenLeaf, fragments: Fragments, transaction: Any) -> None:
@@ -162,10 +202,14 @@ async def _write_leaf(leaf: WrittenLeaf, fragments: Fragments, transaction: Any)
     if jax.process_index() == 0:  # All would make the same array.
         await tensorstore.open(leaf.spec, create=True, **options)
     store = await tensorstore.open(leaf.spec, assume_metadata=True, **options)
+    parts = [
+        (index, await asyncio.to_thread(data.read) if isinstance(data, LatePart) else data)
+        for index, data in leaf.parts
+    ]
     # Nobody changes `data`: it belongs to a jax.Array, or was copied.
     writes = [
         store[index].write(data, can_reference_source_data_indefinitely=True)
-        for index, data in fragments.split_off(leaf.spec, leaf.info, leaf.parts)
+        for index, data in fragments.split_off(leaf.spec, leaf.info, parts)
     ]
     await _reading.all_of(writes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jzero._quantities import (
 )
 from jzero.cli import _flags, _plot
 from jzero.cli._checkpoints import Shown
+from jzero.offload._nvme import NVMe
 from jzero.offload._policy import HostCPU, NoOffload, Offload, PinnedHost
 from jzero.reports import _tables
 from jzero.reports._checks import WHO
@@ -26,10 +28,14 @@ from jzero.sharding.plan._options import GATHER
 from jzero.sharding.plan._stages import STAGES
 
 # By the name that --offload has for it: the policy, and the flags that are its fields.
-_POLICIES: dict[str | None, tuple[type[Offload], dict[str, str]]] = {
+_POLICIES: dict[str | None, tuple[Callable[..., Offload], dict[str, str]]] = {
     None: (NoOffload, {}),
     "pinned": (PinnedHost, {"device_bytes": "--device-bytes"}),
     "host": (HostCPU, {"ratio": "--ratio", "delayed_update": "--delayed"}),
+    "nvme": (
+        functools.partial(NVMe, "."),
+        {"host_bytes": "--host-bytes", "in_place": "--in-place"},
+    ),
 }
 _OFFLOAD = tuple(filter(None, _POLICIES))
 
@@ -73,6 +79,10 @@ def _add_flags(command: _flags.Parser) -> None:
         "--ratio": dict(type=_flags.ratio, help="share of it that rests on the host (host)"),
         "--delayed": dict(action="store_const", const=True, dest="delayed_update",
                           help="gradients are applied while the next are computed (host)"),
+        "--host-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
+                             help="of it in a process's memory at a time, 1GiB (nvme)"),
+        "--in-place": dict(action="store_const", const=True, dest="in_place",
+                           help="the new state is written over the old one (nvme)"),
         "--offload-params": dict(type=_flags.num_bytes, metavar="SIZE",
                                  help="parameters rest on the host, so many on a device at a time"),
         "--offload-activations": dict(action="store_const", const=True,
@@ -91,6 +101,8 @@ def _add_flags(command: _flags.Parser) -> None:
         "--interconnect": dict(type=_flags.rate, metavar="RATE", help="all-gathers, 350GB/s"),
         "--host-update": dict(type=_flags.rate, metavar="RATE",
                               help="of optimizer state by the host, for each device"),
+        "--disk": dict(type=_flags.rate, metavar="RATE",
+                       help="read and written by the host's disks, for each device, 6GB/s"),
     }  # fmt: skip
     for flag, settings in flags.items():
         to = where if flag in ("--devices", "--mesh") else command
@@ -107,24 +119,32 @@ def _add_flags(command: _flags.Parser) -> None:
         metavar="SIZE",
         help="of the host, for each device: bounds the largest model, too",
     )
+    command.add_argument(
+        "--disk-memory",
+        type=_flags.num_bytes,
+        metavar="SIZE",
+        help="of its disks, for each device: the same",
+    )
     command.add_argument("--json", action="store_true", help="numbers instead of a table")
     command.add_argument("--plot", metavar="FILE", help="a picture, such as out.png")
 
 
 def _estimate(
-    json: bool, plot: str | None, memory: str | None, host_memory: str | None, **arguments: Any
-) -> Shown:
-    if host_memory and not memory:
-        raise OptionError(message(
-            WHO, "host_memory without memory", "Both bound the largest model.",
-            "Drop host_memory, or add memory='80GB'."))  # fmt: skip
+    json: bool, plot: str | None, memory: str | None, host_memory: str | None,
+    disk_memory: str | None, **arguments: Any,
+) -> Shown:  # fmt: skip
+    for name, given in (("host_memory", host_memory), ("disk_memory", disk_memory)):
+        if given and not memory:
+            raise OptionError(message(
+                WHO, f"{name} without memory", "Both bound the largest model.",
+                f"Drop {name}, or add memory='80GB'."))  # fmt: skip
     stages = [arguments.pop("stage")] if "stage" in arguments else list(STAGES)
     arguments["offload"] = _policy(arguments)
     _on_host(arguments)
     found = [
         estimate(arguments["num_params"], **_without_params(arguments), stage=s) for s in stages
     ]
-    largest = [e.largest_model(memory, host_memory) if memory else None for e in found]
+    largest = [e.largest_model(memory, host_memory, disk_memory) if memory else None for e in found]
     if plot:
         _plot.plot_stages(found, plot, memory)
     if json:
@@ -144,10 +164,11 @@ def _policy(arguments: dict[str, Any]) -> Offload:
     if others := [flags[field] for field in given if field not in fields]:
         raise OptionError(message(
             WHO, f"{' and '.join(others)} with {'no offload' if kind is None else f'--offload {kind}'}",
-            "--device-bytes is for --offload pinned; --ratio and --delayed are for --offload host.",
+            "--device-bytes is for --offload pinned; --ratio and --delayed are for --offload host; "
+            "--host-bytes and --in-place are for --offload nvme.",
             "Drop one or the other."))  # fmt: skip
-    if "device_bytes" in given:
-        given["device_bytes"] = parse_bytes(given["device_bytes"])
+    for name in {"device_bytes", "host_bytes"} & given.keys():
+        given[name] = parse_bytes(given[name])
     return policy(**given)
 
 
@@ -199,7 +220,7 @@ def _show_stages(
     yield f"{readable_count(first.num_params)} parameters; data axes: {axes}; on each device:"
     roles = roles_on_devices(found)
     offloads = bool(first.on_host)
-    host = ["on its host", *WAYS] * offloads
+    host = ["on its host", *WAYS] * offloads + ["on its disk"] * bool(first.on_disk)
     timed = ["step", "compute"] * (first.time is not None)
     title = [] if memory is None else [f"largest in {memory}"]
     rows = [
@@ -208,6 +229,7 @@ def _show_stages(
             *(readable_bytes(e.nbytes(role)) for role in roles),
             f"{readable_bytes(e.total)} = {e.total / 1e9:.4g} GB",
             *_on_hosts(e) * offloads,
+            *[readable_bytes(e.on_disk)] * bool(first.on_disk),
             f"{e.elements_moved / e.num_params:.3g} Psi",
             *_times(e),
             *([] if num is None else [readable_count(num, at_most=True)]),

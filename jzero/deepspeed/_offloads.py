@@ -6,6 +6,7 @@ from typing import Any
 
 from jzero.deepspeed._expressions import called
 from jzero.deepspeed._settings import Settings, refuse
+from jzero.offload._nvme import NVMe
 from jzero.offload._policy import HostCPU, PinnedHost
 
 _OPTIMIZER, _PARAM = (
@@ -14,11 +15,17 @@ _OPTIMIZER, _PARAM = (
 _OLD = {_OPTIMIZER: "zero_optimization.cpu_offload", _PARAM: "zero_optimization.cpu_offload_param"}
 _RATIO = f"{_OPTIMIZER}.ratio"
 _HPZ = "zero_optimization.zero_hpz_partition_size"
+_PATH = f"{_OPTIMIZER}.nvme_path"
 _SAID = {
     _OPTIMIZER: "offload=jzero.HostCPU(...). Masters and moments rest in the hosts' memory and are updated "
     "there (pip install 'jzero[offload]').",
     _PARAM: "offload_params=jzero.PinnedHost(): parameters rest in pinned memory of the hosts, and a layer "
     "at a time is on a device.",
+}
+_OTHERS = {
+    "none": "Off: it rests on the devices.",
+    "nvme": "offload=jzero.NVMe(nvme_path). Masters and moments rest in files and are updated by the hosts, "
+    "tile by tile (pip install 'jzero[offload]').",
 }
 
 
@@ -36,7 +43,12 @@ def policies(settings: Settings, stage: int) -> dict[str, Any]:
 
 def _optimizer(settings: Settings, stage: int) -> dict[str, Any]:
     """Where optimizer state rests."""
-    if _device(settings, _OPTIMIZER) != "cpu":
+    device = _device(settings, _OPTIMIZER)
+    if _PATH in settings.given:
+        used = "offload=jzero.NVMe(nvme_path)."
+        unused = "Without effect: it is of offload to NVMe, which this configuration does not use."
+        settings.note(_PATH, used if device == "nvme" else unused)
+    if device == "none":
         return {}
     if stage == 0:
         raise refuse(
@@ -49,12 +61,27 @@ def _optimizer(settings: Settings, stage: int) -> dict[str, Any]:
     if ratio == 0:
         settings.overrule([f"{_OPTIMIZER}.device", _RATIO], "a ratio of 0 offloads nothing.")
         return {}
+    if device == "nvme":
+        return _in_files(settings, ratio)
     more = {} if ratio == 1 else {"ratio": float(ratio)}
     return {"offload": called("jzero.HostCPU", HostCPU, **more)}
 
 
+def _in_files(settings: Settings, ratio: float) -> dict[str, Any]:
+    path = settings.get(_PATH)
+    if not isinstance(path, str) or not path:
+        raise refuse(
+            f"{_OPTIMIZER}.device is 'nvme', without a path in nvme_path", "State rests in files there.",
+            "Write nvme_path, a folder of an NVMe disk.")  # fmt: skip
+    if ratio != 1:
+        raise refuse(
+            f"{_OPTIMIZER}.device is 'nvme', and ratio is {ratio}", "All optimizer state rests in files.",
+            "Drop ratio, or use 'cpu'.")  # fmt: skip
+    return {"offload": called("jzero.NVMe", NVMe, path)}
+
+
 def _device(settings: Settings, section: str) -> str:
-    """Where a section, or the key that was there before it, has something rest: 'none' or 'cpu'."""
+    """Where a section, or the key that was there before it, has something rest: 'none', 'cpu' or 'nvme'."""
     old = _OLD[section]
     device = str(settings.get(f"{section}.device", "none")).lower()
     before = settings.get(old, False)
@@ -63,7 +90,7 @@ def _device(settings: Settings, section: str) -> str:
             [f"{old} is true", f"{section} is there"], "They say the same.", f"Drop {old}."
         )
     device = "cpu" if before else device
-    said = _SAID[section] if device == "cpu" else "Off: it rests on the devices."
+    said = _SAID[section] if device == "cpu" else _OTHERS[device]
     for key in (f"{section}.device", f"{section}.ratio", old):
         if key in settings.given:
             settings.note(key, said)

@@ -22,18 +22,14 @@ _LOGGING = "Belongs to your training loop; describe says what rests and moves, j
 _CHECKPOINTS = ("Belongs to checkpoints: jzero.Checkpointer writes one that any stage, mesh and number of "
                 "processes can restore.")  # fmt: skip
 _NVME_ONLY = "Without effect: it is of offload to NVMe, which this configuration does not use."
+_BUFFERS = "Nothing to set: NVMe(host_bytes=...) says how much memory buffers may take."
+_ALWAYS = "Nothing to set: tiles are read ahead and written behind, always."
 _CHECKED = "Nothing to set: it is checked before a step runs."
 _WIRE = (
     "Parameters and gradients move in the dtypes of the step; jzero has no quantised collectives yet: drop "
     "the key, or set it to false."
 )
 _TP = "Tensor parallelism is a mesh axis of your own: drop the section, and use auto_specs."
-
-
-def _device(becomes: str) -> Key:
-    """The one place that says so of NVMe."""
-    refused = "State on NVMe is not in jzero yet: use 'cpu' or 'none'."
-    return Key("text", accepts=("none", "cpu"), refused=refused, becomes=becomes)
 
 
 _TOP = {
@@ -102,7 +98,7 @@ _TOP = {
     "nebula": noted("object", _CHECKPOINTS),
     "datastates_ckpt": noted("any", _CHECKPOINTS),
     "checkpoint": noted("object", _CHECKPOINTS),
-    "aio": noted("object", _NVME_ONLY),
+    "aio": noted("object", "Nothing to set: files are read and written past the page cache, tile by tile."),
     "graph_harvesting": noted("bool", _XLA.format("compiles the whole step")),
     "use_data_before_expert_parallelism": noted("bool", "Without effect: no experts are placed."),
     "vocabulary_size": noted(
@@ -183,7 +179,9 @@ _ZERO = {
 
 _PIN = noted("bool", "Nothing to set: what crosses goes through pinned memory.")
 _OFFLOAD_OPTIMIZER = {
-    "device": _device("`offload=jzero.HostCPU()`"),
+    "device": Key(
+        "text", accepts=("none", "cpu", "nvme"), refused="Use 'cpu', 'nvme' or 'none'.",
+        becomes="`offload=jzero.HostCPU()`; with `nvme`, `offload=jzero.NVMe(nvme_path)`"),
     "ratio": read("number", "`jzero.HostCPU(ratio=...)`"),
     "pin_memory": _PIN,
     "super_offload": only(
@@ -191,13 +189,16 @@ _OFFLOAD_OPTIMIZER = {
         "It is DeepSpeed's own schedule of CPU updates: drop it; see HostCPU(delayed_update=True)."),
     "cpuadam_cores_perc": noted(
         "number", "Nothing to set: HostCPU(threads=...) says how many threads update."),
-    "buffer_count": noted("int", _NVME_ONLY),
-    "nvme_path": noted("any", _NVME_ONLY),
-    **dict.fromkeys(("pipeline_read", "pipeline_write", "fast_init"), noted("bool", _NVME_ONLY)),
+    "buffer_count": noted("int", _BUFFERS),
+    "nvme_path": read("any", "`jzero.NVMe(nvme_path)`, with the device `nvme`"),
+    **dict.fromkeys(("pipeline_read", "pipeline_write"), noted("bool", _ALWAYS)),
+    "fast_init": noted("bool", "Nothing to set: files are filled once, when a state is placed."),
 }  # fmt: skip
 
 _OFFLOAD_PARAM = {
-    "device": _device("`offload_params=jzero.PinnedHost()`"),
+    "device": Key(
+        "text", accepts=("none", "cpu"), becomes="`offload_params=jzero.PinnedHost()`",
+        refused="Parameters on NVMe are not in jzero yet: use 'cpu' or 'none'."),
     "pin_memory": _PIN,
     **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu"), noted("int", _NVME_ONLY)),
     "nvme_path": noted("any", _NVME_ONLY),

@@ -14,7 +14,7 @@ from jzero.offload._early_turns import EarlyPlan, EarlyTurn, as_function, avals_
 from jzero.offload._host_engine import padding_of, zero_padding
 from jzero.offload._layered import Arrived
 from jzero.offload.kernels._host_update import HostUpdate, UnderWay, num_processors
-from jzero.offload.memory._host_array import places
+from jzero.offload.memory._away_array import places
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.segments._segment import Var
 from jzero.sharding.plan import _layout

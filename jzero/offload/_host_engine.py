@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jzero._memory_kinds import PINNED
 from jzero.offload._host_turn import HostTurn
 from jzero.offload.kernels._host_update import HostUpdate
-from jzero.offload.memory._host_array import HostArray, places
+from jzero.offload.memory._away_array import places
+from jzero.offload.memory._host_array import HostArray
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, view
 from jzero.segments._segment import shard_of
 from jzero.sharding.plan._leaves import LeafPlan
@@ -58,9 +59,7 @@ class HostEngine:
             when the next one writes.
         """
         self._turn = turn
-        self.update = HostUpdate(
-            turn.update, turn.state_avals(), turn.input_avals(), names=turn.names(), threads=threads
-        )
+        self.update = self._compiled(threads)
         shards, indices = (places(turn.mesh, axes) for axes in (turn.shard_axes, turn.axes))
         self._local = list(shards)
         self.devices = devices
@@ -82,6 +81,12 @@ class HostEngine:
             for leaf in leaves
         ]
 
+    def _compiled(self, threads: int | None) -> HostUpdate:
+        turn = self._turn
+        return HostUpdate(
+            turn.update, turn.state_avals(), turn.input_avals(), names=turn.names(), threads=threads
+        )
+
     @property
     def chunks(self) -> list[list[int]]:
         """What `run` yields, each time, by output."""
@@ -95,14 +100,21 @@ class HostEngine:
 
     def prepare(self, state: Sequence[HostArray | PinnedLeaf], reads: Sequence[jax.Array]) -> None:
         """Does what can fail, and overwrites nothing. `reads` are there, in pinned memory."""
-        inputs = [
-            [*(x.addressable_data(k) for x in reads), *indices]
-            for k, indices in zip(self._at, self._indices, strict=True)
-        ]
         self._buffers = [leaf.buffers for leaf in state]
         self._leaves = state
         shards = [[buffers[k] for buffers in self._buffers] for k in range(len(self._at))]
-        self.update.prepare(shards, inputs)
+        self.update.prepare(shards, self._inputs(reads))
+        self._next_outputs()
+
+    def _inputs(self, reads: Sequence[jax.Array]) -> list[list[Any]]:
+        """What the update of each shard reads beside its state."""
+        return [
+            [*(x.addressable_data(k) for x in reads), *indices]
+            for k, indices in zip(self._at, self._indices, strict=True)
+        ]
+
+    def _next_outputs(self) -> None:
+        """Waits until the set of outputs that is written next is nobody's."""
         self._sets.append(self._sets.pop(0))
         # The devices have computed with these long ago, unless nobody used them.
         alive = [x for ref in self._sets[-1].sent if (x := ref()) is not None]
@@ -113,18 +125,26 @@ class HostEngine:
         outputs, buffers, leaves = self._sets[-1], self._buffers, self._leaves
         self._buffers, self._leaves = [], ()  # The state may be dropped after this.
         outputs.sent.clear()
-        for done in self.update.run([[views[k] for views in outputs.views] for k in self._at]):
-            for i in done:
-                self._complete(outputs.views[i], self._padding_of_outs[i])
-            places = [self._places[i] for i in done]
-            with jax.profiler.TraceAnnotation("jzero: send parameters"):
-                sent = jax.device_put([outputs.arrays[i] for i in done], places)
-            yield {self._turn.outs[i]: x for i, x in zip(done, sent, strict=True)}
+        for done in self.update.run(self._views(outputs)):
+            yield self._send(outputs, done)
         for of_leaf, padding in zip(buffers, self._padding_of_leaves, strict=True):
             zero_padding(of_leaf, padding)
         for leaf in leaves:
             if isinstance(leaf, PinnedLeaf):
                 leaf.copy_to_replicas()
+
+    def _views(self, outputs: _Outputs) -> list[list[np.ndarray]]:
+        """The memory of each shard's outputs."""
+        return [[views[k] for views in outputs.views] for k in self._at]
+
+    def _send(self, outputs: _Outputs, done: Sequence[int]) -> dict[int, jax.Array]:
+        """Outputs that are complete, on their way to the devices, by what of the step they are."""
+        for i in done:
+            self._complete(outputs.views[i], self._padding_of_outs[i])
+        places = [self._places[i] for i in done]
+        with jax.profiler.TraceAnnotation("jzero: send parameters"):
+            sent = jax.device_put([outputs.arrays[i] for i in done], places)
+        return {self._turn.outs[i]: x for i, x in zip(done, sent, strict=True)}
 
     def sent(self, arrays: Iterable[jax.Array]) -> None:
         """Notes what the devices made of a chunk: its memory is not written again before that is there."""

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import NamedSharding
@@ -34,7 +34,7 @@ from jzero.tracing import _call
 WHO = _call.WHO
 # An engine is one call's at a time, and the processors are everybody's. Reentrant: a signal's handler that
 # calls in the middle of an update is refused (`HostUpdate.prepare`), and does not wait for ever.
-_UPDATING = threading.RLock()
+UPDATING = threading.RLock()
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,6 +72,9 @@ class HostStep:
       turns: of the update part, each on the devices: what the host does, then what rests on them.
       host: what the host does.
     """
+
+    # Whether updates begin while layers compute, where parameters rest on the hosts.
+    _begins_early: ClassVar[bool] = True
 
     def __init__(
         self, runner: Runner, shardings: Sequence[NamedSharding], threads: int | None,
@@ -115,7 +118,8 @@ class HostStep:
             self._layered = LayeredSegment(runner, self.grad, gradients, params_bytes)
             self.grad = self._segments.grad = self._layered.as_segment()
             known = [*self._known, *self._layered.literals]
-            self._early_plan = plan_early(runner, self._layered, pieces, known, self._stays)
+            if self._begins_early:
+                self._early_plan = plan_early(runner, self._layered, pieces, known, self._stays)
             self._layered.send_slices(self._early_plan.slices)
         self._late: HostTurn | None = self.host  # what the host begins when it has all gradients
         if self._early_plan.turns:
@@ -217,7 +221,8 @@ class HostStep:
 
     def roads(self) -> str:
         """How the host updates each leaf, and sends what it makes."""
-        early = self._early_plan.text(self._runner.plan) if self._streamed else []
+        begins = self._streamed and self._begins_early
+        early = self._early_plan.text(self._runner.plan) if begins else []
         return "\n".join([roads_text(self.host.roads()), *early])
 
     def __call__(
@@ -225,7 +230,7 @@ class HostStep:
     ) -> tuple[list[Any], list[jax.Array]]:
         """Runs one step; the state is consumed, unless it fails before the host overwrites any."""
         # Early updates take turns with those of other threads, from the first part on.
-        with _UPDATING if self._early_plan.turns else contextlib.nullcontext():
+        with UPDATING if self._early_plan.turns else contextlib.nullcontext():
             made = self._step(state, arrays)
         self._has_run = True
         return made
@@ -249,7 +254,7 @@ class HostStep:
         reads = job.reads | read if job else {}
         if job:
             job.step.wait(state, reads)
-        with _UPDATING:
+        with UPDATING:
             if job:
                 job.step.prepare(state, reads)
             made |= self._update_on_devices(values, stays)  # while the host works
@@ -290,7 +295,7 @@ class HostStep:
         made: dict[int, jax.Array] = {}
         reads = pending.reads | self.read_leaves(state)
         self.wait(state, reads)
-        with _UPDATING:
+        with UPDATING:
             self.prepare(state, reads)
             hosted = self._taken(state, None, num_steps)
             for chunk in self.updating(state):

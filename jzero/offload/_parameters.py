@@ -10,9 +10,10 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import HOST, PINNED
+from jzero._memory_kinds import PINNED
 from jzero.offload import _tiers
 from jzero.offload._host_step import HostStep
+from jzero.offload._nvme import NVMe
 from jzero.offload._policy import HostCPU, NoOffload, PinnedHost
 from jzero.offload._slicing import Slicer
 from jzero.offload._streamed import StreamedStep
@@ -60,6 +61,16 @@ class ParameterOffload(Offload):
     def streams(self) -> bool:
         """Parameters rest on the hosts."""
         return True
+
+    @property
+    def slots(self) -> int:
+        """How often a disk has optimizer state."""
+        return self.state.slots
+
+    @property
+    def tiles_bytes(self) -> int:
+        """The most bytes of it in a process's memory, if it rests on a disk."""
+        return self.state.tiles_bytes
 
     @property
     def share(self) -> Fraction | None:
@@ -133,7 +144,7 @@ class ParameterOffload(Offload):
         self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
     ) -> tuple[Turn, ...]:
         """The host's, or as many pieces at a time as there is room for on the devices."""
-        if self.tier == HOST:
+        if self.updates_on_host:
             return _tiers.turns(leaves, update)
         return Slicer(leaves, frame, update, boundary, self.visiting_bytes).turns()
 
@@ -145,7 +156,18 @@ class ParameterOffload(Offload):
         runner, params = Runner(plan, analysis, mesh), self.params.device_bytes
         if isinstance(self.state, HostCPU):
             return HostStep(runner, shardings, self.state.threads, None, shared, params)
+        if isinstance(self.state, NVMe):
+            return self.state.step(runner, shardings, shared, params)
         return StreamedStep(runner, shardings, params)
+
+    def files_of(self, step: StepProgram) -> Any:
+        """The files of a state of this step; None if none of it rests in some."""
+        return self.state.files_of(step)
+
+    @property
+    def first_tier(self) -> str:
+        """Where optimizer state rests before a step says which it is."""
+        return self.state.first_tier
 
 
 def policy_of(who: str, state: Any, params: Any) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import HOST
 from jzero._quantities import BYTES_RULE, COUNT_RULE, parse_bytes
 from jzero.reports._presets import NEED_ALL_SHARDS, OPTIMIZERS, PRECISIONS
 from jzero.reports._sizes import BytesPerParam
@@ -60,7 +59,7 @@ def check(
 
 def check_offload(offload: Offload, sizes: BytesPerParam, optimizer: str, num_devices: int) -> None:
     """Raises an `OptionError` for a policy that numbers alone cannot tell, or that a step would refuse."""
-    if offload.tier == HOST and num_devices > 1 and optimizer in NEED_ALL_SHARDS:
+    if offload.updates_on_host and num_devices > 1 and optimizer in NEED_ALL_SHARDS:
         raise OptionError(message(
             WHO, f"offload={offload}, optimizer={optimizer!r} and {num_devices} devices",
             "Its update needs the shards of other devices, and a host takes part in no collective.",

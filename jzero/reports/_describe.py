@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jzero._folded import listed
-from jzero._memory_kinds import DEVICE
+from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero._quantities import readable_bytes
 from jzero.reports import _as_dict, _leaf_lists, _tables
 from jzero.reports._lines import wrapped
@@ -86,10 +86,11 @@ class Report:
                                  and handed_bytes (from part to part, on each device; 0 if the step is one
                                  part); loops over them; repeats (of products); kept between loops: [what,
                                  where, nbytes]
-            memory               of each role: role, whole, per_device, at_rest, note, on_host (bytes)
+            memory               of each role: role, whole, per_device, at_rest, note, on_host, on_disk
+                                 (bytes)
             leaves               of the state: path, role, dtype, shape; dim and axes that it is sharded over
                                  (None and [] if full), num_shards; nbytes, nbytes_per_device, padded_shape;
-                                 memory ('device', 'pinned_host', 'host'); why_full ('' if it is not)
+                                 memory ('device', 'pinned_host', 'host', 'nvme'); why_full ('' if it is not)
             unread               paths of those that an evaluation does not read
             arguments, outputs   beside the state: path, and the dim that is split over the devices or None
             whole_arguments      paths of those whose rows the devices do not divide
@@ -354,6 +355,7 @@ def _memory(role: str, leaves: Sequence[LeafPlan]) -> Memory:
     sharded = sum(not isinstance(leaf.layout, Full) for leaf in leaves)
     whole = sum(leaf.nbytes for leaf in leaves)
     per_device = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier == DEVICE)
-    on_host = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier != DEVICE)
+    on_host = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier in (PINNED, HOST))
+    on_disk = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier == NVME)
     note = f"{sharded} of {len(leaves)} leaves sharded"
-    return Memory(role, whole, per_device, True, note, on_host)
+    return Memory(role, whole, per_device, True, note, on_host, on_disk)

@@ -66,6 +66,7 @@ def estimate(
     pcie: float | str | None = None,
     interconnect: float | str | None = None,
     host_update: float | str | None = None,
+    disk: float | str | None = None,
 ) -> Estimate:
     """What a training needs on each device and moves in a step, from numbers alone.
 
@@ -78,7 +79,9 @@ def estimate(
     `offload` takes the optimizer state off the devices. With `PinnedHost` at most `device_bytes` of it visit
     each, and all of it crosses to the device and back in a step. With `HostCPU` gradients cross to the host
     and new parameters to the device, which wait in pinned memory (those of two steps if delayed); the
-    optimizer state without masters reads parameters, which then cross to the host, too. Gradients count as
+    optimizer state without masters reads parameters, which then cross to the host, too. With `NVMe` the same
+    crosses, the optimizer state is read from the host's disk and written there, once each, and the host has
+    `host_bytes` of it, which count for each device as if each had a process. Gradients count as
     if all of a step's were on the device before the first has left it.
 
     With `offload_params` parameters rest in pinned memory, in shards, too. Each device fetches its own shard
@@ -188,10 +191,10 @@ def estimate(
         'per_pass' keeps one layer's, which these numbers do not tell, and which is not counted.
       param_axes: the axes over which parameters rest.
       optimizer_axes: the axes over which gradients and optimizer state are sharded.
-      offload: where optimizer state rests: `jzero.PinnedHost(device_bytes=...)` or `jzero.HostCPU(ratio=...,
-        delayed_update=...)`. A real step keeps leaves below `min_shard_bytes` on the devices, and at most
-        `ratio` of the bytes on the host: leaves are not cut. The random bits of `precision='stochastic'`
-        are not in what crosses.
+      offload: where optimizer state rests: `jzero.PinnedHost(device_bytes=...)`, `jzero.HostCPU(ratio=...,
+        delayed_update=...)` or `jzero.NVMe(path, host_bytes=..., in_place=...)`. A real step keeps leaves
+        below `min_shard_bytes` on the devices, and at most `ratio` of the bytes on the host: leaves are not
+        cut. The random bits of `precision='stochastic'` are not in what crosses.
       offload_params: where parameters rest: `jzero.PinnedHost(device_bytes=...)`.
       offload_activations: where a forward loop over layers keeps their inputs for its backward loop:
         `jzero.PinnedHost()`. They cross twice, in the dtype of the compute.
@@ -210,6 +213,8 @@ def estimate(
       interconnect: bytes per second of the whole value that an all-gather or a reduce-scatter moves; of
         several axes, the slowest.
       host_update: bytes per second of optimizer state that the host updates for each of its devices.
+      disk: bytes per second that the host's disks read and write for each of its devices, both together:
+        '6GB/s'.
 
     Returns:
       An `Estimate`: `print` it.
@@ -255,11 +260,13 @@ def estimate(
     shape = {"tokens": tokens, "layers": layers, "width": width}
     tiers = host_tiers(offload_activations, shape, recompute)
     check_tiers(options, tiers)
-    given_rates = rates(peak=peak, pcie=pcie, interconnect=interconnect, host_update=host_update)
+    given_rates = rates(
+        peak=peak, pcie=pcie, interconnect=interconnect, host_update=host_update, disk=disk
+    )
     found = Estimate(count, options, stage_axes, sizes, tiers, given_rates)
     check_rates(tiers, given_rates, {
         "pcie": bool(found.crossings), "interconnect": bool(found.traffic),
-        "host_update": bool(found.hosted_bytes),
+        "host_update": bool(found.hosted_bytes), "disk": bool(found.on_disk),
     })  # fmt: skip
     return found
 
@@ -354,6 +361,11 @@ class Estimate:
         return sum(row.on_host for row in self.memory)
 
     @property
+    def on_disk(self) -> int:
+        """Bytes that disks of each device's host hold for it."""
+        return sum(row.on_disk for row in self.memory)
+
+    @property
     def elements_moved(self) -> int:
         """Elements that a device sends and receives in a step: an all-reduce is two passes (section 7.1).
 
@@ -369,7 +381,10 @@ class Estimate:
         """Bytes on each device of one role: 'parameter', 'gradient', 'optimizer state', ..."""
         return sum(row.per_device for row in self.memory if row.role == role)
 
-    def largest_model(self, memory: float | str, host_memory: float | str | None = None) -> int:
+    def largest_model(
+        self, memory: float | str, host_memory: float | str | None = None,
+        disk_memory: float | str | None = None,
+    ) -> int:  # fmt: skip
         """The most parameters whose `total` fits into `memory`, with everything else as it is.
 
         An upper bound: activations and temporary buffers need room too.
@@ -378,21 +393,27 @@ class Estimate:
           memory: bytes of one device, or a string such as '80GiB' (80 * 2**30) or '80GB' (80 * 10**9).
           host_memory: bytes of a host for each of its devices, into which `on_host` must fit; unbounded if
             left out.
+          disk_memory: the same of its disks, for `on_disk`.
 
         Raises:
           OptionError: one is not a number of bytes, or nothing bounds the model.
         """
-        limits = {"memory": memory} | ({} if host_memory is None else {"host_memory": host_memory})
+        others = {"host_memory": host_memory, "disk_memory": disk_memory}
+        limits = {"memory": memory} | {name: x for name, x in others.items() if x is not None}
         found = {name: parse_bytes(value) for name, value in limits.items()}
         if bad := [f"{name}={limits[name]!r}" for name, n in found.items() if n is None]:
             raise OptionError(message(
-                WHO, bad, f"The memory of a device, and of a host, is {BYTES_RULE}.",
+                WHO, bad, f"The memory of a device, of a host, and of its disks, is {BYTES_RULE}.",
                 "Write largest_model('80GiB').", things="arguments"))  # fmt: skip
-        room, host_room = found["memory"] or 0, found.get("host_memory")
 
         def fits(num_params: int) -> bool:
             other = dataclasses.replace(self, num_params=num_params)
-            return other.total <= room and (host_room is None or other.on_host <= host_room)
+            takes = {
+                "memory": other.total,
+                "host_memory": other.on_host,
+                "disk_memory": other.on_disk,
+            }
+            return all(takes[name] <= (room or 0) for name, room in found.items())
 
         low, high = 0, 1
         while fits(high):
@@ -411,8 +432,8 @@ class Estimate:
     def to_dict(self) -> dict[str, Any]:
         """The tables' rows and sums as plain types; bytes and elements are exact ints.
 
-        Keys: num_params, axes, stage; memory, traffic and crossings as in `Report.to_dict`; at_rest, total
-        and on_host (bytes); elements_moved; time, as in `StepTime.to_dict`, if a peak was given.
+        Keys: num_params, axes, stage; memory, traffic and crossings as in `Report.to_dict`; at_rest, total,
+        on_host and on_disk (bytes); elements_moved; time, as in `StepTime.to_dict`, if a peak was given.
 
         >>> import jzero
         >>> found = jzero.estimate("7.5B", devices=64).to_dict()
@@ -427,6 +448,7 @@ class Estimate:
             "at_rest": self.at_rest,
             "total": self.total,
             "on_host": self.on_host,
+            "on_disk": self.on_disk,
             "traffic": _as_dict.traffic(self.traffic),
             "crossings": _as_dict.crossings(self.crossings),
             "elements_moved": self.elements_moved,
@@ -466,7 +488,11 @@ class Estimate:
 def roles_on_devices(found: Sequence[Estimate]) -> list[str]:
     """The roles of some estimates, but for those that only hosts hold."""
     rows = [row for e in found for row in e.memory]
-    return list(dict.fromkeys(row.role for row in rows if row.per_device or not row.on_host))
+    return list(
+        dict.fromkeys(
+            row.role for row in rows if row.per_device or not (row.on_host or row.on_disk)
+        )
+    )
 
 
 def _bytes_per_param(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jzero._memory_kinds import HOST, PINNED
+from jzero._memory_kinds import PINNED
 from jzero.reports._host_tiers import HostTiers
 from jzero.reports._sizes import (
     ACCUMULATOR,
@@ -19,6 +19,8 @@ from jzero.reports._sizes import (
     GRADIENT,
     GRADIENT_TILE,
     RENEWED,
+    SECOND_SLOT,
+    TILES,
     VISITING,
     WINDOW,
     BytesPerParam,
@@ -43,6 +45,7 @@ class Need(NamedTuple):
       note: what the number means.
       on_host: the share of it that each device's host holds, and not the device.
       most: bytes that are on each device at a time, if they are bounded.
+      on_disk: whether each device's disk holds it, and not the device.
     """
 
     role: str
@@ -52,6 +55,7 @@ class Need(NamedTuple):
     note: str
     on_host: Fraction = Fraction(0)
     most: int | None = None
+    on_disk: bool = False
 
 
 def needs(options: Options, stage_axes: StageAxes, sizes: BytesPerParam) -> Iterator[Need]:
@@ -61,7 +65,7 @@ def needs(options: Options, stage_axes: StageAxes, sizes: BytesPerParam) -> Iter
     pinned = Fraction(int(policy.streams))
     yield Need(PARAMETER, sizes.parameters, num_param_shards, True, "", pinned)
     assert policy.share is not None, "estimate refuses what is measured"
-    yield Need(OPTIMIZER, sizes.optimizer_state, num_shards, True, "", policy.share)
+    yield from _optimizer_state(policy, sizes, num_shards)
     yield _gradients(options, num_shards, sizes)
     if options.accumulate > 1 and not options.layer_major:
         size = Fraction(jnp.dtype(options.accumulate_dtype or jnp.float32).itemsize)
@@ -77,8 +81,11 @@ def needs(options: Options, stage_axes: StageAxes, sizes: BytesPerParam) -> Iter
     yield from _tiles(options, num_param_shards, num_shards, sizes)
     if policy.tier == PINNED and (most := policy.visiting_bytes):
         yield Need(VISITING, sizes.optimizer_state, num_shards, False, "in turns", most=most)
-    if policy.tier == HOST and not policy.streams:
+    if policy.updates_on_host and not policy.streams:
         yield from _on_their_way(policy, sizes, num_shards)
+    if policy.slots and not policy.streams:
+        note = "beside the old ones until all is written"
+        yield Need(RENEWED, sizes.parameters, num_param_shards, False, note)
 
 
 def _tiles(
@@ -93,6 +100,20 @@ def _tiles(
     if num_shards > 1 and not (options.reduce_once and options.accumulate > 1):
         note = "as it is made, and as it is reduced"
         yield Need(GRADIENT_TILE, sizes.compute, 1, False, note, most=most)
+
+
+def _optimizer_state(policy: Offload, sizes: BytesPerParam, num_shards: int) -> Iterator[Need]:
+    """Where it rests; of a disk also what a step writes while it reads, and what of both is in memory."""
+    size = sizes.optimizer_state
+    if not policy.slots:
+        yield Need(OPTIMIZER, size, num_shards, True, "", policy.share or Fraction(0))
+        return
+    yield Need(OPTIMIZER, size, num_shards, True, "", on_disk=True)
+    if policy.slots > 1:
+        yield Need(SECOND_SLOT, size, num_shards, True, "the new one beside the old", on_disk=True)
+    yield Need(
+        TILES, size, num_shards, True, "of each process", Fraction(1), most=policy.tiles_bytes
+    )
 
 
 def _gradients(options: Options, num_shards: int, sizes: BytesPerParam) -> Need:
@@ -137,8 +158,10 @@ def memory(num_params: int, rows: Iterable[Need]) -> tuple[Memory, ...]:
         if need.most is not None:
             whole = min(whole, Fraction(need.most * need.num_shards))
         each = whole / need.num_shards
-        here, there = math.ceil(each * (1 - need.on_host)), math.ceil(each * need.on_host)
-        return Memory(need.role, math.ceil(whole), here, need.at_rest, need.note, there)
+        disk = math.ceil(each) if need.on_disk else 0
+        here = 0 if need.on_disk else math.ceil(each * (1 - need.on_host))
+        there = math.ceil(each * need.on_host)
+        return Memory(need.role, math.ceil(whole), here, need.at_rest, need.note, there, disk)
 
     return tuple(map(row, rows))
 

@@ -1,4 +1,4 @@
-"""What crosses between each device and its host in a step, by the part of the step in which it does."""
+"""What crosses between each device, its host and its disk, by the part of the step in which it does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from jzero._memory_kinds import HOST
 from jzero.reports._host_tiers import HostTiers
 from jzero.reports._sizes import ACTIVATION, GRADIENT, BytesPerParam, as_dtype, crossing_gradients
 from jzero.sharding.analysis._traffic import Crossing
@@ -16,6 +15,7 @@ from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER, StageAxes
 
 PARTS = FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "update"
 WAYS = TO_HOST, TO_DEVICE = "to host", "to device"
+DISK_WAYS = FROM_DISK, TO_DISK = "from disk", "to disk"
 
 
 class Haul(NamedTuple):
@@ -23,7 +23,7 @@ class Haul(NamedTuple):
 
     Attributes:
       part: of the step: a pass, or the update.
-      direction: 'to host' or 'to device'.
+      direction: 'to host' or 'to device'; or between host and disk, 'from disk' or 'to disk'.
       what: 'gradient', 'parameter', 'optimizer state' or 'activation'.
       size: bytes of an element; of optimizer state, of one parameter's.
       elements: of each device, in the whole step.
@@ -48,17 +48,17 @@ def hauls(
     policy = options.offload
     assert policy.share is not None, "estimate refuses what is measured"
     count = Fraction(num_params, stage_axes.count(stage_axes.shard_axes))
-    on_host = policy.share * count if policy.tier == HOST else Fraction(0)
+    on_host = policy.share * count if policy.updates_on_host else Fraction(0)
     if policy.streams:
         yield from _with_params(options, sizes, count, on_host)
-    elif policy.tier == HOST:
+    elif policy.updates_on_host:
         # Each as soon as it is there; sums over microbatches are when the last of these has run.
         part = BACKWARD if options.accumulate == 1 else UPDATE
         yield Haul(part, TO_HOST, GRADIENT, crossing_gradients(sizes), on_host)
         yield Haul(part, TO_HOST, PARAMETER, _read(sizes), on_host)
         yield Haul(UPDATE, TO_DEVICE, PARAMETER, sizes.parameters, on_host)
-    if policy.tier != HOST:
-        for way in WAYS:
+    if policy.slots or not policy.updates_on_host:
+        for way in DISK_WAYS if policy.slots else WAYS:
             yield Haul(UPDATE, way, OPTIMIZER, sizes.optimizer_state, policy.share * count)
     if tiers.offloads_activations:
         kept = Fraction(tiers.kept_elements)
@@ -71,7 +71,7 @@ def hosted_bytes(
 ) -> int:
     """Of optimizer state that a device's share of its host updates."""
     policy = options.offload
-    share = policy.share if policy.tier == HOST and policy.share else 0
+    share = policy.share if policy.updates_on_host and policy.share else 0
     return math.ceil(
         share * sizes.optimizer_state * num_params / stage_axes.count(stage_axes.shard_axes)
     )

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jzero._errors import describe_leaf
 from jzero._folded import folded
-from jzero._memory_kinds import DEVICE
+from jzero._memory_kinds import DEVICE, NVME
 from jzero._quantities import readable_bytes
 from jzero.reports._lines import wrapped
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import OPTIMIZER
 
+_NOUNS = {NVME: "files on NVMe"}
 _SHOWN = 5  # lines of leaves for one reason
 
 
@@ -57,7 +58,7 @@ def offloaded(plan: StepPlan, roads: str) -> list[str]:
         parts = [f"{moments / all_state:.1%} of the optimizer state"] if moments else []
         parts += [f"{readable_bytes(params)} of parameters"] if params else []
         lines += wrapped(
-            f"{len(mine)} of {len(plan.leaves)} leaves rest in {tier} memory, "
+            f"{len(mine)} of {len(plan.leaves)} leaves rest in {_NOUNS.get(tier, tier + ' memory')}, "
             f"{readable_bytes(moments + params)} for each device: {' and '.join(parts)}."
         )
     if plan.device_bytes and any(turn.nbytes_at_once for turn in plan.turns):

@@ -8,10 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from jzero._quantities import readable_flops, readable_rate, readable_seconds
+from jzero._quantities import readable_flops, readable_rate, readable_seconds, readable_size
 from jzero.reports._formulas import gathers_per_round
 from jzero.reports._host_tiers import HostTiers
-from jzero.reports._host_traffic import BACKWARD, FORWARD, PARTS, UPDATE, WAYS, Haul
+from jzero.reports._host_traffic import (
+    BACKWARD,
+    DISK_WAYS,
+    FORWARD,
+    PARTS,
+    TO_DISK,
+    UPDATE,
+    WAYS,
+    Haul,
+)
 from jzero.reports._lines import WIDTH, wrapped
 from jzero.reports._sizes import ACTIVATION
 from jzero.reports._tables import Table
@@ -19,7 +28,8 @@ from jzero.sharding.analysis._traffic import Collective
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import StageAxes
 
-BETWEEN, HOST_UPDATE = "between devices", "host update"
+BETWEEN, HOST_UPDATE, DISK = "between devices", "host update", "disk"
+_DAY = 24 * 60 * 60
 # What each part of a step computes for a parameter and a token: a product takes two operations, and its
 # two derivatives as many each (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1).
 _OPERATIONS = {FORWARD: 2, BACKWARD: 4, UPDATE: 0}
@@ -33,12 +43,14 @@ class Rates(NamedTuple):
       pcie: bytes between it and its host, each way, while all devices do so.
       interconnect: bytes of the whole value that an all-gather or a reduce-scatter moves.
       host_update: bytes of optimizer state that its share of the host's processors updates.
+      disk: bytes that its share of the host's disks reads and writes, together.
     """
 
     peak: int | None = None
     pcie: int | None = None
     interconnect: int | None = None
     host_update: int | None = None
+    disk: int | None = None
 
 
 class Work(NamedTuple):
@@ -50,6 +62,7 @@ class Work(NamedTuple):
       token_bytes: of these, what grows with the tokens.
       tokens: on each device.
       waits: whether the update runs beside the next step.
+      written: bytes that go to a disk.
     """
 
     operations: Mapping[str, int]
@@ -57,6 +70,7 @@ class Work(NamedTuple):
     token_bytes: Mapping[str, Mapping[str, int]]
     tokens: int
     waits: bool
+    written: int
 
 
 class StepPart(NamedTuple):
@@ -90,12 +104,19 @@ class StepTime:
       hides_from: by pass, the fewest tokens on each device behind whose compute all hides that the pass
         moves; None if it never does, 0 if all of it grows with the tokens and hides.
       untimed: ways on which bytes move, whose rate was not given.
+      written: bytes that a step writes to a disk, of each device.
     """
 
     parts: tuple[StepPart, ...]
     rates: Rates
     hides_from: Mapping[str, int | None]
     untimed: tuple[str, ...]
+    written: int = 0
+
+    @property
+    def written_a_day(self) -> int:
+        """Bytes that steps without a pause write to a disk in a day, of each device: what wears it out."""
+        return int(self.written * _DAY / self.seconds)
 
     @property
     def compute(self) -> float:
@@ -132,6 +153,7 @@ class StepTime:
             "seconds": self.seconds, "compute": self.compute, "exposed": self.exposed,
             "efficiency": self.efficiency, "efficiency_in_turn": self.efficiency_in_turn,
             "hides_from_tokens": dict(self.hides_from), "untimed": list(self.untimed),
+            "written": self.written, "written_a_day": self.written_a_day,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -171,11 +193,17 @@ class StepTime:
                     self.rates.host_update,
                     "of optimizer state updated by a device's share of its host",
                 ),
+                (self.rates.disk, "read and written by a device's share of its host's disks"),
             )
             if rate
         ]
         if given:
             yield f"Rates: {'; '.join(given)}."
+        if self.written:
+            yield (
+                f"Each step writes {readable_size(self.written)} to the disks for each device, "
+                f"{readable_size(self.written_a_day)} a day: what wears them out."
+            )
         if self.untimed:
             yield f"No time is counted for: {', '.join(self.untimed)}. No rate is given for it."
 
@@ -192,6 +220,7 @@ def step_time(work: Work, rates: Rates) -> StepTime:
         **dict.fromkeys(WAYS, rates.pcie),
         BETWEEN: rates.interconnect,
         HOST_UPDATE: rates.host_update,
+        DISK: rates.disk,
     }
     ways = {
         name: {
@@ -213,6 +242,7 @@ def step_time(work: Work, rates: Rates) -> StepTime:
             if ways[name]
         },
         tuple(way for way in speeds if way in moved and not speeds[way]),
+        work.written,
     )
 
 
@@ -239,13 +269,16 @@ def work(
     }
     nbytes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
     token_bytes: dict[str, dict[str, int]] = {part: {} for part in PARTS}
+    written = 0
     for x in crossing:
-        _add(nbytes[x.part], x.direction, x.nbytes)
+        written += x.nbytes * (x.direction == TO_DISK)
+        # Reads and writes share a disk.
+        _add(nbytes[x.part], DISK if x.direction in DISK_WAYS else x.direction, x.nbytes)
         _add(token_bytes[x.part], x.direction, x.nbytes * (x.what == ACTIVATION))
     for part, n in _between(traffic, stage_axes, options, tiers):
         _add(nbytes[part], BETWEEN, n)
     _add(nbytes[UPDATE], HOST_UPDATE, hosted_bytes)
-    return Work(operations, nbytes, token_bytes, tokens, options.offload.waits)
+    return Work(operations, nbytes, token_bytes, tokens, options.offload.waits, written)
 
 
 def _between(

@@ -5,7 +5,7 @@ A `Table` is a value; its text has the lines that fit a terminal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jzero._quantities import readable_bytes
@@ -24,6 +24,7 @@ class Memory(NamedTuple):
       at_rest: held between steps too; False for what lives within a step.
       note: what the number means.
       on_host: bytes that each device's host holds for it.
+      on_disk: bytes that a disk of this host holds for it.
     """
 
     role: str
@@ -32,6 +33,7 @@ class Memory(NamedTuple):
     at_rest: bool
     note: str
     on_host: int = 0
+    on_disk: int = 0
 
 
 class Table(NamedTuple):
@@ -61,13 +63,12 @@ def memory_table(rows: Sequence[Memory]) -> Table:
     """A row for each role at rest and their sum; then, if there are any, those within a step and all."""
     resting, passing = [r for r in rows if r.at_rest], [r for r in rows if not r.at_rest]
     groups = [("at rest", resting, resting), ("with those within a step", passing, rows)]
-    offloaded = any(row.on_host for row in rows)
+    places = [place for place in _PLACES if place in _PLACES[:2] or any(map(_AT[place], rows))]
     lines: list[tuple[str, ...]] = []
     for title, shown, summed in groups[: 2 if passing else 1]:
-        lines += [_memory_row(row.role, [row], row.note, offloaded) for row in shown]
-        lines.append(_memory_row(title, summed, "", offloaded))
-    host = ("on its host",) * offloaded
-    return Table(("memory", "whole", "on each device", *host, ""), lines)
+        lines += [_memory_row(row.role, [row], row.note, places) for row in shown]
+        lines.append(_memory_row(title, summed, "", places))
+    return Table(("memory", *places, ""), lines)
 
 
 def traffic_table(traffic: Sequence[Collective]) -> Table | None:
@@ -99,7 +100,17 @@ def crossing_table(crossings: Sequence[Crossing]) -> Table | None:
     return Table(header, rows) if rows else None
 
 
-def _memory_row(title: str, rows: Sequence[Memory], note: str, offloaded: bool) -> tuple[str, ...]:
-    sums = [sum(row.whole for row in rows), sum(row.per_device for row in rows)]
-    sums += [sum(row.on_host for row in rows)] * offloaded
+_AT: dict[str, Callable[[Memory], int]] = {
+    "whole": lambda row: row.whole,
+    "on each device": lambda row: row.per_device,
+    "on its host": lambda row: row.on_host,
+    "on its disk": lambda row: row.on_disk,
+}
+_PLACES = list(_AT)
+
+
+def _memory_row(
+    title: str, rows: Sequence[Memory], note: str, places: Sequence[str]
+) -> tuple[str, ...]:
+    sums = [sum(map(_AT[place], rows)) for place in places]
     return (title, *map(readable_bytes, sums), note)

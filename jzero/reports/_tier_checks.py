@@ -110,7 +110,8 @@ def check_rates(tiers: HostTiers, given: Rates, moves: Mapping[str, bool]) -> No
     if idle := {name: rate for name, rate in named.items() if not moves.get(name, True)}:
         raise OptionError(message(
             WHO, f"{_said(idle)}, and nothing moves at such a rate",
-            "pcie is for offload, interconnect for several devices, host_update for offload=jzero.HostCPU().",
+            "pcie is for offload, interconnect for several devices, host_update for offload=jzero.HostCPU(), "
+            "disk for offload=jzero.NVMe(path).",
             f"Drop {' and drop '.join(idle)}."))  # fmt: skip
 
 

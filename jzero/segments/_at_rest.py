@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jzero.offload.memory._host_array import HostArray
+from jzero.offload.memory._away_array import AwayArray
 from jzero.offload.memory._padded import PaddedArray
 from jzero.sharding.plan._leaves import Rest
 
@@ -21,7 +21,7 @@ def rest_of(leaf: Any, mesh: Any) -> Rest | None:
         return None
     if isinstance(leaf, PaddedArray):
         leaf = leaf.padded
-    hosted = isinstance(leaf, HostArray)
+    hosted = isinstance(leaf, AwayArray)
     sharding = leaf.at_rest if hosted else getattr(leaf, "sharding", None)
     shape = leaf.padded_shape if hosted else getattr(leaf, "shape", ())
     if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import MeshError, message
-from jzero._memory_kinds import DEVICE, HOST, PINNED, HostNeed
+from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.plan import _layout, _untold
 from jzero.sharding.plan._leaves import LeafPlan, Rest
@@ -26,7 +26,7 @@ from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
 # JAX's names of the tiers that have another one; of what is no JAX array, where it rests on the way.
-_MEMORY_KINDS = {DEVICE: None, HOST: PINNED}
+_MEMORY_KINDS = {DEVICE: None, HOST: PINNED, NVME: PINNED}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,13 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jzero._memory_kinds import DEVICE, HOST
+from jzero._memory_kinds import DEVICE, HOST, NVME
 from jzero.processes import _agreement
 from jzero.segments import _at_rest, _identity, _program
 from jzero.segments._program import Program
 from jzero.sharding.plan import _setting
 from jzero.sharding.plan._leaves import LeafPlan, Rest
+from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
@@ -24,7 +25,7 @@ from jzero.tracing._batch import Batch
 from jzero.tracing._signature import Call, Signature
 
 WHO = _call.WHO
-_JAX_KINDS = {HOST: "unpinned_host"}
+_JAX_KINDS = {HOST: "unpinned_host", NVME: "unpinned_host"}
 
 
 class Programs:
@@ -176,6 +177,11 @@ class Programs:
         program = self._of(call, setting)
         self._agreed[id(program)] = agreement
         return program
+
+    def step_of(self, plans: tuple[LeafPlan, ...]) -> StepProgram | None:
+        """What runs a plan with these leaves, which `layout_of` gave or a program has; None if none does."""
+        found = [x.step for x in self.built.values() if x.plan.leaves is plans]
+        return found[-1] if found else None
 
     def layout_of(self, state: Any, setting: Setting) -> tuple[LeafPlan, ...] | None:
         """Where the leaves of a state of `ShapeDtypeStruct`s rest, as the last program for it has them."""

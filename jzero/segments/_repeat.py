@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jzero.offload.memory._host_array import Home, HostArray
+from jzero.offload.memory._away_array import AwayArray
 from jzero.offload.memory._padded import PaddedArray
 from jzero.segments._program import Program
 from jzero.sharding.plan._setting import Setting
@@ -76,29 +76,29 @@ class Repeat:
     _avals: list[Any]
     _shardings: list[Any]
     _padded: list[tuple[int, tuple[int, ...]]]
-    _homes: list[tuple[int, Home]]
+    _places: list[tuple[int, Any]]
 
     @classmethod
     def of(cls, program: Program, call: FlatCall, placed: Sequence[Any]) -> Repeat | None:
         """A call of a program with its state as `placed`; None if a leaf had to move."""
         padded = [(i, x.shape) for i, x in enumerate(call.state) if isinstance(x, PaddedArray)]
-        homes = [(i, x.home) for i, x in enumerate(call.state) if isinstance(x, HostArray)]
+        places = [(i, x.place) for i, x in enumerate(call.state) if isinstance(x, AwayArray)]
         plain, types = _plain(call.state, padded), list(map(type, call.state))
         if any(map(operator.is_not, plain, placed)):
             return None
-        arrays = _on_devices(plain, homes)
+        arrays = _on_devices(plain, places)
         avals, shardings = list(map(_AVAL, arrays)), list(map(_SHARDING, arrays))
-        return cls(program, call.others, types, avals, shardings, padded, homes)
+        return cls(program, call.others, types, avals, shardings, padded, places)
 
     def state(self, call: FlatCall) -> list[Any] | None:
         """The state of another call as the program takes it; None if it is not like this one's."""
         if call.others != self._others or list(map(type, call.state)) != self._types:
             return None
         plain = _plain(call.state, self._padded)
-        arrays = _on_devices(plain, self._homes)
+        arrays = _on_devices(plain, self._places)
         like = (
             all(call.state[i].shape == shape for i, shape in self._padded)
-            and all(call.state[i].home == home for i, home in self._homes)
+            and all(call.state[i].place == place for i, place in self._places)
             and list(map(_AVAL, arrays)) == self._avals
             and list(map(_SHARDING, arrays)) == self._shardings
             and not any(map(_IS_DELETED, plain))
@@ -114,9 +114,9 @@ def _plain(leaves: Sequence[Any], padded: Sequence[tuple[int, tuple[int, ...]]])
     return plain
 
 
-def _on_devices(plain: list[Any], homes: Sequence[tuple[int, Home]]) -> list[Any]:
+def _on_devices(plain: list[Any], places: Sequence[tuple[int, Any]]) -> list[Any]:
     """Those leaves that are JAX's own arrays."""
-    if not homes:
+    if not places:
         return plain
-    elsewhere = {i for i, _ in homes}
+    elsewhere = {i for i, _ in places}
     return [x for i, x in enumerate(plain) if i not in elsewhere]

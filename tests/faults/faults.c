@@ -289,6 +289,8 @@ READS(pread64, (int fd, void *to, size_t size, off64_t at), (fd, to, size, at))
 READS(readv, (int fd, const struct iovec *to, int num), (fd, to, num))
 READS(preadv, (int fd, const struct iovec *to, int num, off_t at), (fd, to, num, at))
 READS(preadv64, (int fd, const struct iovec *to, int num, off64_t at), (fd, to, num, at))
+READS(preadv2, (int fd, const struct iovec *to, int num, off_t at, int flags), (fd, to, num, at, flags))
+READS(preadv64v2, (int fd, const struct iovec *to, int num, off64_t at, int flags), (fd, to, num, at, flags))
 
 static size_t half(size_t size) { return size > 1 ? size / 2 : size; }
 
@@ -354,6 +356,20 @@ CHANGES(fsync, (int fd), (fd))
 CHANGES(fdatasync, (int fd), (fd))
 CHANGES(ftruncate, (int fd, off_t size), (fd, size))
 CHANGES(ftruncate64, (int fd, off64_t size), (fd, size))
+
+/* Returns an errno, unlike all others. */
+#define RESERVES(function, offset)                                                            \
+    static void *function##_at;                                                               \
+    int function(int fd, offset at, offset size) {                                            \
+        struct operation op;                                                                  \
+        if (!begin_file(&op, #function, CHANGE, fd, 0)) return REAL(function)(fd, at, size);  \
+        int failed = fails(&op) ? errno : REAL(function)(fd, at, size);                       \
+        end(&op, failed ? -1 : 0);                                                            \
+        return failed;                                                                        \
+    }
+
+RESERVES(posix_fallocate, off_t)
+RESERVES(posix_fallocate64, off64_t)
 
 /* --------------------------------------------------------------------- names are made and removed */
 

@@ -164,6 +164,10 @@ class HostUpdate:
           StateError: shapes or dtypes are not those that were given before, memory is shared, or an update is
             under way.
         """
+        self._check_idle()
+        self._prepared = self._known(states, self._addresses_of(states), inputs)
+
+    def _check_idle(self) -> None:
         if self._running:
             raise StateError(message(
                 WHO, "it is called in the middle of its own update, as by a signal's handler",
@@ -172,21 +176,26 @@ class HostUpdate:
         if self._calls is not None:  # Its end was interrupted, too: threads are still at work.
             self._calls.complete(self._drive)
         self._calls = self._prepared = None
-        self._prepared = self._known(states, inputs)
 
-    def _known(self, states: Sequence[HostMemory], inputs: Sequence[HostMemory]) -> _Prepared:
+    def _addresses_of(self, states: Sequence[HostMemory]) -> np.ndarray:
+        """Where each leaf of each shard is."""
         every = [x for state in states for x in state]
         at = self._known_state(
             every, lambda: check_given(WHO, self._names, states, self._state, write=True)
         )
+        return at.reshape(len(states), len(self._state))
+
+    def _known(
+        self, states: Sequence[HostMemory], at: np.ndarray, inputs: Sequence[HostMemory]
+    ) -> _Prepared:
         check_given(WHO, self._input_names, inputs, self._inputs, write=False)
         inputs = [on_host(shard) for shard in inputs]
         results = self._xla(
             [[*state, *own, *self._consts] for state, own in zip(states, inputs, strict=True)]
         )
         num_state, num_slots = len(self._state), self._num_operands + self._num_made
-        addresses = np.zeros((len(states), num_slots + len(self.outputs)), np.int64)
-        addresses[:, :num_state] = at.reshape(len(states), num_state)
+        addresses = np.zeros((len(states), self._num_slots), np.int64)
+        addresses[:, :num_state] = at
         for row, own, made in zip(addresses, inputs, results, strict=True):
             row[self._read_inputs] = [address(own[i - num_state]) for i in self._read_inputs]
             row[self._num_operands : num_slots] = [address(x) for x in made[: self._num_made]]
@@ -207,7 +216,7 @@ class HostUpdate:
           StateError: as of `prepare`. Nothing was updated.
         """
         assert not self.outputs, "nobody could wait for them"
-        prepared = self._known(states, inputs)
+        prepared = self._known(states, self._addresses_of(states), inputs)
         loops = self._loops_of(len(states))
         calls = loops.start(prepared.addresses, prepared)
         helpers = share(calls, self._drive, self._pool, min(self._threads, loops.num_blocks))
@@ -215,9 +224,12 @@ class HostUpdate:
 
     def _loops_of(self, num_shards: int) -> KernelLoops:
         if num_shards not in self._loops:
-            num_slots = self._num_operands + self._num_made + len(self.outputs)
-            self._loops[num_shards] = KernelLoops(self._chunks, num_shards, num_slots)
+            self._loops[num_shards] = KernelLoops(self._chunks, num_shards, self._num_slots)
         return self._loops[num_shards]
+
+    @property
+    def _num_slots(self) -> int:
+        return self._num_operands + self._num_made + len(self.outputs)
 
     def run(self, outputs: Sequence[HostMemory]) -> Generator[list[int], None, None]:
         """Updates the state that was prepared, and writes the other outputs.
@@ -233,6 +245,11 @@ class HostUpdate:
         Raises:
           StateError: outputs have other shapes or dtypes. Nothing was updated.
         """
+        prepared = self._with_outputs(outputs)
+        self._prepared = None
+        return self._run(prepared, outputs)
+
+    def _with_outputs(self, outputs: Sequence[HostMemory]) -> _Prepared:
         prepared = self._prepared
         assert prepared is not None, "prepare() comes first"
         names = self._names[len(self._state) :]
@@ -242,8 +259,11 @@ class HostUpdate:
         )
         first = self._num_operands + self._num_made
         prepared.addresses[:, first:] = at.reshape(len(outputs), -1)
-        self._prepared = None
-        return self._run(prepared, outputs)
+        return prepared
+
+    def _copy_xla_outputs(self, prepared: _Prepared, outputs: Sequence[HostMemory]) -> list[int]:
+        _copy(prepared.results, outputs, self._xla_outputs)
+        return [i for _, i in self._xla_outputs]
 
     def _run(
         self, prepared: _Prepared, outputs: Sequence[HostMemory]
@@ -254,9 +274,8 @@ class HostUpdate:
         try:
             self._running = True
             share(calls, self._drive, self._pool, min(self._threads, loops.num_blocks) - 1)
-            if self._xla_outputs:
-                _copy(prepared.results, outputs, self._xla_outputs)
-                yield [i for _, i in self._xla_outputs]
+            if made := self._copy_xla_outputs(prepared, outputs):
+                yield made
             for chunk, done in chunks:
                 calls.finish(self._drive, chunk)
                 if done:
@@ -333,13 +352,17 @@ def processor(platform: str = "cpu") -> jax.Device:
 
 
 class _XlaPart:
-    """What XLA computes of an update, on the CPU, before any of it is overwritten."""
+    """What XLA computes of an update, on the CPU, before any of it is overwritten.
+
+    Attributes:
+      reads: the slots that it reads.
+    """
 
     def __init__(
         self, jaxpr: _jaxpr.Jaxpr, wanted: Sequence[_jaxpr.Atom], slots: dict[_jaxpr.Var, int]
     ):
         part = _rewrite.excerpt(jaxpr, wanted)
-        self._reads = [slots[var] for var in part.reads]
+        self.reads = [slots[var] for var in part.reads]
         self._device = processor()
         there = jax.sharding.SingleDeviceSharding(self._device)
         self._run = jax.jit(part.run, in_shardings=there, out_shardings=there)
@@ -352,7 +375,7 @@ class _XlaPart:
         # A mesh around the call has other devices; a scalar of NumPy's is an implicit transfer to JAX.
         with jax.set_mesh(None), jax.transfer_guard("allow"):
             started = [
-                self._run(*(self._given(shard[slot]) for slot in self._reads)) for shard in shards
+                self._run(*(self._given(shard[slot]) for slot in self.reads)) for shard in shards
             ]
         return [
             [

@@ -60,13 +60,15 @@ class Loop(NamedTuple):
 
     Attributes:
       kernel: address of `(operands, blocks, number of blocks, counter) -> blocks that are done`.
-      sizes: elements of each leaf.
+      sizes: elements of each leaf, or how many of them it runs over.
       slots: for each leaf, those of its operands.
+      firsts: the first element of each leaf that is run over; 0 of each by default.
     """
 
     kernel: int
     sizes: Sequence[int]
     slots: Sequence[Sequence[int]]
+    firsts: Sequence[int] = ()
 
 
 class KernelLoops:
@@ -81,7 +83,7 @@ class KernelLoops:
         shards = np.arange(num_shards)[:, None, None] * num_slots
         slots = [(shards + np.array(loop.slots)[None]).reshape(-1) for loop in loops]
         self._slots = np.concatenate([np.zeros(0, np.int64), *slots])
-        self._blocks = [_blocks(loop.sizes, num_shards) for loop in loops]
+        self._blocks = [_blocks(loop, num_shards) for loop in loops]
         # Kernel, where its operands begin among those of a call, blocks, number of blocks, counter.
         self._calls = np.zeros((len(loops), 5), np.int64)
         start = 0
@@ -137,12 +139,14 @@ def share(
     return [pool.submit(calls.help, drive) for _ in range(helpers)]
 
 
-def _blocks(sizes: Sequence[int], num_shards: int) -> np.ndarray:
+def _blocks(loop: Loop, num_shards: int) -> np.ndarray:
     """Rows of: which of the leaves of all shards, its first element, how many elements."""
+    sizes = loop.sizes
     starts = [np.arange(0, size, BLOCK) for size in sizes]
     which = np.repeat(np.arange(len(sizes)), [len(x) for x in starts])
     first = np.concatenate(starts)
     count = np.minimum(BLOCK, np.array(sizes)[which] - first)
+    first = first + np.array(loop.firsts or [0] * len(sizes))[which]
     shards = np.arange(num_shards)[:, None] * len(sizes)
     return np.stack(
         [(shards + which).ravel(), np.tile(first, num_shards), np.tile(count, num_shards)], axis=1

@@ -16,9 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, message
 from jzero._in_turn import groups
-from jzero._memory_kinds import DEVICE, HOST, HostNeed
-from jzero.offload.memory import _host_array, _padded
-from jzero.offload.memory._host_array import Home, HostArray
+from jzero._memory_kinds import DEVICE, HOST, NVME, HostNeed
+from jzero.offload.memory import _away_array, _host_array, _padded
+from jzero.offload.memory._away_array import AwayArray, Home
+from jzero.offload.memory._filling import Filling
+from jzero.offload.memory._host_array import HostArray
 from jzero.offload.memory._like_array import LikeArray
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
@@ -59,7 +61,7 @@ def places(
 ) -> list[Place]:
     """Where each leaf rests; over the other mesh axes than `axes` devices share what is on the host."""
     return [
-        Place(plan, sharding, _home(plan, sharding, axes) if plan.tier == HOST else None)
+        Place(plan, sharding, _home(plan, sharding, axes) if plan.tier in (HOST, NVME) else None)
         for plan, sharding in zip(plans, shardings, strict=True)
     ]
 
@@ -67,7 +69,7 @@ def places(
 @functools.cache
 def _home(plan: LeafPlan, sharding: NamedSharding, axes: tuple[str, ...]) -> Home:
     at_rest = NamedSharding(sharding.mesh, sharding.spec)
-    devices = _host_array.keepers(sharding.mesh, axes)
+    devices = _away_array.keepers(sharding.mesh, axes)
     return Home(plan.shape, plan.padded_shape, jnp.dtype(plan.dtype), at_rest, devices)
 
 
@@ -76,7 +78,7 @@ def host_needs(places: Sequence[Place], leaves: Sequence[Any] | None = None) -> 
     there, found = leaves or [None] * len(places), collections.Counter[tuple[str, str]]()
     for x, target in zip(there, places, strict=True):
         plan = target.plan
-        if plan.tier != DEVICE and not _is_there(x, target):
+        if plan.tier not in (DEVICE, NVME) and not _is_there(x, target):
             found[_NAMES[plan.role], plan.tier] += _bytes_here(target)
     return [HostNeed(*key, nbytes) for key, nbytes in found.items()]
 
@@ -98,14 +100,16 @@ def _bytes_here(target: Place) -> int:
 
 
 def place_state(
-    leaves: Sequence[Any], places: Sequence[Place], held: Collection[int] = ()
-) -> list[Any]:
+    leaves: Sequence[Any], places: Sequence[Place], held: Collection[int] = (),
+    filling: Filling | None = None,
+) -> list[Any]:  # fmt: skip
     """Each leaf of a state in its place, padded; those that are there already pass through untouched.
 
     Args:
       leaves: the state's, in any shape and layout; None for one that nobody reads.
       places: where they go.
       held: which of them every process holds whole; they have compared these.
+      filling: the files of those that go into some; None if these are there already.
     """
     out, held = list(leaves), set(held)
     here = [i for i, target in enumerate(places) if target.home is None and out[i] is not None]
@@ -113,7 +117,10 @@ def place_state(
         if leaf is None:
             continue
         if home is not None:
-            out[i] = _host_array.on_host(leaf, home)
+            if plan.tier == HOST:
+                out[i] = _host_array.on_host(leaf, home)
+            elif filling:
+                out[i] = filling.put(leaf, plan.path, home)
             continue
         out[i] = _padded.pad(_from_host(leaf, plan, sharding), plan.padded_shape)
         if i in held:
@@ -126,13 +133,13 @@ def place_state(
 
 
 def _from_host(leaf: Any, plan: LeafPlan, sharding: NamedSharding) -> Any:
-    """A leaf as JAX or NumPy has it; a `HostArray` in its new place, if this process has all of it."""
-    if not isinstance(leaf, HostArray):
+    """A leaf as JAX or NumPy has it; an `AwayArray` in its new place, if this process has all of it."""
+    if not isinstance(leaf, AwayArray):
         return leaf
     if leaf.is_fully_addressable:
-        return _host_array.on_devices(leaf, plan.padded_shape, sharding)
+        return _away_array.on_devices(leaf, plan.padded_shape, sharding)
     way = NamedSharding(leaf.at_rest.mesh, leaf.at_rest.spec, memory_kind=sharding.memory_kind)
-    return _padded.wrap(_host_array.on_devices(leaf, sharding=way), leaf.shape)
+    return _padded.wrap(_away_array.on_devices(leaf, sharding=way), leaf.shape)
 
 
 def wrap(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
@@ -140,14 +147,21 @@ def wrap(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
     return [_padded.wrap(x, leaf.shape) for x, leaf in zip(leaves, plans, strict=True)]
 
 
-def born(traced: _jaxpr.Traced, places: Sequence[Place], device_bytes: int) -> list[Any]:
+def born(
+    traced: _jaxpr.Traced,
+    places: Sequence[Place],
+    device_bytes: int,
+    filling: Filling | None = None,
+) -> list[Any]:
     """What a traced function of no arguments returns, each leaf made in its layout.
 
     What rests on the devices is made by one program. Of what does not, at most `device_bytes` (256 MiB if
     that is 0) are made by one, and lie on the host before the next runs; each computes again what it needs
-    of the others.
+    of the others. What rests in files goes to those of `filling`.
     """
     made: dict[int, Any] = {}
+    if filling and all(target.plan.tier != DEVICE for target in places):
+        filling.start([None] * len(places))
     for group in _groups([target.plan for target in places], device_bytes or _BORN_TOGETHER):
         wanted = [traced.jaxpr.outvars[i] for i in group]
         targets = [places[i] for i in group]
@@ -159,8 +173,10 @@ def born(traced: _jaxpr.Traced, places: Sequence[Place], device_bytes: int) -> l
             return pad(part.run(*consts), [target.plan for target in targets])
 
         fresh = jax.jit(run, out_shardings=shardings)([arrays[var] for var in part.reads])
-        fresh = jax.block_until_ready(place_state(fresh, targets))
+        fresh = jax.block_until_ready(place_state(fresh, targets, filling=filling))
         made |= zip(group, fresh, strict=True)
+        if filling and targets[0].plan.tier == DEVICE:
+            filling.start([made.get(i) for i in range(len(places))])
     return [made[i] for i in range(len(places))]
 
 
@@ -232,8 +248,8 @@ def apart(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _copy(leaf: Any) -> Any:
-    """Memory of its own; a leaf on the host, which says itself that it was consumed, as it is."""
-    on_devices = isinstance(leaf, jax.Array) and not isinstance(leaf, HostArray)
+    """Memory of its own; a leaf away from them, which says itself that it was consumed, as it is."""
+    on_devices = isinstance(leaf, jax.Array) and not isinstance(leaf, AwayArray)
     return copied([leaf], leaf.sharding)[0] if on_devices else leaf
 
 
@@ -272,7 +288,7 @@ def held_whole(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> lis
     if not leaves or shardings[0].is_fully_addressable:
         return []
     given = [(i, leaf) for i, leaf in enumerate(leaves) if leaf is not None]
-    return [i for i, leaf in given if not _host_array.spans_processes(leaf)]
+    return [i for i, leaf in given if not _away_array.spans_processes(leaf)]
 
 
 def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
@@ -282,7 +298,7 @@ def take_shards(leaf: Any, sharding: NamedSharding) -> Any:
     """
     if _call.abstract_leaf(leaf).weak_type:  # A Python number, mostly: device_put keeps its type.
         return leaf
-    if _host_array.spans_processes(leaf):
+    if _away_array.spans_processes(leaf):
         return leaf
     if _is_key(leaf):
         data = take_shards(jax.random.key_data(leaf), sharding)

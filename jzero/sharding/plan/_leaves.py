@@ -34,7 +34,8 @@ class LeafPlan:
       automatic: for each dim, the other mesh axes over which XLA shards it (`auto_specs`).
       padding: what is added at rest to the sharded dim, if the devices do not divide it.
       why_full: the reason, for a leaf that the stage would shard and that stays full.
-      tier: the memory in which it rests: 'device', or its host's: 'pinned_host' (as JAX arrays), 'host'.
+      tier: the memory in which it rests: 'device', or its host's: 'pinned_host' (as JAX arrays), 'host',
+        or 'nvme', files.
     """
 
     path: str

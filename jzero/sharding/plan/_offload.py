@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jzero._memory_kinds import DEVICE, HostNeed
+from jzero._memory_kinds import DEVICE, HOST, NVME, HostNeed
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._traffic import Crossing
 from jzero.sharding.cut._pieces import UpdatePart
@@ -81,6 +81,30 @@ class Offload(abc.ABC):
     def offloads(self) -> bool:
         """Whether something may rest in another memory than the devices'."""
         return self.tier != DEVICE
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the hosts' processors update what is offloaded."""
+        return self.tier in (HOST, NVME)
+
+    @property
+    def slots(self) -> int:
+        """How often a disk has what is offloaded; 0 if it rests in memory."""
+        return 0
+
+    @property
+    def tiles_bytes(self) -> int:
+        """The most bytes of it in a process's memory, if it rests on a disk."""
+        return 0
+
+    @property
+    def first_tier(self) -> str:
+        """Where leaves rest before a step says which of them are offloaded."""
+        return self.tier
+
+    def files_of(self, step: StepProgram) -> Any:
+        """The files of a state of this step (`StoreSpec`); None if it rests in memory."""
+        return None
 
     @property
     def streams(self) -> bool:

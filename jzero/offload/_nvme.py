@@ -1,0 +1,193 @@
+"""`NVMe`: the policy under which optimizer state rests in files and passes through the host's memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from jax.sharding import Mesh, NamedSharding
+
+from jzero._errors import OptionError, message
+from jzero._memory_kinds import HOST, NVME
+from jzero._quantities import make_int
+from jzero.offload import _tiers
+from jzero.offload._nvme_step import FilePolicy, NVMeStep
+from jzero.offload.memory._nvme_store import StoreSpec
+from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.cut._pieces import UpdatePart
+from jzero.sharding.plan._boundary import Boundary
+from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
+from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
+from jzero.sharding.plan._stages import StageAxes
+from jzero.sharding.run._run import Runner
+
+_LEAST_BYTES = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class NVMe(Offload):
+    """Optimizer state rests in files, on NVMe disks, and is updated tile by tile by the host's processors.
+
+    A tile is one range of elements of all leaves that are updated together. A step reads, updates and writes
+    tile after tile, all three at the same time, in few buffers::
+
+        gradients = grad part(parameters, batch)     # each goes to the host when it is reduced
+        for tile in tiles:
+            moments, masters = read(tile)            # ahead, in other threads
+            moments, masters, parameters = update(moments, masters, gradients)
+            write(tile)                              # behind, in other threads
+            copy(parameters, host -> device)
+        commit                                       # now the new state counts, and the old one is consumed
+
+    Each process has a file for each of its devices, for that device's shards. The update is that of
+    `jzero.HostCPU`, to the bit, by the same kernels (`pip install jzero[offload]`), for leaves that are
+    updated element by element; what is not (Adafactor's factored moments, Muon's products) is refused by
+    name, as are updates that need other devices' shards.
+
+    Traffic per step and device, for Psi parameters in its shard: as with `HostCPU` between device and host,
+    and between host and disk the whole optimizer state each way: 12 Psi bytes read and 12 Psi written for
+    Adam with masters. `jzero.estimate(..., offload=jzero.NVMe(path), disk="6GB/s")` has the time that takes,
+    and what is written in a day, which wears a disk out.
+
+    Memory: on each device as with `HostCPU`, and the new parameters beside the old ones until all is
+    written. On the host `host_bytes` of each process, and pinned memory for gradients and parameters on
+    their way (2 Psi bytes each in bfloat16). On the disk 24 Psi bytes, or 12 with `in_place`.
+
+    What is in which tile follows from the step. So `init`, and `shard` and `restore` without the step's
+    other arguments, leave optimizer state in the host's memory until the first step, unless there is a plan:
+    call `train_step.plan(state, batch)` first, with shapes, for a state that the host has no room for.
+
+    Failures: files have two slots, and a step writes the one that it does not read. A step that fails before
+    its commit (a full or broken disk, no memory, Ctrl-C) leaves the state as it was, on the devices, too; a
+    process that is killed at any time leaves files of the old or of the new step. Damaged tiles are found by
+    their checksums. With `in_place`, and with `offload_params`, whose parameters are updated in their place,
+    a step that fails while it writes loses the state, by name.
+
+    The files are scratch for one run, and no checkpoint: `jzero.Checkpointer` saves and restores such a state
+    like any other, 256 MiB or a leaf at a time, while steps go on; the step after the next one waits until
+    what is saved has been read. Files stay when the process ends. Each state that is alive has files of its
+    own.
+
+    >>> import tempfile, jax, jax.numpy as jnp, optax, jzero
+    >>> tx = jzero.master_weights(optax.adamw(1e-2))
+    >>> def step_fn(state, batch):
+    ...     params, opt_state = state
+    ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(params)
+    ...     updates, opt_state = tx.update(grads, opt_state, params)
+    ...     return optax.apply_updates(params, updates), opt_state
+    >>> folder = tempfile.TemporaryDirectory()  # of a disk: "/nvme/run"
+    >>> train_step = jzero.shard_train_step(step_fn, offload=jzero.NVMe(folder.name, host_bytes=2**20))
+    >>> w, batch = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((8, 64), jnp.bfloat16)
+    >>> w, opt_state = train_step((w, tx.init(w)), batch)
+    >>> opt_state.masters
+    NVMeArray(shape=(64, 64), dtype=float32)
+    >>> [(x.what, x.elements) for x in train_step.describe((w, opt_state), batch).crossings
+    ...  if x.direction == "to disk"]  # of one of 8 devices: a master and two moments
+    [('optimizer state', 512), ('optimizer state', 512), ('optimizer state', 512)]
+
+    Attributes:
+      path: a folder on the disk, absolute or of the working directory; made if it is not there. Several
+        processes may name the same one.
+      host_bytes: the most bytes of the host's memory for tiles in each process, 1 GiB by default, at least
+        64 KiB. A sixteenth of it, up to 32 MiB, is a tile.
+      in_place: whether the new state is written over the old one: half of the disk's space, and a step that
+        fails while it writes loses the state.
+      resume: whether a state that is placed takes its optimizer state from the files that an earlier run has
+        left, whatever the state itself has of it. They must be of the same leaves, mesh and processes, and
+        of the same step as the rest of the state: by the sum of its integers of one element, such as a
+        step's number and optax's count. Files of another step or state are refused, and never overwritten;
+        where there are none, new ones are made. Both slots count, so the step before the last can be
+        resumed, too. False (default): files of an earlier run are refused.
+      threads: how many threads update; as many as this process may use processors by default.
+
+    Reference:
+      Rajbhandari, Ruwase, Rasley, Smith, He: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale
+      Deep Learning", 2021, sections 5.1.1 and 5.2.2.
+    """
+
+    path: str | os.PathLike[str]
+    host_bytes: int = 2**30
+    in_place: bool = False
+    resume: bool = False
+    threads: int | None = None
+    tier: ClassVar[str] = NVME
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
+            raise OptionError(message(
+                "NVMe", f"path={self.path!r}", "It is a folder on a disk of the devices' host.",
+                'Use jzero.NVMe("/nvme/run").'))  # fmt: skip
+        object.__setattr__(self, "path", str(Path(os.fspath(self.path)).absolute()))
+        make_int(
+            self, "NVMe", "host_bytes", _LEAST_BYTES, None,
+            "It is how many bytes of the host's memory hold tiles of state, an int from 65536.",
+            "Use host_bytes=2**30, or drop it.",
+        )  # fmt: skip
+        for name in ("in_place", "resume"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(message(
+                    "NVMe", f"{name}={getattr(self, name)!r}", "It is True or False.",
+                    f"Drop it, or use {name}=True."))  # fmt: skip
+        if self.threads is not None:
+            make_int(
+                self, "NVMe", "threads", 1, None, "It is how many threads update, an int from 1.",
+                "Drop it to use all processors that this process may use.",
+            )  # fmt: skip
+
+    @property
+    def slots(self) -> int:
+        """The old state and the new one, or one over the other."""
+        return 1 if self.in_place else 2
+
+    @property
+    def tiles_bytes(self) -> int:
+        """`host_bytes`."""
+        return self.host_bytes
+
+    @property
+    def first_tier(self) -> str:
+        """Ordinary memory of the host: what is in which tile the step says."""
+        return HOST
+
+    def rest(
+        self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes,
+        automatic: Sequence[str],
+    ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
+        """Optimizer state in files."""
+        resting, update = _tiers.offloaded(self, leaves, frame, stage_axes)
+        _tiers.check_axes(self, automatic)
+        return resting, update
+
+    def turns(
+        self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
+    ) -> tuple[Turn, ...]:
+        """What the host updates, and what rests on the devices."""
+        return _tiers.turns(leaves, update)
+
+    def program(
+        self, plan: StepPlan, analysis: Analysis, mesh: Mesh, shardings: Sequence[NamedSharding],
+        shared: Shared,
+    ) -> StepProgram:  # fmt: skip
+        """Gradients on the devices, their update on the host, tile by tile."""
+        return self.step(Runner(plan, analysis, mesh), shardings, shared)
+
+    def step(
+        self,
+        runner: Runner,
+        shardings: Sequence[NamedSharding],
+        shared: Shared,
+        params_bytes: int = 0,
+    ) -> StepProgram:
+        """The same; `params_bytes` of parameters that rest on the hosts may be on each device."""
+        policy = FilePolicy(
+            Path(self.path), self.host_bytes, self.in_place, self.resume, self.threads
+        )
+        return NVMeStep(runner, shardings, policy, shared, params_bytes)
+
+    def files_of(self, step: StepProgram) -> StoreSpec:
+        """The files of a state."""
+        assert isinstance(step, NVMeStep)
+        return step.spec

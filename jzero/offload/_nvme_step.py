@@ -1,0 +1,281 @@
+"""`NVMeStep`: a step whose optimizer state rests in files and is updated by the hosts' processors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jzero._errors import OptionError, StateError, describe_leaf, message
+from jzero._memory_kinds import HOST, NVME, HostNeed
+from jzero._quantities import readable_bytes
+from jzero.offload._host_step import UPDATING, HostStep
+from jzero.offload._tiled_engine import TiledEngine
+from jzero.offload.kernels._tiled_update import TiledUpdate, untiled
+from jzero.offload.memory import _away_array
+from jzero.offload.memory._nvme_array import NVMeArray
+from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
+from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.segments import _conversions
+from jzero.segments._segment import Values
+from jzero.sharding.analysis._traffic import Crossing
+from jzero.sharding.plan._offload import Shared
+from jzero.sharding.run._run import Runner
+from jzero.tracing import _call
+
+WHO = _call.WHO
+# Tiles in the buffers: so that threads of a sweep, four that read and four that write, do not wait for room.
+_TILES = 16
+# Bytes of a tile that a disk moves as fast as it can.
+_TILE_BYTES = 2**25
+_PAGE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class FilePolicy:
+    """What `jzero.NVMe` says of the files; see there."""
+
+    path: Path
+    host_bytes: int
+    in_place: bool
+    resume: bool
+    threads: int | None
+
+    @property
+    def slots(self) -> int:
+        """How often the disk has the state."""
+        return 1 if self.in_place else 2
+
+    @property
+    def tile_bytes(self) -> int:
+        """How large tiles are, at most."""
+        return min(self.host_bytes // _TILES // _PAGE * _PAGE, _TILE_BYTES)
+
+
+class NVMeStep(HostStep):
+    """A step in two parts: gradients on the devices, and their update on the host, tile by tile.
+
+    Behaves like::
+
+        gradients = grad part(parameters, batch)        # each travels to the host when it is reduced
+        for tile in tiles:                              # read ahead, written behind, in few buffers
+            moments, parameters = update(moments, gradients)
+            send parameters to the devices
+        commit                                          # now the new state counts
+
+    Until the new state is committed, everything of the old one is kept, on the devices, too: a step that
+    fails leaves the state as it was, unless files are written `in_place`, or parameters rest on the hosts and
+    are updated there, in their place, beside the tiles.
+    """
+
+    _begins_early = False
+
+    def __init__(
+        self, runner: Runner, shardings: Sequence[NamedSharding], policy: FilePolicy, shared: Shared,
+        params_bytes: int = 0,
+    ):  # fmt: skip
+        """Builds the programs.
+
+        Args:
+          runner: the step.
+          shardings: where the state rests, for JAX.
+          policy: where the files are.
+          shared: engines in use by steps on batches of other shapes.
+          params_bytes: how many bytes of parameters that rest on the hosts may be on each device.
+
+        Raises:
+          OptionError: a leaf cannot be updated a tile at a time.
+        """
+        super().__init__(runner, shardings, policy.threads, None, shared, params_bytes)
+        self._policy = policy
+        self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == NVME]
+        host = self.host
+        # Which of the host's leaves are no optimizer state: in memory, by their place among them.
+        self._residents = [k for k, i in enumerate(host.leaves) if i in self._streamed]
+        bad = untiled(
+            host.update, host.state_avals(), host.input_avals(), host.names(), self._residents
+        )
+        if bad:
+            raise OptionError(message(
+                WHO, bad, "State in files is updated in ranges of elements, each by itself.",
+                "Use offload=jzero.HostCPU(), which has whole leaves in memory.", shown=6))  # fmt: skip
+        self.counters = tuple(
+            i for i, leaf in enumerate(self.leaves)
+            if leaf.shape == () and leaf.dtype.startswith(("int", "uint")) and i not in host.outs
+        )  # fmt: skip
+        if policy.resume and not self.counters:
+            raise OptionError(message(
+                WHO, "offload=jzero.NVMe(resume=True), and the state has no integer",
+                "That files are of the same step as the rest of the state is seen by its counters.",
+                "Add one to the state (a step, or optax's count), or drop resume=True."))  # fmt: skip
+        self._turns_read = [jax.jit(turn.run) for turn in self.turns]  # consumes nothing
+
+    @functools.cached_property
+    def update(self) -> TiledUpdate:
+        """What the host does, compiled."""
+        host, policy = self.host, self._policy
+        return TiledUpdate(
+            host.update, host.state_avals(), host.input_avals(), policy.tile_bytes,
+            resident=self._residents, names=host.names(), threads=policy.threads,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def spec(self) -> StoreSpec:
+        """The files of a state."""
+        policy, mesh = self._policy, self.host.mesh
+        place_of = _away_array.places(mesh, self.host.shard_axes)
+        leaves = [self.leaves[i] for i in self._hosted]
+        state = {
+            "leaves": [describe_leaf(x.path, x.padded_shape, x.dtype) for x in leaves],
+            "mesh": dict(mesh.shape),
+            "processes": jax.process_count(),
+        }
+        devices = _away_array.keepers(mesh, self.host.shard_axes)
+        identity = {
+            f"shard-{i}.tiles": {**state, "place": list(place_of[device])}
+            for i, device in enumerate(devices)
+        }
+        return StoreSpec(
+            policy.path, policy.host_bytes, policy.in_place, policy.resume, self.update.layout,
+            identity, self.counters, tuple(self.leaves[i].path for i in self.counters), mesh,
+        )  # fmt: skip
+
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What goes to the host and comes back; and from and to the disk, all of the state."""
+        state = [
+            Crossing(way, leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes)
+            for way in ("from disk", "to disk")
+            for i, leaf in enumerate(self.leaves)
+            if i in self._hosted and (nbytes := leaf.nbytes_per_device)
+        ]
+        return (*super().crossings(), *state)
+
+    def roads(self) -> str:
+        """How the host updates each leaf, and what that takes of disk and memory."""
+        policy = self._policy
+        nbytes = sum(self.leaves[i].nbytes_per_device for i in self._hosted)
+        slots = "once, written over" if policy.in_place else "twice, the new one beside the old"
+        return "\n".join([
+            f"tile by tile, each of up to {readable_bytes(policy.tile_bytes)}: read ahead, updated, written "
+            f"behind, in {readable_bytes(policy.host_bytes)} of each process's memory",
+            f"in {policy.path}: {readable_bytes(policy.slots * nbytes)} for each device "
+            f"({slots}); a step reads {readable_bytes(nbytes)} and writes {readable_bytes(nbytes)}",
+            super().roads(),
+        ])  # fmt: skip
+
+    def host_needs(self) -> tuple[HostNeed, ...]:
+        """What goes down and comes up, and the buffers of tiles, which the devices of a process share."""
+        mesh = self.host.mesh
+        num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
+        ring = HostNeed("tiles of optimizer state", HOST, -(-self._policy.host_bytes // num))
+        return (*super().host_needs(), ring)
+
+    def _step(
+        self, state: Sequence[Any], arrays: Sequence[jax.Array]
+    ) -> tuple[list[Any], list[jax.Array]]:
+        store = self._store_of(state)
+        read = self.read_leaves(state)
+        values = self._segments.values(state, arrays)
+        _, (sent, (stays, outs)) = self._gradients(None, values, 0)
+        made = dict(zip(self.grad.outs, outs, strict=True))
+        reads = dict(zip(self._sent, sent, strict=True)) | read
+        self.wait(state, reads)
+        with UPDATING, BUFFERS:
+            made |= self._update_on_devices(values, stays)
+            engine = self._engine_of(state)
+            engine.prepare_tiles(
+                [reads[var] for var in self.host.reads], self._pinned(state, engine)
+            )
+            # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
+            hosted = {i: renewed(state[i]) for i in self._streamed}
+            if hosted:  # JAX copies what is not its own, as NumPy's memory.
+                there = [hosted.get(i, x) for i, x in enumerate(state)]
+                engine.prepare_tiles(
+                    [reads[var] for var in self.host.reads], self._pinned(there, engine)
+                )
+            new = [made.get(i, x) for i, x in enumerate(state)]
+            made |= self._swept(engine, store, state, self.spec.counter(new))
+        hosted |= {i: state[i].renewed() for i in self._hosted}
+        for i in {*made}:
+            if i < len(state):
+                state[i].delete()
+        return self._segments.in_order(made | hosted, state)
+
+    def _pinned(self, state: Sequence[Any], engine: TiledEngine) -> dict[int, PinnedLeaf]:
+        """Parameters that rest on the hosts, by their place among the host's leaves."""
+        return {
+            k: PinnedLeaf.of(state[self.host.leaves[k]], engine.devices) for k in self._residents
+        }
+
+    def _swept(
+        self, engine: TiledEngine, store: NVMeStore, state: Sequence[Any], counter: int
+    ) -> dict[int, jax.Array]:
+        """The update in the files, and what it makes for the devices."""
+        made: dict[int, jax.Array] = {}
+        try:
+            step = store.begin(counter)
+            for chunk in engine.run_tiles(store):
+                at_rest = self._at_rest(state, chunk)
+                engine.sent(at_rest.values())
+                made |= at_rest
+            # The devices may have no room for them: then the old ones are what there is.
+            jax.block_until_ready(list(made.values()))
+            store.files.commit(step)
+        except BaseException:
+            store.files.abort()
+            raise
+        return made
+
+    def _update_on_devices(self, values: Values, stays: Sequence[Any]) -> dict[int, jax.Array]:
+        """Turns of what rests on the devices, whose old values are kept."""
+        made: dict[int, jax.Array] = {}
+        for turn, run in zip(self.turns[1:], self._turns_read[1:], strict=True):
+            values.update(zip(self._stays, stays, strict=True))
+            made |= turn(values, run)
+        return made
+
+    def _store_of(self, state: Sequence[Any]) -> NVMeStore:
+        leaves: list[NVMeArray] = [state[i] for i in self._hosted]
+        stores = {id(leaf.store): leaf.store for leaf in leaves}
+        if len(stores) > 1:
+            raise StateError(message(
+                WHO, f"leaves in files come from {len(stores)} states",
+                "The files of a state go from step to step together.",
+                "Use the state that one step has returned, or shard all of it, as NumPy arrays."
+            ))  # fmt: skip
+        return next(iter(stores.values()))
+
+    def _engine_of(self, state: Sequence[Any]) -> TiledEngine:
+        if self._engine is None:
+            devices = state[self._hosted[0]].home.devices
+            leaves = [self.leaves[i] for i in self.host.leaves]
+            engine = TiledEngine(self.host, leaves, devices, self._policy.threads, self.update)
+            self._compile_leaving(state, engine.chunks)
+            self._engine = engine
+        assert isinstance(self._engine, TiledEngine)
+        return self._engine
+
+    def _compile_leaving(self, state: Sequence[Any], chunks: Sequence[Sequence[int]]) -> None:
+        """As `HostStep`, but that old leaves are not consumed."""
+        sent = dict(zip(self.host.outs, self.host.out_avals(), strict=True))
+        for chunk in chunks:
+            outs = tuple(i for i in chunk if i < len(state))
+            if (leave := _conversions.leaving(self._runner, outs)) is not None:
+                arguments = [state[i] for i in outs], [sent[i] for i in outs]
+                self._leaving[outs] = jax.jit(leave).lower(*arguments).compile()
+
+    def _at_rest(
+        self, state: Sequence[Any], chunk: Mapping[int, jax.Array]
+    ) -> dict[int, jax.Array]:
+        """What the host made, as it rests on the devices, beside the old leaves."""
+        outs = tuple(i for i in chunk if i < len(state))
+        leave: Callable[..., Any] | None = self._leaving.get(outs)
+        if leave is None:
+            return dict(chunk)
+        olds, new = [state[i] for i in outs], [chunk[i] for i in outs]
+        return dict(chunk) | dict(zip(outs, leave(olds, new), strict=True))

@@ -1,0 +1,98 @@
+"""`TiledEngine`: runs a `HostTurn` over state in files, a tile at a time, read ahead and written behind."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+
+from jzero.offload._host_engine import HostEngine, zero_padding
+from jzero.offload._host_turn import HostTurn
+from jzero.offload.kernels._tiled_update import TiledUpdate
+from jzero.offload.memory._nvme_store import NVMeStore
+from jzero.offload.memory._pinned_leaf import PinnedLeaf
+from jzero.offload.nvme._files import TileAt
+from jzero.offload.nvme._sweep import sweep
+from jzero.sharding.plan._leaves import LeafPlan
+
+Chunk = dict[int, jax.Array]
+
+
+class TiledEngine(HostEngine):
+    """Updates the shards of this process's devices, tile by tile, all of them side by side.
+
+    Attributes:
+      update: compiled; says what is where in a tile.
+    """
+
+    update: TiledUpdate
+
+    def __init__(
+        self, turn: HostTurn, leaves: Sequence[LeafPlan], devices: Sequence[jax.Device],
+        threads: int | None, update: TiledUpdate,
+    ):  # fmt: skip
+        """As `HostEngine`, of what is compiled already."""
+        self._tiled = update
+        super().__init__(turn, leaves, devices, threads, 1)
+        self._residents: Mapping[int, PinnedLeaf] = {}
+        chunks = [tile.chunk for tile in update.tiles]
+        # Chunk by chunk, and in a chunk the shards of all devices go ahead side by side.
+        self._order = sorted(
+            (
+                TileAt(k, tile)
+                for k in range(len(devices))
+                for tile in range(update.layout.num_tiles)
+            ),
+            key=lambda at: (chunks[at.tile], at.tile, at.file),
+        )
+        self._left = collections.Counter(tile for tile in chunks for _ in devices)
+
+    def _compiled(self, threads: int | None) -> TiledUpdate:
+        return self._tiled
+
+    def prepare_tiles(
+        self, reads: Sequence[jax.Array], residents: Mapping[int, PinnedLeaf]
+    ) -> None:
+        """Does what can fail before any state is read.
+
+        Args:
+          reads: are there, in pinned memory.
+          residents: leaves that are not in files, by their place among those of the turn.
+        """
+        leaves = residents.values()
+        shards = [[leaf.buffers[k] for leaf in leaves] for k in range(len(self.devices))]
+        self.update.prepare_tiles(self._inputs(reads), shards)
+        self._residents = residents
+        self._next_outputs()
+
+    def run_tiles(self, store: NVMeStore) -> Iterator[Chunk]:
+        """Reads, updates and writes all tiles; yields what a chunk makes for the devices, on its way there.
+
+        Raises:
+          StateError: the disk fails. What was written is of no use.
+        """
+        outputs, left = self._sets[-1], self._left.copy()
+        outputs.sent.clear()
+        yield self._send(outputs, self.update.begin(self._views(outputs)))
+        # What reads no state is made first.
+        for tile in range(self.update.layout.num_tiles, len(self.update.tiles)):
+            for k in range(len(self.devices)):
+                self.update.update_tile(k, tile)
+                left[self.update.tiles[tile].chunk] -= 1
+        done = {chunk for chunk, num in left.items() if not num}
+        files = store.files
+        for chunk in done:
+            yield self._send(outputs, self.update.done[chunk])
+        with sweep(self._order, store.spec.ring, files.read, files.write) as visits:
+            for visit in visits:
+                self.update.update_tile(visit.at.file, visit.at.tile, visit.buffer)
+                chunk = self.update.tiles[visit.at.tile].chunk
+                left[chunk] -= 1
+                if not left[chunk]:
+                    yield self._send(outputs, self.update.done[chunk])
+        self.update.end()
+        for i, leaf in self._residents.items():
+            zero_padding(leaf.buffers, self._padding_of_leaves[i])
+            leaf.copy_to_replicas()
+        self._residents = {}

@@ -1,0 +1,189 @@
+"""`TiledUpdate`: an optimizer's update of state that is in memory a tile at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jzero.offload.kernels import _tiles
+from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.kernels._loops import KernelLoops, Loop, share
+from jzero.offload.kernels._roads import KERNEL, XLA, RoadFinder, groups, traced_flat
+from jzero.offload.kernels._tiles import Span, Tile, Together
+from jzero.offload.memory._addresses import HostMemory, address
+from jzero.offload.nvme._layout import TileLayout
+from jzero.tracing import _jaxpr, _rewrite
+
+Update = Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[HostMemory, HostMemory]]
+
+
+class TiledUpdate(HostUpdate):
+    """Updates state that lies elsewhere: whoever calls brings it, a tile at a time, in any order.
+
+    Behaves like `HostUpdate`, one range of elements after the other:
+
+        engine.prepare_tiles(inputs, residents)        # XLA's part; reads no state that comes in tiles
+        engine.begin(outputs)
+        for shard, tile in ...:                        # each tile of each shard, once
+            engine.update_tile(shard, tile, memory)    # memory has the tile, as `layout` says; in its place
+        engine.end()
+
+    Some leaves may be resident: in memory all the time, and updated there, range by range beside the others.
+    What makes outputs without any state of a tile is in tiles of its own, which need no memory.
+
+    Attributes:
+      layout: which part of which leaf of the state is where in a tile; by the leaves' names.
+      tiles: what is updated at a time, the same for each shard; first those of `layout`.
+    """
+
+    def __init__(
+        self, update: Update, state: HostMemory, inputs: HostMemory, tile_bytes: int, *,
+        resident: Sequence[int] = (), names: Sequence[str] | None = None, threads: int | None = None,
+        chunk_bytes: int = 2**26,
+    ):  # fmt: skip
+        """Traces and compiles as `HostUpdate`, and cuts the state into tiles of up to `tile_bytes`.
+
+        But for leaves that are `resident`, by index. Nothing may be `untiled` of it.
+        """
+        self._resident = tuple(resident)
+        super().__init__(
+            update, state, inputs, names=names, threads=threads, chunk_bytes=chunk_bytes
+        )
+        self._members = [
+            (chunk, loop.kernel, size, slots)
+            for chunk, loops in enumerate(self._chunks)
+            for loop in loops
+            for size, slots in zip(loop.sizes, loop.slots, strict=True)
+        ]
+        found = [self._together(slots, size, chunk) for chunk, _, size, slots in self._members]
+        moved = {*self._resident, *(leaf for each in found for leaf in each.leaves)}
+        # What nobody reads or changes is carried along.
+        found += [
+            self._together([i], aval.size, len(self._chunks))
+            for i, aval in enumerate(self._state)
+            if i not in moved
+        ]
+        tiles = sorted(_tiles.cut(found, tile_bytes), key=lambda tile: not _reads(tile, found))
+        self.tiles: tuple[Tile, ...] = tuple(tiles)
+        self._found = found
+        self.layout = TileLayout.of(
+            [
+                (self._names[leaf], span.first * itemsize, span.num * itemsize)
+                for span, leaf, itemsize in self._ranges(tile)
+            ]
+            for tile in tiles
+            if _reads(tile, found)
+        )
+        self._tile_loops = [self._loops_of_tile(tile) for tile in tiles]
+        self._to: Sequence[HostMemory] = ()
+
+    @property
+    def done(self) -> list[list[int]]:
+        """By chunk, the outputs that are complete when all its tiles of all shards are."""
+        return [*self._done, []]
+
+    def prepare_tiles(
+        self, inputs: Sequence[HostMemory], residents: Sequence[HostMemory] = ()
+    ) -> None:
+        """What can fail, before any state is there; as `HostUpdate.prepare`.
+
+        Args:
+          inputs: of each shard.
+          residents: of each shard, the resident leaves in order, writable, in C order.
+        """
+        self._check_idle()
+        states: list[list[Any]] = [[None] * len(self._state) for _ in inputs]
+        at = np.zeros((len(inputs), len(self._state)), np.int64)
+        for shard, leaves in enumerate(residents):
+            for i, x in zip(self._resident, leaves, strict=True):
+                states[shard][i], at[shard, i] = x, address(x)
+        self._prepared = self._known(states, at, inputs)
+
+    def begin(self, outputs: Sequence[HostMemory]) -> list[int]:
+        """Says where outputs go, for each shard, in writable NumPy arrays in C order.
+
+        Returns:
+          Which of them are complete: those that XLA has made.
+        """
+        prepared, self._to = self._with_outputs(outputs), outputs
+        return self._copy_xla_outputs(prepared, outputs)
+
+    def update_tile(self, shard: int, tile: int, memory: np.ndarray | None = None) -> None:
+        """Updates what is in `memory` in its place, and makes what of outputs follows from it."""
+        prepared = self._prepared
+        assert prepared is not None, "prepare_tiles() comes first"
+        row = prepared.addresses[shard].copy()
+        if memory is not None:
+            ranges = zip(self._ranges(self.tiles[tile]), self.layout.tiles[tile], strict=True)
+            for (span, leaf, itemsize), extent in ranges:
+                # Where the leaf's first element would be: kernels count from there.
+                row[leaf] = address(memory) + extent.offset - span.first * itemsize
+        loops = self._tile_loops[tile]
+        self._calls = calls = loops.start(row, (prepared, self._to, memory))
+        try:
+            self._running = True
+            share(calls, self._drive, self._pool, min(self._threads, loops.num_blocks) - 1)
+        finally:
+            self._running = False
+            calls.complete(self._drive)
+            self._calls = None
+
+    def end(self) -> None:
+        """Lets go of inputs and outputs."""
+        self._prepared, self._to = None, ()
+
+    def _together(self, slots: Sequence[int], size: int, chunk: int) -> Together:
+        mine = (slot for slot in slots if slot < len(self._state) and slot not in self._resident)
+        leaves = tuple(dict.fromkeys(mine))
+        return Together(leaves, tuple(self._state[i].dtype.itemsize for i in leaves), size, chunk)
+
+    def _ranges(self, tile: Tile) -> list[tuple[Span, int, int]]:
+        """Of each leaf in a tile: the range, which leaf, bytes of an element; in the order of `layout`."""
+        return [
+            (span, leaf, itemsize)
+            for span in tile.spans
+            for leaf, itemsize in zip(*self._found[span.together][:2], strict=True)
+        ]
+
+    def _loops_of_tile(self, tile: Tile) -> KernelLoops:
+        by_kernel: dict[int, list[tuple[int, Sequence[int], int]]] = {}
+        for which, first, count in tile.spans:
+            if which < len(self._members):
+                _, kernel, _, slots = self._members[which]
+                by_kernel.setdefault(kernel, []).append((count, slots, first))
+        loops = [Loop(kernel, *zip(*rows, strict=True)) for kernel, rows in by_kernel.items()]
+        return KernelLoops([loops], 1, self._num_slots)
+
+
+def untiled(
+    update: Update, state: HostMemory, inputs: HostMemory, names: Sequence[str],
+    resident: Sequence[int] = (),
+) -> list[str]:  # fmt: skip
+    """What of the state cannot be updated a tile at a time, and why; nothing is compiled.
+
+    Leaves that are `resident`, by index, may be read whole.
+    """
+    traced, flat, _ = traced_flat(update, state, inputs)
+    analysis = RoadFinder(flat, len(state))
+    roads = [analysis.road(i, name) for i, name in enumerate(names)]
+    found = {
+        i: f"{road.name} is updated by XLA ({road.reason})"
+        for i, road in enumerate(roads[: len(state)])
+        if road.by == XLA
+    }
+    by_kernel = groups(analysis, [i for i, road in enumerate(roads) if road.by == KERNEL])
+    scalars = [var for group in by_kernel for var in group.scalars]
+    by_xla = [flat.outvars[i] for i, road in enumerate(roads) if road.by == XLA]
+    jaxpr = _jaxpr.replaced(traced.jaxpr, **flat._asdict())
+    read = set(_rewrite.excerpt(jaxpr, [*scalars, *by_xla]).reads)
+    for i, var in enumerate(flat.invars[: len(state)]):
+        if var in read and i not in resident:
+            found.setdefault(i, f"{names[i]} is read whole, by XLA")
+    return list(found.values())
+
+
+def _reads(tile: Tile, found: Sequence[Together]) -> bool:
+    """Whether a tile has state."""
+    return any(found[span.together].leaves for span in tile.spans)

@@ -1,0 +1,112 @@
+"""`NVMeStore`: the files of one state in this process, which go from step to step together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jzero.offload.nvme._aligned import TileRing, pages
+from jzero.offload.nvme._file import FileSpec
+from jzero.offload.nvme._files import TileAt, TileFiles
+from jzero.offload.nvme._layout import TileLayout
+
+TileReader: TypeAlias = Callable[[TileAt, np.ndarray], None]
+WHO = "jzero.NVMe"
+# Buffers are one call's at a time.
+BUFFERS = threading.RLock()
+# The number of a step on the disk: how often the files were written, and the counter of the state.
+_COUNTER = 32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoreSpec:
+    """What a program says of the files of its state; the same for each of its states.
+
+    Attributes:
+      path: where they are.
+      host_bytes: the most bytes of all buffers together.
+      in_place: whether there is one slot, that is written over.
+      resume: whether files that are there are gone on with.
+      layout: what is where in the file of each device.
+      identity: of each file, by its name: whose state it is.
+      counters: the leaves that say of which step a state is, by index.
+      counter_paths: the same, for messages.
+      mesh: whose devices the states are of.
+    """
+
+    path: Path
+    host_bytes: int
+    in_place: bool
+    resume: bool
+    layout: TileLayout
+    identity: Mapping[str, Any]
+    counters: tuple[int, ...]
+    counter_paths: tuple[str, ...]
+    mesh: Any
+
+    @functools.cached_property
+    def ring(self) -> TileRing:
+        """The buffers of whoever moves tiles."""
+        return TileRing(WHO, self.host_bytes, self.layout.most_bytes)
+
+    @property
+    def files(self) -> dict[str, FileSpec]:
+        """Each file."""
+        return {name: FileSpec(self.layout, whose) for name, whose in self.identity.items()}
+
+    def counter(self, leaves: Sequence[Any]) -> int:
+        """Of which step a state is: the sum of its integers of one element, modulo 2**32."""
+        return sum(int(_value(leaves[i])) for i in self.counters) % 2**_COUNTER
+
+
+class NVMeStore:
+    """The files of one state.
+
+    Attributes:
+      spec: what is in them.
+      files: the files.
+      first: the number of the step with which they are filled.
+    """
+
+    def __init__(self, spec: StoreSpec, files: TileFiles):
+        self.spec, self.files = spec, files
+        self.first = 0
+        weakref.finalize(self, files.close)
+
+    @property
+    def newest(self) -> int:
+        """The number of the step that leaves are of: the one that is committed, or the first one."""
+        return self.first if self.files.step is None else self.files.step
+
+    def begin(self, counter: int) -> int:
+        """Begins a step after which the state has this counter; its number."""
+        step = ((self.newest >> _COUNTER) + 1 << _COUNTER) + counter
+        self.files.begin(step)
+        return step
+
+    def read_into(self, out: np.ndarray, file: int, name: str, read: TileReader) -> None:
+        """Reads a device's part of a leaf, as bytes, a tile at a time."""
+        layout, buffer = self.spec.layout, pages(self.spec.layout.most_bytes)
+        for tile, i in layout.of_leaf(name):
+            extent = layout.tiles[tile][i]
+            read(TileAt(file, tile), buffer)
+            out[extent.start : extent.start + extent.nbytes] = layout.views(tile, buffer)[i]
+
+
+def counter_in(step: int) -> int:
+    """The counter of the state whose step has this number."""
+    return step % 2**_COUNTER
+
+
+def _value(x: Any) -> Any:
+    """A number that all devices have."""
+    spans = isinstance(x, jax.Array) and not x.is_fully_addressable
+    return np.asarray(x.addressable_data(0) if spans else x)

@@ -1,0 +1,89 @@
+"""Buffers for tiles: whole pages, made once, and never more than the bytes that are permitted."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jzero._errors import OptionError, message
+from jzero._quantities import readable_bytes
+from jzero.offload.nvme._layout import PAGE
+
+LEAST = 3  # One tile is read, one updated and one written at the same time.
+
+
+def pages(nbytes: int) -> np.ndarray:
+    """`uint8[nbytes]`, zeros that start on a page; `nbytes` a multiple of 4096, at least one of them.
+
+    O_DIRECT needs private memory to be left out of forked children: a page that both have is copied at the
+    next write, and a transfer under way would go to the wrong copy (open(2), "O_DIRECT").
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if hasattr(mmap, advice):
+            _advise(memory, getattr(mmap, advice))
+    return np.frombuffer(memory, np.uint8)
+
+
+def _advise(memory: mmap.mmap, advice: int) -> None:
+    try:
+        memory.madvise(advice)
+    except OSError:  # A kernel without huge pages.
+        pass
+
+
+class TileRing:
+    """Buffers that sweeps use over and over, one sweep at a time.
+
+    >>> ring = TileRing("jzero.NVMe", host_bytes=2**20, tile_bytes=2**18)
+    >>> ring.num, ring.buffers[0].shape
+    (4, (262144,))
+
+    Attributes:
+      buffers: `uint8[nbytes]` each, on pages.
+      nbytes: the size of one.
+      owner: the sweep that uses them, while one does.
+    """
+
+    def __init__(self, who: str, host_bytes: int, tile_bytes: int) -> None:
+        """Makes as many buffers as `host_bytes` hold.
+
+        Args:
+          who: what the user called.
+          host_bytes: of all buffers, at most.
+          tile_bytes: of one, a multiple of 4096.
+
+        Raises:
+          OptionError: they hold fewer than three.
+        """
+        num = host_bytes // tile_bytes
+        if num < LEAST:
+            raise OptionError(message(
+                who, f"host_bytes={host_bytes} hold {num} tiles of {tile_bytes} bytes",
+                "One tile is read, one updated and one written at the same time.",
+                f"Use host_bytes={LEAST * tile_bytes} ({readable_bytes(LEAST * tile_bytes)}) or more.",
+            ))  # fmt: skip
+        memory = pages(num * tile_bytes)
+        self._use(list(memory.reshape(num, tile_bytes)))
+
+    @classmethod
+    def of(cls, buffers: Sequence[np.ndarray]) -> TileRing:
+        """A ring of the caller's memory, such as a device's pinned memory: `uint8[nbytes]`, on pages."""
+        ring = cls.__new__(cls)
+        ring._use(list(buffers))
+        return ring
+
+    def _use(self, buffers: list[np.ndarray]) -> None:
+        assert len(buffers) >= LEAST
+        assert all(x.ctypes.data % PAGE == 0 and len(x) % PAGE == 0 for x in buffers)
+        self.buffers = buffers
+        self.nbytes = min(map(len, buffers))
+        self.owner: Any = None
+
+    @property
+    def num(self) -> int:
+        """How many buffers there are."""
+        return len(self.buffers)

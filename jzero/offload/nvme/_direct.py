@@ -1,0 +1,274 @@
+"""A file that is read and written past the page cache (O_DIRECT), where the file system lets one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import sys
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from jzero._errors import OptionError, StateError, message
+from jzero.offload.nvme._layout import PAGE
+
+BLOCK = 2**23  # Bytes of one transfer, at most; experiments/infinity/disk.py measures others.
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it.
+_DAMAGED = "What is on the disk is not what this run needs, and nothing was overwritten."
+_open_files: weakref.WeakSet[DirectFile] = weakref.WeakSet()
+
+
+class DirectFile:
+    """An open file, locked for this process; transfers are of whole pages, from memory that starts on one.
+
+    Attributes:
+      path: where it is.
+      direct: whether transfers go past the page cache.
+      why_not: the reason, in words, if they do not; else empty.
+    """
+
+    _close = staticmethod(os.close)  # Modules are gone when an interpreter ends; classes are not.
+
+    def __init__(self, who: str, path: Path, create: bool = False) -> None:
+        """Opens or makes a file.
+
+        Args:
+          who: what the user called.
+          path: where it is; with `create`, what is there already is kept.
+          create: whether it may be missing.
+
+        Raises:
+          OptionError: another run has it, it cannot be opened, or this is not Linux.
+          StateError: it is not there.
+        """
+        self.path, self._who, self._fd, self.why_not = path, who, -1, ""
+        if sys.platform != "linux":
+            raise OptionError(message(
+                who, f"this is {sys.platform}", "State is kept in files by system calls of Linux.",
+                "Use another tier, such as HostCPU."))  # fmt: skip
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        try:
+            self._fd = self._open(flags)
+            _open_files.add(self)
+            self._lock()
+        except BaseException:
+            self.forget()
+            raise
+
+    def __del__(self) -> None:
+        self.forget()  # An interrupt may leave nobody else to close it.
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers go past the page cache."""
+        return not self.why_not
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._fd).st_size
+
+    def _open(self, flags: int) -> int:
+        try:
+            fd = self._open_direct(flags)
+            if self.why_not:
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)
+            return fd
+        except FileNotFoundError as error:
+            raise StateError(message(
+                self._who, f"{self.path} is not there",
+                "State that is resumed is in one file for each device.",
+                "Correct the path, or start without resume=True.")) from error  # fmt: skip
+        except OSError as error:
+            raise OptionError(message(
+                self._who, f"{self.path} cannot be opened: {error.strerror}",
+                "State is kept in files that this run reads and writes.", "Use another path."
+            )) from error  # fmt: skip
+
+    def _open_direct(self, flags: int) -> int:
+        try:
+            fd = os.open(self.path, flags | _O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.why_not = "the file system has no O_DIRECT"
+            return os.open(self.path, flags, 0o600)
+        asked = alignment(fd)
+        if (kind := _file_system(fd)) in ("tmpfs", "ramfs"):
+            self.why_not = f"{kind} is memory, and no disk"
+        elif asked is None:
+            self.why_not = "the file system has no O_DIRECT for this file"
+        elif asked > PAGE:
+            self.why_not = f"O_DIRECT would need multiples of {asked} bytes here"
+        return fd
+
+    def _lock(self) -> None:
+        """The kernel gives it back when the process ends, however it does."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
+                raise BlockingIOError  # It has just got another name, by whoever had the lock.
+        except (BlockingIOError, FileNotFoundError) as error:
+            raise OptionError(message(
+                self._who, f"another run has {self.path}", "One run at a time has the files of a path.",
+                "End it, or give each run a path of its own.")) from error  # fmt: skip
+        except OSError as error:
+            raise OptionError(message(
+                self._who, f"{self.path} cannot be locked: {error.strerror}",
+                "A second run in the same folder must be noticed.", "Use a local file system."
+            )) from error  # fmt: skip
+
+    def read(self, buffer: np.ndarray, offset: int, what: str) -> None:
+        """Fills a buffer, from `offset` of the file on.
+
+        Raises:
+          StateError: it cannot be read, or the file ends before; `what` is said of it.
+        """
+        view, done, refused = buffer.data, 0, 0
+        while done < len(view):
+            part = view[done : done + BLOCK]
+            try:
+                moved = os.preadv(self._fd, [part], offset + done)
+            except OSError as error:
+                raise self._failed("reading", what, offset + done, error) from error
+            if moved == 0:
+                raise self.cut(f"{what} needs bytes {offset} to {offset + len(view)}")
+            done, refused = self._go_on(done, moved, refused, len(view), "reading", what, offset)
+
+    def write(self, buffer: np.ndarray, offset: int, what: str) -> None:
+        """Writes a buffer to `offset` of the file.
+
+        Raises:
+          StateError: it cannot be written; `what` is said of it.
+        """
+        view, done, refused = buffer.data, 0, 0
+        while done < len(view):
+            try:
+                moved = os.pwrite(self._fd, view[done : done + BLOCK], offset + done)
+            except OSError as error:
+                raise self._failed("writing", what, offset + done, error) from error
+            done, refused = self._go_on(done, moved, refused, len(view), "writing", what, offset)
+
+    def _go_on(
+        self, done: int, moved: int, refused: int, total: int, doing: str, what: str, offset: int
+    ) -> tuple[int, int]:
+        """Where to go on after a transfer, which may be short; three in a row without a page are an error."""
+        if done + moved < total:
+            moved -= moved % PAGE  # The next one starts on a page, too.
+        refused = 0 if moved else refused + 1
+        if refused == 3:
+            error = OSError(errno.EIO, "transfers stop short")
+            raise self._failed(doing, what, offset + done, error)
+        return done + moved, refused
+
+    def resize(self, size: int) -> None:
+        """Makes the file so long, and reserves its space on the disk; 0 empties it.
+
+        Raises:
+          OSError: there is no room (`ENOSPC`, `EDQUOT`), or a file may not be so long (`EFBIG`).
+        """
+        if size:
+            os.posix_fallocate(self._fd, 0, size)
+        else:
+            os.ftruncate(self._fd, 0)
+
+    def sync(self) -> None:
+        """Returns when all that was written is on the medium.
+
+        Raises:
+          StateError: some of it may not be. A second try would succeed and mean nothing, since the kernel
+            tells of a page that it could not write once only.
+        """
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise StateError(message(
+                self._who, f"{self.path} cannot be synced: {error.strerror}",
+                "A step is complete when the disk has all of it.",
+                "Look at the disk; the step before is still there, unless in_place=True.",
+            )) from error  # fmt: skip
+
+    def _failed(self, doing: str, what: str, offset: int, error: OSError) -> StateError:
+        return StateError(message(
+            self._who, f"{doing} {what}, byte {offset} of {self.path}, failed: {error.strerror}",
+            "Every byte of a tile is read and written.",
+            "Look at the disk and the kernel's log; the step before is still there, unless in_place=True.",
+        ))  # fmt: skip
+
+    def cut(self, needed: str) -> StateError:
+        """What is said of a file that is shorter than it was."""
+        return StateError(message(
+            self._who, f"{self.path} has {self.size} bytes, and {needed}: it was cut", _DAMAGED,
+            "Restore the last checkpoint into a new path, without resume=True."))  # fmt: skip
+
+    def close(self) -> None:
+        """Closes the file and gives the lock back; again, does nothing."""
+        if self._fd >= 0:
+            with contextlib.suppress(
+                OSError
+            ):  # Children that were just forked may still have it open.
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self.forget()
+
+    def forget(self) -> None:
+        """Closes the file; the lock stays with other processes that have it open."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._close(fd)
+
+
+def _forget_in_child() -> None:
+    """A forked child that kept the files open would keep their locks beyond its parent's end."""
+    for file in list(_open_files):
+        file.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _file_system(fd: int) -> str:
+    """The kind of file system that a file is on, by the kernel's name; empty if nothing says it."""
+    device = os.fstat(fd).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    # Fields, any number of optional ones, " - ", and the kind first (proc_pid_mountinfo(5)).
+    kinds = (line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == number)
+    return next(kinds, "")
+
+
+class _Statx(ctypes.Structure):
+    """`struct statx` of statx(2), as far as it is read."""
+
+    _fields_ = (
+        ("mask", ctypes.c_uint32),
+        ("before", ctypes.c_uint8 * 148),
+        ("dio_mem_align", ctypes.c_uint32),
+        ("dio_offset_align", ctypes.c_uint32),
+        ("after", ctypes.c_uint8 * 96),
+    )
+
+
+_AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000
+
+
+def alignment(fd: int) -> int | None:
+    """Of memory and offsets in O_DIRECT transfers, in bytes; None if there are no such transfers.
+
+    Linux says so since 6.1 (STATX_DIOALIGN). Where nothing does, pages are right for every disk there is.
+    """
+    found = _Statx()
+    try:
+        statx = ctypes.CDLL(None, use_errno=True).statx
+    except (OSError, AttributeError):
+        return PAGE
+    failed = statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, ctypes.byref(found))
+    if failed or not found.mask & _STATX_DIOALIGN:
+        return PAGE
+    return max(found.dio_mem_align, found.dio_offset_align) or None

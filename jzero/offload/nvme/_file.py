@@ -1,0 +1,288 @@
+"""One file of tiles: the state of one device's shards on a disk, in one or two slots."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jzero._errors import StateError, message
+from jzero.offload.nvme import _header
+from jzero.offload.nvme._aligned import pages
+from jzero.offload.nvme._checksum import checksum
+from jzero.offload.nvme._direct import BLOCK, DirectFile
+from jzero.offload.nvme._header import COMPLETE, EMPTY, WRITING, Header, Places, shown
+from jzero.offload.nvme._layout import PAGE, TileLayout
+
+NOT_OVERWRITTEN = "Nothing was overwritten."
+_RESTORE = "Restore the last checkpoint into a new path, without resume=True."
+
+
+class FileSpec(NamedTuple):
+    """What a file is to have.
+
+    Attributes:
+      layout: what lies where in its tiles.
+      identity: whose state it is, as a JSON value: paths, shapes and dtypes of leaves, mesh, device. A file
+        with another one is refused.
+    """
+
+    layout: TileLayout
+    identity: Any
+
+    def about(self) -> bytes:
+        """Both, as the text in the file."""
+        tiles = [[list(extent) for extent in tile] for tile in self.layout.tiles]
+        return json.dumps({"identity": self.identity, "tiles": tiles}, sort_keys=True).encode()
+
+
+class TileFile:
+    """An open file of tiles; see [Note: slots] in `_header.py`.
+
+    Attributes:
+      path: where it is.
+      layout: what lies where in its tiles.
+      steps: the steps that are complete in it, and the slot that has each.
+      file: what it is on the disk.
+    """
+
+    def __init__(self, who: str, file: DirectFile, spec: FileSpec, in_place: bool) -> None:
+        self._who, self.file, self.layout = who, file, spec.layout
+        self._about, self._slots = spec.about(), 1 if in_place else 2
+        self._tile_bytes = [spec.layout.nbytes(tile) for tile in range(spec.layout.num_tiles)]
+        self._places = Places.of(len(self._about), self._tile_bytes, self._slots)
+        self._page = pages(PAGE)
+        self._generation = 0
+        self._target = -1  # The slot that is being written.
+        self._tables = [np.zeros(len(self._tile_bytes), np.uint32) for _ in range(self._slots)]
+        self._written = np.zeros(len(self._tile_bytes), bool)
+        self._crcs: dict[int, int] = {}
+        self.steps: dict[int, int] = {}
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.file.path
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._places.size
+
+    # ------------------------------------------------------------------------------- made and opened
+
+    def make(self) -> None:
+        """Reserves the space of the empty file, and writes what it is.
+
+        The second slot is filled with zeros, since a first write into reserved space costs more than any
+        later one; the first slot, when the first step is written.
+        """
+        self.file.resize(self.size)
+        about = pages(_header.whole_pages(len(self._about)))
+        about[: len(self._about)] = np.frombuffer(self._about, np.uint8)
+        self.file.write(about, 2 * PAGE, "its description")
+        if self._slots == 2:
+            start = self._places.tiles[1][0] if self._tile_bytes else self.size
+            zeros = pages(BLOCK)
+            for at in range(start, self.size, BLOCK):
+                self.file.write(zeros[: min(BLOCK, self.size - at)], at, "an empty tile")
+        for k in range(2):
+            self._put(EMPTY, k % self._slots, -1)
+        self.file.sync()
+
+    def open(self) -> None:
+        """Reads which steps it has.
+
+        Raises:
+          StateError: it is cut, damaged, of another version, another state's, or made with another
+            `in_place`.
+        """
+        found = headers(self._who, self.file)
+        header = max(found, key=lambda header: header.generation)
+        self._generation = header.generation
+        if (actual := self.file.size) != header.size:
+            what = f"it was made with {header.size}"
+            raise (
+                self.file.cut(what) if actual < header.size else self._damaged("is too long", what)
+            )
+        self._check_about(header)
+        if header.slots != self._slots:
+            here = header.slots == 1
+            raise StateError(message(
+                self._who, f"{self.path} was made with in_place={here}",
+                f"With in_place=False a file has two slots. {NOT_OVERWRITTEN}",
+                f"Use in_place={here}, or another path."))  # fmt: skip
+        if self._slots == 2:
+            self.steps = {x.step: x.slot for x in found if x.state == COMPLETE}
+        elif header.state == COMPLETE:
+            self.steps = {header.step: 0}
+        elif header.state == WRITING:
+            raise StateError(message(
+                self._who, f"{self.path} is dirty: its run ended while step {shown(header.step)} was "
+                "written over the step before",
+                f"With in_place=True a step that does not end leaves tiles of two steps. {NOT_OVERWRITTEN}",
+                "Restore the last checkpoint into a new path; in_place=False costs twice the space, and "
+                "survives.",
+            ))  # fmt: skip
+        self._crcs = {x.slot: x.table_crc for x in found if x.state == COMPLETE}
+
+    def _check_about(self, header: Header) -> None:
+        about = pages(_header.whole_pages(max(header.about_bytes, 1)))
+        self.file.read(about, 2 * PAGE, "its description")
+        raw = about[: header.about_bytes].tobytes()
+        if zlib.crc32(raw) != header.about_crc:
+            raise self._damaged("has a damaged description", "its checksum is another one")
+        if raw != self._about:
+            there, here = json.loads(raw), json.loads(self._about)
+            raise StateError(message(
+                self._who, f"{self.path} has another state: {difference(there, here)}",
+                f"Leaves, mesh and devices of state that is resumed are those that it had. {NOT_OVERWRITTEN}",
+                "Use another path, or restore a checkpoint, which any mesh can."))  # fmt: skip
+
+    def _damaged(self, what: str, found: str) -> StateError:
+        return _damaged(self._who, self.file, what, found)
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def load(self, step: int) -> None:
+        """Reads the checksums of a complete step.
+
+        Raises:
+          StateError: they are damaged.
+        """
+        slot = self.steps[step]
+        table = pages(_header.table_bytes(len(self._tables[slot])) or PAGE)
+        self.file.read(table[: _header.table_bytes(len(self._tables[slot]))],
+                       self._places.table[slot], f"the checksums of step {shown(step)}")  # fmt: skip
+        if zlib.crc32(table.data) != self._crcs[slot]:
+            raise self._damaged(
+                f"has damaged checksums of step {shown(step)}", "theirs is another one"
+            )
+        self._tables[slot] = table.view(np.uint32)[: len(self._tables[slot])].copy()
+
+    def begin(self, step: int, keep: int | None) -> None:
+        """Marks a slot as being written, on the disk; not that of the step `keep`, if there are two."""
+        kept = self.steps.get(keep, -1) if keep is not None else -1
+        self._target = 1 - kept if self._slots == 2 and kept >= 0 else 0
+        self.steps = {s: slot for s, slot in self.steps.items() if slot != self._target}
+        if self._slots == 2:
+            self._written[:] = False
+        self._put(WRITING, self._target, step)
+        self.file.sync()
+
+    @property
+    def target(self) -> int:
+        """The slot that is being written."""
+        return self._target
+
+    def read(self, slot: int, tile: int, buffer: np.ndarray) -> None:
+        """Reads a tile into a buffer, whose rest is left as it is.
+
+        Raises:
+          StateError: it cannot be read, or is not what was written.
+        """
+        tile_buffer = buffer[: self._tile_bytes[tile]]
+        self.file.read(tile_buffer, self._places.tiles[slot][tile], f"tile {tile}")
+        found, expected = checksum(tile_buffer), int(self._tables[slot][tile])
+        if found != expected:
+            at = self._places.tiles[slot][tile]
+            raise self._damaged(
+                f"has a damaged tile {tile}, bytes {at} to {at + len(tile_buffer)}",
+                f"its checksum is {found:08x}, and {expected:08x} was written",
+            )
+
+    def write(self, tile: int, buffer: np.ndarray) -> None:
+        """Writes a tile to the slot that is being written.
+
+        Raises:
+          StateError: it cannot be written.
+        """
+        tile_buffer = buffer[: self._tile_bytes[tile]]
+        self._tables[self._target][tile] = checksum(tile_buffer)
+        self.file.write(tile_buffer, self._places.tiles[self._target][tile], f"tile {tile}")
+        self._written[tile] = True
+
+    def sync(self) -> None:
+        """Writes the checksums of the step that is written, and syncs them and the tiles."""
+        missing = np.flatnonzero(~self._written)
+        assert not len(missing), f"{self.path}: tiles {missing[:8]} were not written"
+        table = self._table()
+        if len(table):
+            self.file.write(table, self._places.table[self._target], "the checksums")
+        self.file.sync()
+
+    def _table(self) -> np.ndarray:
+        """The checksums of the slot that is written, in whole pages."""
+        found = self._tables[self._target]
+        table = pages(_header.table_bytes(len(found)) or PAGE)
+        table.view(np.uint32)[: len(found)] = found
+        return table[: _header.table_bytes(len(found))]
+
+    def complete(self, step: int) -> None:
+        """Marks the slot that is written as complete, on the disk."""
+        self._put(COMPLETE, self._target, step, zlib.crc32(self._table().data))
+        self.file.sync()
+
+    def _put(self, state: str, slot: int, step: int, table_crc: int = 0) -> None:
+        """Writes a header page: that of the slot, or the older one if there is one slot."""
+        self._generation += 1
+        header = Header(
+            generation=self._generation, state=state, slot=slot, step=step, table_crc=table_crc,
+            slots=self._slots, num_tiles=len(self._tile_bytes), about_bytes=len(self._about),
+            about_crc=zlib.crc32(self._about), size=self.size,
+        )  # fmt: skip
+        header.pack(self._page)
+        page = slot if self._slots == 2 else self._generation % 2
+        self.file.write(self._page, page * PAGE, f"a header of step {shown(step)}")
+
+
+def headers(who: str, file: DirectFile) -> list[Header]:
+    """The intact header pages of a file, one or two.
+
+    Raises:
+      StateError: there is none, or another version wrote them.
+    """
+    found, versions, page = [], set(), pages(PAGE)
+    for k in range(2):
+        if file.size < (k + 1) * PAGE:
+            raise file.cut(f"its headers end at {2 * PAGE}")
+        file.read(page, k * PAGE, "a header")
+        header = _header.unpack(page)
+        if isinstance(header, Header):
+            found.append(header)
+        elif header is not None:
+            versions.add(header)
+    if versions:
+        raise StateError(message(
+            who, f"{file.path} has version {max(versions)} of the format",
+            f"This version of jzero reads and writes version {_header.VERSION}. {NOT_OVERWRITTEN}",
+            "Use the version of jzero that made it, or another path."))  # fmt: skip
+    if not found:
+        what = "both are damaged, or it is another program's file"
+        raise _damaged(who, file, "has no intact header", what)
+    return found
+
+
+def _damaged(who: str, file: DirectFile, what: str, found: str) -> StateError:
+    return StateError(message(
+        who, f"{file.path} {what}: {found}",
+        f"What is on the disk is not what was written. {NOT_OVERWRITTEN}", _RESTORE))  # fmt: skip
+
+
+def difference(there: Any, here: Any, path: str = "") -> str:
+    """Where two JSON values differ first, in words."""
+    if isinstance(there, dict) and isinstance(here, dict) and there.keys() == here.keys():
+        pairs = [(f"{path}.{key}".lstrip("."), there[key], here[key]) for key in there]
+    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        pairs = [(f"{path}[{i}]", *both) for i, both in enumerate(zip(there, here, strict=True))]
+    else:
+        return f"{path} is {_short(there)} there, and {_short(here)} here"
+    return next(difference(x, y, name) for name, x, y in pairs if x != y)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,128 @@
+"""The pages at the start of a file of tiles: what it is, and of which step each slot has all tiles.
+
+[Note: slots] A file has two slots, each with room for all tiles, and a header page for each slot. A step
+reads one slot and writes the other::
+
+    page of the other slot := "writing"; sync      # from here on its old tiles may be lost
+    tiles and their checksums to the other slot; sync
+    page of the other slot := "complete", its step; sync
+
+A page that a kill or a power cut tears is not intact by its checksum, and counts as "writing". So at any
+moment a slot that says "complete" is complete, and the slot that a step reads stays untouched until the
+step after it.
+
+With `in_place` there is one slot, whose pages are written in turn; the newer intact one counts. "writing"
+then means that the tiles are of no one step: the file is dirty.
+
+[Note: several files] The files of a process are written together: all tiles of all files are synced before
+the first header says "complete". A kill between two headers leaves files that have steps t and t+1 beside
+files that have t (their other slot says "writing"). The newest step that all files have is chosen when they
+are opened: t here, and never a mixture. Processes choose the same way, among the steps that each of them
+has; so no process may begin step t+2, which writes over t, before all have committed t+1.
+Held by tests/test_nvme_kills.py, which kills at every operation on a file.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jzero.offload.nvme._layout import PAGE
+
+VERSION = 1
+EMPTY, WRITING, COMPLETE = "empty", "writing", "complete"
+_MAGIC = "jzero tiles"
+
+
+def shown(step: int) -> int:
+    """The number that messages give a step: its lower 32 bits, where callers have a counter of their own."""
+    return step % 2**32
+
+
+class Header(NamedTuple):
+    """What one of the two pages says.
+
+    Attributes:
+      generation: counts the pages that were written; the newer one has the higher.
+      state: of the slot: `EMPTY`, `WRITING` or `COMPLETE`.
+      slot: which one.
+      step: which one the slot has, or is to have; -1 if none.
+      table_crc: CRC-32 of the slot's table of checksums.
+      slots: how many there are.
+      num_tiles: in each.
+      about_bytes: of the JSON text that says what the file is, after the two pages.
+      about_crc: its CRC-32.
+      size: bytes of the file.
+      version: of this format.
+    """
+
+    generation: int
+    state: str
+    slot: int
+    step: int
+    table_crc: int
+    slots: int
+    num_tiles: int
+    about_bytes: int
+    about_crc: int
+    size: int
+    version: int = VERSION
+
+    def pack(self, page: np.ndarray) -> None:
+        """Fills a page: a line of the format's name and a checksum, and the fields as JSON."""
+        text = json.dumps(self._asdict(), indent=1) + "\n"
+        raw = f"{_MAGIC} {zlib.crc32(text.encode()):08x}\n{text}".encode()
+        page[:] = 0
+        page[: len(raw)] = np.frombuffer(raw, np.uint8)
+
+
+def unpack(page: np.ndarray) -> Header | int | None:
+    """What a page says; the version of one that another version of jzero wrote; None if it is not intact."""
+    raw = page.tobytes().rstrip(b"\0").decode("ascii", "replace")
+    first, _, text = raw.partition("\n")
+    if first != f"{_MAGIC} {zlib.crc32(text.encode()):08x}":
+        return None
+    fields: dict[str, Any] = json.loads(text)
+    if fields["version"] != VERSION:
+        return int(fields["version"])
+    return Header(**fields)
+
+
+class Places(NamedTuple):
+    """Where everything is in a file: bytes from its start, in whole pages.
+
+    Attributes:
+      table: of the checksums of each slot, uint32[num_tiles].
+      tiles: of each slot, where each tile starts.
+      size: of the file.
+    """
+
+    table: tuple[int, ...]
+    tiles: tuple[tuple[int, ...], ...]
+    size: int
+
+    @classmethod
+    def of(cls, about_bytes: int, tile_bytes: list[int], slots: int) -> Places:
+        """Of a file with tiles of so many bytes."""
+        at = 2 * PAGE + whole_pages(about_bytes)
+        table = tuple(at + k * table_bytes(len(tile_bytes)) for k in range(slots))
+        at += slots * table_bytes(len(tile_bytes))
+        tiles = []
+        for _ in range(slots):
+            starts = at + np.cumsum([0, *tile_bytes])
+            tiles.append(tuple(starts[:-1].tolist()))
+            at = int(starts[-1])
+        return cls(table, tuple(tiles), at)
+
+
+def whole_pages(nbytes: int) -> int:
+    """Rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def table_bytes(num_tiles: int) -> int:
+    """Bytes of a slot's table of checksums on the disk."""
+    return whole_pages(4 * num_tiles)

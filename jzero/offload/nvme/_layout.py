@@ -1,0 +1,116 @@
+"""What lies where in the tiles of a file: parts of leaves, one after the other."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+LINE = 64  # Bytes of a cache line: kernels and JAX read an extent where it is.
+PAGE = (
+    4096  # The least unit of tiles on a disk and of buffers; a multiple of what O_DIRECT asks for.
+)
+
+
+class Extent(NamedTuple):
+    """Part of a leaf in a tile.
+
+    Attributes:
+      leaf: its name.
+      start: the part's first byte in the device's shard of the leaf.
+      nbytes: how long it is.
+      offset: where it starts in the tile, a multiple of 64 bytes.
+    """
+
+    leaf: str
+    start: int
+    nbytes: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TileLayout:
+    """The tiles of one file, in the order in which they lie on the disk.
+
+    A tile has all leaves of one range of elements, so that an update of that range is one read and one write.
+
+    >>> layout = TileLayout.of([[("w", 0, 100), ("m", 0, 100)], [("w", 100, 40), ("m", 100, 40)]])
+    >>> layout.tiles[1]
+    (Extent(leaf='w', start=100, nbytes=40, offset=0), Extent(leaf='m', start=100, nbytes=40, offset=64))
+    >>> layout.most_bytes
+    4096
+    >>> layout.of_leaf("m", 90, 110)
+    [(0, 1), (1, 1)]
+
+    Attributes:
+      tiles: of each tile, its extents.
+    """
+
+    tiles: tuple[tuple[Extent, ...], ...]
+
+    @classmethod
+    def of(cls, tiles: Iterable[Sequence[tuple[str, int, int]]]) -> TileLayout:
+        """Lays parts of leaves out: of each tile `(leaf, start, nbytes)`, the latter two in bytes."""
+        return cls(tuple(map(_packed, tiles)))
+
+    @property
+    def num_tiles(self) -> int:
+        """How many tiles there are."""
+        return len(self.tiles)
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the largest tile on the disk; what a buffer needs."""
+        return max(map(_padded, self.tiles), default=0)
+
+    def nbytes(self, tile: int) -> int:
+        """Bytes of a tile on the disk: a multiple of 4096."""
+        return _padded(self.tiles[tile])
+
+    def views(self, tile: int, buffer: np.ndarray) -> list[np.ndarray]:
+        """The tile's extents in a buffer, as bytes."""
+        return [buffer[x.offset : x.offset + x.nbytes] for x in self.tiles[tile]]
+
+    def of_leaf(self, leaf: str, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
+        """The extents that have bytes `start` to `stop` of a leaf: tile, and which one of it."""
+        found = self._places.get(leaf, [])
+        first = bisect.bisect_right(found, start, key=lambda place: self._extent(place).start) - 1
+        places = []
+        for place in found[max(first, 0) :]:
+            extent = self._extent(place)
+            if stop is not None and extent.start >= stop:
+                break
+            if extent.start + extent.nbytes > start:
+                places.append(place)
+        return places
+
+    @functools.cached_property
+    def _places(self) -> dict[str, list[tuple[int, int]]]:
+        """Of each leaf its places, by where they start in it."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for tile, extents in enumerate(self.tiles):
+            for i, extent in enumerate(extents):
+                found.setdefault(extent.leaf, []).append((tile, i))
+        for places in found.values():
+            places.sort(key=lambda place: self._extent(place).start)
+        return found
+
+    def _extent(self, place: tuple[int, int]) -> Extent:
+        return self.tiles[place[0]][place[1]]
+
+
+def _packed(parts: Sequence[tuple[str, int, int]]) -> tuple[Extent, ...]:
+    extents, offset = [], 0
+    for leaf, start, nbytes in parts:
+        extents.append(Extent(leaf, start, nbytes, offset))
+        offset += -(-nbytes // LINE) * LINE
+    return tuple(extents)
+
+
+def _padded(extents: Sequence[Extent]) -> int:
+    last = extents[-1]
+    return -(-(last.offset + last.nbytes) // PAGE) * PAGE

@@ -1,0 +1,263 @@
+"""Tile after tile: read ahead, updated by the caller, and written behind, all three at once.
+
+[Note: interrupts] The caller's thread can be interrupted at any line (Ctrl-C), and must then leave no thread
+that uses a buffer. So it shares no lock that is held in Python with the threads: all hand-overs are queues
+of the interpreter's own (`SimpleQueue`), and threads are started in one call that is not Python's. When a
+sweep ends, however it does, it waits for its threads, and then every buffer is free, whatever any queue has.
+Held by tests/test_nvme_sweep.py, which interrupts a sweep at every line.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import itertools
+import queue
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Generic, TypeAlias, TypeVar
+
+import numpy as np
+
+from jzero.offload.nvme._aligned import TileRing
+
+At = TypeVar("At")
+Move: TypeAlias = Callable[[At, np.ndarray], None]
+_POLL_SECONDS = 0.05  # An interrupt may eat the news that a thread has ended.
+
+
+class TileVisit(Generic[At]):
+    """A tile in memory.
+
+    Attributes:
+      number: its place in the order, from 0.
+      at: which one, as in the order.
+      buffer: its bytes, `uint8[ring.nbytes]`; of the caller until it says `done`.
+    """
+
+    __slots__ = ("at", "buffer", "number")
+
+    def __init__(self, number: int, at: At, buffer: np.ndarray) -> None:
+        self.number, self.at, self.buffer = number, at, buffer
+
+
+def sweep(
+    order: Iterable[At], ring: TileRing, read: Move[At] | None = None, write: Move[At] | None = None,
+    threads: int = 4,
+) -> Sweep[At]:  # fmt: skip
+    """Visits tiles in order, with reads ahead and writes behind in other threads.
+
+    What it is like, without the overlap::
+
+        for at in order:
+            read(at, buffer)            # in threads, as far ahead as there are free buffers
+            yield TileVisit(number, at, buffer)
+            write(at, buffer)           # in threads; then the buffer is free
+
+    >>> disk = {0: 1, 1: 2, 2: 3}
+    >>> def read(at, buffer): buffer[0] = disk[at]
+    >>> def write(at, buffer): disk[at] = int(buffer[0])
+    >>> ring = TileRing("jzero.NVMe", host_bytes=2**14, tile_bytes=2**12)
+    >>> with sweep([0, 1, 2], ring, read, write) as visits:
+    ...     for visit in visits:
+    ...         visit.buffer[0] *= 10
+    >>> disk
+    {0: 10, 1: 20, 2: 30}
+
+    Args:
+      order: of the tiles, each once.
+      ring: the buffers, which no other sweep is using.
+      read: fills a buffer; None if the caller does (to write only).
+      write: takes a buffer to the disk; None if nothing is to be written.
+      threads: that read, and as many that write. Each checks or sums what it moves, and another one must keep
+        the disk busy meanwhile (experiments/infinity/disk.py).
+
+    Returns:
+      A context: entered, it is an iterator of visits. When it is left without an error, all visited tiles are
+      written. The first error of any thread stops all of them, and is raised in the caller, out of the
+      iterator or at the end.
+    """
+    return Sweep(_Sweeping(list(order), ring, read, write), threads)
+
+
+class Sweep(Generic[At]):
+    """See `sweep`."""
+
+    def __init__(self, work: _Sweeping[At], threads: int) -> None:
+        self._work, self._threads = work, threads
+        self._number, self._held = 0, 0
+        self._arrived: dict[int, TileVisit[At]] = {}
+        # An interrupt just before `with` has entered leaves nobody to stop the threads but this.
+        self._dropped = weakref.finalize(self, work.stop)
+
+    def __enter__(self) -> Sweep[At]:
+        try:
+            self._work.start(self._threads)
+            return self
+        except BaseException:
+            self._work.end()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        # Not for one that ends: an interrupt while the garbage collector runs would be lost.
+        self._dropped.detach()
+        self._work.end(finish=error is None)
+        if error is None:
+            self._work.check()
+
+    def __iter__(self) -> Iterator[TileVisit[At]]:
+        """The visits in order; each is done when the next one is asked for."""
+        while (visit := self.take()) is not None:
+            yield visit
+            self.done(visit)
+
+    def take(self) -> TileVisit[At] | None:
+        """The next visit, when it is there; None after the last. At most `ring.num` are held at a time.
+
+        Raises:
+          BaseException: what a thread has raised.
+        """
+        if self._number == len(self._work.order):
+            return None
+        assert self._held < self._work.ring.num, "every buffer is held: call done before take"
+        while self._number not in self._arrived:
+            visit = self._work.ready.get()
+            if visit is None:
+                self._work.check()
+                raise AssertionError("the sweep has ended")
+            self._arrived[visit.number] = visit
+        visit = self._arrived.pop(self._number)
+        self._number += 1
+        self._held += 1
+        return visit
+
+    def done(self, visit: TileVisit[At]) -> None:
+        """Lets a visit's buffer go: to be written, if there is something to write to."""
+        self._held -= 1
+        self._work.visited(visit)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """How long threads were reading and writing, summed over all of them."""
+        return {name: sum(found) for name, found in self._work.seconds.items()}
+
+
+class _Sweeping(Generic[At]):
+    """What threads of a sweep share; they have no way to the `Sweep`, so that it can be dropped.
+
+    Attributes:
+      order: of the tiles.
+      ring: of the buffers.
+      ready: visits that were read; None wakes the caller after an error.
+      seconds: how long each read and each write took.
+    """
+
+    def __init__(
+        self, order: list[At], ring: TileRing, read: Move[At] | None, write: Move[At] | None
+    ) -> None:
+        self.order, self.ring = order, ring
+        self._read, self._write = read, write
+        self.ready: queue.SimpleQueue[TileVisit[At] | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+        self._dirty: queue.SimpleQueue[TileVisit[At] | None] = queue.SimpleQueue()
+        self._count = itertools.count()
+        self._threads: list[int] = []
+        self._ended: list[None] = []  # One item of each thread that has ended.
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._errors: list[BaseException] = []
+        self._stopped = False
+        self.seconds: dict[str, list[float]] = {"reading": [], "writing": []}
+
+    def start(self, threads: int) -> None:
+        """Starts the threads, after those of a sweep that was dropped have ended."""
+        if self.ring.owner is not None:
+            self.ring.owner.end()
+        self.ring.owner = self
+        for buffer in self.ring.buffers:
+            self._free.put(buffer)
+        bodies = [self._reader] * threads + [self._writer] * (threads if self._write else 0)
+        # In one call that no interrupt divides: so it is known how many there are to wait for.
+        self._threads.extend(map(_thread.start_new_thread, bodies, itertools.repeat(())))
+
+    def visited(self, visit: TileVisit[At]) -> None:
+        """Passes a visit on, when the caller is done with it."""
+        if self._write is None:
+            self._free.put(visit.buffer)
+        else:
+            self._dirty.put(visit)
+
+    def check(self) -> None:
+        """Raises the first error of a thread."""
+        if self._errors:
+            raise self._errors[0]
+
+    def stop(self) -> None:
+        """Tells the threads to end soon; they finish what they are transferring."""
+        self._stopped = True
+        for _ in self._threads:
+            self._free.put(None)
+            self._dirty.put(None)
+        self.ready.put(None)
+
+    def end(self, finish: bool = False) -> None:
+        """Waits until no thread is left, whatever interrupts; with `finish`, until all is written."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                if finish:
+                    for _ in self._threads:
+                        self._free.put(None)
+                        self._dirty.put(None)
+                else:
+                    self.stop()
+                while len(self._ended) < len(self._threads):
+                    with contextlib.suppress(queue.Empty):
+                        self._news.get(timeout=_POLL_SECONDS)
+                break
+            except BaseException as error:
+                interrupt, finish = error, False
+        if self.ring.owner is self:
+            self.ring.owner = None
+        if interrupt is not None:
+            raise interrupt
+
+    # ------------------------------------------------------------------------------- in the threads
+
+    def _reader(self) -> None:
+        with self._thread():
+            while (buffer := self._free.get()) is not None and not self._stopped:
+                number = next(self._count)
+                if number >= len(self.order):
+                    break
+                visit = TileVisit(number, self.order[number], buffer)
+                if self._read is not None:
+                    self._timed("reading", self._read, visit)
+                self.ready.put(visit)
+
+    def _writer(self) -> None:
+        assert self._write is not None
+        with self._thread():
+            while (visit := self._dirty.get()) is not None and not self._stopped:
+                self._timed("writing", self._write, visit)
+                self._free.put(visit.buffer)
+
+    def _timed(self, name: str, move: Move[At], visit: TileVisit[At]) -> None:
+        start = time.perf_counter()
+        move(visit.at, visit.buffer)
+        self.seconds[name].append(time.perf_counter() - start)
+
+    @contextlib.contextmanager
+    def _thread(self) -> Iterator[None]:
+        """Around all that a thread does: its error stops the others."""
+        try:
+            yield
+        except BaseException as error:
+            self._errors.append(error)
+            self.stop()
+        finally:
+            self._ended.append(None)
+            self._news.put(None)

@@ -1,0 +1,139 @@
+"""A small state on a disk, for tests of `jzero.offload.nvme`: each tile says which one of which step it is.
+
+Functions that take `say` are children's (`faults.Children`).
+"""
+
+import contextlib
+import itertools
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import faults
+from faults._library import armed
+from jzero.offload.nvme._aligned import TileRing
+from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
+from jzero.offload.nvme._layout import TileLayout
+from jzero.offload.nvme._sweep import sweep
+
+WHO = "jzero.NVMe"
+NUM_TILES, PART = 5, 3000  # Two parts of so many bytes are a tile, of two pages.
+LAYOUT = TileLayout.of([[(x, i * PART, PART) for x in ("m", "v")] for i in range(NUM_TILES)])
+SPECS = {
+    f"device-{k}.tiles": FileSpec(LAYOUT, {"mesh": {"data": 2}, "device": k}) for k in range(2)
+}
+
+
+def new_ring() -> TileRing:
+    return TileRing(WHO, 4 * LAYOUT.most_bytes, LAYOUT.most_bytes)
+
+
+def value(step: int, at: TileAt) -> int:
+    return 1000 * step + 10 * at.file + at.tile
+
+
+def create(root: str | pathlib.Path, in_place: bool = False) -> TileFiles:
+    return TileFiles.create(WHO, pathlib.Path(root) / "run", SPECS, in_place)
+
+
+def reopen(root: str | pathlib.Path, in_place: bool = False, step: int | None = None) -> TileFiles:
+    return TileFiles.open(WHO, pathlib.Path(root) / "run", SPECS, in_place, step)
+
+
+def step_of(files: TileFiles) -> int:
+    """The committed step."""
+    assert files.step is not None
+    return files.step
+
+
+def fill(files: TileFiles, step: int = 0, ring: TileRing | None = None) -> None:
+    """Writes a first step."""
+    files.begin(step)
+    with sweep(files.tiles(), ring or new_ring(), write=files.write) as visits:
+        for visit in visits:
+            visit.buffer.view(np.int64)[:] = value(step, visit.at)
+    files.commit(step)
+
+
+def train(files: TileFiles, ring: TileRing | None = None) -> None:
+    """One step: reads, updates and writes every tile."""
+    step = step_of(files) + 1
+    files.begin(step)
+    with sweep(files.tiles(), ring or new_ring(), files.read, files.write) as visits:
+        for visit in visits:
+            visit.buffer.view(np.int64)[:] += 1000
+    files.commit(step)
+
+
+def check(files: TileFiles, step: int | None = None) -> None:
+    """That every tile is of the committed step, in every word."""
+    step = files.step if step is None else step
+    assert files.step == step is not None
+    with sweep(files.tiles(), new_ring(), files.read) as visits:
+        seen = 0
+        for visit in visits:
+            seen += 1
+            size = files.layouts[visit.at.file].nbytes(visit.at.tile)
+            words = visit.buffer[:size].view(np.int64)
+            assert (words == value(step, visit.at)).all(), (step, visit.at, set(words.tolist()))
+    assert seen == NUM_TILES * len(SPECS)
+
+
+@contextlib.contextmanager
+def made(root: pathlib.Path, in_place: bool = False, steps: int = 1) -> Iterator[TileFiles]:
+    """Files after so many steps."""
+    with create(root, in_place) as files:
+        fill(files)
+        for _ in range(steps):
+            train(files)
+        yield files
+
+
+# ----------------------------------------------------------------------------------- in children
+
+
+def step_in_child(
+    say: Callable[[Any], None], root: str, in_place: bool, fault: list[Any], log: str | None = None
+) -> None:
+    """One step more, with a fault in it; what it raised, and the step after it."""
+    with reopen(root, in_place) as files, armed(root, faults.Fault(*fault), log):
+        _attempt(say, files)
+
+
+def create_in_child(
+    say: Callable[[Any], None], root: str, in_place: bool, fault: list[Any], log: str | None = None
+) -> None:
+    """The files are made, with a fault."""
+    with armed(root, faults.Fault(*fault), log):
+        try:
+            with create(root, in_place) as files:
+                say({"note": files.note})
+        except Exception as error:
+            say({"error": type(error).__name__, "message": str(error)})
+
+
+def train_in_child(say: Callable[[Any], None], root: str) -> None:
+    """Steps without an end, each of them said when it is committed."""
+    files, ring = reopen(root), new_ring()
+    for _ in itertools.count():
+        train(files, ring)
+        say(files.step)
+
+
+def _attempt(say: Callable[[Any], None], files: TileFiles) -> None:
+    """A step; if it fails, the state must be as it was, and another try must do."""
+    try:
+        train(files)
+    except Exception as error:
+        faults._library.disarm()
+        files.abort()
+        say({"error": type(error).__name__, "message": str(error)})
+    try:
+        check(files)
+        train(files)
+        check(files)
+        say({"step": files.step})
+    except Exception as error:
+        say({"lost": str(error)})

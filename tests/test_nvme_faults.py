@@ -1,0 +1,346 @@
+"""Optimizer state in files: what fails, what is refused, what is gone on with; and what never is half new."""
+
+import gc
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+import small
+from jzero.offload.kernels._tiled_update import TiledUpdate
+from jzero.offload.memory import _filling
+from jzero.offload.nvme._files import TileFiles
+from test_nvme import HOST_BYTES, batches, in_files, on, on_disk
+from test_offload import BATCH, make_step, new_state
+
+pytest.importorskip("llvmlite")
+
+
+def to_host(tree: Any) -> Any:
+    return jax.tree.map(lambda x: np.array(x), tree)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def end_of_process() -> None:
+    """What is left of this process's states when it has ended: their files."""
+    gc.collect()
+    assert not list(_filling._alive)
+    _filling._made.clear()
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+class Stop(BaseException):
+    """As Ctrl-C, and no error of jzero's."""
+
+
+FAULTS = {
+    "the first tile is read": (TileFiles, "read", 1),
+    "a tile is read": (TileFiles, "read", 5),
+    "a tile is written": (TileFiles, "write", 3),
+    "a tile is updated": (TiledUpdate, "update_tile", 4),
+    "XLA's part": (TiledUpdate, "prepare_tiles", 1),
+    "outputs": (TiledUpdate, "begin", 1),
+    "the commit": (TileFiles, "commit", 1),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_failed_step_leaves_the_state_as_it_was(
+    what: str, stage: int, tmp_path: Path, monkeypatch
+):
+    where, name, at = FAULTS[what]
+    train_step = on(2, tmp_path, stage=stage)
+    first, second, third = batches(3)
+    state, _ = train_step(train_step.shard(new_state(), BATCH), first)
+    before, calls, old = to_host(state), [0], getattr(where, name)
+
+    def failing(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at:
+            raise Stop
+        return old(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, failing)
+        with pytest.raises(Stop):
+            train_step(state, second)
+    assert_same(state, before)
+    state, _ = train_step(state, second)
+    state, _ = train_step(state, third)
+    expected = train_step.shard(before, BATCH)
+    for x in (second, third):
+        expected, _ = train_step(expected, x)
+    assert_same(state, expected)
+
+
+@pytest.mark.parametrize("what", ["a tile is written", "the commit"])
+def test_in_place_a_failed_step_costs_the_state(what: str, tmp_path: Path, monkeypatch):
+    where, name, at = FAULTS[what]
+    train_step = on(2, tmp_path, policy=on_disk(tmp_path, in_place=True))
+    state, _ = train_step(train_step.shard(new_state(), BATCH), BATCH)
+    calls, old = [0], getattr(where, name)
+
+    def failing(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at:
+            raise Stop
+        return old(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, failing)
+        with pytest.raises(Stop):
+            train_step(state, BATCH)
+    lost = r"failed while it was written over the step before(.|\n)*Restore the last checkpoint"
+    with pytest.raises(jzero.StateError, match=lost):
+        train_step(state, BATCH)
+    with pytest.raises(jzero.StateError, match=lost):
+        np.asarray(in_files(state)[0])
+
+
+def test_with_parameters_on_the_hosts_a_failed_step_costs_the_state(tmp_path: Path, monkeypatch):
+    """They are updated in their place, and would be half new."""
+    train_step = on(2, tmp_path, offload_params=jzero.PinnedHost(device_bytes=2**16))
+    state, _ = train_step(train_step.shard(new_state(), BATCH), BATCH)
+    old = TileFiles.write
+
+    def failing(*args: Any) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TiledUpdate, "prepare_tiles", failing)
+        with pytest.raises(Stop):
+            train_step(state, BATCH)
+    expected = to_host(state)  # Nothing was overwritten.
+    with monkeypatch.context() as patched:
+        patched.setattr(TileFiles, "write", failing)
+        with pytest.raises(Stop):
+            train_step(state, BATCH)
+    with pytest.raises(jzero.StateError, match="leaves were already donated"):
+        train_step(state, BATCH)
+    assert TileFiles.write is old
+    state, _ = train_step(train_step.shard(expected, BATCH), BATCH)
+
+
+def test_in_place_takes_half_the_space_and_trains_the_same(tmp_path: Path):
+    expected, sizes = None, []
+    for in_place in (False, True):
+        folder = tmp_path / str(in_place)
+        train_step = on(2, folder, policy=on_disk(folder, in_place=in_place))
+        state: Any = train_step.shard(new_state(), BATCH)
+        for x in batches(3):
+            state, _ = train_step(state, x)
+        sizes.append(sum(path.stat().st_size for path in folder.rglob("*.tiles")))
+        expected = expected or to_host(state)
+        assert_same(state, expected)
+    assert sizes[1] < 0.6 * sizes[0]
+
+
+# -- what a step consumes --------------------------------------------------------------------------
+
+
+def test_a_step_consumes_its_state(tmp_path: Path):
+    train_step = on(2, tmp_path)
+    state = train_step.shard(new_state(), BATCH)
+    leaf = in_files(state)[0]
+    train_step(state, BATCH)
+    assert leaf.is_deleted()
+    with pytest.raises(jzero.StateError, match=r"NVMeArray.* was already donated"):
+        np.asarray(leaf)
+    with pytest.raises(jzero.StateError, match="leaves were already donated"):
+        train_step(state, BATCH)
+
+
+def test_leaves_of_two_states_are_not_one_state(tmp_path: Path):
+    train_step = on(2, tmp_path)
+    one, _ = train_step(train_step.shard(new_state(), BATCH), BATCH)
+    other, _ = train_step(train_step.shard(new_state(), BATCH), BATCH)
+    (params, (clip, (adam, *rest))) = one
+    mixed = adam._replace(mu=other[1][1][0].mu)
+    with pytest.raises(jzero.StateError, match="leaves in files come from 2 states"):
+        train_step((params, (clip, (mixed, *rest))), BATCH)
+
+
+def test_each_state_has_files_of_its_own_and_new_ones_take_those_of_the_dead(tmp_path: Path):
+    train_step = on(2, tmp_path)
+    states = [train_step.shard(new_state(), BATCH) for _ in range(2)]
+    moved, _ = train_step(states[0], BATCH)
+    assert_same(in_files(states[1]), [0 * np.asarray(x) for x in in_files(moved)])
+    names = sorted(path.name for path in (tmp_path / "process-0").iterdir())
+    assert names == ["state-0", "state-1"]
+    del states, moved
+    gc.collect()
+    state = train_step.shard(new_state(), BATCH)
+    folder = in_files(state)[0].store.files.folder
+    assert os.path.samefile(folder, tmp_path / "process-0" / "state-0")
+
+
+def test_a_failed_placement_leaves_no_files(tmp_path: Path, monkeypatch):
+    train_step = on(2, tmp_path)
+    train_step.plan(new_state(), BATCH)
+
+    def failing(*args: Any) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TileFiles, "commit", failing)
+        with pytest.raises(Stop):
+            train_step.shard(new_state(), BATCH)
+    assert not list(tmp_path.rglob("*.tiles"))
+    train_step.shard(new_state(), BATCH)
+
+
+# -- resume ----------------------------------------------------------------------------------------
+
+
+def trained(folder: Path, num: int = 2, steps: int = 3, **options: Any) -> tuple[Any, Any]:
+    """The state on the host after some steps, and after one more; the process has ended after the first."""
+    train_step = on(num, folder, policy=on_disk(folder, resume=True), **options)
+    state: Any = train_step.shard(new_state(), BATCH)
+    for x in batches(steps):
+        state, _ = train_step(state, x)
+    before = to_host(state)
+    del state
+    end_of_process()
+    after, _ = on(num, "", policy=jzero.HostCPU())(before, BATCH)
+    return before, to_host(after)
+
+
+def without_moments(state: Any) -> Any:
+    """What a checkpoint of everything else would have: moments are zeros."""
+    params, (clip, (adam, *rest)) = state
+    zeros = jax.tree.map(np.zeros_like, (adam.mu, adam.nu))
+    return params, (clip, (adam._replace(mu=zeros[0], nu=zeros[1]), *rest))
+
+
+@pytest.mark.parametrize("given", ["before the first step", "with it"])
+def test_resume_goes_on_with_the_files_of_the_same_step(given: str, tmp_path: Path):
+    before, after = trained(tmp_path)
+    train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
+    state = without_moments(before)
+    if given == "before the first step":
+        state = train_step.shard(state, BATCH)
+        assert_same(state, before)
+    state, _ = train_step(state, BATCH)
+    assert_same(state, after)
+
+
+def test_resume_from_a_checkpoint_does_not_read_what_the_files_have(tmp_path: Path):
+    before, after = trained(tmp_path / "nvme")
+    train_step = on(2, tmp_path, policy=on_disk(tmp_path / "nvme", resume=True))
+    plain = on(2, "", policy=jzero.HostCPU())
+    with jzero.Checkpointer(tmp_path / "steps", plain, asynchronous=False) as checkpointer:
+        assert checkpointer.save(3, plain.shard(without_moments(before), BATCH))
+    state = jzero.restore(tmp_path / "steps" / "3", train_step, jax.eval_shape(new_state), BATCH)
+    assert_same(state, before)
+    state, _ = train_step(state, BATCH)
+    assert_same(state, after)
+
+
+def test_both_slots_can_be_resumed(tmp_path: Path):
+    """A checkpoint may be of the step before the last."""
+    before, _ = trained(tmp_path, steps=2)
+    again, _ = trained(tmp_path / "other", steps=1)
+    train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
+    state = train_step.shard(without_moments(again), BATCH)
+    assert_same(state, again)
+    state, _ = train_step(state, batches(2)[1])
+    assert_same(state, before)
+
+
+def test_resume_refuses_another_step(tmp_path: Path):
+    trained(tmp_path)
+    train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
+    wrong = re.escape("has optimizer state of step 2 or 3, and the rest of the state is of step 0")
+    with pytest.raises(jzero.StateError, match=wrong):
+        train_step.shard(new_state(), BATCH)
+
+
+def test_resume_refuses_another_state(tmp_path: Path):
+    before, _ = trained(tmp_path)
+    train_step = on(4, tmp_path, policy=on_disk(tmp_path, resume=True))
+    with pytest.raises(jzero.StateError, match="shard-0.tiles"):
+        train_step.shard(before, BATCH)
+
+
+def test_resume_needs_a_counter(tmp_path: Path):
+    tx = optax.sgd(0.1, momentum=0.9)
+    train_step = on(2, tmp_path, tx, on_disk(tmp_path, resume=True))
+    with pytest.raises(jzero.OptionError, match=r"resume=True\), and the state has no integer"):
+        train_step.plan(new_state(tx), BATCH)
+
+
+def test_without_resume_nothing_is_overwritten(tmp_path: Path):
+    before, _ = trained(tmp_path)
+    train_step = on(2, tmp_path)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.tiles")}
+    with pytest.raises(jzero.OptionError, match="Use resume=True to go on with it"):
+        train_step.shard(before, BATCH)
+    assert files == {path: path.read_bytes() for path in tmp_path.rglob("*.tiles")}
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "path": (dict(path=""), "path=''. It is a folder"),
+    "a number": (dict(path=3), "path=3. It is a folder"),
+    "host_bytes": (dict(path="x", host_bytes=1000), "host_bytes=1000"),
+    "in_place": (dict(path="x", in_place=1), "in_place=1. It is True or False"),
+    "resume": (dict(path="x", resume="yes"), "resume='yes'. It is True or False"),
+    "threads": (dict(path="x", threads=0), "threads=0"),
+}
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_options(what: str):
+    options, text = OPTIONS[what]
+    with pytest.raises(jzero.OptionError, match=re.escape(f"NVMe: {text}")):
+        jzero.NVMe(**options)
+
+
+def test_automatic_axes_are_refused(tmp_path: Path):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    train_step = small.shard_train_step(
+        make_step(), mesh=mesh, axis_names="data", offload=on_disk(tmp_path)
+    )
+    with pytest.raises(jzero.OptionError, match=r"XLA shards over the mesh axes \['model'\]"):
+        train_step.plan(new_state(), BATCH)
+
+
+def test_what_is_updated_whole_is_refused(tmp_path: Path):
+    """On one device, where the host could otherwise do it."""
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9)
+    with pytest.raises(
+        jzero.OptionError, match=r"is updated by XLA(.|\n)*Use offload=jzero.HostCPU\(\)"
+    ):
+        on(1, tmp_path, tx).plan(new_state(tx), BATCH)
+
+
+def test_buffers_must_hold_tiles(tmp_path: Path):
+    """Leaves that are updated together are in a tile together, however many there are."""
+
+    def step_fn(state, x):
+        grad = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        many = [0.9 * m + grad for m in state["m"]]
+        return {"w": state["w"] - sum(many), "m": many}
+
+    state = {"w": jnp.ones((64, 16)), "m": [jnp.ones((64, 16))] * 100}
+    train_step = small.shard_train_step(
+        step_fn, offload=jzero.NVMe(tmp_path, host_bytes=HOST_BYTES)
+    )
+    with pytest.raises(jzero.OptionError, match=rf"host_bytes={HOST_BYTES} hold 2 tiles"):
+        train_step(state, BATCH)
+    assert not list(tmp_path.rglob("*.tiles"))

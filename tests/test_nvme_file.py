@@ -1,0 +1,647 @@
+"""Files of tiles: what is written is read again, and what is not as it was is named, and not overwritten."""
+
+import fcntl
+import json
+import multiprocessing
+import os
+import pathlib
+import re
+import resource
+import sys
+import threading
+import zlib
+
+import numpy as np
+import pytest
+
+import faults
+import jzero
+import nvme_state
+from faults import Fault
+from faults._disk import make_disk, mounted, why_no_disk
+from jzero.offload.nvme import _direct
+from jzero.offload.nvme._aligned import TileRing, pages
+from jzero.offload.nvme._checksum import checksum
+from jzero.offload.nvme._direct import DirectFile
+from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
+from jzero.offload.nvme._layout import Extent, TileLayout
+from jzero.offload.nvme._sweep import sweep
+from nvme_state import SPECS, WHO, check, create, fill, made, new_ring, reopen, train
+
+FIRST = next(iter(SPECS))
+PAGE = 4096
+
+
+def path_of(root: pathlib.Path, name: str = FIRST) -> pathlib.Path:
+    return root / "run" / name
+
+
+def flip(path: pathlib.Path, at: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0] ^ (1 << bit)
+        file.seek(at)
+        file.write(bytes([byte]))
+
+
+def content(root: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (root / "run").iterdir()}
+
+
+@pytest.fixture
+def left(tmp_path):
+    """What a run leaves that ended after step 1: in each file step 0 in slot 0, step 1 in slot 1."""
+    with made(tmp_path):
+        pass
+    return tmp_path
+
+
+def refused(root: pathlib.Path, text: str, **options) -> None:
+    """Opening is, with this text; nothing is overwritten."""
+    before = content(root)
+    with pytest.raises(jzero.StateError, match=text) as info:
+        reopen(root, **options)
+    assert str(info.value).startswith("jzero.NVMe: ")
+    assert content(root) == before
+
+
+# ------------------------------------------------------------------------------------- round trips
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_steps_go_round(in_place, tmp_path):
+    with create(tmp_path, in_place) as files:
+        assert files.step is None
+        fill(files)
+        for step in range(4):
+            check(files, step)
+            train(files)
+        assert files.steps == ((4,) if in_place else (3, 4))
+    with reopen(tmp_path, in_place) as files:
+        check(files, 4)
+        train(files)
+        check(files, 5)
+    assert len(content(tmp_path)) == 2
+
+
+def test_leaves_come_back(tmp_path):
+    """Leaves of several dtypes, cut into tiles of different sizes."""
+    rng = np.random.default_rng(0)
+    leaves: dict[str, np.ndarray] = {
+        "w": rng.standard_normal(3001).astype(np.float32),
+        "n": rng.integers(0, 9, 5).astype(np.int8),
+    }
+    layout = TileLayout.of([[("w", 0, 6000), ("n", 0, 5)], [("w", 6000, 6004)]])
+    specs = {"x.tiles": FileSpec(layout, {})}
+    ring = TileRing(WHO, 4 * layout.most_bytes, layout.most_bytes)
+    with TileFiles.create(WHO, tmp_path, specs) as files:
+        files.begin(0)
+        with sweep(files.tiles(), ring, write=files.write) as visits:
+            for visit in visits:
+                parts = layout.tiles[visit.at.tile]
+                for part, view in zip(
+                    parts, layout.views(visit.at.tile, visit.buffer), strict=True
+                ):
+                    view[:] = leaves[part.leaf].view(np.uint8)[part.start :][: part.nbytes]
+        files.commit(0)
+    with TileFiles.open(WHO, tmp_path, specs) as files:
+        found = {name: np.zeros_like(x) for name, x in leaves.items()}
+        with sweep(files.tiles(), ring, files.read) as visits:
+            for visit in visits:
+                parts = layout.tiles[visit.at.tile]
+                for part, view in zip(
+                    parts, layout.views(visit.at.tile, visit.buffer), strict=True
+                ):
+                    found[part.leaf].view(np.uint8)[part.start :][: part.nbytes] = view
+    for name, x in leaves.items():
+        np.testing.assert_array_equal(found[name], x)
+
+
+def test_layout():
+    layout = TileLayout.of([[("w", 0, 100), ("m", 0, 5000)], [("m", 5000, 1), ("w", 100, 28)]])
+    assert layout.tiles[0] == (Extent("w", 0, 100, 0), Extent("m", 0, 5000, 128))
+    assert [layout.nbytes(0), layout.nbytes(1), layout.most_bytes] == [8192, 4096, 8192]
+    assert layout.of_leaf("w") == [(0, 0), (1, 1)]
+    assert layout.of_leaf("w", 0, 100) == [(0, 0)]
+    assert layout.of_leaf("w", 100) == [(1, 1)]
+    assert layout.of_leaf("m", 4999, 5001) == [(0, 1), (1, 0)]
+    assert layout.of_leaf("m", 5001) == []
+    assert layout.of_leaf("other") == []
+
+
+def test_what_it_costs(tmp_path):
+    """Two slots; headers, descriptions and checksums are a few pages. Nothing is in a file but its space."""
+    with create(tmp_path) as files:
+        assert files.step_bytes == 2 * 5 * 2 * PAGE
+        assert files.disk_bytes == 2 * files.step_bytes + 2 * 5 * PAGE
+        sizes = {path.name: path.stat() for path in (tmp_path / "run").iterdir()}
+        assert sum(stat.st_size for stat in sizes.values()) == files.disk_bytes
+        assert all(stat.st_blocks * 512 >= stat.st_size for stat in sizes.values())
+        assert all(stat.st_mode & 0o777 == 0o600 for stat in sizes.values())
+        assert list(files.tiles())[:3] == [TileAt(0, 0), TileAt(1, 0), TileAt(0, 1)]
+    with create(tmp_path / "2", in_place=True) as files:
+        assert files.disk_bytes == files.step_bytes + 2 * 4 * PAGE
+        files.remove()
+    assert not content(tmp_path / "2")
+
+
+def test_written_tiles_are_read_in_the_same_step(tmp_path):
+    """For updates that need all of a step's first half before any of the second."""
+    with made(tmp_path) as files:
+        files.begin(2)
+        at, buffer = TileAt(1, 3), new_ring().buffers[0]
+        buffer[:] = 7
+        files.write(at, buffer)
+        again = new_ring().buffers[0]
+        files.read_written(at, again)
+        assert (again == 7).all()
+        files.read(at, again)
+        assert (again.view(np.int64) == nvme_state.value(1, at)).all()
+        files.abort()
+        check(files, 1)
+
+
+def test_aborted_steps_are_forgotten(tmp_path):
+    with made(tmp_path) as files:
+        for _ in range(2):
+            files.begin(2)
+            files.write(TileAt(0, 0), new_ring().buffers[0])
+            files.abort()
+        check(files, 1)
+        train(files)
+        check(files, 2)
+
+
+def test_lost_in_place(tmp_path):
+    with made(tmp_path, in_place=True) as files:
+        files.begin(2)
+        files.abort()
+        with pytest.raises(jzero.StateError, match="step 2 failed while it was written over"):
+            files.read(TileAt(0, 0), new_ring().buffers[0])
+        with pytest.raises(jzero.StateError, match="step 2 failed while it was written over"):
+            files.begin(2)
+    refused(tmp_path, "is dirty: its run ended while step 2 was written over", in_place=True)
+
+
+def test_a_pin_keeps_a_step(tmp_path):
+    """Beyond the next commit; the step after that waits for it."""
+    with made(tmp_path) as files:
+        pin = files.pin()
+        train(files)
+        buffer, at = new_ring().buffers[0], TileAt(1, 4)
+        pin.read(at, buffer)
+        assert (buffer.view(np.int64) == nvme_state.value(1, at)).all()
+        thread = threading.Thread(target=train, args=(files,))
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+        assert files.step == 2
+        pin.read(at, buffer)
+        assert (buffer.view(np.int64) == nvme_state.value(1, at)).all()
+        pin.release()
+        thread.join()
+        check(files, 3)
+
+
+def test_a_dropped_pin_keeps_nothing(tmp_path):
+    with made(tmp_path, in_place=True) as files:
+        pin = files.pin()
+        del pin
+        train(files)
+        with files.pin() as pin:
+            assert pin.step == 2
+        train(files)
+        check(files, 3)
+
+
+# ----------------------------------------------------------------------------- files that were changed
+
+
+@pytest.mark.parametrize("size", [0, 100, PAGE, 5 * PAGE, -PAGE, -1])
+def test_a_file_that_was_cut(size, left):
+    path = path_of(left)
+    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+    refused(left, "it was cut")
+
+
+def test_a_file_that_is_cut_while_it_is_open(left):
+    with reopen(left) as files:
+        os.truncate(path_of(left), 20 * PAGE)
+        with pytest.raises(
+            jzero.StateError, match=r"tile [234] needs bytes \d+ to \d+: it was cut"
+        ):
+            check(files)
+
+
+def test_a_file_that_is_too_long(left):
+    os.truncate(path_of(left), path_of(left).stat().st_size + 1)
+    refused(left, "is too long")
+
+
+def test_a_file_that_is_missing(left):
+    path_of(left).unlink()
+    refused(left, "device-0.tiles is not there")
+
+
+def test_one_damaged_header_costs_its_step(left):
+    """The other slot is whole, and is of the step before."""
+    flip(path_of(left), PAGE + 100)
+    with reopen(left) as files:
+        check(files, 0)
+
+
+@pytest.mark.parametrize("at", [0, 40, 100])
+def test_damaged_headers(at, left):
+    flip(path_of(left), at)
+    flip(path_of(left), PAGE + at)
+    refused(left, "has no intact header")
+
+
+def test_another_programs_file(left):
+    path_of(left).write_bytes(bytes(100 * PAGE))
+    refused(left, "another program's file")
+    with pytest.raises(jzero.StateError, match="has no intact header"):
+        create(left)
+    assert path_of(left).read_bytes() == bytes(100 * PAGE)
+
+
+def test_another_version(left):
+    raw = path_of(left).read_bytes()[:PAGE].rstrip(b"\0")
+    _, _, text = raw.partition(b"\n")
+    text = text.replace(b'"version": 1', b'"version": 7')
+    with path_of(left).open("r+b") as file:
+        file.write(b"jzero tiles %08x\n%s" % (zlib.crc32(text), text))
+    refused(left, "has version 7 of the format. This version of jzero reads and writes version 1")
+
+
+def test_a_damaged_description(left):
+    flip(path_of(left), 2 * PAGE + 30)
+    refused(left, "has a damaged description")
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+def test_damaged_checksums(bit, left):
+    """Of slot 1, after those of slot 0; the step before can be asked for."""
+    flip(path_of(left), 4 * PAGE + 8, bit)
+    refused(left, "has damaged checksums of step 1")
+    with reopen(left, step=0) as files:
+        check(files, 0)
+
+
+@pytest.mark.parametrize("file", SPECS)
+@pytest.mark.parametrize("byte", [0, 5000, 2 * PAGE - 1])
+def test_damaged_tiles(byte, file, left):
+    at = 5 * PAGE + (5 + 3) * 2 * PAGE  # Tile 3 of slot 1.
+    flip(path_of(left, file), at + byte, 5)
+    with reopen(left) as files:
+        text = f"{file} has a damaged tile 3, bytes {at} to {at + 2 * PAGE}: its checksum is"
+        with pytest.raises(jzero.StateError, match=text):
+            check(files)
+        with pytest.raises(jzero.StateError, match=text):
+            train(files)
+        files.abort()
+        assert files.step == 1
+    with reopen(left) as files:
+        assert files.steps == (1,)
+
+
+def test_another_state(left):
+    """Where the identities differ first is said."""
+    for identity, text in [
+        ({"mesh": {"data": 4}, "device": 0}, "identity.mesh.data is 2 there, and 4 here"),
+        ({"mesh": {"data": 2}}, "identity is .* there, and .* here"),
+        ({"mesh": {"data": 2}, "device": "x" * 99}, r"identity.device is 0 there, and \"x{76}\.\.\."),
+    ]:  # fmt: skip
+        specs = SPECS | {FIRST: SPECS[FIRST]._replace(identity=identity)}
+        with pytest.raises(jzero.StateError, match=text):
+            TileFiles.open(WHO, left / "run", specs)
+    layout = TileLayout.of([[("m", 0, 3000)] * 2] * 5)
+    specs = SPECS | {FIRST: SPECS[FIRST]._replace(layout=layout)}
+    with pytest.raises(jzero.StateError, match=r'tiles\[0\]\[1\]\[0\] is "v" there, and "m" here'):
+        TileFiles.open(WHO, left / "run", specs)
+    with reopen(left) as files:
+        check(files, 1)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_another_in_place(in_place, tmp_path):
+    with made(tmp_path, in_place):
+        pass
+    refused(tmp_path, f"was made with in_place={in_place}", in_place=not in_place)
+
+
+def test_steps_that_not_all_files_have(left):
+    """One is asked for by its number, and none is ever mixed."""
+    refused(left, "Step 7 is resumed if all files have it, complete", step=7)
+    with reopen(left, step=0) as files:
+        check(files, 0)
+        files.select(1)
+        check(files, 1)
+        files.select()
+        check(files, 1)
+    path = path_of(left)
+    path.unlink()
+    with made(left / "2", steps=5) as _:
+        pass
+    path_of(left / "2").rename(path)
+    refused(
+        left,
+        r"device-0.tiles has steps 4 and 5\n.*device-1.tiles has steps 0 and 1\nA step is resumed",
+    )
+
+
+def test_nothing_to_resume(tmp_path):
+    create(tmp_path).close()
+    refused(tmp_path, "has no complete step")
+
+
+# ------------------------------------------------------------------------- what is there already
+
+
+def test_a_state_is_not_overwritten(left):
+    before = content(left)
+    with pytest.raises(jzero.OptionError, match="has the state of step 1. .* Use resume=True"):
+        create(left)
+    assert content(left) == before
+
+
+def test_files_without_a_step_are_made_again(tmp_path):
+    create(tmp_path).close()
+    files = create(tmp_path)
+    files.begin(0)
+    files.close()
+    with create(tmp_path) as files:
+        fill(files)
+        check(files, 0)
+
+
+def in_another_process(root: pathlib.Path) -> str:
+    try:
+        reopen(root).close()
+    except jzero.OptionError as error:
+        return str(error)
+    return ""
+
+
+def test_a_second_run(left):
+    """In the same process or in another one; none while files are made, either."""
+    fork = multiprocessing.get_context("spawn")
+    with reopen(left), fork.Pool(1) as pool:
+        with pytest.raises(jzero.OptionError, match="another run has .*device-0.tiles"):
+            reopen(left)
+        with pytest.raises(jzero.OptionError, match="another run has .*device-0.tiles"):
+            create(left)
+        assert "another run has" in pool.apply(in_another_process, (left,))
+    making = DirectFile(WHO, left / "run" / f"{FIRST}.unfinished", create=True)
+    with pytest.raises(jzero.OptionError, match="another run has .*device-0.tiles.unfinished"):
+        create(left)
+    making.close()
+    with reopen(left) as files:
+        check(files)
+
+
+def test_forked_children_keep_no_lock(left):
+    """A data loader's process that outlives its parent must not keep the next run from the files."""
+    files = reopen(left)
+    (read, write), (hear, say) = os.pipe(), os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(write)
+        os.write(say, b"x")
+        os.read(read, 1)  # Until its parent lets go, however it does.
+        os._exit(0)
+    try:
+        os.read(hear, 1)
+        for file in files._files:
+            file.file.forget()  # As the parent's end would.
+        reopen(left).close()
+    finally:
+        os.close(write)
+        os.waitpid(pid, 0)
+        for fd in (read, hear, say):
+            os.close(fd)
+
+
+def test_a_file_that_has_just_got_another_name(tmp_path, monkeypatch):
+    """Between its opening and its locking: then it is the state of whoever made it."""
+    flock = fcntl.flock
+
+    def rename(fd: int, how: int) -> None:
+        (tmp_path / "a").rename(tmp_path / "b")
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", rename)
+    with pytest.raises(jzero.OptionError, match="another run has .*a. One run at a time"):
+        DirectFile(WHO, tmp_path / "a", create=True)
+
+
+def test_a_file_system_without_locks(left, monkeypatch):
+    def fail(fd: int, how: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(jzero.OptionError, match="cannot be locked: No locks available"):
+        reopen(left)
+
+
+def test_other_systems(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(jzero.OptionError, match="this is darwin. State is kept in files by system"):
+        create(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_messages_show_the_callers_counter(tmp_path):
+    """The lower half of a step's number; the upper one only orders steps."""
+    with create(tmp_path) as files:
+        fill(files, (5 << 32) + 7)
+        assert files.step == (5 << 32) + 7
+        assert files.paths == [files.folder / name for name in SPECS]
+    refused(tmp_path, "has step 7\n", step=3)
+    with pytest.raises(jzero.OptionError, match="has the state of step 7. "):
+        create(tmp_path)
+
+
+# --------------------------------------------------------------------------------- disks that refuse
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(jzero.OptionError, match="files cannot be made in .*run/run: Not a dir"):
+        create(tmp_path / "run")
+    with pytest.raises(jzero.OptionError, match=r"run/device-0.tiles cannot be opened: Not a dir"):
+        reopen(tmp_path)
+
+
+def test_a_full_disk(tmp_path):
+    """A real one: what is needed and what is free is said, and nothing is left behind."""
+    if reason := why_no_disk():
+        pytest.skip(reason)
+    layout = TileLayout.of([[("m", i * 2**20, 2**20)] for i in range(7)])
+    specs = {f"{k}.tiles": FileSpec(layout, k) for k in range(2)}
+    make_disk(tmp_path / "disk")
+    with mounted(tmp_path / "disk", tmp_path / "at") as root:
+        free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
+        with pytest.raises(jzero.OptionError) as info:
+            TileFiles.create(WHO, root / "a" / "b", specs)
+        needed = 28 * 2**20 + 2 * 5 * PAGE
+        text = rf"2 files in .*b need {needed} bytes \(28.0 MiB\), and {free} \(.*\) are free: No space"
+        assert re.search(text, str(info.value))
+        assert os.statvfs(root).f_bavail * os.statvfs(root).f_frsize == free
+        assert not (root / "a").exists()
+        with TileFiles.create(WHO, root / "a", specs, in_place=True) as files:
+            assert files.direct
+            assert files.disk_bytes < free
+
+
+def small_files(root: pathlib.Path) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * PAGE, 8 * PAGE))
+    try:
+        create(root)
+    except jzero.OptionError as error:
+        return str(error)
+    return ""
+
+
+def test_files_that_may_not_be_so_long(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        said = pool.apply(small_files, (tmp_path,))
+    assert "are free: File too large. All of their space is reserved" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_closed_by_others(left, monkeypatch):
+    """Any error of the system is named, with tile, byte and file."""
+    with reopen(left) as files:
+        file = files._files[0].file
+        file.forget()
+        monkeypatch.setattr(file, "_fd", 10**6)
+        with pytest.raises(
+            jzero.StateError, match=r"reading tile \d, byte \d+ of .*: Bad file descriptor"
+        ):
+            check(files)
+        with pytest.raises(
+            jzero.StateError, match=r"writing a header of step 2, byte 0 .*: Bad file"
+        ):
+            files.begin(2)
+        with pytest.raises(jzero.StateError, match="cannot be synced: Bad file descriptor"):
+            file.sync()
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+def test_transfers_that_always_stop_short(call, left, monkeypatch):
+    with reopen(left) as files:
+        monkeypatch.setattr(os, call, lambda *_: 100)
+        with pytest.raises(jzero.StateError, match="failed: transfers stop short"):
+            train(files)
+
+
+# ---------------------------------------------------------------------------- with and without O_DIRECT
+
+
+def test_transfers_are_direct(left):
+    with reopen(left) as files:
+        if files.note:
+            pytest.skip(files.note)
+        assert files.direct
+        buffer = np.frombuffer(bytearray(2 * PAGE + 1), np.uint8)
+        off_page = buffer[1 + (-buffer.ctypes.data) % 2 :][:PAGE]
+        with pytest.raises(jzero.StateError, match="Invalid argument"):
+            files._files[0].file.read(off_page, 0, "what")
+
+
+def test_memory_is_no_disk():
+    folder = pathlib.Path("/dev/shm")
+    if not folder.is_dir() or _direct._file_system(os.open(folder, os.O_RDONLY)) != "tmpfs":
+        pytest.skip("no tmpfs")
+    with create(folder / f"jzero-{os.getpid()}") as files:
+        try:
+            assert not files.direct
+            assert "through the page cache, which is slower" in files.note
+            assert "tmpfs is memory, and no disk" in files.note
+            fill(files)
+            train(files)
+            check(files, 1)
+        finally:
+            files.remove()
+            files._files[0].path.parent.rmdir()
+            files._files[0].path.parents[1].rmdir()
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"), [(None, "no O_DIRECT for this file"), (2**16, "would need multiples of 65536")]
+)  # fmt: skip
+def test_without_direct_transfers(asked, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(_direct, "alignment", lambda fd: asked)
+    with made(tmp_path) as files:
+        assert text in files.note
+        flags = fcntl.fcntl(files._files[0].file._fd, fcntl.F_GETFL)
+        assert not flags & os.O_DIRECT
+        check(files, 1)
+
+
+@pytest.mark.skipif(faults.why_not() is not None, reason=str(faults.why_not()))
+def test_a_file_system_that_refuses_direct_transfers(tmp_path):
+    """Opening with O_DIRECT fails there."""
+    with faults.Children(["nvme_state"]) as children:
+        fault = Fault("fail", 3, "EINVAL")  # After the folder is made and synced.
+        script = "nvme_state:create_in_child"
+        ended = children.run(script, root=str(tmp_path), in_place=False, fault=fault)
+        (said,) = ended.said
+    assert said["note"].endswith("the file system has no O_DIRECT.")
+    assert len(content(tmp_path)) == 2
+
+
+def test_alignment_is_a_power_of_two(tmp_path):
+    with (tmp_path / "x").open("w") as file:
+        found = _direct.alignment(file.fileno())
+    assert found is None or (found >= 1 and found & (found - 1) == 0)
+
+
+# ------------------------------------------------------------------------------------------ checksums
+
+
+@pytest.mark.parametrize("num_pages", [1, 2, 300])
+def test_checksums_see_damage(num_pages):
+    """A bit, a page of zeros, two pages or two words exchanged, a page of another tile."""
+    rng = np.random.default_rng(0)
+    tile = rng.integers(0, 256, num_pages * PAGE, np.uint8)
+    before = checksum(tile)
+    assert before == checksum(tile.copy())
+    assert 0 <= before < 2**32
+    damaged = [tile.copy() for _ in range(203)]
+    for x in damaged[:200]:
+        x[rng.integers(len(x))] ^= 1 << rng.integers(8)
+    damaged[200][-PAGE:] = 0
+    damaged[201].view(np.uint64)[[0, 1]] = tile.view(np.uint64)[[1, 0]]
+    damaged[202][:PAGE] = rng.integers(0, 256, PAGE, np.uint8)
+    if num_pages > 1:
+        damaged.append(np.roll(tile, PAGE))
+    assert before not in map(checksum, damaged)
+    assert len(set(map(checksum, damaged))) > 190
+
+
+def test_checksums_of_zeros_differ_by_size():
+    assert checksum(pages(PAGE)) != checksum(pages(2 * PAGE))
+
+
+# ------------------------------------------------------------------------------------------- buffers
+
+
+def test_buffers_stay_within_their_bytes():
+    ring = TileRing(WHO, 10 * PAGE + 1, 3 * PAGE)
+    assert (ring.num, ring.nbytes) == (3, 3 * PAGE)
+    assert all(x.ctypes.data % PAGE == 0 for x in ring.buffers)
+    text = rf"host_bytes={8 * PAGE} hold 2 tiles of {3 * PAGE} bytes. .* Use host_bytes={9 * PAGE} "
+    with pytest.raises(jzero.OptionError, match=text):
+        TileRing(WHO, 8 * PAGE, 3 * PAGE)
+
+
+def test_the_format_is_what_it_is(left):
+    """Files of this version must be read by every later one: what their first line and fields are."""
+    first, _, text = path_of(left).read_bytes()[:PAGE].rstrip(b"\0").partition(b"\n")
+    assert first == b"jzero tiles %08x" % zlib.crc32(text)
+    assert json.loads(text) == {
+        "generation": 4, "state": "complete", "slot": 0, "step": 0, "version": 1, "slots": 2, "num_tiles": 5,
+        "size": 25 * PAGE, **{k: json.loads(text)[k] for k in ("table_crc", "about_bytes", "about_crc")},
+    }  # fmt: skip

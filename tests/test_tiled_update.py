@@ -1,0 +1,202 @@
+"""TiledUpdate: a tile at a time, the same numbers to the bit as the whole update; and what it cannot do."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from host_updates import call, on_host, problem
+from host_updates import random as random_like
+from jzero.offload.kernels import _tiles
+from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.kernels._loops import BLOCK
+from jzero.offload.kernels._tiled_update import TiledUpdate, untiled
+from jzero.offload.kernels._tiles import GRAIN, Together
+from jzero.offload.memory._addresses import host_empty
+from optimizers import ENTRIES
+from test_host_update import SIZES as ALL_SIZES
+from test_host_update import adamw, bfloat16, host
+
+SIZES = [size for size in ALL_SIZES if size != 1]  # A leaf of one element stays on the devices.
+
+
+@pytest.fixture(autouse=True)
+def optax_promotions():
+    """optax itself relies on JAX's default promotions."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def by_tiles(engine: TiledUpdate, states: Any, inputs: Any, outputs: Any) -> None:
+    """One update, through one buffer; tiles in another order than they were cut."""
+    names, buffer = engine._names, host_empty((engine.layout.most_bytes + 64,), np.uint8)
+    buffer = buffer[64:]
+    engine.prepare_tiles(inputs)
+    engine.begin(outputs)
+    for shard, state in enumerate(states):
+        bytes_of = {name: x.reshape(-1).view(np.uint8) for name, x in zip(names, state)}  # noqa: B905
+        for index in reversed(range(len(engine.tiles))):
+            buffer[:] = 255  # What nobody wrote is NaN.
+            if index >= engine.layout.num_tiles:
+                engine.update_tile(shard, index)
+                continue
+            extents = engine.layout.tiles[index]
+            for extent, view in zip(extents, engine.layout.views(index, buffer), strict=True):
+                view[:] = bytes_of[extent.leaf][extent.start : extent.start + extent.nbytes]
+            engine.update_tile(shard, index, buffer)
+            for extent, view in zip(extents, engine.layout.views(index, buffer), strict=True):
+                bytes_of[extent.leaf][extent.start : extent.start + extent.nbytes] = view
+    engine.end()
+
+
+def update_of_vectors() -> tuple[Any, list[np.ndarray], Any]:
+    """AdamW, whose count stays where scalars do: among the inputs."""
+    update, state = adamw([host(size, seed=i) for i, size in enumerate(SIZES)])
+    where = next(i for i, x in enumerate(state) if x.dtype == np.int32)
+    count = state.pop(where)
+
+    def on_vectors(vectors: Any, inputs: Any) -> tuple[Any, Any]:
+        *grads, count = inputs
+        vectors = [*vectors[:where], count, *vectors[where:]]
+        new, outs = update(vectors, grads)
+        return [*new[:where], *new[where + 1 :]], outs
+
+    return on_vectors, state, [*bfloat16([(size,) for size in SIZES]), count]
+
+
+@pytest.mark.parametrize("tile_bytes", [4096, 2**20, 2**26])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tiles_make_what_the_whole_update_makes(tile_bytes: int, threads: int):
+    update, state, inputs = update_of_vectors()
+    whole = HostUpdate(update, state, inputs)
+    expected, outputs = [on_host(x) for x in state], whole.make_outputs()
+    engine = TiledUpdate(update, state, inputs, tile_bytes, threads=threads, chunk_bytes=2**18)
+    states = [state, [on_host(x) for x in state]]
+    outs = [engine.make_outputs(), engine.make_outputs()]
+    assert engine.layout.most_bytes <= max(tile_bytes, 4096)
+    assert tile_bytes > 4096 or engine.layout.num_tiles > 3 * BLOCK * 12 // 4096
+    for _ in range(2):
+        call(whole, expected, inputs, outputs)
+        by_tiles(engine, states, [inputs, inputs], outs)
+    for shard in (0, 1):
+        for a, b in zip([*expected, *outputs], [*states[shard], *outs[shard]], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def of_large(update: Any, large: list[int], num: int) -> Any:
+    """The update of some of its leaves, the others of which are inputs."""
+
+    def on_large(vectors: Any, inputs: Any) -> tuple[Any, Any]:
+        few, given = iter(inputs[: num - len(large)]), iter(vectors)
+        leaves = [next(given) if i in large else next(few) for i in range(num)]
+        new, outs = update(leaves, inputs[num - len(large) :])
+        return [new[i] for i in large], outs
+
+    return on_large
+
+
+@pytest.mark.parametrize("name", ["adan", "amsgrad", "lion", "lookahead", "schedule_free_adamw"])
+def test_optimizers(name: str):
+    update, leaves, avals, _ = problem(ENTRIES[name], jnp.float32)
+    state = [on_host(leaf) for leaf in leaves]
+    large = [i for i, x in enumerate(state) if x.size > 1]
+    on_large = of_large(update, large, len(state))
+    rng = np.random.default_rng(0)
+    inputs = [x for x in state if x.size <= 1] + [random_like(rng, aval) for aval in avals]
+    vectors = [state[i] for i in large]
+    assert not untiled(on_large, vectors, inputs, [""] * len(vectors))
+    expected = [on_host(x) for x in vectors]
+    call(HostUpdate(on_large, vectors, inputs), expected, inputs)
+    by_tiles(TiledUpdate(on_large, vectors, inputs, 4096), [vectors], [inputs], [[]])
+    for a, b in zip(expected, vectors, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_kept_and_what_reads_no_state():
+    """A leaf that nobody changes is carried along; an output of inputs alone needs no tile of a disk."""
+    state, grad = [host(1000), host(70, seed=1)], host(500, seed=2)
+    kept = state[1].copy()
+
+    def update(state: Any, inputs: Any) -> tuple[Any, Any]:
+        return [2 * state[0], state[1]], [3 * inputs[0]]
+
+    engine = TiledUpdate(update, state, [grad], 2**20, chunk_bytes=1)
+    outs = engine.make_outputs()
+    expected = 2 * state[0]
+    by_tiles(engine, [state], [[grad]], [outs])
+    assert len(engine.tiles) == engine.layout.num_tiles + 1
+    np.testing.assert_array_equal(state[0], expected)
+    np.testing.assert_array_equal(state[1], kept)
+    np.testing.assert_array_equal(outs[0], 3 * grad)
+
+
+def test_what_has_no_tiles():
+    """Leaves that are not elementwise, and those that something reads whole, are named."""
+    state = [host(8, 8), host(64, seed=1)]
+
+    def update(state: Any, inputs: Any) -> tuple[Any, Any]:
+        w, m = state
+        return [w @ w, m * jnp.sum(m)], []
+
+    assert untiled(update, state, (), ("w", "m")) == [
+        "w is updated by XLA (dot_general of float32[8,8])",
+        "m is read whole, by XLA",
+    ]
+
+
+def test_residents_are_updated_where_they_are():
+    """Beside what comes in tiles; also where nothing does, and where XLA reads all of it."""
+    w, m, v = host(1000), host(1000, seed=1), host(70, seed=2)
+    grad = host(1000, seed=3)
+
+    def update(state: Any, inputs: Any) -> tuple[Any, Any]:
+        w, m, v = state
+        m = 0.5 * m + inputs[0]
+        return [w - m / jnp.sum(w), m, 2 * v], []
+
+    names = ("w", "m", "v")
+    assert untiled(update, (w, m, v), [grad], names) == ["w is read whole, by XLA"]
+    assert not untiled(update, (w, m, v), [grad], names, resident=(0, 2))
+    expected = [on_host(x) for x in (w, m, v)]
+    call(HostUpdate(update, expected, [grad]), expected, [grad])
+    engine = TiledUpdate(update, (w, m, v), [grad], 4096, resident=(0, 2), names=names)
+    assert {extent.leaf for tile in engine.layout.tiles for extent in tile} == {"m"}
+    engine.prepare_tiles([[grad]], [[w, v]])
+    engine.begin([[]])
+    buffer = host_empty((engine.layout.most_bytes,), np.uint8)
+    for tile in range(len(engine.tiles)):
+        if tile >= engine.layout.num_tiles:
+            engine.update_tile(0, tile)
+            continue
+        ((extent,), (view,)) = engine.layout.tiles[tile], engine.layout.views(tile, buffer)
+        place = slice(extent.start, extent.start + extent.nbytes)
+        view[:] = m.view(np.uint8)[place]
+        engine.update_tile(0, tile, buffer)
+        m.view(np.uint8)[place] = view
+    for a, b in zip(expected, (w, m, v), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_tiles_are_cut_at_whole_lines_and_never_across_chunks():
+    found = [
+        Together((0, 1), (4, 2), 1000, 0),
+        Together((2,), (1,), 1, 0),
+        Together((), (), 5000, 0),
+        Together((3,), (8,), 3 * GRAIN, 1),
+    ]
+    tiles = list(_tiles.cut(found, 2048))
+    for i, each in enumerate(found):
+        spans = [s for tile in tiles for s in tile.spans if s.together == i]
+        assert [s.first for s in spans] == [
+            sum(t.num for t in spans[:k]) for k in range(len(spans))
+        ]
+        assert sum(s.num for s in spans) == each.size
+        assert all(s.first % GRAIN == 0 for s in spans)
+    for tile in tiles:
+        assert {found[s.together].chunk for s in tile.spans} == {tile.chunk}
+        assert sum(found[s.together].nbytes(s.num) for s in tile.spans) <= 2048
+    # The least there can be, whoever asks for less.
+    assert max(s.num for tile in _tiles.cut(found, 1) for s in tile.spans) == 5000
+    assert _tiles.least_bytes(found) == 8 * GRAIN
