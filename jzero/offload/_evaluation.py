@@ -33,6 +33,11 @@ class ReadFromHost(ParameterOffload):
         """Where parameters rest."""
         return PINNED
 
+    @property
+    def first_tier(self) -> str:
+        """The same."""
+        return self.tier
+
     def rest(
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes,
         automatic: Sequence[str],

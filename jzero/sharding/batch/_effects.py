@@ -31,7 +31,8 @@ def once(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     one before it has returned.
 
     What the host raises, it raises on all devices: if the first one failed alone, the others would wait for
-    it at their next collective, and XLA would end the process. So the number that comes back says if it did.
+    it at their next collective, and XLA would end the process. So the number that comes back says if it did;
+    not in microbatches, of which none may wait for another.
     """
     if any(value.form in (OWN, SUM) for value in ins):
         raise NotRowByRow
@@ -48,7 +49,7 @@ def once(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     shapes = [jax.ShapeDtypeStruct((), np.int32)]
     shapes += [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
     operands = [turn, *atoms]
-    host = _Host(eqn, shapes)
+    host = _Host(eqn, shapes, raises=not body.exchanges)
     branches = _branches(host, shapes, operands)
     outs = [_jaxpr.var_like(None, shape.shape, shape.dtype) for shape in shapes]
     cond = _jaxpr.equation(
@@ -56,30 +57,40 @@ def once(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     )
     body.eqns.append(cond.replace(effects=eqn.effects))
     results = [body.reduce(out, "max" if out.aval.dtype == np.bool_ else "sum") for out in outs]
-    fails = _jaxpr.equation(
-        _jaxpr.PRIMITIVES["cond"], [results[0], results[0]], [_jaxpr.var_like(results[0].aval)], body.source,
-        branches=_branches(host.fail, shapes[:1], results[:1]),
-    )  # fmt: skip
-    body.eqns.append(fails.replace(effects=eqn.effects))
-    body.turn = fails.outvars[0] if ordered else body.turn
+    turn = _failing(body, eqn, host, results[0]) if body.exchanges else results[0]
+    body.turn = turn if ordered else body.turn
     return values_of(eqn.outvars, [FULL] * len(eqn.outvars), results[1:])
+
+
+def _failing(body: Body, eqn: Eqn, host: _Host, failed: Atom) -> Atom:
+    """Raises on each device what the first one's host has raised; gives 0, which is there afterwards."""
+    shapes = [jax.ShapeDtypeStruct((), np.int32)]
+    out = _jaxpr.var_like(failed.aval)
+    branches = _branches(host.fail, shapes, [failed])
+    cond = _jaxpr.equation(
+        _jaxpr.PRIMITIVES["cond"], [failed, failed], [out], body.source, branches=branches
+    )
+    body.eqns.append(cond.replace(effects=eqn.effects))
+    return out
 
 
 class _Host:
     """What an equation does, as a function of arrays on the host; its first result says whether it failed."""
 
-    def __init__(self, eqn: Eqn, shapes: Shapes):
-        self._eqn, self._shapes = eqn, shapes
+    def __init__(self, eqn: Eqn, shapes: Shapes, raises: bool):
+        self._eqn, self._shapes, self._raises = eqn, shapes, raises
         self._error: Exception | None = None
 
     def __call__(self, turn: np.ndarray, *arrays: np.ndarray) -> list[ArrayLike]:
-        """Does it; of what is raised, `fail` tells."""
+        """Does it; of what is raised, `fail` tells, unless it `raises`."""
         primitive, params = self._eqn.primitive, self._eqn.params
         try:
             if primitive.name == "io_callback":
                 return [np.int32(0), *params["callback"](*arrays)]
             primitive.impl(*arrays, **params)
         except Exception as error:
+            if self._raises:
+                raise
             self._error = error
             failed, *others = self._shapes
             return [np.ones((), failed.dtype), *(np.zeros(x.shape, x.dtype) for x in others)]
