@@ -7,6 +7,7 @@ arrays.
 Padding is NaN, True, or a large number, so that whatever lets it through fails.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -783,7 +784,16 @@ def configured(case: Case, places: tuple[Place, ...], layouts: Any) -> list[Conf
     return [c for c in found if c.can_be()]
 
 
-@pytest.mark.parametrize("name", CASES)
+def by_default(names):
+    """Of cases that are named alike, as `top_k of ties` and `top_k, ...`, two; the others when asked for."""
+    alike = collections.Counter[str]()
+    for name in names:
+        stem = re.split(" of |, ", name)[0]
+        alike[stem] += 1
+        yield pytest.param(name, marks=pytest.mark.slow if alike[stem] > 2 else ())
+
+
+@pytest.mark.parametrize("name", list(by_default(CASES)))
 def test_rows_of_one_argument(name):
     """Every place has a layout that divides it and one that does not; which ones, goes round."""
     check_one(CASES[name], lambda i, layout: layout in TWO_LAYOUTS[i % 3])
@@ -813,7 +823,7 @@ def pairs_of(case: Case) -> list[tuple[Place, Place]]:
 TWO = [name for name, case in CASES.items() if pairs_of(case)]
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", list(by_default(TWO)))
 def test_rows_of_two_arguments(name):
     """Every third pair of places, in one layout."""
     pairs = pairs_of(CASES[name])[::3]

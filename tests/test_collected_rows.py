@@ -177,7 +177,7 @@ def test_clip_with_every_option(num_devices, k, options):
     check("clip", num_devices, k, **options)
 
 
-@pytest.mark.parametrize("name", ["clip", "simclr"])
+@pytest.mark.parametrize("name", ["clip", pytest.param("simclr", marks=pytest.mark.slow)])
 def test_rows_that_microbatches_do_not_divide(name):
     check(name, 4, 2, rows=27)
 

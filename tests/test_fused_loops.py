@@ -631,7 +631,12 @@ STEPS = {
 }  # fmt: skip
 
 
-LONG = ("bfloat16", "bfloat16, remat", "whole")  # each beside one that differs little
+LONG = (
+    "bfloat16",
+    "bfloat16, remat",
+    "whole",
+    "norms and decay",
+)  # each beside one that differs little
 
 
 class GradPart(Rewritten):

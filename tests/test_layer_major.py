@@ -20,7 +20,7 @@ from jzero.sharding.analysis import _residuals
 SCAN = pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 
 
-@pytest.mark.covering(pairs=["scan", "update"])
+@pytest.mark.covering
 @pytest.mark.parametrize("num", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
 @pytest.mark.parametrize("update", model.UPDATES)
 @SCAN
@@ -179,7 +179,7 @@ def expected(loss_fn, scan):
     return found
 
 
-@pytest.mark.covering(pairs=["loss_fn", "scan"])
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("loss_fn", "loops"), [(divided_by_a_count, 2), (contrastive, 3), (tied, 1)]
 )

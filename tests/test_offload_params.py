@@ -108,7 +108,7 @@ def check(scan, clipped=True, **options):
     return train_step, state
 
 
-@pytest.mark.covering(pairs=["scan", "update"])
+@pytest.mark.covering
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))

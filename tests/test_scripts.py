@@ -11,7 +11,7 @@ import zoo
 
 # By default, of each library some that differ in what they do, and what compiles soon.
 BY_DEFAULT = {
-    "mnist": (3, 1), "ppo": (3,), "run_clm_flax": (3,), "nlp_seq": (3,), "eqx_bert": (1,), "eqx_mnist": (3,),
+    "mnist": (3, 1), "ppo": (3,), "run_clm_flax": (3,), "nlp_seq": (3,), "eqx_mnist": (3,),
     "toy_02_lifted_transforms": (3,), "toy_07_array_leaves": (3,), "toy_10_fsdp_and_optimizer": (3,),
 }  # fmt: skip
 

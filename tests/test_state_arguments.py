@@ -73,7 +73,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+# Of the stages, those that differ most.
+BETWEEN = {"stage 1", "stage 2, accumulate", "stage 3, 1 device"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in BETWEEN else ()) for name in SETTINGS],
+)
 def test_trains_as_one_device(name):
     train_step = sharded(**SETTINGS[name])
     params, opt_state = train_step.shard(init(), X, Y)
