@@ -16,6 +16,8 @@ import test_dispatches as dispatches
 import test_offload_params as model
 import zoo
 from jzero.sharding.analysis import _residuals
+from jzero.sharding.cut import _layer_parts
+from jzero.sharding.run import _queue
 
 SCAN = pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
 
@@ -211,8 +213,36 @@ def moved(report):
     }
 
 
-LAYERS_SIZE = 4 * (2 * 2 * model.WIDTH**2 + model.WIDTH)
+LAYERS = 4
+LAYERS_SIZE = LAYERS * (2 * 2 * model.WIDTH**2 + model.WIDTH)
 HEAD_SIZE = model.WIDTH**2
+
+
+def test_large_gradients_leave_as_layers_end():
+    """Reductions that keep the wire busy are not put in an order that waits for the loop's end."""
+    width = 4 * model.WIDTH
+
+    def loss_fn(params, x):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w["up"]) @ w["down"], None))
+        return jnp.mean(jnp.square(jax.lax.scan(layer, x, params["layers"])[0]))
+
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    train_step = small.shard_train_step(
+        step_of(loss_fn), mesh=mesh, offload=jzero.HostCPU(), accumulate=2, layer_major=True,
+        offload_params=jzero.PinnedHost(device_bytes=2**30),
+    )  # fmt: skip
+    rows = 2 * _queue.REDUCED_ALONE // (LAYERS * width * 4)
+    layers = {"up": (LAYERS, width, rows), "down": (LAYERS, rows, width)}
+    params = {"layers": {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in layers.items()}}
+    state = {"params": params, "opt_state": jax.eval_shape(ADAM.init, params)}
+    call = train_step._programs.bind((state, jnp.ones((4, width))), {})
+    _, backward = (
+        part for part in train_step._programs.of(call).step._layered.parts
+        if isinstance(part, _layer_parts.LayerLoop)
+    )  # fmt: skip
+    assert sorted(v.aval.shape for v in backward.made(_layer_parts.HOSTED)) == [
+        (LAYERS, width, rows // 2), (LAYERS, rows // 2, width)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("loss_fn", "passes"), [(tied, 2), (divided_by_a_count, 3)])

@@ -360,7 +360,9 @@ class Interpreter:
         devices = dataclasses.replace(
             self.devices,
             scope=object(),
-            queue=GatherQueue(self.devices.queue.limit, None if after is None else token_of(after)),
+            queue=GatherQueue(
+                self.devices.queue.limit, start=None if after is None else token_of(after)
+            ),
             divergent=divergent or self.devices.divergent,
         )
         return dataclasses.replace(

@@ -48,12 +48,14 @@ class GatherQueue:
 
     Attributes:
       limit: how many gathered bytes may be ahead of the compute that first uses them; with 0, none are.
+      in_order: whether reductions wait for each other ([Note: reductions in order]).
       start: a token from the pass before, for which every gather waits ([Note: tokens of a pass]).
       latest: what was computed last and differs between devices; the next pass starts after it.
       product: the latest of these that came out of a matrix product or a loop.
     """
 
     limit: int
+    in_order: bool = True
     start: jax.Array | None = None
     latest: jax.Array | None = None
     product: jax.Array | None = None
@@ -87,7 +89,7 @@ class GatherQueue:
 
         The reason is in [Note: reductions in order].
         """
-        if self._reduced is None or self._reduced[0] >= made:
+        if not self.in_order or self._reduced is None or self._reduced[0] >= made:
             return []
         return [token_of(self._reduced[1])]
 
@@ -100,7 +102,7 @@ class GatherQueue:
         """The queue of the pass that starts now; the one before has computed something."""
         assert self.latest is not None
         limit = self.limit if limit is None else limit
-        return GatherQueue(limit, token_of(self.latest), self.latest)
+        return GatherQueue(limit, self.in_order, start=token_of(self.latest), latest=self.latest)
 
 
 def token_of(x: jax.Array) -> jax.Array:

@@ -88,7 +88,8 @@ class Runner:
             stage_axes.shard_axes,
             stage_axes.param_axes,
             automatic,
-            GatherQueue(exchange.prefetch_bytes),
+            # The loop over layers takes their reductions in, and none of them can wait for one of all layers.
+            GatherQueue(exchange.prefetch_bytes, in_order=not plan.microbatches.layer_major),
             scope=object(),
         )
         return Interpreter(
