@@ -400,6 +400,7 @@ def test_a_second_run(left):
         check(files)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")
 def test_forked_children_keep_no_lock(left):
     """A data loader's process that outlives its parent must not keep the next run from the files."""
     files = reopen(left)

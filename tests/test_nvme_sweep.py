@@ -32,7 +32,7 @@ def _no_thread_is_left():
     deadline = time.monotonic() + 5
     while _thread._count() > before and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert _thread._count() == before
+    assert _thread._count() <= before  # Some of another test's may end meanwhile.
 
 
 class Tiles:
@@ -100,14 +100,24 @@ def test_nothing_to_do():
 
 
 def test_all_three_at_once():
-    """Reads, updates and writes of 5 ms each: 20 tiles take less than two thirds of one after the other."""
-    tiles, ring = Tiles(20, 0.005), ring_of(6)
-    start = time.perf_counter()
-    with sweep(range(20), ring, tiles.read, tiles.write, threads=1) as visits:
+    """Tile 2 is read, tile 1 updated and tile 0 written, each when the others have begun."""
+    tiles, ring, begun = Tiles(20), ring_of(6), threading.Barrier(3, timeout=60)
+
+    def waiting(do, when):
+        def call(at, buffer):
+            if at == when:
+                begun.wait()
+            do(at, buffer)
+
+        return call
+
+    reads, writes = waiting(tiles.read, 2), waiting(tiles.write, 0)
+    with sweep(range(20), ring, reads, writes, threads=1) as visits:
         for visit in visits:
-            time.sleep(0.005)
+            if visit.at == 1:
+                begun.wait()
             visit.buffer += 1
-    assert time.perf_counter() - start < 0.3 * 2 / 3
+    assert not begun.broken
 
 
 def test_several_are_held_at_a_time():

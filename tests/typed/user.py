@@ -29,6 +29,7 @@ def train(state: State, batch: jax.Array, step: jzero.ShardedTrainStep) -> None:
     reveal_type(policy.device_bytes)  # int
     jzero.shard_train_step(step_fn, stage=2, offload=policy, offload_params=jzero.NoOffload())
     jzero.shard_train_step(step_fn, offload=jzero.HostCPU(ratio=0.5, delayed_update=True))
+    jzero.shard_train_step(step_fn, offload=jzero.NVMe("/nvme/run", host_bytes=2**30))
     reveal_type(step.init(init_fn, jax.random.key(0)))  # Any
     reveal_type(step(state, batch))  # Any
     reveal_type(str(step.describe(state, batch)))  # str
@@ -83,7 +84,7 @@ def frameworks(model: Any, optimizer: Any) -> None:
     print(nnx_state, eqx_step, eqx_state)
 
 
-def leaves(leaf: jzero.PaddedArray | jzero.HostArray) -> None:
+def leaves(leaf: jzero.PaddedArray | jzero.HostArray | jzero.NVMeArray) -> None:
     reveal_type(leaf.shape)  # tuple[int, ...]
 
 
