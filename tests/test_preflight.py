@@ -269,7 +269,7 @@ def test_the_schedule_of_parts_is_that_of_all_their_runs():
     assert moved(found.schedule.collectives) == moved(found.report.traffic)
     rows = found.to_dict()
     assert json.loads(json.dumps(rows)) == rows
-    assert {row["name"] for row in rows["parts"]} >= {"fetch", "turn", "store"}
+    assert {row["name"] for row in rows["parts"]} >= {"fetch", "turn", "stretch"}
     text = str(found)
     assert max(map(len, text.splitlines())) <= 80
     assert "Of a step in parts: the time of copies" in text

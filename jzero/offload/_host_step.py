@@ -18,7 +18,7 @@ from jzero.offload._early_turns import EarlyPlan, plan_early
 from jzero.offload._early_updates import EarlyRun, EarlyUpdates
 from jzero.offload._host_engine import HostEngine
 from jzero.offload._host_turn import HostTurn
-from jzero.offload._layered import LayeredSegment
+from jzero.offload._layered import Arrived, LayeredSegment, OnArrival
 from jzero.offload.kernels._roads import roads_text
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.segments import _conversions
@@ -170,10 +170,17 @@ class HostStep:
 
         def on_devices(state: Sequence[Any], arrays: Sequence[Any]) -> Any:
             values = self._segments.values(state, arrays)
-            _, (sent, (stays, outs)) = self._gradients(None, values, 0)
+            # Until the first backward pass is over no update begins, and all gradients stay.
+            slices: list[jax.Array] = []
+
+            def keep(arrived: Arrived) -> dict[Var, jax.Array]:
+                slices.extend(arrived.values.values())
+                return {}
+
+            _, (sent, (stays, outs)) = self._gradients(None, values, 0, keep)
             made = dict(zip(self.grad.outs, outs, strict=True))
             made |= self._update_on_devices(values, stays)
-            return sent, *self._segments.in_order(made, state)
+            return sent, slices, *self._segments.in_order(made, state)
 
         return jax.make_jaxpr(on_devices)(state, arrays)
 
@@ -273,14 +280,18 @@ class HostStep:
         return self._segments.in_order(made | hosted, state)
 
     def _gradients(
-        self, state: Sequence[Any] | None, values: Values, num_steps: int
+        self,
+        state: Sequence[Any] | None,
+        values: Values,
+        num_steps: int,
+        on_arrival: OnArrival = lambda arrived: {},
     ) -> tuple[EarlyRun | None, tuple[list[Any], Any]]:
         """What goes to the host, what stays, outputs; and, if there is a state, updates that have begun."""
         if self._layered is None:
             return None, self._grad(*self.grad.taken(values))
         known, _ = self._send([values[v] for v in self._known]) if self._known else ([], None)
         if state is None or not self._early_plan.turns:
-            return None, self._handed(known, *self._layered(values))
+            return None, self._handed(known, *self._layered(values, on_arrival))
         if self._early is None:
             devices = state[self._hosted[0]].home.devices
             self._early = EarlyUpdates(self._runner, self._early_plan, devices, self._threads)
