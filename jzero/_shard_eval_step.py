@@ -202,5 +202,5 @@ class ShardedEvalStep(ShardedStep):
                 program, _, outs = self._run_traced(call)
             else:
                 program, state, arrays = inputs
-                _, outs = _nan_checks.run(WHO, program.step, state, arrays, ())
+                _, outs = _nan_checks.run(WHO, program.step, state, arrays, program.plan.leaves)
         return jax.tree.unflatten(program.out_tree, outs)

@@ -89,8 +89,7 @@ class ShardedTrainStep(ShardedStep):
             return self._traced(call)
         program, state, arrays = inputs
         leaves = program.plan.leaves
-        paths = [leaf.path for leaf in leaves]
-        state, outs = _nan_checks.run(WHO, program.step, *_placing.apart(state, arrays), paths)
+        state, outs = _nan_checks.run(WHO, program.step, *_placing.apart(state, arrays), leaves)
         state = self._placement.wrap(state, leaves)
         return as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jzero._errors import message
 from jzero._memory_kinds import DEVICE
 from jzero.segments._whole import WholeStep
-from jzero.sharding.plan._offload import StepProgram
+from jzero.sharding.plan._offload import Leaves, StepProgram
 
 
 def run(
-    who: str, step: StepProgram, state: Sequence[Any], arrays: Sequence[Any], paths: Sequence[str]
+    who: str, step: StepProgram, state: Sequence[Any], arrays: Sequence[Any], leaves: Leaves
 ) -> tuple[list[Any], list[jax.Array]]:
     """`step(state, arrays)`. JAX would stop at a part that hands on a NaN which nobody selects.
 
@@ -26,7 +26,7 @@ def run(
       step: to be run.
       state: leaves of it.
       arrays: leaves of the other arguments.
-      paths: of the state's leaves.
+      leaves: the plan of the state's leaves.
 
     Raises:
       FloatingPointError: JAX is asked to look for what is not finite, and a step in parts returns it.
@@ -38,10 +38,11 @@ def run(
         return step(state, arrays)
     with jax.debug_nans(False), jax.debug_infs(False):
         new, outs = step(state, arrays)
-        names = [*(f"output {i} beside the state" for i in range(len(outs))), *paths]
+        names = [f"output {i} beside the state" for i in range(len(outs))]
+        names += [leaf.path for leaf in leaves[: len(new)]]
         found = [
             name
-            for name, x in zip(names, [*outs, *new], strict=False)
+            for name, x in zip(names, [*outs, *new], strict=True)
             if _is_looked_at(x) and any(jnp.any(test(x)) for test in bad)
         ]
     if found:
