@@ -15,6 +15,7 @@ import pytest
 
 import jzero
 import small
+from interrupting import interruption
 from jzero.offload import _host_step
 from test_offload import BATCH
 
@@ -45,15 +46,7 @@ class Interrupted:
         self._at, self.lines, self.where = at, 0, ""
 
     def __call__(self, run: Callable[[], Any]) -> BaseException | None:
-        before = sys.gettrace()
-        sys.settrace(self._called)
-        try:
-            run()
-        except KeyboardInterrupt as error:
-            return error
-        finally:
-            sys.settrace(before)
-        return None
+        return interruption(run, self._called)
 
     def _called(self, frame: Any, event: str, arg: Any) -> Any:
         return self._line if frame.f_code.co_filename.endswith(FILES) else None

@@ -4,7 +4,6 @@ import _thread
 import gc
 import pathlib
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 
 import jzero
 import nvme_state
+from interrupting import interruption
 from jzero.offload.nvme import _sweep
 from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._sweep import sweep
@@ -261,15 +261,7 @@ class InterruptedSweep:
 
     def __call__(self, run: Callable[[], None]) -> bool:
         """Whether it was interrupted."""
-        before = sys.gettrace()
-        sys.settrace(self._called)
-        try:
-            run()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
+        return interruption(run, self._called) is not None
 
     def _called(self, frame: Any, event: str, arg: Any) -> Any:
         return self._line if frame.f_code.co_filename.startswith(FOLDER) else None

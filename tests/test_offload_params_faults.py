@@ -14,6 +14,7 @@ import pytest
 
 import jzero
 import zoo
+from interrupting import interruption
 from test_offload_params import CLIPPED, UPDATES, batch, new_state, sharded
 
 # Two parts of parameters on a device at a time, of 4 (scanned) or 7 that a step has.
@@ -66,15 +67,7 @@ class Interrupted:
         self._at, self.calls, self.where = at, 0, ""
 
     def __call__(self, run: Callable[[], Any]) -> bool:
-        before = sys.gettrace()
-        sys.settrace(self._called)
-        try:
-            run()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
+        return interruption(run, self._called) is not None
 
     def _called(self, frame: Any, event: str, arg: Any) -> None:
         if self.FILES.fullmatch(frame.f_code.co_filename):
