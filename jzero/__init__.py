@@ -4,6 +4,7 @@
 from jax import grad as grad
 from jax import value_and_grad as value_and_grad
 
+from jzero._blocks import Blocks as Blocks
 from jzero._errors import BatchError as BatchError
 from jzero._errors import CheckpointError as CheckpointError
 from jzero._errors import JzeroError as JzeroError

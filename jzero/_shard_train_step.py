@@ -26,6 +26,7 @@ def shard_train_step(
     reduce: str | None = None,
     accumulate_dtype: Any = None,
     reduce_dtype: Any = None,
+    gather_dtype: Any = None,
     gather: str | None = None,
     prefetch_bytes: int | None = None,
     min_shard_bytes: int = 1024,
@@ -112,6 +113,16 @@ def shard_train_step(
         for float64 ones): 4 bytes per element of the gradient that `reduce` keeps.
       reduce_dtype: in which gradients travel and are summed over the devices: bfloat16 halves the bytes
         of float32 gradients, float32 sums bfloat16 ones more exactly. By default as the step has them.
+        From stage 1 on also codes, `jnp.int8`, `jnp.int4` or a `jzero.Blocks`, or a dict with those of each
+        data axis, `{'local': jnp.int8, 'node': jnp.int4}`: gradients then go from device to device as codes,
+        one axis after the other, the last one of the mesh first, and are summed in float32. Exact stay those
+        of the leaves that `gather_dtype` leaves exact.
+      gather_dtype: at stage 3, codes in which passes gather parameters: `jnp.int8`, `jnp.int4` or a
+        `jzero.Blocks`. Neighbours have a scale in common, and each comes within half a step of it: other
+        numbers than those of `jax.jit`, near to them, and the same on all devices. Traffic of gathers: about
+        a half of bfloat16's for int8, a quarter for int4. Exact stay small leaves, what no matrix product
+        reads (norms, biases, tables that are only looked up), and new parameters on their way to the other
+        axes of `param_axes`; `describe` lists them. By default they are gathered as the step reads them.
       gather: at stage 3, how long gathered parameters live. 'per_pass' (default): gathered for the
         forward pass, freed, and again for the backward pass: 2 Psi per microbatch, memory of one layer.
         'keep': the forward pass's copy serves the backward pass: Psi per microbatch, Psi elements alive
@@ -237,7 +248,7 @@ def shard_train_step(
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
         _items(auto_specs), max_gather_bytes, tile_bytes,
         offload=policy_of(WHO, offload, offload_params), offload_activations=offload_activations,
-        layer_major=layer_major,
+        layer_major=layer_major, gather_dtype=gather_dtype,
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,

@@ -36,6 +36,8 @@ class LeafPlan:
       why_full: the reason, for a leaf that the stage would shard and that stays full.
       tier: the memory in which it rests: 'device', or its host's: 'pinned_host' (as JAX arrays), 'host',
         or 'nvme', files.
+      coded: codes of few bits may stand for a parameter, and its gradient, on their way between devices.
+      why_exact: the reason, for a parameter that has to travel as it is though others do not.
     """
 
     path: str
@@ -49,6 +51,8 @@ class LeafPlan:
     automatic: Automatic = ()
     padding: int = 0
     tier: str = DEVICE
+    coded: bool = False
+    why_exact: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ gather it over those axes first.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import jax
@@ -27,7 +28,7 @@ from jzero.tracing import _jaxpr
 # test_memory.py::test_new_parameters_go_into_the_old_ones_in_slices).
 
 Axes = tuple[str, ...]
-GATHER = "jzero.gather"
+_GATHER = "jzero.gather"
 
 
 def gather(shard: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic) -> jax.Array:
@@ -37,13 +38,18 @@ def gather(shard: jax.Array, dim: int, axes: Axes, name: str, automatic: Automat
         whole: jax.Array = lax.all_gather(part, axes, axis=dim, tiled=True)
         return whole
 
-    with jax.named_scope(f"{GATHER}[{name}]"):
-        return _part_by_part(collective, automatic)(shard)
+    with gather_scope(name):
+        return part_by_part(collective, automatic)(shard)
+
+
+def gather_scope(name: str) -> contextlib.AbstractContextManager[None]:
+    """Around the collective of a gather."""
+    return jax.named_scope(f"{_GATHER}[{name}]")
 
 
 def is_gather(eqn: _jaxpr.Eqn) -> bool:
     """Whether `gather` made the equation."""
-    return any(scope.startswith(f"{GATHER}[") for scope in _jaxpr.scopes(eqn))
+    return any(scope.startswith(f"{_GATHER}[") for scope in _jaxpr.scopes(eqn))
 
 
 def reduce_scatter(
@@ -56,7 +62,7 @@ def reduce_scatter(
         return row_major(lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True))
 
     with jax.named_scope(f"jzero.reduce_scatter[{name}]"):
-        return _part_by_part(collective, automatic)(local)
+        return part_by_part(collective, automatic)(local)
 
 
 def row_major(x: jax.Array) -> jax.Array:
@@ -65,9 +71,10 @@ def row_major(x: jax.Array) -> jax.Array:
     return laid_out
 
 
-def _part_by_part(
+def part_by_part(
     collective: Callable[[jax.Array], jax.Array], automatic: Automatic
 ) -> Callable[[jax.Array], jax.Array]:
+    """A collective of a leaf that XLA shards over further axes, on its parts."""
     names = {axis for axes in automatic for axis in axes}
     if not names:
         return collective

@@ -13,10 +13,11 @@ from collections.abc import Hashable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from jzero._blocks import Blocks
 from jzero._errors import StepError, message
 from jzero.sharding.analysis import _rules
 from jzero.sharding.plan._layout import Automatic, padded_size
-from jzero.sharding.run import _collectives
+from jzero.sharding.run import _coded, _collectives
 from jzero.sharding.run._collectives import Axes
 from jzero.sharding.run._queue import GatherQueue, not_before
 from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced, Value, waits
@@ -40,6 +41,9 @@ class Devices:
       scope: gathers of one shard are shared within a scope (a pass, a loop body, a remat body).
       queue: the gathers of the pass, and how far they may run ahead of its compute.
       divergent: inside a branch or loop that not all devices take together.
+      gather_codes: in which parameters are gathered that are `coded`; None if none is.
+      reduce_codes: over each axis, in which gradients travel that are `coded`; no axis if none is.
+      coded: paths of the parameters that are.
     """
 
     sizes: Mapping[str, int]
@@ -49,6 +53,9 @@ class Devices:
     queue: GatherQueue
     scope: Hashable = None
     divergent: bool = False
+    gather_codes: Blocks | None = None
+    reduce_codes: Mapping[str, Blocks | None] = dataclasses.field(default_factory=dict)
+    coded: frozenset[str] = frozenset()
 
     @functools.cached_property
     def axes(self) -> Axes:
@@ -115,22 +122,25 @@ class Devices:
         """A given layout of `[n, d]`: a gradient's shard `[n/k, d]` along `dim`, or the whole for None."""
         return self.full(value) if dim is None else self.shard(value, dim)
 
-    def full(self, value: Value) -> jax.Array:
-        """The whole `[n, d]`; of a shard, gathered once in a scope."""
+    def full(self, value: Value, as_codes: bool = False) -> jax.Array:
+        """The whole `[n, d]`; of a shard, gathered once in a scope, `as_codes` if it may be."""
         value = self.settle(value)
         if isinstance(value, FullValue):
             return value.x
-        if self.scope not in value.gathered and value.view_of is not None:
+        key = (self.scope, as_codes and value.coded)
+        if key not in value.gathered and value.view_of is not None:
             origin, rearrange = value.view_of
-            value.gathered[self.scope] = rearrange(self.full(origin))
-        if self.scope not in value.gathered:
-            value.gathered[self.scope] = self.whole(value, self._when_due(value))
-        return value.gathered[self.scope]
+            value.gathered[key] = rearrange(self.full(origin, as_codes))
+        if key not in value.gathered:
+            value.gathered[key] = self.whole(value, self._when_due(value), as_codes)
+        return value.gathered[key]
 
-    def whole(self, value: ShardValue, x: jax.Array) -> jax.Array:
+    def whole(self, value: ShardValue, x: jax.Array, as_codes: bool = False) -> jax.Array:
         """`x [n/k, d]`, the value's shard or a part of it along another dim, gathered: `[n, d]`."""
+        as_codes = as_codes and value.coded and x.dtype.itemsize > 1
+        codes = self.gather_codes if as_codes else None
         for axes in reversed(self._steps(value.axes)):  # the outer, slower axes move least
-            x = self._gather(x, value.dim, axes, value.name)
+            x = self._gather(x, value.dim, axes, value.name, codes)
         return _collectives.unpad(x, value.dim, value.size)
 
     def _when_due(self, value: ShardValue) -> jax.Array:
@@ -162,16 +172,21 @@ class Devices:
 
     def _goes_into(self, old: jax.Array, value: ShardValue) -> bool:
         """Whether it is large, not yet gathered, and sharded along another dim than the first."""
-        if value.dim == 0 or self.scope in value.gathered:
+        if value.dim == 0 or (self.scope, False) in value.gathered:
             return False
         # A leaf that XLA shards over further axes is known by its whole shape, which a slice has not.
         alike = old.dtype == value.x.dtype and value.name not in self.leaves
         return bool(alike and old.nbytes > GATHERED_AT_ONCE)
 
-    def _gather(self, shard: jax.Array, dim: int, axes: Axes, name: str) -> jax.Array:
+    def _gather(
+        self, shard: jax.Array, dim: int, axes: Axes, name: str, codes: Blocks | None = None
+    ) -> jax.Array:
         """`[n/k, d] -> [n, d]`, for the k devices of `axes`."""
         self._check_together("a parameter is gathered")
-        return _collectives.gather(shard, dim, axes, name, self._automatic(name, shard, dim))
+        automatic = self._automatic(name, shard, dim)
+        if codes is not None:
+            return _coded.gather(shard, dim, axes, name, automatic, codes)
+        return _collectives.gather(shard, dim, axes, name, automatic)
 
     def _steps(self, axes: Axes) -> list[Axes]:
         """Axes that one collective runs over: those of parameters, then the rest."""
@@ -192,15 +207,16 @@ class Devices:
         """`x [n, d]`, or what of it was scattered, `[n/k, d]` -> the sum's `[n/k, d]`, or `[n, d]`."""
         if value.scattered:
             assert value.dim is not None
-            total = self._all_reduce(value.x, self.replica_axes, value.name).astype(value.dtype)
+            total = self._over_replicas(value.x, value).astype(value.dtype)
             return ShardValue(total, value.dim, value.size, self.shard_axes, value.name)
         dim, (before, after) = value.dim if self.num > 1 else None, _halves(value)
         total = _scaled(value.x, before)
         if dim is not None:
             total = self._scatter(total, dim, value)
-        if self.num > 1:
-            axes = self.axes if dim is None else self.replica_axes
-            total = self._all_reduce(total, axes, value.name)
+        if self.num > 1 and dim is None:
+            total = self._all_reduce(total, self.axes, value.name)
+        elif self.num > 1:
+            total = self._over_replicas(total, value)
         total = _scaled(total, after).astype(value.dtype)
         return self.value(total, dim, value.x.shape, value.name)
 
@@ -220,18 +236,39 @@ class Devices:
         """`total [n, d]` of each device -> this device's `[n/k, d]` of their sum, when it is its turn."""
         total = _collectives.pad(total, dim, self.num_shards)
         total = not_before(total, self.queue.reduction_tokens(value.made))
-        shard = self.reduce_scatter(total, dim, value.name)
+        shard = self.reduce_scatter(total, dim, value.name, value.coded)
         self.queue.note_reduction(shard, value.made, total.nbytes)
         return shard
 
-    def reduce_scatter(self, total: jax.Array, dim: int, name: str) -> jax.Array:
+    def reduce_scatter(
+        self, total: jax.Array, dim: int, name: str, coded: bool = False
+    ) -> jax.Array:
         """`total [n, d]` of each device, or a part of it along another dim -> `[n/k, d]` of their sum."""
         self._check_together("a gradient is reduced")
         shard = _collectives.pad(total, dim, self.num_shards)
+        codes = {axis: self.reduce_codes.get(axis) for axis in self.shard_axes}
+        if coded and any(codes.values()):
+            # The last axis of the mesh is the fastest: it carries most, and the others its sums.
+            hops = [axis for axis in reversed(self.axes) if axis in codes]
+            sizes = {axis: self.sizes[axis] for axis in self.shard_axes}
+            automatic = self._automatic(name, shard, dim)
+            return _coded.reduce_scatter(shard, dim, sizes, hops, codes, name, automatic)
         for axes in self._steps(self.shard_axes):
             automatic = self._automatic(name, shard, dim)
             shard = _collectives.reduce_scatter(shard, dim, axes, name, automatic)
         return shard
+
+    def _over_replicas(self, total: jax.Array, value: Unreduced) -> jax.Array:
+        """`[n/k, d]` of each device -> their sum over the axes beside those of a shard."""
+        exact = self.replica_axes
+        if value.coded:
+            exact = tuple(axis for axis in exact if not self.reduce_codes.get(axis))
+        for axis in self.replica_axes:
+            codes = self.reduce_codes.get(axis) if axis not in exact else None
+            if codes is not None:
+                self._check_together("a gradient is reduced")
+                total = _coded.all_reduce(total, axis, self.sizes[axis], codes, value.name)
+        return self._all_reduce(total, exact, value.name)
 
     def _all_reduce(self, total: jax.Array, axes: Axes, name: str) -> jax.Array:
         """`[n, d]` of each device -> their sum `[n, d]` over `axes`, if there are any."""

@@ -306,10 +306,11 @@ class Interpreter:
         if isinstance(value, ShardValue) and narrower:
             key = (self.devices.scope, "cast", str(dtype))
             if key not in value.views:
-                cast = value.x.astype(dtype)
-                value.views[key] = ShardValue(cast, value.dim, value.size, value.axes, value.name)
+                cast = dataclasses.replace(value, x=value.x.astype(dtype), view_of=None)
+                value.views[key] = dataclasses.replace(cast, gathered={}, views={})
             value = value.views[key]
-        return FullValue(self.devices.full(value), value.name)
+        as_codes = any(frame.out_varying)
+        return FullValue(self.devices.full(value, as_codes), value.name)
 
     # -- passes ----------------------------------------------------------------------------------
 

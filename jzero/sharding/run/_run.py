@@ -91,6 +91,9 @@ class Runner:
             # The loop over layers takes their reductions in, and none of them can wait for one of all layers.
             GatherQueue(exchange.prefetch_bytes, in_order=not plan.microbatches.layer_major),
             scope=object(),
+            gather_codes=exchange.gather_codes,
+            reduce_codes=dict(exchange.reduce_codes),
+            coded=frozenset(leaf.path for leaf in plan.leaves if leaf.coded),
         )
         return Interpreter(
             self.analysis.links,
@@ -115,8 +118,8 @@ class Runner:
         A leaf may be None if none of them reads it.
         """
         plan, frame, exchange = self.plan, self.frame, self.plan.exchange
-        leaves = zip(state, frame.jaxpr.invars, strict=False)
-        values = [value_of(x, plan.boundary.of(var)) for x, var in leaves]
+        leaves = zip(state, frame.jaxpr.invars, plan.leaves, strict=False)
+        values = [value_of(x, plan.boundary.of(var), leaf.coded) for x, var, leaf in leaves]
         env = interp.start(frame, [*values, *map(FullValue, arrays)])
         if plan.microbatches.phases:
             arguments = frame.jaxpr.invars[len(state) :]
@@ -164,11 +167,11 @@ def _on_cpus(mesh: Mesh) -> bool:
     return isinstance(mesh, Mesh) and bool(mesh.devices.flat[0].platform == "cpu")
 
 
-def value_of(x: Any, plan: ValuePlan) -> FullValue | ShardValue:
-    """An array of one device, as what the plan says it is."""
+def value_of(x: Any, plan: ValuePlan, coded: bool = False) -> FullValue | ShardValue:
+    """An array of one device, as what the plan says it is; `coded` if codes may be gathered of it."""
     if isinstance(plan.layout, Shard):
         dim = plan.layout.dim
-        return ShardValue(x, dim, plan.shape[dim], plan.layout.axes, plan.path)
+        return ShardValue(x, dim, plan.shape[dim], plan.layout.axes, plan.path, coded)
     return FullValue(x, plan.path)
 
 
