@@ -21,8 +21,8 @@ class Blocks:
 
     A block of `size` neighbours `x` travels as its scale `s` and codes `round(x / s)`; `s = max|x| / 127`, or
     `/ 7` for int4. Each element comes back to within half a step `s`. What is not finite comes back as it
-    was, and its neighbours do not suffer (their steps are 1 % larger then, of int4 a sixth). The scale has
-    float32 (float64 for float64), so that `size` elements take `size + 4` bytes in int8 and `size / 2 + 4` in int4.
+    was, and its neighbours do not suffer (their steps are 1 % larger then, of int4 a sixth). The scale is
+    float32 (float64 for float64): `size` elements take `size + 4` bytes in int8, `size / 2 + 4` in int4.
 
     >>> import jax.numpy as jnp, jzero
     >>> jzero.Blocks(jnp.int8)

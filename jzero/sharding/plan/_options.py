@@ -56,6 +56,16 @@ class Options:
     who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
 
     def __post_init__(self) -> None:
+        if self.gather_dtype is not None:
+            object.__setattr__(self, "gather_dtype", self._codes("gather_dtype", self.gather_dtype))
+        if isinstance(self.reduce_dtype, Mapping):
+            codes = tuple(
+                (axis, None if x is None else self._codes(f"reduce_dtype[{axis!r}]", x))
+                for axis, x in self.reduce_dtype.items()
+            )
+            object.__setattr__(self, "reduce_dtype", codes)
+        elif isinstance(self.reduce_dtype, Blocks) or code_name(self.reduce_dtype) is not None:
+            object.__setattr__(self, "reduce_dtype", self._codes("reduce_dtype", self.reduce_dtype))
         for name, least, most, rule, edit in _INTEGERS:
             if getattr(self, name) is not getattr(Options, name):  # Its default, which may be None.
                 make_int(self, self.who, name, least, most, rule, edit)
@@ -73,16 +83,6 @@ class Options:
             raise OptionError(message(
                 self.who, bad, "How leaves rest is a PartitionSpec.",
                 "Write {'regular expression': jax.P(None, 'model')}."))  # fmt: skip
-        if self.gather_dtype is not None:
-            object.__setattr__(self, "gather_dtype", self._codes("gather_dtype", self.gather_dtype))
-        if isinstance(self.reduce_dtype, Mapping):
-            codes = tuple(
-                (axis, None if x is None else self._codes(f"reduce_dtype[{axis!r}]", x))
-                for axis, x in self.reduce_dtype.items()
-            )
-            object.__setattr__(self, "reduce_dtype", codes)
-        elif isinstance(self.reduce_dtype, Blocks) or code_name(self.reduce_dtype) is not None:
-            object.__setattr__(self, "reduce_dtype", self._codes("reduce_dtype", self.reduce_dtype))
         for name in ("accumulate_dtype", "reduce_float"):
             _check_dtype(self.who, name.replace("_float", "_dtype"), getattr(self, name))
 

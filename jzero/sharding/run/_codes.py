@@ -29,7 +29,7 @@ def encode(x: jax.Array, blocks: Blocks) -> jax.Array:
     special = ~jnp.all(finite, axis=-1, keepdims=True)
     known = jnp.where(finite, x, 0)
     if blocks.rotate:
-        known = jnp.where(special, known, _rotated(known))
+        known = jnp.where(special | _cut(n, blocks), known, _rotated(known))
     top = jnp.where(special, blocks.largest - 1, blocks.largest).astype(x.dtype)
     scale = jnp.max(jnp.abs(known), axis=-1, keepdims=True) / top
     tiny = jnp.finfo(x.dtype).tiny
@@ -53,7 +53,7 @@ def decode(row: jax.Array, n: int, dtype: Any, blocks: Blocks) -> jax.Array:
     special = scale < 0
     x = codes.astype(wide) * jnp.abs(scale)
     if blocks.rotate:
-        x = jnp.where(special, x, _rotated(x))
+        x = jnp.where(special | _cut(n, blocks), x, _rotated(x))
     # The largest one times its rounded step may be a little more than a float can be.
     most = np.asarray(jnp.finfo(dtype).max, wide)
     x = jnp.clip(x, -most, most)
@@ -72,6 +72,12 @@ def _in_blocks(x: jax.Array, blocks: Blocks) -> jax.Array:
     rows, n = x.shape
     x = jnp.pad(x, ((0, 0), (0, -n % blocks.elements)))
     return x.reshape(rows, x.shape[1] // blocks.elements, blocks.elements)
+
+
+def _cut(n: int, blocks: Blocks) -> np.ndarray:
+    """`[1, blocks, 1]`: whether a block goes beyond a row of n, so that not all of its codes travel."""
+    ends = np.arange(1, -(-n // blocks.elements) + 1) * blocks.elements
+    return (ends > n)[None, :, None]
 
 
 def _packed(codes: jax.Array, blocks: Blocks) -> jax.Array:
@@ -114,8 +120,8 @@ def _hadamard(size: int) -> np.ndarray:
 def _uniform(x: jax.Array) -> jax.Array:
     """Of each element of `[rows, blocks, size]` a number in [0, 1), by its value and its place in the row."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    places = lax.broadcasted_iota(jnp.uint32, x.shape[1:], 0) * np.uint32(x.shape[2])
-    places += lax.broadcasted_iota(jnp.uint32, x.shape[1:], 1)
+    blocks, inside = (lax.broadcasted_iota(jnp.uint32, x.shape, dim) for dim in (1, 2))
+    places = blocks * np.uint32(x.shape[2]) + inside
     # The finalizer of MurmurHash3 (Appleby, 2011).
     mixed = bits ^ (places * np.uint32(0x9E3779B9))
     mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)

@@ -309,7 +309,9 @@ class Interpreter:
                 cast = dataclasses.replace(value, x=value.x.astype(dtype), view_of=None)
                 value.views[key] = dataclasses.replace(cast, gathered={}, views={})
             value = value.views[key]
-        as_codes = any(frame.out_varying)
+        eqns = frame.jaxpr.eqns if indices is None else [frame.jaxpr.eqns[i] for i in indices]
+        readers = [eqn for eqn in eqns if any(atom is var for atom in eqn.invars)]
+        as_codes = any(frame.varies(out) for eqn in readers for out in eqn.outvars)
         return FullValue(self.devices.full(value, as_codes), value.name)
 
     # -- passes ----------------------------------------------------------------------------------
