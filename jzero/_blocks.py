@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
@@ -83,6 +84,11 @@ class Blocks:
     def per_byte(self) -> int:
         """How many codes a byte has: 1 or 2."""
         return 2 if self.dtype == "int4" else 1
+
+    @property
+    def bytes_per_element(self) -> Fraction:
+        """Bytes of an element, with its share of the scale."""
+        return Fraction(1, self.per_byte) + Fraction(4, self.elements)
 
     def nbytes(self, num: int, scale_bytes: int = 4) -> int:
         """Bytes of so many elements of one row, with their scales."""

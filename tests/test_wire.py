@@ -172,10 +172,86 @@ def test_replicas_sum_shards_as_codes_and_agree():
     assert_same(found, wanted, 1e-3)
     after, _ = coded(params, tokens)
     for x in jax.tree.leaves(after):
-        parts = {}
-        for shard in x.addressable_shards:
-            parts.setdefault(str(shard.index), []).append(np.asarray(shard.data))
-        assert all(np.array_equal(part, same[0]) for same in parts.values() for part in same)
+        assert_alike(x)
+
+
+def with_masters(state, tokens):
+    """Products see parameters in float32, which follow masters in float64."""
+
+    def loss_here(params):
+        return loss_of(jax.tree.map(lambda w: w.astype(jnp.float64), params), tokens)
+
+    grads = jax.grad(loss_here)(state["params"])
+    masters = jax.tree.map(lambda w, g: w - 0.1 * g, state["masters"], grads)
+    new = jax.tree.map(lambda w: w.astype(jnp.float32), masters)
+    return {"params": new, "masters": masters}, jnp.float32(0)
+
+
+def state_with_masters(width=D):
+    masters = init(jnp.float64, width)
+    return {"params": jax.tree.map(lambda w: w.astype(jnp.float32), masters), "masters": masters}
+
+
+@pytest.mark.parametrize("width", [D, 130])
+@pytest.mark.parametrize(
+    "options",
+    [{"stage": 1}, {"stage": 2, "accumulate": 2}, {"stage": 1, "offload": jzero.HostCPU()}],
+    ids=["stage 1", "stage 2, microbatches", "HostCPU"],
+)
+@pytest.mark.covering
+def test_a_copy_that_rests_takes_up_the_difference(options, width):
+    with jax.enable_x64(True):
+        state, tokens = state_with_masters(width), jnp.arange(48) % 256
+        train_step = jzero.shard_train_step(
+            with_masters, gather_dtype=INT4, min_shard_bytes=0, **options
+        )
+        leaves = {leaf.path: leaf for leaf in train_step.plan(state, tokens).leaves}
+        assert sum(leaf.renewed_in_codes for leaf in leaves.values()) == 2
+
+        def renewed(path, new, old):
+            name = f"['params']{jax.tree_util.keystr(path)}"
+            if not leaves[f"state{name}"].renewed_in_codes:
+                return new
+            dim = leaves[f"state{name}".replace("params", "masters")].layout.dim
+            return old + through(new - old, dim, 8, INT4)
+
+        @jax.jit
+        def reference(state, tokens):
+            new, loss = with_masters(state, tokens)
+            params = jax.tree_util.tree_map_with_path(renewed, new["params"], state["params"])
+            return {**new, "params": params}, loss
+
+        found, _ = trained(train_step, state, tokens)
+        wanted, _ = trained(reference, state, tokens)
+        assert_same(found, wanted, 1e-6)
+
+
+def test_copies_over_other_axes_stay_near_their_masters_and_alike():
+    mesh = mesh_of(node=2, local=4)
+    with jax.enable_x64(True):
+        state, tokens = state_with_masters(), jnp.arange(48) % 256
+        train_step = jzero.shard_train_step(
+            with_masters, gather_dtype=INT8, mesh=mesh, param_axes="local"
+        )
+        found = traffic(train_step, state, tokens)
+        assert found["all-gather", "uint8", ("node",)] == 2 * (
+            INT8.nbytes(3 * D * D // 8) + INT8.nbytes(D * D // 8)
+        )
+        for _ in range(12):
+            state, _ = train_step(state, tokens)
+        pairs = zip(
+            jax.tree.leaves(state["params"]), jax.tree.leaves(state["masters"]), strict=True
+        )
+        for x, y in pairs:
+            np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+            assert_alike(x)
+
+
+def assert_alike(x):
+    parts = {}
+    for shard in x.addressable_shards:
+        parts.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+    assert all(np.array_equal(part, same[0]) for same in parts.values() for part in same)
 
 
 def traffic(train_step, *args):
@@ -273,8 +349,11 @@ def test_what_stays_exact_is_listed_with_its_reason():
     [
         (dict(gather_dtype=jnp.bfloat16), jzero.OptionError, "gather_dtype=.*bfloat16.*codes of 8 or 4 bits"),
         (dict(gather_dtype="int7"), jzero.OptionError, "gather_dtype='int7'.*Use jnp.int8"),
+        (dict(gather_dtype=jnp.int8, stage=0), jzero.OptionError,
+         "stage=0 and gather_dtype=int8 in blocks of 256.*updated there.*use stage=3"),
         (dict(gather_dtype=jnp.int8, stage=2), jzero.OptionError,
-         "stage=2 and gather_dtype=int8 in blocks of 256.*no pass gathers them.*use stage=3"),
+         r"2 .*state\['layers'\]\['w'\] is updated from its own old value.*gather_dtype=int8.*a master has it"
+         ".*jzero.master_weights"),
         (dict(reduce_dtype=jnp.int8, stage=0), jzero.OptionError,
          "stage=0 and reduce_dtype=int8.*reduced as they are.*use stage=1"),
         (dict(reduce_dtype={"data": jnp.bfloat16}), jzero.OptionError,

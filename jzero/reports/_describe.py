@@ -302,10 +302,13 @@ class Report:
 
     def _wire(self) -> list[str]:
         """Lines on what travels as codes, and on what does not."""
-        exchange, found = self.plan.exchange, [leaf for leaf in self.plan.leaves if leaf.why_exact]
-        whats = [f"parameters are gathered as {exchange.gather_codes}"] * bool(
-            exchange.gather_codes
-        )
+        exchange, leaves = self.plan.exchange, self.plan.leaves
+        found, codes = [leaf for leaf in leaves if leaf.why_exact], exchange.gather_codes
+        passes = codes is not None and self.plan.stage == 3
+        whats = [f"parameters are gathered as {codes}"] * passes
+        renewed = sum(leaf.renewed_in_codes for leaf in leaves)
+        num = f"{renewed} new parameter{'s' * (renewed > 1)}"
+        whats += [f"of {num} the difference is gathered as {codes}"] * bool(renewed)
         whats += [
             f"gradients are reduced over {axis} as {codes}"
             for axis, codes in exchange.reduce_codes
@@ -315,8 +318,7 @@ class Report:
             return []
         lines = wrapped(
             f"codes: {'; '.join(whats)}{'; exact stay' if found else ''}", "  ")  # fmt: skip
-        whys = dict.fromkeys(leaf.why_exact for leaf in found)
-        for why in whys:
+        for why in dict.fromkeys(leaf.why_exact for leaf in found):
             paths = [name.text for name in folded(x.path for x in found if x.why_exact == why)]
             lines += wrapped(f"{listed(paths, 8)}: {why}", "    ", first="  ")
         return lines

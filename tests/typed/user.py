@@ -30,6 +30,9 @@ def train(state: State, batch: jax.Array, step: jzero.ShardedTrainStep) -> None:
     jzero.shard_train_step(step_fn, stage=2, offload=policy, offload_params=jzero.NoOffload())
     jzero.shard_train_step(step_fn, offload=jzero.HostCPU(ratio=0.5, delayed_update=True))
     jzero.shard_train_step(step_fn, offload=jzero.NVMe("/nvme/run", host_bytes=2**30))
+    codes = jzero.Blocks(jax.numpy.int4, rotate=True)
+    reveal_type(codes.nbytes(1024))  # int
+    jzero.shard_train_step(step_fn, gather_dtype=jax.numpy.int8, reduce_dtype={"data": codes})
     reveal_type(step.init(init_fn, jax.random.key(0)))  # Any
     reveal_type(step(state, batch))  # Any
     reveal_type(str(step.describe(state, batch)))  # str

@@ -37,6 +37,7 @@ class LeafPlan:
       tier: the memory in which it rests: 'device', or its host's: 'pinned_host' (as JAX arrays), 'host',
         or 'nvme', files.
       coded: codes of few bits may stand for a parameter, and its gradient, on their way between devices.
+      renewed_in_codes: so travels the difference of a new parameter to the old one, to a copy that rests.
       why_exact: the reason, for a parameter that has to travel as it is though others do not.
     """
 
@@ -52,6 +53,7 @@ class LeafPlan:
     padding: int = 0
     tier: str = DEVICE
     coded: bool = False
+    renewed_in_codes: bool = False
     why_exact: str = ""
 
     @property

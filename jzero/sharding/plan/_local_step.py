@@ -111,7 +111,7 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     ]
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
     traced = _trace.trace_whole(
-        step.fn, avals, forms, given, num_new, axes, setting.options.offloads,
+        step.fn, avals, forms, given, num_new, axes, setting.options.needs_masters,
         setting.axes | setting.automatic, setting.automatic, setting.options.accumulate > 1,
     )  # fmt: skip
     if traced is None:
@@ -180,7 +180,7 @@ def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
         [False] * num_state + list(keys),
         axes,
         accumulates=options.accumulate > 1,
-        offloads=options.offloads,
+        has_masters=options.needs_masters,
         automatic=setting.automatic,
     )
     whole = [*step.state, *step.array_avals]

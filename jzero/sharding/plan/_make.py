@@ -76,7 +76,7 @@ def make_plan(
     policy, automatic = options.offload, tuple(setting.automatic)
     reduce_codes = options.reduce_codes(setting.axes)
     if options.gather_dtype is not None or any(reduce_codes.values()):
-        layouts = _wire.in_codes(layouts, frame, links)
+        layouts = _wire.in_codes(layouts, frame, links, stage_axes, options.gather_dtype)
     resting, update = policy.rest(layouts, frame, setting.mesh, stage_axes, automatic)
     boundary = boundary_of(
         frame, links, stage_axes, resting, local.specs, setting.batch_axes, update

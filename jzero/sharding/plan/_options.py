@@ -181,6 +181,11 @@ class Options:
         return found
 
     @property
+    def needs_masters(self) -> bool:
+        """Whether it matters that a new parameter is made of its master, and not of the old one."""
+        return self.offloads or self.gather_dtype is not None
+
+    @property
     def offloads(self) -> bool:
         """Whether something rests in another memory than the devices'."""
         return self.offload.offloads
@@ -264,9 +269,8 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
      "stage={o.stage} and prefetch_bytes={o.prefetch_bytes}",
      "Below stage 3 parameters rest whole on every device, and nothing is gathered ahead.",
      "Drop prefetch_bytes, or use stage=3."),
-    (lambda o: o.gather_dtype is not None and o.stage < 3,
-     "stage={o.stage} and gather_dtype={o.gather_dtype}",
-     "Below stage 3 parameters rest whole on every device, and no pass gathers them.",
+    (lambda o: o.gather_dtype is not None and o.stage == 0, "stage=0 and gather_dtype={o.gather_dtype}",
+     "At stage 0 parameters are whole on every device, and updated there.",
      "Drop gather_dtype, or use stage=3."),
     (lambda o: o.reduces_codes and o.stage == 0,
      "stage=0 and reduce_dtype={o.reduce_dtype}",

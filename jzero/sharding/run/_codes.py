@@ -85,7 +85,7 @@ def _packed(codes: jax.Array, blocks: Blocks) -> jax.Array:
     if blocks.per_byte == 1:
         return lax.bitcast_convert_type(codes, jnp.uint8)
     codes = jnp.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
-    pairs = (codes + 8).astype(jnp.uint8).reshape(codes.shape[0], codes.shape[1] // 2, 2)
+    pairs: jax.Array = (codes + 8).astype(jnp.uint8).reshape(codes.shape[0], codes.shape[1] // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 

@@ -128,9 +128,12 @@ def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: ArrayL
 
 
 def slices_into(
-    whole: jax.Array, shard: jax.Array, nbytes: int, gather_slice: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
+    whole: jax.Array, shard: jax.Array, nbytes: int,
+    make_slice: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:  # fmt: skip
     """`shard [m, n/k] -> [m, n]` in the place of `whole`, by slices of dim 0 of up to `nbytes`, one by one.
+
+    `make_slice` makes one, of what is in its place and of the shard's.
 
     The reason is in [Note: layouts at rest].
     """
@@ -140,7 +143,8 @@ def slices_into(
     size = max(1, min(rows, nbytes // row_bytes))
 
     def turn(whole: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-        part = row_major(gather_slice(lax.dynamic_slice_in_dim(shard, start, size, 0)))
+        old, mine = (lax.dynamic_slice_in_dim(x, start, size, 0) for x in (whole, shard))
+        part = row_major(make_slice(old, mine))
         return lax.dynamic_update_slice_in_dim(whole, part, start, 0)
 
     whole = lax.fori_loop(0, rows // size, lambda i, x: turn(x, i * size, size), whole)

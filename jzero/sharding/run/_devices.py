@@ -162,13 +162,53 @@ class Devices:
             return _collectives.take_shard(value.x, dim, more, self.count(more))
         return self._gather(value.x, dim, fewer, value.name) if fewer else value.x
 
-    def full_into(self, old: jax.Array, value: Value) -> jax.Array:
-        """The whole `[n, d]`, in the place of `old`, which nothing reads any more."""
+    def full_into(self, old: jax.Array, value: Value, codes: Blocks | None = None) -> jax.Array:
+        """The whole `[n, d]`, in the place of `old`, which nothing reads any more.
+
+        With `codes` what travels is the difference to it, if a shard does.
+        """
         settled = self.settle(value)
-        if not isinstance(settled, ShardValue) or not self._goes_into(old, settled):
+        if not isinstance(settled, ShardValue):
+            return settled.x
+        if codes is not None:
+            return self._plus_difference(old, settled, (), codes)
+        if not self._goes_into(old, settled):
             return self.full(settled)
-        gather_slice = functools.partial(self.whole, settled)
-        return _collectives.slices_into(old, settled.x, GATHERED_AT_ONCE, gather_slice)
+        return _collectives.slices_into(
+            old, settled.x, GATHERED_AT_ONCE, lambda _, part: self.whole(settled, part)
+        )
+
+    def shard_into(
+        self, old: jax.Array, value: Value, dim: int, axes: Axes, codes: Blocks | None = None
+    ) -> jax.Array:
+        """A shard `[n/k, d]` over `axes`, the first of the value's, in the place of `old`; likewise."""
+        settled = self.settle(value) if codes is not None else value
+        if codes is None or not isinstance(settled, ShardValue) or settled.dim != dim:
+            return self.shard(settled, dim, axes)
+        if len(settled.axes) <= len(axes):
+            return self.shard(settled, dim, axes)
+        return self._plus_difference(old, settled, axes, codes)
+
+    def _plus_difference(
+        self, old: jax.Array, value: ShardValue, axes: Axes, codes: Blocks
+    ) -> jax.Array:
+        """`old`, `[n, d]` or its shard over `axes`, and its difference to `value [n/k, d]`, in codes."""
+        over, wide = value.axes[len(axes) :], jnp.promote_types(old.dtype, jnp.float32)
+        here = old if axes else _collectives.pad(old, value.dim, self.num_shards)
+        here = _collectives.take_shard(here, value.dim, over, self.count(over))
+        mine = value.x.astype(wide) - here.astype(wide)
+        if value.size % self.num_shards:
+            mine = _collectives.mask_padding(mine, value.dim, value.size, value.axes, 0)
+
+        def renewed(old: jax.Array, part: jax.Array) -> jax.Array:
+            change = self._gather(part, value.dim, over, value.name, codes)
+            if not axes:
+                change = _collectives.unpad(change, value.dim, value.size)
+            return (old.astype(wide) + change).astype(old.dtype)
+
+        if self._goes_into(old, value):
+            return _collectives.slices_into(old, mine, GATHERED_AT_ONCE, renewed)
+        return renewed(old, mine)
 
     def _goes_into(self, old: jax.Array, value: ShardValue) -> bool:
         """Whether it is large, not yet gathered, and sharded along another dim than the first."""

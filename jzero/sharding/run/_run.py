@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jzero._blocks import Blocks
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
@@ -154,7 +155,10 @@ class Runner:
             value: Value = FullValue(env.stacks[_jaxpr.variable(atom)])
         else:
             value = interp.read(frame, env, atom)
-        x = _finish(interp, atom, value, layout, example, old, masks_padding)
+        leaves = self.plan.leaves
+        renewed = old is not None and index < len(leaves) and leaves[index].renewed_in_codes
+        codes = self.plan.exchange.gather_codes if renewed else None
+        x = _finish(interp, atom, value, layout, example, old, masks_padding, codes)
         return _jaxpr.with_type_of(x, atom)
 
     def _overtakes(self) -> bool:
@@ -177,15 +181,15 @@ def value_of(x: Any, plan: ValuePlan, coded: bool = False) -> FullValue | ShardV
 
 def _finish(
     interp: Interpreter, atom: _jaxpr.Atom, value: Value, layout: Layout, example: bool, old: Any,
-    masks_padding: bool,
+    masks_padding: bool, codes: Blocks | None,
 ) -> Any:  # fmt: skip
     if isinstance(layout, Full):
         if old is None:
             return interp.devices.full(value)
-        return interp.devices.full_into(old, value)
+        return interp.devices.full_into(old, value, codes)
     dim = layout.dim
     if not example:
-        x = interp.devices.shard(value, dim, layout.axes)
+        x = interp.devices.shard_into(old, value, dim, layout.axes, codes)
         size = atom.aval.shape[dim]
         padded = interp.devices.shard_size(size, layout.axes) * interp.devices.count(layout.axes)
         if padded == size or not masks_padding:
