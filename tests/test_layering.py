@@ -14,6 +14,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 FLOORS = (
     ("_components", "_errors", "_folded", "_in_turn", "_memory_kinds", "_version"),
     ("_quantities",),
+    ("_blocks",),
     ("tracing", "offload/nvme"),
     ("processes", "sharding/analysis", "_compare"),
     ("sharding/batch", "sharding/cut"),

@@ -187,6 +187,46 @@ def with_masters(state, tokens):
     return {"params": new, "masters": masters}, jnp.float32(0)
 
 
+OTHERS = [
+    {"accumulate": 2, "reduce": "once"},
+    {"accumulate": 2, "reduce": "each", "gather": "keep"},
+    {"gather": "once_per_step", "accumulate": 2, "accumulate_dtype": jnp.float32},
+    {"prefetch_bytes": 0},
+    {"tile_bytes": 2**14},
+    {"tile_bytes": 2**14, "accumulate": 2, "param_axes": "local"},
+    {"full": "out"},
+    {"param_axes": "local", "optimizer_axes": "local", "accumulate": 2},
+    {"offload_activations": jzero.PinnedHost()},
+    {"offload_params": jzero.PinnedHost(device_bytes=2**19), "accumulate": 2, "layer_major": True},
+    {"auto_specs": {"'w'": jax.P(None, None, "model")}},
+]
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+def test_codes_meet_every_other_option(options):
+    """As without codes, to what 8 bits can say, and with fewer bytes."""
+    sizes = (
+        {"node": 2, "local": 2, "model": 2} if "auto_specs" in options else {"node": 2, "local": 4}
+    )
+    mesh = mesh_of(**sizes)
+    axes = ("node", "local")
+    params, tokens = init(), jnp.arange(64) % 256
+    exact = jzero.shard_train_step(step, mesh=mesh, axis_names=axes, **options)
+    coded = jzero.shard_train_step(
+        step, mesh=mesh, axis_names=axes, gather_dtype=INT8, reduce_dtype=INT8, **options
+    )
+    wanted, losses = trained(exact, params, tokens)
+    found, mine = trained(coded, params, tokens)
+    np.testing.assert_allclose(mine, losses, rtol=2e-3)
+    assert_same(found, wanted, 2e-3)
+    rows = [r for r in coded.describe(params, tokens).traffic if r.dtype == "uint8"]
+    assert {r.op for r in rows} >= {"all-gather", "all-to-all"}
+    before, after = (
+        sum(r.nbytes for r in x.describe(params, tokens).traffic) for x in (exact, coded)
+    )
+    assert after < 0.75 * before
+
+
 def state_with_masters(width=D):
     masters = init(jnp.float64, width)
     return {"params": jax.tree.map(lambda w: w.astype(jnp.float32), masters), "masters": masters}

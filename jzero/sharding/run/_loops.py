@@ -194,11 +194,11 @@ class _Found(Generic[T]):
 
 
 _Carried = Settled | jax.Array
-_Kind = tuple[float | None, bool]  # of a sum: its scale, and whether it is coded
-_Made = tuple[list[Value | _Found[int]], list[_Found[_Kind]]]
+_SumKind = tuple[float | None, bool]  # of a sum: its scale, and whether it is coded
+_Made = tuple[list[Value | _Found[int]], list[_Found[_SumKind]]]
 
 
-def _kind(value: Value) -> _Kind:
+def _kind(value: Value) -> _SumKind:
     return (value.scale, value.coded) if isinstance(value, Unreduced) else (None, False)
 
 
@@ -257,7 +257,7 @@ class _Carry:
         x = devices.as_dim(value, self.dim)
         return devices.value(x, self.dim, self.out.aval.shape, self.init.name)
 
-    def finish(self, interp: Interpreter, carried: _Carried, kind: _Kind) -> Value:
+    def finish(self, interp: Interpreter, carried: _Carried, kind: _SumKind) -> Value:
         return self.enter(carried)
 
 
@@ -274,7 +274,7 @@ class _RunningSum(_Carry):
     def leave(self, devices: Devices, value: Value) -> _Carried:
         return value.x.astype(self.out.aval.dtype)
 
-    def finish(self, interp: Interpreter, carried: _Carried, kind: _Kind) -> Value:
+    def finish(self, interp: Interpreter, carried: _Carried, kind: _SumKind) -> Value:
         """The sum of what the turns added, `[n/k, d]` or `[n, d]`, and of what the loop began with."""
         assert isinstance(carried, jax.Array)
         scale, coded = kind
