@@ -117,12 +117,12 @@ def shard_train_step(
         data axis, `{'local': jnp.int8, 'node': jnp.int4}`: gradients then go from device to device as codes,
         one axis after the other, the last one of the mesh first, and are summed in float32. Exact stay those
         of the leaves that `gather_dtype` leaves exact.
-      gather_dtype: codes in which parameters are gathered, at stage 3 for each pass: `jnp.int8`, `jnp.int4` or a
-        `jzero.Blocks`. Neighbours have a scale in common, and each comes within half a step of it: other
+      gather_dtype: codes in which parameters are gathered, at stage 3 for each pass: `jnp.int8`, `jnp.int4`
+        or a `jzero.Blocks`. Neighbours have a scale in common, and each comes within half a step of it: other
         numbers than those of `jax.jit`, near to them, and the same on all devices. Traffic of gathers: about
         a half of bfloat16's for int8, a quarter for int4. Exact stay small leaves and what no matrix product
         reads (norms, biases, tables that are only looked up); `describe` lists them. Where a gathered copy
-        rests (stages 1 and 2, and the axes beside `param_axes`) the difference of new parameters to it travels
+        rests (stages 1 and 2, and the axes beside `param_axes`) the difference of new parameters to it goes
         so, of those that have masters. By default parameters are gathered as the step reads them.
       gather: at stage 3, how long gathered parameters live. 'per_pass' (default): gathered for the
         forward pass, freed, and again for the backward pass: 2 Psi per microbatch, memory of one layer.

@@ -313,6 +313,56 @@ def test_bytes_on_the_wire_are_codes_and_scales_to_the_byte(num):
     assert found["all-gather", "float32", ("data",)] == 4 * (256 * D + 2 * 3 * D)
 
 
+def test_zero_plus_plus_by_the_names_of_its_parts():
+    """Bytes between nodes, as a multiple M of the parameters in 16 bits: ZeRO-3 3, ZeRO++ 0.75."""
+    mesh = AbstractMesh((4, 8), ("node", "local"))
+
+    def between_nodes(**options):
+        tx = jzero.master_weights(optax.sgd(0.1))
+
+        def products(state, x):
+            params, opt = state
+            grads = jax.grad(lambda w: jnp.mean((x @ w @ w.T) ** 2))(params)
+            updates, opt = tx.update(grads, opt, params)
+            return optax.apply_updates(params, updates), opt
+
+        w = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16)
+        state, x = (w, jax.eval_shape(tx.init, w)), jax.ShapeDtypeStruct((64, 2048), jnp.bfloat16)
+        train_step = jzero.shard_train_step(products, mesh=mesh, **options)
+        moved = 0
+        for row in train_step.describe(state, x).traffic:
+            if "node" in row.axes and row.elements > 1:
+                # What is gathered over 'node' alone is a shard of each of the node's devices.
+                moved += row.nbytes * (1 if "local" in row.axes else 8)
+        return moved / (2 * w.size)
+
+    assert between_nodes() == 3
+    qwz_and_qgz = dict(gather_dtype=jnp.int8, reduce_dtype={"local": jnp.int8, "node": jnp.int4})
+    hpz = dict(param_axes="local")
+    assert between_nodes(**hpz) == 2  # Reduced once, and gathered once.
+    assert between_nodes(**hpz, **qwz_and_qgz) == pytest.approx(0.75, rel=0.04)
+    int4 = dict(gather_dtype=jnp.int4, reduce_dtype={"local": jnp.int8, "node": jnp.int4})
+    assert between_nodes(**hpz, **int4) == pytest.approx(0.5, rel=0.07)
+
+
+def test_a_step_that_casts_to_float8_gathers_float8():
+    def in_float8(w, x):
+        def loss_of(w):
+            return jnp.mean((x @ w.astype(jnp.float8_e4m3fn).astype(jnp.bfloat16)) ** 2)
+
+        return w - 0.1 * jax.grad(loss_of)(w)
+
+    w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    x = jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
+    for options in ({}, {"gather_dtype": jnp.int8}):
+        train_step = jzero.shard_train_step(
+            in_float8, mesh=AbstractMesh((8,), ("data",)), **options
+        )
+        found = traffic(train_step, w, x)
+        gathered = {dtype: nbytes for (op, dtype, _), nbytes in found.items() if op == "all-gather"}
+        assert gathered == {"float8_e4m3fn": 256 * 256}
+
+
 def test_bytes_of_each_hop():
     mesh = AbstractMesh((3, 8), ("node", "local"))
     params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
