@@ -84,7 +84,7 @@ def pairs_in(source: str, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]
             yield np.frombuffer(code, np.uint8), np.frombuffer(said, np.uint8)
 
 
-def rows(pairs: np.ndarray, step: int, args: Any) -> dict[str, np.ndarray]:
+def rows(pairs: np.ndarray, step: int, args: Any) -> dict[str, Any]:
     """The pairs of a step, by its number alone: a run that goes on sees the same."""
     rng = np.random.default_rng((args.seed, step))
     chosen = pairs[rng.permutation(len(pairs))[: args.batch_size]]  # none of them twice

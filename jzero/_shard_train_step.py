@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 from jax.sharding import PartitionSpec
 
 from jzero._errors import OptionError, message
 from jzero._step import ShardedTrainStep
+from jzero._step_types import Result, StepArgs, TrainStepOptions
 from jzero.offload._parameters import policy_of
 from jzero.offload._policy import NO_OFFLOAD
 from jzero.sharding.plan._offload import Offload
@@ -18,6 +19,15 @@ from jzero.tracing import _call
 WHO = _call.WHO
 
 
+# Two forms, for those who check types: a step, and a decorator of one.
+@overload
+def shard_train_step(
+    step_fn: Callable[StepArgs, Result], **options: Unpack[TrainStepOptions]
+) -> ShardedTrainStep[StepArgs, Result]: ...
+@overload
+def shard_train_step(
+    step_fn: None = None, **options: Unpack[TrainStepOptions]
+) -> Callable[[Callable[StepArgs, Result]], ShardedTrainStep[StepArgs, Result]]: ...
 def shard_train_step(
     step_fn: Callable[..., Any] | None = None,
     *,

@@ -6,12 +6,13 @@ import abc
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import jax
 
 from jzero._errors import STEP, OptionError, called_as, message
 from jzero._placement import Placement
+from jzero._step_types import Result, StepArgs
 from jzero.offload.memory import _placing
 from jzero.processes import _agreement
 from jzero.reports._describe import Report
@@ -26,7 +27,7 @@ from jzero.sharding.plan._plan import StepPlan
 from jzero.tracing import _call
 
 
-class ShardedStep(abc.ABC):
+class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
     """A step whose state lives in shards.
 
     Attributes:
@@ -34,8 +35,9 @@ class ShardedStep(abc.ABC):
     """
 
     _who: ClassVar[str] = STEP
+    __wrapped__: Callable[StepArgs, Result]
 
-    def __init__(self, fn: Callable[..., Any], programs: Programs):
+    def __init__(self, fn: Callable[StepArgs, Result], programs: Programs):
         self._programs, self._placement = programs, Placement(programs)
         functools.update_wrapper(self, fn, updated=())
 
@@ -72,7 +74,7 @@ class ShardedStep(abc.ABC):
                 "Call the step outside of jax.jit, or drop offload."))  # fmt: skip
 
     @abc.abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
         """Runs it."""
 
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:

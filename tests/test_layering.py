@@ -22,7 +22,7 @@ FLOORS = (
     ("sharding/run", "offload/memory"),
     ("segments", "offload/kernels"),
     ("offload",),
-    ("_placement", "reports"),
+    ("_placement", "reports", "_step_types"),
     ("_sharded_step",),
     ("_step",),
     ("_shard_train_step", "_shard_eval_step", "preflight", "checkpoint"),

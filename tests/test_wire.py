@@ -1,5 +1,7 @@
 """Parameters and gradients that travel as codes: what trains is what one device trains with such numbers."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,7 +154,7 @@ def test_gradients_are_summed_hop_by_hop_as_codes_say(node, codes):
         def plain(w, rows):
             return w - 0.1 * jax.grad(loss_of)(w, rows)
 
-        train_step = jzero.shard_train_step(
+        train_step: Any = jzero.shard_train_step(
             plain, stage=3, reduce_dtype=hops, mesh=mesh_of(node=node, local=local)
         )
         grads = jnp.stack([jax.grad(loss_of)(w, part) for part in jnp.split(rows, node * local)])
@@ -242,7 +244,7 @@ def state_with_masters(width=D):
 def test_a_copy_that_rests_takes_up_the_difference(options, width):
     with jax.enable_x64(True):
         state, tokens = state_with_masters(width), jnp.arange(48) % 256
-        train_step = jzero.shard_train_step(
+        train_step: Any = jzero.shard_train_step(
             with_masters, gather_dtype=INT4, min_shard_bytes=0, **options
         )
         leaves = {leaf.path: leaf for leaf in train_step.plan(state, tokens).leaves}
@@ -385,7 +387,7 @@ def test_one_axis_may_stay_exact():
 
 def test_the_compiled_program_moves_bytes():
     params, tokens = init(jnp.bfloat16), jnp.arange(48) % 256
-    train_step = jzero.shard_train_step(step, gather_dtype=INT8, reduce_dtype=INT8)
+    train_step: Any = jzero.shard_train_step(step, gather_dtype=INT8, reduce_dtype=INT8)
     text = train_step.lower(params, tokens).compile().as_text()
     row = INT8.nbytes(D * D // 8)
     assert f"u8[8,{row}]" in text
