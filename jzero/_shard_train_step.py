@@ -186,7 +186,7 @@ def shard_train_step(
         `offload=jzero.PinnedHost(device_bytes=...)`. Traffic to each device: its shards once in each pass.
         Microbatches (`accumulate`), and other loops around layers, hold what they read of parameters if
         `device_bytes` has room for it; else each turn fetches it again, but see `layer_major`. Refused with
-        `prefetch_bytes`, other `gather`s, different `param_axes` and `optimizer_axes`, mesh axes beside the
+        `prefetch_bytes`, another `gather`, different `param_axes` and `optimizer_axes`, mesh axes beside the
         data axes, and `HostCPU`'s `ratio` and `delayed_update`.
       offload_activations: where activations wait for the backward pass. By default, `jzero.NoOffload()`, on
         the devices. `jzero.PinnedHost()`: in pinned memory of the devices' host. What a layer loop of the

@@ -35,11 +35,11 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
     """
 
     _who: ClassVar[str] = STEP
-    __wrapped__: Callable[StepArgs, Result]
 
     def __init__(self, fn: Callable[StepArgs, Result], programs: Programs):
         self._programs, self._placement = programs, Placement(programs)
         functools.update_wrapper(self, fn, updated=())
+        self.__wrapped__ = fn  # As there; checkers of types see it only here.
 
     @contextlib.contextmanager
     def _asked(self, who: str) -> Iterator[None]:
@@ -85,7 +85,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
 
         Args:
           state: the state, on host or devices, in any layout.
-          *args: optionally the step's other arguments (arrays or `ShapeDtypeStruct`s); see
+          *args: optionally the step's other arguments, arrays or only their shapes (`ShapeDtypeStruct`); see
             `state_shardings`.
           **kwargs: the same by name.
 
@@ -101,14 +101,15 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
 
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
-        """The plan for `(state, *args)`: arrays or `ShapeDtypeStruct`s; nothing runs."""
+        """The plan for `(state, *args)`: of each array the shape and dtype count; nothing runs."""
         with self._asked("plan"):
             return self._programs.of(self._programs.bind(args, kwargs)).plan
 
     def describe(self, *args: Any, **kwargs: Any) -> Report:
         """What a step on `(state, *args)` keeps where and moves between devices; print it.
 
-        Arrays or `ShapeDtypeStruct`s; nothing runs, and with an abstract mesh no device is needed.
+        An array or a `ShapeDtypeStruct` for each leaf. Nothing runs, and with an abstract mesh no device is
+        needed.
         """
         with self._asked("describe"):
             call = self._programs.bind(args, kwargs)

@@ -218,7 +218,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
 
     @property
     def offload_params(self) -> Offload:
-        """Where parameters rest: `jzero.NoOffload()`, on the devices, or `jzero.PinnedHost(...)`."""
+        """`jzero.NoOffload()`, if parameters rest on the devices; `jzero.PinnedHost(...)`, on the hosts."""
         policy = self._programs.options.offload
         return policy.params if isinstance(policy, ParameterOffload) else NO_OFFLOAD
 

@@ -56,7 +56,7 @@ class PaddedArray(LikeArray):
 
     @property
     def sharding(self) -> Any:
-        """A sharding for its true shape: whole on every device of the mesh; see `padded.sharding`."""
+        """A sharding for its true shape, whole on every device of the mesh; see `padded.sharding`."""
         sharding = self.padded.sharding
         if not isinstance(sharding, NamedSharding):  # Copied to another place.
             return sharding
