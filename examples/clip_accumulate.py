@@ -134,6 +134,8 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"step {step:5}  loss {loss:.6f}  {speed:.2f} steps/s", flush=True)
                 if writer:
                     writer.add_scalar("loss", loss, step)
+    if writer:
+        writer.close()
     if step < args.steps:
         return print(f"stopped after step {step}; the same command goes on")
 
