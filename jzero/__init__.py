@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO for JAX: train steps whose parameters, gradients and optimizer state live in shards."""
 
 # Gradients need no name of jzero's: these are JAX's own, for scripts that were written when they did.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Blocks`: in which few bits values travel, so many of them with one scale."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shard_eval_step`: what a state that lives in shards computes, without a step of training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shard_train_step`, the one call a user makes."""
 
 from __future__ import annotations

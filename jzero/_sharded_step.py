@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ShardedStep`: what can be asked of a step whose state lives in shards, whether it trains or evaluates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ShardedTrainStep`: what `shard_train_step` returns, a step and what can be asked of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checker of types knows of a step: its arguments, its result, and the options it is made with."""
 
 from __future__ import annotations

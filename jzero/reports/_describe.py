@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """describe(): what rests where, and what a step moves, as a table a person reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`estimate`: memory and traffic of a training from its numbers alone, without a model or a device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The formulas of ZeRO, ZeRO-Offload and ZeRO-Infinity: bytes of each role, what a step moves, efficiency."""
 
 from __future__ import annotations

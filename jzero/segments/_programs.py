@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Programs`: those of one step, each built once, and agreed on by all processes before it first runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Equinox's train steps, which take and return modules, as functions of a state of arrays."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NNX's mutating train steps, as functions of a state."""
 
 from __future__ import annotations

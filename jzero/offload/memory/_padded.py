@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`PaddedArray`: a leaf at rest whose sharded dim the devices do not divide."""
 
 from __future__ import annotations

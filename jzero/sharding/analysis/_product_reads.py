@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which parameters products read: those that may be gathered in few bits."""
 
 from __future__ import annotations

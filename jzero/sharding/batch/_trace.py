@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces a step: at the shapes of the whole batch, or, if it has collectives of its own, at one device's.
 
 A step without collectives over the data axes means what `jax.jit` makes of it: it is traced once, by plain

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where every leaf of the state rests: roles from dataflow, layouts from the stage's row."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The step as one device runs it: rewritten from the whole batch's, or traced at one device's shapes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the plan of a step: everything is decided here, once."""
 
 from __future__ import annotations

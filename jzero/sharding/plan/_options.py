@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of `shard_train_step` as one frozen value, checked together at the boundary."""
 
 from __future__ import annotations

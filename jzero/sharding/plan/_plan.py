@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StepPlan`: all that is decided of a step before it runs, as one frozen value."""
 
 from __future__ import annotations

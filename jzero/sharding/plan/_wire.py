@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which parameters and gradients travel as codes of few bits, and why others do not."""
 
 from __future__ import annotations

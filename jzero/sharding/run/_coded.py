@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gathers and reductions whose values travel as codes of few bits: rows of bytes, one collective each.
 
 All of them run inside a `shard_map`, as those of `_collectives`, and have their results but for rounding.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gather, reduction and slice: the only file that binds collectives of jzero's own.
 
 All of them run inside a `shard_map` that is manual over `axes`, on per-device values. A leaf that XLA

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a value becomes another on one device: every gather, reduction and slice of a step is asked for here.
 
 Shapes are those of a value `[n, d]` with a dim of n over k devices: a shard is `[n/k, d]`, n rounded up.

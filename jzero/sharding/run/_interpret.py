@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a step's jaxpr on one device's values: the loop over equations, and where it stands.
 
 What an equation does is in `_ordinary.py` and `_control.py`, one handler per primitive. Collectives are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops: a carry keeps its layout, stacks are sliced and made in shards, running sums wait for the end.
 
 Values are pytrees (`_values.py`), so that a loop of JAX's carries them, slices them and stacks them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a step in microbatches: the phases of its cut, each with one loop that sums up reductions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ordinary equations, reductions, and the step's own collectives: a handler for each."""
 
 from __future__ import annotations

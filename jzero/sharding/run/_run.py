@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a planned step on one device's values: inside `shard_map`, and as one function of whole arrays."""
 
 from __future__ import annotations

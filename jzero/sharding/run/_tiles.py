@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory-centric tiling: a large matrix is gathered, used and freed tile by tile, and its gradient made so.
 
 A product of whole rows with a parameter at rest in shards is a loop over tiles of the parameter, each of

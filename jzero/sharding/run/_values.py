@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a value can be while the step runs on one device: full, a shard, or not yet reduced.
 
 All are pytrees, so that JAX's loops and branches take and return them. What is only remembered of a value
