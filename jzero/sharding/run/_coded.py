@@ -16,6 +16,8 @@ from jzero._blocks import Blocks
 from jzero.sharding.plan._layout import Automatic
 from jzero.sharding.run import _codes
 from jzero.sharding.run._collectives import Axes, gather_scope, part_by_part, row_major
+from jzero.sharding.run._queue import not_before
+from jzero.tracing import _jaxpr
 
 
 def gather(
@@ -36,7 +38,8 @@ def gather(
 
 def reduce_scatter(
     local: jax.Array, dim: int, sizes: Mapping[str, int], hops: Sequence[str],
-    codes: Mapping[str, Blocks | None], name: str, automatic: Automatic,
+    codes: Mapping[str, Blocks | None], name: str, automatic: Automatic = (),
+    tokens: Sequence[jax.Array] = (),
 ) -> jax.Array:  # fmt: skip
     """`[n, d]` of each device -> this one's `[n/k, d]` of their sum, along `dim`; a hop over each axis.
 
@@ -48,6 +51,7 @@ def reduce_scatter(
       codes: in which they travel over each; None for exact.
       name: of the leaf.
       automatic: how XLA shards it.
+      tokens: the first hop waits for them; none where XLA shards the leaf.
     """
 
     def collective(part: jax.Array) -> jax.Array:
@@ -56,12 +60,20 @@ def reduce_scatter(
         left = list(sizes)
         for axis in hops:
             parts = jnp.moveaxis(parts, dim + left.index(axis), 0)
+            after = () if len(left) < len(sizes) else tokens
             left.remove(axis)
-            parts = _summed(parts if codes[axis] else parts.astype(part.dtype), axis, codes[axis])
+            parts = parts if codes[axis] else parts.astype(part.dtype)
+            parts = _summed(parts, axis, codes[axis], after)
         return row_major(parts.astype(part.dtype))
 
     with jax.named_scope(f"jzero.reduce_scatter[{name}]"):
         return part_by_part(collective, automatic)(local)
+
+
+def is_exchange(eqn: _jaxpr.Eqn) -> bool:
+    """Whether it exchanges the rows of a gradient."""
+    scopes = _jaxpr.scopes(eqn) if eqn.primitive.name == "all_to_all" else ()
+    return any(scope.startswith("jzero.reduce_scatter[") for scope in scopes)
 
 
 def all_reduce(local: jax.Array, axis: str, size: int, codes: Blocks, name: str) -> jax.Array:
@@ -74,12 +86,15 @@ def all_reduce(local: jax.Array, axis: str, size: int, codes: Blocks, name: str)
         return whole[: local.size].reshape(local.shape)
 
 
-def _summed(parts: jax.Array, axis: str, codes: Blocks | None) -> jax.Array:
+def _summed(
+    parts: jax.Array, axis: str, codes: Blocks | None, tokens: Sequence[jax.Array] = ()
+) -> jax.Array:
     """Of `[k, n, d]`, a part for each device of `axis`, all devices' parts for this one, summed up."""
     if codes is None:
+        parts = not_before(parts, tokens)
         total: jax.Array = lax.psum_scatter(parts, axis, scatter_dimension=0, tiled=False)
         return total
-    rows = _codes.encode(parts.reshape(parts.shape[0], -1), codes)
+    rows = not_before(_codes.encode(parts.reshape(parts.shape[0], -1), codes), tokens)
     rows = lax.all_to_all(rows, axis, 0, 0, tiled=True)
     wide = jnp.promote_types(parts.dtype, jnp.float32)
     terms = _codes.decode(rows, parts[0].size, wide, codes)

@@ -86,7 +86,7 @@ def _packed(codes: jax.Array, blocks: Blocks) -> jax.Array:
     if blocks.per_byte == 1:
         return lax.bitcast_convert_type(codes, jnp.uint8)
     codes = jnp.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
-    pairs: jax.Array = (codes + 8).astype(jnp.uint8).reshape(codes.shape[0], codes.shape[1] // 2, 2)
+    pairs = (codes + 8).astype(jnp.uint8).reshape(codes.shape[0], codes.shape[1] // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
@@ -94,8 +94,8 @@ def _unpacked(row: jax.Array, blocks: Blocks) -> jax.Array:
     """Bytes `[rows, m]` as `int8[rows, m * codes of a byte]`."""
     if blocks.per_byte == 1:
         return lax.bitcast_convert_type(row, jnp.int8)
-    pairs = jnp.stack([row & jnp.uint8(15), row >> 4], axis=-1)
-    return pairs.reshape(row.shape[0], -1).astype(jnp.int8) - jnp.int8(8)
+    pairs = jnp.stack([row & jnp.uint8(15), row >> 4], axis=-1).astype(jnp.int8)
+    return lax.sub(pairs, jnp.full_like(pairs, 8)).reshape(row.shape[0], -1)
 
 
 def _as_bytes(x: jax.Array) -> jax.Array:

@@ -276,15 +276,19 @@ class Devices:
     def _scatter(self, total: jax.Array, dim: int, value: Unreduced) -> jax.Array:
         """`total [n, d]` of each device -> this device's `[n/k, d]` of their sum, when it is its turn."""
         total = _collectives.pad(total, dim, self.num_shards)
-        total = not_before(total, self.queue.reduction_tokens(value.made))
-        shard = self.reduce_scatter(total, dim, value.name, value.coded)
+        tokens = self.queue.reduction_tokens(value.made)
+        shard = self.reduce_scatter(total, dim, value.name, value.coded, tokens)
         self.queue.note_reduction(shard, value.made, total.nbytes)
         return shard
 
     def reduce_scatter(
-        self, total: jax.Array, dim: int, name: str, coded: bool = False
-    ) -> jax.Array:
-        """`total [n, d]` of each device, or a part of it along another dim -> `[n/k, d]` of their sum."""
+        self, total: jax.Array, dim: int, name: str, coded: bool = False,
+        tokens: Sequence[jax.Array] = (),
+    ) -> jax.Array:  # fmt: skip
+        """`total [n, d]` of each device, or a part of it along another dim -> `[n/k, d]` of their sum.
+
+        When `tokens` are there.
+        """
         self._check_together("a gradient is reduced")
         shard = _collectives.pad(total, dim, self.num_shards)
         codes = {axis: self.reduce_codes.get(axis) for axis in self.shard_axes}
@@ -293,7 +297,13 @@ class Devices:
             hops = [axis for axis in reversed(self.axes) if axis in codes]
             sizes = {axis: self.sizes[axis] for axis in self.shard_axes}
             automatic = self._automatic(name, shard, dim)
+            if not any(
+                automatic
+            ):  # Codes wait, and not what they are made of: [Note: a turn later].
+                return _coded.reduce_scatter(shard, dim, sizes, hops, codes, name, tokens=tokens)
+            shard = not_before(shard, tokens)
             return _coded.reduce_scatter(shard, dim, sizes, hops, codes, name, automatic)
+        shard = not_before(shard, tokens)
         for axes in self._steps(self.shard_axes):
             automatic = self._automatic(name, shard, dim)
             shard = _collectives.reduce_scatter(shard, dim, axes, name, automatic)
