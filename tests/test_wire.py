@@ -290,7 +290,7 @@ def test_copies_over_other_axes_stay_near_their_masters_and_alike():
 
 
 def assert_alike(x):
-    parts = {}
+    parts: dict[str, list[np.ndarray]] = {}
     for shard in x.addressable_shards:
         parts.setdefault(str(shard.index), []).append(np.asarray(shard.data))
     assert all(np.array_equal(part, same[0]) for same in parts.values() for part in same)
