@@ -5,20 +5,16 @@ python experiments/wire/schedule.py --show       # the tables of the last result
 
 Nothing runs. Each way to train is compiled ahead of time, and its schedule is read with the bandwidths of the
 target, but for the network's. *Exposed* is the time of collectives behind which no matrix product runs, if
-products run at their peak. *At once* is with exchanges in the turn that makes the gradients, as a compiler
-leaves them. Prints tables in Markdown, writes <date>-schedule.json.
+products run at their peak. Prints tables in Markdown, writes <date>-schedule.json.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -29,25 +25,18 @@ from experiments.shared import records
 from experiments.shared.gpt import GPT, make_step
 from jzero.preflight._schedule import Schedule, read_schedule
 from jzero.preflight._targets import find_target, read_topology
-from jzero.sharding.run import _prefetch
 
 HOPS = {"local": jnp.int8, "node": jzero.Blocks(jnp.int4, rotate=True)}
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {},
     "gathers in int8": {"gather_dtype": jnp.int8},
-    "gathers in int8, reductions in int8 and int4": {"gather_dtype": jnp.int8, "reduce_dtype": HOPS},
-    "the same, at once": {"gather_dtype": jnp.int8, "reduce_dtype": HOPS, "at_once": True},
+    "gathers in int8, reductions in int8 and int4": {
+        "gather_dtype": jnp.int8,
+        "reduce_dtype": HOPS,
+    },
 }
 GBITS = (12.5, 25, 50, 100, 200, 400)
 AXES = {"node": 2, "local": 8}
-
-
-@contextlib.contextmanager
-def as_it_comes(at_once: bool) -> Iterator[None]:
-    """With exchanges where they were written, if `at_once`."""
-    patched = mock.patch.object(_prefetch, "_late", return_value=[])
-    with patched if at_once else contextlib.nullcontext():
-        yield
 
 
 def compiled(model: GPT, options: dict[str, Any]) -> dict[str, Any]:
@@ -57,11 +46,9 @@ def compiled(model: GPT, options: dict[str, Any]) -> dict[str, Any]:
     tx = jzero.master_weights(optax.adamw(1e-4))
     state = jax.eval_shape(lambda: model.state(tx, lambda shape: jnp.zeros(shape, jnp.bfloat16)))
     tokens = jax.ShapeDtypeStruct((mesh.size, model.context + 1), jnp.int32)
-    chosen = {name: x for name, x in options.items() if name != "at_once"}
-    train_step = jzero.shard_train_step(make_step(model.loss, tx), mesh=mesh, **chosen)
+    train_step = jzero.shard_train_step(make_step(model.loss, tx), mesh=mesh, **options)
     start = time.perf_counter()
-    with as_it_comes(bool(options.get("at_once"))):
-        program = train_step.lower(state, tokens).compile({"xla_gpu_autotune_level": 0})
+    program = train_step.lower(state, tokens).compile({"xla_gpu_autotune_level": 0})
     seconds, text = time.perf_counter() - start, str(program.as_text())
     memory: Any = program.memory_analysis()
     over = {
@@ -127,7 +114,9 @@ def show(result: dict[str, Any]) -> None:
     print("| --- | --- | --- | --- |")
     for name, way in result["ways"].items():
         what = "; ".join(f"{op} {mib}" for op, mib in way["MiB"].items())
-        print(f"| {name} | {way['peak MiB']} | {what} | {way['hidden, of bytes that cross nodes']:.0%} |")
+        print(
+            f"| {name} | {way['peak MiB']} | {what} | {way['hidden, of bytes that cross nodes']:.0%} |"
+        )
     print(f"\n| exposed ms at | {' | '.join(f'{x:g} Gb/s' for x in GBITS)} |")
     print("| --- " * (len(GBITS) + 1) + "|")
     for name, way in result["ways"].items():

@@ -17,7 +17,6 @@ from jzero.sharding.plan._layout import Automatic
 from jzero.sharding.run import _codes
 from jzero.sharding.run._collectives import Axes, gather_scope, part_by_part, row_major
 from jzero.sharding.run._queue import not_before
-from jzero.tracing import _jaxpr
 
 
 def gather(
@@ -68,12 +67,6 @@ def reduce_scatter(
 
     with jax.named_scope(f"jzero.reduce_scatter[{name}]"):
         return part_by_part(collective, automatic)(local)
-
-
-def is_exchange(eqn: _jaxpr.Eqn) -> bool:
-    """Whether it exchanges the rows of a gradient."""
-    scopes = _jaxpr.scopes(eqn) if eqn.primitive.name == "all_to_all" else ()
-    return any(scope.startswith("jzero.reduce_scatter[") for scope in scopes)
 
 
 def all_reduce(local: jax.Array, axis: str, size: int, codes: Blocks, name: str) -> jax.Array:

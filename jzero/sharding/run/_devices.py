@@ -297,9 +297,8 @@ class Devices:
             hops = [axis for axis in reversed(self.axes) if axis in codes]
             sizes = {axis: self.sizes[axis] for axis in self.shard_axes}
             automatic = self._automatic(name, shard, dim)
-            if not any(
-                automatic
-            ):  # Codes wait, and not what they are made of: [Note: a turn later].
+            # Codes wait, and not what they are made of, which is larger.
+            if not any(automatic):
                 return _coded.reduce_scatter(shard, dim, sizes, hops, codes, name, tokens=tokens)
             shard = not_before(shard, tokens)
             return _coded.reduce_scatter(shard, dim, sizes, hops, codes, name, automatic)

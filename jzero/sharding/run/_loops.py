@@ -72,12 +72,9 @@ def run_scan(
     alone = one_pass and not interp.keep_gathered and not interp.devices.divergent
     gathers = alone and any(isinstance(value, ShardValue) for value in stacks)
     fetches = any(_memory_spaces.on_host(value.x) for value in stacks)
-    # In parts, a loop over layers is one to be cut.
-    sums = one_pass and any(interp.devices.reduce_codes.values())
-    behind = sums and not interp.in_parts and not interp.devices.divergent
-    if (gathers or fetches or behind) and scan.length > 1 and scan.unroll == 1:
+    if (gathers or fetches) and scan.length > 1 and scan.unroll == 1:
         queue = interp.devices.queue if gathers else None
-        loop = functools.partial(_prefetch.scan, queue=queue, behind=behind)
+        loop = functools.partial(_prefetch.scan, queue=queue)
     starts = [each.start(interp.devices) for each in carries]
     ends, (ys, kinds) = loop(turn, starts, stacks, length=scan.length, reverse=scan.reverse)
     finished = zip(carries, ends, kinds, strict=True)

@@ -3,14 +3,11 @@
 
 The compiler cannot do this where it matters (docs/facts-compilers.md): it opens a loop's body with all
 of its gathers, and every product of the body waits for them.
-
-[Note: a turn later] It moves reduce-scatters behind the next turn's products by itself, and exchanges of
-codes not. So the codes of a turn's gradients wait in the carry, and the next turn exchanges and sums them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -18,8 +15,8 @@ import jax
 from jax import lax
 
 from jzero.sharding.analysis import _rules
-from jzero.sharding.analysis._frames import split, variables
-from jzero.sharding.run import _coded, _collectives, _memory_spaces
+from jzero.sharding.analysis._frames import split
+from jzero.sharding.run import _collectives, _memory_spaces
 from jzero.sharding.run._queue import PRODUCTS, GatherQueue, not_before
 from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr, _rewrite
@@ -28,7 +25,6 @@ Index = int | jax.Array
 State = tuple[
     Index, Arrays, Arrays, Arrays
 ]  # the turn, the carry, what was made, what was gathered for it
-BehindState = tuple[Index, Arrays, Arrays, Arrays, Arrays]  # and what was handed on
 Carry = TypeVar("Carry")
 Stacks = TypeVar("Stacks")
 Made = TypeVar("Made")
@@ -36,12 +32,11 @@ Made = TypeVar("Made")
 
 def scan(
     body: Callable[[Carry, Stacks], tuple[Carry, Made]], init: Carry, xs: Stacks,
-    queue: GatherQueue | None, *, length: int, reverse: bool, behind: bool = False,
+    queue: GatherQueue | None, *, length: int, reverse: bool,
 ) -> tuple[Carry, Made]:  # fmt: skip
     """`lax.scan`, with as many of each turn's gathers as `queue` allows moved into the turn before.
 
-    And with all copies of its slices from the host to the device: those of one turn are ahead. With `behind`,
-    exchanges of codes come a turn later.
+    And with all copies of its slices from the host to the device: those of one turn are ahead.
 
     It runs like this::
 
@@ -57,10 +52,9 @@ def scan(
     traced = _jaxpr.trace_here(body, init, jax.tree.map(_jaxpr.slice_type, xs))
     arrays, stacks = jax.tree.leaves(init), jax.tree.leaves(xs)
     ahead = _ahead(traced.jaxpr, len(arrays), None if queue is None else queue.limit)
-    late = _late(traced.jaxpr, len(arrays)) if behind else []
-    if ahead or late:
-        loop = _Loop(traced, stacks, len(arrays), length, reverse, ahead, late)
-        carry, made = loop.run_behind(arrays, queue) if late else loop.run(arrays, queue)
+    if ahead:
+        loop = _Loop(traced, stacks, len(arrays), length, reverse, ahead)
+        carry, made = loop.run(arrays, queue)
     else:
         carry, made = _plain(traced, arrays, stacks, length, reverse)
     out: tuple[Carry, Made] = jax.tree.unflatten(traced.out_tree, [*carry, *made])
@@ -84,105 +78,55 @@ def _plain(
 
 
 class _Loop:
-    """A loop whose turns gather and fetch `ahead` for the turn after them, and make what is `late` in it."""
+    """A loop whose turns gather and fetch `ahead` for the turn after them."""
 
     def __init__(
         self, traced: _jaxpr.Traced, xs: Arrays, num_carry: int, length: int, reverse: bool,
-        ahead: list[_jaxpr.Var], late: list[_jaxpr.Var],
+        ahead: list[_jaxpr.Var],
     ):  # fmt: skip
         jaxpr = traced.jaxpr
         self.carried, sliced = split(jaxpr.invars, num_carry)
         self.made = jaxpr.outvars[num_carry:]
-        self.late = [i for i, y in enumerate(self.made) if y in late]
-        self.early = [i for i in range(len(self.made)) if i not in self.late]
         self.known = dict(zip(jaxpr.constvars, traced.consts, strict=True))
         self.stacks = dict(zip(sliced, xs, strict=True))
         self.length, self.reverse, self.ahead = length, reverse, ahead
         self.gathers = _rewrite.excerpt(jaxpr, ahead, effects=False)
-        self.handed = _handed(jaxpr, {*sliced, *jaxpr.constvars}) if late else []
-        made = [self.made[i] for i in self.early]
-        turn = _rewrite.excerpt(jaxpr, [*jaxpr.outvars[:num_carry], *made, *self.handed], ahead)
-        outs = [self.made[i] for i in self.late]
-        finish = _rewrite.excerpt(jaxpr, outs, self.handed, effects=False)
+        turn = _rewrite.excerpt(jaxpr, jaxpr.outvars, ahead)
         # One function for the loop and for its last turn: it is traced and lowered once.
         self.turn = turn._replace(run=jax.jit(turn.run))
-        self.finish = finish._replace(run=jax.jit(finish.run))
 
     def run(self, init: Arrays, queue: GatherQueue | None) -> tuple[Arrays, Arrays]:
         """The final carry, and the stacks of what the turns made."""
-        first, made = self._start(queue)
-
-        def step(state: State, _: None) -> tuple[State, None]:
-            i, carry, made, gathered = state
-            following = self.gathers.run(*self.arguments(self.gathers, i + 1))
-            carry, made = self.one_turn(i, carry, made, gathered)[:2]
-            return (i + 1, carry, made, following), None
-
-        state: State = (0, init, made, self.gathers.run(*first))
-        (_, *last), _ = lax.scan(step, state, None, length=self.length - 1)
-        carry, made = self.one_turn(self.length - 1, *last)[:2]
-        return carry, _settled(made)
-
-    def run_behind(self, init: Arrays, queue: GatherQueue | None) -> tuple[Arrays, Arrays]:
-        """As `run`, with what is late made in the turn after: [Note: a turn later].
-
-        ahead = gathers(xs[0])
-        following, (carry, ys[0], late) = gathers(xs[1]), turn(carry, xs[0], ahead)
-        for i in range(1, length - 1):
-            ahead, ys[i - 1] = gathers(xs[i + 1]), finish(late)
-            carry, ys[i], late = turn(carry, xs[i], ahead)
-        ...
-        """
-        first, made = self._start(queue)
-        gathered = self.gathers.run(*first)
-        following = self.gathers.run(*self.arguments(self.gathers, 1))
-        carry, made, handed = self.one_turn(0, init, made, gathered)
-
-        def step(state: BehindState, _: None) -> tuple[BehindState, None]:
-            i, carry, made, gathered, handed = state
-            following = self.gathers.run(*self.arguments(self.gathers, i + 1))
-            made = self.finished(i - 1, made, handed)
-            carry, made, handed = self.one_turn(i, carry, made, gathered)
-            return (i + 1, carry, made, following, handed), None
-
-        state: BehindState = (1, carry, made, following, handed)
-        state, _ = lax.scan(step, state, None, length=self.length - 2)
-        _, carry, made, gathered, handed = state
-        made = self.finished(self.length - 2, made, handed)
-        carry, made, handed = self.one_turn(self.length - 1, carry, made, gathered)
-        return carry, _settled(self.finished(self.length - 1, made, handed))
-
-    def _start(self, queue: GatherQueue | None) -> tuple[Arrays, Arrays]:
-        """What the first gathers read, when it is their turn, and empty stacks."""
         tokens = [] if queue is None else queue.tokens(_nbytes(self.ahead))
         first = [
             x if _memory_spaces.on_host(x) else not_before(x, tokens)
             for x in self.arguments(self.gathers, 0)
         ]
-        return first, [_memory_spaces.empty_stack(self.length, y.aval) for y in self.made]
+        made = [_memory_spaces.empty_stack(self.length, y.aval) for y in self.made]
+
+        def step(state: State, _: None) -> tuple[State, None]:
+            i, carry, made, gathered = state
+            following = self.gathers.run(*self.arguments(self.gathers, i + 1))
+            return (i + 1, *self.one_turn(i, carry, made, gathered), following), None
+
+        state: State = (0, init, made, self.gathers.run(*first))
+        (_, *last), _ = lax.scan(step, state, None, length=self.length - 1)
+        carry, made = self.one_turn(self.length - 1, *last)
+        return carry, _settled(made)
 
     def one_turn(
         self, i: Index, carry: Arrays, made: Arrays, gathered: Arrays
-    ) -> tuple[Arrays, Arrays, Arrays]:
-        """After turn `i`: carry, stacks `[turns, n, d]` in which its `[n, d]` are, and what it hands on."""
+    ) -> tuple[Arrays, Arrays]:
+        """Carry and stacks `[turns, n, d]` after turn `i`, which writes its `[n, d]` there."""
         names = [*self.carried, *self.ahead]
         values = dict(zip(names, [*carry, *gathered], strict=True))
         outs = self.turn.run(*self.arguments(self.turn, i, values))
-        carry, ys, handed = split(outs, len(carry), len(self.early))
-        return carry, self.written(made, self.early, ys, i), handed
-
-    def finished(self, i: Index, made: Arrays, handed: Arrays) -> Arrays:
-        """Stacks with what turn `i` has left to the turn after it."""
-        values = dict(zip(self.handed, handed, strict=True))
-        ys = self.finish.run(*self.arguments(self.finish, i, values))
-        return self.written(made, self.late, ys, i)
-
-    def written(self, made: Arrays, places: Sequence[int], ys: Arrays, i: Index) -> Arrays:
-        """Stacks `[turns, n, d]`, of which those at `places` have turn `i`'s `[n, d]`."""
-        at, new = self.position(i), list(made)
-        for place, y in zip(places, ys, strict=True):
-            new[place] = lax.dynamic_update_index_in_dim(made[place], y, at, 0)
-        return new
+        carry, ys = split(outs, len(carry))
+        at = self.position(i)
+        return carry, [
+            lax.dynamic_update_index_in_dim(stack, y, at, 0)
+            for stack, y in zip(made, ys, strict=True)
+        ]
 
     def arguments(
         self,
@@ -201,36 +145,6 @@ class _Loop:
     def position(self, i: Index) -> Index:
         """Where in the stacks turn `i` reads and writes."""
         return self.length - 1 - i if self.reverse else i
-
-
-def _late(jaxpr: _jaxpr.Jaxpr, num_carry: int) -> list[_jaxpr.Var]:
-    """What is made of exchanges of codes, and may come a turn later: nothing if the next turn reads some."""
-    late = _after_exchanges(jaxpr)
-    carried, made = split(jaxpr.outvars, num_carry)
-    acts = any(
-        _jaxpr.has_side_effects(eqn) for eqn in jaxpr.eqns if not late.isdisjoint(eqn.outvars)
-    )
-    if acts or not late.isdisjoint(variables(carried)):
-        return []
-    return [y for y in variables(made) if y in late]
-
-
-def _handed(jaxpr: _jaxpr.Jaxpr, known: Collection[_jaxpr.Var]) -> list[_jaxpr.Var]:
-    """What a turn has made of which the next one makes what is late: codes, before their exchange."""
-    after, read = _after_exchanges(jaxpr), dict[_jaxpr.Var, None]()
-    for eqn in jaxpr.eqns:
-        if not after.isdisjoint(eqn.outvars):
-            read |= dict.fromkeys(variables(eqn.invars))
-    return [var for var in read if var not in after and var not in known]
-
-
-def _after_exchanges(jaxpr: _jaxpr.Jaxpr) -> set[_jaxpr.Var]:
-    """What follows from exchanges of codes."""
-    after: set[_jaxpr.Var] = set()
-    for eqn in jaxpr.eqns:
-        if _coded.is_exchange(eqn) or not after.isdisjoint(variables(eqn.invars)):
-            after.update(eqn.outvars)
-    return after
 
 
 def _settled(made: Arrays) -> Arrays:
