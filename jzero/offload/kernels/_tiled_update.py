@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,14 +40,20 @@ class TiledUpdate(HostUpdate):
 
     def __init__(
         self, update: Update, state: HostMemory, inputs: HostMemory, tile_bytes: int, *,
-        resident: Sequence[int] = (), names: Sequence[str] | None = None, threads: int | None = None,
-        chunk_bytes: int = 2**26,
+        resident: Sequence[int] = (), lone: Mapping[int, int] | None = None,
+        names: Sequence[str] | None = None, threads: int | None = None, chunk_bytes: int = 2**26,
     ):  # fmt: skip
         """Traces and compiles as `HostUpdate`, and cuts the state into tiles of up to `tile_bytes`.
 
         But for leaves that are `resident`, by index. Nothing may be `untiled` of it.
+
+        Args, beside those of `HostUpdate`:
+          tile_bytes: of a tile, at most.
+          resident: which leaves are in memory.
+          lone: which leaves are also read without the rest of their tiles, by index, and of how many slices
+            along dim 0 of a device's shard; 1 for a leaf that is read whole.
         """
-        self._resident = tuple(resident)
+        self._resident, self._lone = tuple(resident), dict(lone or {})
         super().__init__(
             update, state, inputs, names=names, threads=threads, chunk_bytes=chunk_bytes
         )

@@ -89,6 +89,33 @@ class NVMeArray(AwayArray):
         """
         return self.parts_by(self.store.files.read)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of a buffer for `read_range`.
+
+        Raises:
+          StateError: a step has consumed it.
+        """
+        return self.store.buffer_bytes(self._name)
+
+    def read_range(
+        self, out: np.ndarray, file: int, start: int, buffer: np.ndarray | None = None
+    ) -> None:
+        """Reads some bytes of one device's part, in C order, padding included; by any thread.
+
+        Args:
+          out: uint8[n], writable: what bytes `start` to `start + n` of the part go to.
+          file: whose part, by its place in `home.devices`.
+          start: the first byte.
+          buffer: uint8[m] that starts on a page of 4096 bytes, m at least `buffer_bytes`, of this call alone
+            while it lasts; memory of its own by default.
+
+        Raises:
+          StateError: a step has consumed it, or the disk fails, or has not what was written.
+        """
+        store = self.store
+        store.read_range(out, file, self._name, start, store.files.read, buffer)
+
     def parts_by(self, read: TileReader) -> Parts:
         """The same, read by whoever has pinned this step."""
         store, boxes = self.store, self.home.boxes()
@@ -117,7 +144,9 @@ class NVMePart:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Reads it."""
         values = np.empty(self.shape, self.dtype)
-        self._store.read_into(values.reshape(-1).view(np.uint8), self._file, self._name, self._read)
+        out = values.reshape(-1).view(np.uint8)
+        if len(out):
+            self._store.read_range(out, self._file, self._name, 0, self._read)
         return values if dtype is None else values.astype(dtype, copy=False)
 
 

@@ -40,6 +40,7 @@ class StoreSpec:
       counters: the leaves that say of which step a state is, by index.
       counter_paths: the same, for messages.
       mesh: whose devices the states are of.
+      frozen: what is where in a second file of each device, of leaves that no step changes.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class StoreSpec:
     counters: tuple[int, ...]
     counter_paths: tuple[str, ...]
     mesh: Any
+    frozen: TileLayout = TileLayout(())
 
     @functools.cached_property
     def ring(self) -> TileRing:
@@ -92,13 +94,33 @@ class NVMeStore:
         self.files.begin(step)
         return step
 
-    def read_into(self, out: np.ndarray, file: int, name: str, read: TileReader) -> None:
-        """Reads a device's part of a leaf, as bytes, a tile at a time."""
-        layout, buffer = self.spec.layout, pages(self.spec.layout.most_bytes)
-        for tile, i in layout.of_leaf(name):
+    def buffer_bytes(self, name: str) -> int:
+        """Of the buffer that reads of a leaf go through."""
+        layout = self.spec.layout
+        return max((layout.nbytes(tile) for tile, _ in layout.of_leaf(name)), default=0)
+
+    def read_range(
+        self, out: np.ndarray, file: int, name: str, start: int, read: TileReader,
+        buffer: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Reads bytes `start` to `start + len(out)` of a device's part of a leaf; by any thread.
+
+        Args:
+          out: uint8[n], writable.
+          file: whose part, by its place among the devices of this process.
+          name: the leaf's.
+          start: its first byte.
+          read: reads a tile.
+          buffer: uint8[m], on a page, m at least `buffer_bytes(name)`; made by default.
+        """
+        layout, stop = self.spec.layout, start + len(out)
+        buffer = pages(self.buffer_bytes(name)) if buffer is None else buffer
+        for tile, i in layout.of_leaf(name, start, stop):
             extent = layout.tiles[tile][i]
             read(TileAt(file, tile), buffer)
-            out[extent.start : extent.start + extent.nbytes] = layout.views(tile, buffer)[i]
+            first, last = max(start, extent.start), min(stop, extent.start + extent.nbytes)
+            found = layout.views(tile, buffer)[i]
+            out[first - start : last - start] = found[first - extent.start : last - extent.start]
 
 
 def counter_in(step: int) -> int:
