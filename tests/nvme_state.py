@@ -13,14 +13,19 @@ import numpy as np
 
 import faults
 from faults._library import armed
-from jzero.offload.nvme._aligned import TileRing
+from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
-from jzero.offload.nvme._layout import TileLayout
+from jzero.offload.nvme._layout import PAGE, TileLayout
 from jzero.offload.nvme._sweep import sweep
 
 WHO = "jzero.NVMe"
-NUM_TILES, PART = 5, 3000  # Two parts of so many bytes are a tile, of two pages.
-LAYOUT = TileLayout.of([[(x, i * PART, PART) for x in ("m", "v")] for i in range(NUM_TILES)])
+NUM_TILES, PART = (
+    5,
+    3000,
+)  # Two parts of so many bytes are a tile, of two pages; the second one is lone.
+LAYOUT = TileLayout.of(
+    [[(x, i * PART, PART, x == "v") for x in ("m", "v")] for i in range(NUM_TILES)]
+)
 SPECS = {
     f"device-{k}.tiles": FileSpec(LAYOUT, {"mesh": {"data": 2}, "device": k}) for k in range(2)
 }
@@ -68,7 +73,7 @@ def train(files: TileFiles, ring: TileRing | None = None) -> None:
 
 
 def check(files: TileFiles, step: int | None = None) -> None:
-    """That every tile is of the committed step, in every word."""
+    """That every tile is of the committed step, in every word; and so is what is read without its tile."""
     step = files.step if step is None else step
     assert files.step == step is not None
     with sweep(files.tiles(), new_ring(), files.read) as visits:
@@ -79,6 +84,10 @@ def check(files: TileFiles, step: int | None = None) -> None:
             words = visit.buffer[:size].view(np.int64)
             assert (words == value(step, visit.at)).all(), (step, visit.at, set(words.tolist()))
     assert seen == NUM_TILES * len(SPECS)
+    page = pages(PAGE)
+    for at in files.tiles():
+        files.read_lone(at, 1, page)
+        assert (page.view(np.int64) == value(step, at)).all(), (step, at)
 
 
 @contextlib.contextmanager

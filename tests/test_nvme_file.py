@@ -1,6 +1,7 @@
 """Files of tiles: what is written is read again, and what is not as it was is named, and not overwritten."""
 
 import fcntl
+import itertools
 import json
 import multiprocessing
 import os
@@ -127,6 +128,12 @@ def test_layout():
     assert layout.of_leaf("m", 4999, 5001) == [(0, 1), (1, 0)]
     assert layout.of_leaf("m", 5001) == []
     assert layout.of_leaf("other") == []
+    lone = TileLayout.of([[("w", 0, 100), ("m", 0, 5000, True), ("v", 0, 9, True), ("x", 0, 9)]])
+    assert [x.offset for x in lone.tiles[0]] == [0, PAGE, 3 * PAGE, 4 * PAGE]
+    ends = [0, PAGE, 3 * PAGE, 4 * PAGE, 5 * PAGE]
+    assert lone.checked == [[*itertools.pairwise(ends)]]
+    assert [lone.checksum_of(0, i) for i in (1, 2)] == [1, 2]
+    assert lone.first_checksums == [0, 4]
 
 
 def test_what_it_costs(tmp_path):
@@ -265,13 +272,17 @@ def test_another_programs_file(left):
     assert path_of(left).read_bytes() == bytes(100 * PAGE)
 
 
-def test_another_version(left):
+@pytest.mark.parametrize("version", [1, 7])
+def test_another_version(version, left):
     raw = path_of(left).read_bytes()[:PAGE].rstrip(b"\0")
     _, _, text = raw.partition(b"\n")
-    text = text.replace(b'"version": 1', b'"version": 7')
+    text = text.replace(b'"version": 2', b'"version": %d' % version)
     with path_of(left).open("r+b") as file:
         file.write(b"jzero tiles %08x\n%s" % (zlib.crc32(text), text))
-    refused(left, "has version 7 of the format. This version of jzero reads and writes version 1")
+    refused(
+        left,
+        f"has version {version} of the format. This version of jzero reads and writes version 2",
+    )
 
 
 def test_a_damaged_description(left):
@@ -294,7 +305,8 @@ def test_damaged_tiles(byte, file, left):
     at = 5 * PAGE + (5 + 3) * 2 * PAGE  # Tile 3 of slot 1.
     flip(path_of(left, file), at + byte, 5)
     with reopen(left) as files:
-        text = f"{file} has a damaged tile 3, bytes {at} to {at + 2 * PAGE}: its checksum is"
+        page = at + byte // PAGE * PAGE  # The lone extent has a checksum of its own.
+        text = f"{file} has a damaged tile 3, bytes {page} to {page + PAGE}: its checksum is"
         with pytest.raises(jzero.StateError, match=text):
             check(files)
         with pytest.raises(jzero.StateError, match=text):
@@ -303,6 +315,36 @@ def test_damaged_tiles(byte, file, left):
         assert files.step == 1
     with reopen(left) as files:
         assert files.steps == (1,)
+
+
+@pytest.mark.parametrize("byte", [0, 2999, PAGE - 1])
+def test_a_damaged_lone_extent(byte, left):
+    """Is found when it is read alone, to its last page's end; what is around it can be damaged, too."""
+    at = 5 * PAGE + (5 + 3) * 2 * PAGE + PAGE
+    buffer = pages(PAGE)
+    flip(path_of(left), at + byte, 3)
+    text = f"{FIRST} has damaged bytes of v in tile 3, bytes {at} to {at + PAGE}: its checksum is"
+    with reopen(left) as files:
+        for read in (files.read_lone, files.pin().read_lone):
+            with pytest.raises(jzero.StateError, match=text):
+                read(TileAt(0, 3), 1, buffer)
+            read(TileAt(0, 2), 1, buffer)
+    flip(path_of(left), at + byte, 3)
+    flip(path_of(left), at - 1, 3)
+    with reopen(left) as files:
+        files.read_lone(TileAt(0, 3), 1, buffer)
+        assert (buffer.view(np.int64) == nvme_state.value(1, TileAt(0, 3))).all()
+        with pytest.raises(jzero.StateError, match="has a damaged tile 3"):
+            files.read(TileAt(0, 3), new_ring().buffers[0])
+
+
+def test_a_lone_extent_that_cannot_be_read(left):
+    with reopen(left) as files:
+        os.truncate(path_of(left), 20 * PAGE)
+        with pytest.raises(
+            jzero.StateError, match=r"v in tile 3 needs bytes \d+ to \d+: it was cut"
+        ):
+            files.read_lone(TileAt(0, 3), 1, pages(PAGE))
 
 
 def test_another_state(left):
@@ -643,6 +685,6 @@ def test_the_format_is_what_it_is(left):
     first, _, text = path_of(left).read_bytes()[:PAGE].rstrip(b"\0").partition(b"\n")
     assert first == b"jzero tiles %08x" % zlib.crc32(text)
     assert json.loads(text) == {
-        "generation": 4, "state": "complete", "slot": 0, "step": 0, "version": 1, "slots": 2, "num_tiles": 5,
+        "generation": 4, "state": "complete", "slot": 0, "step": 0, "version": 2, "slots": 2, "num_tiles": 5,
         "size": 25 * PAGE, **{k: json.loads(text)[k] for k in ("table_crc", "about_bytes", "about_crc")},
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from jzero.offload.kernels._loops import KernelLoops, Loop, share
 from jzero.offload.kernels._roads import KERNEL, XLA, RoadFinder, groups, traced_flat
 from jzero.offload.kernels._tiles import Span, Tile, Together
 from jzero.offload.memory._addresses import HostMemory, address
-from jzero.offload.nvme._layout import TileLayout
 from jzero.tracing import _jaxpr, _rewrite
 
 Update = Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[HostMemory, HostMemory]]
@@ -58,11 +58,12 @@ class TiledUpdate(HostUpdate):
             update, state, inputs, names=names, threads=threads, chunk_bytes=chunk_bytes
         )
         self._members = [
-            (chunk, loop.kernel, size, slots)
+            (self._chunk_of(slots, chunk), loop.kernel, size, slots)
             for chunk, loops in enumerate(self._chunks)
             for loop in loops
             for size, slots in zip(loop.sizes, loop.slots, strict=True)
         ]
+        self._members.sort(key=lambda member: member[0])
         found = [self._together(slots, size, chunk) for chunk, _, size, slots in self._members]
         moved = {*self._resident, *(leaf for each in found for leaf in each.leaves)}
         # What nobody reads or changes is carried along.
@@ -74,15 +75,12 @@ class TiledUpdate(HostUpdate):
         tiles = sorted(_tiles.cut(found, tile_bytes), key=lambda tile: not _reads(tile, found))
         self.tiles: tuple[Tile, ...] = tuple(tiles)
         self._found = found
-        self.layout = TileLayout.of(
-            [
-                (self._names[leaf], span.first * itemsize, span.num * itemsize)
-                for span, leaf, itemsize in self._ranges(tile)
-            ]
-            for tile in tiles
-            if _reads(tile, found)
-        )
-        self._tile_loops = [self._loops_of_tile(tile) for tile in tiles]
+        in_files = [tile for tile in tiles if _reads(tile, found)]
+        self.layout = _tiles.laid_out(in_files, found, self._names)
+        self._rows = [_tiles.rows(tile) for tile in tiles]
+        self._tile_loops = [
+            self._loops_of_tile(*pair) for pair in zip(tiles, self._rows, strict=True)
+        ]
         self._to: Sequence[HostMemory] = ()
 
     @property
@@ -120,14 +118,17 @@ class TiledUpdate(HostUpdate):
         """Updates what is in `memory` in its place, and makes what of outputs follows from it."""
         prepared = self._prepared
         assert prepared is not None, "prepare_tiles() comes first"
-        row = prepared.addresses[shard].copy()
+        rows = self._rows[tile]
+        at = np.tile(prepared.addresses[shard], (1 + max(rows.values()), 1))
         if memory is not None:
-            ranges = zip(self._ranges(self.tiles[tile]), self.layout.tiles[tile], strict=True)
-            for (span, leaf, itemsize), extent in ranges:
+            ranges = _tiles.ranges(self.tiles[tile], self._found)
+            extents = self.layout.tiles[tile]
+            for (span, leaf, itemsize), extent in zip(ranges, extents, strict=True):
                 # Where the leaf's first element would be: kernels count from there.
-                row[leaf] = address(memory) + extent.offset - span.first * itemsize
+                start = address(memory) + extent.offset
+                at[rows[span], leaf] = start - span.first * itemsize
         loops = self._tile_loops[tile]
-        self._calls = calls = loops.start(row, (prepared, self._to, memory))
+        self._calls = calls = loops.start(at, (prepared, self._to, memory))
         try:
             self._running = True
             share(calls, self._drive, self._pool, min(self._threads, loops.num_blocks) - 1)
@@ -143,22 +144,26 @@ class TiledUpdate(HostUpdate):
     def _together(self, slots: Sequence[int], size: int, chunk: int) -> Together:
         mine = (slot for slot in slots if slot < len(self._state) and slot not in self._resident)
         leaves = tuple(dict.fromkeys(mine))
-        return Together(leaves, tuple(self._state[i].dtype.itemsize for i in leaves), size, chunk)
+        itemsizes = tuple(self._state[i].dtype.itemsize for i in leaves)
+        lone = self._lone.keys() & set(leaves)
+        num_slices = math.lcm(*(self._lone[i] for i in lone))
+        return Together(leaves, itemsizes, size, chunk, frozenset(lone), num_slices)
 
-    def _ranges(self, tile: Tile) -> list[tuple[Span, int, int]]:
-        """Of each leaf in a tile: the range, which leaf, bytes of an element; in the order of `layout`."""
-        return [
-            (span, leaf, itemsize)
-            for span in tile.spans
-            for leaf, itemsize in zip(*self._found[span.together][:2], strict=True)
-        ]
+    def _chunk_of(self, slots: Sequence[int], chunk: int) -> int:
+        """Its chunk, for what makes outputs; the last one, in which nobody waits, for the rest.
 
-    def _loops_of_tile(self, tile: Tile) -> KernelLoops:
+        So tiles of all of that may be ordered as they are read.
+        """
+        makes = any(slot >= self._num_operands + self._num_made for slot in slots)
+        return chunk if makes else len(self._chunks)
+
+    def _loops_of_tile(self, tile: Tile, rows: Mapping[Span, int]) -> KernelLoops:
         by_kernel: dict[int, list[tuple[int, Sequence[int], int]]] = {}
-        for which, first, count in tile.spans:
-            if which < len(self._members):
-                _, kernel, _, slots = self._members[which]
-                by_kernel.setdefault(kernel, []).append((count, slots, first))
+        for span in tile.spans:
+            if span.together < len(self._members):
+                _, kernel, _, slots = self._members[span.together]
+                there = [rows[span] * self._num_slots + slot for slot in slots]
+                by_kernel.setdefault(kernel, []).append((span.num, there, span.first))
         loops = [Loop(kernel, *zip(*rows, strict=True)) for kernel, rows in by_kernel.items()]
         return KernelLoops([loops], 1, self._num_slots)
 

@@ -87,7 +87,7 @@ class NVMeArray(AwayArray):
         Raises:
           StateError: a step has consumed it.
         """
-        return self.parts_by(self.store.files.read)
+        return self.parts_by(self.store.files)
 
     @property
     def buffer_bytes(self) -> int:
@@ -114,13 +114,13 @@ class NVMeArray(AwayArray):
           StateError: a step has consumed it, or the disk fails, or has not what was written.
         """
         store = self.store
-        store.read_range(out, file, self._name, start, store.files.read, buffer)
+        store.read_range(out, file, self._name, start, store.files, buffer)
 
-    def parts_by(self, read: TileReader) -> Parts:
+    def parts_by(self, reader: TileReader) -> Parts:
         """The same, read by whoever has pinned this step."""
         store, boxes = self.store, self.home.boxes()
         found = {
-            box: NVMePart(store, file, self._name, tuple(sizes_of(box)), self.dtype, read)
+            box: NVMePart(store, file, self._name, tuple(sizes_of(box)), self.dtype, reader)
             for file, box in reversed([*enumerate(boxes)])
         }
         return [(box, found[box]) for box in dict.fromkeys(boxes)]
@@ -136,9 +136,9 @@ class NVMePart:
 
     def __init__(
         self, store: NVMeStore, file: int, name: str, shape: tuple[int, ...], dtype: np.dtype,
-        read: TileReader,
+        reader: TileReader,
     ):  # fmt: skip
-        self._store, self._file, self._name, self._read = store, file, name, read
+        self._store, self._file, self._name, self._reader = store, file, name, reader
         self.shape, self.dtype = shape, dtype
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -146,7 +146,7 @@ class NVMePart:
         values = np.empty(self.shape, self.dtype)
         out = values.reshape(-1).view(np.uint8)
         if len(out):
-            self._store.read_range(out, self._file, self._name, 0, self._read)
+            self._store.read_range(out, self._file, self._name, 0, self._reader)
         return values if dtype is None else values.astype(dtype, copy=False)
 
 

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -16,14 +16,23 @@ import numpy as np
 from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._file import FileSpec
 from jzero.offload.nvme._files import TileAt, TileFiles
-from jzero.offload.nvme._layout import TileLayout
+from jzero.offload.nvme._layout import PAGE, TileLayout
 
-TileReader: TypeAlias = Callable[[TileAt, np.ndarray], None]
 WHO = "jzero.NVMe"
 # Buffers are one call's at a time.
 BUFFERS = threading.RLock()
 # The number of a step on the disk: how often the files were written, and the counter of the state.
 _COUNTER = 32
+
+
+class TileReader(Protocol):
+    """Files, or a pin on one step of them; both may be used by any thread."""
+
+    def read(self, at: TileAt, buffer: np.ndarray) -> None:
+        """Reads a tile into a buffer."""
+
+    def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
+        """Reads the pages of a tile's extent `i`, which is lone, into a buffer."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,30 +106,49 @@ class NVMeStore:
     def buffer_bytes(self, name: str) -> int:
         """Of the buffer that reads of a leaf go through."""
         layout = self.spec.layout
-        return max((layout.nbytes(tile) for tile, _ in layout.of_leaf(name)), default=0)
+        return max((_read_bytes(layout, *place) for place in layout.of_leaf(name)), default=0)
 
     def read_range(
-        self, out: np.ndarray, file: int, name: str, start: int, read: TileReader,
+        self, out: np.ndarray, file: int, name: str, start: int, reader: TileReader,
         buffer: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Reads bytes `start` to `start + len(out)` of a device's part of a leaf; by any thread.
 
         Args:
-          out: uint8[n], writable.
+          out: uint8[n], writable. What are whole pages there and in the file is read without a copy.
           file: whose part, by its place among the devices of this process.
           name: the leaf's.
           start: its first byte.
-          read: reads a tile.
-          buffer: uint8[m], on a page, m at least `buffer_bytes(name)`; made by default.
+          reader: of the step.
+          buffer: uint8[m], on a page, m at least `buffer_bytes(name)`; made by default, if one is needed.
         """
         layout, stop = self.spec.layout, start + len(out)
-        buffer = pages(self.buffer_bytes(name)) if buffer is None else buffer
         for tile, i in layout.of_leaf(name, start, stop):
-            extent = layout.tiles[tile][i]
-            read(TileAt(file, tile), buffer)
+            extent, at = layout.tiles[tile][i], TileAt(file, tile)
             first, last = max(start, extent.start), min(stop, extent.start + extent.nbytes)
-            found = layout.views(tile, buffer)[i]
-            out[first - start : last - start] = found[first - extent.start : last - extent.start]
+            there = out[first - start : last - start]
+            if len(there) == extent.nbytes and extent.lone and _is_whole_pages(there):
+                reader.read_lone(at, i, there)
+                continue
+            if buffer is None:
+                buffer = pages(self.buffer_bytes(name))
+            if extent.lone:
+                reader.read_lone(at, i, buffer)
+                found = buffer
+            else:
+                reader.read(at, buffer)
+                found = layout.views(tile, buffer)[i]
+            there[:] = found[first - extent.start : last - extent.start]
+
+
+def _read_bytes(layout: TileLayout, tile: int, i: int) -> int:
+    """What is read to read an extent."""
+    start, stop = layout.tiles[tile][i].pages
+    return stop - start if layout.tiles[tile][i].lone else layout.nbytes(tile)
+
+
+def _is_whole_pages(memory: np.ndarray) -> bool:
+    return memory.ctypes.data % PAGE == 0 and len(memory) % PAGE == 0
 
 
 def counter_in(step: int) -> int:

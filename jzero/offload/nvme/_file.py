@@ -15,7 +15,7 @@ from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._checksum import checksum
 from jzero.offload.nvme._direct import BLOCK, DirectFile
 from jzero.offload.nvme._header import COMPLETE, EMPTY, WRITING, Header, Places, shown
-from jzero.offload.nvme._layout import PAGE, TileLayout
+from jzero.offload.nvme._layout import PAGE, TileLayout, whole_pages
 
 NOT_OVERWRITTEN = "Nothing was overwritten."
 _RESTORE = "Restore the last checkpoint into a new path, without resume=True."
@@ -53,11 +53,12 @@ class TileFile:
         self._who, self.file, self.layout = who, file, spec.layout
         self._about, self._slots = spec.about(), 1 if in_place else 2
         self._tile_bytes = [spec.layout.nbytes(tile) for tile in range(spec.layout.num_tiles)]
-        self._places = Places.of(len(self._about), self._tile_bytes, self._slots)
+        num = spec.layout.first_checksums[-1]
+        self._places = Places.of(len(self._about), self._tile_bytes, num, self._slots)
         self._page = pages(PAGE)
         self._generation = 0
         self._target = -1  # The slot that is being written.
-        self._tables = [np.zeros(len(self._tile_bytes), np.uint32) for _ in range(self._slots)]
+        self._tables = [np.zeros(num, np.uint32) for _ in range(self._slots)]
         self._written = np.zeros(len(self._tile_bytes), bool)
         self._crcs: dict[int, int] = {}
         self.steps: dict[int, int] = {}
@@ -81,7 +82,7 @@ class TileFile:
         later one; the first slot, when the first step is written.
         """
         self.file.resize(self.size)
-        about = pages(_header.whole_pages(len(self._about)))
+        about = pages(whole_pages(len(self._about)))
         about[: len(self._about)] = np.frombuffer(self._about, np.uint8)
         self.file.write(about, 2 * PAGE, "its description")
         if self._slots == 2:
@@ -130,7 +131,7 @@ class TileFile:
         self._crcs = {x.slot: x.table_crc for x in found if x.state == COMPLETE}
 
     def _check_about(self, header: Header) -> None:
-        about = pages(_header.whole_pages(max(header.about_bytes, 1)))
+        about = pages(whole_pages(max(header.about_bytes, 1)))
         self.file.read(about, 2 * PAGE, "its description")
         raw = about[: header.about_bytes].tobytes()
         if zlib.crc32(raw) != header.about_crc:
@@ -184,13 +185,31 @@ class TileFile:
         Raises:
           StateError: it cannot be read, or is not what was written.
         """
-        tile_buffer = buffer[: self._tile_bytes[tile]]
-        self.file.read(tile_buffer, self._places.tiles[slot][tile], f"tile {tile}")
-        found, expected = checksum(tile_buffer), int(self._tables[slot][tile])
+        at = self._places.tiles[slot][tile]
+        self.file.read(buffer[: self._tile_bytes[tile]], at, f"tile {tile}")
+        first = self.layout.first_checksums[tile]
+        for number, (start, stop) in enumerate(self.layout.checked[tile], first):
+            self._check(slot, number, f"a damaged tile {tile}", at + start, buffer[start:stop])
+
+    def read_lone(self, slot: int, tile: int, i: int, buffer: np.ndarray) -> None:
+        """Reads the pages of a tile's extent `i`, which is lone, into a buffer.
+
+        Raises:
+          StateError: they cannot be read, or are not what was written.
+        """
+        extent = self.layout.tiles[tile][i]
+        start, stop = extent.pages
+        at, part = self._places.tiles[slot][tile] + start, buffer[: stop - start]
+        self.file.read(part, at, f"{extent.leaf} in tile {tile}")
+        number = self.layout.checksum_of(tile, i)
+        self._check(slot, number, f"damaged bytes of {extent.leaf} in tile {tile}", at, part)
+
+    def _check(self, slot: int, number: int, what: str, at: int, part: np.ndarray) -> None:
+        """Compares what was read to a checksum."""
+        found, expected = checksum(part), int(self._tables[slot][number])
         if found != expected:
-            at = self._places.tiles[slot][tile]
             raise self._damaged(
-                f"has a damaged tile {tile}, bytes {at} to {at + len(tile_buffer)}",
+                f"has {what}, bytes {at} to {at + len(part)}",
                 f"its checksum is {found:08x}, and {expected:08x} was written",
             )
 
@@ -201,7 +220,9 @@ class TileFile:
           StateError: it cannot be written.
         """
         tile_buffer = buffer[: self._tile_bytes[tile]]
-        self._tables[self._target][tile] = checksum(tile_buffer)
+        first = self.layout.first_checksums[tile]
+        for number, (start, stop) in enumerate(self.layout.checked[tile], first):
+            self._tables[self._target][number] = checksum(buffer[start:stop])
         self.file.write(tile_buffer, self._places.tiles[self._target][tile], f"tile {tile}")
         self._written[tile] = True
 

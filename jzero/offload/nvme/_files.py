@@ -47,7 +47,7 @@ class TileFiles:
                 update(visit.buffer)
         files.commit(step)                  # or files.abort(), after any error
 
-    `read`, `read_written` and `write` may be called by any thread, the rest by one at a time.
+    `read`, `read_lone`, `read_written` and `write` may be called by any thread, the rest by one at a time.
 
     Attributes:
       layouts: of each file, what lies where in its tiles.
@@ -271,6 +271,16 @@ class TileFiles:
         assert self.step is not None, "read, before a step was committed"
         self._files[at.file].read(self._slots[at.file], at.tile, buffer)
 
+    def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
+        """Reads the pages of a tile's extent `i`, which is lone, of the committed step, into a buffer.
+
+        Raises:
+          StateError: as of `read`.
+        """
+        self._check()
+        assert self.step is not None, "read, before a step was committed"
+        self._files[at.file].read_lone(self._slots[at.file], at.tile, i, buffer)
+
     def read_written(self, at: TileAt, buffer: np.ndarray) -> None:
         """Reads a tile that was written since `begin`.
 
@@ -338,6 +348,16 @@ class Pin:
         assert self in self._pins, "read, after the pin was released"
         file, slot = self._slots[at.file]
         file.read(slot, at.tile, buffer)
+
+    def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
+        """Reads the pages of a tile's extent `i`, which is lone, of the step, into a buffer.
+
+        Raises:
+          StateError: as of `read`.
+        """
+        assert self in self._pins, "read, after the pin was released"
+        file, slot = self._slots[at.file]
+        file.read_lone(slot, at.tile, i, buffer)
 
     def release(self) -> None:
         """Lets steps write over it; again, does nothing."""

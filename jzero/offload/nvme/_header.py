@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jzero.offload.nvme._layout import PAGE
+from jzero.offload.nvme._layout import PAGE, whole_pages
 
-VERSION = 1
+VERSION = 2  # 2: lone extents, frozen files
 EMPTY, WRITING, COMPLETE = "empty", "writing", "complete"
 _MAGIC = "jzero tiles"
 
@@ -95,7 +95,7 @@ class Places(NamedTuple):
     """Where everything is in a file: bytes from its start, in whole pages.
 
     Attributes:
-      table: of the checksums of each slot, uint32[num_tiles].
+      table: of the checksums of each slot, uint32[n].
       tiles: of each slot, where each tile starts.
       size: of the file.
     """
@@ -105,11 +105,11 @@ class Places(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, about_bytes: int, tile_bytes: list[int], slots: int) -> Places:
+    def of(cls, about_bytes: int, tile_bytes: list[int], num_checksums: int, slots: int) -> Places:
         """Of a file with tiles of so many bytes."""
         at = 2 * PAGE + whole_pages(about_bytes)
-        table = tuple(at + k * table_bytes(len(tile_bytes)) for k in range(slots))
-        at += slots * table_bytes(len(tile_bytes))
+        table = tuple(at + k * table_bytes(num_checksums) for k in range(slots))
+        at += slots * table_bytes(num_checksums)
         tiles = []
         for _ in range(slots):
             starts = at + np.cumsum([0, *tile_bytes])
@@ -118,11 +118,6 @@ class Places(NamedTuple):
         return cls(table, tuple(tiles), at)
 
 
-def whole_pages(nbytes: int) -> int:
-    """Rounded up to whole pages."""
-    return -(-nbytes // PAGE) * PAGE
-
-
-def table_bytes(num_tiles: int) -> int:
+def table_bytes(num_checksums: int) -> int:
     """Bytes of a slot's table of checksums on the disk."""
-    return whole_pages(4 * num_tiles)
+    return whole_pages(4 * num_checksums)
