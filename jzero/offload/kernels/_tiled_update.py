@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from jzero.offload.kernels._loops import KernelLoops, Loop, share
 from jzero.offload.kernels._roads import KERNEL, XLA, RoadFinder, groups, traced_flat
 from jzero.offload.kernels._tiles import Span, Tile, Together
 from jzero.offload.memory._addresses import HostMemory, address
+from jzero.offload.nvme._layout import TileLayout
 from jzero.tracing import _jaxpr, _rewrite
 
 Update = Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[HostMemory, HostMemory]]
@@ -54,6 +56,7 @@ class TiledUpdate(HostUpdate):
             along dim 0 of a device's shard; 1 for a leaf that is read whole.
         """
         self._resident, self._lone = tuple(resident), dict(lone or {})
+        self._tile_bytes = tile_bytes
         super().__init__(
             update, state, inputs, names=names, threads=threads, chunk_bytes=chunk_bytes
         )
@@ -66,12 +69,7 @@ class TiledUpdate(HostUpdate):
         self._members.sort(key=lambda member: member[0])
         found = [self._together(slots, size, chunk) for chunk, _, size, slots in self._members]
         moved = {*self._resident, *(leaf for each in found for leaf in each.leaves)}
-        # What nobody reads or changes is carried along.
-        found += [
-            self._together([i], aval.size, len(self._chunks))
-            for i, aval in enumerate(self._state)
-            if i not in moved
-        ]
+        self._frozen = [i for i in range(len(self._state)) if i not in moved]
         tiles = sorted(_tiles.cut(found, tile_bytes), key=lambda tile: not _reads(tile, found))
         self.tiles: tuple[Tile, ...] = tuple(tiles)
         self._found = found
@@ -82,6 +80,16 @@ class TiledUpdate(HostUpdate):
             self._loops_of_tile(*pair) for pair in zip(tiles, self._rows, strict=True)
         ]
         self._to: Sequence[HostMemory] = ()
+
+    @functools.cached_property
+    def frozen(self) -> TileLayout:
+        """Of leaves that no kernel reads or writes: they come in no tile, and rest in files of their own."""
+        return _tiles.of_whole_leaves(
+            [self._state[i] for i in self._frozen],
+            [self._lone.get(i, 0) for i in self._frozen],
+            [self._names[i] for i in self._frozen],
+            self._tile_bytes,
+        )
 
     @property
     def done(self) -> list[list[int]]:
@@ -160,10 +168,9 @@ class TiledUpdate(HostUpdate):
     def _loops_of_tile(self, tile: Tile, rows: Mapping[Span, int]) -> KernelLoops:
         by_kernel: dict[int, list[tuple[int, Sequence[int], int]]] = {}
         for span in tile.spans:
-            if span.together < len(self._members):
-                _, kernel, _, slots = self._members[span.together]
-                there = [rows[span] * self._num_slots + slot for slot in slots]
-                by_kernel.setdefault(kernel, []).append((span.num, there, span.first))
+            _, kernel, _, slots = self._members[span.together]
+            there = [rows[span] * self._num_slots + slot for slot in slots]
+            by_kernel.setdefault(kernel, []).append((span.num, there, span.first))
         loops = [Loop(kernel, *zip(*rows, strict=True)) for kernel, rows in by_kernel.items()]
         return KernelLoops([loops], 1, self._num_slots)
 

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import jax
+
 from jzero.offload.nvme._layout import LINE, PAGE, TileLayout, whole_lines, whole_pages
 
 # Elements: a range that is cut is cut there, so that every part but a leaf's last fills whole vectors.
@@ -106,6 +108,25 @@ def ranges(tile: Tile, found: Sequence[Together]) -> list[tuple[Span, int, int]]
         for leaf, itemsize in zip(*found[span.together][:2], strict=True)
     ]
     return sorted(every, key=lambda part: part[1] in found[part[0].together].lone)
+
+
+def of_whole_leaves(
+    leaves: Sequence[jax.ShapeDtypeStruct], num_slices: Sequence[int], names: Sequence[str],
+    tile_bytes: int,
+) -> TileLayout:  # fmt: skip
+    """A file of leaves that nobody updates.
+
+    Args:
+      leaves: one device's shard of each.
+      num_slices: of each lone leaf, along dim 0; 1 for one that is read whole, 0 for one that is not lone.
+      names: of each.
+      tile_bytes: of a tile, at most.
+    """
+    found = [
+        Together((i,), (x.dtype.itemsize,), x.size, 0, frozenset([i][: min(num, 1)]), max(num, 1))
+        for i, (x, num) in enumerate(zip(leaves, num_slices, strict=True))
+    ]
+    return laid_out(cut(found, tile_bytes), found, names)
 
 
 def rows(tile: Tile) -> dict[Span, int]:

@@ -64,7 +64,7 @@ class NVMeArray(AwayArray):
     @property
     def place(self) -> Any:
         """Which parts of it are there, and where in the files."""
-        return self.home, None if self._store is None else self._store.spec.layout
+        return self.home, None if self._store is None else self._store.spec.layouts
 
     def renewed(self) -> NVMeArray:
         """The same leaf after a step; this one is then deleted."""
@@ -152,4 +152,4 @@ class NVMePart:
 
 def rests_in_files(x: Any, home: Home | None, spec: StoreSpec) -> bool:
     """Whether a leaf is in files of this kind already."""
-    return isinstance(x, NVMeArray) and x.place == (home, spec.layout)
+    return isinstance(x, NVMeArray) and x.place == (home, spec.layouts)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._file import FileSpec
 from jzero.offload.nvme._files import TileAt, TileFiles
-from jzero.offload.nvme._layout import PAGE, TileLayout
+from jzero.offload.nvme._layout import PAGE, Extent, TileLayout, whole_pages
 
 WHO = "jzero.NVMe"
 # Buffers are one call's at a time.
@@ -33,6 +34,42 @@ class TileReader(Protocol):
 
     def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
         """Reads the pages of a tile's extent `i`, which is lone, into a buffer."""
+
+
+class ExtentAt(NamedTuple):
+    """Where a part of a leaf is.
+
+    Attributes:
+      layout: of the file.
+      at: the tile.
+      i: which extent of it.
+    """
+
+    layout: TileLayout
+    at: TileAt
+    i: int
+
+    @property
+    def extent(self) -> Extent:
+        """The part."""
+        return self.layout.tiles[self.at.tile][self.i]
+
+    @property
+    def read_bytes(self) -> int:
+        """What is read to read it."""
+        return (
+            whole_pages(self.extent.nbytes)
+            if self.extent.lone
+            else self.layout.nbytes(self.at.tile)
+        )
+
+    def read(self, reader: TileReader, buffer: np.ndarray) -> np.ndarray:
+        """Reads it into a buffer of `read_bytes`; its bytes there."""
+        if self.extent.lone:
+            reader.read_lone(self.at, self.i, buffer)
+            return buffer[: self.extent.nbytes]
+        reader.read(self.at, buffer)
+        return self.layout.views(self.at.tile, buffer)[self.i]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,12 +103,34 @@ class StoreSpec:
     @functools.cached_property
     def ring(self) -> TileRing:
         """The buffers of whoever moves tiles."""
-        return TileRing(WHO, self.host_bytes, self.layout.most_bytes)
+        return TileRing(WHO, self.host_bytes, max(self.layout.most_bytes, self.frozen.most_bytes))
 
     @property
     def files(self) -> dict[str, FileSpec]:
-        """Each file."""
-        return {name: FileSpec(self.layout, whose) for name, whose in self.identity.items()}
+        """Each file: of each device what steps change, then of each what they do not, if there is any."""
+        changed = {name: FileSpec(self.layout, whose) for name, whose in self.identity.items()}
+        kept = {
+            f"{Path(name).stem}.frozen{Path(name).suffix}": FileSpec(self.frozen, whose, True)
+            for name, whose in self.identity.items()
+        }
+        return {name: file for name, file in (changed | kept).items() if file.layout.num_tiles}
+
+    @property
+    def layouts(self) -> tuple[TileLayout, TileLayout]:
+        """Of what steps change, and of what they do not."""
+        return self.layout, self.frozen
+
+    def home_of(self, name: str) -> tuple[TileLayout, int]:
+        """What is where in the files that have a leaf, and which of all files is the first of these."""
+        if self.frozen.of_leaf(name):
+            return self.frozen, len(self.identity) if self.layout.num_tiles else 0
+        return self.layout, 0
+
+    def places(self, file: int, name: str, start: int, stop: int) -> Iterator[ExtentAt]:
+        """Where bytes `start` to `stop` of a device's part of a leaf are."""
+        layout, first = self.home_of(name)
+        for tile, i in layout.of_leaf(name, start, stop):
+            yield ExtentAt(layout, TileAt(first + file, tile), i)
 
     def counter(self, leaves: Sequence[Any]) -> int:
         """Of which step a state is: the sum of its integers of one element, modulo 2**32."""
@@ -105,8 +164,8 @@ class NVMeStore:
 
     def buffer_bytes(self, name: str) -> int:
         """Of the buffer that reads of a leaf go through."""
-        layout = self.spec.layout
-        return max((_read_bytes(layout, *place) for place in layout.of_leaf(name)), default=0)
+        places = self.spec.places(0, name, 0, sys.maxsize)
+        return max((place.read_bytes for place in places), default=0)
 
     def read_range(
         self, out: np.ndarray, file: int, name: str, start: int, reader: TileReader,
@@ -122,29 +181,18 @@ class NVMeStore:
           reader: of the step.
           buffer: uint8[m], on a page, m at least `buffer_bytes(name)`; made by default, if one is needed.
         """
-        layout, stop = self.spec.layout, start + len(out)
-        for tile, i in layout.of_leaf(name, start, stop):
-            extent, at = layout.tiles[tile][i], TileAt(file, tile)
+        stop = start + len(out)
+        for place in self.spec.places(file, name, start, stop):
+            extent = place.extent
             first, last = max(start, extent.start), min(stop, extent.start + extent.nbytes)
             there = out[first - start : last - start]
             if len(there) == extent.nbytes and extent.lone and _is_whole_pages(there):
-                reader.read_lone(at, i, there)
+                reader.read_lone(place.at, place.i, there)
                 continue
             if buffer is None:
                 buffer = pages(self.buffer_bytes(name))
-            if extent.lone:
-                reader.read_lone(at, i, buffer)
-                found = buffer
-            else:
-                reader.read(at, buffer)
-                found = layout.views(tile, buffer)[i]
+            found = place.read(reader, buffer)
             there[:] = found[first - extent.start : last - extent.start]
-
-
-def _read_bytes(layout: TileLayout, tile: int, i: int) -> int:
-    """What is read to read an extent."""
-    start, stop = layout.tiles[tile][i].pages
-    return stop - start if layout.tiles[tile][i].lone else layout.nbytes(tile)
 
 
 def _is_whole_pages(memory: np.ndarray) -> bool:

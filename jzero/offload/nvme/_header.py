@@ -19,6 +19,11 @@ the first header says "complete". A kill between two headers leaves files that h
 files that have t (their other slot says "writing"). The newest step that all files have is chosen when they
 are opened: t here, and never a mixture. Processes choose the same way, among the steps that each of them
 has; so no process may begin step t+2, which writes over t, before all have committed t+1.
+
+[Note: frozen files] What no step changes is in files of its own, whose tiles are written with the first step,
+once. Their two slots are the same tiles, and a step that is committed only writes the older header page:
+"complete", its step. So the two last steps are there, as in files with two slots, whatever is killed when.
+They go first: where files are written `in_place`, one that says t+1 has lost t.
 Held by tests/test_nvme_kills.py, which kills at every operation on a file.
 """
 
@@ -116,6 +121,10 @@ class Places(NamedTuple):
             tiles.append(tuple(starts[:-1].tolist()))
             at = int(starts[-1])
         return cls(table, tuple(tiles), at)
+
+    def twice(self) -> Places:
+        """The only slot, as two."""
+        return self._replace(table=self.table * 2, tiles=self.tiles * 2)
 
 
 def table_bytes(num_checksums: int) -> int:

@@ -18,7 +18,7 @@ PAGE = (
 
 
 # Of a leaf: its name, first byte and how many, and whether it is lone.
-Part: TypeAlias = tuple[str, int, int] | tuple[str, int, int, bool]
+LeafRange: TypeAlias = tuple[str, int, int] | tuple[str, int, int, bool]
 
 
 class Extent(NamedTuple):
@@ -71,7 +71,7 @@ class TileLayout:
     tiles: tuple[tuple[Extent, ...], ...]
 
     @classmethod
-    def of(cls, tiles: Iterable[Sequence[Part]]) -> TileLayout:
+    def of(cls, tiles: Iterable[Sequence[LeafRange]]) -> TileLayout:
         """Lays parts of leaves out: of each tile `(leaf, start, nbytes)`, the latter two in bytes.
 
         A part that is to be lone says so: `(leaf, start, nbytes, True)`.
@@ -151,7 +151,7 @@ def whole_lines(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
 
 
-def _packed(parts: Sequence[Part]) -> tuple[Extent, ...]:
+def _packed(parts: Sequence[LeafRange]) -> tuple[Extent, ...]:
     extents, offset = [], 0
     for leaf, start, nbytes, *lone in parts:
         whole = whole_pages if any(lone) else whole_lines
