@@ -674,6 +674,7 @@ def test_without_direct_transfers(asked, text, tmp_path, monkeypatch):
         assert text in files.note
         flags = fcntl.fcntl(files._files[0].file._fd, fcntl.F_GETFL)
         assert not flags & os.O_DIRECT
+        assert files.memory_alignment == 1
         check(files, 1)
 
 
@@ -692,7 +693,18 @@ def test_a_file_system_that_refuses_direct_transfers(tmp_path):
 def test_alignment_is_a_power_of_two(tmp_path):
     with (tmp_path / "x").open("w") as file:
         found = _direct.alignment(file.fileno())
+        of_memory = _direct.alignment_of_memory(file.fileno())
     assert found is None or (found >= 1 and found & (found - 1) == 0)
+    assert 1 <= of_memory <= (found or PAGE)
+
+
+def test_memory_that_does_not_start_on_a_page(left):
+    """Is read into where that is what the disk asks for."""
+    with reopen(left) as files:
+        start = files.memory_alignment
+        memory = pages(2 * PAGE)[start % PAGE :][:PAGE]
+        files.read_lone(TileAt(0, 3), 1, memory)
+        assert (memory == np.full(512, nvme_state.value(1, TileAt(0, 3))).view(np.uint8)).all()
 
 
 # ------------------------------------------------------------------------------------------ checksums

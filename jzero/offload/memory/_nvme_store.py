@@ -122,7 +122,7 @@ class StoreSpec:
 
     def home_of(self, name: str) -> tuple[TileLayout, int]:
         """What is where in the files that have a leaf, and which of all files is the first of these."""
-        if self.frozen.of_leaf(name):
+        if name in self.frozen:
             return self.frozen, len(self.identity) if self.layout.num_tiles else 0
         return self.layout, 0
 
@@ -174,7 +174,7 @@ class NVMeStore:
         """Reads bytes `start` to `start + len(out)` of a device's part of a leaf; by any thread.
 
         Args:
-          out: uint8[n], writable. What are whole pages there and in the file is read without a copy.
+          out: uint8[n], writable. Whole pages of a lone leaf are read without a copy, if it is aligned.
           file: whose part, by its place among the devices of this process.
           name: the leaf's.
           start: its first byte.
@@ -186,7 +186,7 @@ class NVMeStore:
             extent = place.extent
             first, last = max(start, extent.start), min(stop, extent.start + extent.nbytes)
             there = out[first - start : last - start]
-            if len(there) == extent.nbytes and extent.lone and _is_whole_pages(there):
+            if len(there) == extent.nbytes and extent.lone and self._takes(there):
                 reader.read_lone(place.at, place.i, there)
                 continue
             if buffer is None:
@@ -194,9 +194,9 @@ class NVMeStore:
             found = place.read(reader, buffer)
             there[:] = found[first - extent.start : last - extent.start]
 
-
-def _is_whole_pages(memory: np.ndarray) -> bool:
-    return memory.ctypes.data % PAGE == 0 and len(memory) % PAGE == 0
+    def _takes(self, memory: np.ndarray) -> bool:
+        """Whether the disk can read straight into it."""
+        return memory.ctypes.data % self.files.memory_alignment == 0 and len(memory) % PAGE == 0
 
 
 def counter_in(step: int) -> int:

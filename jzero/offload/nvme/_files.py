@@ -156,6 +156,11 @@ class TileFiles:
         return all(file.file.direct for file in self._files)
 
     @property
+    def memory_alignment(self) -> int:
+        """Of memory that tiles are read into, in bytes."""
+        return max(file.file.memory_alignment for file in self._files)
+
+    @property
     def note(self) -> str:
         """What is to be said of the file system; empty if nothing is."""
         found = {file.file.why_not for file in self._files} - {""}

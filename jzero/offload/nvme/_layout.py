@@ -113,6 +113,9 @@ class TileLayout:
         """The tile's extents in a buffer, as bytes."""
         return [buffer[x.offset : x.offset + x.nbytes] for x in self.tiles[tile]]
 
+    def __contains__(self, leaf: str) -> bool:
+        return leaf in self._places
+
     def of_leaf(self, leaf: str, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
         """The extents that have bytes `start` to `stop` of a leaf: tile, and which one of it."""
         found = self._places.get(leaf, [])
