@@ -72,9 +72,9 @@ class TiledUpdate(HostUpdate):
         self._frozen = [i for i in range(len(self._state)) if i not in moved]
         tiles = sorted(_tiles.cut(found, tile_bytes), key=lambda tile: not _reads(tile, found))
         self.tiles: tuple[Tile, ...] = tuple(tiles)
-        self._found = found
         in_files = [tile for tile in tiles if _reads(tile, found)]
         self.layout = _tiles.laid_out(in_files, found, self._names)
+        self._ranges = [_tiles.ranges(tile, found) for tile in in_files]
         self._rows = [_tiles.rows(tile) for tile in tiles]
         self._tile_loops = [
             self._loops_of_tile(*pair) for pair in zip(tiles, self._rows, strict=True)
@@ -129,9 +129,8 @@ class TiledUpdate(HostUpdate):
         rows = self._rows[tile]
         at = np.tile(prepared.addresses[shard], (1 + max(rows.values()), 1))
         if memory is not None:
-            ranges = _tiles.ranges(self.tiles[tile], self._found)
             extents = self.layout.tiles[tile]
-            for (span, leaf, itemsize), extent in zip(ranges, extents, strict=True):
+            for (span, leaf, itemsize), extent in zip(self._ranges[tile], extents, strict=True):
                 # Where the leaf's first element would be: kernels count from there.
                 start = address(memory) + extent.offset
                 at[rows[span], leaf] = start - span.first * itemsize
