@@ -261,6 +261,16 @@ def test_lone_parameters_are_updated_in_their_tiles(tile_bytes: int):
     assert engine.layout.most_bytes <= max(tile_bytes, 2 * 4096)
 
 
+def test_slices_are_alike():
+    found = [Together((0,), (4,), 100, 0, frozenset([0]), 3)]
+    with pytest.raises(AssertionError, match="100 elements in 3 slices"):
+        list(_tiles.cut(found, 2**16))
+    # Of two lone leaves each one's slices are whole.
+    update, state, grads = masters_of_stacks([(6, 64)])
+    engine = TiledUpdate(update, state, grads, 2**16, lone={0: 2, 1: 3})
+    assert sum(x.lone for tile in engine.layout.tiles for x in tile) == 2 * 6
+
+
 def test_lone_extents_lie_side_by_side():
     """At the end of their tile: what is read of a turn is one range of pages."""
     update, state, grads = masters_of_stacks([(4, 2048), (4, 4096)])

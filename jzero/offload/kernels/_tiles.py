@@ -163,6 +163,7 @@ def _slices(members: Iterable[tuple[int, Together]]) -> Iterator[Span]:
     """All elements, slice by slice of leaves that have as many of them."""
     alike: dict[int, list[tuple[int, int]]] = {}
     for index, each in members:
+        assert each.size % each.num_slices == 0, f"{each.size} elements in {each.num_slices} slices"
         alike.setdefault(each.num_slices, []).append((index, each.size // each.num_slices))
     for num_slices, sizes in alike.items():
         for k in range(num_slices):
