@@ -13,17 +13,24 @@ import numpy as np
 
 import faults
 from faults._library import armed
-from jzero.offload.nvme._aligned import TileRing
+from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
-from jzero.offload.nvme._layout import TileLayout
+from jzero.offload.nvme._layout import PAGE, TileLayout
 from jzero.offload.nvme._sweep import sweep
 
 WHO = "jzero.NVMe"
-NUM_TILES, PART = 5, 3000  # Two parts of so many bytes are a tile, of two pages.
-LAYOUT = TileLayout.of([[(x, i * PART, PART) for x in ("m", "v")] for i in range(NUM_TILES)])
+NUM_TILES, PART = (
+    5,
+    3000,
+)  # Two parts of so many bytes are a tile, of two pages; the second one is lone.
+LAYOUT = TileLayout.of(
+    [[(x, i * PART, PART, x == "v") for x in ("m", "v")] for i in range(NUM_TILES)]
+)
+# What no step changes, in the last file.
+FROZEN = TileLayout.of([[(f"w{i}", 0, PART), (f"x{i}", 0, PART, True)] for i in range(2)])
 SPECS = {
     f"device-{k}.tiles": FileSpec(LAYOUT, {"mesh": {"data": 2}, "device": k}) for k in range(2)
-}
+} | {"kept.tiles": FileSpec(FROZEN, {"mesh": {"data": 2}}, frozen=True)}
 
 
 def new_ring() -> TileRing:
@@ -31,7 +38,7 @@ def new_ring() -> TileRing:
 
 
 def value(step: int, at: TileAt) -> int:
-    return 1000 * step + 10 * at.file + at.tile
+    return 1000 * step * (at.file < 2) + 10 * at.file + at.tile
 
 
 def create(root: str | pathlib.Path, in_place: bool = False) -> TileFiles:
@@ -68,17 +75,20 @@ def train(files: TileFiles, ring: TileRing | None = None) -> None:
 
 
 def check(files: TileFiles, step: int | None = None) -> None:
-    """That every tile is of the committed step, in every word."""
+    """That every tile is of the committed step, in every word; and so is what is read without its tile."""
     step = files.step if step is None else step
     assert files.step == step is not None
-    with sweep(files.tiles(), new_ring(), files.read) as visits:
-        seen = 0
+    every = [*files.tiles(), *(TileAt(2, tile) for tile in range(FROZEN.num_tiles))]
+    assert len({*every}) == NUM_TILES * 2 + FROZEN.num_tiles
+    with sweep(every, new_ring(), files.read) as visits:
         for visit in visits:
-            seen += 1
             size = files.layouts[visit.at.file].nbytes(visit.at.tile)
             words = visit.buffer[:size].view(np.int64)
             assert (words == value(step, visit.at)).all(), (step, visit.at, set(words.tolist()))
-    assert seen == NUM_TILES * len(SPECS)
+    page = pages(PAGE)
+    for at in every:
+        files.read_lone(at, 1, page)
+        assert (page.view(np.int64) == value(step, at)).all(), (step, at)
 
 
 @contextlib.contextmanager

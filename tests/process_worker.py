@@ -44,8 +44,8 @@ def new_state():
     keys = jax.random.split(jax.random.key(0), 2)
     params = {
         "table": jax.random.normal(keys[0], (37, 16)),  # its rows rest padded
-        "out": jax.random.normal(keys[1], (16, 8)),
-        "bias": jnp.zeros(8),
+        "out": jax.random.normal(keys[1], (16, 16)),
+        "bias": jnp.zeros(16),  # Eight devices have two each: files take no leaf of one number.
     }
     return {"params": params, "opt_state": tx.init(params), "step": 0, "key": jax.random.key(2)}
 
@@ -66,7 +66,7 @@ def loss_fn(params, rows, key):
 def train_step(state, rows, key):
     kept_key, noise_key = jax.random.split(state["key"])
     loss, grads = jax.value_and_grad(loss_fn)(state["params"], rows, key)
-    noise = 1e-3 * jax.random.normal(noise_key, (8,))
+    noise = 1e-3 * jax.random.normal(noise_key, (16,))
     grads = grads | {"bias": grads["bias"] + noise}
     updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
     params = optax.apply_updates(state["params"], updates)

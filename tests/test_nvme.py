@@ -22,6 +22,7 @@ import test_offload_params as infinity
 import test_optimizers
 import zoo
 from jzero.checkpoint import _writing
+from jzero.offload.nvme._aligned import pages
 from optimizers import ENTRIES
 from test_host_cpu import NEEDS_OTHER_DEVICES, ROUNDED, rounded
 from test_offload import BATCH, SETTINGS, TX, make_step, new_state, optimizer_names, step_names
@@ -212,6 +213,28 @@ def test_a_state_is_read_and_moved(tmp_path: Path):
     wanted = optax.tree.norm(values[1][1][0].nu)
     np.testing.assert_allclose(norm_of(state, BATCH), wanted, rtol=1e-6)
     train_step(state, BATCH)
+
+
+def test_some_bytes_of_a_part_are_read(tmp_path: Path):
+    """Any of them, by any thread, through one buffer or none; not after the step that consumes them."""
+    train_step = on(4, tmp_path)
+    state, _ = train_step(new_state(), BATCH)
+    rng = np.random.default_rng(0)
+    for leaf in in_files(state):
+        parts, boxes = dict(leaf.parts()), leaf.home.boxes()
+        buffer = pages(leaf.buffer_bytes)
+        for file in range(4):
+            whole = np.asarray(parts[boxes[file]]).reshape(-1).view(np.uint8)
+            for some in (None, buffer):
+                start, stop = sorted(rng.integers(0, len(whole) + 1, 2))
+                out = np.zeros(stop - start, np.uint8)
+                leaf.read_range(out, file, start, some)
+                np.testing.assert_array_equal(out, whole[start:stop])
+    train_step(state, BATCH)
+    with pytest.raises(jzero.StateError, match="was already donated"):
+        leaf.read_range(out, 0, 0)
+    with pytest.raises(jzero.StateError, match="was already donated"):
+        _ = leaf.buffer_bytes
 
 
 def deep(num: int) -> tuple[Any, Any]:

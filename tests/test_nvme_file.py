@@ -1,6 +1,7 @@
 """Files of tiles: what is written is read again, and what is not as it was is named, and not overwritten."""
 
 import fcntl
+import itertools
 import json
 import multiprocessing
 import os
@@ -24,12 +25,13 @@ from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._checksum import checksum
 from jzero.offload.nvme._direct import DirectFile
 from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
-from jzero.offload.nvme._layout import Extent, TileLayout
+from jzero.offload.nvme._layout import Extent, LeafRange, TileLayout
 from jzero.offload.nvme._sweep import sweep
 from nvme_state import SPECS, WHO, check, create, fill, made, new_ring, reopen, train
 
 FIRST = next(iter(SPECS))
 PAGE = 4096
+KEPT_BYTES = 2 * 2 * PAGE + 4 * PAGE  # of the frozen file: tiles; headers, description, checksums
 
 
 def path_of(root: pathlib.Path, name: str = FIRST) -> pathlib.Path:
@@ -81,7 +83,7 @@ def test_steps_go_round(in_place, tmp_path):
         check(files, 4)
         train(files)
         check(files, 5)
-    assert len(content(tmp_path)) == 2
+    assert len(content(tmp_path)) == 3
 
 
 def test_leaves_come_back(tmp_path):
@@ -127,38 +129,54 @@ def test_layout():
     assert layout.of_leaf("m", 4999, 5001) == [(0, 1), (1, 0)]
     assert layout.of_leaf("m", 5001) == []
     assert layout.of_leaf("other") == []
+    lone = TileLayout.of([[("w", 0, 100), ("m", 0, 5000, True), ("v", 0, 9, True), ("x", 0, 9)]])
+    assert [x.offset for x in lone.tiles[0]] == [0, PAGE, 3 * PAGE, 4 * PAGE]
+    ends = [0, PAGE, 3 * PAGE, 4 * PAGE, 5 * PAGE]
+    assert lone.checked == [[*itertools.pairwise(ends)]]
+    assert [lone.checksum_of(0, i) for i in (1, 2)] == [1, 2]
+    assert lone.first_checksums == [0, 4]
 
 
 def test_what_it_costs(tmp_path):
-    """Two slots; headers, descriptions and checksums are a few pages. Nothing is in a file but its space."""
+    """Two slots, of what is frozen one; headers, descriptions and checksums are a few pages."""
     with create(tmp_path) as files:
         assert files.step_bytes == 2 * 5 * 2 * PAGE
-        assert files.disk_bytes == 2 * files.step_bytes + 2 * 5 * PAGE
+        assert files.disk_bytes == 2 * files.step_bytes + 2 * 5 * PAGE + KEPT_BYTES
         sizes = {path.name: path.stat() for path in (tmp_path / "run").iterdir()}
         assert sum(stat.st_size for stat in sizes.values()) == files.disk_bytes
         assert all(stat.st_blocks * 512 >= stat.st_size for stat in sizes.values())
         assert all(stat.st_mode & 0o777 == 0o600 for stat in sizes.values())
-        assert list(files.tiles())[:3] == [TileAt(0, 0), TileAt(1, 0), TileAt(0, 1)]
+        assert list(files.tiles())[:4] == [*(TileAt(k, 0) for k in range(3)), TileAt(0, 1)]
     with create(tmp_path / "2", in_place=True) as files:
-        assert files.disk_bytes == files.step_bytes + 2 * 4 * PAGE
+        assert files.disk_bytes == files.step_bytes + 2 * 4 * PAGE + KEPT_BYTES
         files.remove()
     assert not content(tmp_path / "2")
 
 
-def test_written_tiles_are_read_in_the_same_step(tmp_path):
-    """For updates that need all of a step's first half before any of the second."""
-    with made(tmp_path) as files:
-        files.begin(2)
-        at, buffer = TileAt(1, 3), new_ring().buffers[0]
-        buffer[:] = 7
-        files.write(at, buffer)
-        again = new_ring().buffers[0]
-        files.read_written(at, again)
-        assert (again == 7).all()
-        files.read(at, again)
-        assert (again.view(np.int64) == nvme_state.value(1, at)).all()
-        files.abort()
-        check(files, 1)
+def test_a_step_is_written_part_by_part(tmp_path):
+    """In any order; parts that share a page keep each other. What nobody has written is zero."""
+    rng = np.random.default_rng(0)
+    parts: list[LeafRange] = [("a", 0, 100), ("b", 0, 9000), ("c", 0, 3)]
+    parts += [("d", 0, 5000, True), ("e", 0, 1, True)]
+    layout = TileLayout.of([parts, parts[1:3]])
+    specs = {"x.tiles": FileSpec(layout, {})}
+    buffer, again = pages(layout.most_bytes), pages(layout.most_bytes)
+    with TileFiles.create(WHO, tmp_path, specs) as files:
+        files.begin(0)
+        places = [(t, i) for t in range(2) for i in range(len(layout.tiles[t]))]
+        expected = [np.zeros(layout.nbytes(t), np.uint8) for t in range(2)]
+        for k in rng.permutation(len(places)):
+            tile, i = places[k]
+            extent = layout.tiles[tile][i]
+            values = rng.integers(1, 256, extent.nbytes, np.uint8)
+            expected[tile][extent.offset :][: extent.nbytes] = values
+            files.write_part(TileAt(0, tile), extent.offset, values, buffer)
+        for tile in range(2):
+            files.note_checksums(TileAt(0, tile), buffer)
+        files.commit(0)
+        for tile in range(2):
+            files.read(TileAt(0, tile), again)
+            np.testing.assert_array_equal(again[: layout.nbytes(tile)], expected[tile])
 
 
 def test_aborted_steps_are_forgotten(tmp_path):
@@ -265,13 +283,17 @@ def test_another_programs_file(left):
     assert path_of(left).read_bytes() == bytes(100 * PAGE)
 
 
-def test_another_version(left):
+@pytest.mark.parametrize("version", [1, 7])
+def test_another_version(version, left):
     raw = path_of(left).read_bytes()[:PAGE].rstrip(b"\0")
     _, _, text = raw.partition(b"\n")
-    text = text.replace(b'"version": 1', b'"version": 7')
+    text = text.replace(b'"version": 2', b'"version": %d' % version)
     with path_of(left).open("r+b") as file:
         file.write(b"jzero tiles %08x\n%s" % (zlib.crc32(text), text))
-    refused(left, "has version 7 of the format. This version of jzero reads and writes version 1")
+    refused(
+        left,
+        f"has version {version} of the format. This version of jzero reads and writes version 2",
+    )
 
 
 def test_a_damaged_description(left):
@@ -288,13 +310,14 @@ def test_damaged_checksums(bit, left):
         check(files, 0)
 
 
-@pytest.mark.parametrize("file", SPECS)
+@pytest.mark.parametrize("file", [name for name in SPECS if name != "kept.tiles"])
 @pytest.mark.parametrize("byte", [0, 5000, 2 * PAGE - 1])
 def test_damaged_tiles(byte, file, left):
     at = 5 * PAGE + (5 + 3) * 2 * PAGE  # Tile 3 of slot 1.
     flip(path_of(left, file), at + byte, 5)
     with reopen(left) as files:
-        text = f"{file} has a damaged tile 3, bytes {at} to {at + 2 * PAGE}: its checksum is"
+        page = at + byte // PAGE * PAGE  # The lone extent has a checksum of its own.
+        text = f"{file} has a damaged tile 3, bytes {page} to {page + PAGE}: its checksum is"
         with pytest.raises(jzero.StateError, match=text):
             check(files)
         with pytest.raises(jzero.StateError, match=text):
@@ -303,6 +326,79 @@ def test_damaged_tiles(byte, file, left):
         assert files.step == 1
     with reopen(left) as files:
         assert files.steps == (1,)
+
+
+@pytest.mark.parametrize("byte", [0, 2999, PAGE - 1])
+def test_a_damaged_lone_extent(byte, left):
+    """Is found when it is read alone, to its last page's end; what is around it can be damaged, too."""
+    at = 5 * PAGE + (5 + 3) * 2 * PAGE + PAGE
+    buffer = pages(PAGE)
+    flip(path_of(left), at + byte, 3)
+    text = f"{FIRST} has damaged bytes of v in tile 3, bytes {at} to {at + PAGE}: its checksum is"
+    with reopen(left) as files:
+        for read in (files.read_lone, files.pin().read_lone):
+            with pytest.raises(jzero.StateError, match=text):
+                read(TileAt(0, 3), 1, buffer)
+            read(TileAt(0, 2), 1, buffer)
+    flip(path_of(left), at + byte, 3)
+    flip(path_of(left), at - 1, 3)
+    with reopen(left) as files:
+        files.read_lone(TileAt(0, 3), 1, buffer)
+        assert (buffer.view(np.int64) == nvme_state.value(1, TileAt(0, 3))).all()
+        with pytest.raises(jzero.StateError, match="has a damaged tile 3"):
+            files.read(TileAt(0, 3), new_ring().buffers[0])
+
+
+def test_damage_of_what_is_frozen(left):
+    """Is found whichever of the two steps is read, and when it is read alone."""
+    at = 4 * PAGE + 3 * PAGE  # The lone extent of the second tile.
+    flip(path_of(left, "kept.tiles"), at)
+    for step in (0, 1):
+        with reopen(left, step=step) as files:
+            with pytest.raises(
+                jzero.StateError, match=f"kept.tiles has a damaged tile 1, bytes {at} "
+            ):
+                files.read(TileAt(2, 1), new_ring().buffers[0])
+            with pytest.raises(jzero.StateError, match="has damaged bytes of x1 in tile 1, bytes"):
+                files.read_lone(TileAt(2, 1), 1, pages(PAGE))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_is_frozen_is_written_once(in_place, tmp_path):
+    """After that only its headers, in turn; it has no second slot, in place or not."""
+    path = path_of(tmp_path, "kept.tiles")
+    with create(tmp_path, in_place) as files:
+        fill(files)
+        first = path.read_bytes()
+        for step in (1, 2, 3):
+            train(files)
+            assert path.read_bytes()[2 * PAGE :] == first[2 * PAGE :]
+            assert files._files[2].steps.keys() == {step - 1, step}
+    for step in [2, 3][in_place:]:
+        with reopen(tmp_path, in_place, step) as files:
+            with files.pin() as pin:
+                pin.read_lone(TileAt(2, 0), 1, pages(PAGE))
+            train(files)
+            check(files, step + 1)
+    with reopen(tmp_path, in_place) as files:
+        check(files, 4)
+        files.begin(5)
+        with pytest.raises(AssertionError, match="of a file that is frozen"):
+            files.write(TileAt(2, 0), new_ring().buffers[0])
+    if in_place:
+        return
+    specs = SPECS | {"kept.tiles": SPECS["kept.tiles"]._replace(frozen=False)}
+    with pytest.raises(jzero.StateError, match="frozen is true there, and false here"):
+        TileFiles.open(WHO, tmp_path / "run", specs)
+
+
+def test_a_lone_extent_that_cannot_be_read(left):
+    with reopen(left) as files:
+        os.truncate(path_of(left), 20 * PAGE)
+        with pytest.raises(
+            jzero.StateError, match=r"v in tile 3 needs bytes \d+ to \d+: it was cut"
+        ):
+            files.read_lone(TileAt(0, 3), 1, pages(PAGE))
 
 
 def test_another_state(left):
@@ -346,7 +442,7 @@ def test_steps_that_not_all_files_have(left):
     path_of(left / "2").rename(path)
     refused(
         left,
-        r"device-0.tiles has steps 4 and 5\n.*device-1.tiles has steps 0 and 1\nA step is resumed",
+        r"device-0.tiles has steps 4 and 5\n.*device-1.tiles has steps 0 and 1\n.*kept.tiles has .*\nA step",
     )
 
 
@@ -578,6 +674,7 @@ def test_without_direct_transfers(asked, text, tmp_path, monkeypatch):
         assert text in files.note
         flags = fcntl.fcntl(files._files[0].file._fd, fcntl.F_GETFL)
         assert not flags & os.O_DIRECT
+        assert files.memory_alignment == 1
         check(files, 1)
 
 
@@ -590,13 +687,24 @@ def test_a_file_system_that_refuses_direct_transfers(tmp_path):
         ended = children.run(script, root=str(tmp_path), in_place=False, fault=fault)
         (said,) = ended.said
     assert said["note"].endswith("the file system has no O_DIRECT.")
-    assert len(content(tmp_path)) == 2
+    assert len(content(tmp_path)) == 3
 
 
 def test_alignment_is_a_power_of_two(tmp_path):
     with (tmp_path / "x").open("w") as file:
         found = _direct.alignment(file.fileno())
+        of_memory = _direct.alignment_of_memory(file.fileno())
     assert found is None or (found >= 1 and found & (found - 1) == 0)
+    assert 1 <= of_memory <= (found or PAGE)
+
+
+def test_memory_that_does_not_start_on_a_page(left):
+    """Is read into where that is what the disk asks for."""
+    with reopen(left) as files:
+        start = files.memory_alignment
+        memory = pages(2 * PAGE)[start % PAGE :][:PAGE]
+        files.read_lone(TileAt(0, 3), 1, memory)
+        assert (memory == np.full(512, nvme_state.value(1, TileAt(0, 3))).view(np.uint8)).all()
 
 
 # ------------------------------------------------------------------------------------------ checksums
@@ -643,6 +751,6 @@ def test_the_format_is_what_it_is(left):
     first, _, text = path_of(left).read_bytes()[:PAGE].rstrip(b"\0").partition(b"\n")
     assert first == b"jzero tiles %08x" % zlib.crc32(text)
     assert json.loads(text) == {
-        "generation": 4, "state": "complete", "slot": 0, "step": 0, "version": 1, "slots": 2, "num_tiles": 5,
+        "generation": 4, "state": "complete", "slot": 0, "step": 0, "version": 2, "slots": 2, "num_tiles": 5,
         "size": 25 * PAGE, **{k: json.loads(text)[k] for k in ("table_crc", "about_bytes", "about_crc")},
     }  # fmt: skip

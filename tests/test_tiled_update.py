@@ -200,3 +200,82 @@ def test_tiles_are_cut_at_whole_lines_and_never_across_chunks():
     # The least there can be, whoever asks for less.
     assert max(s.num for tile in _tiles.cut(found, 1) for s in tile.spans) == 5000
     assert _tiles.least_bytes(found) == 8 * GRAIN
+
+
+def masters_of_stacks(shapes: list[tuple[int, ...]]) -> tuple[Any, list[np.ndarray], list[Any]]:
+    """Per shape a bfloat16 parameter, its master and a moment, all of them state."""
+    state = [
+        x
+        for i, shape in enumerate(shapes)
+        for x in (
+            *map(on_host, bfloat16([shape])),
+            host(*shape, seed=2 * i),
+            host(*shape, seed=2 * i + 1),
+        )
+    ]
+
+    def update(state: Any, inputs: Any) -> tuple[Any, Any]:
+        new: list[Any] = []
+        for i, grad in enumerate(inputs):
+            _, master, moment = state[3 * i : 3 * i + 3]
+            moment = 0.9 * moment + grad.astype(jnp.float32)
+            master = master - 0.1 * moment
+            new += [master.astype(jnp.bfloat16), master, moment]
+        return new, []
+
+    return update, state, bfloat16(shapes)
+
+
+STACKS = [(6, 70), (6, 33, 65), (501,), (3, 5000)]
+SLICES = {0: 6, 3: 6, 6: 1, 9: 3}  # parameters
+
+
+@pytest.mark.parametrize("tile_bytes", [4096, 2**16, 2**26])
+def test_lone_parameters_are_updated_in_their_tiles(tile_bytes: int):
+    """To the bit; a slice is whole extents, each of pages of its own, one turn's after the other."""
+    update, state, grads = masters_of_stacks(STACKS)
+    expected = [on_host(x) for x in state]
+    call(HostUpdate(update, state, grads), expected, grads)
+    engine = TiledUpdate(update, state, grads, tile_bytes, lone=SLICES, chunk_bytes=2**14)
+    by_tiles(engine, [state], [grads], [[]])
+    for a, b in zip(expected, state, strict=True):
+        np.testing.assert_array_equal(a, b)
+    extents = [x for tile in engine.layout.tiles for x in tile]
+    assert {x.leaf for x in extents if x.lone} == {engine._names[i] for i in SLICES}
+    for i, num in SLICES.items():
+        slice_bytes = state[i].nbytes // num
+        found = [x for x in extents if x.leaf == engine._names[i]]
+        assert all(x.offset % 4096 == 0 for x in found)
+        assert all(x.start // slice_bytes == (x.start + x.nbytes - 1) // slice_bytes for x in found)
+        if tile_bytes > 4096:  # All but the last of a slice are whole pages.
+            assert all(
+                x.nbytes % 4096 == 0 or (x.start + x.nbytes) % slice_bytes == 0 for x in found
+            )
+    turns = [
+        x.start // (state[i].nbytes // 6)
+        for x in extents
+        for i in (0, 3)
+        if x.leaf == engine._names[i]
+    ]
+    assert turns == sorted(turns)
+    assert engine.layout.most_bytes <= max(tile_bytes, 2 * 4096)
+
+
+def test_slices_are_alike():
+    found = [Together((0,), (4,), 100, 0, frozenset([0]), 3)]
+    with pytest.raises(AssertionError, match="100 elements in 3 slices"):
+        list(_tiles.cut(found, 2**16))
+    # Of two lone leaves each one's slices are whole.
+    update, state, grads = masters_of_stacks([(6, 64)])
+    engine = TiledUpdate(update, state, grads, 2**16, lone={0: 2, 1: 3})
+    assert sum(x.lone for tile in engine.layout.tiles for x in tile) == 2 * 6
+
+
+def test_lone_extents_lie_side_by_side():
+    """At the end of their tile: what is read of a turn is one range of pages."""
+    update, state, grads = masters_of_stacks([(4, 2048), (4, 4096)])
+    engine = TiledUpdate(update, state, grads, 2**17, lone={0: 4, 3: 4})
+    for tile in engine.layout.tiles:
+        lone = [x.lone for x in tile]
+        assert lone == sorted(lone)
+    assert [len(x) for x in engine.layout.checked] == [5, 5]  # two turns each

@@ -7,7 +7,8 @@ python experiments/infinity/disk.py --show                           # the table
 file is synced. *sweep* is `jzero.offload.nvme` over the same bytes: read ahead, checked, updated by nobody or
 by AdamW's kernels, checksummed, written behind, committed. *in turns* is the same without any overlap, in one
 thread. All are run in turns, so that a busy machine hits all alike, and the ratio is of neighbours: raw's
-time over the other's, in the same round. Also what a checksum costs, and which size of transfer is best.
+time over the other's, in the same round. Also what a checksum costs, which size of transfer is best, and how
+fast parts of tiles are read that have a checksum of their own, as layers read parameters.
 Prints tables in Markdown, writes <date>-disk.json.
 
 Needs no accelerator. Processors must be free for the ratio to mean something: the load is written with it. On
@@ -17,6 +18,7 @@ a busy machine, `chrt -f 10 python ...` gives them to this process when it asks 
 import argparse
 import collections
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -38,7 +40,8 @@ from jzero.offload.memory._addresses import host_empty
 from jzero.offload.nvme import _direct
 from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._checksum import checksum
-from jzero.offload.nvme._files import FileSpec, TileFiles
+from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
+from jzero.offload.nvme._layout import TileLayout
 from jzero.offload.nvme._sweep import sweep
 
 WHO = "disk.py"
@@ -224,6 +227,41 @@ def block_rates(folder: Path, nbytes: int, rounds: int) -> dict[str, float]:
     }
 
 
+def lone_rates(folder: Path, nbytes: int, rounds: int) -> dict[str, float]:
+    """GB/s at which the last 4 of 28 MiB of each tile are read alone: raw, and checked; median of rounds."""
+    part, num = 2**22, nbytes // 2**22
+    layout = TileLayout.of(
+        [("m", 6 * part * k, 6 * part), ("w", part * k, part, True)] for k in range(num)
+    )
+    specs = {"lone.tiles": FileSpec(layout, {})}
+    with TileFiles.create(WHO, folder, specs, in_place=True) as files:
+        files.begin(0)
+        ring = TileRing(WHO, 4 * layout.most_bytes, layout.most_bytes)
+        with sweep(files.tiles(), ring, write=files.write) as visits:
+            for visit in visits:
+                visit.buffer[:] = 1
+        files.commit(0)
+        (file,), ring = files._files, TileRing(WHO, 16 * part, part)
+
+        def raw(at: TileAt, buffer: np.ndarray) -> None:
+            file.file.read(buffer, file._places.tiles[0][at.tile] + 6 * part, "a part")
+
+        def alone(at: TileAt, buffer: np.ndarray) -> None:
+            files.read_lone(at, 1, buffer)
+
+        def swept(read: Callable[[TileAt, np.ndarray], None], threads: int) -> None:
+            with sweep(files.tiles(), ring, read, threads=threads) as visits:
+                collections.deque(visits, maxlen=0)
+
+        seconds: dict[str, list[float]] = collections.defaultdict(list)
+        for _ in range(rounds):
+            for threads, read in itertools.product((1, 2, 4), (raw, alone)):
+                name = f"{read.__name__}, {threads} threads"
+                seconds[name].append(timed(functools.partial(swept, read, threads)))
+        files.remove()
+    return {name: round(part * num / float(np.median(x)) / 1e9, 2) for name, x in seconds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--path", type=Path, default=Path("."), help="a folder on the disk")
@@ -256,6 +294,9 @@ def main() -> None:
             "GB/s by size of a transfer": block_rates(
                 folder, args.transfers_mib * 2**20, args.rounds
             ),
+            "GB/s of parts of tiles": lone_rates(
+                folder / "lone", args.transfers_mib * 2**20, args.rounds
+            ),
         }
         state = OneState(folder, args.params, args.tile_mib * 2**20, args.host_mib * 2**20)
         raw = Raw(folder / "raw", state.files.step_bytes, _direct.BLOCK)
@@ -278,8 +319,9 @@ def main() -> None:
 def show(result: dict[str, Any]) -> None:
     loads = result["load before each round"]
     print(f"load {min(loads)} to {max(loads)} on {result['cpu']}")
-    for what in ("GB/s of a checksum", "GB/s by size of a transfer"):
-        print(f"{what}: {', '.join(f'{name} {x}' for name, x in result[what].items())}")
+    for what, rates in result.items():
+        if what.startswith("GB/s"):
+            print(f"{what}: {', '.join(f'{name} {x}' for name, x in rates.items())}")
     print("\n| | seconds | GB/s | of raw, in the same round | least | most |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, each in result["systems"].items():

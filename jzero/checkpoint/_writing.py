@@ -154,7 +154,7 @@ def _shard_shape(x: Array) -> tuple[int, ...]:
 def _own_parts(x: Array, pin: Pin | None = None) -> list[tuple[Box, Any]]:
     """The parts that this process writes, and where they are: the first copy of each."""
     if isinstance(x, AwayArray):
-        found = x.own_parts(x.parts_by(pin.read) if pin and isinstance(x, NVMeArray) else None)
+        found = x.own_parts(x.parts_by(pin) if pin and isinstance(x, NVMeArray) else None)
         return [(tuple(slice(*ends) for ends in box), data) for box, data in found]
     shards = (x.padded if isinstance(x, PaddedArray) else x).addressable_shards
     return [(shard.index, shard.data) for shard in shards if shard.replica_id == 0]

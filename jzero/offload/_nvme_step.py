@@ -144,6 +144,7 @@ class NVMeStep(HostStep):
         return StoreSpec(
             policy.path, policy.host_bytes, policy.in_place, policy.resume, self.update.layout,
             identity, self.counters, tuple(self.leaves[i].path for i in self.counters), mesh,
+            self.update.frozen,
         )  # fmt: skip
 
     def crossings(self) -> tuple[Crossing, ...]:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,44 +43,54 @@ class TiledUpdate(HostUpdate):
 
     def __init__(
         self, update: Update, state: HostMemory, inputs: HostMemory, tile_bytes: int, *,
-        resident: Sequence[int] = (), names: Sequence[str] | None = None, threads: int | None = None,
-        chunk_bytes: int = 2**26,
+        resident: Sequence[int] = (), lone: Mapping[int, int] | None = None,
+        names: Sequence[str] | None = None, threads: int | None = None, chunk_bytes: int = 2**26,
     ):  # fmt: skip
         """Traces and compiles as `HostUpdate`, and cuts the state into tiles of up to `tile_bytes`.
 
         But for leaves that are `resident`, by index. Nothing may be `untiled` of it.
+
+        Args, beside those of `HostUpdate`:
+          tile_bytes: of a tile, at most.
+          resident: which leaves are in memory.
+          lone: which leaves are also read without the rest of their tiles, by index, and of how many slices
+            along dim 0 of a device's shard; 1 for a leaf that is read whole.
         """
-        self._resident = tuple(resident)
+        self._resident, self._lone = tuple(resident), dict(lone or {})
+        self._tile_bytes = tile_bytes
         super().__init__(
             update, state, inputs, names=names, threads=threads, chunk_bytes=chunk_bytes
         )
         self._members = [
-            (chunk, loop.kernel, size, slots)
+            (self._chunk_of(slots, chunk), loop.kernel, size, slots)
             for chunk, loops in enumerate(self._chunks)
             for loop in loops
             for size, slots in zip(loop.sizes, loop.slots, strict=True)
         ]
+        self._members.sort(key=lambda member: member[0])
         found = [self._together(slots, size, chunk) for chunk, _, size, slots in self._members]
         moved = {*self._resident, *(leaf for each in found for leaf in each.leaves)}
-        # What nobody reads or changes is carried along.
-        found += [
-            self._together([i], aval.size, len(self._chunks))
-            for i, aval in enumerate(self._state)
-            if i not in moved
-        ]
+        self._frozen = [i for i in range(len(self._state)) if i not in moved]
         tiles = sorted(_tiles.cut(found, tile_bytes), key=lambda tile: not _reads(tile, found))
         self.tiles: tuple[Tile, ...] = tuple(tiles)
-        self._found = found
-        self.layout = TileLayout.of(
-            [
-                (self._names[leaf], span.first * itemsize, span.num * itemsize)
-                for span, leaf, itemsize in self._ranges(tile)
-            ]
-            for tile in tiles
-            if _reads(tile, found)
-        )
-        self._tile_loops = [self._loops_of_tile(tile) for tile in tiles]
+        in_files = [tile for tile in tiles if _reads(tile, found)]
+        self.layout = _tiles.laid_out(in_files, found, self._names)
+        self._ranges = [_tiles.ranges(tile, found) for tile in in_files]
+        self._rows = [_tiles.rows(tile) for tile in tiles]
+        self._tile_loops = [
+            self._loops_of_tile(*pair) for pair in zip(tiles, self._rows, strict=True)
+        ]
         self._to: Sequence[HostMemory] = ()
+
+    @functools.cached_property
+    def frozen(self) -> TileLayout:
+        """Of leaves that no kernel reads or writes: they come in no tile, and rest in files of their own."""
+        return _tiles.of_whole_leaves(
+            [self._state[i] for i in self._frozen],
+            [self._lone.get(i, 0) for i in self._frozen],
+            [self._names[i] for i in self._frozen],
+            self._tile_bytes,
+        )
 
     @property
     def done(self) -> list[list[int]]:
@@ -115,14 +127,16 @@ class TiledUpdate(HostUpdate):
         """Updates what is in `memory` in its place, and makes what of outputs follows from it."""
         prepared = self._prepared
         assert prepared is not None, "prepare_tiles() comes first"
-        row = prepared.addresses[shard].copy()
+        rows = self._rows[tile]
+        at = np.tile(prepared.addresses[shard], (1 + max(rows.values()), 1))
         if memory is not None:
-            ranges = zip(self._ranges(self.tiles[tile]), self.layout.tiles[tile], strict=True)
-            for (span, leaf, itemsize), extent in ranges:
+            extents = self.layout.tiles[tile]
+            for (span, leaf, itemsize), extent in zip(self._ranges[tile], extents, strict=True):
                 # Where the leaf's first element would be: kernels count from there.
-                row[leaf] = address(memory) + extent.offset - span.first * itemsize
+                start = address(memory) + extent.offset
+                at[rows[span], leaf] = start - span.first * itemsize
         loops = self._tile_loops[tile]
-        self._calls = calls = loops.start(row, (prepared, self._to, memory))
+        self._calls = calls = loops.start(at, (prepared, self._to, memory))
         try:
             self._running = True
             share(calls, self._drive, self._pool, min(self._threads, loops.num_blocks) - 1)
@@ -138,22 +152,25 @@ class TiledUpdate(HostUpdate):
     def _together(self, slots: Sequence[int], size: int, chunk: int) -> Together:
         mine = (slot for slot in slots if slot < len(self._state) and slot not in self._resident)
         leaves = tuple(dict.fromkeys(mine))
-        return Together(leaves, tuple(self._state[i].dtype.itemsize for i in leaves), size, chunk)
+        itemsizes = tuple(self._state[i].dtype.itemsize for i in leaves)
+        lone = self._lone.keys() & set(leaves)
+        num_slices = math.lcm(*(self._lone[i] for i in lone))
+        return Together(leaves, itemsizes, size, chunk, frozenset(lone), num_slices)
 
-    def _ranges(self, tile: Tile) -> list[tuple[Span, int, int]]:
-        """Of each leaf in a tile: the range, which leaf, bytes of an element; in the order of `layout`."""
-        return [
-            (span, leaf, itemsize)
-            for span in tile.spans
-            for leaf, itemsize in zip(*self._found[span.together][:2], strict=True)
-        ]
+    def _chunk_of(self, slots: Sequence[int], chunk: int) -> int:
+        """Its chunk, for what makes outputs; the last one, in which nobody waits, for the rest.
 
-    def _loops_of_tile(self, tile: Tile) -> KernelLoops:
+        So tiles of all of that may be ordered as they are read.
+        """
+        makes = any(slot >= self._num_operands + self._num_made for slot in slots)
+        return chunk if makes else len(self._chunks)
+
+    def _loops_of_tile(self, tile: Tile, rows: Mapping[Span, int]) -> KernelLoops:
         by_kernel: dict[int, list[tuple[int, Sequence[int], int]]] = {}
-        for which, first, count in tile.spans:
-            if which < len(self._members):
-                _, kernel, _, slots = self._members[which]
-                by_kernel.setdefault(kernel, []).append((count, slots, first))
+        for span in tile.spans:
+            _, kernel, _, slots = self._members[span.together]
+            there = [rows[span] * self._num_slots + slot for slot in slots]
+            by_kernel.setdefault(kernel, []).append((span.num, there, span.first))
         loops = [Loop(kernel, *zip(*rows, strict=True)) for kernel, rows in by_kernel.items()]
         return KernelLoops([loops], 1, self._num_slots)
 

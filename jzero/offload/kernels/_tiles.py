@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jzero.offload.nvme._layout import LINE
+import jax
+
+from jzero.offload.nvme._layout import LINE, PAGE, TileLayout, whole_lines, whole_pages
 
 # Elements: a range that is cut is cut there, so that every part but a leaf's last fills whole vectors.
 GRAIN = 64
@@ -21,16 +24,28 @@ class Together(NamedTuple):
       itemsizes: of each.
       size: elements of each.
       chunk: with which others it is complete.
+      lone: those of the leaves that are also read by themselves.
+      num_slices: into how many equal ranges of elements the leaves are cut, before they are cut into tiles.
     """
 
     leaves: tuple[int, ...]
     itemsizes: tuple[int, ...]
     size: int
     chunk: int
+    lone: frozenset[int] = frozenset()
+    num_slices: int = 1
 
     def nbytes(self, count: int) -> int:
         """Of so many elements of each leaf in a tile."""
-        return sum(-(-count * itemsize // LINE) * LINE for itemsize in self.itemsizes)
+        return sum(
+            (whole_pages if leaf in self.lone else whole_lines)(count * itemsize)
+            for leaf, itemsize in zip(self.leaves, self.itemsizes, strict=True)
+        )
+
+    def least_bytes(self, count: int) -> int:
+        """In which so many elements have room, whatever the last pages of lone leaves have left."""
+        lines = sum(whole_lines(count * itemsize) for itemsize in self.itemsizes)
+        return lines + len(self.lone) * (PAGE - LINE)
 
 
 class Span(NamedTuple):
@@ -60,18 +75,22 @@ class Tile(NamedTuple):
 
 
 def cut(found: Sequence[Together], tile_bytes: int) -> Iterator[Tile]:
-    """Tiles of up to `tile_bytes`, or `least_bytes`, in order; none has parts of two chunks."""
+    """Tiles of up to `tile_bytes`, or `least_bytes`, in order; none has parts of two chunks.
+
+    Of leaves of as many slices each, the first slices come first, and so on, as turns of a loop read them. A
+    slice may be cut into tiles; its elements are of no extent that has elements of another one.
+    """
     tile_bytes = max(tile_bytes, least_bytes(found))
     for chunk, members in itertools.groupby(enumerate(found), lambda pair: pair[1].chunk):
         spans: list[Span] = []
         room = tile_bytes
-        for index, each in members:
-            first = 0
-            while first < each.size:
-                count = _fitting(each, each.size - first, room)
+        for index, first, num in _slices(members):
+            each = found[index]
+            while num:
+                count = _fitting(each, num, room, _grain(each, tile_bytes))
                 if count:
                     spans.append(Span(index, first, count))
-                    first, room = first + count, room - each.nbytes(count)
+                    first, num, room = first + count, num - count, room - each.nbytes(count)
                 else:
                     yield Tile(tuple(spans), chunk)
                     spans, room = [], tile_bytes
@@ -79,14 +98,93 @@ def cut(found: Sequence[Together], tile_bytes: int) -> Iterator[Tile]:
             yield Tile(tuple(spans), chunk)
 
 
+def ranges(tile: Tile, found: Sequence[Together]) -> list[tuple[Span, int, int]]:
+    """Of each leaf in a tile: the range, which leaf, bytes of an element; in the order of `laid_out`.
+
+    Lone leaves come last, side by side.
+    """
+    every = [
+        (span, leaf, itemsize)
+        for span in tile.spans
+        for leaf, itemsize in zip(*found[span.together][:2], strict=True)
+    ]
+    return sorted(every, key=lambda part: part[1] in found[part[0].together].lone)
+
+
+def of_whole_leaves(
+    leaves: Sequence[jax.ShapeDtypeStruct], num_slices: Sequence[int], names: Sequence[str],
+    tile_bytes: int,
+) -> TileLayout:  # fmt: skip
+    """A file of leaves that nobody updates.
+
+    Args:
+      leaves: one device's shard of each.
+      num_slices: of each lone leaf, along dim 0; 1 for one that is read whole, 0 for one that is not lone.
+      names: of each.
+      tile_bytes: of a tile, at most.
+    """
+    found = [
+        Together((i,), (x.dtype.itemsize,), x.size, 0, frozenset([i][: min(num, 1)]), max(num, 1))
+        for i, (x, num) in enumerate(zip(leaves, num_slices, strict=True))
+    ]
+    return laid_out(cut(found, tile_bytes), found, names)
+
+
+def rows(tile: Tile) -> dict[Span, int]:
+    """Of each span how many ranges of the same leaves come before it in the tile.
+
+    Slices of a stack lie apart, and kernels count elements of a leaf from one address: each needs its own.
+    """
+    seen: collections.Counter[int] = collections.Counter()
+    found = {}
+    for span in tile.spans:
+        found[span] = seen[span.together]
+        seen[span.together] += 1
+    return found
+
+
+def laid_out(tiles: Iterable[Tile], found: Sequence[Together], names: Sequence[str]) -> TileLayout:
+    """What is where in tiles, by the leaves' names."""
+    return TileLayout.of(
+        [
+            (names[leaf], span.first * itemsize, span.num * itemsize,
+             leaf in found[span.together].lone)
+            for span, leaf, itemsize in ranges(tile, found)
+        ]
+        for tile in tiles
+    )  # fmt: skip
+
+
 def least_bytes(found: Sequence[Together]) -> int:
     """Of the smallest tile that can be made."""
-    return max((each.nbytes(min(GRAIN, each.size)) for each in found), default=0)
+    return max((each.least_bytes(min(GRAIN, each.size)) for each in found), default=0)
 
 
-def _fitting(each: Together, wanted: int, room: int) -> int:
+def _slices(members: Iterable[tuple[int, Together]]) -> Iterator[Span]:
+    """All elements, slice by slice of leaves that have as many of them."""
+    alike: dict[int, list[tuple[int, int]]] = {}
+    for index, each in members:
+        assert each.size % each.num_slices == 0, f"{each.size} elements in {each.num_slices} slices"
+        alike.setdefault(each.num_slices, []).append((index, each.size // each.num_slices))
+    for num_slices, sizes in alike.items():
+        for k in range(num_slices):
+            yield from (Span(index, k * size, size) for index, size in sizes)
+
+
+def _grain(each: Together, tile_bytes: int) -> int:
+    """Of so many elements a part is a multiple: whole pages of lone leaves, if a tile has room for that.
+
+    Then all parts of a slice but its last are read to where they belong, without a copy.
+    """
+    sizes = dict(zip(each.leaves, each.itemsizes, strict=True))
+    whole = max([GRAIN, *(PAGE // sizes[leaf] for leaf in each.lone)])
+    return whole if each.least_bytes(whole) <= tile_bytes else GRAIN
+
+
+def _fitting(each: Together, wanted: int, room: int, grain: int) -> int:
     """How many of the wanted elements have room."""
     if each.nbytes(wanted) <= room:
         return wanted
     # A multiple of GRAIN elements fills whole lines, of any dtype.
-    return room // each.nbytes(GRAIN) * GRAIN
+    ends = each.least_bytes(0)
+    return max(room - ends, 0) // (each.least_bytes(grain) - ends) * grain

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import shutil
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from jzero.offload.memory._away_array import Home, copy_parts, parts_for, sizes_
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._nvme_store import BUFFERS, WHO, NVMeStore, StoreSpec, counter_in
 from jzero.offload.nvme._files import TileAt, TileFiles
+from jzero.offload.nvme._sweep import sweep
 from jzero.processes import _agreement
 
 # The folders of states that are alive, and of all that this process has made.
@@ -46,10 +47,8 @@ class Filling:
         self._spec, self.resumed = spec, False
         self._store: NVMeStore | None = None
         self._folder = Path()
-        # Tiles in memory, the last one used last, and which of all were written before.
-        self._tiles: collections.OrderedDict[TileAt, np.ndarray] = collections.OrderedDict()
-        self._written: set[TileAt] = set()
-        self._free: list[np.ndarray] = []
+        # Of each extent that was written, a checksum.
+        self._written: dict[tuple[TileAt, int], int] = {}
 
     @property
     def started(self) -> bool:
@@ -84,7 +83,6 @@ class Filling:
             files = TileFiles.create(WHO, self._folder, spec.files, spec.in_place)
             self._store = NVMeStore(spec, files)
             self._store.first = self._store.begin(counter)
-            self._free = list(spec.ring.buffers)
         _alive[self._folder] = self._store
         _made.add(self._folder)
 
@@ -101,32 +99,32 @@ class Filling:
         return NVMeArray(home, self._store, name)
 
     def _write(self, values: np.ndarray, file: int, name: str) -> None:
-        layout = self._spec.layout
-        for tile, i in layout.of_leaf(name):
-            extent = layout.tiles[tile][i]
-            buffer = self._tile(TileAt(file, tile))
-            layout.views(tile, buffer)[i][:] = values[extent.start : extent.start + extent.nbytes]
-
-    def _tile(self, at: TileAt) -> np.ndarray:
-        """A tile in memory, as far as it is known."""
         assert self._store is not None
-        if at in self._tiles:
-            self._tiles.move_to_end(at)
-            return self._tiles[at]
-        buffer = self._free.pop() if self._free else self._put_away()
-        buffer[:] = 0
-        if at in self._written:
-            self._store.files.read_written(at, buffer)
-        self._tiles[at] = buffer
-        return buffer
+        for place in self._spec.places(file, name, 0, len(values)):
+            extent, buffer = place.extent, self._spec.ring.buffers[0]
+            part = values[extent.start : extent.start + extent.nbytes]
+            self._store.files.write_part(place.at, extent.offset, part, buffer)
+            self._written[place.at, place.i] = zlib.crc32(part.data)
 
-    def _put_away(self) -> np.ndarray:
-        """Writes the tile that was not used for longest; its buffer."""
+    def _complete(self) -> None:
+        """Reads all tiles once: their checksums are noted, and leaves are what was written of them."""
         assert self._store is not None
-        at, buffer = self._tiles.popitem(last=False)
-        self._store.files.write(at, buffer)
-        self._written.add(at)
-        return buffer
+        files = self._store.files
+        with sweep(files.tiles(), self._spec.ring, files.note_checksums) as visits:
+            for at, buffer in ((visit.at, visit.buffer) for visit in visits):
+                layout = files.layouts[at.file]
+                for i, view in enumerate(layout.views(at.tile, buffer)):
+                    if zlib.crc32(view.data) != self._written[at, i]:
+                        self._damaged(at, layout.tiles[at.tile][i].leaf)
+        files.commit(self._store.first)
+
+    def _damaged(self, at: TileAt, leaf: str) -> NoReturn:
+        assert self._store is not None
+        path = self._store.files.paths[at.file]
+        raise StateError(message(
+            WHO, f"{leaf} in tile {at.tile} of {path} is not what was just written",
+            "What is on the disk must be what was written.", "Look at the disk, or use another path."
+        ))  # fmt: skip
 
     def __enter__(self) -> Filling:
         BUFFERS.acquire()
@@ -149,9 +147,7 @@ class Filling:
             return
         try:
             if finish:
-                while self._tiles:
-                    self._put_away()
-                self._store.files.commit(self._store.first)
+                self._complete()
         except BaseException:
             self._drop()
             raise

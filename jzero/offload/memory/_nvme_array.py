@@ -65,7 +65,7 @@ class NVMeArray(AwayArray):
     @property
     def place(self) -> Any:
         """Which parts of it are there, and where in the files."""
-        return self.home, None if self._store is None else self._store.spec.layout
+        return self.home, None if self._store is None else self._store.spec.layouts
 
     def renewed(self) -> NVMeArray:
         """The same leaf after a step; this one is then deleted."""
@@ -88,13 +88,40 @@ class NVMeArray(AwayArray):
         Raises:
           StateError: a step has consumed it.
         """
-        return self.parts_by(self.store.files.read)
+        return self.parts_by(self.store.files)
 
-    def parts_by(self, read: TileReader) -> Parts:
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of a buffer for `read_range`.
+
+        Raises:
+          StateError: a step has consumed it.
+        """
+        return self.store.buffer_bytes(self._name)
+
+    def read_range(
+        self, out: np.ndarray, file: int, start: int, buffer: np.ndarray | None = None
+    ) -> None:
+        """Reads some bytes of one device's part, in C order, padding included; by any thread.
+
+        Args:
+          out: uint8[n], writable: what bytes `start` to `start + n` of the part go to.
+          file: whose part, by its place in `home.devices`.
+          start: the first byte.
+          buffer: uint8[m] that starts on a page of 4096 bytes, m at least `buffer_bytes`, of this call alone
+            while it lasts; memory of its own by default.
+
+        Raises:
+          StateError: a step has consumed it, or the disk fails, or has not what was written.
+        """
+        store = self.store
+        store.read_range(out, file, self._name, start, store.files, buffer)
+
+    def parts_by(self, reader: TileReader) -> Parts:
         """The same, read by whoever has pinned this step."""
         store, boxes = self.store, self.home.boxes()
         found = {
-            box: NVMePart(store, file, self._name, tuple(sizes_of(box)), self.dtype, read)
+            box: NVMePart(store, file, self._name, tuple(sizes_of(box)), self.dtype, reader)
             for file, box in reversed([*enumerate(boxes)])
         }
         return [(box, found[box]) for box in dict.fromkeys(boxes)]
@@ -110,18 +137,20 @@ class NVMePart:
 
     def __init__(
         self, store: NVMeStore, file: int, name: str, shape: tuple[int, ...], dtype: np.dtype,
-        read: TileReader,
+        reader: TileReader,
     ):  # fmt: skip
-        self._store, self._file, self._name, self._read = store, file, name, read
+        self._store, self._file, self._name, self._reader = store, file, name, reader
         self.shape, self.dtype = shape, dtype
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Reads it."""
         values = np.empty(self.shape, self.dtype)
-        self._store.read_into(values.reshape(-1).view(np.uint8), self._file, self._name, self._read)
+        out = values.reshape(-1).view(np.uint8)
+        if len(out):
+            self._store.read_range(out, self._file, self._name, 0, self._reader)
         return values if dtype is None else values.astype(dtype, copy=False)
 
 
 def rests_in_files(x: Any, home: Home | None, spec: StoreSpec) -> bool:
     """Whether a leaf is in files of this kind already."""
-    return isinstance(x, NVMeArray) and x.place == (home, spec.layout)
+    return isinstance(x, NVMeArray) and x.place == (home, spec.layouts)

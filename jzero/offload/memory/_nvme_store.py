@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -17,14 +18,59 @@ import numpy as np
 from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._file import FileSpec
 from jzero.offload.nvme._files import TileAt, TileFiles
-from jzero.offload.nvme._layout import TileLayout
+from jzero.offload.nvme._layout import PAGE, Extent, TileLayout, whole_pages
 
-TileReader: TypeAlias = Callable[[TileAt, np.ndarray], None]
 WHO = "jzero.NVMe"
 # Buffers are one call's at a time.
 BUFFERS = threading.RLock()
 # The number of a step on the disk: how often the files were written, and the counter of the state.
 _COUNTER = 32
+
+
+class TileReader(Protocol):
+    """Files, or a pin on one step of them; both may be used by any thread."""
+
+    def read(self, at: TileAt, buffer: np.ndarray) -> None:
+        """Reads a tile into a buffer."""
+
+    def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
+        """Reads the pages of a tile's extent `i`, which is lone, into a buffer."""
+
+
+class ExtentAt(NamedTuple):
+    """Where a part of a leaf is.
+
+    Attributes:
+      layout: of the file.
+      at: the tile.
+      i: which extent of it.
+    """
+
+    layout: TileLayout
+    at: TileAt
+    i: int
+
+    @property
+    def extent(self) -> Extent:
+        """The part."""
+        return self.layout.tiles[self.at.tile][self.i]
+
+    @property
+    def read_bytes(self) -> int:
+        """What is read to read it."""
+        return (
+            whole_pages(self.extent.nbytes)
+            if self.extent.lone
+            else self.layout.nbytes(self.at.tile)
+        )
+
+    def read(self, reader: TileReader, buffer: np.ndarray) -> np.ndarray:
+        """Reads it into a buffer of `read_bytes`; its bytes there."""
+        if self.extent.lone:
+            reader.read_lone(self.at, self.i, buffer)
+            return buffer[: self.extent.nbytes]
+        reader.read(self.at, buffer)
+        return self.layout.views(self.at.tile, buffer)[self.i]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,6 +87,7 @@ class StoreSpec:
       counters: the leaves that say of which step a state is, by index.
       counter_paths: the same, for messages.
       mesh: whose devices the states are of.
+      frozen: what is where in a second file of each device, of leaves that no step changes.
     """
 
     path: Path
@@ -52,16 +99,39 @@ class StoreSpec:
     counters: tuple[int, ...]
     counter_paths: tuple[str, ...]
     mesh: Any
+    frozen: TileLayout = TileLayout(())
 
     @functools.cached_property
     def ring(self) -> TileRing:
         """The buffers of whoever moves tiles."""
-        return TileRing(WHO, self.host_bytes, self.layout.most_bytes)
+        return TileRing(WHO, self.host_bytes, max(self.layout.most_bytes, self.frozen.most_bytes))
 
     @property
     def files(self) -> dict[str, FileSpec]:
-        """Each file."""
-        return {name: FileSpec(self.layout, whose) for name, whose in self.identity.items()}
+        """Each file: of each device what steps change, then of each what they do not, if there is any."""
+        changed = {name: FileSpec(self.layout, whose) for name, whose in self.identity.items()}
+        kept = {
+            f"{Path(name).stem}.frozen{Path(name).suffix}": FileSpec(self.frozen, whose, True)
+            for name, whose in self.identity.items()
+        }
+        return {name: file for name, file in (changed | kept).items() if file.layout.num_tiles}
+
+    @property
+    def layouts(self) -> tuple[TileLayout, TileLayout]:
+        """Of what steps change, and of what they do not."""
+        return self.layout, self.frozen
+
+    def home_of(self, name: str) -> tuple[TileLayout, int]:
+        """What is where in the files that have a leaf, and which of all files is the first of these."""
+        if name in self.frozen:
+            return self.frozen, len(self.identity) if self.layout.num_tiles else 0
+        return self.layout, 0
+
+    def places(self, file: int, name: str, start: int, stop: int) -> Iterator[ExtentAt]:
+        """Where bytes `start` to `stop` of a device's part of a leaf are."""
+        layout, first = self.home_of(name)
+        for tile, i in layout.of_leaf(name, start, stop):
+            yield ExtentAt(layout, TileAt(first + file, tile), i)
 
     def counter(self, leaves: Sequence[Any]) -> int:
         """Of which step a state is: the sum of its integers of one element, modulo 2**32."""
@@ -93,13 +163,41 @@ class NVMeStore:
         self.files.begin(step)
         return step
 
-    def read_into(self, out: np.ndarray, file: int, name: str, read: TileReader) -> None:
-        """Reads a device's part of a leaf, as bytes, a tile at a time."""
-        layout, buffer = self.spec.layout, pages(self.spec.layout.most_bytes)
-        for tile, i in layout.of_leaf(name):
-            extent = layout.tiles[tile][i]
-            read(TileAt(file, tile), buffer)
-            out[extent.start : extent.start + extent.nbytes] = layout.views(tile, buffer)[i]
+    def buffer_bytes(self, name: str) -> int:
+        """Of the buffer that reads of a leaf go through."""
+        places = self.spec.places(0, name, 0, sys.maxsize)
+        return max((place.read_bytes for place in places), default=0)
+
+    def read_range(
+        self, out: np.ndarray, file: int, name: str, start: int, reader: TileReader,
+        buffer: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Reads bytes `start` to `start + len(out)` of a device's part of a leaf; by any thread.
+
+        Args:
+          out: uint8[n], writable. Whole pages of a lone leaf are read without a copy, if it is aligned.
+          file: whose part, by its place among the devices of this process.
+          name: the leaf's.
+          start: its first byte.
+          reader: of the step.
+          buffer: uint8[m], on a page, m at least `buffer_bytes(name)`; made by default, if one is needed.
+        """
+        stop = start + len(out)
+        for place in self.spec.places(file, name, start, stop):
+            extent = place.extent
+            first, last = max(start, extent.start), min(stop, extent.start + extent.nbytes)
+            there = out[first - start : last - start]
+            if len(there) == extent.nbytes and extent.lone and self._takes(there):
+                reader.read_lone(place.at, place.i, there)
+                continue
+            if buffer is None:
+                buffer = pages(self.buffer_bytes(name))
+            found = place.read(reader, buffer)
+            there[:] = found[first - extent.start : last - extent.start]
+
+    def _takes(self, memory: np.ndarray) -> bool:
+        """Whether the disk can read straight into it."""
+        return memory.ctypes.data % self.files.memory_alignment == 0 and len(memory) % PAGE == 0
 
 
 def counter_in(step: int) -> int:

@@ -16,7 +16,7 @@ from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._checksum import checksum
 from jzero.offload.nvme._direct import BLOCK, DirectFile
 from jzero.offload.nvme._header import COMPLETE, EMPTY, WRITING, Header, Places, shown
-from jzero.offload.nvme._layout import PAGE, TileLayout
+from jzero.offload.nvme._layout import PAGE, TileLayout, whole_pages
 
 NOT_OVERWRITTEN = "Nothing was overwritten."
 _RESTORE = "Restore the last checkpoint into a new path, without resume=True."
@@ -29,15 +29,18 @@ class FileSpec(NamedTuple):
       layout: what lies where in its tiles.
       identity: whose state it is, as a JSON value: paths, shapes and dtypes of leaves, mesh, device. A file
         with another one is refused.
+      frozen: whether its tiles are written once, and are those of every step.
     """
 
     layout: TileLayout
     identity: Any
+    frozen: bool = False
 
     def about(self) -> bytes:
-        """Both, as the text in the file."""
+        """All of it, as the text in the file."""
         tiles = [[list(extent) for extent in tile] for tile in self.layout.tiles]
-        return json.dumps({"identity": self.identity, "tiles": tiles}, sort_keys=True).encode()
+        about = {"identity": self.identity, "tiles": tiles, "frozen": self.frozen}
+        return json.dumps(about, sort_keys=True).encode()
 
 
 class TileFile:
@@ -46,19 +49,25 @@ class TileFile:
     Attributes:
       path: where it is.
       layout: what lies where in its tiles.
+      frozen: whether its tiles are those of every step.
       steps: the steps that are complete in it, and the slot that has each.
       file: what it is on the disk.
     """
 
     def __init__(self, who: str, file: DirectFile, spec: FileSpec, in_place: bool) -> None:
         self._who, self.file, self.layout = who, file, spec.layout
-        self._about, self._slots = spec.about(), 1 if in_place else 2
+        self.frozen = spec.frozen
+        self._about, self._slots = spec.about(), 1 if in_place and not spec.frozen else 2
         self._tile_bytes = [spec.layout.nbytes(tile) for tile in range(spec.layout.num_tiles)]
-        self._places = Places.of(len(self._about), self._tile_bytes, self._slots)
+        num = spec.layout.first_checksums[-1]
+        own = 1 if spec.frozen else self._slots
+        self._places = Places.of(len(self._about), self._tile_bytes, num, own)
         self._page = pages(PAGE)
         self._generation = 0
         self._target = -1  # The slot that is being written.
-        self._tables = [np.zeros(len(self._tile_bytes), np.uint32) for _ in range(self._slots)]
+        self._tables = [np.zeros(num, np.uint32) for _ in range(own)]
+        if spec.frozen:  # See [Note: frozen files].
+            self._places, self._tables = self._places.twice(), self._tables * 2
         self._written = np.zeros(len(self._tile_bytes), bool)
         self._crcs: dict[int, int] = {}
         self.steps: dict[int, int] = {}
@@ -82,10 +91,10 @@ class TileFile:
         later one; the first slot, when the first step is written.
         """
         self.file.resize(self.size)
-        about = pages(_header.whole_pages(len(self._about)))
+        about = pages(whole_pages(len(self._about)))
         about[: len(self._about)] = np.frombuffer(self._about, np.uint8)
         self.file.write(about, 2 * PAGE, "its description")
-        if self._slots == 2:
+        if self._slots == 2 and not self.frozen:
             start = self._places.tiles[1][0] if self._tile_bytes else self.size
             zeros = pages(BLOCK)
             for at in range(start, self.size, BLOCK):
@@ -131,7 +140,7 @@ class TileFile:
         self._crcs = {x.slot: x.table_crc for x in found if x.state == COMPLETE}
 
     def _check_about(self, header: Header) -> None:
-        about = pages(_header.whole_pages(max(header.about_bytes, 1)))
+        about = pages(whole_pages(max(header.about_bytes, 1)))
         self.file.read(about, 2 * PAGE, "its description")
         raw = about[: header.about_bytes].tobytes()
         if zlib.crc32(raw) != header.about_crc:
@@ -162,17 +171,24 @@ class TileFile:
             raise self._damaged(
                 f"has damaged checksums of step {shown(step)}", "theirs is another one"
             )
-        self._tables[slot] = table.view(np.uint32)[: len(self._tables[slot])].copy()
+        self._tables[slot][:] = table.view(np.uint32)[: len(self._tables[slot])]
 
     def begin(self, step: int, keep: int | None) -> None:
         """Marks a slot as being written, on the disk; not that of the step `keep`, if there are two."""
         kept = self.steps.get(keep, -1) if keep is not None else -1
         self._target = 1 - kept if self._slots == 2 and kept >= 0 else 0
+        if self.is_filled:
+            return
         self.steps = {s: slot for s, slot in self.steps.items() if slot != self._target}
         if self._slots == 2:
             self._written[:] = False
         self._put(WRITING, self._target, step)
         self.file.sync()
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether its tiles are there for good."""
+        return self.frozen and bool(self.steps)
 
     @property
     def target(self) -> int:
@@ -185,13 +201,31 @@ class TileFile:
         Raises:
           StateError: it cannot be read, or is not what was written.
         """
-        tile_buffer = buffer[: self._tile_bytes[tile]]
-        self.file.read(tile_buffer, self._places.tiles[slot][tile], f"tile {tile}")
-        found, expected = checksum(tile_buffer), int(self._tables[slot][tile])
+        at = self._places.tiles[slot][tile]
+        self.file.read(buffer[: self._tile_bytes[tile]], at, f"tile {tile}")
+        first = self.layout.first_checksums[tile]
+        for number, (start, stop) in enumerate(self.layout.checked[tile], first):
+            self._check(slot, number, f"a damaged tile {tile}", at + start, buffer[start:stop])
+
+    def read_lone(self, slot: int, tile: int, i: int, buffer: np.ndarray) -> None:
+        """Reads the pages of a tile's extent `i`, which is lone, into a buffer.
+
+        Raises:
+          StateError: they cannot be read, or are not what was written.
+        """
+        extent = self.layout.tiles[tile][i]
+        start, stop = extent.pages
+        at, part = self._places.tiles[slot][tile] + start, buffer[: stop - start]
+        self.file.read(part, at, f"{extent.leaf} in tile {tile}")
+        number = self.layout.checksum_of(tile, i)
+        self._check(slot, number, f"damaged bytes of {extent.leaf} in tile {tile}", at, part)
+
+    def _check(self, slot: int, number: int, what: str, at: int, part: np.ndarray) -> None:
+        """Compares what was read to a checksum."""
+        found, expected = checksum(part), int(self._tables[slot][number])
         if found != expected:
-            at = self._places.tiles[slot][tile]
             raise self._damaged(
-                f"has a damaged tile {tile}, bytes {at} to {at + len(tile_buffer)}",
+                f"has {what}, bytes {at} to {at + len(part)}",
                 f"its checksum is {found:08x}, and {expected:08x} was written",
             )
 
@@ -201,13 +235,47 @@ class TileFile:
         Raises:
           StateError: it cannot be written.
         """
+        self._note(tile, buffer)
         tile_buffer = buffer[: self._tile_bytes[tile]]
-        self._tables[self._target][tile] = checksum(tile_buffer)
         self.file.write(tile_buffer, self._places.tiles[self._target][tile], f"tile {tile}")
         self._written[tile] = True
 
+    def write_part(self, tile: int, offset: int, values: np.ndarray, buffer: np.ndarray) -> None:
+        """Writes some bytes of a tile, of which no checksum is noted, by way of a buffer.
+
+        Raises:
+          StateError: they cannot be written.
+        """
+        start, end = offset // PAGE * PAGE, offset + len(values)
+        stop, what = whole_pages(end), f"tile {tile}"
+        at, part = self._places.tiles[self._target][tile] + start, buffer[: stop - start]
+        # Of pages at the ends, others have their parts.
+        shared = [0] * (start < offset) + [len(part) - PAGE] * (end < stop)
+        for page in dict.fromkeys(shared):
+            self.file.read(part[page : page + PAGE], at + page, what)
+        part[offset - start : end - start] = values
+        self.file.write(part, at, what)
+
+    def note_checksums(self, tile: int, buffer: np.ndarray) -> None:
+        """Reads a tile that was written part by part into a buffer, and notes its checksums.
+
+        Raises:
+          StateError: it cannot be read.
+        """
+        at = self._places.tiles[self._target][tile]
+        self.file.read(buffer[: self._tile_bytes[tile]], at, f"tile {tile}")
+        self._note(tile, buffer)
+        self._written[tile] = True
+
+    def _note(self, tile: int, buffer: np.ndarray) -> None:
+        first = self.layout.first_checksums[tile]
+        for number, (start, stop) in enumerate(self.layout.checked[tile], first):
+            self._tables[self._target][number] = checksum(buffer[start:stop])
+
     def sync(self) -> None:
         """Writes the checksums of the step that is written, and syncs them and the tiles."""
+        if self.is_filled:
+            return
         missing = np.flatnonzero(~self._written)
         assert not len(missing), f"{self.path}: tiles {missing[:8]} were not written"
         table = self._table()
@@ -226,6 +294,11 @@ class TileFile:
         """Marks the slot that is written as complete, on the disk."""
         self._put(COMPLETE, self._target, step, zlib.crc32(self._table().data))
         self.file.sync()
+
+    def committed(self, step: int) -> None:
+        """Says which steps the file has, now that all files have this one."""
+        kept = {s: slot for s, slot in self.steps.items() if slot != self._target}
+        self.steps = kept | {step: self._target}
 
     def _put(self, state: str, slot: int, step: int, table_crc: int = 0) -> None:
         """Writes a header page: that of the slot, or the older one if there is one slot."""

@@ -48,7 +48,7 @@ class TileFiles:
                 update(visit.buffer)
         files.commit(step)                  # or files.abort(), after any error
 
-    `read`, `read_written` and `write` may be called by any thread, the rest by one at a time.
+    `read`, `read_lone`, `write` and `note_checksums` may be called by any thread, the rest by one at a time.
 
     Attributes:
       layouts: of each file, what lies where in its tiles.
@@ -157,6 +157,11 @@ class TileFiles:
         return all(file.file.direct for file in self._files)
 
     @property
+    def memory_alignment(self) -> int:
+        """Of memory that tiles are read into, in bytes."""
+        return max(file.file.memory_alignment for file in self._files)
+
+    @property
     def note(self) -> str:
         """What is to be said of the file system; empty if nothing is."""
         found = {file.file.why_not for file in self._files} - {""}
@@ -175,7 +180,8 @@ class TileFiles:
     @property
     def step_bytes(self) -> int:
         """Bytes that a step reads, and as many that it writes."""
-        return sum(x.nbytes(tile) for x in self.layouts for tile in range(x.num_tiles))
+        moved = [file.layout for file in self._files if not file.frozen]
+        return sum(x.nbytes(tile) for x in moved for tile in range(x.num_tiles))
 
     @property
     def most_bytes(self) -> int:
@@ -183,13 +189,13 @@ class TileFiles:
         return max((layout.most_bytes for layout in self.layouts), default=0)
 
     def tiles(self) -> Iterator[TileAt]:
-        """All of them: of each file in turn its first tile, then of each its second, and so on.
+        """Those that a step writes: of each file in turn its first, then of each its second, and so on.
 
-        So the shards of all devices go ahead side by side.
+        So the shards of all devices go ahead side by side. Of files that are frozen the first step's only.
         """
         for tile in range(max((x.num_tiles for x in self.layouts), default=0)):
             for file, layout in enumerate(self.layouts):
-                if tile < layout.num_tiles:
+                if tile < layout.num_tiles and not self._files[file].is_filled:
                     yield TileAt(file, tile)
 
     # --------------------------------------------------------------------------------------- steps
@@ -237,10 +243,10 @@ class TileFiles:
         assert self._writing == step, f"commit of step {step}, and {self._writing} was begun"
         for file in self._files:
             file.sync()
-        for file in self._files:
+        for file in sorted(self._files, key=lambda file: not file.frozen):
             file.complete(step)
         for file in self._files:
-            file.steps = file.steps | {step: file.target}
+            file.committed(step)
         self.step, self._slots = step, [file.target for file in self._files]
         self._writing = None
 
@@ -272,14 +278,15 @@ class TileFiles:
         assert self.step is not None, "read, before a step was committed"
         self._files[at.file].read(self._slots[at.file], at.tile, buffer)
 
-    def read_written(self, at: TileAt, buffer: np.ndarray) -> None:
-        """Reads a tile that was written since `begin`.
+    def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
+        """Reads the pages of a tile's extent `i`, which is lone, of the committed step, into a buffer.
 
         Raises:
-          StateError: it cannot be read, or is not what was written.
+          StateError: as of `read`.
         """
-        file = self._files[at.file]
-        file.read(file.target, at.tile, buffer)
+        self._check()
+        assert self.step is not None, "read, before a step was committed"
+        self._files[at.file].read_lone(self._slots[at.file], at.tile, i, buffer)
 
     def write(self, at: TileAt, buffer: np.ndarray) -> None:
         """Writes a tile of the step that was begun.
@@ -288,7 +295,27 @@ class TileFiles:
           StateError: it cannot be written.
         """
         assert self._writing is not None, "write, before begin"
+        assert not self._files[at.file].is_filled, "write, of a file that is frozen"
         self._files[at.file].write(at.tile, buffer)
+
+    def write_part(self, at: TileAt, offset: int, values: np.ndarray, buffer: np.ndarray) -> None:
+        """Writes some bytes of a tile of the step that was begun, from `offset` of the tile on.
+
+        When all parts of it are written, `note_checksums` completes it.
+
+        Raises:
+          StateError: they cannot be written.
+        """
+        assert self._writing is not None, "write, before begin"
+        self._files[at.file].write_part(at.tile, offset, values, buffer)
+
+    def note_checksums(self, at: TileAt, buffer: np.ndarray) -> None:
+        """Reads a tile that was written part by part since `begin`, and notes its checksums.
+
+        Raises:
+          StateError: it cannot be read.
+        """
+        self._files[at.file].note_checksums(at.tile, buffer)
 
     def pin(self) -> Pin:
         """Keeps the committed step readable, beyond the commit of the next one."""
@@ -339,6 +366,16 @@ class Pin:
         assert self in self._pins, "read, after the pin was released"
         file, slot = self._slots[at.file]
         file.read(slot, at.tile, buffer)
+
+    def read_lone(self, at: TileAt, i: int, buffer: np.ndarray) -> None:
+        """Reads the pages of a tile's extent `i`, which is lone, of the step, into a buffer.
+
+        Raises:
+          StateError: as of `read`.
+        """
+        assert self in self._pins, "read, after the pin was released"
+        file, slot = self._slots[at.file]
+        file.read_lone(slot, at.tile, i, buffer)
 
     def release(self) -> None:
         """Lets steps write over it; again, does nothing."""

@@ -20,6 +20,11 @@ the first header says "complete". A kill between two headers leaves files that h
 files that have t (their other slot says "writing"). The newest step that all files have is chosen when they
 are opened: t here, and never a mixture. Processes choose the same way, among the steps that each of them
 has; so no process may begin step t+2, which writes over t, before all have committed t+1.
+
+[Note: frozen files] What no step changes is in files of its own, whose tiles are written with the first step,
+once. Their two slots are the same tiles, and a step that is committed only writes the older header page:
+"complete", its step. So the two last steps are there, as in files with two slots, whatever is killed when.
+They go first: where files are written `in_place`, one that says t+1 has lost t.
 Held by tests/test_nvme_kills.py, which kills at every operation on a file.
 """
 
@@ -31,9 +36,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jzero.offload.nvme._layout import PAGE
+from jzero.offload.nvme._layout import PAGE, whole_pages
 
-VERSION = 1
+VERSION = 2  # 2: lone extents, frozen files
 EMPTY, WRITING, COMPLETE = "empty", "writing", "complete"
 _MAGIC = "jzero tiles"
 
@@ -96,7 +101,7 @@ class Places(NamedTuple):
     """Where everything is in a file: bytes from its start, in whole pages.
 
     Attributes:
-      table: of the checksums of each slot, uint32[num_tiles].
+      table: of the checksums of each slot, uint32[n].
       tiles: of each slot, where each tile starts.
       size: of the file.
     """
@@ -106,11 +111,11 @@ class Places(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, about_bytes: int, tile_bytes: list[int], slots: int) -> Places:
+    def of(cls, about_bytes: int, tile_bytes: list[int], num_checksums: int, slots: int) -> Places:
         """Of a file with tiles of so many bytes."""
         at = 2 * PAGE + whole_pages(about_bytes)
-        table = tuple(at + k * table_bytes(len(tile_bytes)) for k in range(slots))
-        at += slots * table_bytes(len(tile_bytes))
+        table = tuple(at + k * table_bytes(num_checksums) for k in range(slots))
+        at += slots * table_bytes(num_checksums)
         tiles = []
         for _ in range(slots):
             starts = at + np.cumsum([0, *tile_bytes])
@@ -118,12 +123,11 @@ class Places(NamedTuple):
             at = int(starts[-1])
         return cls(table, tuple(tiles), at)
 
+    def twice(self) -> Places:
+        """The only slot, as two."""
+        return self._replace(table=self.table * 2, tiles=self.tiles * 2)
 
-def whole_pages(nbytes: int) -> int:
-    """Rounded up to whole pages."""
-    return -(-nbytes // PAGE) * PAGE
 
-
-def table_bytes(num_tiles: int) -> int:
+def table_bytes(num_checksums: int) -> int:
     """Bytes of a slot's table of checksums on the disk."""
-    return whole_pages(4 * num_tiles)
+    return whole_pages(4 * num_checksums)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -15,6 +16,10 @@ LINE = 64  # Bytes of a cache line: kernels and JAX read an extent where it is.
 PAGE = (
     4096  # The least unit of tiles on a disk and of buffers; a multiple of what O_DIRECT asks for.
 )
+
+
+# Of a leaf: its name, first byte and how many, and whether it is lone.
+LeafRange: TypeAlias = tuple[str, int, int] | tuple[str, int, int, bool]
 
 
 class Extent(NamedTuple):
@@ -25,12 +30,19 @@ class Extent(NamedTuple):
       start: the part's first byte in the device's shard of the leaf.
       nbytes: how long it is.
       offset: where it starts in the tile, a multiple of 64 bytes.
+      lone: whether it is also read without the rest of the tile: it has pages and a checksum of its own.
     """
 
     leaf: str
     start: int
     nbytes: int
     offset: int
+    lone: bool = False
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Of a lone extent: where they start in the tile and where they end, in bytes."""
+        return self.offset, self.offset + whole_pages(self.nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +59,12 @@ class TileLayout:
     >>> layout.of_leaf("m", 90, 110)
     [(0, 1), (1, 1)]
 
+    What is lone has pages of its own, and a checksum of its own:
+
+    >>> layout = TileLayout.of([[("m", 0, 100), ("w", 0, 50, True), ("x", 0, 50, True)]])
+    >>> [extent.offset for extent in layout.tiles[0]], layout.checked[0]
+    ([0, 4096, 8192], [(0, 4096), (4096, 8192), (8192, 12288)])
+
     Attributes:
       tiles: of each tile, its extents.
     """
@@ -54,8 +72,11 @@ class TileLayout:
     tiles: tuple[tuple[Extent, ...], ...]
 
     @classmethod
-    def of(cls, tiles: Iterable[Sequence[tuple[str, int, int]]]) -> TileLayout:
-        """Lays parts of leaves out: of each tile `(leaf, start, nbytes)`, the latter two in bytes."""
+    def of(cls, tiles: Iterable[Sequence[LeafRange]]) -> TileLayout:
+        """Lays parts of leaves out: of each tile `(leaf, start, nbytes)`, the latter two in bytes.
+
+        A part that is to be lone says so: `(leaf, start, nbytes, True)`.
+        """
         return cls(tuple(map(_packed, tiles)))
 
     @property
@@ -72,9 +93,29 @@ class TileLayout:
         """Bytes of a tile on the disk: a multiple of 4096."""
         return _padded(self.tiles[tile])
 
+    @functools.cached_property
+    def checked(self) -> list[list[tuple[int, int]]]:
+        """Of each tile the ranges of bytes with a checksum each, in order; together they are all of it."""
+        return [
+            list(itertools.pairwise(sorted({0, _padded(extents), *_ends_of_lone(extents)})))
+            for extents in self.tiles
+        ]
+
+    @functools.cached_property
+    def first_checksums(self) -> list[int]:
+        """The number of the first checksum of each tile among all of the file, and how many there are."""
+        return list(itertools.accumulate(map(len, self.checked), initial=0))
+
+    def checksum_of(self, tile: int, i: int) -> int:
+        """The number of a lone extent's checksum."""
+        return self.first_checksums[tile] + self.checked[tile].index(self.tiles[tile][i].pages)
+
     def views(self, tile: int, buffer: np.ndarray) -> list[np.ndarray]:
         """The tile's extents in a buffer, as bytes."""
         return [buffer[x.offset : x.offset + x.nbytes] for x in self.tiles[tile]]
+
+    def __contains__(self, leaf: str) -> bool:
+        return leaf in self._places
 
     def of_leaf(self, leaf: str, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
         """The extents that have bytes `start` to `stop` of a leaf: tile, and which one of it."""
@@ -104,14 +145,30 @@ class TileLayout:
         return self.tiles[place[0]][place[1]]
 
 
-def _packed(parts: Sequence[tuple[str, int, int]]) -> tuple[Extent, ...]:
+def whole_pages(nbytes: int) -> int:
+    """Rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def whole_lines(nbytes: int) -> int:
+    """Rounded up to whole cache lines."""
+    return -(-nbytes // LINE) * LINE
+
+
+def _packed(parts: Sequence[LeafRange]) -> tuple[Extent, ...]:
     extents, offset = [], 0
-    for leaf, start, nbytes in parts:
-        extents.append(Extent(leaf, start, nbytes, offset))
-        offset += -(-nbytes // LINE) * LINE
+    for leaf, start, nbytes, *lone in parts:
+        whole = whole_pages if any(lone) else whole_lines
+        offset = whole(offset)
+        extents.append(Extent(leaf, start, nbytes, offset, any(lone)))
+        offset = whole(offset + nbytes)
     return tuple(extents)
 
 
 def _padded(extents: Sequence[Extent]) -> int:
     last = extents[-1]
-    return -(-(last.offset + last.nbytes) // PAGE) * PAGE
+    return whole_pages(last.offset + last.nbytes)
+
+
+def _ends_of_lone(extents: Sequence[Extent]) -> list[int]:
+    return [end for extent in extents if extent.lone for end in extent.pages]

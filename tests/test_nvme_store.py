@@ -1,0 +1,203 @@
+"""A state in files: leaves that are lone or frozen, read as a whole, range by range and under a pin."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jzero
+from jzero.offload.kernels import _tiles
+from jzero.offload.kernels._tiles import Together
+from jzero.offload.memory import _filling
+from jzero.offload.memory._away_array import Home
+from jzero.offload.memory._filling import Filling
+from jzero.offload.memory._nvme_array import NVMeArray
+from jzero.offload.memory._nvme_store import StoreSpec
+from jzero.offload.nvme._aligned import pages
+from jzero.offload.nvme._files import TileFiles
+
+NUM, TILE_BYTES = 2, 2**14
+# Of one device: two stacks of three slices with a moment each, a leaf of one slice; then what is frozen.
+SHAPES: dict[str, tuple[tuple[int, ...], Any, int]] = {
+    "w": ((3, 8192), jnp.bfloat16, 3), "m": ((3, 8192), jnp.float32, 0),
+    "scale": ((3, 50), jnp.bfloat16, 3), "n": ((3, 50), jnp.float32, 0),
+    "table": ((5, 1001), jnp.bfloat16, 1),
+    "base": ((4, 5000), jnp.bfloat16, 4), "bias": ((4, 70), jnp.float32, 4), "kept": ((999,), jnp.int32, 0),
+}  # fmt: skip
+FROZEN = ("base", "bias", "kept")
+
+
+def layouts() -> dict[str, Any]:
+    names = list(SHAPES)
+    shards = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in SHAPES.values()]
+    sizes = [shard.size for shard in shards]
+    found = [
+        Together((0, 1), (2, 4), sizes[0], 0, frozenset([0]), 3),
+        Together((2, 3), (2, 4), sizes[2], 0, frozenset([2]), 3),
+        Together((4,), (2,), sizes[4], 0, frozenset([4]), 1),
+    ]
+    of_frozen = [SHAPES[name][2] for name in FROZEN]
+    return {
+        "layout": _tiles.laid_out(_tiles.cut(found, TILE_BYTES), found, names),
+        "frozen": _tiles.of_whole_leaves(shards[5:], of_frozen, FROZEN, TILE_BYTES),
+    }
+
+
+def spec_in(folder: Path, **options: Any) -> StoreSpec:
+    identity = {f"shard-{k}.tiles": {"place": [k]} for k in range(NUM)}
+    mesh = jax.make_mesh((NUM,), ("data",), devices=jax.devices()[:NUM])
+    spec = StoreSpec(
+        folder, 2**18, False, False, identity=identity, counters=(0,), counter_paths=("count",), mesh=mesh,
+        **layouts(),
+    )  # fmt: skip
+    return dataclasses.replace(spec, **options)
+
+
+def homes(mesh: Mesh) -> dict[str, Home]:
+    """Sharded along the last dim."""
+    found = {}
+    for name, (shape, dtype, _) in SHAPES.items():
+        place = NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 1), "data"))
+        whole = (*shape[:-1], NUM * shape[-1])
+        found[name] = Home(whole, whole, np.dtype(dtype), place, tuple(mesh.devices.flat))
+    return found
+
+
+def values() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        name: rng.integers(-99, 99, (*shape[:-1], NUM * shape[-1])).astype(dtype)
+        for name, (shape, dtype, _) in SHAPES.items()
+    }
+
+
+def filled(spec: StoreSpec, count: int = 7) -> dict[str, NVMeArray]:
+    with Filling(spec) as filling:
+        filling.start([np.int32(count)])
+        return {
+            name: filling.put(values()[name], name, home) for name, home in homes(spec.mesh).items()
+        }
+
+
+def shard(name: str, file: int) -> np.ndarray:
+    """As bytes."""
+    part = np.split(values()[name], NUM, axis=-1)[file]
+    return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+
+
+def test_leaves_come_back(tmp_path: Path):
+    """Whole, slice by slice, and any bytes; some straight to where they belong."""
+    leaves = filled(spec_in(tmp_path))
+    rng = np.random.default_rng(1)
+    for name, leaf in leaves.items():
+        np.testing.assert_array_equal(np.asarray(leaf), values()[name])
+        buffer = pages(leaf.buffer_bytes)
+        for file in range(NUM):
+            whole = shard(name, file)
+            num = max(SHAPES[name][2], 1)
+            ends = np.arange(num + 1) * (len(whole) // num)
+            ranges = [[*pair] for pair in zip(ends[:-1], ends[1:], strict=True)]
+            ranges += [sorted(rng.integers(0, len(whole) + 1, 2)) for _ in range(5)]
+            for start, stop in ranges:
+                out = pages(-(-len(whole) // 4096) * 4096)[: stop - start]
+                leaf.read_range(out, file, start, buffer)
+                np.testing.assert_array_equal(out, whole[start:stop])
+    assert leaves["w"].buffer_bytes < leaves["m"].buffer_bytes <= TILE_BYTES
+
+
+def test_a_slice_is_read_by_itself_and_without_a_copy(tmp_path: Path, monkeypatch: Any):
+    """What is whole pages goes where it belongs, and nothing else of its tile is read."""
+    leaves, read = filled(spec_in(tmp_path)), []
+    read_lone = TileFiles.read_lone
+
+    def noted(files: TileFiles, at: Any, i: int, buffer: np.ndarray) -> None:
+        read.append((buffer.ctypes.data, files.layouts[at.file].tiles[at.tile][i].nbytes))
+        read_lone(files, at, i, buffer)
+
+    monkeypatch.setattr(TileFiles, "read_lone", noted)
+    monkeypatch.delattr(TileFiles, "read")
+    out = pages(2**14)  # a slice of w
+    leaves["w"].read_range(out, 1, 2**14)
+    start = out.ctypes.data
+    assert sum(nbytes for _, nbytes in read) == 2**14
+    assert [at for at, _ in read] == [start + sum(n for _, n in read[:k]) for k in range(len(read))]
+    np.testing.assert_array_equal(out, shard("w", 1)[2**14 : 2**15])
+    read.clear()
+    leaves["scale"].read_range(out[:100], 0, 200)
+    assert len(read) == 1
+    assert read[0][0] != start
+    np.testing.assert_array_equal(out[:100], shard("scale", 0)[200:300])
+
+
+def test_files_of_what_is_frozen(tmp_path: Path):
+    """They come after the others, and steps go on without them; a leaf of them is renewed like any."""
+    spec = spec_in(tmp_path)
+    leaves = filled(spec)
+    store = leaves["w"].store
+    names = [path.name for path in store.files.paths]
+    assert names == [f"shard-{k}{kind}.tiles" for kind in ("", ".frozen") for k in range(NUM)]
+    pin = store.files.pin()
+    step = store.begin(8)
+    assert {at.file for at in store.files.tiles()} == set(range(NUM))
+    for at in store.files.tiles():
+        store.files.write(at, pages(spec.layout.most_bytes))
+    store.files.commit(step)
+    with pytest.raises(jzero.StateError, match="was already donated"):
+        leaves["base"].buffer_bytes  # noqa: B018
+    part = dict(NVMeArray(leaves["w"].home, store, "w").parts_by(pin))
+    np.testing.assert_array_equal(
+        np.concatenate([np.asarray(x) for x in part.values()], -1), values()["w"]
+    )
+    new = {name: leaf.renewed() for name, leaf in leaves.items()}
+    for name, leaf in new.items():
+        wanted = values()[name]
+        np.testing.assert_array_equal(np.asarray(leaf), wanted if name in FROZEN else 0 * wanted)
+
+
+def test_frozen_leaves_alone(tmp_path: Path):
+    """As of a state that is only read."""
+    spec = dataclasses.replace(spec_in(tmp_path), layout=type(spec_in(tmp_path).layout)(()))
+    with Filling(spec) as filling:
+        filling.start([np.int32(7)])
+        leaves = {
+            name: filling.put(values()[name], name, homes(spec.mesh)[name]) for name in FROZEN
+        }
+    assert [path.name for path in leaves["base"].store.files.paths] == list(spec.files)
+    for name, leaf in leaves.items():
+        np.testing.assert_array_equal(np.asarray(leaf), values()[name])
+
+
+def test_resumed(tmp_path: Path, monkeypatch: Any):
+    """With all that is frozen; nothing of it is read then."""
+    leaves = filled(spec_in(tmp_path))
+    leaves["w"].store.files.close()
+    monkeypatch.setattr(_filling, "_made", set())
+    monkeypatch.delattr(TileFiles, "write_part")
+    again = filled(spec_in(tmp_path, resume=True))
+    for name, leaf in again.items():
+        np.testing.assert_array_equal(np.asarray(leaf), values()[name])
+    again["w"].store.files.close()
+    monkeypatch.setattr(_filling, "_made", set())
+    with pytest.raises(jzero.StateError, match="has optimizer state of step 7, and the rest"):
+        filled(spec_in(tmp_path, resume=True), count=8)
+
+
+def test_what_is_damaged_while_it_is_written(tmp_path: Path, monkeypatch: Any):
+    """Is found before the first step counts, and leaves nothing behind."""
+    write_part = TileFiles.write_part
+
+    def damaging(files: TileFiles, at: Any, offset: int, part: np.ndarray, buffer: Any) -> None:
+        hit = at == (1, 2) and files.layouts[1].tiles[2][0].offset == offset
+        write_part(files, at, offset, 1 - part if hit else part, buffer)
+
+    monkeypatch.setattr(TileFiles, "write_part", damaging)
+    with pytest.raises(
+        jzero.StateError, match=r"m in tile 2 of .*shard-1.tiles is not what was just written"
+    ):
+        filled(spec_in(tmp_path))
+    assert not list(tmp_path.rglob("*.tiles"))
