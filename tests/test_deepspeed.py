@@ -73,6 +73,10 @@ TRANSLATED: dict[str, tuple[dict[str, Any], str]] = {
         {"stage": 3, "param_axes": "local"},
         "jzero.master_weights(optax.adamw(0.0001, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0))",
     ),
+    "zero_plus_plus": (
+        {"stage": 3, "param_axes": "local", "gather_dtype": jnp.int8, "reduce_dtype": jnp.int4},
+        "optax.adamw(0.0001, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0)",
+    ),
     "mics": (
         {"stage": 3, "param_axes": "local", "optimizer_axes": "local"},
         "optax.adamw(0.0001, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0)",
@@ -114,9 +118,6 @@ REFUSED = {
         "fp16.enabled is True. float16 needs a loss scale", "DynamicScale", "nothing dropped in silence"),
     "infinity_nvme": (
         "zero_optimization.offload_param.device is 'nvme'. Parameters on NVMe are not in jzero yet",),
-    "zero_plus_plus": (
-        "2 keys fail", "zero_quantized_weights is True", "zero_quantized_gradients is True",
-        "no quantised collectives yet"),
     "one_bit_adam": ("optimizer has the type 'OneBitAdam'", "Its compressed communication has no"),
     "sparse_attention_and_misspelt": (
         "zero_optimisation is no key (perhaps 'zero_optimization'). The keys are those of DeepSpeed 0.19.",),
@@ -191,6 +192,25 @@ def test_every_key_has_one_note_in_its_order(name: str):
 def test_configuration_is_refused(name: str):
     text = refused(CONFIGS / f"{name}.json")
     assert [part for part in REFUSED[name] if part not in text] == []
+
+
+def test_quantised_collectives_are_those_of_stage_3_and_the_only_dtype_on_the_wire():
+    weights, gradients = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+    for key in (weights, gradients):
+        text = refused({**ADAM, "zero_optimization": {"stage": 2, **key}})
+        assert f"{next(iter(key))} is true, and zero_optimization.stage is 2." in text
+        assert "It is a part of stage 3 in DeepSpeed. Use stage 3, or set it to false." in text
+    text = refused({
+        **ADAM, "zero_optimization": {"stage": 3, **gradients}, "communication_data_type": "bf16"
+    })  # fmt: skip
+    assert "zero_quantized_gradients is true, with communication_data_type 'bf16'." in text
+    assert "Gradients travel in one of the two. Drop one." in text
+    text = refused(
+        {**ADAM, "zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}}
+    )
+    assert "What gradients lose on their way is not kept for the next step" in text
+    text = refused({**ADAM, "zero_optimization": {"zero_quantized_nontrainable_weights": True}})
+    assert "use zero_quantized_weights" in text
 
 
 def assigned(program: str, name: str) -> str:

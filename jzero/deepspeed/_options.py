@@ -12,6 +12,7 @@ from jzero.deepspeed._expressions import Expression
 from jzero.deepspeed._settings import Settings, refuse
 
 _ZERO = "zero_optimization"
+_WIRE = "communication_data_type"
 _DTYPES = {
     "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16",
     "fp16": "float16", "float16": "float16",
@@ -39,6 +40,35 @@ def options(settings: Settings, accumulate: int) -> dict[str, Any]:
     found.update(_offloads.policies(settings, stage))
     found.update(_prefetch(settings, stage, "offload_params" in found))
     found.update(_dtypes(settings, accumulate))
+    found.update(_codes(settings, stage))
+    return found
+
+
+def _codes(settings: Settings, stage: int) -> dict[str, Any]:
+    """ZeRO++'s quantised collectives."""
+    found: dict[str, Any] = {}
+    for name, option, dtype, what in (
+        ("zero_quantized_weights", "gather_dtype", "int8", "of weights that passes gather"),
+        ("zero_quantized_gradients", "reduce_dtype", "int4", "of gradients, one mesh axis after the other"),
+    ):  # fmt: skip
+        key = f"{_ZERO}.{name}"
+        if key not in settings.given:
+            continue
+        if not settings.get(key):
+            settings.note(key, "Off, as in jzero.")
+            continue
+        if stage < 3:
+            raise refuse(
+                f"{key} is true, and {_ZERO}.stage is {stage}", "It is a part of stage 3 in DeepSpeed.",
+                "Use stage 3, or set it to false."
+            )  # fmt: skip
+        if option == "reduce_dtype" and _WIRE in settings.given:
+            raise refuse(
+                f"{key} is true, with {_WIRE} {settings.get(_WIRE)!r}",
+                "Gradients travel in one of the two.", "Drop one."
+            )  # fmt: skip
+        found[option] = Expression(getattr(jnp, dtype), f"jnp.{dtype}")
+        settings.note(key, f"{option}=jnp.{dtype}: codes with a scale for each block, {what}.")
     return found
 
 
@@ -64,10 +94,10 @@ def _prefetch(settings: Settings, stage: int, streams: bool) -> dict[str, Any]:
 
 def _dtypes(settings: Settings, accumulate: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    wire, sums = "communication_data_type", "data_types.grad_accum_dtype"
-    if wire in settings.given:
-        found["reduce_dtype"] = _dtype(settings, wire)
-        settings.note(wire, f"reduce_dtype={found['reduce_dtype'].name}, of gradients on the way.")
+    sums = "data_types.grad_accum_dtype"
+    if _WIRE in settings.given:
+        found["reduce_dtype"] = _dtype(settings, _WIRE)
+        settings.note(_WIRE, f"reduce_dtype={found['reduce_dtype'].name}, of gradients on the way.")
     if sums in settings.given:
         dtype = _dtype(settings, sums)
         if accumulate > 1:

@@ -26,10 +26,6 @@ _NVME_ONLY = "Without effect: it is of offload to NVMe, which this configuration
 _BUFFERS = "Nothing to set: NVMe(host_bytes=...) says how much memory buffers may take."
 _ALWAYS = "Nothing to set: tiles are read ahead and written behind, always."
 _CHECKED = "Nothing to set: it is checked before a step runs."
-_WIRE = (
-    "Parameters and gradients move in the dtypes of the step; jzero has no quantised collectives yet: drop "
-    "the key, or set it to false."
-)
 _TP = "Tensor parallelism is a mesh axis of your own: drop the section, and use auto_specs."
 
 
@@ -129,10 +125,15 @@ _ZERO = {
         "bool", "Nothing to set: gathers stay within the axis 'local'."),
     "stage3_prefetch_bucket_size": read(
         "int", "`prefetch_bytes`, of 2 bytes with bf16 and else of 4 each", tuning=True),
-    "zero_quantized_weights": only("bool", (False,), "Off, as in jzero.", _WIRE),
-    "zero_quantized_gradients": only("bool", (False,), "Off, as in jzero.", _WIRE),
-    "zero_quantized_nontrainable_weights": only("bool", (False,), "Off, as in jzero.", _WIRE),
-    "zeropp_loco_param": Key("object", accepts=(), inside="anything", refused=_WIRE),
+    "zero_quantized_weights": read("bool", "`gather_dtype=jnp.int8`"),
+    "zero_quantized_gradients": read("bool", "`reduce_dtype=jnp.int4`"),
+    "zero_quantized_nontrainable_weights": only(
+        "bool", (False,), "Off, as in jzero.",
+        "Gathers of all weights that products read travel in one format: drop the key, or use "
+        "zero_quantized_weights."),
+    "zeropp_loco_param": Key(
+        "object", accepts=(), inside="anything",
+        refused="What gradients lose on their way is not kept for the next step: drop the key."),
     "zenflow": Key(
         "object", accepts=(), inside="anything",
         refused="It updates most of the parameters late: drop the section; "
