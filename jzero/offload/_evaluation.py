@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import PINNED, HostNeed
-from jzero.offload._layered import LayeredSegment
+from jzero.offload._layered import LayeredSegment, Window
 from jzero.offload._parameters import ParameterOffload, policy_of
 from jzero.offload._policy import NO_OFFLOAD, NoOffload
 from jzero.segments._builder import Builder
@@ -60,25 +60,25 @@ class ReadFromHost(ParameterOffload):
         runner = Runner(plan, analysis, mesh)
         if not any(leaf.is_streamed for i, leaf in enumerate(plan.leaves) if i not in plan.unread):
             return WholeStep(runner, shardings)
-        return LayeredEvaluation(runner, shardings, self.params.device_bytes)
+        return LayeredEvaluation(runner, shardings, self.window)
 
 
 class LayeredEvaluation:
     """An evaluation part by part; nothing is consumed."""
 
-    def __init__(self, runner: Runner, shardings: Sequence[NamedSharding], params_bytes: int):
+    def __init__(self, runner: Runner, shardings: Sequence[NamedSharding], window: Window):
         """Makes the programs.
 
         Args:
           runner: the evaluation.
           shardings: where the state rests.
-          params_bytes: how many bytes of parameters that rest on the hosts may be on each device.
+          window: how many bytes of parameters that rest away from the devices may be on each at a time.
         """
         whole = WholeStep(runner, shardings)
         self.run, self.trace, self.roads = whole.run, whole.trace, whole.roads
         self._invars = runner.frame.jaxpr.invars
         grad_part = Builder(runner, shardings).grad_part()
-        self._layered = LayeredSegment(runner, grad_part, (), params_bytes)
+        self._layered = LayeredSegment(runner, grad_part, (), window)
 
     def crossings(self) -> tuple[Crossing, ...]:
         """What a call copies to each device."""

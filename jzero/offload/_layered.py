@@ -39,6 +39,21 @@ WHO = _call.WHO
 UNDER_WAY = 1
 
 
+class Window(NamedTuple):
+    """How much of parameters that rest away from the devices is on its way to them, or there, at a time.
+
+    Attributes:
+      device_bytes: the most bytes on each device, gathered ones included.
+      host_bytes: of what comes from files, the most bytes in this process's memory; 0 if nothing does.
+    """
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+NO_WINDOW = Window()
+
+
 class Arrived(NamedTuple):
     """What is on the host when a part, or a turn of it, is over; so is everything before it.
 
@@ -72,19 +87,19 @@ class LayeredSegment:
       sent: what it gives that goes to pinned memory.
     """
 
-    def __init__(self, runner: Runner, segment: Segment, sent: Sequence[Var], device_bytes: int):
+    def __init__(self, runner: Runner, segment: Segment, sent: Sequence[Var], window: Window):
         """Cuts the segment.
 
         Args:
           runner: the step.
           segment: takes parameters that rest on the hosts, as they rest.
           sent: what it gives that goes to pinned memory.
-          device_bytes: the most bytes of these parameters on each device, gathered ones included.
+          window: how much of these parameters is on its way, or on the devices.
 
         Raises:
           OptionError: what one part needs of them is more.
         """
-        self._segment, self.sent, self._device_bytes = segment, tuple(sent), device_bytes
+        self._segment, self.sent, self._device_bytes = segment, tuple(sent), window.device_bytes
         self._inner = inner = Locals.of(segment)
         self._mesh = runner.mesh
         leaf_of = dict(zip(runner.frame.jaxpr.invars, runner.plan.leaves, strict=False))
@@ -114,8 +129,8 @@ class LayeredSegment:
         nests = ("scan", "while") if together else ("scan",)
         jaxpr, batch = inner.jaxpr, {var for var, of in taken.items() if of not in leaf_of}
         if runner.plan.microbatches.layer_major:
-            jaxpr = _interchange.layer_major(jaxpr, nbytes, batch, device_bytes)
-        parts = _layers.cut(jaxpr, nbytes, batch, in_slices, device_bytes, nests)
+            jaxpr = _interchange.layer_major(jaxpr, nbytes, batch, window.device_bytes)
+        parts = _layers.cut(jaxpr, nbytes, batch, in_slices, window.device_bytes, nests)
         self._check_room(parts)
         specs = {var: segment.types[of].spec for var, of in taken.items()}
         self._programs = LayerPrograms(runner, inner, specs, parts)

@@ -14,6 +14,7 @@ from jzero._errors import OptionError, message
 from jzero._memory_kinds import HOST, NVME
 from jzero._quantities import make_int
 from jzero.offload import _tiers
+from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._nvme_step import FilePolicy, NVMeStep
 from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.sharding.analysis._frames import Frame
@@ -113,6 +114,7 @@ class NVMe(Offload):
     in_place: bool = False
     resume: bool = False
     threads: int | None = None
+    device_bytes: int | None = None
     tier: ClassVar[str] = NVME
 
     def __post_init__(self) -> None:
@@ -135,6 +137,12 @@ class NVMe(Offload):
             make_int(
                 self, "NVMe", "threads", 1, None, "It is how many threads update, an int from 1.",
                 "Drop it to use all processors that this process may use.",
+            )  # fmt: skip
+        if self.device_bytes is not None:
+            make_int(
+                self, "NVMe", "device_bytes", 1, None,
+                "It is how many bytes of parameters may be on a device at a time, an int from 1.",
+                "Use device_bytes=2**30, or drop it.",
             )  # fmt: skip
 
     @property
@@ -179,13 +187,13 @@ class NVMe(Offload):
         runner: Runner,
         shardings: Sequence[NamedSharding],
         shared: Shared,
-        params_bytes: int = 0,
+        window: Window = NO_WINDOW,
     ) -> StepProgram:
-        """The same; `params_bytes` of parameters that rest on the hosts may be on each device."""
+        """The same; parameters that rest on the hosts, or in files, too, come to the devices in a `window`."""
         policy = FilePolicy(
             Path(self.path), self.host_bytes, self.in_place, self.resume, self.threads
         )
-        return NVMeStep(runner, shardings, policy, shared, params_bytes)
+        return NVMeStep(runner, shardings, policy, shared, window)
 
     def files_of(self, step: StepProgram) -> StoreSpec:
         """The files of a state."""

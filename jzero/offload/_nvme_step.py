@@ -15,6 +15,7 @@ from jzero._errors import OptionError, StateError, describe_leaf, message
 from jzero._memory_kinds import HOST, NVME, HostNeed
 from jzero._quantities import readable_bytes
 from jzero.offload._host_step import UPDATING, HostStep
+from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.kernels._tiled_update import TiledUpdate, untiled
 from jzero.offload.memory import _away_array
@@ -77,7 +78,7 @@ class NVMeStep(HostStep):
 
     def __init__(
         self, runner: Runner, shardings: Sequence[NamedSharding], policy: FilePolicy, shared: Shared,
-        params_bytes: int = 0,
+        window: Window = NO_WINDOW,
     ):  # fmt: skip
         """Builds the programs.
 
@@ -86,12 +87,12 @@ class NVMeStep(HostStep):
           shardings: where the state rests, for JAX.
           policy: where the files are.
           shared: engines in use by steps on batches of other shapes.
-          params_bytes: how many bytes of parameters that rest on the hosts may be on each device.
+          window: how many bytes of parameters that rest away from the devices may be on each at a time.
 
         Raises:
           OptionError: a leaf cannot be updated a tile at a time.
         """
-        super().__init__(runner, shardings, policy.threads, None, shared, params_bytes)
+        super().__init__(runner, shardings, policy.threads, None, shared, window)
         self._policy = policy
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == NVME]
         host = self.host

@@ -10,9 +10,9 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import PINNED
 from jzero.offload import _tiers
 from jzero.offload._host_step import HostStep
+from jzero.offload._layered import Window
 from jzero.offload._nvme import NVMe
 from jzero.offload._policy import HostCPU, NoOffload, PinnedHost
 from jzero.offload._slicing import Slicer
@@ -30,6 +30,8 @@ from jzero.sharding.run._run import Runner
 from jzero.tracing import _call
 
 WHO = _call.WHO
+# Of parameters in files, where nothing else was said.
+_DEVICE_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ class ParameterOffload(Offload):
     """
 
     state: Offload
-    params: PinnedHost
+    params: PinnedHost | NVMe
 
     def __str__(self) -> str:
         return f"{self.state}, offload_params={self.params}"
@@ -80,12 +82,18 @@ class ParameterOffload(Offload):
     @property
     def visiting_bytes(self) -> int:
         """The most bytes that visit the devices for the update at any time."""
-        return self.state.visiting_bytes or self.params.device_bytes
+        return self.state.visiting_bytes or self.streamed_bytes
 
     @property
     def streamed_bytes(self) -> int:
         """The most bytes of parameters on each device at any time, gathered ones included."""
-        return self.params.device_bytes
+        return self.params.device_bytes or _DEVICE_BYTES
+
+    @property
+    def window(self) -> Window:
+        """The same, and how many bytes of parameters from files are in a process's memory."""
+        from_files = self.params.host_bytes if isinstance(self.params, NVMe) else 0
+        return Window(self.streamed_bytes, from_files)
 
     @property
     def waits(self) -> bool:
@@ -96,7 +104,7 @@ class ParameterOffload(Offload):
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes,
         automatic: Sequence[str],
     ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
-        """Parameters in pinned memory, in shards; optimizer state as the other policy has it."""
+        """Parameters in shards, in pinned memory or in files; optimizer state as the other policy has it."""
         self.check(stage_axes, automatic)
         resting, _ = self.state.rest(leaves, frame, mesh, stage_axes, automatic)
         both = self.with_params_there(resting, stage_axes)
@@ -111,10 +119,10 @@ class ParameterOffload(Offload):
         return both, _pieces.cut_update(frame, moments, params)
 
     def with_params_there(self, leaves: Leaves, stage_axes: StageAxes) -> Leaves:
-        """The leaves with those parameters in pinned memory that rest in shards, and are worth it."""
+        """The leaves with those parameters in their tier that rest in shards, and are worth it."""
         whole = [i for i, leaf in enumerate(leaves)
                  if stage_axes.num_devices > 1 and not isinstance(leaf.layout, Shard)]  # fmt: skip
-        return _leaves.offload(leaves, PINNED, stage_axes.min_bytes, whole, PARAMETER)
+        return _leaves.offload(leaves, self.params.tier, stage_axes.min_bytes, whole, PARAMETER)
 
     def check(self, stage_axes: StageAxes, automatic: Sequence[str]) -> None:
         """Raises an `OptionError` if it cannot be obeyed on these axes."""
@@ -153,12 +161,12 @@ class ParameterOffload(Offload):
         shared: Shared,
     ) -> StepProgram:  # fmt: skip
         """Layer by layer, and then the update where optimizer state rests."""
-        runner, params = Runner(plan, analysis, mesh), self.params.device_bytes
+        runner, window = Runner(plan, analysis, mesh), self.window
         if isinstance(self.state, HostCPU):
-            return HostStep(runner, shardings, self.state.threads, None, shared, params)
+            return HostStep(runner, shardings, self.state.threads, None, shared, window)
         if isinstance(self.state, NVMe):
-            return self.state.step(runner, shardings, shared, params)
-        return StreamedStep(runner, shardings, params)
+            return self.state.step(runner, shardings, shared, window)
+        return StreamedStep(runner, shardings, window)
 
     def files_of(self, step: StepProgram) -> Any:
         """The files of a state of this step; None if none of it rests in some."""
