@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -14,10 +15,12 @@ from jax.sharding import NamedSharding
 from jzero._errors import OptionError, message
 from jzero._folded import folded
 from jzero._memory_kinds import PINNED
+from jzero.offload._file_reads import FileReads, Wanted
 from jzero.offload._layer_programs import LayerPrograms, Locals
 from jzero.offload._layered_visits import visits
 from jzero.offload._part_values import CutSegment, PartValues
 from jzero.offload._pinned import stream
+from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.segments._segment import Segment, Values, Var, shard_of
 from jzero.sharding.analysis._frames import variables
 from jzero.sharding.analysis._traffic import Crossing, Turns
@@ -52,6 +55,7 @@ class Window(NamedTuple):
 
 
 NO_WINDOW = Window()
+_NO_FILES = contextlib.nullcontext(None)
 
 
 class Arrived(NamedTuple):
@@ -141,6 +145,7 @@ class LayeredSegment:
             inner, parts, self._programs, self._leaf_of, self._hosted, self._home,
             _layer_parts.waiting(parts), _layer_parts.last_reads(parts), kept,
         )  # fmt: skip
+        self._files = self._file_reads(parts, window.host_bytes) if window.host_bytes else None
 
     @property
     def parts(self) -> tuple[LayerPart, ...]:
@@ -161,6 +166,35 @@ class LayeredSegment:
                 f"and offload_params.device_bytes={self._device_bytes} is the most that may be there.",
                 f"Use PinnedHost(device_bytes={most}) or more; from {2 * most} one part is fetched while "
                 "another runs.", things="parts", shown=6))  # fmt: skip
+
+    def _file_reads(self, parts: Sequence[LayerPart], host_bytes: int) -> FileReads:
+        """What is read of files, and when."""
+        visits, between = [], [self._read_at_the_end()]
+        for part, _ in _layer_parts.fetched(parts):
+            at = 0 if isinstance(part, LayerLoop) else None
+            visits.append([Wanted(var, at) for var in part.leaves])
+            between.append([Wanted(var, None) for var in part.reads if var in self._leaf_of])
+        for loop in _layer_parts.nested_loops(parts):
+            first = variables(loop.init)
+            between.append([Wanted(var, None) for var in first if var in self._leaf_of])
+        sources = {
+            var: (leaf, self._programs.home(var, PINNED), self._programs.home_of_slice(var))
+            for var, leaf in self._leaf_of.items()
+        }
+        return FileReads(sources, host_bytes, visits, between)
+
+    def _read_at_the_end(self) -> list[Wanted]:
+        """Leaves that are outputs, or that outputs follow from which no part makes."""
+        outvars = variables(self._inner.jaxpr.outvars)
+        return [Wanted(var, None) for var in dict.fromkeys(outvars) if var in self._leaf_of]
+
+    def num_slices(self) -> dict[Var, int]:
+        """Of each leaf, in how many slices it is fetched; 1 if it is fetched whole."""
+        found = dict.fromkeys(self._taken.values(), 1)
+        for part, _ in _layer_parts.fetched(self.parts):
+            if isinstance(part, LayerLoop):
+                found |= {self._taken[var]: part.parts.length for var in part.leaves}
+        return {self._taken[var]: found[self._taken[var]] for var in self._leaf_of}
 
     def as_segment(self) -> Segment:
         """The segment, whose `run` does what the parts do: to be read, counted and compared."""
@@ -269,11 +303,14 @@ class LayeredSegment:
     ) -> tuple[Arrays, Arrays]:
         """As `segment.run`: what it gives, of which `sent` is in pinned memory, and outputs."""
         taken = {var: values[of] for var, of in self._taken.items()}
-        run = PartValues(self._cut, self._known | taken)
-        over = functools.partial(self._over, run, on_arrival)
-        under_way = UNDER_WAY if self._cut.waiting else None
-        stream(visits(run, self.parts, over), self._device_bytes, under_way)
-        outs, num = run.outputs(), len(self._segment.gives)
+        in_files = {var: x for var, x in taken.items() if isinstance(x, NVMeArray)}
+        with self._files.run(in_files) if self._files and in_files else _NO_FILES as files:
+            run = PartValues(self._cut, self._known | taken, files)
+            over = functools.partial(self._over, run, on_arrival)
+            under_way = UNDER_WAY if self._cut.waiting else None
+            coming = visits(run, self.parts, over)
+            stream(files.ahead(coming) if files else coming, self._device_bytes, under_way)
+            outs, num = run.outputs(), len(self._segment.gives)
         return outs[:num], outs[num:]
 
     @functools.cached_property

@@ -189,7 +189,7 @@ class NVMe(Offload):
         shared: Shared,
         window: Window = NO_WINDOW,
     ) -> StepProgram:
-        """The same; parameters that rest on the hosts, or in files, too, come to the devices in a `window`."""
+        """The same; parameters that rest away from the devices, too, come to them in a `window`."""
         policy = FilePolicy(
             Path(self.path), self.host_bytes, self.in_place, self.resume, self.threads
         )

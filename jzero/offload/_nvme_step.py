@@ -96,8 +96,9 @@ class NVMeStep(HostStep):
         self._policy = policy
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == NVME]
         host = self.host
-        # Which of the host's leaves are no optimizer state: in memory, by their place among them.
-        self._residents = [k for k, i in enumerate(host.leaves) if i in self._streamed]
+        # Parameters in pinned memory; and which of the host's leaves they are, by their place among these.
+        self._pinned = [i for i in self._streamed if i not in self._hosted]
+        self._residents = [k for k, i in enumerate(host.leaves) if i in self._pinned]
         bad = untiled(
             host.update, host.state_avals(), host.input_avals(), host.names(), self._residents
         )
@@ -122,8 +123,18 @@ class NVMeStep(HostStep):
         host, policy = self.host, self._policy
         return TiledUpdate(
             host.update, host.state_avals(), host.input_avals(), policy.tile_bytes,
-            resident=self._residents, names=host.names(), threads=policy.threads,
+            resident=self._residents, lone=self._lone(), names=host.names(), threads=policy.threads,
         )  # fmt: skip
+
+    def _lone(self) -> dict[int, int]:
+        """Leaves that layers fetch from files, by their place among the host's, and in how many slices."""
+        if self._layered is None:
+            return {}
+        slices, of = self._layered.num_slices(), self._segments.leaf_of
+        found = {of[var]: num for var, num in slices.items()}
+        return {
+            k: found[i] for k, i in enumerate(self.host.leaves) if i in found and i in self._hosted
+        }
 
     @functools.cached_property
     def spec(self) -> StoreSpec:
@@ -191,14 +202,14 @@ class NVMeStep(HostStep):
             made |= self._update_on_devices(values, stays)
             engine = self._engine_of(state)
             engine.prepare_tiles(
-                [reads[var] for var in self.host.reads], self._pinned(state, engine)
+                [reads[var] for var in self.host.reads], self._pinned_leaves(state, engine)
             )
             # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
-            hosted = {i: renewed(state[i]) for i in self._streamed}
+            hosted = {i: renewed(state[i]) for i in self._pinned}
             if hosted:  # JAX copies what is not its own, as NumPy's memory.
                 there = [hosted.get(i, x) for i, x in enumerate(state)]
                 engine.prepare_tiles(
-                    [reads[var] for var in self.host.reads], self._pinned(there, engine)
+                    [reads[var] for var in self.host.reads], self._pinned_leaves(there, engine)
                 )
             new = [made.get(i, x) for i, x in enumerate(state)]
             made |= self._swept(engine, store, state, self.spec.counter(new))
@@ -208,8 +219,8 @@ class NVMeStep(HostStep):
                 state[i].delete()
         return self._segments.in_order(made | hosted, state)
 
-    def _pinned(self, state: Sequence[Any], engine: TiledEngine) -> dict[int, PinnedLeaf]:
-        """Parameters that rest on the hosts, by their place among the host's leaves."""
+    def _pinned_leaves(self, state: Sequence[Any], engine: TiledEngine) -> dict[int, PinnedLeaf]:
+        """Parameters in pinned memory, by their place among the host's leaves."""
         return {
             k: PinnedLeaf.of(state[self.host.leaves[k]], engine.devices) for k in self._residents
         }

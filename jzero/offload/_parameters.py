@@ -182,12 +182,49 @@ def policy_of(who: str, state: Any, params: Any) -> Any:
     """`offload=` and `offload_params=` as one policy.
 
     Raises:
-      OptionError: `params` is no policy for parameters.
+      OptionError: `params` is no policy for parameters, or does not fit `state`.
     """
+    if isinstance(state, NVMe) and state.device_bytes is not None:
+        raise OptionError(message(
+            who, f"offload={state}", "device_bytes bounds parameters on a device, and offload= says where "
+            "optimizer state rests.", "Drop device_bytes, or move it to offload_params=jzero.NVMe(...)."
+        ))  # fmt: skip
     if isinstance(params, NoOffload):
         return state
-    if not isinstance(params, PinnedHost):
+    check_params(who, params)
+    if not isinstance(state, Offload):
+        return state
+    if isinstance(params, NVMe):
+        _check_together(who, state, params)
+    return ParameterOffload(state, params)
+
+
+def check_params(who: str, params: Any) -> None:
+    """Raises an `OptionError` unless parameters can rest as this policy says."""
+    if not isinstance(params, PinnedHost | NVMe):
         raise OptionError(message(
-            who, f"offload_params={params!r}", "Parameters rest on the devices, or in pinned memory.",
-            "Use offload_params=jzero.PinnedHost(device_bytes=...), or drop it."))  # fmt: skip
-    return ParameterOffload(state, params) if isinstance(state, Offload) else state
+            who, f"offload_params={params!r}",
+            "Parameters rest on the devices, in pinned memory, or in files.",
+            "Use offload_params=jzero.PinnedHost(device_bytes=...), jzero.NVMe(...), or drop it."
+        ))  # fmt: skip
+
+
+def _check_together(who: str, state: Offload, params: NVMe) -> None:
+    """Parameters in files are updated with the optimizer state beside them."""
+    if not isinstance(state, NVMe):
+        raise OptionError(message(
+            who, f"offload={state}, and offload_params={params}",
+            "Parameters in files are read, updated and written with their optimizer state, tile by tile.",
+            f"Use offload=jzero.NVMe({params.path!r}), too, or offload_params=jzero.PinnedHost()."
+        ))  # fmt: skip
+    names = ("path", "in_place", "resume", "threads")
+    found = [
+        f"{name}={getattr(state, name)!r} and {getattr(params, name)!r}"
+        for name in names
+        if getattr(state, name) != getattr(params, name)
+    ]
+    if found:
+        raise OptionError(message(
+            who, f"offload and offload_params have {', '.join(found)}",
+            "Parameters and optimizer state are in the same files.",
+            "Give both the same; host_bytes and device_bytes may differ."))  # fmt: skip

@@ -46,7 +46,9 @@ class StreamedStep:
       compiled: those of whole turns, after a step.
     """
 
-    def __init__(self, runner: Runner, shardings: Sequence[NamedSharding], window: Window = NO_WINDOW):
+    def __init__(
+        self, runner: Runner, shardings: Sequence[NamedSharding], window: Window = NO_WINDOW
+    ):
         """Makes the programs.
 
         Args:
