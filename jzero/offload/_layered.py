@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
 from jzero._folded import folded
-from jzero._memory_kinds import PINNED
+from jzero._memory_kinds import NVME, PINNED, HostNeed
 from jzero.offload._file_reads import FileReads, Wanted
 from jzero.offload._layer_programs import LayerPrograms, Locals
 from jzero.offload._layered_visits import visits
@@ -104,6 +104,7 @@ class LayeredSegment:
           OptionError: what one part needs of them is more.
         """
         self._segment, self.sent, self._device_bytes = segment, tuple(sent), window.device_bytes
+        self._host_bytes = window.host_bytes
         self._inner = inner = Locals.of(segment)
         self._mesh = runner.mesh
         leaf_of = dict(zip(runner.frame.jaxpr.invars, runner.plan.leaves, strict=False))
@@ -132,9 +133,11 @@ class LayeredSegment:
         together = runner.plan.reductions == "whole batch" or runner.plan.num_devices == 1
         nests = ("scan", "while") if together else ("scan",)
         jaxpr, batch = inner.jaxpr, {var for var, of in taken.items() if of not in leaf_of}
+        # A stretch reads as much as has room, of files in the host's memory, too.
+        room = min(window.device_bytes, window.host_bytes or window.device_bytes)
         if runner.plan.microbatches.layer_major:
-            jaxpr = _interchange.layer_major(jaxpr, nbytes, batch, window.device_bytes)
-        parts = _layers.cut(jaxpr, nbytes, batch, in_slices, window.device_bytes, nests)
+            jaxpr = _interchange.layer_major(jaxpr, nbytes, batch, room)
+        parts = _layers.cut(jaxpr, nbytes, batch, in_slices, room, nests)
         self._check_room(parts)
         specs = {var: segment.types[of].spec for var, of in taken.items()}
         self._programs = LayerPrograms(runner, inner, specs, parts)
@@ -207,14 +210,21 @@ class LayeredSegment:
         return _handed.handed_bytes(self.parts, self._hosted | self._cut.waiting)
 
     def fetches(self) -> list[Crossing]:
-        """What each device copies of its host's parameters in a run, part by part."""
+        """What each device copies of its host's parameters in a run, part by part; from files before that."""
         return [
-            Crossing("to device", leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes, loop)
+            Crossing(way, leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes, loop)
             for part, around in _layer_parts.fetched(self.parts)
             for leaf in (self._leaf_of[var] for var in self._taken_of(part))
             for loop in [_turns_of(around)]
             for nbytes in [leaf.nbytes_per_device * (loop.num or 1 if loop else 1)]
+            for way in (("from disk", "to device") if leaf.tier == NVME else ("to device",))
         ]
+
+    def host_needs(self) -> tuple[HostNeed, ...]:
+        """What is on its way from files, for one of the devices of a process."""
+        mesh, nbytes = self._mesh, self._host_bytes
+        num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
+        return (HostNeed("parameters on their way", PINNED, -(-nbytes // num)),) if nbytes else ()
 
     def _taken_of(self, part: LayerPart) -> list[Var]:
         """The leaves that a part fetches, whole or slice by slice."""

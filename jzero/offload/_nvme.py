@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import HOST, NVME
 from jzero._quantities import make_int
-from jzero.offload import _tiers
+from jzero.offload import _nvme_step, _tiers
 from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._nvme_step import FilePolicy, NVMeStep
 from jzero.offload.memory._nvme_store import StoreSpec
+from jzero.offload.nvme._layout import TileLayout
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
 from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
 from jzero.sharding.plan._stages import StageAxes
@@ -190,12 +192,41 @@ class NVMe(Offload):
         window: Window = NO_WINDOW,
     ) -> StepProgram:
         """The same; parameters that rest away from the devices, too, come to them in a `window`."""
-        policy = FilePolicy(
+        return NVMeStep(runner, shardings, self._files, shared, window)
+
+    def files_of(
+        self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
+        shard_axes: tuple[str, ...],
+    ) -> StoreSpec | None:  # fmt: skip
+        """The files of a state of this step."""
+        return step.spec if isinstance(step, NVMeStep) else None
+
+    def files_to_read(
+        self, leaves: Leaves, mesh: Any, shard_axes: tuple[str, ...]
+    ) -> StoreSpec:  # fmt: skip
+        """Files of leaves that no step changes: in one slot, each leaf in tiles of its own."""
+        tile_bytes = self._files.tile_bytes
+        layout = TileLayout.of(part for leaf in leaves for part in _tiles_of(leaf, tile_bytes))
+        identity = _nvme_step.identity_of(leaves, mesh, shard_axes)
+        return StoreSpec(
+            Path(self.path), self.host_bytes, True, False, layout, identity, (), (), mesh
+        )
+
+    @property
+    def _files(self) -> FilePolicy:
+        return FilePolicy(
             Path(self.path), self.host_bytes, self.in_place, self.resume, self.threads
         )
-        return NVMeStep(runner, shardings, policy, shared, window)
 
-    def files_of(self, step: StepProgram) -> StoreSpec:
-        """The files of a state."""
-        assert isinstance(step, NVMeStep)
-        return step.spec
+
+def _tiles_of(leaf: LeafPlan, tile_bytes: int) -> Iterator[list[tuple[str, int, int]]]:
+    """A device's part of a leaf in ranges, none of which has parts of two slices along dim 0, if it is large."""
+    total = leaf.nbytes_per_device
+    row = total // max(leaf.shape_per_device[0], 1) if leaf.shape else total
+    # Slices that are large are read one by one; many small ones together.
+    room = tile_bytes if row > tile_bytes else tile_bytes // max(row, 1) * row
+    starts = range(0, total, row) if row > tile_bytes else (0,)
+    for first in starts:
+        last = min(first + row, total) if row > tile_bytes else total
+        for start in range(first, last, room):
+            yield [(leaf.path, start, min(room, last - start))]

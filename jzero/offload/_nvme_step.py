@@ -25,6 +25,7 @@ from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.segments import _conversions
 from jzero.segments._segment import Values
 from jzero.sharding.analysis._traffic import Crossing
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import Shared
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _call
@@ -96,6 +97,9 @@ class NVMeStep(HostStep):
         self._policy = policy
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == NVME]
         host = self.host
+        # What a step renews of what is in files, and what it leaves there as it is.
+        self._moved = [i for i in self._hosted if i in host.leaves]
+        self._frozen = [i for i in self._hosted if i not in host.leaves]
         # Parameters in pinned memory; and which of the host's leaves they are, by their place among these.
         self._pinned = [i for i in self._streamed if i not in self._hosted]
         self._residents = [k for k, i in enumerate(host.leaves) if i in self._pinned]
@@ -140,18 +144,8 @@ class NVMeStep(HostStep):
     def spec(self) -> StoreSpec:
         """The files of a state."""
         policy, mesh = self._policy, self.host.mesh
-        place_of = _away_array.places(mesh, self.host.shard_axes)
         leaves = [self.leaves[i] for i in self._hosted]
-        state = {
-            "leaves": [describe_leaf(x.path, x.padded_shape, x.dtype) for x in leaves],
-            "mesh": dict(mesh.shape),
-            "processes": jax.process_count(),
-        }
-        devices = _away_array.keepers(mesh, self.host.shard_axes)
-        identity = {
-            f"shard-{i}.tiles": {**state, "place": list(place_of[device])}
-            for i, device in enumerate(devices)
-        }
+        identity = identity_of(leaves, mesh, self.host.shard_axes)
         return StoreSpec(
             policy.path, policy.host_bytes, policy.in_place, policy.resume, self.update.layout,
             identity, self.counters, tuple(self.leaves[i].path for i in self.counters), mesh,
@@ -159,25 +153,35 @@ class NVMeStep(HostStep):
         )  # fmt: skip
 
     def crossings(self) -> tuple[Crossing, ...]:
-        """What goes to the host and comes back; and from and to the disk, all of the state."""
+        """What goes to the host and comes back; and from and to the disk, all of the state that changes.
+
+        Parameters also come from it for each part that fetches them.
+        """
         state = [
             Crossing(way, leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes)
             for way in ("from disk", "to disk")
             for i, leaf in enumerate(self.leaves)
-            if i in self._hosted and (nbytes := leaf.nbytes_per_device)
+            if i in self._moved and (nbytes := leaf.nbytes_per_device)
         ]
         return (*super().crossings(), *state)
 
     def roads(self) -> str:
         """How the host updates each leaf, and what that takes of disk and memory."""
         policy = self._policy
-        nbytes = sum(self.leaves[i].nbytes_per_device for i in self._hosted)
+        nbytes = sum(self.leaves[i].nbytes_per_device for i in self._moved)
         slots = "once, written over" if policy.in_place else "twice, the new one beside the old"
+        fetched = [x.nbytes for x in self._layered.host_needs()] if self._layered else []
+        lines = [
+            "parameters come from there, read ahead of the part that fetches them, through "
+            f"{readable_bytes(nbytes)} of the host's memory for each device"
+            for nbytes in fetched
+        ]
         return "\n".join([
             f"tile by tile, each of up to {readable_bytes(policy.tile_bytes)}: read ahead, updated, written "
             f"behind, in {readable_bytes(policy.host_bytes)} of each process's memory",
             f"in {policy.path}: {readable_bytes(policy.slots * nbytes)} for each device "
             f"({slots}); a step reads {readable_bytes(nbytes)} and writes {readable_bytes(nbytes)}",
+            *lines,
             super().roads(),
         ])  # fmt: skip
 
@@ -186,7 +190,8 @@ class NVMeStep(HostStep):
         mesh = self.host.mesh
         num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
         ring = HostNeed("tiles of optimizer state", HOST, -(-self._policy.host_bytes // num))
-        return (*super().host_needs(), ring)
+        params = self._layered.host_needs() if self._layered else ()
+        return (*super().host_needs(), ring, *params)
 
     def _step(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
@@ -292,3 +297,19 @@ class NVMeStep(HostStep):
             return dict(chunk)
         olds, new = [state[i] for i in outs], [chunk[i] for i in outs]
         return dict(chunk) | dict(zip(outs, leave(olds, new), strict=True))
+
+
+def identity_of(
+    leaves: Sequence[LeafPlan], mesh: Any, shard_axes: tuple[str, ...]
+) -> dict[str, Any]:
+    """Of each file of this process, by its name: whose state it has."""
+    place_of = _away_array.places(mesh, shard_axes)
+    state = {
+        "leaves": [describe_leaf(x.path, x.padded_shape, x.dtype) for x in leaves],
+        "mesh": dict(mesh.shape),
+        "processes": jax.process_count(),
+    }
+    return {
+        f"shard-{i}.tiles": {**state, "place": list(place_of[device])}
+        for i, device in enumerate(_away_array.keepers(mesh, shard_axes))
+    }

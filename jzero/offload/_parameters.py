@@ -168,9 +168,12 @@ class ParameterOffload(Offload):
             return self.state.step(runner, shardings, shared, window)
         return StreamedStep(runner, shardings, window)
 
-    def files_of(self, step: StepProgram) -> Any:
+    def files_of(
+        self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
+        shard_axes: tuple[str, ...],
+    ) -> Any:  # fmt: skip
         """The files of a state of this step; None if none of it rests in some."""
-        return self.state.files_of(step)
+        return self.state.files_of(step, leaves, shardings, shard_axes)
 
     @property
     def first_tier(self) -> str:

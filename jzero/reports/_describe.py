@@ -252,8 +252,10 @@ class Report:
         for x in self.crossings:
             if x.loop is not None:
                 turns[x.loop] = turns.get(x.loop, 0) + x.nbytes // (x.loop.num or 1)
+        in_files = any(x.direction == "from disk" for x in self.crossings)
+        where = "files on NVMe" if in_files else "the hosts' pinned memory"
         lines = wrapped(
-            "Parameters come from the hosts' pinned memory, part by part: at most "
+            f"Parameters come from {where}, part by part: at most "
             f"{readable_bytes(self.plan.device_bytes)} of them on a device at a time, gathered ones "
             "included.", "  ")  # fmt: skip
         for (where, num), nbytes in turns.items():

@@ -119,7 +119,9 @@ class Programs:
         """Of an evaluation, how each leaf of the state lies: it is read there."""
         if not self._evaluates:
             return ()
-        return tuple([_at_rest.rest_of(leaf, setting.mesh) for leaf in jax.tree.leaves(call.state)])
+        in_files = self.options.offload.tier == NVME
+        leaves = jax.tree.leaves(call.state)
+        return tuple([_at_rest.rest_of(leaf, setting.mesh, in_files) for leaf in leaves])
 
     def _of_shapes(self, call: Call, setting: Setting) -> Program:
         state, arrays = _call.abstract(call.state, "state"), {

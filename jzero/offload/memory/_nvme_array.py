@@ -150,6 +150,8 @@ class NVMePart:
         return values if dtype is None else values.astype(dtype, copy=False)
 
 
-def rests_in_files(x: Any, home: Home | None, spec: StoreSpec) -> bool:
-    """Whether a leaf is in files of this kind already."""
-    return isinstance(x, NVMeArray) and x.place == (home, spec.layouts)
+def rests_in_files(x: Any, home: Home | None, spec: StoreSpec | None) -> bool:
+    """Whether a leaf is in files of this kind already; of any kind, if it is None."""
+    if not isinstance(x, NVMeArray):
+        return False
+    return x.home == home if spec is None else x.place == (home, spec.layouts)

@@ -102,8 +102,18 @@ class Offload(abc.ABC):
         """Where leaves rest before a step says which of them are offloaded."""
         return self.tier
 
-    def files_of(self, step: StepProgram) -> Any:
-        """The files of a state of this step (`StoreSpec`); None if it rests in memory."""
+    def files_of(
+        self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
+        shard_axes: tuple[str, ...],
+    ) -> Any:  # fmt: skip
+        """The files of a state (`StoreSpec`); None if it rests in memory, or they are not known yet.
+
+        Args:
+          step: what runs on it; None if that is not known.
+          leaves: those that go into files.
+          shardings: where they rest, for JAX.
+          shard_axes: the mesh axes over which shards differ.
+        """
         return None
 
     @property
