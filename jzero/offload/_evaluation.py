@@ -14,7 +14,7 @@ from jzero._memory_kinds import DEVICE, NVME, HostNeed
 from jzero.offload._layered import LayeredSegment, Window
 from jzero.offload._nvme import NVMe
 from jzero.offload._parameters import ParameterOffload, check_params
-from jzero.offload._policy import NO_OFFLOAD, NoOffload
+from jzero.offload._policy import NO_OFFLOAD, NoOffload, PinnedHost
 from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.segments._builder import Builder
 from jzero.segments._whole import WholeStep
@@ -149,6 +149,7 @@ def reading_policy(who: str, params: Any, trained: Offload | None) -> Offload:
         ))  # fmt: skip
     if params is not None and isinstance(params, NVMe) and (params.resume or params.in_place):
         raise OptionError(message(
-            who, f"offload_params={params}", "An evaluation writes files once, of the state that it is given.",
+            who, f"offload_params={params}", "An evaluation writes files of the state that it is given, once.",
             "Drop resume and in_place."))  # fmt: skip
+    assert isinstance(chosen, PinnedHost | NVMe)
     return ReadFromHost(NO_OFFLOAD, chosen)

@@ -220,7 +220,7 @@ class NVMe(Offload):
 
 
 def _tiles_of(leaf: LeafPlan, tile_bytes: int) -> Iterator[list[tuple[str, int, int]]]:
-    """A device's part of a leaf in ranges, none of which has parts of two slices along dim 0, if it is large."""
+    """A device's part of a leaf in ranges: of several slices along dim 0, or some of a large one."""
     total = leaf.nbytes_per_device
     row = total // max(leaf.shape_per_device[0], 1) if leaf.shape else total
     # Slices that are large are read one by one; many small ones together.
