@@ -149,7 +149,7 @@ def reading_policy(who: str, params: Any, trained: Offload | None) -> Offload:
         ))  # fmt: skip
     if params is not None and isinstance(params, NVMe) and (params.resume or params.in_place):
         raise OptionError(message(
-            who, f"offload_params={params}", "An evaluation writes files of the state that it is given, once.",
+            who, f"offload_params={params}", "An evaluation writes the files of its state once.",
             "Drop resume and in_place."))  # fmt: skip
     assert isinstance(chosen, PinnedHost | NVMe)
     return ReadFromHost(NO_OFFLOAD, chosen)
