@@ -215,7 +215,7 @@ class ShardedTrainStep(ShardedStep):
 
     @property
     def offload_params(self) -> Offload:
-        """Where parameters rest: `jzero.NoOffload()`, on the devices, or `jzero.PinnedHost(...)`."""
+        """Where parameters rest: `jzero.NoOffload()`, `jzero.PinnedHost(...)` or `jzero.NVMe(...)`."""
         policy = self._programs.options.offload
         return policy.params if isinstance(policy, ParameterOffload) else NO_OFFLOAD
 

@@ -66,8 +66,24 @@ class NVMe(Offload):
     Failures: files have two slots, and a step writes the one that it does not read. A step that fails before
     its commit (a full or broken disk, no memory, Ctrl-C) leaves the state as it was, on the devices, too; a
     process that is killed at any time leaves files of the old or of the new step. Damaged tiles are found by
-    their checksums. With `in_place`, and with `offload_params`, whose parameters are updated in their place,
-    a step that fails while it writes loses the state, by name.
+    their checksums. With `in_place`, and with `offload_params=jzero.PinnedHost()`, whose parameters are
+    updated in their place, a step that fails while it writes loses the state, by name.
+
+    Parameters rest in the same files with `offload_params=jzero.NVMe(path, device_bytes=..., host_bytes=...)`
+    beside `offload=jzero.NVMe(path)`, at stage 3 (ZeRO-Infinity). The step runs layer by layer, as with
+    `PinnedHost`, and each device's shard of a layer is read ahead of its turn::
+
+        file -> pinned memory, in threads            # as far ahead as host_bytes have room
+        pinned memory -> device                      # while the layer before computes
+        compute, gradients -> pinned memory
+        for tile in tiles: read, update, write       # parameters in it, beside masters and moments
+
+    They count in two slots and one commit with the rest: whatever fails before it leaves the whole state as
+    it was, and a kill leaves one step or the other, parameters included. Nothing is resident: between steps
+    neither devices nor host have any of them. Traffic with disks: 2 Psi bytes read for each pass, and with
+    masters 14 Psi each way for the update. Parameters that a step does not change (the base under LoRA) are
+    written once, when the state is placed, and only read. The two policies agree in all but `host_bytes` and
+    `device_bytes`. `jzero.shard_eval_step(..., offload_params=jzero.NVMe(path))` reads parameters so.
 
     The files are scratch for one run, and no checkpoint: `jzero.Checkpointer` saves and restores such a state
     like any other, 256 MiB or a leaf at a time, while steps go on; the step after the next one waits until
@@ -95,7 +111,8 @@ class NVMe(Offload):
       path: a folder on the disk, absolute or of the working directory; made if it is not there. Several
         processes may name the same one.
       host_bytes: the most bytes of the host's memory for tiles in each process, 1 GiB by default, at least
-        64 KiB. A sixteenth of it, up to 32 MiB, is a tile.
+        64 KiB. A sixteenth of it, up to 32 MiB, is a tile. In `offload_params`: of parameters between the
+        disk and the devices, those of all of the process's devices, pinned, and what they are read through.
       in_place: whether the new state is written over the old one: half of the disk's space, and a step that
         fails while it writes loses the state.
       resume: whether a state that is placed takes its optimizer state from the files that an earlier run has
@@ -105,6 +122,8 @@ class NVMe(Offload):
         where there are none, new ones are made. Both slots count, so the step before the last can be
         resumed, too. False (default): files of an earlier run are refused.
       threads: how many threads update; as many as this process may use processors by default.
+      device_bytes: in `offload_params`, the most bytes of parameters on each device at any time, gathered
+        ones included; 1 GiB by default. In `offload` there is none.
 
     Reference:
       Rajbhandari, Ruwase, Rasley, Smith, He: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale

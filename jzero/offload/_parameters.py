@@ -90,10 +90,14 @@ class ParameterOffload(Offload):
         return self.params.device_bytes or _DEVICE_BYTES
 
     @property
+    def fetched_bytes(self) -> int:
+        """The most bytes of a process's memory for parameters on their way from files."""
+        return self.params.host_bytes if isinstance(self.params, NVMe) else 0
+
+    @property
     def window(self) -> Window:
-        """The same, and how many bytes of parameters from files are in a process's memory."""
-        from_files = self.params.host_bytes if isinstance(self.params, NVMe) else 0
-        return Window(self.streamed_bytes, from_files)
+        """Both."""
+        return Window(self.streamed_bytes, self.fetched_bytes)
 
     @property
     def waits(self) -> bool:
@@ -106,7 +110,9 @@ class ParameterOffload(Offload):
     ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
         """Parameters in shards, in pinned memory or in files; optimizer state as the other policy has it."""
         self.check(stage_axes, automatic)
-        resting, _ = self.state.rest(leaves, frame, mesh, stage_axes, automatic)
+        resting, moments = leaves, _tiers.optimizer_leaves(leaves, frame, stage_axes)
+        if moments or not self.fetched_bytes:  # Files may have parameters alone.
+            resting, _ = self.state.rest(leaves, frame, mesh, stage_axes, automatic)
         both = self.with_params_there(resting, stage_axes)
         params = [i for i, leaf in enumerate(both) if leaf.is_streamed]
         if not params:
@@ -115,7 +121,6 @@ class ParameterOffload(Offload):
                 f"Those of min_shard_bytes={stage_axes.min_bytes} that rest in shards are offloaded, and "
                 f"full={stage_axes.full!r} finds those that rest whole.",
                 "Change these, or drop offload_params."))  # fmt: skip
-        moments = _tiers.optimizer_leaves(leaves, frame, stage_axes)
         return both, _pieces.cut_update(frame, moments, params)
 
     def with_params_there(self, leaves: Leaves, stage_axes: StageAxes) -> Leaves:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jzero._memory_kinds import DEVICE, HOST, NVME
+from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero.processes import _agreement
 from jzero.segments import _at_rest, _identity, _program
 from jzero.segments._program import Program
@@ -206,9 +206,15 @@ def placed_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
 
 
 def inputs_at_rest(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
-    """The same, each leaf of the state in the memory in which it rests."""
+    """The same, each leaf of the state in the memory in which it rests.
+
+    Parameters in files are there as if they were in pinned memory, where what is fetched of them comes from.
+    """
     state, arrays = placed_inputs(call, program)
-    kinds = [_JAX_KINDS.get(leaf.tier, leaf.tier) for leaf in program.plan.leaves]
+    kinds = [
+        PINNED if leaf.is_streamed else _JAX_KINDS.get(leaf.tier, leaf.tier)
+        for leaf in program.plan.leaves
+    ]
     return _in_memory(state, kinds), _in_memory(arrays, [DEVICE] * len(arrays))
 
 

@@ -118,12 +118,17 @@ class Offload(abc.ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether parameters rest on the hosts: the devices fetch them where they compute with them."""
+        """Whether parameters rest on the hosts, or their disks: devices fetch what they compute with."""
         return False
 
     @property
     def streamed_bytes(self) -> int:
         """The most bytes of these parameters on each device at any time; 0 if none rest on the hosts."""
+        return 0
+
+    @property
+    def fetched_bytes(self) -> int:
+        """The most bytes of a process's memory for parameters on their way from files; 0 if none are."""
         return 0
 
     def check(self, stage_axes: StageAxes, automatic: Sequence[str]) -> None:
