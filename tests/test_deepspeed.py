@@ -67,7 +67,7 @@ TRANSLATED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "infinity_nvme": (
         {"stage": 3, "offload": jzero.NVMe("/local_nvme"), "offload_params": jzero.NVMe("/local_nvme")},
-        None,
+        "None",
     ),
     "activation_checkpointing_on_cpu": (
         {"stage": 3, "offload_activations": PINNED},
