@@ -18,6 +18,8 @@ import zoo
 from jzero.offload._file_reads import FileReads, FileRun
 from jzero.offload.memory._pinned_pool import PinnedPool
 from test_nvme import in_files
+from test_nvme_faults import end_of_process
+from test_offload import step_names
 from test_offload_params import CLIPPED, batch, make_step, new_state, one_device
 
 pytest.importorskip("llvmlite")
@@ -303,3 +305,189 @@ def test_too_little_memory_is_refused_with_the_least(tmp_path: Path):
     assert host_bytes == 2**16 + 4096  # One of the two, and a page to read through.
     expected = jax.jit(step)(start, x)[0]
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
+
+
+# -- many steps ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device_bytes", [2**11, 2**20], ids=["in parts", "whole"])
+@pytest.mark.parametrize("kind", ["scan", "while"])
+def test_nested_loops_read_their_layers_in_each_turn(kind: str, device_bytes: int, tmp_path: Path):
+    """A loop in time around unrolled layers: where it runs in parts, each turn reads all of them again."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss_fn(w: Any) -> Any:
+            def turn(y: Any) -> Any:
+                for i in range(4):
+                    y = jnp.tanh(y @ w[f"w{i}"])
+                return y
+
+            if kind == "scan":
+                y, _ = jax.lax.scan(lambda y, _: (turn(y), None), x, None, 3)
+            else:  # No gradient goes through it.
+                y = jax.lax.while_loop(
+                    lambda carry: carry[1] < 3, lambda carry: (turn(carry[0]), carry[1] + 1),
+                    (jax.lax.stop_gradient(x), 0),
+                )[0]  # fmt: skip
+            return jnp.mean((jax.lax.stop_gradient(y) @ w["head"]) ** 2) + jnp.mean(turn(x) ** 2)
+
+        w, m = state
+        loss, grads = jax.value_and_grad(loss_fn)(w)
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, m, grads)
+        return (jax.tree.map(lambda w, m: w - 0.1 * m, w, m), m), loss
+
+    names = ("w0", "w1", "w2", "w3", "head")
+    keys = jax.random.split(jax.random.key(0), len(names))
+    w = {n: jax.random.normal(k, (16, 16)) / 4 for n, k in zip(names, keys, strict=True)}
+    start, x = (w, jax.tree.map(jnp.zeros_like, w)), batch(0)
+    train_step = on({"data": 1}, step, tmp_path, device_bytes=device_bytes)
+    state, expected = train_step.shard(start, x), start
+    for _ in range(2):
+        (state, loss), (expected, wanted) = train_step(state, x), jax.jit(step)(expected, x)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
+
+
+ZOO = {"transformer_scan_remat", "mixed_bf16", "cond_on_gradients"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ZOO else pytest.mark.slow)
+        for name in sorted({*zoo.NAMES} & {*(x.values[0] for x in step_names())})
+    ],
+)
+def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
+    def shard(step: Any, mesh: Any, **options: Any) -> Any:
+        bounds = {"device_bytes": 2**24, "host_bytes": 2**24}
+        return small.shard_train_step(step, mesh=mesh, **policies(tmp_path, **bounds), **options)
+
+    parity.check(name, {"data": 4}, shard)
+
+
+def test_checkpoints_go_to_every_tier_and_come_back(tmp_path: Path):
+    step = make_step(True, CLIPPED)
+    one = on({"data": 4}, step, tmp_path / "one")
+    other = small.shard_train_step(step, mesh=mesh_of({"data": 8}), stage=3)
+    state, _ = one(one.shard(new_state(True, 4, CLIPPED), batch(0)), batch(0))
+    with jzero.Checkpointer(tmp_path / "steps", one, asynchronous=False) as saver:
+        assert saver.save(1, state)
+    shapes = jax.eval_shape(lambda: new_state(True, 4, CLIPPED))
+    plain = jzero.restore(tmp_path / "steps" / "1", other, shapes, batch(0))
+    assert_same(plain, state)
+    with jzero.Checkpointer(tmp_path / "back", other, asynchronous=False) as saver:
+        assert saver.save(1, plain)
+    again = jzero.restore(tmp_path / "back" / "1", one, shapes, batch(0))
+    assert len(in_files(again)) == len(jax.tree.leaves(state))
+    assert_same(one(again, batch(1))[0], one(state, batch(1))[0])
+
+
+def test_resume_brings_parameters_back(tmp_path: Path):
+    """Whatever the state has of them, if its counters are those of the files."""
+    tx = optax.adam(1e-2)
+    step = make_step(True, tx)
+
+    def train_step() -> Any:
+        options = policies(tmp_path, resume=True)
+        return small.shard_train_step(step, mesh=mesh_of({"data": 2}), **options)
+
+    one = train_step()
+    state: Any = one.shard(new_state(True, 4, tx), batch(0))
+    for i in range(2):
+        state, _ = one(state, batch(i))
+    before = jax.tree.map(np.array, state)
+    after = jax.tree.map(np.array, one(state, batch(2))[0])
+    del state
+    end_of_process()
+    other = train_step()
+    nothing = jax.tree.map(lambda x: x if x.ndim == 0 else np.zeros_like(x), before)
+    state = other.shard(nothing, batch(0))  # Of the step before the last: that slot is there, too.
+    assert_same(state, before)
+    assert_same(other(state, batch(2))[0], after)
+
+
+# -- evaluations -----------------------------------------------------------------------------------
+
+
+def forward(state: Any, x: Any) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+        return x + jnp.tanh((x * w["scale"][None]) @ w["up"]) @ w["down"], None
+
+    y, _ = jax.lax.scan(layer, x, state["params"]["layers"])
+    return y @ state["params"]["head"]
+
+
+@pytest.mark.parametrize("num", [1, 8])
+def test_evaluations_read_the_files_of_a_training(num: int, tmp_path: Path):
+    train_step = on({"data": num}, make_step(True, CLIPPED), tmp_path)
+    state, _ = train_step(train_step.shard(new_state(True, 4, CLIPPED), batch(0)), batch(0))
+    files = sorted(tmp_path.rglob("*.tiles"))
+    eval_step = jzero.shard_eval_step(forward, like=train_step)
+    found = eval_step(state, batch(1))
+    wanted = jax.jit(forward)(jax.tree.map(np.array, state), batch(1))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    assert sorted(tmp_path.rglob("*.tiles")) == files
+    crossings = eval_step.describe(state, batch(1)).crossings
+    read = {way: sum(x.nbytes for x in crossings if x.direction == way)
+            for way in ("from disk", "to device")}  # fmt: skip
+    assert read["from disk"] == read["to device"] > 0
+    train_step(state, batch(1))
+    with pytest.raises(jzero.StateError, match="already donated"):
+        eval_step(state, batch(1))
+
+
+@pytest.mark.parametrize("num", [1, 8])
+def test_evaluations_of_what_is_not_trained_have_files_of_their_own(num: int, tmp_path: Path):
+    policy = policies(tmp_path)["offload_params"]
+    eval_step = jzero.shard_eval_step(forward, mesh=mesh_of({"data": num}), offload_params=policy)
+    start = {"params": new_state(True, 4, CLIPPED)["params"]}
+    placed = eval_step.shard(start)
+    assert in_files(placed)
+    assert_same(placed, start)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tiles")}
+    assert len(files) == num
+    for state in (placed, placed):
+        found, wanted = eval_step(state, batch(1)), jax.jit(forward)(start, batch(1))
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tiles")}
+    text = " ".join(str(eval_step.describe(placed, batch(1))).split())
+    assert "Parameters come from files on NVMe, part by part" in text
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "in memory": ({"offload": jzero.HostCPU()}, "Use offload=jzero.NVMe("),
+    "on the devices": ({"offload": jzero.NoOffload()}, "Use offload=jzero.NVMe("),
+    "in turns": ({"offload": jzero.PinnedHost()}, "read, updated and written with their optimizer state"),
+    "another path": ({"offload": jzero.NVMe("/elsewhere")}, "have path='/elsewhere' and "),
+    "in place": ({"offload": jzero.NVMe("/run", in_place=True)}, "have in_place=True and False"),
+    "device_bytes": ({"offload": jzero.NVMe("/run", device_bytes=1)}, "Drop device_bytes, or move it to"),
+    "no bytes": ({"offload_params": 0}, "in pinned memory, or in files"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_by_name(what: str):
+    given, text = REFUSED[what]
+    options = {"offload": jzero.NVMe("/run"), "offload_params": jzero.NVMe("/run")} | given
+    with pytest.raises(jzero.OptionError, match=re.escape(text)):
+        jzero.shard_train_step(make_step(True, CLIPPED), **options)
+
+
+def test_device_bytes_are_a_number():
+    with pytest.raises(
+        jzero.OptionError, match="device_bytes=0. It is how many bytes of parameters"
+    ):
+        jzero.NVMe("/run", device_bytes=0)
+
+
+def test_evaluations_that_are_refused():
+    pinned = small.shard_train_step(
+        make_step(True, CLIPPED), offload=jzero.HostCPU(), offload_params=jzero.PinnedHost()
+    )
+    with pytest.raises(jzero.OptionError, match="those of the train step are PinnedHost"):
+        jzero.shard_eval_step(forward, like=pinned, offload_params=jzero.NVMe("/run"))
+    with pytest.raises(jzero.OptionError, match="Drop resume and in_place"):
+        jzero.shard_eval_step(forward, offload_params=jzero.NVMe("/run", resume=True))
