@@ -255,9 +255,9 @@ class FileRun:
         for file, outs in alike.items():
             size = len(outs[0])
             first = 0 if wanted.at is None else wanted.at * size
-            for start in range(0, size, _PIECE):
-                parts = [out[start : start + _PIECE] for out in outs]
-                yield functools.partial(_read, leaf, file, first + start, parts)
+            for start, stop in leaf.pieces(file, first, first + size, _PIECE):
+                parts = [out[start - first : stop - first] for out in outs]
+                yield functools.partial(_read, leaf, file, start, parts)
 
     # -- fetches ---------------------------------------------------------------------------------------
 

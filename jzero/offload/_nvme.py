@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from jzero.sharding.plan._stages import StageAxes
 from jzero.sharding.run._run import Runner
 
 _LEAST_BYTES = 2**16
+_LEAST_SLICE = 2**16  # Bytes that are read by themselves at little cost.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,13 +224,14 @@ class NVMe(Offload):
     def files_to_read(
         self, leaves: Leaves, mesh: Any, shard_axes: tuple[str, ...]
     ) -> StoreSpec:  # fmt: skip
-        """Files of leaves that no step changes: in one slot, each leaf in tiles of its own."""
-        tile_bytes = self._files.tile_bytes
-        layout = TileLayout.of(part for leaf in leaves for part in _tiles_of(leaf, tile_bytes))
+        """Files of leaves that no step changes; layers may fetch slices of them, or all."""
+        slices = [_slices(leaf) for leaf in leaves]
+        layout = _nvme_step.layout_to_read(leaves, slices, self._files.tile_bytes)
         identity = _nvme_step.identity_of(leaves, mesh, shard_axes)
         return StoreSpec(
-            Path(self.path), self.host_bytes, True, False, layout, identity, (), (), mesh
-        )
+            Path(self.path), self.host_bytes, False, False, TileLayout(()), identity, (), (), mesh,
+            layout,
+        )  # fmt: skip
 
     @property
     def _files(self) -> FilePolicy:
@@ -238,14 +240,7 @@ class NVMe(Offload):
         )
 
 
-def _tiles_of(leaf: LeafPlan, tile_bytes: int) -> Iterator[list[tuple[str, int, int]]]:
-    """A device's part of a leaf in ranges: of several slices along dim 0, or some of a large one."""
-    total = leaf.nbytes_per_device
-    row = total // max(leaf.shape_per_device[0], 1) if leaf.shape else total
-    # Slices that are large are read one by one; many small ones together.
-    room = tile_bytes if row > tile_bytes else tile_bytes // max(row, 1) * row
-    starts = range(0, total, row) if row > tile_bytes else (0,)
-    for first in starts:
-        last = min(first + row, total) if row > tile_bytes else total
-        for start in range(first, last, room):
-            yield [(leaf.path, start, min(room, last - start))]
+def _slices(leaf: LeafPlan) -> int:
+    """In how many slices along dim 0 a leaf lies whose readers are not known: small ones lie together."""
+    num = leaf.shape_per_device[0] if leaf.shape else 1
+    return num if leaf.nbytes_per_device >= num * _LEAST_SLICE else 1

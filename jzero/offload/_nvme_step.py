@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, StateError, describe_leaf, message
@@ -17,11 +18,13 @@ from jzero._quantities import readable_bytes
 from jzero.offload._host_step import UPDATING, HostStep
 from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._tiled_engine import TiledEngine
+from jzero.offload.kernels import _tiles
 from jzero.offload.kernels._tiled_update import TiledUpdate, untiled
 from jzero.offload.memory import _away_array
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.offload.nvme._layout import TileLayout
 from jzero.segments import _conversions
 from jzero.segments._segment import Values
 from jzero.sharding.analysis._traffic import Crossing
@@ -132,13 +135,22 @@ class NVMeStep(HostStep):
 
     def _lone(self) -> dict[int, int]:
         """Leaves that layers fetch from files, by their place among the host's, and in how many slices."""
-        if self._layered is None:
-            return {}
-        slices, of = self._layered.num_slices(), self._segments.leaf_of
-        found = {of[var]: num for var, num in slices.items()}
-        return {
-            k: found[i] for k, i in enumerate(self.host.leaves) if i in found and i in self._hosted
-        }
+        found = self._fetched
+        return {k: found[i] for k, i in enumerate(self.host.leaves) if i in found}
+
+    @functools.cached_property
+    def _fetched(self) -> dict[int, int]:
+        """Leaves that layers fetch from files, by index, and in how many slices."""
+        slices = self._layered.num_slices() if self._layered else {}
+        found = {self._segments.leaf_of[var]: num for var, num in slices.items()}
+        return {i: num for i, num in found.items() if i in self._hosted}
+
+    def _kept(self) -> TileLayout:
+        """What is where in the files of leaves that no step changes."""
+        leaves = [self.leaves[i] for i in self._frozen]
+        slices = [self._fetched.get(i, 0) for i in self._frozen]
+        own = layout_to_read(leaves, slices, self._policy.tile_bytes)
+        return TileLayout(self.update.frozen.tiles + own.tiles)
 
     @functools.cached_property
     def spec(self) -> StoreSpec:
@@ -149,7 +161,7 @@ class NVMeStep(HostStep):
         return StoreSpec(
             policy.path, policy.host_bytes, policy.in_place, policy.resume, self.update.layout,
             identity, self.counters, tuple(self.leaves[i].path for i in self.counters), mesh,
-            self.update.frozen,
+            self._kept(),
         )  # fmt: skip
 
     def crossings(self) -> tuple[Crossing, ...]:
@@ -297,6 +309,20 @@ class NVMeStep(HostStep):
             return dict(chunk)
         olds, new = [state[i] for i in outs], [chunk[i] for i in outs]
         return dict(chunk) | dict(zip(outs, leave(olds, new), strict=True))
+
+
+def layout_to_read(
+    leaves: Sequence[LeafPlan], num_slices: Sequence[int], tile_bytes: int
+) -> TileLayout:
+    """What is where in a file of leaves that nobody updates.
+
+    Args:
+      leaves: them.
+      num_slices: of each that layers fetch, along dim 0; 1 for one that is fetched whole, else 0.
+      tile_bytes: of a tile, at most.
+    """
+    avals = [jax.ShapeDtypeStruct(x.shape_per_device, jnp.dtype(x.dtype)) for x in leaves]
+    return _tiles.of_whole_leaves(avals, num_slices, [x.path for x in leaves], tile_bytes)
 
 
 def identity_of(

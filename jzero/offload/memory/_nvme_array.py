@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,18 @@ class NVMeArray(AwayArray):
           StateError: a step has consumed it.
         """
         return self.store.buffer_bytes(self._name)
+
+    def pieces(self, file: int, start: int, stop: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Bytes `start` to `stop` of a device's part, in parts of about `nbytes` that are read by themselves."""
+        first, last = start, start
+        for place in self.store.spec.places(file, self._name, start, stop):
+            end = min(stop, place.extent.start + place.extent.nbytes)
+            if end - first > nbytes and last > first:
+                yield first, last
+                first = last
+            last = end
+        if last > first:
+            yield first, last
 
     def read_range(
         self, out: np.ndarray, file: int, start: int, buffer: np.ndarray | None = None
