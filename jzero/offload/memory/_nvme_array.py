@@ -100,7 +100,7 @@ class NVMeArray(AwayArray):
         return self.store.buffer_bytes(self._name)
 
     def pieces(self, file: int, start: int, stop: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Bytes `start` to `stop` of a device's part, in parts of about `nbytes` that are read by themselves."""
+        """Parts of about `nbytes` of bytes `start` to `stop` of a device's part, each read by itself."""
         first, last = start, start
         for place in self.store.spec.places(file, self._name, start, stop):
             end = min(stop, place.extent.start + place.extent.nbytes)
