@@ -218,13 +218,14 @@ class Watched:
     """Counts bytes of pinned memory that pools of parameters have lent, and made, and those of buffers."""
 
     def __init__(self, monkeypatch: Any):
-        self.most, self.ahead = 0, 0
+        self.most, self.pools = 0, set[PinnedPool]()
         old, made = PinnedPool.take, FileReads._made_buffers
         buffers = [0]
 
         def take(pool: Any, *args: Any) -> Any:
             found = old(pool, *args)
-            assert pool.lent_bytes <= pool.made_bytes
+            assert pool.lent_bytes <= pool.made_bytes <= pool.nbytes
+            self.pools.add(pool)
             self.most = max(self.most, pool.made_bytes + buffers[0])
             return found
 
@@ -246,6 +247,8 @@ def test_parameters_in_memory_stay_within_host_bytes(scan: bool, tmp_path: Path,
         folder = tmp_path / str(host_bytes)
         found.append(train(scan, folder, host_bytes=host_bytes))
         assert 0 < watched.most <= host_bytes
+        (pool,) = watched.pools  # One for all steps; at their end it has everything back.
+        assert pool.lent_bytes == 0
     assert_same(*found)
 
 

@@ -121,7 +121,9 @@ class FileReads:
                 left = self._host_bytes - sum(buffer.nbytes for buffer in buffers)
                 pool = PinnedPool(left)
             with ReadThreads(buffers) as readers:
-                yield FileRun(self, leaves, pool, readers)
+                run = FileRun(self, leaves, pool, readers)
+                yield run
+                run.end()
             # After an error nobody knows what is still copied from its memory.
             self._pool, self._buffers = pool, buffers
 
@@ -129,8 +131,9 @@ class FileReads:
         each = max(PAGE, *(leaf.buffer_bytes for leaf in leaves.values()))
         if self._needed + each > self._host_bytes:
             self._refuse(self._needed + each, [Wanted(var, None) for var in leaves])
-        num = min(_THREADS, (self._host_bytes - self._needed) // each)
-        return [pages(each) for _ in range(num)]
+        # Of what is left, half is for reading ahead.
+        num = min(_THREADS, (self._host_bytes - self._needed) // (2 * each))
+        return [pages(each) for _ in range(max(num, 1))]
 
     @property
     def kept(self) -> int:
@@ -240,6 +243,12 @@ class FileRun:
             jax.block_until_ready(array)
             self._pool.give(buffer)
             waits = False
+
+    def end(self) -> None:
+        """Has all buffers back, when all has been fetched."""
+        assert not any(self._arriving.values()), "what was read is fetched"
+        while self._leaving:
+            self._freed(waits=True)
 
     def _asked(self, wanted: Wanted, buffer: PinnedBuffer) -> _Arriving:
         return _Arriving(wanted, buffer, self._readers.ask([*self._jobs(wanted, buffer)]))

@@ -220,6 +220,11 @@ class LayeredSegment:
             for way in (("from disk", "to device") if leaf.tier == NVME else ("to device",))
         ]
 
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes of this process's memory for what comes from files; 0 if nothing does."""
+        return self._host_bytes
+
     def host_needs(self) -> tuple[HostNeed, ...]:
         """What is on its way from files, for one of the devices of a process."""
         mesh, nbytes = self._mesh, self._host_bytes

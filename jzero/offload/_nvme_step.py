@@ -182,12 +182,11 @@ class NVMeStep(HostStep):
         policy = self._policy
         nbytes = sum(self.leaves[i].nbytes_per_device for i in self._moved)
         slots = "once, written over" if policy.in_place else "twice, the new one beside the old"
-        fetched = [x.nbytes for x in self._layered.host_needs()] if self._layered else []
+        most = self._layered.host_bytes if self._layered else 0
         lines = [
             "parameters come from there, read ahead of the part that fetches them, through "
-            f"{readable_bytes(nbytes)} of the host's memory for each device"
-            for nbytes in fetched
-        ]
+            f"{readable_bytes(most)} of each process's memory"
+        ] * bool(most)
         return "\n".join([
             f"tile by tile, each of up to {readable_bytes(policy.tile_bytes)}: read ahead, updated, written "
             f"behind, in {readable_bytes(policy.host_bytes)} of each process's memory",
