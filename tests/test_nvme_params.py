@@ -15,7 +15,8 @@ import jzero
 import parity
 import small
 import zoo
-from jzero.offload._file_reads import FileReads, FileRun
+from jzero.offload._file_reads import FileReads
+from jzero.offload._file_run import FileRun
 from jzero.offload.memory._pinned_pool import PinnedPool
 from test_nvme import in_files
 from test_nvme_faults import end_of_process

@@ -1,83 +1,40 @@
-"""Parameters on their way from files to the devices: read ahead into pinned memory, of so many bytes."""
+"""`FileReads`: what a segment reads of parameters in files, and the memory that this takes, bounded."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import DEVICE
 from jzero._quantities import readable_bytes
-from jzero.offload._host_engine import padding_of
-from jzero.offload._pinned import Visit
+from jzero.offload._file_run import FileRun, Source, Wanted
 from jzero.offload.memory._nvme_array import NVMeArray
-from jzero.offload.memory._pinned_pool import PinnedBuffer, PinnedPool, bytes_here
+from jzero.offload.memory._pinned_pool import PinnedPool
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._layout import PAGE
-from jzero.offload.nvme._read_threads import Asked, Job, ReadThreads
+from jzero.offload.nvme._read_threads import ReadThreads
 from jzero.segments._segment import Var
-from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call
 
 WHO = _call.WHO
 # So many threads keep a disk busy while each checks what it has read (experiments/infinity/disk.py).
 _THREADS = 4
-_PIECE = 2**25  # Bytes that one thread reads at a time, so that several read one leaf.
-
-
-class Wanted(NamedTuple):
-    """What a visit fetches of a leaf: one slice along dim 0, or all of it (None)."""
-
-    var: Var
-    at: int | None
-
-
-class _Source(NamedTuple):
-    """A leaf whose values are in files.
-
-    Attributes:
-      leaf: its plan.
-      home: where its fetched array, or a slice of it, lies in pinned memory.
-    """
-
-    leaf: LeafPlan
-    home: NamedSharding
-    home_of_slice: NamedSharding
-
-    def shape(self, at: int | None) -> tuple[int, ...]:
-        """`[n, d]`, or `[d]` of a slice."""
-        return self.leaf.padded_shape[0 if at is None else 1 :]
-
-    def place(self, at: int | None) -> NamedSharding:
-        return self.home if at is None else self.home_of_slice
-
-    def nbytes(self, at: int | None) -> int:
-        """In this process's memory; of an abstract mesh, of one device."""
-        shape, place = self.shape(at), self.place(at)
-        if isinstance(place.mesh, jax.sharding.AbstractMesh):
-            return int(np.prod(place.shard_shape(shape))) * self.leaf.itemsize
-        return bytes_here(shape, self.leaf.dtype, place)
 
 
 class FileReads:
     """What a segment reads of files; its memory is used over and over, by one run at a time."""
 
     def __init__(
-        self, sources: Mapping[Var, tuple[LeafPlan, NamedSharding, NamedSharding]], host_bytes: int,
+        self, sources: Mapping[Var, Source], host_bytes: int,
         visits: Iterable[Sequence[Wanted]], between: Iterable[Sequence[Wanted]],
     ):  # fmt: skip
         """Reads nothing.
 
         Args:
-          sources: the leaves in files: each one's plan, and where it and a slice of it lie in pinned memory.
+          sources: the leaves in files.
           host_bytes: the most bytes of this process's memory, for all that is on its way.
           visits: what is fetched at a time.
           between: what is read when it is needed, and not ahead, at a time.
@@ -85,8 +42,7 @@ class FileReads:
         Raises:
           OptionError: `host_bytes` do not hold what is fetched at a time.
         """
-        self.sources = {var: _Source(*source) for var, source in sources.items()}
-        self._host_bytes = host_bytes
+        self._sources, self._host_bytes = dict(sources), host_bytes
         self._kept = max(map(self._nbytes, between), default=0)
         each = {tuple(wanted): self._nbytes(wanted) for wanted in visits}
         most = max(each, key=each.__getitem__, default=())
@@ -98,7 +54,7 @@ class FileReads:
         self._pool: PinnedPool | None = None
 
     def _refuse(self, needed: int, most: Sequence[Wanted]) -> None:
-        paths = list(dict.fromkeys(self.sources[x.var].leaf.path for x in most))
+        paths = list(dict.fromkeys(self._sources[x.var].leaf.path for x in most))
         more = ", ..." if len(paths) > 3 else ""
         raise OptionError(message(
             WHO, f"what one part of the step reads of parameters is {needed} bytes in this process "
@@ -108,7 +64,7 @@ class FileReads:
             f"another is copied. {needed} is the least."))  # fmt: skip
 
     def _nbytes(self, wanted: Iterable[Wanted]) -> int:
-        return sum(self.sources[x.var].nbytes(x.at) for x in wanted)
+        return sum(self._sources[x.var].nbytes(x.at) for x in wanted)
 
     @contextlib.contextmanager
     def run(self, leaves: Mapping[Var, NVMeArray]) -> Iterator[FileRun]:
@@ -121,7 +77,7 @@ class FileReads:
                 left = self._host_bytes - sum(buffer.nbytes for buffer in buffers)
                 pool = PinnedPool(left)
             with ReadThreads(buffers) as readers:
-                run = FileRun(self, leaves, pool, readers)
+                run = FileRun(self._sources, leaves, pool, self._kept, readers)
                 yield run
                 run.end()
             # After an error nobody knows what is still copied from its memory.
@@ -134,185 +90,3 @@ class FileReads:
         # Of what is left, half is for reading ahead.
         num = min(_THREADS, (self._host_bytes - self._needed) // (2 * each))
         return [pages(each) for _ in range(max(num, 1))]
-
-    @property
-    def kept(self) -> int:
-        """Bytes that reading ahead leaves for what is read when it is needed."""
-        return self._kept
-
-    @functools.cached_property
-    def padding(self) -> dict[tuple[Var, bool], list[Any]]:
-        """Of leaves with padding, and of their slices: of each device, which part of its own it is."""
-        found: dict[tuple[Var, bool], list[Any]] = {}
-        for var, source in self.sources.items():
-            if source.leaf.padding:
-                leaf, devices = source.leaf, source.home.mesh.local_devices
-                whole = padding_of(source.home, leaf.padded_shape, leaf.shape, devices)
-                found[var, False] = whole
-                found[var, True] = [None if index is None else index[1:] for index in whole]
-        return found
-
-
-class _Arriving(NamedTuple):
-    """A slice, or a leaf, on its way into pinned memory."""
-
-    wanted: Wanted
-    buffer: PinnedBuffer
-    asked: Asked
-
-
-class FileRun:
-    """One run of a segment: what is on its way from files, and in which order."""
-
-    def __init__(
-        self,
-        plan: FileReads,
-        leaves: Mapping[Var, NVMeArray],
-        pool: PinnedPool,
-        readers: ReadThreads,
-    ):
-        self._plan, self._leaves, self._pool, self._readers = plan, leaves, pool, readers
-        self._arriving: dict[Wanted, collections.deque[_Arriving]] = {}
-        # What is copied to the devices, and from where; the first copies first.
-        self._leaving: collections.deque[tuple[PinnedBuffer, Any]] = collections.deque()
-
-    # -- ahead ---------------------------------------------------------------------------------------
-
-    def ahead(self, visits: Iterable[Visit | None]) -> Iterator[Visit | None]:
-        """The visits, each when its reads have begun; those of later visits begin as far as there is room.
-
-        After None nothing is known before it is asked for.
-        """
-        source, more = iter(visits), True
-        pulled: collections.deque[Visit | None] = collections.deque()
-        begun = 0  # of those that were pulled
-        while True:
-            self._freed()
-            while more and begun == len(pulled):
-                visit = next(source, _END)
-                if visit is _END:
-                    more = False
-                    break
-                pulled.append(visit)
-                more = visit is not None
-                begun += visit is None or self._begin(visit.reads)
-            if not pulled:
-                return
-            visit = pulled.popleft()
-            if visit is None:
-                more = True
-                begun = 0
-                yield None
-                continue
-            if not begun:
-                self._begin(visit.reads, waits=True)
-            begun = max(begun - 1, 0)
-            yield visit._replace(fetch=functools.partial(self._fetch, visit))
-
-    def _fetch(self, visit: Visit) -> Any:
-        self._freed()  # The devices' copies that are over, too.
-        return visit.fetch()
-
-    def _begin(self, reads: Sequence[Wanted], waits: bool = False) -> bool:
-        """Has all of this read, if there is room for it."""
-        buffers: list[PinnedBuffer] = []
-        for wanted in reads:
-            buffer = self._room(wanted, self._plan.kept, waits)
-            if buffer is None:
-                for other in buffers:
-                    self._pool.give(other)
-                return False
-            buffers.append(buffer)
-        for wanted, buffer in zip(reads, buffers, strict=True):
-            arriving = self._asked(wanted, buffer)
-            self._arriving.setdefault(wanted, collections.deque()).append(arriving)
-        return True
-
-    def _room(self, wanted: Wanted, kept: int, waits: bool) -> PinnedBuffer | None:
-        source, at = self._plan.sources[wanted.var], wanted.at
-        shape, place = source.shape(at), source.place(at)
-        while (buffer := self._pool.take(shape, source.leaf.dtype, place, kept)) is None and waits:
-            assert self._leaving, "what arrives is in the way of what is needed"
-            self._freed(waits=True)
-        return buffer
-
-    def _freed(self, waits: bool = False) -> None:
-        """Has back what was copied to the devices; of what is being copied, the first, if it `waits`."""
-        while self._leaving and (waits or self._leaving[0][1].is_ready()):
-            buffer, array = self._leaving.popleft()
-            jax.block_until_ready(array)
-            self._pool.give(buffer)
-            waits = False
-
-    def end(self) -> None:
-        """Has all buffers back, when all has been fetched."""
-        assert not any(self._arriving.values()), "what was read is fetched"
-        while self._leaving:
-            self._freed(waits=True)
-
-    def _asked(self, wanted: Wanted, buffer: PinnedBuffer) -> _Arriving:
-        return _Arriving(wanted, buffer, self._readers.ask([*self._jobs(wanted, buffer)]))
-
-    def _jobs(self, wanted: Wanted, buffer: PinnedBuffer) -> Iterator[Job]:
-        leaf = self._leaves[wanted.var]
-        boxes = leaf.home.at_rest.addressable_devices_indices_map(leaf.padded_shape)
-        files = {str(boxes[device]): k for k, device in reversed([*enumerate(leaf.home.devices)])}
-        alike: dict[int, list[np.ndarray]] = {}
-        for device, view in buffer.views.items():
-            out = view.reshape(-1).view(np.uint8)
-            alike.setdefault(files[str(boxes[device])], []).append(out)
-        for file, outs in alike.items():
-            size = len(outs[0])
-            first = 0 if wanted.at is None else wanted.at * size
-            for start, stop in leaf.pieces(file, first, first + size, _PIECE):
-                parts = [out[start - first : stop - first] for out in outs]
-                yield functools.partial(_read, leaf, file, start, parts)
-
-    # -- fetches ---------------------------------------------------------------------------------------
-
-    def fetched(self, wanted: Sequence[Wanted]) -> list[jax.Array]:
-        """Slices or leaves, on their way to the devices; what was not read ahead is read now.
-
-        Raises:
-          StateError: the disk fails, or has not what was written; or a step has consumed a leaf.
-        """
-        arriving = [self._known(each) for each in wanted]
-        for each in arriving:
-            self._readers.wait(each.asked)
-            # Raises if a step has consumed it meanwhile: the files may have another one.
-            assert self._leaves[each.wanted.var].store
-            self._zero_padding(each)
-        buffers = [each.buffer for each in arriving]
-        places = [buffer.array.sharding.with_memory_kind(DEVICE) for buffer in buffers]
-        arrays = jax.device_put([buffer.array for buffer in buffers], places)
-        self._leaving.extend(zip(buffers, arrays, strict=True))
-        return list(arrays)
-
-    def _known(self, wanted: Wanted) -> _Arriving:
-        if waiting := self._arriving.get(wanted):
-            return waiting.popleft()
-        buffer = self._room(wanted, 0, waits=True)
-        assert buffer is not None
-        return self._asked(wanted, buffer)
-
-    def _zero_padding(self, arriving: _Arriving) -> None:
-        """Updates leave anything there."""
-        var, at = arriving.wanted
-        indices = self._plan.padding.get((var, at is not None))
-        if indices:
-            devices = self._plan.sources[var].home.mesh.local_devices
-            for device, index in zip(devices, indices, strict=True):
-                if index is not None:
-                    arriving.buffer.views[device][index] = 0
-
-
-_END: Any = object()
-
-
-def _read(
-    leaf: NVMeArray, file: int, start: int, outs: Sequence[np.ndarray], buffer: np.ndarray
-) -> None:
-    """Reads a piece of one device's part, and copies it to those that hold the same."""
-    leaf.read_range(outs[0], file, start, buffer)
-    for other in outs[1:]:
-        np.copyto(other, outs[0])

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import PINNED
-from jzero.offload._file_reads import FileRun, Wanted
+from jzero.offload._file_run import FileRun, Wanted
 from jzero.offload._layer_programs import LayerPrograms, Locals
 from jzero.segments._segment import Var
 from jzero.sharding.analysis._frames import variables
