@@ -14,6 +14,7 @@ import pytest
 import jzero
 import parity
 import small
+import test_offload_params as infinity
 import zoo
 from jzero.offload._file_reads import FileReads
 from jzero.offload._file_run import FileRun
@@ -21,7 +22,7 @@ from jzero.offload.memory._pinned_pool import PinnedPool
 from test_nvme import in_files
 from test_nvme_faults import end_of_process
 from test_offload import step_names
-from test_offload_params import CLIPPED, batch, make_step, new_state, one_device
+from test_offload_params import CLIPPED, WIDTH, batch, make_step, new_state, one_device
 
 pytest.importorskip("llvmlite")
 
@@ -44,7 +45,8 @@ def mesh_of(axes: dict[str, int]) -> Any:
 
 
 def on(axes: dict[str, int], step: Any, folder: Any, **options: Any) -> Any:
-    own = {k: options.pop(k) for k in ("device_bytes", "host_bytes") if k in options}
+    names = ("device_bytes", "host_bytes", "in_place")
+    own = {name: options.pop(name) for name in names if name in options}
     return small.shard_train_step(step, mesh=mesh_of(axes), **policies(folder, **own), **options)
 
 
@@ -72,6 +74,7 @@ ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
         ({"data": 2}, False, dict(accumulate=2)),
         ({"data": 2}, True, dict(accumulate=2, device_bytes=2**13)),
         ({"data": 2}, True, ACTIVATIONS),
+        ({"data": 2}, True, dict(in_place=True)),
     ],
     ids=str,
 )
@@ -83,6 +86,7 @@ def test_it_trains_what_one_device_trains(
     options = dict(options)
     one = on(axes, step, tmp_path, **options)
     window = jzero.PinnedHost(device_bytes=options.pop("device_bytes", DEVICE_BYTES))
+    options.pop("in_place", None)
     other = small.shard_train_step(
         step, mesh=mesh_of(axes), offload=jzero.HostCPU(), offload_params=window, **options
     )
@@ -251,6 +255,17 @@ def test_parameters_in_memory_stay_within_host_bytes(scan: bool, tmp_path: Path,
         (pool,) = watched.pools  # One for all steps; at their end it has everything back.
         assert pool.lent_bytes == 0
     assert_same(*found)
+
+
+def test_parameters_on_the_devices_stay_within_device_bytes(tmp_path: Path, monkeypatch: Any):
+    """Shards, and what the devices have of them whole: of two turns, and no more."""
+    room = infinity.two_turns()
+    train_step = on({"data": 8}, make_step(True, CLIPPED), tmp_path, device_bytes=room)
+    state = train_step.shard(new_state(True, 12, CLIPPED), batch(0))
+    of_layers = {(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH), (WIDTH,), (1, WIDTH)}
+    mine = lambda x: x.shape in of_layers or x.shape[1:] in of_layers  # noqa: E731
+    found = infinity.peak_bytes(monkeypatch, train_step, state, (batch(0),), (batch(1),), of=mine)
+    assert infinity.WHOLE < found <= 8 * room
 
 
 def train(scan: bool, folder: Any, **options: Any) -> Any:
