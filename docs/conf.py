@@ -1,6 +1,9 @@
 """How Sphinx builds the site (`make site`), of the whole repository, so that links need no rewriting."""
 
+import re
 from typing import Any
+
+from sphinx.util import logging
 
 import jzero
 
@@ -53,6 +56,7 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": [],
 }
+html_sidebars = {"docs/systems": []}  # It has no pages below it, and so nothing to list.
 html_copy_source = False
 html_show_sphinx = False
 
@@ -71,11 +75,35 @@ How it works <docs/design>
 ```
 """
 
+# Lists with a few words of everything: whoever searches would find them before the page that says more.
+NOT_SEARCHED = ("docs/files", "docs/claims")
+
 
 def setup(app: Any) -> None:
     app.connect("source-read", _add_contents)
+    app.connect("html-page-context", _check_page)
 
 
 def _add_contents(app: Any, page: str, source: list[str]) -> None:
     if page == root_doc:
         source[0] += CONTENTS
+    if page in NOT_SEARCHED:
+        source[0] = "---\nnosearch: true\n---\n" + source[0]
+
+
+# What `site.css` and the theme need to show a page on a phone, and readers who do not see its pictures.
+SCROLLS = r'<div class="pst-scrollable-table-container">\s*<table'
+
+
+def _check_page(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Warns, which fails the build, of a table that would make a page wider than its window, and the like."""
+    body = context.get("body", "")
+    found = {
+        "a table in no box that scrolls": len(re.findall("<table", body))
+        - len(re.findall(SCROLLS, body)),
+        "a picture without alt text": len(re.findall(r'<img(?![^>]* alt="[^"]+")', body)),
+        "no site.css": not any("site.css" in str(file) for file in context["css_files"]),
+    }
+    for what, times in found.items():
+        if times:
+            logging.getLogger(__name__).warning(what, location=page)

@@ -84,7 +84,7 @@ def pairs_in(source: str, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]
             yield np.frombuffer(code, np.uint8), np.frombuffer(said, np.uint8)
 
 
-def rows(pairs: np.ndarray, step: int, args: Any) -> dict[str, np.ndarray]:
+def rows(pairs: np.ndarray, step: int, args: Any) -> dict[str, Any]:
     """The pairs of a step, by its number alone: a run that goes on sees the same."""
     rng = np.random.default_rng((args.seed, step))
     chosen = pairs[rng.permutation(len(pairs))[: args.batch_size]]  # none of them twice
@@ -134,6 +134,8 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"step {step:5}  loss {loss:.6f}  {speed:.2f} steps/s", flush=True)
                 if writer:
                     writer.add_scalar("loss", loss, step)
+    if writer:
+        writer.close()
     if step < args.steps:
         return print(f"stopped after step {step}; the same command goes on")
 

@@ -74,8 +74,8 @@ def step_fn(state: TrainState, batch: jax.Array) -> tuple[TrainState, dict[str, 
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 
-def rows(text: np.ndarray, step: int, args: Any) -> np.ndarray:
-    """int32[batch_size, context + 1], by the step's number alone: a run that goes on sees the same."""
+def rows(text: np.ndarray, step: int, args: Any) -> Any:
+    """NumPy int32[batch_size, context + 1], by the step's number alone: a run that goes on sees the same."""
     rng = np.random.default_rng((args.seed, step))
     starts = rng.integers(len(text) - args.context, size=(args.batch_size, 1))
     return text[starts + np.arange(args.context + 1)]
@@ -122,6 +122,8 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"step {step:5}  loss {loss:.6f}  {speed:.2f} steps/s", flush=True)
                 if writer:
                     writer.add_scalar("loss", loss, step)
+    if writer:
+        writer.close()
     if step < args.steps:
         return print(f"stopped after step {step}; the same command goes on")
 
@@ -130,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
         return loss_fn(state.params, state.apply_fn, batch)
 
     @jzero.shard_eval_step(like=train_step, in_specs={"window": jax.P()})
-    def generate(state: Any, window: jax.Array, key: jax.Array) -> jax.Array:
+    def generate(state: Any, window: Any, key: jax.Array) -> jax.Array:
         def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
             byte = jax.random.categorical(
                 key, state.apply_fn({"params": state.params}, window[None])[0, -1] / 0.7

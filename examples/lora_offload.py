@@ -78,8 +78,8 @@ class GPT(nn.Module):
         return embed.attend(nn.LayerNorm(name="norm")(x))
 
 
-def rows(text: np.ndarray, step: int, args: Any) -> np.ndarray:
-    """int32[batch_size, context + 1], by the step's number alone: a run that goes on sees the same."""
+def rows(text: np.ndarray, step: int, args: Any) -> Any:
+    """NumPy int32[batch_size, context + 1], by the step's number alone: a run that goes on sees the same."""
     rng = np.random.default_rng((args.seed, step))
     starts = rng.integers(len(text) - args.context, size=(args.batch_size, 1))
     return text[starts + np.arange(args.context + 1)]
@@ -135,6 +135,8 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"step {step:5}  loss {loss:.6f}  {speed:.2f} steps/s", flush=True)
                 if writer:
                     writer.add_scalar("loss", loss, step)
+    if writer:
+        writer.close()
     if step < args.steps:
         return print(f"stopped after step {step}; the same command goes on")
 

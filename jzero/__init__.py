@@ -1,9 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO for JAX: train steps whose parameters, gradients and optimizer state live in shards."""
 
 # Gradients need no name of jzero's: these are JAX's own, for scripts that were written when they did.
 from jax import grad as grad
 from jax import value_and_grad as value_and_grad
 
+from jzero._blocks import Blocks as Blocks
 from jzero._errors import BatchError as BatchError
 from jzero._errors import CheckpointError as CheckpointError
 from jzero._errors import JzeroError as JzeroError

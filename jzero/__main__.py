@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m jzero`: the command `jzero` where it is not on the path."""
 
 from jzero.cli._main import main

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two trees of arrays, leaf by leaf: which differ by more than a tolerance, where, and by how many ULPs."""
 
 from __future__ import annotations

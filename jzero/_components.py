@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connected components: what is together because it was joined, directly or by way of others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exceptions, and the one form that their messages have.
 
 A message says *who* failed, *what* was found (every failing leaf, one a line), the *rule*, and *what to do*.

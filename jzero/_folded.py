@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long lists of names made short: `['h_{0..11}']['w']` stands for twelve leaves."""
 
 from __future__ import annotations

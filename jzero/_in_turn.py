@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Things in turn, in groups of so many bytes."""
 
 from __future__ import annotations

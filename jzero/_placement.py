@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Placement`: where the state of a step rests, as the step itself and checkpoints of it ask."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers as people write them: "7.5B" parameters, "80GiB" of memory, "55GB/s", an int of NumPy's."""
 
 from __future__ import annotations

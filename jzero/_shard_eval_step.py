@@ -1,16 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shard_eval_step`: what a state that lives in shards computes, without a step of training."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack, overload
 
 import jax
 
 from jzero._errors import OptionError, called_as, message
 from jzero._sharded_step import ShardedStep
 from jzero._step import ShardedTrainStep
+from jzero._step_types import EvalStepOptions, Result, StepArgs
 from jzero.offload._evaluation import reading_policy
 from jzero.segments import _nan_checks
 from jzero.segments._programs import Programs
@@ -23,6 +25,21 @@ WHO = "shard_eval_step"
 _GATHER = (None, "per_pass", "once_per_step")
 
 
+# Two forms, for those who check types: an evaluation, and a decorator of one.
+@overload
+def shard_eval_step(
+    eval_step: Callable[StepArgs, Result],
+    *,
+    like: ShardedTrainStep | None = None,
+    **options: Unpack[EvalStepOptions],
+) -> ShardedEvalStep[StepArgs, Result]: ...
+@overload
+def shard_eval_step(
+    eval_step: None = None,
+    *,
+    like: ShardedTrainStep | None = None,
+    **options: Unpack[EvalStepOptions],
+) -> Callable[[Callable[StepArgs, Result]], ShardedEvalStep[StepArgs, Result]]: ...
 def shard_eval_step(
     eval_step: Callable[..., Any] | None = None,
     *,
@@ -148,7 +165,7 @@ def shard_eval_step(
     return make if eval_step is None else make(eval_step)
 
 
-class ShardedEvalStep(ShardedStep):
+class ShardedEvalStep(ShardedStep[StepArgs, Result]):
     """A function of a state that lives in shards; see `shard_eval_step` for how it behaves.
 
     Attributes:
@@ -158,7 +175,7 @@ class ShardedEvalStep(ShardedStep):
     _who: ClassVar[str] = WHO
 
     def __init__(
-        self, eval_step: Callable[..., Any], *, like: ShardedTrainStep | None, gather: str | None,
+        self, eval_step: Callable[StepArgs, Result], *, like: ShardedTrainStep | None, gather: str | None,
         max_gather_bytes: int, tile_bytes: int | None, offload_params: Offload | None, mesh: Any,
         axis_names: str | Sequence[str] | None,
         static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
@@ -189,7 +206,7 @@ class ShardedEvalStep(ShardedStep):
                 programs = like.programs_to_evaluate(eval_step, signature, own)
         super().__init__(eval_step, programs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
         """What `eval_step(state, *args)` returns; nothing is consumed.
 
         Raises:

@@ -1,14 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
 """`shard_train_step`, the one call a user makes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 from jax.sharding import PartitionSpec
 
 from jzero._errors import OptionError, message
 from jzero._step import ShardedTrainStep
+from jzero._step_types import Result, StepArgs, TrainStepOptions
 from jzero.offload._parameters import policy_of
 from jzero.offload._policy import NO_OFFLOAD
 from jzero.sharding.plan._offload import Offload
@@ -18,6 +20,15 @@ from jzero.tracing import _call
 WHO = _call.WHO
 
 
+# Two forms, for those who check types: a step, and a decorator of one.
+@overload
+def shard_train_step(
+    step_fn: Callable[StepArgs, Result], **options: Unpack[TrainStepOptions]
+) -> ShardedTrainStep[StepArgs, Result]: ...
+@overload
+def shard_train_step(
+    step_fn: None = None, **options: Unpack[TrainStepOptions]
+) -> Callable[[Callable[StepArgs, Result]], ShardedTrainStep[StepArgs, Result]]: ...
 def shard_train_step(
     step_fn: Callable[..., Any] | None = None,
     *,
@@ -26,6 +37,7 @@ def shard_train_step(
     reduce: str | None = None,
     accumulate_dtype: Any = None,
     reduce_dtype: Any = None,
+    gather_dtype: Any = None,
     gather: str | None = None,
     prefetch_bytes: int | None = None,
     min_shard_bytes: int = 1024,
@@ -112,6 +124,17 @@ def shard_train_step(
         for float64 ones): 4 bytes per element of the gradient that `reduce` keeps.
       reduce_dtype: in which gradients travel and are summed over the devices: bfloat16 halves the bytes
         of float32 gradients, float32 sums bfloat16 ones more exactly. By default as the step has them.
+        From stage 1 on also codes, `jnp.int8`, `jnp.int4` or a `jzero.Blocks`, or a dict with those of each
+        data axis, `{'local': jnp.int8, 'node': jnp.int4}`: gradients then go from device to device as codes,
+        one axis after the other, the last one of the mesh first, and are summed in float32. Exact stay those
+        of the leaves that `gather_dtype` leaves exact.
+      gather_dtype: codes in which parameters are gathered, at stage 3 for each pass: `jnp.int8`, `jnp.int4`
+        or a `jzero.Blocks`. Neighbours have a scale in common, and each comes within half a step of it: other
+        numbers than those of `jax.jit`, near to them, and the same on all devices. Traffic of gathers: about
+        a half of bfloat16's for int8, a quarter for int4. Exact stay small leaves and what no matrix product
+        reads (norms, biases, tables that are only looked up); `describe` lists them. Where a gathered copy
+        rests (stages 1 and 2, and the axes beside `param_axes`) the difference of new parameters to it goes
+        so, of those that have masters. By default parameters are gathered as the step reads them.
       gather: at stage 3, how long gathered parameters live. 'per_pass' (default): gathered for the
         forward pass, freed, and again for the backward pass: 2 Psi per microbatch, memory of one layer.
         'keep': the forward pass's copy serves the backward pass: Psi per microbatch, Psi elements alive
@@ -166,7 +189,7 @@ def shard_train_step(
         of the optimizer state, from where they are read ahead of their layers, and where they are updated.
         Microbatches (`accumulate`), and other loops around layers, hold what they read of parameters if
         `device_bytes` has room for it; else each turn fetches it again, but see `layer_major`. Refused with
-        `prefetch_bytes`, other `gather`s, different `param_axes` and `optimizer_axes`, mesh axes beside the
+        `prefetch_bytes`, another `gather`, different `param_axes` and `optimizer_axes`, mesh axes beside the
         data axes, and `HostCPU`'s `ratio` and `delayed_update`.
       offload_activations: where activations wait for the backward pass. By default, `jzero.NoOffload()`, on
         the devices. `jzero.PinnedHost()`: in pinned memory of the devices' host. What a layer loop of the
@@ -239,7 +262,7 @@ def shard_train_step(
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
         _items(auto_specs), max_gather_bytes, tile_bytes,
         offload=policy_of(WHO, offload, offload_params), offload_activations=offload_activations,
-        layer_major=layer_major,
+        layer_major=layer_major, gather_dtype=gather_dtype,
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,

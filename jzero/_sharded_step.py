@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ShardedStep`: what can be asked of a step whose state lives in shards, whether it trains or evaluates."""
 
 from __future__ import annotations
@@ -6,12 +7,13 @@ import abc
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import jax
 
 from jzero._errors import STEP, OptionError, called_as, message
 from jzero._placement import Placement
+from jzero._step_types import Result, StepArgs
 from jzero.offload.memory import _placing
 from jzero.processes import _agreement
 from jzero.reports._describe import Report
@@ -26,7 +28,7 @@ from jzero.sharding.plan._plan import StepPlan
 from jzero.tracing import _call
 
 
-class ShardedStep(abc.ABC):
+class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
     """A step whose state lives in shards.
 
     Attributes:
@@ -35,9 +37,10 @@ class ShardedStep(abc.ABC):
 
     _who: ClassVar[str] = STEP
 
-    def __init__(self, fn: Callable[..., Any], programs: Programs):
+    def __init__(self, fn: Callable[StepArgs, Result], programs: Programs):
         self._programs, self._placement = programs, Placement(programs)
         functools.update_wrapper(self, fn, updated=())
+        self.__wrapped__ = fn  # As there; checkers of types see it only here.
 
     @contextlib.contextmanager
     def _asked(self, who: str) -> Iterator[None]:
@@ -72,7 +75,7 @@ class ShardedStep(abc.ABC):
                 "Call the step outside of jax.jit, or drop offload."))  # fmt: skip
 
     @abc.abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
         """Runs it."""
 
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +86,7 @@ class ShardedStep(abc.ABC):
 
         Args:
           state: the state, on host or devices, in any layout.
-          *args: optionally the step's other arguments (arrays or `ShapeDtypeStruct`s); see
+          *args: optionally the step's other arguments, arrays or only their shapes (`ShapeDtypeStruct`); see
             `state_shardings`.
           **kwargs: the same by name.
 
@@ -99,14 +102,15 @@ class ShardedStep(abc.ABC):
         return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
 
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
-        """The plan for `(state, *args)`: arrays or `ShapeDtypeStruct`s; nothing runs."""
+        """The plan for `(state, *args)`: of each array the shape and dtype count; nothing runs."""
         with self._asked("plan"):
             return self._programs.of(self._programs.bind(args, kwargs)).plan
 
     def describe(self, *args: Any, **kwargs: Any) -> Report:
         """What a step on `(state, *args)` keeps where and moves between devices; print it.
 
-        Arrays or `ShapeDtypeStruct`s; nothing runs, and with an abstract mesh no device is needed.
+        An array or a `ShapeDtypeStruct` for each leaf. Nothing runs, and with an abstract mesh no device is
+        needed.
         """
         with self._asked("describe"):
             call = self._programs.bind(args, kwargs)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ShardedTrainStep`: what `shard_train_step` returns, a step and what can be asked of it."""
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jzero._errors import OptionError, StateError, message
 from jzero._memory_kinds import HOST
 from jzero._placement import Placement
 from jzero._sharded_step import ShardedStep
+from jzero._step_types import AnyState, InitArgs, Result, StepArgs
 from jzero.offload._parameters import ParameterOffload
 from jzero.offload._policy import NO_OFFLOAD
 from jzero.offload.memory import _placing
@@ -34,7 +36,7 @@ from jzero.tracing._signature import Signature
 WHO = _call.WHO
 
 
-class ShardedTrainStep(ShardedStep):
+class ShardedTrainStep(ShardedStep[StepArgs, Result]):
     """A train step whose state lives in shards; see `shard_train_step` for how it behaves.
 
     Attributes:
@@ -42,7 +44,7 @@ class ShardedTrainStep(ShardedStep):
     """
 
     def __init__(
-        self, step_fn: Callable[..., Any], *, options: Options, mesh: Any,
+        self, step_fn: Callable[StepArgs, Result], *, options: Options, mesh: Any,
         axis_names: str | Sequence[str] | None, axis_name: str | None,
         static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
         in_specs: Mapping[str | int, Any] | None,
@@ -69,7 +71,7 @@ class ShardedTrainStep(ShardedStep):
         programs = Programs(step_fn, signature, options, mesh, axis_tuple(axis_names), axis_name)
         super().__init__(step_fn, programs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
         """Runs one step: `(state, *args) -> (state, metrics)`, or as `step_fn` has it. The state is donated.
 
         A state that is not yet laid out as the plan says is placed first (and then not consumed). Under
@@ -99,7 +101,9 @@ class ShardedTrainStep(ShardedStep):
         new_state = _placing.unpad(state, program.plan.leaves, program.state_shardings)
         return as_given(jax.tree.unflatten(program.out_tree, [*new_state, *outs]))
 
-    def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def init(
+        self, init_fn: Callable[InitArgs, AnyState], *args: InitArgs.args, **kwargs: InitArgs.kwargs
+    ) -> AnyState:
         """Runs `init_fn(*args, **kwargs) -> state` so that every leaf is born in its layout.
 
         Never whole on one device: the initialiser is compiled with the state's shardings as outputs.
@@ -132,7 +136,7 @@ class ShardedTrainStep(ShardedStep):
             )
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
-    def flush(self, state: Any) -> Any:
+    def flush(self, state: AnyState) -> AnyState:
         """The state with the gradients applied that `HostCPU(delayed_update=True)` has not applied yet.
 
         Without any, the state itself. Before a checkpoint is written and at the end of a training: a state
@@ -173,7 +177,7 @@ class ShardedTrainStep(ShardedStep):
         new = step.flush(placed)
         return jax.tree.unflatten(tree, _placing.wrap(new, step.leaves))
 
-    def unshard(self, state: Any) -> Any:
+    def unshard(self, state: AnyState) -> AnyState:
         """The state with every leaf whole on every device of the mesh, to evaluate, to keep or to export.
 
         In arrays of its own: the next step consumes the state, and none of them.
@@ -225,7 +229,7 @@ class ShardedTrainStep(ShardedStep):
         """The programs of a function that reads this step's state, with its options but what is `changed`."""
         return self._programs.to_evaluate(eval_step, signature, changed)
 
-    def on_mesh(self, mesh: Any) -> ShardedTrainStep:
+    def on_mesh(self, mesh: Any) -> ShardedTrainStep[StepArgs, Result]:
         """The same step, with the same options, on another mesh."""
         other = copy.copy(self)
         other._programs = self._programs.on_mesh(mesh)

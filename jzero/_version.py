@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The version that is installed: that of the tag it was built from, and of the commits since."""
 
 from importlib.metadata import PackageNotFoundError, version

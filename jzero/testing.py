@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """jzero's two promises as assertions for your own test suite: the same training, and so much traffic.
 
 They run on any devices, such as 8 virtual CPU devices. For those, put into the environment before JAX is

@@ -44,7 +44,9 @@ jax.monitoring.register_event_listener(note)
 found = {}
 for name, options in TRAININGS.items():
     asked.clear()
-    train_step = jzero.shard_train_step(step, state_argnums=(0, 1), min_shard_bytes=0, **options)
+    train_step: Any = jzero.shard_train_step(
+        step, state_argnums=(0, 1), min_shard_bytes=0, **options
+    )
     *state, loss = train_step(*train_step.init(init), jnp.ones((16, 30)))
     train_step(*state, jnp.ones((16, 30)))
     found[name] = {

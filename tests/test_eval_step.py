@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -432,7 +433,7 @@ def test_options_that_cannot_be_obeyed(options, told):
 
 def test_a_state_that_cannot_be_read():
     train_step, state = trained()
-    eval_step = jzero.shard_eval_step(
+    eval_step: Any = jzero.shard_eval_step(
         lambda state, x: x.sum() + state[0]["embed"].sum(), like=train_step
     )
     train_step(state, tokens_of(16))
@@ -481,7 +482,7 @@ def counted_in_a_ref(params, tokens):
 def test_mutable_arrays_are_refused():
     train_step, (params, _) = trained()
     for step in (counted_in_a_ref, jax.jit(counted_in_a_ref)):
-        eval_step = jzero.shard_eval_step(step, like=train_step)
+        eval_step: Any = jzero.shard_eval_step(step, like=train_step)
         with pytest.raises(
             jzero.StepError, match=r"equations with a jax.Ref fail:\n.*counted_in_a_ref"
         ):

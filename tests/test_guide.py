@@ -40,13 +40,13 @@ def test_programs_are_python(path):
 
 
 def test_quoted_rules_are_what_is_printed():
-    quoted = re.findall(
-        r'^> "(.*?)"$', (DOCS / "guide/troubleshooting.md").read_text(), re.MULTILINE
-    )
+    page = (DOCS / "guide/troubleshooting.md").read_text()
+    quoted = re.findall(r'^### "(.*)"$', page, re.MULTILINE)
+    assert len(quoted) == page.count("\n### ")
     # Strings that stand side by side are one.
     code = "".join(path.read_text() for path in sorted((ROOT / "jzero").rglob("*.py")))
     code = re.sub(r'"\s*f?"', "", code)
-    assert len(quoted) > 8
+    assert len(quoted) >= 20
     assert [rule for rule in quoted if rule not in code] == []
 
 
@@ -56,6 +56,17 @@ def test_the_reference_has_every_public_name():
     names = {name for name in names if not hasattr(eval(name), "__path__")}
     names |= {"jzero.testing.assert_same_training", "jzero.testing.assert_collectives"}
     assert {name for name in names if not re.search(rf"{re.escape(name)}\b", pages)} == set()
+
+
+@pytest.mark.parametrize(
+    "step", [jzero.ShardedTrainStep, jzero.ShardedEvalStep], ids=lambda x: x.__name__
+)
+def test_the_reference_has_what_both_kinds_of_steps_can_be_asked(step):
+    """`describe`, `plan`, `lower` and `shard` are of the class above."""
+    assert {"describe", "lower"}.isdisjoint(vars(step))
+    pages = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    block = pages.split(f".. autoclass:: jzero.{step.__name__}\n")[1].split("```")[0]
+    assert ":members:\n   :inherited-members:\n" in block
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse words its help otherwise")

@@ -14,6 +14,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 FLOORS = (
     ("_components", "_errors", "_folded", "_in_turn", "_memory_kinds", "_version"),
     ("_quantities",),
+    ("_blocks",),
     ("tracing", "offload/nvme"),
     ("processes", "sharding/analysis", "_compare"),
     ("sharding/batch", "sharding/cut"),
@@ -21,7 +22,7 @@ FLOORS = (
     ("sharding/run", "offload/memory"),
     ("segments", "offload/kernels"),
     ("offload",),
-    ("_placement", "reports"),
+    ("_placement", "reports", "_step_types"),
     ("_sharded_step",),
     ("_step",),
     ("_shard_train_step", "_shard_eval_step", "preflight", "checkpoint"),

@@ -1,5 +1,7 @@
 """A step moves what the stage table says, to the element: in its jaxpr, and in the compiled program."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -224,7 +226,7 @@ def test_the_compiled_program_has_the_same_collectives(stage):
 ])  # fmt: skip
 def test_collectives_of_a_leaf_have_its_path_in_a_profile(model, layer):
     """In the compiled program's `op_name`s, which profiles show; a loop over layers has the stack's path."""
-    train_step = jzero.shard_train_step(
+    train_step: Any = jzero.shard_train_step(
         programs.train_step, min_shard_bytes=4096
     )  # the embedding has half
     state = programs.abstract_state(model, optax.sgd(0.1))

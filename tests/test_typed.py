@@ -1,15 +1,18 @@
 """jzero's types reach whoever checks their own program: what each public name is, and what is an error."""
 
+import inspect
 import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
+import typing
 
 import pytest
 
 import jzero
+from jzero._step_types import EvalStepOptions, TrainStepOptions
 
 ROOT = pathlib.Path(__file__).parents[1]
 USER = ROOT / "tests" / "typed" / "user.py"
@@ -89,3 +92,17 @@ def test_the_marker_is_what_does_it(tmp_path):
         "reveal_type(marked)\nreveal_type(plain)\n"
     )
     assert said(check(program, tmp_path / "site")) == {3: ["str"], 4: ["Any"]}
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "named"),
+    [
+        (jzero.shard_train_step, TrainStepOptions, {"step_fn"}),
+        (jzero.shard_eval_step, EvalStepOptions, {"eval_step", "like"}),
+    ],
+)
+def test_the_forms_have_the_options_of_the_function(function, options, named):
+    """What checkers read (`Unpack[...]`) is what runs: the same options, of the same types."""
+    hints = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters.keys() - named
+    assert typing.get_type_hints(options) == {name: hints[name] for name in parameters}

@@ -115,7 +115,7 @@ def live(layers: int, options: dict[str, Any]) -> dict[str, int]:
     train_step = jzero.shard_train_step(make_step(model.loss, tx), **options)
     state = train_step.init(lambda: model.state(tx, lambda shape: 0.02 * jnp.ones(shape)))
     shape = (num_devices, model.context + 1)
-    batch = np.random.default_rng(0).integers(0, model.vocab, shape, np.int32)
+    batch: Any = np.random.default_rng(0).integers(0, model.vocab, shape, np.int32)
     state, _ = train_step(state, batch)
     watch = Watch()
     with mock.patch.object(_layered, "stream", watch.stream):

@@ -90,7 +90,7 @@ def compare_call_times(num_params: int, rounds: int) -> dict[str, Any]:
     jit_step = jax.jit(
         step, in_shardings=(at_rest, sharded), out_shardings=(at_rest, whole), donate_argnums=0
     )
-    steps = [jzero_step, jit_step]
+    steps: list[Any] = [jzero_step, jit_step]
 
     def run(which: int) -> float:
         seconds = 0.0
@@ -116,7 +116,8 @@ def compare_step_times(stage: int, rounds: int) -> dict[str, Any]:
     jit_step = jax.jit(
         step, in_shardings=(at_rest, sharded), out_shardings=(at_rest, whole), donate_argnums=0
     )
-    steps, losses = [jzero_step, jit_step], [0.0, 0.0]
+    steps: list[Any] = [jzero_step, jit_step]
+    losses = [0.0, 0.0]
 
     def run(which: int) -> float:
         start = time.perf_counter()

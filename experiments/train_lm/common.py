@@ -243,7 +243,7 @@ def held_out_loss(
     args: argparse.Namespace,
 ) -> float:
     @jzero.shard_eval_step(like=step)
-    def loss_fn(state: Any, batch: jax.Array) -> jax.Array:
+    def loss_fn(state: Any, batch: Any) -> jax.Array:
         return next_byte_loss(partial(apply, state), batch)
 
     batches = data.Windows(text, args.batch_size, context + 1, args.seed)
@@ -256,7 +256,7 @@ def sample(
     """Continues the beginning of `text`, one byte at a time over a sliding window."""
 
     @jzero.shard_eval_step(like=step, in_specs={"window": jax.P()})
-    def generate(state: Any, window: jax.Array, key: jax.Array) -> jax.Array:
+    def generate(state: Any, window: Any, key: jax.Array) -> jax.Array:
         def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
             logits = apply(state, window[None])[0, -1].astype(jnp.float32)
             byte = jax.random.categorical(key, logits / temperature)

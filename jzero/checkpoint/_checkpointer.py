@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Checkpointer`: the steps of one training, saved and restored."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chunks that a leaf is cut into on disk."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`export`: the parameters of a checkpoint as safetensors files, a block of rows in memory at a time."""
 
 from __future__ import annotations

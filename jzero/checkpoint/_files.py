@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that outlive a power cut, and directories that are there wholly or not at all.
 
 A file's bytes are on the disk after `fsync` of the file, its name after `fsync` of the directory it is in.

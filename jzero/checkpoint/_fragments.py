@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of which several processes have parts: each leaves its part in a file, and one writes them together.
 
 Two processes cannot write parts of one chunk. There are such chunks only where no chunk of a decent size

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Orbax's handlers for arrays, NumPy arrays and numbers: every chunk with a checksum, and without padding.
 
 What they write is an ordinary Orbax checkpoint, for every reader of Orbax checkpoints.

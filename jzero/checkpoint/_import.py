@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`import`: safetensors files as a checkpoint, a block of rows in memory at a time."""
 
 from __future__ import annotations

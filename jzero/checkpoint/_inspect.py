@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`inspect`: what is in a checkpoint, and whether it is whole."""
 
 from __future__ import annotations

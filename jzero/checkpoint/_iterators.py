@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a data iterator stands, as JSON: of every process, in one checkpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON that others wrote: every file of it that jzero reads passes here, and within bounds.
 
 Python's parser takes more than JSON has (NaN, a key twice, halves of surrogate pairs, UTF-16), and a file may

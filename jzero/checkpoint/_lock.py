@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The right to write in a directory of steps: one process at a time has it.
 
 Whoever has it says so in a file, which it touches every few seconds. The file is taken from a process that

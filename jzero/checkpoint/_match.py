@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which leaf of a checkpoint becomes which leaf of a state."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a checkpoint is that a path does not name: what is around it, for the message."""
 
 from __future__ import annotations

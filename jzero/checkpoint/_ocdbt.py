@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store of keys and values in which a checkpoint's chunks are: tensorstore's OCDBT."""
 
 from __future__ import annotations

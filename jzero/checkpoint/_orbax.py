@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What readers of Orbax checkpoints find beside the leaves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder beside what is to be written, for what is not complete yet; it goes with who made it."""
 
 from __future__ import annotations

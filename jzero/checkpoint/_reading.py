@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leaves are read: each is opened once, and only what this process's devices hold of it is decoded."""
 
 from __future__ import annotations

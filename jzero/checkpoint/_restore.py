@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`restore`: a checkpoint, straight into the layout of a sharded step."""
 
 from __future__ import annotations

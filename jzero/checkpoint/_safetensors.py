@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The safetensors format, headers only: who reads and writes the data between them does so a block at a time.
 
 A file is 8 bytes (the length of the header, little-endian), the header (JSON: dtype, shape and place of each

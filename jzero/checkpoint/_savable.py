@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a checkpoint can hold a state, before anything is written."""
 
 from __future__ import annotations

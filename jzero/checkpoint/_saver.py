@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes steps in the background, one at a time, each complete or not at all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The seal of a step: the file, written last, that says what belongs to it.
 
 It lists every file of the step with its size, those that have no checksums of their own with their digest,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which steps in a directory are complete."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is in a checkpoint on disk, whoever wrote it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leaves of a checkpoint a block of rows at a time, read and written, so that no model need fit into memory.
 
 Orbax reads and writes whole leaves. It knows where they are, and leaves the rest to its handlers of types;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one process does for all of them: the others wait, and fail if it fails.
 
 Messages go through the key-value store of `jax.distributed`, so that a thread can wait for them while the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leaves are written: the true part of each shard, in chunks with checksums."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`jzero inspect`, `export`, `import` and `unlock`: their flags, and what they show."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`jzero deepspeed`: its flags, and what it shows."""
 
 from __future__ import annotations

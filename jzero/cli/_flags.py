@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags of the command line: what they take, and errors in their words."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line, `jzero` or `python -m jzero`: its commands are parsed, run, and shown on the terminal."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A picture of estimates: bytes on each device by stage and role."""
 
 from __future__ import annotations

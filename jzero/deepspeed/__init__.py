@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `jzero.from_deepspeed` translates to: DeepSpeed's schedules, and optimizers that optax has not."""
 
 from jzero.deepspeed._schedules import lr_range_test as lr_range_test

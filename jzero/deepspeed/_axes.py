@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """hpZ and MiCS: over which devices parameters and optimizer state rest, and the mesh that says it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The batch of a DeepSpeed configuration: rows of a step, of a microbatch, microbatches and devices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optax chain of a DeepSpeed configuration: clipping, the optimizer, and masters around them."""
 
 from __future__ import annotations

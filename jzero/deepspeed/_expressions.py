@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A value together with the Python that makes it: what is returned is what is printed."""
 
 from __future__ import annotations

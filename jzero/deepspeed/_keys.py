@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may become of a key of a DeepSpeed configuration."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sections that have something rest on the hosts: optimizer state, parameters, activations."""
 
 from __future__ import annotations

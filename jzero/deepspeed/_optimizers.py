@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The section `optimizer` of a DeepSpeed configuration, as an optax transformation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys that become options of `shard_train_step`: the stage, what rests where, and dtypes on the wire."""
 
 from __future__ import annotations

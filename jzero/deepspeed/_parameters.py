@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `params` of an optimizer or a scheduler, checked against what it takes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A translated configuration as a Python program."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The section `scheduler` of a DeepSpeed configuration, as one of `_schedules.py`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's learning rate schedules as optax schedules, functions of how many updates were made before.
 
 DeepSpeed steps its scheduler after each update, so that the update with n before it has the learning rate of

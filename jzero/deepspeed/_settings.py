@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DeepSpeed configuration, read and checked key by key against the table of keys."""
 
 from __future__ import annotations

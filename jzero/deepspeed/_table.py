@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every key of a DeepSpeed configuration, and what becomes of it.
 
 They are those of DeepSpeed 0.19.6: of the documentation of its configuration, and of the modules that read it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers of DeepSpeed that optax computes otherwise: LAMB with a bounded coefficient, torch's Adagrad."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`from_deepspeed`: a DeepSpeed configuration as options, an optax chain and notes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast host, devices and the way between them are: what `HostCPU(ratio='auto')` goes by."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which updates the host begins while earlier layers still compute their backward pass, and which it cannot.
 
 An update whose gradients are there begins, if nothing that it reads or overwrites is still to come: no value

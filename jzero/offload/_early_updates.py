@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`EarlyUpdates`: the host updates what it can while earlier layers still compute their backward pass."""
 
 from __future__ import annotations

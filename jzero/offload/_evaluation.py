@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluations whose parameters rest on the hosts: read layer by layer, from where they lie."""
 
 from __future__ import annotations

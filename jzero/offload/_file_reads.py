@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`FileReads`: what a segment reads of parameters in files, and the memory that this takes, bounded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`FileRun`: parameters on their way from files to the devices, in one run of a segment."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`HostEngine`: runs a `HostTurn` on the host's processors, and sends what it makes to the devices."""
 
 from __future__ import annotations

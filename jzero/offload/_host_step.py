@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`HostStep`: a step whose optimizer state rests on the hosts and is updated by their processors."""
 
 from __future__ import annotations

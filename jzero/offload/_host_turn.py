@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`HostTurn`: a turn of the update that the hosts' processors run, as a function of one device's shards."""
 
 from __future__ import annotations

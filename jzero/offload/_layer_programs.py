@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The programs of a segment that runs part by part: of stretches, of a loop's turns, and between them."""
 
 from __future__ import annotations

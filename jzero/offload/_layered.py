@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LayeredSegment`: a segment whose parameters rest on the hosts, run so many bytes of them at a time."""
 
 from __future__ import annotations

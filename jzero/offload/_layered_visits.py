@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of a segment in parts: a visit for each of them, and for each turn of a loop."""
 
 from __future__ import annotations

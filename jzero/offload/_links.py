@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast bytes go between devices and their host, and among devices: measured by doing it."""
 
 from __future__ import annotations

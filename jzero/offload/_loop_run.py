@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LoopRun`: one run of a loop over layers, turn by turn."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`NVMe`: the policy under which optimizer state rests in files and passes through the host's memory."""
 
 from __future__ import annotations

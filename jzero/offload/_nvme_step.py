@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`NVMeStep`: a step whose optimizer state rests in files and is updated by the hosts' processors."""
 
 from __future__ import annotations

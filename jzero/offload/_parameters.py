@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ParameterOffload`: parameters rest on the hosts, beside what a policy of `offload=` has there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the parts of a segment have made in one run, on the devices and on the host, and its ways between."""
 
 from __future__ import annotations

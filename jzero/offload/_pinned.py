@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams what rests in the hosts' pinned memory through the devices, so many bytes at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policies of `offload=`: one frozen type for each tier, no offload being one of them."""
 
 from __future__ import annotations

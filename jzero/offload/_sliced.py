@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A turn whose leaves are larger than the room for them: updated in slices of rows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The turns of `PinnedHost`: how many leaves visit the devices together, and in how many slices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StreamedStep`: a step whose optimizer state rests on the hosts and visits the devices in turns."""
 
 from __future__ import annotations

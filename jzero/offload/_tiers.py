@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which leaves of a state rest where, as `offload=` has it, and the cut of the step that follows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`TiledEngine`: runs a `HostTurn` over state in files, a tile at a time, read ahead and written behind."""
 
 from __future__ import annotations

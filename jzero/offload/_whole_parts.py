@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of a segment as one computation: to be read, counted and compared."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step of several programs starts on its devices, in order, and what they then hold."""
 
 from __future__ import annotations

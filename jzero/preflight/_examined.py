@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What compiled programs say of a step: of the one that it is, or of the several that it starts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`preflight`: a step compiled for GPUs that are not there, and what its program says of memory and time."""
 
 from __future__ import annotations

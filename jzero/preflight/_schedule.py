@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedule of a compiled GPU program, read from XLA's text: which collectives hide behind products."""
 
 from __future__ import annotations

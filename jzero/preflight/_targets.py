@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices that are not there: what XLA must know of a GPU to compile for it, and how fast it is."""
 
 from __future__ import annotations

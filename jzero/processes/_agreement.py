@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several processes: none starts what the others would not, or would start differently.
 
 A collective that only some processes call waits for ever, and one that two call with different shapes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`CallLog`: what a process has called on a mesh of several, in order; and where such logs differ.
 
 All processes make the same calls in one order, so that two logs can be compared call by call, as far as both

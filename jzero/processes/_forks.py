@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A forked child of a process that uses JAX has none of its threads: what it asks of devices never ends.
 
 Forking itself is fine: data loaders do it, and their children touch no device.

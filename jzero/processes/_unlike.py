@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several processes do differently, in words."""
 
 from __future__ import annotations

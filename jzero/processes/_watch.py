@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Watch`: a thread that tells what this process has called, and learns whether the others call the same.
 
 A little more than once a second every process writes its log into the key-value store of `jax.distributed`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What reports say, as plain types of JSON: bytes and elements are ints, tuples are lists."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`bandwidth`: how fast devices, their host and the links between them are on the machine it runs on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `estimate` is given, checked before anything is computed."""
 
 from __future__ import annotations

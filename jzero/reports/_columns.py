@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A table as lines that fit: words give way, numbers stay whole."""
 
 from __future__ import annotations

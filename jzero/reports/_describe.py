@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """describe(): what rests where, and what a step moves, as a table a person reads."""
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jzero._folded import listed
+from jzero._blocks import Blocks
+from jzero._folded import folded, listed
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero._quantities import readable_bytes
 from jzero.reports import _as_dict, _leaf_lists, _tables
@@ -62,6 +64,7 @@ class Report:
             self.header(),
             memory_table(self.memory).text(),
             self._traffic(),
+            self._wire(),
             self._tiles(),
             self._crossings(),
             self._from_host(),
@@ -95,6 +98,9 @@ class Report:
             arguments, outputs   beside the state: path, and the dim that is split over the devices or None
             whole_arguments      paths of those whose rows the devices do not divide
             keys                 paths of PRNG keys into which each device folds its index
+            wire                 gather, the codes in which passes gather parameters, and reduce, of each axis
+                                 those of gradients (None: as they are); exact: [path, why] of parameters that
+                                 travel as they are all the same
             tile_bytes           None without tiles
             untiled              larger than these: leaf, what ('gathered', 'reduced'), nbytes, why, where (a
                                  line)
@@ -136,6 +142,11 @@ class Report:
             "outputs": [{"path": path, "dim": dim} for path, dim in self.outputs],
             "whole_arguments": list(self.whole_arguments),
             "keys": list(self.keys),
+            "wire": {
+                "gather": _text(plan.exchange.gather_codes),
+                "reduce": {axis: _text(codes) for axis, codes in plan.exchange.reduce_codes},
+                "exact": [[leaf.path, leaf.why_exact] for leaf in plan.leaves if leaf.why_exact],
+            },
             "tile_bytes": plan.exchange.tile_bytes,
             "untiled": [each._asdict() for each in self.untiled],
             "traffic": _as_dict.traffic(self.traffic),
@@ -293,6 +304,29 @@ class Report:
             lines += wrapped(str(r), "    ", first=f"  {readable_bytes(r.nbytes)}  ")
         return lines + [f"  and {len(found) - 8} more"] * (len(found) > 8)
 
+    def _wire(self) -> list[str]:
+        """Lines on what travels as codes, and on what does not."""
+        exchange, leaves = self.plan.exchange, self.plan.leaves
+        found, codes = [leaf for leaf in leaves if leaf.why_exact], exchange.gather_codes
+        passes = codes is not None and self.plan.stage == 3
+        whats = [f"parameters are gathered as {codes}"] * passes
+        renewed = sum(leaf.renewed_in_codes for leaf in leaves)
+        num = f"{renewed} new parameter{'s' * (renewed > 1)}"
+        whats += [f"of {num} the difference is gathered as {codes}"] * bool(renewed)
+        whats += [
+            f"gradients are reduced over {axis} as {codes}"
+            for axis, codes in exchange.reduce_codes
+            if codes is not None
+        ]
+        if not whats:
+            return []
+        lines = wrapped(
+            f"codes: {'; '.join(whats)}{'; exact stay' if found else ''}", "  ")  # fmt: skip
+        for why in dict.fromkeys(leaf.why_exact for leaf in found):
+            paths = [name.text for name in folded(x.path for x in found if x.why_exact == why)]
+            lines += wrapped(f"{listed(paths, 8)}: {why}", "    ", first="  ")
+        return lines
+
     def _tiles(self) -> list[str]:
         """Lines on tiles, and on what is larger than one all the same."""
         nbytes, found = self.plan.exchange.tile_bytes, self.untiled
@@ -362,3 +396,7 @@ def _memory(role: str, leaves: Sequence[LeafPlan]) -> Memory:
     on_disk = sum(leaf.nbytes_per_device for leaf in leaves if leaf.tier == NVME)
     note = f"{sharded} of {len(leaves)} leaves sharded"
     return Memory(role, whole, per_device, True, note, on_host, on_disk)
+
+
+def _text(codes: Blocks | None) -> str | None:
+    return None if codes is None else str(codes)

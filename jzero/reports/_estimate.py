@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`estimate`: memory and traffic of a training from its numbers alone, without a model or a device."""
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def estimate(
     reduce: str | None = None,
     accumulate_dtype: Any = None,
     reduce_dtype: Any = None,
+    gather_dtype: Any = None,
     gather: str | None = None,
     param_axes: str | Sequence[str] | None = None,
     optimizer_axes: str | Sequence[str] | None = None,
@@ -188,7 +190,9 @@ def estimate(
       accumulate: microbatches, as in `shard_train_step`, like the options that follow.
       reduce: 'once' or 'each'. A gradient that is reduced once is whole on each device until then.
       accumulate_dtype: of the accumulator; by default float32.
-      reduce_dtype: in which gradients travel.
+      reduce_dtype: in which gradients travel; as codes, all of them are counted as such, though small leaves
+        and those that no product reads stay exact.
+      gather_dtype: codes in which passes gather parameters, counted alike.
       gather: 'per_pass', 'keep' or 'once_per_step'. The latter two keep a gathered copy of all parameters;
         'per_pass' keeps one layer's, which these numbers do not tell, and which is not counted.
       param_axes: the axes over which parameters rest.
@@ -253,7 +257,7 @@ def estimate(
         stage=stage, accumulate=accumulate, reduce=reduce, accumulate_dtype=accumulate_dtype,
         reduce_dtype=reduce_dtype, gather=gather, param_axes=axis_tuple(param_axes),
         optimizer_axes=axis_tuple(optimizer_axes), offload=policy, tile_bytes=check_tile(tile_bytes),
-        layer_major=layer_major, who=WHO,
+        layer_major=layer_major, gather_dtype=gather_dtype, who=WHO,
     )  # fmt: skip
     sizes = _bytes_per_param(optimizer, precision, **given)
     stage_axes = options.stage_axes(axes)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The formulas of ZeRO, ZeRO-Offload and ZeRO-Infinity: bytes of each role, what a step moves, efficiency."""
 
 from __future__ import annotations
@@ -188,20 +189,46 @@ def traffic(
     params, shards = stage_axes.param_axes, stage_axes.shard_axes
     outer = shards[len(params) :]  # `shard_axes` begins with `param_axes`.
     replicas = tuple(axis for axis, _ in stage_axes.axes if axis not in shards)
-    rounds = options.rounds
-    reductions = 1 if options.reduce_once else rounds
-    dtype = options.reduce_dtype
-    reduced = sizes.compute if dtype is None else Fraction(jnp.dtype(dtype).itemsize)
+    rounds, codes = options.rounds, options.gather_dtype
+    gathered = sizes.compute if codes is None else codes.bytes_per_element
     for op, axes, held_over, size, times in (
-        ("all-gather", params, (), sizes.compute, _gathers(options, tiers, rounds)),
-        ("reduce-scatter", params, (), reduced, reductions),
-        ("reduce-scatter", outer, params, reduced, reductions),
-        ("all-reduce", replicas, shards, reduced, 1),  # after the last microbatch
+        ("all-gather", params, (), gathered, _gathers(options, tiers, rounds)),
+        *_reductions(options, stage_axes, params, outer, replicas, sizes.compute),
         ("all-gather", outer, params, sizes.parameters, 1),
     ):
         if stage_axes.count(axes) > 1:
             elements = math.ceil(Fraction(num_params, stage_axes.count(held_over)))
             yield Collective(op, axes, as_dtype(size), float(size), elements, times, "")
+
+
+_Moved = tuple[str, tuple[str, ...], tuple[str, ...], Fraction, int]
+
+
+def _reductions(
+    options: Options, stage_axes: StageAxes, params: tuple[str, ...], outer: tuple[str, ...],
+    replicas: tuple[str, ...], compute: Fraction,
+) -> Iterator[_Moved]:  # fmt: skip
+    """Of each collective: what, over which axes, over which it was taken before, bytes, and how often."""
+    times, dtype = 1 if options.reduce_once else options.rounds, options.reduce_float
+    size = compute if dtype is None else Fraction(jnp.dtype(dtype).itemsize)
+    shards, axes = (*params, *outer), [axis for axis, _ in stage_axes.axes]
+    codes = options.reduce_codes(axes)
+    if any(codes.get(axis) for axis in shards):
+        over: tuple[str, ...] = ()
+        for axis in reversed([axis for axis in axes if axis in shards]):
+            chosen = codes[axis]
+            op = "reduce-scatter" if chosen is None else "all-to-all"
+            yield op, (axis,), over, size if chosen is None else chosen.bytes_per_element, times
+            over = (*over, axis)
+    else:
+        yield "reduce-scatter", params, (), size, times
+        yield "reduce-scatter", outer, params, size, times
+    exact = tuple(axis for axis in replicas if not codes.get(axis))
+    for axis in replicas:  # after the last microbatch
+        if (chosen := codes.get(axis)) is not None:
+            yield "all-to-all", (axis,), shards, chosen.bytes_per_element, 1
+            yield "all-gather", (axis,), shards, chosen.bytes_per_element, 1
+    yield "all-reduce", exact, shards, size, 1
 
 
 def efficiency(intensity: float, bandwidth: float, peak: float) -> float:

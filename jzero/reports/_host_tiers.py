@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HostTiers: what `estimate` is told of activations on the devices' hosts, and of the batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What crosses between each device, its host and its disk, by the part of the step in which it does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `describe` says of leaves that stay full, are padded, or rest on the host: one line for all alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines of a report: none is longer than a terminal is wide, and no number is cut."""
 
 from __future__ import annotations

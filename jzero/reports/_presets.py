@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes per parameter of each role, by precision and by optimizer: two small tables, with sources.
 
 `tests/test_estimate.py` holds them against what optax's optimizers allocate.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes per parameter, and the names that reports have for what lives within a step."""
 
 from __future__ import annotations

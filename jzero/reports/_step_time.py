@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """StepTime: how long a step computes and moves at given rates, and what of it hides behind what."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What estimate() and describe() both report, in the same words: bytes by role, traffic by collective.
 
 A `Table` is a value; its text has the lines that fit a terminal.

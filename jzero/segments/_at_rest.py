@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a leaf lies that is read where it lies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the segments of a planned step: its grad part, and the turns of its update part."""
 
 from __future__ import annotations

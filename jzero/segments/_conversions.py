@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leaves of the state from how they rest to how they cross, and back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What makes one program another one, in lines: what the processes of a run compare."""
 
 from __future__ import annotations

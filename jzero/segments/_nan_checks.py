@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`jax_debug_nans` and `jax_debug_infs` of steps in parts: what it returns is looked at, and no part."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The program of a step for one set of shapes: traced, planned, and ready to run."""
 
 from __future__ import annotations

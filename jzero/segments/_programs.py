@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Programs`: those of one step, each built once, and agreed on by all processes before it first runs."""
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Programs:
         """
         options = dataclasses.replace(
             self.options, accumulate=1, reduce=None, accumulate_dtype=None, reduce_dtype=None,
-            layer_major=False, full=None, auto_specs=(), **changed,
+            gather_dtype=None, layer_major=False, full=None, auto_specs=(), **changed,
         )  # fmt: skip
         return Programs(
             eval_step, signature, options, self.mesh, self._axis_names, self._axis_name, True

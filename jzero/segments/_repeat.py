@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Repeat`: a call like the one before, as nearly all are, costs little more than its program."""
 
 from __future__ import annotations

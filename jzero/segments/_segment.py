@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A segment: some of a step's equations as one program, with typed inputs and outputs."""
 
 from __future__ import annotations

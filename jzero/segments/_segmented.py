@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`SegmentedStep`: a step as several segments, which hand values to each other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`WholeStep`: a step as one program."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of a step, with another number of rows in its batch."""
 
 from __future__ import annotations

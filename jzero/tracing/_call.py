@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step is called with: paths, shapes and kinds of leaves, and how each argument is split."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that an optimizer makes itself: `p + (n - p)` is `n`.
 
 What an optax transformation returns is added to the parameters. One that has made the new parameters

@@ -1,10 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """Equinox's train steps, which take and return modules, as functions of a state of arrays."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 
@@ -16,7 +17,7 @@ WHO = "from_eqx"
 
 def from_eqx(
     train_step: Callable[..., Any], *values: Any, **named: Any
-) -> tuple[Callable[..., Any], Any]:
+) -> tuple[Callable[Concatenate[Any, ...], tuple[Any, Any]], Any]:
     """Turns `train_step(model, opt_state, batch) -> (model, opt_state, loss)` into `step(state, batch)`.
 
     A state has arrays only, and an Equinox module has functions, strings and Python numbers too. The step

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments of a step that become its state; the others come with each call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The only file that touches JAX internals: reading jaxprs, binding equations, tracing with axes.
 
 Everything that differs between JAX releases is decided here, once, so that the rest of jzero reads the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local on purpose: what a step says of its rows, in plain JAX, on any number of devices."""
 
 from __future__ import annotations

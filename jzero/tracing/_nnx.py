@@ -1,10 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """NNX's mutating train steps, as functions of a state."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Concatenate, TypeVar
 
 import jax
 
@@ -12,11 +13,12 @@ from jzero._errors import StepError, message
 from jzero.tracing._held import Held
 
 WHO = "from_nnx"
+_Result = TypeVar("_Result")
 
 
 def from_nnx(
-    train_step: Callable[..., Any], *objects: Any, **named: Any
-) -> tuple[Callable[..., Any], Any]:
+    train_step: Callable[..., _Result], *objects: Any, **named: Any
+) -> tuple[Callable[Concatenate[Any, ...], tuple[Any, _Result]], Any]:
     """Turns `train_step(model, optimizer, ..., batch)`, which mutates, into `step(state, batch)`.
 
     The step that comes back does::

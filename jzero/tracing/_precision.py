@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers for parameters that rest in 16 bits: float32 masters, or stochastic rounding without them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a step returns its state, found out: each argument of it by its structure, shapes and dtypes."""
 
 from __future__ import annotations

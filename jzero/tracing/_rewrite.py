@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jaxprs made of jaxprs: calls replaced by their equations, parts cut out, the body of a `shard_map`."""
 
 from __future__ import annotations

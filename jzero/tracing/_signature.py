@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a step is called: its arguments bound to names, the state and static ones told from the others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State in several arguments: one tree of them, whose leaves' paths begin with the arguments' names."""
 
 from __future__ import annotations

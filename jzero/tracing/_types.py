@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What jzero reads of JAX's jaxprs, as every release of JAX has it (test_jaxpr_types.py).
 
 JAX's own classes move between releases, and say of an aval that it is any abstract value.

@@ -24,16 +24,49 @@ def init_fn(key: jax.Array) -> State:
     raise NotImplementedError
 
 
+@jzero.shard_train_step(stage=2, accumulate=4)
+def decorated(state: State, batch: jax.Array, *, dropout: bool) -> tuple[State, jax.Array]:
+    return state, batch.sum()
+
+
+@jzero.shard_eval_step(like=decorated)
+def accuracy(state: State, batch: jax.Array) -> dict[str, jax.Array]:
+    return {"accuracy": batch.mean()}
+
+
+def made(batch: jax.Array) -> None:
+    step = jzero.shard_train_step(step_fn, stage=3, offload=jzero.HostCPU())
+    state = step.init(init_fn, jax.random.key(0))
+    reveal_type(state)  # tuple[dict[str, jax._src.basearray.Array], Any]
+    new_state, loss = step(state, batch=batch)
+    reveal_type(new_state[0])  # dict[str, jax._src.basearray.Array]
+    reveal_type(loss)  # jax._src.basearray.Array
+    reveal_type(step.unshard(new_state)[0])  # dict[str, jax._src.basearray.Array]
+    reveal_type(step.flush(new_state)[0])  # dict[str, jax._src.basearray.Array]
+    reveal_type(step.__wrapped__(state, batch)[1])  # jax._src.basearray.Array
+    reveal_type(step.on_mesh(None)(state, batch)[1])  # jax._src.basearray.Array
+    reveal_type(decorated(state, batch, dropout=True)[1])  # jax._src.basearray.Array
+    reveal_type(accuracy(state, batch))  # dict[str, jax._src.basearray.Array]
+    _, loss = jzero.shard_eval_step(step_fn, like=step)(state, batch)
+    reveal_type(loss)  # jax._src.basearray.Array
+    step(state)  # error: [call-arg]
+    step(batch, batch)  # error: [arg-type]
+    step.init(init_fn)  # error: [call-arg]
+    decorated(state, batch)  # error: [call-arg]
+    accuracy(state, "batch")  # error: [arg-type]
+
+
 def train(state: State, batch: jax.Array, step: jzero.ShardedTrainStep) -> None:
     policy = jzero.PinnedHost(device_bytes=2**30)
     reveal_type(policy.device_bytes)  # int
     jzero.shard_train_step(step_fn, stage=2, offload=policy, offload_params=jzero.NoOffload())
     jzero.shard_train_step(step_fn, offload=jzero.HostCPU(ratio=0.5, delayed_update=True))
     jzero.shard_train_step(step_fn, offload=jzero.NVMe("/nvme/run", host_bytes=2**30))
-    reveal_type(step.init(init_fn, jax.random.key(0)))  # Any
+    codes = jzero.Blocks(jax.numpy.int4, rotate=True)
+    reveal_type(codes.nbytes(1024))  # int
+    jzero.shard_train_step(step_fn, gather_dtype=jax.numpy.int8, reduce_dtype={"data": codes})
     reveal_type(step(state, batch))  # Any
     reveal_type(str(step.describe(state, batch)))  # str
-    reveal_type(step.unshard(state))  # Any
 
 
 def evaluate(step: jzero.ShardedTrainStep, score: jzero.ShardedEvalStep) -> None:
@@ -80,8 +113,9 @@ def optimizers() -> optax.GradientTransformation:
 def frameworks(model: Any, optimizer: Any) -> None:
     nnx_step, nnx_state = jzero.from_nnx(step_fn, model, optimizer)
     eqx_step, eqx_state = jzero.from_eqx(step_fn, model)
-    reveal_type(nnx_step)  # def (*Any, **Any) -> Any
-    print(nnx_state, eqx_step, eqx_state)
+    _, (_, loss) = jzero.shard_train_step(nnx_step)(nnx_state, 1)
+    reveal_type(loss)  # jax._src.basearray.Array
+    reveal_type(jzero.shard_train_step(eqx_step)(eqx_state, 1))  # tuple[Any, Any]
 
 
 def leaves(leaf: jzero.PaddedArray | jzero.HostArray | jzero.NVMeArray) -> None:
@@ -105,6 +139,10 @@ def promises(batch: jax.Array, state: State) -> None:
     assert_collectives(jzero.shard_train_step(step_fn), state, batch, {"all-gather": 8})
 
 
+jzero.shard_train_step(step_fn, stag=3)  # error: [call-overload] [call-overload]
+jzero.shard_train_step(step_fn, stage="3")  # error: [call-overload]
+jzero.shard_train_step(3)  # error: [call-overload]
+jzero.shard_eval_step(step_fn, lik=decorated)  # error: [call-overload] [call-overload]
 jzero.estimate(7.5, device=64)  # error: [call-arg]
 jzero.PinnedHost(device_bytes="1GiB")  # error: [arg-type]
 jzero.Checkpointer(1, None)  # error: [arg-type] [arg-type]

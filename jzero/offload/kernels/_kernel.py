@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A group of elementwise equations as one loop of LLVM IR: every leaf is read once and written once.
 
 The function takes blocks of leaves, each a row of three numbers: which row of operands, the first element,

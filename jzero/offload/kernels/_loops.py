@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels over blocks of leaves: which block is at which address, and the threads that share them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LLVM IR to machine code in this process, with llvmlite."""
 
 from __future__ import annotations

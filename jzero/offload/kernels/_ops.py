@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elementwise primitives as LLVM instructions: one table from primitive to the lines it becomes.
 
 An equation without an entry, or with a dtype that `TYPES` lacks, is left to XLA: a missing entry costs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which road each output of an update takes, decided by one pass over its equations.
 
 Seen from an output, its elementwise equations reach back to leaves of as many elements, and to scalars. If

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`TiledUpdate`: an optimizer's update of state that is in memory a tile at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiles: ranges of elements of leaves that are updated together, so many bytes of state at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines of LLVM IR for values of several lanes: types, constants, loads, stores, rounding.
 
 Floats of 16 bits live in registers as float32 that a float of 16 bits can hold: each operation is done in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HostMemory in host memory: made so that JAX reads them where they are, and where they are."""
 
 from __future__ import annotations

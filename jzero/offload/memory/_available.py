@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory this machine has left, before anything is put there."""
 
 from __future__ import annotations

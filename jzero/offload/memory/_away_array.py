@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`AwayArray`: a leaf at rest away from the devices, and copies between the places where its parts are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Filling`: a state on its way into files, leaf by leaf; or files of the same step, found there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`HostArray`: a leaf at rest in the ordinary memory of the devices' host, where processors update it."""
 
 from __future__ import annotations

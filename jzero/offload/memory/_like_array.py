@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LikeArray`: a leaf at rest that whoever computes with it takes for a plain array of its true shape."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`NVMeArray`: a leaf at rest in files, one for each device of this process."""
 
 from __future__ import annotations

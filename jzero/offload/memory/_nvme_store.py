@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`NVMeStore`: the files of one state in this process, which go from step to step together."""
 
 from __future__ import annotations

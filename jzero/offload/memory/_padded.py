@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`PaddedArray`: a leaf at rest whose sharded dim the devices do not divide."""
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class PaddedArray(LikeArray):
 
     @property
     def sharding(self) -> Any:
-        """A sharding for its true shape: whole on every device of the mesh; see `padded.sharding`."""
+        """A sharding for its true shape, whole on every device of the mesh; see `padded.sharding`."""
         sharding = self.padded.sharding
         if not isinstance(sharding, NamedSharding):  # Copied to another place.
             return sharding

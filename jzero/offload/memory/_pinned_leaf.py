@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leaves in pinned memory that the host's processors update in their place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`PinnedPool`: arrays in pinned memory that are written over and over, of so many bytes at most."""
 
 from __future__ import annotations

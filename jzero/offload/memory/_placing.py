@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts arrays where a program wants them, without consuming what the user still holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buffers for tiles: whole pages, made once, and never more than the bytes that are permitted."""
 
 from __future__ import annotations

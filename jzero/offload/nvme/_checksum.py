@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checksum of a tile, at the speed of memory."""
 
 from __future__ import annotations

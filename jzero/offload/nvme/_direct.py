@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A file that is read and written past the page cache (O_DIRECT), where the file system lets one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One file of tiles: the state of one device's shards on a disk, in one or two slots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of tiles of one process, which go from step to step together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages at the start of a file of tiles: what it is, and of which step each slot has all tiles.
 
 [Note: slots] A file has two slots, each with room for all tiles, and a header page for each slot. A step

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lies where in the tiles of a file: parts of leaves, one after the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threads that read what a caller asks for, in the order in which it asks; see the note in `_sweep.py`."""
 
 from __future__ import annotations

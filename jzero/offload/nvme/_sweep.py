@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile after tile: read ahead, updated by the caller, and written behind, all three at once.
 
 [Note: interrupts] The caller's thread can be interrupted at any line (Ctrl-C), and must then leave no thread

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames: what a step's jaxpr says before anything runs, and first of all which values vary.
 
 A frame is one place a jaxpr is called from, so that a function called twice is judged twice. These facts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kinds: what a value is to the microbatches of a step, inside loops, branches and checkpoints.
 
 There a partial sum must stay one: only linear operations may read it, because its sum over the microbatches

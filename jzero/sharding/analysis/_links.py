@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linked dims: which dims are sharded together, because an operation lines them up.
 
 A parameter's rows, its gradient's and its moments' form one class, and sharding a class shards all of them

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lone products: matrix products that only a sum over the devices reads, and that need not wait for it.
 
 The gradient of a matrix is one. Its sum may be taken part by part as the product is made, so that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Needs: two questions put to every value backwards, to a fixed point in loops.
 
 *Needs full*: does some consumer need the whole value? It decides only costs: a value nobody needs whole is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much an equation multiplies: matrix products, convolutions, and loops and branches with some inside."""
 
 from __future__ import annotations

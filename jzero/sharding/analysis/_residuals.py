@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Residuals: what a forward pass keeps for its backward pass, and which of it may wait on the host.
 
 Two kinds, told apart by who reads them:

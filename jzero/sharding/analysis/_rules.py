@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each primitive does to dims: one table from primitive to rule.
 
 A rule says, for every operand dim, which output dim it becomes. That one fact serves three readers: the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collectives of a program, counted from its jaxpr: what describe() reports and tests assert."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is gathered or reduced whole though it is larger than a tile may be, and why: read from a program."""
 
 from __future__ import annotations

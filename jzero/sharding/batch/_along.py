@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations along the batch itself: reshapes, concatenation, running sums."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bodies of loops, branches and checkpoints: rewritten with rows going in and out.
 
 What a body reads from outside is given to it in the forms in which it asks for it (`BatchValue.asked`), so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One device's step while it is being written: values, and the forms in which they are made and moved."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which factor of an equation moves least, and the equation along it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints and branches, and the table of everything that has bodies (`_bodies.py`)."""
 
 from __future__ import annotations

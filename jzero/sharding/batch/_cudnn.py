@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """cuDNN's attention, as `jax.nn.dot_product_attention(implementation="cudnn")` calls it: rows are apart.
 
 Source: `jax/_src/cudnn/fused_attention_stablehlo.py` (0.10.2, 0.12), whose own partitioning splits the batch

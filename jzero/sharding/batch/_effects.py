@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step does beside computing (prints, callbacks): once, on whole values, by the first device.
 
 Every device would else do it, and a host function that is not a function of its arguments would give each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Equations of the whole-batch step on one device: along a factor of theirs, or on gathered operands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Factors: which dims of an equation's operands and results are one dim, as rules for the batch.
 
 The rule table of parameters' shards (`sharding/analysis/_rules.py`) says for every operand dim which output

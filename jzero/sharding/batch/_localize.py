@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole-batch step rewritten as the step of one device, which has some rows of the batch.
 
 `localize` takes the jaxpr that plain `jax.jit` would compile, at whole-batch shapes, and rewrites it for

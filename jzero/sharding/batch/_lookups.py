@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Look-ups along the batch: of one's own row, of rows that other devices have, and their transposes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Opaque calls: callbacks, FFI calls and kernels, of which JAX does not say what they do.
 
 A device runs one on its own rows if the step promises that rows are apart (`jzero.per_example`), or if the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the grid of a Pallas kernel proves: which of its blocks belong to which rows.
 
 A program of the grid reads and writes the blocks that the index maps give it. If one grid dim alone says

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The largest along the batch, and where: each device finds its own, and then they compare."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows: how a value lies on the devices whose dim is that of the batch, or holds it. Pure arithmetic."""
 
 from __future__ import annotations

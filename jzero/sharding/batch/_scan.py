@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scans: as they are, or, along the batch, each device the turns of its own rows."""
 
 from __future__ import annotations

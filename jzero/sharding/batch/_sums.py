@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums over the devices that parameters are multiplied with: the queues of a mixture's experts."""
 
 from __future__ import annotations

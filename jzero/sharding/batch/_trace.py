@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces a step: at the shapes of the whole batch, or, if it has collectives of its own, at one device's.
 
 A step without collectives over the data axes means what `jax.jit` makes of it: it is traced once, by plain
@@ -61,7 +62,7 @@ class TracedStep:
 
 def trace_whole(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], forms: Sequence[Form],
-    given: Sequence[Form], num_new: int, axes: dict[str, int], offloads: bool, mesh_axes: dict[str, int],
+    given: Sequence[Form], num_new: int, axes: dict[str, int], has_masters: bool, mesh_axes: dict[str, int],
     automatic: dict[str, int], accumulates: bool,
 ) -> TracedStep | None:  # fmt: skip
     """Traces `flat_step(*leaves)` at the shapes of the whole batch, and rewrites it for one device.
@@ -73,7 +74,7 @@ def trace_whole(
       given: in which form the devices get it: the same, or FULL.
       num_new: how many of its outputs are the new state's leaves, which come first.
       axes: names (as the step uses them) and sizes of the data axes.
-      offloads: also replace `p + (n - p)` by `n` (`_differences.py`).
+      has_masters: also replace `p + (n - p)` by `n` (`_differences.py`).
       mesh_axes: names and sizes of all axes of the mesh, which sharding constraints may name.
       automatic: those that are no data axes.
       accumulates: it will run in microbatches.
@@ -97,7 +98,7 @@ def trace_whole(
         traced = _jaxpr.trace_whole(flat_step, avals, mesh_axes)
     _check_refs(traced.jaxpr)
     flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
-    flat = without_differences(flat) if offloads else flat
+    flat = without_differences(flat) if has_masters else flat
     found = localize(flat, consts, forms, given, num_new, axes, exchanges=not accumulates)
     varying = [frozenset(axes) if isinstance(form, Rows) else _frames.NOWHERE for form in given]
     frame = _frame_of(found.jaxpr, found.consts, varying, accumulates)
@@ -137,7 +138,7 @@ def check_outermost() -> None:
 
 def trace_written(
     flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], varying: Sequence[bool],
-    keys: Sequence[bool], axes: dict[str, int], accumulates: bool, offloads: bool,
+    keys: Sequence[bool], axes: dict[str, int], accumulates: bool, has_masters: bool,
     automatic: dict[str, int],
 ) -> TracedStep:  # fmt: skip
     """Traces `flat_step(*leaves)` as one device sees it, with its collectives as they are written.
@@ -149,7 +150,7 @@ def trace_written(
       keys: leaves that are PRNG keys to be folded with the device's index.
       axes: names (as the step uses them) and sizes of the data axes.
       accumulates: it will run in microbatches.
-      offloads: also replace `p + (n - p)` by `n` (`_differences.py`).
+      has_masters: also replace `p + (n - p)` by `n` (`_differences.py`).
       automatic: names and sizes of the mesh's other axes.
 
     Raises:
@@ -183,9 +184,9 @@ def trace_written(
             "the whole batch.")) from error  # fmt: skip
     jaxpr, consts = traced.jaxpr, traced.consts
     _check_refs(jaxpr)
-    if accumulates or offloads:
+    if accumulates or has_masters:
         jaxpr, consts = _rewrite.flatten_calls(jaxpr, consts)
-        jaxpr = without_differences(jaxpr) if offloads else jaxpr
+        jaxpr = without_differences(jaxpr) if has_masters else jaxpr
     frame = _frame_of(jaxpr, consts, in_varying, accumulates)
     _check_axes(frame)
     return TracedStep(frame, traced.out_tree, traced.out_avals, WRITTEN)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of the whole-batch step, and the forms in which a device has them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that wait to be needed: made where they are read, in the form in which they are read.
 
 An iota, a broadcast, random bits, what is made of small values: it costs nothing to make, and rows of it

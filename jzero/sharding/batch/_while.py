@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """While loops: all devices run as many turns, until none of them goes on."""
 
 from __future__ import annotations

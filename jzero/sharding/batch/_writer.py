@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Equations of one device's step while they are written: those of small functions, and collectives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Equations for all microbatches at once: what these share is made once, and the rest in a loop over them."""
 
 from __future__ import annotations

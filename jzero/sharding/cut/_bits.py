@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bits: local values that later loops must read as an earlier one made them.
 
 [Note: bits of earlier loops] What a loop computes again may differ in its last bit. No row would then be the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What crosses from the grad part to the update part: the fewest bytes from which the rest can be computed.
 
 What the update part reads of the grad part may be handed out as it is, or computed again from what it was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pieces of an update that treat every element alike: any part of their leaves can be updated by itself."""
 
 from __future__ import annotations

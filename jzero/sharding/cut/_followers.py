@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What follows from parameters alone, and what of it is gathered."""
 
 from __future__ import annotations

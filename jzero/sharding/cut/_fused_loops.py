@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops over layers do by themselves what stands around them and touches their stacks, slice by slice.
 
 Then such a loop can be run turn by turn, with one slice of each stack `[turns, ...]` on the device.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A `scan` that takes over equations around it: its body runs them on what a turn has of their stacks.
 
 In the body, a stack `[turns * k, ...]` is `[k, ...]`, dim 0 included: so equations keep their ranks and dims.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What parts of a step hand to later parts: on the devices, beside the parameters that they fetch."""
 
 from __future__ import annotations

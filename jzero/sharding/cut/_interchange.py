@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops over microbatches taken apart, so that all microbatches pass a layer before the next layer comes.
 
 A loop over microbatches has the layers inside it, once for each microbatch. Here it becomes a loop over

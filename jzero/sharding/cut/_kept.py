@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kept: what a loop over the microbatches reads of earlier loops, and what it computes again.
 
 Keeping a local value costs memory for all microbatches, which they are there to spare; computing it again

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LayerBody`: the body of a layer loop, and apart from it what a turn can gather for the next one."""
 
 from __future__ import annotations

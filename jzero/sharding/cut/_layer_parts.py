@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a jaxpr whose parameters rest beside the device: stretches, layer loops, nested loops."""
 
 from __future__ import annotations

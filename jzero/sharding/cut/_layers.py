@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cut of one device's equations for parameters that rest beside the device: so many bytes at a time.
 
 A *stretch* is some equations as one program, with the leaves that it reads; a *layer loop* is a `scan` over

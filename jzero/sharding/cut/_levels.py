@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Levels: how many loops over the microbatches must have run before a value can be computed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The smallest cut of a graph whose vertices have sizes: the largest flow, and where it gets stuck."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A loop opened: its body as equations among those around it, one turn of them."""
 
 from __future__ import annotations

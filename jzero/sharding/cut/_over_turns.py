@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an equation does to dim 0 of stacks `[turns * k, ...]`, whose turns come one after the other.
 
 To a loop over layers, a layer is a device in time: the rules that say which dims stay local to devices say

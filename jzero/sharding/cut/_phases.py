@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cut: what of a step runs for every microbatch, and what once, on what all of them share.
 
 A microbatch is a device in time: what differs between devices differs between microbatches, and a

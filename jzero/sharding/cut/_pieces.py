@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cut of a step for offload: the grad part on the devices, and the update part in pieces.
 
 The update part is the forward closure of the offloaded leaves: every equation that depends on one of them.

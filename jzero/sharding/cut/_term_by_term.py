@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums over microbatches term by term: what each use of a parameter adds is added where it is made.
 
 A tied weight's gradient is a sum over its uses. Were it summed up for each microbatch first, the terms of all

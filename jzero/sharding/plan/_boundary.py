@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The boundary: how values lie where a program of a step takes them, or hands them to another one."""
 
 from __future__ import annotations

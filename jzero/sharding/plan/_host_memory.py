@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stacks in the host's memory, which XLA's compiler for GPUs once read and wrote at wrong places."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts: how a leaf lies on the devices. Pure; knows shapes, never arrays."""
 
 from __future__ import annotations

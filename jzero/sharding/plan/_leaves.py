@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where every leaf of the state rests: roles from dataflow, layouts from the stage's row."""
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class LeafPlan:
       why_full: the reason, for a leaf that the stage would shard and that stays full.
       tier: the memory in which it rests: 'device', or its host's: 'pinned_host' (as JAX arrays), 'host',
         or 'nvme', files.
+      coded: codes of few bits may stand for a parameter, and its gradient, on their way between devices.
+      renewed_in_codes: so travels the difference of a new parameter to the old one, to a copy that rests.
+      why_exact: the reason, for a parameter that has to travel as it is though others do not.
     """
 
     path: str
@@ -49,6 +53,9 @@ class LeafPlan:
     automatic: Automatic = ()
     padding: int = 0
     tier: str = DEVICE
+    coded: bool = False
+    renewed_in_codes: bool = False
+    why_exact: str = ""
 
     @property
     def nbytes(self) -> int:

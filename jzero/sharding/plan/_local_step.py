@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The step as one device runs it: rewritten from the whole batch's, or traced at one device's shapes."""
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
     ]
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
     traced = _trace.trace_whole(
-        step.fn, avals, forms, given, num_new, axes, setting.options.offloads,
+        step.fn, avals, forms, given, num_new, axes, setting.options.needs_masters,
         setting.axes | setting.automatic, setting.automatic, setting.options.accumulate > 1,
     )  # fmt: skip
     if traced is None:
@@ -180,7 +181,7 @@ def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
         [False] * num_state + list(keys),
         axes,
         accumulates=options.accumulate > 1,
-        offloads=options.offloads,
+        has_masters=options.needs_masters,
         automatic=setting.automatic,
     )
     whole = [*step.state, *step.array_avals]

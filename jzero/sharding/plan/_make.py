@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the plan of a step: everything is decided here, once."""
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jzero.sharding.analysis._residuals import note_residuals
 from jzero.sharding.batch import _trace
 from jzero.sharding.cut import _phases
 from jzero.sharding.cut._pieces import UpdatePart
-from jzero.sharding.plan import _host_memory, _leaves
+from jzero.sharding.plan import _host_memory, _leaves, _wire
 from jzero.sharding.plan._boundary import boundary_of
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.sharding.plan._leaves import Rest
@@ -74,6 +75,9 @@ def make_plan(
     else:
         layouts = _leaves.plan_leaves(leaves, stage_axes, frame, links)
     policy, automatic = options.offload, tuple(setting.automatic)
+    reduce_codes = options.reduce_codes(setting.axes)
+    if options.gather_dtype is not None or any(reduce_codes.values()):
+        layouts = _wire.in_codes(layouts, frame, links, stage_axes, options.gather_dtype)
     resting, update = policy.rest(layouts, frame, setting.mesh, stage_axes, automatic)
     boundary = boundary_of(
         frame, links, stage_axes, resting, local.specs, setting.batch_axes, update
@@ -97,13 +101,15 @@ def make_plan(
         microbatches=microbatches,
         exchange=Exchange(
             options.reduce_once,
-            options.reduce_dtype,
+            options.reduce_float,
             options.accumulate_dtype,
             options.gather_once,
             options.keep_gathered,
             options.prefetch,
             _loop_bytes(setting) if setting.evaluates else None,
             options.tile_bytes,
+            options.gather_dtype,
+            tuple(reduce_codes.items()),
         ),
         update=update,
         turns=policy.turns(resting, frame, update, boundary),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a policy of `offload=` answers: where optimizer state rests, and how a step then runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of `shard_train_step` as one frozen value, checked together at the boundary."""
 
 from __future__ import annotations
@@ -6,12 +7,13 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jzero._blocks import Blocks, code_name
 from jzero._errors import MeshError, OptionError, message
 from jzero._memory_kinds import DEVICE, PINNED
 from jzero._quantities import make_int
@@ -51,9 +53,20 @@ class Options:
     max_gather_bytes: int = MAX_GATHER_BYTES
     tile_bytes: int | None = None
     layer_major: bool = False
+    gather_dtype: Any = None
     who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
 
     def __post_init__(self) -> None:
+        if self.gather_dtype is not None:
+            object.__setattr__(self, "gather_dtype", self._codes("gather_dtype", self.gather_dtype))
+        if isinstance(self.reduce_dtype, Mapping):
+            codes = tuple(
+                (axis, None if x is None else self._codes(f"reduce_dtype[{axis!r}]", x))
+                for axis, x in self.reduce_dtype.items()
+            )
+            object.__setattr__(self, "reduce_dtype", codes)
+        elif isinstance(self.reduce_dtype, Blocks) or code_name(self.reduce_dtype) is not None:
+            object.__setattr__(self, "reduce_dtype", self._codes("reduce_dtype", self.reduce_dtype))
         for name, least, most, rule, edit in _INTEGERS:
             if getattr(self, name) is not getattr(Options, name):  # Its default, which may be None.
                 make_int(self, self.who, name, least, most, rule, edit)
@@ -71,8 +84,47 @@ class Options:
             raise OptionError(message(
                 self.who, bad, "How leaves rest is a PartitionSpec.",
                 "Write {'regular expression': jax.P(None, 'model')}."))  # fmt: skip
-        for name in ("accumulate_dtype", "reduce_dtype"):
-            _check_dtype(self.who, name, getattr(self, name))
+        for name in ("accumulate_dtype", "reduce_float"):
+            _check_dtype(self.who, name.replace("_float", "_dtype"), getattr(self, name))
+
+    def _codes(self, option: str, value: Any) -> Blocks:
+        if isinstance(value, Blocks):
+            return value
+        if code_name(value) is None:
+            raise OptionError(message(
+                self.who, f"{option}={value!r}", "It is a format of codes of 8 or 4 bits, or None: otherwise "
+                "the dtype is the one to which the step casts.",
+                "Use jnp.int8, jnp.int4 or jzero.Blocks, or drop it."))  # fmt: skip
+        return Blocks(value)
+
+    @property
+    def reduce_float(self) -> Any:
+        """The dtype in which gradients are reduced that do not travel as codes; None for their own."""
+        return None if self.reduces_codes else self.reduce_dtype
+
+    @property
+    def reduces_codes(self) -> bool:
+        """Whether `reduce_dtype` is codes, of all axes or of each."""
+        return isinstance(self.reduce_dtype, tuple | Blocks)
+
+    def reduce_codes(self, axes: Iterable[str]) -> dict[str, Blocks | None]:
+        """Of each data axis the codes in which gradients travel over it, if they do; else no axis.
+
+        Raises:
+          MeshError: `reduce_dtype` names an axis that is none of them.
+        """
+        if isinstance(self.reduce_dtype, Blocks):
+            return dict.fromkeys(axes, self.reduce_dtype)
+        if not self.reduces_codes:
+            return {}
+        chosen = dict(self.reduce_dtype)
+        unknown = set(chosen) - set(axes)
+        if unknown:
+            raise MeshError(message(
+                self.who, f"reduce_dtype has {sorted(unknown, key=str)}, and the data axes are {tuple(axes)}",
+                "Gradients are reduced over the data axes of the mesh.", "Correct reduce_dtype."
+            ))  # fmt: skip
+        return {axis: chosen.get(axis) for axis in axes}
 
     def stage_axes(self, axes: Mapping[str, int]) -> StageAxes:
         """The stage's row of the table on a mesh with these data axes.
@@ -128,6 +180,11 @@ class Options:
                 f"auto_specs are for mesh axes beside the data axes ({dict(sizes)}), whose sizes must divide "
                 "the dims.", f"Correct them; leaves are {', '.join(paths[:4])}, ..."))  # fmt: skip
         return found
+
+    @property
+    def needs_masters(self) -> bool:
+        """Whether it matters that a new parameter is made of its master, and not of the old one."""
+        return self.offloads or self.gather_dtype is not None
 
     @property
     def offloads(self) -> bool:
@@ -213,6 +270,13 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
      "stage={o.stage} and prefetch_bytes={o.prefetch_bytes}",
      "Below stage 3 parameters rest whole on every device, and nothing is gathered ahead.",
      "Drop prefetch_bytes, or use stage=3."),
+    (lambda o: o.gather_dtype is not None and o.stage == 0, "stage=0 and gather_dtype={o.gather_dtype}",
+     "At stage 0 parameters are whole on every device, and updated there.",
+     "Drop gather_dtype, or use stage=3."),
+    (lambda o: o.reduces_codes and o.stage == 0,
+     "stage=0 and reduce_dtype={o.reduce_dtype}",
+     "At stage 0 gradients are whole on every device, and reduced as they are.",
+     "Use a float dtype, drop reduce_dtype, or use stage=1."),
     (lambda o: o.tile_bytes is not None and o.stage == 0, "stage=0 and tile_bytes={o.tile_bytes}",
      "At stage 0 nothing is sharded: every device has matrices and their gradients whole.",
      "Drop tile_bytes, or use stage=3."),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step returns: the state in its structure, and outputs, one for all devices or one per example."""
 
 from __future__ import annotations

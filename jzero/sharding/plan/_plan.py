@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StepPlan`: all that is decided of a step before it runs, as one frozen value."""
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
+from jzero._blocks import Blocks
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
@@ -46,6 +48,8 @@ class Exchange:
       loop_bytes: of an evaluation, the most bytes that one loop gathers before it and keeps through its
         turns; None for a training, where JAX's AD says which loops are part of one pass.
       tile_bytes: larger matrices are gathered, and their gradients reduced, in tiles of so many bytes.
+      gather_codes: in which passes gather parameters; None for their own dtypes.
+      reduce_codes: of each data axis, in which gradients travel over it; None for their own dtypes.
     """
 
     reduce_once: bool
@@ -56,6 +60,8 @@ class Exchange:
     prefetch_bytes: int
     loop_bytes: int | None = None
     tile_bytes: int | None = None
+    gather_codes: Blocks | None = None
+    reduce_codes: tuple[tuple[str, Blocks | None], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

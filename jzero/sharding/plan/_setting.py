@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Setting`: what a program is built for, besides shapes; from what the user gave."""
 
 from __future__ import annotations

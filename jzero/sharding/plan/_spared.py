@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spared: leaves that stay full because they would have to be padded, and that would save little."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stage table: which roles rest as shards, and over which axes of a mesh."""
 
 from __future__ import annotations

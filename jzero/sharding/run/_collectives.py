@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gather, reduction and slice: the only file that binds collectives of jzero's own.
 
 All of them run inside a `shard_map` that is manual over `axes`, on per-device values. A leaf that XLA
@@ -7,6 +8,7 @@ gather it over those axes first.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import jax
@@ -27,7 +29,7 @@ from jzero.tracing import _jaxpr
 # test_memory.py::test_new_parameters_go_into_the_old_ones_in_slices).
 
 Axes = tuple[str, ...]
-GATHER = "jzero.gather"
+_GATHER = "jzero.gather"
 
 
 def gather(shard: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic) -> jax.Array:
@@ -37,13 +39,18 @@ def gather(shard: jax.Array, dim: int, axes: Axes, name: str, automatic: Automat
         whole: jax.Array = lax.all_gather(part, axes, axis=dim, tiled=True)
         return whole
 
-    with jax.named_scope(f"{GATHER}[{name}]"):
-        return _part_by_part(collective, automatic)(shard)
+    with gather_scope(name):
+        return part_by_part(collective, automatic)(shard)
+
+
+def gather_scope(name: str) -> contextlib.AbstractContextManager[None]:
+    """Around the collective of a gather."""
+    return jax.named_scope(f"{_GATHER}[{name}]")
 
 
 def is_gather(eqn: _jaxpr.Eqn) -> bool:
     """Whether `gather` made the equation."""
-    return any(scope.startswith(f"{GATHER}[") for scope in _jaxpr.scopes(eqn))
+    return any(scope.startswith(f"{_GATHER}[") for scope in _jaxpr.scopes(eqn))
 
 
 def reduce_scatter(
@@ -56,7 +63,7 @@ def reduce_scatter(
         return row_major(lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True))
 
     with jax.named_scope(f"jzero.reduce_scatter[{name}]"):
-        return _part_by_part(collective, automatic)(local)
+        return part_by_part(collective, automatic)(local)
 
 
 def row_major(x: jax.Array) -> jax.Array:
@@ -65,9 +72,10 @@ def row_major(x: jax.Array) -> jax.Array:
     return laid_out
 
 
-def _part_by_part(
+def part_by_part(
     collective: Callable[[jax.Array], jax.Array], automatic: Automatic
 ) -> Callable[[jax.Array], jax.Array]:
+    """A collective of a leaf that XLA shards over further axes, on its parts."""
     names = {axis for axes in automatic for axis in axes}
     if not names:
         return collective
@@ -121,9 +129,12 @@ def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: ArrayL
 
 
 def slices_into(
-    whole: jax.Array, shard: jax.Array, nbytes: int, gather_slice: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
+    whole: jax.Array, shard: jax.Array, nbytes: int,
+    make_slice: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:  # fmt: skip
     """`shard [m, n/k] -> [m, n]` in the place of `whole`, by slices of dim 0 of up to `nbytes`, one by one.
+
+    `make_slice` makes one, of what is in its place and of the shard's.
 
     The reason is in [Note: layouts at rest].
     """
@@ -133,7 +144,8 @@ def slices_into(
     size = max(1, min(rows, nbytes // row_bytes))
 
     def turn(whole: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-        part = row_major(gather_slice(lax.dynamic_slice_in_dim(shard, start, size, 0)))
+        old, mine = (lax.dynamic_slice_in_dim(x, start, size, 0) for x in (whole, shard))
+        part = row_major(make_slice(old, mine))
         return lax.dynamic_update_slice_in_dim(whole, part, start, 0)
 
     whole = lax.fori_loop(0, rows // size, lambda i, x: turn(x, i * size, size), whole)

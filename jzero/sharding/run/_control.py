@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls and branches: bodies are traced by JAX's own functions, with values going in and out."""
 
 from __future__ import annotations

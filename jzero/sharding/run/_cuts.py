@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiles: how a matrix is cut, and which dims of a product's other operand and result are those of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a value becomes another on one device: every gather, reduction and slice of a step is asked for here.
 
 Shapes are those of a value `[n, d]` with a dim of n over k devices: a shard is `[n/k, d]`, n rounded up.
@@ -13,10 +14,11 @@ from collections.abc import Hashable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from jzero._blocks import Blocks
 from jzero._errors import StepError, message
 from jzero.sharding.analysis import _rules
 from jzero.sharding.plan._layout import Automatic, padded_size
-from jzero.sharding.run import _collectives
+from jzero.sharding.run import _coded, _collectives
 from jzero.sharding.run._collectives import Axes
 from jzero.sharding.run._queue import GatherQueue, not_before
 from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced, Value, waits
@@ -40,6 +42,9 @@ class Devices:
       scope: gathers of one shard are shared within a scope (a pass, a loop body, a remat body).
       queue: the gathers of the pass, and how far they may run ahead of its compute.
       divergent: inside a branch or loop that not all devices take together.
+      gather_codes: in which parameters are gathered that are `coded`; None if none is.
+      reduce_codes: over each axis, in which gradients travel that are `coded`; no axis if none is.
+      coded: paths of the parameters that are.
     """
 
     sizes: Mapping[str, int]
@@ -49,6 +54,9 @@ class Devices:
     queue: GatherQueue
     scope: Hashable = None
     divergent: bool = False
+    gather_codes: Blocks | None = None
+    reduce_codes: Mapping[str, Blocks | None] = dataclasses.field(default_factory=dict)
+    coded: frozenset[str] = frozenset()
 
     @functools.cached_property
     def axes(self) -> Axes:
@@ -115,22 +123,25 @@ class Devices:
         """A given layout of `[n, d]`: a gradient's shard `[n/k, d]` along `dim`, or the whole for None."""
         return self.full(value) if dim is None else self.shard(value, dim)
 
-    def full(self, value: Value) -> jax.Array:
-        """The whole `[n, d]`; of a shard, gathered once in a scope."""
+    def full(self, value: Value, as_codes: bool = False) -> jax.Array:
+        """The whole `[n, d]`; of a shard, gathered once in a scope, `as_codes` if it may be."""
         value = self.settle(value)
         if isinstance(value, FullValue):
             return value.x
-        if self.scope not in value.gathered and value.view_of is not None:
+        key = (self.scope, as_codes and value.coded)
+        if key not in value.gathered and value.view_of is not None:
             origin, rearrange = value.view_of
-            value.gathered[self.scope] = rearrange(self.full(origin))
-        if self.scope not in value.gathered:
-            value.gathered[self.scope] = self.whole(value, self._when_due(value))
-        return value.gathered[self.scope]
+            value.gathered[key] = rearrange(self.full(origin, as_codes))
+        if key not in value.gathered:
+            value.gathered[key] = self.whole(value, self._when_due(value), as_codes)
+        return value.gathered[key]
 
-    def whole(self, value: ShardValue, x: jax.Array) -> jax.Array:
+    def whole(self, value: ShardValue, x: jax.Array, as_codes: bool = False) -> jax.Array:
         """`x [n/k, d]`, the value's shard or a part of it along another dim, gathered: `[n, d]`."""
+        as_codes = as_codes and value.coded and x.dtype.itemsize > 1
+        codes = self.gather_codes if as_codes else None
         for axes in reversed(self._steps(value.axes)):  # the outer, slower axes move least
-            x = self._gather(x, value.dim, axes, value.name)
+            x = self._gather(x, value.dim, axes, value.name, codes)
         return _collectives.unpad(x, value.dim, value.size)
 
     def _when_due(self, value: ShardValue) -> jax.Array:
@@ -152,26 +163,71 @@ class Devices:
             return _collectives.take_shard(value.x, dim, more, self.count(more))
         return self._gather(value.x, dim, fewer, value.name) if fewer else value.x
 
-    def full_into(self, old: jax.Array, value: Value) -> jax.Array:
-        """The whole `[n, d]`, in the place of `old`, which nothing reads any more."""
+    def full_into(self, old: jax.Array, value: Value, codes: Blocks | None = None) -> jax.Array:
+        """The whole `[n, d]`, in the place of `old`, which nothing reads any more.
+
+        With `codes` what travels is the difference to it, if a shard does.
+        """
         settled = self.settle(value)
-        if not isinstance(settled, ShardValue) or not self._goes_into(old, settled):
+        if not isinstance(settled, ShardValue):
+            return settled.x
+        if codes is not None:
+            return self._plus_difference(old, settled, (), codes)
+        if not self._goes_into(old, settled):
             return self.full(settled)
-        gather_slice = functools.partial(self.whole, settled)
-        return _collectives.slices_into(old, settled.x, GATHERED_AT_ONCE, gather_slice)
+        return _collectives.slices_into(
+            old, settled.x, GATHERED_AT_ONCE, lambda _, part: self.whole(settled, part)
+        )
+
+    def shard_into(
+        self, old: jax.Array, value: Value, dim: int, axes: Axes, codes: Blocks | None = None
+    ) -> jax.Array:
+        """A shard `[n/k, d]` over `axes`, the first of the value's, in the place of `old`; likewise."""
+        settled = self.settle(value) if codes is not None else value
+        if codes is None or not isinstance(settled, ShardValue) or settled.dim != dim:
+            return self.shard(settled, dim, axes)
+        if len(settled.axes) <= len(axes):
+            return self.shard(settled, dim, axes)
+        return self._plus_difference(old, settled, axes, codes)
+
+    def _plus_difference(
+        self, old: jax.Array, value: ShardValue, axes: Axes, codes: Blocks
+    ) -> jax.Array:
+        """`old`, `[n, d]` or its shard over `axes`, and its difference to `value [n/k, d]`, in codes."""
+        over, wide = value.axes[len(axes) :], jnp.promote_types(old.dtype, jnp.float32)
+        here = old if axes else _collectives.pad(old, value.dim, self.num_shards)
+        here = _collectives.take_shard(here, value.dim, over, self.count(over))
+        mine = value.x.astype(wide) - here.astype(wide)
+        if value.size % self.num_shards:
+            mine = _collectives.mask_padding(mine, value.dim, value.size, value.axes, 0)
+
+        def renewed(old: jax.Array, part: jax.Array) -> jax.Array:
+            change = self._gather(part, value.dim, over, value.name, codes)
+            if not axes:
+                change = _collectives.unpad(change, value.dim, value.size)
+            return (old.astype(wide) + change).astype(old.dtype)
+
+        if self._goes_into(old, value):
+            return _collectives.slices_into(old, mine, GATHERED_AT_ONCE, renewed)
+        return renewed(old, mine)
 
     def _goes_into(self, old: jax.Array, value: ShardValue) -> bool:
         """Whether it is large, not yet gathered, and sharded along another dim than the first."""
-        if value.dim == 0 or self.scope in value.gathered:
+        if value.dim == 0 or (self.scope, False) in value.gathered:
             return False
         # A leaf that XLA shards over further axes is known by its whole shape, which a slice has not.
         alike = old.dtype == value.x.dtype and value.name not in self.leaves
         return bool(alike and old.nbytes > GATHERED_AT_ONCE)
 
-    def _gather(self, shard: jax.Array, dim: int, axes: Axes, name: str) -> jax.Array:
+    def _gather(
+        self, shard: jax.Array, dim: int, axes: Axes, name: str, codes: Blocks | None = None
+    ) -> jax.Array:
         """`[n/k, d] -> [n, d]`, for the k devices of `axes`."""
         self._check_together("a parameter is gathered")
-        return _collectives.gather(shard, dim, axes, name, self._automatic(name, shard, dim))
+        automatic = self._automatic(name, shard, dim)
+        if codes is not None:
+            return _coded.gather(shard, dim, axes, name, automatic, codes)
+        return _collectives.gather(shard, dim, axes, name, automatic)
 
     def _steps(self, axes: Axes) -> list[Axes]:
         """Axes that one collective runs over: those of parameters, then the rest."""
@@ -192,15 +248,16 @@ class Devices:
         """`x [n, d]`, or what of it was scattered, `[n/k, d]` -> the sum's `[n/k, d]`, or `[n, d]`."""
         if value.scattered:
             assert value.dim is not None
-            total = self._all_reduce(value.x, self.replica_axes, value.name).astype(value.dtype)
+            total = self._over_replicas(value.x, value).astype(value.dtype)
             return ShardValue(total, value.dim, value.size, self.shard_axes, value.name)
         dim, (before, after) = value.dim if self.num > 1 else None, _halves(value)
         total = _scaled(value.x, before)
         if dim is not None:
             total = self._scatter(total, dim, value)
-        if self.num > 1:
-            axes = self.axes if dim is None else self.replica_axes
-            total = self._all_reduce(total, axes, value.name)
+        if self.num > 1 and dim is None:
+            total = self._all_reduce(total, self.axes, value.name)
+        elif self.num > 1:
+            total = self._over_replicas(total, value)
         total = _scaled(total, after).astype(value.dtype)
         return self.value(total, dim, value.x.shape, value.name)
 
@@ -219,19 +276,49 @@ class Devices:
     def _scatter(self, total: jax.Array, dim: int, value: Unreduced) -> jax.Array:
         """`total [n, d]` of each device -> this device's `[n/k, d]` of their sum, when it is its turn."""
         total = _collectives.pad(total, dim, self.num_shards)
-        total = not_before(total, self.queue.reduction_tokens(value.made))
-        shard = self.reduce_scatter(total, dim, value.name)
+        tokens = self.queue.reduction_tokens(value.made)
+        shard = self.reduce_scatter(total, dim, value.name, value.coded, tokens)
         self.queue.note_reduction(shard, value.made, total.nbytes)
         return shard
 
-    def reduce_scatter(self, total: jax.Array, dim: int, name: str) -> jax.Array:
-        """`total [n, d]` of each device, or a part of it along another dim -> `[n/k, d]` of their sum."""
+    def reduce_scatter(
+        self, total: jax.Array, dim: int, name: str, coded: bool = False,
+        tokens: Sequence[jax.Array] = (),
+    ) -> jax.Array:  # fmt: skip
+        """`total [n, d]` of each device, or a part of it along another dim -> `[n/k, d]` of their sum.
+
+        When `tokens` are there.
+        """
         self._check_together("a gradient is reduced")
         shard = _collectives.pad(total, dim, self.num_shards)
+        codes = {axis: self.reduce_codes.get(axis) for axis in self.shard_axes}
+        if coded and any(codes.values()):
+            # The last axis of the mesh is the fastest: it carries most, and the others its sums.
+            hops = [axis for axis in reversed(self.axes) if axis in codes]
+            sizes = {axis: self.sizes[axis] for axis in self.shard_axes}
+            automatic = self._automatic(name, shard, dim)
+            # Codes wait, and not what they are made of, which is larger.
+            if not any(automatic):
+                return _coded.reduce_scatter(shard, dim, sizes, hops, codes, name, tokens=tokens)
+            shard = not_before(shard, tokens)
+            return _coded.reduce_scatter(shard, dim, sizes, hops, codes, name, automatic)
+        shard = not_before(shard, tokens)
         for axes in self._steps(self.shard_axes):
             automatic = self._automatic(name, shard, dim)
             shard = _collectives.reduce_scatter(shard, dim, axes, name, automatic)
         return shard
+
+    def _over_replicas(self, total: jax.Array, value: Unreduced) -> jax.Array:
+        """`[n/k, d]` of each device -> their sum over the axes beside those of a shard."""
+        exact = self.replica_axes
+        if value.coded:
+            exact = tuple(axis for axis in exact if not self.reduce_codes.get(axis))
+        for axis in self.replica_axes:
+            codes = self.reduce_codes.get(axis) if axis not in exact else None
+            if codes is not None:
+                self._check_together("a gradient is reduced")
+                total = _coded.all_reduce(total, axis, self.sizes[axis], codes, value.name)
+        return self._all_reduce(total, exact, value.name)
 
     def _all_reduce(self, total: jax.Array, axes: Axes, name: str) -> jax.Array:
         """`[n, d]` of each device -> their sum `[n, d]` over `axes`, if there are any."""

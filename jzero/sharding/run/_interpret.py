@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a step's jaxpr on one device's values: the loop over equations, and where it stands.
 
 What an equation does is in `_ordinary.py` and `_control.py`, one handler per primitive. Collectives are
@@ -306,10 +307,13 @@ class Interpreter:
         if isinstance(value, ShardValue) and narrower:
             key = (self.devices.scope, "cast", str(dtype))
             if key not in value.views:
-                cast = value.x.astype(dtype)
-                value.views[key] = ShardValue(cast, value.dim, value.size, value.axes, value.name)
+                cast = dataclasses.replace(value, x=value.x.astype(dtype), view_of=None)
+                value.views[key] = dataclasses.replace(cast, gathered={}, views={})
             value = value.views[key]
-        return FullValue(self.devices.full(value), value.name)
+        eqns = frame.jaxpr.eqns if indices is None else [frame.jaxpr.eqns[i] for i in indices]
+        readers = [eqn for eqn in eqns if any(atom is var for atom in eqn.invars)]
+        as_codes = any(frame.varies(out) for eqn in readers for out in eqn.outvars)
+        return FullValue(self.devices.full(value, as_codes), value.name)
 
     # -- passes ----------------------------------------------------------------------------------
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops: a carry keeps its layout, stacks are sliced and made in shards, running sums wait for the end.
 
 Values are pytrees (`_values.py`), so that a loop of JAX's carries them, slices them and stacks them.
@@ -61,9 +62,9 @@ def run_scan(
         ys = [_unless_sliced(value, slices) for value in inner.hand_out(made)]
         send = _residuals.marked if interp.in_parts else _memory_spaces.to_host
         ys = [_sent(y, send) if away else y for y, away in zip(ys, go_away, strict=True)]
-        scales = [_Found(v.scale if isinstance(v, Unreduced) else None) for v in leaving]
+        kinds = [_Found(_kind(v)) for v in leaving]
         new = [each.leave(inner.devices, v) for each, v in zip(carries, leaving, strict=True)]
-        return new, (ys, scales)
+        return new, (ys, kinds)
 
     loop = functools.partial(lax.scan, unroll=scan.unroll)
     # A loop that is part of one pass: one that holds whole passes would keep what it gathered for the
@@ -75,10 +76,10 @@ def run_scan(
         queue = interp.devices.queue if gathers else None
         loop = functools.partial(_prefetch.scan, queue=queue)
     starts = [each.start(interp.devices) for each in carries]
-    ends, (ys, scales) = loop(turn, starts, stacks, length=scan.length, reverse=scan.reverse)
-    finished = zip(carries, ends, scales, strict=True)
+    ends, (ys, kinds) = loop(turn, starts, stacks, length=scan.length, reverse=scan.reverse)
+    finished = zip(carries, ends, kinds, strict=True)
     return [
-        *(each.finish(interp, x, scale.value) for each, x, scale in finished),
+        *(each.finish(interp, x, kind.value) for each, x, kind in finished),
         *(stacks[y.value] if isinstance(y, _Found) else y for y in ys),
     ]
 
@@ -188,13 +189,18 @@ T = TypeVar("T")
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Found(Generic[T]):
-    """What tracing a turn found out: of which stack a result is a slice, the scale of a sum."""
+    """What tracing a turn found out: of which stack a result is a slice, what kind of sum it is."""
 
     value: T
 
 
 _Carried = Settled | jax.Array
-_Made = tuple[list[Value | _Found[int]], list[_Found[float | None]]]
+_SumKind = tuple[float | None, bool]  # of a sum: its scale, and whether it is coded
+_Made = tuple[list[Value | _Found[int]], list[_Found[_SumKind]]]
+
+
+def _kind(value: Value) -> _SumKind:
+    return (value.scale, value.coded) if isinstance(value, Unreduced) else (None, False)
 
 
 def _unless_sliced(value: Value, slices: Sequence[Settled]) -> Value | _Found[int]:
@@ -252,7 +258,7 @@ class _Carry:
         x = devices.as_dim(value, self.dim)
         return devices.value(x, self.dim, self.out.aval.shape, self.init.name)
 
-    def finish(self, interp: Interpreter, carried: _Carried, scale: float | None) -> Value:
+    def finish(self, interp: Interpreter, carried: _Carried, kind: _SumKind) -> Value:
         return self.enter(carried)
 
 
@@ -269,12 +275,13 @@ class _RunningSum(_Carry):
     def leave(self, devices: Devices, value: Value) -> _Carried:
         return value.x.astype(self.out.aval.dtype)
 
-    def finish(self, interp: Interpreter, carried: _Carried, scale: float | None) -> Value:
+    def finish(self, interp: Interpreter, carried: _Carried, kind: _SumKind) -> Value:
         """The sum of what the turns added, `[n/k, d]` or `[n, d]`, and of what the loop began with."""
         assert isinstance(carried, jax.Array)
+        scale, coded = kind
         assert scale is not None
         devices = interp.devices
-        waiting = Unreduced(carried, scale, carried.dtype, self.leaf, dim=self.dim)
+        waiting = Unreduced(carried, scale, carried.dtype, self.leaf, dim=self.dim, coded=coded)
         if interp.hold:
             before = interp.as_contribution(self.init, scale)
             return dataclasses.replace(waiting, x=carried + before)

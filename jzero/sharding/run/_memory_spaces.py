@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that wait in pinned memory of the host, inside a program: types say where a value lies."""
 
 from __future__ import annotations

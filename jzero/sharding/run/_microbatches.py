@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a step in microbatches: the phases of its cut, each with one loop that sums up reductions."""
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class _Sum:
     leaf: str
     scale: float | None = None
     wire: DTypeLike | None = None
+    coded: bool = False
 
     def start(self, devices: Devices) -> jax.Array:
         """Zeros, `[n/k, d]` or `[n, d]`."""
@@ -128,7 +130,8 @@ class _Sum:
         if self.dim is not None:
             value = inner.devices.scatter(value)
         if waits(value) and value.scattered == (self.dim is not None):
-            self.scale, self.wire, x = value.scale, value.x.dtype, value.x
+            self.scale, self.wire, self.coded = value.scale, value.x.dtype, value.coded
+            x = value.x
         elif self.dim is None and inner.hold:
             self.scale, self.wire = 1.0, self.var.aval.dtype
             x = inner.as_contribution(value, 1.0)
@@ -141,7 +144,7 @@ class _Sum:
         dtype, shape = self.var.aval.dtype, self.var.aval.shape
         if self.scale is None:
             return devices.value(total.astype(dtype), self.dim, shape, self.leaf)
-        value = Unreduced(total.astype(self.wire), self.scale, dtype, self.leaf)
+        value = Unreduced(total.astype(self.wire), self.scale, dtype, self.leaf, coded=self.coded)
         if self.dim is None:
             return value
         return dataclasses.replace(value, dim=self.dim, size=shape[self.dim], scattered=True)

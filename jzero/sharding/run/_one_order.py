@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs for CPUs: no collective starts before a loop with collectives in front of it is over."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ordinary equations, reductions, and the step's own collectives: a handler for each."""
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def apply(
     outs = _on_shards(interp, frame, eqn, settled)
     if outs is not None:
         return outs
-    return [FullValue(x) for x in _jaxpr.bind(eqn, *map(interp.devices.full, settled))]
+    as_codes = any(frame.varies(out) for out in eqn.outvars)
+    whole = [interp.devices.full(value, as_codes) for value in settled]
+    return [FullValue(x) for x in _jaxpr.bind(eqn, *whole)]
 
 
 def _casts_to_itself(eqn: _jaxpr.Eqn, ins: list[Value]) -> bool:
@@ -96,12 +99,15 @@ def _sum(eqn: _jaxpr.Eqn, waiting: Sequence[Unreduced], collects: bool) -> Unred
         return first
     scales = {value.scale for value in waiting} - {None}
     forms = {(v.dtype, v.scattered, v.dim if v.scattered else None) for v in waiting}
+    coded = all(v.coded for v in waiting)
     if len(scales) > 1 or len(forms) > 1:
         return None
     wire = jnp.result_type(*(value.x.dtype for value in waiting))
     (x,) = _jaxpr.bind(eqn, *(value.x.astype(first.dtype) for value in waiting))
     scale, made = next(iter(scales), None), max(value.made for value in waiting)
-    return dataclasses.replace(first, x=x.astype(wire), scale=scale, collecting=collects, made=made)
+    return dataclasses.replace(
+        first, x=x.astype(wire), scale=scale, collecting=collects, coded=coded, made=made
+    )
 
 
 def _as_contributions(interp: Interpreter, ins: list[Value]) -> list[Value]:
@@ -175,7 +181,10 @@ def _by_rule(
         for value, d in zip(ins, own, strict=True)
     ]
     outs = _jaxpr.bind(eqn, *arrays, **rule.local(eqn, dim, devices.shard_size(size, axes)))
-    return [ShardValue(x, dim, size, axes, name, view_of=_view(eqn, rule, ins)) for x in outs]
+    first = ins[0]
+    coded = rule.linear and len(ins) == 1 and isinstance(first, ShardValue) and first.coded
+    view = _view(eqn, rule, ins)
+    return [ShardValue(x, dim, size, axes, name, coded, view_of=view) for x in outs]
 
 
 def _output_axes(
@@ -266,7 +275,7 @@ def _constrain(
         value = value.reduced
     x = lax.with_sharding_constraint(value.x, _jaxpr.constraint_spec(eqn, interp.automatic))
     if isinstance(value, ShardValue):
-        return [ShardValue(x, value.dim, value.size, value.axes, value.name)]
+        return [ShardValue(x, value.dim, value.size, value.axes, value.name, value.coded)]
     return [dataclasses.replace(value, x=x)]
 
 
@@ -283,7 +292,9 @@ def psum(
         x = interp.devices.full(value)
         if axes:
             wire = x.astype(wire_dtype(interp, frame, eqn, atom))
-            outs.append(Unreduced(wire, 1.0, x.dtype, interp.links.leaf_of(frame, out)))
+            leaf = interp.links.leaf_of(frame, out)
+            coded = leaf in interp.devices.coded and is_gradient(frame, eqn, atom)
+            outs.append(Unreduced(wire, 1.0, x.dtype, leaf, coded=coded))
         else:  # The sum of what all devices have in common.
             outs.append(FullValue(x * jnp.asarray(num, x.dtype)))
     return outs
@@ -299,12 +310,18 @@ def wire_dtype(
     interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, atom: _jaxpr.Atom
 ) -> jnp.dtype[Any]:
     """In which an operand of a sum over the devices travels: a gradient as `reduce_dtype` says."""
-    dtype = atom.aval.dtype
-    gradient = frame.pass_of(eqn) == "backward" or (
-        not _jaxpr.is_literal(atom) and atom in frame.local_gradients
+    dtype, chosen = (
+        atom.aval.dtype,
+        interp.reduce_dtype is not None and is_gradient(frame, eqn, atom),
     )
-    chosen = gradient and interp.reduce_dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    chosen = chosen and jnp.issubdtype(dtype, jnp.floating)
     return jnp.dtype(interp.reduce_dtype if chosen else dtype)
+
+
+def is_gradient(frame: Frame, eqn: _jaxpr.Eqn, atom: _jaxpr.Atom) -> bool:
+    """Whether the operand of a sum over the devices is a gradient."""
+    is_local = not _jaxpr.is_literal(atom) and atom in frame.local_gradients
+    return frame.pass_of(eqn) == "backward" or is_local
 
 
 def _collective(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops over layers, pipelined: each turn gathers and fetches what the next one needs while it computes.
 
 The compiler cannot do this where it matters (docs/facts-compilers.md): it opens a loop's body with all

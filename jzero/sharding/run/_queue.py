@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When the collectives of a pass run: gathers ahead by so many bytes, reductions one after the other."""
 
 from __future__ import annotations

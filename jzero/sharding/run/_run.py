@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a planned step on one device's values: inside `shard_map`, and as one function of whole arrays."""
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jzero._blocks import Blocks
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
@@ -91,6 +93,9 @@ class Runner:
             # The loop over layers takes their reductions in, and none of them can wait for one of all layers.
             GatherQueue(exchange.prefetch_bytes, in_order=not plan.microbatches.layer_major),
             scope=object(),
+            gather_codes=exchange.gather_codes,
+            reduce_codes=dict(exchange.reduce_codes),
+            coded=frozenset(leaf.path for leaf in plan.leaves if leaf.coded),
         )
         return Interpreter(
             self.analysis.links,
@@ -115,8 +120,8 @@ class Runner:
         A leaf may be None if none of them reads it.
         """
         plan, frame, exchange = self.plan, self.frame, self.plan.exchange
-        leaves = zip(state, frame.jaxpr.invars, strict=False)
-        values = [value_of(x, plan.boundary.of(var)) for x, var in leaves]
+        leaves = zip(state, frame.jaxpr.invars, plan.leaves, strict=False)
+        values = [value_of(x, plan.boundary.of(var), leaf.coded) for x, var, leaf in leaves]
         env = interp.start(frame, [*values, *map(FullValue, arrays)])
         if plan.microbatches.phases:
             arguments = frame.jaxpr.invars[len(state) :]
@@ -151,7 +156,10 @@ class Runner:
             value: Value = FullValue(env.stacks[_jaxpr.variable(atom)])
         else:
             value = interp.read(frame, env, atom)
-        x = _finish(interp, atom, value, layout, example, old, masks_padding)
+        leaves = self.plan.leaves
+        renewed = old is not None and index < len(leaves) and leaves[index].renewed_in_codes
+        codes = self.plan.exchange.gather_codes if renewed else None
+        x = _finish(interp, atom, value, layout, example, old, masks_padding, codes)
         return _jaxpr.with_type_of(x, atom)
 
     def _overtakes(self) -> bool:
@@ -164,25 +172,25 @@ def _on_cpus(mesh: Mesh) -> bool:
     return isinstance(mesh, Mesh) and bool(mesh.devices.flat[0].platform == "cpu")
 
 
-def value_of(x: Any, plan: ValuePlan) -> FullValue | ShardValue:
-    """An array of one device, as what the plan says it is."""
+def value_of(x: Any, plan: ValuePlan, coded: bool = False) -> FullValue | ShardValue:
+    """An array of one device, as what the plan says it is; `coded` if codes may be gathered of it."""
     if isinstance(plan.layout, Shard):
         dim = plan.layout.dim
-        return ShardValue(x, dim, plan.shape[dim], plan.layout.axes, plan.path)
+        return ShardValue(x, dim, plan.shape[dim], plan.layout.axes, plan.path, coded)
     return FullValue(x, plan.path)
 
 
 def _finish(
     interp: Interpreter, atom: _jaxpr.Atom, value: Value, layout: Layout, example: bool, old: Any,
-    masks_padding: bool,
+    masks_padding: bool, codes: Blocks | None,
 ) -> Any:  # fmt: skip
     if isinstance(layout, Full):
         if old is None:
             return interp.devices.full(value)
-        return interp.devices.full_into(old, value)
+        return interp.devices.full_into(old, value, codes)
     dim = layout.dim
     if not example:
-        x = interp.devices.shard(value, dim, layout.axes)
+        x = interp.devices.shard_into(old, value, dim, layout.axes, codes)
         size = atom.aval.shape[dim]
         padded = interp.devices.shard_size(size, layout.axes) * interp.devices.count(layout.axes)
         if padded == size or not masks_padding:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory-centric tiling: a large matrix is gathered, used and freed tile by tile, and its gradient made so.
 
 A product of whole rows with a parameter at rest in shards is a loop over tiles of the parameter, each of
@@ -96,7 +97,7 @@ def _product(
     def gathered(start: Start, size: int, tokens: Sequence[jax.Array] = ()) -> jax.Array:
         part = lax.dynamic_slice_in_dim(value.x, start, size, tiles.dim)
         with jax.named_scope(TILES):
-            return devices.whole(value, not_before(part, tokens))
+            return devices.whole(value, not_before(part, tokens), as_codes=True)
 
     @jax.jit  # Traced and lowered once for the loop and its last turn.
     def used(total: jax.Array, start: Start, tile: jax.Array) -> jax.Array:
@@ -190,7 +191,10 @@ def _reduced(
     if tiles is None:
         return None
     size = out.aval.shape[dim]
-    waiting = Unreduced(ins[0].x, 1.0, out.aval.dtype, name, dim=dim, size=size, scattered=True)
+    coded = name in devices.coded and _ordinary.is_gradient(frame, sum_eqn, sum_eqn.invars[0])
+    waiting = Unreduced(
+        ins[0].x, 1.0, out.aval.dtype, name, dim=dim, size=size, scattered=True, coded=coded
+    )
     x = _reduced_product(devices, eqn, [value.x for value in ins], dtype, waiting, tiles)
     waiting = dataclasses.replace(waiting, x=x)
     devices.queue.note_reduction(x, waiting.made, nbytes // tiles.size * tiles.tile)
@@ -218,7 +222,7 @@ def _reduced_product(
 
     def reduced(tile: jax.Array) -> jax.Array:
         with jax.named_scope(TILES):
-            return devices.reduce_scatter(tile, dim, result.name)
+            return devices.reduce_scatter(tile, dim, result.name, result.coded)
 
     def turn(total: jax.Array, start: Start, tile: jax.Array, following: jax.Array) -> jax.Array:
         # Else the compiler hides this copy behind the next tile's product, and not the reduction.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a value can be while the step runs on one device: full, a shard, or not yet reduced.
 
 All are pytrees, so that JAX's loops and branches take and return them. What is only remembered of a value
@@ -44,7 +45,8 @@ class ShardValue:
     gathered and masked when it is reduced (test_padded.py).
     `gathered` keeps the whole value for the pass (see `Devices.scope`) that asked for it. `view_of` is
     the value this one only rearranges, and how: the two share a gather. `views` are the casts and
-    rearrangements already made of it, so that a step that casts twice gathers once.
+    rearrangements already made of it, so that a step that casts twice gathers once. What is `coded`, a
+    parameter or its cast, may be gathered as codes of few bits, for whoever can do with that.
     """
 
     x: jax.Array
@@ -52,6 +54,7 @@ class ShardValue:
     size: int
     axes: Axes
     name: str = ""
+    coded: bool = False
     view_of: tuple[ShardValue, Callable[[jax.Array], jax.Array]] | None = None
     gathered: dict[Hashable, jax.Array] = dataclasses.field(default_factory=dict)
     views: dict[Hashable, ShardValue] = dataclasses.field(default_factory=dict)
@@ -68,7 +71,8 @@ class Unreduced:
     `made` counts up, in the order of the program.
     A running sum of reductions (`collecting`) has no `scale` before the first: it takes that of what is
     added to it.
-    `x` keeps the dtype in which the step wrote the reduction, so a cast after it changes no traffic.
+    `x` keeps the dtype in which the step wrote the reduction, so a cast after it changes no traffic. What is
+    `coded`, a gradient, may travel as codes of few bits.
     """
 
     x: jax.Array
@@ -79,6 +83,7 @@ class Unreduced:
     dim: int | None = None
     size: int = 0
     scattered: bool = False
+    coded: bool = False
     made: int = dataclasses.field(default_factory=itertools.count().__next__)
     reduced: FullValue | ShardValue | None = None
 
@@ -88,12 +93,12 @@ Value = Settled | Unreduced
 
 jax.tree_util.register_dataclass(FullValue, ["x"], ["name"])
 jax.tree_util.register_dataclass(
-    ShardValue, ["x"], ["dim", "size", "axes", "name"], ["view_of", "gathered", "views"]
+    ShardValue, ["x"], ["dim", "size", "axes", "name", "coded"], ["view_of", "gathered", "views"]
 )
 jax.tree_util.register_dataclass(
     Unreduced,
     ["x"],
-    ["scale", "dtype", "name", "collecting", "dim", "size", "scattered", "made"],
+    ["scale", "dtype", "name", "collecting", "dim", "size", "scattered", "coded", "made"],
     ["reduced"],
 )
 

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters and gradients travel as codes of few bits, and why others do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+import jax.numpy as jnp
+
+from jzero._blocks import Blocks
+from jzero._errors import OptionError, message
+from jzero.sharding.analysis._frames import Frame, variables
+from jzero.sharding.analysis._links import Links
+from jzero.sharding.analysis._product_reads import read_by_products
+from jzero.sharding.plan._leaves import LeafPlan
+from jzero.sharding.plan._stages import PARAMETER, StageAxes
+from jzero.tracing import _call, _jaxpr
+
+WHO = _call.WHO
+# Elements of a leaf: below it scales and the computation cost more than the bytes are worth.
+LEAST = 2**14
+
+
+def in_codes(
+    leaves: Sequence[LeafPlan], frame: Frame, links: Links, stage_axes: StageAxes,
+    gather_codes: Blocks | None,
+) -> tuple[LeafPlan, ...]:  # fmt: skip
+    """The leaves, with what may travel as codes, or the reason why a parameter may not.
+
+    A gathered copy that rests would keep what was rounded off. So new parameters travel as the difference to
+    it, and only if it has a master: then the next difference takes up the rest of this one.
+
+    Raises:
+      OptionError: parameters rest in copies, and none has a master.
+    """
+    products, copies = (
+        read_by_products(frame, links),
+        stage_axes.param_axes != stage_axes.shard_axes,
+    )
+    out = []
+    for i, leaf in enumerate(leaves):
+        if leaf.role == PARAMETER:
+            why = _why_exact(leaf, products)
+            renewed = not why and copies and gather_codes is not None and _has_master(frame, i)
+            leaf = dataclasses.replace(leaf, coded=not why, renewed_in_codes=renewed, why_exact=why)
+        out.append(leaf)
+    if gather_codes is not None and not stage_axes.param_axes:
+        _check_masters(out, gather_codes)
+    return tuple(out)
+
+
+def _check_masters(leaves: Sequence[LeafPlan], codes: Blocks) -> None:
+    bad = [leaf.path for leaf in leaves if leaf.coded]
+    if bad and not any(leaf.renewed_in_codes for leaf in leaves):
+        raise OptionError(message(
+            WHO, [f"{path} is updated from its own old value" for path in bad],
+            f"Below stage 3 gather_dtype={codes} is for the difference of new parameters to old ones; what "
+            "is rounded off is lost unless a master has it.",
+            "Use jzero.master_weights(tx), stage=3, or drop gather_dtype.", shown=4))  # fmt: skip
+
+
+def _why_exact(leaf: LeafPlan, products: Collection[str]) -> str:
+    if not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating):
+        return "it has no floating point numbers"
+    if leaf.path not in products:
+        return "no product reads it"
+    if math.prod(leaf.shape) < LEAST:
+        return f"it has fewer than {LEAST} elements"
+    return "it has 8 bits" if leaf.itemsize == 1 else ""
+
+
+def _has_master(frame: Frame, index: int) -> bool:
+    """Whether a new parameter is made without the old one, but for its gradient."""
+    makers = {out: eqn for eqn in frame.jaxpr.eqns for out in eqn.outvars}
+    old, new = frame.jaxpr.invars[index], frame.jaxpr.outvars[index]
+    due, seen = variables([new]), set[_jaxpr.Var]()
+    while due:
+        var = due.pop()
+        if var is old:
+            return False
+        eqn = makers.get(var)
+        # What the batch has a part in is a gradient, or follows from one.
+        if var in seen or eqn is None or any(frame.reads(eqn)):
+            continue
+        seen.add(var)
+        due += variables(eqn.invars)
+    return True

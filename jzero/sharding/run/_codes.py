@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values as rows of bytes, and back: codes of few bits, then the scales of their blocks.
+
+One row is one value, so that one collective moves codes and scales, and no compiler widens them on the way.
+
+[Note: what is not finite] A block with an infinity or NaN has a negative scale. Its largest codes stand for
+the infinities then, the code below the smallest one for NaN, and its finite elements have the codes between;
+it is not rotated. So an overflow is seen where it was made, and its neighbours keep their values.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jzero._blocks import Blocks
+
+
+def encode(x: jax.Array, blocks: Blocks) -> jax.Array:
+    """Floats `[rows, n]` as bytes `uint8[rows, blocks.nbytes(n)]`."""
+    rows, n = x.shape
+    x = _in_blocks(x.astype(_wide(x.dtype)), blocks)
+    finite = jnp.isfinite(x)
+    special = ~jnp.all(finite, axis=-1, keepdims=True)
+    known = jnp.where(finite, x, 0)
+    if blocks.rotate:
+        known = jnp.where(special | _cut(n, blocks), known, _rotated(known))
+    top = jnp.where(special, blocks.largest - 1, blocks.largest).astype(x.dtype)
+    scale = jnp.max(jnp.abs(known), axis=-1, keepdims=True) / top
+    tiny = jnp.finfo(x.dtype).tiny
+    steps = known * jnp.where(scale >= tiny, 1 / scale, 0)
+    steps = jnp.floor(steps + _uniform(known)) if blocks.stochastic else jnp.round(steps)
+    codes = jnp.clip(steps, -top, top)
+    beyond = jnp.where(jnp.isnan(x), -blocks.largest - 1, jnp.sign(x) * blocks.largest)
+    codes = jnp.where(finite, codes, beyond).astype(jnp.int8).reshape(rows, -1)[:, :n]
+    scale = jnp.where(special, -jnp.maximum(scale, tiny), scale)
+    return jnp.concatenate([_packed(codes, blocks), _as_bytes(scale[..., 0])], axis=1)
+
+
+def decode(row: jax.Array, n: int, dtype: Any, blocks: Blocks) -> jax.Array:
+    """Bytes `[rows, blocks.nbytes(n)]` as floats `[rows, n]`."""
+    wide = jnp.dtype(_wide(dtype))
+    num_codes = -(-n // blocks.per_byte)
+    codes = _in_blocks(_unpacked(row[:, :num_codes], blocks)[:, :n], blocks)
+    scale = lax.bitcast_convert_type(row[:, num_codes:].reshape(*codes.shape[:2], -1), wide)[
+        ..., None
+    ]
+    special = scale < 0
+    x = codes.astype(wide) * jnp.abs(scale)
+    if blocks.rotate:
+        x = jnp.where(special | _cut(n, blocks), x, _rotated(x))
+    # The largest one times its rounded step may be a little more than a float can be.
+    most = np.asarray(jnp.finfo(dtype).max, wide)
+    x = jnp.clip(x, -most, most)
+    infinite = jnp.sign(codes).astype(wide) * jnp.inf
+    x = jnp.where(special & (jnp.abs(codes) == blocks.largest), infinite, x)
+    x = jnp.where(special & (codes == -blocks.largest - 1), jnp.nan, x)
+    return x.reshape(row.shape[0], -1)[:, :n].astype(dtype)
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+
+
+def _in_blocks(x: jax.Array, blocks: Blocks) -> jax.Array:
+    """`[rows, n]` as `[rows, blocks, size]`, with zeros in the last one."""
+    rows, n = x.shape
+    x = jnp.pad(x, ((0, 0), (0, -n % blocks.elements)))
+    return x.reshape(rows, x.shape[1] // blocks.elements, blocks.elements)
+
+
+def _cut(n: int, blocks: Blocks) -> np.ndarray:
+    """`[1, blocks, 1]`: whether a block goes beyond a row of n, so that not all of its codes travel."""
+    ends = np.arange(1, -(-n // blocks.elements) + 1) * blocks.elements
+    return (ends > n)[None, :, None]
+
+
+def _packed(codes: jax.Array, blocks: Blocks) -> jax.Array:
+    """`int8[rows, n]` as bytes `[rows, n / codes of a byte]`."""
+    if blocks.per_byte == 1:
+        return lax.bitcast_convert_type(codes, jnp.uint8)
+    codes = jnp.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
+    pairs = (codes + 8).astype(jnp.uint8).reshape(codes.shape[0], codes.shape[1] // 2, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def _unpacked(row: jax.Array, blocks: Blocks) -> jax.Array:
+    """Bytes `[rows, m]` as `int8[rows, m * codes of a byte]`."""
+    if blocks.per_byte == 1:
+        return lax.bitcast_convert_type(row, jnp.int8)
+    pairs = jnp.stack([row & jnp.uint8(15), row >> 4], axis=-1).astype(jnp.int8)
+    return lax.sub(pairs, jnp.full_like(pairs, 8)).reshape(row.shape[0], -1)
+
+
+def _as_bytes(x: jax.Array) -> jax.Array:
+    """Floats `[rows, b]` as bytes `[rows, b * itemsize]`."""
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
+
+
+def _rotated(x: jax.Array) -> jax.Array:
+    """Each block, times an orthonormal matrix of Hadamard's, which is its own inverse."""
+    matrix = jnp.asarray(_hadamard(x.shape[-1]), x.dtype)
+    rotated: jax.Array = jnp.matmul(x, matrix, precision=lax.Precision.HIGHEST)
+    return rotated
+
+
+@functools.cache
+def _hadamard(size: int) -> np.ndarray:
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / math.sqrt(size)
+
+
+def _uniform(x: jax.Array) -> jax.Array:
+    """Of each element of `[rows, blocks, size]` a number in [0, 1), by its value and its place in the row."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    blocks, inside = (lax.broadcasted_iota(jnp.uint32, x.shape, dim) for dim in (1, 2))
+    places = blocks * np.uint32(x.shape[2]) + inside
+    # The finalizer of MurmurHash3 (Appleby, 2011).
+    mixed = bits ^ (places * np.uint32(0x9E3779B9))
+    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
+    mixed ^= mixed >> 16
+    return ((mixed >> 8).astype(jnp.float32) * np.float32(2.0**-24)).astype(x.dtype)

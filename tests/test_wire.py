@@ -1,0 +1,461 @@
+"""Parameters and gradients that travel as codes: what trains is what one device trains with such numbers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import jzero
+from jzero.sharding.run import _codes
+
+INT8, INT4 = jzero.Blocks("int8"), jzero.Blocks("int4", size=32)
+D = 128
+
+
+def mesh_of(**sizes):
+    num = int(np.prod(list(sizes.values())))
+    kinds = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=jax.devices()[:num])
+
+
+def init(dtype=jnp.float32, width=D):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "layers": {
+            "w": jax.random.normal(keys[0], (3, D, D), dtype) * 0.1,
+            "scale": jnp.ones((3, D), dtype),
+        },
+        "out": jax.random.normal(keys[1], (D, width), dtype) * 0.1,
+        "table": jax.random.normal(keys[2], (256, D), dtype),
+    }
+
+
+def loss_of(params, tokens, seen=lambda name, w: w):
+    """Mean of rows; `seen` is what products see of a matrix."""
+
+    @jax.checkpoint
+    def layer(h, slices):
+        return h + jnp.tanh(h @ seen("w", slices["w"]) * slices["scale"][None]), None
+
+    h, _ = jax.lax.scan(layer, params["table"][tokens], params["layers"])
+    return jnp.mean((h @ seen("out", params["out"])) ** 2)
+
+
+def step(params, tokens):
+    loss, grads = jax.value_and_grad(loss_of)(params, tokens)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+
+def trained(train_step, params, tokens, num=3):
+    losses = []
+    for _ in range(num):
+        params, loss = train_step(params, tokens)
+        losses.append(float(loss))
+    return jax.tree.map(np.asarray, params), losses
+
+
+def assert_same(found, wanted, rtol):
+    for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        np.testing.assert_allclose(x, y, rtol=0, atol=rtol * np.abs(y).max(), err_msg=str(path))
+
+
+def through(w, dim, num, codes):
+    """`w`, each device's part of it made to codes and back; its gradient is that of `w`."""
+    padded = jnp.pad(w, [(0, -n % num * (d == dim)) for d, n in enumerate(w.shape)])
+    parts = jnp.stack(jnp.split(padded, num, axis=dim))
+    rows = _codes.encode(parts.reshape(num, -1), codes)
+    back = _codes.decode(rows, parts[0].size, w.dtype, codes).reshape(parts.shape)
+    whole = jax.lax.slice_in_dim(jnp.concatenate(list(back), axis=dim), 0, w.shape[dim], axis=dim)
+    return w + jax.lax.stop_gradient(whole - w)
+
+
+def dims_of(train_step, params, tokens):
+    leaves = train_step.plan(params, tokens).leaves
+    dims = {leaf.path.split("'")[-2]: leaf.layout.dim for leaf in leaves if leaf.coded}
+    assert dims.keys() == {"w", "out"}
+    return dims | {"w": dims["w"] - 1}
+
+
+@pytest.mark.parametrize("num", [2, 3, 8])
+@pytest.mark.parametrize("codes", [INT8, INT4], ids=str)
+@pytest.mark.parametrize(
+    ("width", "options"),
+    [
+        (D, {}),
+        (130, {}),
+        (D, {"gather": "once_per_step", "accumulate": 2}),
+        (D, {"offload_params": jzero.PinnedHost(device_bytes=2**20)}),
+    ],
+    ids=["plain", "padded", "microbatches", "parameters on the host"],
+)
+@pytest.mark.covering
+def test_products_see_what_codes_say_and_nothing_else_changes(num, codes, width, options):
+    with jax.enable_x64(True):
+        params, tokens = init(jnp.float64, width), jnp.arange(48) % 256
+        train_step = jzero.shard_train_step(
+            step, gather_dtype=codes, mesh=mesh_of(data=num), min_shard_bytes=0, **options
+        )
+        dims = dims_of(train_step, params, tokens)
+
+        def seen(name, w):
+            return through(w, dims[name], num, codes)
+
+        def reference(params, tokens):
+            grads = jax.grad(loss_of)(params, tokens, seen)
+            loss = loss_of(params, tokens, seen)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+        wanted, losses = trained(jax.jit(reference), params, tokens)
+        found, mine = trained(train_step, params, tokens)
+        assert_same(found, wanted, 1e-9)
+        np.testing.assert_allclose(mine, losses, rtol=1e-9)
+
+
+def summed(parts, sources, dests, codes):
+    """`parts[source, dest, ...]` of each device of an axis: what each has of all, summed up."""
+    rows = parts.reshape(sources * dests, -1)
+    back = _codes.decode(_codes.encode(rows, codes), rows.shape[1], rows.dtype, codes)
+    return back.reshape(parts.shape).sum(0)
+
+
+def in_hops(grads, dim, node, local, hops):
+    """The sum of gradients `[node * local, n, d]`, as it arrives over 'local', and then over 'node'."""
+    shape = grads.shape[1:]
+    cut = (*shape[:dim], node, local, shape[dim] // (node * local), *shape[dim + 1 :])
+    x = jnp.moveaxis(grads.reshape(node, local, *cut), (2 + dim, 3 + dim), (2, 3))
+    # [node, local, for node, for local, ...]
+    x = jnp.stack(
+        [summed(jnp.moveaxis(x[i], 2, 1), local, local, hops["local"]) for i in range(node)]
+    )
+    # [node, for local, for node, ...]
+    x = jnp.stack([summed(x[:, j], node, node, hops["node"]) for j in range(local)], axis=1)
+    # [for node, for local, ...]
+    return jnp.moveaxis(x, (0, 1), (dim, dim + 1)).reshape(shape)
+
+
+@pytest.mark.parametrize("node", [1, 2, 3])
+@pytest.mark.parametrize("codes", [INT8, jzero.Blocks("int4", size=32, rotate=True)], ids=str)
+@pytest.mark.covering
+def test_gradients_are_summed_hop_by_hop_as_codes_say(node, codes):
+    local = 2
+    hops = {"local": INT8, "node": codes}
+    with jax.enable_x64(True):
+        w = jax.random.normal(jax.random.key(1), (3 * D, 3 * D))
+        rows = jax.random.normal(jax.random.key(2), (node * local * 2, 3 * D))
+
+        def loss_of(w, rows):
+            return jnp.sum(jnp.sin(rows @ w))
+
+        def plain(w, rows):
+            return w - 0.1 * jax.grad(loss_of)(w, rows)
+
+        train_step: Any = jzero.shard_train_step(
+            plain, stage=3, reduce_dtype=hops, mesh=mesh_of(node=node, local=local)
+        )
+        grads = jnp.stack([jax.grad(loss_of)(w, part) for part in jnp.split(rows, node * local)])
+        dim = train_step.plan(w, rows).leaves[0].layout.dim
+        wanted = w - 0.1 * in_hops(grads, dim, node, local, hops)
+        assert_same(train_step(w, rows), wanted, 1e-12)
+
+
+def test_replicas_sum_shards_as_codes_and_agree():
+    mesh = mesh_of(node=2, local=4)
+    params, tokens = init(), jnp.arange(48) % 256
+    options = dict(mesh=mesh, param_axes="local", optimizer_axes="local")
+    exact = jzero.shard_train_step(step, **options)
+    coded = jzero.shard_train_step(step, reduce_dtype={"node": jnp.int8}, **options)
+    found, _ = trained(coded, params, tokens)
+    wanted, _ = trained(exact, params, tokens)
+    assert_same(found, wanted, 1e-3)
+    after, _ = coded(params, tokens)
+    for x in jax.tree.leaves(after):
+        assert_alike(x)
+
+
+def with_masters(state, tokens):
+    """Products see parameters in float32, which follow masters in float64."""
+
+    def loss_here(params):
+        return loss_of(jax.tree.map(lambda w: w.astype(jnp.float64), params), tokens)
+
+    grads = jax.grad(loss_here)(state["params"])
+    masters = jax.tree.map(lambda w, g: w - 0.1 * g, state["masters"], grads)
+    new = jax.tree.map(lambda w: w.astype(jnp.float32), masters)
+    return {"params": new, "masters": masters}, jnp.float32(0)
+
+
+OTHERS = [
+    {"accumulate": 2, "reduce": "once"},
+    {"accumulate": 2, "reduce": "each", "gather": "keep"},
+    {"gather": "once_per_step", "accumulate": 2, "accumulate_dtype": jnp.float32},
+    {"prefetch_bytes": 0},
+    {"tile_bytes": 2**14},
+    {"tile_bytes": 2**14, "accumulate": 2, "param_axes": "local"},
+    {"full": "out"},
+    {"param_axes": "local", "optimizer_axes": "local", "accumulate": 2},
+    {"offload_activations": jzero.PinnedHost()},
+    {"offload_params": jzero.PinnedHost(device_bytes=2**19), "accumulate": 2, "layer_major": True},
+    {"auto_specs": {"'w'": jax.P(None, None, "model")}},
+]
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+def test_codes_meet_every_other_option(options):
+    """As without codes, to what 8 bits can say, and with fewer bytes."""
+    sizes = (
+        {"node": 2, "local": 2, "model": 2} if "auto_specs" in options else {"node": 2, "local": 4}
+    )
+    mesh = mesh_of(**sizes)
+    axes = ("node", "local")
+    params, tokens = init(), jnp.arange(64) % 256
+    exact = jzero.shard_train_step(step, mesh=mesh, axis_names=axes, **options)
+    coded = jzero.shard_train_step(
+        step, mesh=mesh, axis_names=axes, gather_dtype=INT8, reduce_dtype=INT8, **options
+    )
+    wanted, losses = trained(exact, params, tokens)
+    found, mine = trained(coded, params, tokens)
+    np.testing.assert_allclose(mine, losses, rtol=2e-3)
+    assert_same(found, wanted, 2e-3)
+    rows = [r for r in coded.describe(params, tokens).traffic if r.dtype == "uint8"]
+    assert {r.op for r in rows} >= {"all-gather", "all-to-all"}
+    before, after = (
+        sum(r.nbytes for r in x.describe(params, tokens).traffic) for x in (exact, coded)
+    )
+    assert after < 0.75 * before
+
+
+def state_with_masters(width=D):
+    masters = init(jnp.float64, width)
+    return {"params": jax.tree.map(lambda w: w.astype(jnp.float32), masters), "masters": masters}
+
+
+@pytest.mark.parametrize("width", [D, 130])
+@pytest.mark.parametrize(
+    "options",
+    [{"stage": 1}, {"stage": 2, "accumulate": 2}, {"stage": 1, "offload": jzero.HostCPU()}],
+    ids=["stage 1", "stage 2, microbatches", "HostCPU"],
+)
+@pytest.mark.covering
+def test_a_copy_that_rests_takes_up_the_difference(options, width):
+    with jax.enable_x64(True):
+        state, tokens = state_with_masters(width), jnp.arange(48) % 256
+        train_step: Any = jzero.shard_train_step(
+            with_masters, gather_dtype=INT4, min_shard_bytes=0, **options
+        )
+        leaves = {leaf.path: leaf for leaf in train_step.plan(state, tokens).leaves}
+        assert sum(leaf.renewed_in_codes for leaf in leaves.values()) == 2
+
+        def renewed(path, new, old):
+            name = f"['params']{jax.tree_util.keystr(path)}"
+            if not leaves[f"state{name}"].renewed_in_codes:
+                return new
+            dim = leaves[f"state{name}".replace("params", "masters")].layout.dim
+            return old + through(new - old, dim, 8, INT4)
+
+        @jax.jit
+        def reference(state, tokens):
+            new, loss = with_masters(state, tokens)
+            params = jax.tree_util.tree_map_with_path(renewed, new["params"], state["params"])
+            return {**new, "params": params}, loss
+
+        found, _ = trained(train_step, state, tokens)
+        wanted, _ = trained(reference, state, tokens)
+        assert_same(found, wanted, 1e-6)
+
+
+def test_copies_over_other_axes_stay_near_their_masters_and_alike():
+    mesh = mesh_of(node=2, local=4)
+    with jax.enable_x64(True):
+        state, tokens = state_with_masters(), jnp.arange(48) % 256
+        train_step = jzero.shard_train_step(
+            with_masters, gather_dtype=INT8, mesh=mesh, param_axes="local"
+        )
+        found = traffic(train_step, state, tokens)
+        assert found["all-gather", "uint8", ("node",)] == 2 * (
+            INT8.nbytes(3 * D * D // 8) + INT8.nbytes(D * D // 8)
+        )
+        for _ in range(12):
+            state, _ = train_step(state, tokens)
+        pairs = zip(
+            jax.tree.leaves(state["params"]), jax.tree.leaves(state["masters"]), strict=True
+        )
+        for x, y in pairs:
+            np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+            assert_alike(x)
+
+
+def assert_alike(x):
+    parts: dict[str, list[np.ndarray]] = {}
+    for shard in x.addressable_shards:
+        parts.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+    assert all(np.array_equal(part, same[0]) for same in parts.values() for part in same)
+
+
+def traffic(train_step, *args):
+    rows = train_step.describe(*args).to_dict()["traffic"]
+    return {(r["op"], r["dtype"], tuple(r["axes"])): r["bytes"] for r in rows}
+
+
+@pytest.mark.parametrize("num", [2, 8])
+def test_bytes_on_the_wire_are_codes_and_scales_to_the_byte(num):
+    mesh = AbstractMesh((num,), ("data",))
+    params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
+    train_step = jzero.shard_train_step(step, mesh=mesh, gather_dtype=INT8, reduce_dtype=INT4)
+    found = traffic(train_step, params, tokens)
+    part = D * D // num  # of a matrix; four of them are gathered in each of two passes
+    assert found["all-gather", "uint8", ("data",)] == 2 * 4 * num * INT8.nbytes(part)
+    assert found["all-to-all", "uint8", ("data",)] == 4 * num * INT4.nbytes(part)
+    # The table and the scales, which no product reads.
+    assert found["reduce-scatter", "float32", ("data",)] == 4 * (256 * D + 3 * D)
+    assert found["all-gather", "float32", ("data",)] == 4 * (256 * D + 2 * 3 * D)
+
+
+def test_zero_plus_plus_by_the_names_of_its_parts():
+    """Bytes between nodes, as a multiple M of the parameters in 16 bits: ZeRO-3 3, ZeRO++ 0.75."""
+    mesh = AbstractMesh((4, 8), ("node", "local"))
+
+    def between_nodes(**options):
+        tx = jzero.master_weights(optax.sgd(0.1))
+
+        def products(state, x):
+            params, opt = state
+            grads = jax.grad(lambda w: jnp.mean((x @ w @ w.T) ** 2))(params)
+            updates, opt = tx.update(grads, opt, params)
+            return optax.apply_updates(params, updates), opt
+
+        w = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16)
+        state, x = (w, jax.eval_shape(tx.init, w)), jax.ShapeDtypeStruct((64, 2048), jnp.bfloat16)
+        train_step = jzero.shard_train_step(products, mesh=mesh, **options)
+        moved = 0
+        for row in train_step.describe(state, x).traffic:
+            if "node" in row.axes and row.elements > 1:
+                # What is gathered over 'node' alone is a shard of each of the node's devices.
+                moved += row.nbytes * (1 if "local" in row.axes else 8)
+        return moved / (2 * w.size)
+
+    assert between_nodes() == 3
+    qwz_and_qgz = dict(gather_dtype=jnp.int8, reduce_dtype={"local": jnp.int8, "node": jnp.int4})
+    hpz = dict(param_axes="local")
+    assert between_nodes(**hpz) == 2  # Reduced once, and gathered once.
+    assert between_nodes(**hpz, **qwz_and_qgz) == pytest.approx(0.75, rel=0.04)
+    int4 = dict(gather_dtype=jnp.int4, reduce_dtype={"local": jnp.int8, "node": jnp.int4})
+    assert between_nodes(**hpz, **int4) == pytest.approx(0.5, rel=0.07)
+
+
+def test_a_step_that_casts_to_float8_gathers_float8():
+    def in_float8(w, x):
+        def loss_of(w):
+            return jnp.mean((x @ w.astype(jnp.float8_e4m3fn).astype(jnp.bfloat16)) ** 2)
+
+        return w - 0.1 * jax.grad(loss_of)(w)
+
+    w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    x = jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
+    for options in ({}, {"gather_dtype": jnp.int8}):
+        train_step = jzero.shard_train_step(
+            in_float8, mesh=AbstractMesh((8,), ("data",)), **options
+        )
+        found = traffic(train_step, w, x)
+        gathered = {dtype: nbytes for (op, dtype, _), nbytes in found.items() if op == "all-gather"}
+        assert gathered == {"float8_e4m3fn": 256 * 256}
+
+
+def test_bytes_of_each_hop():
+    mesh = AbstractMesh((3, 8), ("node", "local"))
+    params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
+    train_step = jzero.shard_train_step(step, mesh=mesh, reduce_dtype={"local": INT8, "node": INT4})
+    found = traffic(train_step, params, tokens)
+    padded = 144 * D  # 128 rows over 24 devices
+    assert found["all-to-all", "uint8", ("local",)] == 4 * 8 * INT8.nbytes(padded // 8)
+    assert found["all-to-all", "uint8", ("node",)] == 4 * 3 * INT4.nbytes(padded // 24)
+
+
+def test_one_axis_may_stay_exact():
+    mesh = AbstractMesh((2, 4), ("node", "local"))
+    params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
+    train_step = jzero.shard_train_step(step, mesh=mesh, reduce_dtype={"node": INT4, "local": None})
+    found = traffic(train_step, params, tokens)
+    assert found["reduce-scatter", "float32", ("local",)] == 4 * 4 * D * D
+    assert found["all-to-all", "uint8", ("node",)] == 4 * 2 * INT4.nbytes(D * D // 8)
+    assert ("all-to-all", "uint8", ("local",)) not in found
+
+
+def test_the_compiled_program_moves_bytes():
+    params, tokens = init(jnp.bfloat16), jnp.arange(48) % 256
+    train_step: Any = jzero.shard_train_step(step, gather_dtype=INT8, reduce_dtype=INT8)
+    text = train_step.lower(params, tokens).compile().as_text()
+    row = INT8.nbytes(D * D // 8)
+    assert f"u8[8,{row}]" in text
+    moved = [line for line in text.splitlines() if " all-gather(" in line or " all-to-all(" in line]
+    assert any(f"u8[8,{row}]" in line for line in moved)
+    whole = [line for line in moved if f"[{D},{D}]" in line.partition("=")[2].partition("(")[0]]
+    assert not whole
+
+
+def test_an_overflow_reaches_every_device():
+    tx = optax.apply_if_finite(optax.sgd(0.1), 3)
+
+    def guarded(state, tokens):
+        params, opt = state
+        grads = jax.grad(loss_of)(params, tokens)
+        updates, opt = tx.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    params, tokens = init(), jnp.arange(48) % 256
+    params["table"] = params["table"].at[7].set(1e30)
+    train_step = jzero.shard_train_step(guarded, gather_dtype=INT8, reduce_dtype=INT8)
+    after, opt = train_step((params, tx.init(params)), tokens)
+    assert int(opt.total_notfinite) == 1
+    assert_same(after, params, 0)
+
+
+def test_what_stays_exact_is_listed_with_its_reason():
+    params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
+    mesh = AbstractMesh((2, 4), ("node", "local"))
+    train_step = jzero.shard_train_step(
+        step, mesh=mesh, gather_dtype=jnp.int8, reduce_dtype={"node": "int4"}
+    )
+    report = train_step.describe(params, tokens)
+    assert "codes: parameters are gathered as int8 in blocks of 256; gradients are reduced" in str(
+        report
+    )
+    assert "state['layers']['scale'], state['table']: no product reads it" in " ".join(
+        str(report).split()
+    )
+    wire = report.to_dict()["wire"]
+    assert wire["gather"] == "int8 in blocks of 256"
+    assert wire["reduce"] == {"node": "int4 in blocks of 128", "local": None}
+    assert wire["exact"] == [
+        ["state['layers']['scale']", "no product reads it"],
+        ["state['table']", "no product reads it"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (dict(gather_dtype=jnp.bfloat16), jzero.OptionError, "gather_dtype=.*bfloat16.*codes of 8 or 4 bits"),
+        (dict(gather_dtype="int7"), jzero.OptionError, "gather_dtype='int7'.*Use jnp.int8"),
+        (dict(gather_dtype=jnp.int8, stage=0), jzero.OptionError,
+         "stage=0 and gather_dtype=int8 in blocks of 256.*updated there.*use stage=3"),
+        (dict(gather_dtype=jnp.int8, stage=2), jzero.OptionError,
+         r"2 .*state\['layers'\]\['w'\] is updated from its own old value.*gather_dtype=int8.*a master has it"
+         ".*jzero.master_weights"),
+        (dict(reduce_dtype=jnp.int8, stage=0), jzero.OptionError,
+         "stage=0 and reduce_dtype=int8.*reduced as they are.*use stage=1"),
+        (dict(reduce_dtype={"data": jnp.bfloat16}), jzero.OptionError,
+         r"reduce_dtype\['data'\]=.*bfloat16.*format of codes"),
+        (dict(reduce_dtype=jnp.int32), jzero.OptionError, "reduce_dtype=.*int32.*floating point"),
+        (dict(reduce_dtype={"nodes": jnp.int8}), jzero.MeshError,
+         r"reduce_dtype has \['nodes'\], and the data axes are \('data',\).*Correct reduce_dtype"),
+    ],
+)  # fmt: skip
+def test_formats_that_cannot_be_obeyed_are_refused(options, error, text):
+    params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
+    with pytest.raises(error, match=f"(?s)shard_train_step: {text}"):
+        jzero.shard_train_step(step, **options).plan(params, tokens)
