@@ -30,6 +30,8 @@ def train(state: State, batch: jax.Array, step: jzero.ShardedTrainStep) -> None:
     jzero.shard_train_step(step_fn, stage=2, offload=policy, offload_params=jzero.NoOffload())
     jzero.shard_train_step(step_fn, offload=jzero.HostCPU(ratio=0.5, delayed_update=True))
     jzero.shard_train_step(step_fn, offload=jzero.NVMe("/nvme/run", host_bytes=2**30))
+    files = jzero.NVMe("/nvme/run", device_bytes=2**31)
+    jzero.shard_train_step(step_fn, offload=jzero.NVMe("/nvme/run"), offload_params=files)
     reveal_type(step.init(init_fn, jax.random.key(0)))  # Any
     reveal_type(step(state, batch))  # Any
     reveal_type(str(step.describe(state, batch)))  # str
