@@ -11,7 +11,7 @@ import numpy as np
 
 from jzero._errors import OptionError, message
 from jzero._quantities import readable_bytes
-from jzero.offload._file_run import FileRun, Source, Wanted
+from jzero.offload._file_run import FileRun, FileSource, Wanted
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._pinned_pool import PinnedPool
 from jzero.offload.nvme._aligned import pages
@@ -29,7 +29,7 @@ class FileReads:
     """What a segment reads of files; its memory is used over and over, by one run at a time."""
 
     def __init__(
-        self, sources: Mapping[Var, Source], host_bytes: int,
+        self, sources: Mapping[Var, FileSource], host_bytes: int,
         visits: Iterable[Sequence[Wanted]], between: Iterable[Sequence[Wanted]],
     ):  # fmt: skip
         """Reads nothing.

@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class FileSource:
     """A leaf whose values are in files.
 
     Attributes:
@@ -88,7 +88,7 @@ class FileRun:
 
     def __init__(
         self,
-        sources: Mapping[Var, Source],
+        sources: Mapping[Var, FileSource],
         leaves: Mapping[Var, NVMeArray],
         pool: PinnedPool,
         kept: int,

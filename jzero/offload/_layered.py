@@ -17,7 +17,7 @@ from jzero._errors import OptionError, message
 from jzero._folded import folded
 from jzero._memory_kinds import NVME, PINNED, HostNeed
 from jzero.offload._file_reads import FileReads
-from jzero.offload._file_run import Source, Wanted
+from jzero.offload._file_run import FileSource, Wanted
 from jzero.offload._layer_programs import LayerPrograms, Locals
 from jzero.offload._layered_visits import visits
 from jzero.offload._part_values import CutSegment, PartValues
@@ -183,7 +183,9 @@ class LayeredSegment:
             first = variables(loop.init)
             between.append([Wanted(var, None) for var in first if var in self._leaf_of])
         sources = {
-            var: Source(leaf, self._programs.home(var, PINNED), self._programs.home_of_slice(var))
+            var: FileSource(
+                leaf, self._programs.home(var, PINNED), self._programs.home_of_slice(var)
+            )
             for var, leaf in self._leaf_of.items()
         }
         return FileReads(sources, host_bytes, visits, between)
