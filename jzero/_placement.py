@@ -119,12 +119,22 @@ class Placement:
         leaves: Sequence[Any] | None = None,
     ) -> Filling | None:
         """New files for the leaves that rest in some; None if none does, or all are there already."""
-        away = [i for i, plan in enumerate(plans) if plan.tier == NVME]
-        step = self.programs.step_of(plans) if away else None
-        if step is None:
+        setting = self.programs.setting
+        away = [
+            i for i, plan in enumerate(plans)
+            if plan.tier == NVME and not (leaves and leaves[i] is None)
+        ]  # fmt: skip
+        if not away:
             return None
-        spec: StoreSpec = self.programs.options.offload.files_of(step)
-        if leaves and all(rests_in_files(leaves[i], places[i].home, spec) for i in away):
+        spec: StoreSpec | None = setting.options.offload.files_of(
+            self.programs.step_of(plans), tuple(plans[i] for i in away),
+            [places[i].sharding for i in away], setting.stage_axes.shard_axes,
+        )  # fmt: skip
+        if spec is None:
+            return None
+        # What is only read is read wherever it is.
+        kind = None if setting.evaluates else spec
+        if leaves and all(rests_in_files(leaves[i], places[i].home, kind) for i in away):
             return None
         return Filling(spec)
 

@@ -116,12 +116,13 @@ def shard_eval_step(
         `shard_train_step`. One that a loop reads in every turn is gathered before the loop, whole, unless
         `gather` is 'per_pass'.
       offload_params: where parameters rest. With `like` by default where they rest in the training, of
-        `PinnedHost` with its `device_bytes`: the most bytes of them on each device at a time, gathered ones
-        included. `jzero.NoOffload()` copies those that are read to the devices for the call. With a train
-        step whose parameters rest on the devices no other policy is taken: nothing would be saved. Without
-        `like` by default on the devices. With `PinnedHost` an evaluation is a loop of programs, and no part
-        of an outer `jax.jit`; leaves in shards of at least 1 KiB come from the host, others rest on the
-        devices.
+        `PinnedHost` and `NVMe` with their `device_bytes`: the most bytes of them on each device at a time,
+        gathered ones included. `jzero.NoOffload()` copies those that are read to the devices for the call.
+        With a train step whose parameters rest on the devices no other policy is taken: nothing would be
+        saved. Without `like` by default on the devices. With `PinnedHost` an evaluation is a loop of
+        programs, and no part of an outer `jax.jit`; leaves in shards of at least 1 KiB come from the host,
+        others rest on the devices. With `NVMe(path)` they come from files: those of the training, or, without
+        `like`, such as `eval_step.shard` writes once; a state that is not placed is written in every call.
       mesh: a `jax.sharding.Mesh`, where there is no `like`.
       axis_names: the data axes of that mesh; all by default.
       static_argnums: positions of arguments that are compiled in, as for `jax.jit`.

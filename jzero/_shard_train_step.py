@@ -185,6 +185,8 @@ def shard_train_step(
         gradients scales), and nothing else crosses; else parameters and gradients visit the devices for the
         update, in shards: within `device_bytes`, or with their optimizer state within that of
         `offload=jzero.PinnedHost(device_bytes=...)`. Traffic to each device: its shards once in each pass.
+        `jzero.NVMe(path, device_bytes=..., host_bytes=...)`, with `offload=jzero.NVMe(path)`: in the files
+        of the optimizer state, from where they are read ahead of their layers, and where they are updated.
         Microbatches (`accumulate`), and other loops around layers, hold what they read of parameters if
         `device_bytes` has room for it; else each turn fetches it again, but see `layer_major`. Refused with
         `prefetch_bytes`, another `gather`, different `param_axes` and `optimizer_axes`, mesh axes beside the

@@ -219,7 +219,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
 
     @property
     def offload_params(self) -> Offload:
-        """`jzero.NoOffload()`, if parameters rest on the devices; `jzero.PinnedHost(...)`, on the hosts."""
+        """Where parameters rest: `jzero.NoOffload()`, `jzero.PinnedHost(...)` or `jzero.NVMe(...)`."""
         policy = self._programs.options.offload
         return policy.params if isinstance(policy, ParameterOffload) else NO_OFFLOAD
 

@@ -34,9 +34,11 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "stage 3 in each process": {"stage": 3, "param_axes": "local"},
     "stage 3, on the host": {"stage": 3, "offload": jzero.HostCPU()},
     "stage 3, in files": {"stage": 3},  # of the run's folder
+    "stage 3, parameters in files": {"stage": 3},
 }
 # By how many processes; each compiles for itself.
-NAMES = {2: ["stage 3, accumulate 2", "stage 3, on the host"], 4: list(TRAININGS)}
+TWO = ["stage 3, accumulate 2", "stage 3, on the host", "stage 3, parameters in files"]
+NAMES = {2: TWO, 4: list(TRAININGS)}
 tx = optax.adam(1e-2)
 
 
@@ -87,8 +89,11 @@ def own_rows(batch, mesh):
 def training(devices, name, folder):
     """Trains and evaluates twice: what was reported, each loss, and the whole state after the last step."""
     options, files = TRAININGS[name], folder / f"nvme-{jax.process_count()}"
-    if name == "stage 3, in files":
+    if "in files" in name:
         options = options | {"offload": jzero.NVMe(files, host_bytes=2**16)}
+    if "parameters" in name:
+        window = jzero.NVMe(files, host_bytes=2**16, device_bytes=2**14)
+        options = options | {"offload_params": window}
     mesh = jax.sharding.Mesh(np.reshape(devices, (-1, 2)), ("node", "local"))
     if "param_axes" not in options:
         mesh = jax.sharding.Mesh(devices, ("data",))

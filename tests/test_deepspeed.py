@@ -65,6 +65,10 @@ TRANSLATED: dict[str, tuple[dict[str, Any], str]] = {
         {"stage": 2, "offload": jzero.NVMe("/local_nvme")},
         "jzero.master_weights(optax.adamw(0.0001, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0))",
     ),
+    "infinity_nvme": (
+        {"stage": 3, "offload": jzero.NVMe("/local_nvme"), "offload_params": jzero.NVMe("/local_nvme")},
+        "None",
+    ),
     "activation_checkpointing_on_cpu": (
         {"stage": 3, "offload_activations": PINNED},
         "optax.lion(0.0001, b1=0.9, b2=0.99, weight_decay=0.3)",
@@ -116,8 +120,6 @@ REFUSED = {
         "Write the values that your runs have, or drop the keys."),
     "fp16_dynamic_loss_scale": (
         "fp16.enabled is True. float16 needs a loss scale", "DynamicScale", "nothing dropped in silence"),
-    "infinity_nvme": (
-        "zero_optimization.offload_param.device is 'nvme'. Parameters on NVMe are not in jzero yet",),
     "one_bit_adam": ("optimizer has the type 'OneBitAdam'", "Its compressed communication has no"),
     "sparse_attention_and_misspelt": (
         "zero_optimisation is no key (perhaps 'zero_optimization'). The keys are those of DeepSpeed 0.19.",),
@@ -405,6 +407,12 @@ def test_every_key_of_the_table_has_one_note(key: str):
         ({**SMALL, "zero_optimization": {
             "stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "x", "ratio": 0.5}}},
          ["offload_optimizer.device is 'nvme', and ratio is 0.5", "Drop ratio, or use 'cpu'."]),
+        ({**SMALL, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+         ["offload_param.device is 'nvme', without a path in nvme_path", "a folder of an NVMe disk"]),
+        ({**SMALL, "zero_optimization": {
+            "stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "x"},
+            "offload_param": {"device": "nvme", "nvme_path": "y"}}},
+         ["offload_param.device is 'nvme', in y", "in x", "the same nvme_path for both"]),
         ({**SMALL, "zero_optimization": {
             "stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2}},
          ["zero_optimization.offload_param is on", "zero_optimization.zero_hpz_partition_size is 2"]),

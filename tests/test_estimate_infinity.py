@@ -404,8 +404,8 @@ PINNED = jzero.PinnedHost()
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ({"offload_params": "host"}, "estimate: offload_params='host'. Parameters rest on the devices, or"),
-        ({"offload_params": jzero.HostCPU()}, "or in pinned memory. Use offload_params=jzero.PinnedHost(dev"),
+        ({"offload_params": "host"}, "estimate: offload_params='host'. Parameters rest on the devices, in"),
+        ({"offload_params": jzero.HostCPU()}, "or in files. Use offload_params=jzero.PinnedHost(dev"),
         ({"offload_activations": True}, "estimate: offload_activations=True. It is jzero.PinnedHost("),
         ({"layer_major": 1}, "estimate: layer_major=1. It is True or False. Drop it."),
         ({"recompute": None}, "estimate: recompute=None. It is True or False. Drop it."),

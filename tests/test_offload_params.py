@@ -480,8 +480,8 @@ def test_evaluation_reads_parameters_where_they_rest():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"offload_params": jzero.HostCPU()}, "Parameters rest on the devices, or in pinned memory"),
-        ({"offload_params": 2**20}, "Parameters rest on the devices, or in pinned memory"),
+        ({"offload_params": jzero.HostCPU()}, "in pinned memory, or in files"),
+        ({"offload_params": 2**20}, "in pinned memory, or in files"),
         ({"stage": 2}, "parameters rest whole on every device"),
         ({"prefetch_bytes": 0}, "at most device_bytes are on a device, fetched and gathered"),
         ({"gather": "keep"}, "fetched and gathered for each pass"),

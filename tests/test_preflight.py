@@ -200,17 +200,18 @@ TX = optax.adamw(1e-3)
 
 
 @functools.cache
-def offloaded(scan, num_layers, state_offload, device_bytes=16 * MIB) -> Any:
+def offloaded(scan, num_layers, state_offload, device_bytes=16 * MIB, params=None) -> Any:
     """On 8 devices, of each of which a layer has 0.5 MiB in shards and 4 MiB gathered; rows 0.5 MiB."""
     matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
-    params: Any = [matrix] * num_layers
+    weights: Any = [matrix] * num_layers
     if scan:
-        params = jax.ShapeDtypeStruct((num_layers, WIDTH, WIDTH), jnp.float32)
-    state = {"params": params, "opt_state": jax.eval_shape(TX.init, params)}
+        weights = jax.ShapeDtypeStruct((num_layers, WIDTH, WIDTH), jnp.float32)
+    state = {"params": weights, "opt_state": jax.eval_shape(TX.init, weights)}
     x = jax.ShapeDtypeStruct((8 * 128, WIDTH), jnp.float32)
     train_step = jzero.shard_train_step(
-        layered_step(scan), offload=state_offload, offload_params=jzero.PinnedHost(device_bytes)
-    )
+        layered_step(scan), offload=state_offload,
+        offload_params=params or jzero.PinnedHost(device_bytes),
+    )  # fmt: skip
     return jzero.preflight(train_step, state, x)
 
 
@@ -229,6 +230,19 @@ def test_parameters_on_the_hosts_cost_a_window(scan):
     to_device = sum(c.nbytes for c in many.report.crossings if c.direction == "to device")
     assert 2 * shards - layer // 8 <= to_device <= 2 * shards
     assert "per step, each device" in str(many)
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
+def test_parameters_in_files_cost_what_is_on_its_way(scan):
+    """A device holds what it does with parameters in pinned memory, its host `host_bytes` of them."""
+    window = jzero.NVMe("unused", device_bytes=16 * MIB, host_bytes=16 * MIB)
+    found = offloaded(scan, 4, jzero.NVMe("unused"), params=window)
+    other = offloaded(scan, 4, jzero.HostCPU())
+    assert found.peak_bytes == other.peak_bytes
+    params = 4 * 4 * WIDTH**2 // 8
+    assert found.host_bytes == other.host_bytes - params + 2 * MIB
+    assert not found.report.plan.nbytes_at_rest(tier="pinned_host")
+    assert "from disk" in str(found)
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))

@@ -86,6 +86,8 @@ def _add_flags(command: _flags.Parser) -> None:
                            help="the new state is written over the old one (nvme)"),
         "--offload-params": dict(type=_flags.num_bytes, metavar="SIZE",
                                  help="parameters rest on the host, so many on a device at a time"),
+        "--params-in-files": dict(action="store_const", const=True,
+                                  help="... and in files in place of its memory (nvme)"),
         "--offload-activations": dict(action="store_const", const=True,
                                       help="what a loop keeps for its backward loop goes to the host"),
         "--tile-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
@@ -175,9 +177,21 @@ def _policy(arguments: dict[str, Any]) -> Offload:
 
 def _on_host(arguments: dict[str, Any]) -> None:
     """Makes policies of the flags for parameters and activations."""
+    if "params_in_files" in arguments and not (
+        "offload_params" in arguments and isinstance(arguments["offload"], NVMe)
+    ):
+        raise OptionError(message(
+            WHO, "--params-in-files", "Parameters in files are updated beside their optimizer state.",
+            "Add --offload nvme and --offload-params 2GiB, or drop it."))  # fmt: skip
     if "offload_params" in arguments:
         num_bytes = parse_bytes(arguments["offload_params"]) or 0
-        arguments["offload_params"] = PinnedHost(num_bytes)
+        state = arguments["offload"]
+        in_files = arguments.pop("params_in_files", None)
+        arguments["offload_params"] = (
+            NVMe(state.path, in_place=state.in_place, device_bytes=num_bytes)
+            if in_files and isinstance(state, NVMe)
+            else PinnedHost(num_bytes)
+        )
     if "offload_activations" in arguments:
         arguments["offload_activations"] = PinnedHost()
 

@@ -16,18 +16,24 @@ _OPTIMIZER, _PARAM = (
 _OLD = {_OPTIMIZER: "zero_optimization.cpu_offload", _PARAM: "zero_optimization.cpu_offload_param"}
 _RATIO = f"{_OPTIMIZER}.ratio"
 _HPZ = "zero_optimization.zero_hpz_partition_size"
-_PATH = f"{_OPTIMIZER}.nvme_path"
+_PATH, _PARAM_PATH = f"{_OPTIMIZER}.nvme_path", f"{_PARAM}.nvme_path"
+_BUFFERS = f"{_PARAM}.buffer_count", f"{_PARAM}.buffer_size"
 _SAID = {
     _OPTIMIZER: "offload=jzero.HostCPU(...). Masters and moments rest in the hosts' memory and are updated "
     "there (pip install 'jzero[offload]').",
     _PARAM: "offload_params=jzero.PinnedHost(): parameters rest in pinned memory of the hosts, and a layer "
     "at a time is on a device.",
 }
-_OTHERS = {
-    "none": "Off: it rests on the devices.",
-    "nvme": "offload=jzero.NVMe(nvme_path). Masters and moments rest in files and are updated by the hosts, "
-    "tile by tile (pip install 'jzero[offload]').",
+_OFF = "Off: it rests on the devices."
+_IN_FILES = {
+    _OPTIMIZER: "offload=jzero.NVMe(nvme_path). Masters and moments rest in files and are updated by the "
+    "hosts, tile by tile (pip install 'jzero[offload]').",
+    _PARAM: "offload_params=jzero.NVMe(nvme_path). Parameters rest in files, too, and a layer at a time is "
+    "on a device.",
 }
+_UNUSED = "Without effect: it is of offload to NVMe, which this configuration does not use."
+# DeepSpeed's defaults; its buffers hold 16-bit parameters.
+_COUNT, _SIZE, _ITEMSIZE = 5, 10**8, 2
 
 
 def policies(settings: Settings, stage: int) -> dict[str, Any]:
@@ -47,8 +53,7 @@ def _optimizer(settings: Settings, stage: int) -> dict[str, Any]:
     device = _device(settings, _OPTIMIZER)
     if _PATH in settings.given:
         used = "offload=jzero.NVMe(nvme_path)."
-        unused = "Without effect: it is of offload to NVMe, which this configuration does not use."
-        settings.note(_PATH, used if device == "nvme" else unused)
+        settings.note(_PATH, used if device == "nvme" else _UNUSED)
     if device == "none":
         return {}
     if stage == 0:
@@ -69,16 +74,21 @@ def _optimizer(settings: Settings, stage: int) -> dict[str, Any]:
 
 
 def _in_files(settings: Settings, ratio: float) -> dict[str, Any]:
-    path = settings.get(_PATH)
-    if not isinstance(path, str) or not path:
-        raise refuse(
-            f"{_OPTIMIZER}.device is 'nvme', without a path in nvme_path", "State rests in files there.",
-            "Write nvme_path, a folder of an NVMe disk.")  # fmt: skip
+    path = _path(settings, _OPTIMIZER)
     if ratio != 1:
         raise refuse(
             f"{_OPTIMIZER}.device is 'nvme', and ratio is {ratio}", "All optimizer state rests in files.",
             "Drop ratio, or use 'cpu'.")  # fmt: skip
     return {"offload": called("jzero.NVMe", NVMe, path)}
+
+
+def _path(settings: Settings, section: str) -> str:
+    path = settings.get(f"{section}.nvme_path")
+    if not isinstance(path, str) or not path:
+        raise refuse(
+            f"{section}.device is 'nvme', without a path in nvme_path", "State rests in files there.",
+            "Write nvme_path, a folder of an NVMe disk.")  # fmt: skip
+    return path
 
 
 def _device(settings: Settings, section: str) -> str:
@@ -91,7 +101,7 @@ def _device(settings: Settings, section: str) -> str:
             [f"{old} is true", f"{section} is there"], "They say the same.", f"Drop {old}."
         )
     device = "cpu" if before else device
-    said = _SAID[section] if device == "cpu" else _OTHERS[device]
+    said = {"cpu": _SAID, "nvme": _IN_FILES}[device][section] if device != "none" else _OFF
     for key in (f"{section}.device", f"{section}.ratio", old):
         if key in settings.given:
             settings.note(key, said)
@@ -99,13 +109,35 @@ def _device(settings: Settings, section: str) -> str:
 
 
 def _params(settings: Settings, stage: int) -> dict[str, Any]:
-    if _device(settings, _PARAM) != "cpu":
+    device = _device(settings, _PARAM)
+    used = dict.fromkeys(_BUFFERS, "offload_params=jzero.NVMe(host_bytes=...).")
+    used[_PARAM_PATH] = "offload_params=jzero.NVMe(nvme_path)."
+    for key in used.keys() & settings.given.keys():
+        settings.note(key, used[key] if device == "nvme" else _UNUSED)
+    if device == "none":
         return {}
     if stage < 3:
         raise refuse(
             f"{_PARAM} is on, at stage {stage}", "It offloads the shards of parameters, at stage 3.",
             "Write stage 3, or drop it.")  # fmt: skip
+    if device == "nvme":
+        return _params_in_files(settings)
     return {"offload_params": called("jzero.PinnedHost", PinnedHost)}
+
+
+def _params_in_files(settings: Settings) -> dict[str, Any]:
+    path, state = _path(settings, _PARAM), settings.get(f"{_OPTIMIZER}.device", "none")
+    other = settings.get(_PATH)
+    if str(state).lower() != "nvme" or path != other:
+        raise refuse(
+            [f"{_PARAM}.device is 'nvme', in {path}", f"{_OPTIMIZER}.device is {state!r}, in {other}"],
+            "Parameters in files are updated with their optimizer state, in the same files.",
+            "Write 'nvme' and the same nvme_path for both.")  # fmt: skip
+    count, size = (settings.get(key, n) for key, n in zip(_BUFFERS, (_COUNT, _SIZE), strict=True))
+    more = {}
+    if any(key in settings.given for key in _BUFFERS):
+        more = {"host_bytes": max(int(count * size * _ITEMSIZE), 2**16)}
+    return {"offload_params": called("jzero.NVMe", NVMe, path, **more)}
 
 
 def _check_params(settings: Settings) -> None:

@@ -199,11 +199,14 @@ _OFFLOAD_OPTIMIZER = {
 
 _OFFLOAD_PARAM = {
     "device": Key(
-        "text", accepts=("none", "cpu"), becomes="`offload_params=jzero.PinnedHost()`",
-        refused="Parameters on NVMe are not in jzero yet: use 'cpu' or 'none'."),
+        "text", accepts=("none", "cpu", "nvme"), refused="Use 'cpu', 'nvme' or 'none'.",
+        becomes="`offload_params=jzero.PinnedHost()`; with `nvme`, `offload_params=jzero.NVMe(nvme_path)`"),
     "pin_memory": _PIN,
-    **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu"), noted("int", _NVME_ONLY)),
-    "nvme_path": noted("any", _NVME_ONLY),
+    **dict.fromkeys(
+        ("buffer_count", "buffer_size"),
+        read("int", "`NVMe(host_bytes=...)`, as many elements of 2 bytes, with the device `nvme`")),
+    "max_in_cpu": noted("int", "Nothing to set: what NVMe(host_bytes=...) holds is on its way; none stays."),
+    "nvme_path": read("any", "`jzero.NVMe(nvme_path)`, with the device `nvme`"),
 }  # fmt: skip
 
 _SCALING = "Off: it is of loss scaling for float16."

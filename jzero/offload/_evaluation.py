@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import PINNED, HostNeed
-from jzero.offload._layered import LayeredSegment
-from jzero.offload._parameters import ParameterOffload, policy_of
-from jzero.offload._policy import NO_OFFLOAD, NoOffload
+from jzero._memory_kinds import DEVICE, NVME, HostNeed
+from jzero.offload._layered import LayeredSegment, Window
+from jzero.offload._nvme import NVMe
+from jzero.offload._parameters import ParameterOffload, check_params
+from jzero.offload._policy import NO_OFFLOAD, NoOffload, PinnedHost
+from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.segments._builder import Builder
 from jzero.segments._whole import WholeStep
 from jzero.sharding.analysis._frames import Frame
@@ -32,7 +35,7 @@ class ReadFromHost(ParameterOffload):
     @property
     def tier(self) -> str:  # type: ignore[override]
         """Where parameters rest."""
-        return PINNED
+        return self.params.tier
 
     @property
     def first_tier(self) -> str:
@@ -43,9 +46,22 @@ class ReadFromHost(ParameterOffload):
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes,
         automatic: Sequence[str],
     ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
-        """Parameters in pinned memory, and no update part."""
+        """Parameters in their tier, and no update part; if some are in files already, those and no others."""
         self.check(stage_axes, automatic)
-        return self.with_params_there(leaves, stage_axes), UpdatePart((), {})
+        there = any(leaf.tier == NVME for leaf in leaves)
+        if not (there and self.tier == NVME):
+            leaves = tuple(dataclasses.replace(leaf, tier=DEVICE) for leaf in leaves)
+            leaves = self.with_params_there(leaves, stage_axes)
+        return leaves, UpdatePart((), {})
+
+    def files_of(
+        self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
+        shard_axes: tuple[str, ...],
+    ) -> StoreSpec | None:  # fmt: skip
+        """Files of leaves that are written once, in one slot, each leaf by itself."""
+        if not isinstance(self.params, NVMe):
+            return None
+        return self.params.files_to_read(leaves, shardings[0].mesh, shard_axes)
 
     def turns(
         self, leaves: Leaves, frame: Frame, update: UpdatePart, boundary: Boundary
@@ -61,25 +77,25 @@ class ReadFromHost(ParameterOffload):
         runner = Runner(plan, analysis, mesh)
         if not any(leaf.is_streamed for i, leaf in enumerate(plan.leaves) if i not in plan.unread):
             return WholeStep(runner, shardings)
-        return LayeredEvaluation(runner, shardings, self.params.device_bytes)
+        return LayeredEvaluation(runner, shardings, self.window)
 
 
 class LayeredEvaluation:
     """An evaluation part by part; nothing is consumed."""
 
-    def __init__(self, runner: Runner, shardings: Sequence[NamedSharding], params_bytes: int):
+    def __init__(self, runner: Runner, shardings: Sequence[NamedSharding], window: Window):
         """Makes the programs.
 
         Args:
           runner: the evaluation.
           shardings: where the state rests.
-          params_bytes: how many bytes of parameters that rest on the hosts may be on each device.
+          window: how many bytes of parameters that rest away from the devices may be on each at a time.
         """
         whole = WholeStep(runner, shardings)
         self.run, self.trace, self.roads = whole.run, whole.trace, whole.roads
         self._invars = runner.frame.jaxpr.invars
         grad_part = Builder(runner, shardings).grad_part()
-        self._layered = LayeredSegment(runner, grad_part, (), params_bytes)
+        self._layered = LayeredSegment(runner, grad_part, (), window)
 
     def crossings(self) -> tuple[Crossing, ...]:
         """What a call copies to each device."""
@@ -90,8 +106,8 @@ class LayeredEvaluation:
         return self._layered.handed_bytes()
 
     def host_needs(self) -> tuple[HostNeed, ...]:
-        """Nothing of its own is on the hosts."""
-        return ()
+        """What is on its way from files."""
+        return self._layered.host_needs()
 
     def dispatched(self, state: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """See `StepProgram`; of a `while` one turn."""
@@ -119,11 +135,22 @@ def reading_policy(who: str, params: Any, trained: Offload | None) -> Offload:
     chosen = params if params is not None else trained
     if chosen is None or isinstance(chosen, NoOffload):
         return NO_OFFLOAD
-    found = policy_of(who, NO_OFFLOAD, chosen)
+    check_params(who, chosen)
     if isinstance(trained, NoOffload):
         raise OptionError(message(
             who, f"offload_params={params}, and the parameters of the train step rest on the devices",
             "With like=, a state is read where it rests.",
             "Drop offload_params, or use mesh= in place of like= and place parameters with eval_step.shard."
         ))  # fmt: skip
-    return ReadFromHost(found.state, found.params)
+    if trained is not None and trained.tier != chosen.tier:
+        raise OptionError(message(
+            who, f"offload_params={params}, and those of the train step are {trained}",
+            "With like=, a state is read where it rests.",
+            "Drop offload_params, use the train step's kind of policy, or mesh= in place of like=."
+        ))  # fmt: skip
+    if params is not None and isinstance(params, NVMe) and (params.resume or params.in_place):
+        raise OptionError(message(
+            who, f"offload_params={params}", "An evaluation writes the files of its state once.",
+            "Drop resume and in_place."))  # fmt: skip
+    assert isinstance(chosen, PinnedHost | NVMe)
+    return ReadFromHost(NO_OFFLOAD, chosen)

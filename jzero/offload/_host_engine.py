@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 
-from jzero._memory_kinds import PINNED
 from jzero.offload._host_turn import HostTurn
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.memory._away_array import places
 from jzero.offload.memory._host_array import HostArray
-from jzero.offload.memory._pinned_leaf import PinnedLeaf, view
-from jzero.segments._segment import shard_of
+from jzero.offload.memory._pinned_leaf import PinnedLeaf, pinned_zeros, view
 from jzero.sharding.plan._leaves import LeafPlan
 
 Slices = tuple[slice, ...]
@@ -94,7 +92,7 @@ class HostEngine:
         return [[self._turn.outs[i] for i in done] for done in self.update.chunks]
 
     def _outputs(self, avals: Sequence[jax.ShapeDtypeStruct]) -> _Outputs:
-        arrays = [_pinned(aval, self._local) for aval in avals]
+        arrays = [pinned_zeros(aval.shape, aval.dtype, aval.sharding) for aval in avals]
         # `addressable_data` has one array for all devices if they hold the same.
         views = [[view(shard.data) for shard in x.addressable_shards] for x in arrays]
         return _Outputs(arrays, views, [])
@@ -159,21 +157,6 @@ class HostEngine:
         for k, like in enumerate(self._like):
             if k != like:
                 np.copyto(views[k], views[like])
-
-
-def _pinned(aval: jax.ShapeDtypeStruct, devices: Sequence[jax.Device]) -> jax.Array:
-    """An array of its own memory for each device, also if it is the same on all."""
-    shard = shard_of(aval)
-    parts = [
-        jax.device_put(
-            np.zeros(shard.shape, shard.dtype), SingleDeviceSharding(device, memory_kind=PINNED)
-        )
-        for device in devices
-    ]
-    # Zeros that are still on their way would overwrite what the host writes.
-    parts = jax.block_until_ready(parts)
-    home = aval.sharding.with_memory_kind(PINNED)
-    return jax.make_array_from_single_device_arrays(aval.shape, home, parts)
 
 
 def padding_of(

@@ -19,7 +19,7 @@ from jzero.offload._early_turns import EarlyPlan, plan_early
 from jzero.offload._early_updates import EarlyRun, EarlyUpdates
 from jzero.offload._host_engine import HostEngine
 from jzero.offload._host_turn import HostTurn
-from jzero.offload._layered import Arrived, LayeredSegment, OnArrival
+from jzero.offload._layered import NO_WINDOW, Arrived, LayeredSegment, OnArrival, Window
 from jzero.offload.kernels._roads import roads_text
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.segments import _conversions
@@ -79,7 +79,7 @@ class HostStep:
 
     def __init__(
         self, runner: Runner, shardings: Sequence[NamedSharding], threads: int | None,
-        delays: Callable[[int], bool] | None, shared: Shared, params_bytes: int = 0,
+        delays: Callable[[int], bool] | None, shared: Shared, window: Window = NO_WINDOW,
     ):  # fmt: skip
         """Builds the programs.
 
@@ -89,7 +89,7 @@ class HostStep:
           threads: how many update; None for all processors.
           delays: whether an update is delayed that has so many steps before it; None if none ever is.
           shared: engines in use by steps on batches of other shapes; they share what is the same.
-          params_bytes: how many bytes of parameters that rest on the hosts may be on each device.
+          window: how many bytes of parameters that rest away from the devices may be on each at a time.
         """
         self.leaves, self.shardings = runner.plan.leaves, shardings
         self._runner, self._threads, self._delays = runner, threads, delays
@@ -116,7 +116,7 @@ class HostStep:
         self._early_plan = EarlyPlan((), {})
         if self._streamed:
             gradients = [v for v in self._sent if v in self.grad.gives]
-            self._layered = LayeredSegment(runner, self.grad, gradients, params_bytes)
+            self._layered = LayeredSegment(runner, self.grad, gradients, window)
             self.grad = self._segments.grad = self._layered.as_segment()
             known = [*self._known, *self._layered.literals]
             if self._begins_early:

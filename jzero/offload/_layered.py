@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -10,15 +11,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
 from jzero._folded import folded
-from jzero._memory_kinds import PINNED
+from jzero._memory_kinds import NVME, PINNED, HostNeed
+from jzero.offload._file_reads import FileReads
+from jzero.offload._file_run import FileSource, Wanted
 from jzero.offload._layer_programs import LayerPrograms, Locals
 from jzero.offload._layered_visits import visits
 from jzero.offload._part_values import CutSegment, PartValues
 from jzero.offload._pinned import stream
+from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.segments._segment import Segment, Values, Var, shard_of
 from jzero.sharding.analysis._frames import variables
 from jzero.sharding.analysis._traffic import Crossing, Turns
@@ -38,6 +42,22 @@ WHO = _call.WHO
 # Where values wait on the host: the devices have of them what the part (or turn) that runs has made or read,
 # and what the next two read.
 UNDER_WAY = 1
+
+
+class Window(NamedTuple):
+    """How much of parameters that rest away from the devices is on its way to them, or there, at a time.
+
+    Attributes:
+      device_bytes: the most bytes on each device, gathered ones included.
+      host_bytes: of what comes from files, the most bytes in this process's memory; 0 if nothing does.
+    """
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+NO_WINDOW = Window()
+_NO_FILES = contextlib.nullcontext(None)
 
 
 class Arrived(NamedTuple):
@@ -73,19 +93,20 @@ class LayeredSegment:
       sent: what it gives that goes to pinned memory.
     """
 
-    def __init__(self, runner: Runner, segment: Segment, sent: Sequence[Var], device_bytes: int):
+    def __init__(self, runner: Runner, segment: Segment, sent: Sequence[Var], window: Window):
         """Cuts the segment.
 
         Args:
           runner: the step.
           segment: takes parameters that rest on the hosts, as they rest.
           sent: what it gives that goes to pinned memory.
-          device_bytes: the most bytes of these parameters on each device, gathered ones included.
+          window: how much of these parameters is on its way, or on the devices.
 
         Raises:
           OptionError: what one part needs of them is more.
         """
-        self._segment, self.sent, self._device_bytes = segment, tuple(sent), device_bytes
+        self._segment, self.sent, self._device_bytes = segment, tuple(sent), window.device_bytes
+        self._host_bytes = window.host_bytes
         self._inner = inner = Locals.of(segment)
         self._mesh = runner.mesh
         leaf_of = dict(zip(runner.frame.jaxpr.invars, runner.plan.leaves, strict=False))
@@ -114,9 +135,11 @@ class LayeredSegment:
         together = runner.plan.reductions == "whole batch" or runner.plan.num_devices == 1
         nests = ("scan", "while") if together else ("scan",)
         jaxpr, batch = inner.jaxpr, {var for var, of in taken.items() if of not in leaf_of}
+        # A stretch reads as much as has room, of files in the host's memory, too.
+        room = min(window.device_bytes, window.host_bytes or window.device_bytes)
         if runner.plan.microbatches.layer_major:
-            jaxpr = _interchange.layer_major(jaxpr, nbytes, batch, device_bytes)
-        parts = _layers.cut(jaxpr, nbytes, batch, in_slices, device_bytes, nests)
+            jaxpr = _interchange.layer_major(jaxpr, nbytes, batch, room)
+        parts = _layers.cut(jaxpr, nbytes, batch, in_slices, room, nests)
         self._check_room(parts)
         specs = {var: segment.types[of].spec for var, of in taken.items()}
         self._programs = LayerPrograms(runner, inner, specs, parts)
@@ -127,6 +150,7 @@ class LayeredSegment:
             inner, parts, self._programs, self._leaf_of, self._hosted, self._home,
             _layer_parts.waiting(parts), _layer_parts.last_reads(parts), kept,
         )  # fmt: skip
+        self._files = self._file_reads(parts, window.host_bytes) if window.host_bytes else None
 
     @property
     def parts(self) -> tuple[LayerPart, ...]:
@@ -148,6 +172,37 @@ class LayeredSegment:
                 f"Use PinnedHost(device_bytes={most}) or more; from {2 * most} one part is fetched while "
                 "another runs.", things="parts", shown=6))  # fmt: skip
 
+    def _file_reads(self, parts: Sequence[LayerPart], host_bytes: int) -> FileReads:
+        """What is read of files, and when."""
+        visits, between = [], [self._read_at_the_end()]
+        for part, _ in _layer_parts.fetched(parts):
+            at = 0 if isinstance(part, LayerLoop) else None
+            visits.append([Wanted(var, at) for var in part.leaves])
+            between.append([Wanted(var, None) for var in part.reads if var in self._leaf_of])
+        for loop in _layer_parts.nested_loops(parts):
+            first = variables(loop.init)
+            between.append([Wanted(var, None) for var in first if var in self._leaf_of])
+        sources = {
+            var: FileSource(
+                leaf, self._programs.home(var, PINNED), self._programs.home_of_slice(var)
+            )
+            for var, leaf in self._leaf_of.items()
+        }
+        return FileReads(sources, host_bytes, visits, between)
+
+    def _read_at_the_end(self) -> list[Wanted]:
+        """Leaves that are outputs, or that outputs follow from which no part makes."""
+        outvars = variables(self._inner.jaxpr.outvars)
+        return [Wanted(var, None) for var in dict.fromkeys(outvars) if var in self._leaf_of]
+
+    def num_slices(self) -> dict[Var, int]:
+        """Of each leaf, in how many slices it is fetched; 1 if it is fetched whole."""
+        found = dict.fromkeys(self._taken.values(), 1)
+        for part, _ in _layer_parts.fetched(self.parts):
+            if isinstance(part, LayerLoop):
+                found |= {self._taken[var]: part.parts.length for var in part.leaves}
+        return {self._taken[var]: found[self._taken[var]] for var in self._leaf_of}
+
     def as_segment(self) -> Segment:
         """The segment, whose `run` does what the parts do: to be read, counted and compared."""
         return dataclasses.replace(
@@ -159,14 +214,26 @@ class LayeredSegment:
         return _handed.handed_bytes(self.parts, self._hosted | self._cut.waiting)
 
     def fetches(self) -> list[Crossing]:
-        """What each device copies of its host's parameters in a run, part by part."""
+        """What each device copies of its host's parameters in a run, part by part; from files before that."""
         return [
-            Crossing("to device", leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes, loop)
+            Crossing(way, leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes, loop)
             for part, around in _layer_parts.fetched(self.parts)
             for leaf in (self._leaf_of[var] for var in self._taken_of(part))
             for loop in [_turns_of(around)]
             for nbytes in [leaf.nbytes_per_device * (loop.num or 1 if loop else 1)]
+            for way in (("from disk", "to device") if leaf.tier == NVME else ("to device",))
         ]
+
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes of this process's memory for what comes from files; 0 if nothing does."""
+        return self._host_bytes
+
+    def host_needs(self) -> tuple[HostNeed, ...]:
+        """What is on its way from files, for one of the devices of a process."""
+        mesh, nbytes = self._mesh, self._host_bytes
+        num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
+        return (HostNeed("parameters on their way", PINNED, -(-nbytes // num)),) if nbytes else ()
 
     def _taken_of(self, part: LayerPart) -> list[Var]:
         """The leaves that a part fetches, whole or slice by slice."""
@@ -255,11 +322,14 @@ class LayeredSegment:
     ) -> tuple[Arrays, Arrays]:
         """As `segment.run`: what it gives, of which `sent` is in pinned memory, and outputs."""
         taken = {var: values[of] for var, of in self._taken.items()}
-        run = PartValues(self._cut, self._known | taken)
-        over = functools.partial(self._over, run, on_arrival)
-        under_way = UNDER_WAY if self._cut.waiting else None
-        stream(visits(run, self.parts, over), self._device_bytes, under_way)
-        outs, num = run.outputs(), len(self._segment.gives)
+        in_files = {var: x for var, x in taken.items() if isinstance(x, NVMeArray)}
+        with self._files.run(in_files) if self._files and in_files else _NO_FILES as files:
+            run = PartValues(self._cut, self._known | taken, files)
+            over = functools.partial(self._over, run, on_arrival)
+            under_way = UNDER_WAY if self._cut.waiting else None
+            coming = visits(run, self.parts, over)
+            stream(files.ahead(coming) if files else coming, self._device_bytes, under_way)
+            outs, num = run.outputs(), len(self._segment.gives)
         return outs[:num], outs[num:]
 
     @functools.cached_property

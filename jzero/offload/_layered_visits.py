@@ -32,6 +32,7 @@ def visits(values: PartValues, parts: Iterable[LayerPart], over: OnEnd) -> Itera
                 functools.partial(_fetch, values, part),
                 functools.partial(_run, values, part),
                 functools.partial(over, part, None),
+                values.wanted(part.leaves),
             )
         elif isinstance(part, LayerLoop):
             yield from LoopRun(values, part, over).visits()
@@ -60,7 +61,8 @@ def _nested(values: PartValues, part: NestedLoop, over: OnEnd) -> Iterator[Visit
 
     def enter(_: Arrays) -> Arrays:
         values.back(part.reads)
-        env.update(zip(loop.carry, programs.enter(part)(env), strict=True))
+        first = env | values.held(variables(part.init))
+        env.update(zip(loop.carry, programs.enter(part)(first), strict=True))
         return []
 
     def renew(_: Arrays) -> Arrays:

@@ -46,13 +46,17 @@ class LoopRun:
         following = [*self._order[1:], None] if ahead else [*self._order]
         if ahead:
             first = functools.partial(self._fetch_leaves, self._order[0])
-            yield Visit(nbytes, first, self._gather)
+            reads = self._values.wanted(self._loop.leaves, self._order[0])
+            yield Visit(nbytes, first, self._gather, reads=reads)
         for at, fetched in zip(self._order, following, strict=True):
             fetch = functools.partial(self._fetch, at, fetched)
             turn = functools.partial(self._turn, at)
-            yield Visit(nbytes, fetch, turn, functools.partial(self._turn_over, at))
+            reads = () if fetched is None else self._values.wanted(self._loop.leaves, fetched)
+            yield Visit(nbytes, fetch, turn, functools.partial(self._turn_over, at), reads)
 
     def _fetch_leaves(self, at: int) -> Arrays:
+        if self._values.files:
+            return self._values.files.fetched(self._values.wanted(self._loop.leaves, at))
         stacks = [self._values.env[var] for var in self._loop.leaves]  # as they are then
         leaves: Arrays = self._programs.fetch(self._loop)(stacks, self._positions[at])
         return leaves

@@ -7,25 +7,29 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import HOST, NVME
 from jzero._quantities import make_int
-from jzero.offload import _tiers
+from jzero.offload import _nvme_step, _tiers
+from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._nvme_step import FilePolicy, NVMeStep
 from jzero.offload.memory._nvme_store import StoreSpec
+from jzero.offload.nvme._layout import TileLayout
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan._boundary import Boundary
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import Leaves, Offload, Shared, StepProgram
 from jzero.sharding.plan._plan import Analysis, StepPlan, Turn
 from jzero.sharding.plan._stages import StageAxes
 from jzero.sharding.run._run import Runner
 
 _LEAST_BYTES = 2**16
+_LEAST_SLICE = 2**16  # Bytes that are read by themselves at little cost.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +68,24 @@ class NVMe(Offload):
     Failures: files have two slots, and a step writes the one that it does not read. A step that fails before
     its commit (a full or broken disk, no memory, Ctrl-C) leaves the state as it was, on the devices, too; a
     process that is killed at any time leaves files of the old or of the new step. Damaged tiles are found by
-    their checksums. With `in_place`, and with `offload_params`, whose parameters are updated in their place,
-    a step that fails while it writes loses the state, by name.
+    their checksums. With `in_place`, and with `offload_params=jzero.PinnedHost()`, whose parameters are
+    updated in their place, a step that fails while it writes loses the state, by name.
+
+    Parameters rest in the same files with `offload_params=jzero.NVMe(path, device_bytes=..., host_bytes=...)`
+    beside `offload=jzero.NVMe(path)`, at stage 3 (ZeRO-Infinity). The step runs layer by layer, as with
+    `PinnedHost`, and each device's shard of a layer is read ahead of its turn::
+
+        file -> pinned memory, in threads            # as far ahead as host_bytes have room
+        pinned memory -> device                      # while the layer before computes
+        compute, gradients -> pinned memory
+        for tile in tiles: read, update, write       # parameters in it, beside masters and moments
+
+    They count in two slots and one commit with the rest: whatever fails before it leaves the whole state as
+    it was, and a kill leaves one step or the other, parameters included. Nothing is resident: between steps
+    neither devices nor host have any of them. Traffic with disks: 2 Psi bytes read for each pass, and with
+    masters 14 Psi each way for the update. Parameters that a step does not change (the base under LoRA) are
+    written once, when the state is placed, and only read. The two policies agree in all but `host_bytes` and
+    `device_bytes`. `jzero.shard_eval_step(..., offload_params=jzero.NVMe(path))` reads parameters so.
 
     The files are scratch for one run, and no checkpoint: `jzero.Checkpointer` saves and restores such a state
     like any other, 256 MiB or a leaf at a time, while steps go on; the step after the next one waits until
@@ -93,7 +113,8 @@ class NVMe(Offload):
       path: a folder on the disk, absolute or of the working directory; made if it is not there. Several
         processes may name the same one.
       host_bytes: the most bytes of the host's memory for tiles in each process, 1 GiB by default, at least
-        64 KiB. A sixteenth of it, up to 32 MiB, is a tile.
+        64 KiB. A sixteenth of it, up to 32 MiB, is a tile. In `offload_params`: of parameters between the
+        disk and the devices, those of all of the process's devices, pinned, and what they are read through.
       in_place: whether the new state is written over the old one: half of the disk's space, and a step that
         fails while it writes loses the state.
       resume: whether a state that is placed takes its optimizer state from the files that an earlier run has
@@ -103,6 +124,8 @@ class NVMe(Offload):
         where there are none, new ones are made. Both slots count, so the step before the last can be
         resumed, too. False (default): files of an earlier run are refused.
       threads: how many threads update; as many as this process may use processors by default.
+      device_bytes: in `offload_params`, the most bytes of parameters on each device at any time, gathered
+        ones included; 1 GiB by default. In `offload` there is none.
 
     Reference:
       Rajbhandari, Ruwase, Rasley, Smith, He: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale
@@ -114,6 +137,7 @@ class NVMe(Offload):
     in_place: bool = False
     resume: bool = False
     threads: int | None = None
+    device_bytes: int | None = None
     tier: ClassVar[str] = NVME
 
     def __post_init__(self) -> None:
@@ -136,6 +160,12 @@ class NVMe(Offload):
             make_int(
                 self, "NVMe", "threads", 1, None, "It is how many threads update, an int from 1.",
                 "Drop it to use all processors that this process may use.",
+            )  # fmt: skip
+        if self.device_bytes is not None:
+            make_int(
+                self, "NVMe", "device_bytes", 1, None,
+                "It is how many bytes of parameters may be on a device at a time, an int from 1.",
+                "Use device_bytes=2**30, or drop it.",
             )  # fmt: skip
 
     @property
@@ -180,15 +210,38 @@ class NVMe(Offload):
         runner: Runner,
         shardings: Sequence[NamedSharding],
         shared: Shared,
-        params_bytes: int = 0,
+        window: Window = NO_WINDOW,
     ) -> StepProgram:
-        """The same; `params_bytes` of parameters that rest on the hosts may be on each device."""
-        policy = FilePolicy(
+        """The same; parameters that rest away from the devices, too, come to them in a `window`."""
+        return NVMeStep(runner, shardings, self._files, shared, window)
+
+    def files_of(
+        self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
+        shard_axes: tuple[str, ...],
+    ) -> StoreSpec | None:  # fmt: skip
+        """The files of a state of this step."""
+        return step.spec if isinstance(step, NVMeStep) else None
+
+    def files_to_read(
+        self, leaves: Leaves, mesh: Any, shard_axes: tuple[str, ...]
+    ) -> StoreSpec:  # fmt: skip
+        """Files of leaves that no step changes; layers may fetch slices of them, or all."""
+        slices = [_slices(leaf) for leaf in leaves]
+        layout = _nvme_step.layout_to_read(leaves, slices, self._files.tile_bytes)
+        identity = _nvme_step.identity_of(leaves, mesh, shard_axes)
+        return StoreSpec(
+            Path(self.path), self.host_bytes, False, False, TileLayout(()), identity, (), (), mesh,
+            layout,
+        )  # fmt: skip
+
+    @property
+    def _files(self) -> FilePolicy:
+        return FilePolicy(
             Path(self.path), self.host_bytes, self.in_place, self.resume, self.threads
         )
-        return NVMeStep(runner, shardings, policy, shared, params_bytes)
 
-    def files_of(self, step: StepProgram) -> StoreSpec:
-        """The files of a state."""
-        assert isinstance(step, NVMeStep)
-        return step.spec
+
+def _slices(leaf: LeafPlan) -> int:
+    """In how many slices along dim 0 a leaf lies whose readers are not known: small ones lie together."""
+    num = leaf.shape_per_device[0] if leaf.shape else 1
+    return num if leaf.nbytes_per_device >= num * _LEAST_SLICE else 1

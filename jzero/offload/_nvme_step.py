@@ -10,21 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, StateError, describe_leaf, message
 from jzero._memory_kinds import HOST, NVME, HostNeed
 from jzero._quantities import readable_bytes
 from jzero.offload._host_step import UPDATING, HostStep
+from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._tiled_engine import TiledEngine
+from jzero.offload.kernels import _tiles
 from jzero.offload.kernels._tiled_update import TiledUpdate, untiled
 from jzero.offload.memory import _away_array
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.offload.nvme._layout import TileLayout
 from jzero.segments import _conversions
 from jzero.segments._segment import Values
 from jzero.sharding.analysis._traffic import Crossing
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import Shared
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _call
@@ -78,7 +83,7 @@ class NVMeStep(HostStep):
 
     def __init__(
         self, runner: Runner, shardings: Sequence[NamedSharding], policy: FilePolicy, shared: Shared,
-        params_bytes: int = 0,
+        window: Window = NO_WINDOW,
     ):  # fmt: skip
         """Builds the programs.
 
@@ -87,17 +92,21 @@ class NVMeStep(HostStep):
           shardings: where the state rests, for JAX.
           policy: where the files are.
           shared: engines in use by steps on batches of other shapes.
-          params_bytes: how many bytes of parameters that rest on the hosts may be on each device.
+          window: how many bytes of parameters that rest away from the devices may be on each at a time.
 
         Raises:
           OptionError: a leaf cannot be updated a tile at a time.
         """
-        super().__init__(runner, shardings, policy.threads, None, shared, params_bytes)
+        super().__init__(runner, shardings, policy.threads, None, shared, window)
         self._policy = policy
         self._hosted = [i for i, leaf in enumerate(self.leaves) if leaf.tier == NVME]
         host = self.host
-        # Which of the host's leaves are no optimizer state: in memory, by their place among them.
-        self._residents = [k for k, i in enumerate(host.leaves) if i in self._streamed]
+        # What a step renews of what is in files, and what it leaves there as it is.
+        self._moved = [i for i in self._hosted if i in host.leaves]
+        self._frozen = [i for i in self._hosted if i not in host.leaves]
+        # Parameters in pinned memory; and which of the host's leaves they are, by their place among these.
+        self._pinned = [i for i in self._streamed if i not in self._hosted]
+        self._residents = [k for k, i in enumerate(host.leaves) if i in self._pinned]
         bad = untiled(
             host.update, host.state_avals(), host.input_avals(), host.names(), self._residents
         )
@@ -122,51 +131,69 @@ class NVMeStep(HostStep):
         host, policy = self.host, self._policy
         return TiledUpdate(
             host.update, host.state_avals(), host.input_avals(), policy.tile_bytes,
-            resident=self._residents, names=host.names(), threads=policy.threads,
+            resident=self._residents, lone=self._lone(), names=host.names(), threads=policy.threads,
         )  # fmt: skip
+
+    def _lone(self) -> dict[int, int]:
+        """Leaves that layers fetch from files, by their place among the host's, and in how many slices."""
+        found = self._fetched
+        return {k: found[i] for k, i in enumerate(self.host.leaves) if i in found}
+
+    @functools.cached_property
+    def _fetched(self) -> dict[int, int]:
+        """Leaves that layers fetch from files, by index, and in how many slices."""
+        slices = self._layered.num_slices() if self._layered else {}
+        found = {self._segments.leaf_of[var]: num for var, num in slices.items()}
+        return {i: num for i, num in found.items() if i in self._hosted}
+
+    def _kept(self) -> TileLayout:
+        """What is where in the files of leaves that no step changes."""
+        leaves = [self.leaves[i] for i in self._frozen]
+        slices = [self._fetched.get(i, 0) for i in self._frozen]
+        own = layout_to_read(leaves, slices, self._policy.tile_bytes)
+        return TileLayout(self.update.frozen.tiles + own.tiles)
 
     @functools.cached_property
     def spec(self) -> StoreSpec:
         """The files of a state."""
         policy, mesh = self._policy, self.host.mesh
-        place_of = _away_array.places(mesh, self.host.shard_axes)
         leaves = [self.leaves[i] for i in self._hosted]
-        state = {
-            "leaves": [describe_leaf(x.path, x.padded_shape, x.dtype) for x in leaves],
-            "mesh": dict(mesh.shape),
-            "processes": jax.process_count(),
-        }
-        devices = _away_array.keepers(mesh, self.host.shard_axes)
-        identity = {
-            f"shard-{i}.tiles": {**state, "place": list(place_of[device])}
-            for i, device in enumerate(devices)
-        }
+        identity = identity_of(leaves, mesh, self.host.shard_axes)
         return StoreSpec(
             policy.path, policy.host_bytes, policy.in_place, policy.resume, self.update.layout,
             identity, self.counters, tuple(self.leaves[i].path for i in self.counters), mesh,
-            self.update.frozen,
+            self._kept(),
         )  # fmt: skip
 
     def crossings(self) -> tuple[Crossing, ...]:
-        """What goes to the host and comes back; and from and to the disk, all of the state."""
+        """What goes to the host and comes back; and from and to the disk, all of the state that changes.
+
+        Parameters also come from it for each part that fetches them.
+        """
         state = [
             Crossing(way, leaf.role, leaf.dtype, nbytes // leaf.itemsize, nbytes)
             for way in ("from disk", "to disk")
             for i, leaf in enumerate(self.leaves)
-            if i in self._hosted and (nbytes := leaf.nbytes_per_device)
+            if i in self._moved and (nbytes := leaf.nbytes_per_device)
         ]
         return (*super().crossings(), *state)
 
     def roads(self) -> str:
         """How the host updates each leaf, and what that takes of disk and memory."""
         policy = self._policy
-        nbytes = sum(self.leaves[i].nbytes_per_device for i in self._hosted)
+        nbytes = sum(self.leaves[i].nbytes_per_device for i in self._moved)
         slots = "once, written over" if policy.in_place else "twice, the new one beside the old"
+        most = self._layered.host_bytes if self._layered else 0
+        lines = [
+            "parameters come from there, read ahead of the part that fetches them, through "
+            f"{readable_bytes(most)} of each process's memory"
+        ] * bool(most)
         return "\n".join([
             f"tile by tile, each of up to {readable_bytes(policy.tile_bytes)}: read ahead, updated, written "
             f"behind, in {readable_bytes(policy.host_bytes)} of each process's memory",
             f"in {policy.path}: {readable_bytes(policy.slots * nbytes)} for each device "
             f"({slots}); a step reads {readable_bytes(nbytes)} and writes {readable_bytes(nbytes)}",
+            *lines,
             super().roads(),
         ])  # fmt: skip
 
@@ -175,7 +202,8 @@ class NVMeStep(HostStep):
         mesh = self.host.mesh
         num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
         ring = HostNeed("tiles of optimizer state", HOST, -(-self._policy.host_bytes // num))
-        return (*super().host_needs(), ring)
+        params = self._layered.host_needs() if self._layered else ()
+        return (*super().host_needs(), ring, *params)
 
     def _step(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
@@ -191,14 +219,14 @@ class NVMeStep(HostStep):
             made |= self._update_on_devices(values, stays)
             engine = self._engine_of(state)
             engine.prepare_tiles(
-                [reads[var] for var in self.host.reads], self._pinned(state, engine)
+                [reads[var] for var in self.host.reads], self._pinned_leaves(state, engine)
             )
             # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
-            hosted = {i: renewed(state[i]) for i in self._streamed}
+            hosted = {i: renewed(state[i]) for i in self._pinned}
             if hosted:  # JAX copies what is not its own, as NumPy's memory.
                 there = [hosted.get(i, x) for i, x in enumerate(state)]
                 engine.prepare_tiles(
-                    [reads[var] for var in self.host.reads], self._pinned(there, engine)
+                    [reads[var] for var in self.host.reads], self._pinned_leaves(there, engine)
                 )
             new = [made.get(i, x) for i, x in enumerate(state)]
             made |= self._swept(engine, store, state, self.spec.counter(new))
@@ -208,8 +236,8 @@ class NVMeStep(HostStep):
                 state[i].delete()
         return self._segments.in_order(made | hosted, state)
 
-    def _pinned(self, state: Sequence[Any], engine: TiledEngine) -> dict[int, PinnedLeaf]:
-        """Parameters that rest on the hosts, by their place among the host's leaves."""
+    def _pinned_leaves(self, state: Sequence[Any], engine: TiledEngine) -> dict[int, PinnedLeaf]:
+        """Parameters in pinned memory, by their place among the host's leaves."""
         return {
             k: PinnedLeaf.of(state[self.host.leaves[k]], engine.devices) for k in self._residents
         }
@@ -281,3 +309,33 @@ class NVMeStep(HostStep):
             return dict(chunk)
         olds, new = [state[i] for i in outs], [chunk[i] for i in outs]
         return dict(chunk) | dict(zip(outs, leave(olds, new), strict=True))
+
+
+def layout_to_read(
+    leaves: Sequence[LeafPlan], num_slices: Sequence[int], tile_bytes: int
+) -> TileLayout:
+    """What is where in a file of leaves that nobody updates.
+
+    Args:
+      leaves: them.
+      num_slices: of each that layers fetch, along dim 0; 1 for one that is fetched whole, else 0.
+      tile_bytes: of a tile, at most.
+    """
+    avals = [jax.ShapeDtypeStruct(x.shape_per_device, jnp.dtype(x.dtype)) for x in leaves]
+    return _tiles.of_whole_leaves(avals, num_slices, [x.path for x in leaves], tile_bytes)
+
+
+def identity_of(
+    leaves: Sequence[LeafPlan], mesh: Any, shard_axes: tuple[str, ...]
+) -> dict[str, Any]:
+    """Of each file of this process, by its name: whose state it has."""
+    place_of = _away_array.places(mesh, shard_axes)
+    state = {
+        "leaves": [describe_leaf(x.path, x.padded_shape, x.dtype) for x in leaves],
+        "mesh": dict(mesh.shape),
+        "processes": jax.process_count(),
+    }
+    return {
+        f"shard-{i}.tiles": {**state, "place": list(place_of[device])}
+        for i, device in enumerate(_away_array.keepers(mesh, shard_axes))
+    }

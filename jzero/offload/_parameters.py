@@ -11,9 +11,9 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
-from jzero._memory_kinds import PINNED
 from jzero.offload import _tiers
 from jzero.offload._host_step import HostStep
+from jzero.offload._layered import Window
 from jzero.offload._nvme import NVMe
 from jzero.offload._policy import HostCPU, NoOffload, PinnedHost
 from jzero.offload._slicing import Slicer
@@ -31,6 +31,8 @@ from jzero.sharding.run._run import Runner
 from jzero.tracing import _call
 
 WHO = _call.WHO
+# Of parameters in files, where nothing else was said.
+_DEVICE_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class ParameterOffload(Offload):
     """
 
     state: Offload
-    params: PinnedHost
+    params: PinnedHost | NVMe
 
     def __str__(self) -> str:
         return f"{self.state}, offload_params={self.params}"
@@ -81,12 +83,22 @@ class ParameterOffload(Offload):
     @property
     def visiting_bytes(self) -> int:
         """The most bytes that visit the devices for the update at any time."""
-        return self.state.visiting_bytes or self.params.device_bytes
+        return self.state.visiting_bytes or self.streamed_bytes
 
     @property
     def streamed_bytes(self) -> int:
         """The most bytes of parameters on each device at any time, gathered ones included."""
-        return self.params.device_bytes
+        return self.params.device_bytes or _DEVICE_BYTES
+
+    @property
+    def fetched_bytes(self) -> int:
+        """The most bytes of a process's memory for parameters on their way from files."""
+        return self.params.host_bytes if isinstance(self.params, NVMe) else 0
+
+    @property
+    def window(self) -> Window:
+        """Both."""
+        return Window(self.streamed_bytes, self.fetched_bytes)
 
     @property
     def waits(self) -> bool:
@@ -97,9 +109,11 @@ class ParameterOffload(Offload):
         self, leaves: Leaves, frame: Frame, mesh: Mesh, stage_axes: StageAxes,
         automatic: Sequence[str],
     ) -> tuple[Leaves, UpdatePart]:  # fmt: skip
-        """Parameters in pinned memory, in shards; optimizer state as the other policy has it."""
+        """Parameters in shards, in pinned memory or in files; optimizer state as the other policy has it."""
         self.check(stage_axes, automatic)
-        resting, _ = self.state.rest(leaves, frame, mesh, stage_axes, automatic)
+        resting, moments = leaves, _tiers.optimizer_leaves(leaves, frame, stage_axes)
+        if moments or not self.fetched_bytes:  # Files may have parameters alone.
+            resting, _ = self.state.rest(leaves, frame, mesh, stage_axes, automatic)
         both = self.with_params_there(resting, stage_axes)
         params = [i for i, leaf in enumerate(both) if leaf.is_streamed]
         if not params:
@@ -108,14 +122,13 @@ class ParameterOffload(Offload):
                 f"Those of min_shard_bytes={stage_axes.min_bytes} that rest in shards are offloaded, and "
                 f"full={stage_axes.full!r} finds those that rest whole.",
                 "Change these, or drop offload_params."))  # fmt: skip
-        moments = _tiers.optimizer_leaves(leaves, frame, stage_axes)
         return both, _pieces.cut_update(frame, moments, params)
 
     def with_params_there(self, leaves: Leaves, stage_axes: StageAxes) -> Leaves:
-        """The leaves with those parameters in pinned memory that rest in shards, and are worth it."""
+        """The leaves with those parameters in their tier that rest in shards, and are worth it."""
         whole = [i for i, leaf in enumerate(leaves)
                  if stage_axes.num_devices > 1 and not isinstance(leaf.layout, Shard)]  # fmt: skip
-        return _leaves.offload(leaves, PINNED, stage_axes.min_bytes, whole, PARAMETER)
+        return _leaves.offload(leaves, self.params.tier, stage_axes.min_bytes, whole, PARAMETER)
 
     def check(self, stage_axes: StageAxes, automatic: Sequence[str]) -> None:
         """Raises an `OptionError` if it cannot be obeyed on these axes."""
@@ -154,16 +167,19 @@ class ParameterOffload(Offload):
         shared: Shared,
     ) -> StepProgram:  # fmt: skip
         """Layer by layer, and then the update where optimizer state rests."""
-        runner, params = Runner(plan, analysis, mesh), self.params.device_bytes
+        runner, window = Runner(plan, analysis, mesh), self.window
         if isinstance(self.state, HostCPU):
-            return HostStep(runner, shardings, self.state.threads, None, shared, params)
+            return HostStep(runner, shardings, self.state.threads, None, shared, window)
         if isinstance(self.state, NVMe):
-            return self.state.step(runner, shardings, shared, params)
-        return StreamedStep(runner, shardings, params)
+            return self.state.step(runner, shardings, shared, window)
+        return StreamedStep(runner, shardings, window)
 
-    def files_of(self, step: StepProgram) -> Any:
+    def files_of(
+        self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
+        shard_axes: tuple[str, ...],
+    ) -> Any:  # fmt: skip
         """The files of a state of this step; None if none of it rests in some."""
-        return self.state.files_of(step)
+        return self.state.files_of(step, leaves, shardings, shard_axes)
 
     @property
     def first_tier(self) -> str:
@@ -175,12 +191,49 @@ def policy_of(who: str, state: Any, params: Any) -> Any:
     """`offload=` and `offload_params=` as one policy.
 
     Raises:
-      OptionError: `params` is no policy for parameters.
+      OptionError: `params` is no policy for parameters, or does not fit `state`.
     """
+    if isinstance(state, NVMe) and state.device_bytes is not None:
+        raise OptionError(message(
+            who, f"offload={state}", "device_bytes bounds parameters on a device, and offload= says where "
+            "optimizer state rests.", "Drop device_bytes, or move it to offload_params=jzero.NVMe(...)."
+        ))  # fmt: skip
     if isinstance(params, NoOffload):
         return state
-    if not isinstance(params, PinnedHost):
+    check_params(who, params)
+    if not isinstance(state, Offload):
+        return state
+    if isinstance(params, NVMe):
+        _check_together(who, state, params)
+    return ParameterOffload(state, params)
+
+
+def check_params(who: str, params: Any) -> None:
+    """Raises an `OptionError` unless parameters can rest as this policy says."""
+    if not isinstance(params, PinnedHost | NVMe):
         raise OptionError(message(
-            who, f"offload_params={params!r}", "Parameters rest on the devices, or in pinned memory.",
-            "Use offload_params=jzero.PinnedHost(device_bytes=...), or drop it."))  # fmt: skip
-    return ParameterOffload(state, params) if isinstance(state, Offload) else state
+            who, f"offload_params={params!r}",
+            "Parameters rest on the devices, in pinned memory, or in files.",
+            "Use offload_params=jzero.PinnedHost(device_bytes=...), jzero.NVMe(...), or drop it."
+        ))  # fmt: skip
+
+
+def _check_together(who: str, state: Offload, params: NVMe) -> None:
+    """Parameters in files are updated with the optimizer state beside them."""
+    if not isinstance(state, NVMe):
+        raise OptionError(message(
+            who, f"offload={state}, and offload_params={params}",
+            "Parameters in files are read, updated and written with their optimizer state, tile by tile.",
+            f"Use offload=jzero.NVMe({params.path!r}), too, or offload_params=jzero.PinnedHost()."
+        ))  # fmt: skip
+    names = ("path", "in_place", "resume", "threads")
+    found = [
+        f"{name}={getattr(state, name)!r} and {getattr(params, name)!r}"
+        for name in names
+        if getattr(state, name) != getattr(params, name)
+    ]
+    if found:
+        raise OptionError(message(
+            who, f"offload and offload_params have {', '.join(found)}",
+            "Parameters and optimizer state are in the same files.",
+            "Give both the same; host_bytes and device_bytes may differ."))  # fmt: skip

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import PINNED
+from jzero.offload._file_run import FileRun, Wanted
 from jzero.offload._layer_programs import LayerPrograms, Locals
 from jzero.segments._segment import Var
 from jzero.sharding.analysis._frames import variables
@@ -56,16 +57,23 @@ class PartValues:
       env: values by variable: arrays, or lists of the slices of stacks.
       there: gradients in pinned memory, by variable; of one whose slices arrive by themselves by variable and
         turn.
+      files: where leaves come from that are in files; None if none are.
     """
 
-    def __init__(self, cut: CutSegment, env: dict[Var, Any]):
-        self.cut, self.env = cut, env
+    def __init__(self, cut: CutSegment, env: dict[Var, Any], files: FileRun | None = None):
+        self.cut, self.env, self.files = cut, env, files
         self.there: dict[Any, jax.Array] = {}
 
     def fetch(self, leaves: Sequence[Var]) -> Arrays:
         """Whole leaves, on their way to the devices."""
+        if self.files:
+            return self.files.fetched(self.wanted(leaves))
         places = [self.cut.programs.home(var) for var in leaves]
         return jax.device_put([self.env[var] for var in leaves], places) if leaves else []
+
+    def wanted(self, leaves: Sequence[Var], at: int | None = None) -> tuple[Wanted, ...]:
+        """What of leaves is read from files: them, or one slice of each."""
+        return tuple([Wanted(var, at) for var in leaves]) if self.files else ()
 
     def held(self, reads: Iterable[Var]) -> dict[Var, jax.Array]:
         """Leaves among what a loop reads, whole, on their way to the devices."""

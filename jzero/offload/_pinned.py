@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,12 +25,14 @@ class Visit(NamedTuple):
       update: given these, starts their update and then the copies back to the host, which it returns; if
         there are none, what is there when the update is over.
       over: called when these are there; visits end in their order.
+      reads: what `fetch` needs of files.
     """
 
     nbytes: int
     fetch: Callable[[], Any]
     update: Callable[[Any], list[jax.Array]]
     over: Callable[[], None] = lambda: None
+    reads: Sequence[Any] = ()
 
 
 def stream(visits: Iterable[Visit | None], device_bytes: int, under_way: int | None = None) -> None:

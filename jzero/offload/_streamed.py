@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jzero._memory_kinds import DEVICE, PINNED, HostNeed
-from jzero.offload._layered import LayeredSegment
+from jzero.offload._layered import NO_WINDOW, LayeredSegment, Window
 from jzero.offload._pinned import Visit, free, stream
 from jzero.offload._sliced import SlicedTurn
 from jzero.segments._builder import Builder
@@ -47,13 +47,15 @@ class StreamedStep:
       compiled: those of whole turns, after a step.
     """
 
-    def __init__(self, runner: Runner, shardings: Sequence[NamedSharding], params_bytes: int = 0):
+    def __init__(
+        self, runner: Runner, shardings: Sequence[NamedSharding], window: Window = NO_WINDOW
+    ):
         """Makes the programs.
 
         Args:
           runner: the step.
           shardings: where its state rests.
-          params_bytes: how many bytes of parameters that rest on the hosts may be on each device.
+          window: how many bytes of parameters that rest away from the devices may be on each at a time.
         """
         self._plan, self._invars = runner.plan, runner.frame.jaxpr.invars
         self._segments = SegmentedStep(Builder(runner, shardings))
@@ -67,7 +69,7 @@ class StreamedStep:
         self._layered = None
         if any(leaf.is_streamed for leaf in leaves):
             gradients = [var for var in self.grad.gives if not is_scalar(var)]
-            self._layered = LayeredSegment(runner, self.grad, gradients, params_bytes)
+            self._layered = LayeredSegment(runner, self.grad, gradients, window)
             self.grad = self._segments.grad = self._layered.as_segment()
             homes |= {
                 var: NamedSharding(runner.mesh, self.grad.types[var].spec, memory_kind=PINNED)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -79,11 +79,13 @@ class Dispatches:
       steps: in order.
       args: the step's arguments, by variable.
       results: what is left when it is over.
+      in_files: arguments that are in no memory.
     """
 
     steps: tuple[Dispatch, ...]
     args: Mapping[Var, _Value]
     results: frozenset[Var]
+    in_files: frozenset[Var] = frozenset()
 
     @property
     def parts(self) -> dict[DispatchedProgram, int]:
@@ -95,14 +97,17 @@ class Dispatches:
         return counts
 
 
-def read_dispatches(closed: Any, args: Sequence[_Value]) -> Dispatches:
-    """Reads the jaxpr of `StepProgram.dispatched` on arguments with these places."""
+def read_dispatches(
+    closed: Any, args: Sequence[_Value], in_files: Collection[int] = ()
+) -> Dispatches:
+    """Reads the jaxpr of `StepProgram.dispatched` on arguments with these places, some of them in files."""
     jaxpr, _ = _jaxpr.open_jaxpr(closed)
     reader = _DispatchReader(args[0].sharding.mesh)
     reader.values |= zip(jaxpr.invars, args, strict=True)
     steps = tuple(map(reader.read, jaxpr.eqns))
     results = frozenset(variables(jaxpr.outvars))
-    return Dispatches(steps, dict(zip(jaxpr.invars, args, strict=True)), results)
+    away = frozenset(jaxpr.invars[i] for i in in_files)
+    return Dispatches(steps, dict(zip(jaxpr.invars, args, strict=True)), results, away)
 
 
 class _DispatchReader:
@@ -246,7 +251,7 @@ def moments(
 ) -> list[Moment]:
     """What is in memory as each dispatch has begun, if every value is freed when its last reader has."""
     last = {var: i for i, step in enumerate(found.steps) for var in step.reads}
-    alive = dict(found.args)
+    alive = {var: x for var, x in found.args.items() if var not in found.in_files}
     known: list[Moment] = []
     for i, step in enumerate(found.steps):
         before = [held_bytes(alive.values(), kind) for kind in (DEVICE, PINNED)]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jzero._errors import BatchError, MeshError, OptionError, message
-from jzero._memory_kinds import PINNED
+from jzero._memory_kinds import NVME, PINNED
 from jzero._quantities import readable_bytes
 from jzero._step import ShardedTrainStep
 from jzero.preflight._dispatches import Dispatches, read_dispatches
@@ -111,6 +111,9 @@ def preflight(
         if offloads:
             dispatches = batch.call(functools.partial(_dispatches_of, there), rows)
             examined = examine_parts(dispatches, mesh, schedule, options)
+            fetched = there._programs.options.offload.fetched_bytes
+            coming = -(-fetched // grid.per_host)  # of parameters in files
+            examined = examined._replace(host_bytes=examined.host_bytes + coming)
         else:
             examined = examine(batch.call(there.lower, rows), schedule, options)
         return Preflight(report, gpu, grid, *examined, memory_fraction)
@@ -336,7 +339,10 @@ def _dispatches_of(step: ShardedTrainStep, *args: Any, **kwargs: Any) -> Dispatc
     call = step._programs.bind(args, kwargs)
     program = step._programs.of(call)
     state, arrays = inputs_at_rest(call, program)
-    return read_dispatches(program.step.dispatched(state, arrays), [*state, *arrays])
+    in_files = [
+        i for i, leaf in enumerate(program.plan.leaves) if leaf.is_streamed and leaf.tier == NVME
+    ]
+    return read_dispatches(program.step.dispatched(state, arrays), [*state, *arrays], in_files)
 
 
 def _axes_for(train_step: ShardedTrainStep, topology: Topology) -> dict[str, int]:

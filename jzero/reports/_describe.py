@@ -261,17 +261,20 @@ class Report:
             return []
         turns: dict[Turns, int] = {}
         for x in self.crossings:
-            if x.loop is not None:
+            if x.loop is not None and x.direction == "to device":
                 turns[x.loop] = turns.get(x.loop, 0) + x.nbytes // (x.loop.num or 1)
+        in_files = any(x.direction == "from disk" for x in self.crossings)
+        source = "files on NVMe" if in_files else "the hosts' pinned memory"
         lines = wrapped(
-            "Parameters come from the hosts' pinned memory, part by part: at most "
+            f"Parameters come from {source}, part by part: at most "
             f"{readable_bytes(self.plan.device_bytes)} of them on a device at a time, gathered ones "
             "included.", "  ")  # fmt: skip
         for (where, num), nbytes in turns.items():
             each = "each turn" if num is None else f"each of the {num:,} turns"
             lines += wrapped(
                 f"{nbytes:,} bytes to each device in {each} of the loop at {where}: its turns a second are "
-                "at most the link's bytes a second over that.", "    ", first="  ")  # fmt: skip
+                f"at most the {'disk' if in_files else 'link'}'s bytes a second over that.", "    ",
+                first="  ")  # fmt: skip
         return lines
 
     def _activations(self) -> list[str]:

@@ -91,6 +91,8 @@ def estimate(
     ones included, are on a device at a time. Gradients leave as layers end, and go down once; one layer's,
     whole before they are reduced, are not counted, like one layer's gathered parameters without offload.
     What `HostCPU` updates crosses no more; what devices update comes once more, and new parameters go back.
+    With parameters on `NVMe` they are read from the disk for each pass, and read and written there with the
+    optimizer state for the update; of them the host has `host_bytes`, for each device as if it had a process.
 
     With `peak` and `tokens` the estimate has the least time of a step. In each of its parts (forward pass,
     backward pass, update) compute and all ways are taken to be busy at the same time, so that the slowest
@@ -199,7 +201,8 @@ def estimate(
         delayed_update=...)` or `jzero.NVMe(path, host_bytes=..., in_place=...)`. A real step keeps leaves
         below `min_shard_bytes` on the devices, and at most `ratio` of the bytes on the host: leaves are not
         cut. The random bits of `precision='stochastic'` are not in what crosses.
-      offload_params: where parameters rest: `jzero.PinnedHost(device_bytes=...)`.
+      offload_params: where parameters rest: `jzero.PinnedHost(device_bytes=...)`, or with `NVMe` for
+        `offload`, `jzero.NVMe(path, device_bytes=...)`.
       offload_activations: where a forward loop over layers keeps their inputs for its backward loop:
         `jzero.PinnedHost()`. They cross twice, in the dtype of the compute.
       tile_bytes: of a matrix as it is gathered, and of its gradient: an int, or a string such as '64MiB'.

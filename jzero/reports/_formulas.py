@@ -15,6 +15,7 @@ from jzero.reports._host_tiers import HostTiers
 from jzero.reports._sizes import (
     ACCUMULATOR,
     ACTIVATION,
+    FETCHED,
     GATHERED,
     GATHERED_TILE,
     GRADIENT,
@@ -63,8 +64,7 @@ def needs(options: Options, stage_axes: StageAxes, sizes: BytesPerParam) -> Iter
     """The stage's row, by role (ZeRO, section 5), and what offload moves (ZeRO-Offload, section 3)."""
     policy, num_shards = options.offload, stage_axes.count(stage_axes.shard_axes)
     num_param_shards = stage_axes.count(stage_axes.param_axes)
-    pinned = Fraction(int(policy.streams))
-    yield Need(PARAMETER, sizes.parameters, num_param_shards, True, "", pinned)
+    yield from _parameters(policy, sizes, num_param_shards)
     assert policy.share is not None, "estimate refuses what is measured"
     yield from _optimizer_state(policy, sizes, num_shards)
     yield _gradients(options, num_shards, sizes)
@@ -103,6 +103,18 @@ def _tiles(
         yield Need(GRADIENT_TILE, sizes.compute, 1, False, note, most=most)
 
 
+def _parameters(policy: Offload, sizes: BytesPerParam, num_shards: int) -> Iterator[Need]:
+    """Where they rest; of a disk also what of them is in memory on its way."""
+    size = sizes.parameters
+    if not policy.fetched_bytes:
+        yield Need(PARAMETER, size, num_shards, True, "", Fraction(int(policy.streams)))
+        return
+    yield Need(PARAMETER, size, num_shards, True, "", on_disk=True)
+    yield Need(
+        FETCHED, size, num_shards, True, "of each process", Fraction(1), most=policy.fetched_bytes
+    )
+
+
 def _optimizer_state(policy: Offload, sizes: BytesPerParam, num_shards: int) -> Iterator[Need]:
     """Where it rests; of a disk also what a step writes while it reads, and what of both is in memory."""
     size = sizes.optimizer_state
@@ -111,7 +123,10 @@ def _optimizer_state(policy: Offload, sizes: BytesPerParam, num_shards: int) -> 
         return
     yield Need(OPTIMIZER, size, num_shards, True, "", on_disk=True)
     if policy.slots > 1:
-        yield Need(SECOND_SLOT, size, num_shards, True, "the new one beside the old", on_disk=True)
+        params = sizes.parameters if policy.fetched_bytes else 0
+        yield Need(
+            SECOND_SLOT, size + params, num_shards, True, "the new one beside the old", on_disk=True
+        )
     yield Need(
         TILES, size, num_shards, True, "of each process", Fraction(1), most=policy.tiles_bytes
     )

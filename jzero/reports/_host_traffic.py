@@ -61,6 +61,8 @@ def hauls(
     if policy.slots or not policy.updates_on_host:
         for way in DISK_WAYS if policy.slots else WAYS:
             yield Haul(UPDATE, way, OPTIMIZER, sizes.optimizer_state, policy.share * count)
+            if policy.fetched_bytes:
+                yield Haul(UPDATE, way, PARAMETER, sizes.parameters, count)
     if tiers.offloads_activations:
         kept = Fraction(tiers.kept_elements)
         yield Haul(FORWARD, TO_HOST, ACTIVATION, sizes.compute, kept)
@@ -84,7 +86,8 @@ def _with_params(
     """Parameters come for each pass, and gradients leave; what the host updates does not cross again."""
     rounds = options.rounds
     for part in (FORWARD, BACKWARD):
-        yield Haul(part, TO_DEVICE, PARAMETER, sizes.parameters, rounds * count)
+        for way in (FROM_DISK, TO_DEVICE) if options.offload.fetched_bytes else (TO_DEVICE,):
+            yield Haul(part, way, PARAMETER, sizes.parameters, rounds * count)
     yield Haul(BACKWARD, TO_HOST, GRADIENT, crossing_gradients(sizes), count)
     on_device = count - on_host
     yield Haul(UPDATE, TO_DEVICE, GRADIENT, crossing_gradients(sizes), on_device)

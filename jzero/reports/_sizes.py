@@ -10,6 +10,7 @@ GRADIENT, GATHERED, ACCUMULATOR = "gradient", "gathered parameter", "accumulator
 VISITING, RENEWED = "visiting optimizer state", "renewed parameter"
 WINDOW, ACTIVATION = "visiting parameter", "activation"
 SECOND_SLOT, TILES = "second slot", "tiles on their way"
+FETCHED = "parameters on their way"
 GATHERED_TILE, GRADIENT_TILE = "gathered tile", "tile of a gradient"
 
 

@@ -8,15 +8,18 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jzero._memory_kinds import DEVICE, NVME
 from jzero.offload.memory._away_array import AwayArray
+from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._padded import PaddedArray
 from jzero.sharding.plan._leaves import Rest
 
 
-def rest_of(leaf: Any, mesh: Any) -> Rest | None:
+def rest_of(leaf: Any, mesh: Any, in_files: bool = False) -> Rest | None:
     """How a leaf, an array or its shape with a sharding, lies on a mesh; None if it does not.
 
-    One in host memory lies there as it would on the devices.
+    One in host memory lies there as it would on the devices; so does one in files, unless it may be
+    `in_files`.
     """
     if isinstance(leaf, jax.core.Tracer):  # Under an outer jax.jit XLA decides.
         return None
@@ -30,4 +33,5 @@ def rest_of(leaf: Any, mesh: Any) -> Rest | None:
     spec = list(sharding.spec)
     while spec and not spec[-1]:
         spec.pop()
-    return Rest(tuple(spec), tuple(shape))
+    tier = NVME if in_files and isinstance(leaf, NVMeArray) else DEVICE
+    return Rest(tuple(spec), tuple(shape), tier)

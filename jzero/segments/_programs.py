@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jzero._memory_kinds import DEVICE, HOST, NVME
+from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero.processes import _agreement
 from jzero.segments import _at_rest, _identity, _program
 from jzero.segments._program import Program
@@ -120,7 +120,9 @@ class Programs:
         """Of an evaluation, how each leaf of the state lies: it is read there."""
         if not self._evaluates:
             return ()
-        return tuple([_at_rest.rest_of(leaf, setting.mesh) for leaf in jax.tree.leaves(call.state)])
+        in_files = self.options.offload.tier == NVME
+        leaves = jax.tree.leaves(call.state)
+        return tuple([_at_rest.rest_of(leaf, setting.mesh, in_files) for leaf in leaves])
 
     def _of_shapes(self, call: Call, setting: Setting) -> Program:
         state, arrays = _call.abstract(call.state, "state"), {
@@ -205,9 +207,15 @@ def placed_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
 
 
 def inputs_at_rest(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
-    """The same, each leaf of the state in the memory in which it rests."""
+    """The same, each leaf of the state in the memory in which it rests.
+
+    Parameters in files are there as if they were in pinned memory, where what is fetched of them comes from.
+    """
     state, arrays = placed_inputs(call, program)
-    kinds = [_JAX_KINDS.get(leaf.tier, leaf.tier) for leaf in program.plan.leaves]
+    kinds = [
+        PINNED if leaf.is_streamed else _JAX_KINDS.get(leaf.tier, leaf.tier)
+        for leaf in program.plan.leaves
+    ]
     return _in_memory(state, kinds), _in_memory(arrays, [DEVICE] * len(arrays))
 
 

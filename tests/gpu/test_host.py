@@ -9,18 +9,15 @@ from jax.sharding import PartitionSpec as P
 
 from host_updates import call, on_host, problem, random, reference, ulps
 from jzero.offload import _bandwidth
-from jzero.offload._host_engine import _pinned
 from jzero.offload.kernels._host_update import HostUpdate
 from jzero.offload.memory import _addresses
-from jzero.offload.memory._pinned_leaf import view
+from jzero.offload.memory._pinned_leaf import pinned_zeros, view
 from optimizers import ENTRIES
 
 
 def pinned(shape: tuple[int, ...]) -> jax.Array:
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-    aval = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-    # Its zeros are still being copied there.
-    return jax.block_until_ready(_pinned(aval, jax.devices()[:1]))
+    return pinned_zeros(shape, jnp.bfloat16, NamedSharding(mesh, P()))
 
 
 def test_pinned_memory_is_written_in_place_and_copied():

@@ -65,6 +65,8 @@ def train(state: State, batch: jax.Array, step: jzero.ShardedTrainStep) -> None:
     codes = jzero.Blocks(jax.numpy.int4, rotate=True)
     reveal_type(codes.nbytes(1024))  # int
     jzero.shard_train_step(step_fn, gather_dtype=jax.numpy.int8, reduce_dtype={"data": codes})
+    files = jzero.NVMe("/nvme/run", device_bytes=2**31)
+    jzero.shard_train_step(step_fn, offload=jzero.NVMe("/nvme/run"), offload_params=files)
     reveal_type(step(state, batch))  # Any
     reveal_type(str(step.describe(state, batch)))  # str
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,18 @@ class NVMeArray(AwayArray):
         """
         return self.store.buffer_bytes(self._name)
 
+    def pieces(self, file: int, start: int, stop: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Parts of about `nbytes` of bytes `start` to `stop` of a device's part, each read by itself."""
+        first, last = start, start
+        for place in self.store.spec.places(file, self._name, start, stop):
+            end = min(stop, place.extent.start + place.extent.nbytes)
+            if end - first > nbytes and last > first:
+                yield first, last
+                first = last
+            last = end
+        if last > first:
+            yield first, last
+
     def read_range(
         self, out: np.ndarray, file: int, start: int, buffer: np.ndarray | None = None
     ) -> None:
@@ -151,6 +164,8 @@ class NVMePart:
         return values if dtype is None else values.astype(dtype, copy=False)
 
 
-def rests_in_files(x: Any, home: Home | None, spec: StoreSpec) -> bool:
-    """Whether a leaf is in files of this kind already."""
-    return isinstance(x, NVMeArray) and x.place == (home, spec.layouts)
+def rests_in_files(x: Any, home: Home | None, spec: StoreSpec | None) -> bool:
+    """Whether a leaf is in files of this kind already; of any kind, if it is None."""
+    if not isinstance(x, NVMeArray):
+        return False
+    return x.home == home if spec is None else x.place == (home, spec.layouts)

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from jzero._memory_kinds import PINNED
 
 
 class PinnedLeaf(NamedTuple):
@@ -49,6 +52,20 @@ def view(x: jax.Array) -> np.ndarray:
     memory: Any = (ctypes.c_char * x.nbytes).from_address(x.unsafe_buffer_pointer())
     memory.owner = x  # A thread that is still at work on a view keeps the memory.
     return np.frombuffer(memory, x.dtype).reshape(x.shape)
+
+
+def pinned_zeros(shape: Sequence[int], dtype: Any, home: NamedSharding) -> jax.Array:
+    """An array of its own memory for each device of this process, also if it is the same on all."""
+    part = np.zeros(home.shard_shape(tuple(shape)), dtype)
+    parts = [
+        jax.device_put(part.copy(), SingleDeviceSharding(device, memory_kind=PINNED))
+        for device in home.mesh.local_devices
+    ]
+    # Zeros that are still on their way would overwrite what the host writes.
+    parts = jax.block_until_ready(parts)
+    return jax.make_array_from_single_device_arrays(
+        tuple(shape), home.with_memory_kind(PINNED), parts
+    )
 
 
 def renewed(leaf: jax.Array) -> jax.Array:

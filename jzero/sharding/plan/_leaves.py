@@ -142,10 +142,12 @@ class Rest(NamedTuple):
     Attributes:
       spec: the entries of its PartitionSpec, up to the last that names an axis.
       padded_shape: its shape there.
+      tier: 'nvme' if it is in files; else 'device', wherever it is.
     """
 
     spec: tuple[Any, ...]
     padded_shape: tuple[int, ...]
+    tier: str = DEVICE
 
 
 def plan_as_found(
@@ -193,7 +195,7 @@ def _as_found(
     plan = LeafPlan(*leaf[:4], OTHER, layout, parts, "", automatic, padding)
     spec = _layout.partition_spec(layout, automatic)
     alike = [*map(_call.spec_axes, spec)] == entries and plan.padded_shape == rest.padded_shape
-    return plan if alike else None
+    return dataclasses.replace(plan, tier=rest.tier) if alike else None
 
 
 def plan_leaves(

@@ -103,18 +103,33 @@ class Offload(abc.ABC):
         """Where leaves rest before a step says which of them are offloaded."""
         return self.tier
 
-    def files_of(self, step: StepProgram) -> Any:
-        """The files of a state of this step (`StoreSpec`); None if it rests in memory."""
+    def files_of(
+        self, step: StepProgram | None, leaves: Leaves, shardings: Sequence[NamedSharding],
+        shard_axes: tuple[str, ...],
+    ) -> Any:  # fmt: skip
+        """The files of a state (`StoreSpec`); None if it rests in memory, or they are not known yet.
+
+        Args:
+          step: what runs on it; None if that is not known.
+          leaves: those that go into files.
+          shardings: where they rest, for JAX.
+          shard_axes: the mesh axes over which shards differ.
+        """
         return None
 
     @property
     def streams(self) -> bool:
-        """Whether parameters rest on the hosts: the devices fetch them where they compute with them."""
+        """Whether parameters rest on the hosts, or their disks: devices fetch what they compute with."""
         return False
 
     @property
     def streamed_bytes(self) -> int:
         """The most bytes of these parameters on each device at any time; 0 if none rest on the hosts."""
+        return 0
+
+    @property
+    def fetched_bytes(self) -> int:
+        """The most bytes of a process's memory for parameters on their way from files; 0 if none are."""
         return 0
 
     def check(self, stage_axes: StageAxes, automatic: Sequence[str]) -> None:

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PinnedPool`: arrays in pinned memory that are written over and over, of so many bytes at most."""
+
+from __future__ import annotations
+
+import collections
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jzero.offload.memory._pinned_leaf import pinned_zeros, view
+
+
+class PinnedBuffer(NamedTuple):
+    """An array in pinned memory, each device's part in its own memory.
+
+    Attributes:
+      array: whole, `[n, d]`.
+      views: the memory of each device of this process, `[n / devices, d]`.
+      key: what the pool knows it by.
+    """
+
+    array: jax.Array
+    views: dict[jax.Device, np.ndarray]
+    key: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Of all devices of this process."""
+        return sum(x.nbytes for x in self.views.values())
+
+
+def bytes_here(shape: tuple[int, ...], dtype: Any, home: NamedSharding) -> int:
+    """Bytes of such an array in this process, each device's part in its own memory."""
+    size = math.prod(home.shard_shape(shape)) * np.dtype(dtype).itemsize
+    return size * len(home.addressable_devices)
+
+
+class PinnedPool:
+    """Makes buffers, and has those back that are free.
+
+    Attributes:
+      nbytes: the most bytes of all of them.
+      made_bytes: of those that there are.
+      lent_bytes: of those that somebody has.
+    """
+
+    def __init__(self, nbytes: int):
+        self.nbytes, self.made_bytes, self.lent_bytes = nbytes, 0, 0
+        # Those used last come last.
+        self._free: collections.OrderedDict[Any, list[PinnedBuffer]] = collections.OrderedDict()
+
+    def take(
+        self, shape: tuple[int, ...], dtype: Any, home: NamedSharding, kept: int = 0
+    ) -> PinnedBuffer | None:
+        """A buffer, with anything in it; None if there is no room with `kept` bytes left."""
+        key, nbytes = (shape, np.dtype(dtype), home), bytes_here(shape, dtype, home)
+        if self.lent_bytes + nbytes > self.nbytes - kept:
+            return None
+        self.lent_bytes += nbytes
+        if key in self._free:
+            return self._pop(key)
+        while self.made_bytes + nbytes > self.nbytes:
+            self.made_bytes -= self._pop(next(iter(self._free))).nbytes
+        self.made_bytes += nbytes
+        array = pinned_zeros(shape, dtype, home)
+        views = {shard.device: view(shard.data) for shard in array.addressable_shards}
+        return PinnedBuffer(array, views, key)
+
+    def _pop(self, key: Any) -> PinnedBuffer:
+        found = self._free[key]
+        buffer = found.pop()
+        if not found:
+            del self._free[key]
+        return buffer
+
+    def give(self, buffer: PinnedBuffer) -> None:
+        """Has a buffer back."""
+        self.lent_bytes -= buffer.nbytes
+        self._free.setdefault(buffer.key, []).append(buffer)
+        self._free.move_to_end(buffer.key)

@@ -1,0 +1,512 @@
+"""Parameters in files: read layer by layer, ahead of their use; the same training as with `HostCPU`."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+import parity
+import small
+import test_offload_params as infinity
+import zoo
+from jzero.offload._file_reads import FileReads
+from jzero.offload._file_run import FileRun
+from jzero.offload.memory._pinned_pool import PinnedPool
+from test_nvme import in_files
+from test_nvme_faults import end_of_process
+from test_offload import step_names
+from test_offload_params import CLIPPED, WIDTH, batch, make_step, new_state, one_device
+
+pytest.importorskip("llvmlite")
+
+DEVICE_BYTES, HOST_BYTES = 2**14, 2**17
+
+
+def policies(folder: Any, **options: Any) -> dict[str, Any]:
+    """Optimizer state and parameters in the same files."""
+    bounds = {"device_bytes": DEVICE_BYTES, "host_bytes": HOST_BYTES}
+    own = {name: options.pop(name) for name in bounds if name in options}
+    return {
+        "offload": jzero.NVMe(folder, host_bytes=2**16, **options),
+        "offload_params": jzero.NVMe(folder, **{**bounds, **own}, **options),
+    }
+
+
+def mesh_of(axes: dict[str, int]) -> Any:
+    num = parity.num_devices(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:num])
+
+
+def on(axes: dict[str, int], step: Any, folder: Any, **options: Any) -> Any:
+    names = ("device_bytes", "host_bytes", "in_place")
+    own = {name: options.pop(name) for name in names if name in options}
+    return small.shard_train_step(step, mesh=mesh_of(axes), **policies(folder, **own), **options)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+# -- the same training -----------------------------------------------------------------------------
+
+ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
+
+
+@pytest.mark.parametrize(
+    ("axes", "scan", "options"),
+    [
+        ({"data": 1}, True, {}),
+        ({"data": 1}, False, {}),
+        ({"data": 2}, True, {}),
+        ({"data": 4}, False, {}),
+        ({"data": 8}, True, {}),
+        ({"data": 8}, False, {}),
+        ({"node": 2, "local": 2}, True, dict(param_axes="local", optimizer_axes="local")),
+        ({"data": 4}, True, dict(accumulate=2, layer_major=True)),
+        ({"data": 2}, False, dict(accumulate=2)),
+        ({"data": 2}, True, dict(accumulate=2, device_bytes=2**13)),
+        ({"data": 2}, True, ACTIVATIONS),
+        ({"data": 2}, True, dict(in_place=True)),
+    ],
+    ids=str,
+)
+def test_it_trains_what_one_device_trains(
+    axes: Any, scan: bool, options: dict[str, Any], tmp_path: Path
+):
+    """And what `HostCPU` trains with parameters in pinned memory, to the bit, in every leaf."""
+    step = make_step(scan, CLIPPED)
+    options = dict(options)
+    one = on(axes, step, tmp_path, **options)
+    window = jzero.PinnedHost(device_bytes=options.pop("device_bytes", DEVICE_BYTES))
+    options.pop("in_place", None)
+    other = small.shard_train_step(
+        step, mesh=mesh_of(axes), offload=jzero.HostCPU(), offload_params=window, **options
+    )
+    start = new_state(scan, 4, CLIPPED)
+    state, same = one.shard(start, batch(0)), other.shard(start, batch(0))
+    assert len(in_files(state)) == len(jax.tree.leaves(start))
+    for i, wanted in enumerate(one_device(scan, clipped=True)):
+        state, metrics = one(state, batch(i))
+        same, _ = other(same, batch(i))
+        assert_same(state, same)
+        zoo.assert_trees_close(zoo.to_host((state, metrics)), wanted, zoo.FP32, f"step {i}")
+    assert len(in_files(state)) == len(jax.tree.leaves(start))
+
+
+def test_masters_in_half_precision_on_eight_devices(tmp_path: Path):
+    """Parameters are bfloat16, cast from masters in the tiles; 14 bytes of each are read and written."""
+    tx = jzero.master_weights(optax.adamw(1e-2))
+
+    def step(state: Any, x: Any) -> Any:
+        params, opt_state = state
+
+        def loss_fn(params: Any) -> Any:
+            y = x.astype(jnp.bfloat16)
+            y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), y, params["layers"])
+            return jnp.mean((y @ params["embed"].T).astype(jnp.float32) ** 2) + jnp.mean(
+                (x.astype(jnp.bfloat16) @ params["embed"].T).astype(jnp.float32) ** 2
+            )
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    keys = jax.random.split(jax.random.key(0))
+    params = {
+        "layers": jax.random.normal(keys[0], (3, 36, 36), jnp.bfloat16) / 6,
+        "embed": jax.random.normal(keys[1], (257, 36), jnp.bfloat16),
+    }
+    x = jax.random.normal(jax.random.key(1), (8, 36))
+    window = jzero.PinnedHost(device_bytes=DEVICE_BYTES * 4)
+    one = on({"data": 8}, step, tmp_path, device_bytes=DEVICE_BYTES * 4)
+    other = small.shard_train_step(
+        step, mesh=mesh_of({"data": 8}), offload=jzero.HostCPU(), offload_params=window
+    )
+    start = params, tx.init(params)
+    state, same, alone = one.shard(start, x), other.shard(start, x), start
+    for i in range(3):
+        (state, loss), (same, _) = one(state, x * (i + 1)), other(same, x * (i + 1))
+        alone, expected = jax.jit(step)(alone, x * (i + 1))
+        assert_same(state, same)
+        np.testing.assert_allclose(loss, expected, rtol=2e-2)
+    crossings = one.describe(state, x).crossings
+    padded = [leaf.padded_shape for leaf in in_files(state[0])]
+    assert all(math.prod(shape) % 8 == 0 for shape in padded)
+    assert padded != [(257, 36), (3, 36, 36)]
+    num = sum(map(math.prod, padded)) // 8
+    written = sum(x.nbytes for x in crossings if x.direction == "to disk")
+    assert written == 14 * num
+    assert not [x for x in crossings if x.direction == "to device" and x.what != "parameter"]
+
+
+def test_an_optimizer_without_state(tmp_path: Path):
+    """Then there are parameters alone in the files."""
+    step = make_step(True, optax.sgd(0.1))
+    train_step = on({"data": 4}, step, tmp_path)
+    state = train_step.shard(new_state(True, 4, optax.sgd(0.1)), batch(0))
+    assert len(in_files(state)) == 4
+    for i, wanted in enumerate(one_device(True, clipped=False)):
+        state, metrics = train_step(state, batch(i))
+        zoo.assert_trees_close(zoo.to_host((state, metrics)), wanted, zoo.FP32, f"step {i}")
+
+
+# -- leaves that no step changes -------------------------------------------------------------------
+
+
+def adapters(state: Any, x: Any) -> Any:
+    """Trains `a` and `b` beside weights that stay."""
+
+    def loss_fn(adapter: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            base, a, b = w
+            return jnp.tanh(x @ base + x @ a @ b), None
+
+        y, _ = jax.lax.scan(layer, x, (state["base"], adapter["a"], adapter["b"]))
+        return jnp.mean((y @ state["head"]) ** 2)
+
+    tx = optax.adam(1e-2)
+    loss, grads = jax.value_and_grad(loss_fn)(state["adapter"])
+    updates, opt_state = tx.update(grads, state["opt_state"], state["adapter"])
+    new = {"adapter": optax.apply_updates(state["adapter"], updates), "opt_state": opt_state}
+    return state | new, loss
+
+
+def adapted() -> Any:
+    keys = jax.random.split(jax.random.key(0), 4)
+    base = jax.random.normal(keys[0], (4, 32, 32)) / 5
+    adapter = {
+        "a": jax.random.normal(keys[1], (4, 32, 8)) / 5,
+        "b": jax.random.normal(keys[2], (4, 8, 32)) / 5,
+    }
+    head = jax.random.normal(keys[3], (32, 33))
+    return {
+        "base": base, "head": head, "adapter": adapter, "opt_state": optax.adam(1e-2).init(adapter),
+        "step": jnp.zeros((), jnp.int32),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_frozen_weights_are_read_and_never_written(num: int, tmp_path: Path):
+    train_step = on({"data": num}, adapters, tmp_path)
+    start, x = adapted(), jax.random.normal(jax.random.key(9), (8, 32))
+    state, expected = train_step.shard(start, x), start
+    frozen = [path for path in tmp_path.rglob("*") if "frozen" in path.name]
+    assert len(frozen) == num
+    size, header = sum(path.stat().st_size for path in frozen), 2**14 * num
+    weights = sum(state[name].home.nbytes for name in ("base", "head"))
+    assert weights <= size <= weights + header * 4
+    bodies = [path.read_bytes()[2**13 :] for path in frozen]
+    for _ in range(3):
+        (state, loss), (expected, wanted) = train_step(state, x), jax.jit(adapters)(expected, x)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
+    assert bodies == [path.read_bytes()[2**13 :] for path in frozen]
+    crossings = train_step.describe(state, x).crossings
+    adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(start["adapter"])) // num
+    assert sum(x.nbytes for x in crossings if x.direction == "to disk") == 3 * adapter
+    for a, b in ((state["base"], start["base"]), (state["head"], start["head"])):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+# -- what is in memory -----------------------------------------------------------------------------
+
+
+class Watched:
+    """Counts bytes of pinned memory that pools of parameters have lent, and made, and those of buffers."""
+
+    def __init__(self, monkeypatch: Any):
+        self.most, self.pools = 0, set[PinnedPool]()
+        old, made = PinnedPool.take, FileReads._made_buffers
+        buffers = [0]
+
+        def take(pool: Any, *args: Any) -> Any:
+            found = old(pool, *args)
+            assert pool.lent_bytes <= pool.made_bytes <= pool.nbytes
+            self.pools.add(pool)
+            self.most = max(self.most, pool.made_bytes + buffers[0])
+            return found
+
+        def making(reads: Any, leaves: Any) -> Any:
+            found = made(reads, leaves)
+            buffers[0] = sum(x.nbytes for x in found)
+            return found
+
+        monkeypatch.setattr(PinnedPool, "take", take)
+        monkeypatch.setattr(FileReads, "_made_buffers", making)
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+def test_parameters_in_memory_stay_within_host_bytes(scan: bool, tmp_path: Path, monkeypatch: Any):
+    """Of devices of one process together; how many there are changes nothing else."""
+    found = []
+    for host_bytes in (2**16, 2**18):
+        watched = Watched(monkeypatch)
+        folder = tmp_path / str(host_bytes)
+        found.append(train(scan, folder, host_bytes=host_bytes))
+        assert 0 < watched.most <= host_bytes
+        (pool,) = watched.pools  # One for all steps; at their end it has everything back.
+        assert pool.lent_bytes == 0
+    assert_same(*found)
+
+
+def test_parameters_on_the_devices_stay_within_device_bytes(tmp_path: Path, monkeypatch: Any):
+    """Shards, and what the devices have of them whole: of two turns, and no more."""
+    room = infinity.two_turns()
+    train_step = on({"data": 8}, make_step(True, CLIPPED), tmp_path, device_bytes=room)
+    state = train_step.shard(new_state(True, 12, CLIPPED), batch(0))
+    of_layers = {(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH), (WIDTH,), (1, WIDTH)}
+    mine = lambda x: x.shape in of_layers or x.shape[1:] in of_layers  # noqa: E731
+    found = infinity.peak_bytes(monkeypatch, train_step, state, (batch(0),), (batch(1),), of=mine)
+    assert infinity.WHOLE < found <= 8 * room
+
+
+def train(scan: bool, folder: Any, **options: Any) -> Any:
+    train_step = on({"data": 8}, make_step(scan, CLIPPED), folder, **options)
+    state = train_step.shard(new_state(scan, 12, CLIPPED), batch(0))
+    for i in range(2):
+        state, _ = train_step(state, batch(i))
+    return jax.tree.map(np.array, state)
+
+
+def test_reads_begin_before_earlier_layers_have_run(tmp_path: Path, monkeypatch: Any):
+    """As far ahead as there is room: of 12 layers, several are asked for when the first is fetched."""
+    asked: list[Any] = []
+    fetched: list[int] = []
+    begin, fetch = FileRun._begin, FileRun.fetched
+
+    def beginning(run: Any, reads: Any, waits: bool = False) -> bool:
+        begun = begin(run, reads, waits)
+        asked.extend(reads if begun else ())
+        return begun
+
+    def fetching(run: Any, wanted: Any) -> Any:
+        fetched.append(len(asked))
+        return fetch(run, wanted)
+
+    monkeypatch.setattr(FileRun, "_begin", beginning)
+    monkeypatch.setattr(FileRun, "fetched", fetching)
+    train(True, tmp_path, host_bytes=2**20)
+    num = 2 * (12 * 3 + 1) - 1  # Each stack's slices, in both passes, and the head.
+    assert fetched[0] >= 12 * 3
+    assert len(asked) >= num
+
+
+def test_too_little_memory_is_refused_with_the_least(tmp_path: Path):
+    """Which suffices, and trains the same."""
+
+    def step(state: Any, x: Any) -> Any:
+        w, m = state
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w[0]) @ w[1]))(w)
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, m, grads)
+        return (jax.tree.map(lambda w, m: w - m, w, m), m), loss
+
+    weights = [np.ones((64, 256), np.float32) / 64, np.ones((256, 64), np.float32) / 256]
+    start, x = (weights, [0 * w for w in weights]), np.ones((8, 64), np.float32)
+    host_bytes = 2**16
+    while True:
+        options = {"device_bytes": 2**20, "host_bytes": host_bytes}
+        train_step = on({"data": 2}, step, tmp_path / str(host_bytes), **options)
+        try:
+            state, _ = train_step(start, x)
+            break
+        except jzero.OptionError as refused:
+            needed = int(re.findall(r"(\d+) is the least", str(refused))[0])
+            assert needed > host_bytes
+            host_bytes = needed
+    assert host_bytes == 2**16 + 4096  # One of the two, and a page to read through.
+    expected = jax.jit(step)(start, x)[0]
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
+
+
+# -- many steps ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device_bytes", [2**11, 2**20], ids=["in parts", "whole"])
+@pytest.mark.parametrize("kind", ["scan", "while"])
+def test_nested_loops_read_their_layers_in_each_turn(kind: str, device_bytes: int, tmp_path: Path):
+    """A loop in time around unrolled layers: where it runs in parts, each turn reads all of them again."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss_fn(w: Any) -> Any:
+            def turn(y: Any) -> Any:
+                for i in range(4):
+                    y = jnp.tanh(y @ w[f"w{i}"])
+                return y
+
+            if kind == "scan":
+                y, _ = jax.lax.scan(lambda y, _: (turn(y), None), x, None, 3)
+            else:  # No gradient goes through it.
+                y = jax.lax.while_loop(
+                    lambda carry: carry[1] < 3, lambda carry: (turn(carry[0]), carry[1] + 1),
+                    (jax.lax.stop_gradient(x), 0),
+                )[0]  # fmt: skip
+            return jnp.mean((jax.lax.stop_gradient(y) @ w["head"]) ** 2) + jnp.mean(turn(x) ** 2)
+
+        w, m = state
+        loss, grads = jax.value_and_grad(loss_fn)(w)
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, m, grads)
+        return (jax.tree.map(lambda w, m: w - 0.1 * m, w, m), m), loss
+
+    names = ("w0", "w1", "w2", "w3", "head")
+    keys = jax.random.split(jax.random.key(0), len(names))
+    w = {n: jax.random.normal(k, (16, 16)) / 4 for n, k in zip(names, keys, strict=True)}
+    start, x = (w, jax.tree.map(jnp.zeros_like, w)), batch(0)
+    train_step = on({"data": 1}, step, tmp_path, device_bytes=device_bytes)
+    state, expected = train_step.shard(start, x), start
+    for _ in range(2):
+        (state, loss), (expected, wanted) = train_step(state, x), jax.jit(step)(expected, x)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
+
+
+ZOO = {"transformer_scan_remat", "mixed_bf16", "cond_on_gradients"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ZOO else pytest.mark.slow)
+        for name in sorted({*zoo.NAMES} & {*(x.values[0] for x in step_names())})
+    ],
+)
+def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
+    def shard(step: Any, mesh: Any, **options: Any) -> Any:
+        bounds = {"device_bytes": 2**24, "host_bytes": 2**24}
+        return small.shard_train_step(step, mesh=mesh, **policies(tmp_path, **bounds), **options)
+
+    parity.check(name, {"data": 4}, shard)
+
+
+def test_checkpoints_go_to_every_tier_and_come_back(tmp_path: Path):
+    step = make_step(True, CLIPPED)
+    one = on({"data": 4}, step, tmp_path / "one")
+    other = small.shard_train_step(step, mesh=mesh_of({"data": 8}), stage=3)
+    state, _ = one(one.shard(new_state(True, 4, CLIPPED), batch(0)), batch(0))
+    with jzero.Checkpointer(tmp_path / "steps", one, asynchronous=False) as saver:
+        assert saver.save(1, state)
+    shapes = jax.eval_shape(lambda: new_state(True, 4, CLIPPED))
+    plain = jzero.restore(tmp_path / "steps" / "1", other, shapes, batch(0))
+    assert_same(plain, state)
+    with jzero.Checkpointer(tmp_path / "back", other, asynchronous=False) as saver:
+        assert saver.save(1, plain)
+    again = jzero.restore(tmp_path / "back" / "1", one, shapes, batch(0))
+    assert len(in_files(again)) == len(jax.tree.leaves(state))
+    assert_same(one(again, batch(1))[0], one(state, batch(1))[0])
+
+
+def test_resume_brings_parameters_back(tmp_path: Path):
+    """Whatever the state has of them, if its counters are those of the files."""
+    tx = optax.adam(1e-2)
+    step = make_step(True, tx)
+
+    def train_step() -> Any:
+        options = policies(tmp_path, resume=True)
+        return small.shard_train_step(step, mesh=mesh_of({"data": 2}), **options)
+
+    one = train_step()
+    state: Any = one.shard(new_state(True, 4, tx), batch(0))
+    for i in range(2):
+        state, _ = one(state, batch(i))
+    before = jax.tree.map(np.array, state)
+    after = jax.tree.map(np.array, one(state, batch(2))[0])
+    del state
+    end_of_process()
+    other = train_step()
+    nothing = jax.tree.map(lambda x: x if x.ndim == 0 else np.zeros_like(x), before)
+    state = other.shard(nothing, batch(0))  # Of the step before the last: that slot is there, too.
+    assert_same(state, before)
+    assert_same(other(state, batch(2))[0], after)
+
+
+# -- evaluations -----------------------------------------------------------------------------------
+
+
+def forward(state: Any, x: Any) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+        return x + jnp.tanh((x * w["scale"][None]) @ w["up"]) @ w["down"], None
+
+    y, _ = jax.lax.scan(layer, x, state["params"]["layers"])
+    return y @ state["params"]["head"]
+
+
+@pytest.mark.parametrize("num", [1, 8])
+def test_evaluations_read_the_files_of_a_training(num: int, tmp_path: Path):
+    train_step = on({"data": num}, make_step(True, CLIPPED), tmp_path)
+    state, _ = train_step(train_step.shard(new_state(True, 4, CLIPPED), batch(0)), batch(0))
+    files = sorted(tmp_path.rglob("*.tiles"))
+    eval_step = jzero.shard_eval_step(forward, like=train_step)
+    found = eval_step(state, batch(1))
+    wanted = jax.jit(forward)(jax.tree.map(np.array, state), batch(1))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    assert sorted(tmp_path.rglob("*.tiles")) == files
+    crossings = eval_step.describe(state, batch(1)).crossings
+    read = {way: sum(x.nbytes for x in crossings if x.direction == way)
+            for way in ("from disk", "to device")}  # fmt: skip
+    assert read["from disk"] == read["to device"] > 0
+    train_step(state, batch(1))
+    with pytest.raises(jzero.StateError, match="already donated"):
+        eval_step(state, batch(1))
+
+
+@pytest.mark.parametrize("num", [1, 8])
+def test_evaluations_of_what_is_not_trained_have_files_of_their_own(num: int, tmp_path: Path):
+    policy = policies(tmp_path)["offload_params"]
+    eval_step = jzero.shard_eval_step(forward, mesh=mesh_of({"data": num}), offload_params=policy)
+    start = {"params": new_state(True, 4, CLIPPED)["params"]}
+    placed = eval_step.shard(start)
+    assert in_files(placed)
+    assert_same(placed, start)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tiles")}
+    assert len(files) == num
+    for state in (placed, placed):
+        found, wanted = eval_step(state, batch(1)), jax.jit(forward)(start, batch(1))
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tiles")}
+    text = " ".join(str(eval_step.describe(placed, batch(1))).split())
+    assert "Parameters come from files on NVMe, part by part" in text
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "in memory": ({"offload": jzero.HostCPU()}, "Use offload=jzero.NVMe("),
+    "on the devices": ({"offload": jzero.NoOffload()}, "Use offload=jzero.NVMe("),
+    "in turns": ({"offload": jzero.PinnedHost()}, "read, updated and written with their optimizer state"),
+    "another path": ({"offload": jzero.NVMe("/elsewhere")}, "have path='/elsewhere' and "),
+    "in place": ({"offload": jzero.NVMe("/run", in_place=True)}, "have in_place=True and False"),
+    "device_bytes": ({"offload": jzero.NVMe("/run", device_bytes=1)}, "Drop device_bytes, or move it to"),
+    "no bytes": ({"offload_params": 0}, "in pinned memory, or in files"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_by_name(what: str):
+    given, text = REFUSED[what]
+    options = {"offload": jzero.NVMe("/run"), "offload_params": jzero.NVMe("/run")} | given
+    with pytest.raises(jzero.OptionError, match=re.escape(text)):
+        jzero.shard_train_step(make_step(True, CLIPPED), **options)
+
+
+def test_device_bytes_are_a_number():
+    with pytest.raises(
+        jzero.OptionError, match="device_bytes=0. It is how many bytes of parameters"
+    ):
+        jzero.NVMe("/run", device_bytes=0)
+
+
+def test_evaluations_that_are_refused():
+    pinned = small.shard_train_step(
+        make_step(True, CLIPPED), offload=jzero.HostCPU(), offload_params=jzero.PinnedHost()
+    )
+    with pytest.raises(jzero.OptionError, match="those of the train step are PinnedHost"):
+        jzero.shard_eval_step(forward, like=pinned, offload_params=jzero.NVMe("/run"))
+    with pytest.raises(jzero.OptionError, match="Drop resume and in_place"):
+        jzero.shard_eval_step(forward, offload_params=jzero.NVMe("/run", resume=True))

@@ -1,0 +1,137 @@
+"""Parameters in files, and a step that fails: the state is as it was, or consumed; no thread is left."""
+
+import errno
+import functools
+import gc
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jzero
+from jzero.offload.memory._nvme_array import NVMeArray
+from jzero.offload.nvme._read_threads import ReadThreads
+from test_nvme_params import assert_same, on
+from test_offload_params import CLIPPED, batch, make_step, new_state
+from test_offload_params_faults import Interrupted, prepared, survives
+
+pytest.importorskip("llvmlite")
+LAYERS = 3
+
+
+def trained(folder: Path, num: int = 2, scan: bool = True, **options: Any) -> tuple[Any, Any]:
+    train_step = on({"data": num}, make_step(scan, CLIPPED), folder, **options)
+    state = train_step.shard(new_state(scan, LAYERS, CLIPPED), batch(0))
+    return train_step, train_step(state, batch(0))[0]
+
+
+def threads_at_work() -> list[str]:
+    """Threads other than this one that are in the files of readers and sweeps."""
+    mine = threading.get_ident()
+    stacks = [traceback.extract_stack(f) for i, f in sys._current_frames().items() if i != mine]
+    return [x.filename for stack in stacks for x in stack if "/offload/nvme/" in x.filename]
+
+
+class Stop(BaseException):
+    """As Ctrl-C, and no error of jzero's."""
+
+
+# Of a step: the first read, one in the forward pass, one in the backward pass, the last.
+@pytest.mark.parametrize("at", [0, 5, 11, -1])
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+def test_a_read_that_fails_in_a_thread(scan: bool, at: int, tmp_path: Path, monkeypatch: Any):
+    train_step, state = trained(tmp_path, scan=scan)
+    before, calls, old = jax.tree.map(np.array, state), [0], NVMeArray.read_range
+
+    def reading(*args: Any) -> None:
+        calls[0] += 1
+        if calls[0] - 1 == at:
+            raise Stop
+        old(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(NVMeArray, "read_range", reading)
+        if at < 0:
+            again = train_step.shard(before, batch(0))
+            train_step(again, batch(1))
+            calls[0], at = 0, calls[0] - 1
+        with pytest.raises(Stop):
+            train_step(state, batch(1))
+    assert not threads_at_work()
+    assert_same(state, before)
+    expected, _ = train_step(train_step.shard(before, batch(0)), batch(1))
+    assert_same(train_step(state, batch(1))[0], expected)
+
+
+def test_an_error_of_the_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: Any):
+    """And what the state had is there again when the disk is."""
+    train_step, state = trained(tmp_path)
+    before, calls, old = jax.tree.map(np.array, state), [0], os.preadv
+
+    def reading(*args: Any) -> int:
+        calls[0] += 1
+        if calls[0] > 4:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return old(*args)
+
+    told = r"reading .* of .*shard-\d.tiles, failed: Input/output error"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", reading)
+        with pytest.raises(jzero.StateError, match=told):
+            train_step(state, batch(1))
+    assert not threads_at_work()
+    assert_same(state, before)
+    train_step(state, batch(1))
+
+
+def test_a_flipped_bit_is_found_before_anything_is_computed_with_it(tmp_path: Path):
+    train_step, state = trained(tmp_path)
+    path = sorted(tmp_path.rglob("*-0.tiles"))[0]
+    data = bytearray(path.read_bytes())
+    for at in range(8192, len(data), 512):  # Behind the headers, in each page.
+        data[at + 3] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(jzero.StateError, match=r"checksum|damaged"):
+        train_step(state, batch(1))
+    assert not threads_at_work()
+
+
+@pytest.mark.parametrize("stride", [37, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+def test_ctrl_c_in_any_call(scan: bool, stride: int, tmp_path: Path):
+    """Until files are committed the state is as it was, parameters included."""
+    train_step, state = trained(tmp_path, scan=scan, device_bytes=13000)
+    again, before, expected = prepared(train_step, state, batch(0))
+    outcomes: list[bool] = []
+    while True:
+        state, interrupted = again(), Interrupted(stride * len(outcomes))
+        if not interrupted(functools.partial(train_step, state, batch(0))):
+            break
+        assert not threads_at_work()
+        outcomes.append(survives(train_step, state, [batch(0)], before, expected))
+        assert outcomes == sorted(outcomes, reverse=True), interrupted.where
+    assert 100 < stride * sum(outcomes)
+
+
+def test_threads_end_where_their_caller_is_interrupted():
+    """A job that is under way is awaited; others do not begin."""
+    seen: list[int] = []
+
+    def interrupted() -> None:
+        with ReadThreads([np.zeros(4096, np.uint8)] * 3) as threads:
+            threads.ask([lambda buffer: seen.append(len(buffer))] * 1000)
+            raise Stop
+
+    with pytest.raises(Stop):
+        interrupted()
+    assert len(seen) <= 1000
+    assert not threads_at_work()
+    ReadThreads([np.zeros(4096, np.uint8)])
+    gc.collect()
+    assert not threads_at_work()
