@@ -46,6 +46,17 @@ def test_a_disk_against_itself(tmp_path):
     assert shown in text
 
 
+@pytest.mark.parametrize("script", ["disk", "against_deepspeed", "kills"])
+def test_the_page_has_the_last_result(script):
+    command = [sys.executable, str(FOLDER / f"{script}.py"), "--show"]
+    shown = subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line for line in shown.splitlines() if line.startswith("|")]
+    assert len(rows) > 2
+    assert "\n".join(rows) in (FOLDER / "README.md").read_text()
+
+
 @pytest.mark.slow
 def test_what_a_turn_costs(tmp_path):
     options = ("--rounds", "1", "--devices", "1", "--layers", "6", "--profile")
