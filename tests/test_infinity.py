@@ -71,6 +71,18 @@ def test_losses_are_those_of_one_device(tmp_path):
     assert result["rows"]["and parameters on the host"]["largest_difference"] < 1e-5
 
 
+def test_the_largest_models_are_those_of_the_page(tmp_path):
+    """And the paper's terabytes are 20 bytes of each parameter, digit by digit."""
+    result, text = run("largest", out=tmp_path)
+    page = (FOLDER / "README.md").read_text()
+    tables = [part for part in text.split("\n\n") if part.startswith("|")]
+    assert len(tables) == len(result["tables"]) == 4
+    assert all(table in page for table in tables)
+    assert all(row[2] == row[3] for row in result["tables"]["models"][1:])
+    fits = [row[1] for row in result["tables"]["one node"][1:]]
+    assert fits == ["2B", "15.1B", "32B", "93.8B", "93.8B", "371B", "733B", "733B"]
+
+
 def test_a_step_in_time(tmp_path):
     options = ("--devices", "2", "--layers", "2", "--dim", "64", "--rows", "1")
     result, _ = run("timeline", *options, out=tmp_path)
