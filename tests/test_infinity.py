@@ -34,6 +34,17 @@ def test_parameters_take_a_window_at_every_depth(tmp_path):
     assert "| stage 3 |" in text
 
 
+@pytest.mark.slow
+def test_a_process_grows_by_gradients_alone(tmp_path):
+    """Where parameters and optimizer state are in files; 2 bytes each. With state in memory, by 12 more."""
+    result, _ = run("host_memory", "--layers", "64", "192", out=tmp_path)
+    grows = [row["bytes more for each parameter"] for row in result["rows"]]
+    in_memory, state_in_files, both_in_files = grows
+    assert both_in_files < 3.5
+    assert state_in_files < 5.5
+    assert in_memory - state_in_files > 8
+
+
 def test_a_disk_against_itself(tmp_path):
     sizes = {"params": 2**20, "tile-mib": 1, "host-mib": 4, "transfers-mib": 16, "rounds": 1}
     options = [x for name, size in sizes.items() for x in (f"--{name}", size)]
@@ -46,7 +57,7 @@ def test_a_disk_against_itself(tmp_path):
     assert shown in text
 
 
-@pytest.mark.parametrize("script", ["disk", "against_deepspeed", "kills"])
+@pytest.mark.parametrize("script", ["disk", "against_deepspeed", "kills", "host_memory"])
 def test_the_page_has_the_last_result(script):
     command = [sys.executable, str(FOLDER / f"{script}.py"), "--show"]
     shown = subprocess.run(
