@@ -94,6 +94,14 @@ def test_the_largest_models_are_those_of_the_page(tmp_path):
     assert fits == ["2B", "15.1B", "32B", "93.8B", "93.8B", "371B", "733B", "733B"]
 
 
+def test_a_step_with_files_in_time(tmp_path):
+    options = ("--files", "--devices", "2", "--layers", "2", "--dim", "64", "--rows", "1")
+    result, _ = run("timeline", *options, "--path", tmp_path, out=tmp_path / "out")
+    shown = {name for name, milliseconds in result["summary"].items() if milliseconds}
+    files = {"parameters read from files", "tiles read from files", "tiles written to files"}
+    assert files | {"turns of the loops", "host updates"} <= shown
+
+
 def test_a_step_in_time(tmp_path):
     options = ("--devices", "2", "--layers", "2", "--dim", "64", "--rows", "1")
     result, _ = run("timeline", *options, out=tmp_path)

@@ -128,7 +128,12 @@ def main() -> None:
         rows.append({"": way, **cells, "bytes more for each parameter": round(grows, 1)})
     print(table(rows))
     settings = {"width": WIDTH, "layers": [few, many], "buffers": BUFFERS, "window": WINDOW}
-    result = {**records.versions("jax", "numpy"), "jzero files": records.library(), "settings": settings, "rows": rows}  # fmt: skip
+    result = {
+        **records.versions("jax", "numpy"),
+        "jzero files": records.library(),
+        "settings": settings,
+        "rows": rows,
+    }
     path = args.out / f"{result['date']}-host-memory.json"
     records.write(path, result)
     print(f"written: {os.path.relpath(path)}")

@@ -24,11 +24,11 @@ import test_nvme_kills as kills
 from experiments.shared import records
 # isort: on
 
-FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "killed before it": ("kill", ()),
-    "killed in the middle": ("tear", ()),
-    "it fails, a broken disk": ("fail", ("EIO",)),
-    "it fails, a full disk": ("fail", ("ENOSPC",)),
+FAULTS = {
+    "killed before it": faults.Fault("kill", kinds=kills.BOTH),
+    "killed in the middle": faults.Fault("tear", kinds=kills.BOTH),
+    "it fails, a broken disk": faults.Fault("fail", error="EIO", kinds=kills.BOTH),
+    "it fails, a full disk": faults.Fault("fail", error="ENOSPC", kinds=kills.BOTH),
 }
 BEFORE, AFTER, LOST, MIXED = "step before", "step after", "refused, by name", "anything else"
 
@@ -47,7 +47,7 @@ def found(root: Path, in_place: bool) -> str:
 
 
 def counted(
-    children: faults.Children, folder: Path, action: str, error: tuple[str, ...], in_place: bool
+    children: faults.Children, folder: Path, fault: faults.Fault, in_place: bool
 ) -> collections.Counter[str]:
     """One fault at each operation of a step."""
     folder.mkdir()
@@ -57,10 +57,9 @@ def counted(
         root = folder / str(at)
         with nvme_state.made(root, in_place):
             pass
-        fault = faults.Fault(action, at, *error, kinds=kills.BOTH)
         script = "nvme_state:step_in_child"
-        ended = children.run(script, root=str(root), in_place=in_place, fault=fault)
-        if not error:
+        ended = children.run(script, root=str(root), in_place=in_place, fault=fault._replace(at=at))
+        if fault.kills:
             counts[found(root, in_place)] += 1
         # What fails is tried again by the child, which says what it has found.
         elif ended.said[0]["error"] != "StateError":
@@ -87,9 +86,9 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as place, faults.Children(["nvme_state"]) as children:
         for in_place in (False, True):
-            for name, (action, error) in FAULTS.items():
+            for name, fault in FAULTS.items():
                 folder = Path(place) / f"{name}-{in_place}"
-                counts = counted(children, folder, action, error, in_place)
+                counts = counted(children, folder, fault, in_place)
                 results = {each: counts[each] for each in (BEFORE, AFTER, LOST, MIXED)}
                 slots = "one (in_place)" if in_place else "two"
                 rows.append(
