@@ -7,6 +7,7 @@
 #   make compile-tables   compile for GPUs what the tables lack; COMPILE_ARGS="--again ''" for all, half an hour
 #   make fsdp2        the same small GPT by jzero and by PyTorch's FSDP2, in turns (installs torch)
 #   make host-update  updates in host memory by jzero, DeepSpeed, PyTorch and XLA, in turns (installs torch)
+#   make swapper      steps with state on a disk by jzero and DeepSpeed, in turns (installs torch; needs libaio's headers)
 #   make offload-traffic  bytes at rest and on the way, with and without offload, counted in arrays; two minutes
 #   make offload-delayed  loss with delayed updates beside that without, at three learning rates; a quarter of an hour
 #   make offload-timeline what devices and host do in time, drawn from traces; a minute
@@ -33,6 +34,7 @@ COMPARE_ARGS ?=
 COMPILE_ARGS ?=
 FSDP2_ARGS ?=
 HOST_UPDATE_ARGS ?=
+SWAPPER_ARGS ?=
 ONE_GPU_ARGS ?=
 EXACTNESS_ARGS ?=
 HOUSE_ARGS ?=
@@ -46,7 +48,7 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 SOURCES := jzero tests experiments examples docs .ci
 
-.PHONY: train bench compare exactness sampled house tables compile-tables fsdp2 host-update offload-traffic offload-delayed \
+.PHONY: train bench compare exactness sampled house tables compile-tables fsdp2 host-update swapper offload-traffic offload-delayed \
     offload-timeline one-gpu test test-all test-gpu test-newest test-oldest lint site wheel clean
 
 train: .venv/installed
@@ -83,6 +85,10 @@ fsdp2: .venv-fsdp2/installed
 host-update: .venv-host-update/installed
 	PATH="$(CURDIR)/.venv-host-update/bin:$$PATH" DS_ACCELERATOR=cpu JAX_PLATFORMS=cpu \
 	    .venv-host-update/bin/python experiments/offload/host_update/compare.py $(HOST_UPDATE_ARGS)
+
+swapper: .venv-host-update/installed
+	PATH="$(CURDIR)/.venv-host-update/bin:$$PATH" DS_ACCELERATOR=cpu JAX_PLATFORMS=cpu \
+	    .venv-host-update/bin/python experiments/infinity/against_deepspeed.py $(SWAPPER_ARGS)
 
 offload-traffic: .venv/installed
 	$(BIN)/python experiments/offload/traffic/measure.py $(OFFLOAD_ARGS)

@@ -102,3 +102,87 @@ def test_with_parameters_on_the_hosts(tmp_path: Path):
         assert rows["optimizer state"].on_disk == 12 * PSI // 8
         assert rows["parameter"].on_host > 0
         assert "renewed parameter" not in rows
+
+
+def in_files(in_place: bool = False) -> dict[str, Any]:
+    return {
+        "offload": jzero.NVMe("x", host_bytes=2**28, in_place=in_place),
+        "offload_params": jzero.NVMe("x", host_bytes=2**27, device_bytes=2**26, in_place=in_place),
+    }
+
+
+@pytest.mark.parametrize(("in_place", "slots"), [(False, 2), (True, 1)])
+def test_parameters_in_files(in_place: bool, slots: int):
+    """The device has a window of them, the host what is on its way, and each slot of a disk 14 Psi bytes."""
+    for num in ("10B", "1T"):
+        found = jzero.estimate(num, devices=8, **in_files(in_place))
+        each = found.num_params // 8
+        assert found.at_rest == 0
+        assert found.total == 2**26
+        assert found.on_host == 2**28 + 2**27 + 2 * each  # Gradients wait in pinned memory.
+        assert found.on_disk == slots * 14 * each
+        rows = {row.role: row for row in found.memory}
+        assert rows["parameter"].on_disk == 2 * each
+        assert rows["parameters on their way"].on_host == 2**27
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "layer_major", "times"), [(1, False, 1), (4, False, 4), (4, True, 1)]
+)
+def test_what_parameters_in_files_move(accumulate: int, layer_major: bool, times: int):
+    """Read in each pass of each round, and read and written in the update; none crosses to be updated."""
+    options: dict[str, Any] = {"accumulate": accumulate, "layer_major": layer_major}
+    found = jzero.estimate(PSI, devices=8, **options, **in_files())
+    each = PSI // 8
+    assert by_way(found.crossings) == {
+        ("to device", "parameter"): 2 * times * 2 * each,
+        ("from disk", "parameter"): (2 * times + 1) * 2 * each,
+        ("to disk", "parameter"): 2 * each,
+        ("to host", "gradient"): 2 * each,
+        ("from disk", "optimizer state"): 12 * each,
+        ("to disk", "optimizer state"): 12 * each,
+    }
+
+
+def test_time_and_wear_of_parameters_in_files():
+    found = jzero.estimate("70B", devices=8, disk="6GB/s", **RATES, **in_files())
+    time, each = found.time, found.num_params // 8
+    assert time is not None
+    ways = {part.name: part.ways["disk"] for part in time.parts}
+    assert ways == {
+        "forward pass": 2 * each / 6e9, "backward pass": 2 * each / 6e9, "update": 28 * each / 6e9
+    }  # fmt: skip
+    assert time.written == 14 * each
+    # 2 operations hide 2 bytes of a shard of an eighth: 989e12 / 6e9 / 8 tokens.
+    assert time.hides_from["forward pass"] == -(-989_000 // (6 * 8))
+
+
+def test_the_largest_model_with_parameters_in_files():
+    """The device bounds nothing; gradients in pinned memory or the disk do."""
+    found = jzero.estimate(1, devices=16, **in_files())
+    assert found.largest_model("32GB", disk_memory="28TB") == 28 * 10**12 // 28 * 16
+    bytes_of_host = 2**28 + 2**27 + 2 * 10**9
+    assert found.largest_model("32GB", bytes_of_host, "28TB") == 16 * 10**9
+
+
+def test_flags_of_parameters_in_files():
+    flags = (
+        "estimate --params 1T --devices 16 --stage 3 --offload nvme --host-bytes 256MiB "
+        "--offload-params 64MiB --params-in-files --memory 32GB --disk-memory 28TB --json"
+    )
+    (stage,) = json.loads(test_cli.output(*flags.split()))["stages"]
+    policies = in_files() | {"offload_params": jzero.NVMe("x", device_bytes=2**26)}
+    expected = jzero.estimate("1T", devices=16, **policies)
+    assert stage["memory"] == expected.to_dict()["memory"]
+    assert stage["largest_model"] == expected.largest_model("32GB", disk_memory="28TB")
+
+
+@pytest.mark.parametrize("flags", ["--offload host --offload-params 2GiB", "--offload nvme"])
+def test_flags_of_parameters_in_files_without_their_policy(flags: str):
+    given = f"estimate --params 1T --devices 16 --stage 3 {flags} --params-in-files"
+    done = test_cli.run(*given.split())
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert (
+        "--params-in-files. Parameters in files are updated beside their optimizer state." in said
+    )

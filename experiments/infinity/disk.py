@@ -88,7 +88,8 @@ class OneState:
         assert self.files.step is not None
         step = self.files.step + 1
         if prepare:
-            self.kernels.prepare_tiles([[self.grads, np.array(step, np.int32)]])
+            count = np.array(step - 1, np.int32)  # of updates before this one
+            self.kernels.prepare_tiles([[self.grads, count]])
             self.kernels.begin([[self.params]])
         self.files.begin(step)
         body()
