@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,19 @@ def trained(folder: Path, num: int = 2, scan: bool = True, **options: Any) -> tu
 
 
 def threads_at_work() -> list[str]:
-    """Threads other than this one that are in the files of readers and sweeps."""
-    mine = threading.get_ident()
-    stacks = [traceback.extract_stack(f) for i, f in sys._current_frames().items() if i != mine]
-    return [x.filename for stack in stacks for x in stack if "/offload/nvme/" in x.filename]
+    """Threads other than this one that are in the files of readers and sweeps, and stay there.
+
+    One that has said that it ends may still be in its last line.
+    """
+    mine, found = threading.get_ident(), list[str]()
+    for _ in range(100):
+        frames = [f for i, f in sys._current_frames().items() if i != mine]
+        stacks = map(traceback.extract_stack, frames)
+        found = [x.filename for stack in stacks for x in stack if "/offload/nvme/" in x.filename]
+        if not found:
+            break
+        time.sleep(0.01)
+    return found
 
 
 class Stop(BaseException):
