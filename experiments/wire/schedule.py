@@ -48,7 +48,8 @@ def compiled(model: GPT, options: dict[str, Any]) -> dict[str, Any]:
     tokens = jax.ShapeDtypeStruct((mesh.size, model.context + 1), jnp.int32)
     train_step = jzero.shard_train_step(make_step(model.loss, tx), mesh=mesh, **options)
     start = time.perf_counter()
-    program = train_step.lower(state, tokens).compile({"xla_gpu_autotune_level": 0})
+    options_of_xla: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
+    program = train_step.lower(state, tokens).compile(options_of_xla)
     seconds, text = time.perf_counter() - start, str(program.as_text())
     memory: Any = program.memory_analysis()
     over = {
@@ -93,7 +94,7 @@ def main() -> None:
         show(json.loads(max(args.out.glob("*-schedule.json")).read_text()))
         return
     model = GPT(layers=args.layers, dim=args.dim, heads=args.dim // 128, scan=True, remat=True)
-    result = {
+    result: dict[str, Any] = {
         **records.environment("jax", "jaxlib", "optax"),
         "jzero files": records.library(),
         "parameters": model.num_params,
