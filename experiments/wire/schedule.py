@@ -48,8 +48,8 @@ def compiled(model: GPT, options: dict[str, Any]) -> dict[str, Any]:
     tokens = jax.ShapeDtypeStruct((mesh.size, model.context + 1), jnp.int32)
     train_step = jzero.shard_train_step(make_step(model.loss, tx), mesh=mesh, **options)
     start = time.perf_counter()
-    options_of_xla: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
-    program = train_step.lower(state, tokens).compile(options_of_xla)
+    found: Any = train_step.lower(state, tokens)
+    program = found.compile({"xla_gpu_autotune_level": 0})
     seconds, text = time.perf_counter() - start, str(program.as_text())
     memory: Any = program.memory_analysis()
     over = {
