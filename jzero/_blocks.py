@@ -37,8 +37,9 @@ class Blocks:
       size: elements of a block, a power of two from 16 to 65536; 256 for int8 and 128 for int4 by default.
       rotate: whether each block is multiplied by a Hadamard matrix first, and back again: a few large
         elements then spread over all of them. It helps gradients in 4 bits, and harms weights.
-      stochastic: whether codes are rounded up or down at random, so that the mean is right. The random bits
-        follow from an element's value and place: a run that is resumed has the same ones.
+      stochastic: whether codes are rounded up or down at random, so that the mean over elements is right. The
+        random bits follow from an element's value and place: a run that is resumed has the same ones, and a
+        value that does not change is always rounded alike.
 
     Reference:
       Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023,

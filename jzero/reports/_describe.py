@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -145,7 +146,7 @@ class Report:
             "wire": {
                 "gather": _text(plan.exchange.gather_codes),
                 "reduce": {axis: _text(codes) for axis, codes in plan.exchange.reduce_codes},
-                "exact": [[leaf.path, leaf.why_exact] for leaf in plan.leaves if leaf.why_exact],
+                "exact": [list(pair) for pair in self.exact],
             },
             "tile_bytes": plan.exchange.tile_bytes,
             "untiled": [each._asdict() for each in self.untiled],
@@ -304,13 +305,33 @@ class Report:
             lines += wrapped(str(r), "    ", first=f"  {readable_bytes(r.nbytes)}  ")
         return lines + [f"  and {len(found) - 8} more"] * (len(found) > 8)
 
+    @property
+    def exact(self) -> list[tuple[str, str]]:
+        """Parameters that travel as they are where others travel as codes, and why."""
+        leaves, reduced = self.plan.leaves, dict(self.plan.exchange.reduce_codes)
+        sent = collections.defaultdict[str, set[tuple[str, str]]](set)
+        for each in self.traffic:
+            if each.op == "all-gather" or any(reduced.get(axis) for axis in each.axes):
+                sent[each.leaf].add((each.op, each.dtype))
+        found = [(leaf.path, leaf.why_exact) for leaf in leaves if leaf.why_exact]
+        for leaf in leaves:
+            exact = {op for op, dtype in sent[leaf.path] if dtype != "uint8"}
+            if not leaf.coded or self.plan.num_devices == 1:
+                continue
+            if not any(dtype == "uint8" for _, dtype in sent[leaf.path]):
+                found.append((leaf.path, "nothing of it travels as codes"))
+            elif exact & {"reduce-scatter", "all-reduce"}:
+                found.append((leaf.path, "what is reduced is not its gradient alone"))
+            elif self.plan.exchange.gather_codes is not None and "all-gather" in exact:
+                found.append((leaf.path, "some of it is gathered as it is"))
+        return found
+
     def _wire(self) -> list[str]:
         """Lines on what travels as codes, and on what does not."""
-        exchange, leaves = self.plan.exchange, self.plan.leaves
-        found, codes = [leaf for leaf in leaves if leaf.why_exact], exchange.gather_codes
+        exchange, codes = self.plan.exchange, self.plan.exchange.gather_codes
         passes = codes is not None and self.plan.stage == 3
         whats = [f"parameters are gathered as {codes}"] * passes
-        renewed = sum(leaf.renewed_in_codes for leaf in leaves)
+        renewed = sum(leaf.renewed_in_codes for leaf in self.plan.leaves)
         num = f"{renewed} new parameter{'s' * (renewed > 1)}"
         whats += [f"of {num} the difference is gathered as {codes}"] * bool(renewed)
         whats += [
@@ -320,10 +341,11 @@ class Report:
         ]
         if not whats:
             return []
+        exact = self.exact
         lines = wrapped(
-            f"codes: {'; '.join(whats)}{'; exact stay' if found else ''}", "  ")  # fmt: skip
-        for why in dict.fromkeys(leaf.why_exact for leaf in found):
-            paths = [name.text for name in folded(x.path for x in found if x.why_exact == why)]
+            f"codes: {'; '.join(whats)}{'; exact stay' if exact else ''}", "  ")  # fmt: skip
+        for why in dict.fromkeys(why for _, why in exact):
+            paths = [name.text for name in folded(path for path, x in exact if x == why)]
             lines += wrapped(f"{listed(paths, 8)}: {why}", "    ", first="  ")
         return lines
 

@@ -48,6 +48,7 @@ class Frame:
     children: dict[int, list[Frame]] = dataclasses.field(default_factory=dict)
     unreduced: set[Var] = dataclasses.field(default_factory=set)
     local_gradients: set[Var] = dataclasses.field(default_factory=set)
+    own_gradients: set[Var] = dataclasses.field(default_factory=set)
     needs_full: set[Var] = dataclasses.field(default_factory=set)
     feeds_batch: set[Var] = dataclasses.field(default_factory=set)
     on_host: dict[Var, int] = dataclasses.field(default_factory=dict)  # and in how many slices

@@ -15,6 +15,7 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._lone import note_lone_products
 from jzero.sharding.analysis._needs import note_needs
+from jzero.sharding.analysis._own_gradients import note_own_gradients
 from jzero.sharding.analysis._residuals import note_residuals
 from jzero.sharding.batch import _trace
 from jzero.sharding.cut import _phases
@@ -77,6 +78,7 @@ def make_plan(
     policy, automatic = options.offload, tuple(setting.automatic)
     reduce_codes = options.reduce_codes(setting.axes)
     if options.gather_dtype is not None or any(reduce_codes.values()):
+        note_own_gradients(frame)
         layouts = _wire.in_codes(layouts, frame, links, stage_axes, options.gather_dtype)
     resting, update = policy.rest(layouts, frame, setting.mesh, stage_axes, automatic)
     boundary = boundary_of(

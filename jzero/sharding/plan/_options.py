@@ -100,12 +100,15 @@ class Options:
     @property
     def reduce_float(self) -> Any:
         """The dtype in which gradients are reduced that do not travel as codes; None for their own."""
-        return None if self.reduces_codes else self.reduce_dtype
+        return None if isinstance(self.reduce_dtype, tuple | Blocks) else self.reduce_dtype
 
     @property
     def reduces_codes(self) -> bool:
         """Whether `reduce_dtype` is codes, of all axes or of each."""
-        return isinstance(self.reduce_dtype, tuple | Blocks)
+        chosen = self.reduce_dtype
+        return isinstance(chosen, Blocks) or (
+            isinstance(chosen, tuple) and any(x for _, x in chosen)
+        )
 
     def reduce_codes(self, axes: Iterable[str]) -> dict[str, Blocks | None]:
         """Of each data axis the codes in which gradients travel over it, if they do; else no axis.
@@ -115,7 +118,7 @@ class Options:
         """
         if isinstance(self.reduce_dtype, Blocks):
             return dict.fromkeys(axes, self.reduce_dtype)
-        if not self.reduces_codes:
+        if not isinstance(self.reduce_dtype, tuple):
             return {}
         chosen = dict(self.reduce_dtype)
         unknown = set(chosen) - set(axes)

@@ -65,7 +65,7 @@ def _why_exact(leaf: LeafPlan, products: Collection[str]) -> str:
     if not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating):
         return "it has no floating point numbers"
     if leaf.path not in products:
-        return "no product reads it"
+        return "no product reads it as it is"
     if math.prod(leaf.shape) < LEAST:
         return f"it has fewer than {LEAST} elements"
     return "it has 8 bits" if leaf.itemsize == 1 else ""

@@ -138,8 +138,8 @@ class Devices:
 
     def whole(self, value: ShardValue, x: jax.Array, as_codes: bool = False) -> jax.Array:
         """`x [n/k, d]`, the value's shard or a part of it along another dim, gathered: `[n, d]`."""
-        as_codes = as_codes and value.coded and x.dtype.itemsize > 1
-        codes = self.gather_codes if as_codes else None
+        wide = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+        codes = self.gather_codes if as_codes and value.coded and wide else None
         for axes in reversed(self._steps(value.axes)):  # the outer, slower axes move least
             x = self._gather(x, value.dim, axes, value.name, codes)
         return _collectives.unpad(x, value.dim, value.size)

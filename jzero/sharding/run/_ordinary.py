@@ -99,7 +99,9 @@ def _sum(eqn: _jaxpr.Eqn, waiting: Sequence[Unreduced], collects: bool) -> Unred
         return first
     scales = {value.scale for value in waiting} - {None}
     forms = {(v.dtype, v.scattered, v.dim if v.scattered else None) for v in waiting}
-    coded = all(v.coded for v in waiting)
+    coded = all(
+        v.coded for v in waiting if v.scale is not None
+    )  # A running sum is what is added to it.
     if len(scales) > 1 or len(forms) > 1:
         return None
     wire = jnp.result_type(*(value.x.dtype for value in waiting))
@@ -292,8 +294,7 @@ def psum(
         x = interp.devices.full(value)
         if axes:
             wire = x.astype(wire_dtype(interp, frame, eqn, atom))
-            leaf = interp.links.leaf_of(frame, out)
-            coded = leaf in interp.devices.coded and is_gradient(frame, eqn, atom)
+            leaf, coded = interp.links.leaf_of(frame, out), is_coded(interp, frame, eqn, atom, out)
             outs.append(Unreduced(wire, 1.0, x.dtype, leaf, coded=coded))
         else:  # The sum of what all devices have in common.
             outs.append(FullValue(x * jnp.asarray(num, x.dtype)))
@@ -316,6 +317,15 @@ def wire_dtype(
     )
     chosen = chosen and jnp.issubdtype(dtype, jnp.floating)
     return jnp.dtype(interp.reduce_dtype if chosen else dtype)
+
+
+def is_coded(
+    interp: Interpreter, frame: Frame, eqn: _jaxpr.Eqn, atom: _jaxpr.Atom, out: _jaxpr.Var
+) -> bool:
+    """Whether an operand of a sum over the devices may travel as codes: a gradient of a leaf that may."""
+    leaf = interp.links.leaf_of(frame, out)
+    is_own = out in frame.own_gradients and leaf in interp.devices.coded
+    return is_own and is_gradient(frame, eqn, atom) and jnp.issubdtype(out.aval.dtype, jnp.floating)
 
 
 def is_gradient(frame: Frame, eqn: _jaxpr.Eqn, atom: _jaxpr.Atom) -> bool:

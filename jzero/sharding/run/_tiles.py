@@ -191,7 +191,7 @@ def _reduced(
     if tiles is None:
         return None
     size = out.aval.shape[dim]
-    coded = name in devices.coded and _ordinary.is_gradient(frame, sum_eqn, sum_eqn.invars[0])
+    coded = _ordinary.is_coded(interp, frame, sum_eqn, sum_eqn.invars[0], out)
     waiting = Unreduced(
         ins[0].x, 1.0, out.aval.dtype, name, dim=dim, size=size, scattered=True, coded=coded
     )
