@@ -37,6 +37,7 @@ def end_of_process() -> None:
     gc.collect()
     assert not list(_filling._alive)
     _filling._made.clear()
+    _filling._gone_on.clear()
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -224,6 +225,67 @@ def without_moments(state: Any) -> Any:
     params, (clip, (adam, *rest)) = state
     zeros = jax.tree.map(np.zeros_like, (adam.mu, adam.nu))
     return params, (clip, (adam._replace(mu=zeros[0], nu=zeros[1]), *rest))
+
+
+def test_a_second_try_in_the_same_process_resumes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What the first one has read is still the earlier run's, and not for another state to replace."""
+    before, after = trained(tmp_path)
+    given = without_moments(before)
+    train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
+
+    def failing(*args: Any) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TileFiles, "commit", failing)
+        with pytest.raises(Stop) as kept:
+            train_step(given, BATCH)
+        # The exception has the state that failed; so there is nothing that a second one could go on with.
+        if _filling._alive:
+            with pytest.raises(
+                jzero.StateError, match="a state of this process goes on with .*state-0"
+            ):
+                train_step(given, BATCH)
+        del kept
+    gc.collect()
+    state, _ = train_step(given, BATCH)
+    assert_same(state, after)
+    del state
+    gc.collect()
+    # And what it has trained is gone on with, or refused; never begun anew.
+    with pytest.raises(jzero.StateError, match="has optimizer state of step"):
+        train_step(new_state(), BATCH)
+
+
+def test_one_state_goes_on_with_files_at_a_time(tmp_path: Path):
+    before, _ = trained(tmp_path)
+    train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
+    state = train_step.shard(without_moments(before), BATCH)
+    with pytest.raises(jzero.StateError, match="there are no others to go on with.*another path"):
+        train_step.shard(without_moments(before), BATCH)
+    assert_same(state, before)
+
+
+def test_a_run_that_ended_while_it_placed_its_state_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
+
+    def failing(*args: Any) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TileFiles, "commit", failing)
+        patched.setattr(TileFiles, "remove", TileFiles.close)
+        patched.setattr(_filling, "_remove", lambda folder: None)
+        with pytest.raises(Stop):
+            train_step.shard(new_state(), BATCH)
+    assert list(tmp_path.rglob("*.tiles"))
+    end_of_process()
+    state = train_step.shard(new_state(), BATCH)
+    assert_same(state, to_host(new_state()))
 
 
 @pytest.mark.parametrize("given", ["before the first step", "with it"])

@@ -24,9 +24,10 @@ from jzero.offload.nvme._files import TileAt, TileFiles
 from jzero.offload.nvme._sweep import sweep
 from jzero.processes import _agreement
 
-# The folders of states that are alive, and of all that this process has made.
+# The folders of states that are alive; and of all that this process has made, and what it has resumed.
 _alive: weakref.WeakValueDictionary[Path, NVMeStore] = weakref.WeakValueDictionary()
 _made: set[Path] = set()
+_gone_on: set[Path] = set()
 
 
 class Filling:
@@ -78,13 +79,16 @@ class Filling:
             self._folder, files = found
             self.resumed = True
             self._store = NVMeStore(spec, files)
+            # They are the earlier run's: never to be removed for another state of this process.
+            _gone_on.add(self._folder)
+            _made.discard(self._folder)
         else:
             self._folder = _next_folder(base)
             files = TileFiles.create(WHO, self._folder, spec.files, spec.in_place)
             self._store = NVMeStore(spec, files)
             self._store.first = self._store.begin(counter)
+            _made.add(self._folder)
         _alive[self._folder] = self._store
-        _made.add(self._folder)
 
     def put(self, leaf: Any, name: str, home: Home) -> NVMeArray:
         """A leaf in its place: an array of any kind; of files that were resumed, whatever it is."""
@@ -189,17 +193,30 @@ def _resumed(spec: StoreSpec, base: Path, counter: int) -> tuple[Path, TileFiles
     """
     failures: list[JzeroError] = []
     for folder in _folders(base):
-        if not folder.exists() and folder not in _alive:
-            break
-        if folder in _made:
+        if folder in _alive:
+            if folder in _gone_on:
+                failures.append(_in_use(folder))
             continue
+        if not folder.exists():
+            break
         try:
+            if TileFiles.never_complete(WHO, folder, spec.files):
+                _remove(folder)
+                continue
             return folder, _opened(spec, folder, counter)
         except JzeroError as error:
             failures.append(error)
     if failures:
         raise failures[-1]
     return None
+
+
+def _in_use(folder: Path) -> StateError:
+    return StateError(message(
+        WHO, f"a state of this process goes on with {folder}, and there are no others to go on with",
+        "With resume=True optimizer state comes from files, and not from what is given in its place. "
+        "Nothing was overwritten.", "Use that state, or let go of it first (an exception that is kept keeps "
+        "it, too); for another state, use another path."))  # fmt: skip
 
 
 def _opened(spec: StoreSpec, folder: Path, counter: int) -> TileFiles:

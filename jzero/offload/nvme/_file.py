@@ -224,10 +224,11 @@ class TileFile:
         """Compares what was read to a checksum."""
         found, expected = checksum(part), int(self._tables[slot][number])
         if found != expected:
-            raise self._damaged(
-                f"has {what}, bytes {at} to {at + len(part)}",
-                f"its checksum is {found:08x}, and {expected:08x} was written",
-            )
+            # The step that reads it may have begun to write over the step before.
+            raise StateError(message(
+                self._who, f"{self.path} has {what}, bytes {at} to {at + len(part)}: its checksum is "
+                f"{found:08x}, and {expected:08x} was written",
+                "What is on the disk is not what was written.", _RESTORE))  # fmt: skip
 
     def write(self, tile: int, buffer: np.ndarray) -> None:
         """Writes a tile to the slot that is being written.

@@ -134,6 +134,26 @@ class TileFiles:
             undo.pop_all()
         return files
 
+    @staticmethod
+    def never_complete(
+        who: str, folder: str | os.PathLike[str], specs: Mapping[str, FileSpec]
+    ) -> bool:
+        """Whether the run that has left files ended before its first step was complete in all of them.
+
+        Raises:
+          OptionError: another run has one.
+          StateError: one has no intact header.
+        """
+        with contextlib.ExitStack() as undo:
+            for path in (Path(folder) / name for name in specs):
+                if not path.exists():
+                    continue
+                file = DirectFile(who, path)
+                undo.callback(file.close)
+                if all(header.state != COMPLETE for header in headers(who, file)):
+                    return True
+        return False
+
     # ------------------------------------------------------------------------------- what there is
 
     @property
