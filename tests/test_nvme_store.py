@@ -1,6 +1,7 @@
 """A state in files: leaves that are lone or frozen, read as a whole, range by range and under a pin."""
 
 import dataclasses
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -172,17 +173,23 @@ def test_frozen_leaves_alone(tmp_path: Path):
         np.testing.assert_array_equal(np.asarray(leaf), values()[name])
 
 
+def end_of_process(leaves: Any, monkeypatch: Any) -> None:
+    """What is left of its states: their files."""
+    leaves["w"].store.files.close()
+    monkeypatch.setattr(_filling, "_alive", weakref.WeakValueDictionary())
+    monkeypatch.setattr(_filling, "_made", set())
+    monkeypatch.setattr(_filling, "_gone_on", set())
+
+
 def test_resumed(tmp_path: Path, monkeypatch: Any):
     """With all that is frozen; nothing of it is read then."""
     leaves = filled(spec_in(tmp_path))
-    leaves["w"].store.files.close()
-    monkeypatch.setattr(_filling, "_made", set())
+    end_of_process(leaves, monkeypatch)
     monkeypatch.delattr(TileFiles, "write_part")
     again = filled(spec_in(tmp_path, resume=True))
     for name, leaf in again.items():
         np.testing.assert_array_equal(np.asarray(leaf), values()[name])
-    again["w"].store.files.close()
-    monkeypatch.setattr(_filling, "_made", set())
+    end_of_process(again, monkeypatch)
     with pytest.raises(jzero.StateError, match="has optimizer state of step 7, and the rest"):
         filled(spec_in(tmp_path, resume=True), count=8)
 
