@@ -111,11 +111,9 @@ def main(argv: list[str] | None = None) -> None:
         assert_same_training(step_fn, lambda: init(sgd), some, **options)
         print("checked: two steps train what one device trains with the whole batch")
     train_step = jzero.shard_train_step(step_fn, **options)
-    writer = None
     if args.logs:
         from tensorboardX import SummaryWriter  # pip install tensorboardX
-
-        writer = SummaryWriter(args.logs)
+    writer = SummaryWriter(args.logs) if args.logs else None
     with jzero.Checkpointer(
         args.checkpoints, train_step, max_to_keep=2, save_interval_steps=args.save_every
     ) as checkpointer:

@@ -99,11 +99,9 @@ def main(argv: list[str] | None = None) -> None:
 
     # The one line: `step_fn` is written for one device and the whole batch.
     train_step = jzero.shard_train_step(step_fn, stage=args.stage, accumulate=args.accumulate)
-    writer = None
     if args.logs:
         from tensorboardX import SummaryWriter  # pip install tensorboardX
-
-        writer = SummaryWriter(args.logs)
+    writer = SummaryWriter(args.logs) if args.logs else None
     with jzero.Checkpointer(
         args.checkpoints, train_step, max_to_keep=2, save_interval_steps=args.save_every
     ) as checkpointer:

@@ -110,11 +110,9 @@ def main(argv: list[str] | None = None) -> None:
         lora = optax.apply_updates(state["lora"], updates)
         return {"base": state["base"], "lora": lora, "opt_state": opt_state}, {"loss": loss}
 
-    writer = None
     if args.logs:
         from tensorboardX import SummaryWriter  # pip install tensorboardX
-
-        writer = SummaryWriter(args.logs)
+    writer = SummaryWriter(args.logs) if args.logs else None
     with jzero.Checkpointer(
         args.checkpoints, train_step, max_to_keep=2, save_interval_steps=args.save_every
     ) as checkpointer:

@@ -100,11 +100,9 @@ def main(argv: list[str] | None = None) -> None:
     objects = nnx.eval_shape(make)  # shapes only: the arrays are born in shards
     pure_step, _ = jzero.from_nnx(step_fn, *objects)
     train_step = jzero.shard_train_step(pure_step, stage=args.stage, accumulate=args.accumulate)
-    writer = None
     if args.logs:
         from tensorboardX import SummaryWriter  # pip install tensorboardX
-
-        writer = SummaryWriter(args.logs)
+    writer = SummaryWriter(args.logs) if args.logs else None
     with jzero.Checkpointer(
         args.checkpoints, train_step, max_to_keep=2, save_interval_steps=args.save_every
     ) as checkpointer:

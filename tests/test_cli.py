@@ -284,8 +284,8 @@ def test_wrong_usage(arguments, text):
         ((*SMALL, "--accumulate-dtype", "float32"),
          "--accumulate-dtype without --accumulate. It is the dtype in which the gradients of microbatches "
          "are summed up. Drop it, or say how many microbatches with --accumulate k."),
-        ((*SMALL, "--reduce-dtype", "int8"),
-         "--reduce-dtype int8. Gradients are floating point numbers. Use float32 or bfloat16, or drop it."),
+        ((*SMALL, "--reduce-dtype", "int32"),
+         "--reduce-dtype int32. Gradients are floating point numbers. Use float32 or bfloat16, or drop it."),
         ((*SMALL, "--param-bytes", "-1"), "--param-bytes -1.0 is not a number of bytes."),
         ((*SMALL, "--stage", "3", "--param-axes", "a,b"), "--param-axes has ['a', 'b'], and the data axes"),
         ((*SMALL, "--offload", "pinned", "--ratio", "0.5", "--delayed"),

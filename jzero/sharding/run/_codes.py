@@ -3,7 +3,7 @@
 
 One row is one value, so that one collective moves codes and scales, and no compiler widens them on the way.
 
-[Note: what is not finite] A block with an infinity or NaN has a negative scale. Its largest codes stand for
+What is not finite survives. A block with an infinity or NaN has a negative scale. Its largest codes stand for
 the infinities then, the code below the smallest one for NaN, and its finite elements have the codes between;
 it is not rotated. So an overflow is seen where it was made, and its neighbours keep their values.
 """
