@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -16,7 +16,8 @@ from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._product_reads import read_by_products
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import PARAMETER, StageAxes
-from jzero.tracing import _call, _jaxpr
+from jzero.tracing import _call
+from jzero.tracing._types import Eqn, Var
 
 WHO = _call.WHO
 # Elements of a leaf: below it scales and the computation cost more than the bytes are worth.
@@ -35,15 +36,14 @@ def in_codes(
     Raises:
       OptionError: parameters rest in copies, and none has a master.
     """
-    products, copies = (
-        read_by_products(frame, links),
-        stage_axes.param_axes != stage_axes.shard_axes,
-    )
+    products = read_by_products(frame, links)
+    copies = gather_codes is not None and stage_axes.param_axes != stage_axes.shard_axes
+    makers = {out: eqn for eqn in frame.jaxpr.eqns for out in eqn.outvars} if copies else {}
     out = []
     for i, leaf in enumerate(leaves):
         if leaf.role == PARAMETER:
             why = _why_exact(leaf, products)
-            renewed = not why and copies and gather_codes is not None and _has_master(frame, i)
+            renewed = not why and copies and _has_master(frame, makers, i)
             leaf = dataclasses.replace(leaf, coded=not why, renewed_in_codes=renewed, why_exact=why)
         out.append(leaf)
     if gather_codes is not None and not stage_axes.param_axes:
@@ -71,11 +71,10 @@ def _why_exact(leaf: LeafPlan, products: Collection[str]) -> str:
     return "it has 8 bits" if leaf.itemsize == 1 else ""
 
 
-def _has_master(frame: Frame, index: int) -> bool:
+def _has_master(frame: Frame, makers: Mapping[Var, Eqn], index: int) -> bool:
     """Whether a new parameter is made without the old one, but for its gradient."""
-    makers = {out: eqn for eqn in frame.jaxpr.eqns for out in eqn.outvars}
     old, new = frame.jaxpr.invars[index], frame.jaxpr.outvars[index]
-    due, seen = variables([new]), set[_jaxpr.Var]()
+    due, seen = variables([new]), set[Var]()
     while due:
         var = due.pop()
         if var is old:

@@ -37,8 +37,7 @@ def gather(
 
 def reduce_scatter(
     local: jax.Array, dim: int, sizes: Mapping[str, int], hops: Sequence[str],
-    codes: Mapping[str, Blocks | None], name: str, automatic: Automatic = (),
-    tokens: Sequence[jax.Array] = (),
+    codes: Mapping[str, Blocks | None], name: str, automatic: Automatic, tokens: Sequence[jax.Array],
 ) -> jax.Array:  # fmt: skip
     """`[n, d]` of each device -> this one's `[n/k, d]` of their sum, along `dim`; a hop over each axis.
 

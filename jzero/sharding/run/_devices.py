@@ -297,11 +297,10 @@ class Devices:
             hops = [axis for axis in reversed(self.axes) if axis in codes]
             sizes = {axis: self.sizes[axis] for axis in self.shard_axes}
             automatic = self._automatic(name, shard, dim)
-            # Codes wait, and not what they are made of, which is larger.
-            if not any(automatic):
-                return _coded.reduce_scatter(shard, dim, sizes, hops, codes, name, tokens=tokens)
-            shard = not_before(shard, tokens)
-            return _coded.reduce_scatter(shard, dim, sizes, hops, codes, name, automatic)
+            if any(automatic):
+                shard, tokens = not_before(shard, tokens), ()
+            # Else codes wait, and not what they are made of, which is larger.
+            return _coded.reduce_scatter(shard, dim, sizes, hops, codes, name, automatic, tokens)
         shard = not_before(shard, tokens)
         for axes in self._steps(self.shard_axes):
             automatic = self._automatic(name, shard, dim)
