@@ -27,6 +27,7 @@ from jzero.offload._nvme import NVMe as NVMe
 from jzero.offload._policy import HostCPU as HostCPU
 from jzero.offload._policy import NoOffload as NoOffload
 from jzero.offload._policy import PinnedHost as PinnedHost
+from jzero.offload.memory._coded_array import CodedArray as CodedArray
 from jzero.offload.memory._host_array import HostArray as HostArray
 from jzero.offload.memory._nvme_array import NVMeArray as NVMeArray
 from jzero.offload.memory._padded import PaddedArray as PaddedArray

@@ -23,8 +23,10 @@ class Blocks:
 
     A block of `size` neighbours `x` travels as its scale `s` and codes `round(x / s)`; `s = max|x| / 127`, or
     `/ 7` for int4. Each element comes back to within half a step `s`. What is not finite comes back as it
-    was, and its neighbours do not suffer (their steps are 1 % larger then, of int4 a sixth). The scale is
-    float32 (float64 for float64): `size` elements take `size + 4` bytes in int8, `size / 2 + 4` in int4.
+    was, and its neighbours do not suffer (their steps are 1 % larger then, of int4 a sixth). A block whose
+    largest element is so small that `s` is no normal number (below 1.5e-36) comes back as 0, and with
+    `rotate` elements near the dtype's largest number may come back as Inf. The scale is float32 (float64 for
+    float64): `size` elements take `size + 4` bytes in int8, `size / 2 + 4` in int4.
 
     >>> import jax.numpy as jnp, jzero
     >>> jzero.Blocks(jnp.int8)
@@ -36,10 +38,12 @@ class Blocks:
       dtype: `jnp.int8` or `jnp.int4`, or its name.
       size: elements of a block, a power of two from 16 to 65536; 256 for int8 and 128 for int4 by default.
       rotate: whether each block is multiplied by a Hadamard matrix first, and back again: a few large
-        elements then spread over all of them. It helps gradients in 4 bits, and harms weights.
+        elements then spread over all of them. It helps gradients in 4 bits. Weights come back less exactly,
+        though a small training lost less by it (experiments/wire).
       stochastic: whether codes are rounded up or down at random, so that the mean over elements is right. The
         random bits follow from an element's value and place: a run that is resumed has the same ones, and a
-        value that does not change is always rounded alike.
+        value that does not change is always rounded alike. Its error is larger: a small training whose
+        weights travelled so lost more (experiments/wire).
 
     Reference:
       Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023,

@@ -10,9 +10,10 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 
-from jzero._errors import MeshError, message
+from jzero._errors import MeshError, OptionError, StateError, message
 from jzero._memory_kinds import HOST, NVME, HostNeed
 from jzero.offload.memory import _available, _placing
+from jzero.offload.memory._coded_array import CodedArray, rows_of
 from jzero.offload.memory._filling import Filling
 from jzero.offload.memory._nvme_array import rests_in_files
 from jzero.offload.memory._nvme_store import StoreSpec
@@ -55,18 +56,29 @@ class Placement:
         state = signature.named(state, _call.WHO)
         abstract = _call.abstract(state, "state")
         plans: tuple[LeafPlan, ...] | None
-        if args or kwargs:
+        # Where products must be known, and the state is all that the step takes, they are.
+        alone = self.programs.options.weight_dtype is not None and signature.takes_state_alone
+        if args or kwargs or alone:
             call = self.programs.bind(*signature.with_state(state, args, kwargs or {}))
             plans = self.programs.of(call).plan.leaves
         else:
             plans = self.programs.layout_of(abstract, setting)
         if plans is None:
+            self._check_told()
             policy = self.programs.options.offload
             leaves = _make.state_leaves(abstract, setting)
             plans = _leaves.plan_from_shapes(
                 leaves, setting.stage_axes, policy.first_tier, policy.streams
             )
         return plans, _program.shardings_of(plans, setting.mesh)
+
+    def _check_told(self) -> None:
+        chosen = self.programs.options.weight_dtype
+        if chosen is not None:
+            raise OptionError(message(
+                "shard", f"weight_dtype={chosen}, and the step's other arguments are not known",
+                "Those weights rest in codes that products read, and which these are the step says.",
+                "Call eval_step.shard(state, *args), with arrays or jax.ShapeDtypeStruct."))  # fmt: skip
 
     def places(self, plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding]) -> list[Place]:
         """Where each leaf of a state goes; from `leaf_plans` or a program."""
@@ -95,11 +107,16 @@ class Placement:
     ) -> list[Any]:  # fmt: skip
         """The leaves of `state` where the plan has them, padded; those that are None here stay None.
 
-        If the host has room for them, and for what a step `needs` there besides.
+        If the host has room for them, and for what a step `needs` there besides. Those that rest in codes
+        come as a `CodedArray`.
         """
         _placing.check_alive(state, leaves)
         places = self.places(plans, shardings)
         _placing.check_flushed(who, state, leaves, places)
+        self._check_codes(who, leaves, plans)
+        coded = {i: x for i, x in enumerate(leaves) if isinstance(x, CodedArray)}
+        leaves = [coded[i].rows if i in coded else x for i, x in enumerate(leaves)]
+        errors = {i: x.coding for i, x in coded.items()}
         held = _placing.held_whole(leaves, shardings)
         needs = [*_placing.host_needs(places, leaves), *needs]
         if held or needs:
@@ -110,7 +127,35 @@ class Placement:
         with filling or contextlib.nullcontext():
             if filling:
                 filling.start(leaves)
-            return _placing.place_state(leaves, places, held, filling)
+            placed = _placing.place_state(leaves, places, held, filling, errors)
+        for i, lost in errors.items():
+            form = plans[i].codes
+            assert form is not None
+            placed[i] = CodedArray(placed[i], form, lost)
+        return placed
+
+    def _check_codes(self, who: str, leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> None:
+        """Refuses codes where a step trains, and weights that an evaluation was told rest in codes."""
+        pairs = list(zip(leaves, plans, strict=True))
+        codes = [plan.path for x, plan in pairs if isinstance(x, CodedArray) and plan.codes is None]
+        if codes:
+            raise StateError(message(
+                who, [f"{path} rests in codes" for path in codes],
+                "A training updates the numbers themselves; codes have lost some of each.",
+                "Train the state that was coded, or call train_step.unshard(state) for what its codes say.",
+                shown=4))  # fmt: skip
+        exact = [
+            plan.path
+            for x, plan in pairs
+            if x is not None and plan.codes and not isinstance(x, CodedArray)
+        ]
+        if exact and who != "shard":
+            raise StateError(message(
+                who, [f"{path} is not in codes" for path in exact],
+                f"weight_dtype={self.programs.options.weight_dtype} is how weights rest, so that they never "
+                "lie whole on the devices.",
+                "Call state = eval_step.shard(state, *args) once, and keep what it returns.",
+                shown=4))  # fmt: skip
 
     def filling(
         self,
@@ -191,10 +236,12 @@ class Placement:
         leaves = [None if i in unread else x for i, x in enumerate(call.state)]
         shardings = program.state_shardings
         needs = self._new_needs(program)
-        state = self.place(call.call.state, leaves, plan.leaves, shardings, _call.WHO, needs)
+        placed = self.place(call.call.state, leaves, plan.leaves, shardings, _call.WHO, needs)
+        state = [*map(rows_of, placed)]
         self._met.update({need[:2]: need.nbytes for need in needs})
         for i in unread:
-            state[i] = call.state[i]
+            x = call.state[i]
+            state[i] = rows_of(x)
         self._last = Repeat.of(program, call, state)
         return program, state
 

@@ -16,6 +16,7 @@ _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _PREFIXES = {"P": 10**15, "T": 10**12, "G": 10**9, "M": 10**6, "K": 10**3}
 _NUMBER = re.compile(r"(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)")
 
+_BITS = re.compile(r"(.+?)b(?:it)?/s")
 _FLOPS = re.compile(r"(.+?)\s*flop(?:s|/s)", re.IGNORECASE)
 
 COUNT_RULE = "a whole number from 1, or a string such as '350M', '7.5B' or '1T'"
@@ -23,6 +24,7 @@ BYTES_RULE = "a whole number from 1, or a string such as '80GiB' or '80GB'"
 RATE_RULE = (
     "bytes per second, a whole number from 1 or a string such as '55GB/s'; a capital B is a byte"
 )
+BANDWIDTH_RULE = "above 0, in bytes per second or in bits: '450GB/s', '100Gb/s'"
 FLOPS_RULE = "operations per second, a whole number from 1 or a string such as '989TFLOP/s'"
 
 
@@ -41,6 +43,14 @@ def parse_rate(value: object) -> int | None:
     if isinstance(value, str):
         return parse_bytes(value.strip()[:-2]) if value.strip().endswith("B/s") else None
     return parse_bytes(value)
+
+
+def parse_bandwidth(value: object) -> int | None:
+    """450 billion of `"450GB/s"`, 12.5 billion of `"100Gb/s"`, as networks are stated; else None."""
+    if isinstance(value, str) and (match := _BITS.fullmatch(value.strip())):
+        bits = _parse(match[1], {"": 1, **_PREFIXES})
+        return None if bits is None else bits // 8 or None
+    return parse_rate(value)
 
 
 def parse_flops(value: object) -> int | None:
@@ -95,6 +105,11 @@ def readable_size(num: float) -> str:
 def readable_rate(num: float) -> str:
     """`55.1 GB/s`: decimal, as makers of links state it."""
     return f"{_scaled(num)}B/s"
+
+
+def readable_bits(num: float) -> str:
+    """`100 Gb/s` of 12.5 billion bytes per second: as makers of networks state it."""
+    return f"{_scaled(8 * num)}b/s"
 
 
 def readable_flops(num: float) -> str:

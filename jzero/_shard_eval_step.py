@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Unpack, overload
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero._errors import OptionError, called_as, message
+from jzero._errors import OptionError, StateError, called_as, message
 from jzero._sharded_step import ShardedStep
 from jzero._step import ShardedTrainStep
 from jzero._step_types import EvalStepOptions, Result, StepArgs
 from jzero.offload._evaluation import reading_policy
+from jzero.offload.memory import _placing
+from jzero.offload.memory._coded_array import CodedArray, rows_of
 from jzero.segments import _nan_checks
 from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
@@ -48,6 +51,7 @@ def shard_eval_step(
     max_gather_bytes: int = MAX_GATHER_BYTES,
     tile_bytes: int | None = None,
     offload_params: Offload | None = None,
+    weight_dtype: Any = None,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     static_argnums: int | Sequence[int] = (),
@@ -101,6 +105,17 @@ def shard_eval_step(
     >>> params.sharding.memory_kind, from_host(params, jnp.ones((13, 64))).shape
     ('pinned_host', (13, 8))
 
+    With `weight_dtype` weights rest in codes of 8 or 4 bits, a half or a quarter of bfloat16's bytes, and so
+    they are gathered; they are decoded where they are used. `eval_step.shard` codes them, one leaf after the
+    other, so that they need not fit on the devices as they were. What comes back is what `jax.jit` returns
+    for the weights that the codes say.
+
+    >>> w = jax.random.normal(jax.random.key(0), (512, 512))
+    >>> in_codes = jzero.shard_eval_step(predict, weight_dtype=jnp.int8)
+    >>> coded = in_codes.shard(w, jnp.ones((13, 512)))
+    >>> coded, in_codes(coded, jnp.ones((13, 512))).shape
+    (CodedArray(shape=(512, 512), dtype=float32, int8 in blocks of 256), (13, 512))
+
     Args:
       eval_step: the function; None to use `shard_eval_step(like=...)` as a decorator.
       like: the train step whose state it reads, for its mesh and data axes. Without one, for a model that
@@ -123,6 +138,11 @@ def shard_eval_step(
         programs, and no part of an outer `jax.jit`; leaves in shards of at least 1 KiB come from the host,
         others rest on the devices. With `NVMe(path)` they come from files: those of the training, or, without
         `like`, such as `eval_step.shard` writes once; a state that is not placed is written in every call.
+      weight_dtype: in which weights rest: `jnp.int8`, `jnp.int4` or a `jzero.Blocks`; by default as they are
+        given. It is for leaves of floats with 16,384 elements or more that products or convolutions read, as
+        they are, cast, rearranged or sliced; `describe` lists the others, and what was rounded off. A state
+        is coded by `eval_step.shard(state, *args)`, once: a call takes no other. Any evaluation reads leaves
+        in codes, on the mesh on which they were coded.
       mesh: a `jax.sharding.Mesh`, where there is no `like`.
       axis_names: the data axes of that mesh; all by default.
       static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
@@ -158,7 +178,8 @@ def shard_eval_step(
             "Drop mesh and axis_names, or use like=train_step.on_mesh(mesh)."))  # fmt: skip
     make = functools.partial(
         ShardedEvalStep, like=like, gather=gather, max_gather_bytes=max_gather_bytes,
-        tile_bytes=tile_bytes, offload_params=offload_params, mesh=mesh, axis_names=axis_names,
+        tile_bytes=tile_bytes, offload_params=offload_params, weight_dtype=weight_dtype, mesh=mesh,
+        axis_names=axis_names,
         static_argnums=static_argnums, static_argnames=static_argnames, in_specs=in_specs,
         state_argnums=state_argnums, state_argnames=state_argnames,
     )  # fmt: skip
@@ -176,7 +197,8 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
 
     def __init__(
         self, eval_step: Callable[StepArgs, Result], *, like: ShardedTrainStep | None, gather: str | None,
-        max_gather_bytes: int, tile_bytes: int | None, offload_params: Offload | None, mesh: Any,
+        max_gather_bytes: int, tile_bytes: int | None, offload_params: Offload | None, weight_dtype: Any,
+        mesh: Any,
         axis_names: str | Sequence[str] | None,
         static_argnums: int | Sequence[int], static_argnames: str | Sequence[str],
         in_specs: Mapping[str | int, Any] | None, state_argnums: int | Sequence[int] | None,
@@ -194,6 +216,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
                 gather=gather,
                 max_gather_bytes=max_gather_bytes,
                 tile_bytes=tile_bytes,
+                weight_dtype=weight_dtype,
                 offload=reading_policy(
                     WHO, offload_params, None if like is None else like.offload_params
                 ),
@@ -205,6 +228,84 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
             else:
                 programs = like.programs_to_evaluate(eval_step, signature, own)
         super().__init__(eval_step, programs)
+
+    def rows(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """A state in plain arrays, for a checkpoint: of leaves in codes their rows, others as they are.
+
+        Of a state of `jax.ShapeDtypeStruct`s, with the step's other arguments, the same with shardings: what
+        a checkpoint of rows is restored to, with no need for the weights that were coded. `from_rows` makes a
+        state of what was restored. Rows are those of one mesh: as many devices must read them. They lie as
+        the weights lay that were coded: if these were on devices, shapes must have their shardings
+        (`train_step.state_shardings`), or they are taken to lie as `shard` places what comes from the host.
+
+        >>> import jax, jax.numpy as jnp, jzero
+        >>> eval_step = jzero.shard_eval_step(lambda w, x: x @ w, weight_dtype=jnp.int4)
+        >>> x, w = jnp.ones((8, 256)), jnp.ones((256, 256))
+        >>> coded = eval_step.shard(w, x)
+        >>> saved = eval_step.rows(coded)  # for Orbax, or whoever takes arrays
+        >>> shape = jax.ShapeDtypeStruct(w.shape, w.dtype)
+        >>> eval_step.rows(shape, x).shape == saved.shape
+        True
+        >>> eval_step.from_rows(saved, shape, x)
+        CodedArray(shape=(256, 256), dtype=float32, int4 in blocks of 128)
+
+        Raises:
+          OptionError: of shapes, without the step's other arguments.
+        """
+        leaves, tree = jax.tree.flatten(state)
+        if not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            return jax.tree.unflatten(tree, map(rows_of, leaves))
+        with self._asked("rows"):
+            plans, shardings = self._placement.leaf_plans(state, args, kwargs)
+        full = NamedSharding(self._programs.setting.mesh, PartitionSpec())
+        return jax.tree.unflatten(tree, [
+            jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=place) if plan.codes
+            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=full if plan.padding else place)
+            for x, plan, place in zip(leaves, plans, shardings, strict=True)
+        ])  # fmt: skip
+
+    def from_rows(self, rows: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """The state of which these are the `rows`; what its codes have lost is not known any more.
+
+        Args:
+          rows: what `rows` gave, on host or devices.
+          state: its shapes, in the same structure, with the shardings of what `rows` says.
+          *args: the step's other arguments, or their shapes.
+          **kwargs: the same by name.
+
+        Raises:
+          StateError: they are no rows of this state on this mesh.
+        """
+        with self._asked("from_rows"):
+            plans, shardings = self._placement.leaf_plans(state, args, kwargs)
+            leaves, tree = jax.tree.flatten(rows)
+            structure: Any = jax.tree.structure(state)
+            if structure != tree:
+                raise StateError(message(
+                    "from_rows", f"{len(leaves)} leaves of rows, and a state of {len(plans)}",
+                    "Rows have the structure of their state.",
+                    "Pass what rows gave, and the shapes of that state."))  # fmt: skip
+            bad = [
+                f"{plan.path} is {getattr(x, 'dtype', type(x).__name__)}{list(jax.numpy.shape(x))}, and its "
+                f"rows are uint8{list(plan.shape)}"
+                for x, plan in zip(leaves, plans, strict=True)
+                if plan.codes
+                and (getattr(x, "dtype", None), jax.numpy.shape(x)) != ("uint8", plan.shape)
+            ]
+            if bad:
+                raise StateError(message(
+                    "from_rows", bad, "Rows are of one format, and of the parts of as many devices.",
+                    "Use the weight_dtype, the mesh and the like= with which they were made, and shapes with "
+                    "the shardings of the weights if these lay on devices; or shard the weights themselves.",
+                    shown=4))  # fmt: skip
+            coded = [
+                CodedArray(x, plan.codes, None) if plan.codes else x
+                for x, plan in zip(leaves, plans, strict=True)
+            ]
+            placed = self._placement.place(
+                jax.tree.unflatten(tree, coded), coded, plans, shardings, "from_rows"
+            )
+        return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
 
     def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
         """What `eval_step(state, *args)` returns; nothing is consumed.

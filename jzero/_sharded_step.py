@@ -15,6 +15,7 @@ from jzero._errors import STEP, OptionError, called_as, message
 from jzero._placement import Placement
 from jzero._step_types import Result, StepArgs
 from jzero.offload.memory import _placing
+from jzero.offload.memory._coded_array import CodedArray
 from jzero.processes import _agreement
 from jzero.reports._describe import Report
 from jzero.segments._program import Program
@@ -58,6 +59,11 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
     def _run_traced(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]]:
         """A call under an outer `jax.jit`: its program, new leaves of the state at rest, and outputs."""
         self._check_one_program("called under an outer jax.jit")
+        if self._programs.options.weight_dtype is not None:
+            raise OptionError(message(
+                _call.WHO, f"weight_dtype={self._programs.options.weight_dtype}, and the step is called "
+                "under an outer jax.jit", "There leaves in codes are arrays like others, decoded.",
+                "Call the step outside of jax.jit, or drop weight_dtype."))  # fmt: skip
         _trace.check_outermost()
         program = self._programs.of(call.call)
         state, arrays = _placing.as_arrays(call.state, call.arrays)
@@ -88,7 +94,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
           state: the state, on host or devices, in any layout.
           *args: optionally the step's other arguments, arrays or only their shapes (`ShapeDtypeStruct`); see
             `state_shardings`.
-          **kwargs: the same by name.
+          **kwargs: the same by name. With `weight_dtype` they must be known, from here or from a call before.
 
         Raises:
           StateError: an earlier step has consumed it.
@@ -132,6 +138,11 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             tuple(_outputs.output_paths(program.out_tree, num_state)),
             _untiled.untiled(jaxpr, program.plan.exchange.tile_bytes, program.plan.stage == 3),
             program.step.handed_bytes(),
+            {
+                leaf.path: x.error
+                for leaf, x in zip(plan.leaves, jax.tree.leaves(call.state), strict=True)
+                if isinstance(x, CodedArray) and x.error is not None
+            },
         )
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:

@@ -231,7 +231,15 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
 
     def on_mesh(self, mesh: Any) -> ShardedTrainStep[StepArgs, Result]:
         """The same step, with the same options, on another mesh."""
+        return self._with(self._programs.on_mesh(mesh))
+
+    def with_wire(
+        self, gather_dtype: Any = None, reduce_dtype: Any = None
+    ) -> ShardedTrainStep[StepArgs, Result]:
+        """The same step, with these dtypes of gathers and reductions, as `shard_train_step` takes them."""
+        return self._with(self._programs.with_wire(gather_dtype, reduce_dtype))
+
+    def _with(self, programs: Programs) -> ShardedTrainStep[StepArgs, Result]:
         other = copy.copy(self)
-        other._programs = self._programs.on_mesh(mesh)
-        other._placement = Placement(other._programs)
+        other._programs, other._placement = programs, Placement(programs)
         return other

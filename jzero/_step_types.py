@@ -66,3 +66,4 @@ class EvalStepOptions(StepOptions, total=False):
     """The options of `shard_eval_step` but `like`, for its two forms."""
 
     offload_params: Offload | None
+    weight_dtype: Any

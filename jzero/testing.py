@@ -65,6 +65,13 @@ def assert_same_training(
     A step with collectives of its own (`axis_name`) does not run on one device, and means what its devices
     do, with keys and statistics of their own: it needs a `reference`. No other step does.
 
+    Codes on the wire (`gather_dtype`, `reduce_dtype`) train near to one device, and no tolerance follows from
+    their format: an error is a share of what a device sends, of which a sum may cancel most, and an optimizer
+    may divide what is left by itself. Where something travels as codes, a `tolerance` is asked for that you
+    have measured, or a `reference` that rounds alike. Without the two options the step is held as any other,
+    which finds all that is no rounding. Whether rounding harms is a question to losses of several seeds:
+    `experiments/wire/quality.py` compares them.
+
     Args:
       step_fn: `step_fn(state, *args) -> (state, metrics)`, or the state alone.
       init_fn: `init_fn() -> state`; called once. With several `state_argnums`, the tuple of them.
@@ -74,7 +81,7 @@ def assert_same_training(
       reference: what one device must do instead of `step_fn`, with the whole batch.
       tolerance: for all floating leaves. By default by dtype, for sums taken in another order: float64
         1e-11 of the element plus 1e-12 of the leaf's largest, float32 2e-5 and 1e-5, float16 4e-3 and
-        2e-3, bfloat16 2e-2 and 1e-2. Everything else must be equal.
+        2e-3, bfloat16 2e-2 and 1e-2; there is no default for codes. Everything else must be equal.
       min_shard_bytes: 0, unlike in `shard_train_step`, so that a small model is sharded too.
       **options: the other options of `shard_train_step`.
 
@@ -82,7 +89,8 @@ def assert_same_training(
       MismatchError: leaves differ; it names those of the first step in which any does, with index, both
         values, and their distance in units in the last place.
       MeshError: there is one device, and nothing to compare.
-      OptionError: there are no batches, or `axis_name` is given without `reference`.
+      OptionError: there are no batches, `axis_name` is given without `reference`, or something travels as
+        codes without `tolerance` and `reference`.
     """
     if options.get("axis_name") is not None and reference is None:
         raise OptionError(message(
@@ -99,6 +107,8 @@ def assert_same_training(
         args = _args(batch)
         if num_batches == 1:
             sharded = _place_copy(train_step, plain, args)
+            if tolerance is None and reference is None:
+                _check_exact(train_step, plain, args)
         sharded, outs = _step(train_step, train_step, sharded, args)
         plain, plain_outs = _step(train_step, plain_step, plain, args)
         found = [
@@ -199,6 +209,23 @@ def _place_copy(train_step: ShardedTrainStep, state: Any, beside: tuple[Any, ...
             "Set XLA_FLAGS=--xla_force_host_platform_device_count=8 before JAX is imported (see "
             "jzero.testing), or pass mesh=."))  # fmt: skip
     return train_step.shard(jax.tree.map(jnp.array, state), *beside)
+
+
+def _check_exact(train_step: ShardedTrainStep, state: Any, beside: tuple[Any, ...]) -> None:
+    """That nothing travels as codes."""
+    signature = train_step._programs.signature
+    args, kwargs = signature.with_state(signature.named(state, SAME), beside, {})
+    coded = {leaf.path for leaf in train_step.plan(*args, **kwargs).leaves if leaf.coded}
+    if coded:
+        traffic = train_step.describe(*args, **kwargs).traffic
+        coded &= {c.leaf for c in traffic if c.dtype == "uint8"}
+    if coded:
+        raise OptionError(message(
+            SAME, [f"{path} travels as codes" for path in sorted(coded)],
+            "Rounded numbers train near to one device, and how near follows from no format.",
+            "Drop gather_dtype and reduce_dtype, and every leaf is held; with them pass "
+            "tolerance=jzero.testing.Tolerance(...), measured, or a reference= that rounds alike. Whether "
+            "rounding harms, ask the losses of several seeds (docs/wire.md).", shown=4))  # fmt: skip
 
 
 def _step(

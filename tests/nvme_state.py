@@ -28,13 +28,20 @@ LAYOUT = TileLayout.of(
 )
 # What no step changes, in the last file.
 FROZEN = TileLayout.of([[(f"w{i}", 0, PART), (f"x{i}", 0, PART, True)] for i in range(2)])
+# What waits in a file for the update of some tiles, as gradients do.
+WITH_GRADIENTS = (0, 3)
+GRADIENTS = TileLayout.of(
+    [[("g", i * PART, PART, True)] * (i in WITH_GRADIENTS) for i in range(NUM_TILES)]
+)
 SPECS = {
-    f"device-{k}.tiles": FileSpec(LAYOUT, {"mesh": {"data": 2}, "device": k}) for k in range(2)
+    f"device-{k}.tiles": FileSpec(LAYOUT, {"mesh": {"data": 2}, "device": k}, gradients=GRADIENTS)
+    for k in range(2)
 } | {"kept.tiles": FileSpec(FROZEN, {"mesh": {"data": 2}}, frozen=True)}
 
 
 def new_ring() -> TileRing:
-    return TileRing(WHO, 4 * LAYOUT.most_bytes, LAYOUT.most_bytes)
+    size = LAYOUT.most_bytes + GRADIENTS.most_bytes
+    return TileRing(WHO, 4 * size, size)
 
 
 def value(step: int, at: TileAt) -> int:
@@ -65,13 +72,27 @@ def fill(files: TileFiles, step: int = 0, ring: TileRing | None = None) -> None:
 
 
 def train(files: TileFiles, ring: TileRing | None = None) -> None:
-    """One step: reads, updates and writes every tile."""
+    """One step: writes a gradient for every tile, then reads, updates and writes it."""
     step = step_of(files) + 1
+    files.begin_gradients()
+    page = pages(PAGE)
+    for at in files.tiles():
+        if at.tile in WITH_GRADIENTS:
+            page.view(np.int64)[:] = gradient(step, at)
+            files.write_gradients(at, 0, page)
     files.begin(step)
-    with sweep(files.tiles(), ring or new_ring(), files.read, files.write) as visits:
+    with sweep(files.tiles(), ring or new_ring(), files.read_with_gradients, files.write) as visits:
         for visit in visits:
-            visit.buffer.view(np.int64)[:] += 1000
+            size = LAYOUT.nbytes(visit.at.tile)
+            found = visit.buffer[size : size + PAGE].view(np.int64)
+            if visit.at.tile in WITH_GRADIENTS:
+                assert (found == gradient(step, visit.at)).all(), (step, visit.at)
+            visit.buffer[:size].view(np.int64)[:] += 1000
     files.commit(step)
+
+
+def gradient(step: int, at: TileAt) -> int:
+    return -value(step, at) - 1
 
 
 def check(files: TileFiles, step: int | None = None) -> None:

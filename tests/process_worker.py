@@ -90,9 +90,10 @@ def training(devices, name, folder):
     """Trains and evaluates twice: what was reported, each loss, and the whole state after the last step."""
     options, files = TRAININGS[name], folder / f"nvme-{jax.process_count()}"
     if "in files" in name:
-        options = options | {"offload": jzero.NVMe(files, host_bytes=2**16)}
+        gradients = "parameters" in name
+        options = options | {"offload": jzero.NVMe(files, host_bytes=2**16, gradients=gradients)}
     if "parameters" in name:
-        window = jzero.NVMe(files, host_bytes=2**16, device_bytes=2**14)
+        window = jzero.NVMe(files, host_bytes=2**16, device_bytes=2**14, gradients=True)
         options = options | {"offload_params": window}
     mesh = jax.sharding.Mesh(np.reshape(devices, (-1, 2)), ("node", "local"))
     if "param_axes" not in options:

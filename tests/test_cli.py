@@ -228,6 +228,20 @@ def test_the_host_bounds_the_largest_model():
     assert "The largest model whose total fits into 80GB: 640B." in text
 
 
+def test_stages_that_refuse_an_option_are_left_out_and_named():
+    """Of all stages, those for which it is meant; what none of them takes is an error as ever."""
+    text = " ".join(output(*SMALL, "--reduce-dtype", "int8").split())
+    found = json.loads(output(*SMALL, "--reduce-dtype", "int8", "--json"))
+    assert [row["stage"] for row in found["stages"]] == [1, 2, 3]
+    why = "--stage 0 and --reduce-dtype int8 in blocks of 256. At stage 0 gradients are whole on every"
+    assert f"Not at stage 0: {why}" in text
+    assert found["refused"]["0"].startswith(why)
+    found = json.loads(output(*SMALL, "--gather", "keep", "--json"))
+    assert [row["stage"] for row in found["stages"]] == [3]
+    assert list(found["refused"]) == ["0", "1", "2"]
+    assert "refused" not in json.loads(output(*SMALL, "--json"))
+
+
 @pytest.mark.parametrize("flags", [("--accumulate", "2"), ("--offload", "host", "--delayed")])
 def test_plot(tmp_path, flags):
     file = tmp_path / "out.png"
@@ -278,14 +292,15 @@ def test_wrong_usage(arguments, text):
         ((*SMALL, "--offload", "pinned", "--device-bytes", "1G"),
          "--device-bytes: '1G' is not a number of bytes such as 80GiB or 80GB"),
         ((*SMALL, "--memory", "80"), "--memory: 80 of what? Write 80GiB, 80GB or 80B See"),
-        ((*SMALL, "--gather", "keep"),
+        ((*SMALL, "--stage", "0", "--gather", "keep"),
          "--stage 0 and --gather keep. Below stage 3 parameters rest whole on every device, and nothing "
          "is gathered. Drop --gather, or use --stage 3."),
         ((*SMALL, "--accumulate-dtype", "float32"),
          "--accumulate-dtype without --accumulate. It is the dtype in which the gradients of microbatches "
          "are summed up. Drop it, or say how many microbatches with --accumulate k."),
         ((*SMALL, "--reduce-dtype", "int32"),
-         "--reduce-dtype int32. Gradients are floating point numbers. Use float32 or bfloat16, or drop it."),
+         "--reduce-dtype int32. Gradients are floating point numbers. Codes are int8, int4 or a "
+         "jzero.Blocks. Use float32 or bfloat16, or drop it."),
         ((*SMALL, "--param-bytes", "-1"), "--param-bytes -1.0 is not a number of bytes."),
         ((*SMALL, "--stage", "3", "--param-axes", "a,b"), "--param-axes has ['a', 'b'], and the data axes"),
         ((*SMALL, "--offload", "pinned", "--ratio", "0.5", "--delayed"),

@@ -222,6 +222,26 @@ def test_readable_counts():
     assert [readable_count(n) for n in nums] == ["999", "7.5B", "1T", "128M"]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_model_parallelism_divides_what_a_device_has_and_moves(stage):
+    one, eight = (
+        jzero.estimate(
+            "8B", devices=64, stage=stage, model_parallel=k, tokens="8K", peak="1TFLOP/s"
+        )
+        for k in (1, 8)
+    )
+    assert eight.num_devices == 512
+    for role, of_one in zip(eight.memory, one.memory, strict=True):
+        assert role.per_device * 8 == of_one.per_device
+        assert role.whole == of_one.whole
+    assert eight.elements_moved * 8 == one.elements_moved
+    assert eight.time is not None
+    assert one.time is not None
+    assert eight.time.compute * 8 == pytest.approx(one.time.compute)
+    assert eight.to_dict()["model_parallel"] == 8
+    assert "over 512 devices, 8 for each part of" in str(eight)
+
+
 # -- messages --------------------------------------------------------------------------------------
 
 
@@ -231,6 +251,11 @@ def test_readable_counts():
         ({"num_params": "7.5X"}, ["estimate: num_params='7.5X' is not a whole number from 1", "'7.5B'"]),
         ({"devices": 0}, ["devices=0 is not an int from 1"]),
         ({"devices": None}, ["devices=None is not an int from 1"]),
+        ({"model_parallel": 0}, ["model_parallel=0 is not an int from 1"]),
+        ({"model_parallel": 2, "offload": jzero.HostCPU()},
+         ["estimate: offload=HostCPU(", "and XLA shards over the mesh axes ['model']"]),
+        ({"model_parallel": 2, "offload_params": jzero.PinnedHost(2**30)},
+         ["estimate: offload_params=PinnedHost(", "Shards over data axes are fetched."]),
         ({"mesh": {"data": 8}}, ["devices=8 and mesh={'data': 8}, of which one is enough"]),
         ({"devices": None, "mesh": {"data": 0}}, ["mesh={'data': 0} does not map names of axes"]),
         ({"devices": None, "mesh": 8}, ["mesh=8 does not map names of axes"]),

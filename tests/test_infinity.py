@@ -91,7 +91,7 @@ def test_the_largest_models_are_those_of_the_page(tmp_path):
     assert all(table in page for table in tables)
     assert all(row[2] == row[3] for row in result["tables"]["models"][1:])
     fits = [row[1] for row in result["tables"]["one node"][1:]]
-    assert fits == ["2B", "15.1B", "32B", "93.8B", "93.8B", "371B", "733B", "733B"]
+    assert fits == ["2B", "15.1B", "32B", "93.8B", "93.8B", "371B", "733B", "1T", "1.75T"]
 
 
 def test_a_step_with_files_in_time(tmp_path):

@@ -5,6 +5,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import flax.serialization
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 import small
+from jzero.sharding.plan import _wire
 
 FOLDER = tempfile.TemporaryDirectory()
 UNEVEN, EVEN = (13, 3), (16, 3)  # On 8 devices the first is padded.
@@ -28,6 +30,7 @@ KINDS: dict[str, Any] = {
     "host": (jzero.HostCPU(), EVEN),
     "host, padded": (jzero.HostCPU(), UNEVEN),
     "files, padded": (jzero.NVMe(FOLDER.name, host_bytes=2**16), UNEVEN),
+    "codes, padded": (jzero.NoOffload(), UNEVEN),
 }
 
 
@@ -39,10 +42,18 @@ def step_fn(state, batch):
 
 def new_leaf(kind: str, axis_type: AxisType = AxisType.Auto) -> Any:
     offload, shape = KINDS[kind]
+    in_codes = kind.startswith("codes")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     train_step = small.shard_train_step(step_fn, mesh=mesh, offload=offload)
     state = {"w": jnp.ones(shape), "m": jax.random.normal(jax.random.key(0), shape)}
     leaf = train_step.shard(state, jnp.ones((8, shape[0])))["m"]
+    if in_codes:
+        with mock.patch.object(_wire, "LEAST", 1):
+            blocks = jzero.Blocks("int8", size=16)
+            step: Any = jzero.shard_eval_step(lambda w, x: x @ w, weight_dtype=blocks, mesh=mesh)
+            leaf = step.shard(leaf, jnp.ones((8, shape[0])))
+        assert leaf.form.padding
+        return leaf
     assert isinstance(leaf, jzero.PaddedArray | jzero.HostArray | jzero.NVMeArray)
     return leaf
 

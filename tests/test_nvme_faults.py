@@ -338,6 +338,15 @@ def test_resume_refuses_another_state(tmp_path: Path):
         train_step.shard(before, BATCH)
 
 
+def test_resume_refuses_other_tiles(tmp_path: Path):
+    before, _ = trained(tmp_path)
+    policy = on_disk(tmp_path, resume=True, host_bytes=4 * HOST_BYTES)
+    tiles = r"up to \d+ bytes, without gradients"
+    told = rf"has this state in tiles of {tiles}; here they are of {tiles}. host_bytes and gradients say"
+    with pytest.raises(jzero.StateError, match=told):
+        on(2, tmp_path, policy=policy).shard(before, BATCH)
+
+
 def test_resume_needs_a_counter(tmp_path: Path):
     tx = optax.sgd(0.1, momentum=0.9)
     train_step = on(2, tmp_path, tx, on_disk(tmp_path, resume=True))
@@ -358,6 +367,7 @@ def test_without_resume_nothing_is_overwritten(tmp_path: Path):
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "path": (dict(path=""), "path=''. It is a folder"),
+    "NUL": (dict(path="a\0b"), "path='a\\x00b'. It is a folder"),
     "a number": (dict(path=3), "path=3. It is a folder"),
     "host_bytes": (dict(path="x", host_bytes=1000), "host_bytes=1000"),
     "in_place": (dict(path="x", in_place=1), "in_place=1. It is True or False"),

@@ -45,7 +45,7 @@ def mesh_of(axes: dict[str, int]) -> Any:
 
 
 def on(axes: dict[str, int], step: Any, folder: Any, **options: Any) -> Any:
-    names = ("device_bytes", "host_bytes", "in_place")
+    names = ("device_bytes", "host_bytes", "in_place", "gradients")
     own = {name: options.pop(name) for name in names if name in options}
     return small.shard_train_step(step, mesh=mesh_of(axes), **policies(folder, **own), **options)
 
@@ -195,7 +195,7 @@ def adapted() -> Any:
 
 @pytest.mark.parametrize("num", [1, 4])
 def test_frozen_weights_are_read_and_never_written(num: int, tmp_path: Path):
-    train_step = on({"data": num}, adapters, tmp_path)
+    train_step = on({"data": num}, adapters, tmp_path, gradients=num > 1)
     start, x = adapted(), jax.random.normal(jax.random.key(9), (8, 32))
     state, expected = train_step.shard(start, x), start
     frozen = [path for path in tmp_path.rglob("*") if "frozen" in path.name]
@@ -211,7 +211,8 @@ def test_frozen_weights_are_read_and_never_written(num: int, tmp_path: Path):
     assert bodies == [path.read_bytes()[2**13 :] for path in frozen]
     crossings = train_step.describe(state, x).crossings
     adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(start["adapter"])) // num
-    assert sum(x.nbytes for x in crossings if x.direction == "to disk") == 3 * adapter
+    written = [x for x in crossings if x.direction == "to disk" and x.what != "gradient"]
+    assert sum(x.nbytes for x in written) == 3 * adapter
     for a, b in ((state["base"], start["base"]), (state["head"], start["head"])):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -495,6 +496,12 @@ def test_refused_by_name(what: str):
         jzero.shard_train_step(make_step(True, CLIPPED), **options)
 
 
+def test_too_little_room_on_the_devices_names_the_policy(tmp_path: Path):
+    train_step = on({"data": 1}, make_step(True, CLIPPED), tmp_path, device_bytes=100)
+    with pytest.raises(jzero.OptionError, match=r"Use NVMe\(path, device_bytes=\d+\) or more"):
+        train_step.plan(new_state(True, 4, CLIPPED), batch(0))
+
+
 def test_device_bytes_are_a_number():
     with pytest.raises(
         jzero.OptionError, match="device_bytes=0. It is how many bytes of parameters"
@@ -508,5 +515,5 @@ def test_evaluations_that_are_refused():
     )
     with pytest.raises(jzero.OptionError, match="those of the train step are PinnedHost"):
         jzero.shard_eval_step(forward, like=pinned, offload_params=jzero.NVMe("/run"))
-    with pytest.raises(jzero.OptionError, match="Drop resume and in_place"):
+    with pytest.raises(jzero.OptionError, match="Drop resume, in_place and gradients"):
         jzero.shard_eval_step(forward, offload_params=jzero.NVMe("/run", resume=True))

@@ -116,7 +116,7 @@ def test_a_flipped_bit_is_found_before_anything_is_computed_with_it(tmp_path: Pa
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_ctrl_c_in_any_call(scan: bool, stride: int, tmp_path: Path):
     """Until files are committed the state is as it was, parameters included."""
-    train_step, state = trained(tmp_path, scan=scan, device_bytes=13000)
+    train_step, state = trained(tmp_path, scan=scan, device_bytes=13000, gradients=scan)
     again, before, expected = prepared(train_step, state, batch(0))
     outcomes: list[bool] = []
     while True:

@@ -306,7 +306,7 @@ def test_interrupted_at_every_line(every, tmp_path):
 
 def test_more_interrupts_while_threads_are_waited_for():
     """It waits all the same: a thread may be filling a buffer."""
-    tiles, ring, came, raised = Tiles(10, 0.05), ring_of(3), 0, 0
+    tiles, ring, came, raised = Tiles(10, 0.3), ring_of(3), 0, 0
 
     def interrupted(number: int, frame: Any) -> None:
         """Raises in `run` only: later, pytest would end."""

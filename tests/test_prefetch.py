@@ -199,6 +199,20 @@ def test_what_is_gathered_before_a_loop_is_not_carried_through_it():
         assert carried_gathers(jaxpr) == []
 
 
+def test_a_backward_loop_begins_when_its_carry_is_there():
+    """With remat its first turn reads no cotangent, and would be computed beside the logits."""
+    found = []
+    for outer, eqn in walk(sharded_jaxpr(programs.Model(depth=5, remat=True), KERNEL)):
+        if eqn.primitive.name == "scan":
+            parts = _jaxpr.scan_parts(eqn)
+            gathers = {v for e in parts.body.eqns if _collectives.is_gather(e) for v in e.outvars}
+            carried = eqn.invars[parts.num_consts :]
+            first = [x for x, y in zip(carried, parts.body.outvars, strict=False) if y in gathers]
+            makers = {v: e.primitive.name for e in outer.eqns for v in e.outvars}
+            found += [makers[x] == "optimization_barrier" for x in first]
+    assert found == [False, True]  # of the forward loop, and of the backward one
+
+
 def test_a_loop_that_is_unrolled_is_left_alone():
     def step(params, x):
         def loss_fn(params):

@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import run_sampled
+from jzero.sharding.run import _coded
 from sampling import (
     _draw,
     _helpers,
@@ -120,6 +121,15 @@ def test_noise_hides_no_wrong_gradient(seed, feature):
         assert check.judge([program], jax.jit)[0].verdict == "equal"
         (found,) = check.judge([program], wrong_gradients)
     assert found.verdict == "differs", found.why
+
+
+@pytest.mark.parametrize("mistaken", ["gather", "_summed"])
+def test_a_wrong_number_on_the_wire_is_noticed(mistaken, monkeypatch):
+    """Of a program whose parameters and gradients travel as rows, in its first seven digits."""
+    right, seed = getattr(_coded, mistaken), 178
+    assert {"gather_dtype", "reduce_dtype"} < set(check.setting_of(seed).options)
+    monkeypatch.setattr(_coded, mistaken, lambda *args: right(*args) * (1 + 1e-7))
+    assert check.check([seed])[0].verdict == "differs"
 
 
 def untraced(program):

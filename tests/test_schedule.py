@@ -29,6 +29,7 @@ AXES = {"node": 2, "local": 4}
         ("mesh['node'=2,'local'=4] {'node'}", ("node",)),
         ("{{0},{1}}", ()),
         ("{}", ("node", "local")),
+        ("{{0,1,4,5}}", ("node", "local")),
     ],
 )
 def test_axes_behind_replica_groups(groups, expected):
@@ -56,6 +57,9 @@ def test_a_permutation_takes_the_time_of_its_link():
     reader = _schedule._Reader({}, AXES, H200, Topology(2, 4))
     inside = _schedule._first_group("source_target_pairs={{0,1},{1,2}}, x")
     between = _schedule._first_group("source_target_pairs={{3,4},{4,3}}, x")
+    assert [reader._axes(g) for g in (inside, between)] == [("local",), ("node", "local")]
+    around = _schedule._first_group("source_target_pairs={{1,5},{5,1}}, x")  # without device 0
+    assert reader._axes(around) == ("node",)
     seconds = [reader._seconds("collective-permute", g, 10**9) for g in (inside, between)]
     assert seconds == [10**9 / H200.link_bandwidth, 10**9 / H200.network_bandwidth]
 

@@ -1,5 +1,6 @@
 """Mesh axes that are not data axes stay XLA's: annotations for tensor parallelism keep their meaning."""
 
+import re
 from collections import Counter
 
 import jax
@@ -14,6 +15,7 @@ import jzero
 import programs
 import small
 import zoo
+from jzero.sharding.run import _devices
 
 WIDTH, HIDDEN, HEADS, SEQ, BATCH = 32, 64, 4, 8, 16
 COLUMNS, ROWS = P(None, "model"), P("model", None)
@@ -196,6 +198,137 @@ def test_square_leaves_are_not_mistaken_for_their_transposes(use, spec, stage):
     # Sums in another order round to other bfloat16 numbers; elements in a wrong order are far off.
     loose = zoo.Tolerance(rtol=2e-2, leaf_rtol=1e-2)
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), loose, "state")
+
+
+# -- a language model: looked up rows, tied logits, cross entropy over a vocabulary in parts --------
+
+VOCAB = 48
+WORDS = {r"embed": ROWS, r"up": P(None, None, "model"), r"down": P(None, "model", None)}
+
+
+# As XLA writes groups of devices, by release.
+OVER_DATA = (
+    "{{0,2,4,6},{1,3,5,7}}",
+    "[2,4]<=[4,2]T(1,0)",
+    "mesh['data'=4,'model'=2] {'data'}",
+)
+
+
+def words_init(tx, dtype):
+    keys = iter(jax.random.split(jax.random.key(2), 3))
+
+    def weights(*shape):
+        return (jax.random.normal(next(keys), shape) / shape[-2] ** 0.5).astype(dtype)
+
+    params = {
+        "embed": weights(VOCAB, WIDTH),
+        "up": weights(2, WIDTH, HIDDEN),
+        "down": weights(2, HIDDEN, WIDTH),
+    }
+    return params, tx.init(params)
+
+
+def make_words_step(tx, constrain, remat=lambda layer: layer):
+    def loss_fn(params, tokens):
+        embed = params["embed"].astype(jnp.float32)
+
+        def layer(x, layer):
+            up, down = (layer[name].astype(jnp.float32) for name in ("up", "down"))
+            hidden = constrain(jnp.tanh(x @ up), P(None, None, "model"))
+            return x + constrain(hidden @ down, P(None, None, None)), None
+
+        blocks = {name: params[name] for name in ("up", "down")}
+        x, _ = jax.lax.scan(remat(layer), embed[tokens[:, :-1]], blocks)
+        logits = constrain(x @ embed.T, P(None, None, "model"))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def step(state, tokens):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return step
+
+
+def words(tx, dtype, **options):
+    """The sharded step over 4 x 2 devices, the same for one device, and a state."""
+    constrained = make_words_step(tx, jax.lax.with_sharding_constraint)
+    train_step = small.shard_train_step(
+        constrained, mesh=mesh_of(), axis_names="data", auto_specs=WORDS, **options
+    )
+    return train_step, jax.jit(make_words_step(tx, lambda x, spec: x)), words_init(tx, dtype)
+
+
+def sentences():
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, VOCAB, (BATCH, SEQ + 1)).astype(np.int32) for _ in range(4)]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lookups_and_cross_entropy_in_microbatches(stage):
+    tx = optax.sgd(0.1, momentum=0.9)
+    train_step, plain, state = words(tx, jnp.float32, stage=stage, accumulate=2)
+    state, expected = train_step.init(lambda: state), state
+    for tokens in sentences():
+        state, loss = train_step(state, tokens)
+        expected, expected_loss = plain(expected, tokens)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
+
+
+@pytest.mark.parametrize("kept_over", [None, "model"])
+def test_what_a_forward_loop_keeps_can_be_cut(kept_over):
+    """ZeRO-R's P_a is one constraint of the step's own, on what the loop carries from layer to layer."""
+    tx = optax.sgd(0.1)
+
+    def constrain(x, spec):
+        if x.shape[1:] == (SEQ, WIDTH):  # the residual stream
+            spec = P(None, kept_over, None)
+        return jax.lax.with_sharding_constraint(x, spec)
+
+    train_step = small.shard_train_step(
+        make_words_step(tx, constrain, jax.checkpoint), stage=3, mesh=mesh_of(),
+        axis_names="data", auto_specs=WORDS,
+    )  # fmt: skip
+    plain, state = jax.jit(make_words_step(tx, lambda x, spec: x)), words_init(tx, jnp.float32)
+    tokens = sentences()[0]
+    text = train_step.lower(state, tokens).compile().as_text()
+    stacks = {kept: f"f32[2,{BATCH // 4},{kept},{WIDTH}]" in text for kept in (SEQ, SEQ // 2)}
+    assert stacks == {SEQ: kept_over is None, SEQ // 2: kept_over is not None}
+    found, expected = train_step(train_step.init(lambda: state), tokens), plain(state, tokens)
+    zoo.assert_trees_close(zoo.to_host(found), zoo.to_host(expected), zoo.FP32, "state, loss")
+
+
+@pytest.mark.parametrize("in_slices", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_16_bit_parameters_with_masters_gather_what_is_due(stage, in_slices, monkeypatch):
+    """New parameters are made of masters, and are cut over 'model' as their leaves are."""
+    if in_slices:
+        monkeypatch.setattr(_devices, "GATHERED_AT_ONCE", 4096)
+    tx = jzero.master_weights(optax.sgd(0.1, momentum=0.9))
+    train_step, plain, state = words(tx, jnp.bfloat16, stage=stage)
+    due = sum(leaf.size // 2 for leaf in jax.tree.leaves(state[0]))
+    tokens = jax.ShapeDtypeStruct((BATCH, SEQ + 1), jnp.int32)
+    traffic = train_step.describe(state, tokens).traffic
+    assert sum(c.total_elements for c in traffic if c.op == "all-gather") == due
+    text = train_step.lower(state, tokens).compile().as_text()
+    groups = re.findall(r" all-gather(?:-start)?\(.*?replica_groups=(.*)", text)
+    assert groups
+    assert all(group.startswith(OVER_DATA) for group in groups)
+
+    state, expected = train_step.init(lambda: state), state
+    for tokens in sentences():
+        state, loss = train_step(state, tokens)
+        expected, expected_loss = plain(expected, tokens)
+        np.testing.assert_allclose(loss, expected_loss, rtol=2e-3)
+    for leaf, wanted in zip(
+        jax.tree.leaves(state[1].masters), jax.tree.leaves(expected[1].masters), strict=True
+    ):
+        np.testing.assert_allclose(leaf, wanted, rtol=0.02, atol=2e-3)
+    # A parameter is its master, rounded: none was put in another's place.
+    rounded = jax.tree.map(lambda master: np.asarray(master.astype(jnp.bfloat16)), state[1].masters)
+    jax.tree.map(np.testing.assert_array_equal, zoo.to_host(state[0]), rounded)
 
 
 def test_unknown_patterns_axes_and_dims():

@@ -209,6 +209,35 @@ def test_16_bit_leaves_have_their_own_tolerance():
     )
 
 
+def test_codes_on_the_wire_need_a_tolerance():
+    def step(w, x, rate=0.1):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w["large"]) ** 2))(w)
+        return jax.tree.map(lambda w, g: w - rate * g, w, grads), {"loss": loss}
+
+    def faster(w, x):
+        return step(w, x, 0.11)
+
+    def start(size):
+        w = jax.random.normal(jax.random.key(size), (size, size)) / size**0.5
+        return {"large": w, "other": jnp.ones(size)}
+
+    codes: Any = {"reduce_dtype": jnp.int8, "stage": 1}
+    batches = [jax.random.normal(jax.random.key(i), (16, 128)) for i in range(2)]
+    large = step, lambda: start(128), batches
+    text = fails(
+        ["assert_same_training: state['large'] travels as codes. Rounded numbers train near to one device",
+         "Drop gather_dtype and reduce_dtype, and every leaf is held", "docs/wire.md"],
+        assert_same_training, *large, **codes, error=jzero.OptionError,
+    )  # fmt: skip
+    assert "other" not in text
+    assert_same_training(*large, **codes, tolerance=Tolerance(0, 1e-4))
+    fails("state['large']", assert_same_training, *large, **codes, tolerance=Tolerance(0, 1e-4),
+          reference=faster)  # fmt: skip
+    # Small leaves travel as they are, and are compared so.
+    small = [x[:, :8] for x in batches]
+    assert_same_training(step, lambda: start(8), small, **codes)
+
+
 def test_nothing_to_compare():
     step = make_step(mean_loss)
     fails("batches is empty. Each batch is one step.", assert_same_training, step, init, [],

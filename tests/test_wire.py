@@ -490,6 +490,50 @@ def test_a_weight_of_every_turn_is_reduced_once_in_codes():
     assert traffic(train_step, params, X)["all-to-all", "uint8", ("data",)] == row
 
 
+def of_slices(params, x, seen=lambda name, w: w):
+    """Mean of rows; products read slices of a stack, and parts of fused weights."""
+    q, k, v = (seen("qkv", w) for w in jnp.split(params["qkv"], 3, axis=1))
+    h = jnp.tanh(x @ q) + jnp.tanh(x @ k) * (x @ v)
+    for i in range(2):
+        h = h + jnp.tanh(h @ seen("stack", params["stack"][i]))
+    return jnp.mean(h**2)
+
+
+def test_slices_of_stacked_and_fused_weights_are_gathered_and_reduced_as_codes():
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(0), 3)
+        params = {
+            "qkv": jax.random.normal(keys[0], (D, 3 * D)) * 0.1,
+            "stack": jax.random.normal(keys[1], (2, D, D)) * 0.1,
+        }
+        x = jax.random.normal(keys[2], (8, D))
+
+        def step(params, x):
+            loss, grads = jax.value_and_grad(of_slices)(params, x)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+        def seen(name, w):
+            return through(w, 0, 4, INT8)
+
+        def reference(params, x):
+            grads = jax.grad(of_slices)(params, x, seen)
+            new = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+            return new, of_slices(params, x, seen)
+
+        mesh = mesh_of(data=4)
+        train_step = jzero.shard_train_step(step, gather_dtype=INT8, mesh=mesh)
+        found, losses = trained(train_step, params, x, 2)
+        wanted, expected = trained(jax.jit(reference), params, x, 2)
+        assert_same(found, wanted, 1e-9)
+        np.testing.assert_allclose(losses, expected, rtol=1e-9)
+        both = jzero.shard_train_step(step, gather_dtype=INT8, reduce_dtype=INT8, mesh=mesh)
+        report = both.describe(params, x)
+        assert report.exact == []
+        moved = {each.dtype for each in report.traffic if each.leaf}
+        assert moved == {"uint8"}
+        assert_same(trained(both, params, x, 2)[0], wanted, 1e-2)
+
+
 def test_what_rests_whole_is_listed_too():
     params, tokens = jax.eval_shape(init), jax.ShapeDtypeStruct((48,), jnp.int32)
     mesh = AbstractMesh((8,), ("data",))
@@ -534,7 +578,8 @@ def test_what_stays_exact_is_listed_with_its_reason():
          "stage=0 and reduce_dtype=int8.*reduced as they are.*use stage=1"),
         (dict(reduce_dtype={"data": jnp.bfloat16}), jzero.OptionError,
          r"reduce_dtype\['data'\]=.*bfloat16.*format of codes"),
-        (dict(reduce_dtype=jnp.int32), jzero.OptionError, "reduce_dtype=.*int32.*floating point"),
+        (dict(reduce_dtype=jnp.uint8), jzero.OptionError,
+         "reduce_dtype=.*uint8.*floating point numbers. Codes are jnp.int8, jnp.int4 or a jzero.Blocks. Use"),
         (dict(reduce_dtype={"nodes": jnp.int8}), jzero.MeshError,
          r"reduce_dtype has \['nodes'\], and the data axes are \('data',\).*Correct reduce_dtype"),
     ],

@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     if args.show:
-        show(json.loads(max(args.out.glob("*-swapper.json")).read_text()))
+        show(records.latest(args.out, "swapper"))
         return
     args.path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="swapper-", dir=args.path) as folder:

@@ -277,7 +277,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     if args.show:
-        show(json.loads(max(args.out.glob("*-disk.json")).read_text()))
+        show(records.latest(args.out, "disk"))
         return
     folder = args.path / f"disk-{os.getpid()}"
     folder.mkdir(parents=True)

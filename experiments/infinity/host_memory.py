@@ -21,10 +21,12 @@ from typing import Any
 # ---------------------------------------------------------------------------------------------
 WIDTH, LAYERS, BUFFERS, WINDOW = 512, (64, 192), 2**24, 2**22
 STATE, BOTH = "and optimizer state in files", "and parameters in files"
+ALL = "and gradients in files"
 WAYS = {
     "optimizer state and parameters in the hosts' memory": ("HostCPU", "PinnedHost"),
     STATE: ("NVMe", "PinnedHost"),
     BOTH: ("NVMe", "NVMe"),
+    ALL: ("NVMe", "NVMe"),
 }
 # ---------------------------------------------------------------------------------------------
 
@@ -32,13 +34,14 @@ WAYS = {
 def policies(way: str, folder: str) -> dict[str, Any]:
     import jzero
 
+    gradients = way == ALL
     made = {
         "HostCPU": jzero.HostCPU(),
-        "NVMe": jzero.NVMe(folder, host_bytes=BUFFERS),
+        "NVMe": jzero.NVMe(folder, host_bytes=BUFFERS, gradients=gradients),
         "PinnedHost": jzero.PinnedHost(WINDOW),
     }
     state, params = WAYS[way]
-    in_files = jzero.NVMe(folder, host_bytes=BUFFERS, device_bytes=WINDOW)
+    in_files = jzero.NVMe(folder, host_bytes=BUFFERS, device_bytes=WINDOW, gradients=gradients)
     return {
         "offload": made[state],
         "offload_params": in_files if params == "NVMe" else made[params],
@@ -112,7 +115,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     if args.show:
-        print(table(json.loads(max(args.out.glob("*-host-memory.json")).read_text())["rows"]))
+        print(table(records.latest(args.out, "host-memory")["rows"]))
         return
     if args.way:
         train(args.way, args.layers[0])

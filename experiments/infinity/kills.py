@@ -53,7 +53,7 @@ def counted(
     folder.mkdir()
     log = kills.operations(children, folder, in_place=in_place)
     counts: collections.Counter[str] = collections.Counter()
-    for at in range(1, kills.num_of_one_step(log) + 1):
+    for at in range(1, kills.num_of_one_step(log, in_place) + 1):
         root = folder / str(at)
         with nvme_state.made(root, in_place):
             pass
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     if args.show:
-        print(table(json.loads(max(args.out.glob("*-kills.json")).read_text())["rows"]))
+        print(table(records.latest(args.out, "kills")["rows"]))
         return
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as place, faults.Children(["nvme_state"]) as children:

@@ -26,10 +26,15 @@ WINDOW, BUFFERS = (
 )  # bytes of parameters on a device; of each kind of buffer in a process
 FILES = jzero.NVMe("nvme", host_bytes=BUFFERS)
 PARAMS_IN_FILES = jzero.NVMe("nvme", host_bytes=BUFFERS, device_bytes=WINDOW)
-ONCE = {
-    "offload": jzero.NVMe("nvme", host_bytes=BUFFERS, in_place=True),
-    "offload_params": jzero.NVMe("nvme", host_bytes=BUFFERS, device_bytes=WINDOW, in_place=True),
-}
+
+
+def all_in_files(in_place: bool) -> dict[str, Any]:
+    """Parameters, gradients and optimizer state."""
+    both: dict[str, Any] = dict(host_bytes=BUFFERS, in_place=in_place, gradients=True)
+    params = jzero.NVMe("nvme", device_bytes=WINDOW, **both)
+    return {"offload": jzero.NVMe("nvme", **both), "offload_params": params}
+
+
 PINNED = jzero.PinnedHost(WINDOW)
 # What a node's share of its links and disks does for each device, as the paper measures them, and tokens.
 RATES: dict[str, Any] = dict(
@@ -56,9 +61,10 @@ WAYS = (
         {"offload": jzero.HostCPU(), "offload_params": PINNED}, "almost 100B (Infinity, CPU)"),
     Way("state in files, parameters on the hosts", {"offload": FILES, "offload_params": PINNED}, ""),
     Way("both in files", {"offload": FILES, "offload_params": PARAMS_IN_FILES}, ""),
-    Way("both in files, in place", ONCE, "1T (Infinity, NVMe)"),
+    Way("and gradients in files", all_in_files(in_place=False), "1T (Infinity, NVMe)"),
+    Way("the same, in place", all_in_files(in_place=True), ""),
 )  # fmt: skip
-ON_DEVICES, ON_HOSTS, IN_FILES = WAYS[2], WAYS[4], WAYS[6]
+ON_DEVICES, ON_HOSTS, IN_FILES = WAYS[2], WAYS[4], WAYS[7]
 
 
 class Model(NamedTuple):
@@ -146,7 +152,7 @@ def models_table() -> list[list[str]]:
 
 
 def nodes_table() -> list[list[str]]:
-    ways = (ON_DEVICES, ON_HOSTS, WAYS[5], IN_FILES)
+    ways = (ON_DEVICES, ON_HOSTS, WAYS[5], WAYS[6], IN_FILES)
     rows = [["nodes", "GPUs", *(w.name for w in ways)]]
     for nodes in NODES:
         found = (readable_count(rounded(largest(nodes, w))) for w in ways)
@@ -162,11 +168,11 @@ def one_node_table() -> list[list[str]]:
 
 
 def steps_table() -> list[list[str]]:
-    """Steps of models in files, also where a node's memory lacks room for their gradients."""
+    """Steps of models whose parameters, gradients and optimizer state are in files."""
     rows = [["parameters", "nodes", "on a device", "in a node's memory", "on its disks", "forward reads",
              "backward reads", "update reads and writes", "a step at least", "compute",
              "written a day, for each device"]]  # fmt: skip
-    for num_params, nodes in ((10**12, 1), (10**12, 2), (32 * 10**12, 32), (32 * 10**12, 64)):
+    for num_params, nodes in ((10**12, 1), (10**12, 2), (32 * 10**12, 32), (100 * 10**12, 100)):
         found = estimated(num_params, nodes, IN_FILES, **RATES)
         disk = [readable_seconds(part.ways["disk"]) for part in found.time.parts]
         rows.append(

@@ -21,7 +21,7 @@ import jzero
 sys.path.append(str(Path(__file__).parents[2]))
 from experiments.shared import records
 from experiments.shared.gpt import make_step
-from model import GPT, tx
+from model import AUTO_SPECS, GPT, tx
 
 RESULTS = Path(__file__).with_name("results") / "compiled.json"
 TARGET = "h200"
@@ -37,7 +37,7 @@ class Program:
 
     Attributes:
       gpt: the model.
-      axes: names and sizes of the mesh's axes, hosts first.
+      axes: names and sizes of the mesh's axes, hosts first; over 'model' each layer is divided.
       stage: of ZeRO.
       rows: sequences for each device and microbatch.
       options: more of `shard_train_step`'s.
@@ -66,10 +66,14 @@ class Program:
     def compile(self) -> dict[str, Any]:
         """Bytes on each device, and of what moves; `within` a step: at the peak, beside the arguments."""
         options = dict(self.options)
-        rows = self.rows * self.num_devices * options.get("accumulate", 1)
-        names = tuple(name for name, _ in self.axes)
+        sizes = {name: size for name, size in self.axes if name != "model"}
+        rows = self.rows * math.prod(sizes.values()) * options.get("accumulate", 1)
+        if self.gpt.model_parallel:
+            options["auto_specs"] = AUTO_SPECS
         step = make_step(self.gpt.loss, tx)
-        train_step = jzero.shard_train_step(step, axis_names=names, stage=self.stage, **options)
+        train_step = jzero.shard_train_step(
+            step, axis_names=tuple(sizes), stage=self.stage, **options
+        )
         found = jzero.preflight(
             train_step, self.gpt.abstract_state(), self.gpt.batch(rows), target=TARGET,
             topology=self.topology, axes=dict(self.axes), compiler_options=COMPILER_OPTIONS,

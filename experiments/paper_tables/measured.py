@@ -18,10 +18,15 @@ MODELS = {
     "1T": GPT(127, 25600, 200),  # 1 000 072 089 600
 }
 LIMIT = 32 * 10**9  # of the paper's GPUs
-# The paper's hidden sizes, by devices and stage; the search is over layers. Heads have 128 dims.
+# Hidden sizes by devices that share the batch, stage and degree of model parallelism; those of degree 1 are
+# the paper's. The search is over layers. Heads have 128 dims, and the degree divides them.
 WIDTHS = {
-    (8, 0): 1536, (8, 2): 3072, (8, 3): 4096,
-    (64, 0): 1536, (64, 2): 3072, (64, 3): 8192,
+    (8, 0, 1): 1536, (8, 2, 1): 3072, (8, 3, 1): 4096,
+    (64, 0, 1): 1536, (64, 2, 1): 3072, (64, 3, 1): 8192,
+    (64, 0, 2): 2048, (64, 2, 2): 4096, (64, 3, 2): 10240,
+    (64, 0, 4): 3072, (64, 2, 4): 6144, (64, 3, 4): 14336,
+    (64, 0, 8): 4096, (64, 2, 8): 8192, (64, 3, 8): 18432,
+    (64, 0, 16): 6144, (64, 2, 16): 10240, (64, 3, 16): 24576,
 }  # fmt: skip
 ACTIVATIONS_ROWS = 32
 
@@ -60,26 +65,31 @@ def table_1_program(model: str, devices: int, stage: int) -> Program:
 
 
 class Largest(NamedTuple):
-    """The largest model whose peak is within `LIMIT`, at a number of devices and a stage."""
+    """The largest model whose peak is within `LIMIT`, by devices that share the batch, stage and degree."""
 
     devices: int
     stage: int
+    degree: int
     gpt: GPT
     params: int
     at_rest: int
     peak: int
 
 
-def largest(compiled: Compiled, devices: int, stage: int, limit: int = LIMIT) -> Largest:
+def largest(
+    compiled: Compiled, devices: int, stage: int, degree: int = 1, limit: int = LIMIT
+) -> Largest:
     """The most layers that fit, found by compiling: peaks of a scanned model are a line in its layers."""
     asked, stage = stage, 2 if stage == 1 else stage  # The same program without microbatches.
-    width = WIDTHS[devices, stage]
+    width = WIDTHS[devices, stage, degree]
+    axes = (*data(devices), *([("model", degree)] if degree > 1 else []))
 
     def program(layers: int) -> Program:
-        return Program(GPT(layers, width, width // 128), data(devices), stage)
+        gpt = GPT(layers, width, width // 128, model_parallel=degree > 1)
+        return Program(gpt, axes, stage)
 
     # First where theory would have the model fill two thirds and three quarters of the memory.
-    bound = theory.largest(stage, devices, f"{limit}") * 1e9 / (12 * width**2)
+    bound = theory.largest(stage, devices, f"{limit}", degree) * 1e9 / (12 * width**2)
     first, second = max(1, int(bound * 0.66)), max(2, int(bound * 0.75))
     peaks = {n: compiled(program(n))["peak"] for n in (first, second)}
     while True:
@@ -94,7 +104,7 @@ def largest(compiled: Compiled, devices: int, stage: int, limit: int = LIMIT) ->
     if not low:
         raise LookupError(f"no model of width {width} fits on {devices} devices at stage {stage}")
     r = compiled(program(low))
-    return Largest(devices, asked, program(low).gpt, r["params"], r["at_rest"], r["peak"])
+    return Largest(devices, asked, degree, program(low).gpt, r["params"], r["at_rest"], r["peak"])
 
 
 class Activations(NamedTuple):
@@ -119,6 +129,30 @@ def activations(compiled: Compiled) -> list[Activations]:
         gpt = GPT(48, 1600, 25, vocab=vocab, recompute=recompute, attention=attention)
         r = compiled(Program(gpt, data(1), 0, rows=ACTIVATIONS_ROWS))
         rows.append(Activations(attention, recompute, vocab, r["within"], 2 * r["params"]))
+    return rows
+
+
+class Kept(NamedTuple):
+    """What one device holds and moves where activations are cut over the axis 'model', and are not."""
+
+    kept_in_parts: bool
+    at_rest: int
+    within: int
+    peak: int
+    over_model: Mapping[str, int]  # bytes of whole values, by collective
+    over_data: int
+
+
+def kept(compiled: Compiled) -> list[Kept]:
+    """A GPT of 81B on 64 x 8 H200s at stage 3, eight sequences for each eight devices."""
+    rows = []
+    for in_parts in (False, True):
+        gpt = GPT(100, 8192, 64, model_parallel=True, kept_in_parts=in_parts)
+        r = compiled(Program(gpt, (*data(64), ("model", 8)), 3, rows=8))
+        moved = {op.partition(" over model")[0]: n for op, n in r["moved"].items()
+                 if op.endswith(" over model")}  # fmt: skip
+        over_data = sum(n for op, n in r["moved"].items() if op.endswith(" over data"))
+        rows.append(Kept(in_parts, r["at_rest"], r["within"], r["peak"], moved, over_data))
     return rows
 
 

@@ -1,7 +1,9 @@
 """The model that is compiled: a GPT of the paper's family at any size, in bfloat16 with float32 masters.
 
 A step is plain JAX for one device. Layers are scanned; `recompute` says what the backward pass computes
-again, and `attention` whether all scores of a layer exist at once.
+again, and `attention` whether all scores of a layer exist at once. `model_parallel` is Megatron's layout: the
+matrices before attention's and the MLP's middle are cut by columns, those behind by rows, the embedding by
+its rows.
 """
 
 import dataclasses
@@ -12,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 import jzero
 from experiments.shared import gpt
@@ -33,16 +36,23 @@ class GPT(gpt.GPT):
     Attributes:
       recompute: a key of `RECOMPUTE`.
       attention: 'whole' scores, or those of 128 queries at a time.
+      model_parallel: whether activations are cut over the axis 'model', as `AUTO_SPECS` cuts the weights.
+      kept_in_parts: whether a layer's input, which the backward pass computes it again of, is cut there, too,
+        along the sequence (ZeRO-R's P_a).
     """
 
     vocab: int = 51_200
     recompute: str = "blocks"
     attention: str = "whole"
+    model_parallel: bool = False
+    kept_in_parts: bool = False
 
     def __str__(self) -> str:
         return (
             f"{self.layers}x{self.dim}, {self.heads} heads, vocab {self.vocab}, context {self.context}, "
             f"recompute {self.recompute}, attention {self.attention}"
+            + (", model parallel" if self.model_parallel else "")
+            + (", kept in parts" if self.kept_in_parts else "")
         )
 
     def abstract_state(self) -> gpt.State:
@@ -63,7 +73,38 @@ class GPT(gpt.GPT):
     ) -> jax.Array:
         attend = {"whole": _attend, "in parts": _attend_in_parts}[self.attention]
         scales = weights["scales"][:, None, None]
+        if self.model_parallel:
+            keep = 1 if self.kept_in_parts else None
+            return _block_in_parts(x, weights, scales, self.heads, attend, keep)
         return gpt.block(x, weights, scales, self.heads, attend=attend, constrain=constrain)
+
+
+# Of stacked matrices [layers, rows, columns], and of the embedding; optimizer state has the same paths.
+AUTO_SPECS = {
+    r"\['(qkv|up)'\]": P(None, None, "model"),
+    r"\['(project|down)'\]": P(None, "model", None),
+    r"\['embed'\]": P("model", None),
+}
+
+
+def _block_in_parts(
+    x: jax.Array, weights: Any, scales: jax.Array, heads: int, attend: Callable[..., jax.Array],
+    keep: int | None,
+) -> jax.Array:  # fmt: skip
+    """`gpt.block` over the axis 'model': a head's queries, keys and values are columns of one device.
+
+    What it returns is cut along dim `keep`.
+    """
+
+    def along(a: jax.Array, dim: int | None) -> jax.Array:
+        spec = P(*("model" if d == dim else None for d in range(a.ndim)))
+        return jax.lax.with_sharding_constraint(a, spec)
+
+    qkv = (jax.nn.standardize(x) * scales[0] @ weights["qkv"]).reshape(*x.shape[:2], heads, 3, -1)
+    q, k, v = (along(qkv[:, :, :, i], 2) for i in range(3))
+    x = x + along(along(attend(q, k, v).reshape(x.shape), 2) @ weights["project"], None)
+    hidden = along(jax.nn.gelu(jax.nn.standardize(x) * scales[1] @ weights["up"]), 2)
+    return along(x + along(hidden @ weights["down"], None), keep)
 
 
 def _attend_in_parts(q: jax.Array, k: jax.Array, v: jax.Array, part: int = 128) -> jax.Array:

@@ -22,11 +22,23 @@ TABLE_1 = {
     1024: {"7.5B": ("30.1", "15.1", "0.12"), "128B": ("513", "257", "2"), "1T": ("4011", "2013", "15.6")},
 }  # fmt: skip
 
-# Table 2, the row without model parallelism: the largest model on 64 GPUs of 32 GB.
-# Its other rows are this one times the degree of model parallelism.
+# Table 2: the largest model on 64 GPUs of 32 GB for each degree of model parallelism, {degree: {stage: it}}.
+# The paper multiplies what it has rounded in the first row by the degree.
 TABLE_2_DEVICES, TABLE_2_MEMORY = 64, "32GB"
-TABLE_2_THEORY = {0: "2B", 1: "7.6B", 2: "14.4B", 3: "128B"}
-TABLE_2_MEASURED = {0: "1.3B", 1: "6.2B"}
+TABLE_2_THEORY = {
+    1: {0: "2B", 1: "7.6B", 2: "14.4B", 3: "128B"},
+    2: {0: "4B", 1: "15.2B", 2: "28.8B", 3: "256B"},
+    4: {0: "8B", 1: "30.4B", 2: "57.6B", 3: "0.5T"},
+    8: {0: "16B", 1: "60.8B", 2: "115.2B", 3: "1T"},
+    16: {0: "32B", 1: "121.6B", 2: "230.4B", 3: "2T"},
+}
+TABLE_2_MEASURED = {
+    1: {0: "1.3B", 1: "6.2B"},
+    2: {0: "2.5B", 1: "12.5B"},
+    4: {0: "5B", 1: "25B"},
+    8: {0: "10B", 1: "50B"},
+    16: {0: "20B", 1: "100B"},
+}
 
 # The largest model that was trained on 8 GPUs of 32 GB, as the authors report it.
 EIGHT_REPORTED = {0: "1.4B", 1: "6B", 2: "8B", 3: "13B"}
@@ -74,3 +86,10 @@ def rounded(number: float | Fraction, decimals: int) -> str:
     scale = 10**decimals
     units = math.floor(Fraction(number) * scale + Fraction(1, 2))
     return f"{float(Fraction(units, scale)):.{decimals}f}".rstrip("0").rstrip(".")
+
+
+def as_table_2_prints(billions: float, degree: int) -> str:
+    """What `degree` times the first row's figure, rounded, is: '60.8B' of 8 * 7.64, '0.5T' of 4 * 128."""
+    each = Fraction(rounded(Fraction(billions) / degree, 1))
+    found = each * degree
+    return f"{rounded(found, 1)}B" if found < 500 else f"{rounded(found / 1000, 1)}T"

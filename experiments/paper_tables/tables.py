@@ -60,9 +60,11 @@ def at_rest_in_theory(cell: measured.Cell) -> float:
 
 def table_2(cells: Sequence[theory.Cell], compiled: Sequence[measured.Largest]) -> str:
     return markdown(
-        ["stage", "paper, theory", "jzero, theory", "paper, measured", "jzero, compiled", "layers x hidden"],
-        [[f"{c.stage}: {paper.STAGES[c.stage]}", c.printed, f"{paper.rounded(c.found, 1)}B",
-          paper.TABLE_2_MEASURED.get(c.stage, "not given"), *largest(found)]
+        ["model parallel", "devices", "stage", "paper, theory", "jzero, theory", "paper, measured",
+         "jzero, compiled", "layers x hidden"],
+        [[str(found.degree), str(c.devices), f"{c.stage}: {paper.STAGES[c.stage]}", c.printed,
+          f"{paper.rounded(c.found, 1)}B",
+          paper.TABLE_2_MEASURED[found.degree].get(c.stage, "not given"), *largest(found)]
          for c, found in zip(cells, compiled, strict=True)],
     )  # fmt: skip
 
@@ -88,6 +90,16 @@ def activations(rows: Sequence[measured.Activations]) -> str:
         ["scores", "computed again", "vocabulary", "within a step", "without gradients"],
         [[row.attention, row.recompute, f"{row.vocab:,}", gigabytes(row.within),
           gigabytes(row.within - row.gradients)] for row in rows],
+    )  # fmt: skip
+
+
+def kept(rows: Sequence[measured.Kept]) -> str:
+    return markdown(
+        ["a layer's input is kept", "at rest", "within a step", "peak", "over model", "over data"],
+        [["in eight parts" if row.kept_in_parts else "whole", gigabytes(row.at_rest),
+          gigabytes(row.within), gigabytes(row.peak),
+          "; ".join(f"{op} {gigabytes(n)}" for op, n in row.over_model.items()),
+          gigabytes(row.over_data)] for row in rows],
     )  # fmt: skip
 
 
@@ -117,18 +129,25 @@ def gigabytes(nbytes: float) -> str:
 def sections(compiled: Compiled) -> dict[str, str]:
     """Every table of the README, by its heading."""
     cells = measured.table_1(compiled)
-    largest = {n: [measured.largest(compiled, n, stage) for stage in (0, 1, 2, 3)] for n in (8, 64)}
+    largest = [
+        measured.largest(compiled, paper.TABLE_2_DEVICES, stage, degree)
+        for degree, row in paper.TABLE_2_THEORY.items()
+        for stage in row
+    ]
     return {
         "Table 1": by_devices(theory.table_1(), lambda c: paper.as_table_1_prints(c.found)),
         "The models": models(cells),
         "At rest, compiled": by_devices(cells, lambda c: gigabytes(c.at_rest)),
         "Within a step, compiled": by_devices(cells, lambda c: gigabytes(c.within)),
         "Peak, compiled": by_devices(cells, lambda c: gigabytes(c.peak)),
-        "Table 2, without model parallelism": table_2(theory.table_2(), largest[64]),
+        "Table 2": table_2(theory.table_2(), largest),
         "Eight devices": eight_devices(
-            theory.eight_devices("32GB"), theory.eight_devices("32GiB"), largest[8]
+            theory.eight_devices("32GB"),
+            theory.eight_devices("32GiB"),
+            [measured.largest(compiled, 8, stage) for stage in (0, 1, 2, 3)],
         ),
         "Activations": activations(measured.activations(compiled)),
+        "Activations over the model's axis": kept(measured.kept(compiled)),
         "Traffic": traffic(measured.traffic(compiled)),
     }
 

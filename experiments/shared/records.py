@@ -68,6 +68,11 @@ def write(path: Path, result: Any) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def latest(folder: Path, name: str) -> Any:
+    """The last result that was written as `<date>-<name>.json`."""
+    return json.loads(max(folder.glob(f"*-{name}.json")).read_text())
+
+
 def append(path: Path, line: Any) -> None:
     """Adds one of many results: a line of a `.jsonl`."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     if args.show:
-        show(json.loads(max(args.out.glob("*-schedule.json")).read_text()))
+        show(records.latest(args.out, "schedule"))
         return
     model = GPT(layers=args.layers, dim=args.dim, heads=args.dim // 128, scan=True, remat=True)
     result: dict[str, Any] = {

@@ -13,6 +13,7 @@ import tensorstore
 
 from jzero._errors import StateError, describe_leaf, message
 from jzero.checkpoint._match import leaf_names
+from jzero.offload.memory._coded_array import CodedArray
 
 _ARRAYS = (jax.Array, np.ndarray)
 _NUMBERS = (int, float, complex, np.number, np.bool_)
@@ -47,6 +48,8 @@ def described(state: Any) -> list[str]:
 def _problem(name: str, leaf: Any) -> str | None:
     if not isinstance(leaf, (*_ARRAYS, *_NUMBERS)):
         return f"{name} is a {type(leaf).__name__}"
+    if isinstance(leaf, CodedArray):
+        return f"{name} rests in codes, whose rows are an array (eval_step.rows)"
     dtype = _dtype(leaf)
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or _can_hold(dtype):
         return None

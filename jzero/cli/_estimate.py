@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jzero._errors import OptionError, message
@@ -17,6 +18,7 @@ from jzero._quantities import (
 )
 from jzero.cli import _flags, _plot
 from jzero.cli._checkpoints import Shown
+from jzero.cli._flags import in_flags
 from jzero.offload._nvme import NVMe
 from jzero.offload._policy import HostCPU, NoOffload, Offload, PinnedHost
 from jzero.reports import _tables
@@ -35,7 +37,11 @@ _POLICIES: dict[str | None, tuple[Callable[..., Offload], dict[str, str]]] = {
     "host": (HostCPU, {"ratio": "--ratio", "delayed_update": "--delayed"}),
     "nvme": (
         functools.partial(NVMe, "."),
-        {"host_bytes": "--host-bytes", "in_place": "--in-place"},
+        {
+            "host_bytes": "--host-bytes",
+            "in_place": "--in-place",
+            "gradients": "--gradients-in-files",
+        },
     ),
 }
 _OFFLOAD = tuple(filter(None, _POLICIES))
@@ -48,7 +54,7 @@ def add(commands: Any) -> dict[str, Callable[..., Shown]]:
         description="What a training needs on each device and moves in a step: jzero.estimate.",
         example="jzero estimate --params 7.5B --devices 64 --memory 80GB")  # fmt: skip
     _add_flags(command)
-    return {"estimate": _estimate}
+    return {"estimate": functools.partial(_estimate, command.flags)}
 
 
 def _add_flags(command: _flags.Parser) -> None:
@@ -61,6 +67,8 @@ def _add_flags(command: _flags.Parser) -> None:
         "--devices": dict(type=_flags.positive, metavar="NUMBER", help="how many share the batch"),
         "--mesh": dict(type=_flags.mesh, metavar="name=size[,name=size]",
                        help="instead of --devices: axes and sizes, node=8,local=8"),
+        "--model-parallel": dict(type=_flags.positive, metavar="NUMBER",
+                                 help="devices that divide the model for each of those"),
         "--stage": dict(type=int, choices=STAGES, help="by default all of them"),
         "--optimizer": dict(choices=OPTIMIZERS, help="adam by default"),
         "--precision": dict(choices=PRECISIONS, help="mixed by default"),
@@ -70,7 +78,7 @@ def _add_flags(command: _flags.Parser) -> None:
         "--accumulate": dict(type=_flags.positive, metavar="NUMBER", help="microbatches on each device"),
         "--reduce": dict(choices=("once", "each"), help="when gradients are reduced"),
         "--accumulate-dtype": dict(metavar="DTYPE", help="such as float32"),
-        "--reduce-dtype": dict(metavar="DTYPE", help="such as bfloat16"),
+        "--reduce-dtype": dict(metavar="DTYPE", help="such as bfloat16, or codes: int8, int4"),
         "--gather": dict(choices=GATHER, help="how long gathered parameters live"),
         "--param-axes": dict(type=_flags.names, metavar=names, help="axes over which parameters rest"),
         "--optimizer-axes": dict(type=_flags.names, metavar=names, help="... and optimizer state"),
@@ -88,6 +96,8 @@ def _add_flags(command: _flags.Parser) -> None:
                                  help="parameters rest on the host, so many on a device at a time"),
         "--params-in-files": dict(action="store_const", const=True,
                                   help="... and in files in place of its memory (nvme)"),
+        "--gradients-in-files": dict(action="store_const", const=True, dest="gradients",
+                                     help="... and so do gradients, until the update (nvme)"),
         "--offload-activations": dict(action="store_const", const=True,
                                       help="what a loop keeps for its backward loop goes to the host"),
         "--tile-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
@@ -133,7 +143,7 @@ def _add_flags(command: _flags.Parser) -> None:
 
 
 def _estimate(
-    json: bool, plot: str | None, memory: str | None, host_memory: str | None,
+    flags: Mapping[str, str], json: bool, plot: str | None, memory: str | None, host_memory: str | None,
     disk_memory: str | None, **arguments: Any,
 ) -> Shown:  # fmt: skip
     for name, given in (("host_memory", host_memory), ("disk_memory", disk_memory)):
@@ -144,18 +154,36 @@ def _estimate(
     stages = [arguments.pop("stage")] if "stage" in arguments else list(STAGES)
     arguments["offload"] = _policy(arguments)
     _on_host(arguments)
-    found = [
-        estimate(arguments["num_params"], **_without_params(arguments), stage=s) for s in stages
-    ]
+    found, refused = _of_stages(stages, arguments, flags)
     largest = [e.largest_model(memory, host_memory, disk_memory) if memory else None for e in found]
     if plot:
         _plot.plot_stages(found, plot, memory)
     if json:
-        yield _as_dict(found, largest)
-    elif len(found) == 1:
+        yield _as_dict(found, largest) | ({"refused": refused} if refused else {})
+        return
+    if len(found) == 1:
         yield from _show_one(found[0], largest[0], memory)
     else:
         yield from _show_stages(found, largest, memory)
+    for stage, why in refused.items():
+        yield f"Not at stage {stage}: {why}"
+
+
+def _of_stages(
+    stages: Sequence[int], arguments: dict[str, Any], flags: Mapping[str, str]
+) -> tuple[list[Estimate], dict[int, str]]:
+    """Estimates of the stages that take these arguments, and why others do not; an error if none does."""
+    num_params = arguments["num_params"]
+    rest = {name: value for name, value in arguments.items() if name != "num_params"}
+    found, refused = list[Estimate](), dict[int, str]()
+    for stage in stages:
+        try:
+            found.append(estimate(num_params, **rest, stage=stage))
+        except OptionError as error:
+            refused[stage] = in_flags(str(error), flags)
+            if stage == stages[-1] and not found:
+                raise
+    return found, refused
 
 
 def _policy(arguments: dict[str, Any]) -> Offload:
@@ -168,7 +196,7 @@ def _policy(arguments: dict[str, Any]) -> Offload:
         raise OptionError(message(
             WHO, f"{' and '.join(others)} with {'no offload' if kind is None else f'--offload {kind}'}",
             "--device-bytes is for --offload pinned; --ratio and --delayed are for --offload host; "
-            "--host-bytes and --in-place are for --offload nvme.",
+            "--host-bytes, --in-place and --gradients-in-files are for --offload nvme.",
             "Drop one or the other."))  # fmt: skip
     for name in {"device_bytes", "host_bytes"} & given.keys():
         given[name] = parse_bytes(given[name])
@@ -188,16 +216,12 @@ def _on_host(arguments: dict[str, Any]) -> None:
         state = arguments["offload"]
         in_files = arguments.pop("params_in_files", None)
         arguments["offload_params"] = (
-            NVMe(state.path, in_place=state.in_place, device_bytes=num_bytes)
+            dataclasses.replace(state, host_bytes=2**30, device_bytes=num_bytes)
             if in_files and isinstance(state, NVMe)
             else PinnedHost(num_bytes)
         )
     if "offload_activations" in arguments:
         arguments["offload_activations"] = PinnedHost()
-
-
-def _without_params(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name != "num_params"}
 
 
 def _as_dict(found: Sequence[Estimate], largest: Sequence[int | None]) -> dict[str, Any]:

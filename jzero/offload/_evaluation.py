@@ -148,9 +148,13 @@ def reading_policy(who: str, params: Any, trained: Offload | None) -> Offload:
             "With like=, a state is read where it rests.",
             "Drop offload_params, use the train step's kind of policy, or mesh= in place of like=."
         ))  # fmt: skip
-    if params is not None and isinstance(params, NVMe) and (params.resume or params.in_place):
+    if (
+        params is not None
+        and isinstance(params, NVMe)
+        and (params.resume or params.in_place or params.gradients)
+    ):
         raise OptionError(message(
             who, f"offload_params={params}", "An evaluation writes the files of its state once.",
-            "Drop resume and in_place."))  # fmt: skip
+            "Drop resume, in_place and gradients."))  # fmt: skip
     assert isinstance(chosen, PinnedHost | NVMe)
     return ReadFromHost(NO_OFFLOAD, chosen)

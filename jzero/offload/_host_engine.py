@@ -105,10 +105,10 @@ class HostEngine:
         self.update.prepare(shards, self._inputs(reads))
         self._next_outputs()
 
-    def _inputs(self, reads: Sequence[jax.Array]) -> list[list[Any]]:
+    def _inputs(self, reads: Sequence[jax.Array | None]) -> list[list[Any]]:
         """What the update of each shard reads beside its state."""
         return [
-            [*(x.addressable_data(k) for x in reads), *indices]
+            [*(None if x is None else x.addressable_data(k) for x in reads), *indices]
             for k, indices in zip(self._at, self._indices, strict=True)
         ]
 

@@ -219,9 +219,14 @@ class HostStep:
             return sum(size_in_bytes(shard_of(x)) for x in avals)
 
         reads = dict(zip(self.host.reads, self.host.read_avals(), strict=True))
-        sent, entered = (total(map(reads.__getitem__, v)) for v in (self._sent, self._entered))
+        together = self._wait_in_memory(), self._entered
+        sent, entered = (total(map(reads.__getitem__, v)) for v in together)
         nbytes = entered + self._num_sets * (sent + total(self.host.out_avals()))
         return (HostNeed("gradients and parameters on their way", PINNED, nbytes),)
+
+    def _wait_in_memory(self) -> list[Var]:
+        """What of the grad part is in memory, all of it, when the update begins."""
+        return self._sent
 
     def handed_bytes(self) -> int:
         """The most bytes on each device of what parts of the grad part hand to each other."""

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import OptionError, message
 from jzero._folded import folded
-from jzero._memory_kinds import NVME, PINNED, HostNeed
+from jzero._memory_kinds import DEVICE, NVME, PINNED, HostNeed
 from jzero.offload._file_reads import FileReads
 from jzero.offload._file_run import FileSource, Wanted
 from jzero.offload._layer_programs import LayerPrograms, Locals
@@ -25,6 +25,7 @@ from jzero.offload._pinned import stream
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.segments._segment import Segment, Values, Var, shard_of
 from jzero.sharding.analysis._frames import variables
+from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.sharding.analysis._traffic import Crossing, Turns
 from jzero.sharding.cut import _handed, _interchange, _layer_parts, _layers
 from jzero.sharding.cut._layer_parts import (
@@ -150,6 +151,7 @@ class LayeredSegment:
             inner, parts, self._programs, self._leaf_of, self._hosted, self._home,
             _layer_parts.waiting(parts), _layer_parts.last_reads(parts), kept,
         )  # fmt: skip
+        self._under_way = UNDER_WAY if self._cut.waiting else None
         self._files = self._file_reads(parts, window.host_bytes) if window.host_bytes else None
 
     @property
@@ -166,10 +168,11 @@ class LayeredSegment:
         ]
         if bad:
             most = max(part.nbytes for part in parts)
+            policy = "NVMe(path, " if self._host_bytes else "PinnedHost("
             raise OptionError(message(
                 WHO, bad, "What one part of the step reads of parameters is on a device at a time, gathered, "
                 f"and offload_params.device_bytes={self._device_bytes} is the most that may be there.",
-                f"Use PinnedHost(device_bytes={most}) or more; from {2 * most} one part is fetched while "
+                f"Use {policy}device_bytes={most}) or more; from {2 * most} one part is fetched while "
                 "another runs.", things="parts", shown=6))  # fmt: skip
 
     def _file_reads(self, parts: Sequence[LayerPart], host_bytes: int) -> FileReads:
@@ -297,6 +300,49 @@ class LayeredSegment:
             sending(part) if isinstance(part, LayerLoop) else part for part in self.parts
         )
         self._cut.last = _layer_parts.last_reads(self.parts)
+        loops = (part for part in self.parts if isinstance(part, LayerLoop))
+        self._cut.handed_over = frozenset(y for loop in loops for y in loop.made(SENT))
+
+    def hand_over(self, gradients: Collection[Var]) -> dict[Var, int]:
+        """Before the first run: whoever is told of an arrival has these gradients from then on.
+
+        Stacks arrive slice by slice, and None is given. What no stretch and no loop over layers makes for the
+        host, as sums over microbatches, is given at the end, on the devices.
+
+        Returns:
+          Of each, in how many slices it arrives; 1 if it arrives whole, or does not.
+        """
+        slices = {
+            v: num
+            for num, mine in map(self.sliced, range(len(self.parts)))
+            for v in mine.intersection(gradients)
+        }
+        self.send_slices(slices)
+        whole = {
+            v for part in self.parts if isinstance(part, Stretch) for v in self._leaving(part)
+            if self._given_as[v] in gradients
+        }  # fmt: skip
+        self._cut.handed_over |= whole
+        arriving = {*slices, *(self._given_as[v] for v in whole)}
+        for i, var in enumerate(self._segment.gives):
+            if var in gradients and var not in arriving:
+                self._home[i] = self._home[i].with_memory_kind(DEVICE)
+        # As many turns may be under way as where activations wait on the host.
+        self._under_way = UNDER_WAY
+        return dict.fromkeys(gradients, 1) | slices
+
+    def arriving_bytes(self) -> int:
+        """The most bytes on each device of gradients that arrive at a time, of those handed over."""
+        mine = self._cut.handed_over
+        return max((
+            sum(
+                size_in_bytes(shard_of(self._segment.types[self._given_as[v]].aval(self._mesh))) // num
+                for v in mine.intersection(made)
+            )
+            for i, part in enumerate(self.parts)
+            for num, made in [(self.sliced(i)[0], part.made(SENT) if isinstance(part, LayerLoop)
+                                                  else self._leaving(part))]
+        ), default=0)  # fmt: skip
 
     def _leaving(self, part: LayerPart) -> list[Var]:
         """What a part makes for the host, whole."""
@@ -311,7 +357,8 @@ class LayeredSegment:
         if isinstance(part, LayerLoop) and turn is not None:
             mine = {self._given_as[y]: there.pop((y, turn)) for y in part.made(SENT)}
         else:
-            mine = {self._given_as[v]: there[v] for v in self._leaving(part)}
+            leaving, gone = self._leaving(part), self._cut.handed_over
+            mine = {self._given_as[v]: there.pop(v) if v in gone else there[v] for v in leaving}
         renewed = on_arrival(Arrived(self.parts.index(part), turn, mine))
         values.env |= {v: renewed[of] for v, of in self._taken.items() if of in renewed}
 
@@ -326,9 +373,8 @@ class LayeredSegment:
         with self._files.run(in_files) if self._files and in_files else _NO_FILES as files:
             run = PartValues(self._cut, self._known | taken, files)
             over = functools.partial(self._over, run, on_arrival)
-            under_way = UNDER_WAY if self._cut.waiting else None
             coming = visits(run, self.parts, over)
-            stream(files.ahead(coming) if files else coming, self._device_bytes, under_way)
+            stream(files.ahead(coming) if files else coming, self._device_bytes, self._under_way)
             outs, num = run.outputs(), len(self._segment.gives)
         return outs[:num], outs[num:]
 

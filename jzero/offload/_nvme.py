@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import HOST, NVME
 from jzero._quantities import make_int
-from jzero.offload import _nvme_step, _tiers
+from jzero.offload import _file_layout, _tiers
 from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._nvme_step import FilePolicy, NVMeStep
 from jzero.offload.memory._nvme_store import StoreSpec
@@ -87,6 +87,14 @@ class NVMe(Offload):
     written once, when the state is placed, and only read. The two policies agree in all but `host_bytes` and
     `device_bytes`. `jzero.shard_eval_step(..., offload_params=jzero.NVMe(path))` reads parameters so.
 
+    Gradients wait for the update in pinned memory, 2 Psi bytes in bfloat16, unless `gradients=True`. Then
+    they are written as layers end, where the tiles that they belong to will be written, and read with these
+    tiles. So the host's memory does not grow with the model: beside both `host_bytes` it has the gradients
+    of five layers at a time. It costs 2 Psi bytes more each way (4 in float32), of which the backward pass
+    hides those that it writes, as far as the disk keeps up, and no space; with `in_place`, as much space.
+    A clip by the norm of all gradients stays what it is: the devices compute what an update needs of all
+    gradients. Where gradients have room in memory, a step moves less with them there.
+
     The files are scratch for one run, and no checkpoint: `jzero.Checkpointer` saves and restores such a state
     like any other, 256 MiB or a leaf at a time, while steps go on; the step after the next one waits until
     what is saved has been read. Files stay when the process ends. Each state that is alive has files of its
@@ -127,6 +135,8 @@ class NVMe(Offload):
       threads: how many threads update; as many as this process may use processors by default.
       device_bytes: in `offload_params`, the most bytes of parameters on each device at any time, gathered
         ones included; 1 GiB by default. In `offload` there is none.
+      gradients: whether gradients wait for the update in the files, too, and not in the host's memory: see
+        above. With `offload_params`, and the same in both.
 
     Reference:
       Rajbhandari, Ruwase, Rasley, Smith, He: "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale
@@ -139,10 +149,12 @@ class NVMe(Offload):
     resume: bool = False
     threads: int | None = None
     device_bytes: int | None = None
+    gradients: bool = False
     tier: ClassVar[str] = NVME
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
+        is_path = isinstance(self.path, str | os.PathLike) and bool(os.fspath(self.path))
+        if not is_path or "\0" in str(os.fspath(self.path)):
             raise OptionError(message(
                 "NVMe", f"path={self.path!r}", "It is a folder on a disk of the devices' host.",
                 'Use jzero.NVMe("/nvme/run").'))  # fmt: skip
@@ -152,7 +164,7 @@ class NVMe(Offload):
             "It is how many bytes of the host's memory hold tiles of state, an int from 65536.",
             "Use host_bytes=2**30, or drop it.",
         )  # fmt: skip
-        for name in ("in_place", "resume"):
+        for name in ("in_place", "resume", "gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(message(
                     "NVMe", f"{name}={getattr(self, name)!r}", "It is True or False.",
@@ -178,6 +190,11 @@ class NVMe(Offload):
     def tiles_bytes(self) -> int:
         """`host_bytes`."""
         return self.host_bytes
+
+    @property
+    def gradients_in_files(self) -> bool:
+        """`gradients`."""
+        return self.gradients
 
     @property
     def first_tier(self) -> str:
@@ -228,8 +245,8 @@ class NVMe(Offload):
     ) -> StoreSpec:  # fmt: skip
         """Files of leaves that no step changes; layers may fetch slices of them, or all."""
         slices = [_slices(leaf) for leaf in leaves]
-        layout = _nvme_step.layout_to_read(leaves, slices, self._files.tile_bytes)
-        identity = _nvme_step.identity_of(leaves, mesh, shard_axes)
+        layout = _file_layout.layout_to_read(leaves, slices, self._files.tile_bytes)
+        identity = _file_layout.identity_of(leaves, mesh, shard_axes)
         return StoreSpec(
             Path(self.path), self.host_bytes, False, False, TileLayout(()), identity, (), (), mesh,
             layout,
@@ -238,8 +255,9 @@ class NVMe(Offload):
     @property
     def _files(self) -> FilePolicy:
         return FilePolicy(
-            Path(self.path), self.host_bytes, self.in_place, self.resume, self.threads
-        )
+            Path(self.path), self.host_bytes, self.in_place, self.resume, self.threads,
+            self.gradients,
+        )  # fmt: skip
 
 
 def _slices(leaf: LeafPlan) -> int:

@@ -10,26 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jzero._errors import OptionError, StateError, describe_leaf, message
-from jzero._memory_kinds import HOST, NVME, HostNeed
+from jzero._errors import OptionError, StateError, message
+from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
 from jzero._quantities import readable_bytes
+from jzero.offload._file_layout import identity_of, layout_to_read
+from jzero.offload._gradient_writes import PARTS, GradientWrites, buffer_sizes
 from jzero.offload._host_step import UPDATING, HostStep
 from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._tiled_engine import TiledEngine
-from jzero.offload.kernels import _tiles
-from jzero.offload.kernels._tiled_update import TiledUpdate, untiled
-from jzero.offload.memory import _away_array
+from jzero.offload.kernels._tiled_update import TiledUpdate, inputs_in_tiles, untiled
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
+from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._layout import TileLayout
+from jzero.offload.nvme._read_threads import ReadThreads
 from jzero.segments import _conversions
-from jzero.segments._segment import Values
+from jzero.segments._segment import Values, Var, shard_of
+from jzero.sharding.analysis._rules import size_in_bytes
 from jzero.sharding.analysis._traffic import Crossing
-from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._offload import Shared
 from jzero.sharding.run._run import Runner
 from jzero.tracing import _call
@@ -51,6 +53,7 @@ class FilePolicy:
     in_place: bool
     resume: bool
     threads: int | None
+    gradients: bool = False
 
     @property
     def slots(self) -> int:
@@ -113,7 +116,8 @@ class NVMeStep(HostStep):
         if bad:
             raise OptionError(message(
                 WHO, bad, "State in files is updated in ranges of elements, each by itself.",
-                "Use offload=jzero.HostCPU(), which has whole leaves in memory.", shown=6))  # fmt: skip
+                "Use offload=jzero.HostCPU(), which has whole leaves in memory; if a shard has one element, "
+                "leave min_shard_bytes at its default.", shown=6))  # fmt: skip
         self.counters = tuple(
             i for i, leaf in enumerate(self.leaves)
             if leaf.shape == () and leaf.dtype.startswith(("int", "uint")) and i not in host.outs
@@ -123,7 +127,31 @@ class NVMeStep(HostStep):
                 WHO, "offload=jzero.NVMe(resume=True), and the state has no integer",
                 "That files are of the same step as the rest of the state is seen by its counters.",
                 "Add one to the state (a step, or optax's count), or drop resume=True."))  # fmt: skip
+        self._waiting = self._handed_over() if policy.gradients else {}
+        self._writing: list[np.ndarray] = []
         self._turns_read = [jax.jit(turn.run) for turn in self.turns]  # consumes nothing
+
+    def _handed_over(self) -> dict[Var, int]:
+        """The gradients that wait in files, and in how many slices each is made."""
+        host = self.host
+        assert self._layered is not None, "refused where policies are made"
+        found = inputs_in_tiles(
+            host.update, host.state_avals(), host.input_avals(), self._residents
+        )
+        known = {*self._known, *self._entered, *self._stays, *self._layered.literals}
+        reads = [var for i, var in enumerate(host.reads) if i in found and var not in known]
+        return self._layered.hand_over(reads)
+
+    @functools.cached_property
+    def _buffer_sizes(self) -> list[int]:
+        """Of the memory that gradients are written through."""
+        return buffer_sizes(self.update.gradients, self._policy.host_bytes)
+
+    @functools.cached_property
+    def _gradient_names(self) -> dict[Var, str]:
+        """What these are called in the files."""
+        names = self.update.gradient_names
+        return {var: names[i] for i, var in enumerate(self.host.reads) if i in names}
 
     @functools.cached_property
     def update(self) -> TiledUpdate:
@@ -132,6 +160,7 @@ class NVMeStep(HostStep):
         return TiledUpdate(
             host.update, host.state_avals(), host.input_avals(), policy.tile_bytes,
             resident=self._residents, lone=self._lone(), names=host.names(), threads=policy.threads,
+            gradients={i: self._waiting[v] for i, v in enumerate(host.reads) if v in self._waiting},
         )  # fmt: skip
 
     def _lone(self) -> dict[int, int]:
@@ -162,7 +191,7 @@ class NVMeStep(HostStep):
         return StoreSpec(
             policy.path, policy.host_bytes, policy.in_place, policy.resume, self.update.layout,
             identity, self.counters, tuple(self.leaves[i].path for i in self.counters), mesh,
-            self._kept(),
+            self._kept(), self.update.gradients, sum(self._buffer_sizes),
         )  # fmt: skip
 
     def crossings(self) -> tuple[Crossing, ...]:
@@ -176,7 +205,17 @@ class NVMeStep(HostStep):
             for i, leaf in enumerate(self.leaves)
             if i in self._moved and (nbytes := leaf.nbytes_per_device)
         ]
-        return (*super().crossings(), *state)
+        gradients = [
+            Crossing(way, "gradient", str(x.dtype), x.size, x.size * x.dtype.itemsize)
+            for way in ("to disk", "from disk")
+            for x in map(shard_of, self._waiting_avals())
+        ]
+        return (*super().crossings(), *state, *gradients)
+
+    def _waiting_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """The gradients that wait in files, whole."""
+        pairs = zip(self.host.reads, self.host.read_avals(), strict=True)
+        return [aval for var, aval in pairs if var in self._waiting]
 
     def roads(self) -> str:
         """How the host updates each leaf, and what that takes of disk and memory."""
@@ -188,6 +227,7 @@ class NVMeStep(HostStep):
             "parameters come from there, read ahead of the part that fetches them, through "
             f"{readable_bytes(most)} of each process's memory"
         ] * bool(most)
+        lines += self._gradient_lines()
         return "\n".join([
             f"tile by tile, each of up to {readable_bytes(policy.tile_bytes)}: read ahead, updated, written "
             f"behind, in {readable_bytes(policy.host_bytes)} of each process's memory",
@@ -197,13 +237,31 @@ class NVMeStep(HostStep):
             super().roads(),
         ])  # fmt: skip
 
+    def _gradient_lines(self) -> list[str]:
+        """Where gradients wait for the update."""
+        if not self._waiting:
+            return []
+        nbytes = sum(size_in_bytes(shard_of(x)) for x in self._waiting_avals())
+        where = (
+            "behind their tiles" if self._policy.in_place else "where their tiles will be written"
+        )
+        return [
+            f"gradients wait there, too, {where}: {readable_bytes(nbytes)} for each device, written as "
+            "layers end, and read with their tiles"
+        ]
+
+    def _wait_in_memory(self) -> list[Var]:
+        return [var for var in self._sent if var not in self._waiting]
+
     def host_needs(self) -> tuple[HostNeed, ...]:
         """What goes down and comes up, and the buffers of tiles, which the devices of a process share."""
         mesh = self.host.mesh
         num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 1
         ring = HostNeed("tiles of optimizer state", HOST, -(-self._policy.host_bytes // num))
         params = self._layered.host_needs() if self._layered else ()
-        return (*super().host_needs(), ring, *params)
+        arriving = PARTS * self._layered.arriving_bytes() if self._layered else 0
+        gradients = [HostNeed("gradients on their way to files", PINNED, arriving)] * bool(arriving)
+        return (*super().host_needs(), ring, *params, *gradients)
 
     def _step(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
@@ -211,7 +269,7 @@ class NVMeStep(HostStep):
         store = self._store_of(state)
         read = self.read_leaves(state)
         values = self._segments.values(state, arrays)
-        _, (sent, (stays, outs)) = self._gradients(None, values, 0)
+        sent, (stays, outs) = self._written(store, state, values)
         made = dict(zip(self.grad.outs, outs, strict=True))
         reads = dict(zip(self._sent, sent, strict=True)) | read
         self.wait(state, reads)
@@ -235,6 +293,26 @@ class NVMeStep(HostStep):
             if i < len(state):
                 state[i].delete()
         return self._segments.in_order(made | hosted, state)
+
+    def _written(
+        self, store: NVMeStore, state: Sequence[Any], values: Values
+    ) -> tuple[list[Any], Any]:
+        """Runs the grad part: what it sends, of which None waits in files, and all else."""
+        if not self._waiting:
+            return self._gradients(None, values, 0)[1]
+        devices = state[self._hosted[0]].home.devices
+        # A signal's handler that runs a step meanwhile has buffers of its own.
+        buffers, self._writing = self._writing, []
+        buffers = buffers or [pages(size) for size in self._buffer_sizes]
+        with ReadThreads(buffers) as threads:
+            writes = GradientWrites(store, self._gradient_names, devices, threads)
+            _, (sent, handed) = self._gradients(None, values, 0, writes.on_arrival)
+            rest = {v: x for v, x in zip(self._sent, sent, strict=True) if v in self._waiting}
+            writes.rest({v: x for v, x in rest.items() if x is not None})
+            writes.end()
+        self._writing = buffers
+        return [None if v in self._waiting else x
+                for v, x in zip(self._sent, sent, strict=True)], handed  # fmt: skip
 
     def _pinned_leaves(self, state: Sequence[Any], engine: TiledEngine) -> dict[int, PinnedLeaf]:
         """Parameters in pinned memory, by their place among the host's leaves."""
@@ -309,33 +387,3 @@ class NVMeStep(HostStep):
             return dict(chunk)
         olds, new = [state[i] for i in outs], [chunk[i] for i in outs]
         return dict(chunk) | dict(zip(outs, leave(olds, new), strict=True))
-
-
-def layout_to_read(
-    leaves: Sequence[LeafPlan], num_slices: Sequence[int], tile_bytes: int
-) -> TileLayout:
-    """What is where in a file of leaves that nobody updates.
-
-    Args:
-      leaves: them.
-      num_slices: of each that layers fetch, along dim 0; 1 for one that is fetched whole, else 0.
-      tile_bytes: of a tile, at most.
-    """
-    avals = [jax.ShapeDtypeStruct(x.shape_per_device, jnp.dtype(x.dtype)) for x in leaves]
-    return _tiles.of_whole_leaves(avals, num_slices, [x.path for x in leaves], tile_bytes)
-
-
-def identity_of(
-    leaves: Sequence[LeafPlan], mesh: Any, shard_axes: tuple[str, ...]
-) -> dict[str, Any]:
-    """Of each file of this process, by its name: whose state it has."""
-    place_of = _away_array.places(mesh, shard_axes)
-    state = {
-        "leaves": [describe_leaf(x.path, x.padded_shape, x.dtype) for x in leaves],
-        "mesh": dict(mesh.shape),
-        "processes": jax.process_count(),
-    }
-    return {
-        f"shard-{i}.tiles": {**state, "place": list(place_of[device])}
-        for i, device in enumerate(_away_array.keepers(mesh, shard_axes))
-    }

@@ -101,6 +101,11 @@ class ParameterOffload(Offload):
         return Window(self.streamed_bytes, self.fetched_bytes)
 
     @property
+    def gradients_in_files(self) -> bool:
+        """As the other policy says."""
+        return self.state.gradients_in_files
+
+    @property
     def waits(self) -> bool:
         """Whether gradients of a step wait for the next one."""
         return self.state.waits
@@ -199,6 +204,13 @@ def policy_of(who: str, state: Any, params: Any) -> Any:
             "optimizer state rests.", "Drop device_bytes, or move it to offload_params=jzero.NVMe(...)."
         ))  # fmt: skip
     if isinstance(params, NoOffload):
+        if isinstance(state, NVMe) and state.gradients:
+            raise OptionError(message(
+                who, f"offload={state}, and parameters rest on the devices",
+                "Gradients go into files layer by layer. With parameters on the devices one program makes "
+                "all of them, and new parameters cross the host's memory, whole, too.",
+                f"Add offload_params=jzero.NVMe({state.path!r}, gradients=True), or drop gradients=True."
+            ))  # fmt: skip
         return state
     check_params(who, params)
     if not isinstance(state, Offload):
@@ -226,7 +238,7 @@ def _check_together(who: str, state: Offload, params: NVMe) -> None:
             "Parameters in files are read, updated and written with their optimizer state, tile by tile.",
             f"Use offload=jzero.NVMe({params.path!r}), too, or offload_params=jzero.PinnedHost()."
         ))  # fmt: skip
-    names = ("path", "in_place", "resume", "threads")
+    names = ("path", "in_place", "resume", "threads", "gradients")
     found = [
         f"{name}={getattr(state, name)!r} and {getattr(params, name)!r}"
         for name in names

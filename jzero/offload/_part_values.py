@@ -15,7 +15,7 @@ from jzero.offload._file_run import FileRun, Wanted
 from jzero.offload._layer_programs import LayerPrograms, Locals
 from jzero.segments._segment import Var
 from jzero.sharding.analysis._frames import variables
-from jzero.sharding.cut._layer_parts import SENT, LayerLoop, LayerPart, Stretch
+from jzero.sharding.cut._layer_parts import LayerPart, Stretch
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr
@@ -36,6 +36,7 @@ class CutSegment:
       last: the part after which nobody reads a value; leaves, too, for one that a loop holds may be fetched
         again.
       kept: what is read after the last part, or at the end of a loop's turn.
+      handed_over: outputs that whoever is told of their arrival has from then on; None is given.
     """
 
     inner: Locals
@@ -47,6 +48,7 @@ class CutSegment:
     waiting: frozenset[Var]
     last: dict[Var, LayerPart]
     kept: set[Var]
+    handed_over: frozenset[Var] = frozenset()
 
 
 class PartValues:
@@ -128,10 +130,9 @@ class PartValues:
         """Those of the segment; what no part makes as it is wanted is made now."""
         cut, atoms = self.cut, self.cut.inner.jaxpr.outvars
         found = [self._output(i) for i in range(len(atoms))]
-        sent = {y for part in cut.parts if isinstance(part, LayerLoop) for y in part.made(SENT)}
         rest = tuple(
             i for i, x in enumerate(found)
-            if x is None and sent.isdisjoint(variables([atoms[i]]))
+            if x is None and cut.handed_over.isdisjoint(variables([atoms[i]]))
         )  # fmt: skip
         if rest:
             reads = variables([atoms[i] for i in rest])

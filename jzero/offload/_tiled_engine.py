@@ -53,12 +53,12 @@ class TiledEngine(HostEngine):
         return self._tiled
 
     def prepare_tiles(
-        self, reads: Sequence[jax.Array], residents: Mapping[int, PinnedLeaf]
+        self, reads: Sequence[jax.Array | None], residents: Mapping[int, PinnedLeaf]
     ) -> None:
         """Does what can fail before any state is read.
 
         Args:
-          reads: are there, in pinned memory.
+          reads: are there, in pinned memory; None for gradients that come with tiles.
           residents: leaves that are not in files, by their place among those of the turn.
         """
         leaves = residents.values()
@@ -85,7 +85,7 @@ class TiledEngine(HostEngine):
         files = store.files
         for chunk in done:
             yield self._send(outputs, self.update.done[chunk])
-        with sweep(self._order, store.spec.ring, files.read, files.write) as visits:
+        with sweep(self._order, store.spec.ring, files.read_with_gradients, files.write) as visits:
             for visit in visits:
                 self.update.update_tile(visit.at.file, visit.at.tile, visit.buffer)
                 chunk = self.update.tiles[visit.at.tile].chunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jzero.preflight._dispatches import (
     held_bytes,
     moments,
 )
-from jzero.preflight._schedule import Schedule, parse
+from jzero.preflight._hlo import parse
 
 
 class PartMemory(NamedTuple):
@@ -45,20 +45,21 @@ class PartMemory(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """Bytes of a step on each device and, in pinned memory, on its host; see `Preflight`."""
+    """What `Preflight` has of bytes and seconds; and the texts of the programs that a step starts, how often.
+
+    Bytes are those on each device and, in pinned memory, on its host.
+    """
 
     argument_bytes: int
     temporary_bytes: int
     peak_bytes: int
-    schedule: Schedule
     compile_seconds: float
     host_bytes: int
+    programs: tuple[tuple[str, int], ...]
     parts: tuple[PartMemory, ...] = ()
 
 
-def examine(
-    lowered: jax.stages.Lowered, read: Callable[[str], Schedule], options: Mapping[str, Any]
-) -> Examined:
+def examine(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Examined:
     """Compiles the one program of a step."""
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=dict(options))
@@ -69,20 +70,17 @@ def examine(
     if there.temporaries:
         # XLA's is that of the memory that has the larger one, be it the host's.
         peak = min(peak, sum(here))
-    schedule = read(str(compiled.as_text()))
     return Examined(
         here.arguments,
         here.temporaries,
         peak,
-        schedule,
         seconds,
         there.arguments + there.temporaries,
+        ((str(compiled.as_text()), 1),),
     )
 
 
-def examine_parts(
-    found: Dispatches, mesh: Mesh, read: Callable[[str], Schedule], options: Mapping[str, Any]
-) -> Examined:
+def examine_parts(found: Dispatches, mesh: Mesh, options: Mapping[str, Any]) -> Examined:
     """Compiles each of the different programs that a step starts, once."""
     start = time.perf_counter()
     equal: dict[str, list[DispatchedProgram]] = {}
@@ -98,21 +96,21 @@ def examine_parts(
     seconds = time.perf_counter() - start
     memory = {part: ProgramMemory.of(compiled[key]) for key, same in equal.items() for part in same}
     held = moments(found, memory)
-    parts, schedule = [], Schedule((), 0.0, 0.0)
+    parts, texts = [], []
     for key, same in equal.items():
         text = str(compiled[key].as_text())
         times = sum(found.parts[part] for part in same)
         peak = max(moment.nbytes for moment in held if moment.part in same)
         here, _ = memory[same[0]]
-        schedule += read(text).repeated(times)
+        texts.append((text, times))
         parts.append(PartMemory(same[0].name, times, *here, peak, host_operations(text)))
     return Examined(
         held_bytes(found.args.values(), DEVICE),
         max(part.temporary_bytes for part in parts),
         max(moment.nbytes for moment in held),
-        schedule,
         seconds,
         max(moment.host_nbytes for moment in held),
+        tuple(texts),
         tuple(parts),
     )
 

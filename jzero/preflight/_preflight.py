@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,10 +14,13 @@ from jzero._errors import BatchError, MeshError, OptionError, message
 from jzero._memory_kinds import NVME, PINNED
 from jzero._quantities import readable_bytes
 from jzero._step import ShardedTrainStep
+from jzero.preflight._bandwidth import with_bandwidth
 from jzero.preflight._dispatches import Dispatches, read_dispatches
-from jzero.preflight._examined import PartMemory, examine, examine_parts
-from jzero.preflight._schedule import Schedule, ScheduledCollective, read_schedule
+from jzero.preflight._examined import Examined, PartMemory, examine, examine_parts
+from jzero.preflight._largest_rows import largest_rows
+from jzero.preflight._schedule import Schedule, ScheduledCollective, schedule_of
 from jzero.preflight._targets import Target, Topology, find_target, mesh_of, read_topology
+from jzero.preflight._wires import WireVerdict, check_wire, compare_wires
 from jzero.reports import _tables
 from jzero.reports._describe import Report
 from jzero.reports._lines import wrapped
@@ -25,7 +28,6 @@ from jzero.reports._tables import Memory, Table
 from jzero.segments._programs import inputs_at_rest
 
 WHO = "preflight"
-_MOST_COMPILATIONS = 24
 
 
 def preflight(
@@ -35,7 +37,9 @@ def preflight(
     topology: str = "1x8",
     axes: Mapping[str, int] | None = None,
     memory_fraction: float = 0.75,
+    bandwidth: Mapping[str, int | str] | None = None,
     search_batch: bool = False,
+    search_wire: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Preflight:
@@ -69,8 +73,12 @@ def preflight(
         as many devices, else its only axis.
       memory_fraction: the share of a device's memory that the process takes: JAX's default, or what
         XLA_PYTHON_CLIENT_MEM_FRACTION will be.
+      bandwidth: what each device sends, and receives, along a mesh axis, `{'node': '100Gb/s', 'local':
+        '450GB/s'}`; the data sheet's for those that it leaves out.
       search_batch: also find the most rows of the batch for each device and microbatch that fit (about
         ten compilations).
+      search_wire: also compile the step with gathers, and reductions, as codes of 8 and 4 bits, and say from
+        which bandwidth on they pay (two or three compilations; of a step whose own wires are exact).
       compiler_options: for `jax.stages.Lowered.compile`, such as XLA flags without the dashes.
       **kwargs: the step's keyword arguments.
 
@@ -78,8 +86,8 @@ def preflight(
       A `Preflight`; print it.
 
     Raises:
-      OptionError: a target, topology or fraction that does not exist.
-      MeshError: `axes` do not make up the devices, or cannot be guessed.
+      OptionError: a target, topology, fraction or bandwidth that does not exist.
+      MeshError: `axes` do not make up the devices, or cannot be guessed; bandwidths of other axes.
       ImportError: `jzero[preflight]` is not installed.
     """
     if not (isinstance(memory_fraction, int | float) and 0 < memory_fraction <= 1):
@@ -88,45 +96,64 @@ def preflight(
             "Use a number above 0, up to 1."))  # fmt: skip
     gpu, grid = find_target(WHO, target), read_topology(WHO, topology)
     options = {"xla_gpu_autotune_level": 0} | dict(compiler_options or {})
-    if isinstance(train_step, jax.stages.Lowered):
+    if isinstance(train_step, ShardedTrainStep):
+        sizes = _axes_for(train_step, grid) if axes is None else dict(axes)
+    elif isinstance(train_step, jax.stages.Lowered):
         sizes = {"data": grid.num_devices} if axes is None else dict(axes)
-        schedule = functools.partial(read_schedule, axes=sizes, target=gpu, topology=grid)
-        examined = examine(train_step, schedule, options)
-        return Preflight(None, gpu, grid, *examined, memory_fraction)
-    if not isinstance(train_step, ShardedTrainStep):
+    else:
         raise OptionError(message(
             WHO, f"train_step is a {type(train_step).__name__}",
             "It is what shard_train_step or jax.jit(...).lower(...) returns.",
             "Write preflight(shard_train_step(step_fn), state, batch)."))  # fmt: skip
-    sizes = _axes_for(train_step, grid) if axes is None else dict(axes)
+    gpu = with_bandwidth(WHO, gpu, grid, sizes, bandwidth)
+
+    def shown(report: Report | None, examined: Examined) -> Preflight:
+        return Preflight(
+            report, gpu, grid, examined.argument_bytes, examined.temporary_bytes,
+            examined.peak_bytes, schedule_of(examined.programs, sizes, gpu, grid),
+            examined.compile_seconds, examined.host_bytes, examined.parts, memory_fraction,
+        )  # fmt: skip
+
+    if isinstance(train_step, jax.stages.Lowered):
+        if search_batch or search_wire:
+            raise OptionError(message(
+                WHO, f"{'search_batch' if search_batch else 'search_wire'}=True, and a lowered program",
+                "A step is compiled anew with other rows, or other wires.",
+                "Pass the sharded step and its arguments."))  # fmt: skip
+        return shown(None, examine(train_step, options))
     mesh = mesh_of(WHO, gpu, grid, sizes)
     offloads = train_step._programs.options.offloads
     # An abstract mesh has all kinds of memory; devices that are not there list none.
     there = train_step.on_mesh(mesh.abstract_mesh if offloads else mesh)
-    schedule = functools.partial(read_schedule, axes=sizes, target=gpu, topology=grid)
     batch = there._programs.batch_of(WHO, args, kwargs)
 
-    def compiled(rows: int) -> Preflight:
-        report = batch.call(there.describe, rows)
-        if offloads:
-            dispatches = batch.call(functools.partial(_dispatches_of, there), rows)
-            examined = examine_parts(dispatches, mesh, schedule, options)
-            fetched = there._programs.options.offload.fetched_bytes
-            coming = -(-fetched // grid.per_host)  # of parameters in files
-            examined = examined._replace(host_bytes=examined.host_bytes + coming)
-        else:
-            examined = examine(batch.call(there.lower, rows), schedule, options)
-        return Preflight(report, gpu, grid, *examined, memory_fraction)
+    def compiled(step: ShardedTrainStep, rows: int) -> Examined:
+        if not offloads:
+            return examine(batch.call(step.lower, rows), options)
+        dispatches = batch.call(functools.partial(_dispatches_of, step), rows)
+        examined = examine_parts(dispatches, mesh, options)
+        fetched = step._programs.options.offload.fetched_bytes
+        coming = -(-fetched // grid.per_host)  # of parameters in files
+        return examined._replace(host_bytes=examined.host_bytes + coming)
 
-    found = compiled(batch.rows)
     if search_batch and not batch.rows:
         raise BatchError(message(
             WHO, "search_batch=True, and no argument is split over the devices",
             "The rows of arguments that are split are changed.",
             "Drop search_batch, or the in_specs that keep the batch whole."))  # fmt: skip
+    if search_wire:
+        check_wire(WHO, there._programs.options)
+    examined = compiled(there, batch.rows)
+    found = shown(batch.call(there.describe, batch.rows), examined)
     if search_batch:
-        largest = _largest(lambda rows: compiled(rows).peak_bytes, batch.rows, found)
+        largest = largest_rows(
+            lambda rows: compiled(there, rows).peak_bytes, batch.rows, found.peak_bytes,
+            found.usable_bytes,
+        )  # fmt: skip
         found = dataclasses.replace(found, rows=batch.rows, largest_rows=largest)
+    if search_wire:
+        wires = compare_wires(there, lambda step: compiled(step, batch.rows), examined, gpu, grid)
+        found = dataclasses.replace(found, wires=wires)
     return found
 
 
@@ -149,6 +176,7 @@ class Preflight:
       memory_fraction: the share of a device's memory that may be used.
       rows: of the batch, on each device and for each microbatch (with `search_batch`).
       largest_rows: the most that fit; 0 if none do (with `search_batch`).
+      wires: whether codes pay (with `search_wire`).
     """
 
     report: Report | None
@@ -164,6 +192,7 @@ class Preflight:
     memory_fraction: float
     rows: int | None = None
     largest_rows: int | None = None
+    wires: WireVerdict | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -209,8 +238,9 @@ class Preflight:
         Keys: target, hosts, devices_per_host; compile_seconds; argument_bytes, temporary_bytes, peak_bytes,
         host_bytes, usable_bytes, memory_fraction, fits; parts, the fields of each `PartMemory`; memory, as in
         `Report.to_dict`; collectives as compiled: op, axes, bytes, times, hidden, seconds (each time);
-        product_seconds, exposed_seconds; rows and largest_rows (None without `search_batch`); step, the
-        `Report.to_dict` of the step (None for a program that is not jzero's).
+        product_seconds, exposed_seconds, kernel_bytes; rows and largest_rows (None without `search_batch`);
+        wires, as in `WireVerdict.to_dict` (None without `search_wire`); step, the `Report.to_dict` of the
+        step (None for a program that is not jzero's).
         """
         schedule = self.schedule
         return {
@@ -231,11 +261,13 @@ class Preflight:
             ],
             "product_seconds": schedule.product_seconds,
             "exposed_seconds": schedule.exposed_seconds,
+            "kernel_bytes": schedule.kernel_bytes,
             "host_bytes": self.host_bytes,
             "parts": [part._asdict() | {"host_operations": [*part.host_operations]}
                       for part in self.parts],
             "rows": self.rows,
             "largest_rows": self.largest_rows,
+            "wires": None if self.wires is None else self.wires.to_dict(),
             "step": None if self.report is None else self.report.to_dict(),
         }  # fmt: skip
 
@@ -250,6 +282,7 @@ class Preflight:
             self._verdict(),
             self._parts(),
             self._collectives(),
+            [] if self.wires is None else self.wires.lines(),
             self._crossings(),
             [] if self.report is None else self.report.gathered_rows(),
             wrapped(_LIMITS + _LIMITS_OF_PARTS * bool(self.parts)),
@@ -327,7 +360,8 @@ class Preflight:
 _MOST_PARTS = 12
 _LIMITS = (
     "Not seen: buffers of NCCL and of the driver (1 to 2 GiB), fragmentation, kernels that autotuning would "
-    "choose, latencies, convolutions' and fused attention's time. Bandwidths are the data sheet's."
+    "choose, latencies, convolutions' and fused attention's time. Bandwidths are the data sheet's, if not "
+    "given."
 )
 _LIMITS_OF_PARTS = (
     " Of a step in parts: the time of copies between devices and hosts, and of an update on the hosts; what "
@@ -359,35 +393,3 @@ def _axes_for(train_step: ShardedTrainStep, topology: Topology) -> dict[str, int
             "Sizes of several axes cannot be guessed.",
             "Pass axes={'node': 8, 'local': 8}, hosts first."))  # fmt: skip
     return {mesh.axis_names[0]: topology.num_devices}
-
-
-def _largest(peak: Callable[[int], int], rows: int, found: Preflight) -> int:
-    """The most rows whose peak is within the usable bytes; the peak grows with rows, about linearly."""
-    known, limit, unit = {rows: found.peak_bytes}, found.usable_bytes, 1
-    for turn in range(_MOST_COMPILATIONS):
-        low = max((n for n, p in known.items() if p <= limit), default=0)
-        high = min((n for n, p in known.items() if p > limit), default=None)
-        if high is not None and high - low <= unit:
-            break
-        # Peaks grow in small steps, which a line does not meet: near the limit, halve the interval.
-        guess = (low + high) // 2 if high is not None and turn > 3 else _guess(known, limit)
-        guess = max(guess // unit * unit, low + unit)
-        guess = guess if high is None else min(guess, high - unit)
-        try:
-            known[guess] = peak(guess)
-        except (TypeError, ValueError):  # A step that cuts its batch itself takes only some sizes.
-            if unit == rows:
-                raise
-            unit = rows
-            known = {n: p for n, p in known.items() if n % unit == 0}
-    return max((n for n, p in known.items() if p <= limit), default=0)
-
-
-def _guess(known: Mapping[int, int], limit: int) -> int:
-    """Where a line through the two points next to the limit meets it."""
-    if len(known) == 1:
-        ((rows, peak),) = known.items()
-        return 2 * rows if peak <= limit else rows // 2
-    (n, p), (m, q) = sorted(known.items(), key=lambda point: abs(point[1] - limit))[:2]
-    slope = (q - p) / (m - n)
-    return n + int((limit - p) // slope) if slope > 0 else 2 * max(known)

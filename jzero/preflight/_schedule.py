@@ -7,26 +7,17 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from jzero.preflight._hlo import Instruction, arrays, callees, parse, sizes
+from jzero.preflight._kernels import bytes_of
 from jzero.preflight._targets import Target, Topology
 
-_HEADER = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.+?) ([a-z][a-z0-9\-]*)\((.*)$")
-_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _OPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _PRODUCTS = re.compile(r'custom_call_target="[^"]*(gemm|matmul|cudnn)[^"]*"')
-
-
-class Instruction(NamedTuple):
-    """One line: the result's name and shape, the operation, the names it reads, and the rest."""
-
-    name: str
-    shape: str
-    op: str
-    operands: tuple[str, ...]
-    text: str
 
 
 class ScheduledCollective(NamedTuple):
@@ -63,11 +54,13 @@ class Schedule:
       product_seconds: its matrix products, at the target's peak: the least they can take.
       exposed_seconds: what is left of the collectives when products run at that peak and all else takes
         no time: no step waits longer, were bandwidths as the target says.
+      kernel_bytes: that all kernels but products and collectives read and write in a device's memory.
     """
 
     collectives: tuple[ScheduledCollective, ...]
     product_seconds: float
     exposed_seconds: float
+    kernel_bytes: int
 
     def repeated(self, times: int) -> Schedule:
         """That of a program that a step runs so many times."""
@@ -75,6 +68,7 @@ class Schedule:
             tuple(c._replace(times=c.times * times) for c in self.collectives),
             self.product_seconds * times,
             self.exposed_seconds * times,
+            self.kernel_bytes * times,
         )
 
     def __add__(self, other: Schedule) -> Schedule:
@@ -83,7 +77,17 @@ class Schedule:
             self.collectives + other.collectives,
             self.product_seconds + other.product_seconds,
             self.exposed_seconds + other.exposed_seconds,
+            self.kernel_bytes + other.kernel_bytes,
         )
+
+
+def schedule_of(
+    programs: Iterable[tuple[str, int]], axes: Mapping[str, int], target: Target, topology: Topology
+) -> Schedule:
+    """That of a step which starts programs, each so many times, one after the other."""
+    none = Schedule((), 0.0, 0.0, 0)
+    found = (read_schedule(text, axes, target, topology).repeated(n) for text, n in programs)
+    return sum(found, none)
 
 
 def read_schedule(
@@ -93,15 +97,16 @@ def read_schedule(
     computations, entry = parse(text)
     reader = _Reader(computations, axes, target, topology)
     walk = reader.walk(entry, 1)
-    return Schedule(tuple(reader.found), walk.products, walk.exposed)
+    return Schedule(tuple(reader.found), walk.products, walk.exposed, walk.kernel_bytes)
 
 
 class _Walk(NamedTuple):
-    """Seconds of a computation: its matrix products, and collectives that nothing hides."""
+    """Of a computation: seconds of products, and of collectives that nothing hides; bytes of kernels."""
 
-    products: float = 0.0
-    exposed: float = 0.0
-    num_products: int = 0
+    products: float
+    exposed: float
+    num_products: int
+    kernel_bytes: int
 
 
 @dataclasses.dataclass
@@ -125,19 +130,22 @@ class _Reader:
         """Seconds of one run of a computation; its collectives are noted as run `times` times."""
         shapes = {line.name: line.shape for line in self.computations[name]}
         products = exposed = wire = 0.0
-        num_products = 0
+        num_products = kernel_bytes = 0
         flights: dict[str, _Flight] = {}
         for line in self.computations[name]:
-            for callee, trips in _callees(line):
+            for callee, trips in callees(line):
                 inner = self.walk(callee, times * trips)
                 products += trips * inner.products
                 exposed += trips * inner.exposed
                 num_products += inner.num_products
+                kernel_bytes += trips * inner.kernel_bytes
             flops = self._flops(line, shapes)
             if flops is not None:
                 products += flops / self.target.bf16_flops
                 num_products += 1
             collective = self._collective(line, shapes, times)
+            if flops is None and collective is None:
+                kernel_bytes += bytes_of(line, shapes, self.computations)
             if collective is not None:
                 # One after the other: they share the wire.
                 wire = max(wire, products + exposed) + collective.seconds
@@ -148,7 +156,7 @@ class _Reader:
                 exposed += max(0.0, flight.end - products - exposed)
                 hidden = num_products > flight.num_products
                 self.found.append(flight.collective._replace(hidden=hidden))
-        return _Walk(products, exposed, num_products)
+        return _Walk(products, exposed, num_products, kernel_bytes)
 
     def _flops(self, line: Instruction, shapes: Mapping[str, str]) -> float | None:
         """Operations of a matrix product; None for anything else. Convolutions and fused attention are 0."""
@@ -177,8 +185,8 @@ class _Reader:
         if op is None:
             return None
         # A start's shape holds operands and results; a plain one's only the results.
-        whole = [sum(_sizes(shapes[name])) for name in line.operands if name in shapes]
-        results = sum(_sizes(line.shape))
+        whole = [sum(sizes(shapes[name])) for name in line.operands if name in shapes]
+        results = sum(sizes(line.shape))
         if line.op.endswith("-start") and op != "all-reduce":
             results -= sum(whole)
         nbytes = max(sum(whole), results if op != "all-reduce" else 0)
@@ -190,13 +198,10 @@ class _Reader:
         return _first_group(text) or set(range(math.prod(self.axes.values())))
 
     def _axes(self, group: set[int]) -> tuple[str, ...]:
-        """The fewest mesh axes over which device 0 has this group; all, if there are none."""
-        names = list(self.axes)
-        subsets = itertools.chain.from_iterable(
-            itertools.combinations(names, size) for size in range(len(names) + 1)
-        )
-        fits = (axes for axes in subsets if _members(self.axes, axes) == group)
-        return next(fits, tuple(names))
+        """The mesh axes along which the devices of a group differ; of a permutation, sender and receiver."""
+        places = np.unravel_index(sorted(group), tuple(self.axes.values()))
+        differ = zip(self.axes, places, strict=True)
+        return tuple(name for name, along in differ if len(set(along)) > 1)
 
     def _seconds(self, op: str, group: set[int], nbytes: int) -> float:
         """A ring over the devices of each host, and one over hosts with all their adapters, at once."""
@@ -212,57 +217,19 @@ class _Reader:
         return max(link, network) * (2 if op == "all-reduce" else 1)
 
 
-def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The instructions of each computation, and which one the program begins with."""
-    computations: dict[str, list[Instruction]] = {}
-    entry, lines = "", []
-    for line in text.splitlines():
-        if header := _HEADER.match(line):
-            lines = computations.setdefault(header[1], [])
-            entry = header[1] if line.startswith("ENTRY") else entry
-        elif match := _INSTRUCTION.match(line):
-            name, shape, op, rest = match.groups()
-            operands = tuple(re.findall(r"%([\w.\-]+)", rest.split(")", 1)[0]))
-            lines.append(Instruction(name, shape, op, operands, rest))
-    return computations, entry
-
-
-def _callees(line: Instruction) -> Iterator[tuple[str, int]]:
-    """Computations that the line runs, and how often; a loop of unknown length counts once."""
-    if line.op == "while":
-        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.text)
-        (body,) = re.findall(r"body=%([\w.\-]+)", line.text)
-        yield body, int(trips[1]) if trips else 1
-    elif line.op == "call":
-        yield re.findall(r"to_apply=%([\w.\-]+)", line.text)[0], 1
-    elif line.op == "conditional":
-        branches = re.search(r"branch_computations=\{([^}]*)\}", line.text)
-        named = branches[1] if branches else " ".join(re.findall(r"_computation=(%\S+)", line.text))
-        yield from ((name, 1) for name in re.findall(r"%([\w.\-]+)", named))
-
-
-def _sizes(shape: str) -> list[int]:
-    """Bytes of every array in a shape, tuples included."""
-    return [math.ceil(math.prod(dims) * bits / 8) for bits, dims in _arrays(shape)]
-
-
-def _arrays(shape: str) -> list[tuple[int, list[int]]]:
-    """Bits per element, and dims, of every array in a shape."""
-    return [
-        (8 if dtype == "pred" else int(digits[0]), [int(n) for n in dims.split(",") if n])
-        for dtype, dims in _ARRAY.findall(shape)
-        if dtype == "pred" or (digits := re.findall(r"\d+", dtype))
-    ]
-
-
 def _dot_flops(line: Instruction, shapes: Mapping[str, str], contracted: str) -> float:
     match = re.search(contracted, line.text)
     if match is None or line.operands[0] not in shapes:
         return 0.0
-    (_, lhs), *_ = _arrays(shapes[line.operands[0]])
-    (_, out), *_ = _arrays(line.shape)
+    (_, lhs), *_ = arrays(shapes[line.operands[0]])
+    (_, out), *_ = arrays(line.shape)
     dims = [int(n) for n in re.findall(r"\d+", match[1])]
     return 2.0 * math.prod(out) * math.prod(lhs[dim] for dim in dims)
+
+
+def crosses_hosts(axes: Mapping[str, int], name: str, topology: Topology) -> bool:
+    """Whether devices that are neighbours along an axis are on different hosts."""
+    return len({device // topology.per_host for device in _members(axes, (name,))}) > 1
 
 
 def _members(axes: Mapping[str, int], chosen: Sequence[str]) -> set[int]:

@@ -33,6 +33,7 @@ class Target:
       memory_bytes: of one device.
       memory_bandwidth: bytes per second.
       bf16_flops: dense bfloat16 operations per second.
+      f32_flops: float32 operations per second, without tensor cores.
       link_bandwidth: bytes per second and direction between the devices of one host.
       network_bandwidth: bytes per second and direction of one device's share of the network.
       network: the network that is meant.
@@ -43,6 +44,7 @@ class Target:
     memory_bytes: int
     memory_bandwidth: float
     bf16_flops: float
+    f32_flops: float
     link_bandwidth: float
     network_bandwidth: float
     network: str

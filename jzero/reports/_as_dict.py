@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jzero.reports._tables import Memory
 from jzero.sharding.analysis._residuals import Residual
 from jzero.sharding.analysis._traffic import Collective, Crossing
 from jzero.sharding.batch._body import Movement
+from jzero.sharding.batch._owners import Owned
 from jzero.sharding.plan._layout import Full
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
@@ -49,6 +51,11 @@ def crossings(found: Sequence[Crossing]) -> list[dict[str, Any]]:
 def activations(found: Sequence[Residual] | None) -> list[dict[str, Any]] | None:
     """What waits on the host for the backward pass; None if nothing shall."""
     return None if found is None else [r._asdict() | {"shape": list(r.shape)} for r in found]
+
+
+def owned(found: Owned) -> dict[str, Any]:
+    """What one group or stack of matrices is, and who updates it."""
+    return dataclasses.asdict(found) | {"leaves": list(found.leaves)}
 
 
 def leaf(plan: LeafPlan) -> dict[str, Any]:

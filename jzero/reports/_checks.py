@@ -30,8 +30,8 @@ def _is_size(value: Any) -> bool:
 
 
 def check(
-    num_params: Any, count: int | None, devices: Any, mesh: Any, axes: Any, optimizer: Any,
-    precision: Any, given: Mapping[str, float | None],
+    num_params: Any, count: int | None, devices: Any, mesh: Any, axes: Any, model_parallel: Any,
+    optimizer: Any, precision: Any, given: Mapping[str, float | None],
 ) -> None:  # fmt: skip
     """Raises an `OptionError` that names all arguments that are not what they should be."""
     bad = []
@@ -43,6 +43,8 @@ def check(
         bad.append(f"devices={devices!r} is not an int from 1")
     elif axes is None:
         bad.append(f"mesh={mesh!r} does not map names of axes to their sizes")
+    if not _is_size(model_parallel):
+        bad.append(f"model_parallel={model_parallel!r} is not an int from 1")
     for name, value, known in (
         ("optimizer", optimizer, OPTIMIZERS),
         ("precision", precision, PRECISIONS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -14,7 +14,8 @@ from jzero._blocks import Blocks
 from jzero._folded import folded, listed
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero._quantities import readable_bytes
-from jzero.reports import _as_dict, _leaf_lists, _tables
+from jzero.offload.memory._coded_array import CodingError
+from jzero.reports import _as_dict, _coded_leaves, _leaf_lists, _tables
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Memory, crossing_table, memory_table, traffic_table
 from jzero.sharding.analysis._residuals import LEAST_BYTES
@@ -45,6 +46,7 @@ class Report:
       output_paths: of every leaf that the step returns beside the state.
       untiled: what is gathered or reduced at once though it is larger than `tile_bytes`, and why.
       handed_bytes: on each device, the most of what layers hand on, where a step runs layer by layer.
+      coding: by path, what leaves that rest in codes have lost, of those that are there.
     """
 
     plan: StepPlan
@@ -59,12 +61,14 @@ class Report:
     output_paths: tuple[str, ...] = ()
     untiled: tuple[Untiled, ...] = ()
     handed_bytes: int = 0
+    coding: Mapping[str, CodingError] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         parts = [
             self.header(),
             memory_table(self.memory).text(),
             self._traffic(),
+            _coded_leaves.lines(self.plan.leaves, self.traffic, self.coding),
             self._wire(),
             self._tiles(),
             self._crossings(),
@@ -73,6 +77,7 @@ class Report:
             self.gathered_rows(),
             self._crossing_the_call(),
             _leaf_lists.offloaded(self.plan, self.roads),
+            _leaf_lists.owned(self.plan),
             self._not_in_shards(),
         ]
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
@@ -102,6 +107,13 @@ class Report:
             wire                 gather, the codes in which passes gather parameters, and reduce, of each axis
                                  those of gradients (None: as they are); exact: [path, why] of parameters that
                                  travel as they are all the same
+            weights              coded, leaves of an evaluation that rest in codes: path, dtype, shape,
+                                 format; nbytes_per_device, and decoded_bytes, those without codes;
+                                 gathered_bytes, in one call, of a `while` in one turn; rms_error, relative,
+                                 and largest_error, of the largest element (None if the leaf is not there).
+                                 exact: [path, why] of those that do not
+            owners               updates of whole matrices: leaves, matrix (type and shape), num of them, each
+                                 (how many a device updates), why (a device updates all of them; else '')
             tile_bytes           None without tiles
             untiled              larger than these: leaf, what ('gathered', 'reduced'), nbytes, why, where (a
                                  line)
@@ -148,6 +160,13 @@ class Report:
                 "reduce": {axis: _text(codes) for axis, codes in plan.exchange.reduce_codes},
                 "exact": [list(pair) for pair in self.exact],
             },
+            "weights": {
+                "coded": _coded_leaves.entries(plan.leaves, self.traffic, self.coding),
+                "exact": [
+                    [x.path, x.why_exact] for x in plan.leaves if plan.evaluates and x.why_exact
+                ],
+            },
+            "owners": [_as_dict.owned(each) for each in plan.owned],
             "tile_bytes": plan.exchange.tile_bytes,
             "untiled": [each._asdict() for each in self.untiled],
             "traffic": _as_dict.traffic(self.traffic),
@@ -308,6 +327,8 @@ class Report:
     @property
     def exact(self) -> list[tuple[str, str]]:
         """Parameters that travel as they are where others travel as codes, and why."""
+        if self.plan.evaluates:
+            return []
         leaves, reduced = self.plan.leaves, dict(self.plan.exchange.reduce_codes)
         sent = collections.defaultdict[str, set[tuple[str, str]]](set)
         for each in self.traffic:

@@ -18,6 +18,7 @@ from jzero._quantities import (
 )
 from jzero.offload._parameters import policy_of
 from jzero.offload._policy import NO_OFFLOAD
+from jzero.offload._tiers import check_axes
 from jzero.reports import _as_dict, _formulas, _host_traffic, _step_time, _tables
 from jzero.reports._checks import WHO, check, check_offload, check_tile, data_axes
 from jzero.reports._host_tiers import HostTiers
@@ -41,6 +42,7 @@ def estimate(
     *,
     devices: int | None = None,
     mesh: Any = None,
+    model_parallel: int = 1,
     stage: int = 3,
     optimizer: str = "adam",
     precision: str = "mixed",
@@ -93,6 +95,9 @@ def estimate(
     What `HostCPU` updates crosses no more; what devices update comes once more, and new parameters go back.
     With parameters on `NVMe` they are read from the disk for each pass, and read and written there with the
     optimizer state for the update; of them the host has `host_bytes`, for each device as if it had a process.
+    With `gradients=True` gradients are written there in the backward pass and read for the update. They take
+    no memory of the host, but for those of a few layers on their way, which are not counted; and space with
+    `in_place` alone, for else they are where the new state will be.
 
     With `peak` and `tokens` the estimate has the least time of a step. In each of its parts (forward pass,
     backward pass, update) compute and all ways are taken to be busy at the same time, so that the slowest
@@ -126,6 +131,8 @@ def estimate(
     31.40625
     >>> jzero.estimate(1, devices=64, stage=3).largest_model("32GB")
     128000000000
+    >>> jzero.estimate(1, devices=64, stage=1, model_parallel=16).largest_model("32GB")   # Table 2: 121.6B
+    122268656712
 
     Offloaded, a model with masters rests in 2 bytes per parameter on one device:
 
@@ -178,6 +185,9 @@ def estimate(
       num_params: Psi, a whole number or a string such as '350M', '7.5B', '1T'.
       devices: how many share the batch; one mesh axis, 'data'.
       mesh: instead of `devices`, the data axes and their sizes: `{'node': 8, 'local': 8}`, or a mesh.
+      model_parallel: over how many devices each of these divides the model (`auto_specs`, Megatron's MP): the
+        training runs on so many times as many. All leaves are taken to be divided, and what moves along this
+        axis is not counted: numbers do not tell it.
       stage: 0 to 3, as in `shard_train_step`.
       optimizer: bytes of its state, by name: 'sgd', 'momentum', 'adam', 'adamw', 'lion', 'adafactor', 'muon'.
       precision: 'mixed' (the paper's: 2 bytes of parameter, 2 of gradient, 4 of float32 master in the
@@ -210,7 +220,8 @@ def estimate(
         are larger, and with `recompute` gathers are counted as if all were: up to 4 Psi move, not 3.
       layer_major: whether a layer is fetched and gathered once per pass for all microbatches, and its
         gradient reduced once; with `offload_params` and `accumulate`.
-      tokens: of a step on each device, those of all microbatches: rows times their length.
+      tokens: of a step on each device, those of all microbatches: rows times their length; with
+        `model_parallel` of each such group of devices.
       layers: how many the loop has; with `offload_activations`.
       width: elements of a layer's input for each token, the hidden size; with `offload_activations`.
       recompute: whether the backward pass computes layers again.
@@ -248,7 +259,7 @@ def estimate(
     }
     axes = data_axes(devices, mesh)
     count = parse_count(num_params)
-    check(num_params, count, devices, mesh, axes, optimizer, precision, given)
+    check(num_params, count, devices, mesh, axes, model_parallel, optimizer, precision, given)
     assert count is not None
     assert axes is not None
     with called_as(WHO):
@@ -262,15 +273,18 @@ def estimate(
     sizes = _bytes_per_param(optimizer, precision, **given)
     stage_axes = options.stage_axes(axes)
     check_offload(policy, sizes, optimizer, math.prod(axes.values()))
+    automatic = ("model",) if model_parallel > 1 else ()
     with called_as(WHO):
-        policy.check(stage_axes, ())
+        policy.check(stage_axes, automatic)
+        if policy.updates_on_host:
+            check_axes(policy, automatic)
     shape = {"tokens": tokens, "layers": layers, "width": width}
     tiers = host_tiers(offload_activations, shape, recompute)
     check_tiers(options, tiers)
     given_rates = rates(
         peak=peak, pcie=pcie, interconnect=interconnect, host_update=host_update, disk=disk
     )
-    found = Estimate(count, options, stage_axes, sizes, tiers, given_rates)
+    found = Estimate(count, options, stage_axes, sizes, tiers, given_rates, model_parallel)
     check_rates(tiers, given_rates, {
         "pcie": bool(found.crossings), "interconnect": bool(found.traffic),
         "host_update": bool(found.hosted_bytes), "disk": bool(found.on_disk),
@@ -289,6 +303,7 @@ class Estimate:
       bytes_per_param: of each role.
       tiers: where activations rest, checked; and the shape of the batch.
       rates: of devices and links, as far as given.
+      model_parallel: over how many devices each part of the batch divides the model.
     """
 
     num_params: int
@@ -297,17 +312,23 @@ class Estimate:
     bytes_per_param: BytesPerParam
     tiers: HostTiers = HostTiers()
     rates: Rates = Rates()
+    model_parallel: int = 1
 
     @property
     def num_devices(self) -> int:
-        """Devices that share the batch."""
-        return math.prod(size for _, size in self.sharding.axes)
+        """Devices of the training: those that share the batch, times `model_parallel`."""
+        return self.model_parallel * math.prod(size for _, size in self.sharding.axes)
+
+    @property
+    def _each(self) -> int:
+        """Parameters of one place along the model's axis."""
+        return math.ceil(self.num_params / self.model_parallel)
 
     @property
     def memory(self) -> tuple[Memory, ...]:
         """Bytes of each role; those of gradients are the most that a step holds at a time, not at rest."""
         rows = _formulas.needs(self.options, self.sharding, self.bytes_per_param)
-        found = _formulas.memory(self.num_params, rows)
+        found = _formulas.memory(self.num_params, rows, self.model_parallel)
         if self.tiers.offloads_activations:
             found += (_formulas.activations(self.options, self.tiers, self.bytes_per_param),)
         return found
@@ -317,7 +338,7 @@ class Estimate:
         """The collectives of a step as if all parameters were one leaf, which `times` counts."""
         return tuple(
             _formulas.traffic(
-                self.num_params, self.options, self.tiers, self.sharding, self.bytes_per_param
+                self._each, self.options, self.tiers, self.sharding, self.bytes_per_param
             )
         )
 
@@ -330,7 +351,7 @@ class Estimate:
     def hosted_bytes(self) -> int:
         """Bytes of optimizer state that a device's share of its host updates in a step."""
         return _host_traffic.hosted_bytes(
-            self.num_params, self.options, self.sharding, self.bytes_per_param
+            self._each, self.options, self.sharding, self.bytes_per_param
         )
 
     @property
@@ -339,14 +360,14 @@ class Estimate:
         if self.rates.peak is None:
             return None
         done = _step_time.work(
-            self.num_params, self.options, self.tiers, self.sharding, self._hauls(), self.traffic,
+            self._each, self.options, self.tiers, self.sharding, self._hauls(), self.traffic,
             self.hosted_bytes,
         )  # fmt: skip
         return _step_time.step_time(done, self.rates)
 
     def _hauls(self) -> Iterator[Haul]:
         return _host_traffic.hauls(
-            self.num_params, self.options, self.tiers, self.sharding, self.bytes_per_param
+            self._each, self.options, self.tiers, self.sharding, self.bytes_per_param
         )
 
     @property
@@ -439,8 +460,9 @@ class Estimate:
     def to_dict(self) -> dict[str, Any]:
         """The tables' rows and sums as plain types; bytes and elements are exact ints.
 
-        Keys: num_params, axes, stage; memory, traffic and crossings as in `Report.to_dict`; at_rest, total,
-        on_host and on_disk (bytes); elements_moved; time, as in `StepTime.to_dict`, if a peak was given.
+        Keys: num_params, axes, model_parallel, stage; memory, traffic and crossings as in `Report.to_dict`;
+        at_rest, total, on_host and on_disk (bytes); elements_moved; time, as in `StepTime.to_dict`, if a
+        peak was given.
 
         >>> import jzero
         >>> found = jzero.estimate("7.5B", devices=64).to_dict()
@@ -450,6 +472,7 @@ class Estimate:
         return {
             "num_params": self.num_params,
             "axes": dict(self.sharding.axes),
+            "model_parallel": self.model_parallel,
             "stage": self.options.stage,
             "memory": _as_dict.memory(self.memory),
             "at_rest": self.at_rest,
@@ -469,6 +492,8 @@ class Estimate:
         """What the numbers are of."""
         axes = ", ".join(f"'{name}' of size {size}" for name, size in self.sharding.axes)
         devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
+        if self.model_parallel > 1:
+            devices += f", {self.model_parallel} for each part of the batch"
         return wrapped(
             f"jzero: estimate of {readable_count(self.num_params)} parameters at stage "
             f"{self.options.stage} over {devices} (data axes: {axes})", "  ", width)  # fmt: skip

@@ -133,7 +133,17 @@ def _optimizer_state(policy: Offload, sizes: BytesPerParam, num_shards: int) -> 
 
 
 def _gradients(options: Options, num_shards: int, sizes: BytesPerParam) -> Need:
-    if options.offload.streams:
+    policy = options.offload
+    if policy.gradients_in_files:
+        size, note = crossing_gradients(sizes), "behind their tiles"
+        if policy.slots > 1:  # Where the new state will be written: what has no room there is more.
+            there = sizes.optimizer_state + (sizes.parameters if policy.fetched_bytes else 0)
+            size, note = (
+                policy.slots * max(size - there, Fraction(0)),
+                "in the slot that is written",
+            )
+        return Need(GRADIENT, size, num_shards, False, note, on_disk=True)
+    if policy.streams:
         size, note = crossing_gradients(sizes), "pinned, each from when it is reduced"
         return Need(GRADIENT, size, num_shards, False, note, Fraction(1))
     size = crossing_gradients(sizes) if options.offloads else sizes.gradients
@@ -166,14 +176,14 @@ def activations(options: Options, tiers: HostTiers, sizes: BytesPerParam) -> Mem
     return Memory(ACTIVATION, nbytes, 0, False, note * (options.accumulate > 1) or "pinned", nbytes)
 
 
-def memory(num_params: int, rows: Iterable[Need]) -> tuple[Memory, ...]:
-    """The needs of so many parameters; bytes are rounded up."""
+def memory(num_params: int, rows: Iterable[Need], model_parallel: int) -> tuple[Memory, ...]:
+    """The needs of so many parameters, of which each place along the model's axis has a part; rounded up."""
 
     def row(need: Need) -> Memory:
-        whole = need.size * num_params
+        whole, num_shards = need.size * num_params, need.num_shards * model_parallel
         if need.most is not None:
-            whole = min(whole, Fraction(need.most * need.num_shards))
-        each = whole / need.num_shards
+            whole = min(whole, Fraction(need.most * num_shards))
+        each = whole / num_shards
         disk = math.ceil(each) if need.on_disk else 0
         here = 0 if need.on_disk else math.ceil(each * (1 - need.on_host))
         there = math.ceil(each * need.on_host)

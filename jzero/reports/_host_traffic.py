@@ -89,6 +89,9 @@ def _with_params(
         for way in (FROM_DISK, TO_DEVICE) if options.offload.fetched_bytes else (TO_DEVICE,):
             yield Haul(part, way, PARAMETER, sizes.parameters, rounds * count)
     yield Haul(BACKWARD, TO_HOST, GRADIENT, crossing_gradients(sizes), count)
+    if options.offload.gradients_in_files:
+        yield Haul(BACKWARD, TO_DISK, GRADIENT, crossing_gradients(sizes), count)
+        yield Haul(UPDATE, FROM_DISK, GRADIENT, crossing_gradients(sizes), count)
     on_device = count - on_host
     yield Haul(UPDATE, TO_DEVICE, GRADIENT, crossing_gradients(sizes), on_device)
     yield Haul(UPDATE, TO_DEVICE, PARAMETER, _read(sizes), on_device)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from jzero._errors import describe_leaf
-from jzero._folded import folded
+from jzero._folded import folded, listed
 from jzero._memory_kinds import DEVICE, NVME
 from jzero._quantities import readable_bytes
 from jzero.reports._lines import wrapped
@@ -16,6 +16,7 @@ from jzero.sharding.plan._stages import OPTIMIZER
 
 _NOUNS = {NVME: "files on NVMe"}
 _SHOWN = 5  # lines of leaves for one reason
+_OWNED_SHOWN = 8  # updates of whole matrices
 
 
 def left_full(leaves: Sequence[LeafPlan]) -> list[str]:
@@ -41,6 +42,20 @@ def padded(leaves: Sequence[LeafPlan]) -> list[str]:
                  f"which costs {_bytes_of(found, _padding)}."),
         *_listed(found, lambda leaf: f"padded to {list(leaf.padded_shape)}", _padding),
     ]  # fmt: skip
+
+
+def owned(plan: StepPlan) -> list[str]:
+    """Lines on matrices that an update needs whole: which ones owners update, and which ones all devices."""
+    lines = []
+    for each in plan.owned[:_OWNED_SHOWN]:
+        what, leaves = f"{each.num} x {each.matrix}", listed(each.leaves)
+        if each.why:
+            text = f"Gathered, and updated by every device: {what} of {leaves}: {each.why}."
+        else:
+            text = f"Owners update {what} of {leaves}: {each.each} on each device."
+        lines += wrapped(text, "  ")
+    more = len(plan.owned) - _OWNED_SHOWN
+    return lines + [f"And {more} more updates of whole matrices."] * (more > 0)
 
 
 def offloaded(plan: StepPlan, roads: str) -> list[str]:

@@ -8,11 +8,16 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jzero._errors import StateError, message
 from jzero._memory_kinds import DEVICE, NVME
 from jzero.offload.memory._away_array import AwayArray
+from jzero.offload.memory._coded_array import CodedArray
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._padded import PaddedArray
 from jzero.sharding.plan._leaves import Rest
+from jzero.tracing import _call
+
+WHO = _call.WHO
 
 
 def rest_of(leaf: Any, mesh: Any, in_files: bool = False) -> Rest | None:
@@ -20,9 +25,21 @@ def rest_of(leaf: Any, mesh: Any, in_files: bool = False) -> Rest | None:
 
     One in host memory lies there as it would on the devices; so does one in files, unless it may be
     `in_files`.
+
+    Raises:
+      StateError: it is in codes, and lies on another mesh.
     """
     if isinstance(leaf, jax.core.Tracer):  # Under an outer jax.jit XLA decides.
         return None
+    if isinstance(leaf, CodedArray):
+        rows = rest_of(leaf.rows, mesh, in_files)
+        if rows is None:
+            raise StateError(message(
+                WHO, f"{leaf!r} was coded on the mesh {_sizes(leaf.at_rest.mesh)}, and is read on "
+                f"{_sizes(mesh)}", "Each device has codes of its own part, over the data axes.",
+                "Shard what it was made of on this mesh; jnp.asarray(leaf) is what its codes say."
+            ))  # fmt: skip
+        return rows._replace(codes=leaf.form)
     if isinstance(leaf, PaddedArray):
         leaf = leaf.padded
     hosted = isinstance(leaf, AwayArray)
@@ -35,3 +52,7 @@ def rest_of(leaf: Any, mesh: Any, in_files: bool = False) -> Rest | None:
         spec.pop()
     tier = NVME if in_files and isinstance(leaf, NVMeArray) else DEVICE
     return Rest(tuple(spec), tuple(shape), tier)
+
+
+def _sizes(mesh: Any) -> str:
+    return f"{dict(mesh.shape)}"

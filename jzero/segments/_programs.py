@@ -57,8 +57,16 @@ class Programs:
 
     def on_mesh(self, mesh: Any) -> Programs:
         """Those of the same step on another mesh."""
+        return self._with(mesh, self.options)
+
+    def with_wire(self, gather_dtype: Any, reduce_dtype: Any) -> Programs:
+        """Those of the same step whose parameters and gradients travel in other dtypes."""
+        changed = dict(gather_dtype=gather_dtype, reduce_dtype=reduce_dtype)
+        return self._with(self.mesh, dataclasses.replace(self.options, **changed))
+
+    def _with(self, mesh: Any, options: Options) -> Programs:
         return Programs(
-            self._step_fn, self.signature, self.options, mesh, self._axis_names, self._axis_name,
+            self._step_fn, self.signature, options, mesh, self._axis_names, self._axis_name,
             self._evaluates,
         )  # fmt: skip
 
@@ -200,6 +208,10 @@ def placed_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
     ]
     state = jax.tree.leaves(_call.abstract(call.state, "state"))
     shapes = [leaf.padded_shape for leaf in program.plan.leaves]
+    state = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if leaf.codes else aval
+        for aval, leaf in zip(state, program.plan.leaves, strict=True)
+    ]
     return (
         _with_shardings(state, shapes, program.state_shardings),
         _with_shardings(arrays, [leaf.shape for leaf in arrays], program.argument_shardings),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jzero.offload.memory._away_array import AwayArray
+from jzero.offload.memory._coded_array import CodedArray
 from jzero.offload.memory._padded import PaddedArray
 from jzero.segments._program import Program
 from jzero.sharding.plan._setting import Setting
@@ -76,30 +77,32 @@ class Repeat:
     _types: list[type]
     _avals: list[Any]
     _shardings: list[Any]
-    _padded: list[tuple[int, tuple[int, ...]]]
+    _inner: list[tuple[int, Any]]
     _places: list[tuple[int, Any]]
 
     @classmethod
     def of(cls, program: Program, call: FlatCall, placed: Sequence[Any]) -> Repeat | None:
         """A call of a program with its state as `placed`; None if a leaf had to move."""
-        padded = [(i, x.shape) for i, x in enumerate(call.state) if isinstance(x, PaddedArray)]
-        places = [(i, x.place) for i, x in enumerate(call.state) if isinstance(x, AwayArray)]
-        plain, types = _plain(call.state, padded), list(map(type, call.state))
+        inner = [(i, _form(x)) for i, x in enumerate(call.state) if isinstance(x, _INNER)]
+        plain, types = _plain(call.state, inner), list(map(type, call.state))
+        places = [(i, x.place) for i, x in enumerate(plain) if isinstance(x, AwayArray)]
         if any(map(operator.is_not, plain, placed)):
             return None
         arrays = _on_devices(plain, places)
         avals, shardings = list(map(_AVAL, arrays)), list(map(_SHARDING, arrays))
-        return cls(program, call.others, types, avals, shardings, padded, places)
+        return cls(program, call.others, types, avals, shardings, inner, places)
 
     def state(self, call: FlatCall) -> list[Any] | None:
         """The state of another call as the program takes it; None if it is not like this one's."""
         if call.others != self._others or list(map(type, call.state)) != self._types:
             return None
-        plain = _plain(call.state, self._padded)
+        plain = _plain(call.state, self._inner)
+        if not all(isinstance(plain[i], AwayArray) for i, _ in self._places):
+            return None
         arrays = _on_devices(plain, self._places)
         like = (
-            all(call.state[i].shape == shape for i, shape in self._padded)
-            and all(call.state[i].place == place for i, place in self._places)
+            all(_form(call.state[i]) == form for i, form in self._inner)
+            and all(plain[i].place == place for i, place in self._places)
             and list(map(_AVAL, arrays)) == self._avals
             and list(map(_SHARDING, arrays)) == self._shardings
             and not any(map(_IS_DELETED, plain))
@@ -107,11 +110,21 @@ class Repeat:
         return plain if like else None
 
 
-def _plain(leaves: Sequence[Any], padded: Sequence[tuple[int, tuple[int, ...]]]) -> list[Any]:
+# Leaves that have another array, which is what a program takes.
+_INNER = PaddedArray | CodedArray
+
+
+def _form(leaf: PaddedArray | CodedArray) -> Any:
+    """What such a leaf is, beside that array."""
+    return leaf.form if isinstance(leaf, CodedArray) else leaf.shape
+
+
+def _plain(leaves: Sequence[Any], inner: Sequence[tuple[int, Any]]) -> list[Any]:
     """The leaves as arrays of the shape in which they rest."""
     plain = list(leaves)
-    for i, _ in padded:
-        plain[i] = plain[i].padded
+    for i, _ in inner:
+        leaf = plain[i]
+        plain[i] = leaf.rows if isinstance(leaf, CodedArray) else leaf.padded
     return plain
 
 

@@ -59,6 +59,11 @@ class Signature:
         default_factory=dict, compare=False
     )
 
+    @property
+    def takes_state_alone(self) -> bool:
+        """Whether the step has no other parameters."""
+        return self.parameters.parameters.keys() <= set(self.state_names)
+
     @classmethod
     def of(
         cls, step_fn: Callable[..., Any], static_argnums: int | Sequence[int],

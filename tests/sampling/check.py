@@ -75,7 +75,11 @@ def check(seeds: Sequence[int], setting: Setting | None = None) -> list[Result]:
     """The results of seeds of one bundle, checked side by side."""
     setting = setting or setting_of(seeds[0])
     drawn = [program_of(seed, setting) for seed in seeds]
-    with jax.enable_x64(setting.dtype == "float64"), jax.numpy_rank_promotion("allow"):
+    with (
+        jax.enable_x64(setting.dtype == "float64"),
+        jax.numpy_rank_promotion("allow"),
+        settings.codes_that_round_nothing(),
+    ):
         found = judge(drawn, setting.shard)
     return [
         dataclasses.replace(r, listing=f"{setting}\n{p.source}")

@@ -1,12 +1,19 @@
 """How programs are sharded: meshes, stages and options, drawn from a seed."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import jzero
+from jzero.sharding.plan import _wire
+from jzero.sharding.run import _codes
 
 MESHES = {
     (8,): 6, (4,): 4, (2,): 3, (1,): 1, (3,): 1, (5,): 1, (6,): 1, (7,): 1, (2, 4): 3, (4, 2): 1, (2, 2): 1,
@@ -92,4 +99,34 @@ def draw(seed: int) -> Setting:
             options["param_axes"] = options["optimizer_axes"]
     elif stage == 3 and len(axes) == 2 and rng.random() < 0.5:
         options["param_axes"] = choose(("a", "b"))
+    if stage > 0 and rng.random() < 0.2:
+        some = choose(("a", "b")[: len(axes)])
+        codes: dict[str, Any] = {"reduce_dtype": choose(("int8", {some: "int4"}))}
+        if stage == 3:  # else for leaves with masters
+            codes["gather_dtype"] = "int8"
+        options |= {name: value for name, value in codes.items() if rng.random() < 0.7}
     return Setting(axes, rows, options, dtype)
+
+
+@contextlib.contextmanager
+def codes_that_round_nothing() -> Iterator[None]:
+    """Rows on the wire are the bytes of floats, of leaves of any size.
+
+    What travels as codes is then what one device has, to rounding of sums; all but the numbers themselves is
+    the library's: which leaves, hops, parts, what is padded, what waits as a row.
+    """
+
+    def encode(x: jax.Array, blocks: Any) -> jax.Array:
+        wide = x.astype(_codes._wide(x.dtype))
+        return lax.bitcast_convert_type(wide, jnp.uint8).reshape(x.shape[0], -1)
+
+    def decode(row: jax.Array, n: int, dtype: Any, blocks: Any) -> jax.Array:
+        wide = jnp.dtype(_codes._wide(dtype))
+        parts = row.reshape(row.shape[0], n, wide.itemsize)
+        return lax.bitcast_convert_type(parts, wide).astype(dtype)
+
+    with (
+        mock.patch.multiple(_codes, encode=encode, decode=decode),
+        mock.patch.object(_wire, "LEAST", 0),
+    ):
+        yield

@@ -120,7 +120,9 @@ def frameworks(model: Any, optimizer: Any) -> None:
     reveal_type(jzero.shard_train_step(eqx_step)(eqx_state, 1))  # tuple[Any, Any]
 
 
-def leaves(leaf: jzero.PaddedArray | jzero.HostArray | jzero.NVMeArray) -> None:
+def leaves(
+    leaf: jzero.PaddedArray | jzero.HostArray | jzero.NVMeArray | jzero.CodedArray,
+) -> None:
     reveal_type(leaf.shape)  # tuple[int, ...]
 
 

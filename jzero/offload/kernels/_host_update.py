@@ -189,8 +189,7 @@ class HostUpdate:
     def _known(
         self, states: Sequence[HostMemory], at: np.ndarray, inputs: Sequence[HostMemory]
     ) -> _Prepared:
-        check_given(WHO, self._input_names, inputs, self._inputs, write=False)
-        inputs = [on_host(shard) for shard in inputs]
+        inputs = self._ready(inputs)
         results = self._xla(
             [[*state, *own, *self._consts] for state, own in zip(states, inputs, strict=True)]
         )
@@ -203,6 +202,11 @@ class HostUpdate:
         consts = slice(num_state + len(self._inputs), self._num_operands)
         addresses[:, consts] = [0 if is_key(x) else address(x) for x in self._consts]
         return _Prepared(states, inputs, results, addresses)
+
+    def _ready(self, inputs: Sequence[HostMemory]) -> list[list[Any]]:
+        """Inputs of each shard, which are what was traced, there, and in the host's memory."""
+        check_given(WHO, self._input_names, inputs, self._inputs, write=False)
+        return [on_host(shard) for shard in inputs]
 
     def start(self, states: Sequence[HostMemory], inputs: Sequence[HostMemory]) -> UnderWay:
         """Begins an update without outputs, which the pool's threads make while the caller goes on.

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from jzero.offload.kernels import _tiles
-from jzero.offload.kernels._host_update import HostUpdate
+from jzero.offload.kernels._host_update import WHO, HostUpdate
 from jzero.offload.kernels._loops import KernelLoops, Loop, share
 from jzero.offload.kernels._roads import KERNEL, XLA, RoadFinder, groups, traced_flat
 from jzero.offload.kernels._tiles import Span, Tile, Together
-from jzero.offload.memory._addresses import HostMemory, address
+from jzero.offload.memory._addresses import HostMemory, address, check_given, on_host
 from jzero.offload.nvme._layout import TileLayout
 from jzero.tracing import _jaxpr, _rewrite
 
@@ -27,24 +27,28 @@ class TiledUpdate(HostUpdate):
 
     Behaves like `HostUpdate`, one range of elements after the other:
 
-        engine.prepare_tiles(inputs, residents)        # XLA's part; reads no state that comes in tiles
+        engine.prepare_tiles(inputs, residents)        # XLA's part; reads nothing that comes in tiles
         engine.begin(outputs)
         for shard, tile in ...:                        # each tile of each shard, once
             engine.update_tile(shard, tile, memory)    # memory has the tile, as `layout` says; in its place
         engine.end()
 
     Some leaves may be resident: in memory all the time, and updated there, range by range beside the others.
-    What makes outputs without any state of a tile is in tiles of its own, which need no memory.
+    What makes outputs without any state of a tile is in tiles of its own, which need no memory. Some inputs,
+    gradients, may come with tiles, too: behind the state, as `gradients` says. None is given in their place.
 
     Attributes:
       layout: which part of which leaf of the state is where in a tile; by the leaves' names.
       tiles: what is updated at a time, the same for each shard; first those of `layout`.
+      gradients: which part of which input is where behind the state of a tile.
+      gradient_names: of these inputs, by index: what they are called there.
     """
 
     def __init__(
         self, update: Update, state: HostMemory, inputs: HostMemory, tile_bytes: int, *,
         resident: Sequence[int] = (), lone: Mapping[int, int] | None = None,
-        names: Sequence[str] | None = None, threads: int | None = None, chunk_bytes: int = 2**26,
+        gradients: Mapping[int, int] | None = None, names: Sequence[str] | None = None,
+        threads: int | None = None, chunk_bytes: int = 2**26,
     ):  # fmt: skip
         """Traces and compiles as `HostUpdate`, and cuts the state into tiles of up to `tile_bytes`.
 
@@ -55,12 +59,18 @@ class TiledUpdate(HostUpdate):
           resident: which leaves are in memory.
           lone: which leaves are also read without the rest of their tiles, by index, and of how many slices
             along dim 0 of a device's shard; 1 for a leaf that is read whole.
+          gradients: which inputs come with tiles, of those that `inputs_in_tiles` finds, by index, and in how
+            many slices along dim 0 they are made.
         """
         self._resident, self._lone = tuple(resident), dict(lone or {})
-        self._tile_bytes = tile_bytes
+        self._tile_bytes, self._gradients = tile_bytes, dict(gradients or {})
         super().__init__(
             update, state, inputs, names=names, threads=threads, chunk_bytes=chunk_bytes
         )
+        num = len(self._state)
+        self._read_inputs = [
+            slot for slot in self._read_inputs if slot - num not in self._gradients
+        ]
         self._members = [
             (self._chunk_of(slots, chunk), loop.kernel, size, slots)
             for chunk, loops in enumerate(self._chunks)
@@ -75,7 +85,10 @@ class TiledUpdate(HostUpdate):
         self.tiles: tuple[Tile, ...] = tuple(tiles)
         in_files = [tile for tile in tiles if _reads(tile, found)]
         self.layout = _tiles.laid_out(in_files, found, self._names)
+        self.gradient_names = {i: _gradient_name(i, found, self._names) for i in self._gradients}
+        self.gradients = _tiles.gradients_of(in_files, found, self.gradient_names)
         self._ranges = [_tiles.ranges(tile, found) for tile in in_files]
+        self._gradient_ranges = [_tiles.gradient_ranges(tile, found) for tile in in_files]
         self._rows = [_tiles.rows(tile) for tile in tiles]
         self._tile_loops = [
             self._loops_of_tile(*pair) for pair in zip(tiles, self._rows, strict=True)
@@ -103,7 +116,7 @@ class TiledUpdate(HostUpdate):
         """What can fail, before any state is there; as `HostUpdate.prepare`.
 
         Args:
-          inputs: of each shard.
+          inputs: of each shard; None of those that come with tiles.
           residents: of each shard, the resident leaves in order, writable, in C order.
         """
         self._check_idle()
@@ -135,6 +148,7 @@ class TiledUpdate(HostUpdate):
                 # Where the leaf's first element would be: kernels count from there.
                 start = address(memory) + extent.offset
                 at[rows[span], leaf] = start - span.first * itemsize
+            self._place_gradients(at, tile, address(memory) + self.layout.nbytes(tile))
         loops = self._tile_loops[tile]
         self._calls = calls = loops.start(at, (prepared, self._to, memory))
         try:
@@ -145,17 +159,43 @@ class TiledUpdate(HostUpdate):
             calls.complete(self._drive)
             self._calls = None
 
+    def _ready(self, inputs: Sequence[HostMemory]) -> list[list[Any]]:
+        """As there, of what does not come with tiles; the rest stays None."""
+        num = len(self._inputs)
+        here = [i for i in range(num) if i not in self._gradients]
+        names, avals = [self._input_names[i] for i in here], [self._inputs[i] for i in here]
+        shards = [[shard[i] for i in here] for shard in inputs]
+        check_given(WHO, names, shards, avals, write=False)
+        found = [dict(zip(here, on_host(shard), strict=True)) for shard in shards]
+        return [[shard.get(i) for i in range(num)] for shard in found]
+
+    def _place_gradients(self, at: np.ndarray, tile: int, memory: int) -> None:
+        """The same of gradients, which lie from this address on."""
+        if not self.gradients.num_tiles:
+            return
+        extents, rows = self.gradients.tiles[tile], self._rows[tile]
+        pairs = zip(self._gradient_ranges[tile], extents, strict=True)
+        for (span, i, itemsize), extent in pairs:
+            start = memory + extent.offset
+            at[rows[span], len(self._state) + i] = start - span.first * itemsize
+
     def end(self) -> None:
         """Lets go of inputs and outputs."""
         self._prepared, self._to = None, ()
 
     def _together(self, slots: Sequence[int], size: int, chunk: int) -> Together:
-        mine = (slot for slot in slots if slot < len(self._state) and slot not in self._resident)
-        leaves = tuple(dict.fromkeys(mine))
+        state = (slot for slot in slots if slot < len(self._state) and slot not in self._resident)
+        leaves = tuple(dict.fromkeys(state))
         itemsizes = tuple(self._state[i].dtype.itemsize for i in leaves)
         lone = self._lone.keys() & set(leaves)
-        num_slices = math.lcm(*(self._lone[i] for i in lone))
-        return Together(leaves, itemsizes, size, chunk, frozenset(lone), num_slices)
+        first, last = len(self._state), len(self._state) + len(self._inputs)
+        inputs = dict.fromkeys(slot - first for slot in slots if first <= slot < last)
+        mine = [i for i in inputs if i in self._gradients]
+        slices = [*(self._lone[i] for i in lone), *(self._gradients[i] for i in mine)]
+        gradients = tuple((i, self._inputs[i].dtype.itemsize) for i in mine)
+        return Together(
+            leaves, itemsizes, size, chunk, frozenset(lone), math.lcm(*slices), gradients
+        )
 
     def _chunk_of(self, slots: Sequence[int], chunk: int) -> int:
         """Its chunk, for what makes outputs; the last one, in which nobody waits, for the rest.
@@ -200,6 +240,37 @@ def untiled(
         if var in read and i not in resident:
             found.setdefault(i, f"{names[i]} is read whole, by XLA")
     return list(found.values())
+
+
+def inputs_in_tiles(
+    update: Update, state: HostMemory, inputs: HostMemory, resident: Sequence[int] = ()
+) -> set[int]:
+    """The inputs that kernels alone read, element by element with state that comes in tiles, by index.
+
+    Nothing may be `untiled` of the state.
+    """
+    traced, flat, _ = traced_flat(update, state, inputs)
+    analysis, num = RoadFinder(flat, len(state)), len(state)
+    roads = [analysis.road(i, "") for i in range(len(flat.outvars))]
+    by_kernel = groups(analysis, [i for i, road in enumerate(roads) if road.by == KERNEL])
+    jaxpr = _jaxpr.replaced(traced.jaxpr, **flat._asdict())
+    scalars = [var for group in by_kernel for var in group.scalars]
+    by_xla = [flat.outvars[i] for i, road in enumerate(roads) if road.by == XLA]
+    read_whole = {*_rewrite.excerpt(jaxpr, [*scalars, *by_xla]).reads}
+    in_tiles = {var for i, var in enumerate(flat.invars[:num]) if i not in resident}
+    mine = set[_jaxpr.Var]()
+    for group in by_kernel:
+        renewed = {flat.invars[i] for i, _ in group.writes if i < num}
+        if in_tiles & {*group.reads, *renewed}:
+            mine.update(group.reads)
+    there = enumerate(flat.invars[num : num + len(inputs)])
+    return {i for i, var in there if var in mine - read_whole}
+
+
+def _gradient_name(i: int, found: Sequence[Together], names: Sequence[str]) -> str:
+    """What a gradient is called: by the first leaf of those that are updated with it, and its number."""
+    leaves = next(x.leaves for x in found if i in (k for k, _ in x.gradients))
+    return f"gradient {i}, of {names[leaves[0]]},"
 
 
 def _reads(tile: Tile, found: Sequence[Together]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,6 +26,8 @@ class Together(NamedTuple):
       chunk: with which others it is complete.
       lone: those of the leaves that are also read by themselves.
       num_slices: into how many equal ranges of elements the leaves are cut, before they are cut into tiles.
+      gradients: what comes with the leaves and is no state, by index among the inputs of the update, and how
+        many bytes an element of it has. They have pages of their own, like lone leaves.
     """
 
     leaves: tuple[int, ...]
@@ -34,18 +36,21 @@ class Together(NamedTuple):
     chunk: int
     lone: frozenset[int] = frozenset()
     num_slices: int = 1
+    gradients: tuple[tuple[int, int], ...] = ()
 
     def nbytes(self, count: int) -> int:
-        """Of so many elements of each leaf in a tile."""
-        return sum(
+        """Of so many elements of each leaf in a tile, and of their gradients."""
+        state = sum(
             (whole_pages if leaf in self.lone else whole_lines)(count * itemsize)
             for leaf, itemsize in zip(self.leaves, self.itemsizes, strict=True)
         )
+        return state + sum(whole_pages(count * itemsize) for _, itemsize in self.gradients)
 
     def least_bytes(self, count: int) -> int:
         """In which so many elements have room, whatever the last pages of lone leaves have left."""
-        lines = sum(whole_lines(count * itemsize) for itemsize in self.itemsizes)
-        return lines + len(self.lone) * (PAGE - LINE)
+        every = [*self.itemsizes, *(itemsize for _, itemsize in self.gradients)]
+        lines = sum(whole_lines(count * itemsize) for itemsize in every)
+        return lines + (len(self.lone) + len(self.gradients)) * (PAGE - LINE)
 
 
 class Span(NamedTuple):
@@ -155,6 +160,27 @@ def laid_out(tiles: Iterable[Tile], found: Sequence[Together], names: Sequence[s
     )  # fmt: skip
 
 
+def gradient_ranges(tile: Tile, found: Sequence[Together]) -> list[tuple[Span, int, int]]:
+    """The same of gradients: the range, which one, bytes of an element; in the order of `gradients_of`."""
+    return [
+        (span, i, itemsize) for span in tile.spans for i, itemsize in found[span.together].gradients
+    ]
+
+
+def gradients_of(
+    tiles: Iterable[Tile], found: Sequence[Together], names: Mapping[int, str]
+) -> TileLayout:
+    """What is where behind tiles, of gradients; no tiles if there are none."""
+    layout = TileLayout.of(
+        [
+            (names[i], span.first * itemsize, span.num * itemsize, True)
+            for span, i, itemsize in gradient_ranges(tile, found)
+        ]
+        for tile in tiles
+    )
+    return layout if layout.most_bytes else TileLayout(())
+
+
 def least_bytes(found: Sequence[Together]) -> int:
     """Of the smallest tile that can be made."""
     return max((each.least_bytes(min(GRAIN, each.size)) for each in found), default=0)
@@ -177,7 +203,8 @@ def _grain(each: Together, tile_bytes: int) -> int:
     Then all parts of a slice but its last are read to where they belong, without a copy.
     """
     sizes = dict(zip(each.leaves, each.itemsizes, strict=True))
-    whole = max([GRAIN, *(PAGE // sizes[leaf] for leaf in each.lone)])
+    lone = [sizes[leaf] for leaf in each.lone] + [itemsize for _, itemsize in each.gradients]
+    whole = max([GRAIN, *(PAGE // itemsize for itemsize in lone)])
     return whole if each.least_bytes(whole) <= tile_bytes else GRAIN
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 import threading
 import weakref
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from jzero.offload.nvme._about import FileSpec
 from jzero.offload.nvme._aligned import TileRing, pages
-from jzero.offload.nvme._file import FileSpec
 from jzero.offload.nvme._files import TileAt, TileFiles
 from jzero.offload.nvme._layout import PAGE, Extent, TileLayout, whole_pages
 
@@ -88,6 +89,8 @@ class StoreSpec:
       counter_paths: the same, for messages.
       mesh: whose devices the states are of.
       frozen: what is where in a second file of each device, of leaves that no step changes.
+      gradients: of each tile, the gradients that wait for its update in the file; no tiles if none do.
+      writing_bytes: of `host_bytes`, those that gradients are written through.
     """
 
     path: Path
@@ -100,16 +103,25 @@ class StoreSpec:
     counter_paths: tuple[str, ...]
     mesh: Any
     frozen: TileLayout = TileLayout(())
+    gradients: TileLayout = TileLayout(())
+    writing_bytes: int = 0
 
     @functools.cached_property
     def ring(self) -> TileRing:
-        """The buffers of whoever moves tiles."""
-        return TileRing(WHO, self.host_bytes, max(self.layout.most_bytes, self.frozen.most_bytes))
+        """The buffers of whoever moves tiles, each with room for the gradients behind one."""
+        behind = [self.gradients.nbytes(tile) for tile in range(self.gradients.num_tiles)]
+        tiles = (self.layout.nbytes(tile) for tile in range(self.layout.num_tiles))
+        both = itertools.zip_longest(tiles, behind, fillvalue=0)
+        most = max(self.frozen.most_bytes, *map(sum, both), 0)
+        return TileRing(WHO, self.host_bytes - self.writing_bytes, most)
 
     @property
     def files(self) -> dict[str, FileSpec]:
         """Each file: of each device what steps change, then of each what they do not, if there is any."""
-        changed = {name: FileSpec(self.layout, whose) for name, whose in self.identity.items()}
+        changed = {
+            name: FileSpec(self.layout, whose, gradients=self.gradients)
+            for name, whose in self.identity.items()
+        }
         kept = {
             f"{Path(name).stem}.frozen{Path(name).suffix}": FileSpec(self.frozen, whose, True)
             for name, whose in self.identity.items()
@@ -117,9 +129,9 @@ class StoreSpec:
         return {name: file for name, file in (changed | kept).items() if file.layout.num_tiles}
 
     @property
-    def layouts(self) -> tuple[TileLayout, TileLayout]:
-        """Of what steps change, and of what they do not."""
-        return self.layout, self.frozen
+    def layouts(self) -> tuple[TileLayout, ...]:
+        """Of what steps change, of what they do not, and of gradients."""
+        return self.layout, self.frozen, self.gradients
 
     def home_of(self, name: str) -> tuple[TileLayout, int]:
         """What is where in the files that have a leaf, and which of all files is the first of these."""
@@ -187,7 +199,7 @@ class NVMeStore:
             extent = place.extent
             first, last = max(start, extent.start), min(stop, extent.start + extent.nbytes)
             there = out[first - start : last - start]
-            if len(there) == extent.nbytes and extent.lone and self._takes(there):
+            if len(there) == extent.nbytes and extent.lone and self.takes(there):
                 reader.read_lone(place.at, place.i, there)
                 continue
             if buffer is None:
@@ -195,8 +207,8 @@ class NVMeStore:
             found = place.read(reader, buffer)
             there[:] = found[first - extent.start : last - extent.start]
 
-    def _takes(self, memory: np.ndarray) -> bool:
-        """Whether the disk can read straight into it."""
+    def takes(self, memory: np.ndarray) -> bool:
+        """Whether the disk can read straight into it, or write from there."""
         return memory.ctypes.data % self.files.memory_alignment == 0 and len(memory) % PAGE == 0
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, message
 from jzero._in_turn import groups
 from jzero._memory_kinds import DEVICE, HOST, NVME, HostNeed
-from jzero.offload.memory import _away_array, _host_array, _padded
+from jzero.offload.memory import _away_array, _coding, _host_array, _padded
 from jzero.offload.memory._away_array import AwayArray, Home
 from jzero.offload.memory._filling import Filling
 from jzero.offload.memory._host_array import HostArray
@@ -102,21 +102,27 @@ def _bytes_here(target: Place) -> int:
 
 def place_state(
     leaves: Sequence[Any], places: Sequence[Place], held: Collection[int] = (),
-    filling: Filling | None = None,
+    filling: Filling | None = None, errors: dict[int, Any] | None = None,
 ) -> list[Any]:  # fmt: skip
     """Each leaf of a state in its place, padded; those that are there already pass through untouched.
+
+    One that shall rest in codes and does not is coded, one after the other: no two are on the devices whole.
 
     Args:
       leaves: the state's, in any shape and layout; None for one that nobody reads.
       places: where they go.
       held: which of them every process holds whole; they have compared these.
       filling: the files of those that go into some; None if these are there already.
+      errors: is given what was lost of those that are coded, by index.
     """
     out, held = list(leaves), set(held)
     here = [i for i, target in enumerate(places) if target.home is None and out[i] is not None]
     for i, (leaf, (plan, sharding, home)) in enumerate(zip(leaves, places, strict=True)):
         if leaf is None:
             continue
+        if plan.codes is not None and errors is not None and i not in errors:
+            leaf, errors[i] = _in_codes(leaf, plan, sharding, i in held)
+            held.discard(i)
         if home is not None:
             if plan.tier == HOST:
                 out[i] = _host_array.on_host(leaf, home)
@@ -126,11 +132,27 @@ def place_state(
         out[i] = _padded.pad(_from_host(leaf, plan, sharding), plan.padded_shape)
         if i in held:
             out[i] = take_shards(out[i], sharding)
+        elif plan.codes is not None and not lies_right(out[i], sharding):
+            out[i] = jax.block_until_ready(jax.device_put(out[i], sharding))
     shardings = [places[i].sharding for i in here]
     placed = place([out[i] for i in here], shardings, lambda: [places[i].plan.path for i in here])
     for i, x in zip(here, placed, strict=True):
         out[i] = x
     return out
+
+
+def _in_codes(
+    leaf: Any, plan: LeafPlan, sharding: NamedSharding, held: bool
+) -> tuple[jax.Array, jax.Array]:
+    """A leaf's rows on the devices, and what it has lost; see `_coding.encoded`."""
+    form, exact = plan.codes, plan.decoded
+    assert form is not None
+    rest = NamedSharding(sharding.mesh, sharding.spec)
+    there = _coding.plain_sharding(form, rest)
+    x = _padded.pad(_from_host(leaf, exact, there), exact.padded_shape)
+    x = take_shards(x, there) if held else x
+    (x,) = place([x], [there], lambda: [plan.path])
+    return jax.block_until_ready(_coding.encoded(x, form, rest))
 
 
 def _from_host(leaf: Any, plan: LeafPlan, sharding: NamedSharding) -> Any:
@@ -145,7 +167,10 @@ def _from_host(leaf: Any, plan: LeafPlan, sharding: NamedSharding) -> Any:
 
 def wrap(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
     """Each leaf of a state as a user gets it: a `PaddedArray` if it has padding."""
-    return [_padded.wrap(x, leaf.shape) for x, leaf in zip(leaves, plans, strict=True)]
+    return [
+        x if leaf.codes else _padded.wrap(x, leaf.shape)
+        for x, leaf in zip(leaves, plans, strict=True)
+    ]
 
 
 def born(

@@ -5,42 +5,22 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from jzero._errors import StateError, message
 from jzero.offload.nvme import _header
+from jzero.offload.nvme._about import NOT_OVERWRITTEN, FileSpec, other_state
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._checksum import checksum
 from jzero.offload.nvme._direct import BLOCK, DirectFile
+from jzero.offload.nvme._gradients import WaitingGradients
 from jzero.offload.nvme._header import COMPLETE, EMPTY, WRITING, Header, Places, shown
-from jzero.offload.nvme._layout import PAGE, TileLayout, whole_pages
+from jzero.offload.nvme._layout import PAGE, whole_pages
 
-NOT_OVERWRITTEN = "Nothing was overwritten."
 _RESTORE = "Restore the last checkpoint into a new path, without resume=True."
-
-
-class FileSpec(NamedTuple):
-    """What a file is to have.
-
-    Attributes:
-      layout: what lies where in its tiles.
-      identity: whose state it is, as a JSON value: paths, shapes and dtypes of leaves, mesh, device. A file
-        with another one is refused.
-      frozen: whether its tiles are written once, and are those of every step.
-    """
-
-    layout: TileLayout
-    identity: Any
-    frozen: bool = False
-
-    def about(self) -> bytes:
-        """All of it, as the text in the file."""
-        tiles = [[list(extent) for extent in tile] for tile in self.layout.tiles]
-        about = {"identity": self.identity, "tiles": tiles, "frozen": self.frozen}
-        return json.dumps(about, sort_keys=True).encode()
 
 
 class TileFile:
@@ -52,6 +32,7 @@ class TileFile:
       frozen: whether its tiles are those of every step.
       steps: the steps that are complete in it, and the slot that has each.
       file: what it is on the disk.
+      gradients: those that wait in it for the update.
     """
 
     def __init__(self, who: str, file: DirectFile, spec: FileSpec, in_place: bool) -> None:
@@ -61,7 +42,11 @@ class TileFile:
         self._tile_bytes = [spec.layout.nbytes(tile) for tile in range(spec.layout.num_tiles)]
         num = spec.layout.first_checksums[-1]
         own = 1 if spec.frozen else self._slots
-        self._places = Places.of(len(self._about), self._tile_bytes, num, own)
+        self.gradients = WaitingGradients(who, file, spec.gradients)
+        # See [Note: gradients in files].
+        joined: Callable[[int, int], int] = max if own == 2 else int.__add__
+        rooms = [joined(n, self.gradients.nbytes(k)) for k, n in enumerate(self._tile_bytes)]
+        self._places = Places.of(len(self._about), rooms, num, own)
         self._page = pages(PAGE)
         self._generation = 0
         self._target = -1  # The slot that is being written.
@@ -146,11 +131,7 @@ class TileFile:
         if zlib.crc32(raw) != header.about_crc:
             raise self._damaged("has a damaged description", "its checksum is another one")
         if raw != self._about:
-            there, here = json.loads(raw), json.loads(self._about)
-            raise StateError(message(
-                self._who, f"{self.path} has another state: {difference(there, here)}",
-                f"Leaves, mesh and devices of state that is resumed are those that it had. {NOT_OVERWRITTEN}",
-                "Use another path, or restore a checkpoint, which any mesh can."))  # fmt: skip
+            raise other_state(self._who, self.path, json.loads(raw), json.loads(self._about))
 
     def _damaged(self, what: str, found: str) -> StateError:
         return _damaged(self._who, self.file, what, found)
@@ -175,8 +156,7 @@ class TileFile:
 
     def begin(self, step: int, keep: int | None) -> None:
         """Marks a slot as being written, on the disk; not that of the step `keep`, if there are two."""
-        kept = self.steps.get(keep, -1) if keep is not None else -1
-        self._target = 1 - kept if self._slots == 2 and kept >= 0 else 0
+        self._target = self._other_than(keep)
         if self.is_filled:
             return
         self.steps = {s: slot for s, slot in self.steps.items() if slot != self._target}
@@ -184,6 +164,25 @@ class TileFile:
             self._written[:] = False
         self._put(WRITING, self._target, step)
         self.file.sync()
+
+    def begin_gradients(self, keep: int) -> None:
+        """From here on gradients may be written over the slot that has not this step, if there are two."""
+        if self.frozen or not self.gradients.layout.num_tiles:
+            return
+        target = self._other_than(keep)
+        starts = self._places.tiles[target]
+        if self._slots == 1:
+            starts = tuple(a + n for a, n in zip(starts, self._tile_bytes, strict=True))
+        else:
+            self.steps = {s: slot for s, slot in self.steps.items() if slot != target}
+            self._put(EMPTY, target, -1)
+            self.file.sync()
+        self.gradients.begin(starts)
+
+    def _other_than(self, keep: int | None) -> int:
+        """The slot that has not this step, or the only one."""
+        kept = self.steps.get(keep, -1) if keep is not None else -1
+        return 1 - kept if self._slots == 2 and kept >= 0 else 0
 
     @property
     def is_filled(self) -> bool:
@@ -345,19 +344,3 @@ def _damaged(who: str, file: DirectFile, what: str, found: str) -> StateError:
     return StateError(message(
         who, f"{file.path} {what}: {found}",
         f"What is on the disk is not what was written. {NOT_OVERWRITTEN}", _RESTORE))  # fmt: skip
-
-
-def difference(there: Any, here: Any, path: str = "") -> str:
-    """Where two JSON values differ first, in words."""
-    if isinstance(there, dict) and isinstance(here, dict) and there.keys() == here.keys():
-        pairs = [(f"{path}.{key}".lstrip("."), there[key], here[key]) for key in there]
-    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
-        pairs = [(f"{path}[{i}]", *both) for i, both in enumerate(zip(there, here, strict=True))]
-    else:
-        return f"{path} is {_short(there)} there, and {_short(here)} here"
-    return next(difference(x, y, name) for name, x, y in pairs if x != y)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

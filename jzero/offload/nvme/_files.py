@@ -8,7 +8,7 @@ import errno
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +16,9 @@ import numpy as np
 
 from jzero._errors import OptionError, StateError, message
 from jzero._quantities import readable_bytes
+from jzero.offload.nvme._about import NOT_OVERWRITTEN, FileSpec
 from jzero.offload.nvme._direct import DirectFile
-from jzero.offload.nvme._file import NOT_OVERWRITTEN, FileSpec, TileFile, headers
+from jzero.offload.nvme._file import TileFile, headers
 from jzero.offload.nvme._header import COMPLETE, shown
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -48,7 +49,8 @@ class TileFiles:
                 update(visit.buffer)
         files.commit(step)                  # or files.abort(), after any error
 
-    `read`, `read_lone`, `write` and `note_checksums` may be called by any thread, the rest by one at a time.
+    What reads and writes tiles, parts of them and gradients may be called by any thread, as `note_checksums`
+    may, and the rest by one at a time.
 
     Attributes:
       layouts: of each file, what lies where in its tiles.
@@ -248,11 +250,29 @@ class TileFiles:
         """
         self._check()
         assert self._writing is None, "begin, without commit or abort of the step before"
-        while any(self._in_place or pin.step != self.step for pin in list(self._pins)):
-            time.sleep(_POLL_SECONDS)
+        self._wait_for_pins(lambda pin: self._in_place or pin.step != self.step)
         self._writing = step
         for file in self._files:
             file.begin(step, self.step)
+
+    def begin_gradients(self) -> None:
+        """Lets gradients be written, where the next step will be, or behind the only slot; waits for pins.
+
+        Again, forgets those that were written: nothing else needs to be done if a step fails meanwhile.
+
+        Raises:
+          StateError: the disk fails, or the files are lost.
+        """
+        self._check()
+        assert self._writing is None, "begin_gradients, without commit or abort of the step before"
+        assert self.step is not None, "begin_gradients, before a step was committed"
+        self._wait_for_pins(lambda pin: not self._in_place and pin.step != self.step)
+        for file in self._files:
+            file.begin_gradients(self.step)
+
+    def _wait_for_pins(self, are_in_the_way: Callable[[Pin], bool]) -> None:
+        while any(map(are_in_the_way, list(self._pins))):
+            time.sleep(_POLL_SECONDS)
 
     def commit(self, step: int) -> None:
         """Makes the step that was written the committed one, on all disks.
@@ -317,6 +337,24 @@ class TileFiles:
         assert self._writing is not None, "write, before begin"
         assert not self._files[at.file].is_filled, "write, of a file that is frozen"
         self._files[at.file].write(at.tile, buffer)
+
+    def write_gradients(self, at: TileAt, i: int, pages: np.ndarray) -> None:
+        """Writes the pages of extent `i` of a tile's gradients, since `begin_gradients`.
+
+        Raises:
+          StateError: they cannot be written.
+        """
+        self._files[at.file].gradients.write(at.tile, i, pages)
+
+    def read_with_gradients(self, at: TileAt, buffer: np.ndarray) -> None:
+        """Reads a tile of the committed step into a buffer, and behind it the gradients that wait for it.
+
+        Raises:
+          StateError: as of `read`.
+        """
+        self.read(at, buffer)
+        file = self._files[at.file]
+        file.gradients.read(at.tile, buffer[file.layout.nbytes(at.tile) :])
 
     def write_part(self, at: TileAt, offset: int, values: np.ndarray, buffer: np.ndarray) -> None:
         """Writes some bytes of a tile of the step that was begun, from `offset` of the tile on.

@@ -52,8 +52,8 @@ class TileLayout:
     A tile has all leaves of one range of elements, so that an update of that range is one read and one write.
 
     >>> layout = TileLayout.of([[("w", 0, 100), ("m", 0, 100)], [("w", 100, 40), ("m", 100, 40)]])
-    >>> layout.tiles[1]
-    (Extent(leaf='w', start=100, nbytes=40, offset=0), Extent(leaf='m', start=100, nbytes=40, offset=64))
+    >>> layout.tiles[1][1]
+    Extent(leaf='m', start=100, nbytes=40, offset=64, lone=False)
     >>> layout.most_bytes
     4096
     >>> layout.of_leaf("m", 90, 110)
@@ -166,6 +166,8 @@ def _packed(parts: Sequence[LeafRange]) -> tuple[Extent, ...]:
 
 
 def _padded(extents: Sequence[Extent]) -> int:
+    if not extents:
+        return 0
     last = extents[-1]
     return whole_pages(last.offset + last.nbytes)
 

@@ -143,6 +143,7 @@ class _Reading:
                 asked, job = item
                 job(buffer)
                 self.done.put(asked)
+                del item, job  # And what it has read or written.
         except BaseException as error:
             self.errors.append(error)
             self.stop()

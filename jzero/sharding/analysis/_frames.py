@@ -47,6 +47,8 @@ class Frame:
     autodiff: str | None = None  # the AD pass around it
     children: dict[int, list[Frame]] = dataclasses.field(default_factory=dict)
     unreduced: set[Var] = dataclasses.field(default_factory=set)
+    stacked: set[Var] = dataclasses.field(default_factory=set)  # [Note: stacks of sums]
+    held: set[Var] = dataclasses.field(default_factory=set)
     local_gradients: set[Var] = dataclasses.field(default_factory=set)
     own_gradients: set[Var] = dataclasses.field(default_factory=set)
     needs_full: set[Var] = dataclasses.field(default_factory=set)
@@ -117,6 +119,7 @@ def build_frames(
         outs = flow(frame, index, eqn, frame.reads(eqn))
         frame.varying |= dict(zip(eqn.outvars, outs, strict=True))
         _note_unreduced(frame, index, eqn)
+        _note_stacked(frame, index, eqn)
         _note_local_gradients(frame, index, eqn)
     return frame
 
@@ -175,6 +178,9 @@ def _flow_scan(frame: Frame, index: int, eqn: Eqn, ins: list[Varying]) -> list[V
             break
         carry = new
     frame.children[index] = [child]
+    for i in running_sums(child, scan.num_consts, scan.num_carry):
+        for term in _terms(child, child.jaxpr.invars[scan.num_consts + i]):
+            _hold(child, term)
     return [*carry, *child.out_varying[scan.num_carry :]]
 
 
@@ -256,19 +262,75 @@ def running_sums(frame: Frame, num_consts: int, num_carry: int) -> frozenset[int
     """
     jaxpr, uses = frame.jaxpr, num_reads(frame.jaxpr)
     sums = set()
-    for i, var in enumerate(jaxpr.invars[num_consts : num_consts + num_carry]):
-        start = var
+    for i, start in enumerate(jaxpr.invars[num_consts : num_consts + num_carry]):
+        var = start
         while uses.get(var, 0) == 1 and var is not jaxpr.outvars[i]:
-            eqn = next((e for e in jaxpr.eqns if any(a is var for a in e.invars)), None)
-            if eqn is None or eqn.primitive.name not in ("add_any", "add"):
+            added = _added(frame, var)
+            if added is None or not (is_unreduced(frame, added[1]) or added[1] in frame.stacked):
                 break
-            others = [atom for atom in eqn.invars if atom is not var]
-            if not others or not is_unreduced(frame, others[0]):
-                break
-            var = eqn.outvars[0]
+            var = added[0]
         if var is jaxpr.outvars[i] and var is not start and uses.get(var, 0) == 1:
             sums.add(i)
     return frozenset(sums)
+
+
+def _added(frame: Frame, var: Var) -> tuple[Var, Var] | None:
+    """The sum of a variable and something, and what that is."""
+    eqn = next((e for e in frame.jaxpr.eqns if any(a is var for a in e.invars)), None)
+    if eqn is None or eqn.primitive.name not in ("add_any", "add"):
+        return None
+    others = variables(atom for atom in eqn.invars if atom is not var)
+    return (eqn.outvars[0], others[0]) if others else None
+
+
+def _terms(frame: Frame, var: Var) -> Iterator[Var]:
+    """What a body adds to a carry that only collects."""
+    while (added := _added(frame, var)) is not None:
+        var, term = added
+        yield term
+
+
+# [Note: stacks of sums]
+# A loop over layers reduces the gradients of each layer as it makes them, and hands out a stack of shards. In
+# a loop whose turns all read the same weights (the ticks of a pipeline, time steps of several layers) that
+# stack is a term of a running sum: its layers' sums are not taken in the turn, but once, after the outer loop
+# (test_pipelines.py::test_gradients_are_reduced_once_and_not_in_each_tick).
+
+
+def _note_stacked(frame: Frame, index: int, eqn: Eqn) -> None:
+    """Notes stacks of sums over the devices, and what only rearranges one."""
+    (child, *_) = frame.children.get(index, [None])
+    if eqn.primitive.name == "scan" and child is not None:
+        first = _jaxpr.scan_parts(eqn).num_carry
+        made = zip(eqn.outvars[first:], child.jaxpr.outvars[first:], strict=True)
+        frame.stacked |= {out for out, atom in made if is_unreduced(child, atom)}
+    elif child is not None and _jaxpr.call_parts(eqn) is not None:
+        frame.stacked |= _returned(frame, index, eqn, lambda child: child.stacked)
+    elif _rearranges(eqn) and not frame.stacked.isdisjoint(variables(eqn.invars)):
+        frame.stacked.update(eqn.outvars)
+
+
+def _hold(frame: Frame, atom: Var) -> None:
+    """Notes the stacks behind a term of a running sum: their loops do not take the sums."""
+    if atom not in frame.stacked:
+        return
+    makes = ((i, e) for i, e in enumerate(frame.jaxpr.eqns) if any(o is atom for o in e.outvars))
+    index, eqn = next(makes)
+    if eqn.primitive.name == "scan":
+        frame.held.add(atom)
+    elif _rearranges(eqn):
+        _hold(frame, _jaxpr.variable(eqn.invars[0]))
+    else:
+        (child,) = frame.children[index]
+        place = [out is atom for out in eqn.outvars].index(True)
+        _hold(child, _jaxpr.variable(child.jaxpr.outvars[place]))
+
+
+def _rearranges(eqn: Eqn) -> bool:
+    """Whether a sum may wait through an equation of one operand."""
+    return len(eqn.invars) == 1 and (
+        _rules.is_linear(eqn) or eqn.primitive.name in _rules.IDENTITIES
+    )
 
 
 def num_reads(jaxpr: Jaxpr) -> dict[Var, int]:

@@ -9,7 +9,7 @@ batch*: does it flow into compute that differs between devices? That is what mak
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -21,9 +21,14 @@ from jzero.tracing._types import Atom, Eqn, Var
 DType = np.dtype[np.generic]
 
 
-def note_needs(frame: Frame, num_outs: int) -> None:
-    """Fills `needs_full` and `feeds_batch` of the frame and those below; outputs need nothing."""
-    full = _Needs(lambda f: f.needs_full, lambda f, e: _rules.rule_for(e) is None or _spreads(f, e))
+def note_needs(frame: Frame, num_outs: int, owned: Collection[Var] = ()) -> None:
+    """Fills `needs_full` and `feeds_batch` of the frame and those below; outputs need nothing.
+
+    Nor does a call that owners run in parts, which has its first result in `owned`.
+    """
+    full = _Needs(
+        lambda f: f.needs_full, lambda f, e: _rules.rule_for(e) is None or _spreads(f, e), owned
+    )
     full.flow(frame, [False] * num_outs)
     _Needs(lambda f: f.feeds_batch, _is_of_a_pass).flow(frame, [False] * num_outs)
 
@@ -82,6 +87,7 @@ class _Needs:
 
     noted: Callable[[Frame], set[Var]]
     forces: Callable[[Frame, Eqn], bool]
+    owned: Collection[Var] = ()
 
     def flow(self, frame: Frame, outs: Sequence[bool]) -> list[bool]:
         noted = self.noted(frame)
@@ -108,7 +114,8 @@ class _Needs:
             diverges = bool(frame.reads(eqn)[0])
             return [asked, *(diverges or any(need) for need in zip(*needs, strict=True))]
         if children:
-            return self.flow(children[0], outs)
+            inner = self.flow(children[0], outs)
+            return [False] * len(inner) if self.owned and eqn.outvars[0] in self.owned else inner
         if name in _rules.IDENTITIES:
             return outs
         return [asked] * len(eqn.invars)

@@ -12,8 +12,8 @@ from jzero.tracing._types import Eqn
 
 # What a gradient passes through on its way to its leaf, and is still all of it.
 _PLAIN = frozenset({
-    "convert_element_type", "transpose", "reshape", "squeeze", "add_any", "pad", "copy", "copy_p",
-    *_frames.REDUCTIONS,
+    "convert_element_type", "transpose", "reshape", "squeeze", "add_any", "pad", "concatenate", "copy",
+    "copy_p", *_frames.REDUCTIONS,
 })  # fmt: skip
 
 
@@ -38,9 +38,15 @@ def note_own_gradients(frame: Frame, outs: Sequence[bool] | None = None) -> list
                          if is_mixed and not _jaxpr.is_literal(v))  # fmt: skip
         elif eqn.primitive.name in _frames.REDUCTIONS:
             frame.own_gradients |= {out for out in eqn.outvars if out not in mixed}
-        elif any(asked) or (frame.pass_of(eqn) and eqn.primitive.name not in _PLAIN):
+        elif any(asked) or (frame.pass_of(eqn) and not _is_plain(eqn)):
             mixed.update(variables(eqn.invars))
     return [var in mixed for var in frame.jaxpr.invars]
+
+
+def _is_plain(eqn: Eqn) -> bool:
+    if eqn.primitive.name == "broadcast_in_dim":  # What `w[i]` has squeezed.
+        return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    return eqn.primitive.name in _PLAIN
 
 
 def _of_children(eqn: Eqn, children: Sequence[Frame], asked: Sequence[bool]) -> list[bool]:

@@ -78,7 +78,7 @@ class Localized(NamedTuple):
 
 def localize(
     flat: _rewrite.Flat, consts: Sequence[ArrayLike], forms: Sequence[Form], given: Sequence[Form],
-    num_new: int, axes: dict[str, int], exchanges: bool = True,
+    num_new: int, axes: dict[str, int], exchanges: bool = True, keeps_padding: bool = False,
 ) -> Localized:  # fmt: skip
     """Rewrites a whole-batch step.
 
@@ -90,6 +90,7 @@ def localize(
       num_new: how many of the outputs are the state, which is the same on all devices.
       axes: names and sizes of the data axes.
       exchanges: whether devices may send each other parts of their rows; microbatches cannot.
+      keeps_padding: whether an output may have padded rows; JAX has no array in such parts.
     """
     source = flat.eqns[0] if flat.eqns else _nowhere()
     body = Body(tuple(axes), math.prod(axes.values()), source, BATCH_RULES, exchanges=exchanges)
@@ -113,8 +114,8 @@ def localize(
         form = value.at_hand if i >= num_new else FULL
         of_rows.append(isinstance(form, Rows))
         if isinstance(form, Rows):
-            size = value.aval.shape[form.dim]
-            if form.outer > 1 or is_padded(form, size, body.num):
+            padded = is_padded(form, value.aval.shape[form.dim], body.num)
+            if form.outer > 1 or (padded and not keeps_padding):
                 form = FULL
         body.movements = []
         outs.append(body.at(value, form, "it is returned"))

@@ -16,6 +16,7 @@ from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.cut._pieces import UpdatePart
 from jzero.sharding.plan import _layout
+from jzero.sharding.plan._coded_form import CodedForm
 from jzero.sharding.plan._layout import FULL, Layout, Shard
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._stages import StageAxes
@@ -33,6 +34,7 @@ class ValuePlan:
       layout: full, or the dim and axes over which it is sharded.
       padded_shape: the whole shape with what is added to the sharded dim.
       spec: the layout as JAX spells it, of data axes.
+      codes: of a leaf that rests in codes, how; the rest is said of its rows.
     """
 
     path: str
@@ -41,6 +43,7 @@ class ValuePlan:
     layout: Layout
     padded_shape: tuple[int, ...]
     spec: P
+    codes: CodedForm | None = None
 
     @property
     def dim(self) -> int | None:
@@ -132,7 +135,8 @@ def _whole_shape(local: Sequence[int], spec: P, batch_axes: Mapping[str, int]) -
 
 def _leaf(leaf: LeafPlan, var: _jaxpr.Var) -> ValuePlan:
     spec = _layout.partition_spec(leaf.layout)
-    return ValuePlan(leaf.path, leaf.shape, var.aval.dtype, leaf.layout, leaf.padded_shape, spec)
+    dtype = leaf.dtype if leaf.codes else var.aval.dtype
+    return ValuePlan(leaf.path, leaf.shape, dtype, leaf.layout, leaf.padded_shape, spec, leaf.codes)
 
 
 def _like_gradient(

@@ -10,11 +10,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jzero._blocks import Blocks
 from jzero._errors import OptionError, message
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.plan import _layout, _spared
+from jzero.sharding.plan._coded_form import CodedForm
 from jzero.sharding.plan._layout import FULL, Automatic, Layout, Shard
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER, StageAxes, StateLeaf
 from jzero.tracing import _call
@@ -39,7 +41,8 @@ class LeafPlan:
         or 'nvme', files.
       coded: codes of few bits may stand for a parameter, and its gradient, on their way between devices.
       renewed_in_codes: so travels the difference of a new parameter to the old one, to a copy that rests.
-      why_exact: the reason, for a parameter that has to travel as it is though others do not.
+      why_exact: the reason, for a parameter that has to travel, or rest, as it is though others do not.
+      codes: of a leaf that rests in codes, how: then what is said here is of its rows of bytes.
     """
 
     path: str
@@ -56,6 +59,7 @@ class LeafPlan:
     coded: bool = False
     renewed_in_codes: bool = False
     why_exact: str = ""
+    codes: CodedForm | None = None
 
     @property
     def nbytes(self) -> int:
@@ -86,11 +90,41 @@ class LeafPlan:
         """Bytes at rest of each device's part, padding included; in the memory that `tier` says."""
         return math.prod(self.padded_shape) * self.itemsize // self.num_shards
 
+    def in_codes(self, blocks: Blocks) -> LeafPlan:
+        """The leaf as it rests in codes: as rows of bytes, over the same devices."""
+        cut = self.layout if isinstance(self.layout, Shard) else None
+        dim, parts = (cut.dim, self.num_shards) if cut else (None, 1)
+        form = CodedForm(self.shape, self.dtype, blocks, dim, parts, self.padding)
+        layout = Shard(form.rows_dim, cut.axes) if cut and form.rows_dim is not None else FULL
+        return dataclasses.replace(
+            self,
+            shape=form.rows_shape,
+            dtype="uint8",
+            itemsize=1,
+            layout=layout,
+            padding=0,
+            codes=form,
+        )
+
+    @property
+    def decoded(self) -> LeafPlan:
+        """The leaf as the devices would have it without codes, each its part."""
+        form = self.codes
+        if form is None:
+            return self
+        cut = self.layout if isinstance(self.layout, Shard) else None
+        layout = Shard(form.dim, cut.axes) if cut and form.dim is not None else FULL
+        return dataclasses.replace(
+            self, shape=form.shape, dtype=form.dtype, itemsize=form.itemsize, layout=layout,
+            padding=form.padding, codes=None,
+        )  # fmt: skip
+
     def row(self, width: int = 0) -> str:
         """One line: path (as wide as told), type, role, layout."""
         why = f"  ({self.why_full})" if self.why_full else ""
         why += f"  (padded by {self.padding})" if self.padding else ""
         why += f"  ({self.tier})" if self.tier != DEVICE else ""
+        why += f"  (of {self.codes})" if self.codes else ""
         dims = ",".join(map(str, self.shape))
         return f"{self.path:<{width}}  {self.dtype}[{dims}]  {self.role}  {self.layout}{why}"
 
@@ -143,11 +177,13 @@ class Rest(NamedTuple):
       spec: the entries of its PartitionSpec, up to the last that names an axis.
       padded_shape: its shape there.
       tier: 'nvme' if it is in files; else 'device', wherever it is.
+      codes: of a leaf in codes, how; spec and shape are those of its rows.
     """
 
     spec: tuple[Any, ...]
     padded_shape: tuple[int, ...]
     tier: str = DEVICE
+    codes: CodedForm | None = None
 
 
 def plan_as_found(
@@ -183,8 +219,20 @@ def plan_as_found(
 def _as_found(
     leaf: StateLeaf, rest: Rest, stage_axes: StageAxes, sizes: Mapping[str, int]
 ) -> LeafPlan | None:
-    """None if no stage shards so: one dim, over data axes and then over others."""
+    """None if no stage shards so: one dim, over data axes and then over others.
+
+    Of a leaf in codes, as it is decoded.
+    """
     data = dict(stage_axes.axes)
+    if rest.codes is not None:
+        form, axes = (
+            rest.codes,
+            tuple(axis for entry in rest.spec for axis in _call.spec_axes(entry)),
+        )
+        layout = FULL if form.dim is None else Shard(form.dim, axes)
+        return LeafPlan(
+            *leaf[:4], OTHER, layout, form.num_parts, padding=form.padding, tier=rest.tier
+        )
     entries = [_call.spec_axes(entry) for entry in rest.spec]
     ours = [tuple(axis for axis in axes if axis in data) for axes in entries]
     automatic = tuple(tuple(axis for axis in axes if axis not in data) for axes in entries)

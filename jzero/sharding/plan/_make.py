@@ -3,32 +3,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._lone import note_lone_products
 from jzero.sharding.analysis._needs import note_needs
 from jzero.sharding.analysis._own_gradients import note_own_gradients
+from jzero.sharding.analysis._regions import Names
 from jzero.sharding.analysis._residuals import note_residuals
 from jzero.sharding.batch import _trace
+from jzero.sharding.batch._owners import SharedOut, shared_out
 from jzero.sharding.cut import _phases
 from jzero.sharding.cut._pieces import UpdatePart
-from jzero.sharding.plan import _host_memory, _leaves, _wire
+from jzero.sharding.plan import _host_memory, _leaves, _weights, _wire
 from jzero.sharding.plan._boundary import boundary_of
 from jzero.sharding.plan._layout import Layout, Shard
-from jzero.sharding.plan._leaves import Rest
+from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._local_step import LocalStep
 from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan, variable_names
 from jzero.sharding.plan._setting import Setting
-from jzero.sharding.plan._stages import StateLeaf
-from jzero.tracing import _call
+from jzero.sharding.plan._stages import PARAMETER, StateLeaf
+from jzero.tracing import _call, _jaxpr
 
 
 def state_leaves(state: Any, setting: Setting) -> list[StateLeaf]:
@@ -68,13 +72,17 @@ def make_plan(
       CutError: it cannot be cut into microbatches.
     """
     frame, stage_axes, options = local.traced.frame, setting.stage_axes, setting.options
-    links = Links(frame, stage_axes.count(stage_axes.shard_axes))
-    note_needs(frame, len(local.traced.out_avals))
-    note_lone_products(frame, len(local.traced.out_avals), options.reduce_once)
-    if setting.evaluates:
-        layouts = _leaves.plan_as_found(leaves, rests, stage_axes, setting.automatic, frame, links)
-    else:
-        layouts = _leaves.plan_leaves(leaves, stage_axes, frame, links)
+    links, layouts = _laid_out(frame, local, leaves, setting, rests)
+    shared = SharedOut(frame, {}, ())
+    if _has_owners(setting):
+        axes = {axis: setting.axes[axis] for axis in stage_axes.shard_axes}
+        params = frozenset(i for i, leaf in enumerate(layouts) if leaf.role == PARAMETER)
+        names = Names(tuple(leaf.path for leaf in layouts), params)
+        shared = shared_out(frame, links, axes, names)
+    if shared.owners:
+        frame = shared.frame
+        local = dataclasses.replace(local, traced=dataclasses.replace(local.traced, frame=frame))
+        links, layouts = _laid_out(frame, local, leaves, setting, rests, shared.owners.keys())
     policy, automatic = options.offload, tuple(setting.automatic)
     reduce_codes = options.reduce_codes(setting.axes)
     if options.gather_dtype is not None or any(reduce_codes.values()):
@@ -122,8 +130,35 @@ def make_plan(
         updates=not setting.evaluates and _updates(frame, len(leaves)),
         unread=_unread(frame, len(leaves)) if setting.evaluates else frozenset(),
         activations=activations,
+        owned=shared.owned,
     )
-    return plan, Analysis(frame, links)
+    return plan, Analysis(frame, links, shared.owners)
+
+
+def _laid_out(
+    frame: Frame, local: LocalStep, leaves: Sequence[StateLeaf], setting: Setting,
+    rests: Sequence[Rest | None], owned: Collection[_jaxpr.Var] = (),
+) -> tuple[Links, tuple[LeafPlan, ...]]:  # fmt: skip
+    """Which dims are sharded together, and how each leaf rests."""
+    stage_axes, num_outs = setting.stage_axes, len(local.traced.out_avals)
+    links = Links(frame, stage_axes.count(stage_axes.shard_axes))
+    note_needs(frame, num_outs, owned)
+    note_lone_products(frame, num_outs, setting.options.reduce_once)
+    if setting.evaluates:
+        options, automatic = setting.options, setting.automatic
+        found = _leaves.plan_as_found(leaves, rests, stage_axes, automatic, frame, links)
+        return links, _weights.at_rest(
+            found, rests, frame, options.weight_dtype, options.tile_bytes
+        )
+    return links, _leaves.plan_leaves(leaves, stage_axes, frame, links)
+
+
+def _has_owners(setting: Setting) -> bool:
+    """Whether matrices may be sent to owners: all is on the devices, and no other axis cuts it."""
+    several = setting.stage_axes.count(setting.stage_axes.shard_axes) > 1
+    options = setting.options
+    here = not (options.offload.tier != DEVICE or options.offload.streams)
+    return several and here and not setting.evaluates and not setting.automatic
 
 
 def _microbatches(
@@ -169,7 +204,8 @@ def _loop_bytes(setting: Setting) -> int:
     if setting.options.offload.streams:
         return setting.options.offload.streamed_bytes // 2
     devices = list(setting.mesh.local_devices) if isinstance(setting.mesh, Mesh) else []
-    stats = devices[0].memory_stats() if devices else None
+    there = devices and devices[0].addressable_memories()  # Of those to compile for nobody asks.
+    stats = devices[0].memory_stats() if there else None
     return int((stats or {}).get("bytes_limit", sys.maxsize)) // 2
 
 

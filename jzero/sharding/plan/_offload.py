@@ -155,6 +155,11 @@ class Offload(abc.ABC):
         return 0
 
     @property
+    def gradients_in_files(self) -> bool:
+        """Whether gradients of a step wait on a disk for the update."""
+        return False
+
+    @property
     def waits(self) -> bool:
         """Whether gradients of a step wait for the next one."""
         return False

@@ -54,11 +54,13 @@ class Options:
     tile_bytes: int | None = None
     layer_major: bool = False
     gather_dtype: Any = None
+    weight_dtype: Any = None
     who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
 
     def __post_init__(self) -> None:
-        if self.gather_dtype is not None:
-            object.__setattr__(self, "gather_dtype", self._codes("gather_dtype", self.gather_dtype))
+        for name in ("gather_dtype", "weight_dtype"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, self._codes(name, getattr(self, name)))
         if isinstance(self.reduce_dtype, Mapping):
             codes = tuple(
                 (axis, None if x is None else self._codes(f"reduce_dtype[{axis!r}]", x))
@@ -348,6 +350,7 @@ def _check_dtype(who: str, name: str, dtype: Any) -> None:
     except TypeError:
         fits = False
     if not fits:
+        codes = " Codes are jnp.int8, jnp.int4 or a jzero.Blocks." * (name == "reduce_dtype")
         raise OptionError(message(
-            who, f"{name}={dtype!r}", "Gradients are floating point numbers.",
+            who, f"{name}={dtype!r}", f"Gradients are floating point numbers.{codes}",
             "Use jnp.float32 or jnp.bfloat16, or drop it."))  # fmt: skip

@@ -17,6 +17,7 @@ from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._residuals import Residual
+from jzero.sharding.batch._owners import Owned, Owners
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.cut._phases import Phase
 from jzero.sharding.cut._pieces import UpdatePart
@@ -32,6 +33,7 @@ class Analysis(NamedTuple):
 
     frame: Frame
     links: Links
+    owners: Owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +130,7 @@ class StepPlan:
       updates: whether any leaf comes back as another value.
       unread: of an evaluation, the leaves, by index, that it does not read; its program does not take them.
       activations: what waits on the host for the backward pass, of one microbatch; None if nothing shall.
+      owned: what owners update, and what is gathered in its place and updated by all devices.
     """
 
     stage: int
@@ -149,6 +152,7 @@ class StepPlan:
     updates: bool = True
     unread: frozenset[int] = frozenset()
     activations: tuple[Residual, ...] | None = None
+    owned: tuple[Owned, ...] = ()
 
     def __post_init__(self) -> None:
         run = [index for turn in self.turns for index in turn.pieces]
@@ -239,6 +243,7 @@ class StepPlan:
         for r in self.activations or ():
             times = f"in {r.turns} turns, {r.times} times"
             yield f"on the host for the backward pass: {r.dtype} {r.shape} {times}"
+        yield from (f"each device updates {each}" for each in self.owned)
         for index, turn in enumerate(self.turns):
             yield f"turn {index}: {turn}"
             for piece in (self.update.pieces[i] for i in turn.pieces):

@@ -42,7 +42,7 @@ def in_codes(
     out = []
     for i, leaf in enumerate(leaves):
         if leaf.role == PARAMETER:
-            why = _why_exact(leaf, products)
+            why = why_exact(leaf, products)
             renewed = not why and copies and _has_master(frame, makers, i)
             leaf = dataclasses.replace(leaf, coded=not why, renewed_in_codes=renewed, why_exact=why)
         out.append(leaf)
@@ -61,7 +61,8 @@ def _check_masters(leaves: Sequence[LeafPlan], codes: Blocks) -> None:
             "Use jzero.master_weights(tx), stage=3, or drop gather_dtype.", shown=4))  # fmt: skip
 
 
-def _why_exact(leaf: LeafPlan, products: Collection[str]) -> str:
+def why_exact(leaf: LeafPlan, products: Collection[str]) -> str:
+    """Why no codes may stand for a leaf, or ''; `products` are the paths of those that products read."""
     if not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating):
         return "it has no floating point numbers"
     if leaf.path not in products:

@@ -53,6 +53,11 @@ def is_gather(eqn: _jaxpr.Eqn) -> bool:
     return any(scope.startswith(f"{_GATHER}[") for scope in _jaxpr.scopes(eqn))
 
 
+def is_reduction(eqn: _jaxpr.Eqn) -> bool:
+    """Whether it leaves of a value this device's shard of a sum over devices."""
+    return eqn.primitive.name == "reduce_scatter"
+
+
 def reduce_scatter(
     local: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic
 ) -> jax.Array:
@@ -64,6 +69,13 @@ def reduce_scatter(
 
     with jax.named_scope(f"jzero.reduce_scatter[{name}]"):
         return part_by_part(collective, automatic)(local)
+
+
+def exchange(x: jax.Array, cut: int, joined: int, axes: Axes, name: str) -> jax.Array:
+    """`[n, d/k] -> [n/k, d]`: each device cuts `x` along a dim and joins what it gets along another."""
+    with jax.named_scope(f"jzero.all_to_all[{name}]"):
+        got: jax.Array = lax.all_to_all(x, axes, split_axis=cut, concat_axis=joined, tiled=True)
+        return got
 
 
 def row_major(x: jax.Array) -> jax.Array:
@@ -116,6 +128,13 @@ def pad(x: jax.Array, dim: int, num_shards: int) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, more * (d == dim), 0) for d in range(x.ndim)])
 
 
+def filled_up(x: jax.Array, dim: int, num_shards: int) -> jax.Array:
+    """`[n, d] -> [n + p, d]`, likewise, but with the last of it again: zeros are no matrices to invert."""
+    more = -x.shape[dim] % num_shards
+    last = lax.slice_in_dim(x, x.shape[dim] - 1, x.shape[dim], axis=dim)
+    return lax.concatenate([x, *[last] * more], dim) if more else x
+
+
 def unpad(x: jax.Array, dim: int, size: int) -> jax.Array:
     """`[n + p, d] -> [n, d]`: without what was added along `dim`, which has `size`."""
     return x if x.shape[dim] == size else lax.slice_in_dim(x, 0, size, axis=dim)
@@ -129,7 +148,7 @@ def mask_padding(shard: jax.Array, dim: int, size: int, axes: Axes, fill: ArrayL
 
 
 def slices_into(
-    whole: jax.Array, shard: jax.Array, nbytes: int,
+    whole: jax.Array, shard: jax.Array, nbytes: int, automatic: Automatic,
     make_slice: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:  # fmt: skip
     """`shard [m, n/k] -> [m, n]` in the place of `whole`, by slices of dim 0 of up to `nbytes`, one by one.
@@ -145,7 +164,7 @@ def slices_into(
 
     def turn(whole: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
         old, mine = (lax.dynamic_slice_in_dim(x, start, size, 0) for x in (whole, shard))
-        part = row_major(make_slice(old, mine))
+        part = part_by_part(row_major, automatic)(make_slice(old, mine))
         return lax.dynamic_update_slice_in_dim(whole, part, start, 0)
 
     whole = lax.fori_loop(0, rows // size, lambda i, x: turn(x, i * size, size), whole)

@@ -12,6 +12,7 @@ from jax import lax
 
 from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.run import _owners
 from jzero.sharding.run._interpret import EqnHandler, Interpreter
 from jzero.sharding.run._loops import run_scan, run_while
 from jzero.sharding.run._values import FullValue, Settled, Unreduced, Value
@@ -21,6 +22,11 @@ from jzero.tracing import _jaxpr
 def _call(
     interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
 ) -> list[Value]:
+    owners = interp.owners.get(eqn.outvars[0]) if eqn.outvars else None
+    if owners is not None and _owners.can_run(interp):
+        values = dict(zip(map(_jaxpr.variable, eqn.invars), ins, strict=True))
+        found = _owners.run(interp, frame, owners, values)
+        return [found[out] for out in eqn.outvars]
     (child,) = frame.children[index]
     return interp.run(child, ins)
 

@@ -21,7 +21,15 @@ from jzero.sharding.plan._layout import Automatic, padded_size
 from jzero.sharding.run import _coded, _collectives
 from jzero.sharding.run._collectives import Axes
 from jzero.sharding.run._queue import GatherQueue, not_before
-from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced, Value, waits
+from jzero.sharding.run._values import (
+    CodedValue,
+    FullValue,
+    Settled,
+    ShardValue,
+    Unreduced,
+    Value,
+    waits,
+)
 
 # Enough for the wire to be busy. Leaves up to this size are gathered in one piece when a step ends.
 GATHERED_AT_ONCE = 2**27
@@ -128,6 +136,8 @@ class Devices:
         value = self.settle(value)
         if isinstance(value, FullValue):
             return value.x
+        if isinstance(value, CodedValue):
+            return self._decoded(value)
         key = (self.scope, as_codes and value.coded)
         if key not in value.gathered and value.view_of is not None:
             origin, rearrange = value.view_of
@@ -135,6 +145,38 @@ class Devices:
         if key not in value.gathered:
             value.gathered[key] = self.whole(value, self._when_due(value), as_codes)
         return value.gathered[key]
+
+    def with_all_rows(self, value: CodedValue) -> CodedValue:
+        """A leaf that rests in codes with its rows gathered, once in a scope; a cast shares them."""
+        if not value.axes:
+            return value
+        origin = value.origin or value
+        if self.scope not in origin.gathered:
+            rows = not_before(
+                origin.rows, self.queue.tokens(_coded.nbytes_of_rows(origin, self.sizes))
+            )
+            for axes in reversed(self._steps(origin.axes)):
+                self._check_together("a parameter is gathered")
+                rows = _coded.gather_rows(rows, origin, axes)
+            origin.gathered[self.scope] = rows
+        return _coded.with_all_rows(value, origin.gathered[self.scope])
+
+    def _decoded(self, value: CodedValue) -> jax.Array:
+        """The whole `[n, d]` of a leaf that rests in codes, decoded once in a scope."""
+        if self.scope not in value.views:
+            gathered = self.with_all_rows(value)
+            # Else the compiler would decode long before the use, or before a loop for all of its turns.
+            tokens = self.queue.decoding_tokens()
+            x = _coded.decode_rows(not_before(gathered.rows, tokens), gathered)
+            whole = FullValue(_coded.without_padding(x, gathered), value.name)
+            value.views[self.scope] = whole
+        return value.views[self.scope].x
+
+    def own_part(self, value: CodedValue) -> Settled:
+        """This device's part of a leaf that rests in codes, `[n/k, d]`, or all of it, decoded."""
+        if not value.axes:
+            return FullValue(self._decoded(value), value.name)
+        return _coded.own_part(value, self.scope)
 
     def whole(self, value: ShardValue, x: jax.Array, as_codes: bool = False) -> jax.Array:
         """`x [n/k, d]`, the value's shard or a part of it along another dim, gathered: `[n, d]`."""
@@ -155,6 +197,7 @@ class Devices:
         if waits(value) and not value.scattered:
             value.dim = dim
         value = self.settle(value)
+        value = self.own_part(value) if isinstance(value, CodedValue) else value
         if not (isinstance(value, ShardValue) and value.dim == dim):
             padded = _collectives.pad(self.full(value), dim, self.num_shards)
             return _collectives.take_shard(padded, dim, axes, self.count(axes))
@@ -162,6 +205,23 @@ class Devices:
         if more:
             return _collectives.take_shard(value.x, dim, more, self.count(more))
         return self._gather(value.x, dim, fewer, value.name) if fewer else value.x
+
+    def exchanged(self, value: Settled, dim: int) -> jax.Array:
+        """This device's part along another dim than that of the shards, `[n, d/k] -> [n/k, d]`.
+
+        If it is padded, then with what is last along it.
+        """
+        assert not isinstance(value, CodedValue), "what an update makes rests in no codes"
+        if isinstance(value, FullValue):
+            filled = _collectives.filled_up(value.x, dim, self.num_shards)
+            return _collectives.take_shard(filled, dim, self.shard_axes, self.num_shards)
+        x = self.shard(value, value.dim)
+        if dim == value.dim:
+            return x
+        self._check_together("a matrix is sent to its owner")
+        x = _collectives.filled_up(x, dim, self.num_shards)
+        x = _collectives.exchange(x, dim, value.dim, self.shard_axes, value.name)
+        return _collectives.unpad(x, value.dim, value.size)
 
     def full_into(self, old: jax.Array, value: Value, codes: Blocks | None = None) -> jax.Array:
         """The whole `[n, d]`, in the place of `old`, which nothing reads any more.
@@ -176,8 +236,10 @@ class Devices:
         if not self._goes_into(old, settled):
             return self.full(settled)
         return _collectives.slices_into(
-            old, settled.x, GATHERED_AT_ONCE, lambda _, part: self.whole(settled, part)
-        )
+            old, settled.x, GATHERED_AT_ONCE,
+            self._automatic(settled.name, settled.x, settled.dim),
+            lambda _, part: self.whole(settled, part),
+        )  # fmt: skip
 
     def shard_into(
         self, old: jax.Array, value: Value, dim: int, axes: Axes, codes: Blocks | None = None
@@ -208,16 +270,17 @@ class Devices:
             return (old.astype(wide) + change).astype(old.dtype)
 
         if self._goes_into(old, value):
-            return _collectives.slices_into(old, mine, GATHERED_AT_ONCE, renewed)
+            automatic = self._automatic(value.name, mine, value.dim)
+            return _collectives.slices_into(old, mine, GATHERED_AT_ONCE, automatic, renewed)
         return renewed(old, mine)
 
     def _goes_into(self, old: jax.Array, value: ShardValue) -> bool:
         """Whether it is large, not yet gathered, and sharded along another dim than the first."""
         if value.dim == 0 or (self.scope, False) in value.gathered:
             return False
-        # A leaf that XLA shards over further axes is known by its whole shape, which a slice has not.
-        alike = old.dtype == value.x.dtype and value.name not in self.leaves
-        return bool(alike and old.nbytes > GATHERED_AT_ONCE)
+        _, automatic = self.leaves.get(value.name, ((), ()))
+        in_slices = old.dtype == value.x.dtype and not any(automatic[:1])
+        return bool(in_slices and old.nbytes > GATHERED_AT_ONCE)
 
     def _gather(
         self, shard: jax.Array, dim: int, axes: Axes, name: str, codes: Blocks | None = None
@@ -327,11 +390,12 @@ class Devices:
         return _collectives.all_reduce(total, axes, name=name)
 
     def _automatic(self, name: str, x: jax.Array, dim: int) -> Automatic:
-        """How XLA shards `x`, which comes from a leaf: the leaf itself, a cast, a slice of its stack."""
+        """How XLA shards `x`, which comes from a leaf: the leaf itself, a cast, a slice along its dim 0."""
         shape, automatic = self.leaves.get(name, ((), ()))
         for first in (0, 1):
             like = shape[first:]
-            rest = [d for d in range(len(like)) if d != dim]
+            sliced = not (first or any(automatic[:1]))
+            rest = [d for d in range(sliced, len(like)) if d != dim]
             if len(like) == x.ndim and all(like[d] == x.shape[d] for d in rest):
                 # On another dim a wrong guess (of a transposed view) costs traffic; on this one, where
                 # devices and parts would interleave, it would cost the order of the elements.

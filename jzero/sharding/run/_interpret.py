@@ -20,20 +20,22 @@ from jzero.sharding.analysis import _residuals
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
 from jzero.sharding.analysis._needs import read_dtype
-from jzero.sharding.run import _memory_spaces
+from jzero.sharding.batch._owners import Owners
+from jzero.sharding.run import _coded, _memory_spaces
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._queue import GatherQueue, not_before, token_of
 from jzero.sharding.run._values import (
+    CodedValue,
     FullValue,
     Settled,
     ShardValue,
     Unreduced,
     Value,
+    comes_from_codes,
     in_order_made,
     waits,
 )
 from jzero.tracing import _jaxpr
-from jzero.tracing._types import Aval
 
 WAITS_THROUGH_LOOPS = 2**26  # bytes of a gradient
 CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback"})
@@ -75,6 +77,7 @@ class Interpreter:
       leaving: copies to the host that nothing has waited for.
       fetches: when copies from the host start, in a backward pass that reads some.
       tile_bytes: the most that a matrix may have to be gathered, and its gradient made, whole.
+      owners: what owners run in the place of a call, by its first result.
       in_parts: what runs here is cut into programs, which find out from marks what waits on the host.
     """
 
@@ -94,6 +97,7 @@ class Interpreter:
     boundary: Mapping[_jaxpr.Var, _jaxpr.Eqn | None] = dataclasses.field(default_factory=dict)
     loop_bytes: int | None = None
     tile_bytes: int | None = None
+    owners: Owners = dataclasses.field(default_factory=dict)
     in_parts: bool = False
     seen_pass: str | None = None
     leaving: list[jax.Array] = dataclasses.field(default_factory=list)
@@ -116,7 +120,8 @@ class Interpreter:
         for index in indices:
             eqn = frame.jaxpr.eqns[index]
             if self.silent and eqn.primitive.name in CALLBACKS:
-                env.values |= {out: FullValue(_zeros(out.aval)) for out in eqn.outvars}
+                zeros = [FullValue(jnp.zeros(v.aval.shape, v.aval.dtype)) for v in eqn.outvars]
+                env.values |= zip(eqn.outvars, zeros, strict=True)
                 continue
             with _jaxpr.source_of(eqn):
                 self.enter_pass(frame, eqn)
@@ -223,13 +228,13 @@ class Interpreter:
         """Reduces large gradients that would wait, whole, until a backward pass's loop is done.
 
         A tied table's: the logits' part is there before the layers, the look-up's after them. It is
-        reduced twice then.
+        reduced twice then. What a loop around this one collects waits anyway, from turn to turn.
         """
         if self.hold or eqn.primitive.name != "scan" or frame.pass_of(eqn) != "backward":
             return
         tokens = [
             token_of(self.devices.settle(value).x) for var, value in env.values.items()
-            if waits(value) and value.x.nbytes > WAITS_THROUGH_LOOPS
+            if waits(value) and value.x.nbytes > WAITS_THROUGH_LOOPS and not value.collecting
             and frame.last_use(var) > index
         ]  # fmt: skip
         # The loop waits for them: the compiler would else reduce after it, together with the rest.
@@ -270,11 +275,11 @@ class Interpreter:
         for value in sorted(due, key=lambda value: value.made):
             self.devices.settle(value)
 
-    def hand_out(self, values: Sequence[Value]) -> list[Value]:
-        """What a loop's body hands out: reduced in order, unless a loop over microbatches is to do that."""
+    def hand_out(self, values: Sequence[Value], held: Sequence[bool]) -> list[Value]:
+        """What a loop's body hands out: reduced in order, unless a loop around it is to do that."""
         outs = list(values)
         for i in in_order_made(outs):
-            if self.hold and waits(outs[i]):
+            if (self.hold or held[i]) and waits(outs[i]):
                 continue
             reduce = self.devices.settle if self.microbatch is None else self.devices.scatter
             outs[i] = reduce(outs[i])
@@ -304,7 +309,9 @@ class Interpreter:
         """
         dtype = read_dtype(frame, var, indices)
         narrower = dtype is not None and jnp.dtype(dtype).itemsize < var.aval.dtype.itemsize
-        if isinstance(value, ShardValue) and narrower:
+        if isinstance(value, CodedValue) and narrower:
+            value = _coded.cast(value, str(jnp.dtype(dtype)), self.devices.scope)
+        elif isinstance(value, ShardValue) and narrower and not comes_from_codes(value):
             key = (self.devices.scope, "cast", str(dtype))
             if key not in value.views:
                 cast = dataclasses.replace(value, x=value.x.astype(dtype), view_of=None)
@@ -377,10 +384,6 @@ class Interpreter:
             leaving=[],
             fetches=None,
         )
-
-
-def _zeros(aval: Aval) -> jax.Array:
-    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _marked(

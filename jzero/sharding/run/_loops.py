@@ -17,10 +17,11 @@ from jax import lax
 
 from jzero.sharding.analysis import _frames, _residuals, _rules
 from jzero.sharding.analysis._frames import Frame, split
-from jzero.sharding.run import _memory_spaces, _prefetch
+from jzero.sharding.run import _coded, _memory_spaces, _prefetch
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Interpreter
 from jzero.sharding.run._values import (
+    CodedValue,
     FullValue,
     Settled,
     ShardValue,
@@ -47,6 +48,7 @@ def run_scan(
     stacks = [_sliceable(interp, child, *x, keep) for x in zip(sliced, stacks, strict=True)]
 
     again = _gathers_again(interp, child, consts)
+    held = [out in frame.held for out in eqn.outvars[scan.num_carry :]]
     come_back = [x in frame.on_host for x in eqn.invars[scan.num_consts + scan.num_carry :]]
     # One that is read whole goes as a value, when the loop is over.
     go_away = [frame.on_host.get(x, 1) > 1 for x in eqn.outvars[scan.num_carry :]]
@@ -59,7 +61,7 @@ def run_scan(
         entering = [each.enter(x) for each, x in zip(carries, carry, strict=True)]
         outs = inner.run(child, [*consts, *entering, *here])
         leaving, made = split(outs, scan.num_carry)
-        ys = [_unless_sliced(value, slices) for value in inner.hand_out(made)]
+        ys = [_unless_sliced(value, slices) for value in inner.hand_out(made, held)]
         send = _residuals.marked if interp.in_parts else _memory_spaces.to_host
         ys = [_sent(y, send) if away else y for y, away in zip(ys, go_away, strict=True)]
         kinds = [_Found(_kind(v)) for v in leaving]
@@ -70,8 +72,8 @@ def run_scan(
     # A loop that is part of one pass: one that holds whole passes would keep what it gathered for the
     # next turn's forward pass alive through all of this turn.
     alone = one_pass and not interp.keep_gathered and not interp.devices.divergent
-    gathers = alone and any(isinstance(value, ShardValue) for value in stacks)
-    fetches = any(_memory_spaces.on_host(value.x) for value in stacks)
+    gathers = alone and any(isinstance(value, ShardValue | CodedValue) for value in stacks)
+    fetches = any(_on_host(value) for value in stacks)
     if (gathers or fetches) and scan.length > 1 and scan.unroll == 1:
         queue = interp.devices.queue if gathers else None
         loop = functools.partial(_prefetch.scan, queue=queue)
@@ -142,18 +144,38 @@ def _loop_consts(
     of an evaluation that reads more than there is room for.
     """
     pairs = list(zip(child.jaxpr.invars, consts, strict=False))
-    wanted = [
-        (var, value) for var, value in pairs
-        if isinstance(value, ShardValue) and var in child.needs_full
-    ]  # fmt: skip
-    num_bytes = sum(_rules.size_in_bytes(var.aval) for var, _ in wanted)
-    fits = interp.loop_bytes is None or num_bytes <= interp.loop_bytes
+    wanted = [(var, value) for var, value in pairs if _is_gathered(child, var, value)]
+    whole = sum(_rules.size_in_bytes(var.aval) for var, _ in wanted)
+    fits = interp.loop_bytes is None or whole <= interp.loop_bytes
+    if not one_pass:
+        return [value for _, value in pairs]
+    if fits:
+        return [
+            interp.gathered(child, var, value) if var in child.needs_full else value
+            for var, value in pairs
+        ]
+    # Decoded they have no room; their codes may, which each turn decodes.
+    sizes = interp.devices.sizes
+    nbytes = sum(
+        _coded.nbytes_of_rows(value, sizes)
+        if isinstance(value, CodedValue)
+        else _rules.size_in_bytes(var.aval)
+        for var, value in wanted
+    )
+    assert interp.loop_bytes is not None
+    if nbytes > interp.loop_bytes:
+        return [value for _, value in pairs]
     return [
-        interp.gathered(child, var, value)
-        if one_pass and fits and var in child.needs_full
+        interp.devices.with_all_rows(value) if isinstance(value, CodedValue)
+        else interp.gathered(child, var, value) if _is_gathered(child, var, value)
         else value
         for var, value in pairs
-    ]
+    ]  # fmt: skip
+
+
+def _is_gathered(child: Frame, var: _jaxpr.Var, value: Settled) -> bool:
+    """Whether a loop has to gather what it closes over, or to decode it."""
+    return isinstance(value, ShardValue | CodedValue) and var in child.needs_full
 
 
 def _gathers_again(interp: Interpreter, child: Frame, consts: Sequence[Settled]) -> bool:
@@ -164,7 +186,7 @@ def _gathers_again(interp: Interpreter, child: Frame, consts: Sequence[Settled])
     """
     pairs = zip(child.jaxpr.invars, consts, strict=False)
     return interp.loop_bytes is not None and any(
-        isinstance(value, ShardValue) and var in child.needs_full for var, value in pairs
+        _is_gathered(child, var, value) for var, value in pairs
     )
 
 
@@ -177,7 +199,14 @@ def _changing(turn: Sequence[_Carried]) -> jax.Array | None:
 def _sliceable(
     interp: Interpreter, child: Frame, var: _jaxpr.Var, stack: Settled, keep: bool
 ) -> Settled:
-    """`[turns/k, n, d] -> [turns, n, d]`: gathered if it is sharded along the looped dim, or kept."""
+    """`[turns/k, n, d] -> [turns, n, d]`: gathered if it is sharded along the looped dim, or kept.
+
+    One that rests in codes stays in codes, which each turn decodes; but for one whose row is all of it.
+    """
+    if isinstance(stack, CodedValue) and stack.num_stacked:
+        gathers = stack.dim == 0 or (keep and var in child.needs_full)
+        return interp.devices.with_all_rows(stack) if gathers else stack
+    stack = interp.devices.own_part(stack) if isinstance(stack, CodedValue) else stack
     if isinstance(stack, ShardValue) and (stack.dim == 0 or (keep and var in child.needs_full)):
         return interp.gathered(child, var, stack)
     return stack
@@ -218,9 +247,14 @@ def _sent(made: Value | _Found[int], send: Callable[[jax.Array], jax.Array]) -> 
 
 def _fetched(value: Settled) -> Settled:
     """A turn's slice of a stack, on the device."""
-    if _memory_spaces.on_host(value.x):
-        return dataclasses.replace(value, x=_memory_spaces.to_device(value.x))
-    return value
+    if isinstance(value, CodedValue) or not _on_host(value):
+        return value
+    return dataclasses.replace(value, x=_memory_spaces.to_device(value.x))
+
+
+def _on_host(value: Settled) -> bool:
+    """Whether a residual waits in the host's memory; a leaf that rests in codes is none."""
+    return not isinstance(value, CodedValue) and _memory_spaces.on_host(value.x)
 
 
 def _carries(
@@ -287,6 +321,7 @@ class _RunningSum(_Carry):
             return dataclasses.replace(waiting, x=carried + before)
         in_microbatch = interp.microbatch is not None
         total = devices.scatter(waiting) if in_microbatch else devices.settle(waiting)
+        assert not isinstance(total, CodedValue)
         before = devices.as_dim(self.init, self.dim)
         if waits(total):  # over replicas, which all have `before`
             before = before / jnp.asarray(devices.num_replicas, before.dtype)

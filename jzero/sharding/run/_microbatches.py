@@ -240,7 +240,9 @@ def _detached(values: Mapping[_jaxpr.Var, Settled]) -> dict[_jaxpr.Var, Value]:
 
     def copy(value: ShardValue) -> ShardValue:
         if id(value) not in copies:
-            origin = value.view_of and (copy(value.view_of[0]), value.view_of[1])
+            origin = value.view_of
+            if origin is not None and isinstance(origin[0], ShardValue):
+                origin = copy(origin[0]), origin[1]
             new = dataclasses.replace(value, view_of=origin, gathered={}, views={})
             copies[id(value)] = new
         return copies[id(value)]

@@ -13,9 +13,18 @@ from jax import lax
 
 from jzero.sharding.analysis import _frames, _rules
 from jzero.sharding.analysis._frames import Frame
-from jzero.sharding.run import _collectives
+from jzero.sharding.run import _coded, _collectives
 from jzero.sharding.run._interpret import EqnHandler, Interpreter
-from jzero.sharding.run._values import FullValue, Settled, ShardValue, Unreduced, Value, waits
+from jzero.sharding.run._values import (
+    CodedValue,
+    FullValue,
+    Settled,
+    ShardValue,
+    Unreduced,
+    Value,
+    comes_from_codes,
+    waits,
+)
 from jzero.tracing import _jaxpr
 
 
@@ -29,6 +38,12 @@ def apply(
     if pending is not None:
         return [pending]
     settled = [interp.devices.settle(value) for value in ins]
+    first = settled[0] if settled else None
+    if isinstance(first, CodedValue) and not any(frame.varies(out) for out in eqn.outvars):
+        indices = map(interp.devices.full, settled[1:])
+        view = _coded.view(first, eqn, indices, interp.devices.scope)
+        if view is not None:
+            return [view]
     outs = _on_shards(interp, frame, eqn, settled)
     if outs is not None:
         return outs
@@ -147,6 +162,7 @@ def _on_shards(
     rule = _rules.rule_for(eqn)
     if rule is None or any(frame.varies(out) for out in eqn.outvars):
         return None
+    ins = [interp.devices.own_part(x) if isinstance(x, CodedValue) else x for x in ins]
     if not (rule.linear and len(ins) == 1 and isinstance(ins[0], ShardValue)):
         return _by_rule(interp, frame, eqn, rule, ins)
     # A view that was made before is the same one, and its gather, too.
@@ -183,10 +199,12 @@ def _by_rule(
         for value, d in zip(ins, own, strict=True)
     ]
     outs = _jaxpr.bind(eqn, *arrays, **rule.local(eqn, dim, devices.shard_size(size, axes)))
-    first = ins[0]
-    coded = rule.linear and len(ins) == 1 and isinstance(first, ShardValue) and first.coded
-    view = _view(eqn, rule, ins)
-    return [ShardValue(x, dim, size, axes, name, coded, view_of=view) for x in outs]
+    first, views = ins[0], (rule.linear and len(ins) == 1) or eqn.primitive.name in _SLICES
+    coded = views and isinstance(first, ShardValue) and first.coded
+    return [
+        ShardValue(x, dim, size, axes, name, coded, view_of=_view(eqn, rule, ins, i))
+        for i, x in enumerate(outs)
+    ]
 
 
 def _output_axes(
@@ -199,14 +217,22 @@ def _output_axes(
 
 
 def _view(
-    eqn: _jaxpr.Eqn, rule: _rules.Rule, ins: list[Settled]
-) -> tuple[ShardValue, Callable[[jax.Array], jax.Array]] | None:
-    """The operand, if the equation only rearranges it: a table and its transpose share a gather."""
+    eqn: _jaxpr.Eqn, rule: _rules.Rule, ins: list[Settled], index: int
+) -> tuple[ShardValue | CodedValue, Callable[[jax.Array], jax.Array]] | None:
+    """The operand, if the equation only rearranges it: a table and its transpose share a gather.
+
+    Of what rests in codes casts and slices share it, too: only its codes are gathered then.
+    """
     first, (operand, *rest) = eqn.invars[0], ins
-    same_dtype = first.aval.dtype == eqn.outvars[0].aval.dtype
-    if rest or not (rule.linear and same_dtype and isinstance(operand, ShardValue)):
+    same = rule.linear and first.aval.dtype == eqn.outvars[0].aval.dtype
+    same |= eqn.primitive.name in _OF_CODES and comes_from_codes(operand)
+    if rest or not (same and isinstance(operand, ShardValue)):
         return None
-    return operand, lambda whole: _jaxpr.bind(eqn, whole)[0]
+    return operand, lambda whole: _jaxpr.bind(eqn, whole)[index]
+
+
+_SLICES = frozenset({"dynamic_slice", "slice", "split"})
+_OF_CODES = _SLICES | {"convert_element_type"}
 
 
 def _reduction(
@@ -275,6 +301,7 @@ def _constrain(
     (value,) = ins
     if isinstance(value, Unreduced) and value.reduced is not None:
         value = value.reduced
+    value = interp.devices.own_part(value) if isinstance(value, CodedValue) else value
     x = lax.with_sharding_constraint(value.x, _jaxpr.constraint_spec(eqn, interp.automatic))
     if isinstance(value, ShardValue):
         return [ShardValue(x, value.dim, value.size, value.axes, value.name, value.coded)]

@@ -12,14 +12,20 @@ from types import MappingProxyType
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.run import _collectives, _memory_spaces
-from jzero.sharding.run._queue import PRODUCTS, GatherQueue, not_before
+from jzero.sharding.run._queue import PRODUCTS, GatherQueue, not_before, token_of
 from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr, _rewrite
+
+# [Note: a backward loop begins with its carry]
+# With remat, XLA else computes the first turn's forward part, with all that it gathers, while the logits and
+# the gathered table are still there: nothing in it reads a cotangent
+# (test_prefetch.py::test_a_backward_loop_begins_when_its_carry_is_there).
 
 Index = int | jax.Array
 State = tuple[
@@ -92,6 +98,7 @@ class _Loop:
         self.length, self.reverse, self.ahead = length, reverse, ahead
         self.gathers = _rewrite.excerpt(jaxpr, ahead, effects=False)
         turn = _rewrite.excerpt(jaxpr, jaxpr.outvars, ahead)
+        self.reduces = any(map(_collectives.is_reduction, jaxpr.eqns))
         # One function for the loop and for its last turn: it is traced and lowered once.
         self.turn = turn._replace(run=jax.jit(turn.run))
 
@@ -109,10 +116,21 @@ class _Loop:
             following = self.gathers.run(*self.arguments(self.gathers, i + 1))
             return (i + 1, *self.one_turn(i, carry, made, gathered), following), None
 
-        state: State = (0, init, made, self.gathers.run(*first))
+        state: State = (0, init, made, self.begun(init, self.gathers.run(*first)))
         (_, *last), _ = lax.scan(step, state, None, length=self.length - 1)
         carry, made = self.one_turn(self.length - 1, *last)
         return carry, _settled(made)
+
+    def begun(self, init: Arrays, gathered: Arrays) -> Arrays:
+        """`gathered`, but not before the carry is there ([Note: a backward loop begins with its carry])."""
+        if not self.reduces:
+            return gathered
+        ready = [
+            token_of(x)
+            for x in init
+            if jnp.issubdtype(x.dtype, jnp.floating) and not _memory_spaces.on_host(x)
+        ]
+        return [x if _memory_spaces.on_host(x) else not_before(x, ready) for x in gathered]
 
     def one_turn(
         self, i: Index, carry: Arrays, made: Arrays, gathered: Arrays

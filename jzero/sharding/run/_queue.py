@@ -79,6 +79,11 @@ class GatherQueue:
         tokens = [] if self.start is None else [self.start]
         return tokens if done is None else [*tokens, token_of(done)]
 
+    def decoding_tokens(self) -> list[jax.Array]:
+        """What it waits for that codes become numbers: the product before their use."""
+        tokens = [] if self.start is None else [self.start]
+        return tokens if self.product is None else [*tokens, token_of(self.product)]
+
     def note(self, x: jax.Array, primitive: str) -> None:
         """Remembers a value that the pass has computed."""
         self.latest = x

@@ -17,7 +17,7 @@ from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
 from jzero.sharding.plan._layout import Full, Layout, Shard
 from jzero.sharding.plan._plan import Analysis, StepPlan
-from jzero.sharding.run import _collectives, _microbatches
+from jzero.sharding.run import _coded, _collectives, _microbatches
 from jzero.sharding.run._control import CONTROL
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Env, Interpreter
@@ -25,7 +25,7 @@ from jzero.sharding.run._one_order import in_one_order
 from jzero.sharding.run._ordinary import ORDINARY, apply
 from jzero.sharding.run._queue import GatherQueue
 from jzero.sharding.run._tiles import TILED
-from jzero.sharding.run._values import FullValue, ShardValue, Value
+from jzero.sharding.run._values import FullValue, Settled, ShardValue, Value
 from jzero.tracing import _jaxpr
 
 
@@ -111,6 +111,7 @@ class Runner:
             boundary=plan.update.boundary,
             loop_bytes=exchange.loop_bytes,
             tile_bytes=exchange.tile_bytes,
+            owners=self.analysis.owners,
             in_parts=plan.in_parts,
         )
 
@@ -156,9 +157,11 @@ class Runner:
             value: Value = FullValue(env.stacks[_jaxpr.variable(atom)])
         else:
             value = interp.read(frame, env, atom)
-        leaves = self.plan.leaves
-        renewed = old is not None and index < len(leaves) and leaves[index].renewed_in_codes
-        codes = self.plan.exchange.gather_codes if renewed else None
+        codes, leaves = None, self.plan.leaves
+        if old is not None and index < len(leaves):
+            codes = self.plan.exchange.gather_codes if leaves[index].renewed_in_codes else None
+            if isinstance(value, ShardValue):  # What an update has made has lost it.
+                value = dataclasses.replace(value, name=leaves[index].path)
         x = _finish(interp, atom, value, layout, example, old, masks_padding, codes)
         return _jaxpr.with_type_of(x, atom)
 
@@ -172,8 +175,11 @@ def _on_cpus(mesh: Mesh) -> bool:
     return isinstance(mesh, Mesh) and bool(mesh.devices.flat[0].platform == "cpu")
 
 
-def value_of(x: Any, plan: ValuePlan, coded: bool = False) -> FullValue | ShardValue:
+def value_of(x: Any, plan: ValuePlan, coded: bool = False) -> Settled:
     """An array of one device, as what the plan says it is; `coded` if codes may be gathered of it."""
+    if plan.codes is not None:
+        axes = plan.layout.axes if isinstance(plan.layout, Shard) else ()
+        return _coded.value_of(x, plan.codes, axes, plan.path)
     if isinstance(plan.layout, Shard):
         dim = plan.layout.dim
         return ShardValue(x, dim, plan.shape[dim], plan.layout.axes, plan.path, coded)

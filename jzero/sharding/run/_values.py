@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a value can be while the step runs on one device: full, a shard, or not yet reduced.
+"""What a value can be while the step runs on one device: full, a shard, in codes, or not yet reduced.
 
 All are pytrees, so that JAX's loops and branches take and return them. What is only remembered of a value
 (its gathers and views) does not go through: its tracers must not outlive the trace that made them.
@@ -15,6 +15,7 @@ from typing import TypeGuard, TypeVar
 import jax
 from jax.typing import DTypeLike
 
+from jzero._blocks import Blocks
 from jzero.sharding.run._collectives import Axes
 
 Arrays = list[jax.Array]
@@ -55,7 +56,7 @@ class ShardValue:
     axes: Axes
     name: str = ""
     coded: bool = False
-    view_of: tuple[ShardValue, Callable[[jax.Array], jax.Array]] | None = None
+    view_of: tuple[ShardValue | CodedValue, Callable[[jax.Array], jax.Array]] | None = None
     gathered: dict[Hashable, jax.Array] = dataclasses.field(default_factory=dict)
     views: dict[Hashable, ShardValue] = dataclasses.field(default_factory=dict)
 
@@ -85,15 +86,68 @@ class Unreduced:
     scattered: bool = False
     coded: bool = False
     made: int = dataclasses.field(default_factory=itertools.count().__next__)
-    reduced: FullValue | ShardValue | None = None
+    reduced: Settled | None = None
 
 
-Settled = FullValue | ShardValue
+@dataclasses.dataclass(eq=False)
+class CodedValue:
+    """A leaf that rests in codes: this device's part of its rows, or, gathered, all of them.
+
+    The same on all devices is the leaf `[..., n, d]`; `rows` are `uint8[..., parts, bytes]`. Of a row that is
+    cut along `dim`, which has `size`, each part is `part`, `[n/k, d]`. It is decoded where it is computed
+    with, as the leaf's `dtype`, and then cast as by those who read it (`casts`): gathered are codes. A stack
+    of leaves is sliced as it is (`CodedForm`).
+
+    Attributes:
+      axes: over which the rows are cut; none once they are gathered.
+      origin: of a cast, what it is one of: they share a gather.
+      gathered: its rows, gathered, by the pass (see `Devices.scope`) that asked for them.
+      views: what was made of it: casts, and by scope itself, decoded.
+    """
+
+    rows: jax.Array
+    blocks: Blocks
+    dtype: str
+    part: tuple[int, ...]
+    dim: int | None
+    size: int
+    axes: Axes
+    name: str = ""
+    casts: tuple[str, ...] = ()
+    origin: CodedValue | None = None
+    gathered: dict[Hashable, jax.Array] = dataclasses.field(default_factory=dict)
+    views: dict[Hashable, FullValue | ShardValue | CodedValue] = dataclasses.field(
+        default_factory=dict
+    )
+
+    @property
+    def x(self) -> jax.Array:
+        """None: who asks has to decode it first."""
+        raise AssertionError(f"{self.name} is in codes")
+
+    @property
+    def num_stacked(self) -> int:
+        """How many dims stand before a row."""
+        return self.rows.ndim - 2
+
+    @property
+    def is_cut_in_rows(self) -> bool:
+        """Whether the cut dim is one of a row's."""
+        return self.dim is not None and self.dim >= self.num_stacked
+
+
+Settled = FullValue | ShardValue | CodedValue
 Value = Settled | Unreduced
 
 jax.tree_util.register_dataclass(FullValue, ["x"], ["name"])
 jax.tree_util.register_dataclass(
     ShardValue, ["x"], ["dim", "size", "axes", "name", "coded"], ["view_of", "gathered", "views"]
+)
+jax.tree_util.register_dataclass(
+    CodedValue,
+    ["rows"],
+    ["blocks", "dtype", "part", "dim", "size", "axes", "name", "casts"],
+    ["origin", "gathered", "views"],
 )
 jax.tree_util.register_dataclass(
     Unreduced,
@@ -108,13 +162,20 @@ def waits(value: Value) -> TypeGuard[Unreduced]:
     return isinstance(value, Unreduced) and value.reduced is None
 
 
+def comes_from_codes(value: Value) -> bool:
+    """Whether the value is a leaf that rests in codes, or a view of one."""
+    while isinstance(value, ShardValue) and value.view_of is not None:
+        value = value.view_of[0]
+    return isinstance(value, CodedValue)
+
+
 def in_order_made(values: Sequence[Value]) -> list[int]:
     """Places of the values: reductions that have not run come last, in the order of the program."""
     order = [value.made if waits(value) else -1 for value in values]
     return sorted(range(len(values)), key=order.__getitem__)
 
 
-V = TypeVar("V", FullValue | ShardValue, FullValue | ShardValue | Unreduced)
+V = TypeVar("V", Settled, Value)
 
 
 def moved(value: V, dims: int) -> V:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in the files of a state beside its tiles: leaves that nobody updates, and whose state it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jzero._errors import describe_leaf
+from jzero.offload.kernels import _tiles
+from jzero.offload.memory import _away_array
+from jzero.offload.nvme._layout import TileLayout
+from jzero.sharding.plan._leaves import LeafPlan
+
+
+def layout_to_read(
+    leaves: Sequence[LeafPlan], num_slices: Sequence[int], tile_bytes: int
+) -> TileLayout:
+    """What is where in a file of leaves that nobody updates.
+
+    Args:
+      leaves: them.
+      num_slices: of each that layers fetch, along dim 0; 1 for one that is fetched whole, else 0.
+      tile_bytes: of a tile, at most.
+    """
+    avals = [jax.ShapeDtypeStruct(x.shape_per_device, jnp.dtype(x.dtype)) for x in leaves]
+    return _tiles.of_whole_leaves(avals, num_slices, [x.path for x in leaves], tile_bytes)
+
+
+def identity_of(
+    leaves: Sequence[LeafPlan], mesh: Any, shard_axes: tuple[str, ...]
+) -> dict[str, Any]:
+    """Of each file of this process, by its name: whose state it has."""
+    place_of = _away_array.places(mesh, shard_axes)
+    state = {
+        "leaves": [describe_leaf(x.path, x.padded_shape, x.dtype) for x in leaves],
+        "mesh": dict(mesh.shape),
+        "processes": jax.process_count(),
+    }
+    return {
+        f"shard-{i}.tiles": {**state, "place": list(place_of[device])}
+        for i, device in enumerate(_away_array.keepers(mesh, shard_axes))
+    }

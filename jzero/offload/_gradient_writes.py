@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GradientWrites`: gradients of one step on their way into files, as they arrive on the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+from jzero._memory_kinds import PINNED
+from jzero.offload._layered import Arrived
+from jzero.offload.memory._nvme_store import NVMeStore
+from jzero.offload.memory._pinned_leaf import view
+from jzero.offload.nvme._files import TileAt
+from jzero.offload.nvme._layout import Extent, TileLayout, whole_pages
+from jzero.offload.nvme._read_threads import Asked, Job, ReadThreads
+from jzero.segments._segment import Var
+
+# Gradients of so many parts of a step are in memory at a time: of two that are written, of one that runs, and
+# of two whose copies to the host are under way (`_layered.UNDER_WAY`).
+PARTS = 5
+
+
+class GradientWrites:
+    """Writes gradients beside the tiles that they belong to.
+
+    Those of one arrival are written while the part behind it runs: memory has what few parts make, at any
+    depth of a model.
+    """
+
+    def __init__(
+        self, store: NVMeStore, names: Mapping[Var, str], devices: Sequence[jax.Device],
+        threads: ReadThreads,
+    ):  # fmt: skip
+        """Writes nothing.
+
+        Args:
+          store: the files.
+          names: of the gradients that wait there, what they are called.
+          devices: whose gradients are kept, a file each; other local devices are their replicas.
+          threads: that write.
+        """
+        self._store, self._names, self._devices, self._threads = store, names, devices, threads
+        self._asked: Asked | None = None
+        self._begun = False
+
+    def on_arrival(self, arrived: Arrived) -> dict[Var, jax.Array]:
+        """Has what arrived written, and waits for what arrived before it."""
+        jobs: list[Job] = []
+        for var in self._names.keys() & arrived.values.keys():
+            x = arrived.values[var]
+            for file, part in enumerate(self._parts(x)):
+                first = (arrived.turn or 0) * part.nbytes
+                for at, i, extent in self._extents(file, var, first, part.nbytes):
+                    start = extent.start - first
+                    jobs.append(self._job(at, i, part[start : start + extent.nbytes]))
+        self._ask(jobs)
+        return {}
+
+    def rest(self, values: Mapping[Var, Any]) -> None:
+        """Writes what is on the devices, of which one extent at a time comes to the host."""
+        for var, x in values.items():
+            shards = self._shards(x)
+            for tile, i, extent in self._extents(0, var, 0, shards[0].nbytes):
+                first, num = (n // x.dtype.itemsize for n in (extent.start, extent.nbytes))
+                places = [SingleDeviceSharding(d, memory_kind=PINNED) for d in self._devices]
+                cut = [_cut(shard, jnp.int32(first), num) for shard in shards]
+                parts = map(_bytes, jax.block_until_ready(jax.device_put(cut, places)))
+                jobs = [self._job(TileAt(k, tile.tile), i, part) for k, part in enumerate(parts)]
+                self._ask(jobs)
+
+    def end(self) -> None:
+        """Waits until all is written."""
+        self._ask([])
+        self._ask([])
+
+    def _ask(self, jobs: Sequence[Job]) -> None:
+        if jobs and not self._begun:
+            # Not before: all processes have committed the step before when a gradient of all is here.
+            self._store.files.begin_gradients()
+            self._begun = True
+        before, self._asked = self._asked, self._threads.ask(jobs)
+        if before is not None:
+            self._threads.wait(before)
+
+    def _extents(
+        self, file: int, var: Var, first: int, nbytes: int
+    ) -> Iterator[tuple[TileAt, int, Extent]]:
+        """Those of some bytes of a device's gradient, which are whole ones."""
+        layout = self._store.spec.gradients
+        for tile, i in layout.of_leaf(self._names[var], first, first + nbytes):
+            yield TileAt(file, tile), i, layout.tiles[tile][i]
+
+    def _shards(self, x: jax.Array) -> list[jax.Array]:
+        there = {shard.device: shard.data for shard in x.addressable_shards}
+        return [there[device] for device in self._devices]
+
+    def _parts(self, x: jax.Array) -> list[np.ndarray]:
+        return [*map(_bytes, self._shards(x))]
+
+    def _job(self, at: TileAt, i: int, values: np.ndarray) -> Job:
+        return functools.partial(_write, self._store, at, i, values)
+
+
+def _bytes(x: jax.Array) -> np.ndarray:
+    """The memory of an array on the host."""
+    return view(x).reshape(-1).view(np.uint8)
+
+
+def _write(store: NVMeStore, at: TileAt, i: int, values: np.ndarray, buffer: np.ndarray) -> None:
+    """Writes an extent, straight from where it is if a disk can read there."""
+    if not store.takes(values):
+        pages = buffer[: whole_pages(len(values))]
+        pages[: len(values)] = values
+        pages[len(values) :] = 0
+        values = pages
+    store.files.write_gradients(at, i, values)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _cut(x: jax.Array, first: jax.Array, num: int) -> jax.Array:
+    return lax.dynamic_slice(x.reshape(-1), (first,), (num,))
+
+
+def buffer_sizes(layout: TileLayout, host_bytes: int) -> list[int]:
+    """Bytes of each buffer that gradients are written through: up to four, in a quarter of the memory."""
+    most = max((whole_pages(x.nbytes) for tile in layout.tiles for x in tile), default=0)
+    return [most] * max(1, min(4, host_bytes // 4 // most)) if most else []

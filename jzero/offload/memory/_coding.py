@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leaves into rows of codes and back, each device its own part: no values move."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jzero.sharding.plan._coded_form import CodedForm
+from jzero.sharding.run import _coded, _collectives
+
+
+def encoded(x: jax.Array, form: CodedForm, sharding: NamedSharding) -> tuple[jax.Array, jax.Array]:
+    """A leaf on the devices, each its padded part of it, as rows in their `sharding`, and its error.
+
+    Returns:
+      `uint8[form.rows_shape]`, and float[4]: of the leaf's finite elements the sum of squares of what was
+      rounded off, that of the elements, the largest element rounded off, and the largest element.
+    """
+    rows, error = _encoder(form, sharding)(x)
+    return rows, error
+
+
+@functools.cache
+def _encoder(form: CodedForm, sharding: NamedSharding) -> Any:
+    axes = axes_of(form, sharding)
+
+    def local(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = _coded.encode_rows(x, form)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        finite = jnp.isfinite(x)
+        exact = jnp.where(finite, x, 0).astype(wide)
+        lost = jnp.where(finite, x.astype(wide) - _own(rows, form).astype(wide), 0)
+        sums = jnp.stack([jnp.sum(lost**2), jnp.sum(exact**2)])
+        most = jnp.stack([jnp.max(jnp.abs(lost)), jnp.max(jnp.abs(exact))])
+        if axes:
+            sums = _collectives.all_reduce(sums, axes)
+            most = _collectives.all_reduce(most, axes, "max")
+        return rows, jnp.concatenate([sums, most])
+
+    return jax.jit(_over(sharding, local, _spec(form, sharding), (_rows_spec(sharding), P())))
+
+
+def decoded(rows: jax.Array, form: CodedForm, sharding: NamedSharding) -> jax.Array:
+    """Rows on the devices as the leaf, `[..., n, d]` with padding, each device its part; see `encoded`."""
+    x: jax.Array = _decoder(form, sharding)(rows)
+    return x
+
+
+@functools.cache
+def _decoder(form: CodedForm, sharding: NamedSharding) -> Any:
+    def local(rows: jax.Array) -> jax.Array:
+        return _own(rows, form)
+
+    return jax.jit(_over(sharding, local, _rows_spec(sharding), _spec(form, sharding)))
+
+
+def _own(rows: jax.Array, form: CodedForm) -> jax.Array:
+    """One device's rows, decoded."""
+    value = _coded.value_of(rows, form)
+    return _coded.decode_rows(rows, value)
+
+
+def axes_of(form: CodedForm, sharding: NamedSharding) -> tuple[str, ...]:
+    """The mesh axes over which the devices divide the rows."""
+    if form.rows_dim is None or form.rows_dim >= len(sharding.spec):
+        return ()
+    entry = sharding.spec[form.rows_dim]
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def plain_sharding(form: CodedForm, sharding: NamedSharding) -> NamedSharding:
+    """Where the leaf lies whose rows lie so, with padding, in the devices' memory."""
+    return NamedSharding(sharding.mesh, _spec(form, sharding))
+
+
+def _spec(form: CodedForm, sharding: NamedSharding) -> P:
+    axes = axes_of(form, sharding)
+    return P(*[None] * form.dim, axes) if axes and form.dim is not None else P()
+
+
+def _rows_spec(sharding: NamedSharding) -> P:
+    return sharding.spec
+
+
+def _over(sharding: NamedSharding, fn: Any, in_specs: P, out_specs: Any) -> Any:
+    return jax.shard_map(
+        fn, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a file of tiles says that it is, and what is said of one that is something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jzero._errors import StateError, message
+from jzero.offload.nvme._layout import TileLayout
+
+NOT_OVERWRITTEN = "Nothing was overwritten."
+
+
+class FileSpec(NamedTuple):
+    """What a file is to have.
+
+    Attributes:
+      layout: what lies where in its tiles.
+      identity: whose state it is, as a JSON value: paths, shapes and dtypes of leaves, mesh, device. A file
+        with another one is refused.
+      frozen: whether its tiles are written once, and are those of every step.
+      gradients: of each tile, the gradients that wait for its update; no tiles if none wait in files.
+    """
+
+    layout: TileLayout
+    identity: Any
+    frozen: bool = False
+    gradients: TileLayout = TileLayout(())
+
+    def about(self) -> bytes:
+        """All of it, as the text in the file."""
+        about = {"identity": self.identity, "tiles": _as_json(self.layout), "frozen": self.frozen}
+        if self.gradients.num_tiles:
+            about["gradients"] = _as_json(self.gradients)
+        return json.dumps(about, sort_keys=True).encode()
+
+
+def _as_json(layout: TileLayout) -> list[Any]:
+    return [[list(extent) for extent in tile] for tile in layout.tiles]
+
+
+def other_state(who: str, path: Path, there: Any, here: Any) -> StateError:
+    """What is said of a file that is `there`, where `here` is what was expected, both as in `about`."""
+    alike = all(there[key] == here[key] for key in ("identity", "frozen"))
+    if alike and {x[0] for x in _extents(there)} == {x[0] for x in _extents(here)}:
+        return _other_tiles(who, path, there, here)
+    return StateError(message(
+        who, f"{path} has another state: {difference(there, here)}",
+        f"Leaves, mesh and devices of state that is resumed are those that it had. {NOT_OVERWRITTEN}",
+        "Use another path, or restore a checkpoint, which any mesh can."))  # fmt: skip
+
+
+def _extents(about: Any) -> list[Any]:
+    return [extent for tile in about["tiles"] for extent in tile]
+
+
+def _other_tiles(who: str, path: Path, there: Any, here: Any) -> StateError:
+    def said(about: Any) -> str:
+        ends = [x[2] + x[3] for x in _extents(about)]
+        return f"up to {max(ends, default=0)} bytes, with{'' if 'gradients' in about else 'out'} gradients"
+
+    return StateError(message(
+        who, f"{path} has this state in tiles of {said(there)}; here they are of {said(here)}",
+        f"host_bytes and gradients say how state is cut into tiles. {NOT_OVERWRITTEN}",
+        "Use those of the run that made it, or restore a checkpoint into another path."))  # fmt: skip
+
+
+def difference(there: Any, here: Any, path: str = "") -> str:
+    """Where two JSON values differ first, in words."""
+    if isinstance(there, dict) and isinstance(here, dict) and there.keys() == here.keys():
+        pairs = [(f"{path}.{key}".lstrip("."), there[key], here[key]) for key in there]
+    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        pairs = [(f"{path}[{i}]", *both) for i, both in enumerate(zip(there, here, strict=True))]
+    else:
+        return f"{path} is {_short(there)} there, and {_short(here)} here"
+    return next(difference(x, y, name) for name, x, y in pairs if x != y)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether it pays that gathers and reductions travel as codes, over networks of several speeds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jzero._blocks import Blocks
+from jzero._errors import OptionError, message
+from jzero._quantities import readable_bits, readable_bytes, readable_flops, readable_rate
+from jzero._step import ShardedTrainStep
+from jzero.preflight._bandwidth import with_links
+from jzero.preflight._examined import Examined
+from jzero.preflight._schedule import Schedule, crosses_hosts, schedule_of
+from jzero.preflight._targets import Target, Topology
+from jzero.reports._lines import wrapped
+from jzero.reports._tables import Table
+from jzero.sharding.plan._options import Options
+
+_GBITS = (12.5, 25, 50, 100, 200, 400)
+
+
+class Wire(NamedTuple):
+    """In which codes a step's parameters and gradients travel.
+
+    Attributes:
+      name: as tables have it.
+      options: of `shard_train_step`.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+
+    @property
+    def written(self) -> str:
+        """The options, as they are written."""
+        return ", ".join(f"{name}={_written(value)}" for name, value in self.options.items())
+
+
+def formats(
+    data_axes: Mapping[str, int], topology: Topology, mesh: Mapping[str, int]
+) -> list[Wire]:
+    """Those that are compared: int8 first, and int4 where values travel least often and most slowly."""
+    axes = [name for name, size in data_axes.items() if size > 1]
+    between = [name for name in axes if crosses_hosts(mesh, name, topology)]
+    int8, int4 = Blocks("int8"), Blocks("int4", rotate=True)
+    gathers = {"gather_dtype": int8}
+    found = [
+        Wire("int8 gathers", gathers),
+        Wire("int8 gathers, reductions", {**gathers, "reduce_dtype": int8}),
+    ]
+    if between == axes:
+        found.append(Wire("int8, reductions int4", {**gathers, "reduce_dtype": int4}))
+    elif between:
+        hops = {name: int4 if name in between else int8 for name in axes}
+        found.append(Wire("int8, int4 between hosts", {**gathers, "reduce_dtype": hops}))
+    return found
+
+
+def rates_of(target: Target, topology: Topology) -> tuple[int, ...]:
+    """The speeds of a table, slowest first: of the network, and the target's own; or of the links alone."""
+    if topology.hosts == 1:
+        return (int(target.link_bandwidth),)
+    return tuple(sorted({*(int(x * 1e9 / 8) for x in _GBITS), int(target.network_bandwidth)}))
+
+
+class WireTime(NamedTuple):
+    """What a way to travel costs.
+
+    Attributes:
+      wire: which.
+      peak_bytes: on each device, of the step.
+      exposed: seconds of collectives that no product hides, at each speed, by the compiled schedule.
+      coding: seconds of its kernels and products beyond those of exact wires, which nothing hides: a model.
+      kernel_bytes: that its kernels read and write beyond those of exact wires.
+    """
+
+    wire: Wire
+    peak_bytes: int
+    exposed: tuple[float, ...]
+    coding: float
+    kernel_bytes: int
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of both, at each speed."""
+        return [exposed + self.coding for exposed in self.exposed]
+
+
+def time_of(
+    wire: Wire, peak_bytes: int, schedules: Sequence[Schedule], exact: Schedule, target: Target
+) -> WireTime:
+    """Its costs, by its schedules at each speed, and by one of exact wires.
+
+    Beyond exact wires its kernels take the time of their bytes in memory, and its products, which rotate
+    blocks, that of float32.
+    """
+    one = schedules[0]
+    nbytes = one.kernel_bytes - exact.kernel_bytes
+    operations = (one.product_seconds - exact.product_seconds) * target.bf16_flops
+    seconds = nbytes / target.memory_bandwidth + operations / target.f32_flops
+    return WireTime(wire, peak_bytes, tuple(s.exposed_seconds for s in schedules), seconds, nbytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class WireVerdict:
+    """Whether codes pay; `print` it.
+
+    Attributes:
+      rates: bytes per second of each device, slowest first: of the network between hosts; on one host, of its
+        links.
+      asked: which of them the target has.
+      target: whose memory and products the model has.
+      between_hosts: whether the rates are those of a network.
+      times: of each way to travel; exact wires first.
+      refused: names of ways that this step cannot take, and why.
+    """
+
+    rates: tuple[int, ...]
+    asked: int
+    target: Target
+    between_hosts: bool
+    times: tuple[WireTime, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def cheapest(self) -> WireTime:
+        """What takes least at the speed that is asked for; exact wires if codes gain nothing."""
+        return min(self.times, key=lambda x: x.seconds[self.asked])
+
+    @property
+    def pays(self) -> bool:
+        """Whether codes gain anything at the speed that is asked for."""
+        return self.cheapest is not self.times[0]
+
+    def pays_below(self, time: WireTime) -> float | None:
+        """The speed up to which codes gain, in bytes per second: infinite for all columns, None for none.
+
+        Between two columns both times are taken to be straight lines of the seconds that a byte takes.
+        """
+        gains = [x - y for x, y in zip(self.times[0].seconds, time.seconds, strict=True)]
+        at = next((i for i, gain in enumerate(gains) if gain <= 0), None)
+        if at is None:
+            return float("inf")
+        if at == 0:
+            return None
+        slow, fast = 1 / self.rates[at - 1], 1 / self.rates[at]
+        share = gains[at - 1] / (gains[at - 1] - gains[at])
+        return 1 / (slow + (fast - slow) * share)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Rates in bytes per second, times in seconds; `pays_below` is None for none of the rates."""
+        return {
+            "rates": list(self.rates),
+            "rate": self.rates[self.asked],
+            "between_hosts": self.between_hosts,
+            "pays": self.pays,
+            "cheapest": self.cheapest.wire.name,
+            "wires": [
+                {"name": x.wire.name, "options": x.wire.written, "peak_bytes": x.peak_bytes,
+                 "exposed_seconds": list(x.exposed), "coding_seconds": x.coding,
+                 "kernel_bytes": x.kernel_bytes, "seconds": x.seconds,
+                 "pays_below": _finite(self.pays_below(x)),
+                 "pays_at_all_rates": self.pays_below(x) == float("inf")} for x in self.times
+            ],
+            "refused": dict(self.refused),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """A table of times by speed, what follows of it, and what in it is a model."""
+        header = ("ms of a step over", *map(readable_bits, self.rates))
+        rows = [(x.wire.name, *(f"{1000 * s:.1f}" for s in x.seconds)) for x in self.times]
+        texts = [self._sentence(), *self._below(), *self._left_out(), self._model()]
+        return [*Table(header, rows).text(), *(line for t in texts for line in wrapped(t))]
+
+    def _sentence(self) -> str:
+        exact, best = self.times[0], self.cheapest
+        where = "between hosts" if self.between_hosts else "within a host"
+        at = f"At {readable_bits(self.rates[self.asked])} {where} for each device"
+        if self.pays:
+            return (
+                f"{at} codes pay: the cheapest take {_ms(best, self.asked)} where exact wires take "
+                f"{_ms(exact, self.asked)}. Write {best.wire.written}."
+            )
+        coded = min(self.times[1:], key=lambda x: x.seconds[self.asked], default=None)
+        if coded is None:
+            return f"{at} exact wires take {_ms(exact, self.asked)}."
+        return (
+            f"{at} codes do not pay: exact wires take {_ms(exact, self.asked)}, and the cheapest codes "
+            f"{_ms(coded, self.asked)}."
+        )
+
+    def _below(self) -> Iterator[str]:
+        for time in self.times[1:]:
+            below = self.pays_below(time)
+            if below is None:
+                where = "at none of these speeds"
+            elif below == float("inf"):
+                where = "at all of these speeds"
+            else:
+                where = f"below {readable_bits(float(f'{8 * below:.2g}') / 8)}"
+            yield f"{time.wire.written} pays {where}."
+
+    def _left_out(self) -> Iterator[str]:
+        for name, why in self.refused:
+            yield f"Not for this step: {name}. {why}"
+
+    def _model(self) -> str:
+        coding = ", ".join(
+            f"{1000 * x.coding:.1f} ms for {readable_bytes(max(x.kernel_bytes, 0))}"
+            for x in self.times[1:]
+        )
+        return (
+            "Compiled: the schedules, by which collectives hide or not, and the bytes of all kernels. "
+            f"A model: what codes take beside, {coding} more through memory at "
+            f"{readable_rate(self.target.memory_bandwidth)} and rotations at "
+            f"{readable_flops(self.target.f32_flops)}, hidden by nothing; and between columns, straight "
+            "lines. What codes do to the training is not in it."
+        )
+
+
+def check_wire(who: str, options: Options) -> None:
+    """Raises an `OptionError` for a step whose wires cannot be compared with exact ones."""
+    given = [
+        f"{name}={getattr(options, name)}"
+        for name, codes in (
+            ("gather_dtype", options.gather_dtype is not None),
+            ("reduce_dtype", options.reduces_codes),
+        )
+        if codes
+    ]
+    if given:
+        raise OptionError(message(
+            who, f"search_wire=True, and the step has {' and '.join(given)}",
+            "Codes are compared with the step's exact wires.",
+            f"Drop {' and '.join(x.split('=')[0] for x in given)} from the step, or drop search_wire."
+        ))  # fmt: skip
+    if options.stage == 0:
+        raise OptionError(message(
+            who, "search_wire=True and stage=0", "At stage 0 nothing travels as codes.",
+            "Use stage=1, 2 or 3, or drop search_wire."))  # fmt: skip
+
+
+def compare_wires(
+    step: ShardedTrainStep, compiled: Callable[[ShardedTrainStep], Examined], exact: Examined,
+    target: Target, topology: Topology,
+) -> WireVerdict:  # fmt: skip
+    """Compiles the step with each format of codes, and reads all schedules at all speeds.
+
+    Args:
+      step: with exact wires, on a mesh of the target.
+      compiled: what the compiler says of such a step.
+      exact: what it has said of this one.
+      target: with the bandwidths that were asked for.
+      topology: hosts, and devices on each.
+    """
+    mesh, rates = dict(step.mesh.shape), rates_of(target, topology)
+    links = "network_bandwidth" if topology.hosts > 1 else "link_bandwidth"
+    targets = [with_links(target, {links: rate}) for rate in rates]
+    wires = [Wire("exact", {}), *formats(step._programs.setting.axes, topology, mesh)]
+    times, refused = list[WireTime](), list[tuple[str, str]]()
+    base: Schedule | None = None
+    for wire in wires:
+        try:
+            found = compiled(step.with_wire(**wire.options)) if wire.options else exact
+        except OptionError as error:  # Without masters, below stage 3.
+            refused.append((wire.written, str(error).splitlines()[-1]))
+            continue
+        schedules = [schedule_of(found.programs, mesh, x, topology) for x in targets]
+        base = base or schedules[0]
+        times.append(time_of(wire, found.peak_bytes, schedules, base, target))
+    asked = rates.index(int(getattr(target, links)))
+    return WireVerdict(rates, asked, target, topology.hosts > 1, tuple(times), tuple(refused))
+
+
+def _ms(time: WireTime, at: int) -> str:
+    return f"{1000 * time.seconds[at]:.1f} ms"
+
+
+def _finite(x: float | None) -> float | None:
+    return None if x in (None, float("inf")) else x
+
+
+def _written(value: Any) -> str:
+    """`jzero.Blocks(jnp.int4, rotate=True)`, and `jnp.int8` for what it stands for."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_written(x)}" for name, x in value.items()) + "}"
+    dtype = f"jnp.{value.dtype}"
+    return f"jzero.Blocks({dtype}, rotate=True)" if value.rotate else dtype

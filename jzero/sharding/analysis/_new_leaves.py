@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which leaves of the new state a value becomes, along operations that pass on its dims.
+
+What is only scaled by a number, or chosen by one, follows from it in no dim: so updates that are clipped
+together, or skipped together, lead to one leaf each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from jzero.sharding.analysis import _rules
+from jzero.sharding.analysis._frames import Frame
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Var
+
+LeafSets = dict[Var, int]  # a set of leaves, as bits
+
+
+def new_leaves(frame: Frame, num: int, stops: Collection[int]) -> LeafSets:
+    """Of variables, which of the first `num` outputs they become; by no equation of `stops`, by index."""
+    found: LeafSets = {}
+    for i, var in enumerate(frame.jaxpr.outvars[:num]):
+        _add(found, var, 1 << i)
+    _note(frame, found, stops)
+    return found
+
+
+def told_apart(sets: Sequence[int]) -> list[int]:
+    """Sets without what is another one's only leaf: of {a, b} and {b}, {a} and {b}."""
+    while True:
+        taken = 0
+        for each in sets:
+            taken |= each if each.bit_count() == 1 else 0
+        fewer = [(each & ~taken) or each for each in sets]
+        if fewer == list(sets):
+            return fewer
+        sets = fewer
+
+
+def bits(leaves: int) -> Iterator[int]:
+    """The numbers in a set."""
+    return (i for i in range(leaves.bit_length()) if leaves >> i & 1)
+
+
+def _note(frame: Frame, found: LeafSets, stops: Collection[int]) -> None:
+    for i, eqn in reversed(list(enumerate(frame.jaxpr.eqns))):
+        if i in stops or frame.pass_of(eqn) is not None:
+            continue
+        outs = [found.get(out, 0) for out in eqn.outvars]
+        if not any(outs):
+            continue
+        children = frame.children.get(i, ())
+        if children and (eqn.primitive.name == "cond" or _jaxpr.call_parts(eqn) is not None):
+            for child in children:
+                inner: LeafSets = {}
+                for var, leaves in zip(child.jaxpr.outvars, outs, strict=True):
+                    _add(inner, var, leaves)
+                _note(child, inner, ())
+                operands = eqn.invars[len(eqn.invars) - len(child.jaxpr.invars) :]
+                for atom, var in zip(operands, child.jaxpr.invars, strict=True):
+                    _add(found, atom, inner.get(var, 0))
+            continue
+        for atom in eqn.invars:
+            for out, leaves in zip(eqn.outvars, outs, strict=True):
+                if leaves and _passes_on(eqn, atom, out):
+                    _add(found, atom, leaves)
+
+
+def _passes_on(eqn: Eqn, atom: Atom, out: Var) -> bool:
+    if min(getattr(atom.aval, "ndim", 0), getattr(out.aval, "ndim", 0)) < 2:
+        return False
+    rule = _rules.rule_for(eqn)
+    if rule is None:  # A loop may make anything of its operands.
+        loop = eqn.primitive.name in ("scan", "while") or eqn.primitive.name in _rules.IDENTITIES
+        return loop and atom.aval.shape == out.aval.shape
+    dims = next(d for a, d in zip(eqn.invars, rule.dims(eqn), strict=True) if a is atom)
+    return any(dim is not None for dim in dims)
+
+
+def _add(found: LeafSets, atom: Atom, leaves: int) -> None:
+    if leaves and not _jaxpr.is_literal(atom) and getattr(atom.aval, "ndim", 0) > 1:
+        found[atom] = found.get(atom, 0) | leaves

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regions: the parts of an update that need leaves whole, each the update of one matrix or of one stack.
+
+An operation without a rule (a product, an `eigh`) needs its operands whole. What is computed between two of
+them needs them, too: it would be cut, and gathered again at once. A region is such operations and all
+between them, as far as one value leads to the other. What stands before and after it runs on shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from jzero._components import grouped
+from jzero.sharding.analysis import _frames, _new_leaves, _rules
+from jzero.sharding.analysis._frames import Frame, variables
+from jzero.sharding.analysis._links import Links
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Var
+
+_DRAWS = ("random_", "threefry", "rng_")
+# What is made of nothing, or of keys: no operand of it is a matrix that would have to be whole.
+_MAKES = ("iota", *_DRAWS)
+# Nobody knows what they do, or to which of several matrices.
+_OPAQUE = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_call"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Equations of a frame that need leaves whole.
+
+    Attributes:
+      eqns: their indices, in order.
+      reads: what they read of others.
+      gives: what others read of them, or the frame returns.
+      sharded: for each of `reads`, the dim along which it is sharded, or None.
+      level: how many regions follow from each other up to this one.
+      leaves: for each of `gives`, the leaves that it becomes, for the report; several if nobody can tell.
+    """
+
+    eqns: tuple[int, ...]
+    reads: tuple[Var, ...]
+    gives: tuple[Var, ...]
+    sharded: tuple[int | None, ...]
+    leaves: tuple[tuple[str, ...], ...]
+    level: int = 0
+
+
+class Names(NamedTuple):
+    """What the leaves of the state are called, and which are parameters, by index."""
+
+    paths: tuple[str, ...]
+    params: frozenset[int]
+
+
+def find_regions(frame: Frame, links: Links, names: Names) -> list[Region]:
+    """The regions of a frame that read shards or make some, each as far as it is connected, in order."""
+    eqns = frame.jaxpr.eqns
+    plain = [_is_plain(frame, eqn) for eqn in eqns]
+    hard = [plain[i] and _needs_whole(frame, i, eqn) for i, eqn in enumerate(eqns)]
+    if not any(hard):
+        return []
+    constant = _constants(frame, plain)
+    inside = _between(eqns, plain, hard)
+    made = {out for i in inside for out in eqns[i].outvars}
+
+    def keys(index: int) -> Iterable[Hashable]:
+        read = variables(eqns[index].invars)
+        together = (v for v in read if v in made or (v.aval.ndim > 1 and v not in constant))
+        return [*eqns[index].outvars, *together]
+
+    readers = _readers(frame)
+    makers = {out: i for i, eqn in enumerate(eqns) for out in eqn.outvars}
+    found = []
+    for part in grouped(inside, keys):
+        eqns_of = _with_makers(frame, part, plain, constant, readers, makers)
+        region = _region(frame, links, eqns_of, readers)
+        if any(dim is not None for dim in region.sharded) or _matrices(region):
+            found.append(region)
+    return _with_leaves(frame, links, _with_levels(frame, found), names)
+
+
+def why_not_alone(frame: Frame, region: Region) -> str:
+    """Why no other device may run a region than all of them; '' if one may."""
+    if all(dim is None for dim in region.sharded):
+        if _frames.is_unreduced(frame, largest_read(region)):
+            return "its gradient is reduced whole, since only products and their like read it"
+        return "what it reads is whole on every device"
+    for eqn in _all_equations(frame, region):
+        name = eqn.primitive.name
+        if name.startswith(_DRAWS):
+            return "it draws random numbers"
+        if name in _OPAQUE:
+            return f"nobody knows what its {name} does"
+        if name in _frames.COLLECTIVES:
+            return f"the step's own {name} is part of it"
+    return ""
+
+
+def signature(frame: Frame, region: Region) -> Hashable:
+    """Equal for regions of one level that compute the same of other values of the same types."""
+    eqns = [frame.jaxpr.eqns[index] for index in region.eqns]
+    return region.level, region.sharded, _computes(region.reads, eqns, region.gives)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which equations.
+
+
+def _is_plain(frame: Frame, eqn: Eqn) -> bool:
+    """Whether the equation is of an update: the same on all devices, in no pass, and without effects."""
+    if frame.pass_of(eqn) is not None or _jaxpr.has_side_effects(eqn):
+        return False
+    return not any(frame.varies(atom) for atom in [*eqn.invars, *eqn.outvars])
+
+
+def _needs_whole(frame: Frame, index: int, eqn: Eqn) -> bool:
+    children = frame.children.get(index, ())
+    if not children:
+        return _is_hard(eqn)
+    inner = (each for child in children for each in child.walk())
+    return any(not f.children.get(i) and _is_hard(e) for f, i, e in inner)
+
+
+def _is_hard(eqn: Eqn) -> bool:
+    name = eqn.primitive.name
+    if name in _rules.IDENTITIES or name.startswith(_MAKES) or _rules.rule_for(eqn) is not None:
+        return False
+    return any(getattr(atom.aval, "ndim", 0) > 1 for atom in eqn.invars)
+
+
+def _constants(frame: Frame, plain: list[bool]) -> set[Var]:
+    """What is made of no leaf and no argument."""
+    found = set(frame.jaxpr.constvars)
+    for is_plain, eqn in zip(plain, frame.jaxpr.eqns, strict=True):
+        if is_plain and found.issuperset(variables(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
+
+
+def _between(eqns: list[Eqn], plain: list[bool], hard: list[bool]) -> list[int]:
+    """The hard ones, and the plain ones that read of one and are read by one."""
+    after: set[Var] = set()
+    follows = []
+    for i, eqn in enumerate(eqns):
+        follows.append(plain[i] and not after.isdisjoint(variables(eqn.invars)))
+        if hard[i] or follows[i]:
+            after.update(eqn.outvars)
+    before: set[Var] = set()
+    inside = []
+    for i, eqn in reversed(list(enumerate(eqns))):
+        leads = plain[i] and not before.isdisjoint(eqn.outvars)
+        if hard[i] or leads:
+            before.update(variables(eqn.invars))
+        if hard[i] or (leads and follows[i]):
+            inside.append(i)
+    return inside[::-1]
+
+
+def _readers(frame: Frame) -> dict[Var, set[int]]:
+    """Which equations read a variable, by index; the number of equations if it is returned."""
+    readers: dict[Var, set[int]] = {}
+    for i, atoms in enumerate([*(e.invars for e in frame.jaxpr.eqns), frame.jaxpr.outvars]):
+        for var in variables(atoms):
+            readers.setdefault(var, set()).add(i)
+    return readers
+
+
+def _with_makers(
+    frame: Frame, part: list[int], plain: list[bool], constant: set[Var], readers: dict[Var, set[int]],
+    makers: dict[Var, int],
+) -> list[int]:  # fmt: skip
+    """And what makes something for them alone of constants and of what they read anyway.
+
+    An identity each device makes for itself; of a gradient and its transpose it gets one.
+    """
+    eqns, inside = frame.jaxpr.eqns, set(part)
+    read = {v for i in part for v in variables(eqns[i].invars)}
+    due = [
+        -makers[v] for v in read if v in makers
+    ]  # the latest first: all that read it are known then
+    heapq.heapify(due)
+    while due:
+        i = -heapq.heappop(due)
+        eqn = eqns[i]
+        if i in inside or not plain[i]:
+            continue
+        operands = variables(eqn.invars)
+        matrices = {v for v in operands if v.aval.ndim > 1}
+        known = matrices <= read | constant and (matrices or constant.issuperset(eqn.outvars))
+        if known and set().union(*(readers.get(out, ()) for out in eqn.outvars)) <= inside:
+            inside.add(i)
+            read |= set(operands)
+            for var in operands:
+                if var in makers:
+                    heapq.heappush(due, -makers[var])
+    return sorted(inside)
+
+
+def _with_levels(frame: Frame, regions: list[Region]) -> list[Region]:
+    inside = {i: number for number, region in enumerate(regions) for i in region.eqns}
+    level: dict[Var, int] = {}
+    made: dict[Var, int] = {}  # in which region
+    found = [0] * len(regions)
+    for i, eqn in enumerate(frame.jaxpr.eqns):
+        mine = inside.get(i)
+        steps = (
+            level.get(var, 0) + (mine is not None and made.get(var) != mine)
+            for var in variables(eqn.invars)
+        )
+        here = max(steps, default=0)
+        level |= dict.fromkeys(eqn.outvars, here)
+        if mine is not None:
+            made |= dict.fromkeys(eqn.outvars, mine)
+            found[mine] = max(found[mine], here)
+    pairs = zip(regions, found, strict=True)
+    return [dataclasses.replace(region, level=number) for region, number in pairs]
+
+
+def _region(frame: Frame, links: Links, indices: list[int], readers: dict[Var, set[int]]) -> Region:
+    eqns = [frame.jaxpr.eqns[i] for i in indices]
+    made = {out for eqn in eqns for out in eqn.outvars}
+    reads = [v for v in variables(a for eqn in eqns for a in eqn.invars) if v not in made]
+    inside = set(indices)
+    gives = [out for eqn in eqns for out in eqn.outvars if readers.get(out, set()) - inside]
+    sharded = [links.sharded_dim(frame, var) for var in reads]
+    return Region(tuple(indices), tuple(reads), tuple(gives), tuple(sharded), ())
+
+
+def _with_leaves(frame: Frame, links: Links, regions: list[Region], names: Names) -> list[Region]:
+    """With the leaves whose new values they make: parameters, or else optimizer state."""
+    stops = {i for region in regions for i in region.eqns}
+    made = _new_leaves.new_leaves(frame, len(names.paths), stops)
+    params = sum(1 << i for i in names.params)
+    sets = [[made.get(var, 0) for var in region.gives] for region in regions]
+    sets = [
+        [(each & params) if any(s & params for s in row) else each for each in row] for row in sets
+    ]
+    # Of one matrix are those whose results all lead to the same leaves.
+    single = [n for n, row in enumerate(sets) if len({each for each in row if each}) == 1]
+    apart = _new_leaves.told_apart([max(sets[n]) for n in single])
+    for n, leaves in zip(single, apart, strict=True):
+        sets[n] = [leaves if each else 0 for each in sets[n]]
+    found, jaxpr_outs = [], frame.jaxpr.outvars
+    for region, row in zip(regions, sets, strict=True):
+        paths = tuple(tuple(names.paths[i] for i in _new_leaves.bits(each)) for each in row)
+        sharded = _sharded_reads(region)
+        rests = (jaxpr_outs[i] for each in row for i in _new_leaves.bits(each))
+        if not sharded and all(links.sharded_dim(frame, out) is None for out in rests):
+            continue
+        if not any(row):  # It makes no leaf: what it reads is one's.
+            read = max(sharded, key=lambda var: _rules.size_in_bytes(var.aval))
+            paths = ((links.leaf_of(frame, read),), *paths[1:])
+        found.append(dataclasses.replace(region, leaves=paths))
+    return found
+
+
+def largest_read(region: Region) -> Var:
+    """The matrix or stack that it updates: the largest that rests in shards, if any does."""
+    found = _sharded_reads(region) or _matrices(region)
+    return max(found, key=lambda var: _rules.size_in_bytes(var.aval))
+
+
+def _matrices(region: Region) -> list[Var]:
+    return [var for var in region.reads if var.aval.ndim > 1]
+
+
+def _sharded_reads(region: Region) -> list[Var]:
+    return [v for v, dim in zip(region.reads, region.sharded, strict=True) if dim is not None]
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether two regions compute the same.
+
+
+def _all_equations(frame: Frame, region: Region) -> Iterator[Eqn]:
+    """Those of a region, and those of the jaxprs inside them."""
+    for index in region.eqns:
+        yield frame.jaxpr.eqns[index]
+        for child in frame.children.get(index, ()):
+            yield from (eqn for _, _, eqn in child.walk())
+
+
+def _type(atom: Atom) -> Hashable:
+    aval = atom.aval
+    return getattr(aval, "shape", ()), str(aval.dtype), getattr(aval, "weak_type", False)
+
+
+def _computes(reads: Sequence[Var], eqns: Iterable[Eqn], gives: Sequence[Atom]) -> Hashable:
+    """What some equations compute, whatever their variables are called."""
+    places: dict[Var, tuple[int, ...]] = {var: (k,) for k, var in enumerate(reads)}
+
+    def place(atom: Atom) -> Hashable:
+        return _array(_jaxpr.literal(atom)) if _jaxpr.is_literal(atom) else places[atom]
+
+    rows: list[Hashable] = []
+    for number, eqn in enumerate(eqns):
+        ins = tuple(map(place, eqn.invars))
+        places |= {out: (number, k) for k, out in enumerate(eqn.outvars)}
+        params = tuple((name, _param(value)) for name, value in sorted(eqn.params.items()))
+        rows.append((eqn.primitive.name, params, ins, tuple(map(_type, eqn.outvars))))
+    return tuple(map(_type, reads)), tuple(rows), tuple(map(place, gives))
+
+
+def _param(value: object) -> Hashable:
+    if hasattr(value, "jaxpr") or hasattr(value, "eqns"):
+        jaxpr, consts = _jaxpr.open_jaxpr(value)
+        reads = [*jaxpr.constvars, *jaxpr.invars]
+        return tuple(map(_array, consts)), _computes(reads, jaxpr.eqns, jaxpr.outvars)
+    if isinstance(value, dict):
+        return tuple((str(name), _param(each)) for name, each in sorted(value.items()))
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_param, value))
+    # Functions and the like have their address in their text, and are like no other.
+    return _array(value) if isinstance(value, (np.ndarray, jax.Array)) else str(value)
+
+
+def _array(value: ArrayLike) -> Hashable:
+    array = np.asarray(value)
+    return array.shape, str(array.dtype), array.tobytes()
