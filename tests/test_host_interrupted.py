@@ -1,8 +1,10 @@
 """Ctrl-C in the middle of a step with state on the host: at every line of what runs there."""
 
+import ast
 import concurrent.futures
 import functools
 import linecache
+import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -157,3 +159,36 @@ def test_layers_that_are_interrupted_are_as_they_were_or_lost(stride):
         offload_params=jzero.PinnedHost(device_bytes=50000),
     )  # fmt: skip
     interrupted_everywhere(train_step, states_of_layers(train_step), stride)
+
+
+COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp
+GUARDS = re.compile(r"(UPDATING|BUFFERS|_?[Ll]ock|\w+Threads)\b")
+
+
+def written_in(nodes: list[ast.stmt]) -> Iterator[ast.AST]:
+    """What runs in the frame of these statements: nothing of functions and generators in them."""
+    todo: list[ast.AST] = [*nodes]
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.GeneratorExp)):
+            yield node
+            todo += ast.iter_child_nodes(node)
+
+
+def test_no_comprehension_where_a_lock_is_held():
+    """See [Note: locks and comprehensions]."""
+    package = pathlib.Path(jzero.__file__).parent
+    blocks = [
+        (path, node)
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.With)
+        and any(GUARDS.search(ast.unparse(item.context_expr)) for item in node.items)
+    ]
+    assert len(blocks) > 5
+    assert not [
+        f"{path.name}:{found.lineno}"
+        for path, block in blocks
+        for found in written_in(block.body)
+        if isinstance(found, COMPREHENSIONS)
+    ]

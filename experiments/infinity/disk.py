@@ -19,7 +19,6 @@ import argparse
 import collections
 import functools
 import itertools
-import json
 import os
 import shutil
 import threading

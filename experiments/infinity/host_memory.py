@@ -10,13 +10,14 @@ Buffers have the same sizes in both. Prints a table in Markdown, writes <date>-h
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from experiments.shared import records
 
 # ---------------------------------------------------------------------------------------------
 WIDTH, LAYERS, BUFFERS, WINDOW = 512, (64, 192), 2**24, 2**22
@@ -120,8 +121,6 @@ def main() -> None:
     if args.way:
         train(args.way, args.layers[0])
         return
-    from experiments.shared import records
-
     few, many = args.layers
     rows = []
     for way in WAYS:

@@ -11,7 +11,6 @@ Markdown, writes <date>-kills.json.
 
 import argparse
 import collections
-import json
 import os
 import tempfile
 from pathlib import Path

@@ -10,7 +10,6 @@ products run at their peak. Prints tables in Markdown, writes <date>-schedule.js
 
 import argparse
 import dataclasses
-import json
 import os
 import time
 from pathlib import Path

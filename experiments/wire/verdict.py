@@ -9,7 +9,6 @@ device, by a model: `jzero.preflight(..., search_wire=True)`. Prints its text, w
 """
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any

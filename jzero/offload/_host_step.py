@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -35,6 +35,8 @@ from jzero.tracing import _call
 WHO = _call.WHO
 # An engine is one call's at a time, and the processors are everybody's. Reentrant: a signal's handler that
 # calls in the middle of an update is refused (`HostUpdate.prepare`), and does not wait for ever.
+# [Note: locks and comprehensions] No comprehension is written where a lock is held, but in functions called
+# from there: in Python 3.13.0 Ctrl-C in one leaves the `with` or `try` around it without its end.
 UPDATING = threading.RLock()
 
 
@@ -275,7 +277,7 @@ class HostStep:
             if (
                 job and self._streamed
             ):  # JAX copies what is not its own, as NumPy's memory; all is there.
-                job.step.prepare([hosted.get(i, x) for i, x in enumerate(state)], reads)
+                job.step.prepare(with_new(state, hosted), reads)
             if early:
                 early.finish()
                 hosted |= early.made
@@ -317,7 +319,7 @@ class HostStep:
             hosted = self._taken(state, None, num_steps)
             for chunk in self.updating(state):
                 made |= chunk
-        return [hosted.get(i, made.get(i, x)) for i, x in enumerate(state)]
+        return with_new(state, made | hosted)
 
     def _history(self, state: Sequence[Any]) -> tuple[Pending | None, int]:
         """What is pending, and how many steps the state has behind it since it was placed."""
@@ -401,6 +403,11 @@ class HostStep:
         early = self._early.leaves if self._early else ()
         hosted = {i: state[i].renewed(pending, num_steps) for i in self._hosted if i not in early}
         return hosted | {i: renewed(state[i]) for i in self._streamed if i not in early}
+
+
+def with_new(state: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:
+    """The leaves, with the new ones in their places; see [Note: locks and comprehensions]."""
+    return [new.get(i, x) for i, x in enumerate(state)]
 
 
 def _to_host(run: Callable[..., Any], places: Sequence[NamedSharding]) -> Callable[..., Any]:

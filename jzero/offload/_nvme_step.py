@@ -18,7 +18,7 @@ from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
 from jzero._quantities import readable_bytes
 from jzero.offload._file_layout import identity_of, layout_to_read
 from jzero.offload._gradient_writes import PARTS, GradientWrites, buffer_sizes
-from jzero.offload._host_step import UPDATING, HostStep
+from jzero.offload._host_step import UPDATING, HostStep, with_new
 from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.kernels._tiled_update import TiledUpdate, inputs_in_tiles, untiled
@@ -275,24 +275,32 @@ class NVMeStep(HostStep):
         self.wait(state, reads)
         with UPDATING, BUFFERS:
             made |= self._update_on_devices(values, stays)
-            engine = self._engine_of(state)
-            engine.prepare_tiles(
-                [reads[var] for var in self.host.reads], self._pinned_leaves(state, engine)
-            )
-            # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
-            hosted = {i: renewed(state[i]) for i in self._pinned}
-            if hosted:  # JAX copies what is not its own, as NumPy's memory.
-                there = [hosted.get(i, x) for i, x in enumerate(state)]
-                engine.prepare_tiles(
-                    [reads[var] for var in self.host.reads], self._pinned_leaves(there, engine)
-                )
-            new = [made.get(i, x) for i, x in enumerate(state)]
-            made |= self._swept(engine, store, state, self.spec.counter(new))
+            hosted = self._updated(store, state, reads, made)
         hosted |= {i: state[i].renewed() for i in self._hosted}
         for i in {*made}:
             if i < len(state):
                 state[i].delete()
         return self._segments.in_order(made | hosted, state)
+
+    def _updated(
+        self,
+        store: NVMeStore,
+        state: Sequence[Any],
+        reads: Mapping[Var, jax.Array],
+        made: dict[int, jax.Array],
+    ) -> dict[int, Any]:
+        """The new leaves in pinned memory; what the update makes for the devices joins `made`."""
+        engine = self._engine_of(state)
+        arrived = [reads[var] for var in self.host.reads]
+        engine.prepare_tiles(arrived, self._pinned_leaves(state, engine))
+        # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
+        hosted = {i: renewed(state[i]) for i in self._pinned}
+        if hosted:  # JAX copies what is not its own, as NumPy's memory.
+            there = with_new(state, hosted)
+            engine.prepare_tiles(arrived, self._pinned_leaves(there, engine))
+        counter = self.spec.counter(with_new(state, made))
+        made |= self._swept(engine, store, state, counter)
+        return hosted
 
     def _written(
         self, store: NVMeStore, state: Sequence[Any], values: Values
@@ -306,13 +314,18 @@ class NVMeStep(HostStep):
         buffers = buffers or [pages(size) for size in self._buffer_sizes]
         with ReadThreads(buffers) as threads:
             writes = GradientWrites(store, self._gradient_names, devices, threads)
-            _, (sent, handed) = self._gradients(None, values, 0, writes.on_arrival)
-            rest = {v: x for v, x in zip(self._sent, sent, strict=True) if v in self._waiting}
-            writes.rest({v: x for v, x in rest.items() if x is not None})
-            writes.end()
+            sent, handed = self._sent_and_written(values, writes)
         self._writing = buffers
-        return [None if v in self._waiting else x
-                for v, x in zip(self._sent, sent, strict=True)], handed  # fmt: skip
+        return sent, handed
+
+    def _sent_and_written(self, values: Values, writes: GradientWrites) -> tuple[list[Any], Any]:
+        """As `_written`, once there are threads."""
+        _, (sent, handed) = self._gradients(None, values, 0, writes.on_arrival)
+        found = dict(zip(self._sent, sent, strict=True))
+        waiting = self._waiting
+        writes.rest({v: x for v, x in found.items() if v in waiting and x is not None})
+        writes.end()
+        return [None if v in waiting else x for v, x in found.items()], handed
 
     def _pinned_leaves(self, state: Sequence[Any], engine: TiledEngine) -> dict[int, PinnedLeaf]:
         """Parameters in pinned memory, by their place among the host's leaves."""
