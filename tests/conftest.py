@@ -61,6 +61,10 @@ if not os.environ.get("JZERO_TEST_GPU"):
 # JAX makes objects by the million, few of them in circles: looking for these is 6 % of a trace and compile.
 gc.set_threshold(20_000, 20)
 
+# Tests start many processes: each would compile all of jzero's modules anew, which is half a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # readline tells the processes that pytest-xdist starts how wide the terminal is.
 os.environ.pop("COLUMNS", None)
 

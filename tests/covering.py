@@ -1,16 +1,36 @@
-"""Which of a test's cases run by default: as few as have every value, or every pair of values.
+"""Which of a test's cases run by default: as few as have every value, or every other one of many alike.
 
 `@pytest.mark.covering` above a test with several parametrizations marks as slow all but some cases, in which
 each value of each argument occurs at least once; `@pytest.mark.covering(pairs=["a", "b"])` keeps each pair of
-values of these arguments that is among the cases, too. `-m ""` runs all of them, and whoever names a case
-gets it.
+values of these arguments that is among the cases, too.
+
+`@pytest.mark.alternating` shares the cases that are left between JAX before 0.11 and newer releases: each case
+runs by default with one of the two, as its name's checksum says, so that `make test` and `make test-newest`
+together run all of them. It is for tables whose cases prove one statement of different examples, in code that
+does not ask which release runs it.
+
+`-m ""` runs all cases with either release, and whoever names a case gets it.
 """
 
+import importlib.metadata
 import itertools
+import zlib
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
+
+
+NEWER = importlib.metadata.version("jax") >= "0.11"
+
+
+def of_this_release(names: Sequence[str], newer: bool = NEWER) -> list[int]:
+    """Indices of the names that are this release's; at least one of them.
+
+    By a checksum and not by position: should a release lack a case, the others stay where they are.
+    """
+    found = [i for i, name in enumerate(names) if zlib.crc32(name.encode()) % 2 == newer]
+    return found or [0]
 
 
 def chosen(cases: Sequence[Mapping[str, Any]], pairs: Collection[str] = ()) -> list[int]:
@@ -29,19 +49,21 @@ def chosen(cases: Sequence[Mapping[str, Any]], pairs: Collection[str] = ()) -> l
 
 
 def mark(items: Sequence[pytest.Item]) -> None:
-    """Marks as slow what covers nothing; what is slow already stands for nothing."""
+    """Marks as slow what covers nothing, and what is another release's; what is slow already stands for nothing."""
     tests: dict[tuple[Any, ...], list[pytest.Function]] = {}
     for item in items:
-        if not isinstance(item, pytest.Function) or item.get_closest_marker("slow"):
-            continue
-        if item.get_closest_marker("covering") and hasattr(item, "callspec"):
-            tests.setdefault((item.path, item.originalname), []).append(item)
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            if not item.get_closest_marker("slow"):
+                tests.setdefault((item.path, item.originalname), []).append(item)
     for cases in tests.values():
-        covering = cases[0].get_closest_marker("covering")
-        assert covering
-        kept = chosen([case.callspec.params for case in cases], **covering.kwargs)
-        for i, case in enumerate(cases):
-            if i not in kept:
+        kept = cases
+        if covering := cases[0].get_closest_marker("covering"):
+            indices = chosen([case.callspec.params for case in cases], **covering.kwargs)
+            kept = [cases[i] for i in indices]
+        if cases[0].get_closest_marker("alternating"):
+            kept = [kept[i] for i in of_this_release([case.name for case in kept])]
+        for case in cases:
+            if case not in kept:
                 case.add_marker("slow")
 
 

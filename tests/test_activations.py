@@ -149,6 +149,7 @@ def test_on_fewer_devices(scan, recompute, num, stage):
     moves(scan, recompute, {"data": num}, stage=stage)
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @two_written
 @pytest.mark.parametrize(
@@ -168,6 +169,7 @@ def test_with_other_options(scan, recompute, options):
     moves(scan, recompute, **options)
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name", [*(pytest.param(name, marks=pytest.mark.slow)
                for name in ("transformer_scan_remat", "lstm", "dropout_typed_key", "nnx_mutating", "maml")),

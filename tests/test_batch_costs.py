@@ -643,6 +643,7 @@ STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize("name", STEPS)
 def test_they_train_as_on_one_device(name, monkeypatch):
     for size, value in SMALL_SIZES.items():

@@ -26,6 +26,7 @@ from jax import lax, random
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+import covering
 import jzero
 from jzero.sharding.batch import _localize, _rows
 from jzero.sharding.batch._rows import FULL, Rows
@@ -35,6 +36,7 @@ DEVICES = 4
 # Sizes of the dims that hold rows. Dealt out, the devices have two blocks each, and all dims are of one size;
 # in a square they are too, so that rows of one dim can be exchanged for rows of another.
 LAYOUTS = {"contiguous": (8, 4), "dealt": (8, 8), "padded": (5, 7), "few": (3, 2), "square": (8, 8)}
+# Each place has one of the two with each of JAX's releases.
 TWO_LAYOUTS = (("contiguous", "padded"), ("dealt", "few"), ("square", "padded"))
 OTHERS = (3, 6, 4, 9, 5, 7)  # sizes of the rest, in their order
 
@@ -795,8 +797,8 @@ def by_default(names):
 
 @pytest.mark.parametrize("name", list(by_default(CASES)))
 def test_rows_of_one_argument(name):
-    """Every place has a layout that divides it and one that does not; which ones, goes round."""
-    check_one(CASES[name], lambda i, layout: layout in TWO_LAYOUTS[i % 3])
+    """Every place has a layout, of five; a newer release of JAX has those that divide it where an older one has not."""
+    check_one(CASES[name], lambda i, layout: layout == TWO_LAYOUTS[i % 3][(i + covering.NEWER) % 2])
 
 
 @pytest.mark.slow
@@ -823,6 +825,7 @@ def pairs_of(case: Case) -> list[tuple[Place, Place]]:
 TWO = [name for name, case in CASES.items() if pairs_of(case)]
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize("name", list(by_default(TWO)))
 def test_rows_of_two_arguments(name):
     """Every third pair of places, in one layout."""

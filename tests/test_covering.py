@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from covering import chosen
+from covering import chosen, of_this_release
 
 CASES = [
     {"a": a, "b": b, "c": c} for a, b, c in itertools.product(range(4), "xyz", [None, {"k": 1}])
@@ -27,6 +27,25 @@ def test_every_pair_occurs():
 
 def test_one_case_is_kept():
     assert chosen(CASES[5:6]) == [0]
+
+
+def test_each_name_is_of_one_release():
+    names = [f"test[{i}]" for i in range(100)]
+    older, newer = (of_this_release(names, release) for release in (False, True))
+    assert sorted([*older, *newer]) == list(range(100))
+    assert min(len(older), len(newer)) > 35
+    assert of_this_release(names[50:], newer=False) == [i - 50 for i in older if i >= 50]
+
+
+def test_one_name_is_of_both_releases():
+    assert of_this_release(["test[0]"], newer=False) == of_this_release(["test[0]"], newer=True)
+
+
+@pytest.mark.alternating
+@pytest.mark.parametrize("a", range(8))
+def test_cases_alternate(a, request):
+    ours = of_this_release([f"test_cases_alternate[{i}]" for i in range(8)])
+    assert (request.node.get_closest_marker("slow") is None) == (a in ours)
 
 
 @pytest.mark.covering(pairs=["a"])

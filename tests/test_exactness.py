@@ -50,6 +50,7 @@ def marked(name):
     return pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow)
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize("name", list(map(marked, exactness.NAMES)))
 def test_trains_as_on_one_device(name):
     axes = (8 // exactness.get(name).automatic,)

@@ -188,6 +188,7 @@ def nested_in(eval_step, *args):
 # -- equal to one device ---------------------------------------------------------------------------
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @pytest.mark.parametrize("num", [1, 2, 4, 8])
 @pytest.mark.parametrize(
@@ -380,6 +381,7 @@ def trained(num=4, **options):
     return train_step, state
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize("offload", [jzero.NoOffload(), jzero.HostCPU(), jzero.PinnedHost(2**20)])
 def test_the_state_of_a_train_step_is_read_where_it_rests(offload):
     train_step, state = trained(offload=offload)

@@ -183,6 +183,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @pytest.mark.parametrize("most", [1, 2**20], ids=("each apart", "together"))
 @pytest.mark.parametrize("name", CASES)

@@ -34,6 +34,7 @@ def test_it_trains_what_one_device_trains(scan, update, num):
     )
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
@@ -58,6 +59,7 @@ ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
 LAYER_MAJOR = {"accumulate": 2, "layer_major": True}
 
 
+@pytest.mark.alternating
 @pytest.mark.covering(pairs=["scan", "tx"])
 @pytest.mark.parametrize(
     "options",
@@ -109,6 +111,7 @@ BY_DEFAULT = {
 }  # fmt: skip
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name",
     [

@@ -237,6 +237,7 @@ def disk_with_state(tmp_path_factory) -> pathlib.Path:
     return folder / "disk"
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize("part", range(8))
 def test_a_power_cut(part, disk_with_state, children, tmp_path):
     """The step that is there is whole; an ended one is there."""

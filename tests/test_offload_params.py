@@ -123,6 +123,7 @@ BY_DEFAULT = {
 }  # fmt: skip
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name",
     [
@@ -160,6 +161,7 @@ def test_an_optimizer_without_state(scan):
     check(scan, clipped=False)
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @pytest.mark.parametrize(
     "options",

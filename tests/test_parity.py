@@ -41,6 +41,7 @@ def settings():
                 yield pytest.param(name, stage, num_devices, marks=marks, id=setting)
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize(("name", "stage", "num_devices"), list(settings()))
 def test_trains_as_on_one_device(name, stage, num_devices):
     parity.check(
@@ -48,6 +49,7 @@ def test_trains_as_on_one_device(name, stage, num_devices):
     )
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name",
     [
