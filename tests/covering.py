@@ -4,10 +4,13 @@
 each value of each argument occurs at least once; `@pytest.mark.covering(pairs=["a", "b"])` keeps each pair of
 values of these arguments that is among the cases, too.
 
-`@pytest.mark.alternating` shares the cases that are left between JAX before 0.11 and newer releases: each case
+`@pytest.mark.alternating` shares the cases that are left between JAX before 0.11 and newer releases: each
 runs by default with one of the two, as its name's checksum says, so that `make test` and `make test-newest`
-together run all of them. It is for tables whose cases prove one statement of different examples, in code that
-does not ask which release runs it.
+together run all of them. It is for tables whose cases prove one statement of different examples, in code
+that does not ask which release runs it.
+
+What `@pytest.mark.one_release` marks runs by default with the older releases only: it reads files, computes
+without JAX, or runs a script of an experiment.
 
 `-m ""` runs all cases with either release, and whoever names a case gets it.
 """
@@ -19,7 +22,6 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
-
 
 NEWER = importlib.metadata.version("jax") >= "0.11"
 
@@ -49,7 +51,10 @@ def chosen(cases: Sequence[Mapping[str, Any]], pairs: Collection[str] = ()) -> l
 
 
 def mark(items: Sequence[pytest.Item]) -> None:
-    """Marks as slow what covers nothing, and what is another release's; what is slow already stands for nothing."""
+    """Marks as slow what covers nothing, and what the other release runs; what is slow stands for nothing."""
+    for item in items:
+        if NEWER and item.get_closest_marker("one_release"):
+            item.add_marker("slow")
     tests: dict[tuple[Any, ...], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):

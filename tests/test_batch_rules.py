@@ -797,7 +797,7 @@ def by_default(names):
 
 @pytest.mark.parametrize("name", list(by_default(CASES)))
 def test_rows_of_one_argument(name):
-    """Every place has a layout, of five; a newer release of JAX has those that divide it where an older one has not."""
+    """Each of JAX's two releases has one of a layout that divides the place and one that does not."""
     check_one(CASES[name], lambda i, layout: layout == TWO_LAYOUTS[i % 3][(i + covering.NEWER) % 2])
 
 

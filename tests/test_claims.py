@@ -6,6 +6,8 @@ import runpy
 
 import pytest
 
+pytestmark = pytest.mark.one_release
+
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = runpy.run_path(str(ROOT / "docs" / "claims.py"))
 PAGE = """\

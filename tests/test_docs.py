@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytestmark = pytest.mark.one_release
+
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [

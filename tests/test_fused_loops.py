@@ -126,6 +126,7 @@ SINKING = {
 }  # fmt: skip
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", SINKING)
@@ -256,6 +257,7 @@ def gradients(w, x, reverse=True):
     return lax.scan(lambda x, w: (jnp.sin(x) + w, jnp.cos(x) * w), x, w, reverse=reverse)
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", ABSORBED)
@@ -504,6 +506,7 @@ def test_loops_over_something_else_stay_as_they_are():
     assert "debug_print" in str(found.new) or "debug_callback" in str(found.new)
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     "seed", [pytest.param(i, marks=pytest.mark.slow if i >= 12 else ()) for i in range(30)]
 )

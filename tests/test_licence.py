@@ -9,6 +9,8 @@ import tomllib
 
 import pytest
 
+pytestmark = pytest.mark.one_release
+
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / ".ci" / "licence"
 LICENCE = runpy.run_path(str(SCRIPT))

@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.one_release
+
 TESTS = pathlib.Path(__file__).parent
 SOURCES = {
     path.relative_to(TESTS.parent).as_posix(): path.read_text()

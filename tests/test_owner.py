@@ -183,6 +183,7 @@ def short(path: str) -> str:
 # -- the same training -----------------------------------------------------------------------------
 
 
+@pytest.mark.alternating
 @pytest.mark.covering(pairs=["optimizer", "make"])
 @pytest.mark.parametrize("make", [separate, stacked], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("optimizer", [muon, shampoo, soap], ids=lambda make: make.__name__)

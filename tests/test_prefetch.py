@@ -58,6 +58,7 @@ def assert_close(actual, expected):
         assert jnp.allclose(jnp.asarray(a), jnp.asarray(b), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @pytest.mark.parametrize(("sizes", "num_layers"), [((8,), 1), ((8,), 2), ((8,), 5), ((2, 2), 3)])
 @pytest.mark.parametrize("reverse", [False, True])

@@ -1,6 +1,7 @@
 """Several processes on one machine: one training, one program, one end. All of them are real."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -25,6 +26,8 @@ DEADLINE = 240  # seconds; a run takes about ten, on an idle machine
 # Not the settings of conftest.py. Over gloo no scheduler may be chosen: processes would call
 # collectives in different orders (docs/facts-processes.md).
 COMPILES_FAST = "--xla_cpu_parallel_codegen_split_count=1"
+if importlib.metadata.version("jax") < "0.11":
+    COMPILES_FAST += " --xla_cpu_use_fusion_emitters=false"
 ENVIRONMENT = {
     "PATH": os.environ["PATH"],
     "PYTHONPATH": os.environ.get("PYTHONPATH", ""),

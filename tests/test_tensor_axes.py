@@ -83,6 +83,7 @@ def sharded(stage, data=4, model=2, **options):
     )
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

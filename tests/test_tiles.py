@@ -174,6 +174,7 @@ def check(name, mesh, tile_bytes=TILE, **options):
     )  # fmt: skip
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("mesh", ["2", "8"])
@@ -188,6 +189,7 @@ def test_tiles_of_any_size(name, tile_bytes):
     check(name, "4", tile_bytes)
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @pytest.mark.parametrize(
     ("mesh", "options"),
