@@ -71,6 +71,7 @@ def sample(num):
     return found
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize(("name", "setting"), sample(5), ids=str)
 def test_trains_so_in_other_settings(name, setting):
     assert verdict(name, setting) is None

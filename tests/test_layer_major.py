@@ -184,6 +184,7 @@ def expected(loss_fn, scan):
     return found
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @pytest.mark.parametrize(
     ("loss_fn", "loops"), [(divided_by_a_count, 2), (contrastive, 3), (tied, 1)]

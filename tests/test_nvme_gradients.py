@@ -38,6 +38,7 @@ BESIDE = {
 # -- the same training -----------------------------------------------------------------------------
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     ("axes", "scan", "options"),
     [

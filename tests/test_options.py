@@ -107,6 +107,7 @@ def check(name, axes, **options):
     parity.check(name, axes, functools.partial(small.shard_train_step, **options), options)
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
@@ -132,6 +133,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in ENTRIES],
