@@ -140,6 +140,7 @@ def test_trains_as_one_device_does(scan, recompute, stage):
     moves(scan, recompute, stage=stage)
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @two_written
 @pytest.mark.parametrize(
@@ -302,6 +303,7 @@ def test_beside_parameters_on_the_host(scan, recompute, update):
     check(scan, recompute, **BOTH, **UPDATES[update])
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @two_written
 @pytest.mark.parametrize("num", [1, 2, 4])
@@ -344,6 +346,7 @@ def test_policies_of_the_step_beside_parameters(scan, recompute):
         assert layered(train_step)._cut.waiting
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize(
     "name", ["mixed_bf16", "sam", "microbatch_scan",
              *(pytest.param(name, marks=pytest.mark.slow)
@@ -458,6 +461,7 @@ def test_policies_of_the_step(scan, recompute, stage):
     ).movements  # No rows are gathered for it.
 
 
+@pytest.mark.alternating
 @pytest.mark.covering
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize(

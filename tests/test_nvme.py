@@ -83,6 +83,7 @@ def test_settings_train_as_on_one_device(axes: Any, options: Any, tmp_path: Path
     parity.check("mlp", axes, sharded, options)
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize("name", list(some(step_names(), STEPS_BY_DEFAULT)))
 def test_steps_train_as_on_one_device(name: str, tmp_path: Path):
     parity.check(
