@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import covering
 import jzero
 import nvme_state
 from interrupting import interruption
@@ -275,12 +276,15 @@ class InterruptedSweep:
         return self._line
 
 
-@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [34, pytest.param(1, marks=pytest.mark.slow)])
 def test_interrupted_at_every_line(every, tmp_path):
-    """No thread and no buffer is lost, the next step works, and the state is of one step or the next."""
+    """No thread and no buffer is lost, the next step works, and the state is of one step or the next.
+
+    By default with each of JAX's two releases at other lines: together they are every seventeenth.
+    """
     threads, ring, where, committed = _thread._count(), new_ring(), set(), 0
     with made(tmp_path) as files:
-        for at in range(0, 10_000, every):
+        for number, at in enumerate(range(every // 2 * covering.NEWER, 10_000, every)):
             before = nvme_state.step_of(files)
             interrupted = InterruptedSweep(at)
             if not interrupted(lambda: nvme_state.train(files, ring)):
@@ -288,7 +292,7 @@ def test_interrupted_at_every_line(every, tmp_path):
             where.add(interrupted.where)
             files.abort()
             gc.collect()
-            if at % (20 * every) == 0:
+            if number % 20 == 0:
                 check(files, before + (files.step != before))
             committed += files.step != before
             with sweep(files.tiles(), ring, files.read) as visits:
@@ -296,7 +300,7 @@ def test_interrupted_at_every_line(every, tmp_path):
             assert ring.owner is None
         check(files, before + 1)
     assert at > 500
-    assert sum("_sweep.py" in name for name in where) > (50 if every == 1 else 8)
+    assert sum("_sweep.py" in name for name in where) > (50 if every == 1 else 3)
     assert committed < 5  # Of the last lines of commit only.
     deadline = time.monotonic() + 5
     while _thread._count() > threads and time.monotonic() < deadline:
