@@ -10,7 +10,7 @@ import pytest
 
 import programs
 import small
-from jzero.sharding.run import _collectives, _queue
+from jzero.sharding.run import _collectives, _queue, _turns
 from jzero.testing import assert_same_training
 from jzero.tracing import _jaxpr
 
@@ -150,14 +150,14 @@ def walk(jaxpr):
 
 def carried_gathers(jaxpr):
     """Bytes of gathered values that each loop hands to its next turn, for loops that hand any."""
-    found = []
-    for _, eqn in walk(jaxpr):
-        if eqn.primitive.name == "scan":
-            body = _jaxpr.scan_parts(eqn).body
-            outs = {v for e in body.eqns if _collectives.is_gather(e) for v in e.outvars}
-            sizes = [v.aval.size * v.aval.dtype.itemsize for v in body.outvars if v in outs]
-            found += [sum(sizes)] if sizes else []
-    return found
+    scans = [eqn for _, eqn in walk(jaxpr) if eqn.primitive.name == "scan"]
+    return [nbytes for nbytes in map(carried_bytes, scans) if nbytes]
+
+
+def carried_bytes(scan):
+    body = _jaxpr.scan_parts(scan).body
+    outs = {v for e in body.eqns if _collectives.is_gather(e) for v in e.outvars}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in body.outvars if v in outs)
 
 
 @pytest.mark.covering(pairs=["remat", "prefetch_bytes"])
@@ -212,6 +212,44 @@ def test_a_backward_loop_begins_when_its_carry_is_there():
             makers = {v: e.primitive.name for e in outer.eqns for v in e.outvars}
             found += [makers[x] == "optimization_barrier" for x in first]
     assert found == [False, True]  # of the forward loop, and of the backward one
+
+
+def calls_behind_gathers(body):
+    """For each gather that a turn makes for the next: whether a call with matrix products is behind it."""
+    behind: dict = {}
+    found = []
+    for eqn in body.eqns:
+        waits = any(behind.get(a) for a in eqn.invars if not _jaxpr.is_literal(a))
+        if _collectives.is_gather(eqn) and any(v in body.outvars for v in eqn.outvars):
+            found.append(waits)
+        for inner in _jaxpr.inner_jaxprs(eqn):
+            names = {e.primitive.name for _, e in walk(_jaxpr.open_jaxpr(inner)[0])}
+            waits = waits or "dot_general" in names
+        behind |= dict.fromkeys(eqn.outvars, waits)
+    return found
+
+
+@pytest.mark.parametrize("products_take_longer", [False, True])
+def test_a_turn_gathers_for_the_next_one_when_it_has_gathered_for_itself(
+    products_take_longer, monkeypatch
+):
+    """In the backward loop, where collectives take longer than products."""
+    if products_take_longer:
+        monkeypatch.setattr(_turns, "BALANCE", 0)
+    step = functools.partial(stacked_step, remat=True)
+    state, x = stacked_state(5), jax.random.normal(jax.random.key(1), (16, 16))
+    # `scale` and `up` are gathered a turn before, `down` in its own.
+    train_step = small.shard_train_step(step, mesh=mesh_of(8), prefetch_bytes=4 * (16 + 512))
+    expected = jax.jit(step)(state, x)
+    assert_close(train_step(train_step.shard(state, x), x), expected)
+    jaxpr = _jaxpr.open_jaxpr(jax.make_jaxpr(train_step)(state, x))[0]
+    forward, backward = (
+        calls_behind_gathers(_jaxpr.scan_parts(eqn).body)
+        for _, eqn in walk(jaxpr)
+        if eqn.primitive.name == "scan" and carried_bytes(eqn)
+    )
+    assert forward == [False, False]
+    assert backward == [not products_take_longer] * 2
 
 
 def test_a_loop_that_is_unrolled_is_left_alone():

@@ -83,6 +83,11 @@ def is_literal(atom: Atom) -> TypeIs[Literal]:
     return isinstance(atom, core.Literal)
 
 
+def is_dropped(var: Var) -> bool:
+    """Whether nothing reads what the equation gives there."""
+    return isinstance(var, core.DropVar)
+
+
 def variable(atom: Atom) -> Var:
     """`atom`, of which is known that it is no literal."""
     assert not is_literal(atom), atom

@@ -7,7 +7,7 @@ of its gathers, and every product of the body waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.run import _collectives, _memory_spaces
 from jzero.sharding.run._queue import PRODUCTS, GatherQueue, not_before, token_of
+from jzero.sharding.run._turns import latest_use, nbytes
 from jzero.sharding.run._values import Arrays
 from jzero.tracing import _jaxpr, _rewrite
 
@@ -97,28 +97,25 @@ class _Loop:
         self.stacks = dict(zip(sliced, xs, strict=True))
         self.length, self.reverse, self.ahead = length, reverse, ahead
         self.gathers = _rewrite.excerpt(jaxpr, ahead, effects=False)
-        turn = _rewrite.excerpt(jaxpr, jaxpr.outvars, ahead)
+        self.awaited = latest_use(jaxpr, ahead)
+        turn = _rewrite.excerpt(jaxpr, [*jaxpr.outvars, *self.awaited], ahead)
         self.reduces = any(map(_collectives.is_reduction, jaxpr.eqns))
         # One function for the loop and for its last turn: it is traced and lowered once.
         self.turn = turn._replace(run=jax.jit(turn.run))
 
     def run(self, init: Arrays, queue: GatherQueue | None) -> tuple[Arrays, Arrays]:
         """The final carry, and the stacks of what the turns made."""
-        tokens = [] if queue is None else queue.tokens(_nbytes(self.ahead))
-        first = [
-            x if _memory_spaces.on_host(x) else not_before(x, tokens)
-            for x in self.arguments(self.gathers, 0)
-        ]
+        tokens = [] if queue is None else queue.tokens(nbytes(self.ahead))
         made = [_memory_spaces.empty_stack(self.length, y.aval) for y in self.made]
 
         def step(state: State, _: None) -> tuple[State, None]:
             i, carry, made, gathered = state
-            following = self.gathers.run(*self.arguments(self.gathers, i + 1))
-            return (i + 1, *self.one_turn(i, carry, made, gathered), following), None
+            carry, made, tokens = self.one_turn(i, carry, made, gathered)
+            return (i + 1, carry, made, self.gathered(i + 1, tokens)), None
 
-        state: State = (0, init, made, self.begun(init, self.gathers.run(*first)))
+        state: State = (0, init, made, self.begun(init, self.gathered(0, tokens)))
         (_, *last), _ = lax.scan(step, state, None, length=self.length - 1)
-        carry, made = self.one_turn(self.length - 1, *last)
+        carry, made, _ = self.one_turn(self.length - 1, *last)
         return carry, _settled(made)
 
     def begun(self, init: Arrays, gathered: Arrays) -> Arrays:
@@ -134,17 +131,30 @@ class _Loop:
 
     def one_turn(
         self, i: Index, carry: Arrays, made: Arrays, gathered: Arrays
-    ) -> tuple[Arrays, Arrays]:
-        """Carry and stacks `[turns, n, d]` after turn `i`, which writes its `[n, d]` there."""
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """Carry and stacks `[turns, n, d]` after turn `i`, which writes its `[n, d]` there.
+
+        And tokens, for which gathers for the next turn wait.
+        """
         names = [*self.carried, *self.ahead]
         values = dict(zip(names, [*carry, *gathered], strict=True))
         outs = self.turn.run(*self.arguments(self.turn, i, values))
         carry, ys = split(outs, len(carry))
+        ys, awaited = split(ys, len(made))
         at = self.position(i)
-        return carry, [
+        made = [
             lax.dynamic_update_index_in_dim(stack, y, at, 0)
             for stack, y in zip(made, ys, strict=True)
         ]
+        return carry, made, list(map(token_of, awaited))
+
+    def gathered(self, i: Index, tokens: Arrays) -> Arrays:
+        """What is gathered and fetched ahead for turn `i`, when `tokens` are there."""
+        shards = [
+            x if _memory_spaces.on_host(x) else not_before(x, tokens)
+            for x in self.arguments(self.gathers, i)
+        ]
+        return self.gathers.run(*shards)
 
     def arguments(
         self,
@@ -188,10 +198,6 @@ def _ahead(jaxpr: _jaxpr.Jaxpr, num_carry: int, limit: int | None) -> list[_jaxp
         elif _memory_spaces.is_fetch(eqn):
             fetched.extend(eqn.outvars)
         elif _collectives.is_gather(eqn) and limit is not None:
-            full |= computing and _nbytes([*gathered, *eqn.outvars]) > limit
+            full |= computing and nbytes([*gathered, *eqn.outvars]) > limit
             gathered.extend([] if full else eqn.outvars)
     return [*gathered, *fetched]
-
-
-def _nbytes(variables: Sequence[_jaxpr.Var]) -> int:
-    return sum(_rules.size_in_bytes(var.aval) for var in variables)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a turn of a backward loop gathers for the next one: at once, or when it has what it needs itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jzero.sharding.analysis import _rules
+from jzero.sharding.run import _collectives
+from jzero.sharding.run._queue import PRODUCTS
+from jzero.tracing import _jaxpr
+from jzero.tracing._jaxpr import Eqn, Jaxpr, Var
+
+# [Note: late gathers]
+# A layer that is larger than `prefetch_bytes` is gathered in part by the turn before, in part by its own,
+# beside its products. Where collectives take longer than products the wire never rests, so nothing is
+# gained by gathers for the next turn that begin with this one: they come before those that it waits for,
+# and are in memory beside all of its own weights and the first whole gradients. There they wait for the
+# product that first uses the last weight which the turn gathers itself. Where products take longer, XLA
+# chooses from all of them what hides what; the same order would leave gathers at the end of the turn, with
+# nothing to hide behind
+# (test_prefetch.py::test_a_turn_gathers_for_the_next_one_when_it_has_gathered_for_itself,
+# experiments/rivals).
+
+# Multiplications for each byte that is moved above which products take longer: those of H100s and H200s in
+# 16 bits (495e12 a second), on a node whose eight have 50 GB/s to others each.
+BALANCE = 1100
+
+
+def latest_use(jaxpr: Jaxpr, ahead: Sequence[Var]) -> list[Var]:
+    """What the product gives for which gathers for the next turn wait; nothing if they need not.
+
+    The reason is in [Note: late gathers].
+
+    Args:
+      jaxpr: the body of a loop.
+      ahead: what the turn before has gathered, or fetched.
+    """
+    uses = _first_uses(jaxpr, ahead)
+    own = [at for var, at in uses.items() if var not in {*ahead}]
+    reduced = [v for eqn in jaxpr.eqns if _collectives.is_reduction(eqn) for v in _vars(eqn)]
+    work, moved = sum(map(_work, jaxpr.eqns)), nbytes([*uses, *reduced])
+    if not own or not reduced or work >= BALANCE * moved:
+        return []
+    return [var for var in jaxpr.eqns[max(own)].outvars if not _jaxpr.is_dropped(var)][:1]
+
+
+def _first_uses(jaxpr: Jaxpr, ahead: Sequence[Var]) -> dict[Var, int]:
+    """For what is gathered, the place of the first product that reads it, or a view or cast of it."""
+    views = {var: var for var in ahead}
+    uses: dict[Var, int] = {}
+    for n, eqn in enumerate(jaxpr.eqns):
+        reads = [var for var in _vars(eqn) if var in views]
+        if _collectives.is_gather(eqn):
+            views |= {var: var for var in eqn.outvars}
+        elif eqn.primitive.name in PRODUCTS:
+            for var in reads:
+                uses.setdefault(views[var], n)
+        elif reads and len(_vars(eqn)) == 1:
+            views |= dict.fromkeys(eqn.outvars, views[reads[0]])
+    return uses
+
+
+def _work(eqn: Eqn) -> float:
+    """Multiplications of a product; of what is no matrix product, of one with operands of its sizes."""
+    if eqn.primitive.name not in PRODUCTS:
+        return 0.0
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    made = max((math.prod(var.aval.shape) for var in eqn.outvars), default=0)
+    if eqn.primitive.name == "dot_general":
+        (summed, _), _ = eqn.params["dimension_numbers"]
+        return float(made * math.prod(shapes[0][dim] for dim in summed))
+    return math.sqrt(made * math.prod(sorted(map(math.prod, shapes))[-2:]))
+
+
+def _vars(eqn: Eqn) -> list[Var]:
+    return [atom for atom in eqn.invars if not _jaxpr.is_literal(atom)]
+
+
+def nbytes(variables: Sequence[Var]) -> int:
+    """Of all of them together."""
+    return sum(_rules.size_in_bytes(var.aval) for var in variables)
