@@ -169,6 +169,8 @@ def test_gradients_are_reduced_once_and_not_in_each_tick(stage, monkeypatch):
     reduced = [c for c in traffic if c.op == "reduce-scatter"]
     assert sum(c.total_elements for c in reduced) == of_a_stage
     assert [c.times for c in reduced] == [1] * 4
+    gathered = [c for c in traffic if c.op == "all-gather" and "scale" in c.leaf]
+    assert {c.total_elements for c in gathered} == {EACH * WIDTH}  # of its view, in one stage, too
     text = train_step.lower(state, tokens).compile().as_text()
     rows = BATCH // 2 // MICROBATCHES * SEQ * WIDTH
     around = runs(text, "collective-permute", ["{0,1},{1,0},{2,3},{3,2}"])
