@@ -200,6 +200,43 @@ def test_square_leaves_are_not_mistaken_for_their_transposes(use, spec, stage):
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), loose, "state")
 
 
+def test_placeholders_of_optimizer_state_rest_as_they_can():
+    """One pattern is for a parameter and its state: Adafactor has leaves of shape [1] and of fewer dims."""
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+
+    def loss_fn(p, x):
+        return jnp.mean((x @ p["w"] + p["b"][None, None] - 1) ** 2)
+
+    def factored_step(state, x):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    def start():
+        params = {"w": jnp.ones((WIDTH, HIDDEN)) / WIDTH, "b": jnp.zeros(HIDDEN)}
+        return params, tx.init(params)
+
+    train_step = small.shard_train_step(
+        factored_step, mesh=mesh_of(), axis_names="data",
+        auto_specs={"'w'": COLUMNS, "'b'": P("model")},
+    )  # fmt: skip
+    state, expected = train_step.init(start), start()
+    said = " ".join(str(train_step.describe(state, batches()[0])).split())
+    for x in batches()[:2]:
+        state, loss = train_step(state, x)
+        expected, expected_loss = jax.jit(factored_step)(expected, x)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
+    assert state[0]["b"].sharding.spec == P("model")
+    factored = state[1][0]
+    assert factored.v["b"].sharding.spec == P("model")
+    assert factored.v_row["b"].shape == (1,)
+    assert "leaves do not rest as auto_specs say for their parameters, and could not: " in said
+    assert "it has a dim of size 1 where P('model',) cuts:" in said
+    assert "it has fewer dims than P(None, 'model'):" in said
+
+
 # -- a language model: looked up rows, tied logits, cross entropy over a vocabulary in parts --------
 
 VOCAB = 48
@@ -418,17 +455,26 @@ def test_16_bit_sums_beside_an_automatic_axis(stage, auto_specs, dtype):
 
 def test_unknown_patterns_axes_and_dims():
     x, state = batches()[0], init()
-    text = "auto_specs has .'nothing'., which fit no leaf"
-    with pytest.raises(jzero.OptionError, match=text):
-        small.shard_train_step(
-            step, mesh=mesh_of(), axis_names="data", auto_specs={"nothing": COLUMNS}
-        )(state, x)
-    with pytest.raises(
-        jzero.OptionError, match=r"state\['params'\]\['qkv'\]: dim 1 of size 96 over"
-    ):
-        small.shard_train_step(
-            step, mesh=mesh_of(), axis_names="data", auto_specs={"qkv": P(None, "rows")}
-        )(state, x)
+    for auto_specs, texts in (
+        ({"nothing": COLUMNS}, ["auto_specs has ['nothing'], which fit no leaf"]),
+        ({"qkv": P(None, "rows")}, ["auto_specs['qkv'] is P(None, 'rows'), and 'rows' is no axis of"]),
+        ({"qkv": P("data")}, ["auto_specs['qkv'] is P('data',), and 'data' is a data axis", "by itself"]),
+        ({"qkv": P(None, None, "model")}, ["too long for every leaf that it matches (state['opt_state']"]),
+        ({"up|scale": COLUMNS, "scale": P("model")},
+         ["auto_specs['scale'] counts for no leaf: 'up|scale' stands before it, is found in state["]),
+        ({"qkv": ROWS, "odd": P("model")},
+         ["state['odd']: dim 0 of size 3 over ('model',)", r"begin it with ^state to mean"]),
+        # A parameter is no placeholder.
+        ({"qkv": ROWS, "one": P("model")}, ["state['one']: dim 0 of size 1 over ('model',)"]),
+    ):  # fmt: skip
+        leaves = {**state, "odd": jnp.ones(3), "one": jnp.ones((1, 8))}
+        with pytest.raises(jzero.OptionError) as raised:
+            small.shard_train_step(
+                lambda s, x: ({**s, **step(s, x)[0]}, {}), mesh=mesh_of(), axis_names="data",
+                auto_specs=auto_specs,
+            ).plan(leaves, x)  # fmt: skip
+        for text in texts:
+            assert text in str(raised.value)
     explicit = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto, AxisType.Explicit))
     with pytest.raises(
         jzero.MeshError, match=r"\['model'\] are not among axis_names .* and not Auto"
