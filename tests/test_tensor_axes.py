@@ -413,7 +413,7 @@ def test_views_and_what_stays_full_move_one_place_s_part():
     traffic = train_step.describe(state, x).traffic
     assert {c.leaf for c in traffic if c.elements > 1} == {f"state[{k!r}]" for k in of_a_place}
     for op, names in (("reduce-scatter", ["up", "bias", "scales"]), ("all-reduce", ["few"])):
-        moved = Counter()
+        moved: Counter[str] = Counter()
         for c in traffic:
             moved[c.leaf] += c.total_elements * (c.op == op and c.elements > 1)
         assert +moved == {f"state[{name!r}]": of_a_place[name] for name in names}

@@ -47,6 +47,7 @@ class Devices:
       shard_axes: over which gradients and optimizer state are sharded.
       param_axes: over which parameters are; the first of `shard_axes`.
       leaves: shapes of the leaves that XLA shards over further axes, and over which.
+      others: names and sizes of the mesh's other axes, over which XLA shards.
       alone: mesh axes over which XLA must not shard a sum of 16 bits: [Note: 16 bits on CPUs].
       scope: gathers of one shard are shared within a scope (a pass, a loop body, a remat body).
       queue: the gathers of the pass, and how far they may run ahead of its compute.
@@ -61,6 +62,7 @@ class Devices:
     param_axes: Axes
     leaves: Mapping[str, tuple[tuple[int, ...], Automatic]]
     queue: GatherQueue
+    others: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alone: Axes = ()
     scope: Hashable = None
     divergent: bool = False
@@ -428,7 +430,8 @@ class Devices:
     def automatic_of(self, name: str, found: Sequence[int], dim: int | None) -> Automatic:
         """How XLA shards what is `found`, by its shape, of a leaf: itself, a cast, a slice along its dim 0.
 
-        Its dim `dim` is sharded, and may have any size; None if none is.
+        Or a stack that a step has reshaped into stages, `[s * l, n, d] -> [s, l, n, d]`. Its dim `dim` is
+        sharded, and may have any size; None if none is.
         """
         shape, automatic = self.leaves.get(name, ((), ()))
         for first in (0, 1):
@@ -440,7 +443,19 @@ class Devices:
                 # devices and parts would interleave, it would cost the order of the elements.
                 of_dim = () if dim is None else automatic[first + dim : first + dim + 1]
                 return () if any(of_dim) else automatic[first:]
-        return ()
+        return self._of_stages(found, dim, shape, automatic)
+
+    def _of_stages(
+        self, found: Sequence[int], dim: int | None, shape: Sequence[int], automatic: Automatic
+    ) -> Automatic:
+        if len(found) != len(shape) + 1 or not any(automatic[:1]) or dim in (0, 1):
+            return ()
+        same = all(found[d + 1] == shape[d] for d in range(1, len(shape)) if d + 1 != dim)
+        parts = math.prod(self.others[axis] for axis in automatic[0])
+        stages = (automatic[0], (), *automatic[1:])
+        whole = dim is None or not any(stages[dim : dim + 1])
+        fits = same and whole and found[0] * found[1] == shape[0] and found[0] % parts == 0
+        return stages if fits else ()
 
     def _check_together(self, what: str) -> None:
         if self.divergent:

@@ -61,7 +61,7 @@ class Interpreter:
       links: which dims are sharded.
       devices: the data axes, and the current pass.
       axis_names: the mesh axes behind each axis name that the step uses.
-      automatic: names and sizes of the mesh axes over which XLA shards; sharding constraints may name them.
+      automatic: mesh axes over which XLA shards; sharding constraints may name them.
       handlers: what runs an equation, by the name of its primitive.
       otherwise: what runs all other equations.
       reduce_once: a step's own loop over microbatches sums gradients locally and reduces after it.
@@ -84,7 +84,7 @@ class Interpreter:
     links: Links
     devices: Devices
     axis_names: dict[str, tuple[str, ...]]
-    automatic: Mapping[str, int]
+    automatic: tuple[str, ...]
     handlers: Mapping[str, EqnHandler]
     otherwise: EqnHandler
     reduce_once: bool = False

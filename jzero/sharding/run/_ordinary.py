@@ -221,7 +221,7 @@ def _automatic(
     for value, dims in zip(ins, maps, strict=True):
         found = interp.devices.automatic(value) if isinstance(value, ShardValue) else ()
         to = {dims[d]: axes for d, axes in enumerate(found) if axes and dims[d] not in (None, dim)}
-        sizes = interp.automatic
+        sizes = interp.devices.others
         kept = {
             d: axes
             for d, axes in to.items()
@@ -327,7 +327,7 @@ def _constrain(
     if isinstance(value, Unreduced) and value.reduced is not None:
         value = value.reduced
     value = interp.devices.own_part(value) if isinstance(value, CodedValue) else value
-    spec = _jaxpr.constraint_spec(eqn, tuple(interp.automatic))
+    spec = _jaxpr.constraint_spec(eqn, interp.automatic)
     x = lax.with_sharding_constraint(value.x, spec)
     if isinstance(value, ShardValue):
         return [dataclasses.replace(value, x=x, view_of=None, gathered={}, views={})]

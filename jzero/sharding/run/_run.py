@@ -92,6 +92,7 @@ class Runner:
             automatic,
             # The loop over layers takes their reductions in, and none of them can wait for one of all layers.
             GatherQueue(exchange.prefetch_bytes, in_order=not plan.microbatches.layer_major),
+            others={axis: self.mesh.shape[axis] for axis in plan.automatic},
             # [Note: 16 bits on CPUs]
             alone=plan.automatic if _may_be_on_cpus(self.mesh) else (),
             scope=object(),
@@ -103,7 +104,7 @@ class Runner:
             self.analysis.links,
             devices,
             axis_names=dict(plan.step_axes),
-            automatic={axis: self.mesh.shape[axis] for axis in plan.automatic},
+            automatic=plan.automatic,
             handlers=ORDINARY | CONTROL | (TILED if exchange.tile_bytes is not None else {}),
             otherwise=apply,
             reduce_once=exchange.reduce_once,
