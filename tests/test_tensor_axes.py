@@ -431,6 +431,7 @@ def test_views_and_what_stays_full_move_one_place_s_part():
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
 
 
+@pytest.mark.covering(pairs=["stage", "dtype"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("auto_specs", [None, EXPERTS], ids=["no specs", "specs"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
