@@ -162,9 +162,9 @@ def shard_train_step(
         node, gradients all-reduced between nodes, as shards and once per step.
       auto_specs: `{regular expression: PartitionSpec}`, how state leaves rest over mesh axes that are
         not among `axis_names` (tensor parallelism): the first expression found in a leaf's path counts,
-        for moments too. ZeRO shards another dim of such a leaf. Inside the step, say it with
-        `jax.lax.with_sharding_constraint(x, PartitionSpec(...))`; XLA places those collectives, and
-        `describe` does not count them.
+        for moments too, as far as they have such dims. ZeRO shards another dim of such a leaf. Inside the
+        step, say it with `jax.lax.with_sharding_constraint(x, PartitionSpec(...))`; XLA places those
+        collectives, and `describe` does not count them.
       offload: where optimizer state rests. By default, `jzero.NoOffload()`, on the devices.
         `jzero.PinnedHost(device_bytes=...)`: in the pinned memory of the devices' host; each step copies it
         to the devices and back, piece by piece, and never has more than `device_bytes` of it there.

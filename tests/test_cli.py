@@ -242,6 +242,11 @@ def test_stages_that_refuse_an_option_are_left_out_and_named():
     assert "refused" not in json.loads(output(*SMALL, "--json"))
 
 
+def test_all_stages_beside_a_divided_model():
+    text = " ".join(output(*SMALL, "--model-parallel", "8").split())
+    assert "data axes: 'data' of size 64; 512 devices in all, 8 for each part of the batch;" in text
+
+
 @pytest.mark.parametrize("flags", [("--accumulate", "2"), ("--offload", "host", "--delayed")])
 def test_plot(tmp_path, flags):
     file = tmp_path / "out.png"
@@ -306,14 +311,17 @@ def test_wrong_usage(arguments, text):
         ((*SMALL, "--offload", "pinned", "--ratio", "0.5", "--delayed"),
          "--ratio and --delayed with --offload pinned. --device-bytes is for --offload pinned;"),
         ((*SMALL, "--device-bytes", "1GiB"), "--device-bytes with no offload. --device-bytes"),
-        ((*SMALL, "--offload", "host", "--ratio", "auto"), "--ratio auto. It is measured"),
+        ((*SMALL, "--offload", "host", "--ratio", "auto"), "--offload host --ratio auto. It is measured"),
         ((*SMALL, "--offload", "host", "--ratio", "half"), "--ratio half. It is the share"),
         ((*SMALL, "--offload", "host", "--ratio", "0"), "--ratio 0.0. It is the share"),
         ((*SMALL, "--offload-params", "2GiB", "--stage", "2"),
          "--offload-params 2147483648B, and parameters rest whole on every device. Each device fetches its "
          "own shard of the parameters, and gathers. Use --stage 3, or drop --offload-params."),
-        ((*SMALL, *INFINITY, "--delayed"), "--delayed, delay_after=None, --ratio 1.0, threads=None, and "
-         "--offload-params 2147483648B. The host updates all"),
+        ((*SMALL, *INFINITY, "--delayed"), "--offload host --delayed, and --offload-params 2147483648B. The "
+         "host updates all"),
+        ((*SMALL, "--model-parallel", "4", "--stage", "3", "--offload", "nvme", "--host-bytes", "2GiB"),
+         "--offload nvme --host-bytes 2147483648B, and XLA shards over the mesh axes ['model']. The host "
+         "updates shards over data axes. Use --offload pinned, or drop --model-parallel."),
         ((*SMALL, "--layer-major", "--accumulate", "2"),
          "--layer-major without --offload-params. It is for layers that come from the host one after the "
          "other. Drop it, or use --offload-params 2GiB."),

@@ -87,6 +87,11 @@ def test_stage(stage):
         ({"full": "("}, ["full: '('", "not a regular expression"]),
         ({"auto_specs": {"(": P()}}, ["auto_specs: '('", "not a regular expression"]),
         ({"auto_specs": {"w": "model"}}, ["auto_specs['w'] is 'model'", "a PartitionSpec"]),
+        (
+            {"auto_specs": {"w": P(None, P.UNCONSTRAINED)}},
+            ["auto_specs['w'] is", "Write None in place"],
+        ),
+        ({"auto_specs": {"w": P("model", "model")}}, ["P('model', 'model'). An axis cuts one dim"]),
         ({"auto_specs": P("model")}, ["auto_specs=", "maps regular expressions"]),
         ({"stage": 2, "param_axes": "data"}, ["stage=2 and param_axes=('data',)", "use stage=3"]),
         ({"stage": 0, "optimizer_axes": "data"}, ["stage=0 and optimizer_axes", "use stage=1"]),
@@ -196,6 +201,8 @@ def test_axes_of_roles():
     mesh = jax.make_mesh((2, 4), ("node", "local"))
     text = ["param_axes has ['rack']", "('node', 'local')", "Correct param_axes"]
     refuses(ValueError, text, sharded(mesh=mesh, param_axes="rack"), W, X)
+    text = ["param_axes=('node', 'node')", "Name each axis of param_axes once"]
+    refuses(ValueError, text, sharded(mesh=mesh, param_axes=("node", "node")), W, X)
     text = ["parameters over ('node', 'local')", "optimizer state over ('local',)"]
     refuses(ValueError, text, sharded(mesh=mesh, optimizer_axes="local"), W, X)
 
@@ -335,6 +342,12 @@ def test_unknown_axis():
     refuses(ValueError, found, sharded(mesh=mesh, axis_names="model"), W, X)
 
 
+@pytest.mark.parametrize("names", [(), ("data", "data")])
+def test_no_axis_or_one_twice(names):
+    train_step = sharded(mesh=jax.make_mesh((8,), ("data",)), axis_names=names)
+    refuses(ValueError, [f"axis_names={names}", "one at least, each once"], train_step, W, X)
+
+
 def test_axes_left_over():
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     train_step = sharded(mesh=mesh, axis_names="data")
@@ -464,6 +477,24 @@ def test_a_step_that_calls_shard_map():
     texts = ["the step calls jax.shard_map itself", "test_messages.py", "pass axis_name="]
     refuses(TypeError, texts, sharded(fn, mesh=mesh), W, X)
     refuses(TypeError, texts, sharded(fn, mesh=mesh, accumulate=2), W, X)
+
+
+@pytest.mark.parametrize("constrains", ["nothing", "data", "model"])
+def test_a_step_that_calls_shard_map_beside_an_automatic_axis(constrains):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def fn(w, x):
+        if constrains != "nothing":
+            x = jax.lax.with_sharding_constraint(x, P(constrains))
+        total = jax.shard_map(
+            lambda w: jax.lax.psum(w.sum(), "model"), mesh=mesh, in_specs=P("model"), out_specs=P()
+        )
+        return step(w + total(w), x)
+
+    texts = ["the step calls jax.shard_map itself", "pass axis_name="]
+    # Without a mesh, in which the step cannot be traced, constraints cannot be either, and give no line.
+    texts += ["test_messages.py"] * (constrains == "nothing")
+    refuses(TypeError, texts, sharded(fn, mesh=mesh, axis_names="data"), W, X)
 
 
 def test_rows_that_are_gathered_take_too_many_bytes():

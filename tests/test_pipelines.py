@@ -170,6 +170,8 @@ def test_gradients_are_reduced_once_and_not_in_each_tick(stage, monkeypatch):
     reduced = [c for c in traffic if c.op == "reduce-scatter"]
     assert sum(c.total_elements for c in reduced) == of_a_stage
     assert [c.times for c in reduced] == [1] * 4
+    gathered = [c for c in traffic if c.op == "all-gather" and "scale" in c.leaf]
+    assert {c.total_elements for c in gathered} == {EACH * WIDTH}  # of its view, in one stage, too
     text = train_step.lower(state, tokens).compile().as_text()
     rows = BATCH // 2 // MICROBATCHES * SEQ * WIDTH
     around = runs(text, "collective-permute", ["{0,1},{1,0},{2,3},{3,2}"])
@@ -179,3 +181,43 @@ def test_gradients_are_reduced_once_and_not_in_each_tick(stage, monkeypatch):
     assert ends == {rows * TICKS: 1, rows * MICROBATCHES: 1}
     assert programs.compiled_collectives(text)["reduce-scatter"] == 4
     assert "all-to-all" not in programs.compiled_collectives(text)
+
+
+def test_stacks_of_all_layers_are_reshaped_into_stages_by_the_step():
+    """A stage moves its own part of them, and of their gradients, as if they rested in stages."""
+
+    def through(blocks, x):
+        staged = jax.tree.map(lambda a: a.reshape(STAGES, EACH, *a.shape[1:]), blocks)
+        return pipelined(lambda x, spec: x, staged, x)
+
+    def merged(tree):
+        paths = jax.tree.leaves_with_path(tree)
+        leaves = [
+            leaf.reshape(-1, *leaf.shape[2:]) if "blocks" in str(path) else leaf
+            for path, leaf in paths
+        ]
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+    train_step = small.shard_train_step(
+        make_step(through), mesh=mesh_of(data=2, stage=STAGES), axis_names="data",
+        auto_specs={"blocks": P("stage")},
+    )  # fmt: skip
+    state = train_step.init(lambda: merged(init()))
+
+    def moved(step, state):
+        traffic = step.describe(state, batches()[0]).traffic
+        return {
+            op: {c.leaf: c.total_elements for c in traffic if c.op == op and "blocks" in c.leaf}
+            for op in ("all-gather", "reduce-scatter")
+        }
+
+    found = moved(train_step, state)
+    assert found == moved(sharded(3), jax.eval_shape(init))
+    assert {name for leaves in found.values() for name in leaves} == {
+        f"state['params']['blocks'][{name!r}]" for name in ("up", "down", "scale")
+    }
+    losses, expected = on_one_device()
+    for tokens, wanted in zip(batches(), losses, strict=True):
+        state, metrics = train_step(state, tokens)
+        zoo.assert_trees_close(zoo.to_host(metrics), wanted, zoo.FP32, "metrics")
+    zoo.assert_trees_close(zoo.to_host(state), merged(expected), zoo.FP32, "state")

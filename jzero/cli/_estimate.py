@@ -256,6 +256,8 @@ def _show_stages(
 ) -> Shown:
     first = found[0]
     axes = ", ".join(f"'{name}' of size {size}" for name, size in first.sharding.axes)
+    if first.model_parallel > 1:
+        axes += f"; {first.num_devices} devices in all, {first.model_parallel} for each part of the batch"
     yield f"{readable_count(first.num_params)} parameters; data axes: {axes}; on each device:"
     roles = roles_on_devices(found)
     offloads = bool(first.on_host)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import shutil
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jzero._quantities import parse_bytes, parse_count, parse_flops, parse_rate
+from jzero.offload._nvme import NVMe
+from jzero.offload._policy import HostCPU, PinnedHost
 from jzero.reports._lines import WIDTH, wrapped
 
 # How policies are said in flags.
@@ -19,6 +22,12 @@ _POLICIES = {
     "offload=jzero.PinnedHost()": "offload=pinned",
     "offload_params=jzero.PinnedHost()": "offload_params=2GiB",
     "offload_activations=jzero.PinnedHost()": "offload_activations=True",
+    "the other axes": "model_parallel",
+}
+_OFFLOADS: dict[str, tuple[str, type[HostCPU | PinnedHost | NVMe]]] = {
+    "HostCPU": ("host", HostCPU),
+    "PinnedHost": ("pinned", PinnedHost),
+    "NVMe": ("nvme", NVMe),
 }
 _VALUE = r"(\([^()]*\)|'[^']*'|-?[\w.*]*\w)"
 
@@ -64,7 +73,7 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
     for policy, value in _POLICIES.items():
         text = text.replace(policy, value)
     text = re.sub(r"\boffload_params=\w+\(device_bytes=(\d+)\)", r"offload_params=\1B", text)
-    text = re.sub(r"\boffload=\w+\((.*?)\)", r"\1", text)
+    text = re.sub(r"\boffload=(\w+)\((.*?)\)", lambda m: _offload(m[1], m[2], flags), text)
     text = re.sub(rf"\b({names})={_VALUE}", lambda m: _given(flags[m[1]], m[2]), text)
     text = re.sub(
         rf"\b([Dd]rop|[Cc]orrect|without) ({names})\b", lambda m: f"{m[1]} {flags[m[2]]}", text
@@ -76,6 +85,19 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
                   lambda m: f"--params {m[1]} {m[2].replace(',', '')}", text)  # fmt: skip
     who, _, said = text.replace("jnp.", "").partition(": ")
     return said or who
+
+
+def _offload(name: str, settings: str, flags: Mapping[str, str]) -> str:
+    """A policy as an argument each for it and for what it sets that is no default and has a flag."""
+    kind, policy = _OFFLOADS[name]
+    defaults = {field.name: repr(field.default) for field in dataclasses.fields(policy)}
+    pairs = [pair.partition("=") for pair in settings.split(", ")]
+    given = [
+        f"{field}={value}{'B' * field.endswith('_bytes')}"
+        for field, _, value in pairs
+        if field in flags and defaults[field] != value
+    ]
+    return " ".join([f"offload={kind}", *given])
 
 
 def _given(flag: str, value: str) -> str:

@@ -66,8 +66,8 @@ def check_axes(policy: Offload, automatic: Sequence[str]) -> None:
     if automatic:
         raise OptionError(message(
             WHO, f"offload={policy}, and XLA shards over the mesh axes {list(automatic)}",
-            "The host updates shards over data axes.", "Use jzero.PinnedHost(), or drop the other axes."
-        ))  # fmt: skip
+            "The host updates shards over data axes.",
+            "Use offload=jzero.PinnedHost(), or drop the other axes."))  # fmt: skip
 
 
 def check_delayed(leaves: Leaves, frame: Frame, update: UpdatePart) -> None:

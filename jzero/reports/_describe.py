@@ -238,7 +238,7 @@ class Report:
         """What a stage left full, and what it padded; an evaluation finds its leaves as they are."""
         leaves = self.plan.leaves
         full = [] if self.plan.evaluates else _leaf_lists.left_full(leaves)
-        return [*full, *_leaf_lists.padded(leaves)]
+        return [*full, *_leaf_lists.padded(leaves), *_leaf_lists.uncut(leaves)]
 
     def _microbatches(self) -> list[str]:
         plan = self.plan

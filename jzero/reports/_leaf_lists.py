@@ -44,6 +44,19 @@ def padded(leaves: Sequence[LeafPlan]) -> list[str]:
     ]  # fmt: skip
 
 
+def uncut(leaves: Sequence[LeafPlan]) -> list[str]:
+    """Leaves that lack dims which `auto_specs` would cut."""
+    found = [leaf for leaf in leaves if leaf.uncut]
+    if not found:
+        return []
+    verb = "does" if len(found) == 1 else "do"
+    return [
+        *wrapped(f"{len(found)} of {len(leaves)} leaves {verb} not rest as auto_specs say for their "
+                 f"parameters, and could not: {_bytes_of(found, _at_rest)}."),
+        *_listed(found, lambda leaf: leaf.uncut, _at_rest),
+    ]  # fmt: skip
+
+
 def owned(plan: StepPlan) -> list[str]:
     """Lines on matrices that an update needs whole: which ones owners update, and which ones all devices."""
     lines = []

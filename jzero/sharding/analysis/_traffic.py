@@ -100,15 +100,17 @@ class Crossing(NamedTuple):
         return self.loop is not None and self.loop.num is None
 
 
-def collectives(jaxpr: Any, times: int = 1, each_turn: bool = False) -> Iterator[Collective]:
-    """Every collective in `jaxpr` and the jaxprs inside it."""
+def collectives(
+    jaxpr: Any, times: int = 1, each_turn: bool = False, leaf: str = ""
+) -> Iterator[Collective]:
+    """Every collective in `jaxpr` and the jaxprs inside it; `leaf` is what an equation around it serves."""
     for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
         name = eqn.primitive.name
         if name in _OPS:
-            yield from _collectives_of(eqn, times, each_turn)
+            yield from _collectives_of(eqn, times, each_turn, leaf_of(eqn) or leaf)
         inner = times * _jaxpr.scan_parts(eqn).length if name == "scan" else times
         for sub in _jaxpr.inner_jaxprs(eqn):
-            yield from collectives(sub, inner, each_turn or name == "while")
+            yield from collectives(sub, inner, each_turn or name == "while", leaf_of(eqn) or leaf)
 
 
 def op_of(eqn: Eqn) -> str | None:
@@ -122,8 +124,7 @@ def leaf_of(eqn: Eqn) -> str:
     return leaf.group(1) if leaf else ""
 
 
-def _collectives_of(eqn: Eqn, times: int, each_turn: bool) -> Iterator[Collective]:
-    leaf = leaf_of(eqn)
+def _collectives_of(eqn: Eqn, times: int, each_turn: bool, leaf: str) -> Iterator[Collective]:
     gathers = _OPS[eqn.primitive.name] == "all-gather"
     for atom in eqn.outvars if gathers else eqn.invars:
         yield Collective(

@@ -244,8 +244,13 @@ def _barrier(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
 
 
 def _refuse_shard_map(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
-    raise StepError(message(
-        "shard_train_step", f"the step calls jax.shard_map itself ({_jaxpr.summary(eqn)})",
+    raise shard_map_error(f" ({_jaxpr.summary(eqn)})")
+
+
+def shard_map_error(where: str = "") -> StepError:
+    """For a step that calls `jax.shard_map`."""
+    return StepError(message(
+        "shard_train_step", f"the step calls jax.shard_map itself{where}",
         "jzero runs the step inside a shard_map of its own, over the same devices.",
         "Write that part for the whole batch, without shard_map; or write the whole step for one device, "
         "with collectives, and pass axis_name=."))  # fmt: skip

@@ -24,6 +24,7 @@ from jzero.sharding.analysis import _frames
 from jzero.sharding.analysis._frames import Frame, Varying
 from jzero.sharding.analysis._kinds import uncut_checkpoints
 from jzero.sharding.batch._body import Movement
+from jzero.sharding.batch._equations import shard_map_error
 from jzero.sharding.batch._localize import localize
 from jzero.sharding.batch._rows import Form, Rows
 from jzero.tracing import _jaxpr, _keys, _rewrite
@@ -93,9 +94,8 @@ def trace_whole(
         if "unbound axis name" in str(error):
             return None
         raise
-    except (RuntimeError, ValueError):
-        # A constraint that names a data axis wants it in the mesh; what it says of it is dropped.
-        traced = _jaxpr.trace_whole(flat_step, avals, mesh_axes)
+    except (RuntimeError, ValueError) as error:
+        traced = _trace_otherwise(error, flat_step, avals, mesh_axes)
     _check_refs(traced.jaxpr)
     flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
     flat = without_differences(flat) if has_masters else flat
@@ -111,6 +111,31 @@ def trace_whole(
         tuple(found.of_rows),
         tuple(found.movements),
     )
+
+
+def _trace_otherwise(
+    error: Exception, flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct],
+    mesh_axes: dict[str, int],
+) -> _jaxpr.Traced:  # fmt: skip
+    """The trace of a step that could not be traced in a mesh of its automatic axes.
+
+    A constraint that names a data axis wants it in the mesh; what it says of it is dropped. A `jax.shard_map`
+    of the step's own wants its own mesh. Without any it is an equation, which is refused with its line.
+    """
+    if not _is_of_shard_map(error):
+        try:
+            return _jaxpr.trace_whole(flat_step, avals, mesh_axes)
+        except ValueError as other:
+            if not _is_of_shard_map(other):
+                raise
+    try:
+        return _jaxpr.trace_whole(flat_step, avals, {})
+    except (RuntimeError, ValueError):  # Constraints need a mesh.
+        raise shard_map_error() from None
+
+
+def _is_of_shard_map(error: Exception) -> bool:
+    return "passed to shard_map" in str(error)
 
 
 def _alone(fn: StepOfLeaves) -> StepOfLeaves:

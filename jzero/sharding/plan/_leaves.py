@@ -35,6 +35,7 @@ class LeafPlan:
       layout: full, or the dim and axes it is sharded over.
       num_shards: how many devices hold different parts of it.
       automatic: for each dim, the other mesh axes over which XLA shards it (`auto_specs`).
+      uncut: why XLA does not shard it as its spec says, for one that has no such dims.
       padding: what is added at rest to the sharded dim, if the devices do not divide it.
       why_full: the reason, for a leaf that the stage would shard and that stays full.
       tier: the memory in which it rests: 'device', or its host's: 'pinned_host' (as JAX arrays), 'host',
@@ -60,6 +61,7 @@ class LeafPlan:
     renewed_in_codes: bool = False
     why_exact: str = ""
     codes: CodedForm | None = None
+    uncut: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +125,7 @@ class LeafPlan:
         """One line: path (as wide as told), type, role, layout."""
         why = f"  ({self.why_full})" if self.why_full else ""
         why += f"  (padded by {self.padding})" if self.padding else ""
+        why += f"  (auto_specs: {self.uncut})" if self.uncut else ""
         why += f"  ({self.tier})" if self.tier != DEVICE else ""
         why += f"  (of {self.codes})" if self.codes else ""
         dims = ",".join(map(str, self.shape))
@@ -295,13 +298,13 @@ def _leaf_plan(
         wanted = stage_axes.param_axes if role == PARAMETER else axes
         kept = f"full={stage_axes.full!r}" if dim is not None and wanted else why
         why = kept if wanted else ""
-        return LeafPlan(*leaf[:4], role, FULL, leaf.parts, why, leaf.automatic)
+        return LeafPlan(*leaf[:4], role, FULL, leaf.parts, why, leaf.automatic, uncut=leaf.uncut)
     num_shards = stage_axes.count(axes) * leaf.parts
     size = leaf.shape[dim]
     # Over the optimizer's axes, for parameters too: a parameter's shard is a union of its moments'.
     padding = _layout.padded_size(size, stage_axes.count(stage_axes.shard_axes)) - size
     return LeafPlan(
-        *leaf[:4], role, Shard(dim, axes), num_shards, "", leaf.automatic, padding=padding
+        *leaf[:4], role, Shard(dim, axes), num_shards, "", leaf.automatic, padding, uncut=leaf.uncut
     )
 
 

@@ -39,7 +39,8 @@ def state_leaves(state: Any, setting: Setting) -> list[StateLeaf]:
     """What the plan must know of an abstract state."""
     paths = _call.leaf_paths(state, "state")
     leaves = jax.tree.leaves(state)
-    specs = setting.options.automatic(paths, [leaf.shape for leaf in leaves], setting.automatic)
+    shapes, data_axes = [leaf.shape for leaf in leaves], setting.axis_names
+    places = setting.options.places(paths, shapes, setting.automatic, data_axes)
     return [
         StateLeaf(
             path,
@@ -48,10 +49,11 @@ def state_leaves(state: Any, setting: Setting) -> list[StateLeaf]:
             getattr(leaf.dtype, "itemsize", 4),
             splittable=not _call.is_key(leaf.dtype, leaf.shape),
             floating=_trace.is_float(leaf),
-            automatic=spec,
-            parts=math.prod(setting.automatic[axis] for axes in spec for axis in axes),
+            automatic=automatic,
+            parts=math.prod(setting.automatic[axis] for axes in automatic for axis in axes),
+            uncut=uncut,
         )
-        for path, leaf, spec in zip(paths, leaves, specs, strict=True)
+        for path, leaf, (automatic, uncut) in zip(paths, leaves, places, strict=True)
     ]
 
 

@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from jzero._blocks import Blocks, code_name
 from jzero._errors import MeshError, OptionError, message
 from jzero._memory_kinds import DEVICE, PINNED
 from jzero._quantities import make_int
-from jzero.sharding.plan._layout import Automatic
+from jzero.sharding.plan import _auto_specs
+from jzero.sharding.plan._auto_specs import AutoPlace
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._stages import STAGES, StageAxes
 from jzero.tracing import _call
@@ -81,11 +80,7 @@ class Options:
         ):
             for pattern in patterns:
                 _check_pattern(self.who, name, pattern)
-        bad = [f"auto_specs[{p!r}] is {s!r}" for p, s in self.auto_specs if not isinstance(s, P)]
-        if bad:
-            raise OptionError(message(
-                self.who, bad, "How leaves rest is a PartitionSpec.",
-                "Write {'regular expression': jax.P(None, 'model')}."))  # fmt: skip
+        _auto_specs.check_specs(self.who, self.auto_specs)
         for name in ("accumulate_dtype", "reduce_float"):
             _check_dtype(self.who, name.replace("_float", "_dtype"), getattr(self, name))
 
@@ -139,7 +134,12 @@ class Options:
         """
         row, names = STAGES[self.stage], tuple(axes)
         for option in ("param_axes", "optimizer_axes"):
-            unknown = set(getattr(self, option) or ()) - set(names)
+            chosen = getattr(self, option) or ()
+            if len(set(chosen)) < len(chosen):
+                raise MeshError(message(
+                    self.who, f"{option}={chosen!r}", "An axis of the mesh counts once.",
+                    f"Name each axis of {option} once."))  # fmt: skip
+            unknown = set(chosen) - set(names)
             if unknown:
                 raise MeshError(message(
                     self.who, f"{option} has {sorted(unknown)}, and the data axes are {names}",
@@ -155,36 +155,16 @@ class Options:
         order = (*params, *(axis for axis in shards if axis not in params))
         return StageAxes(tuple(axes.items()), params, order, self.min_shard_bytes, self.full)
 
-    def automatic(
-        self, paths: Sequence[str], shapes: Sequence[Sequence[int]], sizes: Mapping[str, int]
-    ) -> list[Automatic]:
-        """How each leaf rests over the mesh's other axes, by the first pattern found in its path.
+    def places(
+        self, paths: Sequence[str], shapes: Sequence[Sequence[int]], sizes: Mapping[str, int],
+        data_axes: Sequence[str],
+    ) -> list[AutoPlace]:  # fmt: skip
+        """How each leaf rests over the mesh's other axes, which have these sizes.
 
         Raises:
           OptionError: a pattern matches no leaf, or a spec does not fit a leaf it matches.
         """
-        found: list[Automatic] = []
-        bad: list[str] = []
-        for path, shape in zip(paths, shapes, strict=True):
-            matches = [spec for pattern, spec in self.auto_specs if re.search(pattern, path)]
-            # Factored moments have fewer dims than their parameter.
-            fits = bool(matches) and len(matches[0]) <= len(shape)
-            entries = tuple(map(_call.spec_axes, matches[0])) if fits else ()
-            found.append(entries)
-            bad += [
-                f"{path}: dim {dim} of size {shape[dim]} over {axes}"
-                for dim, axes in enumerate(entries)
-                if set(axes) - set(sizes) or shape[dim] % math.prod(sizes[axis] for axis in axes)
-            ]
-        fitting = [path for path, entries in zip(paths, found, strict=True) if entries]
-        unused = [p for p, spec in self.auto_specs
-                  if len(spec) and not any(re.search(p, path) for path in fitting)]  # fmt: skip
-        if unused or bad:
-            raise OptionError(message(
-                self.who, bad or f"auto_specs has {unused}, which fit no leaf",
-                f"auto_specs are for mesh axes beside the data axes ({dict(sizes)}), whose sizes must divide "
-                "the dims.", f"Correct them; leaves are {', '.join(paths[:4])}, ..."))  # fmt: skip
-        return found
+        return _auto_specs.places(self.who, self.auto_specs, paths, shapes, sizes, data_axes)
 
     @property
     def needs_masters(self) -> bool:

@@ -88,7 +88,11 @@ def setting_of(
             WHO, f"mesh has axes {dict(mesh.shape)}, and jax.set_mesh's has {dict(current.shape)}",
             "JAX runs a program on one mesh.", "Drop mesh=, or call the step outside of "
             "the other mesh's context."))  # fmt: skip
-    names = tuple(axis_names or mesh.axis_names)
+    names = tuple(mesh.axis_names if axis_names is None else axis_names)
+    if not names or len(set(names)) < len(names):
+        raise MeshError(message(
+            WHO, f"axis_names={names!r}", "ZeRO shards over these axes: one at least, each once.",
+            "Correct axis_names, or drop it for all axes of the mesh."))  # fmt: skip
     unknown = [name for name in names if name not in mesh.axis_names]
     if unknown:
         raise MeshError(message(

@@ -38,7 +38,8 @@ STAGES = {
 class StateLeaf(NamedTuple):
     """What the plan must know of a state leaf; PRNG keys are not splittable.
 
-    It is cut into `parts` over mesh axes that are not data axes, along the dims that `automatic` says.
+    It is cut into `parts` over mesh axes that are not data axes, along the dims that `automatic` says;
+    `uncut` is why not along all that its spec says.
     """
 
     path: str
@@ -49,6 +50,7 @@ class StateLeaf(NamedTuple):
     floating: bool
     automatic: Automatic = ()
     parts: int = 1
+    uncut: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -174,6 +174,7 @@ def encode_rows(x: jax.Array, form: CodedForm) -> jax.Array:
 def reduce_scatter(
     local: jax.Array, dim: int, sizes: Mapping[str, int], hops: Sequence[str],
     codes: Mapping[str, Blocks | None], name: str, automatic: Automatic, tokens: Sequence[jax.Array],
+    alone: Axes = (),
 ) -> jax.Array:  # fmt: skip
     """`[n, d]` of each device -> this one's `[n/k, d]` of their sum, along `dim`; a hop over each axis.
 
@@ -185,7 +186,8 @@ def reduce_scatter(
       codes: in which they travel over each; None for exact.
       name: of the leaf.
       automatic: how XLA shards it.
-      tokens: the first hop waits for them; none where XLA shards the leaf.
+      tokens: the first hop waits for them; none where XLA shards the leaf, or might.
+      alone: axes over which XLA shall not.
     """
 
     def collective(part: jax.Array) -> jax.Array:
@@ -201,7 +203,7 @@ def reduce_scatter(
         return row_major(parts.astype(part.dtype))
 
     with jax.named_scope(f"jzero.reduce_scatter[{name}]"):
-        return part_by_part(collective, automatic)(local)
+        return part_by_part(collective, automatic, alone)(local)
 
 
 def all_reduce(local: jax.Array, axis: str, size: int, codes: Blocks, name: str) -> jax.Array:

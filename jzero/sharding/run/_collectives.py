@@ -28,6 +28,12 @@ from jzero.tracing import _jaxpr
 # leaves are gathered in slices (test_preflight.py::test_an_update_is_made_in_the_place_of_the_old_state,
 # test_memory.py::test_new_parameters_go_into_the_old_ones_in_slices).
 
+# [Note: 16 bits on CPUs]
+# XLA:CPU sums 16-bit floats of several devices in 32 bits, and the pass that sees to it ends the process
+# ("Invalid binary instruction opcode copy") where a sum is over some axes of the mesh and XLA shards over the
+# others. So none are left to it: such a sum is made for each place along them, of all that they hold
+# (test_tensor_axes.py::test_16_bit_sums_beside_an_automatic_axis).
+
 Axes = tuple[str, ...]
 _GATHER = "jzero.gather"
 
@@ -59,7 +65,7 @@ def is_reduction(eqn: _jaxpr.Eqn) -> bool:
 
 
 def reduce_scatter(
-    local: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic
+    local: jax.Array, dim: int, axes: Axes, name: str, automatic: Automatic, alone: Axes = ()
 ) -> jax.Array:
     """`[n, d]` of each device -> this one's `[n/k, d]` of their sum, along `dim`."""
 
@@ -68,7 +74,7 @@ def reduce_scatter(
         return row_major(lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True))
 
     with jax.named_scope(f"jzero.reduce_scatter[{name}]"):
-        return part_by_part(collective, automatic)(local)
+        return part_by_part(collective, automatic, alone)(local)
 
 
 def exchange(x: jax.Array, cut: int, joined: int, axes: Axes, name: str) -> jax.Array:
@@ -85,10 +91,10 @@ def row_major(x: jax.Array) -> jax.Array:
 
 
 def part_by_part(
-    collective: Callable[[jax.Array], jax.Array], automatic: Automatic
+    collective: Callable[[jax.Array], jax.Array], automatic: Automatic, alone: Axes = ()
 ) -> Callable[[jax.Array], jax.Array]:
-    """A collective of a leaf that XLA shards over further axes, on its parts."""
-    names = {axis for axes in automatic for axis in axes}
+    """A collective of a leaf that XLA shards over further axes, on its parts; and on those over `alone`."""
+    names = {axis for axes in automatic for axis in axes} | {*alone}
     if not names:
         return collective
     spec = partition_spec(FULL, automatic)
@@ -97,14 +103,21 @@ def part_by_part(
     )
 
 
-def all_reduce(local: jax.Array, axes: Axes, kind: str = "sum", name: str = "") -> jax.Array:
+def all_reduce(
+    local: jax.Array, axes: Axes, kind: str = "sum", name: str = "", automatic: Automatic = (),
+    alone: Axes = (),
+) -> jax.Array:  # fmt: skip
     """`[n, d]` of each device -> their sum (or 'max', 'min') `[n, d]`, whole on each; a leaf has a `name`."""
+
+    def collective(part: jax.Array) -> jax.Array:
+        return _REDUCTIONS[kind](part, axes)
+
     with jax.named_scope(f"jzero.all_reduce[{name}]" if name else "jzero.all_reduce"):
         if kind != "sum" and jnp.issubdtype(local.dtype, jnp.inexact):
             # An all-reduce takes NaN for no maximum and no minimum of others.
             parts = lax.all_gather(local, axes)
             return jnp.max(parts, axis=0) if kind == "max" else jnp.min(parts, axis=0)
-        return _REDUCTIONS[kind](local, axes)
+        return part_by_part(collective, automatic, alone)(local)
 
 
 _REDUCTIONS: dict[str, Callable[[jax.Array, Axes], jax.Array]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,8 @@ class Devices:
       shard_axes: over which gradients and optimizer state are sharded.
       param_axes: over which parameters are; the first of `shard_axes`.
       leaves: shapes of the leaves that XLA shards over further axes, and over which.
+      others: names and sizes of the mesh's other axes, over which XLA shards.
+      alone: mesh axes over which XLA must not shard a sum of 16 bits: [Note: 16 bits on CPUs].
       scope: gathers of one shard are shared within a scope (a pass, a loop body, a remat body).
       queue: the gathers of the pass, and how far they may run ahead of its compute.
       divergent: inside a branch or loop that not all devices take together.
@@ -60,6 +62,8 @@ class Devices:
     param_axes: Axes
     leaves: Mapping[str, tuple[tuple[int, ...], Automatic]]
     queue: GatherQueue
+    others: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    alone: Axes = ()
     scope: Hashable = None
     divergent: bool = False
     gather_codes: Blocks | None = None
@@ -95,11 +99,19 @@ class Devices:
         """How many shards there are over `axes`."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def value(self, x: jax.Array, dim: int | None, shape: Sequence[int], name: str = "") -> Settled:
-        """An array that is whole (None) or sharded like a gradient; `shape` is that of the whole."""
+    def value(
+        self, x: jax.Array, dim: int | None, shape: Sequence[int], like: Settled | str = ""
+    ) -> Settled:
+        """An array that is whole (None) or sharded like a gradient; `shape` is that of the whole.
+
+        It has the name, and lies over automatic axes, as another value that is `like` it.
+        """
+        name = like if isinstance(like, str) else like.name
         if dim is None:
             return FullValue(x, name)
-        return ShardValue(x, dim, shape[dim], self.shard_axes, name)
+        same = isinstance(like, ShardValue) and like.dim == dim
+        automatic = like.automatic if isinstance(like, ShardValue) and same else None
+        return ShardValue(x, dim, shape[dim], self.shard_axes, name, automatic=automatic)
 
     def shard_size(self, size: int, axes: Axes | None = None) -> int:
         """How much of a dim of `size` each device holds, padding included: n -> n/k."""
@@ -183,7 +195,7 @@ class Devices:
         wide = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
         codes = self.gather_codes if as_codes and value.coded and wide else None
         for axes in reversed(self._steps(value.axes)):  # the outer, slower axes move least
-            x = self._gather(x, value.dim, axes, value.name, codes)
+            x = self._gather(x, value, axes, codes)
         return _collectives.unpad(x, value.dim, value.size)
 
     def _when_due(self, value: ShardValue) -> jax.Array:
@@ -204,7 +216,7 @@ class Devices:
         more, fewer = axes[len(value.axes) :], value.axes[len(axes) :]
         if more:
             return _collectives.take_shard(value.x, dim, more, self.count(more))
-        return self._gather(value.x, dim, fewer, value.name) if fewer else value.x
+        return self._gather(value.x, value, fewer) if fewer else value.x
 
     def exchanged(self, value: Settled, dim: int) -> jax.Array:
         """This device's part along another dim than that of the shards, `[n, d/k] -> [n/k, d]`.
@@ -236,8 +248,7 @@ class Devices:
         if not self._goes_into(old, settled):
             return self.full(settled)
         return _collectives.slices_into(
-            old, settled.x, GATHERED_AT_ONCE,
-            self._automatic(settled.name, settled.x, settled.dim),
+            old, settled.x, GATHERED_AT_ONCE, self.automatic(settled),
             lambda _, part: self.whole(settled, part),
         )  # fmt: skip
 
@@ -264,13 +275,13 @@ class Devices:
             mine = _collectives.mask_padding(mine, value.dim, value.size, value.axes, 0)
 
         def renewed(old: jax.Array, part: jax.Array) -> jax.Array:
-            change = self._gather(part, value.dim, over, value.name, codes)
+            change = self._gather(part, value, over, codes)
             if not axes:
                 change = _collectives.unpad(change, value.dim, value.size)
             return (old.astype(wide) + change).astype(old.dtype)
 
         if self._goes_into(old, value):
-            automatic = self._automatic(value.name, mine, value.dim)
+            automatic = self.automatic(value)
             return _collectives.slices_into(old, mine, GATHERED_AT_ONCE, automatic, renewed)
         return renewed(old, mine)
 
@@ -278,19 +289,18 @@ class Devices:
         """Whether it is large, not yet gathered, and sharded along another dim than the first."""
         if value.dim == 0 or (self.scope, False) in value.gathered:
             return False
-        _, automatic = self.leaves.get(value.name, ((), ()))
-        in_slices = old.dtype == value.x.dtype and not any(automatic[:1])
+        in_slices = old.dtype == value.x.dtype and not any(self.automatic(value)[:1])
         return bool(in_slices and old.nbytes > GATHERED_AT_ONCE)
 
     def _gather(
-        self, shard: jax.Array, dim: int, axes: Axes, name: str, codes: Blocks | None = None
+        self, shard: jax.Array, value: ShardValue, axes: Axes, codes: Blocks | None = None
     ) -> jax.Array:
-        """`[n/k, d] -> [n, d]`, for the k devices of `axes`."""
+        """`[n/k, d] -> [n, d]`, for the k devices of `axes`; what lies as `value` does."""
         self._check_together("a parameter is gathered")
-        automatic = self._automatic(name, shard, dim)
+        automatic = self.automatic(value)
         if codes is not None:
-            return _coded.gather(shard, dim, axes, name, automatic, codes)
-        return _collectives.gather(shard, dim, axes, name, automatic)
+            return _coded.gather(shard, value.dim, axes, value.name, automatic, codes)
+        return _collectives.gather(shard, value.dim, axes, value.name, automatic)
 
     def _steps(self, axes: Axes) -> list[Axes]:
         """Axes that one collective runs over: those of parameters, then the rest."""
@@ -318,7 +328,7 @@ class Devices:
         if dim is not None:
             total = self._scatter(total, dim, value)
         if self.num > 1 and dim is None:
-            total = self._all_reduce(total, self.axes, value.name)
+            total = self._all_reduce(total, self.axes, value.name, None)
         elif self.num > 1:
             total = self._over_replicas(total, value)
         total = _scaled(total, after).astype(value.dtype)
@@ -359,15 +369,18 @@ class Devices:
             # The last axis of the mesh is the fastest: it carries most, and the others its sums.
             hops = [axis for axis in reversed(self.axes) if axis in codes]
             sizes = {axis: self.sizes[axis] for axis in self.shard_axes}
-            automatic = self._automatic(name, shard, dim)
-            if any(automatic):
+            automatic = self.automatic_of(name, shard.shape, dim)
+            alone = self._alone(shard)
+            if any(automatic) or alone:
                 shard, tokens = not_before(shard, tokens), ()
             # Else codes wait, and not what they are made of, which is larger.
-            return _coded.reduce_scatter(shard, dim, sizes, hops, codes, name, automatic, tokens)
+            return _coded.reduce_scatter(
+                shard, dim, sizes, hops, codes, name, automatic, tokens, alone
+            )
         shard = not_before(shard, tokens)
         for axes in self._steps(self.shard_axes):
-            automatic = self._automatic(name, shard, dim)
-            shard = _collectives.reduce_scatter(shard, dim, axes, name, automatic)
+            automatic, alone = self.automatic_of(name, shard.shape, dim), self._alone(shard)
+            shard = _collectives.reduce_scatter(shard, dim, axes, name, automatic, alone)
         return shard
 
     def _over_replicas(self, total: jax.Array, value: Unreduced) -> jax.Array:
@@ -380,28 +393,69 @@ class Devices:
             if codes is not None:
                 self._check_together("a gradient is reduced")
                 total = _coded.all_reduce(total, axis, self.sizes[axis], codes, value.name)
-        return self._all_reduce(total, exact, value.name)
+        return self._all_reduce(total, exact, value.name, value.dim)
 
-    def _all_reduce(self, total: jax.Array, axes: Axes, name: str) -> jax.Array:
-        """`[n, d]` of each device -> their sum `[n, d]` over `axes`, if there are any."""
+    def _all_reduce(self, total: jax.Array, axes: Axes, name: str, dim: int | None) -> jax.Array:
+        """`[n, d]` of each device -> their sum `[n, d]` over `axes`, if there are any.
+
+        Of a value that is sharded along `dim`, or whole for None.
+        """
         if not axes:
             return total
         self._check_together("a gradient is reduced")
-        return _collectives.all_reduce(total, axes, name=name)
+        automatic = self.automatic_of(name, total.shape, dim)
+        return _collectives.all_reduce(total, axes, "sum", name, automatic, self._alone(total))
 
-    def _automatic(self, name: str, x: jax.Array, dim: int) -> Automatic:
-        """How XLA shards `x`, which comes from a leaf: the leaf itself, a cast, a slice along its dim 0."""
+    def all_reduce(self, local: jax.Array, axes: Axes, kind: str = "sum") -> jax.Array:
+        """`[n, d]` of each device -> their sum (or 'max', 'min') `[n, d]` over some mesh axes."""
+        return _collectives.all_reduce(local, axes, kind, alone=self._alone(local))
+
+    def alone_if_narrow(
+        self, collective: Callable[[jax.Array], jax.Array], x: jax.Array
+    ) -> jax.Array:
+        """A sum of the step's own, `collective(x)`: [Note: 16 bits on CPUs]."""
+        return _collectives.part_by_part(collective, (), self._alone(x))(x)
+
+    def _alone(self, x: jax.Array) -> Axes:
+        """Over which axes XLA must not shard a sum of what is like `x`."""
+        narrow = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4
+        return self.alone if narrow else ()
+
+    def automatic(self, value: ShardValue) -> Automatic:
+        """How XLA shards a value over further axes, along other dims than its `dim`."""
+        if value.automatic is not None:
+            return value.automatic
+        return self.automatic_of(value.name, value.x.shape, value.dim)
+
+    def automatic_of(self, name: str, found: Sequence[int], dim: int | None) -> Automatic:
+        """How XLA shards what is `found`, by its shape, of a leaf: itself, a cast, a slice along its dim 0.
+
+        Or a stack that a step has reshaped into stages, `[s * l, n, d] -> [s, l, n, d]`. Its dim `dim` is
+        sharded, and may have any size; None if none is.
+        """
         shape, automatic = self.leaves.get(name, ((), ()))
         for first in (0, 1):
             like = shape[first:]
             sliced = not (first or any(automatic[:1]))
             rest = [d for d in range(sliced, len(like)) if d != dim]
-            if len(like) == x.ndim and all(like[d] == x.shape[d] for d in rest):
+            if len(like) == len(found) and all(like[d] == found[d] for d in rest):
                 # On another dim a wrong guess (of a transposed view) costs traffic; on this one, where
                 # devices and parts would interleave, it would cost the order of the elements.
-                of_dim = automatic[first + dim : first + dim + 1]
+                of_dim = () if dim is None else automatic[first + dim : first + dim + 1]
                 return () if any(of_dim) else automatic[first:]
-        return ()
+        return self._of_stages(found, dim, shape, automatic)
+
+    def _of_stages(
+        self, found: Sequence[int], dim: int | None, shape: Sequence[int], automatic: Automatic
+    ) -> Automatic:
+        if len(found) != len(shape) + 1 or not any(automatic[:1]) or dim in (0, 1):
+            return ()
+        same = all(found[d + 1] == shape[d] for d in range(1, len(shape)) if d + 1 != dim)
+        parts = math.prod(self.others[axis] for axis in automatic[0])
+        stages = (automatic[0], (), *automatic[1:])
+        whole = dim is None or not any(stages[dim : dim + 1])
+        fits = same and whole and found[0] * found[1] == shape[0] and found[0] % parts == 0
+        return stages if fits else ()
 
     def _check_together(self, what: str) -> None:
         if self.divergent:

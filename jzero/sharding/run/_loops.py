@@ -105,8 +105,8 @@ def run_while(
 
     def laid_out(devices: Devices, values: Sequence[Value]) -> list[Settled]:
         return [
-            devices.value(devices.as_dim(value, dim), dim, out.aval.shape)
-            for value, dim, out in zip(values, dims, eqn.outvars, strict=True)
+            devices.value(devices.as_dim(value, dim), dim, out.aval.shape, before)
+            for value, dim, out, before in zip(values, dims, eqn.outvars, init, strict=True)
         ]
 
     def goes_on(carry: list[Settled]) -> jax.Array:
@@ -290,7 +290,7 @@ class _Carry:
 
     def leave(self, devices: Devices, value: Value) -> _Carried:
         x = devices.as_dim(value, self.dim)
-        return devices.value(x, self.dim, self.out.aval.shape, self.init.name)
+        return devices.value(x, self.dim, self.out.aval.shape, self.init)
 
     def finish(self, interp: Interpreter, carried: _Carried, kind: _SumKind) -> Value:
         return self.enter(carried)

@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from jzero.sharding.analysis._frames import Frame, split
 from jzero.sharding.analysis._kinds import COLLECTED
 from jzero.sharding.cut._phases import SCOPE, Phase
-from jzero.sharding.run import _collectives
 from jzero.sharding.run._devices import Devices
 from jzero.sharding.run._interpret import Env, Interpreter
 from jzero.sharding.run._values import (
@@ -86,7 +85,7 @@ def _collect(interp: Interpreter, frame: Frame, env: Env, index: int, num: int) 
             x, name = of_all(atom), eqn.primitive.name
             if name in ("pmax", "pmin"):
                 x = x.max(axis=0) if name == "pmax" else x.min(axis=0)
-                x = _collectives.all_reduce(x, interp.devices.axes, name[1:])
+                x = interp.devices.all_reduce(x, interp.devices.axes, name[1:])
             else:
                 x = _gathered(x, interp.devices, eqn)
             env.values[out] = FullValue(x)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax import lax
 
 from jzero.sharding.analysis import _frames, _rules
 from jzero.sharding.analysis._frames import Frame
+from jzero.sharding.plan._layout import Automatic
 from jzero.sharding.run import _coded, _collectives
 from jzero.sharding.run._interpret import EqnHandler, Interpreter
 from jzero.sharding.run._values import (
@@ -201,10 +203,33 @@ def _by_rule(
     outs = _jaxpr.bind(eqn, *arrays, **rule.local(eqn, dim, devices.shard_size(size, axes)))
     first, views = ins[0], (rule.linear and len(ins) == 1) or eqn.primitive.name in _SLICES
     coded = views and isinstance(first, ShardValue) and first.coded
+    automatic = _automatic(interp, eqn, maps, ins, dim)
     return [
-        ShardValue(x, dim, size, axes, name, coded, view_of=_view(eqn, rule, ins, i))
+        ShardValue(x, dim, size, axes, name, coded, automatic, view_of=_view(eqn, rule, ins, i))
         for i, x in enumerate(outs)
     ]
+
+
+def _automatic(
+    interp: Interpreter, eqn: _jaxpr.Eqn, maps: _rules.DimMaps, ins: list[Settled], dim: int
+) -> Automatic:
+    """How XLA shards a result along other dims than `dim`: as the first operand of which it is known.
+
+    A dim of another size has the same parts if they divide both: as many elements stand before it.
+    """
+    shape = eqn.outvars[0].aval.shape
+    for value, dims in zip(ins, maps, strict=True):
+        found = interp.devices.automatic(value) if isinstance(value, ShardValue) else ()
+        to = {dims[d]: axes for d, axes in enumerate(found) if axes and dims[d] not in (None, dim)}
+        sizes = interp.devices.others
+        kept = {
+            d: axes
+            for d, axes in to.items()
+            if d is not None and shape[d] % math.prod(sizes[axis] for axis in axes) == 0
+        }
+        if kept:
+            return tuple(kept.get(d, ()) for d in range(max(kept) + 1))
+    return ()
 
 
 def _output_axes(
@@ -252,7 +277,7 @@ def _reduction(
     if rule.reduces == "sum" and jnp.issubdtype(local.dtype, jnp.inexact):
         # Devices beside these axes hold the same, and a reduction sums over all.
         return Unreduced(local, devices.count(axes) / devices.num, local.dtype)
-    return FullValue(_collectives.all_reduce(local, axes, rule.reduces))
+    return FullValue(devices.all_reduce(local, axes, rule.reduces))
 
 
 def _output_dim(
@@ -302,9 +327,10 @@ def _constrain(
     if isinstance(value, Unreduced) and value.reduced is not None:
         value = value.reduced
     value = interp.devices.own_part(value) if isinstance(value, CodedValue) else value
-    x = lax.with_sharding_constraint(value.x, _jaxpr.constraint_spec(eqn, interp.automatic))
+    spec = _jaxpr.constraint_spec(eqn, interp.automatic)
+    x = lax.with_sharding_constraint(value.x, spec)
     if isinstance(value, ShardValue):
-        return [ShardValue(x, value.dim, value.size, value.axes, value.name, value.coded)]
+        return [dataclasses.replace(value, x=x, view_of=None, gathered={}, views={})]
     return [dataclasses.replace(value, x=x)]
 
 
@@ -373,10 +399,18 @@ def _collective(
         return [FullValue(_axis_index(interp, names["axis_name"]))]
     whole = [interp.devices.full(value) for value in ins]
     if eqn.primitive.name in _frames.REDUCTIONS:
-        return [FullValue(lax.psum(x, names["axes"])) for x in whole]
+        return [FullValue(interp.devices.all_reduce(x, names["axes"])) for x in whole]
     if eqn.primitive.name in ("pmax", "pmin") and not eqn.params.get("axis_index_groups"):
         kind = eqn.primitive.name[1:]
-        return [FullValue(_collectives.all_reduce(x, names["axes"], kind)) for x in whole]
+        return [FullValue(interp.devices.all_reduce(x, names["axes"], kind)) for x in whole]
+    if _collectives.is_reduction(eqn):
+
+        def scattered(x: jax.Array) -> jax.Array:
+            part: jax.Array
+            (part,) = _jaxpr.bind(eqn, x, **names)
+            return part
+
+        return [FullValue(interp.devices.alone_if_narrow(scattered, x)) for x in whole]
     return [FullValue(out) for out in _jaxpr.bind(eqn, *whole, **names)]
 
 

@@ -15,7 +15,7 @@ from jzero._blocks import Blocks
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._boundary import ValuePlan
-from jzero.sharding.plan._layout import Full, Layout, Shard
+from jzero.sharding.plan._layout import Automatic, Full, Layout, Shard
 from jzero.sharding.plan._plan import Analysis, StepPlan
 from jzero.sharding.run import _coded, _collectives, _microbatches
 from jzero.sharding.run._control import CONTROL
@@ -92,6 +92,9 @@ class Runner:
             automatic,
             # The loop over layers takes their reductions in, and none of them can wait for one of all layers.
             GatherQueue(exchange.prefetch_bytes, in_order=not plan.microbatches.layer_major),
+            others={axis: self.mesh.shape[axis] for axis in plan.automatic},
+            # [Note: 16 bits on CPUs]
+            alone=plan.automatic if _may_be_on_cpus(self.mesh) else (),
             scope=object(),
             gather_codes=exchange.gather_codes,
             reduce_codes=dict(exchange.reduce_codes),
@@ -122,7 +125,10 @@ class Runner:
         """
         plan, frame, exchange = self.plan, self.frame, self.plan.exchange
         leaves = zip(state, frame.jaxpr.invars, plan.leaves, strict=False)
-        values = [value_of(x, plan.boundary.of(var), leaf.coded) for x, var, leaf in leaves]
+        values = [
+            value_of(x, plan.boundary.of(var), leaf.coded, leaf.automatic)
+            for x, var, leaf in leaves
+        ]
         env = interp.start(frame, [*values, *map(FullValue, arrays)])
         if plan.microbatches.phases:
             arguments = frame.jaxpr.invars[len(state) :]
@@ -161,7 +167,7 @@ class Runner:
         if old is not None and index < len(leaves):
             codes = self.plan.exchange.gather_codes if leaves[index].renewed_in_codes else None
             if isinstance(value, ShardValue):  # What an update has made has lost it.
-                value = dataclasses.replace(value, name=leaves[index].path)
+                value = dataclasses.replace(value, name=leaves[index].path, automatic=None)
         x = _finish(interp, atom, value, layout, example, old, masks_padding, codes)
         return _jaxpr.with_type_of(x, atom)
 
@@ -175,14 +181,25 @@ def _on_cpus(mesh: Mesh) -> bool:
     return isinstance(mesh, Mesh) and bool(mesh.devices.flat[0].platform == "cpu")
 
 
-def value_of(x: Any, plan: ValuePlan, coded: bool = False) -> Settled:
-    """An array of one device, as what the plan says it is; `coded` if codes may be gathered of it."""
+def _may_be_on_cpus(mesh: Mesh) -> bool:
+    """Whether they are, or may be: an abstract mesh stands for devices of the default platform, mostly."""
+    return _on_cpus(mesh) if isinstance(mesh, Mesh) else jax.default_backend() == "cpu"
+
+
+def value_of(
+    x: Any, plan: ValuePlan, coded: bool = False, automatic: Automatic | None = None
+) -> Settled:
+    """An array of one device, as what the plan says it is; `coded` if codes may be gathered of it.
+
+    A leaf is known to lie `automatic` over further axes.
+    """
     if plan.codes is not None:
         axes = plan.layout.axes if isinstance(plan.layout, Shard) else ()
         return _coded.value_of(x, plan.codes, axes, plan.path)
     if isinstance(plan.layout, Shard):
         dim = plan.layout.dim
-        return ShardValue(x, dim, plan.shape[dim], plan.layout.axes, plan.path, coded)
+        size, axes = plan.shape[dim], plan.layout.axes
+        return ShardValue(x, dim, size, axes, plan.path, coded, automatic)
     return FullValue(x, plan.path)
 
 

@@ -16,6 +16,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jzero._blocks import Blocks
+from jzero.sharding.plan._layout import Automatic
 from jzero.sharding.run._collectives import Axes
 
 Arrays = list[jax.Array]
@@ -48,6 +49,8 @@ class ShardValue:
     the value this one only rearranges, and how: the two share a gather. `views` are the casts and
     rearrangements already made of it, so that a step that casts twice gathers once. What is `coded`, a
     parameter or its cast, may be gathered as codes of few bits, for whoever can do with that.
+    `automatic` is how XLA shards it over further axes, never along `dim`; None for as it shards the leaf. It
+    is gathered part by part, and what is wrong in this costs traffic and no more.
     """
 
     x: jax.Array
@@ -56,6 +59,7 @@ class ShardValue:
     axes: Axes
     name: str = ""
     coded: bool = False
+    automatic: Automatic | None = None
     view_of: tuple[ShardValue | CodedValue, Callable[[jax.Array], jax.Array]] | None = None
     gathered: dict[Hashable, jax.Array] = dataclasses.field(default_factory=dict)
     views: dict[Hashable, ShardValue] = dataclasses.field(default_factory=dict)
@@ -141,7 +145,10 @@ Value = Settled | Unreduced
 
 jax.tree_util.register_dataclass(FullValue, ["x"], ["name"])
 jax.tree_util.register_dataclass(
-    ShardValue, ["x"], ["dim", "size", "axes", "name", "coded"], ["view_of", "gathered", "views"]
+    ShardValue,
+    ["x"],
+    ["dim", "size", "axes", "name", "coded", "automatic"],
+    ["view_of", "gathered", "views"],
 )
 jax.tree_util.register_dataclass(
     CodedValue,
@@ -182,4 +189,7 @@ def moved(value: V, dims: int) -> V:
     """The value with its dims so many further on: 1 makes of a turn's `[n, d]` a loop's `[turns, n, d]`."""
     if isinstance(value, FullValue) or value.dim is None:
         return value
+    if isinstance(value, ShardValue) and value.automatic is not None:
+        automatic = ((),) * dims + value.automatic[max(-dims, 0) :]
+        return dataclasses.replace(value, dim=value.dim + dims, automatic=automatic)
     return dataclasses.replace(value, dim=value.dim + dims)
