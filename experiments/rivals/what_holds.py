@@ -9,7 +9,7 @@ python experiments/rivals/what_holds.py      # two tables in Markdown, of the la
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,17 +112,21 @@ def kind(value: Value, values: Iterable[Value], model: GPT) -> str:
 Row = dict[str, Any]
 
 
-def pairs(rows: Iterable[Row]) -> dict[str, tuple[Row, Row]]:
-    """`{cell: (jzero's, the annotated step's)}`."""
-    found: dict[str, dict[str, Row]] = {}
+def pairs(rows: Sequence[Row]) -> dict[str, tuple[Row, Row]]:
+    """`{cell: (jzero's, the annotated step's)}`, with a cell for each way to call jzero."""
+
+    def place(row: Row) -> tuple[Any, ...]:
+        return row["devices"], row["style"], row["sequences"]
+
+    rivals = {place(row): row for row in rows if row["rival"] == "annotated jit"}
+    found = {}
     for row in rows:
-        cell = f"{row['devices']} | {row['style']} | {row['sequences']}"
-        found.setdefault(cell, {})[row["rival"]] = row
-    return {
-        cell: (both["jzero"], both["annotated jit"])
-        for cell, both in found.items()
-        if len(both) == 2
-    }
+        name, _, option = row["rival"].partition(", ")
+        if name == "jzero":
+            style = ", ".join(filter(None, [row["style"], option and f"`{option}`"]))
+            cell = f"{row['devices']} | {style} | {row['sequences']}"
+            found[cell] = (row, rivals[place(row)])
+    return found
 
 
 def scores(cells: dict[str, tuple[Row, Row]]) -> str:
