@@ -7,7 +7,8 @@ values of these arguments that is among the cases, too.
 `@pytest.mark.alternating` shares the cases that are left between JAX before 0.11 and newer releases: each
 runs by default with one of the two, as its name's checksum says, so that `make test` and `make test-newest`
 together run all of them. It is for tables whose cases prove one statement of different examples, in code
-that does not ask which release runs it.
+that does not ask which release runs it; and, above a whole file, for tests that kill, interrupt and start
+processes, which are slow, and in which JAX has little to do.
 
 What `@pytest.mark.one_release` marks runs by default with the older releases only: it reads files, computes
 without JAX, or runs a script of an experiment.
@@ -31,8 +32,12 @@ def of_this_release(names: Sequence[str], newer: bool = NEWER) -> list[int]:
 
     By a checksum and not by position: should a release lack a case, the others stay where they are.
     """
-    found = [i for i, name in enumerate(names) if zlib.crc32(name.encode()) % 2 == newer]
-    return found or [0]
+    return [i for i, name in enumerate(names) if is_of_this_release(name, newer)] or [0]
+
+
+def is_of_this_release(name: str, newer: bool = NEWER) -> bool:
+    """Whether this release runs an alternating test of that name."""
+    return zlib.crc32(name.encode()) % 2 == newer
 
 
 def chosen(cases: Sequence[Mapping[str, Any]], pairs: Collection[str] = ()) -> list[int]:
@@ -57,9 +62,12 @@ def mark(items: Sequence[pytest.Item]) -> None:
             item.add_marker("slow")
     tests: dict[tuple[Any, ...], list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            if not item.get_closest_marker("slow"):
-                tests.setdefault((item.path, item.originalname), []).append(item)
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("slow"):
+            continue
+        if hasattr(item, "callspec"):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+        elif item.get_closest_marker("alternating") and not is_of_this_release(item.name):
+            item.add_marker("slow")
     for cases in tests.values():
         kept = cases
         if covering := cases[0].get_closest_marker("covering"):

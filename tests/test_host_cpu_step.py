@@ -846,7 +846,7 @@ def test_other_mesh_axes_are_refused():
         offload=jzero.HostCPU(),
     )  # fmt: skip
     with pytest.raises(
-        jzero.OptionError, match=r"mesh axes \['model'\].*Use jzero\.PinnedHost\(\)"
+        jzero.OptionError, match=r"mesh axes \['model'\].*Use offload=jzero\.PinnedHost\(\)"
     ):
         train_step.plan(new_state(), BATCH)
 

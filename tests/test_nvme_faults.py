@@ -22,6 +22,8 @@ from test_offload import BATCH, make_step, new_state
 
 pytest.importorskip("llvmlite")
 
+pytestmark = pytest.mark.alternating
+
 
 def to_host(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.array(x), tree)

@@ -15,7 +15,10 @@ from faults import Fault
 from faults._disk import copy, make_disk, mounted, why_no_disk
 from faults._synced import Disk
 
-pytestmark = pytest.mark.skipif(faults.why_not() is not None, reason=str(faults.why_not()))
+pytestmark = [
+    pytest.mark.alternating,
+    pytest.mark.skipif(faults.why_not() is not None, reason=str(faults.why_not())),
+]
 BOTH = faults.CHANGES | faults.READS
 STEP = 1  # The step that is there before.
 

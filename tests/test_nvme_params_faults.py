@@ -17,12 +17,14 @@ import pytest
 
 import jzero
 from jzero.offload.memory._nvme_array import NVMeArray
-from jzero.offload.nvme._read_threads import ReadThreads
+from jzero.offload.nvme._job_threads import JobThreads
 from test_nvme_params import assert_same, on
 from test_offload_params import CLIPPED, batch, make_step, new_state
 from test_offload_params_faults import Interrupted, prepared, survives
 
 pytest.importorskip("llvmlite")
+
+pytestmark = pytest.mark.alternating
 LAYERS = 3
 
 
@@ -134,7 +136,7 @@ def test_threads_end_where_their_caller_is_interrupted():
     seen: list[int] = []
 
     def interrupted() -> None:
-        with ReadThreads([np.zeros(4096, np.uint8)] * 3) as threads:
+        with JobThreads([np.zeros(4096, np.uint8)] * 3) as threads:
             threads.ask([lambda buffer: seen.append(len(buffer))] * 1000)
             raise Stop
 
@@ -142,6 +144,6 @@ def test_threads_end_where_their_caller_is_interrupted():
         interrupted()
     assert len(seen) <= 1000
     assert not threads_at_work()
-    ReadThreads([np.zeros(4096, np.uint8)])
+    JobThreads([np.zeros(4096, np.uint8)])
     gc.collect()
     assert not threads_at_work()

@@ -17,6 +17,8 @@ import zoo
 from interrupting import interruption
 from test_offload_params import CLIPPED, UPDATES, batch, new_state, sharded
 
+pytestmark = pytest.mark.alternating
+
 # Two parts of parameters on a device at a time, of 4 (scanned) or 7 that a step has.
 LAYERS, DEVICE_BYTES = 3, 13000
 # What updates leaf by leaf may begin in the backward pass; a clipped update waits for the norm of all.

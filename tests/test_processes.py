@@ -20,6 +20,8 @@ import jzero
 import process_worker
 import waiting
 
+pytestmark = pytest.mark.alternating
+
 HERE = pathlib.Path(__file__).parent
 WORKER = HERE / "process_worker.py"
 DEADLINE = 240  # seconds; a run takes about ten, on an idle machine

@@ -15,8 +15,8 @@ from jzero.offload._file_run import FileRun, FileSource, Wanted
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._pinned_pool import PinnedPool
 from jzero.offload.nvme._aligned import pages
+from jzero.offload.nvme._job_threads import JobThreads
 from jzero.offload.nvme._layout import PAGE
-from jzero.offload.nvme._read_threads import ReadThreads
 from jzero.segments._segment import Var
 from jzero.tracing import _call
 
@@ -77,7 +77,7 @@ class FileReads:
                 buffers = self._made_buffers(leaves)
                 left = self._host_bytes - sum(buffer.nbytes for buffer in buffers)
                 pool = PinnedPool(left)
-            with ReadThreads(buffers) as readers:
+            with JobThreads(buffers) as readers:
                 run = FileRun(self._sources, leaves, pool, self._kept, readers)
                 yield run
                 run.end()

@@ -18,7 +18,7 @@ from jzero.offload._host_engine import padding_of
 from jzero.offload._pinned import Visit
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._pinned_pool import PinnedBuffer, PinnedPool, bytes_here
-from jzero.offload.nvme._read_threads import Asked, Job, ReadThreads
+from jzero.offload.nvme._job_threads import Asked, Job, JobThreads
 from jzero.segments._segment import Var
 from jzero.sharding.plan._leaves import LeafPlan
 
@@ -92,7 +92,7 @@ class FileRun:
         leaves: Mapping[Var, NVMeArray],
         pool: PinnedPool,
         kept: int,
-        readers: ReadThreads,
+        readers: JobThreads,
     ):
         """Asks for nothing.
 

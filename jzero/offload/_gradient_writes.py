@@ -18,8 +18,8 @@ from jzero.offload._layered import Arrived
 from jzero.offload.memory._nvme_store import NVMeStore
 from jzero.offload.memory._pinned_leaf import view
 from jzero.offload.nvme._files import TileAt
+from jzero.offload.nvme._job_threads import Asked, Job, JobThreads
 from jzero.offload.nvme._layout import Extent, TileLayout, whole_pages
-from jzero.offload.nvme._read_threads import Asked, Job, ReadThreads
 from jzero.segments._segment import Var
 
 # Gradients of so many parts of a step are in memory at a time: of two that are written, of one that runs, and
@@ -36,7 +36,7 @@ class GradientWrites:
 
     def __init__(
         self, store: NVMeStore, names: Mapping[Var, str], devices: Sequence[jax.Device],
-        threads: ReadThreads,
+        threads: JobThreads,
     ):  # fmt: skip
         """Writes nothing.
 

@@ -26,8 +26,8 @@ from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.offload.nvme._aligned import pages
+from jzero.offload.nvme._job_threads import JobThreads
 from jzero.offload.nvme._layout import TileLayout
-from jzero.offload.nvme._read_threads import ReadThreads
 from jzero.segments import _conversions
 from jzero.segments._segment import Values, Var, shard_of
 from jzero.sharding.analysis._rules import size_in_bytes
@@ -312,7 +312,7 @@ class NVMeStep(HostStep):
         # A signal's handler that runs a step meanwhile has buffers of its own.
         buffers, self._writing = self._writing, []
         buffers = buffers or [pages(size) for size in self._buffer_sizes]
-        with ReadThreads(buffers) as threads:
+        with JobThreads(buffers) as threads:
             writes = GradientWrites(store, self._gradient_names, devices, threads)
             sent, handed = self._sent_and_written(values, writes)
         self._writing = buffers

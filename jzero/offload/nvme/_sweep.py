@@ -10,8 +10,6 @@ Held by tests/test_nvme_sweep.py, which interrupts a sweep at every line.
 
 from __future__ import annotations
 
-import _thread
-import contextlib
 import itertools
 import queue
 import time
@@ -23,10 +21,10 @@ from typing import Generic, TypeAlias, TypeVar
 import numpy as np
 
 from jzero.offload.nvme._aligned import TileRing
+from jzero.offload.nvme._thread_group import ThreadGroup
 
 At = TypeVar("At")
 Move: TypeAlias = Callable[[At, np.ndarray], None]
-_POLL_SECONDS = 0.05  # An interrupt may eat the news that a thread has ended.
 
 
 class TileVisit(Generic[At]):
@@ -91,7 +89,7 @@ class Sweep(Generic[At]):
         self._number, self._held = 0, 0
         self._arrived: dict[int, TileVisit[At]] = {}
         # An interrupt just before `with` has entered leaves nobody to stop the threads but this.
-        self._dropped = weakref.finalize(self, work.stop)
+        self._dropped = weakref.finalize(self, work.group.stop)
 
     def __enter__(self) -> Sweep[At]:
         try:
@@ -154,6 +152,7 @@ class _Sweeping(Generic[At]):
       order: of the tiles.
       ring: of the buffers.
       ready: visits that were read; None wakes the caller after an error.
+      group: the threads.
       seconds: how long each read and each write took.
     """
 
@@ -166,11 +165,8 @@ class _Sweeping(Generic[At]):
         self._free: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
         self._dirty: queue.SimpleQueue[TileVisit[At] | None] = queue.SimpleQueue()
         self._count = itertools.count()
-        self._threads: list[int] = []
-        self._ended: list[None] = []  # One item of each thread that has ended.
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._errors: list[BaseException] = []
-        self._stopped = False
+        self._num = 0  # threads that read, and that write
+        self.group = ThreadGroup(self._wake)
         self.seconds: dict[str, list[float]] = {"reading": [], "writing": []}
 
     def start(self, threads: int) -> None:
@@ -180,9 +176,10 @@ class _Sweeping(Generic[At]):
         self.ring.owner = self
         for buffer in self.ring.buffers:
             self._free.put(buffer)
-        bodies = [self._reader] * threads + [self._writer] * (threads if self._write else 0)
-        # In one call that no interrupt divides: so it is known how many there are to wait for.
-        self._threads.extend(map(_thread.start_new_thread, bodies, itertools.repeat(())))
+        self._num = threads
+        self.group.start(
+            [(self._reader,)] * threads + [(self._writer,)] * (threads * bool(self._write))
+        )
 
     def visited(self, visit: TileVisit[At]) -> None:
         """Passes a visit on, when the caller is done with it."""
@@ -193,72 +190,46 @@ class _Sweeping(Generic[At]):
 
     def check(self) -> None:
         """Raises the first error of a thread."""
-        if self._errors:
-            raise self._errors[0]
-
-    def stop(self) -> None:
-        """Tells the threads to end soon; they finish what they are transferring."""
-        self._stopped = True
-        for _ in self._threads:
-            self._free.put(None)
-            self._dirty.put(None)
-        self.ready.put(None)
+        if self.group.errors:
+            raise self.group.errors[0]
 
     def end(self, finish: bool = False) -> None:
         """Waits until no thread is left, whatever interrupts; with `finish`, until all is written."""
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                if finish:
-                    for _ in self._threads:
-                        self._free.put(None)
-                        self._dirty.put(None)
-                else:
-                    self.stop()
-                while len(self._ended) < len(self._threads):
-                    with contextlib.suppress(queue.Empty):
-                        self._news.get(timeout=_POLL_SECONDS)
-                break
-            except BaseException as error:
-                interrupt, finish = error, False
-        if self.ring.owner is self:
-            self.ring.owner = None
-        if interrupt is not None:
-            raise interrupt
+        try:
+            self.group.end(self._say_last if finish else None)
+        finally:
+            if self.ring.owner is self:
+                self.ring.owner = None
+
+    def _say_last(self) -> None:
+        """Has each thread end when it has done what is before it."""
+        for _ in range(2 * self._num):
+            self._free.put(None)
+            self._dirty.put(None)
+
+    def _wake(self) -> None:
+        self._say_last()
+        self.ready.put(None)
 
     # ------------------------------------------------------------------------------- in the threads
 
     def _reader(self) -> None:
-        with self._thread():
-            while (buffer := self._free.get()) is not None and not self._stopped:
-                number = next(self._count)
-                if number >= len(self.order):
-                    break
-                visit = TileVisit(number, self.order[number], buffer)
-                if self._read is not None:
-                    self._timed("reading", self._read, visit)
-                self.ready.put(visit)
+        while (buffer := self._free.get()) is not None and not self.group.stopped:
+            number = next(self._count)
+            if number >= len(self.order):
+                break
+            visit = TileVisit(number, self.order[number], buffer)
+            if self._read is not None:
+                self._timed("reading", self._read, visit)
+            self.ready.put(visit)
 
     def _writer(self) -> None:
         assert self._write is not None
-        with self._thread():
-            while (visit := self._dirty.get()) is not None and not self._stopped:
-                self._timed("writing", self._write, visit)
-                self._free.put(visit.buffer)
+        while (visit := self._dirty.get()) is not None and not self.group.stopped:
+            self._timed("writing", self._write, visit)
+            self._free.put(visit.buffer)
 
     def _timed(self, name: str, move: Move[At], visit: TileVisit[At]) -> None:
         start = time.perf_counter()
         move(visit.at, visit.buffer)
         self.seconds[name].append(time.perf_counter() - start)
-
-    @contextlib.contextmanager
-    def _thread(self) -> Iterator[None]:
-        """Around all that a thread does: its error stops the others."""
-        try:
-            yield
-        except BaseException as error:
-            self._errors.append(error)
-            self.stop()
-        finally:
-            self._ended.append(None)
-            self._news.put(None)
