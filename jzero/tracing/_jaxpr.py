@@ -83,6 +83,11 @@ def is_literal(atom: Atom) -> TypeIs[Literal]:
     return isinstance(atom, core.Literal)
 
 
+def variables_read(eqn: Eqn) -> list[Var]:
+    """What the equation reads that is no constant written into it, as often as it does."""
+    return [atom for atom in eqn.invars if not is_literal(atom)]
+
+
 def is_dropped(var: Var) -> bool:
     """Whether nothing reads what the equation gives there."""
     return isinstance(var, core.DropVar)

@@ -220,7 +220,7 @@ def _behind(
         acts = effects and _jaxpr.has_side_effects(eqn)
         if acts or any(out in needed and out not in known for out in eqn.outvars):
             found.append(eqn)
-            needed.update(atom for atom in eqn.invars if not _jaxpr.is_literal(atom))
+            needed.update(_jaxpr.variables_read(eqn))
     return found[::-1], needed
 
 

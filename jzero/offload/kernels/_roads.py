@@ -77,7 +77,7 @@ class RoadFinder:
             self._read_equation(index, eqn)
 
     def _read_equation(self, index: int, eqn: _jaxpr.Eqn) -> None:
-        operands = [atom for atom in eqn.invars if not _jaxpr.is_literal(atom)]
+        operands = _jaxpr.variables_read(eqn)
         scalar = all(size_of(atom) == 1 for atom in [*eqn.invars, *eqn.outvars])
         own = [] if scalar or op_for(eqn) is not None else [index]
         reads = [self._first_read[var] for var in operands if var in self._first_read] + own

@@ -306,7 +306,7 @@ class _LayerCutter:
         ys = tuple(modes[out] for out in stacks_made(eqn))
         stacks = [y for y, kind in zip(stacks_made(eqn), ys, strict=True) if kind == STACK]
         read = [x for x, kind in zip(xs, kinds, strict=True) if kind == STACK]
-        counts = collections.Counter(a for a in eqn.invars if not _jaxpr.is_literal(a))
+        counts = collections.Counter(_jaxpr.variables_read(eqn))
         alone = {v for v in dies if counts[v] == 1}
         renewed = self._renewed(stacks, [x for x in variables(read) if x in alone])
         kinds = [

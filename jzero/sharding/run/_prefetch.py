@@ -192,7 +192,7 @@ def _ahead(jaxpr: _jaxpr.Jaxpr, num_carry: int, limit: int | None) -> list[_jaxp
     computing, full = limit == 0, limit is None
     for eqn in jaxpr.eqns:
         computing |= eqn.primitive.name in PRODUCTS
-        reads = [atom for atom in eqn.invars if not _jaxpr.is_literal(atom)]
+        reads = _jaxpr.variables_read(eqn)
         if _jaxpr.has_side_effects(eqn) or any(atom in late for atom in reads):
             late.update(eqn.outvars)
         elif _memory_spaces.is_fetch(eqn):

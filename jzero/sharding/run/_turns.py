@@ -39,7 +39,12 @@ def latest_use(jaxpr: Jaxpr, ahead: Sequence[Var]) -> list[Var]:
     """
     uses = _first_uses(jaxpr, ahead)
     own = [at for var, at in uses.items() if var not in {*ahead}]
-    reduced = [v for eqn in jaxpr.eqns if _collectives.is_reduction(eqn) for v in _vars(eqn)]
+    reduced = [
+        v
+        for eqn in jaxpr.eqns
+        if _collectives.is_reduction(eqn)
+        for v in _jaxpr.variables_read(eqn)
+    ]
     work, moved = sum(map(_work, jaxpr.eqns)), nbytes([*uses, *reduced])
     if not own or not reduced or work >= BALANCE * moved:
         return []
@@ -51,13 +56,13 @@ def _first_uses(jaxpr: Jaxpr, ahead: Sequence[Var]) -> dict[Var, int]:
     views = {var: var for var in ahead}
     uses: dict[Var, int] = {}
     for n, eqn in enumerate(jaxpr.eqns):
-        reads = [var for var in _vars(eqn) if var in views]
+        reads = [var for var in _jaxpr.variables_read(eqn) if var in views]
         if _collectives.is_gather(eqn):
             views |= {var: var for var in eqn.outvars}
         elif eqn.primitive.name in PRODUCTS:
             for var in reads:
                 uses.setdefault(views[var], n)
-        elif reads and len(_vars(eqn)) == 1:
+        elif reads and len(_jaxpr.variables_read(eqn)) == 1:
             views |= dict.fromkeys(eqn.outvars, views[reads[0]])
     return uses
 
@@ -72,10 +77,6 @@ def _work(eqn: Eqn) -> float:
         (summed, _), _ = eqn.params["dimension_numbers"]
         return float(made * math.prod(shapes[0][dim] for dim in summed))
     return math.sqrt(made * math.prod(sorted(map(math.prod, shapes))[-2:]))
-
-
-def _vars(eqn: Eqn) -> list[Var]:
-    return [atom for atom in eqn.invars if not _jaxpr.is_literal(atom)]
 
 
 def nbytes(variables: Sequence[Var]) -> int:
