@@ -19,7 +19,8 @@ import safetensors
 from safetensors.numpy import save_file
 
 import jzero
-from jzero.checkpoint import _export, _import, _inspect, _json, _safetensors
+from jzero import _json
+from jzero.checkpoint import _export, _import, _inspect, _safetensors
 
 SECONDS = 5  # of this process, for one file; the machine may be busy with others
 DEEP = b"[" * 10**5 + b"]" * 10**5

@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 # floors below its own. Within a room files import each other in any order but a circle.
 FLOORS = (
     ("_components", "_errors", "_folded", "_in_turn", "_memory_kinds", "_version"),
-    ("_quantities",),
+    ("_json", "_quantities"),
     ("_blocks",),
     ("tracing", "offload/nvme"),
     ("processes", "sharding/analysis", "_compare"),

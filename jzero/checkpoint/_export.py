@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jzero import _json
 from jzero._errors import CheckpointError, OptionError, message
 from jzero._in_turn import groups
+from jzero._json import shown
 from jzero._quantities import BYTES_RULE, parse_bytes
-from jzero.checkpoint import _files, _json, _private, _reading, _safetensors, _stored, _stream
-from jzero.checkpoint._json import shown
+from jzero.checkpoint import _files, _private, _reading, _safetensors, _stored, _stream
 from jzero.checkpoint._match import masters
 from jzero.checkpoint._safetensors import Tensor
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER

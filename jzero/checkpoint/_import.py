@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jzero import _json
 from jzero._errors import CheckpointError, JzeroError, OptionError, message
-from jzero.checkpoint import _files, _json, _private, _safetensors, _stream
-from jzero.checkpoint._json import shown
+from jzero._json import shown
+from jzero.checkpoint import _files, _private, _safetensors, _stream
 from jzero.checkpoint._safetensors import Tensor
 from jzero.sharding.plan._stages import PARAMETER
 

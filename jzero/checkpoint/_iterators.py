@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
+from jzero import _json
 from jzero._errors import CheckpointError, OptionError, message
-from jzero.checkpoint import _json
 
 
 def state(iterator: Any) -> dict[str, Any]:

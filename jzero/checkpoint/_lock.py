@@ -16,8 +16,9 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
+from jzero import _json
 from jzero._errors import CheckpointError, message
-from jzero.checkpoint import _files, _json, _nearby
+from jzero.checkpoint import _files, _nearby
 
 NAME = "_JZERO_WRITER"
 # Seconds between two heartbeats, and after how many without one a writer counts as dead.

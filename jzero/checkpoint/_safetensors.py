@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jzero import _json
 from jzero._errors import CheckpointError, message
-from jzero.checkpoint import _json
-from jzero.checkpoint._json import Malformed, Maybe, shown
+from jzero._json import Malformed, Maybe, shown
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"),

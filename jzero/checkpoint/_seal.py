@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jzero import _json
 from jzero._errors import CheckpointError
-from jzero.checkpoint import _files, _json
+from jzero.checkpoint import _files
 
 NAME = "_JZERO_SEAL"
 _FORMAT = 1

@@ -10,8 +10,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from jzero import _json
 from jzero._errors import CheckpointError, message
-from jzero.checkpoint import _json, _seal
+from jzero.checkpoint import _seal
 from jzero.checkpoint._orbax import NOTES, TREE
 from jzero.checkpoint._seal import Broken
 

@@ -12,9 +12,10 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jzero import _json
 from jzero._errors import CheckpointError, message
-from jzero.checkpoint import _files, _handlers, _json, _nearby, _reading, _seal, _steps
-from jzero.checkpoint._json import Maybe
+from jzero._json import Maybe
+from jzero.checkpoint import _files, _handlers, _nearby, _reading, _seal, _steps
 from jzero.checkpoint._match import Leaf, leaf_names
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, NOTES, STATE, TREE
 from jzero.checkpoint._seal import Seal, StoredLeaf

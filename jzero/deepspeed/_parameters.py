@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jzero.checkpoint import _json
+from jzero import _json
 from jzero.deepspeed._keys import KINDS
 from jzero.deepspeed._settings import Settings, is_kind, nearest, refuse
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jzero import _json
 from jzero._errors import OptionError, message
-from jzero.checkpoint import _json
 from jzero.deepspeed._keys import KINDS, Key
 from jzero.deepspeed._table import ALIASES, KEYS
 
