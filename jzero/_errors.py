@@ -2,6 +2,7 @@
 """Exceptions, and the one form that their messages have.
 
 A message says *who* failed, *what* was found (every failing leaf, one a line), the *rule*, and *what to do*.
+Names in it may come from files that others wrote. So what a terminal would obey or not show is escaped, here.
 """
 
 from __future__ import annotations
@@ -68,14 +69,29 @@ def message(
     """Joins the four parts of a message; several findings become one line each, the first `shown` of them."""
     who = (_caller.get() or who) if who == STEP else who
     if isinstance(found, str):
-        return f"{who}: {found}. {rule} {edit}".rstrip()
+        return escaped(f"{who}: {found}. {rule} {edit}".rstrip())
     if len(found) == 1:
-        return f"{who}: {found[0]}. {rule} {edit}".rstrip()
+        return escaped(f"{who}: {found[0]}. {rule} {edit}".rstrip())
     more = len(found) - len(found[:shown])
     lines = "\n".join(
         f"  - {line}" for line in [*found[:shown], *[f"and {more} more"] * bool(more)]
     )
-    return f"{who}: {len(found)} {things} fail:\n{lines}\n{rule} {edit}".rstrip()
+    return escaped(f"{who}: {len(found)} {things} fail:\n{lines}\n{rule} {edit}".rstrip())
+
+
+def escaped(text: str, keep: str = "\n\t") -> str:
+    """A text without characters that a terminal obeys or does not show (ESC, a change of direction)."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def named(name: str, most: int = 200) -> str:
+    """A name that somebody else chose, in a message: in one line, which is not endless."""
+    name = escaped(name, keep="")
+    return name if len(name) <= most else f"{name[: most // 2]}...{name[-most // 2 :]}"
 
 
 # Of what cannot be used again: the rule, and what to do.

@@ -40,29 +40,33 @@ class Malformed(Exception):
     """What is wrong with a file; its arguments are findings."""
 
 
+class NotRegular(OSError):
+    """What is there is no file: a directory, a pipe, a device, or a link where none belongs."""
+
+
 class Maybe(NamedTuple):
     """The form of what may be missing or null."""
 
     form: Any
 
 
-def read(who: str, path: str | Path, form: Any = None) -> Any:
-    """What a JSON file says, if it has the form; see `check`.
+def read(who: str, path: str | Path, form: Any = None, *, follow: bool = True) -> Any:
+    """What a JSON file says, if it has the form; see `check`, and for `follow` `open_regular`.
 
     Raises:
       CheckpointError: it cannot be read, is no JSON, or has another form.
     """
-    return decode(who, path, read_bytes(who, path), form)
+    return decode(who, path, read_bytes(who, path, follow=follow), form)
 
 
-def read_bytes(who: str, path: str | Path) -> bytes:
+def read_bytes(who: str, path: str | Path, *, follow: bool = True) -> bytes:
     """A file of at most `MAX_BYTES`.
 
     Raises:
       CheckpointError: it cannot be read, or is larger.
     """
     try:
-        with open_regular(path) as file:
+        with open_regular(path, follow=follow) as file:
             size = os.fstat(file.fileno()).st_size
             data = file.read(MAX_BYTES + 1) if size <= MAX_BYTES else b""
     except OSError as error:
@@ -89,23 +93,27 @@ def decode(who: str, path: str | Path, data: bytes, form: Any = None) -> Any:
     return value
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path, *, follow: bool = True) -> BinaryIO:
     """Opens a file for reading; a pipe would wait for a writer, and a device may never end.
+
+    Args:
+      path: of the file.
+      follow: whether a link to a file is one, as in Hugging Face's cache.
 
     Raises:
       OSError: it cannot be opened, or is no regular file.
     """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, flags)
     except ValueError as error:  # A NUL, or half a surrogate pair, in the path.
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), os.fspath(path)) from error
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(fd, "rb")
     os.close(fd)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
+    reason = os.strerror(errno.EISDIR) if stat.S_ISDIR(mode) else "Not a regular file"
+    raise NotRegular(errno.EINVAL, reason, os.fspath(path))
 
 
 def parse(data: bytes, what: str = "it") -> Any:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jzero._errors import OptionError, message
+from jzero._errors import OptionError, message, named
+from jzero._json import NotRegular
 
 # Of a directory that is being written or removed; Orbax, too, takes such a one for unfinished.
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -34,6 +37,39 @@ def local(who: str, path: Any) -> Path:
             who, f"the path is {path!r}", "Checkpoints are on a file system that all processes see.",
             "Mount the bucket as one, or save to a disk and copy complete steps."))  # fmt: skip
     return Path(path).expanduser().absolute()
+
+
+def kind(path: Path) -> str:
+    """What is there, in words."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return "nothing"
+    known = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link",
+             stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}  # fmt: skip
+    return known.get(stat.S_IFMT(mode), "a device")
+
+
+def files_below(directory: Path) -> Iterator[Path]:
+    """The files in a directory and below, among them links to files, as Hugging Face's cache has them.
+
+    Raises:
+      NotRegular: something else is there. To open a pipe would wait for a writer, to read a device might
+        never end, and a link to a directory may lead anywhere.
+    """
+    folders = [directory]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(path)
+                elif entry.is_file():
+                    yield path
+                else:
+                    where = " to no file" * entry.is_symlink()
+                    found = f"{named(str(path.relative_to(directory)))} is {kind(path)}{where}"
+                    raise NotRegular(errno.EINVAL, found)
 
 
 def sync(path: Path) -> None:

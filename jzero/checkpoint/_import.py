@@ -198,7 +198,8 @@ def _source(tensor: Tensor, file: Path) -> _stream.LeafSource:
         first, last = (0, None) if index is ... else (index.start, index.stop)
         shape = tensor.shape if last is None else (last - first, *tensor.shape[1:])
         nbytes = math.prod(shape) * tensor.dtype.itemsize
-        data = np.fromfile(file, np.uint8, nbytes, offset=tensor.start + first * row)
+        with _json.open_regular(file) as opened:
+            data = np.fromfile(opened, np.uint8, nbytes, offset=tensor.start + first * row)
         return data.view(tensor.dtype).reshape(shape)
 
     return _stream.LeafSource(tensor.shape, tensor.dtype, read)

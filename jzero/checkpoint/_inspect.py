@@ -122,7 +122,10 @@ def _time(notes: dict[str, Any]) -> str | None:
     nanoseconds = notes.get("commit_timestamp_nsecs")
     if nanoseconds is None:
         return None
-    return datetime.datetime.fromtimestamp(nanoseconds // 10**9, datetime.UTC).isoformat()
+    try:
+        return datetime.datetime.fromtimestamp(nanoseconds // 10**9, datetime.UTC).isoformat()
+    except (ValueError, OverflowError, OSError):  # no time that a calendar has
+        return None
 
 
 def _writer(notes: dict[str, Any], item: str) -> str | None:

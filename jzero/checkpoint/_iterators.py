@@ -20,7 +20,7 @@ def state(iterator: Any) -> dict[str, Any]:
 
 
 def restore(iterator: Any, saved: list[Any], where: str) -> None:
-    """Sets `iterator` to where that of this process stood.
+    """Sets `iterator` to where that of this process stood, among the decoded states of all.
 
     Raises:
       CheckpointError: there were other processes, and their iterators stood in different places.
@@ -34,7 +34,7 @@ def restore(iterator: Any, saved: list[Any], where: str) -> None:
             "Use as many processes, or iterate over global batches, of which each process feeds its "
             "part."))  # fmt: skip
     own = saved[jax.process_index()] if len(saved) == jax.process_count() else saved[0]
-    iterator.set_state(_decode(own))
+    iterator.set_state(own)
 
 
 def _check(iterator: Any, method: str) -> None:
@@ -61,5 +61,10 @@ def _encode(state: Any) -> dict[str, Any]:
     return {"json": state}
 
 
-def _decode(saved: dict[str, Any]) -> Any:
+def decoded(saved: dict[str, Any]) -> Any:
+    """What was encoded so.
+
+    Raises:
+      ValueError: it was not.
+    """
     return base64.b64decode(saved["bytes"]) if "bytes" in saved else saved["json"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +21,12 @@ class Leaf(NamedTuple):
     path: str
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Of its values; 0 of a string."""
+        itemsize = 0 if self.dtype == "string" else jnp.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * itemsize
 
 
 class Origin(NamedTuple):

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from jzero._errors import named
 from jzero.checkpoint import _seal
 from jzero.checkpoint._orbax import NOTES, TREE
 
@@ -43,13 +44,13 @@ def _advice(path: Path) -> str:
     others = [name for name in names if name != path.name]
     close = difflib.get_close_matches(path.name, others, 1) if path.parent == there else []
     if close:
-        return f"Did you mean {there / close[0]}?"
+        return f"Did you mean {there / named(close[0])}?"
     if found := list(itertools.islice(_checkpoints_in(there), _SHOWN)):
         return f"Checkpoints are in {', '.join(map(str, found))}."
     if not names:
         return f"{there} is empty."
     more = ", ..." * (len(names) > _SHOWN)
-    return f"Correct the path; {there} has {', '.join(names[:_SHOWN])}{more}."
+    return f"Correct the path; {there} has {', '.join(map(named, names[:_SHOWN]))}{more}."
 
 
 def _entries(directory: Path) -> list[Path]:

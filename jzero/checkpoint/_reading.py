@@ -16,6 +16,7 @@ from orbax.checkpoint import type_handlers
 
 from jzero.checkpoint._seal import StoredLeaf
 
+_LEAST_CHUNK = 2**26  # bytes that chunks of other writers may have, however small the leaf
 _ALIGNMENT = 64  # bytes; on CPUs XLA takes an array as it is that begins at a multiple
 
 
@@ -62,9 +63,24 @@ async def open_leaf(info: Any, known: StoredLeaf | None = None) -> tensorstore.T
         raise_array_data_missing_error=info.raise_array_data_missing_error,
     )
     store = await tensorstore.open(spec, open=True, read=True, context=info.ts_context)
+    _check_chunks(store)
     if known is not None and _type_of(store) != known:
         raise ValueError(f"it is {_type_of(store)}, and was written as {known}")
     return store
+
+
+def _check_chunks(store: tensorstore.TensorStore) -> None:
+    """Tensorstore makes room for a whole chunk before it reads one, and aborts where there is none.
+
+    Raises:
+      ValueError: a chunk would be larger than its leaf.
+    """
+    itemsize = store.dtype.numpy_dtype.itemsize
+    own = math.prod(store.shape) * itemsize
+    for layout in (store.chunk_layout.read_chunk, store.chunk_layout.write_chunk):
+        nbytes = math.prod(max(n or 1, 1) for n in layout.shape or ()) * itemsize
+        if nbytes > max(own, _LEAST_CHUNK):
+            raise ValueError(f"a chunk of it would have {nbytes} bytes, and all of it has {own}")
 
 
 async def metadata_of(info: Any, known: StoredLeaf | None) -> Any:

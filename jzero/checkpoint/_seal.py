@@ -12,16 +12,19 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jzero import _json
-from jzero._errors import CheckpointError
+from jzero._errors import CheckpointError, named
+from jzero._json import NotRegular
 from jzero.checkpoint import _files
 
 NAME = "_JZERO_SEAL"
 _FORMAT = 1
+_FORM = {"files": {str: [(int, str, type(None))]}, "leaves": {str: [([int], str)]}}
 
 
 class Broken(Exception):
@@ -72,16 +75,33 @@ def read(directory: Path) -> Seal | None:
         return None
     with malformed_is_broken():
         text, _, digest = _json.read_bytes("seal", path).rstrip(b"\n").rpartition(b"\n")
-    if _digest(text) != digest.decode(errors="replace"):
-        raise Broken(f"{NAME} is damaged")
-    found = _json.parse(text)
-    if found["format"] != _FORMAT:
-        raise Broken(
-            f"{NAME} has format {found['format']}, and this jzero reads {_FORMAT}: update it"
-        )
-    files = {name: File(*entry) for name, entry in found["files"].items()}
+        if _digest(text) != digest.decode(errors="replace"):
+            raise Broken(f"{NAME} is damaged")
+        found = _json.decode("seal", path, text, {"format": int})
+        if found["format"] != _FORMAT:
+            raise Broken(
+                f"{NAME} has format {found['format']}, and this jzero reads {_FORMAT}: update it"
+            )
+        found = _json.decode("seal", path, text, _FORM)
+    files = {name: _file(name, entry) for name, entry in found["files"].items()}
+    leaves = {name: _stored_leaf(name, entry) for name, entry in found["leaves"].items()}
     _check_sizes(directory, files)
-    return Seal(files, {name: _stored_leaf(*entry) for name, entry in found["leaves"].items()})
+    return Seal(files, leaves)
+
+
+def _file(name: str, entry: Any) -> File:
+    match entry:
+        case [int(nbytes), None | str() as digest]:
+            return File(nbytes, digest)
+    raise Broken(f"{NAME} has {_json.shown(entry)} of {named(name)}")
+
+
+def _stored_leaf(name: str, entry: Any) -> StoredLeaf:
+    match entry:
+        case [list(shape), str(dtype), list(chunk_shape)]:
+            if len(shape) == len(chunk_shape) and min([0, *shape, *chunk_shape]) == 0:
+                return StoredLeaf(tuple(shape), dtype, tuple(chunk_shape))
+    raise Broken(f"{NAME} has {_json.shown(entry)} of {named(name)}")
 
 
 @contextlib.contextmanager
@@ -90,7 +110,7 @@ def malformed_is_broken() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        if isinstance(error.__cause__, OSError):
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, NotRegular):
             raise
         raise Broken(str(error)) from error
 
@@ -99,8 +119,8 @@ def _check_sizes(directory: Path, files: Mapping[str, File]) -> None:
     """That every file is there, with all of its bytes."""
     found = _sizes(directory)
     bad = [
-        f"{name} is missing" if name not in found else
-        f"{name} has {found[name]} of {file.nbytes} bytes"
+        f"{named(name)} is missing" if name not in found else
+        f"{named(name)} has {found[name]} of {file.nbytes} bytes"
         for name, file in files.items() if found.get(name) != file.nbytes
     ]  # fmt: skip
     if bad:
@@ -119,9 +139,11 @@ def check_digests(
 
 def _damage(path: Path, file: File) -> str | None:
     try:
-        if path.stat().st_size != file.nbytes:
-            return f"has {path.stat().st_size} of {file.nbytes} bytes"
-        return None if _digest(path.read_bytes()) == file.digest else "is damaged"
+        with _json.open_regular(path) as opened:
+            if (size := os.fstat(opened.fileno()).st_size) != file.nbytes:
+                return f"has {size} of {file.nbytes} bytes"
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        return None if found == file.digest else "is damaged"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
@@ -134,8 +156,14 @@ def _sizes(directory: Path) -> dict[str, int]:
 
     walk = os.walk(directory, onerror=fail)
     paths = (Path(folder, name) for folder, _, names in walk for name in names)
-    sizes = {path.relative_to(directory).as_posix(): path.lstat().st_size for path in paths}
+    sizes = {path.relative_to(directory).as_posix(): _size(path) for path in paths}
     return {name: size for name, size in sorted(sizes.items()) if name != NAME}
+
+
+def _size(path: Path) -> int:
+    """A link to a file is one; to nothing, it is a file of another size."""
+    found = path.lstat()
+    return (path.stat() if stat.S_ISLNK(found.st_mode) and path.is_file() else found).st_size
 
 
 def _digest_of(path: Path) -> str | None:
@@ -145,7 +173,3 @@ def _digest_of(path: Path) -> str | None:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _stored_leaf(shape: Any, dtype: str, chunk_shape: Any) -> StoredLeaf:
-    return StoredLeaf(tuple(shape), dtype, tuple(chunk_shape))

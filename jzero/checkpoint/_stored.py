@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +13,16 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero import _json
-from jzero._errors import CheckpointError, message
+from jzero._errors import CheckpointError, message, named
 from jzero._json import Maybe
-from jzero.checkpoint import _files, _handlers, _nearby, _reading, _seal, _steps
+from jzero.checkpoint import _files, _handlers, _iterators, _nearby, _reading, _seal, _steps
 from jzero.checkpoint._match import Leaf, leaf_names
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, NOTES, STATE, TREE
 from jzero.checkpoint._seal import Seal, StoredLeaf
 
+# Files that Orbax and tensorstore read whole before they know what is in them.
+_READ_WHOLE = (TREE, "_sharding", "_strings.json", "checkpoint", "manifest.ocdbt",
+               ".zarray", ".zattrs", "zarr.json")  # fmt: skip
 # Of what Orbax says of a checkpoint, that which is used.
 _NOTES_FORM = {
     "item_handlers": Maybe(({str: str}, str)),
@@ -59,18 +62,26 @@ def find(who: str, path: str | Path) -> Stored:
     try:
         directory = _tree_directory(who, path)
         root = _root(directory)
+        files = list(_files.files_below(directory))
     except OSError as error:
         raise CheckpointError(damaged(who, path, error)) from error
     try:
         seal = _seal.read(root)
         if seal is not None and (found := _seal.check_digests(root, seal, _is_read)):
             raise _seal.Broken("; ".join(f"{name} {damage}" for name, damage in found.items()))
+    except Exception as error:
+        raise CheckpointError(damaged(who, directory, error)) from error
+    described = _json.read(who, directory / TREE, {"tree_metadata": {}, "use_ocdbt": Maybe(bool)})
+    try:
+        _check_what_is_read_whole(directory, files)
         known = None if seal is None else seal.leaves
         tree = _handlers.handler(known=known).metadata(epath.Path(directory)).tree
     except Exception as error:
         raise CheckpointError(damaged(who, directory, error)) from error
     names, metadata = leaf_names(tree), jax.tree.leaves(tree)
     leaves = {name: _leaf(name, found) for name, found in zip(names, metadata, strict=True)}
+    if not described.get("use_ocdbt"):
+        _check_chunks_in_files(who, directory, leaves, files)
     return Stored(directory, seal, tree, leaves)
 
 
@@ -89,7 +100,8 @@ def identity(stored: Stored) -> list[str]:
     """What makes a checkpoint another one, in lines: its step, and the digest of what describes it."""
     directory = root(stored)
     files = [directory / _seal.NAME, directory / NOTES, stored.directory / TREE]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists()))
+    found = [_json.read_bytes("restore", file) for file in files if file.exists()]
+    digest = hashlib.sha256(b"".join(found))
     return [f"{directory.name}, described by {digest.hexdigest()[:8]}"]
 
 
@@ -117,7 +129,10 @@ def iterators(who: str, step: Path) -> list[Any]:
     found = _json.read(who, file, {"iterators": [{"bytes": Maybe(str)}]})["iterators"]
     if not found or any(entry.keys() not in ({"json"}, {"bytes"}) for entry in found):
         raise CheckpointError(damaged(who, file, ValueError("it has no states of iterators")))
-    return list(found)
+    try:
+        return [_iterators.decoded(entry) for entry in found]
+    except ValueError as error:
+        raise CheckpointError(damaged(who, file, error)) from error
 
 
 def roles(found: dict[str, Any]) -> dict[str, str]:
@@ -152,7 +167,7 @@ def read(
 def damaged(who: str, directory: Any, error: Exception) -> str:
     """The message for a checkpoint that cannot be read: each leaf that is the reason, if leaves are."""
     leaves = error.errors.items() if isinstance(error, _reading.LeafErrors) else []
-    found = [f"{name}: {_first_line(reason)}" for name, reason in leaves]
+    found = [f"{named(name)}: {_first_line(reason)}" for name, reason in leaves]
     return message(
         f"{who} {directory}", found or [_first_line(error)],
         "Its files are damaged, incomplete, or not those of a checkpoint.",
@@ -180,6 +195,36 @@ def _tree_directory(who: str, path: Path) -> Path:
     ))  # fmt: skip
 
 
+def _check_what_is_read_whole(directory: Path, files: Sequence[Path]) -> None:
+    """Orbax and tensorstore read some files into memory, whatever their sizes.
+
+    Raises:
+      Broken: one is beyond what an honest one may have.
+    """
+    for path in files:
+        if path.name in _READ_WHOLE and (size := path.stat().st_size) > _json.MAX_BYTES:
+            name = named(str(path.relative_to(directory)))
+            raise _seal.Broken(f"{name} has {size} bytes, more than {_json.MAX_BYTES}")
+
+
+def _check_chunks_in_files(
+    who: str, directory: Path, leaves: Mapping[str, Leaf], files: Sequence[Path]
+) -> None:
+    """That chunks which are files of their own, each read whole, are no larger than leaves.
+
+    Raises:
+      CheckpointError: one is, or a leaf's name leads out of the directory.
+    """
+    most = 2 * max((leaf.nbytes for leaf in leaves.values()), default=0) + _json.MAX_BYTES
+    large = [path for path in files if path.stat().st_size > most]
+    bad = [f"{named(str(path.relative_to(directory)))} has {path.stat().st_size} bytes, and no leaf has "
+           f"more than {(most - _json.MAX_BYTES) // 2}" for path in large]  # fmt: skip
+    bad += [f"{leaf.path} leads out of it" for name, leaf in leaves.items()
+            if ".." in name.split("/") or name.startswith("/")]  # fmt: skip
+    if bad:
+        raise CheckpointError(damaged(who, directory, _seal.Broken("; ".join(bad[:3]))))
+
+
 def _root(directory: Path) -> Path:
     parent = directory.parent
     return parent if (parent / NOTES).exists() or (parent / _seal.NAME).exists() else directory
@@ -194,7 +239,7 @@ def _leaf(name: str, metadata: Any) -> Leaf:
     shape = tuple(getattr(metadata, "shape", None) or ())
     dtype = getattr(metadata, "dtype", None)
     return Leaf(
-        name, shape, "string" if dtype is None else str(jax.dtypes.canonicalize_dtype(dtype))
+        named(name), shape, "string" if dtype is None else str(jax.dtypes.canonicalize_dtype(dtype))
     )
 
 

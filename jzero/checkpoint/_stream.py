@@ -27,6 +27,7 @@ from jzero._in_turn import groups
 from jzero.checkpoint import _handlers, _ocdbt, _orbax, _reading, _seal, _writing
 from jzero.checkpoint._match import leaf_names
 from jzero.checkpoint._stored import Stored, damaged
+from jzero.offload.memory import _available
 
 # Bytes of leaves that are read or written together: the commands are to need little memory.
 AT_ONCE = 2**26
@@ -93,12 +94,26 @@ def read_blocks(name: str, store: tensorstore.TensorStore) -> Iterator[np.ndarra
       LeafErrors: a chunk is damaged.
     """
     itemsize = store.dtype.numpy_dtype.itemsize
-    for index, _ in _blocks(store.shape, itemsize, store.chunk_layout.read_chunk.shape):
+    for index, nbytes in _blocks(store.shape, itemsize, store.chunk_layout.read_chunk.shape):
         try:
+            _check_fits(nbytes)
             block = np.asarray(store[index].read().result())
         except Exception as error:
             raise _reading.LeafErrors({name: error}) from error
         yield block
+
+
+def _check_fits(nbytes: int) -> None:
+    """A block of large chunks, decoded and again in order, is in memory; tensorstore aborts without it.
+
+    Raises:
+      ValueError: there is less.
+    """
+    if nbytes > AT_ONCE and (left := _available.available()) is not None and 2 * nbytes > left:
+        raise ValueError(
+            f"its chunks are so large that {nbytes} bytes are read at once, which takes twice as much "
+            f"memory, and {left} bytes are available"
+        )
 
 
 def has_checksums(store: tensorstore.TensorStore) -> bool:

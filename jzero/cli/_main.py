@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jzero._errors import CheckpointError, JzeroError
+from jzero._errors import CheckpointError, JzeroError, escaped
 from jzero.cli import _bandwidth, _checkpoints, _deepspeed, _estimate
 from jzero.cli._checkpoints import Shown
 from jzero.cli._deepspeed import Verbatim
@@ -88,5 +88,5 @@ def _print(shown: Shown, width: int) -> None:
             print("\n".join(["", *what.text(width)]))
             below = [""]
         else:  # Paths are not cut: they are there to be copied.
-            print("\n".join([*below, *wrapped(what, "  ", width, cut=False)]), flush=True)
+            print("\n".join([*below, *wrapped(escaped(what), "  ", width, cut=False)]), flush=True)
             below = []

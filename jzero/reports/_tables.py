@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jzero._errors import escaped
 from jzero._quantities import readable_bytes
 from jzero.reports._columns import lay_out
 from jzero.reports._lines import WIDTH
@@ -46,7 +47,9 @@ class Table(NamedTuple):
     def text(self, width: int = WIDTH) -> list[str]:
         """Its lines, none wider than `width`, with every number whole."""
         prose = {i for i, title in enumerate(self.header) if i == 0 or not title}
-        return lay_out(self.header, self.rows, prose, width)
+        # Names may come from files that others wrote.
+        rows = [tuple(escaped(cell, keep="") for cell in row) for row in self.rows]
+        return lay_out(self.header, rows, prose, width)
 
 
 def at_rest(rows: Sequence[Memory]) -> int:
