@@ -1,11 +1,13 @@
 """Files that are damaged, or made to do harm: refused within a second and with a reason, or read right."""
 
 import collections
+import contextlib
 import copy
 import json
 import os
 import pathlib
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -566,3 +568,76 @@ def test_no_error_is_left_unnamed(files):
     ):
         files.import_()
     files.index.write_bytes(whole)
+
+
+# What is no regular file, in the places of the files of a directory of steps and of a checkpoint.
+
+
+def put_pipe(path: pathlib.Path) -> None:
+    os.mkfifo(path)
+
+
+def put_directory(path: pathlib.Path) -> None:
+    path.mkdir()
+
+
+def put_link_to(target: str) -> Callable[[pathlib.Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+NO_FILES: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
+    "pipe": (put_pipe, "a pipe"),
+    "directory": (put_directory, "a directory"),
+    "dangling": (put_link_to("nowhere"), "a link"),
+    "zero": (put_link_to("/dev/zero"), "a link"),
+    "loop": (put_link_to("_JZERO_WRITER"), "a link"),
+}
+
+
+@pytest.mark.parametrize("name", NO_FILES)
+def test_locks_that_are_no_files(name, tmp_path, files):
+    """A save is refused, within a second; nothing is removed."""
+    put, text = NO_FILES[name]
+    put(lock := tmp_path / "_JZERO_WRITER")
+    with (
+        jzero.Checkpointer(tmp_path, files.train_step) as checkpointer,
+        within(5),
+        pytest.raises(
+            jzero.CheckpointError, match=f"_JZERO_WRITER is {text}. Who writes .* Remove it, if"
+        ),
+    ):
+        checkpointer.save(1, new_state())
+    assert os.path.lexists(lock)
+    assert [path.name for path in tmp_path.iterdir()] == ["_JZERO_WRITER"]
+
+
+def test_a_link_is_no_lock(tmp_path, files):
+    """Not even one to the lock of a process that runs."""
+    lock = tmp_path / "steps" / "_JZERO_WRITER"
+    with jzero.Checkpointer(tmp_path / "steps", files.train_step) as checkpointer:
+        checkpointer.save(1, new_state())
+        checkpointer.wait()
+        lock.rename(tmp_path / "moved")
+        lock.symlink_to(tmp_path / "moved")
+        with pytest.raises(jzero.CheckpointError, match="somebody has taken over"):
+            checkpointer.save(2, new_state())
+    (lock.parent / "_JZERO_WRITER.left").mkdir()
+    lock.unlink()
+    with jzero.Checkpointer(tmp_path / "steps", files.train_step) as checkpointer:
+        assert checkpointer.save(3, new_state())
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Whatever hangs is interrupted, and fails."""
+
+    def interrupt(*_: Any) -> None:
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

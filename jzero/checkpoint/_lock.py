@@ -68,7 +68,7 @@ class Lock:
         Raises:
           CheckpointError: another one has it.
         """
-        if self._owner is not None and self._path.exists():
+        if self._owner is not None and os.path.lexists(self._path):
             self.check(who)
             return False
         self.release()  # Somebody has removed the directory, and all that was in it.
@@ -84,7 +84,8 @@ class Lock:
             while not _take(who, private, self._path, owner):
                 pass
             for left in self._path.parent.glob(f"{NAME}.*"):  # of those who died while they tried
-                left.unlink(missing_ok=True)
+                if _files.kind(left) != "a directory":  # None of ours.
+                    left.unlink(missing_ok=True)
             args = self._path, self._ended
             threading.Thread(target=_beat, args=args, daemon=True).start()
         except BaseException:  # Ctrl-C, too.
@@ -103,7 +104,7 @@ class Lock:
         if found != self._owner:
             taken = f"{found or 'somebody'} has taken over {self._path.parent}"
             raise CheckpointError(message(
-                who, taken if self._path.exists() else f"{self._path} was removed",
+                who, taken if os.path.lexists(self._path) else f"{self._path} was removed",
                 f"A process that shows no sign of life for {EXPIRES:.0f} s counts as dead.",
                 "End one of the two, or save to another directory."))  # fmt: skip
 
@@ -124,7 +125,7 @@ def unlock(who: str, directory: Path) -> str:
     """
     path = directory / NAME
     owner = _read(path)
-    if not path.exists():
+    if not os.path.lexists(path):
         raise CheckpointError(message(
             who, f"nobody writes in {directory}", f"Who does has a file {NAME} there.", _elsewhere(directory)
         ))  # fmt: skip
@@ -151,7 +152,8 @@ def _elsewhere(directory: Path) -> str:
 
 def _take(who: str, private: Path, path: Path, owner: Owner) -> bool:
     """Tries to take the right, and to make way for that; whether this process has it."""
-    private.write_text(json.dumps(owner))
+    with open(private, "w", opener=_not_followed) as file:
+        file.write(json.dumps(owner))
     try:
         _files.sync(private)  # After a power cut it says who had it, or is not there.
         if _link(private, path) or _read(path) == owner:  # NFS may deny what it has done.
@@ -162,12 +164,20 @@ def _take(who: str, private: Path, path: Path, owner: Owner) -> bool:
     return False
 
 
+def _not_followed(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def _take_over(who: str, path: Path, private: Path) -> None:
     """Removes the file of a dead process.
 
     Raises:
-      CheckpointError: its process may be alive.
+      CheckpointError: its process may be alive, or no process made what is there.
     """
+    if (kind := _files.kind(path)) not in ("a file", "nothing"):
+        raise CheckpointError(message(
+            who, f"{path} is {kind}", "Who writes there has a regular file of that name.",
+            "Remove it, if nobody writes there."))  # fmt: skip
     owner = _read(path)
     runs = None if owner is None else _runs(owner)
     age = _age(path, private)
@@ -219,7 +229,7 @@ def _link(source: Path, path: Path) -> bool:
 def _read(path: Path) -> Owner | None:
     """Who has the right; None if nobody does, or it cannot be told."""
     try:
-        owner = Owner(*_json.read("lock", path))
+        owner = Owner(*_json.read("lock", path, follow=False))
     except (CheckpointError, TypeError):
         return None
     types = (str, str | None, int, int | None, str)
@@ -239,13 +249,13 @@ def _runs(owner: Owner) -> bool | None:
 def _age(path: Path, private: Path) -> float:
     """Seconds since a file was touched, by the clock of its file system."""
     os.utime(private)
-    return private.stat().st_mtime - path.stat().st_mtime
+    return private.stat().st_mtime - path.lstat().st_mtime
 
 
 def _beat(path: Path, ended: threading.Event) -> None:
     while not ended.wait(BEAT):
         with contextlib.suppress(OSError):
-            os.utime(path)
+            os.utime(path, follow_symlinks=False)
 
 
 def _world() -> str | None:

@@ -142,8 +142,10 @@ def _damage(path: Path, file: File) -> str | None:
         with _json.open_regular(path) as opened:
             if (size := os.fstat(opened.fileno()).st_size) != file.nbytes:
                 return f"has {size} of {file.nbytes} bytes"
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
-        return None if found == file.digest else "is damaged"
+            found = hashlib.sha256()
+            while part := opened.read(2**20):
+                found.update(part)
+        return None if found.hexdigest() == file.digest else "is damaged"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
