@@ -74,6 +74,8 @@ def find(who: str, path: str | Path) -> Stored:
     described = _json.read(who, directory / TREE, {"tree_metadata": {}, "use_ocdbt": Maybe(bool)})
     try:
         _check_what_is_read_whole(directory, files)
+        if not described.get("use_ocdbt"):
+            _check_paths(described["tree_metadata"])
         known = None if seal is None else seal.leaves
         tree = _handlers.handler(known=known).metadata(epath.Path(directory)).tree
     except Exception as error:
@@ -207,20 +209,32 @@ def _check_what_is_read_whole(directory: Path, files: Sequence[Path]) -> None:
             raise _seal.Broken(f"{name} has {size} bytes, more than {_json.MAX_BYTES}")
 
 
+def _check_paths(tree: Any) -> None:
+    """That leaves which are directories, by their names, are in the checkpoint's.
+
+    Raises:
+      Broken: a name leads out of it.
+    """
+    if bad := _json.check(tree, {str: {"key_metadata": [{"key": (str, int)}]}}):
+        raise _seal.Broken("; ".join(bad[:3]))
+    keys = [str(key["key"]) for leaf in tree.values() for key in leaf["key_metadata"]]
+    for key in keys:
+        if key.startswith("/") or ".." in key.split("/"):
+            raise _seal.Broken(f"a leaf of the name {_json.shown(key)} would be somewhere else")
+
+
 def _check_chunks_in_files(
     who: str, directory: Path, leaves: Mapping[str, Leaf], files: Sequence[Path]
 ) -> None:
     """That chunks which are files of their own, each read whole, are no larger than leaves.
 
     Raises:
-      CheckpointError: one is, or a leaf's name leads out of the directory.
+      CheckpointError: one is.
     """
     most = 2 * max((leaf.nbytes for leaf in leaves.values()), default=0) + _json.MAX_BYTES
     large = [path for path in files if path.stat().st_size > most]
     bad = [f"{named(str(path.relative_to(directory)))} has {path.stat().st_size} bytes, and no leaf has "
            f"more than {(most - _json.MAX_BYTES) // 2}" for path in large]  # fmt: skip
-    bad += [f"{leaf.path} leads out of it" for name, leaf in leaves.items()
-            if ".." in name.split("/") or name.startswith("/")]  # fmt: skip
     if bad:
         raise CheckpointError(damaged(who, directory, _seal.Broken("; ".join(bad[:3]))))
 
@@ -246,4 +260,6 @@ def _leaf(name: str, metadata: Any) -> Leaf:
 def _first_line(error: BaseException) -> str:
     """What tensorstore says first is what went wrong; then it repeats its whole configuration."""
     line = str(error).splitlines()[0] if str(error) else ""
+    if isinstance(error, _json.NotRegular):
+        return str(error.strerror)
     return (line if isinstance(error, _seal.Broken) else f"{type(error).__name__}: {line}")[:300]

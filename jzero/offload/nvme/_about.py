@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jzero import _json
 from jzero._errors import StateError, message
+from jzero._json import Malformed, Maybe
 from jzero.offload.nvme._layout import TileLayout
 
 NOT_OVERWRITTEN = "Nothing was overwritten."
+_TILES = [[[(str, int, bool)]]]
+_ANY = (dict, list, str, int, float, bool, type(None))
+_FORM = {"identity": _ANY, "tiles": _TILES, "frozen": bool, "gradients": Maybe(_TILES)}
 
 
 class FileSpec(NamedTuple):
@@ -39,6 +45,26 @@ class FileSpec(NamedTuple):
 
 def _as_json(layout: TileLayout) -> list[Any]:
     return [[list(extent) for extent in tile] for tile in layout.tiles]
+
+
+def parsed(text: bytes) -> Any:
+    """What `FileSpec.about` has written; a right checksum says who wrote it, and not what.
+
+    Raises:
+      Malformed: it is something else.
+    """
+    about = _json.parse(text)
+    if bad := _json.check(about, _FORM):
+        raise Malformed(*bad)
+    for extent in _extents(about):
+        if [type(x) for x in extent] != [str, int, int, int, bool]:
+            raise Malformed(f"{_json.shown(extent)} is no part of a leaf in a tile")
+    return about
+
+
+def listed(found: Sequence[Any]) -> str:
+    """Some of what is wrong with a header or a description, for a message."""
+    return "; ".join(map(str, found[:3])) + f", and {len(found) - 3} more" * (len(found) > 3)
 
 
 def other_state(who: str, path: Path, there: Any, here: Any) -> StateError:

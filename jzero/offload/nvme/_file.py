@@ -7,12 +7,15 @@ import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jzero import _json
 from jzero._errors import StateError, message
+from jzero._json import Malformed
 from jzero.offload.nvme import _header
-from jzero.offload.nvme._about import NOT_OVERWRITTEN, FileSpec, other_state
+from jzero.offload.nvme._about import NOT_OVERWRITTEN, FileSpec, listed, other_state, parsed
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._checksum import checksum
 from jzero.offload.nvme._direct import BLOCK, DirectFile
@@ -125,13 +128,22 @@ class TileFile:
         self._crcs = {x.slot: x.table_crc for x in found if x.state == COMPLETE}
 
     def _check_about(self, header: Header) -> None:
+        if header.about_bytes > max(len(self._about), _json.MAX_BYTES):
+            what = f"it has {header.about_bytes} bytes, more than {_json.MAX_BYTES}"
+            raise self._damaged("has a description that is none", what)
         about = pages(whole_pages(max(header.about_bytes, 1)))
         self.file.read(about, 2 * PAGE, "its description")
         raw = about[: header.about_bytes].tobytes()
         if zlib.crc32(raw) != header.about_crc:
             raise self._damaged("has a damaged description", "its checksum is another one")
         if raw != self._about:
-            raise other_state(self._who, self.path, json.loads(raw), json.loads(self._about))
+            raise other_state(self._who, self.path, self._parsed(raw), json.loads(self._about))
+
+    def _parsed(self, about: bytes) -> Any:
+        try:
+            return parsed(about)
+        except Malformed as error:
+            raise self._damaged("has a description that is none", listed(error.args)) from error
 
     def _damaged(self, what: str, found: str) -> StateError:
         return _damaged(self._who, self.file, what, found)
@@ -324,8 +336,15 @@ def headers(who: str, file: DirectFile) -> list[Header]:
         if file.size < (k + 1) * PAGE:
             raise file.cut(f"its headers end at {2 * PAGE}")
         file.read(page, k * PAGE, "a header")
-        header = _header.unpack(page)
+        try:
+            header = _header.unpack(page)
+        except Malformed as error:
+            what = listed(error.args)
+            raise _damaged(who, file, f"has a header {k + 1} that is none", what) from error
         if isinstance(header, Header):
+            if k != (header.slot if header.slots == 2 else header.generation % 2):
+                what = f"it is of slot {header.slot}, generation {header.generation}"
+                raise _damaged(who, file, f"has the other header in the place of {k + 1}", what)
             found.append(header)
         elif header is not None:
             versions.add(header)
@@ -337,6 +356,12 @@ def headers(who: str, file: DirectFile) -> list[Header]:
     if not found:
         what = "both are damaged, or it is another program's file"
         raise _damaged(who, file, "has no intact header", what)
+    if len({header.of_file for header in found}) > 1:
+        raise _damaged(who, file, "has headers of two files", "they differ in more than the step")
+    complete = [header for header in found if header.state == COMPLETE and header.slots == 2]
+    if len({header.step for header in complete}) < len(complete):
+        what = f"both are of step {shown(complete[0].step)}"
+        raise _damaged(who, file, "has headers that are none", what)
     return found
 
 

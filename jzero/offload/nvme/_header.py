@@ -32,10 +32,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 
+from jzero import _json
+from jzero._json import Malformed
 from jzero.offload.nvme._layout import PAGE, whole_pages
 
 VERSION = 2  # 2: lone extents, frozen files
@@ -77,6 +79,11 @@ class Header(NamedTuple):
     size: int
     version: int = VERSION
 
+    @property
+    def of_file(self) -> tuple[int, ...]:
+        """What both pages of a file say alike."""
+        return self.slots, self.num_tiles, self.about_bytes, self.about_crc, self.size
+
     def pack(self, page: np.ndarray) -> None:
         """Fills a page: a line of the format's name and a checksum, and the fields as JSON."""
         text = json.dumps(self._asdict(), indent=1) + "\n"
@@ -86,15 +93,43 @@ class Header(NamedTuple):
 
 
 def unpack(page: np.ndarray) -> Header | int | None:
-    """What a page says; the version of one that another version of jzero wrote; None if it is not intact."""
-    raw = page.tobytes().rstrip(b"\0").decode("ascii", "replace")
-    first, _, text = raw.partition("\n")
-    if first != f"{_MAGIC} {zlib.crc32(text.encode()):08x}":
+    """What a page says; the version of one that another version of jzero wrote; None if it is not intact.
+
+    Raises:
+      Malformed: its checksum is right, and no run of jzero can have written what it says.
+    """
+    first, _, text = page.tobytes().rstrip(b"\0").partition(b"\n")
+    if first != f"{_MAGIC} {zlib.crc32(text):08x}".encode():
         return None
-    fields: dict[str, Any] = json.loads(text)
+    fields = _json.parse(text)
+    if bad := _json.check(fields, {"version": int}):
+        raise Malformed(*bad)
     if fields["version"] != VERSION:
         return int(fields["version"])
+    if bad := _json.check(fields, _FORM) or _out_of_bounds(fields):
+        raise Malformed(*bad)
     return Header(**fields)
+
+
+_FORM = get_type_hints(Header)
+_MOST = {"slot": 2, "slots": 3, "table_crc": 2**32, "about_crc": 2**32}
+
+
+def _out_of_bounds(fields: dict[str, Any]) -> list[str]:
+    """What of fields of the right types no run has written: a checksum says who wrote, and not what."""
+    bad = [f"it has {_json.shown(name)}, which is no field" for name in fields if name not in _FORM]
+    bad += [f"{name} is {_json.shown(value)}" for name, value in fields.items()
+            if type(value) is int and not -(name == "step") <= value < _MOST.get(name, 2**63)]  # fmt: skip
+    if bad:
+        return bad
+    at = Header(**fields)
+    if at.state not in (EMPTY, WRITING, COMPLETE) or (at.state == EMPTY) != (at.step == -1):
+        bad.append(f"its state is {_json.shown(at.state)}, with step {at.step}")
+    if at.slot >= at.slots:
+        bad.append(f"its slot is {at.slot}, of {at.slots}")
+    if 2 * PAGE + whole_pages(at.about_bytes) > at.size:
+        bad.append(f"its description has {at.about_bytes} bytes, and the file {at.size}")
+    return bad
 
 
 class Places(NamedTuple):

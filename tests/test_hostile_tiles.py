@@ -1,0 +1,193 @@
+"""Files of tiles with hostile headers and descriptions: refused by name, or read as they were written."""
+
+import collections
+import json
+import os
+import pathlib
+import random
+import time
+import zlib
+
+import pytest
+
+import jzero
+from jzero.offload.nvme._layout import PAGE
+from nvme_state import SPECS, check, made, reopen
+from test_hostile_files import Timed, mutated
+
+pytestmark = pytest.mark.one_release
+FILES = sorted(SPECS)
+
+
+def page_of(text: bytes) -> bytes:
+    """A header page with a right checksum, whatever it says."""
+    text = text[: PAGE - 30]
+    return (b"jzero tiles %08x\n" % zlib.crc32(text) + text).ljust(PAGE, b"\0")
+
+
+def text_of(page: bytes) -> bytes:
+    return page.rstrip(b"\0").partition(b"\n")[2]
+
+
+def altered(rng: random.Random, text: bytes) -> bytes:
+    """Another value that a run could have written, in one or two fields."""
+    fields = json.loads(text)
+    for name in rng.sample(sorted(fields), rng.choice([1, 1, 2])):
+        old = fields[name]
+        if isinstance(old, int):
+            fields[name] = rng.choice(
+                [old + 1, old - 1, 0, 1, 2, -1, old * 2, old ^ 1, 2**31, 2**62]
+            )
+        else:
+            fields[name] = rng.choice(["empty", "writing", "complete"])
+    return json.dumps(fields, indent=1).encode()
+
+
+class Disk:
+    """What a run left after step 1, of which parts are written over, and put back."""
+
+    def __init__(self, root: pathlib.Path, in_place: bool) -> None:
+        self.root, self.in_place = root, in_place
+        with made(root, in_place):
+            pass
+        self.whole = {path: path.read_bytes() for path in sorted((root / "run").iterdir())}
+        self.seconds = 0.0
+
+    def outcome(self, path: pathlib.Path, changes: dict[int, bytes]) -> str:
+        """What becomes of files of which one has other bytes from some places on."""
+        for at, data in changes.items():
+            write(path, at, data)
+        before, start = path.read_bytes(), time.process_time()
+        try:
+            with reopen(self.root, self.in_place) as files:
+                assert files.step in ((1,) if self.in_place else (0, 1))
+                check(files, files.step)
+            return f"step {files.step}"
+        except (jzero.StateError, jzero.OptionError) as error:
+            text = str(error)
+            assert text.startswith("jzero.NVMe: ")
+            assert len(text) < 2000
+            assert text.replace("\n", "").isprintable()
+            return "refused"
+        finally:
+            self.seconds = max(self.seconds, time.process_time() - start)
+            assert path.read_bytes() == before  # Nothing was overwritten.
+            for at, data in changes.items():
+                write(path, at, self.whole[path][at : at + len(data)])
+
+
+def write(path: pathlib.Path, at: int, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    os.pwrite(fd, data, at)
+    os.close(fd)
+
+
+def run(disk: Disk, num: int, seed: int) -> collections.Counter[str]:
+    """Headers of one file, one or both, changed in a place; every tenth time its description."""
+    rng, counts = random.Random(f"{seed} {disk.in_place}"), collections.Counter[str]()
+    for i in range(num):
+        path = rng.choice(list(disk.whole))
+        data = disk.whole[path]
+        heads = [text_of(data[k * PAGE : (k + 1) * PAGE]) for k in range(2)]
+        if i % 10 == 9:
+            fields = [json.loads(head) for head in heads]
+            length = fields[0]["about_bytes"]
+            about = mutated(rng, data[2 * PAGE : 2 * PAGE + length])
+            room = data[2 * PAGE :].index(bytes(64)) // PAGE * PAGE + PAGE
+            about = about[:room]
+            says = {"about_bytes": len(about), "about_crc": zlib.crc32(about)}
+            changes = {2 * PAGE: about} | {
+                k * PAGE: page_of(json.dumps({**fields[k], **says}).encode()) for k in range(2)
+            }
+        else:
+            chosen = rng.choice([(0,), (1,), (0, 1)])
+            change = rng.choice([mutated, altered, altered])
+            changes = {k * PAGE: page_of(change(rng, heads[k])) for k in chosen}
+        counts[disk.outcome(path, changes)] += 1
+    return counts
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("num", [100, pytest.param(1500, marks=pytest.mark.slow)])
+def test_mutated_headers_with_right_checksums(num, in_place, tmp_path):
+    """3,000 in all: nothing else is raised, nothing is written, and what is read is what was written."""
+    disk = Disk(tmp_path, in_place)
+    counts = run(disk, num, seed=num)
+    print(num, in_place, dict(counts), f"{disk.seconds:.3f} s at worst")
+    assert counts["refused"] > num // 3
+    assert disk.seconds < 5
+    with reopen(tmp_path, in_place) as files:
+        check(files, 1)
+
+
+BOTH = {
+    "generation": "x", "state": "done", "slot": -1, "step": None, "slots": 0, "about_bytes": 10**15,
+    "about_crc": 2**32, "size": 10**18, "version": [2], "table_crc": "q", "zzz": 1,
+}  # fmt: skip
+SAID = {
+    "generation": "generation is 'x', not an integer",
+    "state": "its state is 'done', with step",
+    "slot": "slot is -1",
+    "step": "step is None, not an integer",
+    "slots": "its slot is 0, of 0",
+    "about_bytes": "its description has 1000000000000000 bytes, and the file",
+    "about_crc": "about_crc is 4294967296",
+    "size": "to 1000000000000000000|was made with 1000000000000000000",
+    "version": r"version is \[2\], not an integer",
+    "table_crc": "table_crc is 'q', not an integer",
+    "zzz": "it has 'zzz', which is no field",
+}
+
+
+@pytest.mark.parametrize("field", BOTH)
+def test_what_is_said_of_a_header(field, tmp_path):
+    refused(tmp_path, lambda fields: {**fields, field: BOTH[field]}, SAID[field])
+
+
+def test_headers_that_do_not_go_together(tmp_path):
+    def same_step(fields):
+        return {**fields, "step": 1}
+
+    def other_slot(fields):
+        return {**fields, "slot": 1 - fields["slot"]}
+
+    def other_file(fields):
+        return {**fields, "num_tiles": fields["num_tiles"] + fields["slot"]}
+
+    refused(tmp_path / "a", same_step, "has headers that are none: both are of step 1")
+    refused(tmp_path / "b", other_slot, "has the other header in the place of 1: it is of slot 1")
+    refused(tmp_path / "c", other_file, "has headers of two files: they differ in more than")
+
+
+@pytest.mark.parametrize(
+    ("about", "text"),
+    [
+        (b"[" * 3000 + b"]" * 3000, "it is 3000 values deep"),
+        (b"\xff\xfe", "it is not JSON"),
+        (b"{}", "identity is missing; tiles is missing; frozen is missing"),
+        (b'{"frozen": false, "identity": NaN, "tiles": []}', "NaN is no number"),
+        (b'{"frozen": false, "identity": 1, "tiles": [[[1]]]}', r"\[1\] is no part of a leaf"),
+        (b'{"frozen": false, "identity": {"a": "\\u202e"}, "tiles": []}', r"u202e.*there, and "),
+    ],
+)
+def test_what_is_said_of_a_description(about, text, tmp_path):
+    padded = about.ljust(len(SPECS[FILES[0]].about()))[:PAGE]
+    says = {"about_bytes": len(padded), "about_crc": zlib.crc32(padded)}
+    refused(tmp_path, lambda fields: {**fields, **says}, text, padded)
+
+
+def refused(root: pathlib.Path, change, text: str, about: bytes | None = None) -> None:
+    root.mkdir(exist_ok=True)
+    disk = Disk(root, in_place=False)
+    path = root / "run" / FILES[0]
+    for k in range(2):
+        fields = json.loads(text_of(disk.whole[path][k * PAGE : (k + 1) * PAGE]))
+        write(path, k * PAGE, page_of(json.dumps(change(fields)).encode()))
+    if about is not None:
+        write(path, 2 * PAGE, about)
+    timed = Timed()
+    with pytest.raises(jzero.StateError, match=text) as caught:
+        timed(lambda: reopen(root))
+    assert FILES[0] in str(caught.value)
+    assert "Nothing was overwritten." in str(caught.value) or "Restore the" in str(caught.value)
+    assert timed.worst < 5
