@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import type_handlers
 
+from jzero import _json
 from jzero.checkpoint._seal import StoredLeaf
 
 _LEAST_CHUNK = 2**26  # bytes that chunks of other writers may have, however small the leaf
@@ -62,11 +63,27 @@ async def open_leaf(info: Any, known: StoredLeaf | None = None) -> tensorstore.T
         info.is_ocdbt_checkpoint,
         raise_array_data_missing_error=info.raise_array_data_missing_error,
     )
+    await _check_described(spec, info.ts_context)
     store = await tensorstore.open(spec, open=True, read=True, context=info.ts_context)
     _check_chunks(store)
     if known is not None and _type_of(store) != known:
         raise ValueError(f"it is {_type_of(store)}, and was written as {known}")
     return store
+
+
+async def _check_described(spec: dict[str, Any], context: Any) -> None:
+    """Tensorstore's parser of what describes an array recurses, and ends the process where that is deep.
+
+    Raises:
+      Malformed: it is no JSON of ordinary size and depth.
+    """
+    name = {"zarr": ".zarray", "zarr3": "zarr.json"}[spec["driver"]]
+    kvstore = await tensorstore.KvStore.open(spec["kvstore"], context=context)
+    if not kvstore.path.endswith("/"):
+        name = f"/{name}"
+    found = await kvstore.read(name)
+    if found.state == "value":  # tensorstore says what is missing.
+        _json.parse(bytes(found.value), name.lstrip("/"))
 
 
 def _check_chunks(store: tensorstore.TensorStore) -> None:

@@ -21,8 +21,8 @@ from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, NOTES, STATE, TREE
 from jzero.checkpoint._seal import Seal, StoredLeaf
 
 # Files that Orbax and tensorstore read whole before they know what is in them.
-_READ_WHOLE = (TREE, "_sharding", "_strings.json", "checkpoint", "manifest.ocdbt",
-               ".zarray", ".zattrs", "zarr.json")  # fmt: skip
+_STRINGS = "_strings.json"
+_READ_WHOLE = (_STRINGS, "checkpoint", "manifest.ocdbt", ".zarray", "zarr.json")
 # Of what Orbax says of a checkpoint, that which is used.
 _NOTES_FORM = {
     "item_handlers": Maybe(({str: str}, str)),
@@ -207,6 +207,8 @@ def _check_what_is_read_whole(directory: Path, files: Sequence[Path]) -> None:
         if path.name in _READ_WHOLE and (size := path.stat().st_size) > _json.MAX_BYTES:
             name = named(str(path.relative_to(directory)))
             raise _seal.Broken(f"{name} has {size} bytes, more than {_json.MAX_BYTES}")
+    if (strings := directory / _STRINGS).exists():
+        _json.parse(strings.read_bytes(), _STRINGS)
 
 
 def _check_paths(tree: Any) -> None:
@@ -262,4 +264,6 @@ def _first_line(error: BaseException) -> str:
     line = str(error).splitlines()[0] if str(error) else ""
     if isinstance(error, _json.NotRegular):
         return str(error.strerror)
+    if isinstance(error, _json.Malformed):
+        return "; ".join(map(str, error.args))[:300]
     return (line if isinstance(error, _seal.Broken) else f"{type(error).__name__}: {line}")[:300]
