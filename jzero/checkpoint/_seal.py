@@ -24,7 +24,6 @@ from jzero.checkpoint import _files
 
 NAME = "_JZERO_SEAL"
 _FORMAT = 1
-_FORM = {"files": {str: [(int, str, type(None))]}, "leaves": {str: [([int], str)]}}
 
 
 class Broken(Exception):
@@ -82,7 +81,8 @@ def read(directory: Path) -> Seal | None:
             raise Broken(
                 f"{NAME} has format {found['format']}, and this jzero reads {_FORMAT}: update it"
             )
-        found = _json.decode("seal", path, text, _FORM)
+    if bad := _json.check(found, {"files": {}, "leaves": {}}):
+        raise Broken(f"{NAME}: {'; '.join(bad)}")
     files = {name: _file(name, entry) for name, entry in found["files"].items()}
     leaves = {name: _stored_leaf(name, entry) for name, entry in found["leaves"].items()}
     _check_sizes(directory, files)
@@ -99,7 +99,8 @@ def _file(name: str, entry: Any) -> File:
 def _stored_leaf(name: str, entry: Any) -> StoredLeaf:
     match entry:
         case [list(shape), str(dtype), list(chunk_shape)]:
-            if len(shape) == len(chunk_shape) and min([0, *shape, *chunk_shape]) == 0:
+            sizes_are_counts = all(type(n) is int and n >= 0 for n in (*shape, *chunk_shape))
+            if sizes_are_counts and len(shape) == len(chunk_shape):
                 return StoredLeaf(tuple(shape), dtype, tuple(chunk_shape))
     raise Broken(f"{NAME} has {_json.shown(entry)} of {named(name)}")
 
