@@ -21,8 +21,8 @@ from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, NOTES, STATE, TREE
 from jzero.checkpoint._seal import Seal, StoredLeaf
 
 # Files that Orbax and tensorstore read whole before they know what is in them.
-_STRINGS = "_strings.json"
-_READ_WHOLE = (_STRINGS, "checkpoint", "manifest.ocdbt", ".zarray", "zarr.json")
+_STRINGS, _MANIFEST = "_strings.json", "manifest.ocdbt"
+_READ_WHOLE = (_STRINGS, "checkpoint", _MANIFEST, ".zarray", "zarr.json")
 # Of what Orbax says of a checkpoint, that which is used.
 _NOTES_FORM = {
     "item_handlers": Maybe(({str: str}, str)),
@@ -72,9 +72,11 @@ def find(who: str, path: str | Path) -> Stored:
     except Exception as error:
         raise CheckpointError(damaged(who, directory, error)) from error
     described = _json.read(who, directory / TREE, {"tree_metadata": {}, "use_ocdbt": Maybe(bool)})
+    # Orbax goes by what is said, and where nothing is said by what is there.
+    in_store = (directory / _MANIFEST).exists() and described.get("use_ocdbt") is not False
     try:
         _check_what_is_read_whole(directory, files)
-        if not described.get("use_ocdbt"):
+        if not in_store:
             _check_paths(described["tree_metadata"])
         known = None if seal is None else seal.leaves
         tree = _handlers.handler(known=known).metadata(epath.Path(directory)).tree
@@ -82,7 +84,7 @@ def find(who: str, path: str | Path) -> Stored:
         raise CheckpointError(damaged(who, directory, error)) from error
     names, metadata = leaf_names(tree), jax.tree.leaves(tree)
     leaves = {name: _leaf(name, found) for name, found in zip(names, metadata, strict=True)}
-    if not described.get("use_ocdbt"):
+    if not in_store:
         _check_chunks_in_files(who, directory, leaves, files)
     return Stored(directory, seal, tree, leaves)
 
