@@ -9,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from jzero.checkpoint import _export, _inspect, _seal
 from jzero.cli._main import main
 from test_hostile_files import within
 
-pytestmark = pytest.mark.one_release
+pytestmark = pytest.mark.alternating
 NUM = 330
 # Each change once, each kind of checkpoint three or four times.
 SAMPLE = [len(KINDS) * i + (3 * i + 2) % len(KINDS) for i in range(15)]
@@ -196,6 +197,16 @@ def test_chunks_are_no_larger_than_leaves_and_memory(kind, train_step, tmp_path)
 
 def test_what_describes_an_array_is_not_deep(train_step, tmp_path):
     hostile_checkpoints.make("files", tmp_path)
+    state = tmp_path / "1" / "state"
+    (state / "w" / ".zarray").rename(kept := tmp_path / "kept")
+    text = (state / "_METADATA").read_text()
+    (state / "_METADATA").write_text(text.replace('"key": "w"', '"key": "w\\u001b[31m"'))
+    with pytest.raises(jzero.CheckpointError, match=r"w\\x1b\[31m: ") as caught:
+        jzero.restore(tmp_path / "1", train_step, VALUES)
+    causes = traceback.format_exception(caught.value)
+    assert all(line.isprintable() for line in "".join(causes).splitlines())
+    (state / "_METADATA").write_text(text)
+    kept.rename(state / "w" / ".zarray")
     deep = json.loads("[" * 150 + "]" * 150)
     described_again(tmp_path / "1", filters=deep)
     refused(tmp_path / "1", train_step, "w: .zarray is 151 values deep, more than 100")

@@ -627,6 +627,19 @@ def test_a_link_is_no_lock(tmp_path, files):
         assert checkpointer.save(3, new_state())
 
 
+def test_a_link_is_no_lock_of_a_folder(tmp_path):
+    """What a killed export has left is not taken for one if its lock leads elsewhere."""
+    save_file({"a": np.ones(2)}, tmp_path / "in.safetensors")
+    (left := tmp_path / ".ck-abcdefgh.tmp").mkdir()
+    (tmp_path / "other").write_text("kept")
+    (left / "lock").symlink_to(tmp_path / "other")
+    with pytest.raises(
+        jzero.CheckpointError, match="another process is writing it, in .*remove that"
+    ):
+        _import.import_(tmp_path / "in.safetensors", tmp_path / "ck")
+    assert (tmp_path / "other").read_text() == "kept"
+
+
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
     """Whatever hangs is interrupted, and fails."""

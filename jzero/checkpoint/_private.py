@@ -82,7 +82,7 @@ def _make(target: Path) -> tuple[Path, BinaryIO]:
 def _lock(made: Path, flags: int = 0) -> BinaryIO | None:
     """The lock of a folder; None if another process has it, or it is not there."""
     try:
-        fd = os.open(made / _LOCK, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        fd = os.open(made / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     except OSError as error:
         if flags and error.errno != errno.ENOENT:
             raise

@@ -15,6 +15,7 @@ import tensorstore
 from orbax.checkpoint import type_handlers
 
 from jzero import _json
+from jzero._errors import escaped, named
 from jzero.checkpoint._seal import StoredLeaf
 
 _LEAST_CHUNK = 2**26  # bytes that chunks of other writers may have, however small the leaf
@@ -25,7 +26,8 @@ class LeafErrors(Exception):
     """What went wrong with each leaf, by its name in the checkpoint."""
 
     def __init__(self, errors: dict[str, BaseException]):
-        super().__init__("; ".join(f"{name}: {error}" for name, error in errors.items()))
+        each = [f"{named(name)}: {escaped(str(error))}" for name, error in errors.items()]
+        super().__init__("; ".join(each))  # It is in the traceback, as the cause.
         self.errors = errors
 
 
