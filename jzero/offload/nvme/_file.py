@@ -337,7 +337,7 @@ def headers(who: str, file: DirectFile) -> list[Header]:
             raise file.cut(f"its headers end at {2 * PAGE}")
         file.read(page, k * PAGE, "a header")
         try:
-            header = _header.unpack(page)
+            header = _header.checked(page)
         except Malformed as error:
             what = listed(error.args)
             raise _damaged(who, file, f"has a header {k + 1} that is none", what) from error

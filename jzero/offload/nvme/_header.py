@@ -93,7 +93,15 @@ class Header(NamedTuple):
 
 
 def unpack(page: np.ndarray) -> Header | int | None:
-    """What a page says; the version of one that another version of jzero wrote; None if it is not intact.
+    """What a page says; the version of one that another version of jzero wrote; None if it is not intact."""
+    try:
+        return checked(page)
+    except Malformed:
+        return None
+
+
+def checked(page: np.ndarray) -> Header | int | None:
+    """The same of one that is not torn or rotten.
 
     Raises:
       Malformed: its checksum is right, and no run of jzero can have written what it says.
