@@ -192,8 +192,19 @@ CALLS = {
 
 def call_parts(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
     """Jaxpr and constants that a call-like equation wraps; None for any other equation."""
+    if eqn.primitive.name == "call_hi_primitive":
+        return _expansion(eqn.params["_prim"])
     name = CALLS.get(eqn.primitive.name)
     return None if name is None else open_jaxpr(eqn.params[name])
+
+
+def _expansion(prim: Any) -> tuple[Jaxpr, list[Any]]:
+    """The equations that stand for an operation which JAX 0.12 itself expands when it lowers a program.
+
+    `jnp.searchsorted` is one, and with `jax_remat3` a `jax.checkpoint`.
+    """
+    traced = trace_here(prim.expand, *prim.in_avals)
+    return traced.jaxpr, traced.consts
 
 
 def branch_of_steps(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:

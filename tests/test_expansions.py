@@ -1,0 +1,112 @@
+"""Operations that JAX 0.12 expands when it lowers a program: jzero expands them when it traces the step."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jzero
+from jzero.testing import assert_same_training
+
+TABLE = jnp.linspace(0.0, 3.0, 16)
+
+# Each is one operation in JAX 0.12; on rows, all of them are computed for each row by itself.
+ON_ROWS = {
+    "digitize": lambda x: jnp.digitize(x, TABLE) * x,
+    "frexp": lambda x: jnp.frexp(x)[0],
+    "interp": lambda x: jnp.interp(x, TABLE, TABLE**2),
+    "ldexp": lambda x: jnp.ldexp(x, jnp.full_like(x, 2, dtype=jnp.int32)),
+    "searchsorted": lambda x: jnp.searchsorted(TABLE, x, side="right") * x,
+}
+
+
+def step(weights, x):
+    def loss(weights):
+        return sum((fn(x * w) ** 2).mean() for fn, w in zip(ON_ROWS.values(), weights, strict=True))
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return [w - 0.01 * g for w, g in zip(weights, grads, strict=True)], value
+
+
+def weights():
+    return [jnp.asarray(1.0 + 0.1 * i) for i in range(len(ON_ROWS))]
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return jax.random.uniform(jax.random.key(0), (16, 4), minval=0.1, maxval=3.0)
+
+
+def test_operations_on_rows_move_no_rows(batch):
+    assert not jzero.shard_train_step(step, stage=0).describe(weights(), batch).movements
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_operations_on_rows_train_equal(batch, accumulate):
+    assert_same_training(step, weights, [batch, batch + 0.1], stage=0, accumulate=accumulate)
+
+
+def test_expansions_of_one_operation_have_shapes_of_their_own(batch):
+    def two_shapes(w, x):
+        first, second = jnp.digitize(x * w, TABLE), jnp.digitize(x[:, :2] * w, TABLE[:5])
+        return w + 1e-3 * (first.mean() + second.mean()), first
+
+    assert_same_training(two_shapes, lambda: jnp.ones(()), [batch], stage=0)
+
+
+# What JAX announces as its next defaults.
+FLAGS = ["jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_remat_barrier_no_cotangents"]
+
+
+@contextlib.contextmanager
+def switched_on(flag):
+    if not hasattr(jax.config, flag):
+        pytest.skip(f"JAX {jax.__version__} has no {flag}")
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, True)
+    try:
+        yield
+    finally:
+        jax.config.update(flag, before)
+
+
+def layered(params, x):
+    """Layers under `jax.checkpoint`, with a `jax.custom_jvp` and a `jax.custom_vjp`."""
+
+    @jax.custom_vjp
+    def halved(x):
+        return x / 2
+
+    halved.defvjp(lambda x: (x / 2, None), lambda _, ct: (ct / 2,))
+
+    def layer(h, w):
+        return h + halved(jax.nn.relu(h @ w)), None
+
+    def loss(params):
+        return (jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return params - 0.1 * grads, value
+
+
+def layers():
+    return 0.1 * jax.random.normal(jax.random.key(1), (4, 64, 64))
+
+
+def traffic(accumulate):
+    sharded = jzero.shard_train_step(layered, stage=3, min_shard_bytes=0, accumulate=accumulate)
+    report = sharded.describe(layers(), jnp.ones((16, 64)))
+    assert not report.movements
+    return sorted(map(str, report.traffic))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("flag", FLAGS)
+def test_coming_defaults_move_and_train_the_same(flag, accumulate):
+    before = traffic(accumulate)
+    batch = jax.random.normal(jax.random.key(2), (16, 64))
+    with switched_on(flag):
+        assert traffic(accumulate) == before
+        options = dict(stage=3, min_shard_bytes=0, accumulate=accumulate)
+        assert_same_training(layered, layers, [batch] * 2, **options)
