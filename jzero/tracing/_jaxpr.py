@@ -192,8 +192,27 @@ CALLS = {
 
 def call_parts(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
     """Jaxpr and constants that a call-like equation wraps; None for any other equation."""
+    if _is_solve_of_lineax(eqn):
+        return _solved_by_lineax(eqn)
     name = CALLS.get(eqn.primitive.name)
     return None if name is None else open_jaxpr(eqn.params[name])
+
+
+def _is_solve_of_lineax(eqn: Eqn) -> bool:
+    """Whether it is `lineax.linear_solve`, by itself or in `jax.vmap`: then Equinox has one of its own."""
+    vmapped = eqn.params.get("prim") if eqn.primitive.name == "vprim" else None
+    return (vmapped or eqn.primitive).name == "linear_solve"
+
+
+def _solved_by_lineax(eqn: Eqn) -> tuple[Jaxpr, list[Any]]:
+    """What a solve of lineax computes, which JAX asks of it once more where a program is lowered.
+
+    There, inside of `shard_map`, avals have a mesh, and lineax compares them with some that it noted when the
+    step was traced ("pytree does not match out_structure"). Here they have none.
+    """
+    avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+    traced = jax.make_jaxpr(lambda *args: eqn.primitive.impl(*args, **eqn.params))(*avals)
+    return open_jaxpr(traced)
 
 
 def branch_of_steps(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
