@@ -23,7 +23,7 @@ FLOORS = (
         "_thread_group",
         "_version",
     ),  # fmt: skip
-    ("_quantities",),
+    ("_quantities", "_tested"),
     ("_blocks",),
     ("tracing", "offload/nvme"),
     ("processes", "sharding/analysis", "_compare"),

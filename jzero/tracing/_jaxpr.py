@@ -18,17 +18,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import config, distributed, dtypes, source_info_util, xla_bridge
-from jax._src.lax.lax import empty2
-from jax._src.lax.parallel import reduce_scatter_p
-from jax._src.state.types import AbstractRef
-from jax.extend import core as extended_core
-from jax.extend.random import threefry2x32_p
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from jzero._tested import lacks_of_jax
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Primitive, Var
+
+try:
+    from jax._src import config, distributed, dtypes, source_info_util, xla_bridge
+    from jax._src.lax.lax import empty2
+    from jax._src.lax.parallel import reduce_scatter_p
+    from jax._src.state.types import AbstractRef
+    from jax.extend import core as extended_core
+    from jax.extend.random import threefry2x32_p
+    from jax.interpreters import ad, batching, mlir
+except ImportError as error:
+    raise lacks_of_jax(error) from error
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
