@@ -137,7 +137,7 @@ def test_interrupted_where_threads_are_given_work(act, stride):
     assert found.returncode == 0, found.stderr
     num, done = found.stdout.split()
     assert int(num) > 5
-    assert ended - float(done) < 2 + 3 * (act == "save")
+    assert ended - float(done) < 10  # 6 s of a busy machine, after 800 saves; a hang has no end.
 
 
 # A file that was just opened, and reads whose loop has ended.

@@ -1,5 +1,6 @@
 """Two threads and one state: each gets what is right or an error with a name, and the state is not lost."""
 
+import functools
 import pathlib
 import sys
 import threading
@@ -88,8 +89,7 @@ def test_two_threads_that_step_one_state(tier, tmp_path):
     refused = 0
     for _ in range(rounds):
         expected = alone(expected, X)
-        given = state
-        found = together([lambda state=given: train_step(state, X)] * 2)
+        found = together([functools.partial(train_step, state, X)] * 2)
         errors = [x for x in found if isinstance(x, Exception)]
         (state,) = [x for x in found if not isinstance(x, Exception)]
         (error,) = errors
@@ -170,7 +170,8 @@ def test_a_step_is_in_the_way_of_an_evaluation_and_waits_for_one(monkeypatch):
     state = train_step.shard(new_state(), X)
     within(lambda: train_step(state, X))
     assert evaluate(state[0], X) == value
-    calls[0].join()
+    thread: Any = calls[0]
+    thread.join()
     for x, y in zip(jax.tree.leaves(calls[1]), jax.tree.leaves(new), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
     state = train_step.shard(new_state(), X)
