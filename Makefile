@@ -18,7 +18,7 @@
 #   make test-all     these and the slow ones, about an hour on two cores
 #   make test-gpu     the tests that need a GPU, with GPU_PYTHON (a JAX that sees it; test dependencies)
 #   make one-gpu      these, and offload's speed and memory on one GPU, in ten minutes
-#   make test-newest  the tests with the newest JAX, when there is a Python that it supports
+#   make test-newest  the tests with the newest JAX, Flax, optax and Orbax, installed anew each week; says which
 #   make test-oldest  the tests of checkpoints with the oldest Orbax that pyproject.toml permits
 #   make lint         ruff and mypy
 #   make site         the documentation for a browser, in .cache/site
@@ -113,10 +113,12 @@ one-gpu:
 	$(GPU_PYTHON) experiments/offload/one_gpu/run.py $(ONE_GPU_ARGS)
 
 test-newest:
+	@find .venv-newest/installed -mtime +6 -delete 2>/dev/null || true  # Older than a week: the newest again.
 	@if [ -z "$(NEWEST_PYTHON)" ]; then \
 	    echo "test-newest: NOT RUN: no Python 3.12 or newer on this machine"; \
 	else \
 	    $(MAKE) --no-print-directory .venv-newest/installed && \
+	    .venv-newest/bin/python tests/versions.py && \
 	    .venv-newest/bin/python -m pytest -q $(PYTEST_ARGS); \
 	fi
 

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._errors import OptionError, StateError, called_as, message
+from jzero._in_use import Use
 from jzero._sharded_step import ShardedStep
 from jzero._step import ShardedTrainStep
 from jzero._step_types import EvalStepOptions, Result, StepArgs
@@ -316,10 +317,22 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
         """
         with self._asked(WHO):
             call = FlatCall.of(self._programs.signature.bind(args, kwargs), self._programs.setting)
-            inputs = self._placement.inputs(call)
-            if inputs is None:
-                program, _, outs = self._run_traced(call)
-            else:
-                program, state, arrays = inputs
-                _, outs = _nan_checks.run(WHO, program.step, state, arrays, program.plan.leaves)
+            use = Use(WHO, call.call.state, consumes=False)
+            try:
+                inputs = self._placement.inputs(call)
+                if inputs is None:
+                    program, _, outs = self._run_traced(call)
+                else:
+                    program, state, arrays = inputs
+                    unread = program.plan.unread
+                    read = [None if i in unread else x for i, x in enumerate(call.state)]
+                    with use.running:
+                        use.claim(read)
+                        _, outs = _nan_checks.run(
+                            WHO, program.step, state, arrays, program.plan.leaves
+                        )
+            except Exception as error:
+                if (explained := use.explained(error, call.state)) is not None:
+                    raise explained from error
+                raise
         return jax.tree.unflatten(program.out_tree, outs)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._errors import OptionError, StateError, message
+from jzero._in_use import Use
 from jzero._memory_kinds import HOST
 from jzero._placement import Placement
 from jzero._sharded_step import ShardedStep
@@ -86,12 +87,22 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         """
         _agreement.check(WHO)
         call = FlatCall.of(self._programs.signature.bind(args, kwargs), self._programs.setting)
-        inputs = self._placement.inputs(call)
-        if inputs is None:
-            return self._traced(call)
-        program, state, arrays = inputs
-        leaves = program.plan.leaves
-        state, outs = _nan_checks.run(WHO, program.step, *_placing.apart(state, arrays), leaves)
+        use = Use(WHO, call.call.state, consumes=True)
+        try:
+            inputs = self._placement.inputs(call)
+            if inputs is None:
+                return self._traced(call)
+            program, state, arrays = inputs
+            leaves = program.plan.leaves
+            with use.running:
+                use.claim(state)
+                state, outs = _nan_checks.run(
+                    WHO, program.step, *_placing.apart(state, arrays), leaves
+                )
+        except Exception as error:
+            if (explained := use.explained(error, call.state)) is not None:
+                raise explained from error
+            raise
         state = self._placement.wrap(state, leaves)
         return as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
 
@@ -173,8 +184,11 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
                 "Call flush of the train_step that returned the state."))  # fmt: skip
         _agreement.note("flush", self._programs.setting.mesh)
         step = pending.step
+        use = Use("flush", self._named(state), consumes=True)
         placed = self._placement.place(self._named(state), leaves, step.leaves, step.shardings)
-        new = step.flush(placed)
+        with use.running:
+            use.claim(placed)
+            new = step.flush(placed)
         return jax.tree.unflatten(tree, _placing.wrap(new, step.leaves))
 
     def unshard(self, state: AnyState) -> AnyState:

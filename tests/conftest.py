@@ -7,7 +7,6 @@ import gc
 import importlib.metadata
 import os
 import pathlib
-import platform
 import signal
 import sys
 
@@ -78,6 +77,7 @@ import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 import covering  # noqa: E402
+import versions  # noqa: E402
 
 # Every run draws the same examples; none fails for being slow on a busy machine.
 hypothesis.settings.register_profile("jzero", derandomize=True, deadline=None, database=None)
@@ -115,5 +115,4 @@ def no_compilation_cache():
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "optax")]
-    terminalreporter.write_line(f"python {platform.python_version()}, {', '.join(versions)}")
+    terminalreporter.write_line(versions.line())

@@ -4,7 +4,9 @@ import functools
 import pathlib
 import random
 import shutil
+import subprocess
 import sys
+import time
 from collections import Counter
 
 import jax
@@ -117,6 +119,25 @@ def test_interrupted_before_the_first_step(policy, act):
         new = whole(train_step, train_step(state, X))
         for x, y in zip(new, expected, strict=True):
             np.testing.assert_array_equal(x, y, err_msg=interrupted.where)
+
+
+@pytest.mark.parametrize(
+    ("act", "stride"),
+    [("update", 9), ("save", 41)]
+    + [pytest.param(act, 1, marks=pytest.mark.slow) for act in ("update", "save")],
+)
+def test_interrupted_where_threads_are_given_work(act, stride):
+    """No lock is left that the next update, save or the end of the process would wait for."""
+    program = pathlib.Path(__file__).with_name("handing_over.py")
+    seconds = 120 if stride > 1 else 600
+    found = subprocess.run(
+        [sys.executable, program, act, str(stride)], capture_output=True, text=True, timeout=seconds
+    )
+    ended = time.time()
+    assert found.returncode == 0, found.stderr
+    num, done = found.stdout.split()
+    assert int(num) > 5
+    assert ended - float(done) < 10  # 6 s of a busy machine, after 800 saves; a hang has no end.
 
 
 # A file that was just opened, and reads whose loop has ended.

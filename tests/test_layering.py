@@ -14,8 +14,16 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jzero"
 # From the bottom up. A room is a package's own files, or a file of jzero itself, and imports from rooms on
 # floors below its own. Within a room files import each other in any order but a circle.
 FLOORS = (
-    ("_components", "_errors", "_folded", "_in_turn", "_memory_kinds", "_version"),
-    ("_json", "_quantities"),
+    (
+        "_components",
+        "_errors",
+        "_folded",
+        "_in_turn",
+        "_memory_kinds",
+        "_thread_group",
+        "_version",
+    ),
+    ("_json", "_quantities", "_tested"),
     ("_blocks",),
     ("tracing", "offload/nvme"),
     ("processes", "sharding/analysis", "_compare"),
@@ -25,7 +33,7 @@ FLOORS = (
     ("offload/memory",),
     ("segments", "offload/kernels"),
     ("offload",),
-    ("_placement", "reports", "_step_types"),
+    ("_in_use", "_placement", "reports", "_step_types"),
     ("_sharded_step",),
     ("_step",),
     ("_shard_train_step", "_shard_eval_step", "preflight", "checkpoint"),

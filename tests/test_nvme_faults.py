@@ -394,6 +394,25 @@ def test_automatic_axes_are_refused(tmp_path: Path):
         train_step.plan(new_state(), BATCH)
 
 
+def test_a_dtype_that_no_kernel_has_is_refused_once(tmp_path: Path):
+    def step_fn(state, x):
+        w, m = state
+        m = 0.9 * m + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * m, m
+
+    with jax.enable_x64(True):
+        w = jnp.ones((64, 64))
+        train_step = small.shard_train_step(step_fn, offload=on_disk(tmp_path))
+        with pytest.raises(jzero.OptionError) as error:
+            train_step.plan((w, w), jnp.ones((8, 64)))
+    assert re.search(
+        r"1 of 1 leaves that the hosts update are float64 \(state\[1\]\). .*kernels for processors, which "
+        "know float32, .* Keep the state in one of these, as float32, or use offload=jzero.HostCPU",
+        str(error.value),
+    )
+    assert str(error.value).count("float64") == 1
+
+
 def test_what_is_updated_whole_is_refused(tmp_path: Path):
     """On one device, where the host could otherwise do it."""
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9)

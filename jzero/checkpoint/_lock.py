@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from jzero import _json
 from jzero._errors import CheckpointError, message
+from jzero._thread_group import Flag, start_thread
 from jzero.checkpoint import _files, _nearby
 
 NAME = "_JZERO_WRITER"
@@ -60,7 +61,7 @@ class Lock:
     def __init__(self, directory: Path):
         self._path = directory / NAME
         self._owner: Owner | None = None
-        self._ended = threading.Event()
+        self._ended = Flag()
 
     def ensure(self, who: str) -> bool:
         """Takes the right, also from a process that is dead; False if this process has it already.
@@ -79,7 +80,7 @@ class Lock:
         owner = Owner.new()
         private = self._path.with_name(f"{NAME}.{owner.token}")
         try:
-            self._owner, self._ended = owner, threading.Event()
+            self._owner, self._ended = owner, Flag()
             _held.add(owner.token)
             while not _take(who, private, self._path, owner):
                 pass
@@ -87,7 +88,7 @@ class Lock:
                 if _files.kind(left) != "a directory":  # None of ours.
                     left.unlink(missing_ok=True)
             args = self._path, self._ended
-            threading.Thread(target=_beat, args=args, daemon=True).start()
+            start_thread(threading.Thread(target=_beat, args=args, daemon=True))
         except BaseException:  # Ctrl-C, too.
             self.release()
             raise
@@ -252,7 +253,7 @@ def _age(path: Path, private: Path) -> float:
     return private.stat().st_mtime - path.lstat().st_mtime
 
 
-def _beat(path: Path, ended: threading.Event) -> None:
+def _beat(path: Path, ended: Flag) -> None:
     while not ended.wait(BEAT):
         with contextlib.suppress(OSError):
             os.utime(path, follow_symlinks=False)

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero._errors import CheckpointError, message
+from jzero._thread_group import Flag, start_thread
 from jzero.checkpoint import _files, _handlers, _ocdbt, _orbax, _seal, _steps, _together, _writing
 from jzero.checkpoint._lock import Lock
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, STATE
@@ -38,7 +39,7 @@ class Saver:
     def __init__(self, directory: Path, max_to_keep: int | None):
         self._directory, self._max_to_keep = directory, max_to_keep
         self._lock = Lock(directory)
-        self._running: tuple[threading.Thread | None, threading.Event] = None, threading.Event()
+        self._running: tuple[threading.Thread | None, Flag] = None, Flag()
         self._failure: BaseException | None = None
         self.step: int | None = None
 
@@ -60,13 +61,13 @@ class Saver:
         final = self._directory / str(step)
         meeting = Round(WHO)
         meeting.lead("begin", lambda: self._begin(final))
-        copied, done = threading.Event(), threading.Event()
+        copied, done = Flag(), Flag()
         work = _Work(self._lock, final, self._max_to_keep, meeting, tree, iterators, notes)
         thread = threading.Thread(
             target=self._run, args=(work, step, copied, done), name=f"jzero saves step {step}"
         )
         self._running = thread, done
-        thread.start()  # After Ctrl-C here it goes on, or never began.
+        start_thread(thread)  # After Ctrl-C here it goes on, or never began.
         copied.wait()
 
     def wait(self) -> None:
@@ -114,7 +115,7 @@ class Saver:
         _files.discard(unfinished)
         (unfinished / STATE).mkdir(parents=True)
 
-    def _run(self, work: _Work, step: int, copied: threading.Event, done: threading.Event) -> None:
+    def _run(self, work: _Work, step: int, copied: Flag, done: Flag) -> None:
         self.step = step
         try:
             work.run(copied)
@@ -166,7 +167,7 @@ class _Work:
         self._writing = _writing.Writing()
         self._handler = _handlers.handler(self._writing)
 
-    def run(self, copied: threading.Event) -> None:
+    def run(self, copied: Flag) -> None:
         """Writes it, and makes it complete when all processes have written their parts."""
         failure: BaseException | None = None
         try:
@@ -178,7 +179,7 @@ class _Work:
         elsewhere = self.meeting.report("written", failure)
         self.meeting.lead("complete", lambda: self._complete(failure, elsewhere))
 
-    def _write(self, copied: threading.Event) -> None:
+    def _write(self, copied: Flag) -> None:
         """This process's part; `copied` is set when the state may be consumed."""
         directory = epath.Path(self._path / STATE)
         _wait_for(self._path / STATE)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,12 @@ from jzero._memory_kinds import HOST
 from jzero.offload._early_turns import EarlyPlan, EarlyTurn, as_function, avals_of
 from jzero.offload._host_engine import padding_of, zero_padding
 from jzero.offload._layered import Arrived
-from jzero.offload.kernels._host_update import HostUpdate, UnderWay, num_processors
+from jzero.offload.kernels._host_update import (
+    HostUpdate,
+    UnderWay,
+    helping_threads,
+    num_processors,
+)
 from jzero.offload.memory._away_array import places
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
 from jzero.segments._segment import Var
@@ -41,13 +45,13 @@ class EarlyUpdates:
         self.at = [local.index(device) for device in devices]
         threads = threads or num_processors()
         # Of all turns: as many threads update as may.
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads)
+        helpers = helping_threads(threads)
         self.turns: dict[tuple[int, bool], list[tuple[EarlyTurn, HostUpdate]]] = {}
         for turn in plan.turns:
             update = HostUpdate(
                 as_function(runner, turn), *avals_of(runner, turn),
                 names=[runner.plan.leaves[i].path for i in turn.leaves],
-                threads=threads, pool=self._pool,
+                threads=threads, helpers=helpers,
             )  # fmt: skip
             self.turns.setdefault((turn.part, turn.num_slices > 0), []).append((turn, update))
 

@@ -22,6 +22,7 @@ from jzero.offload._host_step import UPDATING, HostStep, with_new
 from jzero.offload._layered import NO_WINDOW, Window
 from jzero.offload._tiled_engine import TiledEngine
 from jzero.offload.kernels._tiled_update import TiledUpdate, inputs_in_tiles, untiled
+from jzero.offload.kernels._writer import TYPES
 from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._nvme_store import BUFFERS, NVMeStore, StoreSpec
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
@@ -114,6 +115,7 @@ class NVMeStep(HostStep):
             host.update, host.state_avals(), host.input_avals(), host.names(), self._residents
         )
         if bad:
+            self._check_dtypes()
             raise OptionError(message(
                 WHO, bad, "State in files is updated in ranges of elements, each by itself.",
                 "Use offload=jzero.HostCPU(), which has whole leaves in memory; if a shard has one element, "
@@ -130,6 +132,22 @@ class NVMeStep(HostStep):
         self._waiting = self._handed_over() if policy.gradients else {}
         self._writing: list[np.ndarray] = []
         self._turns_read = [jax.jit(turn.run) for turn in self.turns]  # consumes nothing
+
+    def _check_dtypes(self) -> None:
+        """Refuses dtypes that no kernel computes with, once, and not each equation that has one."""
+        found = {x.dtype.name for x in self.host.state_avals()} - TYPES.keys()
+        if found:
+            avals = self.host.state_avals()  # Names of outputs follow those of leaves.
+            paths = [
+                p for p, x in zip(self.host.names(), avals, strict=False) if x.dtype.name in found
+            ]
+            more = ", ..." * (len(paths) > 3)
+            raise OptionError(message(
+                WHO, f"offload=jzero.NVMe, and {len(paths)} of {len(avals)} leaves that the hosts update are "
+                f"{' or '.join(sorted(found))} ({', '.join(paths[:3])}{more})",
+                f"State in files is updated by kernels for processors, which know {', '.join(TYPES)}.",
+                "Keep the state in one of these, as float32, or use offload=jzero.HostCPU(), where XLA "
+                "updates the others."))  # fmt: skip
 
     def _handed_over(self) -> dict[Var, int]:
         """The gradients that wait in files, and in how many slices each is made."""

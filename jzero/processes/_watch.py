@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from jzero._errors import ProcessError
+from jzero._thread_group import Flag, start_thread
 from jzero.processes import _unlike
 from jzero.processes._call_log import ENDS, CallLog, Copy, Difference, first_difference
 from jzero.tracing import _jaxpr
@@ -127,7 +128,7 @@ class Watch:
         self.difference: str | None = None
         self._rooms: dict[tuple[int, ...], Room] = {}
         self._thread: threading.Thread | None = None
-        self._wake, self._stop, self._done = (threading.Event() for _ in range(3))
+        self._wake, self._stop, self._done = (Flag() for _ in range(3))
         self._told = False
         self._deadline = float("inf")
         self._exiting = False
@@ -139,7 +140,7 @@ class Watch:
             self._rooms = self._rooms | {processes: Room(processes)}
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="jzero: watch", daemon=True)
-            self._thread.start()
+            start_thread(self._thread)
             atexit.register(self._exit)  # After JAX's, so that it runs before them.
         return self._rooms[processes]
 

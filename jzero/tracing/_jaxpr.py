@@ -18,17 +18,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import config, distributed, dtypes, source_info_util, xla_bridge
-from jax._src.lax.lax import empty2
-from jax._src.lax.parallel import reduce_scatter_p
-from jax._src.state.types import AbstractRef
-from jax.extend import core as extended_core
-from jax.extend.random import threefry2x32_p
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from jzero._tested import lacks_of_jax
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Primitive, Var
+
+try:
+    from jax._src import config, distributed, dtypes, source_info_util, xla_bridge
+    from jax._src.lax.lax import empty2
+    from jax._src.lax.parallel import reduce_scatter_p
+    from jax._src.state.types import AbstractRef
+    from jax.extend import core as extended_core
+    from jax.extend.random import threefry2x32_p
+    from jax.interpreters import ad, batching, mlir
+except ImportError as error:
+    raise lacks_of_jax(error) from error
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -194,6 +199,8 @@ def call_parts(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
     """Jaxpr and constants that a call-like equation wraps; None for any other equation."""
     if eqn.primitive.name == "call_hi_primitive":
         return _expansion(eqn.params["_prim"])
+    if _is_solve_of_lineax(eqn):
+        return _solved_by_lineax(eqn)
     name = CALLS.get(eqn.primitive.name)
     return None if name is None else open_jaxpr(eqn.params[name])
 
@@ -204,6 +211,23 @@ def _expansion(prim: Any) -> tuple[Jaxpr, list[Any]]:
     `jnp.searchsorted` is one, and with `jax_remat3` a `jax.checkpoint`.
     """
     traced = trace_here(prim.expand, *prim.in_avals)
+    return traced.jaxpr, traced.consts
+
+
+def _is_solve_of_lineax(eqn: Eqn) -> bool:
+    """Whether it is `lineax.linear_solve`, by itself or in `jax.vmap`: then Equinox has one of its own."""
+    vmapped = eqn.params.get("prim") if eqn.primitive.name == "vprim" else None
+    return (vmapped or eqn.primitive).name == "linear_solve"
+
+
+def _solved_by_lineax(eqn: Eqn) -> tuple[Jaxpr, list[Any]]:
+    """What a solve of lineax computes, which JAX asks of it once more where a program is lowered.
+
+    There, inside of `shard_map`, avals have a mesh, and lineax compares them with some that it noted when the
+    step was traced ("pytree does not match out_structure"). Here they have none.
+    """
+    avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+    traced = trace_here(functools.partial(eqn.primitive.impl, **eqn.params), *avals)
     return traced.jaxpr, traced.consts
 
 

@@ -14,7 +14,6 @@ runs in three parts, each of which ends before the next one starts:
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
@@ -46,6 +45,7 @@ from jzero.offload.memory._addresses import (
     is_key,
     on_host,
 )
+from jzero.offload.nvme._job_threads import NO_BUFFER, Asked, JobThreads
 from jzero.tracing import _jaxpr, _rewrite
 
 WHO = "HostUpdate"
@@ -83,7 +83,7 @@ class HostUpdate:
         names: Sequence[str] | None = None,
         threads: int | None = None,
         chunk_bytes: int = 2**26,
-        pool: concurrent.futures.Executor | None = None,
+        helpers: JobThreads | None = None,
     ):
         """Traces `update` and compiles its kernels; no memory is known yet.
 
@@ -95,7 +95,7 @@ class HostUpdate:
           threads: how many update; as many as this process may use processors by default.
           chunk_bytes: about how many bytes of each shard are read and written until `run` says which outputs
             are there. Leaves that are updated in one loop are not cut.
-          pool: whose threads help; its own by default.
+          helpers: threads that help; its own by default.
 
         Raises:
           ImportError: `jzero[offload]` is not installed.
@@ -115,7 +115,7 @@ class HostUpdate:
         self._build(analysis, _jaxpr.replaced(traced.jaxpr, **flat._asdict()), chunk_bytes)
         self._drive = callable_at(compiled(DRIVE, "drive", WHO))
         self._threads = threads or num_processors()
-        self._pool = pool or concurrent.futures.ThreadPoolExecutor(self._threads)
+        self._helpers = helpers or helping_threads(self._threads)
         self._loops: dict[int, KernelLoops] = {}  # By the number of shards.
         self._known_state, self._known_outputs = Addresses(), Addresses()
         self._prepared: _Prepared | None = None
@@ -209,7 +209,7 @@ class HostUpdate:
         return [on_host(shard) for shard in inputs]
 
     def start(self, states: Sequence[HostMemory], inputs: Sequence[HostMemory]) -> UnderWay:
-        """Begins an update without outputs, which the pool's threads make while the caller goes on.
+        """Begins an update without outputs, which other threads make while the caller goes on.
 
         Any number of them, of different memory, may be under way at a time, also beside `run`.
 
@@ -224,8 +224,8 @@ class HostUpdate:
         prepared = self._known(states, self._addresses_of(states), inputs)
         loops = self._loops_of(len(states))
         calls = loops.start(prepared.addresses, prepared)
-        helpers = share(calls, self._drive, self._pool, min(self._threads, loops.num_blocks))
-        return UnderWay(helpers, prepared, self._xla_state)
+        asked = share(calls, self._drive, self._helpers, min(self._threads, loops.num_blocks))
+        return UnderWay(self._helpers, asked, prepared, self._xla_state)
 
     def _loops_of(self, num_shards: int) -> KernelLoops:
         if num_shards not in self._loops:
@@ -278,7 +278,7 @@ class HostUpdate:
         chunks = iter(enumerate(self._done))
         try:
             self._running = True
-            share(calls, self._drive, self._pool, min(self._threads, loops.num_blocks) - 1)
+            share(calls, self._drive, self._helpers, min(self._threads, loops.num_blocks) - 1)
             if made := self._copy_xla_outputs(prepared, outputs):
                 yield made
             for chunk, done in chunks:
@@ -322,23 +322,24 @@ class UnderWay(NamedTuple):
 
     Attributes:
       helpers: these threads.
+      asked: what they do.
       prepared: what it reads and writes; freed with it.
       by_xla: for each result of XLA's, which leaf of the state it becomes when kernels are done.
     """
 
-    helpers: list[concurrent.futures.Future[None]]
+    helpers: JobThreads
+    asked: Asked
     prepared: _Prepared
     by_xla: list[tuple[int, int]]
 
     @property
     def is_over(self) -> bool:
         """Whether the threads are done."""
-        return all(helper.done() for helper in self.helpers)
+        return self.asked.is_done
 
     def finish(self) -> None:
         """Waits for the threads, and does not help them: there are as many of them as may update."""
-        for helper in self.helpers:
-            helper.result()
+        self.helpers.wait(self.asked)
         _copy(self.prepared.results, self.prepared.states, self.by_xla)
 
 
@@ -432,6 +433,15 @@ def _make_loops(found: Sequence[Group], slots: dict[_jaxpr.Var, int], num_state:
 
 def _numbered(name: str, values: HostMemory) -> list[str]:
     return [f"{name}[{i}]" for i in range(len(values))]
+
+
+def helping_threads(num: int) -> JobThreads:
+    """Threads that wait to help with updates.
+
+    Not `concurrent.futures`, whose `submit` holds locks in Python: Ctrl-C in it leaves them locked, and what
+    submits next, or the end of the process, waits for ever. See [Note: interrupts].
+    """
+    return JobThreads([NO_BUFFER] * num)
 
 
 def num_processors() -> int:

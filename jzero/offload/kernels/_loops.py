@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+from jzero.offload.nvme._job_threads import Asked, JobThreads
 
 # Elements of a block. AdamW reads 1 MB of it: enough that taking the next one costs nothing (half of it takes
 # 1 to 2 % longer), and little enough that threads end together.
@@ -133,11 +134,10 @@ class Calls:
             self.finish(drive, chunk)
 
 
-def share(
-    calls: Calls, drive: Drive, pool: concurrent.futures.Executor, helpers: int
-) -> list[concurrent.futures.Future[None]]:
+def share(calls: Calls, drive: Drive, threads: JobThreads, helpers: int) -> Asked:
     """Lets other threads help; nobody has to wait for them to begin. All is done when all of them are."""
-    return [pool.submit(calls.help, drive) for _ in range(helpers)]
+    threads.start()
+    return threads.ask([lambda _: calls.help(drive)] * helpers)
 
 
 def _blocks(loop: Loop, num_shards: int) -> np.ndarray:

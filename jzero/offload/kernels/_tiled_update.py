@@ -153,7 +153,7 @@ class TiledUpdate(HostUpdate):
         self._calls = calls = loops.start(at, (prepared, self._to, memory))
         try:
             self._running = True
-            share(calls, self._drive, self._pool, min(self._threads, loops.num_blocks) - 1)
+            share(calls, self._drive, self._helpers, min(self._threads, loops.num_blocks) - 1)
         finally:
             self._running = False
             calls.complete(self._drive)

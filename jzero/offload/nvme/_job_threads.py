@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that read and write what a caller asks for, in the order in which it asks."""
+"""Threads that do what a caller asks for, in the order in which it asks: reads, writes, updates."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,23 +12,36 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jzero.offload.nvme._thread_group import ThreadGroup
+from jzero._thread_group import POLL_SECONDS, ThreadGroup
 
-# Given a buffer of its thread, reads or writes something.
+# Given a buffer of its thread, reads or writes something, or computes.
 Job: TypeAlias = Callable[[np.ndarray], None]
+NO_BUFFER = np.empty(0, np.uint8)
 
 
 class Asked:
     """Jobs that are awaited together.
 
-    Attributes:
-      left: how many of them are not known to be done.
+    Whether they are done is read, and not counted by who waits: an interrupt takes nothing away, nor does a
+    signal's handler that waits for other jobs.
     """
 
-    __slots__ = ("left",)
+    __slots__ = ("_done", "_num", "news")
 
-    def __init__(self, left: int) -> None:
-        self.left = left
+    def __init__(self, num: int) -> None:
+        self._num = num
+        self._done: list[None] = []  # One item of each that is done.
+        self.news: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of them are."""
+        return len(self._done) >= self._num
+
+    def one_is_done(self) -> None:
+        """Says so, in the thread that has done it."""
+        self._done.append(None)
+        self.news.put(None)
 
 
 class JobThreads:
@@ -39,6 +53,8 @@ class JobThreads:
             asked = readers.ask(jobs)       # returns at once
             readers.wait(asked)             # all of them are done
         # no thread is left, however it was left
+
+    Without `with`, after `start()`, threads wait for jobs until the `JobThreads` is dropped.
 
     >>> from jzero.offload.nvme._aligned import pages
     >>> found = []
@@ -61,7 +77,7 @@ class JobThreads:
 
     def __enter__(self) -> JobThreads:
         try:
-            self._jobs.group.start([(self._jobs.do, buffer) for buffer in self._buffers])
+            self.start()
             return self
         except BaseException:
             self._jobs.group.end()
@@ -72,6 +88,11 @@ class JobThreads:
     ) -> None:  # fmt: skip
         self._dropped.detach()
         self._jobs.group.end()
+
+    def start(self) -> None:
+        """Starts the threads, unless they have been started."""
+        if not self._jobs.group.is_started:
+            self._jobs.group.start([(self._jobs.do, buffer) for buffer in self._buffers])
 
     def ask(self, jobs: Sequence[Job]) -> Asked:
         """Has jobs done, after all that was asked before was begun."""
@@ -86,11 +107,11 @@ class JobThreads:
         Raises:
           BaseException: what a job has raised, of these or of others.
         """
-        while asked.left:
-            done = self._jobs.done.get()
-            if done is None:
+        while not asked.is_done:
+            if self._jobs.group.errors:
                 raise self._jobs.group.errors[0]
-            done.left -= 1
+            with contextlib.suppress(queue.Empty):
+                asked.news.get(timeout=POLL_SECONDS)
 
 
 class _Jobs:
@@ -99,18 +120,16 @@ class _Jobs:
     def __init__(self, num: int) -> None:
         self._num = num
         self.waiting: queue.SimpleQueue[tuple[Asked, Job] | None] = queue.SimpleQueue()
-        self.done: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self.group = ThreadGroup(self._wake)
 
     def _wake(self) -> None:
         for _ in range(self._num):
             self.waiting.put(None)
-        self.done.put(None)
 
     def do(self, buffer: np.ndarray) -> None:
         """What a thread does."""
         while (item := self.waiting.get()) is not None and not self.group.stopped:
             asked, job = item
             job(buffer)
-            self.done.put(asked)
-            del item, job  # And what it has read or written.
+            asked.one_is_done()
+            del item, asked, job  # And what it has read or written.

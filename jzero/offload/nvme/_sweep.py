@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile after tile: read ahead, updated by the caller, and written behind, all three at once.
 
-[Note: interrupts] The caller's thread can be interrupted at any line (Ctrl-C), and must then leave no thread
-that uses a buffer. So it shares no lock that is held in Python with the threads: all hand-overs are queues
-of the interpreter's own (`SimpleQueue`), and threads are started in one call that is not Python's. When a
-sweep ends, however it does, it waits for its threads, and then every buffer is free, whatever any queue has.
-Held by tests/test_nvme_sweep.py, which interrupts a sweep at every line.
+The caller's thread can be interrupted at any line (Ctrl-C; see [Note: interrupts]), and must then leave no
+thread that uses a buffer. When a sweep ends, however it does, it waits for its threads, and then every buffer
+is free, whatever any queue has. Held by tests/test_nvme_sweep.py, which interrupts a sweep at every line.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 
+from jzero._thread_group import ThreadGroup
 from jzero.offload.nvme._aligned import TileRing
-from jzero.offload.nvme._thread_group import ThreadGroup
 
 At = TypeVar("At")
 Move: TypeAlias = Callable[[At, np.ndarray], None]

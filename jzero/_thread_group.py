@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ThreadGroup`: threads that work for one caller, who may be interrupted at any line; see `_sweep.py`."""
+"""Threads of a caller who may be interrupted at any line: `ThreadGroup`, `Flag`, `start_thread`.
+
+[Note: interrupts] Ctrl-C raises KeyboardInterrupt between any two instructions of the main thread. What
+holds a lock *in Python* there may leave it locked: `ThreadPoolExecutor.submit`, `Thread.start`, and `set` and
+`wait` of `threading.Event` do (a `Condition` is entered by a function of Python's own). What takes that lock
+next, or the end of the process, then waits for ever. So the main thread shares no such lock with others: all
+hand-overs are queues of the interpreter's own (`SimpleQueue`), and threads are started in one call that is
+not Python's.
+Held by tests/test_ctrl_c.py and tests/test_nvme_sweep.py.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +16,13 @@ import _thread
 import contextlib
 import itertools
 import queue
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_POLL_SECONDS = 0.05  # An interrupt may eat the news that a thread has ended.
+POLL_SECONDS = 0.05  # An interrupt may eat the news that a thread has ended.
+_LOOK_SECONDS = 0.5  # The same of a flag.
 
 
 class ThreadGroup:
@@ -39,6 +51,11 @@ class ThreadGroup:
         # In one call that no interrupt divides: so it is known how many there are to wait for.
         self._threads.extend(map(_thread.start_new_thread, itertools.repeat(self._run), calls))
 
+    @property
+    def is_started(self) -> bool:
+        """Whether there have ever been threads."""
+        return bool(self._threads)
+
     def stop(self) -> None:
         """Tells the threads to end soon; they finish what they are at."""
         self.stopped = True
@@ -56,7 +73,7 @@ class ThreadGroup:
                 (finish or self.stop)()
                 while len(self._ended) < len(self._threads):
                     with contextlib.suppress(queue.Empty):
-                        self._news.get(timeout=_POLL_SECONDS)
+                        self._news.get(timeout=POLL_SECONDS)
                 break
             except BaseException as error:
                 interrupt, finish = error, None
@@ -73,3 +90,50 @@ class ThreadGroup:
         finally:
             self._ended.append(None)
             self._news.put(None)
+
+
+class Flag:
+    """What `threading.Event` is, for a main thread that may be interrupted; see [Note: interrupts]."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def is_set(self) -> bool:
+        """Whether it is."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Sets it, and wakes who waits."""
+        if not self._is_set:
+            self._is_set = True
+            self._news.put(None)
+
+    def clear(self) -> None:
+        """Sets it back."""
+        self._is_set = False
+
+    def wait(self, seconds: float = float("inf")) -> bool:
+        """Waits until it is set, at most so long; whether it is."""
+        end = time.monotonic() + seconds
+        while not self._is_set and (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._news.get(timeout=min(left, _LOOK_SECONDS))
+        return self._is_set
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Starts it in another thread, where no interrupt comes; see [Note: interrupts].
+
+    Raises:
+      RuntimeError: it cannot be started.
+    """
+    group = ThreadGroup(_nothing)
+    group.start([(thread.start,)])
+    group.end(_nothing)
+    if group.errors:
+        raise group.errors[0]
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Use`: one call's use of its state, refused while a step of another thread consumes it."""
+
+from __future__ import annotations
+
+import _thread
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jzero._errors import JzeroError, StateError, message
+from jzero.offload.memory._coded_array import CodedArray
+from jzero.offload.memory._padded import PaddedArray
+from jzero.tracing import _call
+
+_STEPS = (
+    "Step a state in one thread, and let others use what it returns; threads that train by themselves have "
+    "a state each, of train_step.shard(...)."
+)
+_READS = (
+    "Evaluate between two steps, in the thread that trains, or evaluate a copy that was made there: "
+    "jax.tree.map(jnp.copy, params)."
+)
+# One thread decides at a time; see [Note: locks and comprehensions].
+_DECIDING = threading.RLock()
+_claims: weakref.WeakValueDictionary[int, Use] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_num_consumed = 0  # calls that have begun to consume leaves
+
+
+class Use:
+    """One call's use of its state.
+
+    Behaves like::
+
+        use = Use(who, state, consumes=True)
+        place the state                     # reads it
+        with use.running:                   # a lock of the interpreter's own: no interrupt leaves it locked
+            use.claim(leaves)               # refused if another call that runs consumes one of them
+            run the step
+
+    A step that consumes its state waits for evaluations that read it: JAX 0.10.2 crashes where one thread
+    donates an array with which another one just starts a program. An evaluation waits for nobody.
+
+    Attributes:
+      running: held while leaves are claimed.
+    """
+
+    def __init__(self, who: str, state: Any, *, consumes: bool):
+        """Before anything of the state is looked at.
+
+        Args:
+          who: uses it.
+          state: a tree, for messages.
+          consumes: whether its leaves will be consumed.
+        """
+        self._who, self._state, self._consumes = who, state, consumes
+        self.running = _thread.allocate_lock()
+        self._thread = _thread.get_ident()
+        self._leaves: Sequence[Any] = ()
+        # What runs already may consume leaves at any time.
+        self._seen = _num_consumed if not _claims else -1
+
+    def claim(self, leaves: Sequence[Any]) -> None:
+        """Says that these leaves are used as long as it is `running`; None stands for those that are not.
+
+        Raises:
+          StateError: another call consumes them, or has consumed them since this one began.
+        """
+        global _num_consumed
+        with _DECIDING:
+            readers = self._others(leaves)
+            if self._is_contended():
+                self._check_alive(leaves)
+            self._leaves = leaves
+            if self._consumes:
+                _num_consumed += 1
+                self._seen += self._seen >= 0
+            _claims[next(_numbers)] = self
+        for reader in readers:
+            with reader.running:
+                pass
+
+    def _others(self, leaves: Sequence[Any]) -> list[Use]:
+        """Calls that run and read some of these leaves, to wait for; one that consumes some is refused."""
+        if not _claims:
+            return []
+        found = []
+        for other in [x for x in _claims.values() if x is not self and x.running.locked()]:
+            taken = {id(_plain(x)) for x in other._leaves if x is not None}
+            common = [id(_plain(x)) in taken for x in leaves]
+            if any(common) and other._consumes:
+                raise self._refused("is consuming", common, other)
+            if any(common) and self._consumes:
+                if other._thread == self._thread:
+                    raise self._refused("is reading", common, other)
+                found.append(other)
+        return found
+
+    def explained(self, error: Exception, leaves: Sequence[Any]) -> StateError | None:
+        """What is to be said instead of an error of JAX's about arrays that a step has consumed meanwhile."""
+        if isinstance(error, JzeroError) or "deleted" not in str(error) or not self._is_contended():
+            return None
+        dead = list(map(_is_deleted, leaves))
+        return self._consumed(dead) if any(dead) else None
+
+    def _is_contended(self) -> bool:
+        """Whether other calls may have consumed anything since this one began."""
+        return _num_consumed != self._seen
+
+    def _check_alive(self, leaves: Sequence[Any]) -> None:
+        dead = list(map(_is_deleted, leaves))
+        if any(dead):
+            raise self._consumed(dead)
+
+    def _refused(self, does: str, found: Sequence[bool], other: Use) -> StateError:
+        here = other._thread == self._thread
+        whose = "which this call interrupts" if here else "in another thread"
+        return self._error(f"a call of {other._who} {whose} {does} {self._named(found)}")
+
+    def _consumed(self, dead: Sequence[bool]) -> StateError:
+        return self._error(f"a step in another thread has meanwhile consumed {self._named(dead)}")
+
+    def _error(self, found: str) -> StateError:
+        edit = _STEPS if self._consumes else _READS
+        return StateError(message(self._who, found, "A step consumes its state.", edit))
+
+    def _named(self, found: Sequence[bool]) -> str:
+        """So many leaves, and the paths of some."""
+        paths = _call.leaf_paths(self._state, "state")
+        named = [path for path, is_one in zip(paths, found, strict=True) if is_one]
+        return f"{len(named)} of {len(paths)} leaves: {', '.join(named[:3])}" + ", ..." * (
+            len(named) > 3
+        )
+
+
+def _plain(x: Any) -> Any:
+    """The array of a leaf that a program takes."""
+    if isinstance(x, PaddedArray):
+        return x.padded
+    return x.rows if isinstance(x, CodedArray) else x
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.is_deleted()

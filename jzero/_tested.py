@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Releases of JAX and of what stands on it with which the tests have passed: the oldest and the newest."""
+
+import importlib.metadata
+
+from jzero._errors import message
+
+# Newer ones are not forbidden: most of them work, and an upper bound would hold back all that a user installs
+# beside jzero. tests/test_tested.py holds this table against what is installed, and pages against it.
+TESTED = {
+    "jax": ("0.10.2", "0.12.0.1"),
+    "jaxlib": ("0.10.2", "0.12.0.1"),
+    "flax": ("0.12.8", "0.12.12"),
+    "optax": ("0.2.8", "0.2.8"),
+    "orbax-checkpoint": ("0.12.6", "0.12.8"),
+}
+
+
+def lacks_of_jax(error: Exception) -> ImportError:
+    """What is to be said of a JAX that has not, or no more, what jzero uses of it."""
+    oldest, newest = TESTED["jax"]
+    found = importlib.metadata.version("jax")
+    return ImportError(message(
+        "import jzero", f"JAX {found} lacks what jzero uses of it ({error})",
+        f"Some of it JAX does not promise to keep; jzero is tested with JAX {oldest} to {newest}.",
+        f"Install jax=={newest}, or a newer jzero."))  # fmt: skip
