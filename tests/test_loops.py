@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops along the batch: which ones devices share out, and that all of them make what one device makes.
+
+A device may run the iterations of its own rows only if what they change are sums: each carry its own last
+value plus terms that no other carry's changes reach. 40 loops drawn by seed run by default, `-m ""` runs
+200, and `run_sampled.py --loops` as many as you like.
+"""
+
+import collections
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jzero
+import small
+from sampling import check, loops
+
+ROWS, DIM, NUM = 16, 3, 4
+DEPENDS = "a loop along the batch whose turns depend on each other"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _float64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def error(w, row):
+    return jnp.sum((row @ w) ** 2)
+
+
+def scanned(turn, init, **options):
+    """A loop over the rows as a function of parameters and rows; `turn(w, carry, row)`."""
+    return lambda w, x: lax.scan(lambda c, row: turn(w, c, row), init, x, **options)
+
+
+def with_init(turn, init):
+    return lambda w, x: lax.scan(lambda c, row: turn(w, c, row), init(w, x), x)
+
+
+def gradients(w, row):
+    return jax.grad(error)(w, row)
+
+
+ZEROS = np.zeros((DIM, DIM))
+plus = loops.plus
+
+# Loops whose iterations need those before them.
+DEPENDENT: dict[str, Any] = {
+    "the area under a running sum": scanned(lambda w, c, r: ((c[0] + error(w, r), c[1] + c[0]), None), (0.0, 0.0)),
+    "the area, of new sums": scanned(
+        lambda w, c, r: ((new := c[0] + error(w, r), c[1] + new), None), (0.0, 0.0)),
+    "Euler steps": scanned(lambda w, c, r: ((c[0] + 0.1 * c[1], c[1] + error(w, r)), None), (0.0, 1.0)),
+    "Euler steps of 1": scanned(lambda w, c, r: ((c[0] + c[1], c[1] - error(w, r)), None), (0.0, 1.0)),
+    "carries swap": scanned(lambda w, c, r: ((c[1], c[0] + error(w, r)), None), (0.0, 0.0)),
+    "carries rotate": scanned(lambda w, c, r: ((c[1], c[2], c[0] + error(w, r)), None), (0.0, 0.5, 0.25)),
+    "the sum before the last row": scanned(
+        lambda w, c, r: ((c[0] + error(w, r), c[0]), None), (0.0, 0.0)),
+    "one sum in two carries": scanned(
+        lambda w, c, r: ((new := c[0] + error(w, r), new), None), (0.0, 0.0)),
+    "a sum that doubles": scanned(lambda w, c, r: (c + c + error(w, r), None), 0.0),
+    "twice, in two steps": scanned(lambda w, c, r: ((c + error(w, r)) + c, None), 0.0),
+    "a running sum of gradients, summed": scanned(
+        lambda w, c, r: ((c[0] + gradients(w, r), c[1] + c[0]), None), (ZEROS, ZEROS)),
+    "two that add each other": scanned(
+        lambda w, c, r: ((c[0] + c[1], c[1] + c[0] + error(w, r)), None), (0.0, 0.0)),
+    "a difference of carries": scanned(
+        lambda w, c, r: ((c[0] + error(w, r), c[1] - c[0]), None), (0.0, 0.0)),
+    "alternating signs": scanned(lambda w, c, r: (error(w, r) - c, None), 0.0),
+    "a discount": scanned(lambda w, c, r: (0.9 * c + error(w, r), None), 0.0),
+    "the last row wins": scanned(lambda w, c, r: (error(w, r), None), 0.0),
+    "the parameters win": scanned(lambda w, c, r: ((jnp.sum(w), c[0]), None), (0.0, 0.0)),
+    "a sum that is returned": scanned(lambda w, c, r: (c + error(w, r), c), 0.0),
+    "an index that is read": scanned(lambda w, c, r: ((c[0] + 1, c[1] + c[0] * error(w, r)), None), (0, 0.0)),
+    "chosen sums": scanned(lambda w, c, r: (jnp.where(r[0] > 0, c + error(w, r), c), None), 0.0),
+    "swapped in a checkpoint": scanned(
+        lambda w, c, r: (jax.checkpoint(lambda a, b: (b, a + error(w, r)))(*c), None), (0.0, 0.0)),
+    "added in a checkpoint": scanned(
+        lambda w, c, r: (jax.checkpoint(lambda a, b: (a + error(w, r), a + b))(*c), None), (0.0, 0.0)),
+    "swapped in a call": scanned(
+        lambda w, c, r: (jax.jit(lambda a, b: (b, a + error(w, r)))(*c), None), (0.0, 0.0)),
+    "added by a function with a rule": scanned(
+        lambda w, c, r: ((plus(c[0], error(w, r)), plus(c[1], c[0])), None), (0.0, 0.0)),
+    "chosen by a branch": scanned(
+        lambda w, c, r: (lax.cond(r[0] > 0, lambda c: (c[0] + error(w, r), c[1]), lambda c: (c[1], c[0]), c), None),
+        (0.0, 0.0)),
+    "a loop inside that adds": scanned(
+        lambda w, c, r: (lax.fori_loop(0, 2, lambda _, c: (c[0] + error(w, r), c[1] + c[0]), c), None), (0.0, 0.0)),
+    "through integers": scanned(
+        lambda w, c, r: (c + (r[0] > 0).astype(jnp.int32), c.astype(jnp.float64)), jnp.int32(3)),
+    "whether any row is": scanned(lambda w, c, r: (c | (r[0] > 1.5), None), False),
+    "a barrier": scanned(
+        lambda w, c, r: ((b := lax.optimization_barrier(c))[::-1] and (b[1], b[0] + error(w, r)), None), (0.0, 0.0)),
+    "the first row, and on": with_init(lambda w, c, r: ((c[0] + r, c[1] + c[0]), None), lambda w, x: (x[0], x[1])),
+    "reversed": scanned(
+        lambda w, c, r: ((c[0] + error(w, r), c[1] + c[0]), None), (0.0, 0.0), reverse=True, unroll=2),
+    "over rows by their number": lambda w, x: (lax.fori_loop(
+        0, x.shape[0], lambda i, c: (c[0] + error(w, x[i]), c[1] + c[0]), (0.0, 0.0)), None),
+}  # fmt: skip
+
+# Sums, of which each device adds up the terms of its rows.
+SUMS: dict[str, Any] = {
+    "a loss": scanned(lambda w, c, r: (c + error(w, r), None), 0.0),
+    "two, from a start": scanned(
+        lambda w, c, r: ((c[0] + error(w, r), jnp.sum(r) + c[1]), error(w, r)), (0.5, -2.0)),
+    "per-example gradients": scanned(
+        lambda w, c, r: (c - gradients(w, r) / (1 + error(w, r)), error(w, r)), ZEROS),
+    "several terms": scanned(lambda w, c, r: ((c + error(w, r)) - jnp.sum(r) + jnp.sum(w), None), 0.0),
+    "a count": scanned(lambda w, c, r: ((c[0] + 1, c[1] + (r[0] > 0)), None), (0, jnp.int32(7))),
+    "one that wraps": scanned(lambda w, c, r: (c + jnp.int8(100), None), jnp.int8(3)),
+    "beside one that stays": scanned(
+        lambda w, c, r: ((c[0] + c[1] * error(w, r), c[1]), c[1] * r), (0.0, 2.0)),
+    "in a checkpoint": scanned(
+        lambda w, c, r: (jax.checkpoint(lambda c: (c[0] - error(w, r), c[1] + r))(c), None), (0.0, np.zeros(DIM))),
+    "by a function with a rule": scanned(lambda w, c, r: (plus(c, error(w, r)), None), 0.0),
+    "in a call": scanned(lambda w, c, r: (jax.jit(lambda c: c + error(w, r))(c), None), 0.0),
+    "of a mean of all rows": lambda w, x: lax.scan(
+        lambda c, r: (c + error(w, r - jnp.mean(x, 0)), None), 0.0, x),
+    "from the first row": with_init(lambda w, c, r: (c + r @ w, None), lambda w, x: x[0]),
+    "in reverse": scanned(lambda w, c, r: (c + error(w, r), r @ w), 0.0, reverse=True, unroll=2),
+    "a row at a time": lambda w, x: (0.0, lax.map(lambda r: error(w, r), x)),
+    "of rows of two batches": lambda w, x: lax.scan(
+        lambda c, r: (c + error(w, r), None), 0.0, jnp.concatenate([x, 2 * x])),
+}  # fmt: skip
+LOOPS = DEPENDENT | SUMS
+
+
+def rows(uneven=False):
+    x = np.random.default_rng(0).normal(size=(ROWS - uneven, DIM))
+    return np.eye(DIM) + 0.1, x
+
+
+def objective(w, x, loop):
+    """Of all that a loop makes that can be differentiated; and what it makes."""
+    out = loop(w, x)
+    found = [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating)]
+    return jnp.sum(w) + sum(jnp.sum(jnp.tanh(0.01 * leaf)) for leaf in found), out
+
+
+def learned(loops):
+    """A step with all of the loops, each with its own parameters."""
+
+    def step(params, x):
+        new, outputs = {}, {}
+        for name, loop in loops.items():
+            w = params[name]
+            grad, outputs[name] = jax.grad(objective, has_aux=True)(w, x, loop)
+            new[name] = w - 0.1 * grad
+        return new, outputs
+
+    return step
+
+
+SETTINGS = {
+    "stage 0": ({"stage": 0}, False), "stage 3": ({"stage": 3}, False), "uneven": ({"stage": 3}, True),
+    "microbatches, stage 0": ({"stage": 0, "accumulate": 2}, False),
+    "microbatches, stage 3": ({"stage": 3, "accumulate": 2}, False),
+}  # fmt: skip
+# With microbatches, values of all rows do not come from inside branches and checkpoints.
+REFUSED = ("chosen by a branch",)
+
+
+@functools.cache
+def trained(setting):
+    """Of each loop what it made, by jzero and by one device; parameters after two steps among it."""
+    options, uneven = SETTINGS[setting]
+    w, x = rows(uneven)
+    step = learned(LOOPS)
+    train_step = small.shard_train_step(step, mesh=jax.make_mesh((NUM,), ("data",)), **options)
+    params = {name: w for name in LOOPS}
+    expected, found = (two_steps(f, params, x) for f in (jax.jit(step), train_step))
+    return found, expected
+
+
+def two_steps(step, params, x):
+    params, _ = step(params, x)
+    params, outputs = step(params, x)
+    return jax.tree.map(np.asarray, {name: (params[name], outputs[name]) for name in params})
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_trains_as_on_one_device(setting, name):
+    found, expected = trained(setting)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), found[name], expected[name]
+    )
