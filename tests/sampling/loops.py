@@ -4,7 +4,6 @@
 What an iteration makes of its carries decides whether devices may run the iterations of their own rows only.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import check
+from .check import BUNDLE, Result, compare
 from .programs import NUM_STEPS, Program
 from .settings import Setting
 
@@ -39,13 +38,32 @@ NEXT: dict[str, int] = {
 }  # fmt: skip
 # Those of which devices can sum up the terms of their rows, or could if the carry were another one.
 ADDITIVE = {
-    "{own} + {term}": 24, "{term} + {own}": 6, "{own} - {term}": 6, "{own}": 6, "({own} + {term}) - {term}": 4,
-    "{own} + ({term} + {term})": 3, "{own} + 1": 3, "{own} + 0": 1, "{own} + {other}": 5, "{own} - {other}": 3,
-    "{other}": 3, "{other} + {term}": 4, "{own} + {next}": 4, "{next} + {term}": 2, "{next}": 1,
-    "{own} + ({other} - {other})": 1, "{own} + {own}": 2, "{own} + ({own} - {own})": 1, "{term}": 1,
-    "{other} + ({own} + {term})": 2, "{own} + ({other} + {term})": 2,
-    "copied({own}) + {term}": 2, "lax.stop_gradient({own}) + {term}": 2, "plus({own}, {term})": 2,
-    "plus({own}, {other})": 1, "jax.checkpoint(lambda c, t: c + t)({own}, {term})": 2,
+    "{own} + {term}": 24,
+    "{term} + {own}": 6,
+    "{own} - {term}": 6,
+    "{own}": 6,
+    "({own} + {term}) - {term}": 4,
+    "{own} + ({term} + {term})": 3,
+    "{own} + 1": 3,
+    "{own} + 0": 1,
+    "{own} + {other}": 5,
+    "{own} - {other}": 3,
+    "{other}": 3,
+    "{other} + {term}": 4,
+    "{own} + {next}": 4,
+    "{next} + {term}": 2,
+    "{next}": 1,
+    "{own} + ({other} - {other})": 1,
+    "{own} + {own}": 2,
+    "{own} + ({own} - {own})": 1,
+    "{term}": 1,
+    "{other} + ({own} + {term})": 2,
+    "{own} + ({other} + {term})": 2,
+    "copied({own}) + {term}": 2,
+    "lax.stop_gradient({own}) + {term}": 2,
+    "plus({own}, {term})": 2,
+    "plus({own}, {other})": 1,
+    "jax.checkpoint(lambda c, t: c + t)({own}, {term})": 2,
     "jax.checkpoint(lambda a, b, t: (b, a + t))({own}, {other}, {term})[0]": 2,
     "jax.checkpoint(lambda a, b, t: (a - t, b))({own}, {other}, {term})[0]": 2,
     "jax.jit(lambda a, b, t: a + t)({own}, {other}, {term})": 2,
@@ -58,7 +76,14 @@ TERMS = {
     "lax.fori_loop(0, 2, lambda _, a: a * p['v'], r)": 1, "table[place]": 1,
 }  # fmt: skip
 # What an iteration hands out beside its carries: something of them, or not.
-HANDED = {"{own}": 3, "{next}": 3, "({term}, {own})": 2, "{own} + {term}": 2, "{own} - {own}": 1, "bounded({own})": 1}
+HANDED = {
+    "{own}": 3,
+    "{next}": 3,
+    "({term}, {own})": 2,
+    "{own} + {term}": 2,
+    "{own} - {own}": 1,
+    "bounded({own})": 1,
+}
 APART = {"None": 4, "{term}": 5, "0.5": 2, "jnp.sum(p['v'])": 2, "count": 1}
 # How often all of an iteration is additive.
 ALL_ADDITIVE = 0.6
@@ -89,7 +114,7 @@ def choose(rng: np.random.Generator, options: Any) -> Any:
 
 def setting_of(seed: int) -> Setting:
     """How the seed's bundle is sharded."""
-    rng = np.random.default_rng([seed // check.BUNDLE, 3])
+    rng = np.random.default_rng([seed // BUNDLE, 3])
     axes, stage, accumulate = choose(rng, MESHES), choose(rng, (0, 3)), choose(rng, (1, 2))
     options: dict[str, Any] = {"stage": stage, "min_shard_bytes": 0}
     if accumulate > 1:
@@ -100,10 +125,10 @@ def setting_of(seed: int) -> Setting:
     return Setting(axes, rows, options)
 
 
-def check_loops(seeds: Sequence[int]) -> list[check.Result]:
+def check(seeds: Sequence[int]) -> list[Result]:
     """The results of seeds of one bundle, checked side by side."""
     setting = setting_of(seeds[0])
-    return check.compare([draw(seed, setting.rows) for seed in seeds], setting)
+    return compare([draw(seed, setting.rows) for seed in seeds], setting)
 
 
 def draw(seed: int, rows: int) -> Program:
@@ -210,7 +235,9 @@ def step(s, b, t, w):
         start = self._choose(STARTS).format(shape=self._choose(SHAPES))
         if i in self._integers:
             self.features.add("integers")
-            return f"fit({start}, jnp.zeros({{}}, jnp.int32))".format(choose(self._rng, ("()", "(DIM,)")))
+            return f"fit({start}, jnp.zeros({{}}, jnp.int32))".format(
+                choose(self._rng, ("()", "(DIM,)"))
+            )
         return start
 
 
@@ -236,7 +263,9 @@ def fit(x: Any, like: Any) -> jax.Array:
     while x.ndim > like.ndim:
         x = jnp.sum(x, 0)
     if x.dtype != like.dtype:
-        integers = jnp.issubdtype(like.dtype, jnp.integer) and not jnp.issubdtype(x.dtype, jnp.integer)
+        integers = jnp.issubdtype(like.dtype, jnp.integer) and not jnp.issubdtype(
+            x.dtype, jnp.integer
+        )
         x = (x > 0.1234).astype(like.dtype) if integers else x.astype(like.dtype)
     return x if x.shape == like.shape else jnp.broadcast_to(x, like.shape)
 

@@ -84,9 +84,7 @@ def _collect(interp: Interpreter, frame: Frame, env: Env, index: int, num: int) 
             env.values[out] = FullValue(x)
 
 
-def of_all(
-    interp: Interpreter, frame: Frame, env: Env, atom: _jaxpr.Atom, num: int
-) -> jax.Array:
+def of_all(interp: Interpreter, frame: Frame, env: Env, atom: _jaxpr.Atom, num: int) -> jax.Array:
     """What all microbatches have of a value, [microbatches, ...]: after their loops."""
     if not _jaxpr.is_literal(atom) and atom in env.stacks:
         return env.stacks[atom]
@@ -205,9 +203,7 @@ def _loop(
     env.stacks |= zip(phase.stacks, stacks, strict=True)
 
 
-def _run_turn(
-    inner: Interpreter, frame: Frame, local: Env, phase: Phase
-) -> None:
+def _run_turn(inner: Interpreter, frame: Frame, local: Env, phase: Phase) -> None:
     """One microbatch's iteration of the loop.
 
     What is there at its start stays, though its maker may run again for others of its results: what was kept,
