@@ -5,8 +5,8 @@
 runs the seeds 0 to 19999, but for those that experiments/sampled/results has, of whichever library and
 sampler. Each failing seed is printed with its setting, its source and what differs; the last line lists
 the failing seeds, and the exit status is 1 if there are any. To look at one seed again, alone:
-`python tests/run_sampled.py 1 SEED`. To print the table of all results: `run_sampled.py --report`. With `--loops` it is loops along the batch
-(tests/sampling/loops.py), with results of their own.
+`python tests/run_sampled.py 1 SEED`. To print the table of all results: `run_sampled.py --report`.
+With `--loops`, loops along the batch are drawn (tests/sampling/loops.py), and have results of their own.
 
 Seeds run in chunks, each in a process of its own, so that a crash or a deadlock costs one bundle of one
 chunk: the rest of the chunk runs in another process. A chunk is one line of results, with the hashes

@@ -4,7 +4,7 @@
 What an iteration makes of its carries decides whether devices may run the iterations of their own rows only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,37 +38,19 @@ NEXT: dict[str, int] = {
 }  # fmt: skip
 # Those of which devices can sum up the terms of their rows, or could if the carry were another one.
 ADDITIVE = {
-    "{own} + {term}": 24,
-    "{term} + {own}": 6,
-    "{own} - {term}": 6,
-    "{own}": 6,
-    "({own} + {term}) - {term}": 4,
-    "{own} + ({term} + {term})": 3,
-    "{own} + 1": 3,
-    "{own} + 0": 1,
-    "{own} + {other}": 5,
-    "{own} - {other}": 3,
-    "{other}": 3,
-    "{other} + {term}": 4,
-    "{own} + {next}": 4,
-    "{next} + {term}": 2,
-    "{next}": 1,
-    "{own} + ({other} - {other})": 1,
-    "{own} + {own}": 2,
-    "{own} + ({own} - {own})": 1,
-    "{term}": 1,
-    "{other} + ({own} + {term})": 2,
-    "{own} + ({other} + {term})": 2,
-    "copied({own}) + {term}": 2,
-    "lax.stop_gradient({own}) + {term}": 2,
-    "plus({own}, {term})": 2,
-    "plus({own}, {other})": 1,
-    "jax.checkpoint(lambda c, t: c + t)({own}, {term})": 2,
+    "{own} + {term}": 24, "{term} + {own}": 6, "{own} - {term}": 6, "{own}": 6,
+    "({own} + {term}) - {term}": 4, "{own} + ({term} + {term})": 3, "{own} + 1": 3, "{own} + 0": 1,
+
+    "{own} + {other}": 5, "{own} - {other}": 3, "{other}": 3, "{other} + {term}": 4, "{own} + {next}": 4, "{next} + {term}": 2,
+    "{next}": 1, "{own} + ({other} - {other})": 1, "{own} + {own}": 2, "{own} + ({own} - {own})": 1,
+    "{term}": 1, "{other} + ({own} + {term})": 2, "{own} + ({other} + {term})": 2,
+    "copied({own}) + {term}": 2, "lax.stop_gradient({own}) + {term}": 2, "plus({own}, {term})": 2,
+    "plus({own}, {other})": 1, "jax.checkpoint(lambda c, t: c + t)({own}, {term})": 2,
     "jax.checkpoint(lambda a, b, t: (b, a + t))({own}, {other}, {term})[0]": 2,
     "jax.checkpoint(lambda a, b, t: (a - t, b))({own}, {other}, {term})[0]": 2,
     "jax.jit(lambda a, b, t: a + t)({own}, {other}, {term})": 2,
     "jnp.reshape({own}, {own}.shape) + {term}": 1,
-}
+}  # fmt: skip
 TERMS = {
     "r": 10, "r * r": 3, "-r": 2, "0.5 * jnp.sin(r)": 3, "jnp.sum(r)": 3, "jnp.max(r)": 1, "r[0]": 2,
     "jax.grad(lambda v: jnp.sum((r * v) ** 2))(p['v'])": 3, "p['v']": 2, "mean": 2, "w['k']": 1,
@@ -77,26 +59,25 @@ TERMS = {
 }  # fmt: skip
 # What an iteration hands out beside its carries: something of them, or not.
 HANDED = {
-    "{own}": 3,
-    "{next}": 3,
-    "({term}, {own})": 2,
-    "{own} + {term}": 2,
-    "{own} - {own}": 1,
+    "{own}": 3, "{next}": 3, "({term}, {own})": 2, "{own} + {term}": 2, "{own} - {own}": 1,
     "bounded({own})": 1,
-}
+}  # fmt: skip
 APART = {"None": 4, "{term}": 5, "0.5": 2, "jnp.sum(p['v'])": 2, "count": 1}
-# How often all of an iteration is additive.
-ALL_ADDITIVE = 0.6
+# How often all of an iteration is additive, and all carries are of one shape: adding one to another then
+# reads it by nothing but the addition.
+ALL_ADDITIVE, ONE_SHAPE, SOME_INTEGERS = 0.7, 0.8, 0.2
 SHAPES = {"()": 5, "(DIM,)": 6, "(DIM, DIM)": 1}
 STARTS = {"jnp.zeros({shape})": 4, "jnp.full({shape}, 0.3)": 2, "fit(p['v'], jnp.zeros({shape}))": 2,
           "fit(x[0], jnp.zeros({shape}))": 1, "fit(mean, jnp.zeros({shape}))": 1}  # fmt: skip
 ROWS_OF = {"row": 2, "jnp.tanh(row @ p['m'])": 5, "row * p['v']": 3}
 LOOPS = {
-    "rows": 14, "reversed": 2, "unrolled": 2, "backwards": 1, "merged": 4, "doubled": 2, "chunks": 2, "time": 4,
-    "map": 3, "fori": 2, "while": 2,
+    "rows": 14, "reversed": 2, "unrolled": 2, "backwards": 1, "merged": 4, "doubled": 2, "chunks": 2,
+    "time": 4, "map": 3, "fori": 2, "while": 2,
 }  # fmt: skip
-XS = {"merged": "t['s'].reshape(-1, DIM)", "doubled": "jnp.concatenate([x, 0.5 * x])", "time": "t['s']",
-      "backwards": "x[::-1]", "chunks": "x.reshape(-1, 2, DIM) if x.shape[0] % 2 == 0 else x[:, None]"}  # fmt: skip
+XS = {
+    "merged": "t['s'].reshape(-1, DIM)", "doubled": "jnp.concatenate([x, 0.5 * x])", "time": "t['s']",
+    "backwards": "x[::-1]", "chunks": "x.reshape(-1, 2, DIM) if x.shape[0] % 2 == 0 else x[:, None]",
+}  # fmt: skip
 AROUND = {
     "run(p)": 12, "jax.jit(run)(p)": 1, "jax.checkpoint(run)(p)": 2,
     "jax.vmap(lambda a: run({**p, 'v': a * p['v']}))(jnp.array([1.0, 0.5]))": 2,
@@ -136,8 +117,8 @@ def draw(seed: int, rows: int) -> Program:
     d = _Loop(np.random.default_rng([seed, rows, 3]))
     source = d.source()
     namespace = {
-        "jax": jax, "jnp": jnp, "lax": lax, "DIM": DIM, "fit": fit, "plus": plus, "bounded": bounded, "first": first,
-        "copied": copied, "there_and_back": there_and_back,
+        "jax": jax, "jnp": jnp, "lax": lax, "DIM": DIM, "fit": fit, "plus": plus, "bounded": bounded,
+        "first": first, "copied": copied, "there_and_back": there_and_back,
     }  # fmt: skip
     exec(compile(source, f"<loop {seed}>", "exec"), namespace)
 
@@ -162,7 +143,9 @@ class _Loop:
     def __init__(self, rng: np.random.Generator):
         self._rng = rng
         self._num = int(rng.integers(1, 5))
-        self._integers = {i for i in range(self._num) if rng.random() < 0.1}
+        mixed = rng.random() < SOME_INTEGERS
+        self._integers = {i for i in range(self._num) if mixed and rng.random() < 0.4}
+        self._shape = choose(rng, SHAPES) if rng.random() < ONE_SHAPE else None
         self._additive = rng.random() < ALL_ADDITIVE
         self.features = set[str]()
 
@@ -232,12 +215,11 @@ def step(s, b, t, w):
         return text.replace("{own}", f"c{own}")
 
     def _start(self, i: int) -> str:
-        start = self._choose(STARTS).format(shape=self._choose(SHAPES))
+        shape = self._shape or choose(self._rng, SHAPES)
+        start = self._choose(STARTS).format(shape=shape)
         if i in self._integers:
             self.features.add("integers")
-            return f"fit({start}, jnp.zeros({{}}, jnp.int32))".format(
-                choose(self._rng, ("()", "(DIM,)"))
-            )
+            return f"fit({start}, jnp.zeros({shape}, jnp.int32))"
         return start
 
 
@@ -248,12 +230,14 @@ _LOOP_TEXTS = {
     "map": "return init, lax.map(lambda each: turn(init, (*each, each[1]))[1], (xs, places))",
     "fori": f"return lax.fori_loop(0, xs.shape[0], {_ONE}, init), None",
     "while": f"""one = {_ONE}
-        return lax.while_loop(lambda ic: ic[0] < xs.shape[0], lambda ic: (ic[0] + 1, one(*ic)), (0, init))[1], None""",
+        going, one_more = lambda ic: ic[0] < xs.shape[0], lambda ic: (ic[0] + 1, one(*ic))
+        return lax.while_loop(going, one_more, (0, init))[1], None""",
 }
 _PASS_TEXTS = {
     "forward": "(l, aux), g = loss(s['p']), s['p']",
     "backward": "(l, aux), g = jax.value_and_grad(loss, has_aux=True)(s['p'])",
-    "tangent": "l, g, aux = jax.jvp(loss, (s['p'],), (s['p'],), has_aux=True); g = jax.tree.map(lambda p: p * g, s['p'])",
+    "tangent": """l, g, aux = jax.jvp(loss, (s['p'],), (s['p'],), has_aux=True)
+    g = jax.tree.map(lambda p: p * g, s['p'])""",
 }
 
 
