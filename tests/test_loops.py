@@ -208,6 +208,30 @@ def test_trains_as_on_one_device(setting, name):
     assert_equal(found[name], expected[name])
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_sum_stays_whole(stage):
+    """A loop saves a mean of all rows beside what it has of each: the latter is made again in microbatches."""
+
+    def step(params, sequence):
+        def loss(params):
+            def turn(total, x):
+                mean = jnp.mean(jnp.tanh(x @ params["w"]), 0)
+                return total + jnp.sum(mean * params["v"]), None
+
+            return jnp.tanh(lax.scan(turn, 0.0, sequence)[0])
+
+        value, grad = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grad), value
+
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(DIM, DIM)), "v": rng.normal(size=DIM)}
+    sequence = rng.normal(size=(2, 16, DIM))
+    options: dict[str, Any] = {"in_specs": {"sequence": jax.P(None, "data")}, "accumulate": 2}
+    mesh = jax.make_mesh((NUM,), ("data",))
+    train_step = small.shard_train_step(step, stage=stage, mesh=mesh, **options)
+    assert_equal(train_step(params, sequence), jax.jit(step)(params, sequence))
+
+
 # -- who runs which iterations ---------------------------------------------------------------------------
 
 

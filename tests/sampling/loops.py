@@ -40,9 +40,9 @@ NEXT: dict[str, int] = {
 ADDITIVE = {
     "{own} + {term}": 24, "{term} + {own}": 6, "{own} - {term}": 6, "{own}": 6,
     "({own} + {term}) - {term}": 4, "{own} + ({term} + {term})": 3, "{own} + 1": 3, "{own} + 0": 1,
-
-    "{own} + {other}": 5, "{own} - {other}": 3, "{other}": 3, "{other} + {term}": 4, "{own} + {next}": 4, "{next} + {term}": 2,
-    "{next}": 1, "{own} + ({other} - {other})": 1, "{own} + {own}": 2, "{own} + ({own} - {own})": 1,
+    "{own} + {other}": 5, "{own} - {other}": 3, "{other}": 3, "{other} + {term}": 4, "{own} + {next}": 4,
+    "{next} + {term}": 2, "{next}": 1, "{own} + ({other} - {other})": 1, "{own} + {own}": 2,
+    "{own} + ({own} - {own})": 1,
     "{term}": 1, "{other} + ({own} + {term})": 2, "{own} + ({other} + {term})": 2,
     "copied({own}) + {term}": 2, "lax.stop_gradient({own}) + {term}": 2, "plus({own}, {term})": 2,
     "plus({own}, {other})": 1, "jax.checkpoint(lambda c, t: c + t)({own}, {term})": 2,
