@@ -210,7 +210,7 @@ def test_trains_as_on_one_device(setting, name):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_sum_stays_whole(stage):
-    """A loop saves a mean of all rows beside what it has of each: the latter is made again in microbatches."""
+    """A loop saves a mean of all rows, and what it has of each, which microbatches compute again."""
 
     def step(params, sequence):
         def loss(params):
