@@ -38,7 +38,9 @@ def scan(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     parts = _jaxpr.scan_parts(eqn)
     _, _, xs = split(ins, parts.num_consts, parts.num_carry)
     along = {v.form for v in xs if isinstance(v.form, Rows) and v.form.dim == 0}
-    if len(along) == 1 and not is_padded(rows := along.pop(), parts.length, body.num):
+    # What an iteration does besides computing (a print) is done in all of them.
+    apart = len(along) == 1 and not _jaxpr.has_side_effects(eqn)
+    if apart and not is_padded(rows := along.pop(), parts.length, body.num):
         mark = len(body.eqns), len(body.movements)
         try:
             return _Scan(body, eqn, ins, rows).run()
