@@ -235,7 +235,7 @@ def test_a_sum_stays_whole(stage):
 
 @pytest.mark.parametrize("where", ["in the iteration", "in a branch of it"])
 def test_callbacks_are_called_in_each_iteration(where):
-    calls = []
+    calls: list[None] = []
 
     def number(_):
         calls.append(None)

@@ -116,7 +116,7 @@ def draw(seed: int, rows: int) -> Program:
     """A random loop over so many rows in a step that uses what it makes; the same seed gives the same one."""
     d = _Loop(np.random.default_rng([seed, rows, 3]))
     source = d.source()
-    namespace = {
+    namespace: dict[str, Any] = {
         "jax": jax, "jnp": jnp, "lax": lax, "DIM": DIM, "fit": fit, "plus": plus, "bounded": bounded,
         "first": first, "copied": copied, "there_and_back": there_and_back,
     }  # fmt: skip
