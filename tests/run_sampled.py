@@ -6,6 +6,7 @@ runs the seeds 0 to 19999, but for those that experiments/sampled/results has, o
 sampler. Each failing seed is printed with its setting, its source and what differs; the last line lists
 the failing seeds, and the exit status is 1 if there are any. To look at one seed again, alone:
 `python tests/run_sampled.py 1 SEED`. To print the table of all results: `run_sampled.py --report`.
+With `--loops`, loops along the batch are drawn (tests/sampling/loops.py), and have results of their own.
 
 Seeds run in chunks, each in a process of its own, so that a crash or a deadlock costs one bundle of one
 chunk: the rest of the chunk runs in another process. A chunk is one line of results, with the hashes
@@ -38,6 +39,8 @@ HERE = pathlib.Path(__file__).parent
 RESULTS = HERE.parent / "experiments" / "sampled" / "results"
 CHUNK = 100
 BUNDLE_SECONDS = 600
+# In the environment of the processes that run chunks: loops along the batch.
+LOOPS = "JZERO_SAMPLED_LOOPS"
 # Of the instruction sets of x86 the largest without fused multiply-adds.
 NO_FMA = "--xla_cpu_max_isa=AVX"
 VERDICTS = ("equal", "refused", "noisy", "differs", "crashed")
@@ -50,13 +53,16 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="also what is in the results")
     parser.add_argument("--report", action="store_true", help="print the table of all results")
+    parser.add_argument("--loops", action="store_true", help="loops along the batch")
     parser.add_argument("--chunk", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     seeds = range(args.seed, args.seed + args.num_cases)
     if args.chunk:
         run_here(seeds)
         return 0
-    path = RESULTS / f"jax-{importlib.metadata.version('jax')}.jsonl"
+    if args.loops:
+        os.environ[LOOPS] = "1"
+    path = RESULTS / f"{'loops-' * args.loops}jax-{importlib.metadata.version('jax')}.jsonl"
     if args.report:
         print(table(lines_of(path)))
         return 0
@@ -213,13 +219,14 @@ def run_here(seeds: range) -> None:
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     import conftest  # noqa: F401  (8 virtual devices; before JAX)
-    from sampling import check
+    from sampling import check, loops
 
+    family = loops if os.environ.get(LOOPS) else check
     for bundle in check.bundles(seeds):
         print(f"bundle {bundle[0]} {bundle[-1]}", flush=True)
-        for r in check.check(bundle):
+        for r in family.check(bundle):
             line = {"seed": str(r.seed), "verdict": r.verdict, "why": r.why, "listing": r.listing}
-            line["accumulate"] = str(check.setting_of(r.seed).options.get("accumulate", 1))
+            line["accumulate"] = str(family.setting_of(r.seed).options.get("accumulate", 1))
             print(json.dumps(line), flush=True)
 
 

@@ -339,6 +339,34 @@ def test_per_example_outputs_keep_their_order():
     np.testing.assert_array_equal(metrics["dims"], x.T[:1])
 
 
+# Outputs with a row for each example, in which no example, or not each, is read.
+ALIKE: dict[str, Any] = {
+    "a carry that stays": lambda w, x: jax.lax.scan(
+        lambda c, row: ((c[0] + row.sum(), c[1]), c[1]), (0.0, w[0]), x)[1],
+    "the first row, from each iteration": lambda w, x: jax.lax.scan(lambda c, row: (c, c), x[0], x)[1],
+    "a map of parameters": lambda w, x: jax.lax.map(lambda row: w.sum(), x),
+    "a mean of all rows": lambda w, x: [jax.lax.map(lambda row, m=m: w * m, x) for m in [x.mean()]],
+    "broadcast parameters": lambda w, x: jnp.broadcast_to(w.sum(), (x.shape[0],)),
+    "zeros, and numbers": lambda w, x: (jnp.zeros(x.shape[0]), jnp.arange(x.shape[0])),
+    "a scan's metric": lambda w, x: jax.lax.scan(lambda c, row: (c + row.sum(), 0.0), 0.0, x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [64, 61])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_outputs_that_no_example_changes(stage, rows):
+    def step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * grad, (loss, {name: fn(w, x) for name, fn in ALIKE.items()})
+
+    w, x = jnp.ones((8, 8)), jax.random.normal(jax.random.key(0), (rows, 8))
+    found = small.shard_train_step(step, stage=stage, accumulate=2)(w, x)
+    expected = jax.jit(step)(w, x)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected
+    )
+
+
 def test_an_ensemble_of_weighted_means():
     """`vmap(value_and_grad)` over members is no gradient of single examples, and totals reduce none."""
 

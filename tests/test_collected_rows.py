@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.optimize as jso
 import numpy as np
 import optax
 import pytest
 
 import jzero
 import small
-from jzero.sharding.analysis import _frames, _products
+from jzero.sharding.analysis import _frames, _kinds, _products
 
 ROWS, FEATURES, WIDTH, EMBED = 96, 12, 24, 16
 
@@ -457,3 +458,76 @@ def test_other_collectives_of_a_written_step_are_refused():
         small.shard_train_step(step, axis_name="batch", accumulate=2).plan(
             jnp.eye(8), jnp.ones((32, 8))
         )
+
+
+def mean_loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def in_a_while(w, x):
+    w, _ = jax.lax.while_loop(
+        lambda c: c[1] < 3, lambda c: (c[0] - jax.grad(mean_loss)(c[0], x), c[1] + 1), (w, 0)
+    )
+    return w
+
+
+def with_a_line_search(w, x):
+    tx = optax.lbfgs()
+    loss = functools.partial(mean_loss, x=x)
+    value, grad = optax.value_and_grad_from_state(loss)(w, state=tx.init(w))
+    updates, _ = tx.update(grad, tx.init(w), w, value=value, grad=grad, value_fn=loss)
+    return w + updates
+
+
+def minimized(w, x):
+    def loss(flat):
+        return mean_loss(flat.reshape(w.shape), x)
+
+    return jso.minimize(loss, w.ravel(), method="BFGS").x.reshape(w.shape)
+
+
+# What asks for all rows, or for sums over them, inside of a loop, a branch or a checkpoint: the user's own,
+# or a library's, whose equations have no line.
+INSIDE: dict[str, Any] = {
+    "searchsorted": lambda w, x: jnp.searchsorted(jnp.sort(x[:, 0]), w),
+    "digitize": lambda w, x: jnp.digitize(w, jnp.sort(x[:, 0])),
+    "interp": lambda w, x: jnp.interp(w, jnp.sort(x[:, 0]), jnp.sort(x[:, 1])),
+    "poisson": lambda w, x: w + jax.random.poisson(jax.random.key(0), jnp.exp(x[:, 0])).mean(),
+    "gamma": lambda w, x: w + jax.random.gamma(jax.random.key(0), jnp.exp(x[:, 0])).mean(),
+    "binomial": lambda w, x: w + jax.random.binomial(
+        jax.random.key(0), 9.0, jax.nn.sigmoid(x[:, 0])).mean(),
+    "conjugate gradients": lambda w, x: jax.scipy.sparse.linalg.cg(
+        lambda v: x.T @ (x @ v) / len(x) + v, w)[0],
+    "bicgstab": lambda w, x: jax.scipy.sparse.linalg.bicgstab(
+        lambda v: x.T @ (x @ v) / len(x) + v, w)[0],
+    "gmres": lambda w, x: jax.scipy.sparse.linalg.gmres(
+        lambda v: x.T @ (x @ v) / len(x) + v, w[:, 0])[0],
+    "a minimizer": minimized, "a line search": with_a_line_search, "a while": in_a_while,
+    "a fori_loop": lambda w, x: jax.lax.fori_loop(0, 3, lambda _, w: w - jax.grad(mean_loss)(w, x), w),
+    "a scan": lambda w, x: jax.lax.scan(lambda w, _: (w - jnp.exp(jnp.mean(x)), None), w, length=2)[0],
+    "a branch": lambda w, x: jax.lax.cond(
+        w[0, 0] > 0, lambda w: w - jnp.exp(mean_loss(w, x)), lambda w: jnp.sort(x, 0)[:8] @ w, w),
+    "a sort in a map": lambda w, x: jax.lax.map(lambda k: jnp.sort(k * x, 0)[0], jnp.ones(2)),
+    "a checkpointed sort in a scan": lambda w, x: jax.lax.scan(
+        jax.checkpoint(lambda w, _: (w + jnp.sort(x @ w, 0)[:8], None)), w, length=2)[0],
+}  # fmt: skip
+ALWAYS = {
+    "poisson", "conjugate gradients", "a minimizer", "a line search", "a while", "a fori_loop", "a branch",
+    "a sort in a map",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_cannot_be_cut_is_found_by_its_line(name):
+    def step(w, x):
+        w, loss = w - jax.grad(mean_loss)(w, x), mean_loss(w, x)
+        return w, (loss, INSIDE[name](jnp.eye(8), x))
+
+    found = None
+    try:
+        small.shard_train_step(step, stage=0, accumulate=2).plan(jnp.eye(8), jnp.ones((64, 8)))
+    except _kinds.CutError as error:
+        found = str(error)
+    line = r"accumulate > 1, and .* at .*test_collected_rows\.py:\d+"
+    assert found is None or re.search(line, found), found
+    assert found or name not in ALWAYS

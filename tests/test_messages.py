@@ -242,9 +242,9 @@ def solved_inside(w, x):
     return w - jax.scipy.sparse.linalg.cg(lambda v: x.T @ (x @ v), grad, maxiter=2)[0]
 
 
-def test_an_equation_of_jax_whose_line_is_not_known():
-    """JAX knows no line of yours for what it jits itself; then none is named."""
-    text = ["accumulate > 1, and while uses a gradient"]
+def test_an_equation_of_jax_is_found_where_it_was_called():
+    """JAX knows no line for what it jits itself; then the call is named."""
+    text = ["accumulate > 1, and while at ", "test_messages.py:", "(solved_inside) uses a gradient"]
     refuses(TypeError, text, sharded(solved_inside, accumulate=2), W, X)
 
 

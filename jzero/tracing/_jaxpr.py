@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import pathlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -327,9 +328,34 @@ def has_line(eqn: Eqn) -> bool:
     return bool(source_info_util.summarize(eqn.source_info))
 
 
+def with_line_of(eqn: Eqn, outer: Eqn) -> Eqn:
+    """The equation; at the line of what it is in, if JAX does not know its own."""
+    if has_line(eqn):
+        return eqn
+    return eqn.replace(source_info=eqn.source_info.replace(traceback=outer.source_info.traceback))
+
+
 def at_line(eqn: Eqn) -> str:
     """` at file.py:12 (train_step)`, or nothing where JAX knows no line."""
-    return f" at {summary(eqn)}" if has_line(eqn) else ""
+    return f" at {user_line(eqn)}" if has_line(eqn) else ""
+
+
+def user_line(eqn: Eqn) -> str:
+    """`summary(eqn)`; and, if that is a line of an installed package, where the user called the package."""
+    frames = [*source_info_util.user_frames(eqn.source_info.traceback)]
+    ours = [frame for frame in frames if not _is_installed(frame.file_name)]
+    if not ours or ours[0] is frames[0]:
+        return summary(eqn)
+    file, line, function = ours[0].file_name, ours[0].start_line, ours[0].function_name
+    return f"{summary(eqn)}, called at {file}:{line} ({function})"
+
+
+def _is_installed(file: str) -> bool:
+    path = pathlib.PurePath(file)
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or _JZERO in path.parents
+
+
+_JZERO = pathlib.PurePath(__file__).parents[1]
 
 
 def summary(eqn: Eqn) -> str:

@@ -38,13 +38,10 @@ def flatten_calls(
         def read(atom: Atom) -> Atom:
             return atom if _jaxpr.is_literal(atom) else env[atom]
 
-        lines = outer is None or not inner.eqns or _jaxpr.has_line(inner.eqns[0])
         for eqn in inner.eqns:
             new = eqn.replace(invars=[read(atom) for atom in eqn.invars])
             if outer is not None:
-                source = eqn.source_info
-                if not lines:
-                    source = source.replace(traceback=outer.source_info.traceback)
+                source = _jaxpr.with_line_of(eqn, outer).source_info
                 stack = outer.source_info.name_stack + source.name_stack
                 new = new.replace(source_info=source.replace(name_stack=stack))
             stays = _jaxpr.is_rematted(eqn) and not opened(eqn)

@@ -74,7 +74,11 @@ def bundles(seeds: range) -> list[range]:
 def check(seeds: Sequence[int], setting: Setting | None = None) -> list[Result]:
     """The results of seeds of one bundle, checked side by side."""
     setting = setting or setting_of(seeds[0])
-    drawn = [program_of(seed, setting) for seed in seeds]
+    return compare([program_of(seed, setting) for seed in seeds], setting)
+
+
+def compare(drawn: list[Program], setting: Setting) -> list[Result]:
+    """The results of programs of one setting, checked side by side."""
     with (
         jax.enable_x64(setting.dtype == "float64"),
         jax.numpy_rank_promotion("allow"),

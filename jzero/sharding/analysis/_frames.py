@@ -45,6 +45,7 @@ class Frame:
     consts: list[ArrayLike]
     varying: dict[Var, Varying]
     autodiff: str | None = None  # the AD pass around it
+    around: tuple[Frame, Eqn] | None = None  # the equation that it is the body of, and its frame
     children: dict[int, list[Frame]] = dataclasses.field(default_factory=dict)
     unreduced: set[Var] = dataclasses.field(default_factory=set)
     stacked: set[Var] = dataclasses.field(default_factory=set)  # [Note: stacks of sums]
@@ -71,6 +72,14 @@ class Frame:
     def pass_of(self, eqn: Eqn) -> str | None:
         """'forward' or 'backward' if JAX's AD made the equation, or the loop or call around it."""
         return self.autodiff or _jaxpr.autodiff_pass(eqn)
+
+    def at_line(self, eqn: Eqn) -> str:
+        """` at file.py:12 (train_step)`: of an equation of a library's loop, where the user called it."""
+        line = _jaxpr.at_line(eqn)
+        if line or self.around is None:
+            return line
+        outer, call = self.around
+        return outer.at_line(call)
 
     def reads(self, eqn: Eqn) -> list[Varying]:
         """Variance of the operands."""
@@ -109,11 +118,12 @@ def build_frames(
     consts: list[ArrayLike],
     in_varying: Sequence[Varying],
     autodiff: str | None = None,
+    around: tuple[Frame, Eqn] | None = None,
 ) -> Frame:
     """The tree of frames of `jaxpr`, with the variance of every variable."""
     varying = dict(zip(jaxpr.invars, in_varying, strict=True))
     varying |= dict.fromkeys(jaxpr.constvars, NOWHERE)
-    frame = Frame(jaxpr, consts, varying, autodiff)
+    frame = Frame(jaxpr, consts, varying, autodiff, around)
     for index, eqn in enumerate(jaxpr.eqns):
         flow = _FLOW.get(eqn.primitive.name, _flow_default)
         outs = flow(frame, index, eqn, frame.reads(eqn))
@@ -147,7 +157,7 @@ def _returned(frame: Frame, index: int, eqn: Eqn, noted: Callable[[Frame], set[V
 def _child(
     frame: Frame, eqn: Eqn, jaxpr: Jaxpr, consts: list[ArrayLike], ins: Sequence[Varying]
 ) -> Frame:
-    return build_frames(jaxpr, consts, ins, frame.pass_of(eqn))
+    return build_frames(jaxpr, consts, ins, frame.pass_of(eqn), (frame, eqn))
 
 
 def _union(ins: Sequence[Varying]) -> Varying:

@@ -96,15 +96,15 @@ def kinds_of(frame: Frame, index: int, eqn: Eqn, ins: list[Kind]) -> list[Kind]:
     """
     name, children = eqn.primitive.name, frame.children.get(index, [])
     if name == "scan":
-        return _scan_kinds(eqn, children[0], ins)
+        return _scan_kinds(frame, eqn, children[0], ins)
     if name == "while":
         return _while_kinds(frame, index, eqn, ins)
     if name == "cond":
         branches = [_frame_kinds(child, ins[1:]) for child in children]
         if ins[0] is Kind.PARTIAL:
-            raise _refusal(eqn)
+            raise _refusal(frame, eqn)
         return [
-            Kind.LOCAL if frame.varies(out) else _join(eqn, kinds)
+            Kind.LOCAL if frame.varies(out) else _join(frame, eqn, kinds)
             for out, kinds in zip(eqn.outvars, zip(*branches, strict=True), strict=True)
         ]
     if children:
@@ -120,7 +120,7 @@ def kinds_of(frame: Frame, index: int, eqn: Eqn, ins: list[Kind]) -> list[Kind]:
         return [Kind.LOCAL if frame.varies(out) else same for out in eqn.outvars]
     rounds = name == "convert_element_type" and not _rules.is_linear(eqn)
     if rounds or not _stays_partial(name, ins) or any(frame.varies(out) for out in eqn.outvars):
-        raise _refusal(eqn)
+        raise _refusal(frame, eqn)
     return [Kind.PARTIAL] * len(eqn.outvars)
 
 
@@ -149,20 +149,20 @@ def _frame_kinds(frame: Frame, ins: Sequence[Kind]) -> list[Kind]:
     return [read(atom) for atom in frame.jaxpr.outvars]
 
 
-def _join(eqn: Eqn, kinds: Sequence[Kind]) -> Kind:
+def _join(frame: Frame, eqn: Eqn, kinds: Sequence[Kind]) -> Kind:
     found = set(kinds)
     if Kind.PARTIAL in found and found - {Kind.PARTIAL, Kind.ZERO}:
-        raise _refusal(eqn)
+        raise _refusal(frame, eqn)
     order = (Kind.LOCAL, Kind.PARTIAL, Kind.SAME, Kind.ZERO)
     return next(kind for kind in order if kind in found)
 
 
-def _scan_kinds(eqn: Eqn, body: Frame, ins: list[Kind]) -> list[Kind]:
+def _scan_kinds(frame: Frame, eqn: Eqn, body: Frame, ins: list[Kind]) -> list[Kind]:
     scan = _jaxpr.scan_parts(eqn)
     consts, carry, xs = split(ins, scan.num_consts, scan.num_carry)
     while True:
         new, ys = split(_frame_kinds(body, [*consts, *carry, *xs]), scan.num_carry)
-        joined = [_join(eqn, pair) for pair in zip(carry, new, strict=True)]
+        joined = [_join(frame, eqn, pair) for pair in zip(carry, new, strict=True)]
         if joined == carry:
             return [*carry, *ys]
         carry = joined
@@ -171,14 +171,14 @@ def _scan_kinds(eqn: Eqn, body: Frame, ins: list[Kind]) -> list[Kind]:
 def _while_kinds(frame: Frame, index: int, eqn: Eqn, ins: list[Kind]) -> list[Kind]:
     # Nothing may be said of a loop whose number of turns is unknown; AD makes no reductions in one.
     if Kind.PARTIAL in ins or any(reduces(f, e) for f, e in equations(frame, index, eqn)):
-        raise _refusal(eqn)
+        raise _refusal(frame, eqn)
     return [Kind.LOCAL if frame.varies(out) else Kind.SAME for out in eqn.outvars]
 
 
-def _refusal(eqn: Eqn) -> CutError:
+def _refusal(frame: Frame, eqn: Eqn) -> CutError:
     return CutError(message(
         "shard_train_step",
-        f"accumulate > 1, and {eqn.primitive.name}{_jaxpr.at_line(eqn)} uses a gradient, loss or sum of "
+        f"accumulate > 1, and {eqn.primitive.name}{frame.at_line(eqn)} uses a gradient, loss or sum of "
         "the whole batch inside a loop, branch or jax.checkpoint that also computes it",
         "In microbatches, sums are complete only after the last one.",
         "Drop accumulate (the step may keep its own loop), or move the update or the count out of the "

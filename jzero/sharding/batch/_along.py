@@ -187,6 +187,7 @@ def _linear_solve(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValu
     body.constvars += fresh
     body.consts += consts
     env = {var: whole(new) for var, new in zip(solver.constvars, fresh, strict=True)}
+    solver = solver._replace(eqns=[_jaxpr.with_line_of(e, eqn) for e in solver.eqns])
     return run(body, solver, env | dict(zip(solver.invars, operands, strict=True)))
 
 

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from jzero.sharding.analysis._rules import Params
 from jzero.sharding.batch._body import Body
 from jzero.sharding.batch._equations import NotRowByRow, run
-from jzero.sharding.batch._rows import FULL, OWN, SUM, Form, Rows
+from jzero.sharding.batch._rows import FULL, OWN, Form, PartialSum, Rows, is_of_iteration
 from jzero.sharding.batch._values import BatchValue, values_of, var_in, whole
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Aval, Eqn, Var
@@ -162,9 +162,9 @@ def write(
 
 def as_it_is(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """Inside a loop along the batch, whatever depends on its row runs unchanged; None if nothing does."""
-    if not any(value.form in (OWN, SUM) for value in ins):
+    if not any(is_of_iteration(value.form) for value in ins):
         return None
-    if any(value.form is SUM for value in ins) or _jaxpr.has_side_effects(eqn):
+    if any(isinstance(value.form, PartialSum) for value in ins) or _jaxpr.has_side_effects(eqn):
         raise NotRowByRow
     reason = "a loop along the batch reads it"
     atoms = [v.atoms[OWN] if v.form is OWN else body.at(v, FULL, reason) for v in ins]

@@ -211,8 +211,12 @@ class Body(EquationWriter):
 
     def note_movement(self, nbytes: int, reason: str) -> None:
         """Remembers that so many bytes of rows reach each device, for the report."""
-        where, name = _jaxpr.summary(self.source), self.source.primitive.name
+        where, name = self._line(), self.source.primitive.name
         self.movements.append(Movement(name, where, nbytes, self.times, reason or self._reason))
+
+    def _line(self) -> str:
+        """Where the user wrote what is being rewritten, or called the library that did."""
+        return _jaxpr.summary(self.source) or (self._outer._line() if self._outer else "")
 
     def may_exchange(self, value: BatchValue, new: Form) -> bool:
         """Whether devices can send each other parts of their rows, so that each has `new` ones."""

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from jzero.sharding.batch._body import BatchRule, Body
 from jzero.sharding.batch._equations import NotRowByRow
-from jzero.sharding.batch._rows import FULL, OWN, SUM
+from jzero.sharding.batch._rows import FULL, is_of_iteration
 from jzero.sharding.batch._values import BatchValue, values_of
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn
@@ -35,7 +35,7 @@ def once(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     it at their next collective, and XLA would end the process. So the number that comes back says if it did;
     not in microbatches, of which none may wait for another.
     """
-    if any(value.form in (OWN, SUM) for value in ins):
+    if any(is_of_iteration(value.form) for value in ins):
         raise NotRowByRow
     reason = "a callback gets whole values, once"
     if body.in_scope(_jaxpr.PER_EXAMPLE):

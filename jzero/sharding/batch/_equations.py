@@ -16,7 +16,15 @@ from jzero.sharding.batch import _factors
 from jzero.sharding.batch._body import BatchRule, Body
 from jzero.sharding.batch._cheapest import cheapest, elsewhere, run_factor
 from jzero.sharding.batch._factors import Factor
-from jzero.sharding.batch._rows import FULL, OWN, SUM, Form, Rows, even_rows
+from jzero.sharding.batch._rows import (
+    FULL,
+    OWN,
+    Form,
+    PartialSum,
+    Rows,
+    even_rows,
+    is_of_iteration,
+)
 from jzero.sharding.batch._values import BatchValue, literal, values_of
 from jzero.sharding.batch._waiting import (
     maker,
@@ -62,7 +70,7 @@ def _apply(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
             return outs
     if _jaxpr.has_side_effects(eqn):
         return body.rules.effect(body, eqn, ins)
-    if any(value.form in (OWN, SUM) for value in ins):
+    if any(is_of_iteration(value.form) for value in ins):
         return on_own(body, eqn, ins)
     if not any(isinstance(value.form, Rows) for value in ins):
         return _on_whole(body, eqn, ins)
@@ -161,19 +169,38 @@ def _cut_again(body: Body, out: BatchValue, cut: Sequence[BatchValue]) -> BatchV
 
 def on_own(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     """An equation on values of one row of the batch, inside a loop along it."""
-    form: Form = OWN
-    if any(value.form is SUM for value in ins):
-        adds = eqn.primitive.name in ("add", "add_any")
-        takes_away = eqn.primitive.name == "sub" and ins[0].form is SUM and ins[1].form is not SUM
-        dtype = eqn.params.get("new_dtype")  # the same one if a Python number becomes an array
-        stays = eqn.primitive.name == "convert_element_type" and dtype == ins[0].aval.dtype
-        if not (adds or takes_away or stays):
-            raise NotRowByRow
-        form = SUM
-    atoms = [v.atoms[v.form] if v.form in (OWN, SUM) else body.at(v, FULL, "a loop along the batch reads it")
-             for v in ins]  # fmt: skip
+    form = _partial_sum(eqn, ins) or OWN
+    atoms = [
+        v.atoms[v.form]
+        if is_of_iteration(v.form)
+        else body.at(v, FULL, "a loop along the batch reads it")
+        for v in ins
+    ]
     outs = body.emit(eqn, atoms, [FULL] * len(eqn.outvars))
     return values_of(eqn.outvars, [form] * len(outs), outs)
+
+
+# [Note: sums of a loop over rows]
+# In a loop along the batch, each device runs the iterations of its own rows, and what an iteration changes
+# is summed over the devices behind the loop. That is the whole loop's result only if each carry's next value
+# is its own previous one, once, plus or minus terms that no carry's changes reach: then all iterations'
+# terms commute. So a partial sum knows its carry; two of them are never added, none is negated, scaled,
+# selected, or read, and none comes out in another carry's place or is returned by an iteration. Where that
+# does not hold, all devices run all iterations (test_loops.py).
+
+
+def _partial_sum(eqn: Eqn, ins: list[BatchValue]) -> Form | None:
+    """The partial sum that the equation's result is; None if it reads none."""
+    sums = [value.form for value in ins if isinstance(value.form, PartialSum)]
+    if not sums:
+        return None
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    adds = name in ("add", "add_any") or (name == "sub" and ins[0].form is sums[0])
+    # To the same dtype if a Python number becomes an array.
+    stays = name == "convert_element_type" and out.dtype == ins[0].aval.dtype
+    if len(sums) > 1 or not (adds or stays):
+        raise NotRowByRow
+    return sums[0]
 
 
 def _identity(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
@@ -214,7 +241,7 @@ _VMAPPED: dict[str, Callable[..., jax.Array]] = {"psum": _lax_sum, "pmax": jnp.m
 def _constrain(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """Kept: it may speak of automatic axes; of data axes the rest of jzero drops it."""
     (value,) = ins
-    if value.form in (OWN, SUM):
+    if is_of_iteration(value.form):
         return ins
     form = value.form
     (out,) = body.emit(eqn, [body.at(value, form)], [form])
@@ -237,7 +264,7 @@ def _squeezed(axes: tuple[int, ...], x: jax.Array) -> jax.Array:
 
 def _barrier(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     forms = [value.at_hand for value in ins]
-    if SUM in forms:
+    if any(isinstance(form, PartialSum) for form in forms):
         raise NotRowByRow
     atoms = body.emit(eqn, [body.at(v, f) for v, f in zip(ins, forms, strict=True)], forms)
     return values_of(eqn.outvars, forms, atoms)

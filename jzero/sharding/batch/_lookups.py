@@ -17,7 +17,7 @@ from jzero.sharding.batch._along import concatenate
 from jzero.sharding.batch._body import BatchRule, Body, RuleInRows
 from jzero.sharding.batch._cheapest import cheapest, elsewhere, run_factor
 from jzero.sharding.batch._factors import SCATTER_REDUCES, factors_of
-from jzero.sharding.batch._rows import FULL, OWN, SUM, Form, Rows, even_rows
+from jzero.sharding.batch._rows import FULL, Form, Rows, even_rows, is_of_iteration
 from jzero.sharding.batch._values import BatchValue, rows_of, whole
 from jzero.sharding.batch._waiting import on_whole
 from jzero.tracing._types import Atom, Aval, Eqn
@@ -31,7 +31,7 @@ SCATTERS = ("scatter", "scatter-mul", "scatter_mul", *SCATTER_REDUCES)
 
 def _note_columns(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     """Remembers what an array of indices is put together from."""
-    if any(v.form in (OWN, SUM) for v in ins):
+    if any(is_of_iteration(v.form) for v in ins):
         return None
     dim, out = eqn.params["dimension"], eqn.outvars[0].aval
     rows = [v.form for v in ins if isinstance(v.form, Rows)]
@@ -87,7 +87,7 @@ def _own_rows(
 
 def _gather(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     operand, indices = ins
-    if any(v.form in (OWN, SUM) for v in ins):
+    if any(is_of_iteration(v.form) for v in ins):
         return None
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     places = [d for d in range(out.ndim) if d not in numbers.offset_dims]
@@ -103,7 +103,7 @@ def _gather(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | N
 
 def _scatter(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] | None:
     operand, indices, updates = ins
-    if any(v.form in (OWN, SUM) for v in ins):
+    if any(is_of_iteration(v.form) for v in ins):
         return None
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     places = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]

@@ -13,7 +13,7 @@ from jzero.sharding.batch import _cudnn, _pallas
 from jzero.sharding.batch._body import BatchRule, Body
 from jzero.sharding.batch._equations import by_factor, gathered
 from jzero.sharding.batch._factors import Factor
-from jzero.sharding.batch._rows import FULL, OWN, SUM, Rows, even_rows
+from jzero.sharding.batch._rows import FULL, Rows, even_rows, is_of_iteration
 from jzero.sharding.batch._values import BatchValue
 from jzero.tracing import _jaxpr
 from jzero.tracing._types import Aval, Eqn
@@ -50,7 +50,7 @@ def _attention(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue] 
 def _has_rows(eqn: Eqn, ins: list[BatchValue]) -> bool:
     """Whether it is called with rows of the batch; inside a loop along it, and of effects, others decide."""
     forms = [value.form for value in ins]
-    elsewhere = OWN in forms or SUM in forms or _jaxpr.has_side_effects(eqn)
+    elsewhere = any(map(is_of_iteration, forms)) or _jaxpr.has_side_effects(eqn)
     return not elsewhere and any(isinstance(form, Rows) for form in forms)
 
 

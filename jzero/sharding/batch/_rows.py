@@ -35,14 +35,32 @@ class Whole(enum.Enum):
     """Values that are no rows.
 
     FULL: whole and equal on every device. OWN: of one row of the batch, a different one on each device
-    (inside a loop over rows). SUM: a term of a sum over the devices, in such a loop's carry.
+    (inside a loop over rows).
     """
 
-    FULL, OWN, SUM = range(3)
+    FULL, OWN = range(2)
 
 
-FULL, OWN, SUM = Whole.FULL, Whole.OWN, Whole.SUM
-Form = Rows | Whole
+class PartialSum(NamedTuple):
+    """Inside a loop over rows: what the loop has carried, plus or minus terms of this device's rows.
+
+    It is known up to what other devices add, so nothing but its carry's next value may depend on it
+    [Note: sums of a loop over rows].
+
+    Attributes:
+      carry: whose previous value it contains, once: an index into what the loop carries.
+    """
+
+    carry: int
+
+
+FULL, OWN = Whole.FULL, Whole.OWN
+Form = Rows | PartialSum | Whole
+
+
+def is_of_iteration(form: Form) -> bool:
+    """Whether it is a form that exists inside a loop over rows only."""
+    return form is OWN or isinstance(form, PartialSum)
 
 
 def even_rows(dim: int, size: int, num: int) -> Rows:

@@ -15,7 +15,15 @@ from jzero.sharding.batch import _bodies
 from jzero.sharding.batch._bodies import CARRIED, BodyRun, Input
 from jzero.sharding.batch._body import Body
 from jzero.sharding.batch._equations import NotRowByRow
-from jzero.sharding.batch._rows import FULL, OWN, SUM, Form, Rows, is_padded
+from jzero.sharding.batch._rows import (
+    FULL,
+    OWN,
+    Form,
+    PartialSum,
+    Rows,
+    is_of_iteration,
+    is_padded,
+)
 from jzero.sharding.batch._values import BatchValue, values_of, vars_in
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Aval, Eqn, Var
@@ -30,7 +38,9 @@ def scan(body: Body, eqn: Eqn, ins: list[BatchValue]) -> list[BatchValue]:
     parts = _jaxpr.scan_parts(eqn)
     _, _, xs = split(ins, parts.num_consts, parts.num_carry)
     along = {v.form for v in xs if isinstance(v.form, Rows) and v.form.dim == 0}
-    if len(along) == 1 and not is_padded(rows := along.pop(), parts.length, body.num):
+    # What an iteration does besides computing (a print) is done in all of them.
+    apart = len(along) == 1 and not _jaxpr.has_side_effects(eqn)
+    if apart and not is_padded(rows := along.pop(), parts.length, body.num):
         mark = len(body.eqns), len(body.movements)
         try:
             return _Scan(body, eqn, ins, rows).run()
@@ -111,8 +121,8 @@ class _Scan:
         done = _bodies.run_body(self.body, self.flat, ins, self.length)
         outs, _ = split(done.outs, self.parts.num_carry)
         found = [
-            self.next_form(form, out, out.atoms.get(form) is atom)
-            for form, out, atom in zip(forms, outs, carry, strict=True)
+            self.next_form(i, form, out, out.atoms.get(form) is atom)
+            for i, (form, out, atom) in enumerate(zip(forms, outs, carry, strict=True))
         ]
         return found, self.closed(done, carry, forms) if found == forms else None
 
@@ -120,7 +130,7 @@ class _Scan:
         """The body whose carry comes out in the forms in which it came in."""
         outs, ys = split(done.outs, self.parts.num_carry)
         returned = [
-            v.atoms[form] if form in (OWN, SUM) else done.body.at(v, form, CARRIED)
+            v.atoms[form] if is_of_iteration(form) else done.body.at(v, form, CARRIED)
             for form, v in zip(forms, outs, strict=True)
         ]
         y_forms = [self.y_form(v) for v in ys]
@@ -129,20 +139,20 @@ class _Scan:
         closed = done.closed([*const_atoms, *carry, *x_atoms], returned)
         return _ScanTurn(done, closed, forms, y_forms)
 
-    def next_form(self, form: Form, out: BatchValue, unchanged: bool) -> Form:
-        """The form in which the next run carries what came out as `out`."""
+    def next_form(self, index: int, form: Form, out: BatchValue, unchanged: bool) -> Form:
+        """The form in which the next run carries what came out as `out`, in this place."""
         if self.rows is None:
             return _bodies.wider(form, out)
-        # A device sees the turns of its rows only: what turns change must be a sum over them.
+        # A device runs the iterations of its rows only: what they change must be a sum over them.
         if form is FULL and not unchanged:
-            return SUM  # The next run tells whether it is one.
-        if form is SUM and out.at_hand is not SUM:
+            return PartialSum(index)  # The next run tells whether it is one.
+        if isinstance(form, PartialSum) and out.at_hand != form:
             raise NotRowByRow
         return form
 
     def y_form(self, value: BatchValue) -> Form:
         """The form in which a turn hands out a value."""
-        if value.form is SUM:
+        if isinstance(value.form, PartialSum):
             raise NotRowByRow
         if self.rows is not None and value.form is not OWN:
             return FULL
@@ -164,15 +174,15 @@ class _Scan:
 
     def start(self, value: BatchValue, form: Form) -> Atom:
         """What the loop begins with; a sum over the devices' turns begins with nothing."""
-        if form is SUM:
+        if isinstance(form, PartialSum):
             return self.body.inline(jnp.zeros, (tuple(value.aval.shape), value.aval.dtype))[0]
         return self.body.at(value, form, CARRIED)
 
     def summed(self, init: BatchValue, out: BatchValue) -> BatchValue:
         """What a loop carried, of the turns of all devices."""
-        if out.form is not SUM:
+        if not isinstance(out.form, PartialSum):
             return out
-        total = self.body.reduce(out.atoms[SUM], "sum")
+        total = self.body.reduce(out.atoms[out.form], "sum")
         if init.fill is None or init.fill != 0:
             (total,) = self.body.inline(_added, (), self.body.at(init, FULL), total)
         return BatchValue(out.aval, FULL, {FULL: total})

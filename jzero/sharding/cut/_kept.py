@@ -110,7 +110,7 @@ class Keeper:
     def loops(self, num: int, begun_by: Sequence[int]) -> Loops:
         """What is to be said of the loops; `begun_by` are the equations for which later ones wait."""
         once = sum(self._products[i] for i in self._first_run)
-        lines = [_jaxpr.summary(self._eqns[i]) for i in begun_by]
+        lines = [_jaxpr.user_line(self._eqns[i]) for i in begun_by]
         kept = [
             Kept(
                 f"{var.aval.dtype}{list(var.aval.shape)}",

@@ -241,7 +241,7 @@ def _check_collectives(frame: Frame, everywhere: frozenset[str]) -> None:
         raise CutError(message(
             "shard_train_step",
             f"accumulate > 1, and {_NEEDS.get(name, f'a {name}')} over {axes_of(eqn)} is needed"
-            f"{_jaxpr.at_line(eqn)}{', inside a loop, branch or jax.checkpoint' * inside}",
+            f"{inner.at_line(eqn)}{', inside a loop, branch or jax.checkpoint' * inside}",
             "Microbatches run one after the other: " + (
                 "what needs the rows of all of them must stand between two loops over them." if inside
                 else "what all of them give to a collective is summed up, or gathered.")

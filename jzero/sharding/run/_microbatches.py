@@ -73,22 +73,23 @@ def run_phases(
 def _collect(interp: Interpreter, frame: Frame, env: Env, index: int, num: int) -> None:
     """Runs a gather, or takes a maximum, of what all microbatches of all devices have."""
     eqn = frame.jaxpr.eqns[index]
-
-    def of_all(atom: _jaxpr.Atom) -> jax.Array:
-        if not _jaxpr.is_literal(atom) and atom in env.stacks:
-            return env.stacks[atom]
-        same = interp.devices.full(interp.read(frame, env, atom))
-        return jnp.broadcast_to(same, (num, *same.shape))
-
     with _jaxpr.source_of(eqn):
         for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
-            x, name = of_all(atom), eqn.primitive.name
+            x, name = of_all(interp, frame, env, atom, num), eqn.primitive.name
             if name in ("pmax", "pmin"):
                 x = x.max(axis=0) if name == "pmax" else x.min(axis=0)
                 x = interp.devices.all_reduce(x, interp.devices.axes, name[1:])
             else:
                 x = _gathered(x, interp.devices, eqn)
             env.values[out] = FullValue(x)
+
+
+def of_all(interp: Interpreter, frame: Frame, env: Env, atom: _jaxpr.Atom, num: int) -> jax.Array:
+    """What all microbatches have of a value, [microbatches, ...]: after their loops."""
+    if not _jaxpr.is_literal(atom) and atom in env.stacks:
+        return env.stacks[atom]
+    same = interp.devices.full(interp.read(frame, env, atom))
+    return jnp.broadcast_to(same, (num, *same.shape))
 
 
 def _gathered(stack: jax.Array, devices: Devices, eqn: _jaxpr.Eqn) -> jax.Array:
@@ -175,7 +176,7 @@ def _loop(
             var: FullValue(x) for var, x in zip(phase.kept, kept, strict=True)
         }
         local = Env(values | given)
-        _run_turn(inner, frame, local, phase, given)
+        _run_turn(inner, frame, local, phase)
         terms = [local.values[s.var] for s in sums]
         totals = carry[: len(terms)]
         for i in in_order_made(terms):
@@ -202,10 +203,13 @@ def _loop(
     env.stacks |= zip(phase.stacks, stacks, strict=True)
 
 
-def _run_turn(
-    inner: Interpreter, frame: Frame, local: Env, phase: Phase, given: Mapping[_jaxpr.Var, Value]
-) -> None:
-    """One microbatch's turn of the loop; what is `given` stays, though its maker runs again for others."""
+def _run_turn(inner: Interpreter, frame: Frame, local: Env, phase: Phase) -> None:
+    """One microbatch's iteration of the loop.
+
+    What is there at its start stays, though its maker may run again for others of its results: what was kept,
+    and sums of all microbatches, of which this one has a term (test_loops.py::test_a_sum_stays_whole).
+    """
+    given = dict(local.values)
     for index in phase.loop:
         inner.silent = index in phase.again
         inner.run_equations(frame, [index], local)

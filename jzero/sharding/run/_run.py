@@ -160,7 +160,8 @@ class Runner:
         atom = frame.jaxpr.outvars[index]
         layout = self.plan.layouts[index] if layout is None else layout
         if example and interp.microbatches > 1:
-            value: Value = FullValue(env.stacks[_jaxpr.variable(atom)])
+            num = interp.microbatches
+            value: Value = FullValue(_microbatches.of_all(interp, frame, env, atom, num))
         else:
             value = interp.read(frame, env, atom)
         codes, leaves = None, self.plan.leaves

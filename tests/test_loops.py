@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops along the batch: which ones devices share out, and that all of them make what one device makes.
+
+A device may run the iterations of its own rows only if what they change are sums: each carry its own last
+value plus terms that no other carry's changes reach. 40 loops drawn by seed run by default, `-m ""` runs
+200, and `run_sampled.py --loops` as many as you like.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import small
+from sampling import check, loops
+
+DIM, NUM = 3, 4
+DEPENDS = "a loop along the batch whose turns depend on each other"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _float64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def error(w, row):
+    return jnp.sum((row @ w) ** 2)
+
+
+def scanned(turn, init, **options):
+    """A loop over the rows as a function of parameters and rows; `turn(w, carry, row)`."""
+    return lambda w, x: lax.scan(lambda c, row: turn(w, c, row), init, x, **options)
+
+
+def with_init(turn, init):
+    return lambda w, x: lax.scan(lambda c, row: turn(w, c, row), init(w, x), x)
+
+
+def gradients(w, row):
+    return jax.grad(error)(w, row)
+
+
+ZEROS = np.zeros((DIM, DIM))
+plus = loops.plus
+
+# Loops whose iterations need those before them.
+DEPENDENT: dict[str, Any] = {
+    "the area under a running sum": scanned(
+        lambda w, c, r: ((c[0] + error(w, r), c[1] + c[0]), None), (0.0, 0.0)),
+    "the area, of new sums": scanned(
+        lambda w, c, r: ((new := c[0] + error(w, r), c[1] + new), None), (0.0, 0.0)),
+    "Euler steps": scanned(lambda w, c, r: ((c[0] + 0.1 * c[1], c[1] + error(w, r)), None), (0.0, 1.0)),
+    "Euler steps of 1": scanned(lambda w, c, r: ((c[0] + c[1], c[1] - error(w, r)), None), (0.0, 1.0)),
+    "carries swap": scanned(lambda w, c, r: ((c[1], c[0] + error(w, r)), None), (0.0, 0.0)),
+    "carries rotate": scanned(lambda w, c, r: ((c[1], c[2], c[0] + error(w, r)), None), (0.0, 0.5, 0.25)),
+    "the sum before the last row": scanned(
+        lambda w, c, r: ((c[0] + error(w, r), c[0]), None), (0.0, 0.0)),
+    "one sum in two carries": scanned(
+        lambda w, c, r: ((new := c[0] + error(w, r), new), None), (0.0, 0.0)),
+    "a sum that doubles": scanned(lambda w, c, r: (c + c + error(w, r), None), 0.0),
+    "twice, in two steps": scanned(lambda w, c, r: ((c + error(w, r)) + c, None), 0.0),
+    "a running sum of gradients, summed": scanned(
+        lambda w, c, r: ((c[0] + gradients(w, r), c[1] + c[0]), None), (ZEROS, ZEROS)),
+    "two that add each other": scanned(
+        lambda w, c, r: ((c[0] + c[1], c[1] + c[0] + error(w, r)), None), (0.0, 0.0)),
+    "a difference of carries": scanned(
+        lambda w, c, r: ((c[0] + error(w, r), c[1] - c[0]), None), (0.0, 0.0)),
+    "alternating signs": scanned(lambda w, c, r: (error(w, r) - c, None), 0.0),
+    "a discount": scanned(lambda w, c, r: (0.9 * c + error(w, r), None), 0.0),
+    "the last row wins": scanned(lambda w, c, r: (error(w, r), None), 0.0),
+    "the parameters win": scanned(lambda w, c, r: ((jnp.sum(w), c[0]), None), (0.0, 0.0)),
+    "a sum that is returned": scanned(lambda w, c, r: (c + error(w, r), c), 0.0),
+    "an index that is read": scanned(lambda w, c, r: ((c[0] + 1, c[1] + c[0] * error(w, r)), None), (0, 0.0)),
+    "chosen sums": scanned(lambda w, c, r: (jnp.where(r[0] > 0, c + error(w, r), c), None), 0.0),
+    "swapped in a checkpoint": scanned(
+        lambda w, c, r: (jax.checkpoint(lambda a, b: (b, a + error(w, r)))(*c), None), (0.0, 0.0)),
+    "added in a checkpoint": scanned(
+        lambda w, c, r: (jax.checkpoint(lambda a, b: (a + error(w, r), a + b))(*c), None), (0.0, 0.0)),
+    "swapped in a call": scanned(
+        lambda w, c, r: (jax.jit(lambda a, b: (b, a + error(w, r)))(*c), None), (0.0, 0.0)),
+    "added by a function with a rule": scanned(
+        lambda w, c, r: ((plus(c[0], error(w, r)), plus(c[1], c[0])), None), (0.0, 0.0)),
+    "chosen by a branch": scanned(
+        lambda w, c, r: (lax.cond(r[0] > 0, lambda c: (c[0], error(w, r)), lambda c: c[::-1], c), None),
+        (0.0, 0.0)),
+    "a loop inside that adds": scanned(
+        lambda w, c, r: (lax.fori_loop(0, 2, lambda _, c: (c[0] + error(w, r), c[1] + c[0]), c), None),
+        (0.0, 0.0)),
+    "through integers": scanned(
+        lambda w, c, r: (c + (r[0] > 0).astype(jnp.int32), c.astype(jnp.float64)), jnp.int32(3)),
+    # Its backward pass asks for the sum before each row, though it has no use for it.
+    "sums in a checkpoint": scanned(
+        lambda w, c, r: (jax.checkpoint(lambda c: (c[0] - error(w, r), c[1] + r))(c), None),
+        (0.0, np.zeros(DIM))),
+    "whether any row is": scanned(lambda w, c, r: (c | (r[0] > 1.5), None), False),
+    "a barrier": scanned(
+        lambda w, c, r: (((b := lax.optimization_barrier(c))[1], b[0] + error(w, r)), None), (0.0, 0.0)),
+    "the first row, and on": with_init(
+        lambda w, c, r: ((c[0] + r, c[1] + c[0]), None), lambda w, x: (x[0], x[1])),
+    "reversed": scanned(
+        lambda w, c, r: ((c[0] + error(w, r), c[1] + c[0]), None), (0.0, 0.0), reverse=True, unroll=2),
+    "over rows by their number": lambda w, x: (lax.fori_loop(
+        0, x.shape[0], lambda i, c: (c[0] + error(w, x[i]), c[1] + c[0]), (0.0, 0.0)), None),
+}  # fmt: skip
+
+# Sums, of which each device adds up the terms of its rows.
+SUMS: dict[str, Any] = {
+    "a loss": scanned(lambda w, c, r: (c + error(w, r), None), 0.0),
+    "two, from a start": scanned(
+        lambda w, c, r: ((c[0] + error(w, r), jnp.sum(r) + c[1]), error(w, r)), (0.5, -2.0)),
+    "per-example gradients": scanned(
+        lambda w, c, r: (c - gradients(w, r) / (1 + error(w, r)), error(w, r)), ZEROS),
+    "several terms": scanned(lambda w, c, r: ((c + error(w, r)) - jnp.sum(r) + jnp.sum(w), None), 0.0),
+    "a count": scanned(lambda w, c, r: ((c[0] + 1, c[1] + (r[0] > 0)), None), (0, jnp.int32(7))),
+    "one that wraps": scanned(lambda w, c, r: (c + jnp.int8(100), None), jnp.int8(3)),
+    "beside one that stays": scanned(
+        lambda w, c, r: ((c[0] + c[1] * error(w, r), c[1]), c[1] * r), (0.0, 2.0)),
+    "of a checkpoint": scanned(
+        lambda w, c, r: ((c[0] - jax.checkpoint(error)(w, r), c[1] + r), None), (0.0, np.zeros(DIM))),
+    "by a function with a rule": scanned(lambda w, c, r: (plus(c, error(w, r)), None), 0.0),
+    "in a call": scanned(lambda w, c, r: (jax.jit(lambda c: c + error(w, r))(c), None), 0.0),
+    "of a mean of all rows": lambda w, x: lax.scan(
+        lambda c, r: (c + error(w, r - jnp.mean(x, 0)), None), 0.0, x),
+    "from the first row": with_init(lambda w, c, r: (c + r @ w, None), lambda w, x: x[0]),
+    "in reverse": scanned(lambda w, c, r: (c + error(w, r), r @ w), 0.0, reverse=True, unroll=2),
+    "a row at a time": lambda w, x: (0.0, lax.map(lambda r: error(w, r), x)),
+    "of rows of two batches": lambda w, x: lax.scan(
+        lambda c, r: (c + error(w, r), None), 0.0, jnp.concatenate([x, 2 * x])),
+}  # fmt: skip
+LOOPS = DEPENDENT | SUMS
+
+
+def drawn(num_rows):
+    return np.eye(DIM) + 0.1, np.random.default_rng(0).normal(size=(num_rows, DIM))
+
+
+def objective(w, x, loop):
+    """Of all that a loop makes that can be differentiated; and what it makes."""
+    out = loop(w, x)
+    found = [
+        leaf
+        for leaf in jax.tree.leaves(out)
+        if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating)
+    ]
+    return jnp.sum(w) + sum(jnp.sum(jnp.tanh(0.01 * leaf)) for leaf in found), out
+
+
+def learned(loops):
+    """A step with all of the loops, each with its own parameters."""
+
+    def step(params, x):
+        new, outputs = {}, {}
+        for name, loop in loops.items():
+            w = params[name]
+            grad, outputs[name] = jax.grad(objective, has_aux=True)(w, x, loop)
+            new[name] = w - 0.1 * grad
+        return new, outputs
+
+    return step
+
+
+# Options, and rows of the batch: an odd number for each device or microbatch, lest two swaps be none.
+SETTINGS = {
+    "stage 0": ({"stage": 0}, 20), "stage 3": ({"stage": 3}, 20), "uneven": ({"stage": 3}, 18),
+    "microbatches, stage 0": ({"stage": 0, "accumulate": 2}, 24),
+    "microbatches, stage 3": ({"stage": 3, "accumulate": 2}, 24),
+}  # fmt: skip
+BY_DEFAULT = ("stage 3", "microbatches, stage 0")
+
+
+@functools.cache
+def trained(setting):
+    """Of each loop its parameters and what it made, after two steps by jzero and by one device."""
+    options, num_rows = SETTINGS[setting]
+    w, x = drawn(num_rows)
+    step = learned(LOOPS)
+    train_step = small.shard_train_step(step, mesh=jax.make_mesh((NUM,), ("data",)), **options)
+    params = dict.fromkeys(LOOPS, w)
+    expected, found = (two_steps(f, params, x) for f in (jax.jit(step), train_step))
+    return found, expected
+
+
+def two_steps(step, params, x):
+    params, _ = step(params, x)
+    params, outputs = step(params, x)
+    return jax.tree.map(np.asarray, {name: (params[name], outputs[name]) for name in params})
+
+
+def assert_equal(found, expected):
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), found, expected
+    )
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(s, marks=() if s in BY_DEFAULT else pytest.mark.slow) for s in SETTINGS],
+)
+def test_trains_as_on_one_device(setting, name):
+    found, expected = trained(setting)
+    assert_equal(found[name], expected[name])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_sum_stays_whole(stage):
+    """A loop saves a mean of all rows, and what it has of each, which microbatches compute again."""
+
+    def step(params, sequence):
+        def loss(params):
+            def turn(total, x):
+                mean = jnp.mean(jnp.tanh(x @ params["w"]), 0)
+                return total + jnp.sum(mean * params["v"]), None
+
+            return jnp.tanh(lax.scan(turn, 0.0, sequence)[0])
+
+        value, grad = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grad), value
+
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(DIM, DIM)), "v": rng.normal(size=DIM)}
+    sequence = rng.normal(size=(2, 16, DIM))
+    options: dict[str, Any] = {"in_specs": {"sequence": jax.P(None, "data")}, "accumulate": 2}
+    mesh = jax.make_mesh((NUM,), ("data",))
+    train_step = small.shard_train_step(step, stage=stage, mesh=mesh, **options)
+    assert_equal(train_step(params, sequence), jax.jit(step)(params, sequence))
+
+
+@pytest.mark.parametrize("where", ["in the iteration", "in a branch of it"])
+def test_callbacks_are_called_in_each_iteration(where):
+    calls: list[None] = []
+
+    def number(_):
+        calls.append(None)
+        return np.float64(len(calls))
+
+    def call(w):
+        return io_callback(number, jax.ShapeDtypeStruct((), jnp.float64), w, ordered=True)
+
+    def turn(w, total, row):
+        inside = where == "in the iteration"
+        read = call(w[0, 0]) if inside else lax.cond(w[0, 0] > 0, call, jnp.sum, w[0, 0])
+        return total + read * row[0], None
+
+    def step(w, x):
+        return w, lax.scan(functools.partial(turn, w), 0.0, x)[0]
+
+    w, x = drawn(16)
+    train_step = small.shard_train_step(step, stage=0, mesh=jax.make_mesh((NUM,), ("data",)))
+    found = []
+    for fn in (jax.jit(step), train_step):
+        calls.clear()
+        found.append(jax.tree.map(np.asarray, fn(w, x)))
+        assert len(calls) == 16
+    assert_equal(*found)
+
+
+# -- who runs which iterations ---------------------------------------------------------------------------
+
+
+def gathered(loop):
+    """Why rows of the batch are gathered."""
+    w, x = drawn(20)
+    mesh = jax.make_mesh((NUM,), ("data",))
+    train_step = small.shard_train_step(learned({"loop": loop}), stage=0, mesh=mesh)
+    found = train_step.describe({"loop": w}, x).movements
+    return {m.reason for m in found if m.operation != "output"}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_need_only_the_rows_of_their_device(name):
+    assert DEPENDS not in gathered(SUMS[name])
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_what_depends_on_earlier_iterations_is_named(name):
+    found = gathered(DEPENDENT[name])
+    elsewhere = (
+        "over rows by their number",
+        "the first row, and on",
+    )  # They gather the rows before.
+    assert DEPENDS in found or (found and name in elsewhere)
+
+
+# -- drawn by seed ---------------------------------------------------------------------------------------
+
+NUM_DRAWN = 200
+BY_DEFAULT_DRAWN = (
+    20,
+    30,
+    40,
+    70,
+)  # stage 0 and 3, with and without microbatches, even and uneven rows
+
+
+def bundles():
+    for bundle in check.bundles(range(NUM_DRAWN)):
+        marks = () if bundle[0] in BY_DEFAULT_DRAWN else pytest.mark.slow
+        yield pytest.param(bundle, marks=marks, id=str(bundle[0]))
+
+
+@pytest.mark.parametrize("bundle", list(bundles()))
+def test_drawn_loops_train_as_on_one_device(bundle):
+    results = loops.check(bundle)
+    wrong = [r for r in results if r.verdict not in ("equal", "refused")]
+    assert not wrong, "\n".join(f"seed {r.seed}: {r.why}\n{r.listing}" for r in wrong)
+    # Without microbatches nothing is; with them, what needs all rows or their sums inside a loop.
+    few = 4 * ("accumulate" in loops.setting_of(bundle[0]).options)
+    assert sum(r.verdict == "refused" for r in results) <= few
+
+
+def test_every_part_of_loops_is_drawn():
+    tables = (
+        loops.NEXT, loops.ADDITIVE, loops.TERMS, loops.HANDED, loops.APART, loops.STARTS, loops.ROWS_OF,
+        loops.LOOPS, loops.AROUND, loops.PASSES,
+    )  # fmt: skip
+    never = {name for table in tables for name in table} | {"integers"}
+    for seed in range(3000):
+        never -= loops.draw(seed, 8).features
+        if not never:
+            break
+    assert not never, f"drawn never: {never}"
