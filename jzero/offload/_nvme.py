@@ -248,8 +248,7 @@ class NVMe(Offload):
         layout = _file_layout.layout_to_read(leaves, slices, self._files.tile_bytes)
         identity = _file_layout.identity_of(leaves, mesh, shard_axes)
         return StoreSpec(
-            Path(self.path), self.host_bytes, False, False, TileLayout(()), identity, (), (), mesh,
-            layout,
+            Path(self.path), self.host_bytes, False, False, TileLayout(()), identity, mesh, layout,
         )  # fmt: skip
 
     @property

@@ -38,14 +38,24 @@ import numpy as np
 
 from jzero.offload.nvme._layout import PAGE, whole_pages
 
-VERSION = 2  # 2: lone extents, frozen files
+VERSION = 3  # 2: lone extents, frozen files; 3: the id of the run
 EMPTY, WRITING, COMPLETE = "empty", "writing", "complete"
 _MAGIC = "jzero tiles"
 
 
-def shown(step: int) -> int:
-    """The number that messages give a step: its lower 32 bits, where callers have a counter of their own."""
-    return step % 2**32
+class Write(NamedTuple):
+    """One commit of a state to its files; see [Note: writes] in `_folders.py`.
+
+    Attributes:
+      step: how many came before it: 0 for the one with which files are filled.
+      run: the random id of whoever made it, 32 hexadecimal digits.
+    """
+
+    step: int
+    run: str
+
+    def __str__(self) -> str:
+        return f"step {self.step} of run {self.run[:8]}"
 
 
 class Header(NamedTuple):
@@ -62,6 +72,7 @@ class Header(NamedTuple):
       about_bytes: of the JSON text that says what the file is, after the two pages.
       about_crc: its CRC-32.
       size: bytes of the file.
+      run: the random id of whoever wrote the page.
       version: of this format.
     """
 
@@ -75,7 +86,13 @@ class Header(NamedTuple):
     about_bytes: int
     about_crc: int
     size: int
+    run: str
     version: int = VERSION
+
+    @property
+    def write(self) -> Write:
+        """The commit that the slot has, or is to have."""
+        return Write(self.step, self.run)
 
     def pack(self, page: np.ndarray) -> None:
         """Fills a page: a line of the format's name and a checksum, and the fields as JSON."""
