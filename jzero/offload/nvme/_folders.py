@@ -216,9 +216,12 @@ def _may_go(folders: Sequence[Folder]) -> bool:
         return False
     if all(folder.use == GONE and folder.last <= 0 for folder in folders):
         return True
+    if not any(folder.unfinished for folder in folders):
+        return False
+    # Starts that were killed one after the other leave files of several runs, all without a step.
     runs = {run for folder in folders for run in folder.runs}
-    no_more = all(folder.last <= 0 for folder in folders)
-    return any(folder.unfinished for folder in folders) and no_more and len(runs) <= 1
+    last = max(folder.last for folder in folders)
+    return last == -1 or (last == 0 and len(runs) == 1)
 
 
 def _not_resumed(
