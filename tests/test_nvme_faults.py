@@ -362,7 +362,7 @@ def test_both_slots_can_be_resumed(tmp_path: Path):
 def test_resume_refuses_another_step(tmp_path: Path):
     trained(tmp_path)
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
-    wrong = r"state-0 has steps 2 and 3 of run (\w{8})\n.*the rest of the state is of step 1 of run \1\n"
+    wrong = r"state-0 has steps 2 and 3 of run (\w{8})\. The rest of the state is of step 1 of run \1\. "
     with pytest.raises(jzero.StateError, match=wrong):
         train_step.shard(restored(tmp_path, train_step, step=1), BATCH)
     with pytest.raises(jzero.StateError, match="it comes from no checkpoint of such a state"):
@@ -379,7 +379,7 @@ def test_resume_refuses_leaves_of_two_steps(tmp_path: Path):
         restored(tmp_path, train_step, step=2),
     )
     with pytest.raises(
-        jzero.StateError, match=r"leaves of the rest .* are of steps 2 and 3 of run"
+        jzero.StateError, match=r"Leaves of the rest .* are of steps 2 and 3 of run"
     ):
         train_step.shard((old, opt_state), BATCH)
     mine = jax.tree.map(lambda x: np.array(x), params)

@@ -194,10 +194,10 @@ def test_resumed(tmp_path: Path, monkeypatch: Any):
         np.testing.assert_array_equal(np.asarray(leaf), values()[name])
     end_of_process(again, monkeypatch)
     for other in (there._replace(step=1), there._replace(run="0" * 32)):
-        text = f"state-0 has {there}\n  - the rest of the state is of {other}\n"
+        text = f"state-0 has {there}. The rest of the state is of {other}. With resume=True"
         with pytest.raises(jzero.StateError, match=text):
             filled(spec_in(tmp_path, resume=True), other)
-    with pytest.raises(jzero.StateError, match="the rest of the state is of no step of files"):
+    with pytest.raises(jzero.StateError, match="The rest of the state is of no step of files"):
         filled(spec_in(tmp_path, resume=True))
 
 

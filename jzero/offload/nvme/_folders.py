@@ -232,8 +232,9 @@ def _not_resumed(
         for process, folder in enumerate(of[number]):
             if folder is not None:
                 found.append(_said(path(process, number), folder))
+    given = _given(wanted)
     rule = f"With resume=True files and the rest of the state are of one step, by an id in both. {_KEPT}"
-    return [*found, _given(wanted)], rule, (
+    return found, f"{given[0].upper()}{given[1:]}. {rule}", (
         "Restore a checkpoint that jzero.Checkpointer has saved of that step, and pass what restore "
         "returned. To start from this state, use another path, or remove the folder of each process."
     )  # fmt: skip
