@@ -210,7 +210,8 @@ def run(folder: pathlib.Path, way: str, num_devices: int, cases: int, seed: int)
     """So many cases of one way to have state in files; how many were refused, and resumed."""
     mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
     folder = folder / f"{way}, {num_devices}"
-    left, rng, tally = Left(folder, mesh, way), random.Random(seed), collections.Counter[str]()
+    left, rng = Left(folder, mesh, way), random.Random(f"{seed} {way}")
+    tally = collections.Counter[str]()
     for _ in range(cases):
         tally[left.case(rng)] += 1
         end_of_process()
