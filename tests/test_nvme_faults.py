@@ -424,26 +424,17 @@ def without_files(state: Any) -> Any:
     return jax.tree.map(lambda x: np.zeros_like(x) if isinstance(x, jzero.NVMeArray) else x, state)
 
 
-SUMS = {
-    # One that is not finite: a count of updates stays, and those of such steps go up.
-    "the same twice": (optax.apply_if_finite(optax.adam(1e-2), 5), [1, 3, 3]),
-    "none": (optax.sgd(0.1, momentum=0.9), [0, 0, 0]),
-}
-
-
-@pytest.mark.parametrize("what", SUMS)
-def test_integers_do_not_say_which_step_it_is(what: str, tmp_path: Path):
+def test_no_leaf_says_which_step_it_is(tmp_path: Path):
     """The run ends before the last checkpoint is written: moments are of the step of the rest."""
-    tx, sums = SUMS[what]
+    tx = optax.sgd(0.1, momentum=0.9)
     train_step = on(2, tmp_path, tx, on_disk(tmp_path, resume=True))
     state, found = train_step.shard(new_state(tx), BATCH), []
     with jzero.Checkpointer(tmp_path / "steps", train_step, asynchronous=False) as checkpointer:
         for i, x in enumerate(batches(3)):
-            state, _ = train_step(state, x * (np.nan if i == 1 and "twice" in what else 1))
+            state, _ = train_step(state, x)
             found.append(to_host(state))
             checkpointer.save(i, without_files(state))
     del state
-    assert [sum(int(x) for x in jax.tree.leaves(x) if x.dtype == np.int32) for x in found] == sums
     shapes = jax.eval_shape(lambda: new_state(tx))
     for i in (2, 1):
         end_of_process()
