@@ -18,7 +18,7 @@ from jzero.offload.nvme import _folders, _making
 from jzero.offload.nvme._direct import DirectFile
 from jzero.offload.nvme._file import header_pages
 from jzero.offload.nvme._files import TileFiles, new_run
-from jzero.offload.nvme._folders import GONE, MADE, RESUMED, Choice, Folder, Wanted, decide
+from jzero.offload.nvme._folders import GONE, MADE, RESUMED, Choice, Folder, GivenWrites, decide
 from jzero.offload.nvme._header import Write
 from nvme_state import SPECS, WHO, fill, train
 
@@ -39,7 +39,7 @@ def pages_in(folder: Path) -> Pages:
 def chosen(
     each: list[Mapping[int, Folder]], resume: bool, write: Write | None, files: Any = ()
 ) -> Choice:
-    wanted = Wanted({"count": write}, files)
+    wanted = GivenWrites({"count": write}, files)
     return decide(
         each, lambda process, number: Path(f"process-{process}/state-{number}"), resume, wanted
     )
@@ -269,11 +269,11 @@ def test_states_of_this_process():
 def test_where_there_are_no_files(rest, files, text):
     """New ones are made of a state that is all there, and of none of which a part must come from files."""
     where = lambda process, number: Path(f"process-{process}/state-{number}")  # noqa: E731
-    choice = decide([{}, {}], where, True, Wanted(rest, files))
+    choice = decide([{}, {}], where, True, GivenWrites(rest, files))
     assert bool(choice.refusal) == bool(text)
     if choice.refusal and text != "w is not":
         assert text in choice.refusal[0][0]
-    assert decide([{}, {}], where, False, Wanted(rest, files)) == Choice(0)
+    assert decide([{}, {}], where, False, GivenWrites(rest, files)) == Choice(0)
 
 
 # ----------------------------------------------------------------------------------------- on a disk

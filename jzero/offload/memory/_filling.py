@@ -20,7 +20,7 @@ from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._nvme_store import BUFFERS, WHO, NVMeStore, StoreSpec
 from jzero.offload.nvme import _making
 from jzero.offload.nvme._files import TileAt, TileFiles, new_run
-from jzero.offload.nvme._folders import GONE, MADE, RESUMED, Choice, Folder, Wanted, decide
+from jzero.offload.nvme._folders import GONE, MADE, RESUMED, Choice, Folder, GivenWrites, decide
 from jzero.offload.nvme._header import Write
 from jzero.offload.nvme._sweep import sweep
 from jzero.processes import _agreement
@@ -73,7 +73,7 @@ class Filling:
         """
         rest = {path: writes[i] for i, path in self._paths.items() if i not in self._away}
         of_files = {path: writes[i] for i, path in self._paths.items() if i in self._away}
-        wanted = Wanted(rest or of_files, [*of_files.values()])
+        wanted = GivenWrites(rest or of_files, [*of_files.values()])
         choice: list[Choice] = []
         with _agreement.alike(WHO, self._spec.mesh, lambda: {"files": [f"{choice}"]}):
             found, runs = _found_by_all(self._spec)

@@ -19,7 +19,7 @@ from jzero.offload.nvme import _folders, _making
 from jzero.offload.nvme._about import NOT_OVERWRITTEN, FileSpec
 from jzero.offload.nvme._direct import DirectFile
 from jzero.offload.nvme._file import TileFile
-from jzero.offload.nvme._folders import Wanted
+from jzero.offload.nvme._folders import GivenWrites
 from jzero.offload.nvme._header import Write
 
 _POLL_SECONDS = 0.005
@@ -262,8 +262,8 @@ class TileFiles:
             file.complete(step)
         for file in self._files:
             file.committed(step)
-        self.committed = Write(step, self._files[0].run)
-        self._slots = [file.target for file in self._files]
+        write, slots = Write(step, self._files[0].run), [file.target for file in self._files]
+        self.committed, self._slots = write, slots  # An interrupt finds both or neither.
         self._writing = None
 
     def abort(self) -> None:
@@ -439,7 +439,9 @@ def _is_alone() -> None:
 
 def _check_alone(who: str, folder: Path) -> None:
     found = _making.look(who, folder) if os.path.lexists(folder) else None
-    choice = _folders.decide([{0: found} if found else {}], lambda *_: folder, False, Wanted({}))
+    choice = _folders.decide(
+        [{0: found} if found else {}], lambda *_: folder, False, GivenWrites({})
+    )
     if choice.refusal:
         there, rule, edit = choice.refusal
         raise OptionError(message(who, there, rule, edit))

@@ -75,7 +75,7 @@ class Folder(NamedTuple):
         return cls(use, problem, found, last, unfinished, intact, tuple(runs))
 
 
-class Wanted(NamedTuple):
+class GivenWrites(NamedTuple):
     """Which commit a state that is to be placed is of, leaf by leaf; None for a leaf that is of none.
 
     Attributes:
@@ -164,7 +164,7 @@ def _problem(pages: Sequence[Header | int | None]) -> str:
 
 
 def decide(
-    found: Sequence[Mapping[int, Folder]], path: PathOf, resume: bool, wanted: Wanted
+    found: Sequence[Mapping[int, Folder]], path: PathOf, resume: bool, wanted: GivenWrites
 ) -> Choice:
     """What all processes do, each of which decides by the same facts.
 
@@ -225,7 +225,7 @@ def _may_go(folders: Sequence[Folder]) -> bool:
 
 
 def _not_resumed(
-    of: Mapping[int, Sequence[Folder | None]], obstacles: Sequence[int], path: PathOf, wanted: Wanted
+    of: Mapping[int, Sequence[Folder | None]], obstacles: Sequence[int], path: PathOf, wanted: GivenWrites
 ) -> tuple[list[str], str, str]:  # fmt: skip
     found = []
     for number in obstacles:
@@ -258,7 +258,7 @@ def _listed(writes: Sequence[Write]) -> str:
     )
 
 
-def _given(wanted: Wanted) -> str:
+def _given(wanted: GivenWrites) -> str:
     if write := wanted.write:
         return f"the rest of the state is of {write}"
     without = [path for path, write in wanted.rest.items() if write is None]
@@ -271,7 +271,7 @@ def _given(wanted: Wanted) -> str:
     return f"leaves of the rest of the state are of {_listed(each)}"
 
 
-def _nowhere(path: PathOf, wanted: Wanted) -> tuple[list[str], str, str]:
+def _nowhere(path: PathOf, wanted: GivenWrites) -> tuple[list[str], str, str]:
     where = path(0, 0).parent
     found = f"{_given(wanted)}, and what goes into files is not; its files are not in {where}"
     return [found], "What a checkpoint does not have comes from the files that it was saved beside.", (
