@@ -42,7 +42,7 @@ def note(leaf: Any, write: Write | None) -> None:
 
     def forget(reference: weakref.ref[Any]) -> None:
         if (found := _known.get(key)) and found[0] is reference:
-            del _known[key]
+            _known.pop(key, None)
 
     try:
         _known[key] = weakref.ref(leaf, forget), write
