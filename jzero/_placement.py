@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero._errors import MeshError, OptionError, StateError, message
 from jzero._memory_kinds import HOST, NVME, HostNeed
-from jzero.offload.memory import _available, _placing
+from jzero.offload.memory import _available, _placing, _writes
 from jzero.offload.memory._coded_array import CodedArray, rows_of
 from jzero.offload.memory._filling import Filling
 from jzero.offload.memory._nvme_array import rests_in_files
@@ -126,8 +126,12 @@ class Placement:
         filling = self.filling(plans, places, leaves)
         with filling or contextlib.nullcontext():
             if filling:
-                filling.start(leaves)
+                filling.start([*map(_writes.of, leaves)])
             placed = _placing.place_state(leaves, places, held, filling, errors)
+        if filling and not self.programs.setting.evaluates:
+            _writes.settle(placed)
+        else:
+            _writes.carry(leaves, placed)
         for i, lost in errors.items():
             form = plans[i].codes
             assert form is not None
@@ -181,7 +185,10 @@ class Placement:
         kind = None if setting.evaluates else spec
         if leaves and all(rests_in_files(leaves[i], places[i].home, kind) for i in away):
             return None
-        return Filling(spec)
+        there = {
+            i: plan.path for i, plan in enumerate(plans) if leaves is None or leaves[i] is not None
+        }
+        return Filling(spec, there, away)
 
     def wrap(self, leaves: list[Any], plans: Sequence[LeafPlan]) -> list[Any]:
         """What a program returns as a user gets it; `_placing.wrap`, which looks at every leaf."""

@@ -15,13 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._errors import OptionError, StateError, message
 from jzero._in_use import Use
-from jzero._memory_kinds import HOST
+from jzero._memory_kinds import HOST, NVME
 from jzero._placement import Placement
 from jzero._sharded_step import ShardedStep
 from jzero._step_types import AnyState, InitArgs, Result, StepArgs
 from jzero.offload._parameters import ParameterOffload
 from jzero.offload._policy import NO_OFFLOAD
-from jzero.offload.memory import _placing
+from jzero.offload.memory import _placing, _writes
 from jzero.offload.memory._host_array import HostArray
 from jzero.offload.memory._like_array import LikeArray
 from jzero.processes import _agreement
@@ -99,6 +99,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
                 state, outs = _nan_checks.run(
                     WHO, program.step, *_placing.apart(state, arrays), leaves
                 )
+                if self._programs.options.offload.tier == NVME or _writes.are_known():
+                    _writes.settle(state)
         except Exception as error:
             if (explained := use.explained(error, call.state)) is not None:
                 raise explained from error
@@ -145,6 +147,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
             made = _placing.born(
                 traced, places, self._programs.options.offload.visiting_bytes, filling
             )
+        _writes.settle(made)
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
     def flush(self, state: AnyState) -> AnyState:

@@ -6,7 +6,7 @@ Functions that take `say` are children's (`faults.Children`).
 import contextlib
 import itertools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import faults
 from faults._library import armed
 from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
+from jzero.offload.nvme._header import Write
 from jzero.offload.nvme._layout import PAGE, TileLayout
 from jzero.offload.nvme._sweep import sweep
 
@@ -52,8 +53,14 @@ def create(root: str | pathlib.Path, in_place: bool = False) -> TileFiles:
     return TileFiles.create(WHO, pathlib.Path(root) / "run", SPECS, in_place)
 
 
-def reopen(root: str | pathlib.Path, in_place: bool = False, step: int | None = None) -> TileFiles:
+def reopen(
+    root: str | pathlib.Path, in_place: bool = False, step: Write | None = None
+) -> TileFiles:
     return TileFiles.open(WHO, pathlib.Path(root) / "run", SPECS, in_place, step)
+
+
+def numbers(writes: Iterable[Write]) -> tuple[int, ...]:
+    return tuple(sorted(write.step for write in writes))
 
 
 def step_of(files: TileFiles) -> int:

@@ -210,11 +210,16 @@ def test_a_failed_placement_leaves_no_files(tmp_path: Path, monkeypatch):
 
 
 def trained(folder: Path, num: int = 2, steps: int = 3, **options: Any) -> tuple[Any, Any]:
-    """The state on the host after some steps, and after one more; the process has ended after the first."""
+    """The state on the host after some steps, and after one more; the process has ended after the first.
+
+    There is a checkpoint of what is not in files of each step.
+    """
     train_step = on(num, folder, policy=on_disk(folder, resume=True), **options)
     state: Any = train_step.shard(new_state(), BATCH)
-    for x in batches(steps):
-        state, _ = train_step(state, x)
+    with jzero.Checkpointer(folder / "steps", train_step, asynchronous=False) as checkpointer:
+        for i, x in enumerate(batches(steps)):
+            state, _ = train_step(state, x)
+            assert checkpointer.save(i + 1, without_moments(state))
     before = to_host(state)
     del state
     end_of_process()
@@ -229,13 +234,19 @@ def without_moments(state: Any) -> Any:
     return params, (clip, (adam._replace(mu=zeros[0], nu=zeros[1]), *rest))
 
 
+def restored(folder: Path, train_step: Any, *args: Any, step: int = 3) -> Any:
+    """What a checkpoint of `trained` has."""
+    shapes = jax.eval_shape(new_state)
+    return jzero.restore(folder / "steps" / str(step), train_step, shapes, *args)
+
+
 def test_a_second_try_in_the_same_process_resumes_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """What the first one has read is still the earlier run's, and not for another state to replace."""
-    before, after = trained(tmp_path)
-    given = without_moments(before)
+    _, after = trained(tmp_path)
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
+    given = restored(tmp_path, train_step)
 
     def failing(*args: Any) -> None:
         raise Stop
@@ -257,16 +268,18 @@ def test_a_second_try_in_the_same_process_resumes_again(
     del state
     gc.collect()
     # And what it has trained is gone on with, or refused; never begun anew.
-    with pytest.raises(jzero.StateError, match="has optimizer state of step"):
+    with pytest.raises(jzero.StateError, match="state-0 has step 3 of run .* and step 4 of run"):
         train_step(new_state(), BATCH)
 
 
 def test_one_state_goes_on_with_files_at_a_time(tmp_path: Path):
     before, _ = trained(tmp_path)
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
-    state = train_step.shard(without_moments(before), BATCH)
-    with pytest.raises(jzero.StateError, match="there are no others to go on with.*another path"):
-        train_step.shard(without_moments(before), BATCH)
+    state = train_step.shard(restored(tmp_path, train_step), BATCH)
+    with pytest.raises(
+        jzero.StateError, match="there are no others to go on with(.|\n)*another path"
+    ):
+        train_step.shard(restored(tmp_path, on(2, tmp_path)), BATCH)
     assert_same(state, before)
 
 
@@ -280,38 +293,54 @@ def test_a_run_that_ended_while_it_placed_its_state_begins_anew(
 
     with monkeypatch.context() as patched:
         patched.setattr(TileFiles, "commit", failing)
-        patched.setattr(TileFiles, "remove", TileFiles.close)
         patched.setattr(_filling, "_remove", lambda folder: None)
         with pytest.raises(Stop):
             train_step.shard(new_state(), BATCH)
-    assert list(tmp_path.rglob("*.tiles"))
+    (left,) = tmp_path.rglob("shard-0.tiles")
     end_of_process()
-    state = train_step.shard(new_state(), BATCH)
+    old = left.read_bytes()
+    with pytest.warns(UserWarning, match="gets the name state-0.aside-0"):
+        state = train_step.shard(new_state(), BATCH)
     assert_same(state, to_host(new_state()))
+    assert (left.parents[1] / "state-0.aside-0" / left.name).read_bytes() == old
 
 
-@pytest.mark.parametrize("given", ["before the first step", "with it"])
+@pytest.mark.parametrize("given", ["before the first step", "with it", "when it is restored"])
 def test_resume_goes_on_with_the_files_of_the_same_step(given: str, tmp_path: Path):
     before, after = trained(tmp_path)
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
-    state = without_moments(before)
+    state = restored(tmp_path, train_step, *[BATCH] * (given == "when it is restored"))
     if given == "before the first step":
         state = train_step.shard(state, BATCH)
+    if given != "with it":
         assert_same(state, before)
     state, _ = train_step(state, BATCH)
     assert_same(state, after)
 
 
-def test_resume_from_a_checkpoint_does_not_read_what_the_files_have(tmp_path: Path):
-    before, after = trained(tmp_path / "nvme")
-    train_step = on(2, tmp_path, policy=on_disk(tmp_path / "nvme", resume=True))
-    plain = on(2, "", policy=jzero.HostCPU())
-    with jzero.Checkpointer(tmp_path / "steps", plain, asynchronous=False) as checkpointer:
-        assert checkpointer.save(3, plain.shard(without_moments(before), BATCH))
-    state = jzero.restore(tmp_path / "steps" / "3", train_step, jax.eval_shape(new_state), BATCH)
-    assert_same(state, before)
-    state, _ = train_step(state, BATCH)
-    assert_same(state, after)
+def test_a_whole_checkpoint_is_of_a_step_of_files_too(tmp_path: Path):
+    """Its moments are not read where the files have them, and go to new files where there are none."""
+    train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
+    state, _ = train_step(train_step.shard(new_state(), BATCH), BATCH)
+    with jzero.Checkpointer(tmp_path / "steps", train_step, asynchronous=False) as checkpointer:
+        assert checkpointer.save(3, state)
+    before = to_host(state)
+    del state
+    end_of_process()
+    for folder in (tmp_path, tmp_path / "other", tmp_path / "other"):
+        again = on(2, tmp_path, policy=on_disk(folder, resume=True))
+        state = restored(tmp_path, again, BATCH)
+        assert_same(state, before)
+        number = in_files(state)[0].store.files.step
+        assert number == (1 if folder == tmp_path else 0)
+        del state
+        end_of_process()
+        if folder == tmp_path:
+            continue
+        # The files of a copy are another run's; they have no step of the checkpoint any more.
+        with pytest.raises(jzero.StateError, match="other/process-0/state-0 has step 0 of run"):
+            restored(tmp_path, again, BATCH)
+        break
 
 
 def test_both_slots_can_be_resumed(tmp_path: Path):
@@ -319,48 +348,104 @@ def test_both_slots_can_be_resumed(tmp_path: Path):
     before, _ = trained(tmp_path, steps=2)
     again, _ = trained(tmp_path / "other", steps=1)
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
-    state = train_step.shard(without_moments(again), BATCH)
+    state = train_step.shard(restored(tmp_path, train_step, step=1), BATCH)
     assert_same(state, again)
     state, _ = train_step(state, batches(2)[1])
     assert_same(state, before)
+    # The step that it has made again is another one than that of the checkpoint.
+    del state
+    end_of_process()
+    with pytest.raises(jzero.StateError, match=r"state-0 has step 1 of run \w+ and step 2 of run"):
+        train_step.shard(restored(tmp_path, train_step, step=2), BATCH)
 
 
 def test_resume_refuses_another_step(tmp_path: Path):
     trained(tmp_path)
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
-    wrong = re.escape("has optimizer state of step 2 or 3, and the rest of the state is of step 0")
+    wrong = r"state-0 has steps 2 and 3 of run (\w{8})\. The rest of the state is of step 1 of run \1\. "
     with pytest.raises(jzero.StateError, match=wrong):
+        train_step.shard(restored(tmp_path, train_step, step=1), BATCH)
+    with pytest.raises(jzero.StateError, match="it comes from no checkpoint of such a state"):
         train_step.shard(new_state(), BATCH)
+    with pytest.raises(jzero.StateError, match="it comes from no checkpoint of such a state"):
+        train_step.init(new_state)
+
+
+def test_resume_refuses_leaves_of_two_steps(tmp_path: Path):
+    trained(tmp_path)
+    train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
+    (params, opt_state), (old, _) = (
+        restored(tmp_path, train_step),
+        restored(tmp_path, train_step, step=2),
+    )
+    with pytest.raises(
+        jzero.StateError, match=r"Leaves of the rest .* are of steps 2 and 3 of run"
+    ):
+        train_step.shard((old, opt_state), BATCH)
+    mine = jax.tree.map(lambda x: np.array(x), params)
+    with pytest.raises(
+        jzero.StateError, match="are not of the step of other leaves that rest outside"
+    ):
+        train_step.shard((mine, opt_state), BATCH)
+    # What another step has made of it is not of that step any more.
+    plain = on(2, "", policy=jzero.HostCPU())
+    state, _ = plain((params, opt_state), BATCH)
+    with pytest.raises(jzero.StateError, match="it comes from no checkpoint of such a state"):
+        train_step.shard(state, BATCH)
+
+
+def test_resume_refuses_a_part_of_a_state_without_its_files(tmp_path: Path):
+    """Zeros would be trained on in place of moments."""
+    trained(tmp_path)
+    train_step = on(2, tmp_path, policy=on_disk(tmp_path / "empty", resume=True))
+    with pytest.raises(jzero.StateError, match=r"its files are not in .*empty/process-0. What a"):
+        restored(tmp_path, train_step, BATCH)
+    assert not list((tmp_path / "empty").rglob("*.tiles"))
 
 
 def test_resume_refuses_another_state(tmp_path: Path):
-    before, _ = trained(tmp_path)
+    trained(tmp_path)
     train_step = on(4, tmp_path, policy=on_disk(tmp_path, resume=True))
     with pytest.raises(jzero.StateError, match="shard-0.tiles"):
-        train_step.shard(before, BATCH)
+        restored(tmp_path, train_step, BATCH)
 
 
 def test_resume_refuses_other_tiles(tmp_path: Path):
-    before, _ = trained(tmp_path)
+    trained(tmp_path)
     policy = on_disk(tmp_path, resume=True, host_bytes=4 * HOST_BYTES)
     tiles = r"up to \d+ bytes, without gradients"
     told = rf"has this state in tiles of {tiles}; here they are of {tiles}. host_bytes and gradients say"
     with pytest.raises(jzero.StateError, match=told):
-        on(2, tmp_path, policy=policy).shard(before, BATCH)
+        restored(tmp_path, on(2, tmp_path, policy=policy), BATCH)
 
 
-def test_resume_needs_a_counter(tmp_path: Path):
+def without_files(state: Any) -> Any:
+    """What a checkpoint of everything else would have, of any optimizer."""
+    return jax.tree.map(lambda x: np.zeros_like(x) if isinstance(x, jzero.NVMeArray) else x, state)
+
+
+def test_no_leaf_says_which_step_it_is(tmp_path: Path):
+    """The run ends before the last checkpoint is written: moments are of the step of the rest."""
     tx = optax.sgd(0.1, momentum=0.9)
     train_step = on(2, tmp_path, tx, on_disk(tmp_path, resume=True))
-    with pytest.raises(jzero.OptionError, match=r"resume=True\), and the state has no integer"):
-        train_step.plan(new_state(tx), BATCH)
+    state, found = train_step.shard(new_state(tx), BATCH), []
+    with jzero.Checkpointer(tmp_path / "steps", train_step, asynchronous=False) as checkpointer:
+        for i, x in enumerate(batches(3)):
+            state, _ = train_step(state, x)
+            found.append(to_host(state))
+            checkpointer.save(i, without_files(state))
+    del state
+    shapes = jax.eval_shape(lambda: new_state(tx))
+    for i in (2, 1):
+        end_of_process()
+        assert_same(jzero.restore(tmp_path / "steps" / str(i), train_step, shapes, BATCH), found[i])
 
 
 def test_without_resume_nothing_is_overwritten(tmp_path: Path):
     before, _ = trained(tmp_path)
     train_step = on(2, tmp_path)
     files = {path: path.read_bytes() for path in tmp_path.rglob("*.tiles")}
-    with pytest.raises(jzero.OptionError, match="Use resume=True to go on with it"):
+    with pytest.raises(jzero.OptionError, match="Use resume=True to go on with a step"):
         train_step.shard(before, BATCH)
     assert files == {path: path.read_bytes() for path in tmp_path.rglob("*.tiles")}
 

@@ -1,5 +1,6 @@
 """Files of tiles: what is written is read again, and what is not as it was is named, and not overwritten."""
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -24,10 +25,12 @@ from jzero.offload.nvme import _direct
 from jzero.offload.nvme._aligned import TileRing, pages
 from jzero.offload.nvme._checksum import checksum
 from jzero.offload.nvme._direct import DirectFile
+from jzero.offload.nvme._file import headers
 from jzero.offload.nvme._files import FileSpec, TileAt, TileFiles
+from jzero.offload.nvme._header import Write
 from jzero.offload.nvme._layout import Extent, LeafRange, TileLayout
 from jzero.offload.nvme._sweep import sweep
-from nvme_state import SPECS, WHO, check, create, fill, made, new_ring, reopen, train
+from nvme_state import SPECS, WHO, check, create, fill, made, new_ring, numbers, reopen, train
 
 FIRST = next(iter(SPECS))
 PAGE = 4096
@@ -58,6 +61,12 @@ def left(tmp_path):
     return tmp_path
 
 
+def write_of(root: pathlib.Path, step: int, name: str = FIRST) -> Write:
+    """The commit of a step."""
+    with contextlib.closing(DirectFile(WHO, path_of(root, name))) as file:
+        return next(header.write for header in headers(WHO, file) if header.step == step)
+
+
 def refused(root: pathlib.Path, text: str, **options) -> None:
     """Opening is, with this text; nothing is overwritten."""
     before = content(root)
@@ -78,7 +87,7 @@ def test_steps_go_round(in_place, tmp_path):
         for step in range(4):
             check(files, step)
             train(files)
-        assert files.steps == ((4,) if in_place else (3, 4))
+        assert numbers(files.steps) == ((4,) if in_place else (3, 4))
     with reopen(tmp_path, in_place) as files:
         check(files, 4)
         train(files)
@@ -279,22 +288,26 @@ def test_damaged_headers(at, left):
 def test_another_programs_file(left):
     path_of(left).write_bytes(bytes(100 * PAGE))
     refused(left, "another program's file")
-    with pytest.raises(jzero.StateError, match="has no intact header"):
+    with pytest.raises(
+        jzero.OptionError, match="device-0.tiles has no intact header. A run starts"
+    ):
         create(left)
     assert path_of(left).read_bytes() == bytes(100 * PAGE)
 
 
-@pytest.mark.parametrize("version", [1, 7])
+@pytest.mark.parametrize("version", [2, 7])
 def test_another_version(version, left):
     raw = path_of(left).read_bytes()[:PAGE].rstrip(b"\0")
     _, _, text = raw.partition(b"\n")
-    text = text.replace(b'"version": 2', b'"version": %d' % version)
+    text = text.replace(b'"version": 3', b'"version": %d' % version)
     with path_of(left).open("r+b") as file:
         file.write(b"jzero tiles %08x\n%s" % (zlib.crc32(text), text))
     refused(
         left,
-        f"has version {version} of the format. This version of jzero reads and writes version 2",
+        f"has version {version} of the format. This version of jzero reads and writes version 3",
     )
+    with pytest.raises(jzero.OptionError, match=f"has version {version} of the format, and not 3"):
+        create(left)
 
 
 def test_a_damaged_description(left):
@@ -307,7 +320,7 @@ def test_damaged_checksums(bit, left):
     """Of slot 1, after those of slot 0; the step before can be asked for."""
     flip(path_of(left), 4 * PAGE + 8, bit)
     refused(left, "has damaged checksums of step 1")
-    with reopen(left, step=0) as files:
+    with reopen(left, step=write_of(left, 0)) as files:
         check(files, 0)
 
 
@@ -326,7 +339,7 @@ def test_damaged_tiles(byte, file, left):
         files.abort()
         assert files.step == 1
     with reopen(left) as files:
-        assert files.steps == (1,)
+        assert numbers(files.steps) == (1,)
 
 
 @pytest.mark.parametrize("byte", [0, 2999, PAGE - 1])
@@ -355,7 +368,7 @@ def test_damage_of_what_is_frozen(left):
     at = 4 * PAGE + 3 * PAGE  # The lone extent of the second tile.
     flip(path_of(left, "kept.tiles"), at)
     for step in (0, 1):
-        with reopen(left, step=step) as files:
+        with reopen(left, step=write_of(left, step)) as files:
             with pytest.raises(
                 jzero.StateError, match=f"kept.tiles has a damaged tile 1, bytes {at} "
             ):
@@ -374,9 +387,9 @@ def test_what_is_frozen_is_written_once(in_place, tmp_path):
         for step in (1, 2, 3):
             train(files)
             assert path.read_bytes()[2 * PAGE :] == first[2 * PAGE :]
-            assert files._files[2].steps.keys() == {step - 1, step}
+            assert numbers(files._files[2].steps) == (step - 1, step)
     for step in [2, 3][in_place:]:
-        with reopen(tmp_path, in_place, step) as files:
+        with reopen(tmp_path, in_place, write_of(tmp_path, step, "kept.tiles")) as files:
             with files.pin() as pin:
                 pin.read_lone(TileAt(2, 0), 1, pages(PAGE))
             train(files)
@@ -429,10 +442,15 @@ def test_another_in_place(in_place, tmp_path):
 
 def test_steps_that_not_all_files_have(left):
     """One is asked for by its number, and none is ever mixed."""
-    refused(left, "Step 7 is resumed if all files have it, complete", step=7)
-    with reopen(left, step=0) as files:
+    old, new = write_of(left, 0), write_of(left, 1)
+    text = "Step 7 of run [0-9a-f]{8} is resumed if all files have it, complete"
+    refused(left, text, step=new._replace(step=7))
+    refused(
+        left, "Step 1 of run 01234567 is resumed if", step=new._replace(run="0123456789abcdef" * 2)
+    )
+    with reopen(left, step=old) as files:
         check(files, 0)
-        files.select(1)
+        files.select(new)
         check(files, 1)
         files.select()
         check(files, 1)
@@ -457,17 +475,24 @@ def test_nothing_to_resume(tmp_path):
 
 def test_a_state_is_not_overwritten(left):
     before = content(left)
-    with pytest.raises(jzero.OptionError, match="has the state of step 1. .* Use resume=True"):
+    with pytest.raises(jzero.OptionError, match="run has steps 0 and 1 of run .* Use resume=True"):
         create(left)
     assert content(left) == before
 
 
 def test_files_without_a_step_are_made_again(tmp_path):
     create(tmp_path).close()
-    files = create(tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"run is there, .* and gets the name run.aside-0. Its run"
+    ):
+        files = create(tmp_path)
     files.begin(0)
     files.close()
-    with create(tmp_path) as files:
+    (tmp_path / "run" / "a user's").write_text("file")
+    with pytest.warns(UserWarning, match="gets the name run.aside-1"):
+        files = create(tmp_path)
+    assert (tmp_path / "run.aside-1" / "a user's").read_text() == "file"
+    with files:
         fill(files)
         check(files, 0)
 
@@ -489,9 +514,10 @@ def test_a_second_run(left):
         with pytest.raises(jzero.OptionError, match="another run has .*device-0.tiles"):
             create(left)
         assert "another run has" in pool.apply(in_another_process, (left,))
-    making = DirectFile(WHO, left / "run" / f"{FIRST}.unfinished", create=True)
-    with pytest.raises(jzero.OptionError, match="another run has .*device-0.tiles.unfinished"):
-        create(left)
+    (left / "2" / "run.making").mkdir(parents=True)
+    making = DirectFile(WHO, left / "2" / "run.making" / FIRST, create=True)
+    with pytest.raises(jzero.OptionError, match="another run has .*run.making/device-0.tiles"):
+        create(left / "2")
     making.close()
     with reopen(left) as files:
         check(files)
@@ -546,17 +572,6 @@ def test_other_systems(tmp_path, monkeypatch):
     with pytest.raises(jzero.OptionError, match="this is darwin. State is kept in files by system"):
         create(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_messages_show_the_callers_counter(tmp_path):
-    """The lower half of a step's number; the upper one only orders steps."""
-    with create(tmp_path) as files:
-        fill(files, (5 << 32) + 7)
-        assert files.step == (5 << 32) + 7
-        assert files.paths == [files.folder / name for name in SPECS]
-    refused(tmp_path, "has step 7\n", step=3)
-    with pytest.raises(jzero.OptionError, match="has the state of step 7. "):
-        create(tmp_path)
 
 
 # --------------------------------------------------------------------------------- disks that refuse
@@ -752,6 +767,7 @@ def test_the_format_is_what_it_is(left):
     first, _, text = path_of(left).read_bytes()[:PAGE].rstrip(b"\0").partition(b"\n")
     assert first == b"jzero tiles %08x" % zlib.crc32(text)
     assert json.loads(text) == {
-        "generation": 4, "state": "complete", "slot": 0, "step": 0, "version": 2, "slots": 2, "num_tiles": 5,
-        "size": 25 * PAGE, **{k: json.loads(text)[k] for k in ("table_crc", "about_bytes", "about_crc")},
+        "generation": 4, "state": "complete", "slot": 0, "step": 0, "version": 3, "slots": 2, "num_tiles": 5,
+        "size": 25 * PAGE, "run": write_of(left, 0).run,
+        **{k: json.loads(text)[k] for k in ("table_crc", "about_bytes", "about_crc")},
     }  # fmt: skip

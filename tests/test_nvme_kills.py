@@ -1,5 +1,6 @@
 """State on a disk after a kill or a failure at every operation on a file: a step or the next, no mixture."""
 
+import contextlib
 import pathlib
 import random
 import signal
@@ -115,8 +116,8 @@ def test_killed_between_two_headers(children, tmp_path):
         children.run(script, root=str(tmp_path), in_place=False, fault=fault)
         with nvme_state.reopen(tmp_path) as files:
             frozen = [STEP, STEP + 1]
-            assert [sorted(file.steps) for file in files._files] == [first, [STEP], frozen]
-            assert (files.steps, files.step) == ((STEP,), STEP)
+            assert [[*nvme_state.numbers(x.steps)] for x in files._files] == [first, [STEP], frozen]
+            assert (nvme_state.numbers(files.steps), files.step) == ((STEP,), STEP)
             nvme_state.check(files)
 
 
@@ -131,10 +132,17 @@ def test_made_again_after_a_kill(in_place, children, tmp_path):
         script = "nvme_state:create_in_child"
         ended = children.run(script, root=str(root), in_place=in_place, fault=fault)
         assert ended.status == -signal.SIGKILL, ended
-        with nvme_state.create(root, in_place) as files:
+        # Once it has its name, what a run has left is put aside.
+        warned = pytest.warns(
+            UserWarning, match="run is there, without a complete step, and gets the name"
+        )
+        with warned if (root / "run").exists() else contextlib.nullcontext():
+            files = nvme_state.create(root, in_place)
+        with files:
             nvme_state.fill(files)
             nvme_state.check(files, 0)
         assert {path.name for path in (root / "run").iterdir()} == set(nvme_state.SPECS)
+        assert {path.name for path in root.iterdir()} <= {"run", "run.aside-0"}
 
 
 def test_killed_at_any_time(children, tmp_path):

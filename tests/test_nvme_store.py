@@ -21,6 +21,7 @@ from jzero.offload.memory._nvme_array import NVMeArray
 from jzero.offload.memory._nvme_store import StoreSpec
 from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._files import TileFiles
+from jzero.offload.nvme._header import Write
 
 NUM, TILE_BYTES = 2, 2**14
 # Of one device: two stacks of three slices with a moment each, a leaf of one slice; then what is frozen.
@@ -53,8 +54,7 @@ def spec_in(folder: Path, **options: Any) -> StoreSpec:
     identity = {f"shard-{k}.tiles": {"place": [k]} for k in range(NUM)}
     mesh = jax.make_mesh((NUM,), ("data",), devices=jax.devices()[:NUM])
     spec = StoreSpec(
-        folder, 2**18, False, False, identity=identity, counters=(0,), counter_paths=("count",), mesh=mesh,
-        **layouts(),
+        folder, 2**18, False, False, identity=identity, mesh=mesh, **layouts()
     )  # fmt: skip
     return dataclasses.replace(spec, **options)
 
@@ -77,9 +77,10 @@ def values() -> dict[str, np.ndarray]:
     }
 
 
-def filled(spec: StoreSpec, count: int = 7) -> dict[str, NVMeArray]:
-    with Filling(spec) as filling:
-        filling.start([np.int32(count)])
+def filled(spec: StoreSpec, count: Write | None = None) -> dict[str, NVMeArray]:
+    """A state of these leaves, and of a count that is of this commit."""
+    with Filling(spec, dict(enumerate(["count", *SHAPES])), range(1, 1 + len(SHAPES))) as filling:
+        filling.start([count] * (1 + len(SHAPES)))
         return {
             name: filling.put(values()[name], name, home) for name, home in homes(spec.mesh).items()
         }
@@ -143,7 +144,7 @@ def test_files_of_what_is_frozen(tmp_path: Path):
     names = [path.name for path in store.files.paths]
     assert names == [f"shard-{k}{kind}.tiles" for kind in ("", ".frozen") for k in range(NUM)]
     pin = store.files.pin()
-    step = store.begin(8)
+    step = store.begin()
     assert {at.file for at in store.files.tiles()} == set(range(NUM))
     for at in store.files.tiles():
         store.files.write(at, pages(spec.layout.most_bytes))
@@ -163,8 +164,8 @@ def test_files_of_what_is_frozen(tmp_path: Path):
 def test_frozen_leaves_alone(tmp_path: Path):
     """As of a state that is only read."""
     spec = dataclasses.replace(spec_in(tmp_path), layout=type(spec_in(tmp_path).layout)(()))
-    with Filling(spec) as filling:
-        filling.start([np.int32(7)])
+    with Filling(spec, dict(enumerate(FROZEN)), range(len(FROZEN))) as filling:
+        filling.start([None] * len(FROZEN))
         leaves = {
             name: filling.put(values()[name], name, homes(spec.mesh)[name]) for name in FROZEN
         }
@@ -177,21 +178,27 @@ def end_of_process(leaves: Any, monkeypatch: Any) -> None:
     """What is left of its states: their files."""
     leaves["w"].store.files.close()
     monkeypatch.setattr(_filling, "_alive", weakref.WeakValueDictionary())
-    monkeypatch.setattr(_filling, "_made", set())
+    monkeypatch.setattr(_filling, "_made", {})
     monkeypatch.setattr(_filling, "_gone_on", set())
 
 
 def test_resumed(tmp_path: Path, monkeypatch: Any):
     """With all that is frozen; nothing of it is read then."""
     leaves = filled(spec_in(tmp_path))
+    there = leaves["w"].store.files.committed
+    assert there is not None
     end_of_process(leaves, monkeypatch)
     monkeypatch.delattr(TileFiles, "write_part")
-    again = filled(spec_in(tmp_path, resume=True))
+    again = filled(spec_in(tmp_path, resume=True), there)
     for name, leaf in again.items():
         np.testing.assert_array_equal(np.asarray(leaf), values()[name])
     end_of_process(again, monkeypatch)
-    with pytest.raises(jzero.StateError, match="has optimizer state of step 7, and the rest"):
-        filled(spec_in(tmp_path, resume=True), count=8)
+    for other in (there._replace(step=1), there._replace(run="0" * 32)):
+        text = f"state-0 has {there}. The rest of the state is of {other}. With resume=True"
+        with pytest.raises(jzero.StateError, match=text):
+            filled(spec_in(tmp_path, resume=True), other)
+    with pytest.raises(jzero.StateError, match="The rest of the state is of no step of files"):
+        filled(spec_in(tmp_path, resume=True))
 
 
 def test_what_is_damaged_while_it_is_written(tmp_path: Path, monkeypatch: Any):

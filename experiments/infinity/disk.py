@@ -70,7 +70,7 @@ class OneState:
         self.kernels = TiledUpdate(update, [leaf] * 3, [grads, count], tile_bytes, threads=cores)
         spec = FileSpec(self.kernels.layout, {"leaf": num_params})
         start = time.perf_counter()
-        self.files = TileFiles.create(WHO, folder, {"state.tiles": spec})
+        self.files = TileFiles.create(WHO, folder / "state", {"state.tiles": spec})
         self.ring = TileRing(WHO, host_bytes, self.files.most_bytes)
         self.grads = host_empty((num_params,), jnp.bfloat16)
         self.grads.view(np.uint16)[:] = 0x3C00  # 0.0078

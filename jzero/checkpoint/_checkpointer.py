@@ -25,7 +25,7 @@ from jzero.checkpoint._savable import check_savable, described
 from jzero.checkpoint._saver import WHO as _SAVE
 from jzero.checkpoint._saver import Saver, check_is_last
 from jzero.checkpoint._together import Round
-from jzero.offload.memory import _placing
+from jzero.offload.memory import _placing, _writes
 from jzero.processes import _agreement
 from jzero.sharding.plan._stages import OTHER
 
@@ -291,10 +291,16 @@ class Checkpointer:
         self.close()
 
     def _notes(self, state: Any) -> dict[str, Any]:
-        """What a reader may want to know that the files do not say: roles, if a step has run."""
+        """What a reader may want to know that the files do not say.
+
+        Roles, if a step has run, and of which commit to files leaves are, if it keeps state in some.
+        """
         plans, _ = self._train_step._placement.leaf_plans(state)
         pairs = zip(leaf_names(state), plans, strict=True)
-        return {"roles": {name: plan.role for name, plan in pairs if plan.role != OTHER}}
+        notes = {"roles": {name: plan.role for name, plan in pairs if plan.role != OTHER}}
+        leaves = zip(leaf_names(state), jax.tree.leaves(state), strict=True)
+        found = {name: _writes.as_text(x) for name, leaf in leaves if (x := _writes.of(leaf))}
+        return notes | ({"writes": found} if found else {})
 
     def _agreed(self, step: int, state: Any, data_iterator: Any) -> list[Any] | None:
         """Where the data iterators of all processes stand, once they are about to save the same."""

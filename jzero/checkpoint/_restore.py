@@ -16,7 +16,7 @@ from jzero._in_turn import groups
 from jzero._step import ShardedTrainStep
 from jzero.checkpoint import _stored
 from jzero.checkpoint._match import Leaf, Origin, leaf_names, match
-from jzero.offload.memory import _available, _placing
+from jzero.offload.memory import _available, _placing, _writes
 from jzero.offload.memory._placing import Place
 from jzero.processes import _agreement
 from jzero.sharding.plan._leaves import LeafPlan
@@ -107,6 +107,8 @@ class _Task:
         pairs = zip(self._leaves.items(), self._plans, strict=True)
         wanted = {name: _as_stored(leaf, plan) for (name, leaf), plan in pairs}
         self._sources = match(who, wanted, self._stored.leaves, str(self._stored.directory))
+        found = _stored.writes(who, self._stored)
+        self._writes = [found.get(self._sources[name].name) for name in self._leaves]
         places = placement.places(self._plans, shardings)
         self._filling = placement.filling(self._plans, places)
         self._places = dict(zip(names, places, strict=True))
@@ -122,11 +124,16 @@ class _Task:
         """The state, placed."""
         placed: dict[str, Any] = {}
         with self._filling or contextlib.nullcontext():
+            if self._filling:
+                self._filling.start(self._writes)
             for group in _groups(self._sources, self._places):
-                if self._filling and not self._filling.started and self._places[group[0]].home:
-                    self._filling.start([placed.get(name) for name in self._leaves])
                 placed |= zip(group, self._read(group), strict=True)
-        wrapped = _placing.wrap([placed[name] for name in self._leaves], self._plans)
+        leaves = [placed[name] for name in self._leaves]
+        if self._filling:
+            _writes.settle(leaves)
+        for leaf, write in zip(leaves, self._writes, strict=True) if not self._filling else ():
+            _writes.note(leaf, write)
+        wrapped = _placing.wrap(leaves, self._plans)
         return jax.tree.unflatten(self._tree, wrapped)
 
     def _read(self, group: Sequence[str]) -> list[Any]:

@@ -19,6 +19,8 @@ from jzero.checkpoint import _files, _handlers, _iterators, _nearby, _reading, _
 from jzero.checkpoint._match import Leaf, leaf_names
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, NOTES, STATE, TREE
 from jzero.checkpoint._seal import Seal, StoredLeaf
+from jzero.offload.memory import _writes
+from jzero.offload.nvme._header import Write
 
 # Files that Orbax and tensorstore read whole before they know what is in them.
 _STRINGS, _MANIFEST = "_strings.json", "manifest.ocdbt"
@@ -27,7 +29,7 @@ _READ_WHOLE = (_STRINGS, "checkpoint", _MANIFEST, ".zarray", "zarr.json")
 _NOTES_FORM = {
     "item_handlers": Maybe(({str: str}, str)),
     "commit_timestamp_nsecs": Maybe(int),
-    "custom_metadata": Maybe({"roles": Maybe({})}),
+    "custom_metadata": Maybe({"roles": Maybe({}), "writes": Maybe({})}),
 }
 
 
@@ -142,6 +144,18 @@ def iterators(who: str, step: Path) -> list[Any]:
 def roles(found: dict[str, Any]) -> dict[str, str]:
     """The role of each leaf by name, from `notes`, as far as a `Checkpointer` knew it."""
     return dict((found.get("custom_metadata") or {}).get("roles") or {})
+
+
+def writes(who: str, stored: Stored) -> dict[str, Write]:
+    """The commit to files that each leaf is of, by name; not of leaves that are of none.
+
+    Raises:
+      CheckpointError: what says so is damaged.
+    """
+    if stored.seal is None:  # What others say of their checkpoints is not read.
+        return {}
+    texts = (notes(who, stored).get("custom_metadata") or {}).get("writes") or {}
+    return {name: write for name, text in texts.items() if (write := _writes.of_text(text))}
 
 
 def read(

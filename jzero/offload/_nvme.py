@@ -127,11 +127,13 @@ class NVMe(Offload):
         fails while it writes loses the state.
       resume: whether a state that is placed takes its optimizer state from the files that an earlier run has
         left, whatever the state itself has of it. They must be of the same leaves, mesh, processes and
-        `host_bytes` (by which tiles are cut), and of the same step as the rest of the state: by the sum of
-        its integers of one element, such as a step's number and optax's count. Files of another step or
-        state are refused, and never overwritten; where there are none, new ones are made. Both slots
-        count, so the step before the last can be resumed, too. In one process, too, a state that is placed
-        goes on with the files of one that is gone. False (default): files of an earlier run are refused.
+        `host_bytes` (by which tiles are cut), and of the same step as the rest of the state, which comes from
+        a checkpoint: `jzero.Checkpointer` stores an id of the step that the files have, and `jzero.restore`
+        returns a state that knows it. A state without one (from an initialiser, NumPy, an older checkpoint)
+        and files of another step or state are refused, and never overwritten; where there are no files, new
+        ones are made. Both slots count, so the step before the last can be resumed, too. In one process,
+        too, a state that is placed goes on with the files of one that is gone. False (default): files of an
+        earlier run are refused.
       threads: how many threads update; as many as this process may use processors by default.
       device_bytes: in `offload_params`, the most bytes of parameters on each device at any time, gathered
         ones included; 1 GiB by default. In `offload` there is none.
@@ -248,8 +250,7 @@ class NVMe(Offload):
         layout = _file_layout.layout_to_read(leaves, slices, self._files.tile_bytes)
         identity = _file_layout.identity_of(leaves, mesh, shard_axes)
         return StoreSpec(
-            Path(self.path), self.host_bytes, False, False, TileLayout(()), identity, (), (), mesh,
-            layout,
+            Path(self.path), self.host_bytes, False, False, TileLayout(()), identity, mesh, layout,
         )  # fmt: skip
 
     @property

@@ -120,15 +120,6 @@ class NVMeStep(HostStep):
                 WHO, bad, "State in files is updated in ranges of elements, each by itself.",
                 "Use offload=jzero.HostCPU(), which has whole leaves in memory; if a shard has one element, "
                 "leave min_shard_bytes at its default.", shown=6))  # fmt: skip
-        self.counters = tuple(
-            i for i, leaf in enumerate(self.leaves)
-            if leaf.shape == () and leaf.dtype.startswith(("int", "uint")) and i not in host.outs
-        )  # fmt: skip
-        if policy.resume and not self.counters:
-            raise OptionError(message(
-                WHO, "offload=jzero.NVMe(resume=True), and the state has no integer",
-                "That files are of the same step as the rest of the state is seen by its counters.",
-                "Add one to the state (a step, or optax's count), or drop resume=True."))  # fmt: skip
         self._waiting = self._handed_over() if policy.gradients else {}
         self._writing: list[np.ndarray] = []
         self._turns_read = [jax.jit(turn.run) for turn in self.turns]  # consumes nothing
@@ -208,8 +199,7 @@ class NVMeStep(HostStep):
         identity = identity_of(leaves, mesh, self.host.shard_axes)
         return StoreSpec(
             policy.path, policy.host_bytes, policy.in_place, policy.resume, self.update.layout,
-            identity, self.counters, tuple(self.leaves[i].path for i in self.counters), mesh,
-            self._kept(), self.update.gradients, sum(self._buffer_sizes),
+            identity, mesh, self._kept(), self.update.gradients, sum(self._buffer_sizes),
         )  # fmt: skip
 
     def crossings(self) -> tuple[Crossing, ...]:
@@ -316,8 +306,7 @@ class NVMeStep(HostStep):
         if hosted:  # JAX copies what is not its own, as NumPy's memory.
             there = with_new(state, hosted)
             engine.prepare_tiles(arrived, self._pinned_leaves(there, engine))
-        counter = self.spec.counter(with_new(state, made))
-        made |= self._swept(engine, store, state, counter)
+        made |= self._swept(engine, store, state)
         return hosted
 
     def _written(
@@ -352,12 +341,12 @@ class NVMeStep(HostStep):
         }
 
     def _swept(
-        self, engine: TiledEngine, store: NVMeStore, state: Sequence[Any], counter: int
+        self, engine: TiledEngine, store: NVMeStore, state: Sequence[Any]
     ) -> dict[int, jax.Array]:
         """The update in the files, and what it makes for the devices."""
         made: dict[int, jax.Array] = {}
         try:
-            step = store.begin(counter)
+            step = store.begin()
             for chunk in engine.run_tiles(store):
                 at_rest = self._at_rest(state, chunk)
                 engine.sent(at_rest.values())

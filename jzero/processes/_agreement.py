@@ -95,6 +95,23 @@ def agree(
     return meeting.agreement
 
 
+def gather(who: str, mesh: Any, own: Any) -> list[Any]:
+    """What each process of the mesh brings, as JSON has it, in all of them.
+
+    Raises:
+      ProcessError: one has called something else, or does not come within `PATIENCE_SECONDS`.
+    """
+    room = _room_of(mesh)
+    if room is None:
+        return [own]
+    # Beside what they compare: it goes when the next meeting has begun, and all have read it.
+    store, processes = _jaxpr.key_value_store(), room.processes
+    key = f"jzero/{_digest(repr(processes))}/{_meetings[processes]}/brought"
+    store.key_value_set(f"{key}/{jax.process_index()}", json.dumps(own))
+    agree(who, mesh, dict)
+    return [json.loads(store.key_value_try_get(f"{key}/{process}")) for process in processes]
+
+
 @contextlib.contextmanager
 def alike(who: str, mesh: Any, sections: Callable[[], Sections]) -> Iterator[None]:
     """Something that all processes of the mesh do by themselves: if one fails, all do.

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import itertools
-import shutil
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -15,18 +13,22 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jzero._errors import JzeroError, StateError, message
+from jzero._errors import OptionError, StateError, message
 from jzero.offload.memory._addresses import host_empty
 from jzero.offload.memory._away_array import Home, copy_parts, parts_for, sizes_of
 from jzero.offload.memory._nvme_array import NVMeArray
-from jzero.offload.memory._nvme_store import BUFFERS, WHO, NVMeStore, StoreSpec, counter_in
-from jzero.offload.nvme._files import TileAt, TileFiles
+from jzero.offload.memory._nvme_store import BUFFERS, WHO, NVMeStore, StoreSpec
+from jzero.offload.nvme import _making
+from jzero.offload.nvme._files import TileAt, TileFiles, new_run
+from jzero.offload.nvme._folders import GONE, MADE, RESUMED, Choice, Folder, GivenWrites, decide
+from jzero.offload.nvme._header import Write
 from jzero.offload.nvme._sweep import sweep
 from jzero.processes import _agreement
 
-# The folders of states that are alive; and of all that this process has made, and what it has resumed.
+# The folders of states that are alive; and of all that this process has made, with their files, and what it
+# has resumed.
 _alive: weakref.WeakValueDictionary[Path, NVMeStore] = weakref.WeakValueDictionary()
-_made: set[Path] = set()
+_made: dict[Path, list[str]] = {}
 _gone_on: set[Path] = set()
 
 
@@ -35,8 +37,8 @@ class Filling:
 
     Behaves like::
 
-        with Filling(spec) as filling:
-            filling.start(leaves)                       # what is on the devices says of which step it is
+        with Filling(spec, paths, away) as filling:
+            filling.start(writes)                       # of which commit each leaf is that will be placed
             placed = filling.put(leaf, name, home)      # a leaf of a state of such a program
         # left without error: the files have the state; with one: there are no files
 
@@ -44,51 +46,74 @@ class Filling:
       resumed: whether the files had the state already, so that leaves need not be given.
     """
 
-    def __init__(self, spec: StoreSpec):
+    def __init__(self, spec: StoreSpec, paths: Mapping[int, str], away: Collection[int]):
+        """Does nothing yet.
+
+        Args:
+          spec: what the files have.
+          paths: of the leaves of the state that are placed, by index.
+          away: which of them go into files.
+        """
         self._spec, self.resumed = spec, False
+        self._paths, self._away = paths, frozenset(away)
         self._store: NVMeStore | None = None
         self._folder = Path()
         # Of each extent that was written, a checksum.
         self._written: dict[tuple[TileAt, int], int] = {}
 
-    @property
-    def started(self) -> bool:
-        """Whether there are files."""
-        return self._store is not None
-
-    def start(self, leaves: Sequence[Any]) -> None:
+    def start(self, writes: Sequence[Write | None]) -> None:
         """Opens or makes the files.
 
         Args:
-          leaves: of the state; those that the counter is made of must be there.
+          writes: of each leaf of the state, the commit that it is of.
 
         Raises:
           OptionError: there is no room, or an earlier run has left files.
           StateError: files that are to be resumed are of another step or state, or damaged.
         """
-        counter, mesh = self._spec.counter(leaves), self._spec.mesh
-        with _agreement.alike(
-            WHO, mesh, lambda: {"files": [f"resumed: {self.resumed}, {counter}"]}
-        ):
-            self._start(counter)
+        rest = {path: writes[i] for i, path in self._paths.items() if i not in self._away}
+        of_files = {path: writes[i] for i, path in self._paths.items() if i in self._away}
+        wanted = GivenWrites(rest or of_files, [*of_files.values()])
+        choice: list[Choice] = []
+        with _agreement.alike(WHO, self._spec.mesh, lambda: {"files": [f"{choice}"]}):
+            found, runs = _found_by_all(self._spec)
+            choice.append(decide(found, self._path, self._spec.resume, wanted))
+            self._start(choice[0], runs[0])
 
-    def _start(self, counter: int) -> None:
+    def _start(self, choice: Choice, run: str) -> None:
+        """Does what was chosen; whatever is written from here on is of this `run`."""
         spec = self._spec
-        base = spec.path / f"process-{jax.process_index()}"
-        if spec.resume and (found := _resumed(spec, base, counter)) is not None:
-            self._folder, files = found
+        if choice.refusal is not None:
+            there, rule, edit = choice.refusal
+            kind = StateError if spec.resume else OptionError
+            raise kind(message(WHO, there, rule, edit, things="folders", shown=8))
+        self._folder = _base(spec) / f"state-{choice.number}"
+        if choice.write is not None:
+            files = TileFiles.open(WHO, self._folder, spec.files, spec.in_place, choice.write, run)
             self.resumed = True
             self._store = NVMeStore(spec, files)
             # They are the earlier run's: never to be removed for another state of this process.
             _gone_on.add(self._folder)
-            _made.discard(self._folder)
+            _made.pop(self._folder, None)
         else:
-            self._folder = _next_folder(base)
-            files = TileFiles.create(WHO, self._folder, spec.files, spec.in_place)
+            if self._folder in _made:
+                _remove(self._folder)
+            files = TileFiles.create(
+                WHO, self._folder, spec.files, spec.in_place, run, self._all_have_made
+            )
             self._store = NVMeStore(spec, files)
-            self._store.first = self._store.begin(counter)
-            _made.add(self._folder)
+            self._store.begin()
+            _made[self._folder] = [*spec.files]
+            _gone_on.discard(self._folder)
         _alive[self._folder] = self._store
+
+    def _path(self, process: int, number: int) -> Path:
+        """Where a state is, of one of the processes that have files, by its place among them."""
+        each = sorted({device.process_index for device in self._spec.mesh.devices.flat})
+        return self._spec.path / f"process-{each[process]}" / f"state-{number}"
+
+    def _all_have_made(self) -> None:
+        _agreement.agree(WHO, self._spec.mesh, lambda: {"files": ["made"]})
 
     def put(self, leaf: Any, name: str, home: Home) -> NVMeArray:
         """A leaf in its place: an array of any kind; of files that were resumed, whatever it is."""
@@ -120,7 +145,7 @@ class Filling:
                 for i, view in enumerate(layout.views(at.tile, buffer)):
                     if zlib.crc32(view.data) != self._written[at, i]:
                         self._damaged(at, layout.tiles[at.tile][i].leaf)
-        files.commit(self._store.first)
+        files.commit(self._store.newest)
 
     def _damaged(self, at: TileAt, leaf: str) -> NoReturn:
         assert self._store is not None
@@ -161,74 +186,31 @@ class Filling:
     def _drop(self) -> None:
         assert self._store is not None
         self._store.files.abort()
-        self._store.files.remove()
+        self._store.files.close()
         _remove(self._folder)
-
-
-def _next_folder(base: Path) -> Path:
-    """Where the next state of this process goes: beside those that are alive, over those that are not."""
-    for folder in _folders(base):
-        if folder not in _alive:
-            if folder in _made:
-                _remove(folder)
-            return folder
-    raise AssertionError
 
 
 def _remove(folder: Path) -> None:
     """What this process has made, and nobody has any more."""
-    shutil.rmtree(folder, ignore_errors=True)
-    _made.discard(folder)
+    _making.remove(folder, _made.pop(folder, ()))
 
 
-def _folders(base: Path) -> Iterator[Path]:
-    return (base / f"state-{number}" for number in itertools.count())
+def _base(spec: StoreSpec) -> Path:
+    return spec.path / f"process-{jax.process_index()}"
 
 
-def _resumed(spec: StoreSpec, base: Path, counter: int) -> tuple[Path, TileFiles] | None:
-    """The files that an earlier run has left of this state; None if there are none at all.
-
-    Raises:
-      JzeroError: there are some, and none is of this state and step.
-    """
-    failures: list[JzeroError] = []
-    for folder in _folders(base):
-        if folder in _alive:
-            if folder in _gone_on:
-                failures.append(_in_use(folder))
-            continue
-        if not folder.exists():
-            break
-        try:
-            if TileFiles.never_complete(WHO, folder, spec.files):
-                _remove(folder)
-                continue
-            return folder, _opened(spec, folder, counter)
-        except JzeroError as error:
-            failures.append(error)
-    if failures:
-        raise failures[-1]
-    return None
+def _found_by_all(spec: StoreSpec) -> tuple[list[dict[int, Folder]], list[str]]:
+    """The folders of each process, and an id that each has drawn."""
+    there = _making.folders(WHO, _base(spec))
+    own = {number: found for number, path in there if (found := _found(path))}
+    brought = _agreement.gather(WHO, spec.mesh, {"folders": [*own.items()], "run": new_run()})
+    folders = [{n: Folder.of_json(x) for n, x in each["folders"]} for each in brought]
+    return folders, [each["run"] for each in brought]
 
 
-def _in_use(folder: Path) -> StateError:
-    return StateError(message(
-        WHO, f"a state of this process goes on with {folder}, and there are no others to go on with",
-        "With resume=True optimizer state comes from files, and not from what is given in its place. "
-        "Nothing was overwritten.", "Use that state, or let go of it first (an exception that is kept keeps "
-        "it, too); for another state, use another path."))  # fmt: skip
-
-
-def _opened(spec: StoreSpec, folder: Path, counter: int) -> TileFiles:
-    files = TileFiles.open(WHO, folder, spec.files, spec.in_place)
-    steps = [step for step in files.steps if counter_in(step) == counter]
-    if steps:
-        files.select(steps[-1])
-        return files
-    found = " or ".join(str(counter_in(step)) for step in files.steps)
-    files.close()
-    raise StateError(message(
-        WHO, f"{folder} has optimizer state of step {found}, and the rest of the state is of step {counter}",
-        f"With resume=True both are of one step, by the sum of {' and '.join(spec.counter_paths)}. "
-        "Nothing was overwritten.", f"Restore the checkpoint of step {found}; or, to start from this state, "
-        "drop resume=True and remove the folder."))  # fmt: skip
+def _found(folder: Path) -> Folder | None:
+    """What there is in a folder, and what states of this process have to do with it."""
+    if folder in _alive:
+        return Folder(RESUMED if folder in _gone_on else MADE)
+    found = _making.look(WHO, folder)
+    return found._replace(use=GONE) if found and folder in _made else found

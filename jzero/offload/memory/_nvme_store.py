@@ -9,11 +9,10 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
 
 from jzero.offload.nvme._about import FileSpec
@@ -24,8 +23,6 @@ from jzero.offload.nvme._layout import PAGE, Extent, TileLayout, whole_pages
 WHO = "jzero.NVMe"
 # Buffers are one call's at a time.
 BUFFERS = threading.RLock()
-# The number of a step on the disk: how often the files were written, and the counter of the state.
-_COUNTER = 32
 
 
 class TileReader(Protocol):
@@ -85,8 +82,6 @@ class StoreSpec:
       resume: whether files that are there are gone on with.
       layout: what is where in the file of each device.
       identity: of each file, by its name: whose state it is.
-      counters: the leaves that say of which step a state is, by index.
-      counter_paths: the same, for messages.
       mesh: whose devices the states are of.
       frozen: what is where in a second file of each device, of leaves that no step changes.
       gradients: of each tile, the gradients that wait for its update in the file; no tiles if none do.
@@ -99,8 +94,6 @@ class StoreSpec:
     resume: bool
     layout: TileLayout
     identity: Mapping[str, Any]
-    counters: tuple[int, ...]
-    counter_paths: tuple[str, ...]
     mesh: Any
     frozen: TileLayout = TileLayout(())
     gradients: TileLayout = TileLayout(())
@@ -145,10 +138,6 @@ class StoreSpec:
         for tile, i in layout.of_leaf(name, start, stop):
             yield ExtentAt(layout, TileAt(first + file, tile), i)
 
-    def counter(self, leaves: Sequence[Any]) -> int:
-        """Of which step a state is: the sum of its integers of one element, modulo 2**32."""
-        return sum(int(_value(leaves[i])) for i in self.counters) % 2**_COUNTER
-
 
 class NVMeStore:
     """The files of one state.
@@ -156,22 +145,20 @@ class NVMeStore:
     Attributes:
       spec: what is in them.
       files: the files.
-      first: the number of the step with which they are filled.
     """
 
     def __init__(self, spec: StoreSpec, files: TileFiles):
         self.spec, self.files = spec, files
-        self.first = 0
         weakref.finalize(self, files.close)
 
     @property
     def newest(self) -> int:
         """The number of the step that leaves are of: the one that is committed, or the first one."""
-        return self.first if self.files.step is None else self.files.step
+        return self.files.step or 0
 
-    def begin(self, counter: int) -> int:
-        """Begins a step after which the state has this counter; its number."""
-        step = ((self.newest >> _COUNTER) + 1 << _COUNTER) + counter
+    def begin(self) -> int:
+        """Begins the next step, or the first one; its number."""
+        step = 0 if self.files.step is None else self.files.step + 1
         self.files.begin(step)
         return step
 
@@ -210,14 +197,3 @@ class NVMeStore:
     def takes(self, memory: np.ndarray) -> bool:
         """Whether the disk can read straight into it, or write from there."""
         return memory.ctypes.data % self.files.memory_alignment == 0 and len(memory) % PAGE == 0
-
-
-def counter_in(step: int) -> int:
-    """The counter of the state whose step has this number."""
-    return step % 2**_COUNTER
-
-
-def _value(x: Any) -> Any:
-    """A number that all devices have."""
-    spans = isinstance(x, jax.Array) and not x.is_fully_addressable
-    return np.asarray(x.addressable_data(0) if spans else x)

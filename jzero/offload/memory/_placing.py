@@ -186,7 +186,7 @@ def born(
     of the others. What rests in files goes to those of `filling`.
     """
     made: dict[int, Any] = {}
-    if filling and all(target.plan.tier != DEVICE for target in places):
+    if filling:
         filling.start([None] * len(places))
     for group in _groups([target.plan for target in places], device_bytes or _BORN_TOGETHER):
         wanted = [traced.jaxpr.outvars[i] for i in group]
@@ -201,8 +201,6 @@ def born(
         fresh = jax.jit(run, out_shardings=shardings)([arrays[var] for var in part.reads])
         fresh = jax.block_until_ready(place_state(fresh, targets, filling=filling))
         made |= zip(group, fresh, strict=True)
-        if filling and targets[0].plan.tier == DEVICE:
-            filling.start([made.get(i) for i in range(len(places))])
     return [made[i] for i in range(len(places))]
 
 

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import functools
 import os
+import stat
 import sys
 import weakref
 from pathlib import Path
@@ -40,11 +41,11 @@ class DirectFile:
 
         Args:
           who: what the user called.
-          path: where it is; with `create`, what is there already is kept.
-          create: whether it may be missing.
+          path: where it is.
+          create: whether to make it; then nothing may be there.
 
         Raises:
-          OptionError: another run has it, it cannot be opened, or this is not Linux.
+          OptionError: another run has it, it cannot be opened or is no regular file, or this is not Linux.
           StateError: it is not there.
         """
         self.path, self._who, self._fd, self.why_not = path, who, -1, ""
@@ -52,7 +53,9 @@ class DirectFile:
             raise OptionError(message(
                 who, f"this is {sys.platform}", "State is kept in files by system calls of Linux.",
                 "Use another tier, such as HostCPU."))  # fmt: skip
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        # What is no file of ours may be a link to anything, a pipe or a device.
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        flags |= os.O_CREAT | os.O_EXCL if create else 0
         try:
             self._fd = self._open(flags)
             _open_files.add(self)
@@ -82,6 +85,9 @@ class DirectFile:
     def _open(self, flags: int) -> int:
         try:
             fd = self._open_direct(flags)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                raise OSError(errno.EINVAL, "it is no regular file")
             if self.why_not:
                 fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)
             return fd
@@ -103,6 +109,8 @@ class DirectFile:
             if error.errno != errno.EINVAL:
                 raise
             self.why_not = "the file system has no O_DIRECT"
+            if flags & os.O_EXCL:  # Linux makes the file before it looks at O_DIRECT.
+                self.path.unlink(missing_ok=True)
             return os.open(self.path, flags, 0o600)
         asked = alignment(fd)
         if (kind := _file_system(fd)) in ("tmpfs", "ramfs"):

@@ -20,7 +20,7 @@ from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._checksum import checksum
 from jzero.offload.nvme._direct import BLOCK, DirectFile
 from jzero.offload.nvme._gradients import WaitingGradients
-from jzero.offload.nvme._header import COMPLETE, EMPTY, WRITING, Header, Places, shown
+from jzero.offload.nvme._header import COMPLETE, EMPTY, WRITING, Header, Places, Write
 from jzero.offload.nvme._layout import PAGE, whole_pages
 
 _RESTORE = "Restore the last checkpoint into a new path, without resume=True."
@@ -34,12 +34,15 @@ class TileFile:
       layout: what lies where in its tiles.
       frozen: whether its tiles are those of every step.
       steps: the steps that are complete in it, and the slot that has each.
+      run: the random id of whoever writes it from here on.
       file: what it is on the disk.
       gradients: those that wait in it for the update.
     """
 
-    def __init__(self, who: str, file: DirectFile, spec: FileSpec, in_place: bool) -> None:
-        self._who, self.file, self.layout = who, file, spec.layout
+    def __init__(
+        self, who: str, file: DirectFile, spec: FileSpec, in_place: bool, run: str
+    ) -> None:
+        self._who, self.file, self.layout, self.run = who, file, spec.layout, run
         self.frozen = spec.frozen
         self._about, self._slots = spec.about(), 1 if in_place and not spec.frozen else 2
         self._tile_bytes = [spec.layout.nbytes(tile) for tile in range(spec.layout.num_tiles)]
@@ -58,7 +61,7 @@ class TileFile:
             self._places, self._tables = self._places.twice(), self._tables * 2
         self._written = np.zeros(len(self._tile_bytes), bool)
         self._crcs: dict[int, int] = {}
-        self.steps: dict[int, int] = {}
+        self.steps: dict[Write, int] = {}
 
     @property
     def path(self) -> Path:
@@ -99,6 +102,9 @@ class TileFile:
             `in_place`.
         """
         found = headers(self._who, self.file)
+        if len(found) == 1 and found[0].slots == 1:
+            what = "with in_place=True it may have said that tiles are of two steps"
+            raise self._damaged("has a damaged header", what)
         header = max(found, key=lambda header: header.generation)
         self._generation = header.generation
         if (actual := self.file.size) != header.size:
@@ -114,12 +120,12 @@ class TileFile:
                 f"With in_place=False a file has two slots. {NOT_OVERWRITTEN}",
                 f"Use in_place={here}, or another path."))  # fmt: skip
         if self._slots == 2:
-            self.steps = {x.step: x.slot for x in found if x.state == COMPLETE}
+            self.steps = {x.write: x.slot for x in found if x.state == COMPLETE}
         elif header.state == COMPLETE:
-            self.steps = {header.step: 0}
+            self.steps = {header.write: 0}
         elif header.state == WRITING:
             raise StateError(message(
-                self._who, f"{self.path} is dirty: its run ended while step {shown(header.step)} was "
+                self._who, f"{self.path} is dirty: its run ended while step {header.step} was "
                 "written over the step before",
                 f"With in_place=True a step that does not end leaves tiles of two steps. {NOT_OVERWRITTEN}",
                 "Restore the last checkpoint into a new path; in_place=False costs twice the space, and "
@@ -150,7 +156,7 @@ class TileFile:
 
     # ------------------------------------------------------------------------------------- steps
 
-    def load(self, step: int) -> None:
+    def load(self, step: Write) -> None:
         """Reads the checksums of a complete step.
 
         Raises:
@@ -159,14 +165,14 @@ class TileFile:
         slot = self.steps[step]
         table = pages(_header.table_bytes(len(self._tables[slot])) or PAGE)
         self.file.read(table[: _header.table_bytes(len(self._tables[slot]))],
-                       self._places.table[slot], f"the checksums of step {shown(step)}")  # fmt: skip
+                       self._places.table[slot], f"the checksums of step {step.step}")  # fmt: skip
         if zlib.crc32(table.data) != self._crcs[slot]:
             raise self._damaged(
-                f"has damaged checksums of step {shown(step)}", "theirs is another one"
+                f"has damaged checksums of step {step.step}", "theirs is another one"
             )
         self._tables[slot][:] = table.view(np.uint32)[: len(self._tables[slot])]
 
-    def begin(self, step: int, keep: int | None) -> None:
+    def begin(self, step: int, keep: Write | None) -> None:
         """Marks a slot as being written, on the disk; not that of the step `keep`, if there are two."""
         self._target = self._other_than(keep)
         if self.is_filled:
@@ -177,7 +183,7 @@ class TileFile:
         self._put(WRITING, self._target, step)
         self.file.sync()
 
-    def begin_gradients(self, keep: int) -> None:
+    def begin_gradients(self, keep: Write) -> None:
         """From here on gradients may be written over the slot that has not this step, if there are two."""
         if self.frozen or not self.gradients.layout.num_tiles:
             return
@@ -191,7 +197,7 @@ class TileFile:
             self.file.sync()
         self.gradients.begin(starts)
 
-    def _other_than(self, keep: int | None) -> int:
+    def _other_than(self, keep: Write | None) -> int:
         """The slot that has not this step, or the only one."""
         kept = self.steps.get(keep, -1) if keep is not None else -1
         return 1 - kept if self._slots == 2 and kept >= 0 else 0
@@ -310,7 +316,7 @@ class TileFile:
     def committed(self, step: int) -> None:
         """Says which steps the file has, now that all files have this one."""
         kept = {s: slot for s, slot in self.steps.items() if slot != self._target}
-        self.steps = kept | {step: self._target}
+        self.steps = kept | {Write(step, self.run): self._target}
 
     def _put(self, state: str, slot: int, step: int, table_crc: int = 0) -> None:
         """Writes a header page: that of the slot, or the older one if there is one slot."""
@@ -318,11 +324,11 @@ class TileFile:
         header = Header(
             generation=self._generation, state=state, slot=slot, step=step, table_crc=table_crc,
             slots=self._slots, num_tiles=len(self._tile_bytes), about_bytes=len(self._about),
-            about_crc=zlib.crc32(self._about), size=self.size,
+            about_crc=zlib.crc32(self._about), size=self.size, run=self.run,
         )  # fmt: skip
         header.pack(self._page)
         page = slot if self._slots == 2 else self._generation % 2
-        self.file.write(self._page, page * PAGE, f"a header of step {shown(step)}")
+        self.file.write(self._page, page * PAGE, f"a header of step {step}")
 
 
 def headers(who: str, file: DirectFile) -> list[Header]:
@@ -331,11 +337,8 @@ def headers(who: str, file: DirectFile) -> list[Header]:
     Raises:
       StateError: there is none, or another version wrote them.
     """
-    found, versions, page = [], set(), pages(PAGE)
-    for k in range(2):
-        if file.size < (k + 1) * PAGE:
-            raise file.cut(f"its headers end at {2 * PAGE}")
-        file.read(page, k * PAGE, "a header")
+    found, versions = [], set()
+    for k, page in enumerate(header_pages(file)):
         try:
             header = _header.checked(page)
         except Malformed as error:
@@ -360,8 +363,22 @@ def headers(who: str, file: DirectFile) -> list[Header]:
         raise _damaged(who, file, "has headers of two files", "they differ in more than the step")
     complete = [header for header in found if header.state == COMPLETE and header.slots == 2]
     if len({header.step for header in complete}) < len(complete):
-        what = f"both are of step {shown(complete[0].step)}"
+        what = f"both are of step {complete[0].step}"
         raise _damaged(who, file, "has headers that are none", what)
+    return found
+
+
+def header_pages(file: DirectFile) -> list[np.ndarray]:
+    """Both header pages of a file, as they are.
+
+    Raises:
+      StateError: it is too short for them, or cannot be read.
+    """
+    if file.size < 2 * PAGE:
+        raise file.cut(f"its headers end at {2 * PAGE}")
+    found = [pages(PAGE) for _ in range(2)]
+    for k, page in enumerate(found):
+        file.read(page, k * PAGE, "a header")
     return found
 
 

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,14 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jzero._errors import OptionError, StateError, message
-from jzero._quantities import readable_bytes
+from jzero.offload.nvme import _folders, _making
 from jzero.offload.nvme._about import NOT_OVERWRITTEN, FileSpec
 from jzero.offload.nvme._direct import DirectFile
-from jzero.offload.nvme._file import TileFile, headers
-from jzero.offload.nvme._header import COMPLETE, shown
+from jzero.offload.nvme._file import TileFile
+from jzero.offload.nvme._folders import GivenWrites
+from jzero.offload.nvme._header import Write
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_UNFINISHED = ".unfinished"  # the end of a file's name until it is made
 _POLL_SECONDS = 0.005
 
 
@@ -54,15 +53,15 @@ class TileFiles:
 
     Attributes:
       layouts: of each file, what lies where in its tiles.
-      step: the committed step, which is read; None if there is none yet.
+      committed: the commit that is read; None if there is none yet.
     """
 
     def __init__(self, who: str, files: Sequence[TileFile], in_place: bool) -> None:
         """Use `create` or `open`."""
         self._who, self._files, self._in_place = who, list(files), in_place
         self.layouts = [file.layout for file in files]
-        self.step: int | None = None
-        self._slots: list[int] = []  # The slot of `step` in each file.
+        self.committed: Write | None = None
+        self._slots: list[int] = []  # The slot of `committed` in each file.
         self._writing: int | None = None
         self._lost: int | None = None  # The step at which files in one slot were left in between.
         self._pins: weakref.WeakSet[Pin] = weakref.WeakSet()
@@ -70,47 +69,35 @@ class TileFiles:
     @classmethod
     def create(
         cls, who: str, folder: str | os.PathLike[str], specs: Mapping[str, FileSpec],
-        in_place: bool = False,
+        in_place: bool = False, run: str | None = None, ready: Callable[[], None] | None = None,
     ) -> TileFiles:  # fmt: skip
         """Makes the files, which have no step yet, and reserves all of their space.
 
-        Files of a run that ended before its first step was complete are replaced. A call that fails leaves
-        nothing behind.
+        A call that fails leaves nothing behind.
 
         Args:
           who: what the user called; errors begin with it.
-          folder: of the files; made if it is not there.
+          folder: of the files; made. What is there of a run that ended before its first step was complete
+            gets another name, and a warning says which.
           specs: of each file its name, layout and identity.
           in_place: one slot instead of two.
+          run: the id of all processes of the run; a new one by default.
+          ready: returns when all processes have made their files, all of which have decided that they may;
+            by default this one decides, and is alone.
 
         Raises:
           OptionError: there is no room, files with a step are there, or another run has them.
         """
-        folder, made = Path(folder), list[TileFile]()
-        with contextlib.ExitStack() as undo, _named(who, folder, made):
-            _make_folder(folder, undo)
-            for name, spec in specs.items():
-                made.append(_started(who, folder / name, spec, in_place, undo))
-            for old in [_replaceable(who, folder / name, undo) for name in specs]:
-                if old is not None:
-                    old.path.unlink()
-                    old.close()
-            for file in made:  # The space of all, before any is filled.
-                file.file.resize(file.size)
-            for file in made:
-                file.make()
-            for file, name in zip(made, specs, strict=True):
-                undo.callback((folder / name).unlink, missing_ok=True)
-                os.rename(file.path, folder / name)
-                file.file.path = folder / name
-            _sync_folder(folder)
-            undo.pop_all()
+        folder = Path(folder)
+        if ready is None:
+            _check_alone(who, folder)
+        made = _making.make(who, folder, specs, in_place, run or new_run(), ready or _is_alone)
         return cls(who, made, in_place)
 
     @classmethod
     def open(
         cls, who: str, folder: str | os.PathLike[str], specs: Mapping[str, FileSpec],
-        in_place: bool = False, step: int | None = None,
+        in_place: bool = False, step: Write | None = None, run: str | None = None,
     ) -> TileFiles:  # fmt: skip
         """Opens files that an earlier run has left. Nothing is written before `begin`.
 
@@ -120,47 +107,35 @@ class TileFiles:
           specs: of each file its name, layout and identity, which must be those that it was made with.
           in_place: as they were made.
           step: which one to read; None for the newest that all files have.
+          run: the id of all processes for what is written from here on; a new one by default.
 
         Raises:
           OptionError: another run has them.
           StateError: a file is missing, cut, damaged, dirty, or of another state; or there is no such step.
         """
+        run = run or new_run()
         with contextlib.ExitStack() as undo:
             made = []
             for name, spec in specs.items():
-                made.append(TileFile(who, DirectFile(who, Path(folder) / name), spec, in_place))
-                undo.callback(made[-1].file.close)
+                file = DirectFile(who, Path(folder) / name)
+                undo.callback(file.close)
+                made.append(TileFile(who, file, spec, in_place, run))
                 made[-1].open()
             files = cls(who, made, in_place)
             files.select(step)
             undo.pop_all()
         return files
 
-    @staticmethod
-    def never_complete(
-        who: str, folder: str | os.PathLike[str], specs: Mapping[str, FileSpec]
-    ) -> bool:
-        """Whether the run that has left files ended before its first step was complete in all of them.
-
-        Raises:
-          OptionError: another run has one.
-          StateError: one has no intact header.
-        """
-        with contextlib.ExitStack() as undo:
-            for path in (Path(folder) / name for name in specs):
-                if not path.exists():
-                    continue
-                file = DirectFile(who, path)
-                undo.callback(file.close)
-                if all(header.state != COMPLETE for header in headers(who, file)):
-                    return True
-        return False
-
     # ------------------------------------------------------------------------------- what there is
 
     @property
-    def steps(self) -> tuple[int, ...]:
-        """The steps that all files have, in order; what processes compare to choose one that all have."""
+    def step(self) -> int | None:
+        """The committed step, which is read; None if there is none yet."""
+        return None if self.committed is None else self.committed.step
+
+    @property
+    def steps(self) -> tuple[Write, ...]:
+        """The steps that all files have, in order."""
         return tuple(sorted(set.intersection(*(set(file.steps) for file in self._files))))
 
     @property
@@ -222,7 +197,7 @@ class TileFiles:
 
     # --------------------------------------------------------------------------------------- steps
 
-    def select(self, step: int | None = None) -> None:
+    def select(self, step: Write | None = None) -> None:
         """Reads another step from here on; None is the newest that all files have. Before the first `begin`.
 
         Raises:
@@ -231,7 +206,7 @@ class TileFiles:
         steps = self.steps
         if not steps or (step is not None and step not in steps):
             each = [f"{file.path} has {_listed(sorted(file.steps))}" for file in self._files]
-            what = "A step" if step is None else f"Step {shown(step)}"
+            what = "A step" if step is None else f"{step}".capitalize()
             raise StateError(message(
                 self._who, each,
                 f"{what} is resumed if all files have it, complete. {NOT_OVERWRITTEN}",
@@ -240,7 +215,7 @@ class TileFiles:
         chosen = steps[-1] if step is None else step
         for file in self._files:
             file.load(chosen)
-        self.step, self._slots = chosen, [file.steps[chosen] for file in self._files]
+        self.committed, self._slots = chosen, [file.steps[chosen] for file in self._files]
 
     def begin(self, step: int) -> None:
         """Marks the other slot of each file, or the only one, as being written; waits for pins on it.
@@ -253,7 +228,7 @@ class TileFiles:
         self._wait_for_pins(lambda pin: self._in_place or pin.step != self.step)
         self._writing = step
         for file in self._files:
-            file.begin(step, self.step)
+            file.begin(step, self.committed)
 
     def begin_gradients(self) -> None:
         """Lets gradients be written, where the next step will be, or behind the only slot; waits for pins.
@@ -265,10 +240,10 @@ class TileFiles:
         """
         self._check()
         assert self._writing is None, "begin_gradients, without commit or abort of the step before"
-        assert self.step is not None, "begin_gradients, before a step was committed"
+        assert self.committed is not None, "begin_gradients, before a step was committed"
         self._wait_for_pins(lambda pin: not self._in_place and pin.step != self.step)
         for file in self._files:
-            file.begin_gradients(self.step)
+            file.begin_gradients(self.committed)
 
     def _wait_for_pins(self, are_in_the_way: Callable[[Pin], bool]) -> None:
         while any(map(are_in_the_way, list(self._pins))):
@@ -287,7 +262,8 @@ class TileFiles:
             file.complete(step)
         for file in self._files:
             file.committed(step)
-        self.step, self._slots = step, [file.target for file in self._files]
+        write, slots = Write(step, self._files[0].run), [file.target for file in self._files]
+        self.committed, self._slots = write, slots  # An interrupt finds both or neither.
         self._writing = None
 
     def abort(self) -> None:
@@ -299,7 +275,7 @@ class TileFiles:
     def _check(self) -> None:
         if self._lost is not None:
             raise StateError(message(
-                self._who, f"step {shown(self._lost)} failed while it was written over the step before, in "
+                self._who, f"step {self._lost} failed while it was written over the step before, in "
                 f"{self.folder}",
                 "With in_place=True a step that does not end leaves tiles of two steps.",
                 "Restore the last checkpoint into a new path; in_place=False costs twice the space, and "
@@ -446,88 +422,26 @@ class Pin:
         self.release()
 
 
-# ------------------------------------------------------------------------------------------- making
-
-
-@contextlib.contextmanager
-def _named(who: str, folder: Path, made: Sequence[TileFile]) -> Iterator[None]:
-    """Around the making of files: says what was needed, and what there was, if the system refuses it."""
-    disk = None
-    try:
-        disk = os.statvfs(next(path for path in [folder, *folder.parents] if path.exists()))
-        yield
-    except (OSError, StateError) as error:
-        cause = error.__cause__ if isinstance(error, StateError) else error
-        if not isinstance(cause, OSError):
-            raise
-        if cause.errno not in _NO_ROOM or disk is None:
-            raise OptionError(message(
-                who, f"files cannot be made in {folder}: {cause.strerror}",
-                "State is kept in files in this folder. Nothing was left behind.", "Use another path.",
-            )) from error  # fmt: skip
-        free, needed = disk.f_bavail * disk.f_frsize, sum(file.size for file in made)
-        raise OptionError(message(
-            who, f"{len(made)} files in {folder} need {needed} bytes ({readable_bytes(needed)}), and "
-            f"{free} ({readable_bytes(free)}) are free: {cause.strerror}",
-            "All of their space is reserved before the first step. Nothing was left behind.",
-            "Make room, shard over more hosts, or use in_place=True, which needs half.",
-        )) from error  # fmt: skip
-
-
-def _make_folder(folder: Path, undo: contextlib.ExitStack) -> None:
-    """Makes a folder and those around it; those that it made go again if what follows fails."""
-    for path in reversed([path for path in [folder, *folder.parents] if not path.exists()]):
-        path.mkdir(exist_ok=True)
-        undo.callback(_remove_folder, path)
-        _sync_folder(path.parent)
-
-
-def _remove_folder(path: Path) -> None:
-    with contextlib.suppress(OSError):  # Another process of the run has its files there.
-        path.rmdir()
-
-
-def _replaceable(who: str, path: Path, undo: contextlib.ExitStack) -> DirectFile | None:
-    """A file that is there, locked, if no step is in it; None if there is none.
-
-    Raises:
-      OptionError: a step may be in it.
-    """
-    if not path.exists():
-        return None
-    file = DirectFile(who, path)
-    undo.callback(file.close)
-    steps = [header.step for header in headers(who, file) if header.state == COMPLETE]
-    if steps:
-        raise OptionError(message(
-            who, f"{path} has the state of step {shown(max(steps))}",
-            f"A run starts with files of its own. {NOT_OVERWRITTEN}",
-            "Use resume=True to go on with it, remove it, or use another path."))  # fmt: skip
-    return file
-
-
-def _started(
-    who: str, path: Path, spec: FileSpec, in_place: bool, undo: contextlib.ExitStack
-) -> TileFile:
-    """A new file of another name, which nobody else is making."""
-    private = path.with_name(path.name + _UNFINISHED)
-    file = DirectFile(who, private, create=True)
-    undo.callback(file.close)
-    undo.callback(private.unlink, missing_ok=True)
-    file.resize(0)  # What a run that was killed has left of it.
-    return TileFile(who, file, spec, in_place)
-
-
-def _sync_folder(folder: Path) -> None:
-    """So that the names of the files survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _listed(steps: Sequence[int]) -> str:
+def _listed(steps: Sequence[Write]) -> str:
     if not steps:
         return "no complete step"
-    return f"step{'s' * (len(steps) > 1)} {' and '.join(str(shown(step)) for step in steps)}"
+    return f"step{'s' * (len(steps) > 1)} {' and '.join(str(write.step) for write in steps)}"
+
+
+def new_run() -> str:
+    """A random id."""
+    return secrets.token_hex(16)
+
+
+def _is_alone() -> None:
+    """There are no other processes whose files must be made."""
+
+
+def _check_alone(who: str, folder: Path) -> None:
+    found = _making.look(who, folder) if os.path.lexists(folder) else None
+    choice = _folders.decide(
+        [{0: found} if found else {}], lambda *_: folder, False, GivenWrites({})
+    )
+    if choice.refusal:
+        there, rule, edit = choice.refusal
+        raise OptionError(message(who, there, rule, edit))

@@ -31,6 +31,7 @@ Held by tests/test_nvme_kills.py, which kills at every operation on a file.
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from typing import Any, NamedTuple, get_type_hints
 
@@ -40,14 +41,24 @@ from jzero import _json
 from jzero._json import Malformed
 from jzero.offload.nvme._layout import PAGE, whole_pages
 
-VERSION = 2  # 2: lone extents, frozen files
+VERSION = 3  # 2: lone extents, frozen files; 3: the id of the run
 EMPTY, WRITING, COMPLETE = "empty", "writing", "complete"
 _MAGIC = "jzero tiles"
 
 
-def shown(step: int) -> int:
-    """The number that messages give a step: its lower 32 bits, where callers have a counter of their own."""
-    return step % 2**32
+class Write(NamedTuple):
+    """One commit of a state to its files; see [Note: writes] in `_folders.py`.
+
+    Attributes:
+      step: how many came before it: 0 for the one with which files are filled.
+      run: the random id of whoever made it, 32 hexadecimal digits.
+    """
+
+    step: int
+    run: str
+
+    def __str__(self) -> str:
+        return f"step {self.step} of run {self.run[:8]}"
 
 
 class Header(NamedTuple):
@@ -64,6 +75,7 @@ class Header(NamedTuple):
       about_bytes: of the JSON text that says what the file is, after the two pages.
       about_crc: its CRC-32.
       size: bytes of the file.
+      run: the random id of whoever wrote the page.
       version: of this format.
     """
 
@@ -77,12 +89,18 @@ class Header(NamedTuple):
     about_bytes: int
     about_crc: int
     size: int
+    run: str
     version: int = VERSION
 
     @property
     def of_file(self) -> tuple[int, ...]:
         """What both pages of a file say alike."""
         return self.slots, self.num_tiles, self.about_bytes, self.about_crc, self.size
+
+    @property
+    def write(self) -> Write:
+        """The commit that the slot has, or is to have."""
+        return Write(self.step, self.run)
 
     def pack(self, page: np.ndarray) -> None:
         """Fills a page: a line of the format's name and a checksum, and the fields as JSON."""
@@ -120,6 +138,7 @@ def checked(page: np.ndarray) -> Header | int | None:
 
 
 _FORM = get_type_hints(Header)
+_RUN = re.compile("[0-9a-f]{32}")
 _MOST = {"slot": 2, "slots": 3, "table_crc": 2**32, "about_crc": 2**32}
 
 
@@ -135,6 +154,8 @@ def _out_of_bounds(fields: dict[str, Any]) -> list[str]:
         bad.append(f"its state is {_json.shown(at.state)}, with step {at.step}")
     if at.slot >= at.slots:
         bad.append(f"its slot is {at.slot}, of {at.slots}")
+    if not _RUN.fullmatch(at.run):
+        bad.append(f"its run is {_json.shown(at.run)}")
     if 2 * PAGE + whole_pages(at.about_bytes) > at.size:
         bad.append(f"its description has {at.about_bytes} bytes, and the file {at.size}")
     return bad

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of which commit to files each leaf of a state is, while it is alive; see [Note: writes] in `_folders.py`.
+
+A leaf on the devices is an array of JAX's, and cannot say it itself. So what placed it, restored it or
+returned it from a step notes it here. Copies, and what a user makes of a leaf, are of no commit.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jzero.offload.memory._nvme_array import NVMeArray
+from jzero.offload.memory._padded import PaddedArray
+from jzero.offload.nvme._header import Write
+
+# By the id of a leaf that is alive: a reference tells it from a later one with the same id.
+_known: dict[int, tuple[weakref.ref[Any], Write]] = {}
+_TEXT = re.compile(r"([0-9a-f]{32})-(\d{1,18})")
+
+
+def of(leaf: Any) -> Write | None:
+    """The commit that a leaf is of; None if it is of none that is known."""
+    if isinstance(leaf, NVMeArray):
+        return None if leaf.is_deleted() else leaf.store.files.committed
+    leaf = _inner(leaf)
+    there, write = _known.get(id(leaf), (None, None))
+    return write if there is not None and there() is leaf else None
+
+
+def note(leaf: Any, write: Write | None) -> None:
+    """From here on a leaf is of this commit, or of none."""
+    if isinstance(leaf, NVMeArray):
+        return
+    leaf = _inner(leaf)
+    key = id(leaf)
+    if write is None:
+        _known.pop(key, None)
+        return
+
+    def forget(reference: weakref.ref[Any]) -> None:
+        if (found := _known.get(key)) and found[0] is reference:
+            _known.pop(key, None)
+
+    try:
+        _known[key] = weakref.ref(leaf, forget), write
+    except TypeError:  # A Python number, which anybody may have, too.
+        _known.pop(key, None)
+
+
+def are_known() -> bool:
+    """Whether any leaf is of a commit."""
+    return bool(_known)
+
+
+def carry(old: Sequence[Any], new: Sequence[Any]) -> None:
+    """Leaves that were moved are of the commits that they were of."""
+    if _known:
+        for before, after in zip(old, new, strict=True):
+            if after is not before:
+                note(after, of(before))
+
+
+def settle(leaves: Iterable[Any]) -> None:
+    """All leaves of a state that was placed, or that a step returned, are of its files' commit, if any."""
+    leaves = list(leaves)
+    write = next((of(leaf) for leaf in leaves if isinstance(leaf, NVMeArray)), None)
+    if write is not None or _known:
+        for leaf in leaves:
+            note(leaf, write)
+
+
+def as_text(write: Write) -> str:
+    """A commit, as a checkpoint stores it."""
+    return f"{write.run}-{write.step}"
+
+
+def of_text(text: Any) -> Write | None:
+    """The same, read; None if it is something else."""
+    found = _TEXT.fullmatch(text) if isinstance(text, str) else None
+    return Write(int(found[2]), found[1]) if found else None
+
+
+def _inner(leaf: Any) -> Any:
+    """What a step takes apart and makes anew is the array in it."""
+    return leaf.padded if isinstance(leaf, PaddedArray) else leaf
