@@ -394,6 +394,33 @@ def test_resume_refuses_leaves_of_two_steps(tmp_path: Path):
         train_step.shard(state, BATCH)
 
 
+def test_what_is_saved_beside_files_is_of_their_step(tmp_path: Path):
+    """Parameters that a user has made anew since the last step come back with the moments of that step."""
+    train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
+    (params, opt_state), _ = train_step(train_step.shard(new_state(), BATCH), BATCH)
+    state = jax.tree.map(lambda x: 2 * x, params), opt_state
+    with jzero.Checkpointer(tmp_path / "steps", train_step, asynchronous=False) as checkpointer:
+        checkpointer.save(3, state)
+    before = to_host(state)
+    del state, params, opt_state
+    end_of_process()
+    train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
+    params, opt_state = restored(tmp_path, train_step)
+    changed = jax.tree.map(lambda x: 2 * x, params), opt_state
+    told = r"call train_step\.plan\(state, batch\) before restore, which then resumes"
+    with pytest.raises(jzero.StateError, match=told):
+        train_step.shard(changed, BATCH)
+    train_step.plan(jax.eval_shape(new_state), BATCH)
+    params, opt_state = restored(tmp_path, train_step)
+    assert_same((params, opt_state), before)
+    changed = jax.tree.map(lambda x: x / 2, params), opt_state
+    after, _ = train_step(changed, BATCH)
+    plain, _ = on(2, "", policy=jzero.HostCPU())(
+        (jax.tree.map(lambda x: x / 2, before[0]), before[1]), BATCH
+    )
+    assert_same(after, to_host(plain))
+
+
 def test_resume_refuses_a_part_of_a_state_without_its_files(tmp_path: Path):
     """Zeros would be trained on in place of moments."""
     trained(tmp_path)

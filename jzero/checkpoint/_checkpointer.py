@@ -298,8 +298,8 @@ class Checkpointer:
         plans, _ = self._train_step._placement.leaf_plans(state)
         pairs = zip(leaf_names(state), plans, strict=True)
         notes = {"roles": {name: plan.role for name, plan in pairs if plan.role != OTHER}}
-        leaves = zip(leaf_names(state), jax.tree.leaves(state), strict=True)
-        found = {name: _writes.as_text(x) for name, leaf in leaves if (x := _writes.of(leaf))}
+        writes = zip(leaf_names(state), _writes.of_saved(jax.tree.leaves(state)), strict=True)
+        found = {name: _writes.as_text(write) for name, write in writes if write is not None}
         return notes | ({"writes": found} if found else {})
 
     def _agreed(self, step: int, state: Any, data_iterator: Any) -> list[Any] | None:

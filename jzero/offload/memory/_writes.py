@@ -30,6 +30,16 @@ def of(leaf: Any) -> Write | None:
     return write if there is not None and there() is leaf else None
 
 
+def of_saved(leaves: Sequence[Any]) -> list[Write | None]:
+    """The commit that each leaf of a state that is saved is of.
+
+    Beside leaves in files it is theirs, also of what a user has made since the last step: what is saved
+    together comes back together.
+    """
+    in_files = next((of(leaf) for leaf in leaves if isinstance(leaf, NVMeArray)), None)
+    return [in_files or of(leaf) for leaf in leaves]
+
+
 def note(leaf: Any, write: Write | None) -> None:
     """From here on a leaf is of this commit, or of none."""
     if isinstance(leaf, NVMeArray):

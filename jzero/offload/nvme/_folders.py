@@ -239,10 +239,18 @@ def _not_resumed(
                 found.append(_said(path(process, number), folder))
     given = _given(wanted)
     rule = f"With resume=True files and the rest of the state are of one step, by an id in both. {_KEPT}"
+    changed = wanted.write is None and any(wanted.rest.values())
     return found, f"{given[0].upper()}{given[1:]}. {rule}", (
         "Restore a checkpoint that jzero.Checkpointer has saved of that step, and pass what restore "
-        "returned. To start from this state, use another path, or remove the folder of each process."
+        f"returned{_TO_CHANGE if changed else '.'} To start from this state, use another path, or remove "
+        "the folder of each process."
     )  # fmt: skip
+
+
+_TO_CHANGE = (
+    "; to change leaves of it first, call train_step.plan(state, batch) before restore, which then resumes "
+    "the files itself."
+)
 
 
 def _said(path: Path, folder: Folder) -> str:
