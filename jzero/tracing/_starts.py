@@ -14,6 +14,7 @@ equation each, as soon as the step is traced: no place that takes a part has to 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -86,7 +87,7 @@ def _clamped(start: Atom, last: int, source: Eqn, clamps: list[Eqn]) -> Atom:
     return out
 
 
-def _most(last: int, dtype: np.dtype[np.generic]) -> int:
+def _most(last: int, dtype: Any) -> int:
     """`last`, or the dtype's own largest number, which no start can exceed."""
     return min(last, int(np.iinfo(dtype).max))
 
