@@ -3,7 +3,7 @@
 
 [Note: starts in bounds]
 `lax.dynamic_slice` clamps its start to `[0, n - size]`, and a `lax.gather` of windows clamps too. XLA's
-algebraic simplifier turns a slice of a slice into one slice at the sum of both starts; up to JAX 0.10.2 it
+algebraic simplifier turns a slice of a slice into one slice at the sum of both starts; with JAX 0.10.2 it
 forgets the clamps when it does so, and a device gets rows that the step never selected
 (docs/facts-compilers.md). Where jzero takes a part of a value (`_writer.take`, `take_shard`, tiles, XLA's
 partitioner behind `init`) its own start is always in bounds. So the step's own starts are clamped by an
