@@ -30,7 +30,7 @@ from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
-from jzero.tracing import _call, _jaxpr
+from jzero.tracing import _call, _jaxpr, _starts
 from jzero.tracing._returned import as_given
 from jzero.tracing._signature import Signature
 
@@ -136,6 +136,9 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         _agreement.check("init")
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         traced = _jaxpr.trace_here(lambda: init_fn(*args, **kwargs))
+        traced = traced._replace(
+            jaxpr=_starts.in_bounds(traced.jaxpr)
+        )  # XLA takes each device's part.
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         leaves, shardings = self._placement.leaf_plans(state)
         places = self._placement.places(leaves, shardings)

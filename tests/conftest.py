@@ -1,6 +1,7 @@
 """The environment of every test: 8 virtual CPU devices, fast compiles, clean caches.
 
 `JZERO_TEST_GPU=1 pytest` leaves platform and flags alone and runs on the real devices instead.
+`JZERO_TEST_OPTIMIZED=1 pytest` compiles as users do, with all of XLA's and LLVM's optimizations.
 """
 
 import gc
@@ -50,6 +51,9 @@ ENVIRONMENT = {
     "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "true",
     "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
 }
+if os.environ.get("JZERO_TEST_OPTIMIZED"):
+    ENVIRONMENT["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "false"
+    XLA_FLAGS.pop("--xla_cpu_use_fusion_emitters", None)
 if not os.environ.get("JZERO_TEST_GPU"):
     given = os.environ.get("XLA_FLAGS", "")
     ours = [f"{flag}={value}" for flag, value in XLA_FLAGS.items() if flag not in given]

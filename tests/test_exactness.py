@@ -4,7 +4,11 @@ One of each kind at stage 3 on 8 devices, and a sample of the other settings; `m
 them (experiments/exactness).
 """
 
+import json
+import pathlib
 import random
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -12,6 +16,7 @@ import pytest
 import exactness
 from exactness._check import Setting, applies, verdict
 
+ROOT = pathlib.Path(__file__).parents[1]
 # By default, each item of the findings and each kind of step among them; the seeds of test_sampled.py draw
 # most of what the others do.
 BY_DEFAULT = {
@@ -75,3 +80,36 @@ def sample(num):
 @pytest.mark.parametrize(("name", "setting"), sample(5), ids=str)
 def test_trains_so_in_other_settings(name, setting):
     assert verdict(name, setting) is None
+
+
+# Those whose programs XLA's simplifications change most: of slices, gathers, sorts, scans and look-ups.
+OPTIMIZED = (
+    "slice_of_rows_at_a_moving_place", "minibatch_from_a_table", "table_of_positions",
+    "window_behind_the_largest_loss", "windows_under_vmap", "hardest_rows", "sorted_rows",
+    "median_of_the_losses", "every_other_row", "own_microbatches", "discounted_returns",
+    "state_space_model", "moco_queue", "moe_with_a_capacity",
+)  # fmt: skip
+
+
+def test_trains_so_when_compiled_as_users_compile(tmp_path):
+    """In a process of its own, since XLA reads its flags once; all families are in experiments/exactness."""
+    script = ROOT / "experiments" / "exactness" / "run.py"
+    options = ["--stages", "3", "--meshes", "8", "--dtypes", "float64", "--accumulate", "1"]
+    command = [
+        sys.executable,
+        script,
+        *options,
+        "--name",
+        "x",
+        "--out",
+        tmp_path,
+        "--families",
+        *OPTIMIZED,
+    ]
+    subprocess.run(command, check=True, cwd=ROOT)
+    lines = map(json.loads, (tmp_path / "x.jsonl").read_text().splitlines())
+    found = {line["family"]: line for line in lines}
+    assert all(line["optimized"] for line in found.values())
+    assert {name: line["result"] for name, line in found.items()} == dict.fromkeys(
+        OPTIMIZED, "equal"
+    )

@@ -5,15 +5,18 @@ python experiments/exactness/run.py --stages 3 --meshes 8 --dtypes float64 --acc
 python experiments/exactness/run.py --part 1/2        # one half of the families, for a second process
 
 Writes lines of results/<name>.jsonl for each family and setting, and leaves out those that are there with
-the same library. `report.py` makes the tables and the picture.
+the same library. `report.py` makes the tables and the picture. Steps are compiled as users compile them, with
+all of XLA's and LLVM's optimizations, unlike in the tests.
 """
 
 import argparse
+import os
 import re
 import time
 from pathlib import Path
 
 # isort: off
+os.environ["JZERO_TEST_OPTIMIZED"] = "1"
 import experiments.shared.as_tests  # noqa: F401
 import jax
 import exactness
@@ -65,6 +68,7 @@ def main() -> None:
     args = parser.parse_args()
     path = args.out / f"{args.name}.jsonl"
     tree, part, parts = records.library(), *map(int, args.part.split("/"))
+    made_with = {**records.versions("jax", "jaxlib"), "cpu": records.processor(), "optimized": True}
     lines = records.read_lines(path)
     known = {(x["family"], x["setting"]) for x in lines if x["library"] == tree}
     settings = [
@@ -76,7 +80,7 @@ def main() -> None:
         for setting in settings if i % parts == part else ():
             if not applies(exactness.get(name), setting) or (name, str(setting)) in known:
                 continue
-            about = {"family": name, "setting": str(setting), "library": tree, **records.versions()}
+            about = {"family": name, "setting": str(setting), "library": tree, **made_with}
             records.append(
                 path, {**about, "result": "unfinished", "found": []}
             )  # It may end the process.

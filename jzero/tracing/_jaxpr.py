@@ -467,17 +467,40 @@ def evaluate_one(
     eqn: Eqn, args: Sequence[Any], inner: Callable[[Any], Any] = lambda jaxpr: jaxpr
 ) -> list[Any]:
     """Runs one equation of a jaxpr; `inner` gives what stands in the place of each jaxpr that it holds."""
-
-    def replace(param: Any) -> Any:
-        if isinstance(param, (tuple, list)):
-            return type(param)(map(replace, param)) if any(map(_is_jaxpr, param)) else param
-        return inner(param) if _is_jaxpr(param) else param
-
-    params = {name: replace(param) for name, param in eqn.params.items()}
+    params = _with_inner(eqn.params, inner)
     params = eqn.primitive.get_bind_params(params)
     with source_of(eqn), eqn.ctx.manager:
         out = eqn.primitive.bind(*args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _with_inner(params: Mapping[str, Any], inner: Callable[[Any], Any]) -> dict[str, Any]:
+    """An equation's parameters, with `inner(jaxpr)` in the place of each jaxpr, closed or not."""
+
+    def replace(param: Any) -> Any:
+        if isinstance(param, (tuple, list)) and any(map(_is_jaxpr, param)):
+            found = map(replace, param)
+            return param._make(found) if hasattr(param, "_make") else type(param)(found)
+        return inner(param) if _is_jaxpr(param) else param
+
+    return {name: replace(param) for name, param in params.items()}
+
+
+def with_inner(eqn: Eqn, inner: Callable[[Jaxpr], Jaxpr]) -> Eqn:
+    """The equation, with `inner(jaxpr)` in the place of each jaxpr that it holds; itself if all stay."""
+    changed = False
+
+    def replace(param: Any) -> Any:
+        nonlocal changed
+        old = open_jaxpr(param)[0]
+        new = inner(old)
+        if new is old:
+            return param
+        changed = True
+        return param.replace(jaxpr=new) if hasattr(param, "consts") else new
+
+    params = _with_inner(eqn.params, replace)
+    return eqn.replace(params=params) if changed else eqn
 
 
 def _is_jaxpr(param: Any) -> bool:

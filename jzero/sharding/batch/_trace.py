@@ -27,7 +27,7 @@ from jzero.sharding.batch._body import Movement
 from jzero.sharding.batch._equations import shard_map_error
 from jzero.sharding.batch._localize import localize
 from jzero.sharding.batch._rows import Form, Rows
-from jzero.tracing import _jaxpr, _keys, _rewrite
+from jzero.tracing import _jaxpr, _keys, _rewrite, _starts
 from jzero.tracing._differences import without_differences
 from jzero.tracing._types import Aval, Jaxpr
 
@@ -97,7 +97,7 @@ def trace_whole(
     except (RuntimeError, ValueError) as error:
         traced = _trace_otherwise(error, flat_step, avals, mesh_axes)
     _check_refs(traced.jaxpr)
-    flat, consts = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+    flat, consts = _rewrite.flatten_calls(_starts.in_bounds(traced.jaxpr), traced.consts)
     flat = without_differences(flat) if has_masters else flat
     found = localize(flat, consts, forms, given, num_new, axes, exchanges=not accumulates)
     varying = [frozenset(axes) if isinstance(form, Rows) else _frames.NOWHERE for form in given]
@@ -207,7 +207,7 @@ def trace_written(
             f"The data axes are {tuple(axes)}; a step with collectives of its own is one device's.",
             "Pass axis_name=, the name that jax.pmap had; or drop the collectives and write the step for "
             "the whole batch.")) from error  # fmt: skip
-    jaxpr, consts = traced.jaxpr, traced.consts
+    jaxpr, consts = _starts.in_bounds(traced.jaxpr), traced.consts
     _check_refs(jaxpr)
     if accumulates or has_masters:
         jaxpr, consts = _rewrite.flatten_calls(jaxpr, consts)

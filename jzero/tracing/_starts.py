@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slices of a step with starts that are in bounds, so that XLA may merge them with jzero's own.
+
+[Note: starts in bounds]
+`lax.dynamic_slice` clamps its start to `[0, n - size]`, and a `lax.gather` of windows clamps too. XLA's
+algebraic simplifier turns a slice of a slice into one slice at the sum of both starts; with JAX 0.10.2 it
+forgets the clamps when it does so, and a device gets rows that the step never selected
+(docs/facts-compilers.md). Where jzero takes a part of a value (`_writer.take`, `take_shard`, tiles, XLA's
+partitioner behind `init`) its own start is always in bounds. So the step's own starts are clamped by an
+equation each, as soon as the step is traced: no place that takes a part has to know what made the value
+(test_starts.py::test_a_slice_of_a_clamped_slice).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jzero.tracing import _jaxpr
+from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
+
+# How JAX treats an index out of bounds in these: it clamps. With a fill, nothing that is read there counts.
+_CLAMPED = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
+
+def in_bounds(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr, in which an equation clamps the start of every slice and window, in loops and calls too.
+
+    It computes the same. Returns `jaxpr` itself if it has no slices, or only constant starts in bounds.
+    """
+    return _Clamps().of(jaxpr)
+
+
+class _Clamps:
+    """Rewrites jaxprs, each once: a jaxpr that is called twice stays one jaxpr."""
+
+    def __init__(self) -> None:
+        # By the old one's id, which no other jaxpr gets while the old one is kept.
+        self._done: dict[int, tuple[Jaxpr, Jaxpr]] = {}
+
+    def of(self, jaxpr: Jaxpr) -> Jaxpr:
+        if id(jaxpr) not in self._done:
+            eqns = [new for eqn in jaxpr.eqns for new in self._equations(eqn)]
+            same = [*map(id, eqns)] == [*map(id, jaxpr.eqns)]
+            new = jaxpr if same else _jaxpr.replaced(jaxpr, eqns=eqns)
+            self._done[id(jaxpr)] = jaxpr, new
+        return self._done[id(jaxpr)][1]
+
+    def _equations(self, eqn: Eqn) -> list[Eqn]:
+        """One equation, behind those that clamp its starts."""
+        name = eqn.primitive.name
+        if name == "dynamic_slice":
+            return _slice_in_bounds(eqn)
+        if name == "gather":
+            return _windows_in_bounds(eqn)
+        if name == "pallas_call":  # XLA does not simplify what is inside a kernel.
+            return [eqn]
+        return [_jaxpr.with_inner(eqn, self.of)]
+
+
+def _slice_in_bounds(eqn: Eqn) -> list[Eqn]:
+    operand, *starts = eqn.invars
+    last = [n - size for n, size in zip(operand.aval.shape, eqn.params["slice_sizes"], strict=True)]
+    clamps: list[Eqn] = []
+    clamped = [_clamped(x, most, eqn, clamps) for x, most in zip(starts, last, strict=True)]
+    if all(new is old for new, old in zip(clamped, starts, strict=True)):
+        return [eqn]
+    return [*clamps, eqn.replace(invars=[operand, *clamped])]
+
+
+def _clamped(start: Atom, last: int, source: Eqn, clamps: list[Eqn]) -> Atom:
+    """A start in `[0, last]`; the equation that makes it goes into `clamps`."""
+    dtype = start.aval.dtype
+    if _jaxpr.is_literal(start):
+        value = int(_jaxpr.literal(start))
+        inside = min(max(value, 0), last)
+        return start if inside == value else _jaxpr.scalar(inside, dtype)
+    if last == 0:
+        return _jaxpr.scalar(0, dtype)
+    out = _jaxpr.var_like(start.aval)
+    bounds = [_jaxpr.scalar(bound, dtype) for bound in (0, _most(last, dtype))]
+    clamps.append(_jaxpr.equation(lax.clamp_p, [bounds[0], start, bounds[1]], [out], source))
+    return out
+
+
+def _most(last: int, dtype: Any) -> int:
+    """`last`, or the dtype's own largest number, which no start can exceed."""
+    return min(last, int(np.iinfo(dtype).max))
+
+
+def _windows_in_bounds(eqn: Eqn) -> list[Eqn]:
+    """The same for a gather; a window of one element has no part that is smaller."""
+    operand, indices = eqn.invars
+    sizes, dims = eqn.params["slice_sizes"], eqn.params["dimension_numbers"].start_index_map
+    if eqn.params["mode"] not in _CLAMPED or all(sizes[d] == 1 for d in dims):
+        return [eqn]
+    last = [operand.aval.shape[d] - sizes[d] for d in dims]
+    new, eqns = _inlined(lambda x: _clamped_indices(x, last), indices, eqn)
+    return [*eqns, eqn.replace(invars=[operand, new])]
+
+
+def _clamped_indices(indices: jax.Array, last: list[int]) -> jax.Array:
+    """`[..., d]`, of which each of the d has a largest value of its own."""
+    columns = [
+        lax.clamp(np.asarray(0, x.dtype), x, np.asarray(_most(most, x.dtype), x.dtype))
+        for x, most in zip(lax.split(indices, [1] * len(last), indices.ndim - 1), last, strict=True)
+    ]
+    return lax.concatenate(columns, indices.ndim - 1)
+
+
+def _inlined(fn: Callable[[jax.Array], jax.Array], x: Atom, source: Eqn) -> tuple[Atom, list[Eqn]]:
+    """`fn(x)` as equations in the place of `source`."""
+    traced = _jaxpr.trace_here(fn, jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)).jaxpr
+    env: dict[Var, Atom] = {traced.invars[0]: x}
+
+    def read(atom: Atom) -> Atom:
+        return atom if _jaxpr.is_literal(atom) else env.get(atom, atom)
+
+    eqns = []
+    for eqn in traced.eqns:
+        outs = [_jaxpr.new_var(var) for var in eqn.outvars]
+        eqns.append(eqn.replace(
+            invars=[*map(read, eqn.invars)], outvars=outs, source_info=source.source_info
+        ))  # fmt: skip
+        env |= zip(eqn.outvars, outs, strict=True)
+    return read(traced.outvars[0]), eqns

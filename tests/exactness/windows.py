@@ -1,0 +1,143 @@
+"""Windows whose start runs over the end: JAX clamps it, and jzero then shards what they select."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._family import Family, family, relative
+from ._parts import (
+    FEATURES,
+    ROWS,
+    WIDTH,
+    learn,
+    mlp,
+    mlp_params,
+    normal,
+    normals,
+    start,
+    with_arguments,
+)
+
+WINDOW = 16
+STARTS = (3, 29, 16)  # the second is 13 too large
+
+
+def _starts(i, dtype):
+    return (np.int32(STARTS[i % len(STARTS)]),)
+
+
+def _regressor(dtype):
+    return start(mlp_params(dtype, (FEATURES, WIDTH, 1)))
+
+
+@family
+def minibatch_from_a_table():
+    """Features and, in the last column, targets: a window of the rows trains, where an argument says."""
+
+    def step(state, table, at):
+        x = jax.lax.dynamic_slice(table, (at, 0 * at), (WINDOW, FEATURES))
+        y = jax.lax.dynamic_slice(table, (at, 0 * at + FEATURES), (WINDOW, 1))
+
+        def loss_fn(params):
+            errors = (mlp(params, x) - y)[:, 0]
+            return (errors**2).mean(), {"errors": errors, "targets": y}
+
+        return learn(state, loss_fn)
+
+    batches = with_arguments(normals((ROWS, FEATURES + 1)), _starts)
+    return Family(init=_regressor, batches=batches, step=step, covers="A7 I2")
+
+
+@family
+def table_of_positions():
+    """Learned positions from an offset on, one for each row of the batch, and some behind each other."""
+
+    def init(dtype):
+        params = {
+            "mlp": mlp_params(dtype, (FEATURES, WIDTH, 1)),
+            "table": normal(9, (48, FEATURES), dtype),
+        }
+        return start(params)
+
+    def step(state, x, at):
+        def loss_fn(params):
+            own = jax.lax.dynamic_slice_in_dim(params["table"], at, ROWS)
+            near = jax.lax.dynamic_slice(params["table"], (at + 5, at - 3), (8, 4))
+            made = mlp(params["mlp"], x + own)
+            return (made**2).mean() + (near**2).mean(), {"made": made, "own": own}
+
+        return learn(state, loss_fn)
+
+    batches = with_arguments(normals((ROWS, FEATURES)), _starts)
+    return Family(init=init, batches=batches, step=step, covers="A7 I2")
+
+
+@family
+def window_behind_the_largest_loss():
+    """Trains on the rows from the worst one on, of which there are fewer than the window holds."""
+
+    def step(state, x, y):
+        errors = (mlp(state["params"], x)[:, 0] - y) ** 2
+        worst = jnp.argmax(errors + jnp.arange(ROWS, dtype=x.dtype))
+        rows, targets = (jax.lax.dynamic_slice_in_dim(a, worst, WINDOW) for a in (x, y))
+
+        def loss_fn(params):
+            losses = (mlp(params, rows)[:, 0] - targets) ** 2
+            return losses.mean(), {"losses": losses, "worst": worst}
+
+        return learn(state, loss_fn)
+
+    return Family(
+        init=_regressor, batches=normals((ROWS, FEATURES), (ROWS,)), step=step, covers="A7 I2"
+    )
+
+
+@family
+def windows_under_vmap():
+    """`jax.vmap` makes gathers of windows: one for each row, and a single one for all of them."""
+
+    def init(dtype):
+        params = {
+            "mlp": mlp_params(dtype, (FEATURES, WIDTH, 1)),
+            "table": normal(9, (ROWS, FEATURES), dtype),
+        }
+        return start(params)
+
+    def step(state, x, at):
+        def loss_fn(params):
+            def window(i, size):
+                return jax.lax.dynamic_slice(params["table"], (i, i - 20), (size, 4))
+
+            each = jax.vmap(lambda i: window(i, 3))(at).mean((1, 2))
+            (shared,) = jax.vmap(lambda i: window(i, ROWS // 2))(at.max()[None])
+            made = mlp(params["mlp"], x)[:, 0] + each + (x[:, :4] * shared).sum(1)
+            return (made**2).mean(), {"made": made}
+
+        return learn(state, loss_fn)
+
+    batches = with_arguments(
+        normals((ROWS // 2, FEATURES)),
+        lambda i, dtype: (np.random.default_rng(i).integers(0, 40, ROWS // 2).astype(np.int32),),
+    )
+    return Family(init=init, batches=batches, step=step, covers="A7 I2")
+
+
+@relative
+def window_of_the_moments():
+    """An update that reads a window of its own leaf, whose start runs over the end as steps are counted."""
+
+    def init(dtype):
+        return {
+            "w": normal(3, (ROWS, FEATURES), dtype),
+            "seen": jnp.zeros((64, FEATURES), dtype),
+            "at": 20,
+        }
+
+    def step(state, x):
+        loss, grad = jax.value_and_grad(lambda w: ((x @ w.T) ** 2).mean())(state["w"])
+        seen = jax.lax.dynamic_update_slice_in_dim(state["seen"], grad, state["at"], 0)
+        recent = jax.lax.dynamic_slice_in_dim(seen, state["at"] + 3, ROWS)
+        new = {"w": state["w"] - 0.1 * recent, "seen": seen, "at": state["at"] + 14}
+        return new, {"loss": loss}
+
+    return Family(init=init, batches=normals((ROWS, FEATURES)), step=step, covers="A7")
