@@ -316,6 +316,12 @@ def test_drawn_loops_train_as_on_one_device(bundle):
     assert sum(r.verdict == "refused" for r in results) <= few
 
 
+def test_what_nobody_reads_is_no_update():
+    """A checkpoint that makes a start of a carry for nothing, of a parameter that it gathers."""
+    (found,) = loops.check([1059])
+    assert found.verdict == "equal", found.why
+
+
 def test_every_part_of_loops_is_drawn():
     tables = (
         loops.NEXT, loops.ADDITIVE, loops.TERMS, loops.HANDED, loops.APART, loops.STARTS, loops.ROWS_OF,
