@@ -326,14 +326,20 @@ def test_a_run_that_ended_while_it_placed_its_state_begins_anew(
     assert (left.parents[1] / "state-0.aside-0" / left.name).read_bytes() == old
 
 
-@pytest.mark.parametrize("given", ["before the first step", "with it", "when it is restored"])
+@pytest.mark.parametrize(
+    "given", ["before the first step", "before the plan", "with it", "when it is restored"]
+)
 def test_resume_goes_on_with_the_files_of_the_same_step(given: str, tmp_path: Path):
     before, after = trained(tmp_path)
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
     state = restored(tmp_path, train_step, *[BATCH] * (given == "when it is restored"))
+    if given == "before the plan":
+        state = on(2, tmp_path, stage=1).shard(
+            train_step.shard(state)
+        )  # moved, and of the same step
     if given == "before the first step":
         state = train_step.shard(state, BATCH)
-    if given != "with it":
+    if given in ("before the first step", "when it is restored"):
         assert_same(state, before)
     state, _ = train_step(state, BATCH)
     assert_same(state, after)
