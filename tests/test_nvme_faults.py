@@ -16,6 +16,7 @@ import jzero
 import small
 from jzero.offload.kernels._tiled_update import TiledUpdate
 from jzero.offload.memory import _filling
+from jzero.offload.nvme._aligned import pages
 from jzero.offload.nvme._files import TileFiles
 from test_nvme import HOST_BYTES, batches, in_files, on, on_disk
 from test_offload import BATCH, make_step, new_state
@@ -191,6 +192,26 @@ def test_each_state_has_files_of_its_own_and_new_ones_take_those_of_the_dead(tmp
     assert os.path.samefile(folder, tmp_path / "process-0" / "state-0")
 
 
+def test_files_with_which_another_run_goes_on_are_not_taken(tmp_path: Path):
+    """Neither while it has them, nor when it has trained them."""
+    train_step = on(2, tmp_path)
+    state = train_step.shard(new_state(), BATCH)
+    files = in_files(state)[0].store.files
+    folder, specs, write = files.folder, in_files(state)[0].store.spec.files, files.committed
+    del state, files
+    gc.collect()
+    with TileFiles.open("test", folder, specs, step=write) as other:
+        with pytest.raises(jzero.OptionError, match="state-0: another run has .*shard-0.tiles"):
+            train_step.shard(new_state(), BATCH)
+        other.begin_gradients()
+        other.begin(1)
+        for at in other.tiles():
+            other.write(at, pages(other.most_bytes))
+        other.commit(1)
+    with pytest.raises(jzero.OptionError, match="state-0 has step 0 of run .* and step 1 of run"):
+        train_step.shard(new_state(), BATCH)
+
+
 def test_a_failed_placement_leaves_no_files(tmp_path: Path, monkeypatch):
     train_step = on(2, tmp_path)
     train_step.plan(new_state(), BATCH)
@@ -305,14 +326,20 @@ def test_a_run_that_ended_while_it_placed_its_state_begins_anew(
     assert (left.parents[1] / "state-0.aside-0" / left.name).read_bytes() == old
 
 
-@pytest.mark.parametrize("given", ["before the first step", "with it", "when it is restored"])
+@pytest.mark.parametrize(
+    "given", ["before the first step", "before the plan", "with it", "when it is restored"]
+)
 def test_resume_goes_on_with_the_files_of_the_same_step(given: str, tmp_path: Path):
     before, after = trained(tmp_path)
     train_step = on(2, tmp_path, policy=on_disk(tmp_path, resume=True))
     state = restored(tmp_path, train_step, *[BATCH] * (given == "when it is restored"))
+    if given == "before the plan":
+        state = on(2, tmp_path, stage=1).shard(
+            train_step.shard(state)
+        )  # moved, and of the same step
     if given == "before the first step":
         state = train_step.shard(state, BATCH)
-    if given != "with it":
+    if given in ("before the first step", "when it is restored"):
         assert_same(state, before)
     state, _ = train_step(state, BATCH)
     assert_same(state, after)

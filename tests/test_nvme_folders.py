@@ -6,7 +6,7 @@ import os
 import random
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -37,7 +37,7 @@ def pages_in(folder: Path) -> Pages:
 
 
 def chosen(
-    each: list[Mapping[int, Folder]], resume: bool, write: Write | None, files: Any = ()
+    each: Sequence[Mapping[int, Folder]], resume: bool, write: Write | None, files: Any = ()
 ) -> Choice:
     wanted = GivenWrites({"count": write}, files)
     return decide(
@@ -58,13 +58,9 @@ def killed_in_the_first_step(files: TileFiles) -> None:
 
 def killed_between_the_first_headers(files: TileFiles) -> None:
     """The files of what is frozen are complete, and those of tiles are not."""
-    complete = files._files[0].complete
-    try:
-        files._files[0].complete = stop  # type: ignore[method-assign]
-        with contextlib.suppress(Stop):
-            fill(files)
-    finally:
-        files._files[0].complete = complete  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patched, contextlib.suppress(Stop):
+        patched.setattr(files._files[0], "complete", stop)
+        fill(files)
 
 
 class Stop(BaseException):

@@ -93,8 +93,8 @@ def check_kills(
 
 
 def test_killed_while_files_are_made(children, tmp_path, monkeypatch):
-    found = check_kills(children, tmp_path, 23, monkeypatch)
-    assert sum(found) > 5
+    found = check_kills(children, tmp_path, 37, monkeypatch)
+    assert sum(found) >= 3
 
 
 @pytest.mark.slow

@@ -25,10 +25,10 @@ from jzero.offload.nvme._header import Write
 from jzero.offload.nvme._sweep import sweep
 from jzero.processes import _agreement
 
-# The folders of states that are alive; and of all that this process has made, with their files, and what it
-# has resumed.
+# The folders of states that are alive; and of all that this process has made, with the id in their files and
+# the names of these, and what it has resumed.
 _alive: weakref.WeakValueDictionary[Path, NVMeStore] = weakref.WeakValueDictionary()
-_made: dict[Path, list[str]] = {}
+_made: dict[Path, tuple[str, list[str]]] = {}
 _gone_on: set[Path] = set()
 
 
@@ -103,7 +103,7 @@ class Filling:
             )
             self._store = NVMeStore(spec, files)
             self._store.begin()
-            _made[self._folder] = [*spec.files]
+            _made[self._folder] = run, [*spec.files]
             _gone_on.discard(self._folder)
         _alive[self._folder] = self._store
 
@@ -192,7 +192,8 @@ class Filling:
 
 def _remove(folder: Path) -> None:
     """What this process has made, and nobody has any more."""
-    _making.remove(folder, _made.pop(folder, ()))
+    _, names = _made.pop(folder, ("", []))
+    _making.remove(folder, names)
 
 
 def _base(spec: StoreSpec) -> Path:
@@ -213,4 +214,6 @@ def _found(folder: Path) -> Folder | None:
     if folder in _alive:
         return Folder(RESUMED if folder in _gone_on else MADE)
     found = _making.look(WHO, folder)
-    return found._replace(use=GONE) if found and folder in _made else found
+    # Another run may have gone on with them.
+    is_ours = found and folder in _made and {*found.runs} == {_made[folder][0]}
+    return found._replace(use=GONE) if found and is_ours else found

@@ -250,7 +250,10 @@ _TO_CHANGE = (
 
 def _said(path: Path, folder: Folder) -> str:
     if folder.use == RESUMED:
-        return f"a state of this process goes on with {path}, and there are no others to go on with"
+        return (
+            f"a state of this process goes on with {path}, and there are no others to go on with, unless it "
+            "is let go of (an exception that is kept keeps it, too)"
+        )
     if folder.problem:
         return f"{path}: {folder.problem}"
     if folder.unfinished:

@@ -12,14 +12,14 @@ A page that a kill or a power cut tears is not intact by its checksum, and count
 moment a slot that says "complete" is complete, and the slot that a step reads stays untouched until the
 step after it.
 
-With `in_place` there is one slot, whose pages are written in turn; the newer intact one counts. "writing"
-then means that the tiles are of no one step: the file is dirty.
+With `in_place` there is one slot, whose pages are written in turn; the newer one counts. "writing" then means
+that the tiles are of no one step: the file is dirty. A page that is not intact may have said so.
 
 [Note: several files] The files of a process are written together: all tiles of all files are synced before
 the first header says "complete". A kill between two headers leaves files that have steps t and t+1 beside
 files that have t (their other slot says "writing"). The newest step that all files have is chosen when they
-are opened: t here, and never a mixture. Processes choose the same way, among the steps that each of them
-has; so no process may begin step t+2, which writes over t, before all have committed t+1.
+are opened: t here, and never a mixture. Processes choose among the steps that each of them has (`decide` in
+`_folders.py`); so no process may begin step t+2, which writes over t, before all have committed t+1.
 
 [Note: frozen files] What no step changes is in files of its own, whose tiles are written with the first step,
 once. Their two slots are the same tiles, and a step that is committed only writes the older header page:
