@@ -136,9 +136,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         _agreement.check("init")
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         traced = _jaxpr.trace_here(lambda: init_fn(*args, **kwargs))
-        traced = traced._replace(
-            jaxpr=_starts.in_bounds(traced.jaxpr)
-        )  # XLA takes each device's part.
+        # XLA takes each device's part of what it makes. [Note: starts in bounds]
+        traced = traced._replace(jaxpr=_starts.in_bounds(traced.jaxpr))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         leaves, shardings = self._placement.leaf_plans(state)
         places = self._placement.places(leaves, shardings)

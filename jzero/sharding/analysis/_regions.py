@@ -249,9 +249,8 @@ def _with_leaves(frame: Frame, links: Links, regions: list[Region], names: Names
         sets[n] = [leaves if each else 0 for each in sets[n]]
     found, jaxpr_outs = [], frame.jaxpr.outvars
     for region, row in zip(regions, sets, strict=True):
-        if (
-            not row
-        ):  # Nobody reads what it makes (test_loops.py::test_what_nobody_reads_is_no_update).
+        # Nobody reads what it makes (test_loops.py::test_what_nobody_reads_is_no_update).
+        if not row:
             continue
         paths = tuple(tuple(names.paths[i] for i in _new_leaves.bits(each)) for each in row)
         sharded = _sharded_reads(region)
