@@ -55,6 +55,38 @@ def test_a_slice_of_a_clamped_slice(name, setting):
     assert not _compare.differences(expected, _compare.train(family, run, dtype), dtype)
 
 
+SHIFTS = {
+    "by one": lambda h: h.at[1:].set(h[:-1]),
+    "added": lambda h: h.at[1:].add(h[:-1]),
+    "by two": lambda h: lax.dynamic_update_slice(h, h[:-2], (2, 0)),
+    "twice": lambda h: lax.dynamic_update_slice(h, 2 * h[:4], (1, 0)),
+    "turned round": lambda h: lax.dynamic_update_slice(h, h[::-1][:5], (1, 0)),
+    "rolled": lambda h: h.at[1:].set(jnp.roll(h, 1, 0)[1:] / 2),
+}
+
+
+@pytest.mark.parametrize(("rows", "devices", "accumulate"), [(8, 8, 1), (16, 8, 1), (16, 4, 2)])
+def test_rows_that_are_shifted_in_their_place(rows, devices, accumulate):
+    """[Note: reshapes before updates] Both of JAX's releases write over rows that they still have to read."""
+
+    def step(w, x):
+        def loss_fn(w):
+            made = {name: shift(jnp.tanh(x * w[None])) for name, shift in SHIFTS.items()}
+            return sum((rows * x).sum() for rows in made.values()), made
+
+        (loss, made), grad = jax.value_and_grad(loss_fn, has_aux=True)(w)
+        return w - 1e-2 * grad, {"loss": loss, "made": made, "given": SHIFTS["by one"](x)}
+
+    x = jax.random.normal(jax.random.key(0), (rows, 4))
+    expected = jax.jit(step)(jnp.ones(4), x)
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    train_step = jzero.shard_train_step(step, stage=0, mesh=mesh, accumulate=accumulate)
+    found = jax.device_get(train_step(jnp.ones(4), x))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, expected
+    )
+
+
 @pytest.mark.parametrize("start", [-3, 1, 5])
 def test_what_a_step_takes_of_a_microbatch_is_of_that_microbatch(start):
     """The step's own slice and scatter of one device's rows, out of their bounds."""

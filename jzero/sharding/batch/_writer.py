@@ -201,7 +201,7 @@ def _taken(rows: Rows, num: int, x: jax.Array, index: jax.Array) -> jax.Array:
     shape = x.shape
     parts = x.reshape(*shape[:dim], outer, num, inner, *shape[dim + 1 :])
     own: jax.Array = lax.dynamic_index_in_dim(parts, index, dim + 1, keepdims=False)
-    return own.reshape(*shape[:dim], rows.size, *shape[dim + 1 :])
+    return fenced(own.reshape(*shape[:dim], rows.size, *shape[dim + 1 :]))
 
 
 def _joined(rows: Rows, size: int, parts: jax.Array) -> jax.Array:
@@ -210,7 +210,20 @@ def _joined(rows: Rows, size: int, parts: jax.Array) -> jax.Array:
     blocks = parts.reshape(num, *shape[:dim], outer, inner, *shape[dim + 1 :])
     whole = jnp.moveaxis(blocks, 0, dim + 1)
     whole = whole.reshape(*shape[:dim], num * rows.size, *shape[dim + 1 :])
-    return lax.slice_in_dim(whole, 0, size, axis=dim)
+    return fenced(lax.slice_in_dim(whole, 0, size, axis=dim))
+
+
+def fenced(x: jax.Array) -> jax.Array:
+    """`x`, which a reshape of jzero's has made, as a value of its own.
+
+    [Note: reshapes before updates] XLA:CPU writes a `dynamic_update_slice` (or a scatter of one slice) over
+    its operand in one loop with what makes the update. If the operand is a reshape, it does not see that the
+    update reads rows that the loop has written already, and `x.at[1:].set(x[:-1])` repeats its first row.
+    What a step itself reshapes is its own (`jax.jit` makes the same of it); of what jzero reshapes, a barrier
+    hides it (test_starts.py::test_rows_that_are_shifted_in_their_place).
+    """
+    barred: jax.Array = lax.optimization_barrier(x)
+    return barred
 
 
 def _devices_first(rows: Rows, num: int, x: jax.Array) -> jax.Array:
@@ -224,7 +237,7 @@ def _blocks_first(rows: Rows, num: int, x: jax.Array) -> jax.Array:
     """A whole dim in its own order, from that in which the devices have its rows."""
     shape, dim = x.shape, rows.dim
     parts = x.reshape(*shape[:dim], num, rows.outer, rows.inner, *shape[dim + 1 :])
-    return jnp.moveaxis(parts, dim, dim + 1).reshape(shape)
+    return fenced(jnp.moveaxis(parts, dim, dim + 1).reshape(shape))
 
 
 def masked(

@@ -101,7 +101,10 @@ def _gathered(stack: jax.Array, devices: Devices, eqn: _jaxpr.Eqn) -> jax.Array:
     parts = parts.reshape(parts.shape[0] * stack.shape[0], *stack.shape[1:])
     dim = eqn.params["all_gather_dimension"]
     whole = jnp.moveaxis(parts, 0, dim)
-    return whole.reshape(eqn.outvars[0].aval.shape) if eqn.params["tiled"] else whole
+    # [Note: reshapes before updates] in `_writer.py`
+    return lax.optimization_barrier(
+        whole.reshape(eqn.outvars[0].aval.shape) if eqn.params["tiled"] else whole
+    )
 
 
 @dataclasses.dataclass
