@@ -101,7 +101,7 @@ def _gathered(stack: jax.Array, devices: Devices, eqn: _jaxpr.Eqn) -> jax.Array:
     parts = parts.reshape(parts.shape[0] * stack.shape[0], *stack.shape[1:])
     dim = eqn.params["all_gather_dimension"]
     whole = jnp.moveaxis(parts, 0, dim)
-    # XLA:CPU would update a reshape in place while it still reads it (`batch/_writer.py`, `fenced`).
+    # XLA:CPU would update a reshape in place while it still reads it (`_writer.fenced`).
     return lax.optimization_barrier(
         whole.reshape(eqn.outvars[0].aval.shape) if eqn.params["tiled"] else whole
     )
