@@ -300,7 +300,8 @@ def test_one_state_goes_on_with_files_at_a_time(tmp_path: Path):
     with pytest.raises(
         jzero.StateError, match="there are no others to go on with(.|\n)*another path"
     ):
-        train_step.shard(restored(tmp_path, on(2, tmp_path)), BATCH)
+        with pytest.warns(UserWarning, match="may stand for state in files"):
+            train_step.shard(restored(tmp_path, on(2, tmp_path)), BATCH)
     assert_same(state, before)
 
 
@@ -446,6 +447,16 @@ def test_what_is_saved_beside_files_is_of_their_step(tmp_path: Path):
         (jax.tree.map(lambda x: x / 2, before[0]), before[1]), BATCH
     )
     assert_same(after, to_host(plain))
+
+
+def test_zeros_that_stand_for_files_are_warned_of(tmp_path: Path):
+    """Without `resume=True` they are what trains."""
+    trained(tmp_path)
+    for policy in (on_disk(tmp_path / "other"), jzero.HostCPU()):
+        with pytest.warns(
+            UserWarning, match=r"8 leaves of .*steps/3/state may stand for state in files"
+        ):
+            restored(tmp_path, on(2, "", policy=policy), BATCH)
 
 
 def test_resume_refuses_a_part_of_a_state_without_its_files(tmp_path: Path):

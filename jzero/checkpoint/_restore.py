@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,12 +110,27 @@ class _Task:
         self._sources = match(who, wanted, self._stored.leaves, str(self._stored.directory))
         found = _stored.writes(who, self._stored)
         self._writes = [found.get(self._sources[name].name) for name in self._leaves]
+        if not placement.programs.options.offload.resumes:
+            self._warn_of_zeros()
         places = placement.places(self._plans, shardings)
         self._filling = placement.filling(self._plans, places)
         self._places = dict(zip(names, places, strict=True))
         _available.check(
             who, _available.shortage(_placing.host_needs(places), placement.programs.setting.mesh)
         )
+
+    def _warn_of_zeros(self) -> None:
+        """Of leaves that were saved beside state in files: they may stand for what is there."""
+        without = [
+            name for name, write in zip(self._leaves, self._writes, strict=True) if not write
+        ]
+        if without and any(self._writes):
+            more = ", ..." * (len(without) > 3)
+            warnings.warn(message(
+                self._who, f"{len(without)} leaves of {self._stored.directory} may stand for state in files "
+                f"that it was saved beside: {', '.join(without[:3])}{more}",
+                "They are restored as they were saved, zeros too.", "If they are zeros, restore with "
+                "offload=jzero.NVMe(path, resume=True), where these files are."), stacklevel=4)  # fmt: skip
 
     def identity(self) -> list[str]:
         """What must be the same in all processes."""

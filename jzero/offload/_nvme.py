@@ -199,6 +199,11 @@ class NVMe(Offload):
         return self.gradients
 
     @property
+    def resumes(self) -> bool:
+        """`resume`."""
+        return self.resume
+
+    @property
     def first_tier(self) -> str:
         """Ordinary memory of the host: what is in which tile the step says."""
         return HOST

@@ -106,6 +106,11 @@ class ParameterOffload(Offload):
         return self.state.gradients_in_files
 
     @property
+    def resumes(self) -> bool:
+        """As of the files of either; both say the same."""
+        return self.state.resumes or self.params.resumes
+
+    @property
     def waits(self) -> bool:
         """Whether gradients of a step wait for the next one."""
         return self.state.waits

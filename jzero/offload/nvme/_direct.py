@@ -95,7 +95,8 @@ class DirectFile:
             raise StateError(message(
                 self._who, f"{self.path} is not there",
                 "State that is resumed is in one file for each device.",
-                "Correct the path, or start without resume=True.")) from error  # fmt: skip
+                "Put it back, or restore a checkpoint into another path, without resume=True.",
+            )) from error  # fmt: skip
         except OSError as error:
             raise OptionError(message(
                 self._who, f"{self.path} cannot be opened: {error.strerror}",

@@ -233,7 +233,10 @@ def _not_resumed(
             if folder is not None:
                 found.append(_said(path(process, number), folder))
     given = _given(wanted)
-    rule = f"With resume=True files and the rest of the state are of one step, by an id in both. {_KEPT}"
+    rule = (
+        "With resume=True files and the rest of the state are of one step, by an id in both; steps count "
+        f"from when the files were made. {_KEPT}"
+    )
     changed = wanted.write is None and any(wanted.rest.values())
     return found, f"{given[0].upper()}{given[1:]}. {rule}", (
         "Restore a checkpoint that jzero.Checkpointer has saved of that step, and pass what restore "
@@ -297,5 +300,6 @@ def _there(
         _said(path(process, number), folder) for process, folder in enumerate(folders) if folder
     ]
     return found, f"A run starts with files of its own. {_KEPT}", (
-        "Use resume=True to go on with a step, remove the folder of each process, or use another path."
+        "Use resume=True to go on with a step of a training, remove the folder of each process, or use "
+        "another path."
     )  # fmt: skip

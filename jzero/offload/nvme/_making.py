@@ -62,7 +62,7 @@ def look(who: str, folder: Path) -> Folder | None:
                     [_EMPTY] * 2 if cut else [x.tobytes() for x in header_pages(file)]
                 )
     except (JzeroError, OSError) as error:
-        return Folder(problem=str(error).removeprefix(f"{who}: "), intact=False)
+        return Folder(problem=str(error).removeprefix(f"{who}: ").rstrip("."), intact=False)
     return _folders.judge(found) if found else None
 
 

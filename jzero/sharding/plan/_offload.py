@@ -160,6 +160,11 @@ class Offload(abc.ABC):
         return False
 
     @property
+    def resumes(self) -> bool:
+        """Whether a state that is placed goes on with what is in files already."""
+        return False
+
+    @property
     def waits(self) -> bool:
         """Whether gradients of a step wait for the next one."""
         return False
