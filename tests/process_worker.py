@@ -113,7 +113,8 @@ def training(devices, name, folder):
         # What no devices divide, every process has whole.
         losses.append(float(eval_step(state["params"], global_batch(9)[:13], keys[0])))
     report = str(sharded.describe(state, global_batch(0), keys[0]))
-    report = " ".join(report.split()).replace(str(files), "files")
+    # A line may end anywhere in a long path.
+    report = "".join(report.split()).replace(str(files), "files")
     whole = sharded.unshard(state)
     whole["key"] = jax.random.key_data(whole["key"])
     return report, losses, jax.tree.map(np.asarray, whole)
