@@ -101,10 +101,11 @@ def _gathered(stack: jax.Array, devices: Devices, eqn: _jaxpr.Eqn) -> jax.Array:
     parts = parts.reshape(parts.shape[0] * stack.shape[0], *stack.shape[1:])
     dim = eqn.params["all_gather_dimension"]
     whole = jnp.moveaxis(parts, 0, dim)
+    if eqn.params["tiled"]:
+        whole = whole.reshape(eqn.outvars[0].aval.shape)
     # XLA:CPU would update a reshape in place while it still reads it (`_writer.fenced`).
-    return lax.optimization_barrier(
-        whole.reshape(eqn.outvars[0].aval.shape) if eqn.params["tiled"] else whole
-    )
+    fenced: jax.Array = lax.optimization_barrier(whole)
+    return fenced
 
 
 @dataclasses.dataclass
