@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
 # How JAX treats an index out of bounds in these: it clamps. With a fill, nothing that is read there counts.
@@ -116,15 +116,6 @@ def _inlined(fn: Callable[[jax.Array], jax.Array], x: Atom, source: Eqn) -> tupl
     """`fn(x)` as equations in the place of `source`."""
     traced = _jaxpr.trace_here(fn, jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)).jaxpr
     env: dict[Var, Atom] = {traced.invars[0]: x}
-
-    def read(atom: Atom) -> Atom:
-        return atom if _jaxpr.is_literal(atom) else env.get(atom, atom)
-
-    eqns = []
-    for eqn in traced.eqns:
-        outs = [_jaxpr.new_var(var) for var in eqn.outvars]
-        eqns.append(eqn.replace(
-            invars=[*map(read, eqn.invars)], outvars=outs, source_info=source.source_info
-        ))  # fmt: skip
-        env |= zip(eqn.outvars, outs, strict=True)
-    return read(traced.outvars[0]), eqns
+    eqns = _rewrite.copied(traced.eqns, env, source)
+    (out,) = traced.outvars
+    return env[_jaxpr.variable(out)], eqns

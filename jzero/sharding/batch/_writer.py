@@ -44,17 +44,8 @@ class EquationWriter:
         self.constvars += fresh
         self.consts += consts
         env = dict(zip([*flat.constvars, *flat.invars], [*fresh, *ins], strict=True))
-
-        def read(atom: Atom) -> Atom:
-            return atom if _jaxpr.is_literal(atom) else env[atom]
-
-        for eqn in flat.eqns:
-            outs = [_jaxpr.new_var(var) for var in eqn.outvars]
-            self.eqns.append(eqn.replace(
-                invars=[read(a) for a in eqn.invars], outvars=outs, source_info=self.source.source_info
-            ))  # fmt: skip
-            env |= zip(eqn.outvars, outs, strict=True)
-        return [read(atom) for atom in flat.outvars]
+        self.eqns += _rewrite.copied(flat.eqns, env, self.source)
+        return [atom if _jaxpr.is_literal(atom) else env[atom] for atom in flat.outvars]
 
     def _collective(
         self, name: str, ins: Sequence[Atom], out: Var, **params: int | str | tuple[str, ...] | None
