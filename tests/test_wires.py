@@ -31,12 +31,12 @@ def verdict(exact, coded, asked=0, coding=0.0):
         [Schedule((), 0.0, s, 0) for s in exact],
         [Schedule((), 0.0, s, int(coding * H200.memory_bandwidth)) for s in coded],
     ]
-    int8 = formats(MESH, TWO_NODES, MESH)[0]
+    int8 = formats(MESH, H200, TWO_NODES, MESH)[0]
     times = [
         time_of(wire, 0, found, schedules[0][0], H200)
         for wire, found in zip([Wire("exact", {}), int8], schedules, strict=True)
     ]
-    return WireVerdict(RATES, asked, H200, True, tuple(times))
+    return WireVerdict(RATES, asked, H200, "the network", tuple(times))
 
 
 def test_codes_pay_up_to_the_speed_at_which_their_arithmetic_takes_what_they_save():
@@ -74,15 +74,15 @@ def test_what_the_verdict_says():
     exact = [8.0, 4.0, 2.0, 1.0]
     half = [s / 2 for s in exact]
     text = " ".join(str(verdict(exact, half, 0, 1.0)).split())
-    assert "At 1 Gb/s between hosts for each device codes pay: the cheapest take 5000.0 ms" in text
+    assert "At 1 Gb/s of the network for each device codes pay: the cheapest take 5000.0 ms" in text
     assert "where exact wires take 8000.0 ms. Write gather_dtype=jnp.int8." in text
     assert "gather_dtype=jnp.int8 pays below 4 Gb/s." in text
     assert "1000.0 ms for 4.4 TiB more through memory at 4.8 TB/s" in text
     text = " ".join(str(verdict(exact, half, 3, 1.0)).split())
     assert "codes do not pay: exact wires take 1000.0 ms, and the cheapest codes 1500.0 ms" in text
     assert "pays at all of these speeds" in str(verdict(exact, half))
-    inside = dataclasses.replace(verdict(exact, half), between_hosts=False)
-    assert "At 1 Gb/s within a host for each device" in str(inside)
+    inside = dataclasses.replace(verdict(exact, half), links="NVLink")
+    assert "At 1 Gb/s of NVLink for each device" in str(inside)
     text = " ".join(str(verdict(exact, exact, coding=1.0)).split())
     assert "pays at none of these speeds" in text
     assert max(map(len, verdict(exact, half).lines())) <= 80
@@ -100,7 +100,7 @@ def test_rotations_take_the_time_of_float32():
 
 
 def test_formats_by_where_axes_lie():
-    names = [wire.written for wire in formats(MESH, TWO_NODES, MESH)]
+    names = [wire.written for wire in formats(MESH, H200, TWO_NODES, MESH)]
     rotated = "jzero.Blocks(jnp.int4, rotate=True)"
     assert names == [
         "gather_dtype=jnp.int8",
@@ -108,12 +108,12 @@ def test_formats_by_where_axes_lie():
         f"gather_dtype=jnp.int8, reduce_dtype={{'node': {rotated}, 'local': jnp.int8}}",
     ]
     data = {"data": 16}
-    assert formats(data, TWO_NODES, data)[-1].written.endswith(f"reduce_dtype={rotated}")
-    assert len(formats({"local": 8}, Topology(1, 8), {"local": 8})) == 2
+    assert formats(data, H200, TWO_NODES, data)[-1].written.endswith(f"reduce_dtype={rotated}")
+    assert len(formats({"local": 8}, H200, Topology(1, 8), {"local": 8})) == 2
     assert rates_of(H200, TWO_NODES) == tuple(
         int(x * 1e9 / 8) for x in (12.5, 25, 50, 100, 200, 400)
     )
-    assert rates_of(H200, Topology(1, 8)) == (int(H200.link_bandwidth),)
+    assert rates_of(H200, Topology(1, 8)) == (int(H200.domains[0].bandwidth),)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,11 @@ def test_bandwidths_in_bits_and_in_bytes(value, expected):
 
 def test_bandwidths_are_those_of_links_and_of_the_network():
     found = with_bandwidth("test", H200, TWO_NODES, MESH, {"node": "100Gb/s", "local": "200GB/s"})
-    assert (found.network_bandwidth, found.link_bandwidth) == (12.5e9, 200e9)
+    assert [links.bandwidth for links in found.domains] == [200e9, 12.5e9]
     # Neighbours along the first axis are four devices apart, and so are hosts; of the second, on one host.
     axes = {"data": 2, "model": 8}
     found = with_bandwidth("test", H200, TWO_NODES, axes, {"model": 10**9})
-    assert (found.network_bandwidth, found.link_bandwidth) == (H200.network_bandwidth, 10**9)
+    assert [links.bandwidth for links in found.domains] == [10**9, H200.domains[1].bandwidth]
     assert with_bandwidth("test", H200, TWO_NODES, MESH, None) is H200
 
 
@@ -146,7 +146,7 @@ def test_bandwidths_are_those_of_links_and_of_the_network():
         ({"node": "0Gb/s"}, jzero.OptionError, r"bandwidth\['node'\] is '0Gb/s'. .* above 0, in bytes"),
         ({"node": -1}, jzero.OptionError, r"bandwidth\['node'\] is -1"),
         ({"node": "fast", "pod": 0}, jzero.OptionError, "2 rates fail"),
-        ({"node": "1Gb/s", "pod": "2Gb/s"}, jzero.OptionError, "another axis between hosts has 125 MB/s"),
+        ({"node": "1Gb/s", "pod": "2Gb/s"}, jzero.OptionError, "another axis over the network has 125 MB/s"),
     ],
 )  # fmt: skip
 def test_bandwidths_that_are_none(bandwidth, error, text):
@@ -232,7 +232,7 @@ def test_of_a_step_that_is_compiled():
     )  # fmt: skip
     wires: Any = found.wires
     assert wires.rates[wires.asked] == 10**10 // 8
-    assert found.target.network_bandwidth == 10**10 // 8
+    assert found.target.domains[1].bandwidth == 10**10 // 8
     assert wires.times[0].exposed[wires.asked] == found.schedule.exposed_seconds
     exact, *coded = wires.times
     assert (exact.coding, exact.kernel_bytes, len(coded)) == (0, 0, 3)
@@ -246,7 +246,7 @@ def test_of_a_step_that_is_compiled():
         assert gains == sorted(gains, reverse=True)
         assert gains[0] > 0
     assert coded[1].coding < coded[2].coding  # which rotates
-    assert "At 10 Gb/s between hosts for each device codes pay" in " ".join(str(found).split())
+    assert "At 10 Gb/s of the network for each device codes pay" in " ".join(str(found).split())
     assert found.to_dict()["wires"] == wires.to_dict()
 
 

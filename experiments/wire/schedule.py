@@ -9,7 +9,6 @@ products run at their peak. Prints tables in Markdown, writes <date>-schedule.js
 """
 
 import argparse
-import dataclasses
 import os
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ import optax
 import jzero
 from experiments.shared import records
 from experiments.shared.gpt import GPT, make_step
+from jzero.preflight._links import with_links
 from jzero.preflight._schedule import Schedule, read_schedule
 from jzero.preflight._targets import find_target, read_topology
 
@@ -52,9 +52,7 @@ def compiled(model: GPT, options: dict[str, Any]) -> dict[str, Any]:
     seconds, text = time.perf_counter() - start, str(program.as_text())
     memory: Any = program.memory_analysis()
     over = {
-        gbits: read_schedule(
-            text, AXES, dataclasses.replace(target, network_bandwidth=gbits * 1e9 / 8), topology
-        )
+        gbits: read_schedule(text, AXES, with_links(target, {1: gbits * 1e9 / 8}), topology)
         for gbits in GBITS
     }
     last = over[GBITS[-1]]

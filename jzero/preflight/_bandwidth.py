@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jzero._errors import MeshError, OptionError, message
 from jzero._quantities import BANDWIDTH_RULE, parse_bandwidth, readable_rate
-from jzero.preflight._schedule import crosses_hosts
+from jzero.preflight._links import level_along, with_links
 from jzero.preflight._targets import Target, Topology
 
 
@@ -18,8 +17,7 @@ def with_bandwidth(
 ) -> Target:
     """The target, with the links of these bandwidths in place of the data sheet's.
 
-    Neighbours along an axis are on one host, or on different ones: so a rate is of the links within hosts, or
-    of the network between them.
+    Neighbours along an axis reach each other by the links of one domain, and a rate is of these.
 
     Raises:
       MeshError: an axis that the mesh does not have.
@@ -40,24 +38,14 @@ def with_bandwidth(
         raise OptionError(message(
             who, bad, f"It is what a device sends, and receives, along an axis, {BANDWIDTH_RULE}.",
             "Correct it, or drop it for the data sheet's.", things="rates"))  # fmt: skip
-    changed: dict[str, int] = {}
+    changed: dict[int, int] = {}
     for name, rate in rates.items():
         assert rate is not None
-        crosses = crosses_hosts(axes, name, topology)
-        links = "network_bandwidth" if crosses else "link_bandwidth"
-        if changed.setdefault(links, rate) != rate:
-            where = "between hosts" if crosses else "within hosts"
+        level = level_along(axes, name, target, topology)
+        if changed.setdefault(level, rate) != rate:
+            links = target.domains[level].name
             raise OptionError(message(
-                who, f"bandwidth[{name!r}] is {readable_rate(rate)}, and another axis {where} has "
-                f"{readable_rate(changed[links])}", f"All links {where} are taken to be alike.",
+                who, f"bandwidth[{name!r}] is {readable_rate(rate)}, and another axis over {links} has "
+                f"{readable_rate(changed[level])}", f"All links of {links} are taken to be alike.",
                 "Give both axes the rate of the slower one."))  # fmt: skip
     return with_links(target, changed)
-
-
-def with_links(target: Target, changed: Mapping[str, int]) -> Target:
-    """The target with another bandwidth of links, of the network, or of both."""
-    return dataclasses.replace(
-        target,
-        link_bandwidth=changed.get("link_bandwidth", target.link_bandwidth),
-        network_bandwidth=changed.get("network_bandwidth", target.network_bandwidth),
-    )

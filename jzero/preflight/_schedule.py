@@ -7,13 +7,14 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from jzero.preflight._hlo import Instruction, arrays, callees, parse, sizes
 from jzero.preflight._kernels import bytes_of
+from jzero.preflight._links import collective_seconds, members
 from jzero.preflight._targets import Target, Topology
 
 _OPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -191,7 +192,7 @@ class _Reader:
             results -= sum(whole)
         nbytes = max(sum(whole), results if op != "all-reduce" else 0)
         group = self._group(line.text)
-        seconds = self._seconds(op, group, nbytes)
+        seconds = collective_seconds(op, group, nbytes, self.target, self.topology)
         return ScheduledCollective(op, self._axes(group), nbytes, times, False, seconds)
 
     def _group(self, text: str) -> set[int]:
@@ -202,19 +203,6 @@ class _Reader:
         places = np.unravel_index(sorted(group), tuple(self.axes.values()))
         differ = zip(self.axes, places, strict=True)
         return tuple(name for name, along in differ if len(set(along)) > 1)
-
-    def _seconds(self, op: str, group: set[int], nbytes: int) -> float:
-        """A ring over the devices of each host, and one over hosts with all their adapters, at once."""
-        if op == "collective-permute":
-            within = len({device // self.topology.per_host for device in group}) == 1
-            return nbytes / (
-                self.target.link_bandwidth if within else self.target.network_bandwidth
-            )
-        hosts = len({device // self.topology.per_host for device in group})
-        per_host = len(group) // hosts
-        link = nbytes * (per_host - 1) / per_host / self.target.link_bandwidth
-        network = nbytes * (hosts - 1) / hosts / (per_host * self.target.network_bandwidth)
-        return max(link, network) * (2 if op == "all-reduce" else 1)
 
 
 def _dot_flops(line: Instruction, shapes: Mapping[str, str], contracted: str) -> float:
@@ -227,20 +215,6 @@ def _dot_flops(line: Instruction, shapes: Mapping[str, str], contracted: str) ->
     return 2.0 * math.prod(out) * math.prod(lhs[dim] for dim in dims)
 
 
-def crosses_hosts(axes: Mapping[str, int], name: str, topology: Topology) -> bool:
-    """Whether devices that are neighbours along an axis are on different hosts."""
-    return len({device // topology.per_host for device in _members(axes, (name,))}) > 1
-
-
-def _members(axes: Mapping[str, int], chosen: Sequence[str]) -> set[int]:
-    """The devices that share a group over the `chosen` axes with device 0."""
-    strides, stride = {}, 1
-    for name, size in reversed(list(axes.items())):
-        strides[name], stride = stride, stride * size
-    ranges = [range(0, axes[name] * strides[name], strides[name]) for name in chosen]
-    return {sum(steps) for steps in itertools.product(*ranges)}
-
-
 def _first_group(text: str) -> set[int]:
     """The devices in the group of device 0; none if the text names no groups, which means all.
 
@@ -249,7 +223,7 @@ def _first_group(text: str) -> set[int]:
     named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text)
     if named:
         axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        return _members(axes, re.findall(r"'(\w+)'", named[2]))
+        return members(axes, re.findall(r"'(\w+)'", named[2]))
     pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text)
     if pairs:
         return {int(pairs[1]), int(pairs[2])}

@@ -10,7 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,33 +22,6 @@ _FOLDER = importlib.resources.files("jzero") / "targets"
 TARGETS = tuple(
     sorted(f.name.removesuffix(".toml") for f in _FOLDER.iterdir() if f.name.endswith(".toml"))
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """One kind of GPU; the files in `jzero/targets` name their sources.
-
-    Attributes:
-      name: as its driver names it.
-      memory_bytes: of one device.
-      memory_bandwidth: bytes per second.
-      bf16_flops: dense bfloat16 operations per second.
-      f32_flops: float32 operations per second, without tensor cores.
-      link_bandwidth: bytes per second and direction between the devices of one host.
-      network_bandwidth: bytes per second and direction of one device's share of the network.
-      network: the network that is meant.
-      xla: XLA's description of the device.
-    """
-
-    name: str
-    memory_bytes: int
-    memory_bandwidth: float
-    bf16_flops: float
-    f32_flops: float
-    link_bandwidth: float
-    network_bandwidth: float
-    network: str
-    xla: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +37,91 @@ class Topology:
         return self.hosts * self.per_host
 
 
+@dataclasses.dataclass(frozen=True)
+class LinkDomain:
+    """Devices that reach each other by links of one kind.
+
+    Attributes:
+      name: of the links.
+      devices: how many reach each other: 'host' for those of one host, 'any' for all there are.
+      bandwidth: bytes per second and direction of each device.
+      latency: seconds that one message takes.
+    """
+
+    name: str
+    devices: int | str
+    bandwidth: float
+    latency: float
+
+    def num_devices(self, topology: Topology) -> int:
+        """How many they are, of consecutive devices."""
+        if isinstance(self.devices, int):
+            return self.devices
+        return topology.per_host if self.devices == "host" else topology.num_devices
+
+
+class HostLinks(NamedTuple):
+    """A device's share of its host.
+
+    Attributes:
+      bandwidth: bytes per second each way between the device and its host.
+      memory_bytes: of the host.
+      memory_bandwidth: bytes per second of the host's processors.
+    """
+
+    bandwidth: float
+    memory_bytes: int
+    memory_bandwidth: float
+
+
+class Disk(NamedTuple):
+    """A device's share of its host's disks: bytes per second."""
+
+    read: float
+    write: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One kind of device; the files in `jzero/targets` name their sources.
+
+    What no source says is infinite: it takes no time.
+
+    Attributes:
+      name: as its driver names it.
+      memory_bytes: of one device.
+      memory_bandwidth: bytes per second.
+      bf16_flops: dense bfloat16 operations per second.
+      f32_flops: float32 operations per second, without tensor cores.
+      domains: of links, innermost first; the outermost has all devices.
+      host: the device's share of its host.
+      disk: its share of the host's disks.
+      platform: 'cuda', 'rocm' or 'tpu'.
+      xla: XLA's description of a GPU, or its name of a TPU; empty if it is not to be had.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bandwidth: float
+    bf16_flops: float
+    f32_flops: float
+    domains: tuple[LinkDomain, ...]
+    host: HostLinks
+    disk: Disk
+    platform: str
+    xla: str
+
+
 def find_target(who: str, name: str) -> Target:
     """The target of that name."""
     if name not in TARGETS:
         raise OptionError(message(
             who, f"target={name!r}", f"There are {', '.join(TARGETS)}.",
             "Name one of them."))  # fmt: skip
-    return Target(**tomllib.loads((_FOLDER / f"{name}.toml").read_text()))
+    fields = tomllib.loads((_FOLDER / f"{name}.toml").read_text())
+    domains = tuple(LinkDomain(**links) for links in fields.pop("domains"))
+    host, disk = HostLinks(**fields.pop("host")), Disk(**fields.pop("disk"))
+    return Target(**fields, domains=domains, host=host, disk=disk)
 
 
 def read_topology(who: str, text: str) -> Topology:

@@ -11,9 +11,9 @@ from jzero._blocks import Blocks
 from jzero._errors import OptionError, message
 from jzero._quantities import readable_bits, readable_bytes, readable_flops, readable_rate
 from jzero._step import ShardedTrainStep
-from jzero.preflight._bandwidth import with_links
 from jzero.preflight._examined import Examined
-from jzero.preflight._schedule import Schedule, crosses_hosts, schedule_of
+from jzero.preflight._links import level_along, level_of, with_links
+from jzero.preflight._schedule import Schedule, schedule_of
 from jzero.preflight._targets import Target, Topology
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Table
@@ -40,11 +40,11 @@ class Wire(NamedTuple):
 
 
 def formats(
-    data_axes: Mapping[str, int], topology: Topology, mesh: Mapping[str, int]
+    data_axes: Mapping[str, int], target: Target, topology: Topology, mesh: Mapping[str, int]
 ) -> list[Wire]:
     """Those that are compared: int8 first, and int4 where values travel least often and most slowly."""
     axes = [name for name, size in data_axes.items() if size > 1]
-    between = [name for name in axes if crosses_hosts(mesh, name, topology)]
+    between = [name for name in axes if level_along(mesh, name, target, topology) > 0]
     int8, int4 = Blocks("int8"), Blocks("int4", rotate=True)
     gathers = {"gather_dtype": int8}
     found = [
@@ -55,15 +55,20 @@ def formats(
         found.append(Wire("int8, reductions int4", {**gathers, "reduce_dtype": int4}))
     elif between:
         hops = {name: int4 if name in between else int8 for name in axes}
-        found.append(Wire("int8, int4 between hosts", {**gathers, "reduce_dtype": hops}))
+        found.append(Wire("int8, int4 on slower links", {**gathers, "reduce_dtype": hops}))
     return found
 
 
+def outermost(target: Target, topology: Topology) -> int:
+    """The link domain of all devices."""
+    return level_of(range(topology.num_devices), target, topology)
+
+
 def rates_of(target: Target, topology: Topology) -> tuple[int, ...]:
-    """The speeds of a table, slowest first: of the network, and the target's own; or of the links alone."""
-    if topology.hosts == 1:
-        return (int(target.link_bandwidth),)
-    return tuple(sorted({*(int(x * 1e9 / 8) for x in _GBITS), int(target.network_bandwidth)}))
+    """The speeds of a table, slowest first: of networks, and the target's own; or of the innermost links."""
+    level = outermost(target, topology)
+    own = int(target.domains[level].bandwidth)
+    return tuple(sorted({*(int(x * 1e9 / 8) for x in _GBITS), own})) if level else (own,)
 
 
 class WireTime(NamedTuple):
@@ -109,11 +114,10 @@ class WireVerdict:
     """Whether codes pay; `print` it.
 
     Attributes:
-      rates: bytes per second of each device, slowest first: of the network between hosts; on one host, of its
-        links.
+      rates: bytes per second of each device, slowest first: of the outermost links that all devices need.
       asked: which of them the target has.
       target: whose memory and products the model has.
-      between_hosts: whether the rates are those of a network.
+      links: whose rates they are.
       times: of each way to travel; exact wires first.
       refused: names of ways that this step cannot take, and why.
     """
@@ -121,7 +125,7 @@ class WireVerdict:
     rates: tuple[int, ...]
     asked: int
     target: Target
-    between_hosts: bool
+    links: str
     times: tuple[WireTime, ...]
     refused: tuple[tuple[str, str], ...] = ()
 
@@ -155,7 +159,7 @@ class WireVerdict:
         return {
             "rates": list(self.rates),
             "rate": self.rates[self.asked],
-            "between_hosts": self.between_hosts,
+            "links": self.links,
             "pays": self.pays,
             "cheapest": self.cheapest.wire.name,
             "wires": [
@@ -180,8 +184,7 @@ class WireVerdict:
 
     def _sentence(self) -> str:
         exact, best = self.times[0], self.cheapest
-        where = "between hosts" if self.between_hosts else "within a host"
-        at = f"At {readable_bits(self.rates[self.asked])} {where} for each device"
+        at = f"At {readable_bits(self.rates[self.asked])} of {self.links} for each device"
         if self.pays:
             return (
                 f"{at} codes pay: the cheapest take {_ms(best, self.asked)} where exact wires take "
@@ -260,9 +263,9 @@ def compare_wires(
       topology: hosts, and devices on each.
     """
     mesh, rates = dict(step.mesh.shape), rates_of(target, topology)
-    links = "network_bandwidth" if topology.hosts > 1 else "link_bandwidth"
-    targets = [with_links(target, {links: rate}) for rate in rates]
-    wires = [Wire("exact", {}), *formats(step._programs.setting.axes, topology, mesh)]
+    level = outermost(target, topology)
+    targets = [with_links(target, {level: rate}) for rate in rates]
+    wires = [Wire("exact", {}), *formats(step._programs.setting.axes, target, topology, mesh)]
     times, refused = list[WireTime](), list[tuple[str, str]]()
     base: Schedule | None = None
     for wire in wires:
@@ -274,8 +277,10 @@ def compare_wires(
         schedules = [schedule_of(found.programs, mesh, x, topology) for x in targets]
         base = base or schedules[0]
         times.append(time_of(wire, found.peak_bytes, schedules, base, target))
-    asked = rates.index(int(getattr(target, links)))
-    return WireVerdict(rates, asked, target, topology.hosts > 1, tuple(times), tuple(refused))
+    asked = rates.index(int(target.domains[level].bandwidth))
+    return WireVerdict(
+        rates, asked, target, target.domains[level].name, tuple(times), tuple(refused)
+    )
 
 
 def _ms(time: WireTime, at: int) -> str:
