@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`preflight`: a step compiled for GPUs that are not there, and what its program says of memory and time."""
+"""`preflight`: a step compiled for devices that are not there; what its program says of memory and time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from jzero.preflight._dispatches import Dispatches, read_dispatches
 from jzero.preflight._examined import Examined, PartMemory, examine, examine_parts
 from jzero.preflight._largest_rows import largest_rows
 from jzero.preflight._schedule import Schedule, ScheduledCollective, schedule_of
-from jzero.preflight._targets import Target, Topology, find_target, mesh_of, read_topology
+from jzero.preflight._targets import Target, Topology, compiled_target, mesh_of, read_topology
+from jzero.preflight._tpu_text import collectives_alone
 from jzero.preflight._wires import WireVerdict, check_wire, compare_wires
 from jzero.reports import _tables
 from jzero.reports._describe import Report
@@ -43,9 +44,9 @@ def preflight(
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Preflight:
-    """Compiles a step for so many GPUs, on a machine with none, and reports what they would need.
+    """Compiles a step for so many GPUs or TPUs, on a machine with none, and reports what they would need.
 
-    XLA's compiler for NVIDIA GPUs runs as it would there, but for autotuning, which needs the device::
+    XLA's compiler for them runs as it would there, but for autotuning, which needs the device::
 
         program  = the step on (state, *args), compiled for the target
         memory   = what the program says of its buffers
@@ -67,8 +68,8 @@ def preflight(
       train_step: the sharded step; or any program as `jax.jit(...).lower(...)` gives it, lowered for a
         `jzero.target_mesh` of the same target, topology and axes (then without `args`).
       *args: the step's arguments, each an array or a `jax.ShapeDtypeStruct`, of whole shapes.
-      target: 'a100-80gb', 'b200', 'h100' or 'h200'.
-      topology: 'HOSTSxDEVICES', the devices of one host: '8x8' are 64.
+      target: 'h100', 'gb200-nvl72', 'tpu-v5e' ...: a file of `jzero/targets`; the error of another lists all.
+      topology: 'HOSTSxDEVICES', the devices of one host: '8x8' are 64; of TPUs the chips of a slice, '4x4'.
       axes: names and sizes of the mesh's axes, hosts first. By default those of the step's mesh if it has
         as many devices, else its only axis.
       memory_fraction: the share of a device's memory that the process takes: JAX's default, or what
@@ -94,7 +95,8 @@ def preflight(
         raise OptionError(message(
             WHO, f"memory_fraction={memory_fraction!r}", "It is a share of a device's memory.",
             "Use a number above 0, up to 1."))  # fmt: skip
-    gpu, grid = find_target(WHO, target), read_topology(WHO, topology)
+    gpu = compiled_target(WHO, target)
+    grid = read_topology(WHO, gpu, topology)
     options = {"xla_gpu_autotune_level": 0} | dict(compiler_options or {})
     if isinstance(train_step, ShardedTrainStep):
         sizes = _axes_for(train_step, grid) if axes is None else dict(axes)
@@ -106,11 +108,17 @@ def preflight(
             "It is what shard_train_step or jax.jit(...).lower(...) returns.",
             "Write preflight(shard_train_step(step_fn), state, batch)."))  # fmt: skip
     gpu = with_bandwidth(WHO, gpu, grid, sizes, bandwidth)
+    of_tpu = gpu.platform == "tpu"
+    if of_tpu and search_wire:
+        raise OptionError(message(
+            WHO, f"search_wire=True, and target={target!r}", _TPU_TIMES,
+            "Drop search_wire, or compile for GPUs."))  # fmt: skip
 
     def shown(report: Report | None, examined: Examined) -> Preflight:
+        programs = [(collectives_alone(x) if of_tpu else x, n) for x, n in examined.programs]
         return Preflight(
             report, gpu, grid, examined.argument_bytes, examined.temporary_bytes,
-            examined.peak_bytes, schedule_of(examined.programs, sizes, gpu, grid),
+            examined.peak_bytes, schedule_of(programs, sizes, gpu, grid),
             examined.compile_seconds, examined.host_bytes, examined.parts, memory_fraction,
         )  # fmt: skip
 
@@ -169,7 +177,7 @@ class Preflight:
       temporary_bytes: on each device, at most alive within a step beside them; of a step in parts, within one
         of its programs.
       peak_bytes: on each device, at the moment when most is alive.
-      schedule: its collectives and the time for which nothing hides them.
+      schedule: its collectives and the time for which nothing hides them; of TPUs the collectives alone.
       compile_seconds: what the compilation took here.
       host_bytes: of pinned memory on the host, for each device, at the moment when most is alive.
       parts: of a step with offloaded state, the different programs that it starts; else none.
@@ -205,6 +213,11 @@ class Preflight:
         return self.peak_bytes <= self.usable_bytes
 
     @property
+    def _timed(self) -> bool:
+        """Whether the schedule of such programs is read."""
+        return self.target.platform != "tpu"
+
+    @property
     def at_rest(self) -> int | None:
         """Bytes of the state on each device; None for a program that is not jzero's."""
         return None if self.report is None else self.report.plan.nbytes_at_rest()
@@ -238,11 +251,11 @@ class Preflight:
         Keys: target, hosts, devices_per_host; compile_seconds; argument_bytes, temporary_bytes, peak_bytes,
         host_bytes, usable_bytes, memory_fraction, fits; parts, the fields of each `PartMemory`; memory, as in
         `Report.to_dict`; collectives as compiled: op, axes, bytes, times, hidden, seconds (each time);
-        product_seconds, exposed_seconds, kernel_bytes; rows and largest_rows (None without `search_batch`);
-        wires, as in `WireVerdict.to_dict` (None without `search_wire`); step, the `Report.to_dict` of the
-        step (None for a program that is not jzero's).
+        product_seconds, exposed_seconds, kernel_bytes (of TPUs None, as hidden); rows and largest_rows (None
+        without `search_batch`); wires, as in `WireVerdict.to_dict` (None without `search_wire`); step, the
+        `Report.to_dict` of the step (None for a program that is not jzero's).
         """
-        schedule = self.schedule
+        schedule, timed = self.schedule, self._timed
         return {
             "target": self.target.name,
             "hosts": self.topology.hosts,
@@ -257,11 +270,12 @@ class Preflight:
             "memory": [row._asdict() for row in self.memory],
             "collectives": [
                 {"op": c.op, "axes": list(c.axes), "bytes": c.nbytes, "times": c.times,
-                 "hidden": c.hidden, "seconds": c.seconds} for c in schedule.collectives
+                 "hidden": c.hidden if timed else None, "seconds": c.seconds}
+                for c in schedule.collectives
             ],
-            "product_seconds": schedule.product_seconds,
-            "exposed_seconds": schedule.exposed_seconds,
-            "kernel_bytes": schedule.kernel_bytes,
+            "product_seconds": schedule.product_seconds if timed else None,
+            "exposed_seconds": schedule.exposed_seconds if timed else None,
+            "kernel_bytes": schedule.kernel_bytes if timed else None,
             "host_bytes": self.host_bytes,
             "parts": [part._asdict() | {"host_operations": [*part.host_operations]}
                       for part in self.parts],
@@ -285,7 +299,9 @@ class Preflight:
             [] if self.wires is None else self.wires.lines(),
             self._crossings(),
             [] if self.report is None else self.report.gathered_rows(),
-            wrapped(_LIMITS + _LIMITS_OF_PARTS * bool(self.parts)),
+            wrapped(
+                (_LIMITS if self._timed else _TPU_LIMITS) + _LIMITS_OF_PARTS * bool(self.parts)
+            ),
         ]
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -345,16 +361,16 @@ class Preflight:
             share = f"{100 * hidden / total:.0f} %" if total else "-"
             times = sum(c.times for c in group)
             seconds = sum(c.seconds * c.times for c in group)
-            rows.append((*key, readable_bytes(total), str(times), share, f"{1000 * seconds:.1f}"))
-        header = ("as compiled", "axes", "bytes", "times", "behind products", "ms")
+            behind = (share,) if self._timed else ()
+            rows.append((*key, readable_bytes(total), str(times), *behind, f"{1000 * seconds:.1f}"))
+        behind = ("behind products",) if self._timed else ()
+        header = ("as compiled", "axes", "bytes", "times", *behind, "ms")
         s = self.schedule
-        return [
-            *Table(header, rows).text(),
-            *wrapped(
-                f"Matrix products take at least {1000 * s.product_seconds:.1f} ms (at the peak of bfloat16); "
-                f"then {1000 * s.exposed_seconds:.1f} ms of the collectives stay exposed."
-            ),
-        ]
+        products = (
+            f"Matrix products take at least {1000 * s.product_seconds:.1f} ms (at the peak of bfloat16); "
+            f"then {1000 * s.exposed_seconds:.1f} ms of the collectives stay exposed."
+        )
+        return [*Table(header, rows).text(), *wrapped(products if self._timed else _TPU_TIMES)]
 
 
 _MOST_PARTS = 12
@@ -362,6 +378,11 @@ _LIMITS = (
     "Not seen: buffers of NCCL and of the driver (1 to 2 GiB), fragmentation, kernels that autotuning would "
     "choose, latencies, convolutions' and fused attention's time. Bandwidths are the data sheet's, if not "
     "given."
+)
+_TPU_TIMES = "What runs beside a TPU's collectives is not read, so no time of a step is said."
+_TPU_LIMITS = (
+    "Not seen: memory of the runtime, fragmentation; wraparounds of a slice and its second dim, which make "
+    "collectives faster. Nothing of it has run. Bandwidths are those of the target's file, if not given."
 )
 _LIMITS_OF_PARTS = (
     " Of a step in parts: the time of copies between devices and hosts, and of an update on the hosts; what "
