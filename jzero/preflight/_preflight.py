@@ -12,7 +12,7 @@ import jax
 
 from jzero._errors import BatchError, MeshError, OptionError, message
 from jzero._memory_kinds import NVME, PINNED
-from jzero._quantities import readable_bytes
+from jzero._quantities import readable_bytes, readable_seconds
 from jzero._step import ShardedTrainStep
 from jzero.preflight._bandwidth import with_bandwidth
 from jzero.preflight._dispatches import Dispatches, read_dispatches
@@ -49,7 +49,7 @@ def preflight(
 
         program  = the step on (state, *args), compiled for the target
         memory   = what the program says of its buffers
-        schedule = the order of its operations: which collectives have matrix products to hide behind
+        schedule = the order of its operations, and their time by a model: what hides behind what
 
     >>> import jax, jax.numpy as jnp, jzero
     >>> def step_fn(w, batch):
@@ -106,11 +106,12 @@ def preflight(
             "It is what shard_train_step or jax.jit(...).lower(...) returns.",
             "Write preflight(shard_train_step(step_fn), state, batch)."))  # fmt: skip
     gpu = with_bandwidth(WHO, gpu, grid, sizes, bandwidth)
+    under_way = int(options.get("xla_gpu_experimental_parallel_collective_overlap_limit", 1))
 
     def shown(report: Report | None, examined: Examined) -> Preflight:
         return Preflight(
             report, gpu, grid, examined.argument_bytes, examined.temporary_bytes,
-            examined.peak_bytes, schedule_of(examined.programs, sizes, gpu, grid),
+            examined.peak_bytes, schedule_of(examined.started, sizes, gpu, grid, under_way),
             examined.compile_seconds, examined.host_bytes, examined.parts, memory_fraction,
         )  # fmt: skip
 
@@ -152,7 +153,9 @@ def preflight(
         )  # fmt: skip
         found = dataclasses.replace(found, rows=batch.rows, largest_rows=largest)
     if search_wire:
-        wires = compare_wires(there, lambda step: compiled(step, batch.rows), examined, gpu, grid)
+        wires = compare_wires(
+            there, lambda step: compiled(step, batch.rows), examined, gpu, grid, under_way
+        )
         found = dataclasses.replace(found, wires=wires)
     return found
 
@@ -169,7 +172,7 @@ class Preflight:
       temporary_bytes: on each device, at most alive within a step beside them; of a step in parts, within one
         of its programs.
       peak_bytes: on each device, at the moment when most is alive.
-      schedule: its collectives and the time for which nothing hides them.
+      schedule: its collectives, and the time of a step by a model.
       compile_seconds: what the compilation took here.
       host_bytes: of pinned memory on the host, for each device, at the moment when most is alive.
       parts: of a step with offloaded state, the different programs that it starts; else none.
@@ -238,9 +241,10 @@ class Preflight:
         Keys: target, hosts, devices_per_host; compile_seconds; argument_bytes, temporary_bytes, peak_bytes,
         host_bytes, usable_bytes, memory_fraction, fits; parts, the fields of each `PartMemory`; memory, as in
         `Report.to_dict`; collectives as compiled: op, axes, bytes, times, hidden, seconds (each time);
-        product_seconds, exposed_seconds, kernel_bytes; rows and largest_rows (None without `search_batch`);
-        wires, as in `WireVerdict.to_dict` (None without `search_wire`); step, the `Report.to_dict` of the
-        step (None for a program that is not jzero's).
+        step_seconds, compute_seconds, product_seconds, exposed_seconds, exposed_copy_seconds,
+        collective_seconds, to_host_seconds, from_host_seconds, kernel_bytes, as in `Schedule`; rows and
+        largest_rows (None without `search_batch`); wires, as in `WireVerdict.to_dict` (None without
+        `search_wire`); step, the `Report.to_dict` of the step (None for a program that is not jzero's).
         """
         schedule = self.schedule
         return {
@@ -259,9 +263,7 @@ class Preflight:
                 {"op": c.op, "axes": list(c.axes), "bytes": c.nbytes, "times": c.times,
                  "hidden": c.hidden, "seconds": c.seconds} for c in schedule.collectives
             ],
-            "product_seconds": schedule.product_seconds,
-            "exposed_seconds": schedule.exposed_seconds,
-            "kernel_bytes": schedule.kernel_bytes,
+            **{name: value for name, value in vars(schedule).items() if name != "collectives"},
             "host_bytes": self.host_bytes,
             "parts": [part._asdict() | {"host_operations": [*part.host_operations]}
                       for part in self.parts],
@@ -282,6 +284,7 @@ class Preflight:
             self._verdict(),
             self._parts(),
             self._collectives(),
+            self._time(),
             [] if self.wires is None else self.wires.lines(),
             self._crossings(),
             [] if self.report is None else self.report.gathered_rows(),
@@ -347,25 +350,32 @@ class Preflight:
             seconds = sum(c.seconds * c.times for c in group)
             rows.append((*key, readable_bytes(total), str(times), share, f"{1000 * seconds:.1f}"))
         header = ("as compiled", "axes", "bytes", "times", "behind products", "ms")
-        s = self.schedule
-        return [
-            *Table(header, rows).text(),
-            *wrapped(
-                f"Matrix products take at least {1000 * s.product_seconds:.1f} ms (at the peak of bfloat16); "
-                f"then {1000 * s.exposed_seconds:.1f} ms of the collectives stay exposed."
-            ),
-        ]
+        return Table(header, rows).text()
+
+    def _time(self) -> list[str]:
+        s, took = self.schedule, readable_seconds
+        text = (
+            f"By a model a step takes {took(s.step_seconds)}. The device computes {took(s.compute_seconds)}, "
+            f"of these {took(s.product_seconds)} in matrix products and their like, and waits "
+            f"{took(s.exposed_seconds)} for collectives, which take {took(s.collective_seconds)}."
+        )
+        if s.to_host_seconds or s.from_host_seconds:
+            text += (
+                f" It waits {took(s.exposed_copy_seconds)} for copies, which take {took(s.to_host_seconds)} "
+                f"to the host and {took(s.from_host_seconds)} from it."
+            )
+        return wrapped(text)
 
 
 _MOST_PARTS = 12
 _LIMITS = (
     "Not seen: buffers of NCCL and of the driver (1 to 2 GiB), fragmentation, kernels that autotuning would "
-    "choose, latencies, convolutions' and fused attention's time. Bandwidths are the data sheet's, if not "
-    "given."
+    "choose. The model gives kernels the data sheet's peaks, and no time to start. Bandwidths are the data "
+    "sheet's, if not given."
 )
 _LIMITS_OF_PARTS = (
-    " Of a step in parts: the time of copies between devices and hosts, and of an update on the hosts; what "
-    "hides behind other programs; parameters that a host sends back, a chunk at a time."
+    " Of a step in parts, also not seen: the time of an update on the hosts; parameters that a host sends "
+    "back, a chunk at a time."
 )
 
 
