@@ -25,11 +25,12 @@ from jzero.preflight._targets import TARGETS, find_target
 TOPOLOGIES = {"gb200-nvl72": "18x4", "gh200": "8x1", "rtx4090": "1x4", "rtx5090": "1x4"}
 OTHERS = {"cuda": "2x8", "tpu": "4x4", "rocm": "1x8"}
 STAGES = (1, 2, 3)
+PLATFORMS = ("tpu", "cuda", "rocm")
 
 
 def compiled(model: GPT, target: str, stage: int) -> dict[str, Any]:
     """What a stage needs of that target."""
-    topology = TOPOLOGIES.get(target, OTHERS[find_target("compiled.py", target).platform])
+    topology = TOPOLOGIES.get(target, OTHERS[platform_of(target)])
     hosts, devices = map(int, topology.split("x"))
     tx = optax.adamw(1e-4)
     state = jax.eval_shape(lambda: model.state(tx, lambda shape: jnp.zeros(shape, jnp.float32)))
@@ -44,6 +45,10 @@ def compiled(model: GPT, target: str, stage: int) -> dict[str, Any]:
         "moved MiB": moved(found),
         "exposed ms": None if target.startswith("tpu") else round(1e3 * found.schedule.exposed_seconds, 2),
     }  # fmt: skip
+
+
+def platform_of(target: str) -> str:
+    return find_target("compiled.py", target).platform
 
 
 def moved(found: Any) -> dict[str, float]:
@@ -72,7 +77,7 @@ def main() -> None:
         "left out": {},
     }
     path = args.out / f"{result['date']}-compiled.json"
-    for target in TARGETS:
+    for target in sorted(TARGETS, key=lambda name: PLATFORMS.index(platform_of(name))):
         for stage in STAGES:
             try:
                 found = compiled(model, target, stage)

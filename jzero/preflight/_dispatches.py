@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero._memory_kinds import DEVICE, PINNED
+from jzero.preflight._clocks import FROM_HOST, TO_HOST
+from jzero.preflight._schedule import Copied
 from jzero.segments._segment import shard_of
 from jzero.sharding.analysis._frames import variables
 from jzero.sharding.analysis._rules import size_in_bytes
@@ -63,12 +65,14 @@ class Dispatch(NamedTuple):
       reads: what it takes.
       makes: what it makes, by variable.
       consumes: what it takes and nobody can read again.
+      copies: of what it makes, that which crosses between the devices and their hosts.
     """
 
     part: DispatchedProgram | None
     reads: tuple[Var, ...]
     makes: Mapping[Var, _Value]
     consumes: tuple[Var, ...]
+    copies: tuple[Copied, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,10 +150,19 @@ class _DispatchReader:
         self.values |= makes
         reads = tuple(variables(eqn.invars))
         if "donated_invars" not in eqn.params:  # a copy: only programs have that
-            return Dispatch(None, reads, makes, ())
+            return Dispatch(None, reads, makes, (), tuple(self._copies(eqn, args)))
         gone = tuple(i for i, donated in enumerate(eqn.params["donated_invars"]) if donated)
         consumes = tuple(variables([eqn.invars[i] for i in gone]))
         return Dispatch(self._part(eqn, args, gone, told), reads, makes, consumes)
+
+    def _copies(self, eqn: Eqn, args: Sequence[_Value]) -> Iterator[Copied]:
+        for atom, arg, var in zip(eqn.invars, args, eqn.outvars, strict=True):
+            made = self.values[var]
+            kind = made.sharding.memory_kind
+            if kind != arg.sharding.memory_kind:
+                source = None if _jaxpr.is_literal(atom) else atom
+                stream = TO_HOST if kind == PINNED else FROM_HOST
+                yield Copied(source, var, stream, held_bytes([made], kind))
 
     def _of(self, var: Var) -> _Value:
         """What is known of a variable; of a constant of the trace, that it is on the devices."""

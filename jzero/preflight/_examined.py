@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,10 @@ from jzero.preflight._dispatches import (
     held_bytes,
     moments,
 )
-from jzero.preflight._hlo import parse
+from jzero.preflight._hlo import ON_HOST, parse
+from jzero.preflight._schedule import Program, Started
+
+_Read = Callable[[str], Program]
 
 
 class PartMemory(NamedTuple):
@@ -45,7 +48,7 @@ class PartMemory(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """What `Preflight` has of bytes and seconds; and the texts of the programs that a step starts, how often.
+    """What `Preflight` has of bytes and seconds; and what the step starts, in order.
 
     Bytes are those on each device and, in pinned memory, on its host.
     """
@@ -55,12 +58,12 @@ class Examined(NamedTuple):
     peak_bytes: int
     compile_seconds: float
     host_bytes: int
-    programs: tuple[tuple[str, int], ...]
+    started: tuple[Started, ...]
     parts: tuple[PartMemory, ...] = ()
 
 
-def examine(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Examined:
-    """Compiles the one program of a step."""
+def examine(lowered: jax.stages.Lowered, options: Mapping[str, Any], read: _Read) -> Examined:
+    """Compiles the one program of a step; `read` takes its text."""
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=dict(options))
     seconds = time.perf_counter() - start
@@ -76,12 +79,14 @@ def examine(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Examined
         peak,
         seconds,
         there.arguments + there.temporaries,
-        ((str(compiled.as_text()), 1),),
+        (Started(read(str(compiled.as_text()))),),
     )
 
 
-def examine_parts(found: Dispatches, mesh: Mesh, options: Mapping[str, Any]) -> Examined:
-    """Compiles each of the different programs that a step starts, once."""
+def examine_parts(
+    found: Dispatches, mesh: Mesh, options: Mapping[str, Any], read: _Read
+) -> Examined:
+    """Compiles each of the different programs that a step starts, once; `read` takes their texts."""
     start = time.perf_counter()
     equal: dict[str, list[DispatchedProgram]] = {}
     programs: dict[str, jax.stages.Lowered] = {}
@@ -96,13 +101,13 @@ def examine_parts(found: Dispatches, mesh: Mesh, options: Mapping[str, Any]) -> 
     seconds = time.perf_counter() - start
     memory = {part: ProgramMemory.of(compiled[key]) for key, same in equal.items() for part in same}
     held = moments(found, memory)
-    parts, texts = [], []
+    parts, programs_read = list[PartMemory](), dict[DispatchedProgram, Program]()
     for key, same in equal.items():
         text = str(compiled[key].as_text())
         times = sum(found.parts[part] for part in same)
         peak = max(moment.nbytes for moment in held if moment.part in same)
         here, _ = memory[same[0]]
-        texts.append((text, times))
+        programs_read |= dict.fromkeys(same, read(text))
         parts.append(PartMemory(same[0].name, times, *here, peak, host_operations(text)))
     return Examined(
         held_bytes(found.args.values(), DEVICE),
@@ -110,13 +115,16 @@ def examine_parts(found: Dispatches, mesh: Mesh, options: Mapping[str, Any]) -> 
         max(moment.nbytes for moment in held),
         seconds,
         max(moment.host_nbytes for moment in held),
-        tuple(texts),
+        tuple(
+            Started(
+                None if step.part is None else programs_read[step.part], step.reads, step.copies
+            )
+            for step in found.steps
+        ),
         tuple(parts),
     )
 
 
-# XLA writes the memory of the host as a part of a layout.
-_ON_HOST = "S(5)"
 _ON_HOSTS_PROCESSORS = re.compile(r'_xla_compute_type\\?"?[=:]\s*\\?"host')
 _COPIES = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "copy", "slice", "dynamic-slice",
@@ -135,7 +143,7 @@ def host_operations(text: str) -> tuple[str, ...]:
             # What a fusion does stands in its own computation; '-start' and '-done' are of copies.
             copies = line.op in _COPIES or line.op.endswith(("-start", "-done"))
             allocates = '"AllocateBuffer"' in line.text
-            computes = any(_ON_HOST in shape for shape in touched) and not (copies or allocates)
+            computes = any(ON_HOST in shape for shape in touched) and not (copies or allocates)
             if computes or _ON_HOSTS_PROCESSORS.search(line.text):
                 found[line.op] = None
     return tuple(found)

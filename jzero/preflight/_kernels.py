@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that the kernels of a compiled program read and write in a device's memory."""
+"""What the kernels of a compiled program compute, and the bytes that they read and write."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from jzero.preflight._hlo import Instruction, sizes
+from jzero.preflight._hlo import ON_HOST, Instruction, arrays, sizes
+from jzero.preflight._targets import Target
+
+Computations = Mapping[str, Sequence[Instruction]]
 
 # No kernel: names of what is there, bodies that count by themselves, and ends of what has begun.
 _NONE = {
@@ -17,25 +22,71 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME_BYTES = ("bitcast", "reshape")
 
 
-def bytes_of(
-    line: Instruction, shapes: Mapping[str, str], computations: Mapping[str, Sequence[Instruction]]
-) -> int:
-    """Bytes that one instruction reads and writes; of slices of a buffer, not those of all of it."""
+class Flops(NamedTuple):
+    """Operations of matrix products, convolutions and fused attention.
+
+    Attributes:
+      tensor: on tensor cores, as many of bfloat16 as take the same time: one of TF32, in which XLA computes
+        products of float32 by default, counts as two, and one of 8 bits as a half.
+      f32: without tensor cores: float32 at the highest precision, and wider.
+    """
+
+    tensor: float
+    f32: float
+
+
+class Work(NamedTuple):
+    """What one kernel does.
+
+    Attributes:
+      flops: None if it has no product, convolution or attention; then only its bytes count.
+      nbytes: that it reads and writes in the device's memory.
+      from_host: bytes that it reads of pinned memory.
+      to_host: bytes that it writes there.
+    """
+
+    flops: Flops | None
+    nbytes: int
+    from_host: int
+    to_host: int
+
+    def seconds(self, target: Target) -> float:
+        """By a roofline of the device's peaks and of its memory; without what crosses to the host."""
+        tensor, f32 = self.flops or (0.0, 0.0)
+        computing = tensor / target.bf16_flops + f32 / target.f32_flops
+        return max(computing, self.nbytes / target.memory_bandwidth)
+
+
+def work_of(line: Instruction, shapes: Mapping[str, str], computations: Computations) -> Work:
+    """What one instruction does; of slices of a buffer, it reads and writes these and not the buffer."""
     if line.op in _NONE or line.op.endswith("-done") or '"AllocateBuffer"' in line.text:
-        return 0
-    if line.op == "copy-start":  # Its shape has the operand's, too.
-        return 2 * sum(sizes(shapes.get(line.operands[0], "")))
+        return Work(None, 0, 0, 0)
+    inner = _inside(line, shapes, computations)
+    read = [
+        (p.shape, _read(p.name, sum(sizes(p.shape)), inner)) for p in inner if p.op == "parameter"
+    ]
+    written = list(_writes(line, inner))
+    from_host = sum(nbytes for shape, nbytes in read if ON_HOST in shape)
+    to_host = sum(nbytes for shape, nbytes in written if ON_HOST in shape)
+    nbytes = sum(nbytes for _, nbytes in [*read, *written]) - from_host - to_host
+    return Work(_flops(line, shapes, computations), nbytes, from_host, to_host)
+
+
+# -- bytes -----------------------------------------------------------------------------------------------
+
+
+def _called(line: Instruction, computations: Computations) -> Sequence[Instruction]:
     callee = re.search(r"calls=%([\w.\-]+)", line.text)
-    inner = computations.get(callee[1]) if callee else None
-    if not inner:
-        parameters = [
-            Instruction(name, shapes[name], "parameter", (), "")
-            for name in dict.fromkeys(line.operands)
-            if name in shapes
-        ]
-        inner = [*parameters, line]
-    read = sum(_read(p.name, sum(sizes(p.shape)), inner) for p in inner if p.op == "parameter")
-    return read + _written(inner[-1], {x.name: x for x in inner})
+    return computations.get(callee[1], ()) if callee else ()
+
+
+def _inside(
+    line: Instruction, shapes: Mapping[str, str], computations: Computations
+) -> Sequence[Instruction]:
+    """The computation that a fusion runs; of anything else, one of its operands and itself."""
+    names = [name for name in dict.fromkeys(line.operands) if name in shapes]
+    alone = [*(Instruction(name, shapes[name], "parameter", (), "") for name in names), line]
+    return _called(line, computations) or alone
 
 
 def _read(name: str, nbytes: int, lines: Sequence[Instruction]) -> int:
@@ -54,10 +105,100 @@ def _read(name: str, nbytes: int, lines: Sequence[Instruction]) -> int:
     return min(found, nbytes)
 
 
-def _written(root: Instruction, lines: Mapping[str, Instruction]) -> int:
+def _writes(line: Instruction, inner: Sequence[Instruction]) -> Iterator[tuple[str, int]]:
+    """Each result's shape, and the bytes that are written of it."""
+    if line.op == "copy-start":  # Its shape is (result, operand, context).
+        yield from list(_parts(line.shape))[:1]
+    elif line.op == "custom-call":  # Of several results, the last one may be its workspace.
+        yield from _parts(re.sub(r", [us]8\[\d+\](\{[^{}]*\})?\)$", "", line.shape))
+    else:
+        yield from _written(inner[-1], {x.name: x for x in inner})
+
+
+def _written(root: Instruction, lines: Mapping[str, Instruction]) -> Iterator[tuple[str, int]]:
     """Of a result, what is written of it: all, or the slices that are updated in their place."""
     if root.op in ("tuple", *_SAME_BYTES) and all(name in lines for name in root.operands):
-        return sum(_written(lines[name], lines) for name in root.operands)
-    if root.op == "dynamic-update-slice" and root.operands[1] in lines:
-        return sum(sizes(lines[root.operands[1]].shape))
-    return 0 if root.op == "parameter" else sum(sizes(root.shape))
+        for name in root.operands:
+            yield from _written(lines[name], lines)
+    elif root.op == "dynamic-update-slice" and root.operands[1] in lines:
+        yield root.shape, sum(sizes(lines[root.operands[1]].shape))
+    elif root.op != "parameter":
+        yield from _parts(root.shape)
+
+
+def _parts(shape: str) -> Iterator[tuple[str, int]]:
+    """The arrays of a shape, each with its layout, and their bytes."""
+    for part in re.findall(r"\w+\[[\d,]*\](?:\{[^{}]*\})?", shape):
+        yield part, sum(sizes(part))
+
+
+# -- operations ------------------------------------------------------------------------------------------
+
+
+def _flops(
+    line: Instruction, shapes: Mapping[str, str], computations: Computations
+) -> Flops | None:
+    """Those of a matrix product or its like, or of all that a fusion has; None for anything else."""
+    called = re.search(r'custom_call_target="__(\w+)\$(\w+)', line.text)
+    target = called[0] if called and line.op == "custom-call" else ""
+    if line.op == "dot":
+        return _dot(line, shapes, r"lhs_contracting_dims=\{([\d,]*)\}")
+    if re.search("gemm|matmul", target):
+        return _dot(line, shapes, r'"lhs_contracting_dimensions":\[([\d,"]*)\]')
+    if line.op == "convolution" or "$conv" in target:
+        return _convolution(line, shapes, target)
+    if "$fmha" in target:
+        return _attention(line, shapes, target)
+    inner = _called(line, computations)
+    named = {x.name: x.shape for x in inner}
+    found = [flops for x in inner if (flops := _flops(x, named, computations)) is not None]
+    return Flops(*map(sum, zip(*found, strict=True))) if found else None
+
+
+def _dot(line: Instruction, shapes: Mapping[str, str], contracted: str) -> Flops:
+    match = re.search(contracted, line.text)
+    if match is None or line.operands[0] not in shapes:
+        return Flops(0.0, 0.0)
+    (bits, lhs), *_ = arrays(shapes[line.operands[0]])
+    (_, out), *_ = arrays(line.shape)
+    dims = [int(n) for n in re.findall(r"\d+", match[1])]
+    return _at_peak(2.0 * math.prod(out) * math.prod(lhs[dim] for dim in dims), bits, line.text)
+
+
+def _convolution(line: Instruction, shapes: Mapping[str, str], target: str) -> Flops:
+    """Two for each element of the output and of one output feature's kernel, forwards and backwards."""
+    labels = re.search(r"dim_labels=\w+_(\w+)->", line.text)
+    values = [*(shapes.get(name, "") for name in line.operands[:2]), line.shape]
+    found = [next(iter(arrays(shape)), None) for shape in values]
+    lhs, rhs, result = found
+    if labels is None or lhs is None or rhs is None or result is None:
+        return Flops(0.0, 0.0)
+    # XLA's calls have the forward convolution's labels, whichever of its three arrays they compute.
+    kernel, out = rhs[1], result[1]
+    if "convBackwardFilter" in target:
+        kernel, out = result[1], rhs[1]
+    elif "convBackwardInput" in target:
+        out = lhs[1]
+    of_one = math.prod(kernel) / kernel[labels[1].index("o")]
+    dilated = re.search(r"lhs_dilate=([\dx]+)", line.text)  # All but one in so many are zeros.
+    zeros = math.prod(map(int, dilated[1].split("x"))) if dilated else 1
+    return _at_peak(2.0 * math.prod(out) * of_one / zeros, lhs[0], line.text)
+
+
+def _attention(line: Instruction, shapes: Mapping[str, str], target: str) -> Flops:
+    """Two products forwards, five backwards, with as many results as scores; of a causal mask, half."""
+    scores = re.search(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([\d,"]*)\]', line.text)
+    if scores is None or line.operands[0] not in shapes:
+        return Flops(0.0, 0.0)
+    (bits, query), *_ = arrays(shapes[line.operands[0]])
+    num_products = 5 if "Backward" in target else 2
+    each = 2.0 * query[-1] * math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
+    share = 0.5 if "CAUSAL" in line.text else 1.0
+    return _at_peak(num_products * each * share, bits, line.text)
+
+
+def _at_peak(operations: float, bits: int, text: str) -> Flops:
+    exact = re.search(r'operand_precision"?[=:][\[{][^\]}]*highest|dot_f32_f32_f32\b', text, re.I)
+    if bits > 32 or (bits == 32 and exact):
+        return Flops(0.0, operations)
+    return Flops(operations * max(bits, 8) / 16, 0.0)

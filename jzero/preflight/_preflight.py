@@ -12,15 +12,15 @@ import jax
 
 from jzero._errors import BatchError, MeshError, OptionError, message
 from jzero._memory_kinds import NVME, PINNED
-from jzero._quantities import readable_bytes
+from jzero._quantities import readable_bytes, readable_seconds
 from jzero._step import ShardedTrainStep
 from jzero.preflight._bandwidth import with_bandwidth
 from jzero.preflight._dispatches import Dispatches, read_dispatches
 from jzero.preflight._examined import Examined, PartMemory, examine, examine_parts
 from jzero.preflight._largest_rows import largest_rows
-from jzero.preflight._schedule import Schedule, ScheduledCollective, schedule_of
+from jzero.preflight._schedule import Schedule, ScheduledCollective, read_program, schedule_of
 from jzero.preflight._targets import Target, Topology, compiled_target, mesh_of, read_topology
-from jzero.preflight._tpu_text import collectives_alone
+from jzero.preflight._tpu_text import read_tpu_program
 from jzero.preflight._wires import WireVerdict, check_wire, compare_wires
 from jzero.reports import _tables
 from jzero.reports._describe import Report
@@ -50,7 +50,7 @@ def preflight(
 
         program  = the step on (state, *args), compiled for the target
         memory   = what the program says of its buffers
-        schedule = the order of its operations: which collectives have matrix products to hide behind
+        schedule = the order of its operations, and their time by a model: what hides behind what
 
     >>> import jax, jax.numpy as jnp, jzero
     >>> def step_fn(w, batch):
@@ -113,12 +113,13 @@ def preflight(
         raise OptionError(message(
             WHO, f"search_wire=True, and target={target!r}", _TPU_TIMES,
             "Drop search_wire, or compile for GPUs."))  # fmt: skip
+    read = read_tpu_program if of_tpu else read_program
+    under_way = int(options.get("xla_gpu_experimental_parallel_collective_overlap_limit", 1))
 
     def shown(report: Report | None, examined: Examined) -> Preflight:
-        programs = [(collectives_alone(x) if of_tpu else x, n) for x, n in examined.programs]
         return Preflight(
             report, gpu, grid, examined.argument_bytes, examined.temporary_bytes,
-            examined.peak_bytes, schedule_of(programs, sizes, gpu, grid),
+            examined.peak_bytes, schedule_of(examined.started, sizes, gpu, grid, under_way),
             examined.compile_seconds, examined.host_bytes, examined.parts, memory_fraction,
         )  # fmt: skip
 
@@ -128,7 +129,7 @@ def preflight(
                 WHO, f"{'search_batch' if search_batch else 'search_wire'}=True, and a lowered program",
                 "A step is compiled anew with other rows, or other wires.",
                 "Pass the sharded step and its arguments."))  # fmt: skip
-        return shown(None, examine(train_step, options))
+        return shown(None, examine(train_step, options, read))
     mesh = mesh_of(WHO, gpu, grid, sizes)
     offloads = train_step._programs.options.offloads
     # An abstract mesh has all kinds of memory; devices that are not there list none.
@@ -137,9 +138,9 @@ def preflight(
 
     def compiled(step: ShardedTrainStep, rows: int) -> Examined:
         if not offloads:
-            return examine(batch.call(step.lower, rows), options)
+            return examine(batch.call(step.lower, rows), options, read)
         dispatches = batch.call(functools.partial(_dispatches_of, step), rows)
-        examined = examine_parts(dispatches, mesh, options)
+        examined = examine_parts(dispatches, mesh, options, read)
         fetched = step._programs.options.offload.fetched_bytes
         coming = -(-fetched // grid.per_host)  # of parameters in files
         return examined._replace(host_bytes=examined.host_bytes + coming)
@@ -160,7 +161,9 @@ def preflight(
         )  # fmt: skip
         found = dataclasses.replace(found, rows=batch.rows, largest_rows=largest)
     if search_wire:
-        wires = compare_wires(there, lambda step: compiled(step, batch.rows), examined, gpu, grid)
+        wires = compare_wires(
+            there, lambda step: compiled(step, batch.rows), examined, gpu, grid, under_way
+        )
         found = dataclasses.replace(found, wires=wires)
     return found
 
@@ -177,7 +180,7 @@ class Preflight:
       temporary_bytes: on each device, at most alive within a step beside them; of a step in parts, within one
         of its programs.
       peak_bytes: on each device, at the moment when most is alive.
-      schedule: its collectives and the time for which nothing hides them; of TPUs the collectives alone.
+      schedule: its collectives, and the time of a step by a model; of TPUs the collectives alone.
       compile_seconds: what the compilation took here.
       host_bytes: of pinned memory on the host, for each device, at the moment when most is alive.
       parts: of a step with offloaded state, the different programs that it starts; else none.
@@ -251,11 +254,16 @@ class Preflight:
         Keys: target, hosts, devices_per_host; compile_seconds; argument_bytes, temporary_bytes, peak_bytes,
         host_bytes, usable_bytes, memory_fraction, fits; parts, the fields of each `PartMemory`; memory, as in
         `Report.to_dict`; collectives as compiled: op, axes, bytes, times, hidden, seconds (each time);
-        product_seconds, exposed_seconds, kernel_bytes (of TPUs None, as hidden); rows and largest_rows (None
-        without `search_batch`); wires, as in `WireVerdict.to_dict` (None without `search_wire`); step, the
-        `Report.to_dict` of the step (None for a program that is not jzero's).
+        step_seconds, compute_seconds, product_seconds, exposed_seconds, exposed_copy_seconds,
+        collective_seconds, to_host_seconds, from_host_seconds, kernel_bytes, as in `Schedule` (of TPUs None,
+        as hidden); rows and largest_rows (None without `search_batch`); wires, as in `WireVerdict.to_dict`
+        (None without `search_wire`); step, the `Report.to_dict` of the step (None for a program that is not
+        jzero's).
         """
-        schedule, timed = self.schedule, self._timed
+        timed, schedule = self._timed, vars(self.schedule)
+        times = {
+            name: x if timed else None for name, x in schedule.items() if name != "collectives"
+        }
         return {
             "target": self.target.name,
             "hosts": self.topology.hosts,
@@ -271,11 +279,9 @@ class Preflight:
             "collectives": [
                 {"op": c.op, "axes": list(c.axes), "bytes": c.nbytes, "times": c.times,
                  "hidden": c.hidden if timed else None, "seconds": c.seconds}
-                for c in schedule.collectives
+                for c in self.schedule.collectives
             ],
-            "product_seconds": schedule.product_seconds if timed else None,
-            "exposed_seconds": schedule.exposed_seconds if timed else None,
-            "kernel_bytes": schedule.kernel_bytes if timed else None,
+            **times,
             "host_bytes": self.host_bytes,
             "parts": [part._asdict() | {"host_operations": [*part.host_operations]}
                       for part in self.parts],
@@ -296,6 +302,7 @@ class Preflight:
             self._verdict(),
             self._parts(),
             self._collectives(),
+            self._time(),
             [] if self.wires is None else self.wires.lines(),
             self._crossings(),
             [] if self.report is None else self.report.gathered_rows(),
@@ -365,19 +372,30 @@ class Preflight:
             rows.append((*key, readable_bytes(total), str(times), *behind, f"{1000 * seconds:.1f}"))
         behind = ("behind products",) if self._timed else ()
         header = ("as compiled", "axes", "bytes", "times", *behind, "ms")
-        s = self.schedule
-        products = (
-            f"Matrix products take at least {1000 * s.product_seconds:.1f} ms (at the peak of bfloat16); "
-            f"then {1000 * s.exposed_seconds:.1f} ms of the collectives stay exposed."
+        return Table(header, rows).text()
+
+    def _time(self) -> list[str]:
+        if not self._timed:
+            return wrapped(_TPU_TIMES)
+        s, took = self.schedule, readable_seconds
+        text = (
+            f"By a model a step takes {took(s.step_seconds)}. The device computes {took(s.compute_seconds)}, "
+            f"of these {took(s.product_seconds)} in matrix products and their like, and waits "
+            f"{took(s.exposed_seconds)} for collectives, which take {took(s.collective_seconds)}."
         )
-        return [*Table(header, rows).text(), *wrapped(products if self._timed else _TPU_TIMES)]
+        if s.to_host_seconds or s.from_host_seconds:
+            text += (
+                f" It waits {took(s.exposed_copy_seconds)} for copies, which take {took(s.to_host_seconds)} "
+                f"to the host and {took(s.from_host_seconds)} from it."
+            )
+        return wrapped(text)
 
 
 _MOST_PARTS = 12
 _LIMITS = (
     "Not seen: buffers of NCCL and of the driver (1 to 2 GiB), fragmentation, kernels that autotuning would "
-    "choose, latencies, convolutions' and fused attention's time. Bandwidths are the data sheet's, if not "
-    "given."
+    "choose. The model gives kernels the data sheet's peaks, and no time to start. Bandwidths are the data "
+    "sheet's, if not given."
 )
 _TPU_TIMES = "What runs beside a TPU's collectives is not read, so no time of a step is said."
 _TPU_LIMITS = (
@@ -385,8 +403,8 @@ _TPU_LIMITS = (
     "collectives faster. Nothing of it has run. Bandwidths are those of the target's file, if not given."
 )
 _LIMITS_OF_PARTS = (
-    " Of a step in parts: the time of copies between devices and hosts, and of an update on the hosts; what "
-    "hides behind other programs; parameters that a host sends back, a chunk at a time."
+    " Of a step in parts, also not seen: the time of an update on the hosts; parameters that a host sends "
+    "back, a chunk at a time."
 )
 
 

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of a compiled GPU program, read from XLA's text: which collectives hide behind products."""
+"""The time of a step, modelled from its compiled programs: what computes, what moves, and what hides."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jzero.preflight._hlo import Instruction, arrays, callees, parse, sizes
-from jzero.preflight._kernels import bytes_of
+from jzero.preflight._clocks import COLLECTIVES, COMPUTE, FROM_HOST, TO_HOST, Clocks
+from jzero.preflight._hlo import Instruction, callees, parse, sizes
+from jzero.preflight._kernels import Work, work_of
 from jzero.preflight._links import collective_seconds, members
 from jzero.preflight._targets import Target, Topology
 
 _OPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-_PRODUCTS = re.compile(r'custom_call_target="[^"]*(gemm|matmul|cudnn)[^"]*"')
 
 
 class ScheduledCollective(NamedTuple):
@@ -48,174 +49,290 @@ class ScheduledCollective(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What a step's schedule says of its time.
+    """The time of a step by a model of its device: see `schedule_of`.
 
     Attributes:
       collectives: in the order of the program.
-      product_seconds: its matrix products, at the target's peak: the least they can take.
-      exposed_seconds: what is left of the collectives when products run at that peak and all else takes
-        no time: no step waits longer, were bandwidths as the target says.
+      step_seconds: of the step: what it computes, and what that waits for.
+      compute_seconds: of these, for which the compute stream is busy.
+      product_seconds: of these, in matrix products, convolutions and fused attention.
+      exposed_seconds: for which the compute stream waits for collectives.
+      exposed_copy_seconds: for which it waits for copies between the device and its host.
+      collective_seconds: for which collectives move data, if each had the links for itself.
+      to_host_seconds: for which the device copies to its host.
+      from_host_seconds: for which it copies from there.
       kernel_bytes: that all kernels but products and collectives read and write in a device's memory.
     """
 
     collectives: tuple[ScheduledCollective, ...]
+    step_seconds: float
+    compute_seconds: float
     product_seconds: float
     exposed_seconds: float
+    exposed_copy_seconds: float
+    collective_seconds: float
+    to_host_seconds: float
+    from_host_seconds: float
     kernel_bytes: int
 
-    def repeated(self, times: int) -> Schedule:
-        """That of a program that a step runs so many times."""
-        return Schedule(
-            tuple(c._replace(times=c.times * times) for c in self.collectives),
-            self.product_seconds * times,
-            self.exposed_seconds * times,
-            self.kernel_bytes * times,
-        )
 
-    def __add__(self, other: Schedule) -> Schedule:
-        """One program after the other: nothing of one hides behind the other."""
-        return Schedule(
-            self.collectives + other.collectives,
-            self.product_seconds + other.product_seconds,
-            self.exposed_seconds + other.exposed_seconds,
-            self.kernel_bytes + other.kernel_bytes,
-        )
+class Copied(NamedTuple):
+    """A value that a step copies between a device and its host.
+
+    Attributes:
+      source: what is copied; a key.
+      made: the copy; a key.
+      stream: `TO_HOST` or `FROM_HOST`.
+      nbytes: of each device.
+    """
+
+    source: Hashable
+    made: Hashable
+    stream: str
+    nbytes: int
+
+
+class Started(NamedTuple):
+    """Something that a step starts.
+
+    Attributes:
+      program: None for copies.
+      reads: keys of the values that the program takes.
+      copies: between the device and its host, which run beside programs.
+    """
+
+    program: Program | None
+    reads: tuple[Hashable, ...] = ()
+    copies: tuple[Copied, ...] = ()
 
 
 def schedule_of(
-    programs: Iterable[tuple[str, int]], axes: Mapping[str, int], target: Target, topology: Topology
-) -> Schedule:
-    """That of a step which starts programs, each so many times, one after the other."""
-    none = Schedule((), 0.0, 0.0, 0)
-    found = (read_schedule(text, axes, target, topology).repeated(n) for text, n in programs)
-    return sum(found, none)
+    started: Iterable[Started], axes: Mapping[str, int], target: Target, topology: Topology,
+    under_way: int = 1,
+) -> Schedule:  # fmt: skip
+    """The time of a step, by a model of a device that runs what the step starts, in that order.
+
+    Kernels run one after the other on one compute stream, of whichever program they are. Beside it run
+    collectives, `under_way` at once, which share the links; and copies, one at a time to the host and one
+    from it.
+
+    A kernel takes what its operations take at the device's peak, or its bytes at the bandwidth of its memory,
+    whichever is longer. What moves runs from the place where the program starts it to where it is awaited: a
+    program that only fetches a slice awaits it at once, and hides it behind nothing. What XLA leaves on the
+    compute stream though it touches pinned memory is awaited at once, too.
+    """
+    clocks, counts = Clocks(under_way), dict[Program, int]()
+    model = _Model(clocks, axes, target, topology)
+    for each in started:
+        for source, made, stream, nbytes in each.copies:
+            clocks.begin(stream, made, nbytes / target.host.bandwidth, source)
+        if each.program is not None:
+            for key in each.reads:
+                clocks.wait(key)
+            model.run(each.program.ops)
+            counts[each.program] = counts.get(each.program, 0) + 1
+    clocks.finish()
+    return Schedule(
+        tuple(c for program, times in counts.items() for c in model.collectives(program, times)),
+        clocks.now,
+        clocks.busy[COMPUTE],
+        clocks.busy[_PRODUCTS],
+        clocks.waited[COLLECTIVES],
+        clocks.waited[TO_HOST] + clocks.waited[FROM_HOST],
+        clocks.busy[COLLECTIVES],
+        clocks.busy[TO_HOST],
+        clocks.busy[FROM_HOST],
+        sum(times * _kernel_bytes(program.ops) for program, times in counts.items()),
+    )
 
 
 def read_schedule(
-    text: str, axes: Mapping[str, int], target: Target, topology: Topology
+    text: str, axes: Mapping[str, int], target: Target, topology: Topology, under_way: int = 1
 ) -> Schedule:
-    """Walks through the program once, loops multiplied out, with clocks for products and for the wire."""
+    """That of a step which is one program."""
+    return schedule_of([Started(read_program(text))], axes, target, topology, under_way)
+
+
+# -- what a program does ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    work: Work
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collective:
+    """Where one begins; `group` is empty for all devices."""
+
+    name: str
+    op: str
+    group: frozenset[int]
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """Where one begins that runs beside the compute stream."""
+
+    name: str
+    work: Work
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wait:
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    ops: tuple[_Op, ...]
+    times: int
+
+
+_Op = _Kernel | _Collective | _Copy | _Wait | _Loop
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """What a compiled program starts on a device, in order."""
+
+    ops: tuple[_Op, ...]
+
+
+def read_program(text: str) -> Program:
+    """Reads XLA's text of a scheduled program."""
     computations, entry = parse(text)
-    reader = _Reader(computations, axes, target, topology)
-    walk = reader.walk(entry, 1)
-    return Schedule(tuple(reader.found), walk.products, walk.exposed, walk.kernel_bytes)
+    return Program(tuple(_ops(entry, computations)))
 
 
-class _Walk(NamedTuple):
-    """Of a computation: seconds of products, and of collectives that nothing hides; bytes of kernels."""
-
-    products: float
-    exposed: float
-    num_products: int
-    kernel_bytes: int
-
-
-@dataclasses.dataclass
-class _Flight:
-    """A collective under way."""
-
-    end: float
-    num_products: int
-    collective: ScheduledCollective
-
-
-@dataclasses.dataclass
-class _Reader:
-    computations: Mapping[str, list[Instruction]]
-    axes: Mapping[str, int]
-    target: Target
-    topology: Topology
-    found: list[ScheduledCollective] = dataclasses.field(default_factory=list)
-
-    def walk(self, name: str, times: int) -> _Walk:
-        """Seconds of one run of a computation; its collectives are noted as run `times` times."""
-        shapes = {line.name: line.shape for line in self.computations[name]}
-        products = exposed = wire = 0.0
-        num_products = kernel_bytes = 0
-        flights: dict[str, _Flight] = {}
-        for line in self.computations[name]:
-            for callee, trips in callees(line):
-                inner = self.walk(callee, times * trips)
-                products += trips * inner.products
-                exposed += trips * inner.exposed
-                num_products += inner.num_products
-                kernel_bytes += trips * inner.kernel_bytes
-            flops = self._flops(line, shapes)
-            if flops is not None:
-                products += flops / self.target.bf16_flops
-                num_products += 1
-            collective = self._collective(line, shapes, times)
-            if flops is None and collective is None:
-                kernel_bytes += bytes_of(line, shapes, self.computations)
-            if collective is not None:
-                # One after the other: they share the wire.
-                wire = max(wire, products + exposed) + collective.seconds
-                flights[line.name] = _Flight(wire, num_products, collective)
-            waits_for = line.name if line.op in _OPS else line.operands[0] if line.operands else ""
-            if waits_for in flights and (line.op in _OPS or line.op.endswith("-done")):
-                flight = flights.pop(waits_for)
-                exposed += max(0.0, flight.end - products - exposed)
-                hidden = num_products > flight.num_products
-                self.found.append(flight.collective._replace(hidden=hidden))
-        return _Walk(products, exposed, num_products, kernel_bytes)
-
-    def _flops(self, line: Instruction, shapes: Mapping[str, str]) -> float | None:
-        """Operations of a matrix product; None for anything else. Convolutions and fused attention are 0."""
-        if line.op == "dot":
-            return _dot_flops(line, shapes, r"lhs_contracting_dims=\{([\d,]*)\}")
-        if line.op == "custom-call" and _PRODUCTS.search(line.text):
-            return _dot_flops(line, shapes, r'"lhs_contracting_dimensions":\[([\d,"]*)\]')
-        if line.op == "convolution":
-            return 0.0
-        if line.op != "fusion":
-            return None
-        inner = [self._inner_flops(name) for name in re.findall(r"calls=%([\w.\-]+)", line.text)]
-        found = [flops for flops in inner if flops is not None]
-        return sum(found) if found else None
-
-    def _inner_flops(self, name: str) -> float | None:
-        shapes = {line.name: line.shape for line in self.computations[name]}
-        found = [self._flops(line, shapes) for line in self.computations[name]]
-        products = [flops for flops in found if flops is not None]
-        return sum(products) if products else None
-
-    def _collective(
-        self, line: Instruction, shapes: Mapping[str, str], times: int
-    ) -> ScheduledCollective | None:
-        op = next((op for op in _OPS if line.op in (op, f"{op}-start")), None)
-        if op is None:
-            return None
-        # A start's shape holds operands and results; a plain one's only the results.
-        whole = [sum(sizes(shapes[name])) for name in line.operands if name in shapes]
-        results = sum(sizes(line.shape))
-        if line.op.endswith("-start") and op != "all-reduce":
-            results -= sum(whole)
-        nbytes = max(sum(whole), results if op != "all-reduce" else 0)
-        group = self._group(line.text)
-        seconds = collective_seconds(op, group, nbytes, self.target, self.topology)
-        return ScheduledCollective(op, self._axes(group), nbytes, times, False, seconds)
-
-    def _group(self, text: str) -> set[int]:
-        return _first_group(text) or set(range(math.prod(self.axes.values())))
-
-    def _axes(self, group: set[int]) -> tuple[str, ...]:
-        """The mesh axes along which the devices of a group differ; of a permutation, sender and receiver."""
-        places = np.unravel_index(sorted(group), tuple(self.axes.values()))
-        differ = zip(self.axes, places, strict=True)
-        return tuple(name for name, along in differ if len(set(along)) > 1)
+def _ops(name: str, computations: Mapping[str, list[Instruction]]) -> Iterator[_Op]:
+    lines = computations[name]
+    shapes = {line.name: line.shape for line in lines}
+    begun: set[str] = set()
+    for line in lines:
+        for callee, times in callees(line):
+            yield _Loop(tuple(_ops(callee, computations)), times)
+        if line.op.endswith("-done"):
+            if line.operands and line.operands[0] in begun:
+                yield _Wait(line.operands[0])
+        elif collective := _collective(line, shapes):
+            begun.add(line.name)
+            yield collective
+            if line.op in _OPS:
+                yield _Wait(line.name)
+        else:
+            work = work_of(line, shapes, computations)
+            if line.op.endswith("-start") and (work.from_host or work.to_host):
+                begun.add(line.name)
+                yield _Copy(line.name, work)
+            elif any(work):
+                yield _Kernel(work)
 
 
-def _dot_flops(line: Instruction, shapes: Mapping[str, str], contracted: str) -> float:
-    match = re.search(contracted, line.text)
-    if match is None or line.operands[0] not in shapes:
-        return 0.0
-    (_, lhs), *_ = arrays(shapes[line.operands[0]])
-    (_, out), *_ = arrays(line.shape)
-    dims = [int(n) for n in re.findall(r"\d+", match[1])]
-    return 2.0 * math.prod(out) * math.prod(lhs[dim] for dim in dims)
+def _collective(line: Instruction, shapes: Mapping[str, str]) -> _Collective | None:
+    op = next((op for op in _OPS if line.op in (op, f"{op}-start")), None)
+    if op is None:
+        return None
+    # A start's shape holds operands and results; a plain one's only the results.
+    whole = [sum(sizes(shapes[name])) for name in line.operands if name in shapes]
+    results = sum(sizes(line.shape))
+    if line.op.endswith("-start") and op != "all-reduce":
+        results -= sum(whole)
+    nbytes = max(sum(whole), results if op != "all-reduce" else 0)
+    return _Collective(line.name, op, frozenset(first_group(line.text)), nbytes)
 
 
-def _first_group(text: str) -> set[int]:
+def _kernel_bytes(ops: Sequence[_Op]) -> int:
+    return sum(
+        op.work.nbytes if isinstance(op, _Kernel) and op.work.flops is None
+        else op.times * _kernel_bytes(op.ops) if isinstance(op, _Loop) else 0
+        for op in ops
+    )  # fmt: skip
+
+
+# -- how long it takes -----------------------------------------------------------------------------------
+
+_PRODUCTS = "products"
+
+
+class _Model:
+    """Runs programs on the clocks of a device."""
+
+    def __init__(self, clocks: Clocks, axes: Mapping[str, int], target: Target, topology: Topology):
+        self._clocks, self._axes, self._target, self._topology = clocks, axes, target, topology
+        self._seconds = functools.cache(self._seconds_of)
+
+    def run(self, ops: Sequence[_Op]) -> None:
+        """One run of these operations."""
+        clocks = self._clocks
+        for op in ops:
+            match op:
+                case _Loop(inner, times):
+                    clocks.repeat(functools.partial(self.run, inner), times)
+                case _Kernel(work):
+                    self._copy(op, work)
+                    seconds = work.seconds(self._target)
+                    clocks.compute(seconds)
+                    clocks.busy[_PRODUCTS] += seconds if work.flops is not None else 0.0
+                    self._clocks.wait(op)
+                case _Copy(name, work):
+                    self._copy(name, work)
+                case _Collective():
+                    clocks.begin(COLLECTIVES, op.name, self._seconds(op))
+                case _Wait(name):
+                    clocks.wait(name)
+
+    def _copy(self, key: Hashable, work: Work) -> None:
+        for stream, nbytes in ((TO_HOST, work.to_host), (FROM_HOST, work.from_host)):
+            if nbytes:
+                self._clocks.begin(stream, key, nbytes / self._target.host.bandwidth)
+
+    def _seconds_of(self, op: _Collective) -> float:
+        group = _group(op.group, self._axes)
+        return collective_seconds(op.op, group, op.nbytes, self._target, self._topology)
+
+    def collectives(self, program: Program, times: int) -> list[ScheduledCollective]:
+        """Those of a program, which a step runs so often."""
+        found: list[ScheduledCollective] = []
+        self._find(program.ops, times, 0, found)
+        return found
+
+    def _find(
+        self, ops: Sequence[_Op], times: int, products: int, found: list[ScheduledCollective]
+    ) -> int:
+        """Appends collectives as they end; returns how many products there are by then."""
+        begun: dict[str, tuple[_Collective, int]] = {}
+        for op in ops:
+            match op:
+                case _Loop(inner, trips):
+                    products = self._find(inner, times * trips, products, found)
+                case _Kernel(work):
+                    products += work.flops is not None
+                case _Collective():
+                    begun[op.name] = op, products
+                case _Wait(name) if name in begun:
+                    each, before = begun.pop(name)
+                    axes, seconds = along(each.group, self._axes), self._seconds(each)
+                    hidden = products > before
+                    found.append(
+                        ScheduledCollective(each.op, axes, each.nbytes, times, hidden, seconds)
+                    )
+        return products
+
+
+def _group(group: frozenset[int], axes: Mapping[str, int]) -> frozenset[int]:
+    return group or frozenset(range(math.prod(axes.values())))
+
+
+def along(group: frozenset[int], axes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ; of a permutation, sender and receiver."""
+    places = np.unravel_index(sorted(_group(group, axes)), tuple(axes.values()))
+    differ = zip(axes, places, strict=True)
+    return tuple(name for name, place in differ if len(set(place)) > 1)
+
+
+def first_group(text: str) -> set[int]:
     """The devices in the group of device 0; none if the text names no groups, which means all.
 
     Written as `{{0,1},{2,3}}`, as `[2,2]<=[4]`, a reshaped iota, or as `mesh['x'=2,'y'=2] {'y'}`.

@@ -158,7 +158,7 @@ def read_topology(who: str, target: Target, text: str) -> Topology:
         raise OptionError(message(
             who, f"topology={text!r}", "It is 'HOSTSxDEVICES', with the devices of one host.",
             "Write topology='8x8' for 64 devices on eight hosts."))  # fmt: skip
-    return Topology(*sizes)
+    return Topology(sizes[0], sizes[1])
 
 
 def target_mesh(

@@ -7,11 +7,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from jzero.preflight._hlo import Instruction, parse
+from jzero.preflight._schedule import Program, read_program
 
 _COLLECTIVE = re.compile(
     r"(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start|-done)?"
 )
 _CONTROL = ("while", "call", "conditional")
+
+
+def read_tpu_program(text: str) -> Program:
+    """Its collectives, as if each were awaited where it starts, and nothing else."""
+    return read_program(collectives_alone(text))
 
 
 def collectives_alone(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jzero._blocks import Blocks
 from jzero._errors import OptionError, message
-from jzero._quantities import readable_bits, readable_bytes, readable_flops, readable_rate
+from jzero._quantities import readable_bits, readable_bytes
 from jzero._step import ShardedTrainStep
 from jzero.preflight._examined import Examined
 from jzero.preflight._links import level_along, level_of, with_links
@@ -77,36 +77,33 @@ class WireTime(NamedTuple):
     Attributes:
       wire: which.
       peak_bytes: on each device, of the step.
-      exposed: seconds of collectives that no product hides, at each speed, by the compiled schedule.
-      coding: seconds of its kernels and products beyond those of exact wires, which nothing hides: a model.
+      seconds: of a step, at each speed.
+      exposed: of these, for which the device waits for collectives.
+      coding: for which it computes beyond what it computes with exact wires.
       kernel_bytes: that its kernels read and write beyond those of exact wires.
     """
 
     wire: Wire
     peak_bytes: int
+    seconds: tuple[float, ...]
     exposed: tuple[float, ...]
     coding: float
     kernel_bytes: int
 
-    @property
-    def seconds(self) -> list[float]:
-        """Of both, at each speed."""
-        return [exposed + self.coding for exposed in self.exposed]
-
 
 def time_of(
-    wire: Wire, peak_bytes: int, schedules: Sequence[Schedule], exact: Schedule, target: Target
+    wire: Wire, peak_bytes: int, schedules: Sequence[Schedule], exact: Schedule
 ) -> WireTime:
-    """Its costs, by its schedules at each speed, and by one of exact wires.
-
-    Beyond exact wires its kernels take the time of their bytes in memory, and its products, which rotate
-    blocks, that of float32.
-    """
+    """Its costs, by its schedules at each speed, and by one of exact wires."""
     one = schedules[0]
-    nbytes = one.kernel_bytes - exact.kernel_bytes
-    operations = (one.product_seconds - exact.product_seconds) * target.bf16_flops
-    seconds = nbytes / target.memory_bandwidth + operations / target.f32_flops
-    return WireTime(wire, peak_bytes, tuple(s.exposed_seconds for s in schedules), seconds, nbytes)
+    return WireTime(
+        wire,
+        peak_bytes,
+        tuple(s.step_seconds for s in schedules),
+        tuple(s.exposed_seconds for s in schedules),
+        one.compute_seconds - exact.compute_seconds,
+        one.kernel_bytes - exact.kernel_bytes,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +113,6 @@ class WireVerdict:
     Attributes:
       rates: bytes per second of each device, slowest first: of the outermost links that all devices need.
       asked: which of them the target has.
-      target: whose memory and products the model has.
       links: whose rates they are.
       times: of each way to travel; exact wires first.
       refused: names of ways that this step cannot take, and why.
@@ -124,7 +120,6 @@ class WireVerdict:
 
     rates: tuple[int, ...]
     asked: int
-    target: Target
     links: str
     times: tuple[WireTime, ...]
     refused: tuple[tuple[str, str], ...] = ()
@@ -165,7 +160,7 @@ class WireVerdict:
             "wires": [
                 {"name": x.wire.name, "options": x.wire.written, "peak_bytes": x.peak_bytes,
                  "exposed_seconds": list(x.exposed), "coding_seconds": x.coding,
-                 "kernel_bytes": x.kernel_bytes, "seconds": x.seconds,
+                 "kernel_bytes": x.kernel_bytes, "seconds": list(x.seconds),
                  "pays_below": _finite(self.pays_below(x)),
                  "pays_at_all_rates": self.pays_below(x) == float("inf")} for x in self.times
             ],
@@ -219,11 +214,9 @@ class WireVerdict:
             for x in self.times[1:]
         )
         return (
-            "Compiled: the schedules, by which collectives hide or not, and the bytes of all kernels. "
-            f"A model: what codes take beside, {coding} more through memory at "
-            f"{readable_rate(self.target.memory_bandwidth)} and rotations at "
-            f"{readable_flops(self.target.f32_flops)}, hidden by nothing; and between columns, straight "
-            "lines. What codes do to the training is not in it."
+            "Compiled: the order of all operations, and the bytes of all kernels. A model: their time, of "
+            f"which codes compute {coding} more through memory; and between columns, straight lines. "
+            "What codes do to the training is not in it."
         )
 
 
@@ -251,7 +244,7 @@ def check_wire(who: str, options: Options) -> None:
 
 def compare_wires(
     step: ShardedTrainStep, compiled: Callable[[ShardedTrainStep], Examined], exact: Examined,
-    target: Target, topology: Topology,
+    target: Target, topology: Topology, under_way: int,
 ) -> WireVerdict:  # fmt: skip
     """Compiles the step with each format of codes, and reads all schedules at all speeds.
 
@@ -261,6 +254,7 @@ def compare_wires(
       exact: what it has said of this one.
       target: with the bandwidths that were asked for.
       topology: hosts, and devices on each.
+      under_way: collectives that XLA has under way at once.
     """
     mesh, rates = dict(step.mesh.shape), rates_of(target, topology)
     level = outermost(target, topology)
@@ -274,13 +268,11 @@ def compare_wires(
         except OptionError as error:  # Without masters, below stage 3.
             refused.append((wire.written, str(error).splitlines()[-1]))
             continue
-        schedules = [schedule_of(found.programs, mesh, x, topology) for x in targets]
+        schedules = [schedule_of(found.started, mesh, x, topology, under_way) for x in targets]
         base = base or schedules[0]
-        times.append(time_of(wire, found.peak_bytes, schedules, base, target))
+        times.append(time_of(wire, found.peak_bytes, schedules, base))
     asked = rates.index(int(target.domains[level].bandwidth))
-    return WireVerdict(
-        rates, asked, target, target.domains[level].name, tuple(times), tuple(refused)
-    )
+    return WireVerdict(rates, asked, target.domains[level].name, tuple(times), tuple(refused))
 
 
 def _ms(time: WireTime, at: int) -> str:

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clocks of a device: one compute stream, copies to and from its host, and collectives beside it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+
+COMPUTE, COLLECTIVES, TO_HOST, FROM_HOST = "compute", "collectives", "to host", "from host"
+
+
+class Link:
+    """What moves data beside the compute stream.
+
+    Up to `under_way` transfers share its bandwidth equally; the others wait for them, in their order.
+    """
+
+    def __init__(self, under_way: int = 1):
+        self._under_way = under_way
+        self._now = 0.0
+        self._left: dict[Hashable, tuple[float, float]] = {}  # when it may begin; seconds alone
+        self._ends: dict[Hashable, float] = {}
+
+    def begin(self, key: Hashable, seconds: float, ready: float) -> None:
+        """A transfer that takes so long if it is alone, of what is there at `ready`."""
+        self._advance(ready)
+        self._left[key] = ready, seconds
+
+    def end(self, key: Hashable) -> float:
+        """When that transfer is over, if nothing else begins before; 0 if there was none."""
+        self._advance(math.inf, key)
+        return self._ends.get(key, 0.0)
+
+    def last(self) -> float:
+        """When all are over."""
+        self._advance(math.inf)
+        return self._now
+
+    def _advance(self, until: float, key: Hashable = None) -> None:
+        """Runs what is under way until then, or until a transfer is over."""
+        while self._left and self._now < until and (key is None or key in self._left):
+            first = dict(itertools.islice(self._left.items(), self._under_way))
+            running = {x: left for x, (ready, left) in first.items() if ready <= self._now}
+            if not running:
+                self._now = min(until, *(ready for ready, _ in first.values()))
+                continue
+            shortest = min(running.values())
+            step = min(shortest, (until - self._now) / len(running))
+            self._now = min(until, self._now + step * len(running))
+            for each, left in running.items():
+                self._left[each] = 0.0, left - step
+                if left == shortest == step:
+                    del self._left[each]
+                    self._ends[each] = self._now
+        if key is None and math.isfinite(until):
+            self._now = max(self._now, until)
+
+
+class Clocks:
+    """The time of what a device runs, in the order in which it is started.
+
+    Kernels run one after the other: all programs of a device share one stream. What moves beside it may
+    take until the compute stream waits for it.
+
+    Attributes:
+      now: seconds of the compute stream.
+      busy: seconds that each of the four computes or moves; of transfers, as if each were alone.
+      waited: seconds for which the compute stream waits, for each of the others.
+    """
+
+    def __init__(self, under_way: int = 1):
+        self.now = 0.0
+        self.busy: dict[str, float] = defaultdict(float)
+        self.waited: dict[str, float] = defaultdict(float)
+        self._links = {COLLECTIVES: Link(under_way), TO_HOST: Link(), FROM_HOST: Link()}
+
+    def compute(self, seconds: float) -> None:
+        """A kernel."""
+        self.now += seconds
+        self.busy[COMPUTE] += seconds
+
+    def begin(self, stream: str, key: Hashable, seconds: float, source: Hashable = None) -> None:
+        """A transfer of what is there now, or when the transfer `source` is over."""
+        ready = self.now
+        if source is not None:
+            ready = max(ready, *(link.end(source) for link in self._links.values()))
+        self._links[stream].begin(key, seconds, ready)
+        self.busy[stream] += seconds
+
+    def wait(self, key: Hashable) -> None:
+        """The compute stream waits for a transfer, if it is not over."""
+        for stream, link in self._links.items():
+            self._wait(stream, link.end(key))
+
+    def finish(self) -> None:
+        """Waits for all that is under way."""
+        for stream, link in self._links.items():
+            self._wait(stream, link.last())
+
+    def _wait(self, stream: str, end: float) -> None:
+        self.waited[stream] += max(0.0, end - self.now)
+        self.now = max(self.now, end)
+
+    def repeat(self, run: Callable[[], None], times: int) -> None:
+        """A loop. Its second iteration is taken to be like all later ones; what it begins it waits for."""
+        if times > 0:
+            run()
+        if times > 1:
+            now, busy, waited = self.now, dict(self.busy), dict(self.waited)
+            run()
+            self.now += (times - 2) * (self.now - now)
+            for found, before in ((self.busy, busy), (self.waited, waited)):
+                for stream, seconds in found.items():
+                    found[stream] += (times - 2) * (seconds - before.get(stream, 0.0))
