@@ -58,7 +58,7 @@ def _kept(
 
 
 def _scatter(line: Instruction, body: Sequence[Instruction]) -> Iterator[str]:
-    """A reduce-scatter, which is written as a fusion: an all-reduce of the padded value, and a slice of it."""
+    """A reduce-scatter, which is written as a fusion: an all-reduce of the padded value, and its slice."""
     groups = next(x.text for x in body if x.op == "all-reduce")
     whole = max((x for x in body if x.op == "parameter"), key=lambda x: sum(sizes(x.shape)))
     text = f"%{whole.name}){groups.partition(')')[2]}"
