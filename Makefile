@@ -147,10 +147,10 @@ lint: .venv/installed
 
 .venv-oldest/installed: EXTRAS := test
 .venv-oldest/installed: PINS := orbax-checkpoint==0.12.6
-# The newest JAX also has XLA's compiler for GPUs (600 MB, and chatty where there is no GPU).
+# The newest JAX also has XLA's compilers for GPUs and TPUs (600 MB each, and chatty where there are none).
 .venv/installed: EXTRAS := test
 .venv-site/installed: EXTRAS := site
-.venv-newest/installed: EXTRAS := test,preflight
+.venv-newest/installed: EXTRAS := test,preflight,preflight-tpu
 .venv-newest/installed: PYTHON := $(NEWEST_PYTHON)
 
 # One rule for all of them; a change of pyproject.toml installs again.

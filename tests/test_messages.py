@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero.preflight._targets import TARGETS
 from jzero.segments import _program
 from jzero.sharding.plan import _options
 
@@ -633,7 +634,22 @@ def test_numpy_and_python_leaves_are_fine():
         (
             {"target": "h300"},
             jzero.OptionError,
-            "target='h300'. There are a100-80gb, b200, h100, h200",
+            f"target='h300'. There are {', '.join(TARGETS)}",
+        ),
+        (
+            {"target": "mi300x"},
+            jzero.OptionError,
+            "No compiler for it is here: XLA's for AMD GPUs is",
+        ),
+        (
+            {"target": "tpu-v5e", "topology": "3x5"},
+            jzero.OptionError,
+            "topology='3x5', and target is a TPU v5 lite. It is a slice: '1x1', or 2, 4, ... to 16",
+        ),
+        (
+            {"target": "tpu-v5e", "topology": "4x4", "search_wire": True},
+            jzero.OptionError,
+            "search_wire=True, and target='tpu-v5e'. What runs beside a TPU's collectives is not read",
         ),
         ({"topology": "8"}, jzero.OptionError, "topology='8'. It is 'HOSTSxDEVICES'"),
         ({"topology": 8}, jzero.OptionError, "topology=8. It is 'HOSTSxDEVICES'"),
@@ -652,12 +668,20 @@ def test_preflight_of_a_plain_function():
         jzero.preflight(step, W, X)  # type: ignore[arg-type]
 
 
-def test_preflight_without_its_compiler_says_how_to_get_it():
-    code = """
+@pytest.mark.parametrize(
+    ("module", "target", "device", "extra"),
+    [
+        ("jax_plugins.xla_cuda12", "('h200')", "NVIDIA H200", "jzero[preflight]"),
+        ("libtpu", "('tpu-v5e', '4x4')", "TPU v5 lite", "jzero[preflight-tpu]"),
+    ],
+    ids=["GPU", "TPU"],
+)
+def test_preflight_without_its_compiler_says_how_to_get_it(module, target, device, extra):
+    code = f"""
         import sys
-        sys.modules["jax_plugins.xla_cuda12"] = None  # not installed
+        sys.modules["{module}"] = None  # not installed
         import jzero
-        jzero.target_mesh()
+        jzero.target_mesh{target}
     """
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -665,5 +689,5 @@ def test_preflight_without_its_compiler_says_how_to_get_it():
         cwd=pathlib.Path(__file__).parents[1],
     )  # fmt: skip
     assert result.returncode == 1
-    assert "XLA cannot compile for NVIDIA H200 here" in result.stderr
-    assert "pip install 'jzero[preflight]', and set JAX_PLATFORMS=cpu" in result.stderr
+    assert f"XLA cannot compile for {device} here" in result.stderr
+    assert f"pip install '{extra}', and set JAX_PLATFORMS=cpu" in result.stderr

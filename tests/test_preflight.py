@@ -16,6 +16,7 @@ import jzero
 import programs
 import small
 from jzero._quantities import readable_bytes
+from jzero.preflight._targets import TARGETS, find_target
 
 gpu_compiler.skip_without_it()
 
@@ -453,7 +454,8 @@ def test_a_step_on_another_mesh_is_planned_the_same():
 def test_every_target_compiles():
     state = programs.abstract_state(programs.Model(), optax.sgd(0.1))
     train_step = small.shard_train_step(programs.train_step)
-    for target in ("a100-80gb", "b200", "h100", "h200"):
-        found = jzero.preflight(train_step, state, BATCH, target=target)
-        assert found.target.name.startswith("NVIDIA " + target[:4].upper())
-        assert found.schedule.product_seconds > 0
+    for target in TARGETS:
+        if find_target("test", target).platform == "cuda":
+            found = jzero.preflight(train_step, state, BATCH, target=target)
+            assert found.target.name.split()[-1].lower().startswith(target[:4].split("-")[0])
+            assert found.schedule.product_seconds > 0

@@ -1,11 +1,20 @@
 """Targets: what their files say, which links a collective runs over, and how long it takes there."""
 
 import dataclasses
+import re
 
 import pytest
 
-from jzero.preflight._links import collective_seconds, level_along, level_of, members
-from jzero.preflight._targets import LinkDomain, Topology, find_target
+from jzero.preflight._bandwidth import with_bandwidth
+from jzero.preflight._links import (
+    collective_seconds,
+    level_along,
+    level_of,
+    members,
+    with_links,
+)
+from jzero.preflight._targets import _FOLDER, TARGETS, LinkDomain, Topology, find_target
+from jzero.preflight._wires import rates_of
 
 H200 = find_target("test", "h200")
 AXES, TWO_HOSTS = {"node": 2, "local": 4}, Topology(2, 4)
@@ -78,3 +87,67 @@ def test_three_domains_are_three_rings_at_once():
     waits = 36 * 3 * 1e-6 + 2 * 17 * inner.latency + outer.latency
     found = collective_seconds("all-gather", range(144), N, target, topology)
     assert found == pytest.approx(seconds + waits)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_file_names_its_sources_and_has_sane_figures(name):
+    text = (_FOLDER / f"{name}.toml").read_text()
+    assert re.search(r"^# Sources: .{40}", text, re.MULTILINE)
+    target = find_target("test", name)
+    assert 2**33 < target.memory_bytes < 2**39
+    assert 1e13 < target.f32_flops < target.bf16_flops < 1e16 or target.platform == "tpu"
+    # Nearer is faster: a device's memory, links from the innermost outwards, the host's share.
+    outwards = [target.memory_bandwidth, *(links.bandwidth for links in target.domains)]
+    assert outwards == sorted(outwards, reverse=True)
+    assert target.host.bandwidth < target.memory_bandwidth
+    assert 1e9 < target.host.bandwidth <= target.host.memory_bandwidth * 1.2
+    assert target.host.memory_bytes > target.memory_bytes / 2
+    assert target.disk.read >= target.disk.write > 0
+    *inner, outermost = target.domains
+    assert outermost.devices == "any"
+    assert all(links.devices == "host" or 1 < int(links.devices) < 1024 for links in inner)
+    assert all(0 <= links.latency < 1e-4 for links in target.domains)
+    assert target.platform in ("cuda", "rocm", "tpu")
+    if target.platform == "cuda":  # XLA's description says the same.
+        assert f"device_memory_size: {target.memory_bytes}\n" in target.xla
+        assert f'device_description_str: "{target.name}"' in target.xla
+        found = re.search(r"memory_bandwidth: (\d+)", target.xla)
+        assert found
+        assert int(found[1]) == pytest.approx(target.memory_bandwidth, rel=1e-3)
+
+
+def test_a_rack_of_72_is_one_domain_of_18_hosts():
+    rack = find_target("test", "gb200-nvl72")
+    inner, outer = rack.domains
+    one = collective_seconds("all-gather", range(72), N, rack, Topology(18, 4))
+    assert one == pytest.approx(N * 71 / 72 / inner.bandwidth + 71 * inner.latency)
+    slower = with_links(rack, {1: outer.bandwidth / 1000})
+    assert collective_seconds("all-gather", range(72), N, slower, Topology(18, 4)) == one
+    two = collective_seconds("all-gather", range(144), N, slower, Topology(36, 4))
+    assert two == pytest.approx(
+        N / 2 / (72 * outer.bandwidth / 1000) + 142 * inner.latency + outer.latency
+    )
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_a_bandwidth_is_that_of_the_domain_of_its_axis(num):
+    domains = [
+        LinkDomain("board", "host", 8e11, 0.0),
+        LinkDomain("rack", 72, 4e11, 0.0),
+        LinkDomain("hall", "any", 5e10, 0.0),
+    ]
+    target = dataclasses.replace(H200, domains=tuple(domains[3 - num :]))
+    axes = {"rack": 2, "node": 18, "local": 4}
+    of_axis = {1: [0, 0, 0], 2: [1, 0, 0], 3: [2, 1, 0]}[num]
+    for name, level in zip(axes, of_axis, strict=True):
+        found = with_bandwidth("t", target, Topology(36, 4), axes, {name: "8Gb/s"})
+        expected = [links.bandwidth for links in target.domains]
+        expected[level] = 10**9
+        assert [links.bandwidth for links in found.domains] == expected
+
+
+def test_rates_of_a_table_are_those_of_the_outermost_links():
+    rack = find_target("test", "gb200-nvl72")
+    assert rates_of(rack, Topology(18, 4)) == (int(rack.domains[0].bandwidth),)
+    assert int(rack.domains[1].bandwidth) in rates_of(rack, Topology(36, 4))
+    assert len(rates_of(rack, Topology(36, 4))) == 6

@@ -40,8 +40,9 @@ AXES = {"node": 2, "local": 8}
 
 def compiled(model: GPT, options: dict[str, Any]) -> dict[str, Any]:
     """A way to train: memory, and its schedule over each network."""
-    topology = read_topology("schedule.py", f"{AXES['node']}x{AXES['local']}")
-    target, mesh = find_target("schedule.py", "h200"), jzero.target_mesh("h200", "2x8", AXES)
+    target = find_target("schedule.py", "h200")
+    topology = read_topology("schedule.py", target, f"{AXES['node']}x{AXES['local']}")
+    mesh = jzero.target_mesh("h200", "2x8", AXES)
     tx = jzero.master_weights(optax.adamw(1e-4))
     state = jax.eval_shape(lambda: model.state(tx, lambda shape: jnp.zeros(shape, jnp.bfloat16)))
     tokens = jax.ShapeDtypeStruct((mesh.size, model.context + 1), jnp.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,9 @@ from jzero.preflight._dispatches import (
     moments,
 )
 from jzero.preflight._hlo import ON_HOST, parse
-from jzero.preflight._schedule import Program, Started, read_program
+from jzero.preflight._schedule import Program, Started
+
+_Read = Callable[[str], Program]
 
 
 class PartMemory(NamedTuple):
@@ -60,8 +62,8 @@ class Examined(NamedTuple):
     parts: tuple[PartMemory, ...] = ()
 
 
-def examine(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Examined:
-    """Compiles the one program of a step."""
+def examine(lowered: jax.stages.Lowered, options: Mapping[str, Any], read: _Read) -> Examined:
+    """Compiles the one program of a step; `read` takes its text."""
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=dict(options))
     seconds = time.perf_counter() - start
@@ -77,12 +79,14 @@ def examine(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Examined
         peak,
         seconds,
         there.arguments + there.temporaries,
-        (Started(read_program(str(compiled.as_text()))),),
+        (Started(read(str(compiled.as_text()))),),
     )
 
 
-def examine_parts(found: Dispatches, mesh: Mesh, options: Mapping[str, Any]) -> Examined:
-    """Compiles each of the different programs that a step starts, once."""
+def examine_parts(
+    found: Dispatches, mesh: Mesh, options: Mapping[str, Any], read: _Read
+) -> Examined:
+    """Compiles each of the different programs that a step starts, once; `read` takes their texts."""
     start = time.perf_counter()
     equal: dict[str, list[DispatchedProgram]] = {}
     programs: dict[str, jax.stages.Lowered] = {}
@@ -97,13 +101,13 @@ def examine_parts(found: Dispatches, mesh: Mesh, options: Mapping[str, Any]) -> 
     seconds = time.perf_counter() - start
     memory = {part: ProgramMemory.of(compiled[key]) for key, same in equal.items() for part in same}
     held = moments(found, memory)
-    parts, read = list[PartMemory](), dict[DispatchedProgram, Program]()
+    parts, programs_read = list[PartMemory](), dict[DispatchedProgram, Program]()
     for key, same in equal.items():
         text = str(compiled[key].as_text())
         times = sum(found.parts[part] for part in same)
         peak = max(moment.nbytes for moment in held if moment.part in same)
         here, _ = memory[same[0]]
-        read |= dict.fromkeys(same, read_program(text))
+        programs_read |= dict.fromkeys(same, read(text))
         parts.append(PartMemory(same[0].name, times, *here, peak, host_operations(text)))
     return Examined(
         held_bytes(found.args.values(), DEVICE),
@@ -112,7 +116,9 @@ def examine_parts(found: Dispatches, mesh: Mesh, options: Mapping[str, Any]) -> 
         seconds,
         max(moment.host_nbytes for moment in held),
         tuple(
-            Started(None if step.part is None else read[step.part], step.reads, step.copies)
+            Started(
+                None if step.part is None else programs_read[step.part], step.reads, step.copies
+            )
             for step in found.steps
         ),
         tuple(parts),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`preflight`: a step compiled for GPUs that are not there, and what its program says of memory and time."""
+"""`preflight`: a step compiled for devices that are not there; what its program says of memory and time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from jzero.preflight._bandwidth import with_bandwidth
 from jzero.preflight._dispatches import Dispatches, read_dispatches
 from jzero.preflight._examined import Examined, PartMemory, examine, examine_parts
 from jzero.preflight._largest_rows import largest_rows
-from jzero.preflight._schedule import Schedule, ScheduledCollective, schedule_of
-from jzero.preflight._targets import Target, Topology, find_target, mesh_of, read_topology
+from jzero.preflight._schedule import Schedule, ScheduledCollective, read_program, schedule_of
+from jzero.preflight._targets import Target, Topology, compiled_target, mesh_of, read_topology
+from jzero.preflight._tpu_text import read_tpu_program
 from jzero.preflight._wires import WireVerdict, check_wire, compare_wires
 from jzero.reports import _tables
 from jzero.reports._describe import Report
@@ -43,9 +44,9 @@ def preflight(
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Preflight:
-    """Compiles a step for so many GPUs, on a machine with none, and reports what they would need.
+    """Compiles a step for so many GPUs or TPUs, on a machine with none, and reports what they would need.
 
-    XLA's compiler for NVIDIA GPUs runs as it would there, but for autotuning, which needs the device::
+    XLA's compiler for them runs as it would there, but for autotuning, which needs the device::
 
         program  = the step on (state, *args), compiled for the target
         memory   = what the program says of its buffers
@@ -67,8 +68,8 @@ def preflight(
       train_step: the sharded step; or any program as `jax.jit(...).lower(...)` gives it, lowered for a
         `jzero.target_mesh` of the same target, topology and axes (then without `args`).
       *args: the step's arguments, each an array or a `jax.ShapeDtypeStruct`, of whole shapes.
-      target: 'a100-80gb', 'b200', 'h100' or 'h200'.
-      topology: 'HOSTSxDEVICES', the devices of one host: '8x8' are 64.
+      target: 'h100', 'gb200-nvl72', 'tpu-v5e' ...: a file of `jzero/targets`; the error of another lists all.
+      topology: 'HOSTSxDEVICES', the devices of one host: '8x8' are 64; of TPUs the chips of a slice, '4x4'.
       axes: names and sizes of the mesh's axes, hosts first. By default those of the step's mesh if it has
         as many devices, else its only axis.
       memory_fraction: the share of a device's memory that the process takes: JAX's default, or what
@@ -94,7 +95,8 @@ def preflight(
         raise OptionError(message(
             WHO, f"memory_fraction={memory_fraction!r}", "It is a share of a device's memory.",
             "Use a number above 0, up to 1."))  # fmt: skip
-    gpu, grid = find_target(WHO, target), read_topology(WHO, topology)
+    gpu = compiled_target(WHO, target)
+    grid = read_topology(WHO, gpu, topology)
     options = {"xla_gpu_autotune_level": 0} | dict(compiler_options or {})
     if isinstance(train_step, ShardedTrainStep):
         sizes = _axes_for(train_step, grid) if axes is None else dict(axes)
@@ -106,6 +108,12 @@ def preflight(
             "It is what shard_train_step or jax.jit(...).lower(...) returns.",
             "Write preflight(shard_train_step(step_fn), state, batch)."))  # fmt: skip
     gpu = with_bandwidth(WHO, gpu, grid, sizes, bandwidth)
+    of_tpu = gpu.platform == "tpu"
+    if of_tpu and search_wire:
+        raise OptionError(message(
+            WHO, f"search_wire=True, and target={target!r}", _TPU_TIMES,
+            "Drop search_wire, or compile for GPUs."))  # fmt: skip
+    read = read_tpu_program if of_tpu else read_program
     under_way = int(options.get("xla_gpu_experimental_parallel_collective_overlap_limit", 1))
 
     def shown(report: Report | None, examined: Examined) -> Preflight:
@@ -121,7 +129,7 @@ def preflight(
                 WHO, f"{'search_batch' if search_batch else 'search_wire'}=True, and a lowered program",
                 "A step is compiled anew with other rows, or other wires.",
                 "Pass the sharded step and its arguments."))  # fmt: skip
-        return shown(None, examine(train_step, options))
+        return shown(None, examine(train_step, options, read))
     mesh = mesh_of(WHO, gpu, grid, sizes)
     offloads = train_step._programs.options.offloads
     # An abstract mesh has all kinds of memory; devices that are not there list none.
@@ -130,9 +138,9 @@ def preflight(
 
     def compiled(step: ShardedTrainStep, rows: int) -> Examined:
         if not offloads:
-            return examine(batch.call(step.lower, rows), options)
+            return examine(batch.call(step.lower, rows), options, read)
         dispatches = batch.call(functools.partial(_dispatches_of, step), rows)
-        examined = examine_parts(dispatches, mesh, options)
+        examined = examine_parts(dispatches, mesh, options, read)
         fetched = step._programs.options.offload.fetched_bytes
         coming = -(-fetched // grid.per_host)  # of parameters in files
         return examined._replace(host_bytes=examined.host_bytes + coming)
@@ -172,7 +180,7 @@ class Preflight:
       temporary_bytes: on each device, at most alive within a step beside them; of a step in parts, within one
         of its programs.
       peak_bytes: on each device, at the moment when most is alive.
-      schedule: its collectives, and the time of a step by a model.
+      schedule: its collectives, and the time of a step by a model; of TPUs the collectives alone.
       compile_seconds: what the compilation took here.
       host_bytes: of pinned memory on the host, for each device, at the moment when most is alive.
       parts: of a step with offloaded state, the different programs that it starts; else none.
@@ -206,6 +214,11 @@ class Preflight:
     def fits(self) -> bool:
         """Whether the peak is within the usable bytes."""
         return self.peak_bytes <= self.usable_bytes
+
+    @property
+    def _timed(self) -> bool:
+        """Whether the schedule of such programs is read."""
+        return self.target.platform != "tpu"
 
     @property
     def at_rest(self) -> int | None:
@@ -242,11 +255,15 @@ class Preflight:
         host_bytes, usable_bytes, memory_fraction, fits; parts, the fields of each `PartMemory`; memory, as in
         `Report.to_dict`; collectives as compiled: op, axes, bytes, times, hidden, seconds (each time);
         step_seconds, compute_seconds, product_seconds, exposed_seconds, exposed_copy_seconds,
-        collective_seconds, to_host_seconds, from_host_seconds, kernel_bytes, as in `Schedule`; rows and
-        largest_rows (None without `search_batch`); wires, as in `WireVerdict.to_dict` (None without
-        `search_wire`); step, the `Report.to_dict` of the step (None for a program that is not jzero's).
+        collective_seconds, to_host_seconds, from_host_seconds, kernel_bytes, as in `Schedule` (of TPUs None,
+        as hidden); rows and largest_rows (None without `search_batch`); wires, as in `WireVerdict.to_dict`
+        (None without `search_wire`); step, the `Report.to_dict` of the step (None for a program that is not
+        jzero's).
         """
-        schedule = self.schedule
+        timed, schedule = self._timed, vars(self.schedule)
+        times = {
+            name: x if timed else None for name, x in schedule.items() if name != "collectives"
+        }
         return {
             "target": self.target.name,
             "hosts": self.topology.hosts,
@@ -261,9 +278,10 @@ class Preflight:
             "memory": [row._asdict() for row in self.memory],
             "collectives": [
                 {"op": c.op, "axes": list(c.axes), "bytes": c.nbytes, "times": c.times,
-                 "hidden": c.hidden, "seconds": c.seconds} for c in schedule.collectives
+                 "hidden": c.hidden if timed else None, "seconds": c.seconds}
+                for c in self.schedule.collectives
             ],
-            **{name: value for name, value in vars(schedule).items() if name != "collectives"},
+            **times,
             "host_bytes": self.host_bytes,
             "parts": [part._asdict() | {"host_operations": [*part.host_operations]}
                       for part in self.parts],
@@ -288,7 +306,9 @@ class Preflight:
             [] if self.wires is None else self.wires.lines(),
             self._crossings(),
             [] if self.report is None else self.report.gathered_rows(),
-            wrapped(_LIMITS + _LIMITS_OF_PARTS * bool(self.parts)),
+            wrapped(
+                (_LIMITS if self._timed else _TPU_LIMITS) + _LIMITS_OF_PARTS * bool(self.parts)
+            ),
         ]
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -348,11 +368,15 @@ class Preflight:
             share = f"{100 * hidden / total:.0f} %" if total else "-"
             times = sum(c.times for c in group)
             seconds = sum(c.seconds * c.times for c in group)
-            rows.append((*key, readable_bytes(total), str(times), share, f"{1000 * seconds:.1f}"))
-        header = ("as compiled", "axes", "bytes", "times", "behind products", "ms")
+            behind = (share,) if self._timed else ()
+            rows.append((*key, readable_bytes(total), str(times), *behind, f"{1000 * seconds:.1f}"))
+        behind = ("behind products",) if self._timed else ()
+        header = ("as compiled", "axes", "bytes", "times", *behind, "ms")
         return Table(header, rows).text()
 
     def _time(self) -> list[str]:
+        if not self._timed:
+            return wrapped(_TPU_TIMES)
         s, took = self.schedule, readable_seconds
         text = (
             f"By a model a step takes {took(s.step_seconds)}. The device computes {took(s.compute_seconds)}, "
@@ -372,6 +396,11 @@ _LIMITS = (
     "Not seen: buffers of NCCL and of the driver (1 to 2 GiB), fragmentation, kernels that autotuning would "
     "choose. The model gives kernels the data sheet's peaks, and no time to start. Bandwidths are the data "
     "sheet's, if not given."
+)
+_TPU_TIMES = "What runs beside a TPU's collectives is not read, so no time of a step is said."
+_TPU_LIMITS = (
+    "Not seen: memory of the runtime, fragmentation; wraparounds of a slice and its second dim, which make "
+    "collectives faster. Nothing of it has run. Bandwidths are those of the target's file, if not given."
 )
 _LIMITS_OF_PARTS = (
     " Of a step in parts, also not seen: the time of an update on the hosts; parameters that a host sends "

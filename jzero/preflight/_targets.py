@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices that are not there: what XLA must know of a GPU to compile for it, and how fast it is."""
+"""Devices that are not there: what XLA must know of one to compile for it, and how fast it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 
 from jzero._errors import MeshError, OptionError, message
@@ -26,10 +25,17 @@ TARGETS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """So many hosts with so many devices each."""
+    """So many hosts with so many devices each.
+
+    Attributes:
+      hosts: how many.
+      per_host: devices of one.
+      chips: of TPUs, those of a slice in each dim, '4x4'; of GPUs ''.
+    """
 
     hosts: int
     per_host: int
+    chips: str = ""
 
     @property
     def num_devices(self) -> int:
@@ -124,20 +130,41 @@ def find_target(who: str, name: str) -> Target:
     return Target(**fields, domains=domains, host=host, disk=disk)
 
 
-def read_topology(who: str, text: str) -> Topology:
-    """`"8x4"`: eight hosts with four devices each."""
+def compiled_target(who: str, name: str) -> Target:
+    """The target of that name, if anything compiles for it."""
+    target = find_target(who, name)
+    if target.platform == "rocm":
+        raise OptionError(message(
+            who, f"target={name!r}", "No compiler for it is here: XLA's for AMD GPUs is a part of JAX's ROCm "
+            "plugin, and needs AMD's libraries; jzero knows the data sheet alone.",
+            "Name another target, or give estimate its rates for a formula."))  # fmt: skip
+    return target
+
+
+def read_topology(who: str, target: Target, text: str) -> Topology:
+    """`"8x4"`: eight hosts with four devices each; of TPUs, the chips of a slice."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text) if isinstance(text, str) else None
-    if match is None:
+    sizes = [int(size) for size in match.groups()] if match else []
+    if target.platform == "tpu":
+        if sizes == [1, 1]:
+            return Topology(1, 1, text)
+        if not sizes or any(size % 2 or size > 16 for size in sizes):
+            raise OptionError(message(
+                who, f"topology={text!r}, and target is a {target.name}",
+                "It is a slice: '1x1', or 2, 4, ... to 16 chips in each of two dims, and each host has 2x2.",
+                "Write topology='4x4' for 16 chips on four hosts."))  # fmt: skip
+        return Topology(math.prod(sizes) // 4, 4, text)
+    if not sizes:
         raise OptionError(message(
             who, f"topology={text!r}", "It is 'HOSTSxDEVICES', with the devices of one host.",
             "Write topology='8x8' for 64 devices on eight hosts."))  # fmt: skip
-    return Topology(*map(int, match.groups()))
+    return Topology(sizes[0], sizes[1])
 
 
 def target_mesh(
     target: str = "h200", topology: str = "1x8", axes: Mapping[str, int] | None = None
 ) -> jax.sharding.Mesh:
-    """A mesh of GPUs that are not there: programs are compiled for it, and nothing can run.
+    """A mesh of devices that are not there: programs are compiled for it, and nothing can run.
 
     For whatever is to be compiled for it beside a sharded step (`preflight` makes its own).
 
@@ -151,17 +178,18 @@ def target_mesh(
     4096
 
     Args:
-      target: 'a100-80gb', 'b200', 'h100' or 'h200'.
-      topology: 'HOSTSxDEVICES', the devices of one host.
+      target: 'h100', 'gb200-nvl72', 'tpu-v5e' ...: a file of `jzero/targets`; the error of another lists all.
+      topology: 'HOSTSxDEVICES', the devices of one host; of TPUs the chips of a slice, '4x4'.
       axes: names and sizes of the mesh's axes, in the order of the devices; one axis 'data' by default.
 
     Raises:
-      OptionError: a target or topology that does not exist.
+      OptionError: a target or topology that does not exist, or a target that nothing compiles for.
       MeshError: `axes` do not make up the topology's devices.
-      ImportError: XLA's compiler for NVIDIA GPUs is not installed.
+      ImportError: XLA's compiler for the target is not installed.
     """
     who = "target_mesh"
-    return mesh_of(who, find_target(who, target), read_topology(who, topology), axes)
+    found = compiled_target(who, target)
+    return mesh_of(who, found, read_topology(who, found, topology), axes)
 
 
 def mesh_of(
@@ -174,27 +202,37 @@ def mesh_of(
             who, f"axes {axes}, and {topology.hosts} hosts of {topology.per_host} devices",
             f"The axes' sizes must multiply to {topology.num_devices}.",
             "Correct one of the two."))  # fmt: skip
-    devices = np.array(_devices(who, target, topology)).reshape(tuple(axes.values()))
     types = (jax.sharding.AxisType.Auto,) * len(axes)
-    return jax.sharding.Mesh(devices, tuple(axes), axis_types=types)
+    # Of TPUs JAX picks the order, by their places in the slice.
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), types, devices=_devices(who, target, topology)
+    )
 
 
 def _devices(who: str, target: Target, topology: Topology) -> list[Any]:
     try:
         return _found_devices(target, topology)
     except (RuntimeError, NotImplementedError, KeyError, ValueError) as error:
+        tpu = target.platform == "tpu"
+        kind, extra = ("TPUs", "preflight-tpu") if tpu else ("NVIDIA GPUs", "preflight")
+        locked = " One process at a time loads it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1."
         raise ImportError(message(
             who, f"XLA cannot compile for {target.name} here ({error})",
-            "It needs XLA's compiler for NVIDIA GPUs, but no GPU; without one, JAX must be told so.",
-            "pip install 'jzero[preflight]', and set JAX_PLATFORMS=cpu before JAX starts.",
+            f"It needs XLA's compiler for {kind}, but no {kind[:-1]}; without one, JAX must be told so."
+            + locked * ("lockfile" in str(error)),
+            f"pip install 'jzero[{extra}]', and set JAX_PLATFORMS=cpu before JAX starts.",
         )) from error  # fmt: skip
 
 
 @functools.cache  # Devices of two calls are not the same ones, and JAX refuses to mix them.
 def _found_devices(target: Target, topology: Topology) -> list[Any]:
-    found = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=target.xla,
-        topology=f"{topology.hosts}x1x{topology.per_host}",
-    )
+    if target.platform == "tpu":
+        name = f"{target.xla}:{topology.chips}"
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    else:
+        found = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=target.xla,
+            topology=f"{topology.hosts}x1x{topology.per_host}",
+        )
     return sorted(found.devices, key=lambda device: device.id)
