@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jzero.preflight import _kernels
-from jzero.preflight._clocks import FROM_HOST, TO_HOST
+from jzero.preflight._clocks import FROM_HOST, TO_HOST, Link
 from jzero.preflight._hlo import parse
 from jzero.preflight._schedule import Copied, Started, read_program, schedule_of
 from jzero.preflight._targets import Topology, find_target
@@ -128,6 +128,18 @@ def test_a_second_collective_waits_for_the_first_or_shares_the_links():
     assert (found.exposed_seconds, found.step_seconds) == (1.0, 5.0)
     assert [(c.seconds, c.hidden) for c in found.collectives] == [(1.0, True), (4.0, True)]
     assert found.collective_seconds == 5.0
+
+
+def test_latencies_of_collectives_are_not_shared():
+    link = Link(under_way=2)
+    link.begin("first", 4.0, 0.0, latency=1.0)
+    link.begin("second", 1.0, 0.0, latency=2.0)
+    # The first flows alone from 1 to 2, then both share the link: the second's 1 s takes until 4.
+    assert (link.end("second"), link.end("first")) == (4.0, 6.0)
+    alone = Link()
+    alone.begin("first", 4.0, 0.0, latency=1.0)
+    alone.begin("second", 1.0, 0.0, latency=2.0)
+    assert (alone.end("first"), alone.end("second"), alone.last()) == (5.0, 8.0, 8.0)
 
 
 def test_a_collective_that_only_a_kernel_runs_beside_is_not_hidden_but_takes_no_more_time():

@@ -287,7 +287,28 @@ def test_the_schedule_of_parts_is_that_of_all_their_runs():
     assert {row["name"] for row in rows["parts"]} >= {"fetch", "turn", "stretch"}
     text = str(found)
     assert max(map(len, text.splitlines())) <= 80
-    assert "Of a step in parts: the time of copies" in " ".join(text.split())
+    assert "Of a step in parts, also not seen: the time of an update" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=("scanned", "unrolled"))
+def test_the_time_of_copies_of_parts(scan):
+    """Slices are fetched by programs, which hide behind nothing; whole leaves are copied beside programs."""
+    found = offloaded(scan, 4, jzero.HostCPU())
+    schedule, host = found.schedule, found.target.host.bandwidth
+    assert schedule.step_seconds == pytest.approx(
+        schedule.compute_seconds + schedule.exposed_seconds + schedule.exposed_copy_seconds
+    )
+    seconds = {
+        way: sum(c.nbytes for c in found.report.crossings if c.direction == way) / host
+        for way in ("to device", "to host")
+    }
+    assert schedule.from_host_seconds == pytest.approx(seconds["to device"], rel=1e-3)
+    assert schedule.to_host_seconds == pytest.approx(seconds["to host"], rel=1e-3)
+    if scan:
+        assert schedule.exposed_copy_seconds >= schedule.from_host_seconds - 1e-9
+    else:
+        assert 0 < schedule.exposed_copy_seconds < schedule.from_host_seconds
+    assert "for copies, which take" in " ".join(str(found).split())
 
 
 def test_optimizer_state_on_the_hosts():

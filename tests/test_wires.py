@@ -27,16 +27,23 @@ RATES = tuple(n * 10**9 // 8 for n in (1, 2, 4, 8))
 
 
 def verdict(exact, coded, asked=0, coding=0.0):
+    nbytes = int(coding * H200.memory_bandwidth)
     schedules = [
-        [Schedule((), 0.0, s, 0) for s in exact],
-        [Schedule((), 0.0, s, int(coding * H200.memory_bandwidth)) for s in coded],
+        [schedule(s, 0.0, 0) for s in exact],
+        [schedule(s, coding, nbytes) for s in coded],
     ]
     int8 = formats(MESH, H200, TWO_NODES, MESH)[0]
     times = [
-        time_of(wire, 0, found, schedules[0][0], H200)
+        time_of(wire, 0, found, schedules[0][0])
         for wire, found in zip([Wire("exact", {}), int8], schedules, strict=True)
     ]
-    return WireVerdict(RATES, asked, H200, "the network", tuple(times))
+    return WireVerdict(RATES, asked, "the network", tuple(times))
+
+
+def schedule(exposed, computing, nbytes):
+    """Of a step that waits so long for collectives, and computes so long."""
+    times = (exposed + computing, computing, 0.0, exposed, 0.0, exposed, 0.0, 0.0)
+    return Schedule((), *times, nbytes)
 
 
 def test_codes_pay_up_to_the_speed_at_which_their_arithmetic_takes_what_they_save():
@@ -77,7 +84,7 @@ def test_what_the_verdict_says():
     assert "At 1 Gb/s of the network for each device codes pay: the cheapest take 5000.0 ms" in text
     assert "where exact wires take 8000.0 ms. Write gather_dtype=jnp.int8." in text
     assert "gather_dtype=jnp.int8 pays below 4 Gb/s." in text
-    assert "1000.0 ms for 4.4 TiB more through memory at 4.8 TB/s" in text
+    assert "of which codes compute 1000.0 ms for 4.4 TiB more through memory" in text
     text = " ".join(str(verdict(exact, half, 3, 1.0)).split())
     assert "codes do not pay: exact wires take 1000.0 ms, and the cheapest codes 1500.0 ms" in text
     assert "pays at all of these speeds" in str(verdict(exact, half))
@@ -91,12 +98,6 @@ def test_what_the_verdict_says():
     assert (found["pays"], found["cheapest"], found["rate"]) == (True, "int8 gathers", RATES[1])
     assert found["wires"][1]["seconds"] == pytest.approx([5.0, 3.0, 2.0, 1.5])
     assert found["wires"][1]["pays_below"] == pytest.approx(4e9 / 8)
-
-
-def test_rotations_take_the_time_of_float32():
-    products = [Schedule((), s, 0.0, 0) for s in (1.0, 3.0)]
-    time = time_of(Wire("", {}), 0, products[1:], products[0], H200)
-    assert time.coding == pytest.approx(2.0 * H200.bf16_flops / H200.f32_flops)
 
 
 def test_formats_by_where_axes_lie():
@@ -195,13 +196,12 @@ def test_bytes_of_kernels_are_those_of_what_they_read_and_write():
     found = read_schedule(PROGRAM, {"data": 1}, H200, Topology(1, 1))
     turn = (row + 4 + row) + (row + 4 + row)  # both kernels read the number of the turn
     assert found.kernel_bytes == 8 * turn + whole + 8192
-    assert found.repeated(3).kernel_bytes == 3 * found.kernel_bytes
     computations, entry = _hlo.parse(PROGRAM)
     shapes = {line.name: line.shape for line in computations[entry]}
     nothing = [
         x for x in computations[entry] if x.op in ("parameter", "tuple", "while", "constant")
     ]
-    assert [_kernels.bytes_of(x, shapes, computations) for x in nothing] == [0] * 4
+    assert not any(any(_kernels.work_of(x, shapes, computations)) for x in nothing)
 
 
 def step(state, x):
@@ -241,7 +241,7 @@ def test_of_a_step_that_is_compiled():
     for time in coded:
         # Codes are read and written at least once for each pass: a byte and more of each element.
         assert time.kernel_bytes > 3 * params.size
-        assert time.coding >= time.kernel_bytes / found.target.memory_bandwidth
+        assert time.coding > 0.99 * time.kernel_bytes / found.target.memory_bandwidth
         gains = [x - y for x, y in zip(exact.seconds, time.seconds, strict=True)]
         assert gains == sorted(gains, reverse=True)
         assert gains[0] > 0

@@ -4,8 +4,8 @@ python experiments/wire/schedule.py              # 0.94B on 2 x 8 H200s; five mi
 python experiments/wire/schedule.py --show       # the tables of the last result
 
 Nothing runs. Each way to train is compiled ahead of time, and its schedule is read with the bandwidths of the
-target, but for the network's. *Exposed* is the time of collectives behind which no matrix product runs, if
-products run at their peak. Prints tables in Markdown, writes <date>-schedule.json.
+target, but for the network's. *Exposed* is the time for which a device waits for collectives, by the model of
+`preflight`. Prints tables in Markdown, writes <date>-schedule.json.
 """
 
 import argparse

@@ -7,8 +7,17 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 COMPUTE, COLLECTIVES, TO_HOST, FROM_HOST = "compute", "collectives", "to host", "from host"
+
+
+class _Transfer(NamedTuple):
+    """What is left of one: when it may begin, seconds until its data flow, and for which they flow alone."""
+
+    ready: float
+    latency: float
+    seconds: float
 
 
 class Link:
@@ -20,13 +29,13 @@ class Link:
     def __init__(self, under_way: int = 1):
         self._under_way = under_way
         self._now = 0.0
-        self._left: dict[Hashable, tuple[float, float]] = {}  # when it may begin; seconds alone
+        self._left: dict[Hashable, _Transfer] = {}
         self._ends: dict[Hashable, float] = {}
 
-    def begin(self, key: Hashable, seconds: float, ready: float) -> None:
-        """A transfer that takes so long if it is alone, of what is there at `ready`."""
+    def begin(self, key: Hashable, seconds: float, ready: float, latency: float = 0.0) -> None:
+        """A transfer that takes so long if it is alone, after its latency, of what is there at `ready`."""
         self._advance(ready)
-        self._left[key] = ready, seconds
+        self._left[key] = _Transfer(ready, latency, seconds)
 
     def end(self, key: Hashable) -> float:
         """When that transfer is over, if nothing else begins before; 0 if there was none."""
@@ -42,18 +51,23 @@ class Link:
         """Runs what is under way until then, or until a transfer is over."""
         while self._left and self._now < until and (key is None or key in self._left):
             first = dict(itertools.islice(self._left.items(), self._under_way))
-            running = {x: left for x, (ready, left) in first.items() if ready <= self._now}
+            running = {x: left for x, left in first.items() if left.ready <= self._now}
             if not running:
-                self._now = min(until, *(ready for ready, _ in first.values()))
+                self._now = min(until, *(left.ready for left in first.values()))
                 continue
-            shortest = min(running.values())
-            step = min(shortest, (until - self._now) / len(running))
-            self._now = min(until, self._now + step * len(running))
-            for each, left in running.items():
-                self._left[each] = 0.0, left - step
-                if left == shortest == step:
+            flowing = sum(not left.latency for left in running.values())
+            needs = {x: left.latency or left.seconds * flowing for x, left in running.items()}
+            step = min(until - self._now, *needs.values())
+            self._now = min(until, self._now + step)
+            for each, (ready, latency, seconds) in running.items():
+                over = needs[each] == step
+                if latency:
+                    self._left[each] = _Transfer(ready, 0.0 if over else latency - step, seconds)
+                elif over:
                     del self._left[each]
                     self._ends[each] = self._now
+                else:
+                    self._left[each] = _Transfer(ready, 0.0, seconds - step / flowing)
         if key is None and math.isfinite(until):
             self._now = max(self._now, until)
 
@@ -81,13 +95,16 @@ class Clocks:
         self.now += seconds
         self.busy[COMPUTE] += seconds
 
-    def begin(self, stream: str, key: Hashable, seconds: float, source: Hashable = None) -> None:
+    def begin(
+        self, stream: str, key: Hashable, seconds: float, source: Hashable = None,
+        latency: float = 0.0,
+    ) -> None:  # fmt: skip
         """A transfer of what is there now, or when the transfer `source` is over."""
         ready = self.now
         if source is not None:
             ready = max(ready, *(link.end(source) for link in self._links.values()))
-        self._links[stream].begin(key, seconds, ready)
-        self.busy[stream] += seconds
+        self._links[stream].begin(key, seconds, ready, latency)
+        self.busy[stream] += seconds + latency
 
     def wait(self, key: Hashable) -> None:
         """The compute stream waits for a transfer, if it is not over."""

@@ -20,9 +20,9 @@ from jzero.preflight._dispatches import (
     moments,
 )
 from jzero.preflight._hlo import ON_HOST, parse
-from jzero.preflight._schedule import Program, Started
+from jzero.preflight._schedule import ScheduledProgram, Started
 
-_Read = Callable[[str], Program]
+_Read = Callable[[str], ScheduledProgram]
 
 
 class PartMemory(NamedTuple):
@@ -101,7 +101,7 @@ def examine_parts(
     seconds = time.perf_counter() - start
     memory = {part: ProgramMemory.of(compiled[key]) for key, same in equal.items() for part in same}
     held = moments(found, memory)
-    parts, programs_read = list[PartMemory](), dict[DispatchedProgram, Program]()
+    parts, programs_read = list[PartMemory](), dict[DispatchedProgram, ScheduledProgram]()
     for key, same in equal.items():
         text = str(compiled[key].as_text())
         times = sum(found.parts[part] for part in same)

@@ -35,7 +35,7 @@ class Flops(NamedTuple):
     f32: float
 
 
-class Work(NamedTuple):
+class KernelWork(NamedTuple):
     """What one kernel does.
 
     Attributes:
@@ -57,10 +57,10 @@ class Work(NamedTuple):
         return max(computing, self.nbytes / target.memory_bandwidth)
 
 
-def work_of(line: Instruction, shapes: Mapping[str, str], computations: Computations) -> Work:
+def work_of(line: Instruction, shapes: Mapping[str, str], computations: Computations) -> KernelWork:
     """What one instruction does; of slices of a buffer, it reads and writes these and not the buffer."""
     if line.op in _NONE or line.op.endswith("-done") or '"AllocateBuffer"' in line.text:
-        return Work(None, 0, 0, 0)
+        return KernelWork(None, 0, 0, 0)
     inner = _inside(line, shapes, computations)
     read = [
         (p.shape, _read(p.name, sum(sizes(p.shape)), inner)) for p in inner if p.op == "parameter"
@@ -69,7 +69,7 @@ def work_of(line: Instruction, shapes: Mapping[str, str], computations: Computat
     from_host = sum(nbytes for shape, nbytes in read if ON_HOST in shape)
     to_host = sum(nbytes for shape, nbytes in written if ON_HOST in shape)
     nbytes = sum(nbytes for _, nbytes in [*read, *written]) - from_host - to_host
-    return Work(_flops(line, shapes, computations), nbytes, from_host, to_host)
+    return KernelWork(_flops(line, shapes, computations), nbytes, from_host, to_host)
 
 
 # -- bytes -----------------------------------------------------------------------------------------------

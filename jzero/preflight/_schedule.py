@@ -15,7 +15,7 @@ import numpy as np
 
 from jzero.preflight._clocks import COLLECTIVES, COMPUTE, FROM_HOST, TO_HOST, Clocks
 from jzero.preflight._hlo import Instruction, callees, parse, sizes
-from jzero.preflight._kernels import Work, work_of
+from jzero.preflight._kernels import KernelWork, work_of
 from jzero.preflight._links import collective_seconds, members
 from jzero.preflight._targets import Target, Topology
 
@@ -101,7 +101,7 @@ class Started(NamedTuple):
       copies: between the device and its host, which run beside programs.
     """
 
-    program: Program | None
+    program: ScheduledProgram | None
     reads: tuple[Hashable, ...] = ()
     copies: tuple[Copied, ...] = ()
 
@@ -113,15 +113,15 @@ def schedule_of(
     """The time of a step, by a model of a device that runs what the step starts, in that order.
 
     Kernels run one after the other on one compute stream, of whichever program they are. Beside it run
-    collectives, `under_way` at once, which share the links; and copies, one at a time to the host and one
-    from it.
+    collectives, `under_way` at once, which share the links but not their latencies; and copies, one at a
+    time to the host and one from it.
 
     A kernel takes what its operations take at the device's peak, or its bytes at the bandwidth of its memory,
     whichever is longer. What moves runs from the place where the program starts it to where it is awaited: a
     program that only fetches a slice awaits it at once, and hides it behind nothing. What XLA leaves on the
     compute stream though it touches pinned memory is awaited at once, too.
     """
-    clocks, counts = Clocks(under_way), dict[Program, int]()
+    clocks, counts = Clocks(under_way), dict[ScheduledProgram, int]()
     model = _Model(clocks, axes, target, topology)
     for each in started:
         for source, made, stream, nbytes in each.copies:
@@ -158,7 +158,7 @@ def read_schedule(
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    work: Work
+    work: KernelWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ class _Copy:
     """Where one begins that runs beside the compute stream."""
 
     name: str
-    work: Work
+    work: KernelWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,25 +185,25 @@ class _Wait:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loop:
+class _Repeat:
     ops: tuple[_Op, ...]
     times: int
 
 
-_Op = _Kernel | _Collective | _Copy | _Wait | _Loop
+_Op = _Kernel | _Collective | _Copy | _Wait | _Repeat
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class ScheduledProgram:
     """What a compiled program starts on a device, in order."""
 
     ops: tuple[_Op, ...]
 
 
-def read_program(text: str) -> Program:
+def read_program(text: str) -> ScheduledProgram:
     """Reads XLA's text of a scheduled program."""
     computations, entry = parse(text)
-    return Program(tuple(_ops(entry, computations)))
+    return ScheduledProgram(tuple(_ops(entry, computations)))
 
 
 def _ops(name: str, computations: Mapping[str, list[Instruction]]) -> Iterator[_Op]:
@@ -212,7 +212,7 @@ def _ops(name: str, computations: Mapping[str, list[Instruction]]) -> Iterator[_
     begun: set[str] = set()
     for line in lines:
         for callee, times in callees(line):
-            yield _Loop(tuple(_ops(callee, computations)), times)
+            yield _Repeat(tuple(_ops(callee, computations)), times)
         if line.op.endswith("-done"):
             if line.operands and line.operands[0] in begun:
                 yield _Wait(line.operands[0])
@@ -246,7 +246,7 @@ def _collective(line: Instruction, shapes: Mapping[str, str]) -> _Collective | N
 def _kernel_bytes(ops: Sequence[_Op]) -> int:
     return sum(
         op.work.nbytes if isinstance(op, _Kernel) and op.work.flops is None
-        else op.times * _kernel_bytes(op.ops) if isinstance(op, _Loop) else 0
+        else op.times * _kernel_bytes(op.ops) if isinstance(op, _Repeat) else 0
         for op in ops
     )  # fmt: skip
 
@@ -268,7 +268,7 @@ class _Model:
         clocks = self._clocks
         for op in ops:
             match op:
-                case _Loop(inner, times):
+                case _Repeat(inner, times):
                     clocks.repeat(functools.partial(self.run, inner), times)
                 case _Kernel(work):
                     self._copy(op, work)
@@ -279,11 +279,13 @@ class _Model:
                 case _Copy(name, work):
                     self._copy(name, work)
                 case _Collective():
-                    clocks.begin(COLLECTIVES, op.name, self._seconds(op))
+                    latency = self._seconds(dataclasses.replace(op, nbytes=0))
+                    seconds = self._seconds(op) - latency
+                    clocks.begin(COLLECTIVES, op.name, seconds, latency=latency)
                 case _Wait(name):
                     clocks.wait(name)
 
-    def _copy(self, key: Hashable, work: Work) -> None:
+    def _copy(self, key: Hashable, work: KernelWork) -> None:
         for stream, nbytes in ((TO_HOST, work.to_host), (FROM_HOST, work.from_host)):
             if nbytes:
                 self._clocks.begin(stream, key, nbytes / self._target.host.bandwidth)
@@ -292,7 +294,7 @@ class _Model:
         group = _group(op.group, self._axes)
         return collective_seconds(op.op, group, op.nbytes, self._target, self._topology)
 
-    def collectives(self, program: Program, times: int) -> list[ScheduledCollective]:
+    def collectives(self, program: ScheduledProgram, times: int) -> list[ScheduledCollective]:
         """Those of a program, which a step runs so often."""
         found: list[ScheduledCollective] = []
         self._find(program.ops, times, 0, found)
@@ -305,7 +307,7 @@ class _Model:
         begun: dict[str, tuple[_Collective, int]] = {}
         for op in ops:
             match op:
-                case _Loop(inner, trips):
+                case _Repeat(inner, trips):
                     products = self._find(inner, times * trips, products, found)
                 case _Kernel(work):
                     products += work.flops is not None

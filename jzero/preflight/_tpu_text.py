@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from jzero.preflight._hlo import Instruction, parse, sizes
-from jzero.preflight._schedule import Program, read_program
+from jzero.preflight._schedule import ScheduledProgram, read_program
 
 _COLLECTIVE = re.compile(
     r"(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start|-done)?"
@@ -17,7 +17,7 @@ _FLAG = re.compile(r", (/\*index=\d+\*/)?[su]32\[\d*\]\{[^}]*S\([24]\)\}")
 _CONTROL = ("while", "call", "conditional")
 
 
-def read_tpu_program(text: str) -> Program:
+def read_tpu_program(text: str) -> ScheduledProgram:
     """Its collectives, as if each were awaited where it starts, and nothing else."""
     return read_program(collectives_alone(text))
 
