@@ -16,7 +16,7 @@ import jzero
 import programs
 import small
 from jzero._quantities import readable_bytes
-from jzero.preflight._targets import TARGETS, find_target
+from jzero.preflight._targets import find_target
 
 gpu_compiler.skip_without_it()
 
@@ -451,11 +451,15 @@ def test_a_step_on_another_mesh_is_planned_the_same():
     assert found.report.plan.axes == (("x", 16),)
 
 
-def test_every_target_compiles():
+@pytest.mark.parametrize(
+    "target",
+    ["a100-80gb", "h100", "b200",
+     *(pytest.param(name, marks=pytest.mark.slow) for name in ("b300", "rtx4090", "rtx5090"))],
+)  # fmt: skip
+def test_every_architecture_compiles(target):
+    """experiments/targets compiles for every target."""
     state = programs.abstract_state(programs.Model(), optax.sgd(0.1))
     train_step = small.shard_train_step(programs.train_step)
-    for target in TARGETS:
-        if find_target("test", target).platform == "cuda":
-            found = jzero.preflight(train_step, state, BATCH, target=target)
-            assert found.target.name.split()[-1].lower().startswith(target[:4].split("-")[0])
-            assert found.schedule.product_seconds > 0
+    found = jzero.preflight(train_step, state, BATCH, target=target)
+    assert found.target == find_target("test", target)
+    assert found.schedule.product_seconds > 0

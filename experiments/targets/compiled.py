@@ -1,6 +1,7 @@
 """A small GPT at stages 1 to 3, compiled for every target that there is a compiler for: peak and collectives.
 
 python experiments/targets/compiled.py           # two rows of hosts, a rack, a slice; no GPU, no TPU needed
+python experiments/targets/compiled.py h100      # only for these, beside what the day has
 python experiments/targets/compiled.py --show    # the table of the last result
 
 Nothing runs. A target whose compiler is not installed is left out, and why. Prints a table in Markdown,
@@ -8,6 +9,7 @@ writes <date>-compiled.json.
 """
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,7 @@ def moved(found: Any) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("targets", nargs="*", help="all, if none is named")
     parser.add_argument("--show", action="store_true", help="what the last run has written")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dim", type=int, default=256)
@@ -77,7 +80,12 @@ def main() -> None:
         "left out": {},
     }
     path = args.out / f"{result['date']}-compiled.json"
-    for target in sorted(TARGETS, key=lambda name: PLATFORMS.index(platform_of(name))):
+    if args.targets and path.exists():  # They join what the day has.
+        before = json.loads(path.read_text())
+        result |= {key: before[key] for key in ("targets", "left out")}
+    for target in sorted(
+        args.targets or TARGETS, key=lambda name: PLATFORMS.index(platform_of(name))
+    ):
         for stage in STAGES:
             try:
                 found = compiled(model, target, stage)
