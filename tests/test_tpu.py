@@ -78,6 +78,34 @@ def test_a_loop_of_unknown_length_counts_once():
     assert [c.times for c in found.collectives] == [1, 1]
 
 
+SCATTERED = """\
+%all-reduce-scatter.1 (input: f32[4096,4096]) -> f32[1040,4096] {
+  %input = f32[4096,4096]{1,0:T(8,128)} parameter(0)
+  %zero = f32[] constant(0)
+  %pad = f32[4160,4096]{1,0:T(8,128)} pad(%input, %zero), padding=0_64x0_0
+  %all-reduce.1 = f32[4160,4096]{1,0:T(8,128)} all-reduce(%pad), channel_id=2, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %slice = f32[1040,4096]{1,0:T(8,128)S(1)} dynamic-slice(%all-reduce.1, %i, %j), dynamic_slice_sizes={1040,4096}
+}
+
+ENTRY %main (x: f32[4096,4096]) -> f32[1040,4096] {
+  %x = f32[4096,4096]{1,0:T(8,128)} parameter(0)
+  %fusion = f32[1040,4096]{1,0:T(8,128)S(1)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+  %rest = f32[48,4096]{1,0:T(8,128)S(1)} slice(%fusion), slice={[992:1040], [0:4096]}
+  %send = (f32[48,4096]{1,0:T(8,128)S(1)}, f32[48,4096]{1,0:T(8,128)S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%rest), channel_id=1, source_target_pairs={{0,1},{1,2},{2,3}}
+  ROOT %sent = f32[48,4096]{1,0:T(8,128)S(1)} collective-permute-done(%send)
+}
+"""  # noqa: E501
+
+
+def test_a_fused_reduce_scatter_is_one_and_semaphores_are_no_bytes():
+    found = read_schedule(collectives_alone(SCATTERED), {"data": 4}, V5E, Topology(1, 4, "2x2"))
+    scattered, sent = found.collectives
+    assert (scattered.op, scattered.axes, scattered.whole_bytes) == (
+        "reduce-scatter", ("data",), 4 * 4096 * 4096,
+    )  # fmt: skip
+    assert (sent.op, sent.whole_bytes) == ("collective-permute", 4 * 48 * 4096)
+
+
 def test_slices_have_hosts_of_four_chips():
     assert read_topology("t", V5E, "4x4") == Topology(4, 4, "4x4")
     assert read_topology("t", V5E, "2x4").num_devices == 8

@@ -6,12 +6,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from jzero.preflight._hlo import Instruction, parse
+from jzero.preflight._hlo import Instruction, parse, sizes
 from jzero.preflight._schedule import ScheduledProgram, read_program
 
 _COLLECTIVE = re.compile(
     r"(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start|-done)?"
 )
+# A semaphore beside an operand and a result.
+_FLAG = re.compile(r", (/\*index=\d+\*/)?[su]32\[\d*\]\{[^}]*S\([24]\)\}")
 _CONTROL = ("while", "call", "conditional")
 
 
@@ -44,6 +46,8 @@ def _kept(
             yield _written(line) + _trips(line, computations)
         elif _COLLECTIVE.fullmatch(line.op):
             yield from _with_operands(line, shapes)
+        elif scattered := re.search(r"calls=%(all-reduce-scatter[\w.\-]*)", line.text):
+            yield from _scatter(line, computations[scattered[1]])
         elif line.op == "fusion" and (inside := _inside(line, computations)):
             body, collective = inside
             chain = re.search(r'chain_id="(\d+)"', collective.text)
@@ -53,8 +57,17 @@ def _kept(
             chains |= {chain[1]} if chain else set()
 
 
+def _scatter(line: Instruction, body: Sequence[Instruction]) -> Iterator[str]:
+    """A reduce-scatter, which is written as a fusion: an all-reduce of the padded value, and its slice."""
+    groups = next(x.text for x in body if x.op == "all-reduce")
+    whole = max((x for x in body if x.op == "parameter"), key=lambda x: sum(sizes(x.shape)))
+    text = f"%{whole.name}){groups.partition(')')[2]}"
+    made = Instruction(line.name, line.shape, "reduce-scatter", (whole.name,), text)
+    return _with_operands(made, {whole.name: whole.shape})
+
+
 def _written(line: Instruction) -> str:
-    return f"  %{line.name} = {line.shape} {line.op}({line.text}"
+    return f"  %{line.name} = {_FLAG.sub('', line.shape)} {line.op}({line.text}"
 
 
 def _with_operands(line: Instruction, shapes: Mapping[str, str]) -> Iterator[str]:
