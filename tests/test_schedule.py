@@ -1,5 +1,7 @@
 """What is read of a compiled GPU program: groups, bandwidths, products, and what hides behind them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -121,7 +123,7 @@ def test_a_fetch_hides_only_within_the_program_of_the_products():
 
     def read(fn, outs, *args):
         with jax.set_mesh(jzero.target_mesh("h100", "1x1")):
-            lowered = jax.jit(fn, out_shardings=outs).lower(*args)
+            lowered: Any = jax.jit(fn, out_shardings=outs).lower(*args)
         compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
         return _schedule.Started(_schedule.read_program(str(compiled.as_text())))
 

@@ -80,7 +80,8 @@ class Clocks:
 
     Attributes:
       now: seconds of the compute stream.
-      busy: seconds that each of the four computes or moves; of transfers, as if each were alone.
+      busy: seconds that each of the four computes or moves, of transfers as if each were alone; and what a
+        caller adds, which loops multiply, too.
       waited: seconds for which the compute stream waits, for each of the others.
     """
 

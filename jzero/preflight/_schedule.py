@@ -275,7 +275,8 @@ class _Model:
                     seconds = work.seconds(self._target)
                     clocks.compute(seconds)
                     clocks.busy[_PRODUCTS] += seconds if work.flops is not None else 0.0
-                    self._clocks.wait(op)
+                    if work.from_host or work.to_host:  # XLA left it on the compute stream.
+                        clocks.wait(op)
                 case _Copy(name, work):
                     self._copy(name, work)
                 case _Collective():
