@@ -7,7 +7,7 @@ import pytest
 
 from jzero.preflight._bandwidth import with_bandwidth
 from jzero.preflight._links import (
-    collective_seconds,
+    collective_time,
     level_along,
     level_of,
     members,
@@ -28,8 +28,7 @@ N = 10**9
 
 def wire_seconds(op, group, target, topology):
     """Without latencies."""
-    free = tuple(dataclasses.replace(links, latency=0.0) for links in target.domains)
-    return collective_seconds(op, group, N, dataclasses.replace(target, domains=free), topology)
+    return collective_time(op, group, 10**15, target, topology).wire / 10**15 * N
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def test_seconds_by_bandwidth(op, axes, seconds):
 
 def test_a_permutation_takes_the_time_of_its_link():
     for pair, links in (((0, 1), 0), ((3, 4), 1), ((1, 5), 1)):
-        found = collective_seconds("collective-permute", pair, N, H200, TWO_HOSTS)
+        found = collective_time("collective-permute", pair, N, H200, TWO_HOSTS).seconds
         of = H200.domains[links]
         assert found == of.latency + N / of.bandwidth
 
@@ -58,10 +57,10 @@ def test_link_domains_decide_and_not_hosts():
     """18 hosts of 4 devices are one domain of 72; 36 are two, whose 72 adapters each send at once."""
     inner, outer = RACKS.domains
     assert level_of(range(72), RACKS, Topology(18, 4)) == 0
-    one = collective_seconds("all-gather", range(72), N, RACKS, Topology(18, 4))
+    one = collective_time("all-gather", range(72), N, RACKS, Topology(18, 4)).seconds
     assert one == pytest.approx(N * 71 / 72 / inner.bandwidth + 71 * inner.latency)
     assert level_of(range(144), RACKS, Topology(36, 4)) == 1
-    two = collective_seconds("all-gather", range(144), N, RACKS, Topology(36, 4))
+    two = collective_time("all-gather", range(144), N, RACKS, Topology(36, 4)).seconds
     wire = max(N * 71 / 72 / inner.bandwidth, N / 2 / (72 * outer.bandwidth))
     # A ring through all 144 leaves each domain once.
     assert two == pytest.approx(wire + 142 * inner.latency + outer.latency)
@@ -85,7 +84,7 @@ def test_three_domains_are_three_rings_at_once():
     _, inner, outer = target.domains
     seconds = N * max(3 / 4 / 8e11, 17 / 18 / (4 * inner.bandwidth), 1 / 2 / (72 * outer.bandwidth))
     waits = 36 * 3 * 1e-6 + 2 * 17 * inner.latency + outer.latency
-    found = collective_seconds("all-gather", range(144), N, target, topology)
+    found = collective_time("all-gather", range(144), N, target, topology).seconds
     assert found == pytest.approx(seconds + waits)
 
 
@@ -119,14 +118,30 @@ def test_every_file_names_its_sources_and_has_sane_figures(name):
 def test_a_rack_of_72_is_one_domain_of_18_hosts():
     rack = find_target("test", "gb200-nvl72")
     inner, outer = rack.domains
-    one = collective_seconds("all-gather", range(72), N, rack, Topology(18, 4))
-    assert one == pytest.approx(N * 71 / 72 / inner.bandwidth + 71 * inner.latency)
+    one = collective_time("all-gather", range(72), 10 * N, rack, Topology(18, 4)).seconds
+    assert one == pytest.approx(10 * N * 71 / 72 / inner.bandwidth + 71 * inner.latency)
     slower = with_links(rack, {1: outer.bandwidth / 1000})
-    assert collective_seconds("all-gather", range(72), N, slower, Topology(18, 4)) == one
-    two = collective_seconds("all-gather", range(144), N, slower, Topology(36, 4))
+    assert collective_time("all-gather", range(72), 10 * N, slower, Topology(18, 4)).seconds == one
+    two = collective_time("all-gather", range(144), 10 * N, slower, Topology(36, 4)).seconds
     assert two == pytest.approx(
-        N / 2 / (72 * outer.bandwidth / 1000) + 142 * inner.latency + outer.latency
+        10 * N / 2 / (72 * outer.bandwidth / 1000) + 142 * inner.latency + outer.latency
     )
+
+
+def test_small_values_take_the_protocol_with_less_latency():
+    """As NCCL chooses: LL128 has 0.92 of the bandwidth."""
+    group, topology = range(64), Topology(8, 8)
+    inner, outer = H200.domains
+    assert inner.ll128_latency is not None
+    assert outer.ll128_latency is not None
+    small = collective_time("all-gather", group, 1000, H200, topology)
+    assert small.latency == pytest.approx(56 * inner.ll128_latency + 7 * outer.ll128_latency)
+    large = collective_time("all-gather", group, 10 * N, H200, topology)
+    assert large.latency == pytest.approx(56 * inner.latency + 7 * outer.latency)
+    assert small.wire / 1000 == pytest.approx(large.wire / (10 * N) / 0.92)
+    # PCIe has but the one.
+    cards = find_target("test", "rtx4090")
+    assert collective_time("all-gather", range(2), 1000, cards, Topology(1, 2)).latency == 5.7e-6
 
 
 @pytest.mark.parametrize("num", [1, 2, 3])

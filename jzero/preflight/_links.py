@@ -40,6 +40,10 @@ def with_links(target: Target, bandwidths: Mapping[int, float]) -> Target:
     return dataclasses.replace(target, domains=tuple(domains))
 
 
+# Of the links' bandwidth; the rest are flags (NCCL's src/graph/tuning.cc has this figure for its ring).
+_LL128_SHARE = 0.92
+
+
 class _Ring(NamedTuple):
     """A group's part in one link domain.
 
@@ -66,22 +70,50 @@ def _rings(group: Collection[int], target: Target, topology: Topology) -> list[_
     return found
 
 
-def collective_seconds(
+class CollectiveTime(NamedTuple):
+    """What a collective takes with nothing else on the wire.
+
+    Attributes:
+      latency: seconds in which messages wait, and other collectives may use the links.
+      wire: seconds in which its bytes move.
+    """
+
+    latency: float
+    wire: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.latency + self.wire
+
+
+def collective_time(
     op: str, group: Collection[int], nbytes: int, target: Target, topology: Topology
-) -> float:
-    """What a collective of a whole value of `nbytes` takes, with nothing else on the wire.
+) -> CollectiveTime:
+    """What a collective of a whole value of `nbytes` takes.
 
     One ring in each link domain, over the domains inside it and with the links of all their devices, all of
     these rings at once. Beside bytes, the messages of a ring through all devices of the group take latencies,
-    one after the other, as NCCL counts its ring's.
+    one after the other, as NCCL counts its ring's. Like NCCL it takes the faster of two protocols.
     """
     if op == "collective-permute":
         links = target.domains[level_of(group, target, topology)]
-        return links.latency + nbytes / links.bandwidth
-    rings = _rings(group, target, topology)
-    wire = max(
-        nbytes * (ring.parts - 1) / ring.parts / (ring.sharing * ring.links.bandwidth)
-        for ring in rings
-    )
-    waits = sum(ring.messages * ring.links.latency for ring in rings)
-    return (wire + waits) * (2 if op == "all-reduce" else 1)
+        return CollectiveTime(links.latency, nbytes / links.bandwidth)
+    rings = [ring for ring in _rings(group, target, topology) if ring.parts > 1]
+    times = 2 if op == "all-reduce" else 1
+    wire = times * max(
+        (nbytes * (ring.parts - 1) / ring.parts / (ring.sharing * ring.links.bandwidth) for ring in rings),
+        default=0.0,
+    )  # fmt: skip
+
+    def waits(latencies: Sequence[float]) -> float:
+        return times * sum(
+            ring.messages * latency for ring, latency in zip(rings, latencies, strict=True)
+        )
+
+    found = [CollectiveTime(waits([ring.links.latency for ring in rings]), wire)]
+    ll128 = [ring.links.ll128_latency for ring in rings]
+    known = [latency for latency in ll128 if latency is not None]
+    if len(known) == len(rings):
+        found.append(CollectiveTime(waits(known), wire / _LL128_SHARE))
+    return min(found, key=lambda time: time.seconds)

@@ -16,7 +16,7 @@ import numpy as np
 from jzero.preflight._clocks import COLLECTIVES, COMPUTE, FROM_HOST, TO_HOST, Clocks
 from jzero.preflight._hlo import Instruction, callees, parse, sizes
 from jzero.preflight._kernels import KernelWork, work_of
-from jzero.preflight._links import collective_seconds, members
+from jzero.preflight._links import CollectiveTime, collective_time, members
 from jzero.preflight._targets import Target, Topology
 
 _OPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -261,7 +261,7 @@ class _Model:
 
     def __init__(self, clocks: Clocks, axes: Mapping[str, int], target: Target, topology: Topology):
         self._clocks, self._axes, self._target, self._topology = clocks, axes, target, topology
-        self._seconds = functools.cache(self._seconds_of)
+        self._time = functools.cache(self._time_of)
 
     def run(self, ops: Sequence[_Op]) -> None:
         """One run of these operations."""
@@ -280,9 +280,8 @@ class _Model:
                 case _Copy(name, work):
                     self._copy(name, work)
                 case _Collective():
-                    latency = self._seconds(dataclasses.replace(op, nbytes=0))
-                    seconds = self._seconds(op) - latency
-                    clocks.begin(COLLECTIVES, op.name, seconds, latency=latency)
+                    time = self._time(op)
+                    clocks.begin(COLLECTIVES, op.name, time.wire, latency=time.latency)
                 case _Wait(name):
                     clocks.wait(name)
 
@@ -291,9 +290,9 @@ class _Model:
             if nbytes:
                 self._clocks.begin(stream, key, nbytes / self._target.host.bandwidth)
 
-    def _seconds_of(self, op: _Collective) -> float:
+    def _time_of(self, op: _Collective) -> CollectiveTime:
         group = _group(op.group, self._axes)
-        return collective_seconds(op.op, group, op.nbytes, self._target, self._topology)
+        return collective_time(op.op, group, op.nbytes, self._target, self._topology)
 
     def collectives(self, program: ScheduledProgram, times: int) -> list[ScheduledCollective]:
         """Those of a program, which a step runs so often."""
@@ -316,7 +315,7 @@ class _Model:
                     begun[op.name] = op, products
                 case _Wait(name) if name in begun:
                     each, before = begun.pop(name)
-                    axes, seconds = along(each.group, self._axes), self._seconds(each)
+                    axes, seconds = along(each.group, self._axes), self._time(each).seconds
                     hidden = products > before
                     found.append(
                         ScheduledCollective(each.op, axes, each.nbytes, times, hidden, seconds)

@@ -52,12 +52,14 @@ class LinkDomain:
       devices: how many reach each other: 'host' for those of one host, 'any' for all there are.
       bandwidth: bytes per second and direction of each device.
       latency: seconds that one message takes.
+      ll128_latency: the same by NCCL's protocol LL128, where it has that: less, with less of the bandwidth.
     """
 
     name: str
     devices: int | str
     bandwidth: float
     latency: float
+    ll128_latency: float | None = None
 
     def num_devices(self, topology: Topology) -> int:
         """How many they are, of consecutive devices."""
