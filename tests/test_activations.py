@@ -525,7 +525,7 @@ def test_gpus_of_which_xla_is_wrong(monkeypatch, recompute, options, error, text
     train_step = small.shard_train_step(step, in_specs={"key": jax.P()}, **options)
     with pytest.raises(error, match=re.escape(text)) as caught:
         train_step.plan(new_state(), *batches()[0])
-    assert "Use JAX 0.12 or newer" in str(caught.value)
+    assert "Use JAX 0.11.1 or newer" in str(caught.value)
     small.shard_train_step(make_step(True, "blocks"), in_specs={"key": jax.P()}).plan(
         new_state(), *batches()[0]
     )  # Without stacks on the host nothing is refused.
