@@ -44,6 +44,16 @@ def test_the_page_has_the_table():
     assert versions.NAMES == tuple(TESTED)
 
 
+def test_the_page_says_which_python_belongs_to_which_jax():
+    """Of each release it says so; this one's row is held against what is installed."""
+    page = (ROOT / "docs" / "guide" / "quick-start.md").read_text()
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    found = {release: others for release, *others in rows}
+    assert {*TESTED["jax"]} < found.keys()
+    needs = importlib.metadata.metadata("jax")["Requires-Python"].removeprefix(">=")
+    assert found[importlib.metadata.version("jax")][0] == needs
+
+
 def test_a_jax_that_lacks_something_is_named():
     """As a newer one may: a name that jzero imports from it is gone."""
     program = "import jax._src.lax.lax as x; del x.empty2; import jzero"

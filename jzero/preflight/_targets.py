@@ -135,7 +135,8 @@ def _devices(who: str, target: Target, topology: Topology) -> list[Any]:
         raise ImportError(message(
             who, f"XLA cannot compile for {target.name} here ({error})",
             "It needs XLA's compiler for NVIDIA GPUs, but no GPU; without one, JAX must be told so.",
-            "pip install 'jzero[preflight]', and set JAX_PLATFORMS=cpu before JAX starts.",
+            "pip install 'jzero[preflight]' (beside a GPU, cuda12 or cuda13 bring it, too), and set "
+            "JAX_PLATFORMS=cpu before JAX starts.",
         )) from error  # fmt: skip
 
 
