@@ -18,7 +18,10 @@ from jzero.tracing import _call, _jaxpr
 # (test_activations_on_gpus.py).
 RIGHT_SINCE = (0, 11, 1)
 _SINCE = ".".join(map(str, RIGHT_SINCE))
-_RULE = f"Before JAX {_SINCE}, XLA reads such slices at wrong places on GPUs, and trains wrong without a word."
+_RULE = (
+    f"Before JAX {_SINCE}, XLA reads such slices at wrong places on GPUs, and trains wrong "
+    "without a word."
+)
 
 
 def check(options: Options, frame: Frame, mesh: Any) -> None:
