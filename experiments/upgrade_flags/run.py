@@ -144,8 +144,8 @@ def tables(results: dict[str, Any]) -> None:
     changed = [x for x in results["described"] if x.keys() - {"family", "setting", "flag"}]
     for line in changed:
         print("|", " | ".join(str(x)[:300] for x in line.values()), "|")
-    counts = collections.Counter(x["result"] for x in results.get("trained", ()))
-    print("trained with all four:", dict(counts))
+    trained = collections.Counter(x["result"] for x in results.get("trained", ()))
+    print("trained with all four:", dict(trained))
 
 
 def main() -> None:
