@@ -111,7 +111,7 @@ def describe_all(names: list[str], settings: list[Setting]) -> list[dict[str, An
 
 
 def train_all(names: list[str], setting: Setting) -> list[dict[str, Any]]:
-    """Families trained with all flags on, against one device with none."""
+    """Families trained with all flags on, sharded and on one device."""
     lines = []
     jax.config.update("jax_enable_x64", setting.dtype == "float64")
     for name in names:
