@@ -19,6 +19,8 @@
 #   make test-gpu     the tests that need a GPU, with GPU_PYTHON (a JAX that sees it; test dependencies)
 #   make one-gpu      these, and offload's speed and memory on one GPU, in ten minutes
 #   make test-newest  the tests with the newest JAX, Flax, optax and Orbax, installed anew each week; says which
+#   make test-jax11   a sample of the tests with JAX 0.11.2, which lies between the two
+#   make test-flags   another with the newest JAX and its upgrade flags, which are to become defaults
 #   make test-oldest  the tests of checkpoints with the oldest Orbax that pyproject.toml permits
 #   make lint         ruff and mypy
 #   make site         the documentation for a browser, in .cache/site
@@ -49,7 +51,7 @@ BIN := .venv/bin
 SOURCES := jzero tests experiments examples docs .ci
 
 .PHONY: train bench compare exactness sampled house tables compile-tables fsdp2 host-update swapper offload-traffic offload-delayed \
-    offload-timeline one-gpu test test-all test-gpu test-newest test-oldest lint site wheel clean
+    offload-timeline one-gpu test test-all test-gpu test-newest test-jax11 test-flags test-oldest lint site wheel clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
@@ -122,6 +124,13 @@ test-newest:
 	    .venv-newest/bin/python -m pytest -q $(PYTEST_ARGS); \
 	fi
 
+# Both samples need Python 3.12; without it make test-newest has said so.
+test-jax11: $(if $(NEWEST_PYTHON),.venv-jax11/installed)
+	test -z "$(NEWEST_PYTHON)" || .venv-jax11/bin/python tests/samples.py release -q $(PYTEST_ARGS)
+
+test-flags: $(if $(NEWEST_PYTHON),.venv-newest/installed)
+	test -z "$(NEWEST_PYTHON)" || .venv-newest/bin/python tests/samples.py flags -q $(PYTEST_ARGS)
+
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest -q $(PYTEST_ARGS) tests/test_checkpoint.py tests/test_checkpoint_faults.py \
 	    tests/test_checkpoint_writers.py tests/test_export.py
@@ -152,9 +161,12 @@ lint: .venv/installed
 .venv-site/installed: EXTRAS := site
 .venv-newest/installed: EXTRAS := test,preflight,preflight-tpu
 .venv-newest/installed: PYTHON := $(NEWEST_PYTHON)
+.venv-jax11/installed: EXTRAS := test
+.venv-jax11/installed: PINS := jax==0.11.2 jaxlib==0.11.2
+.venv-jax11/installed: PYTHON := $(NEWEST_PYTHON)
 
 # One rule for all of them; a change of pyproject.toml installs again.
-.venv/installed .venv-newest/installed .venv-oldest/installed .venv-site/installed: pyproject.toml
+.venv/installed .venv-newest/installed .venv-jax11/installed .venv-oldest/installed .venv-site/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "jzero needs Python 3.11 or newer, with its venv module"; exit 1; }
 	"$(PYTHON)" -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[$(EXTRAS)]' $(PINS)
@@ -177,4 +189,4 @@ lint: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-oldest .venv-site .venv-wheel .venv-fsdp2 .venv-host-update .cache .hypothesis
+	rm -rf .venv .venv-newest .venv-jax11 .venv-oldest .venv-site .venv-wheel .venv-fsdp2 .venv-host-update .cache .hypothesis

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import _thread
 import itertools
+import operator
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ _READS = (
 _DECIDING = threading.RLock()
 _claims: weakref.WeakValueDictionary[int, Use] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_DELETED = operator.methodcaller("is_deleted")
 _num_consumed = 0  # calls that have begun to consume leaves
 
 
@@ -84,6 +86,22 @@ class Use:
         for reader in readers:
             with reader.running:
                 pass
+
+    def consumed(self, kept: Iterable[Any]) -> None:
+        """Deletes the leaves that it has claimed, but for those that are `kept` as they are.
+
+        Programs have donated them. That does not delete an array of which NumPy has a view, or only on some
+        devices: whether a cached view counts, and in which shardings, differs between releases of JAX. A
+        program with such an array runs on some devices, which wait for the others for ever.
+        """
+        if all(
+            map(_DELETED, self._leaves)
+        ):  # Nearly always; to delete them again would cost ten times this.
+            return
+        ids = set(map(id, kept))
+        for leaf in self._leaves:
+            if id(leaf) not in ids:
+                leaf.delete()
 
     def _others(self, leaves: Sequence[Any]) -> list[Use]:
         """Calls that run and read some of these leaves, to wait for; one that consumes some is refused."""

@@ -199,7 +199,7 @@ def shard_train_step(
         the host's memory; with `jax.checkpoint` around the layers these are the layers' inputs.
         `describe` lists them. With `offload_params` they move between the programs of layers, beside
         `device_bytes`: those of the layer that runs, and of two more, are on a device. On GPUs it needs JAX
-        0.12, unless with `offload_params` and without `accumulate`. A step's own checkpoint policies
+        0.11.1, unless with `offload_params` and without `accumulate`. A step's own checkpoint policies
         (`save_and_offload_only_these_names`) work with and without it.
       max_gather_bytes: the most bytes of a value with the batch's rows that one operation may gather on
         every device. An operation that needs the rows of all devices (a sort of the batch, a callback

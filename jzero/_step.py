@@ -99,6 +99,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
                 state, outs = _nan_checks.run(
                     WHO, program.step, *_placing.apart(state, arrays), leaves
                 )
+                use.consumed([*state, *outs])
                 if self._programs.options.offload.tier == NVME or _writes.are_known():
                     _writes.settle(state)
         except Exception as error:
@@ -194,6 +195,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         with use.running:
             use.claim(placed)
             new = step.flush(placed)
+            use.consumed(new)
         return jax.tree.unflatten(tree, _placing.wrap(new, step.leaves))
 
     def unshard(self, state: AnyState) -> AnyState:

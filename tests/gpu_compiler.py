@@ -8,7 +8,7 @@ import pytest
 
 def skip_without_it() -> None:
     """Skips the test, or the module if called there."""
-    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+    if not any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
         pytest.skip("needs jzero[preflight]; make test-newest has it", allow_module_level=True)
 
 

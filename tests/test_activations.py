@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jzero
 import parity
+import samples
 import small
 import zoo
 from jzero.offload._part_values import PartValues
@@ -244,8 +245,8 @@ def test_values_of_unrolled_layers_leave_and_come_back():
     moved = [e for e in equations(traced(train_step).jaxpr) if _jaxpr.changes_memory(e)]
     away = [e for e in moved if _jaxpr.is_on_host(e.outvars[0].aval)]
     shape = (ROWS // 8, WIDTH)
-    # Of what enters the layers and the head, the first is an argument.
-    assert [e.outvars[0].aval.shape for e in away] == [shape] * LAYERS
+    # Of what enters the layers and the head, the first is an argument. With jax_remat3 a number leaves, too.
+    assert [aval.shape for e in away if (aval := e.outvars[0].aval).ndim] == [shape] * LAYERS
     assert len(moved) == 2 * len(away)
 
 
@@ -361,6 +362,15 @@ def layered(train_step):
     return train_step._programs.of(call).step._layered
 
 
+def test_coming_defaults_keep_what_waits():
+    """JAX's own names of values become other equations."""
+    with samples.switched_on("jax_remat3"):
+        train_step = small.shard_train_step(
+            make_step(True, "blocks"), in_specs={"key": jax.P()}, **BOTH
+        )
+        assert layered(train_step)._cut.waiting
+
+
 @pytest.mark.covering(pairs=["scan", "little"])
 @written
 @pytest.mark.parametrize("little", [False, True], ids=["room for two", "little room"])
@@ -399,7 +409,7 @@ def test_no_program_makes_and_reads_what_waits():
     """However much room there is, an unrolled model's two passes are not in one program."""
     options = BOTH | {"offload_params": jzero.PinnedHost(device_bytes=2**30)}
     parts = layered(check(False, "blocks", **options)).parts
-    waits = _layer_parts.waiting(parts)
+    waits = {var for var in _layer_parts.waiting(parts) if var.aval.ndim}
     assert len(waits) == LAYERS
     for part in parts:
         assert waits.isdisjoint(
@@ -525,7 +535,7 @@ def test_gpus_of_which_xla_is_wrong(monkeypatch, recompute, options, error, text
     train_step = small.shard_train_step(step, in_specs={"key": jax.P()}, **options)
     with pytest.raises(error, match=re.escape(text)) as caught:
         train_step.plan(new_state(), *batches()[0])
-    assert "Use JAX 0.12 or newer" in str(caught.value)
+    assert "Use JAX 0.11.1 or newer" in str(caught.value)
     small.shard_train_step(make_step(True, "blocks"), in_specs={"key": jax.P()}).plan(
         new_state(), *batches()[0]
     )  # Without stacks on the host nothing is refused.

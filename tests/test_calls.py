@@ -287,6 +287,33 @@ def test_state_is_donated():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(placed))
 
 
+VIEWS: dict[str, Callable[[jax.Array], Any]] = {
+    "a cached copy": lambda x: np.asarray(x) is None,
+    "a kept copy": np.asarray,
+    "device_get": jax.device_get,
+    "shards": lambda x: [np.asarray(shard.data) for shard in x.addressable_shards],
+    "the first shard": lambda x: np.asarray(x.addressable_shards[0].data),
+    "the last shard": lambda x: np.asarray(x.addressable_shards[-1].data),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("stage", [1, 3])  # Parameters are replicated, and sharded.
+def test_state_that_numpy_has_a_view_of_is_donated(stage, name):
+    """JAX deletes it in some releases and shardings, or on some devices only: who then uses it may hang."""
+    train_step = small.shard_train_step(train, stage=stage)
+    state = train_step.shard(make_state(), X, Y)
+    expected, _ = jax.jit(train)(make_state(), X, Y)
+    views = jax.tree.map(VIEWS[name], state)
+    before = jax.tree.map(np.copy, views)
+    new, _ = train_step(state, X, Y)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    with pytest.raises(jzero.StateError, match="already donated"):
+        train_step(state, X, Y)
+    zoo.assert_trees_close(zoo.to_host(new), zoo.to_host(expected), zoo.FP32, "new")
+    jax.tree.map(np.testing.assert_array_equal, views, before)
+
+
 def test_unplaced_state_survives():
     """Only what is placed is donated: the caller's own arrays can be used again."""
     train_step = small.shard_train_step(train)

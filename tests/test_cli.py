@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import io
 import json
+import os
 import pathlib
 import re
 import runpy
@@ -364,6 +365,19 @@ def test_versions():
         "jaxlib",
         jaxlib.__version__,
     ]
+
+
+def test_a_checkout_that_is_not_installed(tmp_path):
+    """On the path, and nothing else says that there is a jzero."""
+    for path in pathlib.Path(jax.__file__).parents[1].iterdir():
+        if "jzero" not in path.name:
+            (tmp_path / path.name).symlink_to(path)
+    checkout = pathlib.Path(jzero.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-S", "-m", "jzero", "--version"]  # Without site-packages.
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith(f"jzero 0+unknown, jax {jax.__version__},")
 
 
 def test_the_version_of_what_is_not_installed():

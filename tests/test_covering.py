@@ -1,11 +1,17 @@
 """The cases that run by default have every value, or every pair of values."""
 
 import itertools
+import os
+import pathlib
+import re
 
 import pytest
 
+import samples
 from covering import chosen, of_this_release
 
+ROOT = pathlib.Path(__file__).parents[1]
+MAKEFILE, CI_RUN = ((ROOT / name).read_text() for name in ("Makefile", ".ci/run"))
 CASES = [
     {"a": a, "b": b, "c": c} for a, b, c in itertools.product(range(4), "xyz", [None, {"k": 1}])
 ]
@@ -39,6 +45,15 @@ def test_each_name_is_of_one_release():
 
 def test_one_name_is_of_both_releases():
     assert of_this_release(["test[0]"], newer=False) == of_this_release(["test[0]"], newer=True)
+
+
+@pytest.mark.parametrize("name", samples.FILES)
+def test_samples_are_of_files_that_are_there(name):
+    assert all(map(os.path.exists, samples.paths(name)))
+    target = re.findall(r"^([\w-]+):", MAKEFILE.partition(f"samples.py {name} ")[0], re.MULTILINE)[
+        -1
+    ]
+    assert f"\nmake {target}\n" in CI_RUN
 
 
 @pytest.mark.alternating

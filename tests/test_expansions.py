@@ -1,12 +1,12 @@
 """Operations that JAX 0.12 expands when it lowers a program: jzero expands them when it traces the step."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jzero
+import samples
+import zoo
 from jzero.testing import assert_same_training
 
 TABLE = jnp.linspace(0.0, 3.0, 16)
@@ -55,20 +55,7 @@ def test_expansions_of_one_operation_have_shapes_of_their_own(batch):
     assert_same_training(two_shapes, lambda: jnp.ones(()), [batch], stage=0)
 
 
-# What JAX announces as its next defaults.
-FLAGS = ["jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_remat_barrier_no_cotangents"]
-
-
-@contextlib.contextmanager
-def switched_on(flag):
-    if not hasattr(jax.config, flag):
-        pytest.skip(f"JAX {jax.__version__} has no {flag}")
-    before = getattr(jax.config, flag)
-    jax.config.update(flag, True)
-    try:
-        yield
-    finally:
-        jax.config.update(flag, before)
+FLAGS = samples.UPGRADE_FLAGS
 
 
 def layered(params, x):
@@ -106,7 +93,59 @@ def traffic(accumulate):
 def test_coming_defaults_move_and_train_the_same(flag, accumulate):
     before = traffic(accumulate)
     batch = jax.random.normal(jax.random.key(2), (16, 64))
-    with switched_on(flag):
+    with samples.switched_on(flag):
         assert traffic(accumulate) == before
         options = dict(stage=3, min_shard_bytes=0, accumulate=accumulate)
         assert_same_training(layered, layers, [batch] * 2, **options)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_coming_defaults_in_a_step_with_collectives_of_its_own(flag):
+    """Its equations carry the mesh in which it was traced, and their expansions do."""
+
+    def local(params, x):
+        new, loss = layered(params, x)
+        return params + jax.lax.pmean(new - params, "batch"), jax.lax.pmean(loss, "batch")
+
+    x = jax.random.normal(jax.random.key(2), (16, 64))
+    expected = jax.jit(layered)(layers(), x)
+    with samples.switched_on(flag):
+        train_step = jzero.shard_train_step(local, axis_name="batch", min_shard_bytes=0)
+        actual = train_step(layers(), x)
+    zoo.assert_trees_close(zoo.to_host(actual), zoo.to_host(expected), zoo.FP32, flag)
+
+
+def unrolled(params, x):
+    """Two layers under `jax.checkpoint` that compute in bfloat16."""
+    layer = jax.checkpoint(lambda h, w: jnp.tanh(h.astype("bfloat16") @ w.astype("bfloat16")))
+
+    def loss(params):
+        h = x
+        for w in params:
+            h = layer(h, w)
+        return jnp.mean(h.astype("float32") ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_coming_defaults_cast_parameters_before_they_are_gathered(flag):
+    with samples.switched_on(flag):
+        train_step = jzero.shard_train_step(unrolled, min_shard_bytes=0)
+        found = train_step.describe([jnp.ones((64, 64))] * 2, jnp.ones((16, 64)))
+    assert found.elements("all-gather", "bfloat16") == 4 * 64 * 64
+    assert found.elements("all-gather") == 4 * 64 * 64
+
+
+def test_parameters_pass_a_barrier_in_shards():
+    """One of the step's own, around a parameter and rows."""
+
+    def step(w, x):
+        held, rows = jax.lax.optimization_barrier((w, x))
+        grad = jax.grad(lambda w: jnp.mean((rows @ w.astype("bfloat16")) ** 2).astype("float32"))
+        return w - grad(held), jnp.mean(rows)
+
+    x = jnp.ones((16, 64), "bfloat16")
+    found = jzero.shard_train_step(step, min_shard_bytes=0).describe(jnp.ones((64, 64)), x)
+    assert {c.dtype for c in found.traffic if c.op == "all-gather"} == {"bfloat16"}

@@ -263,6 +263,9 @@ def test_padding_that_would_cost_more_than_the_leaf_is_refused():
     assert plan.leaves[0].why_full == "every dim is too small for so many devices"
 
 
+@pytest.mark.skipif(
+    jax.__version__ == "0.11.2", reason="XLA crashes on such an array in any jax.shard_map"
+)
 def test_an_array_without_elements_stays_full():
     """JAX takes no value of its shards."""
 

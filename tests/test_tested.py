@@ -44,6 +44,18 @@ def test_the_page_has_the_table():
     assert versions.NAMES == tuple(TESTED)
 
 
+def test_the_page_says_which_python_belongs_to_which_jax():
+    """Of each release that tests run with; this one's row is held against what is installed."""
+    between = re.search(r"PINS := jax==([\d.]+) jaxlib==\1\n", (ROOT / "Makefile").read_text())
+    assert between is not None
+    page = (ROOT / "docs" / "guide" / "quick-start.md").read_text()
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    found = {release: others for release, *others in rows}
+    assert found.keys() == {*TESTED["jax"], between[1]}
+    needs = importlib.metadata.metadata("jax")["Requires-Python"].removeprefix(">=")
+    assert found[importlib.metadata.version("jax")][0] == needs
+
+
 def test_a_jax_that_lacks_something_is_named():
     """As a newer one may: a name that jzero imports from it is gone."""
     program = "import jax._src.lax.lax as x; del x.empty2; import jzero"

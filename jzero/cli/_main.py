@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 
 from jzero._errors import CheckpointError, JzeroError, escaped
+from jzero._version import __version__
 from jzero.cli import _bandwidth, _checkpoints, _deepspeed, _estimate
 from jzero.cli._checkpoints import Shown
 from jzero.cli._deepspeed import Verbatim
@@ -57,8 +58,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
 
 def _versions() -> str:
     """Of all that a report of a fault should say."""
-    versions = {name: importlib.metadata.version(name) for name in ("jzero", "jax", "jaxlib")}
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+    others = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")]
+    return ", ".join([f"jzero {__version__}", *others])
 
 
 def _columns() -> int | None:

@@ -217,12 +217,13 @@ def _devices(who: str, target: Target, topology: Topology) -> list[Any]:
     except (RuntimeError, NotImplementedError, KeyError, ValueError) as error:
         tpu = target.platform == "tpu"
         kind, extra = ("TPUs", "preflight-tpu") if tpu else ("NVIDIA GPUs", "preflight")
+        beside = "" if tpu else " (beside a GPU, cuda12 or cuda13 bring it, too)"
         locked = " One process at a time loads it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1."
         raise ImportError(message(
             who, f"XLA cannot compile for {target.name} here ({error})",
             f"It needs XLA's compiler for {kind}, but no {kind[:-1]}; without one, JAX must be told so."
             + locked * ("lockfile" in str(error)),
-            f"pip install 'jzero[{extra}]', and set JAX_PLATFORMS=cpu before JAX starts.",
+            f"pip install 'jzero[{extra}]'{beside}, and set JAX_PLATFORMS=cpu before JAX starts.",
         )) from error  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Primitive, Var
 
 try:
     from jax._src import config, distributed, dtypes, source_info_util, xla_bridge
+    from jax._src.ad_checkpoint import name_p
     from jax._src.lax.lax import empty2
     from jax._src.lax.parallel import reduce_scatter_p
     from jax._src.state.types import AbstractRef
@@ -281,6 +282,17 @@ def not_the_users(path: str) -> None:
 
 
 not_the_users(__file__)
+
+
+def named(x: jax.Array, name: str) -> jax.Array:
+    """`checkpoint_name`, which with `jax_remat3` makes another equation than `is_named` knows."""
+    out: jax.Array = name_p.bind(x, name=name)
+    return out
+
+
+def is_named(eqn: Eqn, name: str) -> bool:
+    """Whether `named` made the equation."""
+    return eqn.primitive is name_p and eqn.params["name"] == name
 
 
 def has_side_effects(eqn: Eqn) -> bool:

@@ -72,6 +72,7 @@ def renewed(leaf: jax.Array) -> jax.Array:
     """The same memory as another array; the old one is consumed."""
     new: jax.Array = _same(leaf.sharding)(leaf)
     jax.block_until_ready(new)
+    leaf.delete()  # Donation leaves an array of which NumPy has a view.
     return new
 
 

@@ -170,6 +170,8 @@ def _flow_default(frame: Frame, index: int, eqn: Eqn, ins: list[Varying]) -> lis
         child = _child(frame, eqn, *call, ins)
         frame.children[index] = [child]
         return child.out_varying
+    if eqn.primitive.name == "optimization_barrier":
+        return ins
     out = _union(ins)
     if eqn.primitive.name in AGREEING and not eqn.params.get("axis_index_groups"):
         return [axes - set(axes_of(eqn)) for axes in ins]

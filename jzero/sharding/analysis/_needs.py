@@ -68,6 +68,8 @@ def _dtypes_at(frame: Frame, index: int, eqn: Eqn, place: int) -> set[DType | No
     name, children = eqn.primitive.name, frame.children.get(index, [])
     if name == "convert_element_type":
         return {eqn.params["new_dtype"]}
+    if name == "optimization_barrier":
+        return {read_dtype(frame, eqn.outvars[place])}
     if name == "scan":
         scan = _jaxpr.scan_parts(eqn)
         if scan.num_consts <= place < scan.num_consts + scan.num_carry:
@@ -116,7 +118,7 @@ class _Needs:
         if children:
             inner = self.flow(children[0], outs)
             return [False] * len(inner) if self.owned and eqn.outvars[0] in self.owned else inner
-        if name in _rules.IDENTITIES:
+        if name in _rules.IDENTITIES or name == "optimization_barrier":
             return outs
         return [asked] * len(eqn.invars)
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import Frame, split, variables
@@ -102,13 +101,12 @@ def crossings(residuals: Sequence[Residual], microbatches: int) -> Iterator[Cros
 
 def marked(x: jax.Array) -> jax.Array:
     """`x`, as what a later program is to read: whoever runs the two moves it."""
-    copy: jax.Array = checkpoint_name(x, _WAITS)
-    return copy
+    return _jaxpr.named(x, _WAITS)
 
 
 def is_mark(eqn: Eqn) -> bool:
     """Whether `marked` made the equation."""
-    return eqn.primitive.name == "name" and eqn.params["name"] == _WAITS
+    return _jaxpr.is_named(eqn, _WAITS)
 
 
 def marks(eqns: Iterable[Eqn]) -> set[Var]:

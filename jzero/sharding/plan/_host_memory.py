@@ -14,9 +14,14 @@ from jzero.sharding.plan._options import Options
 from jzero.tracing import _call, _jaxpr
 
 # XLA took the place of a slice in a backward loop, n - 1 - i, for i, silently: openxla/xla pull requests
-# 46231 and 46308. JAX 0.10.2 has the fault; 0.12 was read to be right (test_activations_on_gpus.py).
-RIGHT_SINCE = (0, 12)
-_RULE = "Before JAX 0.12, XLA reads such slices at wrong places on GPUs, and trains wrong without a word."
+# 46231 and 46308, of ten days after JAX 0.11.0. What JAX 0.11.1, 0.11.2 and 0.12 compile was read to be right
+# (test_activations_on_gpus.py).
+RIGHT_SINCE = (0, 11, 1)
+_SINCE = ".".join(map(str, RIGHT_SINCE))
+_RULE = (
+    f"Before JAX {_SINCE}, XLA reads such slices at wrong places on GPUs, and trains wrong "
+    "without a word."
+)
 
 
 def check(options: Options, frame: Frame, mesh: Any) -> None:
@@ -43,7 +48,7 @@ def check(options: Options, frame: Frame, mesh: Any) -> None:
     )
     if not (own or moves) or platform_of(mesh) not in ("gpu", "cuda"):
         return
-    there, edit = f"on GPUs with JAX {jax.__version__}", "Use JAX 0.12 or newer"
+    there, edit = f"on GPUs with JAX {jax.__version__}", f"Use JAX {_SINCE} or newer"
     if moves:
         raise OptionError(message(
             _call.WHO, f"offload_activations={options.offload_activations!r} {there}", _RULE,

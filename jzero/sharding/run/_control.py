@@ -65,6 +65,13 @@ def _held_back(frame: Frame, eqn: _jaxpr.Eqn, ins: list[Value]) -> list[Value]:
     return [waiting.get(i, value) for i, value in enumerate(ins)]
 
 
+def _barrier(
+    interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
+) -> list[Value]:
+    """A barrier of the step's own, or of `jax.checkpoint` with `jax_remat3`."""
+    return _held_back(frame, eqn, ins)
+
+
 def _cond(
     interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
 ) -> list[Value]:
@@ -103,9 +110,10 @@ def _cond(
 
 
 CONTROL: dict[str, EqnHandler] = {
-    **dict.fromkeys(_jaxpr.CALLS, _call),
+    **dict.fromkeys([*_jaxpr.CALLS, "call_hi_primitive"], _call),
     "remat2": _remat,
     "checkpoint": _remat,
+    "optimization_barrier": _barrier,
     "cond": _cond,
     "scan": run_scan,
     "while": run_while,
