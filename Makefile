@@ -16,8 +16,8 @@
 #   make house        rooms, walks and words of the code, beside those of before
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-all     these and the slow ones, about an hour on two cores
-#   make test-gpu     the tests that need a GPU, with GPU_PYTHON (a JAX that sees it; test dependencies)
-#   make one-gpu      these, and offload's speed and memory on one GPU, in ten minutes
+#   make test-gpu     the tests that need a GPU, with GPU_PYTHON (python3: a JAX that sees it; test dependencies)
+#   make one-gpu      checks, speed, memory and these tests on one GPU, in nine minutes; goes on where it stopped
 #   make test-newest  the tests with the newest JAX, Flax, optax and Orbax, installed anew each week; says which
 #   make test-jax11   a sample of the tests with JAX 0.11.2, which lies between the two
 #   make test-flags   another with the newest JAX and its upgrade flags, which are to become defaults
@@ -41,7 +41,7 @@ ONE_GPU_ARGS ?=
 EXACTNESS_ARGS ?=
 HOUSE_ARGS ?=
 SAMPLED_ARGS ?= 20000 0 --processes 2
-GPU_PYTHON ?= $(BIN)/python
+GPU_PYTHON ?= python3
 OFFLOAD_ARGS ?=
 # Tracing and compiling small programs is what takes the time, most of it in one thread; a second
 # worker costs a fifth more processor time (references are computed once per worker).
@@ -58,7 +58,7 @@ train: .venv/installed
 
 # With GPU_PYTHON, a JAX that sees the GPUs, on those.
 bench: $(if $(filter command environment,$(origin GPU_PYTHON)),,.venv/installed)
-	$(GPU_PYTHON) experiments/bench/run.py $(BENCH_ARGS)
+	$(if $(filter command environment,$(origin GPU_PYTHON)),$(GPU_PYTHON),$(BIN)/python) experiments/bench/run.py $(BENCH_ARGS)
 
 compare: .venv/installed
 	$(BIN)/python experiments/train_lm/compare.py $(COMPARE_ARGS)
@@ -109,7 +109,7 @@ test-all: .venv/installed
 
 # Four processes share the GPU: tracing and compiling is most of their time.
 test-gpu:
-	JZERO_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON) -m pytest -q -n 4 tests/gpu
+	JZERO_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON) -m pytest -v -n 4 --dist loadfile tests/gpu
 
 one-gpu:
 	$(GPU_PYTHON) experiments/offload/one_gpu/run.py $(ONE_GPU_ARGS)

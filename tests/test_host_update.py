@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import gc
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -18,7 +19,7 @@ from jax import lax
 
 import jzero
 from host_updates import call, on_host, problem, random, reference, ulps
-from jzero.offload.kernels._host_update import HostUpdate, processor
+from jzero.offload.kernels._host_update import HostUpdate, default_threads, processor
 from jzero.offload.kernels._kernel import LANES
 from jzero.offload.kernels._loops import BLOCK
 from jzero.offload.kernels._roads import KEPT, KERNEL, XLA
@@ -477,3 +478,9 @@ def test_without_llvmlite():
 def test_a_jax_without_the_host():
     with pytest.raises(jzero.MeshError, match=r"no nowhere backend\. .*Set JAX_PLATFORMS=cuda,cpu"):
         processor("nowhere")
+
+
+@pytest.mark.parametrize(("processors", "threads"), [(1, 1), (2, 2), (4, 4), (5, 3), (16, 14)])
+def test_two_of_many_processors_are_left_to_others(monkeypatch: Any, processors: int, threads: int):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    assert default_threads() == threads

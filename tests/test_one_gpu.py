@@ -1,19 +1,23 @@
-"""experiments/offload/one_gpu: its script, with a toy on the CPU, and what decides what it tries next."""
+"""experiments/offload/one_gpu: what its driver keeps, cuts and goes on with, by toys; its plan and page."""
 
 import importlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 import waiting
 
-FOLDER = pathlib.Path(__file__).parents[1] / "experiments" / "offload" / "one_gpu"
-NAMES = ("machine", "report", "run", "runner", "search")
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = ROOT / "experiments" / "offload" / "one_gpu"
+NAMES = ("checks", "driver", "machine", "page", "run")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,40 +34,25 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 7, 10, 11, 40, 100])
-@pytest.mark.parametrize("guess", [1, 10, 38])
-def test_the_search_ends_at_the_largest_that_trains(guess: int, most: int):
-    search = module("search").Search(guess)
-    tried = []
-    for number in search.candidates():
-        tried.append(number)
-        search.learn(number, number <= most)
-    assert len(tried) == len(set(tried))
-    assert search.fails > most >= (search.trains or 0)
-    assert search.fails - (search.trains or 0) <= max(1, most // 10)
-
-
-@pytest.mark.parametrize(
-    ("policy", "host", "layers"),
-    [
-        ("jit", 2**37, 10), ("host", 2**40, 36), ("host", 2**36, 19), ("layers", 2**37, 39),
-        ("layers", None, 1),
-    ],
-)  # fmt: skip
-def test_the_search_begins_where_device_or_host_may_end(policy: str, host: int | None, layers: int):
-    assert module("run").first_guess(policy, 4096, 2**35, host) == layers
-
-
-@pytest.fixture
-def runner(tmp_path: pathlib.Path) -> Any:
-    return module("runner").Runner(tmp_path / "found.json", 1, 2**35, str(tmp_path), tiny=True)
-
-
-def program(text: str) -> list[str]:
-    return ["-c", text]
-
-
 FIRST = "print('{\"phase\": 1}', flush=True); "
+HANGS = FIRST + "import time; time.sleep(60)"
+
+
+def job(name: str, text: str, seconds: float = 50, **more: Any) -> Any:
+    return module("driver").Job(name, ["-c", text], seconds, **more)
+
+
+def drive(
+    path: pathlib.Path, jobs: Sequence[Any], seconds: float = 50, budget: float = 50, **more: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """All results when a call has ended, and the order in which they came."""
+    driver = module("driver")
+    results, told = driver.Results(path, "toy", "1.2.3"), []
+    runs = driver.Driver(
+        results, time.monotonic() + seconds, os.environ, tell=lambda name, _: told.append(name), **more
+    )  # fmt: skip
+    runs.run([driver.Part("part", budget, lambda _: jobs)])
+    return results.here, told
 
 
 @pytest.mark.parametrize(
@@ -73,16 +62,60 @@ FIRST = "print('{\"phase\": 1}', flush=True); "
         (FIRST + 'print(\'{"status": "no device memory"}\')', "no device memory"),
         (FIRST + "raise SystemExit(3)", "failed, exit 3"),
         (FIRST + "import os; os.kill(os.getpid(), 9)", "killed: host memory?"),
-        (FIRST + "import time; time.sleep(60)", "stopped after"),
     ],
 )
-def test_a_process_that_ends_badly_is_kept_as_far_as_it_came(runner: Any, text: str, status: str):
-    stopped = status == "stopped after"
-    # It must have begun, on a busy machine too.
-    found = runner.run("it", program(text), limit=8 if stopped else 50, least=1)
-    assert found["status"] == status or (stopped and found["status"].startswith(status))
-    assert "phase" in found or status == "no device memory"
-    assert json.loads(runner.path.read_text())["it"] == found
+def test_a_process_that_ends_badly_is_kept_as_far_as_it_came(
+    tmp_path: pathlib.Path, text: str, status: str
+):
+    path = tmp_path / "figures.jsonl"
+    found, _ = drive(path, [job("it", text)])
+    assert (found["it"]["status"], found["it"]["phase"]) == (status, 1)
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert last == found["it"]
+
+
+def test_a_second_call_goes_on_where_the_first_was_cut(tmp_path: pathlib.Path):
+    path, good = tmp_path / "figures.jsonl", FIRST
+    first = [job("done", good), job("bad", "raise SystemExit(1)"), job("late", HANGS, 2)]
+    found, told = drive(path, first)
+    assert told == ["done", "bad", "late"]
+    assert found["late"]["status"] == "cut after 2 s"
+    assert found["late"]["phase"] == 1
+    with path.open("a") as file:
+        file.write('{"device": "toy", "name": "done", "sta')  # Cut off by whoever ended it.
+    second = [*(job(x.name, good) for x in first), job("new", good)]
+    found, told = drive(path, second)
+    assert told == ["new", "bad", "late"]  # What was never tried comes first.
+    assert {x["status"] for x in found.values()} == {"ok"}
+    assert drive(path, second)[1] == []
+    assert drive(path, second, again=["done", "ne"])[1] == ["done", "new"]
+    # Another device or JAX has results of its own.
+    driver = module("driver")
+    assert driver.Results(path, "toy", "1.2.4").here == {}
+    assert len(driver.Results(path, "other", "1.2.3").groups()) == 1
+
+
+def test_a_part_has_a_budget_and_the_call_another(tmp_path: pathlib.Path):
+    jobs = [job("slow", HANGS, 2), job("next", FIRST, 40)]
+    found, told = drive(tmp_path / "a.jsonl", jobs, budget=1)
+    assert told == ["slow", "next"]  # In what the parts have left.
+    assert found["slow"]["status"] == "cut after 1 s"
+    found, told = drive(tmp_path / "b.jsonl", jobs, seconds=1)
+    assert told == ["slow"]
+    assert "next" not in found
+
+
+def test_some_run_together(tmp_path: pathlib.Path):
+    text = (
+        "import pathlib, sys, time; here = pathlib.Path(sys.argv[1]); (here / sys.argv[2]).touch()\n"
+        "while len(list(here.iterdir())) < 2: time.sleep(0.02)"
+    )
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    driver = module("driver")
+    jobs = [driver.Job(x, ["-c", text, str(seen), x], 40, together=True) for x in "ab"]
+    found, _ = drive(tmp_path / "figures.jsonl", jobs)
+    assert [found[x]["status"] for x in "ab"] == ["ok", "ok"]
 
 
 def running(pid: int) -> bool:
@@ -93,43 +126,148 @@ def running(pid: int) -> bool:
     return state.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def test_what_a_process_started_ends_with_it(runner: Any):
+def test_what_a_process_started_ends_with_it(tmp_path: pathlib.Path):
     text = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1); "
-    found = runner.run("it", program(text + "print('{\"pid\": %d}' % p.pid)"), limit=20, least=1)
-    # Killed when run() returns, but the kernel takes a moment to end it.
-    waiting.wait_until(lambda: not running(found["pid"]), "it ends", 60)
+    found, _ = drive(tmp_path / "x.jsonl", [job("it", text + "print('{\"pid\": %d}' % p.pid)")])
+    assert found["it"]["status"] == "ok"
+    # Killed when the job is over, but the kernel takes a moment to end it.
+    waiting.wait_until(lambda: not running(found["it"]["pid"]), "it ends", 60)
 
 
-def test_nothing_begins_without_time(runner: Any):
-    runner.tiny = False
-    found = runner.run("it", program("assert False"), limit=1, least=100)
-    assert found["status"].startswith("no time: ")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_a_driver_that_is_killed(tmp_path: pathlib.Path, how: signal.Signals):
+    path = tmp_path / "figures.jsonl"
+    text = f"""
+import os, pathlib, signal, sys, time
+sys.path[:0] = {[str(FOLDER), str(ROOT)]!r}
+from driver import Driver, Job, Part, Results
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+said = "import os, time; print('{{\\"pid\\": %d}}' % os.getpid(), flush=True); time.sleep(60)"
+job = Job("it", ["-c", said], 50)
+Driver(Results(pathlib.Path({str(path)!r}), "toy", "1.2.3"), time.monotonic() + 50, os.environ).run(
+    [Part("part", 50, lambda _: [job])])
+"""
+    process = subprocess.Popen([sys.executable, "-c", text])
+    read = module("driver").Results
+    waiting.wait_until(lambda: path.exists() and '"pid"' in path.read_text(), "it begins", 60)
+    process.send_signal(how)
+    assert process.wait(60) != 0
+    left = read(path, "toy", "1.2.3").here["it"]
+    waiting.wait_until(lambda: not running(left["pid"]), "it ends", 60)
+    # A driver that is told to end still says so.
+    assert left["status"] == "under way" if how == signal.SIGKILL else "cut" in left["status"]
+    found, told = drive(path, [job("it", FIRST)])
+    assert (told, found["it"]["status"]) == (["it"], "ok")
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 7, 10, 11, 40, 100])
+@pytest.mark.parametrize("guess", [1, 10, 38])
+def test_the_search_ends_at_the_largest_that_trains(guess: int, most: int):
+    next_trial = module("run").next_trial
+    works, fails, tried = None, None, []
+    while (number := next_trial(works, fails, guess)) is not None:
+        tried.append(number)
+        works = number if number <= most else works
+        fails = number if number > most else fails
+    assert len(tried) == len(set(tried))
+    assert fails is not None
+    assert fails > most >= (works or 0)
+    assert fails - (works or 0) <= max(1, most // 10)
+
+
+def plan(tiny: bool = False) -> Any:
+    described = {"kind": "NVIDIA H200", "platform": "gpu", "host_bytes": 2**37}
+    return module("run").Plan(described | {"device_bytes": 2**37}, tiny)
+
+
+def test_the_plan_asks_for_all_checks_and_goes_on_with_searches(monkeypatch: Any):
+    monkeypatch.setenv("DISK", "disk")
+    checks, run, all_jobs = module("checks"), module("run"), plan()
+    assert {*run.checks} == {*checks.CHECKS}
+    assert {*run.check_figures} == {*checks.FIGURES}
+    assert len(run.checks) == len(checks.CHECKS) == 18
+    (first, *_), *_ = [list(all_jobs.largest({}))]
+    assert first.name == "largest 80 GiB host 39 layers"  # What the host has room for.
+    share = {x.env["XLA_CLIENT_MEM_FRACTION"] for x in all_jobs.largest({})}
+    assert share == {"0.6250", "0.2500"}
+    known = {first.name: {"status": "no host memory"}}
+    assert next(iter(all_jobs.largest(known))).name == "largest 80 GiB host 33 layers"
+    names = [x.name for part in all_jobs.parts() for x in part.jobs({})]
+    assert len(names) == len(set(names))
+    passed = {"tests/gpu/test_host.py::test_b": {"status": "ok"}}
+    assert next(iter(all_jobs.tests(passed))).command[-2:] == ["--deselect", *passed]
+
+
+AT = "tests/gpu/test_host.py::b"
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (f"[gw0] [  7%] PASSED {AT}[x-1.5] \n", (f"{AT}[x-1.5]", "ok")),
+        (f"{AT}[float32 x] FAILED       [ 50%]\n", (f"{AT}[float32 x]", "FAIL")),
+        (f"{AT} SKIPPED (needs a GPU)  [100%]\n", (AT, "skipped")),
+        (f"[gw1] [ 9%] ERROR {AT} \n", (AT, "FAIL")),
+        (f"FAILED {AT} - AssertionError: no\n", None),
+        (f"{AT} \n", None),
+    ],
+)
+def test_lines_of_pytest(line: str, wanted: Any):
+    assert module("run").test_result(line) == wanted
 
 
 @pytest.mark.parametrize(
     ("given", "wanted"), [(None, None), ("", ""), ("cuda", "cuda,cpu"), ("cpu", "cpu")]
 )
 def test_the_environment_of_a_process(monkeypatch: Any, given: str | None, wanted: str | None):
-    """A CPU beside the GPU, and one name for the share of memory: JAX refuses both at once."""
+    """A CPU beside the GPU, one name for the share of memory, and pools of half the machine's."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     if given is None:
         monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     else:
         monkeypatch.setenv("JAX_PLATFORMS", given)
-    env = module("runner").environment("cache")
+    env = module("run").environment("scratch")
     assert env.get("JAX_PLATFORMS") == wanted
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in env
-    assert int(env["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]) > 64
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in env  # JAX refuses both at once.
+    pool, whole = int(env["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]), module("machine").memory_bytes()
+    assert whole / 2 - 2**30 < pool * 2**30 <= whole / 2
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FOLDER / "run.py"), *options]
-    env = {**os.environ, "XLA_FLAGS": ""}  # One device, and not the tests' eight.
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+def test_the_page_has_what_there_is():
+    run = {
+        "rows": 8, "step_seconds": 0.5, "tokens_per_second": 16384.0, "tflops": 130.0, "mfu": 0.13,
+        "peak_bytes_in_use": 10**10, "host_peak_bytes": 10**9, "first_step_seconds": 9.0, "third_loss": 10.0,
+        "crossing_bytes": {"to host": 5 * 10**9, "to device": 10**10, "from disk": 0, "to disk": 0},
+    }  # fmt: skip
+    found = {
+        "check pool": {"status": "ok", "told": "10 GiB"}, "check saved": {"status": "FAIL", "told": "lost"},
+        "speed host 1.3B, 8 rows": {"status": "ok", "parameters": 10**9, "runs": [run]},
+        "links": {"status": "ok", "to_device": 5e10, "to_host": 5e10},
+        "preflight host 1.3B, 8 rows": {"status": "ok", "preflight_peak_bytes": 9 * 10**9, "rows": [8]},
+        "largest 32 GiB host 40 layers": {"status": "ok", "parameters": 10**9},
+        "largest 32 GiB host 44 layers": {"status": "no device memory"},
+        "tests/gpu/test_host.py::test_b": {"status": "ok"},
+        "disk": {"status": "cut after 40 s"},
+    }  # fmt: skip
+    text = module("page").text({("toy", "1.2.3"): found}, ["speed nvme"])
+    for line in (
+        "# toy, JAX 1.2.3", "| saved | FAIL | lost |",
+        "| 1B | 8 | 16,384 | 130.0 | 13.0% | 500 | 10.00 | 10.00 |",
+        "| 500 | 10.00 | 40% | 5.00 | 20% | - | - | - | - |", "| host 1.3B, 8 rows | 10.00 | 9.00 | 90% |",
+        "within 32 GiB of the device, host: 1.00B (40 layers ok, 44 layers no device memory)", "1 ok",
+        "* check saved: FAIL. lost", "* disk: cut after 40 s", "speed nvme",
+    ):  # fmt: skip
+        assert line in text, f"{line}\n\n{text}"
+
+
+def run(out: pathlib.Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / "run.py"), "--disk", str(out / "disk"), *options]
+    env = {**os.environ, "XLA_FLAGS": "", "OUT": str(out)}  # One device, and not the tests' eight.
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
 
 
 def test_where_there_is_no_gpu(tmp_path: pathlib.Path):
-    ended = run("--out", str(tmp_path))
+    ended = run(tmp_path)
     assert ended.returncode == 1
     assert "JAX sees no GPU here, only cpu: use --tiny" in ended.stderr
 
@@ -137,34 +275,24 @@ def test_where_there_is_no_gpu(tmp_path: pathlib.Path):
 @pytest.mark.slow
 def test_a_toy_from_end_to_end(tmp_path: pathlib.Path):
     pytest.importorskip("llvmlite")
-    ended = run(
-        "--tiny", "--parts", "speed", "link", "largest", "decode", "state", "--out", str(tmp_path)
-    )
+    ended = run(tmp_path, "--tiny")
     assert ended.returncode == 0, ended.stderr
-    (path,) = tmp_path.glob("*.json")
-    found = json.loads(path.read_text())
-    states = {name: x["status"] for name, x in found.items() if "status" in x}
+    lines = map(json.loads, (tmp_path / "figures.jsonl").read_text().splitlines())
+    found = {line["name"]: line for line in lines if line["device"] == "toy on cpu"}
+    # Where XLA's compiler for GPUs is not installed.
+    states = {name: x["status"] for name, x in found.items() if "preflight" not in name}
     assert set(states.values()) == {"ok"}, states
     losses = {
-        name: found[f"speed {name}"]["runs"][0]["third_loss"]
-        for name in ("jit", "host", "layers", "activations", "delayed", "pinned", "none")
+        name.split(" 1.3B")[0]: x["runs"][0]["third_loss"]
+        for name, x in found.items()
+        if name.startswith("speed") and not name.endswith("unrolled")
     }
-    late = losses.pop("delayed")
+    late = losses.pop("speed delayed")
     # bfloat16 rounds differently in different programs.
     assert max(losses.values()) - min(losses.values()) < 1e-2 < late - max(losses.values())
-    assert "What did not run" not in ended.stdout
-    assert "delayed update, " in ended.stdout
-    for policy in ("host", "layers", "activations"):
-        assert f"times as many parameters with {policy} as with jit" in ended.stdout
-    # Parameters (2 bytes) for two passes, gradients; and with all state in turns 12 bytes each way.
-    params = found["link layers"]["parameters"]
-    for policy, down, up in (("layers", 2, 4), ("turns", 14, 16)):
-        crossed = found[f"link {policy}"]["runs"][0]["crossing_bytes"]
-        assert crossed["to host"] >= down * params
-        assert crossed["to device"] >= up * params - 2**16
     (fetched,), (there,) = (found[f"decode {policy}"]["decodes"] for policy in ("layers", "jit"))
-    assert fetched["crossing_bytes"]["to device"] > 2 * 4 * found["decode jit"]["parameters"]
     assert fetched["mean_logit"] == pytest.approx(there["mean_logit"], rel=0.1)
-    for table in ("GB to device", "ceiling"):
-        assert table in ended.stdout
-    assert path.with_suffix(".md").read_text() in ended.stdout
+    text = (tmp_path / "page.md").read_text()
+    assert "Not measured yet" not in text
+    assert text in ended.stdout
+    assert len(list(tmp_path.iterdir())) <= 8

@@ -50,9 +50,10 @@ def library(root: Path | None = None) -> str:
 
     Of the jzero that is imported, or of the one in a checkout.
     """
-    import jzero
+    if root is None:
+        import jzero
 
-    root = root or Path(jzero.__file__).parents[1]
+        root = Path(jzero.__file__).parents[1]
     changed = git("status", "--porcelain", "jzero", root=root)
     return git("rev-parse", "--short", "HEAD:jzero", root=root) + "+" * bool(changed)
 
@@ -74,12 +75,15 @@ def latest(folder: Path, name: str) -> Any:
 
 
 def append(path: Path, line: Any) -> None:
-    """Adds one of many results: a line of a `.jsonl`."""
+    """Adds one of many results: a line of a `.jsonl`; on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The results of a `.jsonl`; none if it is not there yet."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The results of a `.jsonl`, but for a last line that is cut off; none if it is not there yet."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -16,8 +16,8 @@ from jzero.offload._layered import Arrived
 from jzero.offload.kernels._host_update import (
     HostUpdate,
     UnderWay,
+    default_threads,
     helping_threads,
-    num_processors,
 )
 from jzero.offload.memory._away_array import places
 from jzero.offload.memory._pinned_leaf import PinnedLeaf, renewed
@@ -43,7 +43,7 @@ class EarlyUpdates:
         self.leaves = [i for turn in plan.turns for i in turn.leaves]
         local = list(places(runner.mesh, runner.plan.stage_axes.shard_axes))
         self.at = [local.index(device) for device in devices]
-        threads = threads or num_processors()
+        threads = threads or default_threads()
         # Of all turns: as many threads update as may.
         helpers = helping_threads(threads)
         self.turns: dict[tuple[int, bool], list[tuple[EarlyTurn, HostUpdate]]] = {}

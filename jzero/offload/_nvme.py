@@ -134,7 +134,7 @@ class NVMe(Offload):
         ones are made. Both slots count, so the step before the last can be resumed, too. In one process,
         too, a state that is placed goes on with the files of one that is gone. False (default): files of an
         earlier run are refused.
-      threads: how many threads update; as many as this process may use processors by default.
+      threads: how many threads update; by default as many as `HostCPU` has.
       device_bytes: in `offload_params`, the most bytes of parameters on each device at any time, gathered
         ones included; 1 GiB by default. In `offload` there is none.
       gradients: whether gradients wait for the update in the files, too, and not in the host's memory: see

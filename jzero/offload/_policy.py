@@ -200,8 +200,8 @@ class HostCPU(Offload):
         are updated together rest together; `describe` says what share that gives. 'auto' measures host,
         device and the way between them once (about a second), and chooses the share with which both end
         together; one process only.
-      threads: how many threads update; as many as this process may use processors by default. Several
-        processes on one host should share them.
+      threads: how many threads update; by default one for each processor that this process may use, and two
+        fewer where more than four are there. Several processes on one host should share them.
 
     Reference:
       Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021.

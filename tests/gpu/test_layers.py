@@ -19,9 +19,10 @@ from gpu import memory_worker, training
 from jzero.sharding.analysis import _residuals
 
 SCANNED = "transformer_scan_remat"
-HOST = {"offload_params": jzero.PinnedHost(2**20), "offload": jzero.HostCPU()}
-ACTIVATIONS = {"offload_activations": jzero.PinnedHost()}
-LAYER_MAJOR = {"accumulate": 2, "layer_major": True}
+HOST: dict[str, Any] = {"offload_params": jzero.PinnedHost(2**20), "offload": jzero.HostCPU()}
+LAYER_MAJOR: dict[str, Any] = {
+    "offload_activations": jzero.PinnedHost(), "accumulate": 2, "layer_major": True,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +31,10 @@ def _whatever_its_size(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_residuals, "LEAST_BYTES", 0)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, ACTIVATIONS, ACTIVATIONS | LAYER_MAJOR],
-    ids=["parameters", "activations", "layer_major"],
-)
-def test_trains_as_jit(more: dict[str, Any]):
+def test_trains_as_jit_layer_by_layer():
+    """In microbatches; test_checks.py has the whole batch."""
     pytest.importorskip("llvmlite")
-    train_step = training.check(SCANNED, **HOST, **more)
+    train_step = training.check(SCANNED, **HOST, **LAYER_MAJOR)
     state = training.trained(SCANNED, train_step, 1)
     assert training.tiers(state) == {"params": {"pinned_host"}, "opt_state": {"host"}}
 

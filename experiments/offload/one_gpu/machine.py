@@ -1,98 +1,108 @@
-"""What the machine is: `describe`; `link`, how fast it copies; `touch GIB`, which makes its memory be there.
+"""What the machine is and how fast: `describe`, `links`, `disk FOLDER`; prints lines of JSON as it learns.
 
-Each prints a line of JSON. A virtual machine may grow its memory only when it is used, and count what it has
-not yet as not available; and whoever touches a page first waits for it. `touch` writes that many GiB once.
+python experiments/offload/one_gpu/machine.py links
 """
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "llvmlite", "pytest")
-CHUNK = 2**28
+PACKAGES = (
+    "jax", "jaxlib", "jax-cuda13-plugin", "numpy", "optax", "flax", "orbax-checkpoint", "llvmlite", "rich",
+    "pytest", "pytest-xdist", "hypothesis",
+)  # fmt: skip
+DISK_BYTES, READERS = 2**32, 4
 
 
-def numbers(path: str) -> dict[str, int]:
-    """Of /proc/meminfo, in bytes."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return {}
-    parts = [line.split() for line in lines]
-    return {p[0].rstrip(":"): 1024 * int(p[1]) for p in parts if p[-1] == "kB"}
+def memory_bytes(name: str = "MemTotal") -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":"))
 
 
-def host() -> dict[str, Any]:
-    found = numbers("/proc/meminfo")
-    return {"host_bytes": found.get("MemTotal"), "host_available": found.get("MemAvailable")}
-
-
-def output(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
-def describe() -> dict[str, Any]:
-    """Versions, processors, memory, the device; and what `ratio='auto'` goes by."""
-    # Here: a process of run.py has this checkout on its path, run.py itself may have not even JAX.
+def describe() -> Iterator[dict[str, Any]]:
+    """Versions, processors, memory and the device."""
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.5"  # Half of the device's memory is the limit, then.
     import jax
 
     from experiments.shared import records
-    from jzero.offload import _bandwidth
 
     device = jax.devices()[0]
-    stats = device.memory_stats() or {}
-    query = "--query-gpu=name,driver_version,memory.total"
-    return {
-        **records.versions(*PACKAGES),
-        "commit": output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
-        "platform": device.platform,
-        "device": device.device_kind,
-        "nvidia_smi": output("nvidia-smi", query, "--format=csv,noheader"),
-        "bytes_limit": stats.get("bytes_limit"),
-        "processors": len(os.sched_getaffinity(0)),
-        "processor": records.processor(),
-        **host(),
-        "bytes_per_second": _bandwidth.measure(device, 1, None)._asdict(),
-    }
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    driver, jzero = "", None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        driver = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        jzero = records.library(records.ROOT)  # A copy of the tree may have no history.
+    yield {
+        **records.versions(*PACKAGES), "jzero files": jzero, "platform": device.platform,
+        "kind": device.device_kind, "driver": driver, "device_bytes": limit and 2 * limit,
+        "processors": len(os.sched_getaffinity(0)), "processor": records.processor(),
+        "host_bytes": memory_bytes(), "host_available": memory_bytes("MemAvailable"),
+    }  # fmt: skip
 
 
-def link() -> dict[str, Any]:
-    """What `jzero.bandwidth()` measures."""
-    import jzero
+def links() -> Iterator[dict[str, Any]]:
+    """Bytes per second between device and host, and of the update where it may happen."""
+    import jax
 
-    return jzero.bandwidth().to_dict()
+    from jzero.offload import _bandwidth, _links
 
-
-def touch(gib: float) -> dict[str, Any]:
-    """Writes memory with all processors, and gives it back."""
-    before, start = host(), time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        # Held until all are there: memory that was given back would be taken again.
-        held = list(pool.map(_touched, range(round(gib * 2**30 / CHUNK))))
-    seconds = time.perf_counter() - start
-    found = {"gib": gib, "seconds": seconds, "before": before, "while": host()}
-    del held
-    return found
+    device = jax.devices()[0]
+    size = 2**28 if device.platform == "gpu" else 2**22
+    down, up = _links.copied([device], size)
+    yield {"to_host": down, "to_device": up}
+    yield {"both_ways": _links.copied([device], size, both_ways=True)[0]}
+    yield {"device_update": _bandwidth.device_update(device)}
+    yield {"host_update": _bandwidth.host_update(None)}
+    for threads in (1, 4):
+        yield {f"host_update_{threads}_threads": _bandwidth.host_update(threads)}
 
 
-def _touched(_: int) -> Any:
-    import numpy as np
+def disk(folder: str) -> Iterator[dict[str, Any]]:
+    """Bytes per second of a file, past the page cache where the file system lets one, in large transfers."""
+    from jzero.offload.nvme._aligned import pages
+    from jzero.offload.nvme._direct import BLOCK, DirectFile
 
-    return np.full(CHUNK, 1, np.uint8)
+    file = DirectFile("machine.py", Path(folder) / "disk", create=True)
+    nbytes = DISK_BYTES if len(sys.argv) < 4 else int(sys.argv[3])
+    file.resize(nbytes)
+    buffers = [pages(BLOCK) for _ in range(READERS)]
+    for buffer in buffers:
+        buffer[:] = 7
+
+    def timed(move: Any) -> float:
+        def share(which: int) -> None:
+            for start in range(which * BLOCK, nbytes, READERS * BLOCK):
+                move(buffers[which], start, "blocks")
+
+        begin = time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(share, range(READERS)))
+        file.sync()
+        return nbytes / (time.perf_counter() - begin)
+
+    yield {"direct": file.direct, "why_not": file.why_not, "disk_write": timed(file.write)}
+    yield {"disk_read": timed(file.read)}
 
 
 def main() -> None:
+    known: dict[str, Any] = {}
     what, *rest = sys.argv[1:]
-    asked = {"describe": describe, "link": link, "touch": lambda: touch(float(*rest))}
-    print(json.dumps(asked[what]()))
+    try:
+        asked: dict[str, Any] = {"describe": describe, "links": links, "disk": disk}
+        for found in asked[what](*rest[:1]):
+            known |= found
+            print(json.dumps(known), flush=True)
+    except ImportError as error:
+        print(json.dumps({**known, "status": "left out", "told": str(error)[:300]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 import jzero
-from experiments.shared import gpt
+from experiments.shared import gpt, speed
 
 TX = jzero.master_weights(optax.adamw(1e-3))
 
@@ -16,12 +16,8 @@ class GPT(gpt.GPT):
     """A size, with what a benchmark of it needs."""
 
     @property
-    def flops_per_token(self) -> float:
-        """6 per parameter, and 12 * layers * context * dim for attention; recomputation does not count.
-
-        As in PaLM's appendix B: the causal half of the scores is counted like the other.
-        """
-        return 6 * self.num_params + 12 * self.layers * self.context * self.dim
+    def flops_per_token(self) -> int:
+        return speed.flops_per_token(self.num_params, self.layers, self.dim, self.context)
 
     @property
     def window(self) -> int:

@@ -1,6 +1,7 @@
 """One measurement in a process of its own; prints what is known so far, as a line of JSON, after each phase.
 
 python experiments/offload/one_gpu/worker.py --layers 24 --dim 2048 --policy host --rows 8 32
+... --preflight h100    # compiles for one, with JAX_PLATFORMS=cpu in the environment
 
 Whoever reads takes the last line: a process that is killed or runs out of time or memory loses only what it
 had not reached. `status` is 'ok' at the end, 'no device memory' or 'no host memory' if that ended it.
@@ -8,8 +9,10 @@ had not reached. `status` is 'ok' at the end, 'no device memory' or 'no host mem
 
 import argparse
 import json
+import os
 import resource
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +20,14 @@ from typing import Any
 import jax
 
 import jzero
+from experiments.shared import speed
 from experiments.shared.gpt import make_step
 from model import GPT, TX, of_size
 
 POLICIES: dict[str, Any] = {
     "jit": None,  # the same step under jax.jit, its state donated
-    "none": jzero.NoOffload(),
+    "stage 1": jzero.NoOffload(),
+    "stage 3": jzero.NoOffload(),
     "pinned": jzero.PinnedHost(),
     "host": jzero.HostCPU(),
     "delayed": jzero.HostCPU(delayed_update=True, delay_after=1),
@@ -32,6 +37,7 @@ POLICIES: dict[str, Any] = {
     "layers": jzero.HostCPU(),
     "activations": jzero.HostCPU(),  # ... and inputs of layers wait on the host
     "turns": None,  # ... and optimizer state visits the device in turns: all that there is crosses
+    "nvme": None,  # in files of the folder that DISK names
 }
 LAYERED = ("layers", "activations", "turns")
 GROUPS = 3  # of steps that are timed together
@@ -62,17 +68,19 @@ def step_of(model: GPT, policy: str) -> Any:
 def options(model: GPT, policy: str) -> dict[str, Any]:
     """Of `shard_train_step`."""
     window = jzero.PinnedHost(model.window)
+    if policy == "nvme":
+        return {"offload": jzero.NVMe(tempfile.mkdtemp(dir=os.environ["DISK"]))}
     if policy not in LAYERED:
-        return {"offload": POLICIES[policy]}
+        return {"offload": POLICIES[policy], "stage": 1 if policy == "stage 1" else 3}
     activations = {"offload_activations": jzero.PinnedHost()} if policy == "activations" else {}
     return {"offload": POLICIES[policy] or window, "offload_params": window} | activations
 
 
 def crossing(step: Any, *args: Any) -> dict[str, Any]:
-    """Bytes that a call copies between host and device, each way."""
+    """Bytes that a call copies between device, host and disk, by direction."""
     if not isinstance(step, (jzero.ShardedTrainStep, jzero.ShardedEvalStep)):
         return {}
-    found = {"to host": 0, "to device": 0}
+    found = dict.fromkeys(("to host", "to device", "from disk", "to disk"), 0)
     for x in step.describe(*args).crossings:
         found[x.direction] += x.nbytes
     return {"crossing_bytes": found}
@@ -95,7 +103,9 @@ def memory() -> dict[str, Any]:
     return {name: stats.get(name) for name in names} | {"host_peak_bytes": host}
 
 
-def timed(step: Any, state: Any, tokens: Any, seconds: float) -> tuple[Any, dict[str, Any]]:
+def timed(
+    step: Any, state: Any, tokens: Any, seconds: float, log: Callable[..., None]
+) -> tuple[Any, dict[str, Any]]:
     """Seconds per step, groups of steps timed together: their ends wait, steps within a group do not."""
 
     loss: Any = None
@@ -108,13 +118,17 @@ def timed(step: Any, state: Any, tokens: Any, seconds: float) -> tuple[Any, dict
         jax.block_until_ready((state, loss))
         return (time.perf_counter() - start) / num
 
-    first, warm = run(1), run(2)
+    first = run(1)
+    log("first step", first_step_seconds=first)
+    warm = run(2)
     # By now all policies have made as many steps: it shows that they train alike (a delayed one is behind).
     third_loss = float(loss)
-    num = max(2, min(20, round(seconds / GROUPS / warm)))
-    found = [run(num) for _ in range(GROUPS)]
+    log("third step", third_step_seconds=warm, third_loss=third_loss)
+    num = min(20, round(seconds / GROUPS / warm))
+    # Steps so slow that these two were time enough, as through a slow disk.
+    found = [run(max(2, num)) for _ in range(GROUPS)] if num else [warm]
     return state, {
-        "first_step_seconds": first, "steps": 3 + GROUPS * num, "third_loss": third_loss,
+        "first_step_seconds": first, "third_loss": third_loss,
         "step_seconds": statistics.median(found), "step_seconds_all": found,
     }  # fmt: skip
 
@@ -130,15 +144,30 @@ def measure(args: argparse.Namespace, log: Log) -> None:
     log("init", after_init=memory())
     runs: list[dict[str, Any]] = []
     for rows in args.rows:
-        state, found = timed(step, state, model.batch(rows), args.seconds)
+        state, found = timed(step, state, model.batch(rows), args.seconds, log)
         if args.policy == "delayed":  # What waits belongs to a program for so many rows.
             state = jax.block_until_ready(step.flush(state))
         tokens = rows * model.context / found["step_seconds"]
-        rates = {"tokens_per_second": tokens, "tflops": tokens * model.flops_per_token / 1e12}
+        flops = model.flops_per_token
+        rates = {"tokens_per_second": tokens, "tflops": tokens * flops / 1e12}
+        rates["mfu"] = speed.utilization(tokens, flops, jax.devices()[:1])
         crossed = crossing(step, shapes, model.batch(rows))
         runs.append({"rows": rows, **found, **rates, **crossed, **memory()})
         log(f"{rows} rows", runs=runs)
     log("end", status="ok")
+
+
+def preflight(args: argparse.Namespace, log: Log) -> None:
+    """The peak that `jzero.preflight` predicts for one such GPU, of which none need be here."""
+    model = of_size(args.layers, args.dim, args.vocab, args.context, args.unrolled)
+    step, target = step_of(model, args.policy), args.preflight
+    shapes = jax.eval_shape(model.init), jax.eval_shape(lambda: model.batch(args.rows[0]))
+    if args.policy == "jit":
+        whole = jax.NamedSharding(jzero.target_mesh(target, "1x1"), jax.P())
+        step = step.lower(*jax.tree.map(lambda x: x.update(sharding=whole), shapes))
+        shapes = ()  # type: ignore[assignment]
+    found = jzero.preflight(step, *shapes, target=target, topology="1x1")
+    log("end", status="ok", parameters=model.num_params, preflight_peak_bytes=found.peak_bytes)
 
 
 def main() -> None:
@@ -151,12 +180,13 @@ def main() -> None:
     parser.add_argument("--policy", choices=POLICIES, required=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[8])
     parser.add_argument("--seconds", type=float, default=6.0, help="of timed steps, about")
+    parser.add_argument("--preflight", metavar="TARGET", help="compile for it, and run nothing")
     args = parser.parse_args()
-    run(measure, args)
+    run(preflight if args.preflight else measure, args)
 
 
 def run(measure: Callable[[argparse.Namespace, Log], None], args: argparse.Namespace) -> None:
-    """Measures, and says so if there was not the memory for it."""
+    """Measures, and says so if there was not the memory, or a package, for it."""
     log = Log(**vars(args))
     log("start", device=jax.devices()[0].device_kind)
     try:
@@ -167,6 +197,8 @@ def run(measure: Callable[[argparse.Namespace, Log], None], args: argparse.Names
             raise
         where = "host" if "host memory" in text.lower() else "device"
         log("failure", status=f"no {where} memory", error=text[:600], **memory())
+    except ImportError as error:
+        log("failure", status="left out", told=str(error)[:300])
     except (MemoryError, jzero.OptionError) as error:
         if isinstance(error, jzero.OptionError) and "the host's memory" not in str(error):
             raise

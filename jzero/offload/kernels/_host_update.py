@@ -92,7 +92,7 @@ class HostUpdate:
           state: shapes and dtypes of one shard's state.
           inputs: those of its inputs.
           names: of the leaves of the state, then of the outputs, for messages and `describe`.
-          threads: how many update; as many as this process may use processors by default.
+          threads: how many update; `default_threads()` by default.
           chunk_bytes: about how many bytes of each shard are read and written until `run` says which outputs
             are there. Leaves that are updated in one loop are not cut.
           helpers: threads that help; its own by default.
@@ -114,7 +114,7 @@ class HostUpdate:
         self._consts = on_host(consts)
         self._build(analysis, _jaxpr.replaced(traced.jaxpr, **flat._asdict()), chunk_bytes)
         self._drive = callable_at(compiled(DRIVE, "drive", WHO))
-        self._threads = threads or num_processors()
+        self._threads = threads or default_threads()
         self._helpers = helpers or helping_threads(self._threads)
         self._loops: dict[int, KernelLoops] = {}  # By the number of shards.
         self._known_state, self._known_outputs = Addresses(), Addresses()
@@ -444,8 +444,11 @@ def helping_threads(num: int) -> JobThreads:
     return JobThreads([NO_BUFFER] * num)
 
 
-def num_processors() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def default_threads() -> int:
+    """The processors that this process may use, but for two where more than four are there.
+
+    Two are left to Python, which starts programs and copies meanwhile, and to the devices' runtime.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    num = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return num - 2 if num > 4 else num
