@@ -3,11 +3,11 @@
 
 PYTHONPATH=tests python -m pytest -p refuse_like_a_gpu ...    # a whole run; in one test: `with refusing():`
 
-`np.asarray` of an array in pinned memory is a view of it. A program that donates the array is refused where XLA
-runs on a GPU; XLA's CPU client copies the array, says nothing, and leaves it undeleted, by which it is found
-here. So every program that donates pinned memory runs, whoever asks for it, and where a GPU would have refused
-it, its results are dropped, and on that device the arrays that it has consumed have their values back. On other
-devices they stay consumed: each device of a process takes its operands by itself.
+`np.asarray` of an array in pinned memory is a view of it. A program that donates the array is refused where
+XLA runs on a GPU; XLA's CPU client copies the array, says nothing, and leaves it undeleted, by which it is
+found here. So every program that donates pinned memory runs, whoever asks for it. Where a GPU would have
+refused it, its results are dropped, and on that device arrays that it has consumed have their values back. On
+other devices they stay consumed: each device of a process takes its operands by itself.
 """
 
 import contextlib
@@ -113,4 +113,3 @@ def _copied(x: Any) -> Any:
     from jzero.offload.memory._pinned_leaf import view
 
     return view(x.block_until_ready()).copy()
-
