@@ -125,7 +125,8 @@ def renewed(
 def _taken(parts: Sequence[jax.Array]) -> list[jax.Array | None]:
     """Parts on one device as other arrays in the same memory; None for each that somebody has a view of."""
     try:
-        taken = _same(parts[0].sharding)(parts)
+        with jax.set_mesh(None):  # A mesh around the step has other devices.
+            taken = _same(parts[0].sharding)(parts)
     except jax.errors.JaxRuntimeError as error:
         if _REFUSED not in str(error):
             raise
@@ -150,8 +151,8 @@ def _warn_of_views(leaves: Sequence[LeafPlan], nbytes: int) -> None:
     names = [describe_leaf(leaf.path, leaf.shape, leaf.dtype) for leaf in leaves[:3]]
     more = ", ..." * (len(leaves) > 3)
     warn(message(
-        STEP, f"{len(leaves)} leaves in pinned memory were copied, {readable_bytes(nbytes)}, since somebody "
-        f"has a view of them: {', '.join(names)}{more}",
-        "A step updates them in their place, and a NumPy view (np.asarray, jax.device_get, memoryview) keeps "
-        "its values: the host has both until the view is dropped.",
+        STEP, f"{readable_bytes(nbytes)} of pinned memory were copied, since somebody has a view of "
+        f"{', '.join(names)}{more}",
+        "A step updates leaves there in their place, and a view (np.asarray, jax.device_get, memoryview) "
+        "keeps its values: the host has both until the view is dropped.",
         "Drop the view before the next step; np.array(leaf) is a copy that you can keep."))  # fmt: skip
