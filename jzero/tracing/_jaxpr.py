@@ -119,7 +119,7 @@ def literal(atom: Literal) -> Any:
     return value if isinstance(value, jax.Array) else np.asarray(value, atom.aval.dtype)
 
 
-def forget_views(x: jax.Array) -> None:
+def forget_views(x: Any) -> None:
     """Has an array and its shards let go of NumPy's views that JAX 0.11 keeps, and no other release."""
     if jax.__version_info__[:2] != (0, 11):
         return

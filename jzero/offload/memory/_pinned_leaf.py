@@ -96,17 +96,10 @@ def renewed(
     some devices when another has refused (test_views_of_pinned.py).
     """
     shards = {i: {x.device: x.data for x in state[i].addressable_shards} for i in indices}
-    new: dict[int, list[jax.Array]] = {i: [] for i in indices}
-    viewed: dict[int, int] = {}
-    try:
+    try:  # See [Note: locks and comprehensions] in `_host_step.py`.
         for i in indices:
             _jaxpr.forget_views(state[i])
-        for device in {device: None for of_leaf in shards.values() for device in of_leaf}:
-            parts = {i: of_leaf[device] for i, of_leaf in shards.items() if device in of_leaf}
-            for (i, old), x in zip(parts.items(), _taken([*parts.values()]), strict=True):
-                if x is None:
-                    viewed[i] = viewed.get(i, 0) + old.nbytes
-                new[i].append(_copied(old) if x is None else x)
+        new, viewed = _taken_by_each(shards)
     except BaseException:
         for i in indices:  # Of which a part is gone. JAX looks at the first only.
             if any(x.is_deleted() for x in shards[i].values()):
@@ -120,6 +113,21 @@ def renewed(
         i: jax.make_array_from_single_device_arrays(state[i].shape, state[i].sharding, new[i])
         for i in indices
     }
+
+
+def _taken_by_each(
+    shards: Mapping[int, Mapping[jax.Device, jax.Array]],
+) -> tuple[dict[int, list[jax.Array]], dict[int, int]]:
+    """Of each leaf its new shards, and the bytes that were copied, if any were."""
+    new: dict[int, list[jax.Array]] = {i: [] for i in shards}
+    viewed: dict[int, int] = {}
+    for device in {device: None for of_leaf in shards.values() for device in of_leaf}:
+        parts = {i: of_leaf[device] for i, of_leaf in shards.items() if device in of_leaf}
+        for (i, old), x in zip(parts.items(), _taken([*parts.values()]), strict=True):
+            if x is None:
+                viewed[i] = viewed.get(i, 0) + old.nbytes
+            new[i].append(_copied(old) if x is None else x)
+    return new, viewed
 
 
 def _taken(parts: Sequence[jax.Array]) -> list[jax.Array | None]:
