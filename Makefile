@@ -114,7 +114,8 @@ test-gpu:
 test-like-a-gpu: .venv/installed
 	$(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/test_views_of_pinned.py
 	PYTHONPATH=tests $(BIN)/python -m pytest -q $(PYTEST_ARGS) -p refuse_like_a_gpu \
-	    tests/test_checkpoint_tiers.py tests/test_example_scripts.py tests/test_offload_params.py
+	    tests/test_checkpoint_tiers.py tests/test_offload_params.py \
+	    tests/test_example_scripts.py::test_lora_trains_on_what_linen_gpt_has_saved
 	PYTHONPATH=tests JZERO_TEST_GPU=cpu JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q $(PYTEST_ARGS) \
 	    -p refuse_like_a_gpu tests/gpu/test_checkpoint.py
 
