@@ -17,6 +17,7 @@
 #   make test         the tests, on 8 virtual CPU devices
 #   make test-all     these and the slow ones, about an hour on two cores
 #   make test-gpu     the tests that need a GPU, with GPU_PYTHON (python3: a JAX that sees it; test dependencies)
+#   make test-like-a-gpu  offload and checkpoints on CPUs that refuse to donate what has a view, as a GPU does
 #   make one-gpu      checks, speed, memory and these tests on one GPU, in nine minutes; goes on where it stopped
 #   make test-newest  the tests with the newest JAX, Flax, optax and Orbax, installed anew each week; says which
 #   make test-jax11   a sample of the tests with JAX 0.11.2, which lies between the two
@@ -51,7 +52,7 @@ BIN := .venv/bin
 SOURCES := jzero tests experiments examples docs .ci
 
 .PHONY: train bench compare exactness sampled house tables compile-tables fsdp2 host-update swapper offload-traffic offload-delayed \
-    offload-timeline one-gpu test test-all test-gpu test-newest test-jax11 test-flags test-oldest lint site wheel clean
+    offload-timeline one-gpu test test-all test-gpu test-like-a-gpu test-newest test-jax11 test-flags test-oldest lint site wheel clean
 
 train: .venv/installed
 	$(BIN)/python experiments/train_lm/train_linen.py $(TRAIN_ARGS)
@@ -110,6 +111,15 @@ test-all: .venv/installed
 # Four processes share the GPU: tracing and compiling is most of their time.
 test-gpu:
 	JZERO_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON) -m pytest -v -n 4 --dist loadfile tests/gpu
+
+# A GPU's XLA refuses to donate what somebody has a view of; tests/refuse_like_a_gpu.py has CPUs do so.
+test-like-a-gpu: .venv/installed
+	$(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/test_views_of_pinned.py
+	PYTHONPATH=tests $(BIN)/python -m pytest -q $(PYTEST_ARGS) -p refuse_like_a_gpu \
+	    tests/test_checkpoint_tiers.py tests/test_offload_params.py \
+	    tests/test_example_scripts.py::test_lora_trains_on_what_linen_gpt_has_saved
+	PYTHONPATH=tests JZERO_TEST_GPU=cpu JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q $(PYTEST_ARGS) \
+	    -p refuse_like_a_gpu tests/gpu/test_checkpoint.py
 
 one-gpu:
 	$(GPU_PYTHON) experiments/offload/one_gpu/run.py $(ONE_GPU_ARGS)

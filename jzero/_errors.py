@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
+import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 # Who is said to have failed, where the same code serves several: what the user called.
 _caller: contextvars.ContextVar[str | None] = contextvars.ContextVar("caller", default=None)
 STEP = "shard_train_step"
+_PACKAGE = str(Path(__file__).parent)
 
 
 class JzeroError(Exception):
@@ -77,6 +81,14 @@ def message(
         f"  - {line}" for line in [*found[:shown], *[f"and {more} more"] * bool(more)]
     )
     return escaped(f"{who}: {len(found)} {things} fail:\n{lines}\n{rule} {edit}".rstrip())
+
+
+def warn(text: str) -> None:
+    """Warns, as of the line that called jzero; Python shows each text once for a line."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level + 1)
 
 
 def escaped(text: str, keep: str = "\n\t") -> str:

@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 from jzero import _json
-from jzero._errors import CheckpointError, message
+from jzero._errors import CheckpointError, message, warn
 from jzero.checkpoint import _seal
 from jzero.checkpoint._orbax import NOTES, TREE
 from jzero.checkpoint._seal import Broken
 
-_PACKAGE = str(Path(__file__).parents[1])
 _said: set[tuple[str, str]] = set()  # Steps that are not whole, and why: each is said once.
 
 
@@ -96,15 +93,7 @@ def _say(directory: Path, name: str, reason: str) -> None:
         text = message(
             f"Checkpointer {directory}", f"{name} does not count as a step: {reason}",
             "What is not whole is left out.", "Look at it, and remove it.")  # fmt: skip
-        warnings.warn(text, stacklevel=_level_of_caller())
-
-
-def _level_of_caller() -> int:
-    """How many calls above `_say` the code is that is not jzero's."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1
-    return level
+        warn(text)
 
 
 def _check_unsealed(directory: Path) -> None:

@@ -22,6 +22,7 @@ from jzero.checkpoint._seal import StoredLeaf
 from jzero.offload.memory._away_array import AwayArray
 from jzero.offload.memory._nvme_array import NVMeArray, NVMePart
 from jzero.offload.memory._padded import PaddedArray
+from jzero.offload.memory._pinned_leaf import is_pinned, view
 from jzero.offload.nvme._files import Pin
 
 Array: TypeAlias = jax.Array | PaddedArray | AwayArray
@@ -162,7 +163,7 @@ def _own_parts(x: Array, pin: Pin | None = None) -> list[tuple[Box, Any]]:
 
 def start_copies(x: Array) -> None:
     for _, data in _own_parts(x):
-        if isinstance(data, jax.Array):
+        if isinstance(data, jax.Array) and not is_pinned(data):
             data.copy_to_host_async()
 
 
@@ -178,10 +179,11 @@ def _cut(
     place = tuple(map(slice, starts, stops))
     if isinstance(data, NVMePart):
         return place, LatePart(data, tuple(lengths))
-    values = np.asarray(data)[tuple(slice(n) for n in lengths)]
-    if isinstance(data, np.ndarray):  # The next step overwrites it, while it is being written.
-        values = values.copy()
-    return place, values
+    overwritten = is_pinned(data) or isinstance(data, np.ndarray)
+    values = view(jax.block_until_ready(data)) if is_pinned(data) else np.asarray(data)
+    values = values[tuple(slice(n) for n in lengths)]
+    # The next step overwrites it, while it is being written.
+    return place, values.copy() if overwritten else values
 
 
 async def _write(leaves: Sequence[WrittenLeaf], fragments: Fragments) -> None:

@@ -32,6 +32,7 @@ class EarlyUpdates:
     Attributes:
       turns: by the part after which they begin, and whether slice by slice.
       leaves: all that they renew, by index.
+      plans: of all leaves.
       devices: whose shards are updated; other local devices are their replicas.
       at: the places of these among the process's devices.
     """
@@ -39,7 +40,7 @@ class EarlyUpdates:
     def __init__(
         self, runner: Runner, plan: EarlyPlan, devices: Sequence[jax.Device], threads: int | None
     ):
-        self._runner, self.devices = runner, devices
+        self._runner, self.plans, self.devices = runner, runner.plan.leaves, devices
         self.leaves = [i for turn in plan.turns for i in turn.leaves]
         local = list(places(runner.mesh, runner.plan.stage_axes.shard_axes))
         self.at = [local.index(device) for device in devices]
@@ -50,20 +51,20 @@ class EarlyUpdates:
         for turn in plan.turns:
             update = HostUpdate(
                 as_function(runner, turn), *avals_of(runner, turn),
-                names=[runner.plan.leaves[i].path for i in turn.leaves],
+                names=[self.plans[i].path for i in turn.leaves],
                 threads=threads, helpers=helpers,
             )  # fmt: skip
             self.turns.setdefault((turn.part, turn.num_slices > 0), []).append((turn, update))
 
     def padding(self, index: int) -> list[Any]:
         """For each of `devices`, which part of its shard of a leaf is padding."""
-        leaf, mesh = self._runner.plan.leaves[index], self._runner.mesh
+        leaf, mesh = self.plans[index], self._runner.mesh
         at_rest = jax.sharding.NamedSharding(mesh, _layout.partition_spec(leaf.layout))
         return padding_of(at_rest, leaf.padded_shape, leaf.shape, self.devices)
 
     def is_hosted(self, index: int) -> bool:
         """Whether a leaf is a `HostArray`."""
-        return self._runner.plan.leaves[index].tier == HOST
+        return self.plans[index].tier == HOST
 
     def var(self, index: int) -> Var:
         """The variable of a leaf."""
@@ -114,11 +115,7 @@ class EarlyRun:
         while self._under_way and self._under_way[0].is_over:
             self._under_way.popleft().finish()  # Its gradients are freed.
         for turn, update, at, reads in self._ready:
-            for i in turn.leaves:
-                if i not in self.made:
-                    self._take(i)
-                    if not self._updates.is_hosted(i):
-                        taken[self._updates.var(i)] = self.made[i]
+            taken |= self._take([i for i in turn.leaves if i not in self.made])
             memory = [self._memory[i].buffers for i in turn.leaves]
             states = [
                 [of_leaf[k] if at is None else of_leaf[k][at] for of_leaf in memory]
@@ -129,14 +126,19 @@ class EarlyRun:
         self._ready.clear()
         return taken
 
-    def _take(self, index: int) -> None:
-        old, updates = self._state[index], self._updates
-        if updates.is_hosted(index):
-            self.made[index] = new = old.renewed(None, self._num_steps)
-            self._memory[index] = PinnedLeaf([*new.buffers], [[] for _ in new.buffers])
-        else:
-            self.made[index] = renewed(old)
-            self._memory[index] = PinnedLeaf.of(self.made[index], updates.devices)
+    def _take(self, indices: Sequence[int]) -> dict[Var, jax.Array]:
+        """Leaves that are updated from here on; parameters among them, by variable."""
+        updates = self._updates
+        pinned = renewed(
+            self._state, [i for i in indices if not updates.is_hosted(i)], updates.plans
+        )
+        for i in indices:
+            if i in pinned:
+                self.made[i], self._memory[i] = pinned[i], PinnedLeaf.of(pinned[i], updates.devices)
+            else:
+                self.made[i] = new = self._state[i].renewed(None, self._num_steps)
+                self._memory[i] = PinnedLeaf([*new.buffers], [[] for _ in new.buffers])
+        return {updates.var(i): x for i, x in pinned.items()}
 
     def finish(self) -> None:
         """Waits for what is under way."""

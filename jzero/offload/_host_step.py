@@ -399,7 +399,8 @@ class HostStep:
         """
         early = self._early.leaves if self._early else ()
         hosted = {i: state[i].renewed(pending, num_steps) for i in self._hosted if i not in early}
-        return hosted | {i: renewed(state[i]) for i in self._streamed if i not in early}
+        streamed = [i for i in self._streamed if i not in early]
+        return hosted | renewed(state, streamed, self.leaves)
 
 
 def with_new(state: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:

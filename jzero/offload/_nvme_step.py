@@ -299,7 +299,7 @@ class NVMeStep(HostStep):
         arrived = [reads[var] for var in self.host.reads]
         engine.prepare_tiles(arrived, self._pinned_leaves(state, engine))
         # From here on they are nobody's, should the step fail: in their memory the host makes new ones.
-        hosted = {i: renewed(state[i]) for i in self._pinned}
+        hosted: dict[int, Any] = dict(renewed(state, self._pinned, self.leaves))
         if hosted:  # JAX copies what is not its own, as NumPy's memory.
             there = with_new(state, hosted)
             engine.prepare_tiles(arrived, self._pinned_leaves(there, engine))

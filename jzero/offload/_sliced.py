@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jzero._memory_kinds import DEVICE, PINNED
 from jzero.offload._slicing import layout_of, num_rows
+from jzero.offload.memory._pinned_leaf import renewed
 from jzero.segments import _conversions
 from jzero.segments._segment import Values, Var
 from jzero.sharding.cut import _elementwise
@@ -117,6 +118,8 @@ class SlicedTurn:
                 own, held[0], others, held[1], scalars, start, size=size
             )
             if homes := self._vars(self._back):
+                if start is self._starts[0]:
+                    values.update(zip(homes, self._taken(values), strict=True))
                 stored, done = self._store([values[var] for var in homes], new, start)
                 values.update(zip(homes, stored, strict=True))
             if start is self._starts[-1]:
@@ -145,6 +148,13 @@ class SlicedTurn:
             return rows  # There are no devices, and nothing will run.
         with jax.transfer_guard("allow"):  # JAX counts this as implicit.
             return [jax.make_array_from_callback((), place, x.__getitem__) for x in rows]
+
+    def _taken(self, values: Values) -> list[jax.Array]:
+        """The leaves that slices are stored into, for these are donated."""
+        olds = {i: values[var] for i, var in zip(self._back, self._vars(self._back), strict=True)}
+        if any(isinstance(x, jax.core.Tracer) for x in olds.values()):
+            return [*olds.values()]
+        return [*renewed(olds, self._back, self._runner.plan.leaves).values()]
 
     # -- programs ------------------------------------------------------------------------------------
 

@@ -120,6 +120,17 @@ def literal(atom: Literal) -> Any:
     return value if isinstance(value, jax.Array) else np.asarray(value, atom.aval.dtype)
 
 
+def forget_views(x: Any) -> None:
+    """Has an array and its shards let go of NumPy's views that JAX 0.11 keeps, and no other release."""
+    if jax.__version_info__[:2] != (0, 11):
+        return
+    whole = [x._fully_replicated_shard()] if x.is_fully_replicated else []
+    for y in (*(shard.data for shard in x.addressable_shards), *whole, x):
+        shards = [shard.data for shard in y.addressable_shards]
+        # The same memory as another array, of which nothing is kept yet.
+        y._replace_with(jax.make_array_from_single_device_arrays(y.shape, y.sharding, shards))
+
+
 def with_type_of(x: Any, atom: Atom) -> Any:
     """`x`, weakly typed if `atom` is: else a state's Python number would change type in a step."""
     if atom.aval.weak_type and not jax.typeof(x).weak_type:

@@ -17,6 +17,7 @@ from jzero._errors import StateError, message
 from jzero.offload.memory import _padded
 from jzero.offload.memory._like_array import LikeArray
 from jzero.offload.memory._padded import PaddedArray
+from jzero.offload.memory._pinned_leaf import is_pinned, view
 
 HostBox: TypeAlias = tuple[
     tuple[int, int], ...
@@ -242,7 +243,9 @@ def copy_parts(
 
 
 def _values(data: Any) -> np.ndarray:
-    """A part's values on the host; those of devices are not kept there for longer than they are read."""
+    """A part's values on the host, to be read; those of devices are kept there no longer."""
+    if is_pinned(data):
+        return view(jax.block_until_ready(data))
     if isinstance(
         data, jax.Array
     ):  # It keeps the copy that it makes of itself, and the user keeps it.
