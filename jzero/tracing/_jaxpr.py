@@ -196,40 +196,49 @@ CALLS = {
 }
 
 
+# Primitives that JAX itself replaces by what they compute, and what they say to compilers beside it.
+EXPANDED = frozenset({"composite", "linear_call", "xla_metadata_call"})
+
+
 def call_parts(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
-    """Jaxpr and constants that a call-like equation wraps; None for any other equation."""
-    if eqn.primitive.name == "call_hi_primitive":
-        return _expansion(eqn.params["_prim"])
-    if _is_solve_of_lineax(eqn):
-        return _solved_by_lineax(eqn)
-    name = CALLS.get(eqn.primitive.name)
-    return None if name is None else open_jaxpr(eqn.params[name])
-
-
-def _expansion(prim: Any) -> tuple[Jaxpr, list[Any]]:
-    """The equations that stand for an operation which JAX 0.12 itself expands when it lowers a program.
-
-    `jnp.searchsorted` is one, and with `jax_remat3` a `jax.checkpoint`.
-    """
-    traced = trace_here(prim.expand, *prim.in_avals)
+    """Jaxpr and constants that a call-like equation wraps or expands to; None for any other equation."""
+    if (name := CALLS.get(eqn.primitive.name)) is not None:
+        return open_jaxpr(eqn.params[name])
+    expand = _expansion(eqn)
+    if expand is None:
+        return None
+    # Avals without a mesh: inside of `shard_map` they have one, and lineax compares them with some that it
+    # noted when the step was traced ("pytree does not match out_structure").
+    avals = [
+        jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, weak_type=x.aval.weak_type)
+        for x in eqn.invars
+    ]
+    traced = trace_here(functools.partial(expand, **eqn.params), *avals)
     return traced.jaxpr, traced.consts
+
+
+def _expansion(eqn: Eqn) -> Callable[..., Any] | None:
+    """What JAX runs in the place of an equation when it lowers a program; None if that is the equation.
+
+    `jnp.searchsorted` has one in JAX 0.12, as have all primitives of `jax.experimental.hijax`, and with
+    `jax_remat3` a `jax.checkpoint`. Loops have one where their bodies do, which are expanded one by one.
+    """
+    primitive: Any = eqn.primitive
+    if primitive.name in EXPANDED or _is_solve_of_lineax(eqn):
+        impl: Callable[..., Any] = primitive.impl
+        return impl
+    if primitive.name in ("cond", "scan", "while") or inner_jaxprs(eqn):
+        return None
+    if not primitive.is_high(*[x.aval for x in eqn.invars], **eqn.params):
+        return None
+    to_lojax: Callable[..., Any] = primitive.to_lojax
+    return to_lojax
 
 
 def _is_solve_of_lineax(eqn: Eqn) -> bool:
     """Whether it is `lineax.linear_solve`, by itself or in `jax.vmap`: then Equinox has one of its own."""
     vmapped = eqn.params.get("prim") if eqn.primitive.name == "vprim" else None
     return (vmapped or eqn.primitive).name == "linear_solve"
-
-
-def _solved_by_lineax(eqn: Eqn) -> tuple[Jaxpr, list[Any]]:
-    """What a solve of lineax computes, which JAX asks of it once more where a program is lowered.
-
-    There, inside of `shard_map`, avals have a mesh, and lineax compares them with some that it noted when the
-    step was traced ("pytree does not match out_structure"). Here they have none.
-    """
-    avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
-    traced = trace_here(functools.partial(eqn.primitive.impl, **eqn.params), *avals)
-    return traced.jaxpr, traced.consts
 
 
 def branch_of_steps(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
