@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import pathlib
+import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero._tested import lacks_of_jax
@@ -27,8 +28,10 @@ from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Primitive, Var
 
 try:
     from jax._src import config, distributed, dtypes, source_info_util, xla_bridge
+    from jax._src.array import ArrayImpl
     from jax._src.lax.lax import empty2
     from jax._src.lax.parallel import reduce_scatter_p
+    from jax._src.random.prng import PRNGKeyArray
     from jax._src.state.types import AbstractRef
     from jax.extend import core as extended_core
     from jax.extend.random import threefry2x32_p
@@ -359,6 +362,13 @@ def user_line(eqn: Eqn) -> str:
     return f"{summary(eqn)}, called at {file}:{line} ({function})"
 
 
+def line_of_error(error: Exception) -> str:
+    """The user's line behind which JAX raised an error, like `summary`; '' if there is none."""
+    frames = [*traceback.extract_tb(error.__traceback__)]
+    ours = [frame for frame in frames if not _is_installed(frame.filename)]
+    return f"{ours[-1].filename}:{ours[-1].lineno} ({ours[-1].name})" if ours else ""
+
+
 def _is_installed(file: str) -> bool:
     path = pathlib.PurePath(file)
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or _JZERO in path.parents
@@ -629,6 +639,34 @@ def threefry_bits(key: jax.Array, high: jax.Array, low: jax.Array, bit_width: in
     return (b1 ^ b2).astype(dtype)
 
 
+def is_tracing() -> bool:
+    """Whether what runs now is traced."""
+    return not core.trace_state_clean()
+
+
+def retyped(sharding: Any, mesh: Any) -> Any:
+    """A sharding over a mesh with the axes of `mesh`, with the types that they have there; else itself."""
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape_tuple != mesh.shape_tuple:
+        return sharding
+    if sharding.mesh.axis_types == mesh.axis_types:
+        return sharding
+    own = sharding.mesh.update(axis_types=mesh.axis_types)
+    return NamedSharding(own, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def view(x: Any, sharding: Any) -> Any:
+    """An array's memory under a sharding that lays it out alike; itself if it is no array of JAX's own.
+
+    Whatever consumes the one consumes both.
+    """
+    if isinstance(x, PRNGKeyArray):
+        return PRNGKeyArray(x._impl, view(x._base_array, sharding))
+    if not isinstance(x, ArrayImpl):
+        return x
+    parts = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts, dtype=x.dtype)
+
+
 def register_array(cls: type, plain: Callable[[Any], jax.Array]) -> None:
     """Tells JAX to take `cls` for an array of its `shape`, `dtype` and `sharding`, and how to make that one.
 
@@ -636,7 +674,8 @@ def register_array(cls: type, plain: Callable[[Any], jax.Array]) -> None:
     """
 
     def aval(x: Any) -> Any:
-        return core.update_aval_with_sharding(core.ShapedArray(x.shape, x.dtype), x.sharding)
+        sharding = retyped(x.sharding, jax.sharding.get_abstract_mesh())
+        return core.update_aval_with_sharding(core.ShapedArray(x.shape, x.dtype), sharding)
 
     core.pytype_aval_mappings[cls] = aval
     dtypes.register_canonicalize_value_handler(cls, plain)
