@@ -1,4 +1,4 @@
-"""Meshes as `jax.make_mesh` makes them, of Explicit axes: taken as Auto, as argument and by `jax.set_mesh`."""
+"""Meshes as `jax.make_mesh` makes them, of Explicit axes: taken as Auto, given or by `jax.set_mesh`."""
 
 import contextlib
 
@@ -236,7 +236,8 @@ def test_layouts_of_a_step_s_own(layout, given):
     with around(mesh, given), pytest.raises(jzero.StepError) as raised:
         small.shard_train_step(step, mesh=mesh, axis_names="data").plan(init(), X)
     text = f"{raised.value}"
-    assert "a layout over Explicit mesh axes at " in text and "test_explicit_axes.py:" in text
+    assert "a layout over Explicit mesh axes at " in text
+    assert "test_explicit_axes.py:" in text
     assert "Write jax.lax.with_sharding_constraint(x, jax.P(...))" in text
 
 

@@ -348,6 +348,10 @@ NO_DERIVATIVE = {
 }
 
 
+# XLA's compiler for CPUs refuses these, or ends the process.
+NOT_COMPILED = {"jnp": "float6_e2m3fn float6_e3m2fn", "lax": "mulhi"}
+
+
 @pytest.fixture(autouse=True)
 def promotion():
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
@@ -421,10 +425,21 @@ def test_calls_move_no_rows(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_calls_compute_what_one_device_does(module):
     def all_of(rows):
-        return {name: fn(rows) for name, fn in calls_of(module).items()}
+        return {
+            name: fn(rows)
+            for name, fn in calls_of(module).items()
+            if name not in NOT_COMPILED.get(module, "").split()
+        }
 
     rows = make_rows()
     eval_step = jzero.shard_eval_step(lambda state, rows: all_of(rows))
     actual, expected = eval_step(jnp.ones(()), rows), jax.jit(all_of)(rows)
+    wrong = {}
     for name in expected:
-        zoo.assert_trees_close(actual[name], expected[name], zoo.FP32, f"{module}.{name}")
+        try:
+            zoo.assert_trees_close(
+                zoo.to_host(actual[name]), zoo.to_host(expected[name]), zoo.FP32, name
+            )
+        except AssertionError as error:
+            wrong[name] = f"{error}"[-300:]
+    assert not wrong
