@@ -167,8 +167,7 @@ def _explained(error: ValueError) -> Exception:
         return error
     return StepError(message(
         "shard_train_step", f"a layout over Explicit mesh axes at {_jaxpr.line_of_error(error)}",
-        "A step is traced over Auto axes, whatever types those of its mesh have: jzero splits the rows, and "
-        "XLA shards over the other axes as constraints say.",
+        "A step is traced over Auto axes, whatever types those of its mesh have.",
         "Write jax.lax.with_sharding_constraint(x, jax.P(...)) in the place of jax.reshard, of out_sharding= "
         "and of NamedShardings; drop what speaks of data axes alone."))  # fmt: skip
 
