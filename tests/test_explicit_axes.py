@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from tests import small, zoo
+import small
+import zoo
 
 TX = optax.adam(1e-2)
 MESHES = {"data": ((8,), ("data",)), "data and model": ((4, 2), ("data", "model"))}

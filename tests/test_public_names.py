@@ -14,9 +14,9 @@ from jax import lax, nn
 from jax.scipy import special
 
 import jzero
+import zoo
 from jzero.sharding.batch._rows import even_rows
 from jzero.sharding.batch._trace import trace_whole
-from tests import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of names that will go, and of 64-bit types
 
