@@ -1,6 +1,7 @@
 """Operations that JAX expands when it lowers a program: jzero expands them when it traces the step."""
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,10 @@ from jzero.testing import assert_same_training
 TABLE = jnp.linspace(0.0, 3.0, 16)
 
 
-class Doubled(getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive):
+HiPrim: Any = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive  # JAX 0.10 calls it so.
+
+
+class Doubled(HiPrim):
     """A primitive of a user's own, as `jax.experimental.hijax` makes them."""
 
     def __init__(self, aval):

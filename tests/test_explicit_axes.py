@@ -124,6 +124,7 @@ def test_trains_as_on_one_device(name, given, options):
     close(outs, expected_after(3)[1])
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize("name", [slow("data"), "data and model"])
 def test_plain_functions_take_what_comes_back(name):
     mesh = explicit(name)
@@ -173,6 +174,7 @@ def test_an_array_that_is_there_twice():
         close(train_step(w, w), (jnp.full((16, 8), 3.0), jnp.full((16, 8), 4.0)))
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize("name", [slow("data"), "data and model"])
 def test_under_an_outer_jit(name):
     mesh = explicit(name)
@@ -188,6 +190,7 @@ def test_under_an_outer_jit(name):
         close(jax.jit(eval_step)(state, X), jnp.tanh(X @ host(state)["params"]["up"]))
 
 
+@pytest.mark.alternating
 @pytest.mark.parametrize("given", [slow("argument"), "set_mesh"])
 def test_evaluates_and_restores(given, tmp_path):
     mesh = explicit("data and model")

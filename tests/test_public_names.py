@@ -413,6 +413,7 @@ def test_calls_move_no_rows(module):
             lambda *leaves, fn=fn: fn(dict(zip(rows, leaves, strict=True))), shapes, forms, forms, 0,
             axes, False, axes, {}, False,
         )  # fmt: skip
+        assert traced is not None
         may = {"while"} if name in IN_LOOPS.get(module, ()) else set()
         if found := {
             f"{m.operation}: {m.reason}" for m in traced.movements if m.operation not in may
