@@ -23,6 +23,7 @@ from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import MAX_GATHER_BYTES, Options, axis_tuple
+from jzero.tracing._axis_types import takes_explicit_axes
 from jzero.tracing._signature import Signature
 
 WHO = "shard_eval_step"
@@ -230,6 +231,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
                 programs = like.programs_to_evaluate(eval_step, signature, own)
         super().__init__(eval_step, programs)
 
+    @takes_explicit_axes
     def rows(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """A state in plain arrays, for a checkpoint: of leaves in codes their rows, others as they are.
 
@@ -265,6 +267,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
             for x, plan, place in zip(leaves, plans, shardings, strict=True)
         ])  # fmt: skip
 
+    @takes_explicit_axes
     def from_rows(self, rows: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
         """The state of which these are the `rows`; what its codes have lost is not known any more.
 
@@ -308,6 +311,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
             )
         return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
 
+    @takes_explicit_axes
     def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
         """What `eval_step(state, *args)` returns; nothing is consumed.
 

@@ -221,8 +221,8 @@ def shard_train_step(
         inputs for the device's whole part of the batch), which `describe` counts. Refused without the two,
         with `reduce='each'`, and where microbatches print or call back.
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
-      axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others must
-        be of type Auto and stay XLA's.
+      axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others
+        stay XLA's. Explicit axes are taken as Auto.
       axis_name: the name by which the step itself calls the data axis, if it was written for
         `jax.pmap(..., axis_name=...)`. To such a step each microbatch is a device: with `accumulate=k` it
         trains what it would on k times as many devices.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Generic
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jzero._errors import STEP, OptionError, called_as, message
 from jzero._placement import Placement
@@ -24,9 +25,10 @@ from jzero.segments._repeat import FlatCall
 from jzero.sharding.analysis import _residuals, _traffic, _untiled
 from jzero.sharding.batch import _trace
 from jzero.sharding.cut import _phases
-from jzero.sharding.plan import _outputs
+from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._plan import StepPlan
 from jzero.tracing import _call
+from jzero.tracing._axis_types import explicit_axes, takes_explicit_axes
 
 
 class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
@@ -57,7 +59,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         return signature.named(state, self._who) if whole else state
 
     def _run_traced(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]]:
-        """A call under an outer `jax.jit`: its program, new leaves of the state at rest, and outputs."""
+        """A call under an outer `jax.jit`: its program, new leaves of the state, whole, and outputs."""
         self._check_one_program("called under an outer jax.jit")
         if self._programs.options.weight_dtype is not None:
             raise OptionError(message(
@@ -66,12 +68,20 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
                 "Call the step outside of jax.jit, or drop weight_dtype."))  # fmt: skip
         _trace.check_outermost()
         program = self._programs.of(call.call)
+        plan = program.plan
+
+        def run(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+            new, outs = program.step.run(_placing.pad(state, plan.leaves), arrays)
+            return _placing.unpad(new, plan.leaves[: len(new)]), outs
+
         state, arrays = _placing.as_arrays(call.state, call.arrays)
-        new_state, outs = program.step.run(
-            _placing.constrain(_placing.pad(state, program.plan.leaves), program.state_shardings),
-            _placing.constrain(arrays, program.argument_shardings),
-        )
-        return program, new_state, outs
+        if axes := explicit_axes():  # Over these JAX moves nothing by itself.
+            pairs = zip(plan.leaves, program.state_shardings, strict=True)
+            new = [PartitionSpec() if leaf.padding else s.spec for leaf, s in pairs]
+            specs = [] if self._programs.setting.evaluates else new
+            outs = [*map(_layout.partition_spec, plan.outputs)]
+            run = jax.sharding.auto_axes(run, axes=axes, out_sharding=(specs, outs))
+        return program, *run(state, arrays)
 
     def _check_one_program(self, how: str) -> None:
         if self._programs.options.offloads:
@@ -84,6 +94,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
     def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
         """Runs it."""
 
+    @takes_explicit_axes
     def shard(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """Places a state that exists; leaves that already lie right are not copied.
 
@@ -107,11 +118,13 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             placed = self._placement.place(self._named(state), leaves, plans, shardings)
         return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
 
+    @takes_explicit_axes
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
         """The plan for `(state, *args)`: of each array the shape and dtype count; nothing runs."""
         with self._asked("plan"):
             return self._programs.of(self._programs.bind(args, kwargs)).plan
 
+    @takes_explicit_axes
     def describe(self, *args: Any, **kwargs: Any) -> Report:
         """What a step on `(state, *args)` keeps where and moves between devices; print it.
 
@@ -145,6 +158,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             },
         )
 
+    @takes_explicit_axes
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """`jax.jit(...).lower` of the step for `(state, *args)`: to compile ahead, or to read."""
         with self._asked("lower"):

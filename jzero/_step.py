@@ -31,6 +31,7 @@ from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
 from jzero.tracing import _call, _jaxpr, _starts
+from jzero.tracing._axis_types import takes_explicit_axes
 from jzero.tracing._returned import as_given
 from jzero.tracing._signature import Signature
 
@@ -72,6 +73,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         programs = Programs(step_fn, signature, options, mesh, axis_tuple(axis_names), axis_name)
         super().__init__(step_fn, programs)
 
+    @takes_explicit_axes
     def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
         """Runs one step: `(state, *args) -> (state, metrics)`, or as `step_fn` has it. The state is donated.
 
@@ -112,9 +114,9 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
     def _traced(self, call: FlatCall) -> Any:
         """A call under an outer `jax.jit`."""
         program, state, outs = self._run_traced(call)
-        new_state = _placing.unpad(state, program.plan.leaves, program.state_shardings)
-        return as_given(jax.tree.unflatten(program.out_tree, [*new_state, *outs]))
+        return as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
 
+    @takes_explicit_axes
     def init(
         self, init_fn: Callable[InitArgs, AnyState], *args: InitArgs.args, **kwargs: InitArgs.kwargs
     ) -> AnyState:
@@ -153,6 +155,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         _writes.settle(made)
         return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
 
+    @takes_explicit_axes
     def flush(self, state: AnyState) -> AnyState:
         """The state with the gradients applied that `HostCPU(delayed_update=True)` has not applied yet.
 
@@ -198,6 +201,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
             use.consumed(new)
         return jax.tree.unflatten(tree, _placing.wrap(new, step.leaves))
 
+    @takes_explicit_axes
     def unshard(self, state: AnyState) -> AnyState:
         """The state with every leaf whole on every device of the mesh, to evaluate, to keep or to export.
 
@@ -222,6 +226,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
             whole[i] = copy_of
         return jax.tree.unflatten(tree, whole)
 
+    @takes_explicit_axes
     def state_shardings(self, state: Any, *args: Any, **kwargs: Any) -> Any:
         """A `NamedSharding` for every leaf of the state, in its structure; as Orbax wants to restore.
 

@@ -1,8 +1,16 @@
-"""Operations that JAX 0.12 expands when it lowers a program: jzero expands them when it traces the step."""
+"""Operations that JAX expands when it lowers a program: jzero expands them when it traces the step."""
+
+import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
+from jax.custom_derivatives import linear_call
+from jax.experimental import hijax
+from jax.experimental.scheduling_groups import scheduling_group
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import jzero
 import samples
@@ -11,8 +19,48 @@ from jzero.testing import assert_same_training
 
 TABLE = jnp.linspace(0.0, 3.0, 16)
 
-# Each is one operation in JAX 0.12; on rows, all of them are computed for each row by itself.
+
+HiPrim: Any = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive  # JAX 0.10 calls it so.
+
+
+class Doubled(HiPrim):
+    """A primitive of a user's own, as `jax.experimental.hijax` makes them."""
+
+    def __init__(self, aval):
+        self.in_avals, self.out_aval, self.params = (aval,), aval, {}
+        super().__init__()
+
+    def expand(self, x):
+        return 2 * x
+
+    def vjp_fwd(self, nzs_in, x):
+        return self(x), None
+
+    def vjp_bwd_retval(self, _, ct):
+        return (2 * ct,)
+
+
+@jax.custom_vjp
+def composed(x):
+    return lax.composite(jnp.tanh, "jzero.tanh")(x)
+
+
+composed.defvjp(lambda x: (composed(x), x), lambda x, ct: (ct * (1 - jnp.tanh(x) ** 2),))
+
+
+def linear(x):
+    return linear_call(lambda _, x: 3 * x, lambda _, ct: 3 * ct, (), x)
+
+
+# Each is one operation in some release; on rows, all of them are computed for each row by itself.
 ON_ROWS = {
+    "composite": composed,
+    "erf": lax.erf,
+    "hijax": lambda x: Doubled(jax.typeof(x))(x),
+    "linear_call": linear,
+    "polynomial": lambda x: jnp.polyval(jnp.asarray([1.0, -2.0, 0.5]), x),
+    "scheduling_group": scheduling_group(name="rows")(lambda x: x * jnp.sin(x)),
+    "xla_metadata": lambda x: set_xla_metadata(x * 2, rows="apart"),
     "digitize": lambda x: jnp.digitize(x, TABLE) * x,
     "frexp": lambda x: jnp.frexp(x)[0],
     "interp": lambda x: jnp.interp(x, TABLE, TABLE**2),

@@ -40,10 +40,10 @@ def step_fn(state, batch):
     return {"w": state["w"] - 0.1 * m, "m": m}
 
 
-def new_leaf(kind: str, axis_type: AxisType = AxisType.Auto) -> Any:
+def new_leaf(kind: str) -> Any:
     offload, shape = KINDS[kind]
     in_codes = kind.startswith("codes")
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    mesh = jax.make_mesh((8,), ("data",))
     train_step = small.shard_train_step(step_fn, mesh=mesh, offload=offload)
     state = {"w": jnp.ones(shape), "m": jax.random.normal(jax.random.key(0), shape)}
     leaf = train_step.shard(state, jnp.ones((8, shape[0])))["m"]
@@ -162,8 +162,8 @@ def test_used_as_an_array(leaf, use):
 
 @pytest.mark.parametrize("kind", ["padded", "host, padded"])
 def test_used_on_explicit_axes(kind):
-    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
-        leaf = new_leaf(kind, AxisType.Explicit)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        leaf = new_leaf(kind)
         for name in (
             "jit",
             "closed over by jit",

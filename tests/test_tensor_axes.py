@@ -477,8 +477,3 @@ def test_unknown_patterns_axes_and_dims():
             ).plan(leaves, x)  # fmt: skip
         for text in texts:
             assert text in str(raised.value)
-    explicit = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto, AxisType.Explicit))
-    with pytest.raises(
-        jzero.MeshError, match=r"\['model'\] are not among axis_names .* and not Auto"
-    ):
-        small.shard_train_step(step, mesh=explicit, axis_names="data")(state, x)

@@ -28,6 +28,7 @@ from jzero.checkpoint._together import Round
 from jzero.offload.memory import _placing, _writes
 from jzero.processes import _agreement
 from jzero.sharding.plan._stages import OTHER
+from jzero.tracing._axis_types import takes_explicit_axes
 
 
 class _Sigterm:
@@ -136,6 +137,7 @@ class Checkpointer:
         # Who forgets it lets others write.
         weakref.finalize(self, self._saver.abandon)
 
+    @takes_explicit_axes
     def save(
         self, step: int, state: Any, data_iterator: Any = None, *, force: bool = False
     ) -> bool:
@@ -194,6 +196,7 @@ class Checkpointer:
         due = force or latest is None or step % self._interval == 0
         return due or (jax.process_count() > 1 and _reached_preemption(step))
 
+    @takes_explicit_axes
     def restore(
         self,
         state: Any,

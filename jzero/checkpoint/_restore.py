@@ -22,6 +22,7 @@ from jzero.offload.memory._placing import Place
 from jzero.processes import _agreement
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.tracing import _call
+from jzero.tracing._axis_types import takes_explicit_axes
 
 _AT_ONCE = 2**27  # bytes that may be read at the same time, however small the leaves are
 _TO_HOST = (
@@ -29,6 +30,7 @@ _TO_HOST = (
 )  # bytes of leaves that are read to pinned memory before they move to where they rest
 
 
+@takes_explicit_axes
 def restore(
     path: str | Path, train_step: ShardedTrainStep, state: Any, *args: Any, **kwargs: Any
 ) -> Any:

@@ -27,10 +27,12 @@ from jzero.reports._describe import Report
 from jzero.reports._lines import wrapped
 from jzero.reports._tables import Memory, Table
 from jzero.segments._programs import inputs_at_rest
+from jzero.tracing._axis_types import takes_explicit_axes
 
 WHO = "preflight"
 
 
+@takes_explicit_axes
 def preflight(
     train_step: ShardedTrainStep | jax.stages.Lowered,
     *args: Any,

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import pathlib
+import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,28 +20,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jzero._tested import lacks_of_jax
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Literal, Primitive, Var
 
+# Behind each internal is the release in which its definition changed last, by JAX's history from 0.4.30 on
+# and the sources of 0.11.2 and 0.12.0.1; what JAX offers in public is taken from there.
 try:
-    from jax._src import config, distributed, dtypes, source_info_util, xla_bridge
-    from jax._src.ad_checkpoint import name_p
-    from jax._src.lax.lax import empty2
-    from jax._src.lax.parallel import reduce_scatter_p
-    from jax._src.state.types import AbstractRef
+    import jax._src.core as internal
+    from jax import core as public
+    from jax._src import (
+        config,  # trace_context: 0.8.1
+        distributed,  # global_state: not since 0.4.30
+        dtypes,  # register_canonicalize_value_handler: 0.11.0
+        xla_bridge,  # _backends: not since 0.4.30
+    )
+    from jax._src import source_info_util as internal_source_info  # Transform, user_frames: 0.7.0
+    from jax._src.ad_checkpoint import name_p  # the same in 0.10.2 to 0.12
+    from jax._src.array import ArrayImpl  # 0.12
+    from jax._src.lax.lax import empty2  # 0.8.0
+    from jax._src.lax.parallel import reduce_scatter_p  # 0.4.36
+    from jax._src.random.prng import PRNGKeyArray  # moved here in 0.10.2; 0.11.0
+    from jax.experimental.hijax import AbstractRef
     from jax.extend import core as extended_core
+    from jax.extend import source_info_util
     from jax.extend.random import threefry2x32_p
-    from jax.interpreters import ad, batching, mlir
+    from jax.interpreters import ad, batching, mlir  # register_lowering: 0.7.0
 except ImportError as error:
     raise lacks_of_jax(error) from error
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-core: Any = jax._src.core  # What its classes hold for jzero is in `_types.py`.
+# What their classes hold for jzero is in `_types.py`.
+core: Any = public
+extended: Any = extended_core
+AxisEnv: Any = internal.AxisEnv  # 0.10.0
+NamedAxisEffect: Any = internal.NamedAxisEffect  # 0.10.2
 
 
 class Traced(NamedTuple):
@@ -82,12 +100,12 @@ def trace_settings() -> tuple[Hashable, ...]:
 
 @functools.lru_cache(maxsize=64)  # Every call of a step asks: 0.5 µs in place of 7.
 def _without_meshes_and_axes(context: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
-    return tuple([x for x in context if not isinstance(x, AbstractMesh | core.AxisEnv)])
+    return tuple([x for x in context if not isinstance(x, AbstractMesh | AxisEnv)])
 
 
 def is_literal(atom: Atom) -> TypeIs[Literal]:
     """Whether `atom` is a constant written into the equation."""
-    return isinstance(atom, core.Literal)
+    return isinstance(atom, extended.Literal)
 
 
 def variables_read(eqn: Eqn) -> list[Var]:
@@ -97,7 +115,7 @@ def variables_read(eqn: Eqn) -> list[Var]:
 
 def is_dropped(var: Var) -> bool:
     """Whether nothing reads what the equation gives there."""
-    return isinstance(var, core.DropVar)
+    return isinstance(var, extended.DropVar)
 
 
 def variable(atom: Atom) -> Var:
@@ -162,14 +180,14 @@ def scan_like(
 ) -> Eqn:
     """A `scan` equation in the place of `eqn`, with another body, whose constants it keeps."""
     # Of the axes that its collectives name; it says by position what else it does.
-    axes = {x for e in body.eqns for x in e.effects if isinstance(x, core.NamedAxisEffect)}
+    axes = {x for e in body.eqns for x in e.effects if isinstance(x, NamedAxisEffect)}
     closed, old = eqn.params["jaxpr"], open_jaxpr(eqn.params["jaxpr"])[0]
     effects: Any = getattr(old, "effects", set()) | axes
     params = eqn.params | {"jaxpr": closed.replace(jaxpr=replaced(body, effects=effects))}
     if "num_carry" in params:
         params |= dict(num_consts=num_consts, num_carry=num_carry)
     else:
-        trees: Any = importlib.import_module("jax._src.flattree")  # JAX 0.10 has none.
+        trees: Any = importlib.import_module("jax._src.flattree")  # 0.11.0; JAX 0.10 has none.
         parts = num_consts, num_carry, len(ins) - num_consts - num_carry
         params["ft_in"] = trees.pack(tuple(map(trees.nones, parts)))
         params["ft_out"] = trees.pack(tuple(map(trees.nones, (num_carry, len(outs) - num_carry))))
@@ -208,40 +226,51 @@ CALLS = {
 }
 
 
+# Primitives that hold what they compute as a jaxpr, beside what they say to compilers or to `jax.grad`.
+ANNOTATED = frozenset({"composite", "linear_call", "xla_metadata_call"})
+
+
 def call_parts(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
-    """Jaxpr and constants that a call-like equation wraps; None for any other equation."""
-    if eqn.primitive.name == "call_hi_primitive":
-        return _expansion(eqn.params["_prim"])
-    if _is_solve_of_lineax(eqn):
-        return _solved_by_lineax(eqn)
-    name = CALLS.get(eqn.primitive.name)
-    return None if name is None else open_jaxpr(eqn.params[name])
-
-
-def _expansion(prim: Any) -> tuple[Jaxpr, list[Any]]:
-    """The equations that stand for an operation which JAX 0.12 itself expands when it lowers a program.
-
-    `jnp.searchsorted` is one, and with `jax_remat3` a `jax.checkpoint`.
-    """
-    traced = trace_here(prim.expand, *prim.in_avals)
+    """Jaxpr and constants that a call-like equation wraps or expands to; None for any other equation."""
+    if (name := CALLS.get(eqn.primitive.name)) is not None:
+        return open_jaxpr(eqn.params[name])
+    if eqn.primitive.name in ANNOTATED:
+        return open_jaxpr(*inner_jaxprs(eqn))
+    expand = _expansion(eqn)
+    if expand is None:
+        return None
+    # Avals without a mesh: inside of `shard_map` they have one, and lineax compares them with some that it
+    # noted when the step was traced ("pytree does not match out_structure").
+    avals = [
+        jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, weak_type=x.aval.weak_type)
+        for x in eqn.invars
+    ]
+    traced = trace_here(functools.partial(expand, **eqn.params), *avals)
     return traced.jaxpr, traced.consts
+
+
+def _expansion(eqn: Eqn) -> Callable[..., Any] | None:
+    """What JAX runs in the place of an equation when it lowers a program; None if that is the equation.
+
+    `jnp.searchsorted` has one in JAX 0.12, as have all primitives of `jax.experimental.hijax`, and with
+    `jax_remat3` a `jax.checkpoint`. Loops have one where their bodies do, which are expanded one by one.
+    """
+    primitive: Any = eqn.primitive
+    if _is_solve_of_lineax(eqn):
+        impl: Callable[..., Any] = primitive.impl
+        return impl
+    if primitive.name in ("cond", "scan", "while") or inner_jaxprs(eqn):
+        return None
+    if not primitive.is_high(*[x.aval for x in eqn.invars], **eqn.params):
+        return None
+    to_lojax: Callable[..., Any] = primitive.to_lojax
+    return to_lojax
 
 
 def _is_solve_of_lineax(eqn: Eqn) -> bool:
     """Whether it is `lineax.linear_solve`, by itself or in `jax.vmap`: then Equinox has one of its own."""
     vmapped = eqn.params.get("prim") if eqn.primitive.name == "vprim" else None
     return (vmapped or eqn.primitive).name == "linear_solve"
-
-
-def _solved_by_lineax(eqn: Eqn) -> tuple[Jaxpr, list[Any]]:
-    """What a solve of lineax computes, which JAX asks of it once more where a program is lowered.
-
-    There, inside of `shard_map`, avals have a mesh, and lineax compares them with some that it noted when the
-    step was traced ("pytree does not match out_structure"). Here they have none.
-    """
-    avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
-    traced = trace_here(functools.partial(eqn.primitive.impl, **eqn.params), *avals)
-    return traced.jaxpr, traced.consts
 
 
 def branch_of_steps(eqn: Eqn) -> tuple[Jaxpr, list[Any]] | None:
@@ -272,7 +301,7 @@ def autodiff_pass(eqn: Eqn) -> str | None:
     JAX writes its transforms on every equation's name stack; the outermost one tells the pass.
     """
     for entry in eqn.source_info.name_stack.stack:
-        if isinstance(entry, source_info_util.Transform) and entry.name in ("jvp", "transpose"):
+        if isinstance(entry, internal_source_info.Transform) and entry.name in ("jvp", "transpose"):
             return "forward" if entry.name == "jvp" else "backward"
     return None
 
@@ -308,7 +337,7 @@ def is_named(eqn: Eqn, name: str) -> bool:
 
 def has_side_effects(eqn: Eqn) -> bool:
     """Whether the equation does more than compute its outputs (prints, calls back)."""
-    return any(not isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
+    return any(not isinstance(effect, NamedAxisEffect) for effect in eqn.effects)
 
 
 def _keep_local(params: dict[str, Any]) -> dict[str, Any]:
@@ -365,12 +394,19 @@ def at_line(eqn: Eqn) -> str:
 
 def user_line(eqn: Eqn) -> str:
     """`summary(eqn)`; and, if that is a line of an installed package, where the user called the package."""
-    frames = [*source_info_util.user_frames(eqn.source_info.traceback)]
+    frames = [*internal_source_info.user_frames(eqn.source_info.traceback)]
     ours = [frame for frame in frames if not _is_installed(frame.file_name)]
     if not ours or ours[0] is frames[0]:
         return summary(eqn)
     file, line, function = ours[0].file_name, ours[0].start_line, ours[0].function_name
     return f"{summary(eqn)}, called at {file}:{line} ({function})"
+
+
+def line_of_error(error: Exception) -> str:
+    """The user's line behind which JAX raised an error, like `summary`; '' if there is none."""
+    frames = [*traceback.extract_tb(error.__traceback__)]
+    ours = [frame for frame in frames if not _is_installed(frame.filename)]
+    return f"{ours[-1].filename}:{ours[-1].lineno} ({ours[-1].name})" if ours else ""
 
 
 def _is_installed(file: str) -> bool:
@@ -456,24 +492,24 @@ def ref_equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
         if any(isinstance(atom.aval, AbstractRef) for atom in [*eqn.invars, *eqn.outvars]):
             yield eqn
         else:
-            for inner in core.jaxprs_in_params(eqn.params):
+            for inner in extended.jaxprs_in_params(eqn.params):
                 yield from ref_equations(inner)
 
 
 def is_ref(x: Any) -> bool:
     """Whether `x` is a mutable array."""
-    return isinstance(x, core.Ref)
+    return isinstance(x, jax.Ref)
 
 
 def new_var(like: Atom) -> Var:
     """A variable that no other jaxpr has."""
-    return core.Var(like.aval)
+    return extended.Var(like.aval)
 
 
 def selection(index: Atom, cases: Sequence[Atom], out: Var, source: Eqn) -> Eqn:
     """The equation `out = cases[index]`, in the place of `source`."""
     ins = [index, *cases]
-    return core.new_jaxpr_eqn(ins, [out], lax.select_n_p, {}, set(), source.source_info)
+    return extended.new_jaxpr_eqn(ins, [out], lax.select_n_p, {}, set(), source.source_info)
 
 
 def replaced(jaxpr: Any, **parts: Any) -> Jaxpr:
@@ -561,7 +597,9 @@ def equation(
     primitive: Primitive, ins: Sequence[Atom], outs: Sequence[Var], source: Eqn, **params: Any
 ) -> Eqn:
     """A new equation, as if `source` had been it."""
-    return core.new_jaxpr_eqn(list(ins), list(outs), primitive, params, set(), source.source_info)
+    return extended.new_jaxpr_eqn(
+        list(ins), list(outs), primitive, params, set(), source.source_info
+    )
 
 
 def is_on_host(aval: Any) -> bool:
@@ -594,19 +632,19 @@ def changes_memory(eqn: Eqn) -> bool:
 
 def scalar(value: Any, dtype: Any) -> Literal:
     """A scalar constant, to be written into an equation."""
-    literal: Literal = core.Literal(np.asarray(value, dtype)[()], core.ShapedArray((), dtype))
+    literal: Literal = extended.Literal(np.asarray(value, dtype)[()], core.ShapedArray((), dtype))
     return literal
 
 
 def var_like(aval: Any, shape: Sequence[int] | None = None, dtype: Any = None) -> Var:
     """A new variable with the type of `aval`, but of another shape, or dtype."""
     if shape is None and dtype is None:
-        return core.Var(aval)
+        return extended.Var(aval)
     shape = aval.shape if shape is None else tuple(shape)
     weak = getattr(aval, "weak_type", False) and dtype is None
     dtype = aval.dtype if dtype is None else dtype
     space = getattr(aval, "memory_space", jax.memory.Space.Device)
-    return core.Var(core.ShapedArray(shape, dtype, weak_type=weak, memory_space=space))
+    return extended.Var(core.ShapedArray(shape, dtype, weak_type=weak, memory_space=space))
 
 
 PRIMITIVES = {
@@ -643,6 +681,34 @@ def threefry_bits(key: jax.Array, high: jax.Array, low: jax.Array, bit_width: in
     return (b1 ^ b2).astype(dtype)
 
 
+def is_tracing() -> bool:
+    """Whether what runs now is traced."""
+    return not internal.trace_state_clean()  # 0.11.0
+
+
+def retyped(sharding: Any, mesh: Any) -> Any:
+    """A sharding over a mesh with the axes of `mesh`, with the types that they have there; else itself."""
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape_tuple != mesh.shape_tuple:
+        return sharding
+    if sharding.mesh.axis_types == mesh.axis_types:
+        return sharding
+    own = sharding.mesh.update(axis_types=mesh.axis_types)
+    return NamedSharding(own, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def view(x: Any, sharding: Any) -> Any:
+    """An array's memory under a sharding that lays it out alike; itself if it is no array of JAX's own.
+
+    Whatever consumes the one consumes both.
+    """
+    if isinstance(x, PRNGKeyArray):
+        return PRNGKeyArray(x._impl, view(x._base_array, sharding))
+    if not isinstance(x, ArrayImpl):
+        return x
+    parts = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts, dtype=x.dtype)
+
+
 def register_array(cls: type, plain: Callable[[Any], jax.Array]) -> None:
     """Tells JAX to take `cls` for an array of its `shape`, `dtype` and `sharding`, and how to make that one.
 
@@ -650,15 +716,16 @@ def register_array(cls: type, plain: Callable[[Any], jax.Array]) -> None:
     """
 
     def aval(x: Any) -> Any:
-        return core.update_aval_with_sharding(core.ShapedArray(x.shape, x.dtype), x.sharding)
+        sharding = retyped(x.sharding, jax.sharding.get_abstract_mesh())
+        return internal.update_aval_with_sharding(core.ShapedArray(x.shape, x.dtype), sharding)
 
-    core.pytype_aval_mappings[cls] = aval
+    internal.pytype_aval_mappings[cls] = aval
     dtypes.register_canonicalize_value_handler(cls, plain)
 
 
 # Scopes of what a step says of its rows (`_local.py`).
 GROUPS, PER_EXAMPLE = "jzero.groups", "jzero.per_example"
-_marked_rows = extended_core.Primitive("marked_rows")
+_marked_rows = extended.Primitive("marked_rows")
 
 
 def marked_rows(x: Any, dim: int | None, enters: bool = True) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jzero.tracing import _jaxpr
+from jzero.tracing._axis_types import takes_explicit_axes
 
 
 class LikeArray(jax.Array):
@@ -27,6 +28,7 @@ class LikeArray(jax.Array):
     weak_type = False
 
     def __init_subclass__(cls) -> None:
+        cls.__jax_array__ = takes_explicit_axes(cls.__jax_array__)  # type: ignore[method-assign]
         _jaxpr.register_array(cls, cls.__jax_array__)
 
     def __jax_array__(self) -> jax.Array:

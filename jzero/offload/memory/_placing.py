@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, Sharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, Sharding
 
 from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, message
 from jzero._in_turn import groups
@@ -212,23 +211,8 @@ def _groups(plans: Sequence[LeafPlan], device_bytes: int) -> list[list[int]]:
     return [here, *rest] if here else list(rest)
 
 
-def constrain(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-    """Under an outer `jax.jit`: over Explicit mesh axes, where JAX moves nothing by itself, reshards."""
-    return [
-        jax.reshard(x, s) if AxisType.Explicit in s.mesh.axis_types else x
-        for x, s in zip(leaves, shardings, strict=True)
-    ]
-
-
-def unpad(
-    leaves: Sequence[Any], plans: Sequence[LeafPlan], shardings: Sequence[NamedSharding]
-) -> list[Any]:
-    """Under an outer `jax.jit`: each leaf of a state in its true shape; a padded one becomes full."""
-    full = [
-        NamedSharding(s.mesh, P()) if p.padding else s
-        for p, s in zip(plans, shardings, strict=True)
-    ]
-    leaves = constrain(leaves, full)
+def unpad(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """Under an outer `jax.jit`: each leaf of a state in its true shape."""
     return [_padded.unpad(x, leaf.shape) for x, leaf in zip(leaves, plans, strict=True)]
 
 

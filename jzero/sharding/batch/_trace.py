@@ -127,7 +127,7 @@ def _trace_otherwise(
             return _jaxpr.trace_whole(flat_step, avals, mesh_axes)
         except ValueError as other:
             if not _is_of_shard_map(other):
-                raise
+                raise _explained(other) from other.__cause__
     try:
         return _jaxpr.trace_whole(flat_step, avals, {})
     except (RuntimeError, ValueError):  # Constraints need a mesh.
@@ -150,6 +150,26 @@ def _alone(fn: StepOfLeaves) -> StepOfLeaves:
             _inside.reset(token)
 
     return traced
+
+
+# What JAX says of layouts that are for Explicit axes alone, or of a mesh of such axes.
+_OF_EXPLICIT_AXES = (
+    "axis names that are of type Auto or Manual",
+    "can only refer to Auto axes",
+    "should match the mesh of sharding",
+    "should match the aval mesh",
+)
+
+
+def _explained(error: ValueError) -> Exception:
+    """A refusal of `jax.reshard` and `out_sharding=` ([Note: Explicit axes]); any other error itself."""
+    if not any(text in f"{error}" for text in _OF_EXPLICIT_AXES):
+        return error
+    return StepError(message(
+        "shard_train_step", f"a layout over Explicit mesh axes at {_jaxpr.line_of_error(error)}",
+        "A step is traced over Auto axes, whatever types those of its mesh have.",
+        "Write jax.lax.with_sharding_constraint(x, jax.P(...)) in the place of jax.reshard, of out_sharding= "
+        "and of NamedShardings; drop what speaks of data axes alone."))  # fmt: skip
 
 
 def check_outermost() -> None:
@@ -199,6 +219,8 @@ def trace_written(
     ]
     try:
         traced = _jaxpr.trace(folded, avals, axes, automatic)
+    except ValueError as error:
+        raise _explained(error) from error.__cause__
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise

@@ -9,12 +9,13 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jzero._errors import MeshError, message
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import StageAxes
 from jzero.tracing import _call, _jaxpr
+from jzero.tracing._axis_types import with_auto_axes
 
 WHO = _call.WHO
 
@@ -98,13 +99,6 @@ def setting_of(
         raise MeshError(message(
             WHO, f"axis_names has {unknown}, and the mesh has {tuple(mesh.axis_names)}",
             "ZeRO shards over axes of the mesh.", "Correct axis_names, or drop it."))  # fmt: skip
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = [name for name in types if name not in names and types[name] != AxisType.Auto]
-    if explicit:
-        raise MeshError(message(
-            WHO, f"mesh axes {explicit} are not among axis_names {names}, and not Auto",
-            "Over axes that are not data axes XLA shards, as the step's constraints say.",
-            "Make the mesh with axis_types=(jax.sharding.AxisType.Auto, ...)."))  # fmt: skip
     if axis_name is not None and axis_name in names and len(names) > 1:
         raise MeshError(message(
             WHO, f"axis_name={axis_name!r} is only one of the mesh's axes {names}",
@@ -114,19 +108,19 @@ def setting_of(
 
 
 def around(mesh: Any, axis_name: str | None) -> tuple[Any, Any, tuple[Hashable, ...]]:
-    """A step's mesh, `jax.set_mesh`'s, and JAX's configuration: what is not the step's own in its setting.
+    """A step's mesh of Auto axes, `jax.set_mesh`'s, and JAX's configuration: what its setting is made of.
 
     Without one of its own it is `jax.set_mesh`'s, else one axis over all devices.
     """
     abstract, tracing = jax.sharding.get_abstract_mesh(), _jaxpr.trace_settings()
-    if mesh is not None:
-        return mesh, abstract, tracing
-    if abstract.empty:
-        return _default_mesh(axis_name or "data", tuple(jax.devices())), abstract, tracing
-    try:
-        return jax.sharding.get_mesh(), abstract, tracing
-    except ValueError:  # Under jit there is only the abstract one, and it suffices.
-        return abstract, abstract, tracing
+    if mesh is None and abstract.empty:
+        mesh = _default_mesh(axis_name or "data", tuple(jax.devices()))
+    elif mesh is None:
+        try:
+            mesh = jax.sharding.get_mesh()
+        except ValueError:  # Under jit there is only the abstract one, and it suffices.
+            mesh = abstract
+    return with_auto_axes(mesh), abstract, tracing
 
 
 @functools.cache

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explicit mesh axes are taken as Auto: `jax.make_mesh` makes Explicit ones, and a step speaks of none.
+
+[Note: Explicit axes] jzero plans and runs on meshes of Auto axes alone: what is Explicit is replaced once, by
+the same devices with Auto axes. Where no mesh is current, all that comes back lies on that mesh, and plain
+`jnp` takes it. Under `jax.set_mesh` of Explicit axes JAX takes arrays of Explicit axes alone: there a call's
+arrays are taken as views on the Auto mesh, it runs under that one, and what it returns comes back as views on
+the user's. A view shares the memory of its array, and is consumed with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from jzero.tracing import _jaxpr
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@functools.lru_cache(maxsize=64)
+def with_auto_axes(mesh: Any) -> Any:
+    """The mesh with Auto axes in the place of Explicit ones; itself if it has none, or is no mesh."""
+    if AxisType.Explicit not in getattr(mesh, "axis_types", ()):
+        return mesh
+    types = [AxisType.Auto if t == AxisType.Explicit else t for t in mesh.axis_types]
+    return mesh.update(axis_types=tuple(types))
+
+
+def explicit_axes() -> tuple[str, ...]:
+    """The Explicit axes of the mesh that is current."""
+    mesh = jax.sharding.get_abstract_mesh()
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
+
+
+def takes_explicit_axes(fn: F) -> F:
+    """`fn`, which is called by users, under a mesh of Auto axes ([Note: Explicit axes])."""
+
+    @functools.wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        current = jax.sharding.get_abstract_mesh()
+        if AxisType.Explicit not in current.axis_types:
+            return fn(*args, **kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):  # `ShardedStep._run_traced`
+            return fn(*args, **kwargs)
+        auto, views = with_auto_axes(current), dict[int, Any]()
+        with _context(auto):
+            # An array that is there twice is one array still.
+            for x in leaves:
+                views.setdefault(id(x), _as_on(x, auto))
+            args, kwargs = jax.tree.unflatten(tree, [views[id(x)] for x in leaves])
+            out = fn(*args, **kwargs)
+            return jax.tree.map(lambda x: _as_on(x, current), out)
+
+    return called  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _context(mesh: AbstractMesh) -> Iterator[None]:
+    # JAX lets no mesh context change into one of other types, but into none at all. A function that is traced
+    # may close over a `LikeArray`, whose array is made here and now, so that there is something to view.
+    nothing = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    now = jax.ensure_compile_time_eval() if _jaxpr.is_tracing() else contextlib.nullcontext()
+    with now, nothing, jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def _as_on(x: Any, mesh: AbstractMesh) -> Any:
+    """An array, a shape or a sharding with the axis types of `mesh`, if it is over the same axes."""
+    if isinstance(x, NamedSharding):
+        return _jaxpr.retyped(x, mesh)
+    old = getattr(x, "sharding", None)
+    new = _jaxpr.retyped(old, mesh)
+    if new is old:
+        return x
+    return x.update(sharding=new) if isinstance(x, jax.ShapeDtypeStruct) else _jaxpr.view(x, new)

@@ -1,0 +1,265 @@
+"""Meshes as `jax.make_mesh` makes them, of Explicit axes: taken as Auto, given or by `jax.set_mesh`."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jzero
+import small
+import zoo
+
+TX = optax.adam(1e-2)
+MESHES = {"data": ((8,), ("data",)), "data and model": ((4, 2), ("data", "model"))}
+AUTO_SPECS = {"up": P(None, "model"), "down": P("model", None)}
+
+
+def init():
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {
+        "up": jax.random.normal(keys[0], (8, 32)),
+        "down": jax.random.normal(keys[1], (32, 8)),
+    }
+    return {"params": params, "opt": TX.init(params), "key": jax.random.key(1)}
+
+
+def step_of(constrain):
+    def forward(params, x):
+        return constrain(jnp.tanh(x @ params["up"])) @ params["down"]
+
+    def step(state, x):
+        def loss_fn(params):
+            y = forward(params, x) + 0.1 * jax.random.normal(state["key"], x.shape)
+            return jnp.mean(y**2), y
+
+        (loss, y), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
+        updates, opt = TX.update(grads, state["opt"], state["params"])
+        new = {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+        return new | {"key": jax.random.fold_in(state["key"], 1)}, (loss, y)
+
+    return step
+
+
+plain_step = step_of(lambda h: h)
+X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+
+
+def explicit(name):
+    mesh = jax.make_mesh(*MESHES[name])
+    assert set(mesh.axis_types) == {AxisType.Explicit}
+    return mesh
+
+
+def sharded(mesh, given, **options):
+    has_model = len(mesh.axis_names) > 1
+    constrain = (
+        (lambda h: jax.lax.with_sharding_constraint(h, P(None, "model")))
+        if has_model
+        else lambda h: h
+    )
+    if has_model:
+        options |= dict(auto_specs=AUTO_SPECS, axis_names="data")
+    options |= dict(mesh=None if given == "set_mesh" else mesh)
+    return small.shard_train_step(step_of(constrain), **options)
+
+
+def around(mesh, given):
+    return contextlib.nullcontext() if given == "argument" else jax.set_mesh(mesh)
+
+
+def expected_after(num_steps):
+    state = init()
+    for _ in range(num_steps):
+        state, outs = jax.jit(plain_step)(state, X)
+    return state, outs
+
+
+def host(tree):
+    def leaf(x):
+        return np.asarray(
+            jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        )
+
+    return jax.tree.map(leaf, tree)
+
+
+def close(actual, expected):
+    zoo.assert_trees_close(host(actual), host(expected), zoo.FP32, "explicit axes")
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+CASES = [
+    ("data", "set_mesh", {"stage": 1}),
+    ("data and model", "argument", {"stage": 3, "accumulate": 2}),
+    ("data and model", "set_mesh", {"stage": 2}),
+    ("data and model", "set_mesh", {"stage": 3, "offload": jzero.PinnedHost()}),
+    slow("data", "argument", {"stage": 3}),
+    slow("data", "both", {"stage": 3}),
+    slow("data", "set_mesh", {"stage": 2, "accumulate": 2}),
+    slow("data and model", "argument", {"stage": 1}),
+    slow("data and model", "set_mesh", {"stage": 3}),
+    slow("data", "argument", {"stage": 3, "offload": jzero.HostCPU()}),
+    slow("data", "set_mesh", {"stage": 3, "offload": jzero.HostCPU()}),
+]
+
+
+@pytest.mark.alternating
+@pytest.mark.parametrize(("name", "given", "options"), CASES, ids=str)
+def test_trains_as_on_one_device(name, given, options):
+    mesh = explicit(name)
+    train_step = sharded(mesh, given, **options)
+    with around(mesh, given):
+        state = train_step.init(init)
+        for _ in range(3):
+            state, outs = train_step(state, X)
+        close(train_step.unshard(state), expected_after(3)[0])
+    close(outs, expected_after(3)[1])
+
+
+@pytest.mark.alternating
+@pytest.mark.parametrize("name", [slow("data"), "data and model"])
+def test_plain_functions_take_what_comes_back(name):
+    mesh = explicit(name)
+    state, (loss, y) = sharded(mesh, "argument")(init(), X)
+    expected_state, (_, expected) = expected_after(1)
+    close(
+        [y[:, 0], y[3], y.T @ y, y.reshape(-1)],
+        [expected[:, 0], expected[3], expected.T @ expected, expected.reshape(-1)],
+    )
+    close(state["params"]["up"] + 1, expected_state["params"]["up"] + 1)
+    with jax.set_mesh(mesh):  # JAX takes arrays of these axes alone there.
+        state, (loss, y) = sharded(mesh, "set_mesh")(init(), X)
+        close([y[:, 0], y + 1, loss * 2], [expected[:, 0], expected + 1, (expected**2).mean() * 2])
+        close(jnp.sum(state["params"]["up"] ** 2), jnp.sum(expected_state["params"]["up"] ** 2))
+        assert set(y.sharding.mesh.axis_types) == {AxisType.Explicit}
+        assert jax.random.bits(state["key"]) == jax.random.bits(expected_state["key"])
+
+
+@pytest.mark.parametrize("given", [slow("argument"), "set_mesh"])
+def test_inputs_of_explicit_axes(given):
+    """They are views of arrays on Auto axes: nothing is copied, and a state in its place is consumed."""
+    mesh = explicit("data and model")
+    with around(mesh, given):
+        train_step = sharded(mesh, given, stage=3)
+        theirs = jax.tree.map(
+            lambda s: NamedSharding(mesh, s.spec),
+            train_step.state_shardings(jax.eval_shape(init), X),
+        )
+        state = jax.device_put(init(), theirs)
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        first = state["params"]["up"]
+        state, _ = train_step(state, x)
+        assert first.is_deleted() == (given == "set_mesh")
+        state, outs = train_step(state, x)
+        close(outs, expected_after(2)[1])
+
+
+def test_an_array_that_is_there_twice():
+    """It is one view, so that a step which donates the one does not read the other."""
+
+    def step(w, x):
+        return w + 1, x * 2
+
+    with jax.set_mesh(explicit("data")):
+        train_step = small.shard_train_step(step, stage=0, in_specs={"x": P()})
+        w, _ = train_step(jnp.ones((16, 8)), X)
+        close(train_step(w, w), (jnp.full((16, 8), 3.0), jnp.full((16, 8), 4.0)))
+
+
+@pytest.mark.alternating
+@pytest.mark.parametrize("name", [slow("data"), "data and model"])
+def test_under_an_outer_jit(name):
+    mesh = explicit(name)
+    with jax.set_mesh(mesh):
+        train_step = sharded(mesh, "set_mesh", stage=3)
+        state = train_step.init(init)
+        state, outs = jax.jit(train_step)(state, X)
+        assert set(outs[1].sharding.mesh.axis_types) == {AxisType.Explicit}
+        close([state, outs], expected_after(1))
+        eval_step = jzero.shard_eval_step(
+            lambda s, x: jnp.tanh(x @ s["params"]["up"]), like=train_step
+        )
+        close(jax.jit(eval_step)(state, X), jnp.tanh(X @ host(state)["params"]["up"]))
+
+
+@pytest.mark.alternating
+@pytest.mark.parametrize("given", [slow("argument"), "set_mesh"])
+def test_evaluates_and_restores(given, tmp_path):
+    mesh = explicit("data and model")
+    train_step = sharded(mesh, given, stage=3)
+    eval_step = jzero.shard_eval_step(lambda s, x: x @ s["params"]["up"], like=train_step)
+    with around(mesh, given), jzero.Checkpointer(tmp_path / "steps", train_step) as checkpointer:
+        state, _ = train_step(train_step.init(init), X)
+        close(eval_step(state, X), X @ host(state)["params"]["up"])
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        restored = checkpointer.restore(jax.eval_shape(init))
+        close(restored["params"]["up"] + 0, host(state)["params"]["up"])
+        state, outs = train_step(restored, X)
+        close(outs, expected_after(2)[1])
+
+
+def test_some_axes_explicit_and_no_devices():
+    for types in ((AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)):
+        mesh = jax.make_mesh(*MESHES["data and model"], axis_types=types)
+        assert sharded(mesh, "argument").describe(init(), X).movements == ()
+    sizes, names = MESHES["data and model"]
+    abstract = AbstractMesh(sizes, names, axis_types=(AxisType.Explicit,) * 2)
+    plan = sharded(abstract, "argument").plan(jax.eval_shape(init), X)
+    assert plan.leaves == sharded(explicit("data and model"), "argument").plan(init(), X).leaves
+    train_step = sharded(explicit("data and model"), "argument")
+    with jax.set_mesh(explicit("data and model")):
+        found = train_step.state_shardings(init(), X)
+        assert set(jax.tree.leaves(found)[0].mesh.axis_types) == {AxisType.Explicit}
+
+
+LAYOUTS = {
+    "reshard": lambda h, mesh: jax.sharding.reshard(h, P("data", "model")),
+    "reshard, a sharding": lambda h, mesh: jax.sharding.reshard(h, NamedSharding(mesh, P("data"))),
+    "einsum": lambda h, mesh: jnp.einsum("bi,ij->bj", h, jnp.ones((32, 32)), out_sharding=P("data", "model")),
+    "gather": lambda h, mesh: h.at[jnp.arange(16)].get(out_sharding=P("data")),
+    "zeros": lambda h, mesh: h + jnp.zeros(h.shape, out_sharding=NamedSharding(mesh, P("data"))),
+    "constraint": lambda h, mesh: jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P("data"))),
+}  # fmt: skip
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("given", ["argument", "set_mesh"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_a_step_s_own(layout, given):
+    mesh = explicit("data and model")
+    step = step_of(lambda h: LAYOUTS[layout](h, mesh))
+    with around(mesh, given), pytest.raises(jzero.StepError) as raised:
+        small.shard_train_step(step, mesh=mesh, axis_names="data").plan(init(), X)
+    text = f"{raised.value}"
+    assert "a layout over Explicit mesh axes at " in text
+    assert "test_explicit_axes.py:" in text
+    assert "Write jax.lax.with_sharding_constraint(x, jax.P(...))" in text
+
+
+TAKEN = {
+    "constraint": lambda h: jax.lax.with_sharding_constraint(h, P("data", "model")),
+    "auto_axes": lambda h: jax.sharding.auto_axes(jnp.sin, out_sharding=P("data", "model"))(h),
+    "explicit_axes": lambda h: jax.sharding.explicit_axes(jnp.sin, in_sharding=P("data", "model"))(
+        h
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", [slow("constraint"), slow("auto_axes"), "explicit_axes"])
+def test_layouts_that_are_constraints(layout):
+    mesh = explicit("data and model")
+    train_step = small.shard_train_step(
+        step_of(TAKEN[layout]), mesh=mesh, axis_names="data", stage=3
+    )
+    state, outs = train_step(init(), X)
+    plain = step_of(jnp.sin if "axes" in layout else lambda h: h)
+    close([state, outs], jax.jit(plain)(init(), X))
