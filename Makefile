@@ -49,6 +49,8 @@ OFFLOAD_ARGS ?=
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 BIN := .venv/bin
+# JAX 0.11 keeps NumPy's views of an array with it, which other releases do not.
+LIKE_A_GPU := $(if $(NEWEST_PYTHON),.venv-jax11,.venv)
 SOURCES := jzero tests experiments examples docs .ci
 
 .PHONY: train bench compare exactness sampled house tables compile-tables fsdp2 host-update swapper offload-traffic offload-delayed \
@@ -113,12 +115,12 @@ test-gpu:
 	JZERO_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU_PYTHON) -m pytest -v -n 4 --dist loadfile tests/gpu
 
 # A GPU's XLA refuses to donate what somebody has a view of; tests/refuse_like_a_gpu.py has CPUs do so.
-test-like-a-gpu: .venv/installed
-	$(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS) tests/test_views_of_pinned.py
-	PYTHONPATH=tests $(BIN)/python -m pytest -q $(PYTEST_ARGS) -p refuse_like_a_gpu \
+test-like-a-gpu: $(LIKE_A_GPU)/installed
+	$(LIKE_A_GPU)/bin/python -m pytest -q -m "" $(PYTEST_ARGS) tests/test_views_of_pinned.py
+	PYTHONPATH=tests $(LIKE_A_GPU)/bin/python -m pytest -q $(PYTEST_ARGS) -p refuse_like_a_gpu \
 	    tests/test_checkpoint_tiers.py tests/test_offload_params.py \
 	    tests/test_example_scripts.py::test_lora_trains_on_what_linen_gpt_has_saved
-	PYTHONPATH=tests JZERO_TEST_GPU=cpu JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q $(PYTEST_ARGS) \
+	PYTHONPATH=tests JZERO_TEST_GPU=cpu JAX_PLATFORMS=cpu $(LIKE_A_GPU)/bin/python -m pytest -q $(PYTEST_ARGS) \
 	    -p refuse_like_a_gpu tests/gpu/test_checkpoint.py
 
 one-gpu:

@@ -1,6 +1,5 @@
 """Operations that JAX expands when it lowers a program: jzero expands them when it traces the step."""
 
-import contextlib
 from typing import Any
 
 import jax
