@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def _remat(
     if not _jaxpr.is_rematted(eqn):
         return _call(interp, frame, index, eqn, ins)
     if _jaxpr.prevents_cse(eqn):
-        ins = _held_back(frame, eqn, ins)
+        ins = _held_back(ins, [frame.varies(atom) for atom in eqn.invars])
     devices = interp.devices
     if not interp.keep_gathered:
         interp.devices = dataclasses.replace(devices, scope=object())
@@ -48,14 +48,14 @@ def _remat(
     return outs
 
 
-def _held_back(frame: Frame, eqn: _jaxpr.Eqn, ins: list[Value]) -> list[Value]:
+def _held_back(ins: list[Value], are_held: Sequence[bool]) -> list[Value]:
     """Activations wait for each other, and so for the backward pass, as JAX has it.
 
     Shards do not, so that gathers can start early: they have [Note: tokens of a pass] instead.
     """
     held = {
-        i: value for i, (atom, value) in enumerate(zip(eqn.invars, ins, strict=True))
-        if isinstance(value, FullValue) and frame.varies(atom)
+        i: value for i, (value, is_held) in enumerate(zip(ins, are_held, strict=True))
+        if isinstance(value, FullValue) and is_held
     }  # fmt: skip
     if not held:
         return ins
@@ -68,8 +68,8 @@ def _held_back(frame: Frame, eqn: _jaxpr.Eqn, ins: list[Value]) -> list[Value]:
 def _barrier(
     interp: Interpreter, frame: Frame, index: int, eqn: _jaxpr.Eqn, ins: list[Value]
 ) -> list[Value]:
-    """A barrier of the step's own, or of `jax.checkpoint` with `jax_remat3`."""
-    return _held_back(frame, eqn, ins)
+    """A barrier of the step's own, of `jax.checkpoint` with `jax_remat3`, or of `_writer.fenced`."""
+    return _held_back(ins, [True] * len(ins))
 
 
 def _cond(
