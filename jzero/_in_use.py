@@ -16,7 +16,7 @@ import jax
 from jzero._errors import JzeroError, StateError, message
 from jzero.offload.memory._coded_array import CodedArray
 from jzero.offload.memory._padded import PaddedArray
-from jzero.tracing import _call
+from jzero.tracing import _call, _jaxpr
 
 _STEPS = (
     "Step a state in one thread, and let others use what it returns; threads that train by themselves have "
@@ -94,14 +94,13 @@ class Use:
         devices: whether a cached view counts, and in which shardings, differs between releases of JAX. A
         program with such an array runs on some devices, which wait for the others for ever.
         """
-        if all(
-            map(_DELETED, self._leaves)
-        ):  # Nearly always; to delete them again would cost ten times this.
+        # Nearly always; to delete them again would cost ten times this.
+        if all(map(_DELETED, self._leaves)):
             return
         ids = set(map(id, kept))
         for leaf in self._leaves:
             if id(leaf) not in ids:
-                leaf.delete()
+                _jaxpr.let_go(leaf)
 
     def _others(self, leaves: Sequence[Any]) -> list[Use]:
         """Calls that run and read some of these leaves, to wait for; one that consumes some is refused."""

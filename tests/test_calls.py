@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -307,11 +308,37 @@ def test_state_that_numpy_has_a_view_of_is_donated(stage, name):
     views = jax.tree.map(VIEWS[name], state)
     before = jax.tree.map(np.copy, views)
     new, _ = train_step(state, X, Y)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    with pytest.raises(jzero.StateError, match="already donated"):
-        train_step(state, X, Y)
+    if jax.__version_info__ >= (0, 11):  # [Note: what JAX 0.10 leaves alive]
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+        with pytest.raises(jzero.StateError, match="already donated"):
+            train_step(state, X, Y)
     zoo.assert_trees_close(zoo.to_host(new), zoo.to_host(expected), zoo.FP32, "new")
     jax.tree.map(np.testing.assert_array_equal, views, before)
+
+
+def test_a_thread_may_read_the_state_of_a_step_that_runs():
+    """[Note: what JAX 0.10 leaves alive] Deleting what a thread reads ends the process there."""
+    train_step = small.shard_train_step(lambda s, x: (jax.tree.map(lambda w: w + x.sum(), s), 0.0))
+    state = train_step.shard([jnp.ones((16, 13))] * 20, X)
+    box, is_over = [state], threading.Event()
+
+    def read():
+        held = []
+        while not is_over.is_set():
+            for leaf in box[0][::3]:
+                with contextlib.suppress(RuntimeError, ValueError):  # consumed meanwhile
+                    held.append(np.asarray(leaf))
+            del held[:-20]
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        state, _ = train_step(state, X)
+        box[0] = state
+    is_over.set()
+    for thread in threads:
+        thread.join()
 
 
 def test_unplaced_state_survives():

@@ -138,6 +138,17 @@ def literal(atom: Literal) -> Any:
     return value if isinstance(value, jax.Array) else np.asarray(value, atom.aval.dtype)
 
 
+def let_go(x: Any) -> None:
+    """Deletes an array that a step has consumed, and a view has kept alive, wholly or on some devices.
+
+    [Note: what JAX 0.10 leaves alive] With JAX 0.10 it stays: there a process crashes, or hangs, where one
+    thread deletes what another reads, or looks at its shards.
+    """
+    if jax.__version_info__ < (0, 11) and isinstance(x, ArrayImpl):
+        return
+    x.delete()
+
+
 def forget_views(x: Any) -> None:
     """Has an array and its shards let go of NumPy's views that JAX 0.11 keeps, and no other release."""
     if jax.__version_info__[:2] != (0, 11):

@@ -106,7 +106,7 @@ def renewed(
                 state[i].delete()
         raise
     for i in indices:
-        state[i].delete()  # JAX keeps what was copied.
+        _jaxpr.let_go(state[i])  # JAX keeps what was copied.
     if viewed:
         _warn_of_views([plans[i] for i in viewed], sum(viewed.values()))
     return {
