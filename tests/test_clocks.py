@@ -58,6 +58,22 @@ def named(line, name):
     return line.replace("@", name)
 
 
+FLOAT32 = "%@ = f32[10,10]{1,0} dot(%f, %f), lhs_contracting_dims={1}, rhs_contracting_dims=@"
+ALGORITHMS = {
+    "bf16_bf16_f32_x3": 6.0, "bf16_bf16_f32_x9": 18.0, "tf32_tf32_f32_x3": 12.0, "tf32_tf32_f32": 4.0,
+    "bf16_bf16_f32": 2.0, "f32_f32_f32": 20.0,
+}  # fmt: skip
+
+
+def named_product(call, shape, operand, algorithm="ALG_UNSET"):
+    """A product as XLA calls a library's."""
+    return (
+        f'%@ = ({shape}, s8[4194304]{{0}}) custom-call({operand}, {operand}), custom_call_target="{call}", '
+        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]},'
+        f'"precision_config":{{"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"{algorithm}"}}}}}}'
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "seconds"),
     [
@@ -74,12 +90,21 @@ def named(line, name):
         ('%@ = (bf16[10,10]{1,0}, s8[4194304]{0}) custom-call(%w, %w), custom_call_target="__cublas$gemm", '
          'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}',
          2.0),
+        # XLA's other calls of products; four of TF32 for a complex one.
+        (named_product("__cublas$lt$matmul", "bf16[10,10]{1,0}", "%w"), 2.0),
+        (named_product("__cublas$lt$matmul$f8", "bf16[10,10]{1,0}", "%b"), 1.0),
+        (named_product("__cublas$lt$matmul", "c64[10,10]{1,0}", "%z"), 16.0),
+        # Of float32, in passes: three of bfloat16, three of TF32, one of bfloat16; exactly.
+        *((f"{FLOAT32}, algorithm=dot_{name}", seconds) for name, seconds in ALGORITHMS.items()),
+        *((named_product("__cublas$lt$matmul", "f32[10,10]{1,0}", "%f", f"ALG_DOT_{name.upper()}"), seconds)
+          for name, seconds in ALGORITHMS.items()),
     ],
 )  # fmt: skip
 def test_kernels_by_a_roofline(line, seconds):
     inputs = [
         "%r = bf16[1,100]{1,0} parameter(5)", "%c = bf16[100,1]{1,0} parameter(6)",
         "%f = f32[10,10]{1,0} parameter(7)", "%b = s8[10,10]{1,0} parameter(8)",
+        "%z = c64[10,10]{1,0} parameter(9)",
     ]  # fmt: skip
     found = modelled(program(*inputs, line))
     assert found.step_seconds == found.compute_seconds == pytest.approx(seconds)
