@@ -7,6 +7,7 @@ import pytest
 from jzero.preflight import _kernels
 from jzero.preflight._clocks import FROM_HOST, TO_HOST, Link
 from jzero.preflight._hlo import parse
+from jzero.preflight._links import with_links
 from jzero.preflight._schedule import Copied, Started, read_program, schedule_of
 from jzero.preflight._targets import Topology, find_target
 
@@ -153,6 +154,27 @@ def test_a_second_collective_waits_for_the_first_or_shares_the_links():
     assert (found.exposed_seconds, found.step_seconds) == (1.0, 5.0)
     assert [(c.seconds, c.hidden) for c in found.collectives] == [(1.0, True), (4.0, True)]
     assert found.collective_seconds == 5.0
+
+
+@pytest.mark.parametrize(
+    "pairs", ["{0,1},{1,2},{2,3},{3,0}", "{1,2},{0,1},{2,3},{3,0}", "{0,1},{2,3},{1,2}"]
+)
+def test_a_permutation_takes_its_slowest_pair(pairs):
+    """Whichever is listed first: 400 bytes at 10 a second between hosts, at 100 within one."""
+    lines = (
+        "%p = (f32[100]{0}, f32[100]{0}) collective-permute-start(%s), "
+        f"source_target_pairs={{{pairs}}}",
+        "%p.done = f32[100]{0} collective-permute-done(%p)",
+    )
+    step = [Started(read_program(program(*lines)))]
+    target = with_links(TARGET, {1: 10.0})
+    found = schedule_of(step, {"node": 2, "local": 2}, target, Topology(2, 2))
+    assert found.step_seconds == found.collectives[0].seconds == 40.0
+    assert found.collectives[0].axes == ("node", "local")
+    lines = tuple(line.replace(pairs, "{0,1},{3,2}") for line in lines)
+    step = [Started(read_program(program(*lines)))]
+    found = schedule_of(step, {"node": 2, "local": 2}, target, Topology(2, 2))
+    assert (found.step_seconds, found.collectives[0].axes) == (4.0, ("local",))
 
 
 def test_latencies_of_collectives_are_not_shared():

@@ -35,21 +35,23 @@ AXES = {"node": 2, "local": 4}
     ],
 )
 def test_axes_behind_replica_groups(groups, expected):
-    group = _schedule.first_group(f"channel_id=1, replica_groups={groups}, x")
-    assert _schedule.along(frozenset(group), AXES) == expected
+    group = _schedule.groups_of(f"channel_id=1, replica_groups={groups}, x")
+    assert _schedule.along(group, AXES) == expected
 
 
 def test_axes_of_a_permutation():
     groups = [
-        _schedule.first_group(f"source_target_pairs={pairs}, x")
+        _schedule.groups_of(f"source_target_pairs={pairs}, x")
         for pairs in (
             "{{0,1},{1,2}}",
+            "{{0,1},{1,2},{3,4}}",
             "{{3,4},{4,3}}",
             "{{1,5},{5,1}}",
         )  # the last without device 0
     ]
-    assert [_schedule.along(frozenset(g), AXES) for g in groups] == [
+    assert [_schedule.along(g, AXES) for g in groups] == [
         ("local",),
+        ("node", "local"),
         ("node", "local"),
         ("node",),
     ]

@@ -163,11 +163,11 @@ class _Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class _Collective:
-    """Where one begins; `group` is empty for all devices."""
+    """Where one begins; of its groups of devices that of device 0, or all pairs of a permutation."""
 
     name: str
     op: str
-    group: frozenset[int]
+    groups: tuple[frozenset[int], ...]
     nbytes: int
 
 
@@ -240,7 +240,7 @@ def _collective(line: Instruction, shapes: Mapping[str, str]) -> _Collective | N
     if line.op.endswith("-start") and op != "all-reduce":
         results -= sum(whole)
     nbytes = max(sum(whole), results if op != "all-reduce" else 0)
-    return _Collective(line.name, op, frozenset(first_group(line.text)), nbytes)
+    return _Collective(line.name, op, groups_of(line.text), nbytes)
 
 
 def _kernel_bytes(ops: Sequence[_Op]) -> int:
@@ -291,8 +291,13 @@ class _Model:
                 self._clocks.begin(stream, key, nbytes / self._target.host.bandwidth)
 
     def _time_of(self, op: _Collective) -> CollectiveTime:
-        group = _group(op.group, self._axes)
-        return collective_time(op.op, group, op.nbytes, self._target, self._topology)
+        found = [
+            collective_time(
+                op.op, _group(group, self._axes), op.nbytes, self._target, self._topology
+            )
+            for group in op.groups
+        ]
+        return max(found, key=lambda time: time.seconds)
 
     def collectives(self, program: ScheduledProgram, times: int) -> list[ScheduledCollective]:
         """Those of a program, which a step runs so often."""
@@ -315,7 +320,7 @@ class _Model:
                     begun[op.name] = op, products
                 case _Wait(name) if name in begun:
                     each, before = begun.pop(name)
-                    axes, seconds = along(each.group, self._axes), self._time(each).seconds
+                    axes, seconds = along(each.groups, self._axes), self._time(each).seconds
                     hidden = products > before
                     found.append(
                         ScheduledCollective(each.op, axes, each.nbytes, times, hidden, seconds)
@@ -324,17 +329,31 @@ class _Model:
 
 
 def _group(group: frozenset[int], axes: Mapping[str, int]) -> frozenset[int]:
+    """The group; of an empty one, all devices."""
     return group or frozenset(range(math.prod(axes.values())))
 
 
-def along(group: frozenset[int], axes: Mapping[str, int]) -> tuple[str, ...]:
+def along(groups: Iterable[frozenset[int]], axes: Mapping[str, int]) -> tuple[str, ...]:
     """The mesh axes along which the devices of a group differ; of a permutation, sender and receiver."""
-    places = np.unravel_index(sorted(_group(group, axes)), tuple(axes.values()))
-    differ = zip(axes, places, strict=True)
-    return tuple(name for name, place in differ if len(set(place)) > 1)
+    found = set[str]()
+    for group in groups:
+        places = np.unravel_index(sorted(_group(group, axes)), tuple(axes.values()))
+        differ = zip(axes, places, strict=True)
+        found |= {name for name, place in differ if len(set(place)) > 1}
+    return tuple(name for name in axes if name in found)
 
 
-def first_group(text: str) -> set[int]:
+def groups_of(text: str) -> tuple[frozenset[int], ...]:
+    """The group of device 0 alone, since all are alike; of a permutation, which are not, each pair."""
+    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", text)
+    if pairs is None:
+        return (frozenset(_first_group(text)),)
+    return tuple(
+        frozenset(int(n) for n in pair) for pair in re.findall(r"\{(\d+),(\d+)\}", pairs[1])
+    )
+
+
+def _first_group(text: str) -> set[int]:
     """The devices in the group of device 0; none if the text names no groups, which means all.
 
     Written as `{{0,1},{2,3}}`, as `[2,2]<=[4]`, a reshaped iota, or as `mesh['x'=2,'y'=2] {'y'}`.
@@ -343,9 +362,6 @@ def first_group(text: str) -> set[int]:
     if named:
         axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         return members(axes, re.findall(r"'(\w+)'", named[2]))
-    pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text)
-    if pairs:
-        return {int(pairs[1]), int(pairs[2])}
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", text)
     if listed:
         return {int(n) for n in listed[1].split(",")}
