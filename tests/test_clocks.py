@@ -227,6 +227,54 @@ def test_a_loop_is_multiplied_out():
     assert modelled(around).step_seconds == 10.0
 
 
+BRANCHES = """\
+%first (p: f32[375]) -> f32[375] {
+  %k = f32[375]{0} parameter(0)
+  %n = f32[375]{0} negate(%k)
+}
+
+%second (q: bf16[10,10]) -> bf16[10,10] {
+  %w = bf16[10,10]{1,0} parameter(0)
+  %s = f32[100]{0} parameter(1)
+  %d = bf16[10,10]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %g = (f32[100]{0}, f32[200]{0}) all-gather-start(%s), replica_groups=[1,2]<=[2]
+  %g.done = f32[200]{0} all-gather-done(%g)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "conditional(%q, %k, %w, %k), branch_computations={%first, %second, %first}",
+        "conditional(%q, %k, %w), true_computation=%first, false_computation=%second",
+    ],
+)
+def test_of_a_conditional_the_slowest_branch_runs(choice):
+    """The kernel takes 3 s, the product and the gather 6 s, which hide 4 s of the gather before them."""
+    line = f"%@ = f32[] {choice}"
+    found = modelled(program(named(GATHER, "o"), line, named(GATHERED, "o"), more=BRANCHES))
+    assert found.step_seconds == 8.0
+    assert (found.product_seconds, found.compute_seconds, found.kernel_bytes) == (2.0, 2.0, 0)
+    assert [c.op for c in found.collectives] == ["all-gather"] * 2
+    found = modelled(program(line, KERNEL, more=BRANCHES))
+    assert (found.step_seconds, found.kernel_bytes) == (9.0, 3000)
+    slow = BRANCHES.replace("f32[375]", "f32[1000]")
+    found = modelled(program(line, more=slow))
+    assert (found.step_seconds, found.collectives, found.kernel_bytes) == (8.0, (), 8000)
+
+
+def test_loops_of_unknown_length_count_once_and_are_counted():
+    body = named(BODY, "  " + named(PRODUCT, "d"))
+    unknown = LOOP.split(", backend_config")[0]
+    found = modelled(program(LOOP, unknown, KERNEL, more=body))
+    assert (found.step_seconds, found.unknown_loops) == (5 * 2.0 + 2.0 + 3.0, 1)
+    # Once in each different program, and not where nothing runs.
+    twice = read_program(program(unknown, more=body))
+    found = modelled(Started(twice), Started(twice), program(unknown, more=named(BODY, "")))
+    assert (found.step_seconds, found.unknown_loops) == (4.0, 1)
+
+
 def test_a_program_that_fetches_hides_behind_nothing():
     """All programs share one compute stream: a fetch hides within the program of the products only."""
     compute = program(PRODUCT, PRODUCT)

@@ -377,8 +377,13 @@ class Preflight:
         return Table(header, rows).text()
 
     def _time(self) -> list[str]:
+        loops = self.schedule.unknown_loops
+        once = " {} of unknown length {} once.".format(
+            *(("One loop", "counts") if loops == 1 else (f"{loops} loops", "count"))
+        )
+        once *= loops > 0
         if not self._timed:
-            return wrapped(_TPU_TIMES)
+            return wrapped(_TPU_TIMES + once)
         s, took = self.schedule, readable_seconds
         text = (
             f"By a model a step takes {took(s.step_seconds)}. The device computes {took(s.compute_seconds)}, "
@@ -390,7 +395,7 @@ class Preflight:
                 f" It waits {took(s.exposed_copy_seconds)} for copies, which take {took(s.to_host_seconds)} "
                 f"to the host and {took(s.from_host_seconds)} from it."
             )
-        return wrapped(text)
+        return wrapped(text + once)
 
 
 _MOST_PARTS = 12

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jzero.preflight._clocks import COLLECTIVES, COMPUTE, FROM_HOST, TO_HOST, Clocks
-from jzero.preflight._hlo import Instruction, callees, parse, sizes
+from jzero.preflight._hlo import Instruction, callees, parse, sizes, trips_of
 from jzero.preflight._kernels import KernelWork, work_of
 from jzero.preflight._links import CollectiveTime, collective_time, members
 from jzero.preflight._targets import Target, Topology
@@ -62,6 +62,7 @@ class Schedule:
       to_host_seconds: for which the device copies to its host.
       from_host_seconds: for which it copies from there.
       kernel_bytes: that all kernels but products and collectives read and write in a device's memory.
+      unknown_loops: loops whose number of iterations XLA does not say; they count once.
     """
 
     collectives: tuple[ScheduledCollective, ...]
@@ -74,6 +75,7 @@ class Schedule:
     to_host_seconds: float
     from_host_seconds: float
     kernel_bytes: int
+    unknown_loops: int = 0
 
 
 class Copied(NamedTuple):
@@ -120,6 +122,8 @@ def schedule_of(
     whichever is longer. What moves runs from the place where the program starts it to where it is awaited: a
     program that only fetches a slice awaits it at once, and hides it behind nothing. What XLA leaves on the
     compute stream though it touches pinned memory is awaited at once, too.
+
+    Of the branches of a conditional the slowest one runs, and no other one is in the result.
     """
     clocks, counts = Clocks(under_way), dict[ScheduledProgram, int]()
     model = _Model(clocks, axes, target, topology)
@@ -129,7 +133,7 @@ def schedule_of(
         if each.program is not None:
             for key in each.reads:
                 clocks.wait(key)
-            model.run(each.program.ops)
+            model.run(model.taken(each.program))
             counts[each.program] = counts.get(each.program, 0) + 1
     clocks.finish()
     return Schedule(
@@ -142,7 +146,8 @@ def schedule_of(
         clocks.busy[COLLECTIVES],
         clocks.busy[TO_HOST],
         clocks.busy[FROM_HOST],
-        sum(times * _kernel_bytes(program.ops) for program, times in counts.items()),
+        sum(times * _kernel_bytes(model.taken(program)) for program, times in counts.items()),
+        sum(_unknown_loops(model.taken(program)) for program in counts),
     )
 
 
@@ -186,11 +191,19 @@ class _Wait:
 
 @dataclasses.dataclass(frozen=True)
 class _Repeat:
+    """What a loop or a call runs; `known` is false for a loop of unknown length, which counts once."""
+
     ops: tuple[_Op, ...]
     times: int
+    known: bool = True
 
 
-_Op = _Kernel | _Collective | _Copy | _Wait | _Repeat
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    branches: tuple[tuple[_Op, ...], ...]
+
+
+_Op = _Kernel | _Collective | _Copy | _Wait | _Repeat | _Choice
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -211,8 +224,11 @@ def _ops(name: str, computations: Mapping[str, list[Instruction]]) -> Iterator[_
     shapes = {line.name: line.shape for line in lines}
     begun: set[str] = set()
     for line in lines:
-        for callee, times in callees(line):
-            yield _Repeat(tuple(_ops(callee, computations)), times)
+        called, trips = [tuple(_ops(name, computations)) for name in callees(line)], trips_of(line)
+        if line.op == "conditional":
+            yield _Choice(tuple(called))
+        else:
+            yield from (_Repeat(ops, 1 if trips is None else trips, trips is not None) for ops in called)
         if line.op.endswith("-done"):
             if line.operands and line.operands[0] in begun:
                 yield _Wait(line.operands[0])
@@ -251,6 +267,12 @@ def _kernel_bytes(ops: Sequence[_Op]) -> int:
     )  # fmt: skip
 
 
+def _unknown_loops(ops: Sequence[_Op]) -> int:
+    """Those in which anything runs."""
+    loops = [op for op in ops if isinstance(op, _Repeat) and op.ops]
+    return sum((not op.known) + _unknown_loops(op.ops) for op in loops)
+
+
 # -- how long it takes -----------------------------------------------------------------------------------
 
 _PRODUCTS = "products"
@@ -262,9 +284,29 @@ class _Model:
     def __init__(self, clocks: Clocks, axes: Mapping[str, int], target: Target, topology: Topology):
         self._clocks, self._axes, self._target, self._topology = clocks, axes, target, topology
         self._time = functools.cache(self._time_of)
+        self.taken = functools.cache(lambda program: tuple(self._taken(program.ops)))
+
+    def _taken(self, ops: Iterable[_Op]) -> Iterator[_Op]:
+        """The operations, with the slowest branch of each conditional in its place."""
+        for op in ops:
+            match op:
+                case _Repeat():
+                    yield dataclasses.replace(op, ops=tuple(self._taken(op.ops)))
+                case _Choice(branches):
+                    found = [tuple(self._taken(branch)) for branch in branches]
+                    yield _Repeat(max(found, key=self._alone, default=()), 1)
+                case _:
+                    yield op
+
+    def _alone(self, ops: Sequence[_Op]) -> float:
+        """Seconds of these operations with nothing beside them."""
+        clocks = Clocks()
+        _Model(clocks, self._axes, self._target, self._topology).run(ops)
+        clocks.finish()
+        return clocks.now
 
     def run(self, ops: Sequence[_Op]) -> None:
-        """One run of these operations."""
+        """One run of these operations, conditionals taken."""
         clocks = self._clocks
         for op in ops:
             match op:
@@ -302,7 +344,7 @@ class _Model:
     def collectives(self, program: ScheduledProgram, times: int) -> list[ScheduledCollective]:
         """Those of a program, which a step runs so often."""
         found: list[ScheduledCollective] = []
-        self._find(program.ops, times, 0, found)
+        self._find(self.taken(program), times, 0, found)
         return found
 
     def _find(
