@@ -65,7 +65,9 @@ def test_an_all_to_all_takes_each_device_s_own_links():
     # Of three domains, 4 of 144 devices are on the board, 68 more in the rack, 72 in the other one.
     boards = LinkDomain("board", "host", 8e11, 1e-6)
     for slow in range(3):
-        target = with_links(dataclasses.replace(RACKS, domains=(boards, *RACKS.domains)), {slow: 1e6})
+        target = with_links(
+            dataclasses.replace(RACKS, domains=(boards, *RACKS.domains)), {slow: 1e6}
+        )
         found = wire_seconds("all-to-all", range(144), target, Topology(36, 4))
         assert found == pytest.approx(N * (3, 68, 72)[slow] / 144 / 1e6)
 

@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class ScheduledCollective(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The time of a step by a model of its device: see `schedule_of`.
+    """The time of a step by a model of its device: see `schedule_of`. Of TPUs seconds and bytes are None.
 
     Attributes:
       collectives: in the order of the program.
@@ -151,6 +151,13 @@ def schedule_of(
     )
 
 
+def without_times(schedule: Schedule) -> Schedule:
+    """Its collectives and its loops: of programs whose text does not say what else runs."""
+    kept = ("collectives", "unknown_loops")
+    nothing: dict[str, Any] = {name: None for name in vars(schedule) if name not in kept}
+    return dataclasses.replace(schedule, **nothing)
+
+
 def read_schedule(
     text: str, axes: Mapping[str, int], target: Target, topology: Topology, under_way: int = 1
 ) -> Schedule:
@@ -228,7 +235,9 @@ def _ops(name: str, computations: Mapping[str, list[Instruction]]) -> Iterator[_
         if line.op == "conditional":
             yield _Choice(tuple(called))
         else:
-            yield from (_Repeat(ops, 1 if trips is None else trips, trips is not None) for ops in called)
+            yield from (
+                _Repeat(ops, 1 if trips is None else trips, trips is not None) for ops in called
+            )
         if line.op.endswith("-done"):
             if line.operands and line.operands[0] in begun:
                 yield _Wait(line.operands[0])
