@@ -171,8 +171,7 @@ def test_a_permutation_takes_its_slowest_pair(pairs):
     found = schedule_of(step, {"node": 2, "local": 2}, target, Topology(2, 2))
     assert found.step_seconds == found.collectives[0].seconds == 40.0
     assert found.collectives[0].axes == ("node", "local")
-    lines = tuple(line.replace(pairs, "{0,1},{3,2}") for line in lines)
-    step = [Started(read_program(program(*lines)))]
+    step = [Started(read_program(program(*lines).replace(pairs, "{0,1},{3,2}")))]
     found = schedule_of(step, {"node": 2, "local": 2}, target, Topology(2, 2))
     assert (found.step_seconds, found.collectives[0].axes) == (4.0, ("local",))
 

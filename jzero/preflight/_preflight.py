@@ -119,6 +119,11 @@ def preflight(
     if isinstance(train_step, ShardedTrainStep):
         sizes = _axes_for(train_step, grid) if axes is None else dict(axes)
     elif isinstance(train_step, jax.stages.Lowered):
+        if search_batch or search_wire:
+            raise OptionError(message(
+                WHO, f"{'search_batch' if search_batch else 'search_wire'}=True, and a lowered program",
+                "A step is compiled anew with other rows, or other wires.",
+                "Pass the sharded step and its arguments."))  # fmt: skip
         check_lowered(WHO, train_step, gpu, grid)
         sizes = checked_axes(WHO, grid, axes)
     else:
@@ -144,11 +149,6 @@ def preflight(
         )  # fmt: skip
 
     if isinstance(train_step, jax.stages.Lowered):
-        if search_batch or search_wire:
-            raise OptionError(message(
-                WHO, f"{'search_batch' if search_batch else 'search_wire'}=True, and a lowered program",
-                "A step is compiled anew with other rows, or other wires.",
-                "Pass the sharded step and its arguments."))  # fmt: skip
         return shown(None, examine(train_step, options, read))
     mesh = mesh_of(WHO, gpu, grid, sizes)
     offloads = train_step._programs.options.offloads
@@ -277,8 +277,8 @@ class Preflight:
         step_seconds, compute_seconds, product_seconds, exposed_seconds, exposed_copy_seconds,
         collective_seconds, to_host_seconds, from_host_seconds, kernel_bytes, as in `Schedule` (of TPUs None,
         as hidden), and unknown_loops; rows and largest_rows (None without `search_batch`); wires, as in
-        `WireVerdict.to_dict` (None without `search_wire`); step, the `Report.to_dict` of the step (None for a program that is not
-        jzero's).
+        `WireVerdict.to_dict` (None without `search_wire`); step, the `Report.to_dict` of the step (None for a
+        program that is not jzero's).
         """
         times = {name: x for name, x in vars(self.schedule).items() if name != "collectives"}
         return {

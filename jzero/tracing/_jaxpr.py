@@ -578,7 +578,8 @@ def has_backends() -> bool:
 
 def devices_of(lowered: jax.stages.Lowered) -> list[jax.Device]:
     """The devices that a program was lowered for."""
-    return list(lowered._lowering._device_list)
+    lowering: Any = lowered._lowering
+    return list(lowering._device_list)
 
 
 def inner_jaxprs(eqn: Eqn) -> list[Any]:
