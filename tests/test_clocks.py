@@ -7,6 +7,7 @@ import pytest
 from jzero.preflight import _kernels
 from jzero.preflight._clocks import FROM_HOST, TO_HOST, Link
 from jzero.preflight._hlo import parse
+from jzero.preflight._links import with_links
 from jzero.preflight._schedule import Copied, Started, read_program, schedule_of
 from jzero.preflight._targets import Topology, find_target
 
@@ -58,6 +59,22 @@ def named(line, name):
     return line.replace("@", name)
 
 
+FLOAT32 = "%@ = f32[10,10]{1,0} dot(%f, %f), lhs_contracting_dims={1}, rhs_contracting_dims=@"
+ALGORITHMS = {
+    "bf16_bf16_f32_x3": 6.0, "bf16_bf16_f32_x9": 18.0, "tf32_tf32_f32_x3": 12.0, "tf32_tf32_f32": 4.0,
+    "bf16_bf16_f32": 2.0, "f32_f32_f32": 20.0,
+}  # fmt: skip
+
+
+def named_product(call, shape, operand, algorithm="ALG_UNSET"):
+    """A product as XLA calls a library's."""
+    return (
+        f'%@ = ({shape}, s8[4194304]{{0}}) custom-call({operand}, {operand}), custom_call_target="{call}", '
+        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]},'
+        f'"precision_config":{{"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"{algorithm}"}}}}}}'
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "seconds"),
     [
@@ -74,12 +91,21 @@ def named(line, name):
         ('%@ = (bf16[10,10]{1,0}, s8[4194304]{0}) custom-call(%w, %w), custom_call_target="__cublas$gemm", '
          'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}',
          2.0),
+        # XLA's other calls of products; four of TF32 for a complex one.
+        (named_product("__cublas$lt$matmul", "bf16[10,10]{1,0}", "%w"), 2.0),
+        (named_product("__cublas$lt$matmul$f8", "bf16[10,10]{1,0}", "%b"), 1.0),
+        (named_product("__cublas$lt$matmul", "c64[10,10]{1,0}", "%z"), 16.0),
+        # Of float32, in passes: three of bfloat16, three of TF32, one of bfloat16; exactly.
+        *((f"{FLOAT32}, algorithm=dot_{name}", seconds) for name, seconds in ALGORITHMS.items()),
+        *((named_product("__cublas$lt$matmul", "f32[10,10]{1,0}", "%f", f"ALG_DOT_{name.upper()}"), seconds)
+          for name, seconds in ALGORITHMS.items()),
     ],
 )  # fmt: skip
 def test_kernels_by_a_roofline(line, seconds):
     inputs = [
         "%r = bf16[1,100]{1,0} parameter(5)", "%c = bf16[100,1]{1,0} parameter(6)",
         "%f = f32[10,10]{1,0} parameter(7)", "%b = s8[10,10]{1,0} parameter(8)",
+        "%z = c64[10,10]{1,0} parameter(9)",
     ]  # fmt: skip
     found = modelled(program(*inputs, line))
     assert found.step_seconds == found.compute_seconds == pytest.approx(seconds)
@@ -130,6 +156,26 @@ def test_a_second_collective_waits_for_the_first_or_shares_the_links():
     assert found.collective_seconds == 5.0
 
 
+@pytest.mark.parametrize(
+    "pairs", ["{0,1},{1,2},{2,3},{3,0}", "{1,2},{0,1},{2,3},{3,0}", "{0,1},{2,3},{1,2}"]
+)
+def test_a_permutation_takes_its_slowest_pair(pairs):
+    """Whichever is listed first: 400 bytes at 10 a second between hosts, at 100 within one."""
+    lines = (
+        "%p = (f32[100]{0}, f32[100]{0}) collective-permute-start(%s), "
+        f"source_target_pairs={{{pairs}}}",
+        "%p.done = f32[100]{0} collective-permute-done(%p)",
+    )
+    step = [Started(read_program(program(*lines)))]
+    target = with_links(TARGET, {1: 10.0})
+    found = schedule_of(step, {"node": 2, "local": 2}, target, Topology(2, 2))
+    assert found.step_seconds == found.collectives[0].seconds == 40.0
+    assert found.collectives[0].axes == ("node", "local")
+    step = [Started(read_program(program(*lines).replace(pairs, "{0,1},{3,2}")))]
+    found = schedule_of(step, {"node": 2, "local": 2}, target, Topology(2, 2))
+    assert (found.step_seconds, found.collectives[0].axes) == (4.0, ("local",))
+
+
 def test_latencies_of_collectives_are_not_shared():
     link = Link(under_way=2)
     link.begin("first", 4.0, 0.0, latency=1.0)
@@ -178,6 +224,54 @@ def test_a_loop_is_multiplied_out():
     body = named(BODY, "  " + named(PRODUCT, "d"))
     around = program(named(GATHER, "o"), LOOP, named(GATHERED, "o"), more=body)
     assert modelled(around).step_seconds == 10.0
+
+
+BRANCHES = """\
+%first (p: f32[375]) -> f32[375] {
+  %k = f32[375]{0} parameter(0)
+  %n = f32[375]{0} negate(%k)
+}
+
+%second (q: bf16[10,10]) -> bf16[10,10] {
+  %w = bf16[10,10]{1,0} parameter(0)
+  %s = f32[100]{0} parameter(1)
+  %d = bf16[10,10]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %g = (f32[100]{0}, f32[200]{0}) all-gather-start(%s), replica_groups=[1,2]<=[2]
+  %g.done = f32[200]{0} all-gather-done(%g)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "conditional(%q, %k, %w, %k), branch_computations={%first, %second, %first}",
+        "conditional(%q, %k, %w), true_computation=%first, false_computation=%second",
+    ],
+)
+def test_of_a_conditional_the_slowest_branch_runs(choice):
+    """The kernel takes 3 s, the product and the gather 6 s, which hide 4 s of the gather before them."""
+    line = f"%@ = f32[] {choice}"
+    found = modelled(program(named(GATHER, "o"), line, named(GATHERED, "o"), more=BRANCHES))
+    assert found.step_seconds == 8.0
+    assert (found.product_seconds, found.compute_seconds, found.kernel_bytes) == (2.0, 2.0, 0)
+    assert [c.op for c in found.collectives] == ["all-gather"] * 2
+    found = modelled(program(line, KERNEL, more=BRANCHES))
+    assert (found.step_seconds, found.kernel_bytes) == (9.0, 3000)
+    slow = BRANCHES.replace("f32[375]", "f32[1000]")
+    found = modelled(program(line, more=slow))
+    assert (found.step_seconds, found.collectives, found.kernel_bytes) == (8.0, (), 8000)
+
+
+def test_loops_of_unknown_length_count_once_and_are_counted():
+    body = named(BODY, "  " + named(PRODUCT, "d"))
+    unknown = LOOP.split(", backend_config")[0]
+    found = modelled(program(LOOP, unknown, KERNEL, more=body))
+    assert (found.step_seconds, found.unknown_loops) == (5 * 2.0 + 2.0 + 3.0, 1)
+    # Once in each different program, and not where nothing runs.
+    twice = read_program(program(unknown, more=body))
+    found = modelled(Started(twice), Started(twice), program(unknown, more=named(BODY, "")))
+    assert (found.step_seconds, found.unknown_loops) == (4.0, 1)
 
 
 def test_a_program_that_fetches_hides_behind_nothing():

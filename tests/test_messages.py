@@ -649,12 +649,35 @@ def test_numpy_and_python_leaves_are_fine():
         ({"topology": 8}, jzero.OptionError, "topology=8. It is 'HOSTSxDEVICES'"),
         ({"axes": {"data": 4}}, jzero.MeshError, "The axes' sizes must multiply to 8"),
         ({"memory_fraction": 1.5}, jzero.OptionError, "memory_fraction=1.5. It is a share"),
+        *(
+            (
+                {
+                    "compiler_options": {
+                        "xla_gpu_experimental_parallel_collective_overlap_limit": limit
+                    }
+                },
+                jzero.OptionError,
+                f"overlap_limit': {limit!r}}}. It is a number of collectives. Use 1 or more",
+            )
+            for limit in (0, "0", -1, "many")
+        ),
     ],
 )
 def test_preflight_refuses(options, error, text):
     with pytest.raises(error, match="preflight: ") as caught:
         jzero.preflight(jzero.shard_train_step(step), W, X, **options)
     assert text in str(caught.value)
+
+
+def test_preflight_of_a_program_for_other_devices():
+    """Here the CPU's; tests/test_preflight.py has targets."""
+    lowered = jax.jit(lambda x: x @ x).lower(W)
+    with pytest.raises(
+        jzero.OptionError,
+        match=r"preflight: a program lowered for 1 x cpu. The target and its topology are 8 x NVIDIA H200. "
+        r"Give its arguments shardings on a jzero.target_mesh",
+    ):
+        jzero.preflight(lowered)
 
 
 def test_preflight_of_a_plain_function():

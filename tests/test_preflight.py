@@ -434,6 +434,13 @@ def test_a_program_that_is_not_ours():
     assert found.nbytes("all-gather") == 4 * 512 * 1024
     assert found.argument_bytes == 4 * (64 * 512 + 512 * 1024) // 8
     assert "arguments" in str(found)
+    for target, topology in (("h200", "1x8"), ("h100", "2x8"), ("tpu-v5e", "2x4")):
+        with pytest.raises(
+            jzero.OptionError, match="a program lowered for 8 x NVIDIA H100 80GB HBM3"
+        ):
+            jzero.preflight(lowered, target=target, topology=topology)
+    with pytest.raises(jzero.MeshError, match="The axes' sizes must multiply to 8"):
+        jzero.preflight(lowered, target="h100", axes={"data": 4})
 
 
 def test_a_step_on_another_mesh_is_planned_the_same():

@@ -35,21 +35,23 @@ AXES = {"node": 2, "local": 4}
     ],
 )
 def test_axes_behind_replica_groups(groups, expected):
-    group = _schedule.first_group(f"channel_id=1, replica_groups={groups}, x")
-    assert _schedule.along(frozenset(group), AXES) == expected
+    group = _schedule.groups_of(f"channel_id=1, replica_groups={groups}, x")
+    assert _schedule.along(group, AXES) == expected
 
 
 def test_axes_of_a_permutation():
     groups = [
-        _schedule.first_group(f"source_target_pairs={pairs}, x")
+        _schedule.groups_of(f"source_target_pairs={pairs}, x")
         for pairs in (
             "{{0,1},{1,2}}",
+            "{{0,1},{1,2},{3,4}}",
             "{{3,4},{4,3}}",
             "{{1,5},{5,1}}",
         )  # the last without device 0
     ]
-    assert [_schedule.along(frozenset(g), AXES) for g in groups] == [
+    assert [_schedule.along(g, AXES) for g in groups] == [
         ("local",),
+        ("node", "local"),
         ("node", "local"),
         ("node",),
     ]
@@ -79,6 +81,36 @@ def test_products_are_counted_loops_multiplied_out(dtype):
     assert found.product_seconds < found.compute_seconds < 1.5 * seconds
     assert found.step_seconds == found.compute_seconds
     assert found.collectives == ()
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(jnp.bfloat16, 1), (jnp.complex64, 8)])
+def test_products_by_xla_s_calls_of_libraries_are_counted(dtype, factor):
+    """Without Triton they are calls of cuBLASLt; a complex product is four of TF32."""
+    x = spread((8 * 4096, 4096), "data", dtype=dtype)
+    lowered = jax.jit(jnp.matmul).lower(x, spread((4096, 4096), dtype=dtype))
+    options = {"xla_gpu_enable_triton_gemm": False}
+    found = jzero.preflight(lowered, topology="1x8", compiler_options=options).schedule
+    assert found.product_seconds == pytest.approx(factor * 2 * 4096**3 / H200.bf16_flops)
+
+
+def test_one_branch_of_a_conditional_and_one_iteration_of_an_unknown_number():
+    x, w = spread((8 * 4096, 4096), "data"), spread((4096, 4096))
+    branches = [lambda x, w, n=n: jnp.tanh(n * x) @ w for n in range(1, 4)]
+
+    def chosen(i, x, w):
+        return jax.lax.switch(i, branches, x, w)
+
+    def repeated(num, x, w):
+        return jax.lax.fori_loop(0, num, lambda _, x: x @ w, x)
+
+    lowered = [jax.jit(fn).lower(spread((), dtype=jnp.int32), x, w) for fn in (chosen, repeated)]
+    one, many = (jzero.preflight(x, topology="1x8") for x in lowered)
+    for found, loops in ((one, 0), (many, 1)):
+        seconds = 2 * 4096**3 / H200.bf16_flops
+        assert found.schedule.product_seconds == pytest.approx(seconds)
+        assert found.to_dict()["unknown_loops"] == loops
+        said = " ".join(str(found).split())
+        assert ("One loop of unknown length counts once." in said) == bool(loops)
 
 
 def test_a_collective_hides_behind_a_product_that_does_not_need_it():

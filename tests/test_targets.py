@@ -53,6 +53,25 @@ def test_a_permutation_takes_the_time_of_its_link():
         assert found == of.latency + N / of.bandwidth
 
 
+def test_an_all_to_all_takes_each_device_s_own_links():
+    """All of a group's devices send at once, each to every other one what is for that one alone."""
+    for axes, seconds in (
+        (("local",), 3 / 4 / INNER),
+        (("node",), 1 / 2 / OUTER),
+        (("node", "local"), 4 / 8 / OUTER),
+    ):
+        found = wire_seconds("all-to-all", members(AXES, axes), H200, TWO_HOSTS)
+        assert found == pytest.approx(N * seconds)
+    # Of three domains, 4 of 144 devices are on the board, 68 more in the rack, 72 in the other one.
+    boards = LinkDomain("board", "host", 8e11, 1e-6)
+    for slow in range(3):
+        target = with_links(
+            dataclasses.replace(RACKS, domains=(boards, *RACKS.domains)), {slow: 1e6}
+        )
+        found = wire_seconds("all-to-all", range(144), target, Topology(36, 4))
+        assert found == pytest.approx(N * (3, 68, 72)[slow] / 144 / 1e6)
+
+
 def test_link_domains_decide_and_not_hosts():
     """18 hosts of 4 devices are one domain of 72; 36 are two, whose 72 adapters each send at once."""
     inner, outer = RACKS.domains

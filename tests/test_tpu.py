@@ -147,6 +147,8 @@ def test_a_step_compiles_for_sixteen_chips(target, stage):
         None
     ] * 3
     assert {c["hidden"] for c in said["collectives"]} == {None}
+    assert found.schedule.step_seconds is found.schedule.kernel_bytes is None
+    assert found.schedule.unknown_loops == 0
 
 
 @pytest.mark.slow

@@ -88,6 +88,8 @@ def test_what_the_verdict_says():
     text = " ".join(str(verdict(exact, half, 3, 1.0)).split())
     assert "codes do not pay: exact wires take 1000.0 ms, and the cheapest codes 1500.0 ms" in text
     assert "pays at all of these speeds" in str(verdict(exact, half))
+    text = " ".join(str(verdict(exact, half, coding=-5e-6)).split())
+    assert "of which codes compute 0.0 ms for 0 B more through memory" in text
     inside = dataclasses.replace(verdict(exact, half), links="NVLink")
     assert "At 1 Gb/s of NVLink for each device" in str(inside)
     text = " ".join(str(verdict(exact, exact, coding=1.0)).split())

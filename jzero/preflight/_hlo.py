@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 _HEADER = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
@@ -40,18 +39,25 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
     return computations, entry
 
 
-def callees(line: Instruction) -> Iterator[tuple[str, int]]:
-    """Computations that the line runs, and how often; a loop of unknown length counts once."""
+def callees(line: Instruction) -> tuple[str, ...]:
+    """Computations that the line runs: of a loop its body, of a conditional its branches."""
     if line.op == "while":
-        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.text)
-        (body,) = re.findall(r"body=%([\w.\-]+)", line.text)
-        yield body, int(trips[1]) if trips else 1
-    elif line.op == "call":
-        yield re.findall(r"to_apply=%([\w.\-]+)", line.text)[0], 1
-    elif line.op == "conditional":
-        branches = re.search(r"branch_computations=\{([^}]*)\}", line.text)
-        named = branches[1] if branches else " ".join(re.findall(r"_computation=(%\S+)", line.text))
-        yield from ((name, 1) for name in re.findall(r"%([\w.\-]+)", named))
+        return tuple(re.findall(r"body=%([\w.\-]+)", line.text))
+    if line.op == "call":
+        return tuple(re.findall(r"to_apply=%([\w.\-]+)", line.text)[:1])
+    if line.op != "conditional":
+        return ()
+    branches = re.search(r"branch_computations=\{([^}]*)\}", line.text)
+    named = branches[1] if branches else " ".join(re.findall(r"_computation=(%\S+)", line.text))
+    return tuple(re.findall(r"%([\w.\-]+)", named))
+
+
+def trips_of(line: Instruction) -> int | None:
+    """How often a line runs what it calls; None for a loop of unknown length."""
+    if line.op != "while":
+        return 1
+    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line.text)
+    return int(trips[1]) if trips else None
 
 
 def sizes(shape: str) -> list[int]:

@@ -139,7 +139,7 @@ def _flops(
     line: Instruction, shapes: Mapping[str, str], computations: Computations
 ) -> Flops | None:
     """Those of a matrix product or its like, or of all that a fusion has; None for anything else."""
-    called = re.search(r'custom_call_target="__(\w+)\$(\w+)', line.text)
+    called = re.search(r'custom_call_target="__[\w$]+', line.text)
     target = called[0] if called and line.op == "custom-call" else ""
     if line.op == "dot":
         return _dot(line, shapes, r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -159,10 +159,11 @@ def _dot(line: Instruction, shapes: Mapping[str, str], contracted: str) -> Flops
     match = re.search(contracted, line.text)
     if match is None or line.operands[0] not in shapes:
         return Flops(0.0, 0.0)
-    (bits, lhs), *_ = arrays(shapes[line.operands[0]])
+    operand = shapes[line.operands[0]]
+    (_, lhs), *_ = arrays(operand)
     (_, out), *_ = arrays(line.shape)
     dims = [int(n) for n in re.findall(r"\d+", match[1])]
-    return _at_peak(2.0 * math.prod(out) * math.prod(lhs[dim] for dim in dims), bits, line.text)
+    return _at_peak(2.0 * math.prod(out) * math.prod(lhs[dim] for dim in dims), operand, line.text)
 
 
 def _convolution(line: Instruction, shapes: Mapping[str, str], target: str) -> Flops:
@@ -182,7 +183,7 @@ def _convolution(line: Instruction, shapes: Mapping[str, str], target: str) -> F
     of_one = math.prod(kernel) / kernel[labels[1].index("o")]
     dilated = re.search(r"lhs_dilate=([\dx]+)", line.text)  # All but one in so many are zeros.
     zeros = math.prod(map(int, dilated[1].split("x"))) if dilated else 1
-    return _at_peak(2.0 * math.prod(out) * of_one / zeros, lhs[0], line.text)
+    return _at_peak(2.0 * math.prod(out) * of_one / zeros, values[0], line.text)
 
 
 def _attention(line: Instruction, shapes: Mapping[str, str], target: str) -> Flops:
@@ -190,15 +191,27 @@ def _attention(line: Instruction, shapes: Mapping[str, str], target: str) -> Flo
     scores = re.search(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([\d,"]*)\]', line.text)
     if scores is None or line.operands[0] not in shapes:
         return Flops(0.0, 0.0)
-    (bits, query), *_ = arrays(shapes[line.operands[0]])
+    operand = shapes[line.operands[0]]
+    (_, query), *_ = arrays(operand)
     num_products = 5 if "Backward" in target else 2
     each = 2.0 * query[-1] * math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
     share = 0.5 if "CAUSAL" in line.text else 1.0
-    return _at_peak(num_products * each * share, bits, line.text)
+    return _at_peak(num_products * each * share, operand, line.text)
 
 
-def _at_peak(operations: float, bits: int, text: str) -> Flops:
-    exact = re.search(r'operand_precision"?[=:][\[{][^\]}]*highest|dot_f32_f32_f32\b', text, re.I)
-    if bits > 32 or (bits == 32 and exact):
-        return Flops(0.0, operations)
-    return Flops(operations * max(bits, 8) / 16, 0.0)
+_HIGHEST = re.compile(r'operand_precision"?[=:][\[{][^\]}]*highest', re.I)
+# What a product multiplies where its algorithm is named, and in how many passes: `dot_bf16_bf16_f32_x3`.
+_ALGORITHM = re.compile(r"\b(?:alg_)?dot_(bf|tf|f)(\d+)_\w+?(?:_x(\d))?\b", re.I)
+
+
+def _at_peak(operations: float, operand: str, text: str) -> Flops:
+    """So many operations on values of an operand's dtype; a complex product is four."""
+    (bits, _), *_ = arrays(operand)
+    if re.match(r"\(?c\d", operand):
+        operations, bits = 4 * operations, bits // 2
+    exact = bits > 32 or (bits == 32 and _HIGHEST.search(text))
+    if algorithm := _ALGORITHM.search(text):
+        kind, digits, passes = algorithm.groups()
+        bits, operations = int(digits), operations * int(passes or 1)
+        exact = kind.lower() == "f" and bits >= 32
+    return Flops(0.0, operations) if exact else Flops(operations * max(bits, 8) / 16, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -52,21 +53,25 @@ class _Ring(NamedTuple):
       parts: how many domains of the one inside it are joined to a ring.
       sharing: devices in each of these, which all send to the next part at once.
       messages: how often a ring through all devices of the group crosses such links.
+      reached: the most devices of the group that one of them reaches by these links and by none nearer.
     """
 
     links: LinkDomain
     parts: int
     sharing: int
     messages: int
+    reached: int
 
 
 def _rings(group: Collection[int], target: Target, topology: Topology) -> list[_Ring]:
-    found, parts = [], len(group)
+    found, parts, nearest = [], len(group), 1
     for links in target.domains:
         size = links.num_devices(topology)
-        around = len({device // size for device in group})
-        found.append(_Ring(links, parts // around, len(group) // parts, parts - around))
-        parts = around
+        counts = Counter(device // size for device in group).values()
+        around = len(counts)
+        reached = max(counts) - nearest
+        found.append(_Ring(links, parts // around, len(group) // parts, parts - around, reached))
+        parts, nearest = around, min(counts)
     return found
 
 
@@ -90,21 +95,26 @@ class CollectiveTime(NamedTuple):
 def collective_time(
     op: str, group: Collection[int], nbytes: int, target: Target, topology: Topology
 ) -> CollectiveTime:
-    """What a collective of a whole value of `nbytes` takes.
+    """What a collective of a whole value of `nbytes` takes; of a permutation, between one pair of devices.
 
     One ring in each link domain, over the domains inside it and with the links of all their devices, all of
     these rings at once. Beside bytes, the messages of a ring through all devices of the group take latencies,
     one after the other, as NCCL counts its ring's. Like NCCL it takes the faster of two protocols.
+
+    What an all-to-all sends to each device is for that one alone: it goes by the sender's own links.
     """
     if op == "collective-permute":
         links = target.domains[level_of(group, target, topology)]
         return CollectiveTime(links.latency, nbytes / links.bandwidth)
     rings = [ring for ring in _rings(group, target, topology) if ring.parts > 1]
     times = 2 if op == "all-reduce" else 1
-    wire = times * max(
-        (nbytes * (ring.parts - 1) / ring.parts / (ring.sharing * ring.links.bandwidth) for ring in rings),
-        default=0.0,
-    )  # fmt: skip
+
+    def share(ring: _Ring) -> float:
+        if op == "all-to-all":
+            return ring.reached / len(group)
+        return (ring.parts - 1) / ring.parts / ring.sharing
+
+    wire = times * max((nbytes * share(x) / x.links.bandwidth for x in rings), default=0.0)
 
     def waits(latencies: Sequence[float]) -> float:
         return times * sum(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +19,22 @@ from jzero.preflight._bandwidth import with_bandwidth
 from jzero.preflight._dispatches import Dispatches, read_dispatches
 from jzero.preflight._examined import Examined, PartMemory, examine, examine_parts
 from jzero.preflight._largest_rows import largest_rows
-from jzero.preflight._schedule import Schedule, ScheduledCollective, read_program, schedule_of
-from jzero.preflight._targets import Target, Topology, compiled_target, mesh_of, read_topology
+from jzero.preflight._schedule import (
+    Schedule,
+    ScheduledCollective,
+    read_program,
+    schedule_of,
+    without_times,
+)
+from jzero.preflight._targets import (
+    Target,
+    Topology,
+    check_lowered,
+    checked_axes,
+    compiled_target,
+    mesh_of,
+    read_topology,
+)
 from jzero.preflight._tpu_text import read_tpu_program
 from jzero.preflight._wires import WireVerdict, check_wire, compare_wires
 from jzero.reports import _tables
@@ -78,8 +93,8 @@ def preflight(
         XLA_PYTHON_CLIENT_MEM_FRACTION will be.
       bandwidth: what each device sends, and receives, along a mesh axis, `{'node': '100Gb/s', 'local':
         '450GB/s'}`; the data sheet's for those that it leaves out.
-      search_batch: also find the most rows of the batch for each device and microbatch that fit (about
-        ten compilations).
+      search_batch: also find the most rows of the batch for each device and microbatch that fit (ten to
+        two dozen compilations).
       search_wire: also compile the step with gathers, and reductions, as codes of 8 and 4 bits, and say from
         which bandwidth on they pay (two or three compilations; of a step whose own wires are exact).
       compiler_options: for `jax.stages.Lowered.compile`, such as XLA flags without the dashes.
@@ -89,7 +104,8 @@ def preflight(
       A `Preflight`; print it.
 
     Raises:
-      OptionError: a target, topology, fraction or bandwidth that does not exist.
+      OptionError: a target, topology, fraction or bandwidth that does not exist; a program lowered for
+        other devices.
       MeshError: `axes` do not make up the devices, or cannot be guessed; bandwidths of other axes.
       ImportError: `jzero[preflight]` is not installed.
     """
@@ -103,7 +119,13 @@ def preflight(
     if isinstance(train_step, ShardedTrainStep):
         sizes = _axes_for(train_step, grid) if axes is None else dict(axes)
     elif isinstance(train_step, jax.stages.Lowered):
-        sizes = {"data": grid.num_devices} if axes is None else dict(axes)
+        if search_batch or search_wire:
+            raise OptionError(message(
+                WHO, f"{'search_batch' if search_batch else 'search_wire'}=True, and a lowered program",
+                "A step is compiled anew with other rows, or other wires.",
+                "Pass the sharded step and its arguments."))  # fmt: skip
+        check_lowered(WHO, train_step, gpu, grid)
+        sizes = checked_axes(WHO, grid, axes)
     else:
         raise OptionError(message(
             WHO, f"train_step is a {type(train_step).__name__}",
@@ -116,21 +138,17 @@ def preflight(
             WHO, f"search_wire=True, and target={target!r}", _TPU_TIMES,
             "Drop search_wire, or compile for GPUs."))  # fmt: skip
     read = read_tpu_program if of_tpu else read_program
-    under_way = int(options.get("xla_gpu_experimental_parallel_collective_overlap_limit", 1))
+    under_way = _under_way(options)
 
     def shown(report: Report | None, examined: Examined) -> Preflight:
+        schedule = schedule_of(examined.started, sizes, gpu, grid, under_way)
         return Preflight(
             report, gpu, grid, examined.argument_bytes, examined.temporary_bytes,
-            examined.peak_bytes, schedule_of(examined.started, sizes, gpu, grid, under_way),
+            examined.peak_bytes, without_times(schedule) if of_tpu else schedule,
             examined.compile_seconds, examined.host_bytes, examined.parts, memory_fraction,
         )  # fmt: skip
 
     if isinstance(train_step, jax.stages.Lowered):
-        if search_batch or search_wire:
-            raise OptionError(message(
-                WHO, f"{'search_batch' if search_batch else 'search_wire'}=True, and a lowered program",
-                "A step is compiled anew with other rows, or other wires.",
-                "Pass the sharded step and its arguments."))  # fmt: skip
         return shown(None, examine(train_step, options, read))
     mesh = mesh_of(WHO, gpu, grid, sizes)
     offloads = train_step._programs.options.offloads
@@ -258,14 +276,11 @@ class Preflight:
         `Report.to_dict`; collectives as compiled: op, axes, bytes, times, hidden, seconds (each time);
         step_seconds, compute_seconds, product_seconds, exposed_seconds, exposed_copy_seconds,
         collective_seconds, to_host_seconds, from_host_seconds, kernel_bytes, as in `Schedule` (of TPUs None,
-        as hidden); rows and largest_rows (None without `search_batch`); wires, as in `WireVerdict.to_dict`
-        (None without `search_wire`); step, the `Report.to_dict` of the step (None for a program that is not
-        jzero's).
+        as hidden), and unknown_loops; rows and largest_rows (None without `search_batch`); wires, as in
+        `WireVerdict.to_dict` (None without `search_wire`); step, the `Report.to_dict` of the step (None for a
+        program that is not jzero's).
         """
-        timed, schedule = self._timed, vars(self.schedule)
-        times = {
-            name: x if timed else None for name, x in schedule.items() if name != "collectives"
-        }
+        times = {name: x for name, x in vars(self.schedule).items() if name != "collectives"}
         return {
             "target": self.target.name,
             "hosts": self.topology.hosts,
@@ -280,7 +295,7 @@ class Preflight:
             "memory": [row._asdict() for row in self.memory],
             "collectives": [
                 {"op": c.op, "axes": list(c.axes), "bytes": c.nbytes, "times": c.times,
-                 "hidden": c.hidden if timed else None, "seconds": c.seconds}
+                 "hidden": c.hidden if self._timed else None, "seconds": c.seconds}
                 for c in self.schedule.collectives
             ],
             **times,
@@ -377,8 +392,13 @@ class Preflight:
         return Table(header, rows).text()
 
     def _time(self) -> list[str]:
+        loops = self.schedule.unknown_loops
+        once = " {} of unknown length {} once.".format(
+            *(("One loop", "counts") if loops == 1 else (f"{loops} loops", "count"))
+        )
+        once *= loops > 0
         if not self._timed:
-            return wrapped(_TPU_TIMES)
+            return wrapped(_TPU_TIMES + once)
         s, took = self.schedule, readable_seconds
         text = (
             f"By a model a step takes {took(s.step_seconds)}. The device computes {took(s.compute_seconds)}, "
@@ -390,7 +410,7 @@ class Preflight:
                 f" It waits {took(s.exposed_copy_seconds)} for copies, which take {took(s.to_host_seconds)} "
                 f"to the host and {took(s.from_host_seconds)} from it."
             )
-        return wrapped(text)
+        return wrapped(text + once)
 
 
 _MOST_PARTS = 12
@@ -405,9 +425,20 @@ _TPU_LIMITS = (
     "collectives faster. Nothing of it has run. Bandwidths are those of the target's file, if not given."
 )
 _LIMITS_OF_PARTS = (
-    " Of a step in parts, also not seen: the time of an update on the hosts; parameters that a host sends "
-    "back, a chunk at a time."
+    " Of a step in parts, also not seen: the time of an update on the hosts, and of the parameters that it "
+    "fetches and sends back, a chunk at a time."
 )
+_OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+
+def _under_way(options: Mapping[str, Any]) -> int:
+    """How many collectives XLA has under way at once; of fewer than one its compiler aborts the process."""
+    limit = options.get(_OVERLAP, 1)
+    if not re.fullmatch(r"0*[1-9]\d*", str(limit)):
+        raise OptionError(message(
+            WHO, f"compiler_options={{{_OVERLAP!r}: {limit!r}}}", "It is a number of collectives.",
+            "Use 1 or more."))  # fmt: skip
+    return int(limit)
 
 
 def _dispatches_of(step: ShardedTrainStep, *args: Any, **kwargs: Any) -> Dispatches:

@@ -9,12 +9,12 @@ import itertools
 import math
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jzero.preflight._clocks import COLLECTIVES, COMPUTE, FROM_HOST, TO_HOST, Clocks
-from jzero.preflight._hlo import Instruction, callees, parse, sizes
+from jzero.preflight._hlo import Instruction, callees, parse, sizes, trips_of
 from jzero.preflight._kernels import KernelWork, work_of
 from jzero.preflight._links import CollectiveTime, collective_time, members
 from jzero.preflight._targets import Target, Topology
@@ -49,7 +49,7 @@ class ScheduledCollective(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The time of a step by a model of its device: see `schedule_of`.
+    """The time of a step by a model of its device: see `schedule_of`. Of TPUs seconds and bytes are None.
 
     Attributes:
       collectives: in the order of the program.
@@ -62,6 +62,7 @@ class Schedule:
       to_host_seconds: for which the device copies to its host.
       from_host_seconds: for which it copies from there.
       kernel_bytes: that all kernels but products and collectives read and write in a device's memory.
+      unknown_loops: loops whose number of iterations XLA does not say; they count once.
     """
 
     collectives: tuple[ScheduledCollective, ...]
@@ -74,6 +75,7 @@ class Schedule:
     to_host_seconds: float
     from_host_seconds: float
     kernel_bytes: int
+    unknown_loops: int = 0
 
 
 class Copied(NamedTuple):
@@ -120,6 +122,8 @@ def schedule_of(
     whichever is longer. What moves runs from the place where the program starts it to where it is awaited: a
     program that only fetches a slice awaits it at once, and hides it behind nothing. What XLA leaves on the
     compute stream though it touches pinned memory is awaited at once, too.
+
+    Of the branches of a conditional the slowest one runs, and no other one is in the result.
     """
     clocks, counts = Clocks(under_way), dict[ScheduledProgram, int]()
     model = _Model(clocks, axes, target, topology)
@@ -129,7 +133,7 @@ def schedule_of(
         if each.program is not None:
             for key in each.reads:
                 clocks.wait(key)
-            model.run(each.program.ops)
+            model.run(model.taken(each.program))
             counts[each.program] = counts.get(each.program, 0) + 1
     clocks.finish()
     return Schedule(
@@ -142,8 +146,16 @@ def schedule_of(
         clocks.busy[COLLECTIVES],
         clocks.busy[TO_HOST],
         clocks.busy[FROM_HOST],
-        sum(times * _kernel_bytes(program.ops) for program, times in counts.items()),
+        sum(times * _kernel_bytes(model.taken(program)) for program, times in counts.items()),
+        sum(_unknown_loops(model.taken(program)) for program in counts),
     )
+
+
+def without_times(schedule: Schedule) -> Schedule:
+    """Its collectives and its loops: of programs whose text does not say what else runs."""
+    kept = ("collectives", "unknown_loops")
+    nothing: dict[str, Any] = {name: None for name in vars(schedule) if name not in kept}
+    return dataclasses.replace(schedule, **nothing)
 
 
 def read_schedule(
@@ -163,11 +175,11 @@ class _Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class _Collective:
-    """Where one begins; `group` is empty for all devices."""
+    """Where one begins; of its groups of devices that of device 0, or all pairs of a permutation."""
 
     name: str
     op: str
-    group: frozenset[int]
+    groups: tuple[frozenset[int], ...]
     nbytes: int
 
 
@@ -186,11 +198,19 @@ class _Wait:
 
 @dataclasses.dataclass(frozen=True)
 class _Repeat:
+    """What a loop or a call runs; `known` is false for a loop of unknown length, which counts once."""
+
     ops: tuple[_Op, ...]
     times: int
+    known: bool = True
 
 
-_Op = _Kernel | _Collective | _Copy | _Wait | _Repeat
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    branches: tuple[tuple[_Op, ...], ...]
+
+
+_Op = _Kernel | _Collective | _Copy | _Wait | _Repeat | _Choice
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -211,8 +231,13 @@ def _ops(name: str, computations: Mapping[str, list[Instruction]]) -> Iterator[_
     shapes = {line.name: line.shape for line in lines}
     begun: set[str] = set()
     for line in lines:
-        for callee, times in callees(line):
-            yield _Repeat(tuple(_ops(callee, computations)), times)
+        called, trips = [tuple(_ops(name, computations)) for name in callees(line)], trips_of(line)
+        if line.op == "conditional":
+            yield _Choice(tuple(called))
+        else:
+            yield from (
+                _Repeat(ops, 1 if trips is None else trips, trips is not None) for ops in called
+            )
         if line.op.endswith("-done"):
             if line.operands and line.operands[0] in begun:
                 yield _Wait(line.operands[0])
@@ -240,7 +265,7 @@ def _collective(line: Instruction, shapes: Mapping[str, str]) -> _Collective | N
     if line.op.endswith("-start") and op != "all-reduce":
         results -= sum(whole)
     nbytes = max(sum(whole), results if op != "all-reduce" else 0)
-    return _Collective(line.name, op, frozenset(first_group(line.text)), nbytes)
+    return _Collective(line.name, op, groups_of(line.text), nbytes)
 
 
 def _kernel_bytes(ops: Sequence[_Op]) -> int:
@@ -249,6 +274,12 @@ def _kernel_bytes(ops: Sequence[_Op]) -> int:
         else op.times * _kernel_bytes(op.ops) if isinstance(op, _Repeat) else 0
         for op in ops
     )  # fmt: skip
+
+
+def _unknown_loops(ops: Sequence[_Op]) -> int:
+    """Those in which anything runs."""
+    loops = [op for op in ops if isinstance(op, _Repeat) and op.ops]
+    return sum((not op.known) + _unknown_loops(op.ops) for op in loops)
 
 
 # -- how long it takes -----------------------------------------------------------------------------------
@@ -262,9 +293,29 @@ class _Model:
     def __init__(self, clocks: Clocks, axes: Mapping[str, int], target: Target, topology: Topology):
         self._clocks, self._axes, self._target, self._topology = clocks, axes, target, topology
         self._time = functools.cache(self._time_of)
+        self.taken = functools.cache(lambda program: tuple(self._taken(program.ops)))
+
+    def _taken(self, ops: Iterable[_Op]) -> Iterator[_Op]:
+        """The operations, with the slowest branch of each conditional in its place."""
+        for op in ops:
+            match op:
+                case _Repeat():
+                    yield dataclasses.replace(op, ops=tuple(self._taken(op.ops)))
+                case _Choice(branches):
+                    found = [tuple(self._taken(branch)) for branch in branches]
+                    yield _Repeat(max(found, key=self._alone, default=()), 1)
+                case _:
+                    yield op
+
+    def _alone(self, ops: Sequence[_Op]) -> float:
+        """Seconds of these operations with nothing beside them."""
+        clocks = Clocks()
+        _Model(clocks, self._axes, self._target, self._topology).run(ops)
+        clocks.finish()
+        return clocks.now
 
     def run(self, ops: Sequence[_Op]) -> None:
-        """One run of these operations."""
+        """One run of these operations, conditionals taken."""
         clocks = self._clocks
         for op in ops:
             match op:
@@ -291,13 +342,18 @@ class _Model:
                 self._clocks.begin(stream, key, nbytes / self._target.host.bandwidth)
 
     def _time_of(self, op: _Collective) -> CollectiveTime:
-        group = _group(op.group, self._axes)
-        return collective_time(op.op, group, op.nbytes, self._target, self._topology)
+        found = [
+            collective_time(
+                op.op, _group(group, self._axes), op.nbytes, self._target, self._topology
+            )
+            for group in op.groups
+        ]
+        return max(found, key=lambda time: time.seconds)
 
     def collectives(self, program: ScheduledProgram, times: int) -> list[ScheduledCollective]:
         """Those of a program, which a step runs so often."""
         found: list[ScheduledCollective] = []
-        self._find(program.ops, times, 0, found)
+        self._find(self.taken(program), times, 0, found)
         return found
 
     def _find(
@@ -315,7 +371,7 @@ class _Model:
                     begun[op.name] = op, products
                 case _Wait(name) if name in begun:
                     each, before = begun.pop(name)
-                    axes, seconds = along(each.group, self._axes), self._time(each).seconds
+                    axes, seconds = along(each.groups, self._axes), self._time(each).seconds
                     hidden = products > before
                     found.append(
                         ScheduledCollective(each.op, axes, each.nbytes, times, hidden, seconds)
@@ -324,17 +380,31 @@ class _Model:
 
 
 def _group(group: frozenset[int], axes: Mapping[str, int]) -> frozenset[int]:
+    """The group; of an empty one, all devices."""
     return group or frozenset(range(math.prod(axes.values())))
 
 
-def along(group: frozenset[int], axes: Mapping[str, int]) -> tuple[str, ...]:
+def along(groups: Iterable[frozenset[int]], axes: Mapping[str, int]) -> tuple[str, ...]:
     """The mesh axes along which the devices of a group differ; of a permutation, sender and receiver."""
-    places = np.unravel_index(sorted(_group(group, axes)), tuple(axes.values()))
-    differ = zip(axes, places, strict=True)
-    return tuple(name for name, place in differ if len(set(place)) > 1)
+    found = set[str]()
+    for group in groups:
+        places = np.unravel_index(sorted(_group(group, axes)), tuple(axes.values()))
+        differ = zip(axes, places, strict=True)
+        found |= {name for name, place in differ if len(set(place)) > 1}
+    return tuple(name for name in axes if name in found)
 
 
-def first_group(text: str) -> set[int]:
+def groups_of(text: str) -> tuple[frozenset[int], ...]:
+    """The group of device 0 alone, since all are alike; of a permutation, which are not, each pair."""
+    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", text)
+    if pairs is None:
+        return (frozenset(_first_group(text)),)
+    return tuple(
+        frozenset(int(n) for n in pair) for pair in re.findall(r"\{(\d+),(\d+)\}", pairs[1])
+    )
+
+
+def _first_group(text: str) -> set[int]:
     """The devices in the group of device 0; none if the text names no groups, which means all.
 
     Written as `{{0,1},{2,3}}`, as `[2,2]<=[4]`, a reshaped iota, or as `mesh['x'=2,'y'=2] {'y'}`.
@@ -343,9 +413,6 @@ def first_group(text: str) -> set[int]:
     if named:
         axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         return members(axes, re.findall(r"'(\w+)'", named[2]))
-    pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text)
-    if pairs:
-        return {int(pairs[1]), int(pairs[2])}
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", text)
     if listed:
         return {int(n) for n in listed[1].split(",")}

@@ -16,6 +16,7 @@ import jax
 from jax.experimental import topologies
 
 from jzero._errors import MeshError, OptionError, message
+from jzero.tracing import _jaxpr
 
 _FOLDER = importlib.resources.files("jzero") / "targets"
 TARGETS = tuple(
@@ -198,17 +199,37 @@ def mesh_of(
     who: str, target: Target, topology: Topology, axes: Mapping[str, int] | None
 ) -> jax.sharding.Mesh:
     """The mesh, for `who` asks."""
+    axes = checked_axes(who, topology, axes)
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
+    # Of TPUs JAX picks the order, by their places in the slice.
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), types, devices=_devices(who, target, topology)
+    )
+
+
+def checked_axes(who: str, topology: Topology, axes: Mapping[str, int] | None) -> dict[str, int]:
+    """The axes of the mesh, if they make up the topology's devices; one axis 'data' by default."""
     axes = {"data": topology.num_devices} if axes is None else dict(axes)
     if math.prod(axes.values()) != topology.num_devices:
         raise MeshError(message(
             who, f"axes {axes}, and {topology.hosts} hosts of {topology.per_host} devices",
             f"The axes' sizes must multiply to {topology.num_devices}.",
             "Correct one of the two."))  # fmt: skip
-    types = (jax.sharding.AxisType.Auto,) * len(axes)
-    # Of TPUs JAX picks the order, by their places in the slice.
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), types, devices=_devices(who, target, topology)
-    )
+    return axes
+
+
+def check_lowered(
+    who: str, lowered: jax.stages.Lowered, target: Target, topology: Topology
+) -> None:
+    """Raises an `OptionError` if a program was lowered for other devices, or another number of them."""
+    devices = _jaxpr.devices_of(lowered)
+    kinds, num = sorted({device.device_kind for device in devices}), topology.num_devices
+    if (kinds, len(devices)) != ([target.name], num):
+        raise OptionError(message(
+            who, f"a program lowered for {len(devices)} x {' and '.join(kinds)}",
+            f"The target and its topology are {num} x {target.name}.",
+            "Give its arguments shardings on a jzero.target_mesh of the same target, topology and axes."
+        ))  # fmt: skip
 
 
 def _devices(who: str, target: Target, topology: Topology) -> list[Any]:

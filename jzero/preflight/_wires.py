@@ -79,8 +79,8 @@ class WireTime(NamedTuple):
       peak_bytes: on each device, of the step.
       seconds: of a step, at each speed.
       exposed: of these, for which the device waits for collectives.
-      coding: for which it computes beyond what it computes with exact wires.
-      kernel_bytes: that its kernels read and write beyond those of exact wires.
+      coding: for which it computes beyond what it computes with exact wires; below 0 if it computes less.
+      kernel_bytes: that its kernels read and write beyond those of exact wires; below 0 if it is less.
     """
 
     wire: Wire
@@ -210,7 +210,7 @@ class WireVerdict:
 
     def _model(self) -> str:
         coding = ", ".join(
-            f"{1000 * x.coding:.1f} ms for {readable_bytes(max(x.kernel_bytes, 0))}"
+            f"{1000 * max(x.coding, 0):.1f} ms for {readable_bytes(max(x.kernel_bytes, 0))}"
             for x in self.times[1:]
         )
         return (

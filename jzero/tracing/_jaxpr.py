@@ -587,6 +587,12 @@ def has_backends() -> bool:
     return bool(xla_bridge._backends)
 
 
+def devices_of(lowered: jax.stages.Lowered) -> list[jax.Device]:
+    """The devices that a program was lowered for."""
+    lowering: Any = lowered._lowering
+    return list(lowering._device_list)
+
+
 def inner_jaxprs(eqn: Eqn) -> list[Any]:
     """Every jaxpr in the equation's parameters."""
     return [
