@@ -28,7 +28,7 @@ from jzero.sharding.cut import _phases
 from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._plan import StepPlan
 from jzero.tracing import _call
-from jzero.tracing._axis_types import explicit_axes, takes_explicit_axes
+from jzero.tracing._axis_types import explicit_axes, explicit_mesh, takes_explicit_axes
 
 
 class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
@@ -75,13 +75,15 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             return _placing.unpad(new, plan.leaves[: len(new)]), outs
 
         state, arrays = _placing.as_arrays(call.state, call.arrays)
-        if axes := explicit_axes():  # Over these JAX moves nothing by itself.
+        mesh = explicit_mesh([*state, *arrays])
+        if axes := explicit_axes(mesh):  # Over these JAX moves nothing by itself.
             pairs = zip(plan.leaves, program.state_shardings, strict=True)
             new = [PartitionSpec() if leaf.padding else s.spec for leaf, s in pairs]
             specs = [] if self._programs.setting.evaluates else new
             outs = [*map(_layout.partition_spec, plan.outputs)]
             run = jax.sharding.auto_axes(run, axes=axes, out_sharding=(specs, outs))
-        return program, *run(state, arrays)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return program, *run(state, arrays)
 
     def _check_one_program(self, how: str) -> None:
         if self._programs.options.offloads:

@@ -263,3 +263,26 @@ def test_layouts_that_are_constraints(layout):
     state, outs = train_step(init(), X)
     plain = step_of(jnp.sin if "axes" in layout else lambda h: h)
     close([state, outs], jax.jit(plain)(init(), X))
+
+
+@pytest.mark.parametrize("put", ["state", "batch", "both"])
+def test_arrays_of_explicit_axes_under_an_outer_jit(put):
+    """Without a mesh that is current the values of the trace say over which they lie."""
+    mesh = explicit("data")
+    expected = jax.jit(plain_step)(init(), X)
+    state, x = init(), jnp.asarray(X)
+    if put != "batch":
+        state = jax.device_put(state, NamedSharding(mesh, P()))
+    if put != "state":
+        x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    found = jax.jit(sharded(mesh, "argument", stage=3))(state, x)
+    zoo.assert_trees_close(zoo.to_host(found), zoo.to_host(expected), zoo.FP32, put)
+
+
+def test_a_consumed_state_under_set_mesh():
+    with jax.set_mesh(explicit("data")):
+        train_step = small.shard_train_step(plain_step, stage=3)
+        state = train_step.shard(init(), X)
+        train_step(state, X)
+        with pytest.raises(jzero.StateError, match="already donated"):
+            train_step(state, X)

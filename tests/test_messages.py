@@ -1,5 +1,6 @@
 """Wrong uses, each refused with who, what was found, the rule and the edit; nothing is consumed."""
 
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -699,6 +700,8 @@ def test_preflight_of_a_plain_function():
     ids=["GPU", "TPU"],
 )
 def test_preflight_without_its_compiler_says_how_to_get_it(modules, target, device, extra):
+    if modules == ["libtpu"] and importlib.util.find_spec("libtpu") is not None:
+        pytest.skip("JAX finds libtpu by its path; environments without it run this")
     code = f"""
         import sys
         sys.modules |= dict.fromkeys({modules}, None)  # not installed

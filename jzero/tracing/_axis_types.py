@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -32,9 +32,14 @@ def with_auto_axes(mesh: Any) -> Any:
     return mesh.update(axis_types=tuple(types))
 
 
-def explicit_axes() -> tuple[str, ...]:
-    """The Explicit axes of the mesh that is current."""
-    mesh = jax.sharding.get_abstract_mesh()
+def explicit_mesh(values: Iterable[Any]) -> AbstractMesh:
+    """The mesh that is current, or that of Explicit axes over which one of these values of a trace lies."""
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in values)]
+    return next((mesh for mesh in meshes if explicit_axes(mesh)), meshes[0])
+
+
+def explicit_axes(mesh: AbstractMesh) -> tuple[str, ...]:
+    """Its Explicit axes."""
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
 
@@ -78,6 +83,6 @@ def _as_on(x: Any, mesh: AbstractMesh) -> Any:
         return _jaxpr.retyped(x, mesh)
     old = getattr(x, "sharding", None)
     new = _jaxpr.retyped(old, mesh)
-    if new is old:
-        return x
+    if new is old or (isinstance(x, jax.Array) and x.is_deleted()):
+        return x  # Of an array that was consumed there is no view; whoever is called says so.
     return x.update(sharding=new) if isinstance(x, jax.ShapeDtypeStruct) else _jaxpr.view(x, new)
