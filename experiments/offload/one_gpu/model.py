@@ -54,8 +54,8 @@ class GPT(gpt.GPT):
                     for a, b in zip(old, kv, strict=True):
                         new.append(jax.lax.dynamic_update_slice_in_dim(a, b, t, 1))
                     seen = (jnp.arange(self.context) <= t)[None, None, None]
-                    attention = jax.nn.dot_product_attention
-                    return attention(q, *new, mask=seen, implementation="xla")
+                    attention, (keys, values) = jax.nn.dot_product_attention, new
+                    return attention(q, keys, values, mask=seen, implementation="xla")
 
                 scales = 1 + weights["scales"][:, None, None]
                 return gpt.block(x, weights, scales, self.heads, attend=attend), tuple(new)
