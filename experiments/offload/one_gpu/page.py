@@ -68,7 +68,7 @@ def _machine(found: Found) -> str:
         if "flags" in result:
             flags[result["flags"]].append(name)
     (most, _), *others = sorted(flags.items(), key=lambda way: -len(way[1])) or [("", [])]
-    ways = [f"`{most}`", *(f"`{way}` for {'; '.join(names)}" for way, names in others)]
+    ways = [f"`{most}`", *(f"`{way or 'none'}` for {'; '.join(names)}" for way, names in others)]
     if (m := found.get("machine")) is not None:
         names = [name for name in ("python", *PACKAGES) if name in m]
         versions = ", ".join(f"{name} {m[name] or 'MISSING'}" for name in names)
