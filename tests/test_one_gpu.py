@@ -1,9 +1,11 @@
 """experiments/offload/one_gpu: what its driver keeps, cuts and goes on with, by toys; its plan and page."""
 
+import argparse
 import importlib
 import json
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -11,13 +13,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import pytest
 
+import gpu_compiler
+import jzero
 import waiting
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "offload" / "one_gpu"
-NAMES = ("checks", "driver", "machine", "page", "run")
+NAMES = ("checks", "driver", "machine", "model", "page", "run", "worker")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,6 +66,7 @@ def drive(
         (FIRST, "ok"),
         (FIRST + 'print(\'{"status": "no device memory"}\')', "no device memory"),
         (FIRST + "raise SystemExit(3)", "failed, exit 3"),
+        (FIRST + "import os; os.abort()", "failed, exit -6"),
         (FIRST + "import os; os.kill(os.getpid(), 9)", "killed: host memory?"),
     ],
 )
@@ -74,9 +80,121 @@ def test_a_process_that_ends_badly_is_kept_as_far_as_it_came(
     assert last == found["it"]
 
 
+def test_a_result_that_was_known_counts_however_its_process_ends(tmp_path: pathlib.Path):
+    """Libraries crash or hang when a process ends; then nothing is measured again."""
+    ok = 'print(\'{"status": "ok"}\', flush=True); import os, time; '
+    jobs = [job("hung", ok + "time.sleep(60)", 1.5), job("aborted", ok + "os.abort()")]
+    found, told = drive(tmp_path / "figures.jsonl", jobs)
+    assert [found[x]["status"] for x in told] == ["ok", "ok"]
+    assert [found[x]["ended"] for x in told] == ["cut after 2 s", "failed, exit -6"]
+    assert drive(tmp_path / "figures.jsonl", jobs)[1] == []
+    text = module("page").text({("toy", "1.2.3"): found}, [])
+    assert "* aborted: ok, then failed, exit -6" in text
+
+
+def test_the_last_of_a_log_tells_why_it_failed(tmp_path: pathlib.Path):
+    text = "print('No module named rich'); raise SystemExit(2)"
+    found, _ = drive(tmp_path / "figures.jsonl", [job("it", text, read=lambda line: None)])
+    assert "No module named rich" in found["it"]["error"]
+
+
+def test_what_a_job_left_on_the_disk_is_removed(tmp_path: pathlib.Path, monkeypatch: Any):
+    monkeypatch.setenv("DISK", str(tmp_path / "disk"))
+    (tmp_path / "disk").mkdir()
+    text = "import os, pathlib; (pathlib.Path(os.environ['DISK']) / 'x').touch(); os.kill(os.getpid(), 9)"
+    found, _ = drive(tmp_path / "figures.jsonl", [job("it", text)])
+    assert found["it"]["status"] == "killed: host memory?"
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+BAD_LINES = (
+    b'{"device": "toy", "na{"device": "toy"}',
+    b"\0" * 9,
+    b"",
+    b"<<<<<<< HEAD",
+    b"{}",
+    b'{"a": "\xff"}',
+)
+
+
+def test_lines_that_are_no_results_are_left_out_and_said(tmp_path: pathlib.Path):
+    path, it = tmp_path / "figures.jsonl", [job("it", FIRST)]
+    first = drive(path, it)[0]["it"]
+    other = {**first, "device": "other", "runs": [{"rows": 8}]}  # as another version may write it
+    path.write_bytes(
+        b"\n".join([*BAD_LINES, json.dumps(other).encode(), *path.read_bytes().splitlines(), b"{"])
+    )
+    driver = module("driver")
+    results = driver.Results(path, "toy", "1.2.3")
+    assert results.here == {"it": first}
+    results.add("next", {"status": "ok"})
+    assert path.read_bytes().startswith(b"\n".join(BAD_LINES))  # for somebody to look at
+    results = driver.Results(path, "toy", "1.2.3")
+    assert [*results.here] == ["it", "next"]
+    text = module("page").text(results.groups(), [], results.unreadable)
+    assert "6 lines of figures.jsonl are no results" in text
+    assert "Not shown, since they have another form: it." in text
+
+
+def test_a_disk_that_is_full_ends_no_call(tmp_path: pathlib.Path, capsys: Any):
+    path, before = tmp_path / "figures.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # Nobody can write to files.
+    try:
+        found, told = drive(path, [job("it", FIRST)])
+        results = module("driver").Results(path, "toy", "1.2.3")
+        page = module("run").write_page(results, plan(), tmp_path / "page.md")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (told, found["it"]["status"]) == (["it"], "ok")
+    assert "Not measured yet" in page
+    said = capsys.readouterr().out
+    assert "figures.jsonl could not be written" in said
+    assert "page.md could not be written" in said
+
+
+def test_the_folder_on_the_disk(tmp_path: pathlib.Path):
+    """What killed calls have left is removed, and a folder that cannot be is refused by name."""
+    run, ours = module("run"), tmp_path / f"one-gpu-{os.getpid()}-x"
+    for left in (ours, tmp_path / "one-gpu-4194305-x"):  # more than a process can have
+        (left / "compiled").mkdir(parents=True)
+    with run.scratch_folder(tmp_path) as folder:
+        assert {*tmp_path.iterdir()} == {ours, pathlib.Path(folder)}
+    assert [*tmp_path.iterdir()] == [ours]
+    with pytest.raises(SystemExit, match="--disk"), run.scratch_folder(pathlib.Path("/dev/null/x")):
+        pass
+
+
+def test_files_for_which_the_disk_has_no_room_are_not_begun(
+    tmp_path: pathlib.Path, monkeypatch: Any
+):
+    monkeypatch.setenv("DISK", str(tmp_path))
+    worker, told = module("worker"), {}
+    monkeypatch.setattr(worker.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**5}))
+    args = argparse.Namespace(
+        layers=1, dim=64, vocab=64, context=8, unrolled=False, policy="nvme", rows=[1], seconds=1
+    )
+    worker.measure(args, lambda phase, **found: told.update(found))
+    assert told["status"] == "left out"
+    assert "the disk has 100 KB" in told["told"]
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.", "device"),
+        ("Allocator (GPU_0_bfc) ran out of memory trying to allocate 4GiB", "device"),
+        ("RESOURCE_EXHAUSTED: Failed to allocate pinned host staging buffer", "host"),
+        ("Allocator (xla_gpu_host_bfc) ran out of memory", "host"),
+        ("Could not allocate host memory", "host"),
+    ],
+)
+def test_of_which_memory_there_was_too_little(text: str, where: str):
+    assert module("worker").short_of(text) == where
+
+
 def test_a_second_call_goes_on_where_the_first_was_cut(tmp_path: pathlib.Path):
     path, good = tmp_path / "figures.jsonl", FIRST
-    first = [job("done", good), job("bad", "raise SystemExit(1)"), job("late", HANGS, 2)]
+    first = [job("done", good), job("bad", "raise SystemExit(1)"), job("late", HANGS, 1.6)]
     found, told = drive(path, first)
     assert told == ["done", "bad", "late"]
     assert found["late"]["status"] == "cut after 2 s"
@@ -95,12 +213,14 @@ def test_a_second_call_goes_on_where_the_first_was_cut(tmp_path: pathlib.Path):
     assert len(driver.Results(path, "other", "1.2.3").groups()) == 1
 
 
-def test_a_part_has_a_budget_and_the_call_another(tmp_path: pathlib.Path):
-    jobs = [job("slow", HANGS, 2), job("next", FIRST, 40)]
-    found, told = drive(tmp_path / "a.jsonl", jobs, budget=1)
-    assert told == ["slow", "next"]  # In what the parts have left.
+def test_what_has_begun_runs_on_when_its_part_is_over(tmp_path: pathlib.Path):
+    slow = job("slow", "import time; time.sleep(0.7)", 1.5)
+    found, told = drive(tmp_path / "a.jsonl", [slow, job("next", FIRST)], budget=0.7)
+    assert told == ["slow", "next"]  # In what the call has left.
+    assert {x["status"] for x in found.values()} == {"ok"}
+    jobs = [job("slow", HANGS, 1), job("next", FIRST)]
+    found, told = drive(tmp_path / "b.jsonl", jobs, seconds=0.6)
     assert found["slow"]["status"] == "cut after 1 s"
-    found, told = drive(tmp_path / "b.jsonl", jobs, seconds=1)
     assert told == ["slow"]
     assert "next" not in found
 
@@ -181,7 +301,8 @@ def plan(tiny: bool = False) -> Any:
 
 
 def test_the_plan_asks_for_all_checks_and_goes_on_with_searches(monkeypatch: Any):
-    monkeypatch.setenv("DISK", "disk")
+    mine = os.environ.get("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_FLAGS", module("run").environment("scratch")["XLA_FLAGS"])
     checks, run, all_jobs = module("checks"), module("run"), plan()
     assert {*run.checks} == {*checks.CHECKS}
     assert {*run.check_figures} == {*checks.FIGURES}
@@ -190,8 +311,27 @@ def test_the_plan_asks_for_all_checks_and_goes_on_with_searches(monkeypatch: Any
     assert first.name == "largest 80 GiB host 39 layers"  # What the host has room for.
     share = {x.env["XLA_CLIENT_MEM_FRACTION"] for x in all_jobs.largest({})}
     assert share == {"0.6250", "0.2500"}
-    known = {first.name: {"status": "no host memory"}}
-    assert next(iter(all_jobs.largest(known))).name == "largest 80 GiB host 33 layers"
+    too_large = (
+        "no host memory",
+        "killed: host memory?",
+        "failed, exit -11",
+        "cut after 9 s",
+        "under way",
+    )
+    for status in too_large:
+        known = {first.name: {"status": status}}
+        assert next(iter(all_jobs.largest(known))).name == "largest 80 GiB host 33 layers"
+    # Left out, and errors of ours, say nothing about sizes.
+    assert next(iter(all_jobs.largest({first.name: {"status": "left out"}}))).name == first.name
+    # What was cut is tried again when nothing smaller is left.
+    known = {
+        f"largest 80 GiB host {n} layers": {"status": x}
+        for n, x in ((33, "ok"), (36, "cut"), (39, "cut"))
+    }
+    assert next(iter(all_jobs.largest(known))).name == "largest 80 GiB host 36 layers"
+    jit, tuned = [x for x in all_jobs.speed() if x.name.startswith("speed ")][:2]
+    assert tuned.name == f"{jit.name}, autotuned"
+    assert (jit.env.get("XLA_FLAGS"), tuned.env["XLA_FLAGS"]) == (None, mine)
     names = [x.name for part in all_jobs.parts() for x in part.jobs({})]
     assert len(names) == len(set(names))
     passed = {"tests/gpu/test_host.py::test_b": {"status": "ok"}}
@@ -247,7 +387,8 @@ def test_the_page_has_what_there_is():
         "largest 32 GiB host 40 layers": {"status": "ok", "parameters": 10**9},
         "largest 32 GiB host 44 layers": {"status": "no device memory"},
         "tests/gpu/test_host.py::test_b": {"status": "ok"},
-        "disk": {"status": "cut after 40 s"},
+        "disk": {"status": "cut after 40 s", "flags": "--a"}, "x": {"status": "ok", "flags": "--a"},
+        "jit, autotuned": {"status": "ok", "flags": ""},
     }  # fmt: skip
     text = module("page").text({("toy", "1.2.3"): found}, ["speed nvme"])
     for line in (
@@ -255,21 +396,51 @@ def test_the_page_has_what_there_is():
         "| 1B | 8 | 16,384 | 130.0 | 13.0% | 500 | 10.00 | 10.00 |",
         "| 500 | 10.00 | 40% | 5.00 | 20% | - | - | - | - |", "| host 1.3B, 8 rows | 10.00 | 9.00 | 90% |",
         "within 32 GiB of the device, host: 1.00B (40 layers ok, 44 layers no device memory)", "1 ok",
-        "* check saved: FAIL. lost", "* disk: cut after 40 s", "speed nvme",
+        "XLA_FLAGS: `--a`, but `none` for jit, autotuned.", "* check saved: FAIL. lost",
+        "* disk: cut after 40 s", "speed nvme",
     ):  # fmt: skip
         assert line in text, f"{line}\n\n{text}"
 
 
-def run(out: pathlib.Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run(out: pathlib.Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FOLDER / "run.py"), "--disk", str(out / "disk"), *options]
-    env = {**os.environ, "XLA_FLAGS": "", "OUT": str(out)}  # One device, and not the tests' eight.
+    env = {
+        **os.environ,
+        "XLA_FLAGS": "",
+        "OUT": str(out),
+        **env,
+    }  # One device, and not the tests' eight.
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
 
 
 def test_where_there_is_no_gpu(tmp_path: pathlib.Path):
-    ended = run(tmp_path)
+    (tmp_path / "sitecustomize.py").write_text("import sys; print('no cuDNN', file=sys.stderr)")
+    ended = run(tmp_path, PYTHONPATH=str(tmp_path))
     assert ended.returncode == 1
     assert "JAX sees no GPU here, only cpu: use --tiny" in ended.stderr
+    assert "no cuDNN" in ended.stderr.partition("It said last:")[2]  # JAX logs why, and goes on.
+    # And its own error, where it has been told that there is one.
+    ended = run(tmp_path, JAX_PLATFORMS="cuda")
+    assert "the machine could not be described. It said last:" in ended.stderr
+    assert "xla_bridge.py" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["pinned", "renewed", "slices", "reads", "direct"])
+def test_checks_of_memory_run_here(name: str):
+    """With what jzero has today; on a CPU they show no more."""
+    checks = module("checks")
+    checks.CHECKS[name]()
+
+
+def test_products_are_the_vendors():
+    """What is measured without trying kernels has them: Triton's default tiles are many times slower."""
+    gpu_compiler.skip_without_it()
+    whole = jax.NamedSharding(jzero.target_mesh("h100", "1x1"), jax.P())
+    x = jax.ShapeDtypeStruct((2048, 2048), "bfloat16", sharding=whole)
+    flags = (flag.removeprefix("--").split("=") for flag in module("run").QUICK.split())
+    options = {name: json.loads(value) for name, value in flags}
+    compiled = jax.jit(lambda x: x @ x).lower(x).compile(options)
+    assert "__cublas" in str(compiled.as_text())
 
 
 @pytest.mark.slow

@@ -39,10 +39,8 @@ TX = jzero.master_weights(optax.adamw(1e-2))
 def places() -> tuple[NamedSharding, NamedSharding]:
     """On the first device, and in pinned memory."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    device, pinned = (
-        NamedSharding(mesh, P(), memory_kind=kind) for kind in ("device", "pinned_host")
-    )
-    return device, pinned
+    pinned = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    return pinned.with_memory_kind("device"), pinned
 
 
 def scratch() -> Any:
@@ -61,9 +59,7 @@ def machine() -> str:
     """Pinned memory, and a CPU beside the GPU, which `JAX_PLATFORMS=cuda` alone would take away."""
     kinds = sorted(memory.kind for memory in jax.devices()[0].addressable_memories())
     assert "pinned_host" in kinds, kinds
-    assert jax.local_devices(backend="cpu"), (
-        "no CPU backend: HostCPU computes there what is not elementwise"
-    )
+    assert jax.local_devices(backend="cpu"), "HostCPU computes there what is not elementwise"
     return f"{kinds}, locked memory at most {resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]}"
 
 
@@ -87,12 +83,12 @@ def renewed() -> None:
     x = pinned_zeros((256, MIB), jnp.float32, there)
     for value in range(1, 6):
         shard = x.addressable_shards[0].data
-        before, memory = shard.unsafe_buffer_pointer(), view(shard)
-        memory[...] = value
+        before = shard.unsafe_buffer_pointer()
+        view(shard)[...] = value
         copies = [jax.device_put(x, device) for _ in range(3)]  # 3 GiB on their way
         del shard
-        x = _pinned_leaf.renewed(x)
-        memory[...] = -1  # at once, as kernels do
+        x = _pinned_leaf.renewed([x], [0], [])[0]
+        _pinned_leaf.PinnedLeaf.of(x, list(device.device_set)).buffers[0][...] = -1  # as kernels do
         after = x.addressable_shards[0].data.unsafe_buffer_pointer()
         assert before == after, "another address: the update would be lost"
         for copy in copies:
@@ -118,9 +114,8 @@ def slices() -> None:
     assert {x.sharding.memory_kind for x in got} == {"device"}
     assert stack.sharding.memory_kind == "pinned_host"
     assert [extremes(x) for x in got] == [(i + 1.0, i + 1.0) for i in range(num)]
-    assert stack.addressable_shards[0].data.unsafe_buffer_pointer() == before, (
-        "a second stack was made"
-    )
+    after = stack.addressable_shards[0].data.unsafe_buffer_pointer()
+    assert before == after, "a second stack was made"
 
 
 def fetched(stack: jax.Array, i: jax.Array) -> jax.Array:

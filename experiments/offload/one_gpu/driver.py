@@ -75,27 +75,40 @@ class Results:
 
     Attributes:
       here: those of this device and JAX, by name.
+      unreadable: lines of the file that are no results: they stay, for somebody to look at.
     """
 
     def __init__(self, path: Path, device: str, jax: str):
         self.path, self._key, self._lock = path, (device, jax), threading.Lock()
         self._all: dict[tuple[str, str], dict[str, Result]] = collections.defaultdict(dict)
-        lines = records.read_lines(path)
-        for line in lines:
-            self._all[line["device"], line["jax"]][line["name"]] = line
+        self.unreadable = 0
+        for text in path.read_bytes().splitlines() if path.exists() else ():
+            try:
+                line = json.loads(text)
+                "" + line["status"] + line["at"]
+                self._all[line["device"], line["jax"]]["" + line["name"]] = line
+            except (ValueError, KeyError, TypeError, RecursionError):
+                self.unreadable += bool(text.strip())
         self.here = self._all[self._key]
-        # Anew, in one step: the last line may be cut off, and another would be joined to it.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".tmp")
-        beside.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        beside.replace(path)
 
     def add(self, name: str, result: Result) -> None:
         now = datetime.datetime.now().isoformat(timespec="seconds")
         device, jax = self._key
         with self._lock:
             self.here[name] = result | {"device": device, "jax": jax, "name": name, "at": now}
-            records.append(self.path, self.here[name])
+            try:
+                self._end_line()
+                records.append(self.path, self.here[name])
+            except OSError as error:  # A full disk: the page has it all the same.
+                print(f"{self.path.name} could not be written: {error}", flush=True)
+
+    def _end_line(self) -> None:
+        """The last line may be cut off, and another would be joined to it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                file.write(b"\n" * (file.read() != b"\n"))
 
     def groups(self) -> dict[tuple[str, str], dict[str, Result]]:
         """By device and JAX, of those that have any."""
@@ -123,7 +136,7 @@ class Driver:
         self._again, self._tell = again, tell
         self._tried: set[str] = set()
         self._running: set[int] = set()
-        self._stopped = False
+        self._stopped, self._telling = False, threading.Lock()
 
     def run(self, parts: Sequence[Part]) -> None:
         """Never tried within each part's time, then in what is left, and then what did not succeed."""
@@ -142,7 +155,7 @@ class Driver:
             _kill(group)
 
     def _run(self, part: Part, end: float, failed: bool) -> None:
-        """Until there is no time for what comes next."""
+        """Until there is no time to begin what comes next; what has begun may run to the end of the call."""
         while todo := [job for job in part.jobs(self.results.here) if self._due(job.name, failed)]:
             jobs = list(itertools.takewhile(lambda job: job.together, todo)) or todo[:1]
             pool = ThreadPoolExecutor(JOBS)
@@ -164,29 +177,29 @@ class Driver:
     def _one(self, job: Job, end: float) -> bool:
         """Runs one; False if there is no time for it."""
         start = time.monotonic()
-        limit = min(job.seconds, end - start)
-        if self._stopped or limit < ENOUGH * job.seconds:
+        if self._stopped or end - start < ENOUGH * job.seconds:
             return False
         self._tried.add(job.name)
         self.results.add(job.name, {"status": UNDER_WAY})
-        code, result, error = self._process(job, limit)
+        code, result, error = self._process(job, min(job.seconds, self._end - start))
         seconds = round(time.monotonic() - start, 1)
-        if code is None:
-            result["status"] = f"cut after {seconds:.0f} s"
-        elif code == -signal.SIGKILL:
-            result["status"] = "killed: host memory?"
-        elif code:
-            result["status"] = f"failed, exit {code}"
-        result = {"status": "ok"} | result | {"seconds": seconds}
+        if code != 0:  # What is known already counts, though its exit is told.
+            known = {None: f"cut after {seconds:.0f} s", -signal.SIGKILL: "killed: host memory?"}
+            key = "ended" if result.get("status") in FINAL else "status"
+            result[key] = known.get(code, f"failed, exit {code}")
+        flags = {**self._env, **job.env}.get("XLA_FLAGS", "")
+        result = {"status": "ok"} | result | {"seconds": seconds, "flags": flags}
         if result["status"] not in FINAL:
             result.setdefault("error", error[-1500:])
         self.results.add(job.name, result)
-        self._tell(job.name, result)
+        with self._telling:
+            self._tell(job.name, result)
         return True
 
     def _process(self, job: Job, limit: float) -> tuple[int | None, Result, str]:
-        """Exit code, None if it was cut; the last that it knew; and its errors."""
+        """Exit code, None if it was cut; the last that it knew; and its errors, or the last of its log."""
         result: Result = {}
+        logged: collections.deque[str] = collections.deque(maxlen=20)
 
         def read(output: Iterable[str]) -> None:
             for line in output:
@@ -195,13 +208,19 @@ class Driver:
                         result.update(json.loads(line))
                         self.results.add(job.name, {"status": UNDER_WAY} | result)
                 elif job.read is not None:
+                    logged.append(line)
                     self._log(job, line)
 
-        with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        with (
+            tempfile.TemporaryFile("w+", errors="replace") as errors,
+            # What it leaves on the disk that is measured goes with it, also if it is killed.
+            tempfile.TemporaryDirectory(None, None, self._env.get("DISK"), True) as disk,
+        ):
             # A group of its own, to be killed as a whole; in this session, so that it ends with it.
             process = subprocess.Popen(
-                [sys.executable, "-c", _TIED, *job.command], env={**self._env, **job.env}, cwd=records.ROOT,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT if job.read else errors,
+                [sys.executable, "-c", _TIED, *job.command], cwd=records.ROOT,
+                env={**self._env, **job.env, "DISK": disk}, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT if job.read else errors,
                 text=True, errors="replace", process_group=0,
             )  # fmt: skip
             self._running.add(process.pid)
@@ -222,7 +241,7 @@ class Driver:
                     process.stdout.close()
                 self._running.discard(process.pid)
             errors.seek(0)
-            return None if self._stopped else code, result, errors.read()
+            return None if self._stopped else code, result, errors.read() + "".join(logged)
 
     def _log(self, job: Job, line: str) -> None:
         """Keeps what a process says that has no JSON, pytest above all."""

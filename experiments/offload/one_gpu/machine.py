@@ -1,12 +1,13 @@
-"""What the machine is and how fast: `describe`, `links`, `disk FOLDER`; prints lines of JSON as it learns.
+"""What the machine is and how fast: `describe`, `links`, `disk`; prints lines of JSON as it learns.
 
-python experiments/offload/one_gpu/machine.py links
+DISK=. python experiments/offload/one_gpu/machine.py disk
 """
 
 import concurrent.futures
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ PACKAGES = (
     "jax", "jaxlib", "jax-cuda13-plugin", "numpy", "optax", "flax", "orbax-checkpoint", "llvmlite", "rich",
     "pytest", "pytest-xdist", "hypothesis",
 )  # fmt: skip
-DISK_BYTES, READERS = 2**32, 4
+READERS = 4
 
 
 def memory_bytes(name: str = "MemTotal") -> int:
@@ -46,6 +47,7 @@ def describe() -> Iterator[dict[str, Any]]:
         "kind": device.device_kind, "driver": driver, "device_bytes": limit and 2 * limit,
         "processors": len(os.sched_getaffinity(0)), "processor": records.processor(),
         "host_bytes": memory_bytes(), "host_available": memory_bytes("MemAvailable"),
+        "disk_available": shutil.disk_usage(os.environ.get("DISK", ".")).free,
     }  # fmt: skip
 
 
@@ -66,28 +68,28 @@ def links() -> Iterator[dict[str, Any]]:
         yield {f"host_update_{threads}_threads": _bandwidth.host_update(threads)}
 
 
-def disk(folder: str) -> Iterator[dict[str, Any]]:
+def disk(nbytes: str = str(2**32)) -> Iterator[dict[str, Any]]:
     """Bytes per second of a file, past the page cache where the file system lets one, in large transfers."""
     from jzero.offload.nvme._aligned import pages
     from jzero.offload.nvme._direct import BLOCK, DirectFile
 
-    file = DirectFile("machine.py", Path(folder) / "disk", create=True)
-    nbytes = DISK_BYTES if len(sys.argv) < 4 else int(sys.argv[3])
-    file.resize(nbytes)
+    file = DirectFile("machine.py", Path(os.environ["DISK"]) / "disk", create=True)
+    size = int(nbytes)
+    file.resize(size)
     buffers = [pages(BLOCK) for _ in range(READERS)]
     for buffer in buffers:
         buffer[:] = 7
 
     def timed(move: Any) -> float:
         def share(which: int) -> None:
-            for start in range(which * BLOCK, nbytes, READERS * BLOCK):
+            for start in range(which * BLOCK, size, READERS * BLOCK):
                 move(buffers[which], start, "blocks")
 
         begin = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
             list(pool.map(share, range(READERS)))
         file.sync()
-        return nbytes / (time.perf_counter() - begin)
+        return size / (time.perf_counter() - begin)
 
     yield {"direct": file.direct, "why_not": file.why_not, "disk_write": timed(file.write)}
     yield {"disk_read": timed(file.read)}
@@ -103,6 +105,9 @@ def main() -> None:
             print(json.dumps(known), flush=True)
     except ImportError as error:
         print(json.dumps({**known, "status": "left out", "told": str(error)[:300]}), flush=True)
+    else:
+        print(json.dumps({**known, "status": "ok"}), flush=True)
+        os._exit(0)  # Whatever may hang at the end of the process has nothing to say.
 
 
 if __name__ == "__main__":

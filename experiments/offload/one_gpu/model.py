@@ -32,9 +32,8 @@ class GPT(gpt.GPT):
 
     def batch(self, rows: int) -> jax.Array:
         """Random tokens, with the one after the last; the same in every step, so that losses fall."""
-        return jax.random.randint(
-            jax.random.key(0), (rows, self.context + 1), 0, self.vocab, jnp.int32
-        )
+        shape = (rows, self.context + 1)
+        return jax.random.randint(jax.random.key(0), shape, 0, self.vocab, jnp.int32)
 
     def decode(self, params: Any, first: jax.Array) -> tuple[jax.Array, jax.Array]:
         """After one token of each row, int32 [rows], the likeliest ones up to `context`.
@@ -52,14 +51,11 @@ class GPT(gpt.GPT):
                 new: list[jax.Array] = []
 
                 def attend(q: jax.Array, *kv: jax.Array) -> jax.Array:
-                    new.extend(
-                        map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, t, 1), old, kv)
-                    )
+                    for a, b in zip(old, kv, strict=True):
+                        new.append(jax.lax.dynamic_update_slice_in_dim(a, b, t, 1))
                     seen = (jnp.arange(self.context) <= t)[None, None, None]
-                    keys, values = new
-                    return jax.nn.dot_product_attention(
-                        q, keys, values, mask=seen, implementation="xla"
-                    )
+                    attention, (keys, values) = jax.nn.dot_product_attention, new
+                    return attention(q, keys, values, mask=seen, implementation="xla")
 
                 scales = 1 + weights["scales"][:, None, None]
                 return gpt.block(x, weights, scales, self.heads, attend=attend), tuple(new)

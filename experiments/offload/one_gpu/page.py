@@ -1,6 +1,8 @@
 """What was found, as a page of Markdown."""
 
-from collections.abc import Iterator, Sequence
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from driver import FINAL, Result
@@ -10,11 +12,13 @@ Found = dict[str, Result]
 GB = 1e9
 
 
-def text(groups: dict[tuple[str, str], Found], pending: Sequence[str]) -> str:
+def text(groups: dict[tuple[str, str], Found], pending: Sequence[str], unreadable: int = 0) -> str:
     """Of each device and release of JAX that has results; `pending` is what was not measured yet."""
     parts = [f"# {device}, JAX {jax}\n\n{_of(found)}" for (device, jax), found in groups.items()]
     if pending:
         parts.append(f"## Not measured yet\n\n{'; '.join(pending)}\n")
+    if unreadable:
+        parts.append(f"{unreadable} lines of figures.jsonl are no results, and were left out.\n")
     return "\n".join(parts)
 
 
@@ -29,29 +33,52 @@ def brief(name: str, result: Result) -> str:
         )
     if result["status"] not in FINAL and not told:
         told = " ".join(str(result.get("error", "")).split())[-300:]
+    if "ended" in result:
+        told += f" (then {result['ended']})"
     return f"{result['status']:<8} {name}, {result.get('seconds', 0):.0f} s  {told}"
 
 
 def _of(found: Found) -> str:
     sections = {
-        "Checks": _checks(found), "Speed and memory": _runs(found), "Link and disk": _links(found),
-        "Largest models": _largest(found), "Peaks by preflight": _peaks(found),
-        "Decoding": _decoding(found), "Tests": _tests(found), "Cut or failed": _failures(found),
+        "": _machine, "Checks": _checks, "Speed and memory": _runs, "Link and disk": _links,
+        "Largest models": _largest, "Peaks by preflight": _peaks, "Decoding": _decoding, "Tests": _tests,
+        "Cut or failed": _failures,
     }  # fmt: skip
-    told = [f"## {name}\n\n{part}" for name, part in sections.items() if part]
-    return "\n".join([*_machine(found), *told])
+    told = {f"## {name}\n\n" * bool(name): _section(x, found) for name, x in sections.items()}
+    return "\n".join(head + part for head, part in told.items() if part)
 
 
-def _machine(found: Found) -> Iterator[str]:
+def _section(section: Callable[[Found], str], found: Found) -> str:
+    """Of the results that it can be made of: another version may have written some."""
+
+    def made(of: Found) -> str | None:
+        with contextlib.suppress(Exception):
+            return section(of)
+        return None
+
+    good = {name: x for name, x in found.items() if made({name: x}) is not None}
+    bad = "; ".join(name for name in found if name not in good)
+    return (made(good) or "") + f"\nNot shown, since they have another form: {bad}.\n" * bool(bad)
+
+
+def _machine(found: Found) -> str:
+    """It and its software, and how XLA compiled."""
+    told, flags = "", collections.defaultdict(list)
+    for name, result in found.items():
+        if "flags" in result:
+            flags[result["flags"]].append(name)
+    (most, _), *others = sorted(flags.items(), key=lambda way: -len(way[1])) or [("", [])]
+    ways = [f"`{most}`", *(f"`{way or 'none'}` for {'; '.join(names)}" for way, names in others)]
     if (m := found.get("machine")) is not None:
         names = [name for name in ("python", *PACKAGES) if name in m]
         versions = ", ".join(f"{name} {m[name] or 'MISSING'}" for name in names)
-        yield (
+        told = (
             f"{m['at']}, {m['driver'] or m['kind']}, {m['processors']} x {m['processor']}, "
             f"{m['host_bytes'] / 2**30:.0f} GiB of host memory, "
-            f"{m['host_available'] / 2**30:.0f} available; "
+            f"{m['host_available'] / 2**30:.0f} available, {_gb(m['disk_available'])} GB of disk; "
             f"{versions}; jzero's files {m['jzero files'] or 'of a copy without history'}.\n"
         )
+    return told + f"\nXLA_FLAGS: {', but '.join(ways)}.\n" * bool(flags)
 
 
 def _table(head: str, rows: Sequence[Sequence[Any]]) -> str:
@@ -71,10 +98,8 @@ def _share(part: float, whole: float | None) -> str:
 
 def _checks(found: Found) -> str:
     checks = {name: x for name, x in found.items() if name.startswith("check ")}
-    rows = [
-        (name[6:], x["status"], str(x.get("told", "")).replace("|", "/"))
-        for name, x in checks.items()
-    ]
+    told = {name: str(x.get("told", "")).replace("|", "/") for name, x in checks.items()}
+    rows = [(name[6:], x["status"], told[name]) for name, x in checks.items()]
     return _table("| check | | |", rows).replace("---:", "---")
 
 
@@ -106,12 +131,8 @@ def _links(found: Found) -> str:
     rates = found.get("links", {}) | found.get("disk", {})
     known = [(name, rate) for name, rate in rates.items() if isinstance(rate, float) and rate > 1e6]
     text = "GB/s: " + ", ".join(f"{name} {rate / GB:.1f}" for name, rate in known) + "\n"
-    ways = {
-        "to device": "to_device",
-        "to host": "to_host",
-        "from disk": "disk_read",
-        "to disk": "disk_write",
-    }
+    rate_of = ("to_device", "to_host", "disk_read", "disk_write")
+    ways = dict(zip(("to device", "to host", "from disk", "to disk"), rate_of, strict=True))
     rows = []
     for name, _, run in _each(found):
         crossed, seconds = run.get("crossing_bytes", {}), run["step_seconds"]
@@ -131,9 +152,8 @@ def _largest(found: Found) -> str:
     lines = []
     searches = sorted({tuple(x.split()[1:4]) for x in found if x.startswith("largest ")})
     for gib, _, policy in searches:
-        tried = {
-            name: x for name, x in found.items() if name.startswith(f"largest {gib} GiB {policy} ")
-        }
+        prefix = f"largest {gib} GiB {policy} "
+        tried = {name: x for name, x in found.items() if name.startswith(prefix)}
         most = max((x["parameters"] for x in tried.values() if x["status"] == "ok"), default=0)
         told = ", ".join(f"{name.split()[-2]} layers {x['status']}" for name, x in tried.items())
         lines.append(f"* within {gib} GiB of the device, {policy}: {most / 1e9:.2f}B ({told})")
@@ -149,27 +169,23 @@ def _peaks(found: Found) -> str:
             measured = runs[0]["peak_bytes_in_use"] if runs else None
             peak = result["preflight_peak_bytes"]
             rows.append((name[10:], _gb(measured), _gb(peak), _share(peak, measured)))
-    return _table(
-        "| run | measured GB, making the state included | preflight GB | of measured |", rows
-    )
+    head = "| run | measured GB, making the state included | preflight GB | of measured |"
+    return _table(head, rows)
 
 
 def _decoding(found: Found) -> str:
     """Beside the ceiling: rows, times the link's bytes per second, over bytes that a turn fetches."""
     rate, rows = found.get("links", {}).get("to_device"), []
     for name, result, run in _each(found, "decodes"):
-        speed, turn = (
-            run["tokens_per_second"],
-            run.get("crossing_bytes", {}).get("to device", 0) / run["turns"],
-        )
+        speed = run["tokens_per_second"]
+        turn = run.get("crossing_bytes", {}).get("to device", 0) / run["turns"]
         ceiling = run["rows"] * rate / turn if turn and rate else None
         rows.append((
             name, f"{result['parameters'] / 1e9:.3g}B", run["rows"], f"{speed:,.0f}", _gb(turn),
             f"{ceiling:,.0f}" if ceiling else "-", _share(speed, ceiling), _gb(run["peak_bytes_in_use"]),
         ))  # fmt: skip
-    return _table(
-        "| run | parameters | rows | tokens/s | GB per turn | ceiling | share | peak GB |", rows
-    )
+    head = "| run | parameters | rows | tokens/s | GB per turn | ceiling | share | peak GB |"
+    return _table(head, rows)
 
 
 def _tests(found: Found) -> str:
@@ -183,6 +199,8 @@ def _tests(found: Found) -> str:
 def _failures(found: Found) -> str:
     lines = []
     for name, result in found.items():
+        if "ended" in result:
+            lines.append(f"* {name}: {result['status']}, then {result['ended']}")
         if result["status"] not in FINAL:
             told = result.get("told") or result.get("error") or ""
             error = " ".join(str(told).split())[-400:]

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # jzero need not be installed; processes that begin here have this checkout on their path, too.
@@ -30,10 +31,15 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 import machine  # noqa: E402
 import page  # noqa: E402
-from driver import FINAL, Driver, Job, Part, Result, Results  # noqa: E402
+from driver import FINAL, UNDER_WAY, Driver, Job, Part, Result, Results  # noqa: E402
 
 HERE = Path(__file__).parent
 GIB = 2**30
+# Statuses of a trial of the search after which a smaller one is next; crashes (by a signal) among them.
+TOO_LARGE = (*FINAL[2:], "killed", "cut", UNDER_WAY, "failed, exit -")
+# Nothing is tried when a program compiles: products are cuBLAS's, by its own heuristics. With the first flag
+# alone they are Triton's, in default tiles that nobody would train with.
+QUICK = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 # ---------------------------------------------------------------------------------------------
 checks = """machine saved looked_at pinned renewed slices reads trains trains_host trains_layers reversed_scan
     trains_turns trains_pinned trains_activations trains_half trains_late direct trains_nvme""".split()
@@ -68,34 +74,26 @@ class Plan:
     def parts(self) -> list[Part]:
         """The seconds of the first two are what nine minutes have; a second call goes on from there."""
         return [
-            Part("checks", 180, lambda _: self.checks()),
-            Part("speed", 300, lambda _: self.speed()),
-            Part("largest", 150, self.largest),
-            Part("preflight", 60, lambda _: self.preflight()),
-            Part("tests", 300, self.tests),
-            Part("more", 300, lambda _: self.more()),
-        ]
+            Part("checks", 180, lambda _: self.checks()), Part("speed", 300, lambda _: self.speed()),
+            Part("largest", 150, self.largest), Part("preflight", 60, lambda _: self.preflight()),
+            Part("tests", 300, self.tests), Part("more", 300, lambda _: self.more()),
+        ]  # fmt: skip
 
     def checks(self) -> Iterable[Job]:
         env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # They share the device.
         for name in checks + check_figures:
-            command = [str(HERE / "checks.py"), name]
-            yield Job(f"check {name}", command, 75, name in checks, env)
+            yield Job(f"check {name}", [str(HERE / "checks.py"), name], 75, name in checks, env)
 
     def speed(self) -> Iterable[Job]:
-        script, disk = str(HERE / "machine.py"), os.environ["DISK"]
-        env = {"XLA_CLIENT_MEM_FRACTION": "0.5"}
+        script, env = str(HERE / "machine.py"), {"XLA_CLIENT_MEM_FRACTION": "0.5"}
         yield Job("links", [script, "links"], 60, self.tiny, env)
-        yield Job("disk", [script, "disk", disk, *[str(2**26)] * self.tiny], 40, self.tiny, env)
-        yield from self.trainings(wanted)
+        yield Job("disk", [script, "disk", *[str(2**26)] * self.tiny], 40, self.tiny, env)
+        first, *others = self.trainings(wanted)
+        yield from (first, self.autotuned("jit"), *others)
 
     def more(self) -> Iterable[Job]:
-        """XLA chooses kernels by trying them only here; and decoding with weights on the host."""
-        flags = os.environ.get("XLA_FLAGS", "").replace("--xla_gpu_autotune_level=0", "")
-        for policy in ("jit", "host"):
-            job = self.training(policy, "1.3B", 8, 200)
-            env = {**job.env, "XLA_FLAGS": flags}
-            yield job._replace(name=f"{job.name}, autotuned", env=env)
+        """Also decoding with weights on the host."""
+        yield self.autotuned("host")
         for policy in ("layers", "jit"):
             size = [*self.size("6.7B"), "--rows", *map(str, [4] if self.tiny else decode_rows)]
             size += ["--context", "4"] * self.tiny
@@ -109,30 +107,22 @@ class Plan:
         """Of each search the next trial: the most layers that train within so much of the device."""
         dim = 64 if self.tiny else largest_dim
         whole = share_of_device * (self._machine["device_bytes"] or 80 * GIB)
-        for gib in caps_gib[: 1 if self.tiny else None]:
-            for policy, needs in bytes_per_param.items():
-                prefix = f"largest {gib} GiB {policy} "
-                tried = {
-                    int(x.split()[-2]): known[x]["status"] for x in known if x.startswith(prefix)
-                }
-                works = [layers for layers, status in tried.items() if status == "ok"]
-                fails = [layers for layers, status in tried.items() if status in FINAL[2:]]
-                memory = (min(gib * GIB, whole), self._machine["host_bytes"])
-                guess = 2 if self.tiny else first_guess(dim, zip(memory, needs, strict=True))
-                layers = next_trial(max(works, default=None), min(fails, default=None), guess)
-                if layers is not None and not (self.tiny and works):
-                    rows, size = 1 if self.tiny else largest_rows, self.size("6.7B", layers)
-                    command = [
-                        str(HERE / "worker.py"),
-                        *size,
-                        "--policy",
-                        policy,
-                        "--rows",
-                        str(rows),
-                    ]
-                    command += ["--seconds", "1"]
-                    env = self.memory(gib * GIB)
-                    yield Job(f"{prefix}{layers} layers", command, 150, self.tiny, env)
+        searches = itertools.product(caps_gib[: 1 if self.tiny else None], bytes_per_param.items())
+        for gib, (policy, needs) in searches:
+            prefix = f"largest {gib} GiB {policy} "
+            tried = {int(x.split()[-2]): known[x]["status"] for x in known if x.startswith(prefix)}
+            works = max((n for n, status in tried.items() if status == "ok"), default=0)
+            above = {n: status for n, status in tried.items() if n > works}
+            fails = [n for n, status in above.items() if status.startswith(TOO_LARGE)]
+            memory = (min(gib * GIB, whole), self._machine["host_bytes"])
+            guess = 2 if self.tiny else first_guess(dim, zip(memory, needs, strict=True))
+            layers = next_trial(works or None, min(fails, default=None), guess)
+            if layers is None:  # Then what was cut, again, when all else is done.
+                layers = min((n for n in fails if above[n] not in FINAL), default=None)
+            if layers is not None and not (self.tiny and works):
+                size, rows = self.size("6.7B", layers), 1 if self.tiny else largest_rows
+                command, env = worker(size, policy, rows, 1), self.memory(gib * GIB)
+                yield Job(f"{prefix}{layers} layers", command, 150, self.tiny, env)
 
     def preflight(self) -> Iterable[Job]:
         """On the CPU alone, so all at once."""
@@ -150,11 +140,11 @@ class Plan:
         command = ["-m", "pytest", "tests/gpu", "-v", "-rfE", "--tb=short", "-o", "minversion=0"]
         # A warning of a driver is no reason to lose the rest; what `checks` has is not run again.
         command += ["-W", "default", "--ignore=tests/gpu/test_checks.py"]
-        lacks = [x for x in ("pytest", "hypothesis") if importlib.util.find_spec(x) is None]
+        needed = ("pytest", "hypothesis", "flax", "rich")
+        lacks = [x for x in needed if importlib.util.find_spec(x) is None]
         if lacks:
-            said = json.dumps(
-                {"status": "left out", "told": f"{' and '.join(lacks)} not installed"}
-            )
+            told = f"{' and '.join(lacks)} not installed"
+            said = json.dumps({"status": "left out", "told": told})
             command = ["-c", f"print({said!r})"]
         elif importlib.util.find_spec("xdist") is not None and not self.tiny:
             command += ["-p", "xdist.plugin", "-n", "6", "--dist", "loadfile"]
@@ -178,15 +168,16 @@ class Plan:
 
     def training(self, policy: str, size: str, rows: int, seconds: float) -> Job:
         """One policy at one size; see worker.py."""
-        command = [str(HERE / "worker.py"), *self.size(size), "--policy", policy]
-        command += [
-            "--rows",
-            "1" if self.tiny else str(rows),
-            "--seconds",
-            "0.3" if self.tiny else "4",
-        ]
+        timed = (1, 0.3) if self.tiny else (rows, 4)
+        command = worker(self.size(size), policy, *timed)
         name = f"speed {policy} {size}, {rows} rows"
         return Job(name, command, seconds, self.tiny, self.memory())
+
+    def autotuned(self, policy: str) -> Job:
+        """XLA chooses kernels by trying them only here, and every other figure is held against it."""
+        job = self.training(policy, "1.3B", 8, 200)
+        env = {**job.env, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "").replace(QUICK, "").strip()}
+        return job._replace(name=f"{job.name}, autotuned", env=env)
 
     def size(self, name: str, layers: int | None = None) -> list[str]:
         if self.tiny:
@@ -199,6 +190,11 @@ class Plan:
         if cap and total:
             share = min(share, cap / total)
         return {"XLA_CLIENT_MEM_FRACTION": f"{share:.4f}"}
+
+
+def worker(size: list[str], policy: str, rows: int, seconds: float) -> list[str]:
+    options = ["--policy", policy, "--rows", str(rows), "--seconds", str(seconds)]
+    return [str(HERE / "worker.py"), *size, *options]
 
 
 def first_guess(dim: int, memory: Iterable[tuple[float, float | None]]) -> int:
@@ -242,66 +238,60 @@ def environment(scratch: str) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": os.path.join(scratch, "compiled"), "DISK": scratch,
         # The pool doubles when it grows, and what it pins nobody can swap.
         "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(max(1, machine.memory_bytes() // 2 // GIB)),
-        "XLA_FLAGS": f"{env.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip(),
+        "XLA_FLAGS": f"{env.get('XLA_FLAGS', '')} {QUICK}".strip(),
         "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2",
     }  # fmt: skip
 
 
-def describe(env: dict[str, str], tiny: bool) -> Result:
+def describe(env: dict[str, str], tiny: bool, seconds: float) -> Result:
     """Ends this process where there is no GPU."""
     command = [sys.executable, str(HERE / "machine.py"), "describe"]
+    # With a CPU behind it, JAX goes on in silence where it has no CUDA.
+    env = env | {"JAX_PLATFORMS": env.get("JAX_PLATFORMS", "").removesuffix(",cpu")}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=env, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        sys.exit("the machine could not be described within two minutes: does JAX start here?")
+        sys.exit(f"no answer from JAX in {seconds:.0f} s: does it start here?")
+    said = f"It said last:\n{done.stderr.decode(errors='replace')[-2000:]}"
     if done.returncode:
-        sys.exit(f"the machine could not be described:\n{done.stderr[-2000:]}")
+        sys.exit(f"the machine could not be described. {said}")
     found: Result = json.loads(done.stdout.splitlines()[-1])
     if found.get("platform") != "gpu" and not tiny:
-        sys.exit(
-            f"JAX sees no GPU here, only {found.get('kind', found)}: use --tiny to try the script"
-        )
+        seen = found.get("kind", found)
+        sys.exit(f"JAX sees no GPU here, only {seen}: use --tiny to try the script. {said}")
     return {"status": "ok"} | found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=540, help="for all (default: %(default)s)")
-    parser.add_argument(
-        "--again", nargs="+", default=[], metavar="WORDS", help="measure anew what has one"
-    )
+    parser.add_argument("--again", nargs="+", default=[], metavar="WORDS", help="these anew")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="default: all, in order")
     parser.add_argument("--tiny", action="store_true", help="a toy, on any platform")
-    parser.add_argument(
-        "--disk", default=str(ROOT / ".cache"), help="a folder of the disk to measure"
-    )
+    parser.add_argument("--disk", default=str(ROOT / ".cache"), help="a folder on what to measure")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
-    out = Path(
-        os.environ.get("OUT") or (ROOT / ".cache" / "one-gpu" if args.tiny else HERE / "results")
-    )
+    results_here = ROOT / ".cache" / "one-gpu" if args.tiny else HERE / "results"
+    out = Path(os.environ.get("OUT") or results_here)
     path, committed = out / "figures.jsonl", HERE / "results" / "figures.jsonl"
     out.mkdir(parents=True, exist_ok=True)
     if committed.exists() and not path.exists():
         shutil.copy(committed, path)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
-    Path(args.disk).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.disk, ignore_cleanup_errors=True) as scratch:
+    with scratch_folder(Path(args.disk)) as scratch:
         env = environment(scratch)
         if args.tiny:  # Programs compile twice as fast, and those that compile soon are kept, too.
-            env |= {
-                "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            }
+            env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+            env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ |= env
-        found = describe(env, args.tiny)
+        found = describe(env, args.tiny, min(240, args.seconds))
         results = Results(path, "toy on " * args.tiny + found["kind"], found["jax"])
         results.add("machine", found)
         plan = Plan(found, args.tiny)
         parts = [part for part in plan.parts() if part.name in (args.parts or part.name)]
         with contextlib.ExitStack() as ending:
             write = functools.partial(write_page, results, plan, out / "page.md")
-            ending.callback(write)
+            ending.callback(lambda: print(write()))
 
             def tell(name: str, result: Result) -> None:
                 left = end - time.monotonic()
@@ -309,15 +299,37 @@ def main() -> None:
                 write()
 
             Driver(results, end, env, again=args.again, tell=tell).run(parts)
-    print((out / "page.md").read_text())
 
 
-def write_page(results: Results, plan: Plan, path: Path) -> None:
+@contextlib.contextmanager
+def scratch_folder(disk: Path) -> Iterator[str]:
+    """A folder of the disk that is measured; those that calls have left that were killed are removed."""
+    try:
+        disk.mkdir(parents=True, exist_ok=True)
+        for left in disk.glob("one-gpu-*-*"):
+            if not Path("/proc", left.name.split("-")[2]).exists():
+                shutil.rmtree(left, ignore_errors=True)
+        folder = tempfile.mkdtemp(prefix=f"one-gpu-{os.getpid()}-", dir=disk)
+    except OSError as error:
+        sys.exit(f"{error}: name a folder that can be written, by --disk")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_page(results: Results, plan: Plan, path: Path) -> str:
+    """The page, also where it cannot be written."""
     names = [job.name for part in plan.parts() for job in part.jobs(results.here)]
     pending = [name for name in names if name not in results.here]
     beside = path.with_suffix(".tmp")
-    beside.write_text(page.text(results.groups(), pending))
-    beside.replace(path)
+    text = page.text(results.groups(), pending, results.unreadable)
+    try:
+        beside.write_text(text)
+        beside.replace(path)
+    except OSError as error:  # A full disk ends no measurement.
+        print(f"{path} could not be written: {error}", flush=True)
+    return text
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ had not reached. `status` is 'ok' at the end, 'no device memory' or 'no host mem
 import argparse
 import json
 import os
+import re
 import resource
+import shutil
 import statistics
 import tempfile
 import time
@@ -22,6 +24,7 @@ import jax
 import jzero
 from experiments.shared import speed
 from experiments.shared.gpt import make_step
+from jzero._quantities import readable_size
 from model import GPT, TX, of_size
 
 POLICIES: dict[str, Any] = {
@@ -139,6 +142,11 @@ def measure(args: argparse.Namespace, log: Log) -> None:
     # It also tells where to make the state.
     known = at_rest(step, shapes, model.batch(args.rows[0]))
     log("plan", parameters=model.num_params, **known)
+    # Files have two versions of all that rests there.
+    needs, disk = 2 * known.get("at_rest_bytes", {}).get("nvme", 0), os.environ.get("DISK", ".")
+    if (free := shutil.disk_usage(disk).free) < 1.3 * needs:
+        told = f"files take {readable_size(needs)}, the disk has {readable_size(free)}"
+        return log("disk", status="left out", told=told)
     init = step.init if isinstance(step, jzero.ShardedTrainStep) else lambda f: jax.jit(f)()
     state = jax.block_until_ready(init(model.init))
     log("init", after_init=memory())
@@ -195,14 +203,19 @@ def run(measure: Callable[[argparse.Namespace, Log], None], args: argparse.Names
         text = str(error)
         if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
             raise
-        where = "host" if "host memory" in text.lower() else "device"
-        log("failure", status=f"no {where} memory", error=text[:600], **memory())
+        log("failure", status=f"no {short_of(text)} memory", error=text[:600], **memory())
     except ImportError as error:
         log("failure", status="left out", told=str(error)[:300])
     except (MemoryError, jzero.OptionError) as error:
         if isinstance(error, jzero.OptionError) and "the host's memory" not in str(error):
             raise
         log("failure", status="no host memory", error=str(error)[:600], **memory())
+    os._exit(0)  # Whatever may hang or crash at the end of the process has nothing to say.
+
+
+def short_of(text: str) -> str:
+    """Which memory an error of XLA's is about: host memory, a pinned host buffer, xla_gpu_host_bfc, ..."""
+    return "host" if re.search(r"host memory|pinned host|host_bfc", text.lower()) else "device"
 
 
 if __name__ == "__main__":
