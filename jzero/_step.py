@@ -99,7 +99,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
             with use.running:
                 use.claim(state)
                 state, outs = _nan_checks.run(
-                    WHO, program.step, *_placing.apart(state, arrays), leaves
+                    WHO, program.step, *_placing.apart(state, arrays, leaves), leaves
                 )
                 use.consumed([*state, *outs])
                 if self._programs.options.offload.tier == NVME or _writes.are_known():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
+import jzero
 import small
 
 X = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
@@ -79,6 +80,24 @@ def test_an_array_twice_in_a_state(stage):
     for _ in range(2):
         state, expected = train_step(state, X), jax.jit(step_fn)(expected, X)
     check(state, expected)
+
+
+@pytest.mark.parametrize("tier", ["host", "files"])
+def test_a_leaf_on_the_host_or_in_files_twice(tier, tmp_path):
+    """Refused before anything is consumed, also where one of the two is only carried on."""
+
+    def with_best(state, x):
+        return {**step_fn(state, x), "best": state["best"]}
+
+    offload = jzero.HostCPU() if tier == "host" else jzero.NVMe(tmp_path)
+    train_step = small.shard_train_step(with_best, offload=offload)
+    state = expected = {**new_state(), "best": new_state()["m"]}
+    state = train_step(train_step.shard(state, X), X)
+    with pytest.raises(jzero.StateError, match=r"state\['m'\] is the array of state\['best'\]"):
+        train_step({**state, "best": state["m"]}, X)
+    found = train_step({**state, "best": jnp.copy(state["m"])}, X)
+    expected = with_best(expected, X)
+    check(found, with_best({**expected, "best": expected["m"]}, X))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

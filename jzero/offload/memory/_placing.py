@@ -241,16 +241,27 @@ def place(
     return out
 
 
-def apart(state: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+def apart(
+    state: list[Any], arrays: list[Any], plans: Sequence[LeafPlan]
+) -> tuple[list[Any], list[Any]]:
     """Leaves and arguments of which none is another one: a program that is given an array donates it once.
 
     A copy stands for an argument that is a leaf of the state, and for the second of two leaves.
+
+    Raises:
+      StateError: two leaves are one that rests on the host's processors, or in files.
     """
     ids = set(map(id, state))
     if not ids.isdisjoint(map(id, arrays)):
         arrays = [_copy(x) if id(x) in ids else x for x in arrays]
     if len(ids) < len(state):
         first = {id(x): i for i, x in reversed(list(enumerate(state)))}
+        if away := [(i, first[id(x)]) for i, x in enumerate(state)
+                    if first[id(x)] != i and isinstance(x, AwayArray)]:  # fmt: skip
+            raise StateError(message(
+                WHO, [f"{plans[i].path} is the array of {plans[k].path}" for i, k in away],
+                "A leaf on the host or in files has memory of its own, which a step writes over.",
+                "Put a copy there: jax.tree.map(jnp.copy, ...)."))  # fmt: skip
         state = [x if first[id(x)] == i else _copy(x) for i, x in enumerate(state)]
     return state, arrays
 
