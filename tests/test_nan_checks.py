@@ -53,6 +53,16 @@ def test_a_step_in_parts(options):
             train_step(state, np.full((8, 32), np.nan, np.float32))
 
 
+def test_a_delayed_update():
+    """A leaf that waits for it is not looked at: that would be an error by itself."""
+    delayed = jzero.HostCPU(delayed_update=True)
+    train_step = small.shard_train_step(step, offload=delayed, min_shard_bytes=0)
+    with jax.debug_nans(True):
+        state, metrics = train_step(train_step.init(new_state), jnp.ones((8, 32)))
+        assert jnp.isfinite(metrics["loss"])
+        assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(train_step.flush(state)))
+
+
 def test_infinities():
     train_step = small.shard_train_step(step, offload=jzero.HostCPU(), min_shard_bytes=0)
     state = train_step.init(new_state)

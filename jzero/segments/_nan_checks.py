@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jzero._errors import message
 from jzero._memory_kinds import DEVICE
+from jzero.offload.memory._away_array import AwayArray
 from jzero.segments._whole import WholeStep
 from jzero.sharding.plan._offload import Leaves, StepProgram
 
@@ -57,5 +58,7 @@ def run(
 
 def _is_looked_at(x: Any) -> bool:
     """Whether it is of floats, on the devices."""
+    if isinstance(x, AwayArray):  # It may still wait for an update.
+        return False
     here = isinstance(x, jax.Array) and x.sharding.memory_kind in (None, DEVICE)
     return here and jnp.issubdtype(x.dtype, jnp.inexact)
