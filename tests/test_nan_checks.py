@@ -55,7 +55,7 @@ def test_a_step_in_parts(options):
 
 def test_a_delayed_update():
     """A leaf that waits for it is not looked at: that would be an error by itself."""
-    delayed = jzero.HostCPU(delayed_update=True)
+    delayed = jzero.HostCPU(delayed_update=True, delay_after=0)
     train_step = small.shard_train_step(step, offload=delayed, min_shard_bytes=0)
     with jax.debug_nans(True):
         state, metrics = train_step(train_step.init(new_state), jnp.ones((8, 32)))
