@@ -263,9 +263,6 @@ def test_padding_that_would_cost_more_than_the_leaf_is_refused():
     assert plan.leaves[0].why_full == "every dim is too small for so many devices"
 
 
-@pytest.mark.skipif(
-    jax.__version__ == "0.11.2", reason="XLA crashes on such an array in any jax.shard_map"
-)
 def test_an_array_without_elements_stays_full():
     """JAX takes no value of its shards."""
 
@@ -274,6 +271,12 @@ def test_an_array_without_elements_stays_full():
 
     new = {"empty": jnp.zeros((0, 8)), "w": jnp.ones((8, 8))}
     train_step = small.shard_train_step(step)
+    if jax.__version_info__[:2] == (0, 11):  # XLA crashes on it in any jax.shard_map
+        with pytest.raises(
+            jzero.StepError, match=r"state\['empty'\] float32\[0, 8\] has no elements"
+        ):
+            train_step.plan(new, jnp.ones(8))
+        return
     state, _ = train_step(train_step.shard(new, jnp.ones(8)), jnp.ones(8))
     leaves = train_step.plan(state, jnp.ones(8)).leaves
     assert [leaf.why_full for leaf in leaves] == ["it has no elements", ""]

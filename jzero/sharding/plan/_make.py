@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jzero._errors import StepError, message
 from jzero._memory_kinds import DEVICE
 from jzero.sharding.analysis._frames import Frame
 from jzero.sharding.analysis._links import Links
@@ -33,6 +34,16 @@ from jzero.sharding.plan._plan import Analysis, Exchange, Microbatches, StepPlan
 from jzero.sharding.plan._setting import Setting
 from jzero.sharding.plan._stages import PARAMETER, StateLeaf
 from jzero.tracing import _call, _jaxpr
+
+
+def _check_sizes(leaves: Sequence[StateLeaf], setting: Setting) -> None:
+    """XLA:CPU of JAX 0.11.2 ends the process on an array without elements in any `jax.shard_map`."""
+    empty = [f"{x.path} {x.dtype}{list(x.shape)} has no elements" for x in leaves if not x.nbytes]
+    old = jax.__version_info__[:2] == (0, 11) and setting.mesh.size > 1
+    if empty and old and _host_memory.platform_of(setting.mesh) == "cpu":
+        raise StepError(message(
+            _call.WHO, empty, f"XLA crashes on such arrays on several CPU devices with JAX {jax.__version__}.",
+            "Use another release of JAX, or leave them out of the state."))  # fmt: skip
 
 
 def state_leaves(state: Any, setting: Setting) -> list[StateLeaf]:
@@ -74,6 +85,7 @@ def make_plan(
       CutError: it cannot be cut into microbatches.
     """
     frame, stage_axes, options = local.traced.frame, setting.stage_axes, setting.options
+    _check_sizes(leaves, setting)
     links, layouts = _laid_out(frame, local, leaves, setting, rests)
     shared = SharedOut(frame, {}, ())
     if _has_owners(setting):
