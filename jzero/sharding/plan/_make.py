@@ -42,7 +42,7 @@ def _check_sizes(leaves: Sequence[StateLeaf], setting: Setting) -> None:
     old = jax.__version_info__[:2] == (0, 11) and setting.mesh.size > 1
     if empty and old and _host_memory.platform_of(setting.mesh) == "cpu":
         raise StepError(message(
-            _call.WHO, empty, f"XLA crashes on such arrays on several CPU devices with JAX {jax.__version__}.",
+            _call.WHO, empty, f"XLA crashes on them on several CPU devices (JAX {jax.__version__}).",
             "Use another release of JAX, or leave them out of the state."))  # fmt: skip
 
 
