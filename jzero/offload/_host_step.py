@@ -131,8 +131,9 @@ class HostStep:
         self._early: EarlyUpdates | None = None
         self._has_run = False
         self._enter = _to_host(self._enter_part, [reads[var].sharding for var in self._entered])
-        outs = [self.grad.outs, *(turn.outs for turn in self.turns[1:])]
-        self._renewed_here = {i for here in outs for i in here if i < len(self.leaves)}
+        # Not donated: their old values are freed when the step cannot fail any more.
+        self._renewed = [i for i in self.grad.outs if i < len(self.leaves)]
+        self._renewed_here = {*self._renewed, *(i for turn in self.turns[1:] for i in turn.outs)}
         self._engine: HostEngine | None = None
         self._engines = shared
         self._leaving: dict[tuple[int, ...], Callable[..., Any]] = {}
@@ -282,6 +283,8 @@ class HostStep:
                 hosted |= early.made
             for chunk in job.step.updating(state) if job else ():
                 made |= chunk
+        for i in self._renewed:
+            state[i].delete()
         return self._segments.in_order(made | hosted, state)
 
     def _gradients(

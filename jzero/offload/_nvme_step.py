@@ -285,6 +285,9 @@ class NVMeStep(HostStep):
             made |= self._update_on_devices(values, stays)
             hosted = self._updated(store, state, reads, made)
         hosted |= {i: state[i].renewed() for i in self._hosted}
+        for i in {*made}:
+            if i < len(state):
+                state[i].delete()
         return self._segments.in_order(made | hosted, state)
 
     def _updated(
