@@ -286,3 +286,14 @@ def test_a_consumed_state_under_set_mesh():
         train_step(state, X)
         with pytest.raises(jzero.StateError, match="already donated"):
             train_step(state, X)
+
+
+def test_weak_types_last():
+    """A leaf that is a Python number to JAX is one under `jax.set_mesh` of Explicit axes too."""
+    with jax.set_mesh(explicit("data")):
+        train_step = small.shard_train_step(lambda s, x: {"w": s["w"] + x.mean(), "n": s["n"] * 2})
+        state = train_step.shard({"w": jnp.ones(8), "n": jnp.asarray(1.5)}, X)
+        weak = jax.jit(lambda: 1.5)()
+        state = train_step({**state, "n": weak}, X)
+        assert state["n"].weak_type
+        assert train_step(state, X)["n"].weak_type

@@ -155,9 +155,7 @@ def forget_views(x: Any) -> None:
         return
     whole = [x._fully_replicated_shard()] if x.is_fully_replicated else []
     for y in (*(shard.data for shard in x.addressable_shards), *whole, x):
-        shards = [shard.data for shard in y.addressable_shards]
-        # The same memory as another array, of which nothing is kept yet.
-        y._replace_with(jax.make_array_from_single_device_arrays(y.shape, y.sharding, shards))
+        y._replace_with(view(y, y.sharding))  # Another array, of which nothing is kept yet.
 
 
 def with_type_of(x: Any, atom: Atom) -> Any:
@@ -723,7 +721,10 @@ def view(x: Any, sharding: Any) -> Any:
     if not isinstance(x, ArrayImpl):
         return x
     parts = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts, dtype=x.dtype)
+    made = jax.make_array_from_single_device_arrays(x.shape, sharding, parts, dtype=x.dtype)
+    if not x.weak_type:
+        return made
+    return ArrayImpl(made.aval.update(weak_type=True), sharding, parts, committed=True)
 
 
 def register_array(cls: type, plain: Callable[[Any], jax.Array]) -> None:
