@@ -38,7 +38,7 @@ def _remat(
     if not _jaxpr.is_rematted(eqn):
         return _call(interp, frame, index, eqn, ins)
     if _jaxpr.prevents_cse(eqn):
-        ins = _held_back(ins, [frame.varies(atom) for atom in eqn.invars])
+        ins = _held_back(ins, [bool(frame.varies(atom)) for atom in eqn.invars])
     devices = interp.devices
     if not interp.keep_gathered:
         interp.devices = dataclasses.replace(devices, scope=object())
@@ -70,10 +70,10 @@ def _barrier(
 ) -> list[Value]:
     """A barrier of the step's own, of `jax.checkpoint` with `jax_remat3`, or of `_writer.fenced`.
 
-    What is alone in one waits for nothing, and is a value of its own behind it: also rows that are alike on all
-    devices. With others parameters do not wait, as for a checkpoint.
+    What is alone in one waits for nothing, and is a value of its own behind it: also rows that are alike on
+    all devices. With others parameters do not wait, as for a checkpoint.
     """
-    return _held_back(ins, [len(ins) == 1 or frame.varies(atom) for atom in eqn.invars])
+    return _held_back(ins, [len(ins) == 1 or bool(frame.varies(x)) for x in eqn.invars])
 
 
 def _cond(
