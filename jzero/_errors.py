@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 # Who is said to have failed, where the same code serves several: what the user called.
 _caller: contextvars.ContextVar[str | None] = contextvars.ContextVar("caller", default=None)
 STEP = "shard_train_step"
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 class JzeroError(Exception):

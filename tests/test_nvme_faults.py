@@ -455,8 +455,9 @@ def test_zeros_that_stand_for_files_are_warned_of(tmp_path: Path):
     for policy in (on_disk(tmp_path / "other"), jzero.HostCPU()):
         with pytest.warns(
             UserWarning, match=r"8 leaves of .*steps/3/state may stand for state in files"
-        ):
+        ) as said:
             restored(tmp_path, on(2, "", policy=policy), BATCH)
+        assert {each.filename for each in said} == {__file__}
 
 
 def test_resume_refuses_a_part_of_a_state_without_its_files(tmp_path: Path):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jzero._errors import OptionError, message
+from jzero._errors import OptionError, message, warn
 from jzero._in_turn import groups
 from jzero._step import ShardedTrainStep
 from jzero.checkpoint import _stored
@@ -128,11 +127,11 @@ class _Task:
         ]
         if without and any(self._writes):
             more = ", ..." * (len(without) > 3)
-            warnings.warn(message(
+            warn(message(
                 self._who, f"{len(without)} leaves of {self._stored.directory} may stand for state in files "
                 f"that it was saved beside: {', '.join(without[:3])}{more}",
                 "They are restored as they were saved, zeros too.", "If they are zeros, restore with "
-                "offload=jzero.NVMe(path, resume=True), where these files are."), stacklevel=4)  # fmt: skip
+                "offload=jzero.NVMe(path, resume=True), where these files are."))  # fmt: skip
 
     def identity(self) -> list[str]:
         """What must be the same in all processes."""

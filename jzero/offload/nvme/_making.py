@@ -9,11 +9,10 @@ import itertools
 import os
 import re
 import stat
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jzero._errors import JzeroError, OptionError, StateError, message
+from jzero._errors import JzeroError, OptionError, StateError, message, warn
 from jzero._quantities import readable_bytes
 from jzero.offload.nvme import _folders
 from jzero.offload.nvme._about import FileSpec
@@ -140,10 +139,10 @@ def put_aside(who: str, folder: Path) -> None:
         names = (folder.with_name(f"{folder.name}.aside-{k}") for k in itertools.count())
         aside = next(name for name in names if not os.path.lexists(name))
         # First, since filters may make it an error.
-        warnings.warn(message(
+        warn(message(
             who, f"{folder} is there, without a complete step, and gets the name {aside.name}",
             "Its run ended before its first step was complete.", "Remove it when you do not need it."
-        ), stacklevel=2)  # fmt: skip
+        ))  # fmt: skip
         os.rename(folder, aside)
     sync_folder(folder.parent)
 
