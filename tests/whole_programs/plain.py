@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.example_libraries import optimizers, stax
+from jax.experimental.ode import odeint
 
 from ._program import BATCH_SIZE, NUM_STEPS, adam, program, tokens
 
@@ -372,3 +373,118 @@ def graph_network(jit):
         params, opt_state, loss = update(params, opt_state, rng_step, graph)
         losses.append((loss, accuracy(params, ~train_mask)))
     return params, opt_state, losses
+
+
+@program()
+def neural_ode(jit):
+    """The state second; an adaptive solver, whose steps all rows decide, and its adjoint."""
+
+    def dynamics(y, t, params):
+        return jnp.tanh(y @ params["w1"] + t * params["b1"]) @ params["w2"]
+
+    def loss_fn(params, y0, ts, ys):
+        found = odeint(dynamics, y0, ts, params, rtol=1e-3, atol=1e-3)
+        return jnp.mean(jnp.abs(found.swapaxes(0, 1) - ys) ** 2)
+
+    tx = adam()
+
+    @jit
+    def train_step(batch, state):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], *batch)
+        updates, opt_state = tx.update(grads, state["opt_state"])
+        return {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt_state": opt_state,
+        }, loss
+
+    rng = np.random.default_rng(0)
+    params = {
+        "w1": jnp.asarray(rng.normal(size=(8, 16)) * 0.3, jnp.float32),
+        "b1": jnp.zeros(16),
+        "w2": jnp.asarray(rng.normal(size=(16, 8)) * 0.3, jnp.float32),
+    }
+    state, losses = {"params": params, "opt_state": tx.init(params)}, []
+    ts = np.linspace(0, 1, 4).astype(np.float32)
+    for _ in range(NUM_STEPS):
+        y0 = rng.normal(size=(BATCH_SIZE, 8)).astype(np.float32)
+        ys = (y0[:, None] * np.exp(-ts)[:, None]).astype(np.float32)
+        state, loss = train_step((y0, ts, ys), state)
+        losses.append(loss)
+    return state, losses
+
+
+@program()
+def scanned_epoch(jit):
+    """An epoch in one call: a scan over batches that were stacked, with their order drawn inside."""
+    tx = optax.sgd(0.05, momentum=0.9)
+
+    @jit
+    def train_epoch(state, rng, images, labels):
+        def train_step(state, batch):
+            params, opt_state = state
+            x, y = batch
+
+            def loss_fn(params):
+                logits = jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"]
+                losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+                return losses.mean()
+
+            loss, grads = jax.value_and_grad(loss_fn)(params)
+            updates, opt_state = tx.update(grads, opt_state)
+            return (optax.apply_updates(params, updates), opt_state), loss
+
+        order = jax.random.permutation(rng, len(images))
+        state, losses = jax.lax.scan(train_step, state, (images[order], labels[order]))
+        return state, losses
+
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(4, BATCH_SIZE, 24)).astype(np.float32)
+    labels = rng.integers(0, 10, (4, BATCH_SIZE))
+    key, first, last = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "w1": 0.2 * jax.random.normal(first, (24, 16)),
+        "b1": jnp.zeros(16),
+        "w2": 0.2 * jax.random.normal(last, (16, 10)),
+    }
+    state, epochs = (params, tx.init(params)), []
+    for epoch in range(NUM_STEPS):
+        state, losses = train_epoch(state, jax.random.fold_in(key, epoch), images, labels)
+        epochs.append((losses, losses.mean()))
+    return state, epochs
+
+
+@program()
+def vmapped_ensemble(jit):
+    """`jit(vmap(step))`: each member has parameters and a rate of its own; all see the same batch."""
+    tx = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2, eps=1e-3)
+
+    def init(key, learning_rate):
+        first, last = jax.random.split(key)
+        params = {
+            "hidden": (0.3 * jax.random.normal(first, (8, 16)), jnp.zeros(16)),
+            "out": (0.3 * jax.random.normal(last, (16, 1)), jnp.zeros(1)),
+        }
+        opt_state = tx.init(params)
+        opt_state.hyperparams["learning_rate"] = learning_rate
+        return params, opt_state
+
+    def predict(params, x):
+        (w1, b1), (w2, b2) = params["hidden"], params["out"]
+        return (jax.nn.softplus(x @ w1 + b1) @ w2 + b2)[:, 0]
+
+    def step(params, opt_state, x, y):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((predict(p, x) - y) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    train_step = jit(jax.vmap(step, in_axes=(0, 0, None, None)))
+    rates = jnp.array([1e-3, 3e-3, 1e-2, 3e-2])
+    params, opt_state = jax.vmap(init)(jax.random.split(jax.random.key(0), 4), rates)
+    rng, losses = np.random.default_rng(0), []
+    for _ in range(NUM_STEPS):
+        x = rng.normal(size=(BATCH_SIZE, 8)).astype(np.float32)
+        params, opt_state, loss = train_step(params, opt_state, x, np.sin(x.sum(-1)))
+        losses.append(loss)
+    best = int(losses[-1].argmin())
+    predictions = jax.vmap(predict, in_axes=(0, None))(params, x)
+    return params, opt_state, losses, best, predictions.mean(0), predictions.std(0)
