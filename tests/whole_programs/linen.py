@@ -594,7 +594,8 @@ def multi_steps(jit):
     return state, rates, merged.compute(), eval_step(state, test).compute()
 
 
-@program()
+# The rows of `q_pred` are like those of `rewards`, which may thus be state.
+@program(state_argnums=0)
 def cleanrl_dqn(jit):
     """The state returned last, behind rows; a replay buffer in NumPy; a target network."""
 
@@ -710,7 +711,7 @@ def jaxrl_agent(jit):
         @jit
         def update(self, batch):
             rng, next_rng, actor_rng = jax.random.split(self.rng, 3)
-            alpha = jnp.exp(self.log_alpha.params)
+            alpha = jnp.exp(self.log_alpha.params["value"])
             actions, log_prob = self.sample(self.actor.params, next_rng, batch["next_observations"])
             next_q = self.critic.apply_fn(self.target, batch["next_observations"], actions).min(0)
             target_q = batch["rewards"] + self.discount * batch["masks"] * (
@@ -731,7 +732,7 @@ def jaxrl_agent(jit):
 
             grads, entropy = jax.grad(actor_loss, has_aux=True)(self.actor.params)
             actor = self.actor.apply_gradients(grads=grads)
-            grads = jax.grad(lambda x: jnp.exp(x) * (entropy + 2.0))(self.log_alpha.params)
+            grads = jax.grad(lambda p: jnp.exp(p["value"]) * (entropy + 2.0))(self.log_alpha.params)
             log_alpha = self.log_alpha.apply_gradients(grads=grads)
             target = optax.incremental_update(critic.params, self.target, 0.1)
             agent = self.replace(
@@ -761,7 +762,7 @@ def jaxrl_agent(jit):
         create(apply_fn=policy.apply, params=policy.init(actor_rng, observations), tx=adam()),
         create(apply_fn=critics.apply, params=critic_params, tx=adam()),
         jax.tree.map(jnp.copy, critic_params),
-        create(apply_fn=None, params=jnp.zeros(()), tx=adam()),
+        create(apply_fn=None, params={"value": jnp.zeros(())}, tx=adam()),
         discount=0.99,
     )
     infos = []
