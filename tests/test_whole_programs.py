@@ -13,7 +13,8 @@ optimizer states, keys, the metrics of every step, what it evaluated, sampled or
 | lora_partial, clip_towers, multi_steps, jaxrl_agent | 1 | |
 | nnx_loop, nnx_trainer, equinox_vit | 1 | |
 | maml_stax, realnvp, lbfgs, svi_class, graph_network | 1 | |
-| neural_ode, scanned_epoch, vmapped_ensemble | 1 | |
+| neural_ode, vmapped_ensemble | 1 | |
+| scanned_epoch | 1 | `in_specs`: its rows are along dim 1; without it every device trains with all of them |
 | cleanrl_dqn | 1 | `state_argnums=0`: rows that it returns are like rows that it takes |
 | gpt_class | 1 | `static_argnums=0`, as it did |
 | sgld | 1 | `donate=False`, since the script keeps what earlier steps returned |
@@ -52,7 +53,8 @@ def settings():
 @pytest.mark.parametrize(("name", "stage", "num_devices"), list(settings()))
 def test_trains_as_its_author_does(name, stage, num_devices):
     actual = run(name, sharding(stage, num_devices, **PROGRAMS[name].options))
-    assert any(is_sharded(leaf, num_devices) for leaf in jax.tree.leaves(actual))
+    if stage == 3:  # At stage 1 what a script is left with may be parameters alone.
+        assert any(is_sharded(leaf, num_devices) for leaf in jax.tree.leaves(actual))
     zoo.assert_trees_close(zoo.to_host(actual), expected(name), PROGRAMS[name].tolerance, name)
 
 

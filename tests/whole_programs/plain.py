@@ -214,8 +214,7 @@ def lbfgs(jit):
         norms.append(optax.tree.norm(optax.tree.get(opt_state, "grad")))
         if norms[-1] < 1e-3:
             break
-    values = optax.tree.get(opt_state, "value")
-    return params, norms, values, (x @ params["w"] + params["b"]).argmax(-1)
+    return params, opt_state, norms, (x @ params["w"] + params["b"]).argmax(-1)
 
 
 @program(donate=False)
@@ -413,7 +412,7 @@ def neural_ode(jit):
     return state, losses
 
 
-@program()
+@program(in_specs={"images": jax.P(None, "data"), "labels": jax.P(None, "data")})
 def scanned_epoch(jit):
     """An epoch in one call: a scan over batches that were stacked, with their order drawn inside."""
     tx = optax.sgd(0.05, momentum=0.9)
