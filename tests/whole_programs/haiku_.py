@@ -79,8 +79,8 @@ def gan(jit):
         x = jax.nn.leaky_relu(hk.Linear(32)(x), 0.2)
         return hk.Linear(2)(hk.LayerNorm(-1, True, True)(x))
 
-    gen = hk.without_apply_rng(hk.transform(generator))
-    disc = hk.without_apply_rng(hk.transform(discriminator))
+    gen: Any = hk.without_apply_rng(hk.transform(generator))
+    disc: Any = hk.without_apply_rng(hk.transform(discriminator))
     optimizers = GANTuple(gen=adam(1e-2), disc=optax.adam(3e-3, b1=0.5, b2=0.9, eps=1e-3))
 
     class GAN:
@@ -137,10 +137,10 @@ def gan(jit):
 @program()
 def wgan_two_steps(jit):
     """Two jitted steps with a state each: what one trains is a plain argument of the other."""
-    gen = hk.without_apply_rng(
+    gen: Any = hk.without_apply_rng(
         hk.transform(lambda z: hk.nets.MLP([32, 16], activation=jnp.tanh)(z))
     )
-    critic = hk.without_apply_rng(
+    critic: Any = hk.without_apply_rng(
         hk.transform(lambda x: hk.nets.MLP([32, 1], activation=jnp.tanh)(x))
     )
     tx_gen, tx_critic = adam(1e-2), optax.rmsprop(5e-3, eps=1e-3)

@@ -123,7 +123,8 @@ def big_vision(jit):
             x = nn.Dropout(0.1)(nn.LayerNorm()(x).mean(1), deterministic=not train)
             return nn.Dense(10, name="head", kernel_init=nn.initializers.zeros)(x)
 
-    model, tx = Mixer(), optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(eps=1e-3))
+    model: Any = Mixer()
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(eps=1e-3))
     schedule = optax.linear_schedule(1e-2, 0.0, 10)
     tx = optax.chain(tx, optax.scale_by_schedule(schedule), optax.scale(-1.0))
 
@@ -195,7 +196,7 @@ def ddpm(jit):
         tx: Any = flax.struct.field(pytree_node=False)
 
     alphas_bar = jnp.cumprod(1 - jnp.linspace(1e-4, 0.2, 20))
-    model = UNet()
+    model: Any = UNet()
 
     def noised(x, noise, t):
         a = alphas_bar[t][:, None, None, None]
@@ -389,7 +390,7 @@ def clip_towers(jit):
             text = text / jnp.linalg.norm(text, axis=-1, keepdims=True)
             return image, text, self.param("temperature", nn.initializers.constant(2.0), ())
 
-    model = Clip()
+    model: Any = Clip()
 
     @jit
     def train_step(state, **batch):
@@ -475,9 +476,9 @@ def multi_steps(jit):
     *train, test = images(5)
     variables = model.init(jax.random.key(0), train[0]["image"], True)
     state = State.create(apply_fn=model.apply, tx=tx, **variables)
-    rates, merged = [], None
+    rates, merged = [], Average(jnp.zeros(()), jnp.zeros(()))
     for batch in train:
         state, metrics = train_step(state, batch)
         rates.append(float(state.opt_state.inner_opt_state.hyperparams["learning_rate"]))
-        merged = metrics["loss"].merge(merged) if merged else metrics["loss"]
+        merged = merged.merge(metrics["loss"])
     return state, rates, merged.compute(), eval_step(state, test).compute()

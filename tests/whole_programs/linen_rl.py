@@ -52,7 +52,7 @@ def purejaxrl_ppo(jit):
         position, time = env_state
         return jnp.stack([position, position**2, time / 3, jnp.ones_like(position)], axis=-1)
 
-    network = ActorCritic()
+    network: Any = ActorCritic()
 
     def log_probs(logits, action):
         return jnp.take_along_axis(jax.nn.log_softmax(logits), action[..., None], -1)[..., 0]
@@ -156,7 +156,8 @@ def cleanrl_dqn(jit):
             i = self.rng.integers(0, min(self.num, self.size), num)
             return self.obs[i, 0], self.actions[i], self.obs[i, 1], self.rewards[i], self.dones[i]
 
-    q_network, rng = QNetwork(), np.random.default_rng(0)
+    q_network: Any = QNetwork()
+    rng = np.random.default_rng(0)
     q_network_apply = jax.jit(q_network.apply)
     params = q_network.init(jax.random.PRNGKey(0), np.zeros((1, 4), np.float32))
     q_state = QState.create(
@@ -183,7 +184,7 @@ def cleanrl_dqn(jit):
     for global_step in range(80):
         epsilon = max(0.1, 1 - global_step / 40)
         if rng.random() < epsilon:
-            action = rng.integers(3)
+            action = int(rng.integers(3))
         else:
             action = int(q_network_apply(q_state.params, obs[None]).argmax())
         next_obs = np.roll(obs, action) * np.float32(0.9)
@@ -267,7 +268,7 @@ def jaxrl_agent(jit):
             grads = jax.grad(lambda p: jnp.exp(p["value"]) * (entropy + 2.0))(self.log_alpha.params)
             log_alpha = self.log_alpha.apply_gradients(grads=grads)
             target = optax.incremental_update(critic.params, self.target, 0.1)
-            agent = self.replace(
+            agent = self.replace(  # type: ignore[attr-defined]
                 rng=rng, actor=actor, critic=critic, target=target, log_alpha=log_alpha
             )
             return agent, {"critic_loss": value, "entropy": entropy, "alpha": alpha}
