@@ -106,7 +106,8 @@ def chosen(settings: Settings) -> Chosen | None:
     if "max_grad_norm" in (settings.get("optimizer.params") or {}):
         raise refuse(
             "optimizer.params.max_grad_norm", "DeepSpeed clips by gradient_clipping, and so does jzero.",
-            "Write gradient_clipping.")  # fmt: skip
+            "Drop it: gradient_clipping is there." if "gradient_clipping" in settings.given
+            else "Write gradient_clipping.")  # fmt: skip
     given = parameters(settings, _SECTION, written, _TAKES[name])
     for key in _COMMON:
         given.pop(key, None)

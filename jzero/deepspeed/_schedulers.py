@@ -23,7 +23,7 @@ _RATE = Parameter("number")
 _COUNT = Parameter("int")
 _STEPS = Parameter("int", least=1)
 _WARMUP = {
-    "warmup_num_steps": _STEPS,
+    "warmup_num_steps": _COUNT,  # Below 2 counts as 2.
     "warmup_type": Parameter("text", only=("log", "linear"), refused="It is 'log' or 'linear'."),
     "last_batch_iteration": _RESUMED,
 }
