@@ -125,7 +125,7 @@ REFUSED = {
         '- optimizer.params.lr is "auto"', '- scheduler.params.total_num_steps is "auto"',
         '- gradient_clipping is "auto"', "The Hugging Face Trainer fills it from its own arguments",
         'Write auto={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "learning_rate": 5e',
-        '"num_training_steps": ..., "max_grad_norm": 1.0}, with the values of your run. Those shown are the'),
+        '"num_training_steps": ..., "max_grad_norm": 1.0}, with the values of your run. Those that you did'),
     "one_bit_adam": ("optimizer has the type 'OneBitAdam'", "Its compressed communication has no"),
     "sparse_attention_and_misspelt": (
         "zero_optimisation is no key (perhaps 'zero_optimization'). The keys are those of DeepSpeed 0.19.",),

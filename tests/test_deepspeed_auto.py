@@ -167,7 +167,7 @@ def test_what_follows_needs_no_value():
         "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto",
         "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "fp16": {"enabled": "auto"},
         "scheduler": {"type": "WarmupDecayLR", "params": params},
-    }, devices=8, auto={"warmup_steps": 5})  # fmt: skip
+    }, devices=8, auto={"warmup_steps": 0, "warmup_ratio": 0.1})  # fmt: skip
     assert found.options["accumulate"] == 2
     schedule = assigned(found.python(), "schedule")
     assert "warmup_min_lr=0, warmup_max_lr=0.1, warmup_num_steps=5" in schedule
@@ -233,8 +233,11 @@ ADAM_OF = {**SMALL, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "weight_
          ["enabled is the name of fp16.enabled, bf16.enabled: write one of them"]),
         (EVERY_AUTO, {**AUTO, "adam_beta2": None}, ["adam_beta1 is given without adam_beta2"]),
         (EVERY_AUTO, {**AUTO, "gradient_accumulation_steps": None},
-         ['gradient_accumulation_steps is "auto"', 'Write auto={"gradient_accumulation_steps": 1}, with']),
-        ({"train_batch_size": "auto"}, None, ['train_batch_size is "auto"', 'auto={"train_batch_size": ...}']),
+         ['gradient_accumulation_steps is "auto"',
+          'Write auto={"per_device_train_batch_size": 2, "max_grad_norm": 1.0,',
+          '"bf16": True, "gradient_accumulation_steps": 1}, with the values of your run.']),
+        ({"train_batch_size": "auto"}, None,
+         ['train_batch_size is "auto"', 'auto={"train_batch_size": ...}']),
         ({**SMALL, "amp": {"enabled": "auto"}}, None, ['auto={"amp.enabled": ...}, with the values of']),
         (ADAM_OF, {"weight_decay": "x"}, ["optimizer.params.weight_decay is 'x', not a number"]),
         (EVERY_AUTO, {**AUTO, "train_batch_size": 100}, ["train_batch_size is 100, with train_micro_batch"]),

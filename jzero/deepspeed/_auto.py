@@ -16,6 +16,7 @@ from jzero.deepspeed._table import KEYS
 _LR, _MAX_LR = "optimizer.params.lr", "scheduler.params.warmup_max_lr"
 _BETAS, _WARMUP = "optimizer.params.betas", "scheduler.params.warmup_num_steps"
 _TOTAL = "scheduler.params.total_num_steps"
+_STEPS = ("num_training_steps", "max_steps")
 # Keys whose value is another's (or a number) where both are of the Trainer and only one is given.
 _FOLLOWS = ((_MAX_LR, _LR), (_LR, _MAX_LR), ("scheduler.params.warmup_min_lr", 0))
 
@@ -47,10 +48,8 @@ _FILLS = (
     _Fill(("adam_beta1", "adam_beta2"), (_BETAS,), lambda *betas: list(betas)),
     _Fill(("adam_epsilon",), ("optimizer.params.eps",)),
     _Fill(("warmup_steps",), (_WARMUP,)),
-    _Fill(("warmup_ratio", "num_training_steps"), (_WARMUP,), lambda x, n: math.ceil(x * n)),
-    _Fill(("warmup_ratio", "max_steps"), (_WARMUP,), lambda x, n: math.ceil(x * n)),
-    _Fill(("num_training_steps",), (_TOTAL,)),
-    _Fill(("max_steps",), (_TOTAL,)),
+    *(_Fill(("warmup_ratio", steps), (_WARMUP,), lambda x, n: math.ceil(x * n)) for steps in _STEPS),
+    *(_Fill((steps,), (_TOTAL,)) for steps in _STEPS),
     _Fill(("bf16",), ("bf16.enabled",)),
     _Fill(("fp16",), ("fp16.enabled",)),
     *(_Fill(("hidden_size",), (f"zero_optimization.{key}",), value, must_match=False)
@@ -59,7 +58,7 @@ _FILLS = (
                          "stage3_param_persistence_threshold": lambda h: 10 * h}.items()),
 )  # fmt: skip
 _NAMES = {name for fill in _FILLS for name in fill.names}
-_NUMBERS = ("warmup_ratio", "num_training_steps", "max_steps", "hidden_size")
+_NUMBERS = ("warmup_ratio", *_STEPS, "hidden_size")
 # The Trainer's defaults, which it gives where its own command line says nothing.
 _DEFAULTS = {
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0,
@@ -101,8 +100,8 @@ def fill(config: dict[str, Any], auto: Any) -> None:
     Raises:
       OptionError: names that nothing here has, or that contradict the configuration; all of them.
     """
-    given = _named_values(auto)
     places = _Places(config)
+    given = _named_values(auto, places)
     found, used = [], set()
     for name, key, value, must_match in _filled(given, places):
         now = places.get(key)
@@ -124,7 +123,7 @@ def fill(config: dict[str, Any], auto: Any) -> None:
             places.put(key, value)
 
 
-def check(settings: Settings) -> None:
+def check(settings: Settings, auto: Mapping[str, Any] | None) -> None:
     """Nothing that matters is "auto" any more.
 
     Raises:
@@ -133,14 +132,16 @@ def check(settings: Settings) -> None:
     missing = list(_missing(settings.given))
     if not missing:
         return
-    names = dict.fromkeys(name for key in missing for name in _asked(key))
-    hole = {name: _DEFAULTS.get(name, "...") for name in names}
-    said = ", ".join(f'"{name}": {value}' for name, value in hole.items())
-    default = "Those shown are the Trainer's defaults." * any(name in _DEFAULTS for name in names)
+    asked = [name for key in missing for name in _asked(key)]
+    given = {name: repr(value) for name, value in (auto or {}).items() if value is not None}
+    values = {**given, **{name: str(_DEFAULTS.get(name, "...")) for name in asked}}
+    shown = ", ".join(f'"{name}": {value}' for name, value in values.items())
+    default = "Those that you did not give are the Trainer's defaults."
+    default *= not _DEFAULTS.keys().isdisjoint(asked)
     raise refuse(
         [f'{key} is "auto"' for key in missing],
         "The Hugging Face Trainer fills it from its own arguments, which are not in the file.",
-        f"Write auto={{{said}}}, with the values of your run. {default}".rstrip())  # fmt: skip
+        f"Write auto={{{shown}}}, with the values of your run. {default}".rstrip())  # fmt: skip
 
 
 def _places(
@@ -153,7 +154,7 @@ def _places(
             yield from _places(value, key)
 
 
-def _named_values(auto: Any) -> dict[str, Any]:
+def _named_values(auto: Any, places: _Places) -> dict[str, Any]:
     if not isinstance(auto, Mapping | None) or not all(
         isinstance(name, str) for name in auto or ()
     ):
@@ -167,6 +168,10 @@ def _named_values(auto: Any) -> dict[str, Any]:
         raise refuse(bad, "It is a number.", "Correct it.")
     if "warmup_ratio" in given and given.get("warmup_steps") == 0:
         del given["warmup_steps"]  # The Trainer's default, by which the ratio says how many.
+    if given.keys() & {"warmup_ratio", *_STEPS} == {"warmup_ratio"} and is_kind(
+        places.get(_TOTAL), "number"
+    ):
+        given["num_training_steps"] = places.get(_TOTAL)
     return given
 
 

@@ -109,12 +109,10 @@ def chosen(settings: Settings) -> Chosen | None:
             "Drop it: gradient_clipping is there." if "gradient_clipping" in settings.given
             else "Write gradient_clipping.")  # fmt: skip
     given = parameters(settings, _SECTION, written, _TAKES[name])
-    for key in _COMMON:
-        given.pop(key, None)
     if "betas" in given:
         b1, b2 = given.pop("betas")
         given = {"b1": b1, "b2": b2, **given}
-    return _FORMS[name](given.pop("lr"), given)
+    return _adam(given) if name.startswith("adam") else _other(name, given)
 
 
 def parts(chosen: Chosen, rate: Expression | None, scheduled: Scheduled | None) -> list[Expression]:
@@ -151,42 +149,32 @@ def sentences(chosen: Chosen, written: str, scheduled: Scheduled | None) -> Iter
         yield "It has no betas for OneCycle to set."
 
 
-def _adam(lr: float, given: dict[str, Any]) -> Chosen:
+def _adam(given: dict[str, Any]) -> Chosen:
     """AdamW unless it says otherwise, whatever its name; only torch's AdamW decays by default."""
     torch, decoupled = given.pop("torch_adam", False), given.pop("adam_w_mode", True)
     decay = given.pop("weight_decay", 0.01 if torch and decoupled else 0.0)
-    given.pop("bias_correction", None)
+    lr = given.pop("lr")
     if decoupled:
         return Chosen("optax.adamw", optax.adamw, lr, {**given, "weight_decay": decay})
     return Chosen("optax.adam", optax.adam, lr, given, decay)
 
 
-def _lamb(lr: float, given: dict[str, Any]) -> Chosen:
-    given.pop("eps_inside_sqrt", None)
-    return Chosen("jzero.deepspeed.lamb", _transforms.lamb, lr, given)
-
-
-def _lion(lr: float, given: dict[str, Any]) -> Chosen:
-    return Chosen("optax.lion", optax.lion, lr, given)
-
-
-def _adagrad(lr: float, given: dict[str, Any]) -> Chosen:
-    given.pop("lr_decay", None)
-    decay = given.pop("weight_decay")
-    return Chosen("jzero.deepspeed.adagrad", _transforms.adagrad, lr, given, decay)
-
-
-def _sgd(lr: float, given: dict[str, Any]) -> Chosen:
-    given.pop("dampening", None)
-    decay = given.pop("weight_decay")
-    if not given.get("momentum") and given.get("nesterov"):
+def _other(name: str, given: dict[str, Any]) -> Chosen:
+    if not given.get("momentum") and given.pop("nesterov", False):
         raise refuse(
             "optimizer.params.nesterov is true without momentum", "Nesterov's is a kind of momentum.",
             "Write the momentum, or drop nesterov.")  # fmt: skip
-    given = given if given.get("momentum") else {}
-    return Chosen("optax.sgd", optax.sgd, lr, given, decay)
+    if not given.get("momentum", True):
+        given.pop("momentum")
+    written, function, is_l2 = _FORMS[name]
+    decay = given.pop("weight_decay") if is_l2 else 0.0
+    return Chosen(written, function, given.pop("lr"), given, decay)
 
 
-_FORMS = {
-    "adam": _adam, "adamw": _adam, "lamb": _lamb, "lion": _lion, "adagrad": _adagrad, "sgd": _sgd,
-}  # fmt: skip
+# Name: what it is in Python, and whether decay is added to the gradients.
+_FORMS: dict[str, tuple[str, Callable[..., Any], bool]] = {
+    "lamb": ("jzero.deepspeed.lamb", _transforms.lamb, False),
+    "lion": ("optax.lion", optax.lion, False),
+    "adagrad": ("jzero.deepspeed.adagrad", _transforms.adagrad, True),
+    "sgd": ("optax.sgd", optax.sgd, True),
+}

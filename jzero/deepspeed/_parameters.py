@@ -39,6 +39,8 @@ def parameters(
 ) -> dict[str, Any]:
     """The parameters of `settings.given[section]`, those that are left out by their defaults.
 
+    Those that change nothing, or can have one value only, are checked and left out.
+
     Raises:
       OptionError: unknown ones, missing ones, and values that cannot be obeyed; all of them.
     """
@@ -55,7 +57,7 @@ def parameters(
     for key, value in given.items():
         settings.note(f"{where}.{key}", takes[key].unread or f"{value!r}, of {name}.")
     defaults = {k: p.default for k, p in takes.items() if p.default is not None}
-    unread = {k for k, p in takes.items() if p.unread}
+    unread = {k for k, p in takes.items() if p.unread or len(p.only or ()) == 1}
     return {k: v for k, v in {**defaults, **given}.items() if k not in unread}
 
 

@@ -97,7 +97,6 @@ def scheduled(settings: Settings, lr: float | None) -> Scheduled | None:
             "Write one of them, or drop the section and give your optimizer an optax schedule.")  # fmt: skip
     kind = _KINDS[name]
     given = parameters(settings, _SECTION, name, kind.takes)
-    given.pop("last_batch_iteration", None)
     if name == "WarmupCosineLR":
         given = {"lr": _rate_of(lr), **given}
     if name == "WarmupLR" and "warmup_max_lr" not in given:

@@ -274,11 +274,12 @@ _COMPILE = {
         only("bool", (False,), "Off.",
               "Drop it, and use zero_optimization.offload_optimizer or offload_param.")),
     "free_activation_threshold": noted("int", _COMPILED),
-    **dict.fromkeys(("backend", "kwargs", "mode"), noted("any", _COMPILED)),  # Of torch.compile.
+    **dict.fromkeys(("backend", "kwargs", "mode", "options"), noted("any", _COMPILED)),  # torch.compile's
     **dict.fromkeys(
         ("enabled", "disable", "dynamic", "fullgraph", "deepcompile", "free_activation", "double_buffer",
          "symmetric_memory", "debug_log", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather",
-         "sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors"), noted("bool", _COMPILED)),
+         "sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors"),
+        noted("bool", _COMPILED)),
 }  # fmt: skip
 _TENSOR_PARALLEL = {
     "autotp_size": only("int", (0, 1), "Off.", _TP),

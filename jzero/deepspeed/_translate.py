@@ -106,7 +106,7 @@ def from_deepspeed(
     plain = _settings.plain(_settings.read(config))
     _auto.fill(plain, auto)
     settings = _settings.Settings(plain)
-    _auto.check(settings)
+    _auto.check(settings, auto)
     batch = _batch.batch(settings, devices)
     options = _options.options(settings, batch.accumulate)
     more, mesh_axes = _axes.axes(settings, options["stage"], devices)
