@@ -134,7 +134,10 @@ def check(settings: Settings, auto: Mapping[str, Any] | None) -> None:
         return
     asked = [name for key in missing for name in _asked(key)]
     given = {name: repr(value) for name, value in (auto or {}).items() if value is not None}
-    values = {**given, **{name: str(_DEFAULTS.get(name, "...")) for name in asked}}
+    values = {
+        **given,
+        **{name: str(_DEFAULTS.get(name, "...")) for name in asked if name not in given},
+    }
     shown = ", ".join(f'"{name}": {value}' for name, value in values.items())
     default = "Those that you did not give are the Trainer's defaults."
     default *= not _DEFAULTS.keys().isdisjoint(asked)
@@ -188,12 +191,11 @@ def _filled(given: dict[str, Any], places: _Places) -> Iterator[tuple[str, str, 
 
 
 def _unused(name: str, places: _Places) -> str:
-    if name in _NAMES:
-        keys = [key for fill in _FILLS if name in fill.names for key in fill.keys]
-        others = {other for fill in _FILLS if name in fill.names for other in fill.names} - {name}
-        if any(places.get(key) is not None for key in keys):
-            return f"{name} is given without {' or '.join(sorted(others))}"
-        return f"{name} is given, and the configuration has no {' or '.join(dict.fromkeys(keys))}"
+    if fills := [fill for fill in _FILLS if name in fill.names]:
+        keys = dict.fromkeys(key for fill in fills for key in fill.keys)
+        others = [other for fill in fills for other in fill.names if other != name]
+        needs = f", with {' or '.join(others)}" if others else ""
+        return f"{name} fills nothing: it is of {', '.join(keys)}{needs}"
     if several := [key for key in places.found if key.rpartition(".")[2] == name]:
         return f"{name} is the name of {', '.join(several)}: write one of them"
     return f"{name} is no name of the Trainer, and no key here{nearest(name, [*_NAMES, *places.found])}"
