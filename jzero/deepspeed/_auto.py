@@ -17,13 +17,13 @@ _LR, _MAX_LR = "optimizer.params.lr", "scheduler.params.warmup_max_lr"
 _BETAS, _WARMUP = "optimizer.params.betas", "scheduler.params.warmup_num_steps"
 _TOTAL = "scheduler.params.total_num_steps"
 _STEPS = ("num_training_steps", "max_steps")
-# Keys whose value is another's (or a number) where both are of the Trainer and only one is given.
+# What a key is where nothing else says it: what another key is, or a number.
 _FOLLOWS = ((_MAX_LR, _LR), (_LR, _MAX_LR), ("scheduler.params.warmup_min_lr", 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Fill:
-    """What arguments say of a key, if all of them are given.
+    """What arguments say of keys, if all of them are given.
 
     Attributes:
       names: of the arguments.
@@ -84,10 +84,13 @@ class _Places:
         inside[name] = value
 
     def key_of(self, name: str) -> str | None:
-        """The one key of a name, dotted or not; where several have it, the one that is "auto"."""
-        like = [key for key in self.found if name in (key, key.rpartition(".")[2])]
-        open_ones = [key for key in like if self.get(key) == AUTO]
-        return next((keys[0] for keys in (like, open_ones) if len(keys) == 1), None)
+        """The one key of a name, dotted or not."""
+        like = self.keys_of(name)
+        return name if name in self.found else like[0] if len(like) == 1 else None
+
+    def keys_of(self, name: str) -> list[str]:
+        """All keys whose last part is the name."""
+        return [key for key in self.found if key.rpartition(".")[2] == name]
 
 
 def fill(config: dict[str, Any], auto: Any) -> None:
@@ -134,11 +137,9 @@ def check(settings: Settings, auto: Mapping[str, Any] | None) -> None:
         return
     asked = [name for key in missing for name in _asked(key)]
     given = {name: repr(value) for name, value in (auto or {}).items() if value is not None}
-    values = {
-        **given,
-        **{name: str(_DEFAULTS.get(name, "...")) for name in asked if name not in given},
-    }
-    shown = ", ".join(f'"{name}": {value}' for name, value in values.items())
+    for name in asked:
+        given.setdefault(name, str(_DEFAULTS.get(name, "...")))
+    shown = ", ".join(f'"{name}": {value}' for name, value in given.items())
     default = "Those that you did not give are the Trainer's defaults."
     default *= not _DEFAULTS.keys().isdisjoint(asked)
     raise refuse(
@@ -171,10 +172,9 @@ def _named_values(auto: Any, places: _Places) -> dict[str, Any]:
         raise refuse(bad, "It is a number.", "Correct it.")
     if "warmup_ratio" in given and given.get("warmup_steps") == 0:
         del given["warmup_steps"]  # The Trainer's default, by which the ratio says how many.
-    if given.keys() & {"warmup_ratio", *_STEPS} == {"warmup_ratio"} and is_kind(
-        places.get(_TOTAL), "number"
-    ):
-        given["num_training_steps"] = places.get(_TOTAL)
+    total = places.get(_TOTAL)
+    if "warmup_ratio" in given and not given.keys() & {*_STEPS} and is_kind(total, "number"):
+        given["num_training_steps"] = total
     return given
 
 
@@ -196,7 +196,7 @@ def _unused(name: str, places: _Places) -> str:
         others = [other for fill in fills for other in fill.names if other != name]
         needs = f", with {' or '.join(others)}" if others else ""
         return f"{name} fills nothing: it is of {', '.join(keys)}{needs}"
-    if several := [key for key in places.found if key.rpartition(".")[2] == name]:
+    if several := places.keys_of(name):
         return f"{name} is the name of {', '.join(several)}: write one of them"
     return f"{name} is no name of the Trainer, and no key here{nearest(name, [*_NAMES, *places.found])}"
 

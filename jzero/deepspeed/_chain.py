@@ -89,7 +89,7 @@ def _clip(settings: Settings, alone: bool) -> list[Expression]:
     if norm == 0:
         settings.note(key, "Off.")
         return []
-    place = "Begin your chain with it. " if alone else ""
+    place = "The chain of the program begins with it. " if alone else ""
     settings.note(
         key, f"optax.clip_by_global_norm({float(norm)}). {place}DeepSpeed divides a gradient of a larger "
         "norm by norm + 1e-6, optax by norm.")  # fmt: skip
@@ -153,8 +153,8 @@ def _autocast(settings: Settings) -> None:
 
 
 def _note_none(settings: Settings, scheduled: Scheduled | None) -> None:
-    wrap = " Wrap it in jzero.master_weights." * settings.is_half
-    settings.note("optimizer", f"Missing: write your own in optax.{wrap}")
+    wrap = ", which the program wraps in jzero.master_weights" * settings.is_half
+    settings.note("optimizer", f"Missing: write your own in optax{wrap}.")
     if scheduled is not None and scheduled.first_beta is not None:
         raise refuse(
             "scheduler is OneCycle with cycle_momentum, and there is no optimizer",

@@ -123,6 +123,12 @@ def is_kind(value: Any, kind: str) -> bool:
             return isinstance(value, str)
         case "object":
             return isinstance(value, Mapping)
+        case "betas":
+            return (
+                is_kind(value, "list")
+                and len(value) == 2
+                and all(is_kind(x, "number") and 0 <= x < 1 for x in value)
+            )
         case "list":
             return isinstance(value, Sequence) and not isinstance(value, str)
     return True
