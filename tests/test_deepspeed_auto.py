@@ -275,5 +275,7 @@ def test_the_command_takes_and_asks_for_values(tmp_path: pathlib.Path):
         "Write --auto per_device_train_batch_size=8,gradient_accumulation_steps=1,learning"
         in done.stderr
     )
+    done = run("deepspeed", str(path), "--auto", "lr=1", "--auto", "lr=2")
+    assert "--auto has a name twice. It has one value for each. Drop one of them." in done.stderr
     done = run("deepspeed", str(path), "--auto", "lr")
     assert "--auto: 'lr' is not of the form learning_rate=1e-4,bf16=true" in done.stderr

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from jzero._errors import OptionError, message
 from jzero.cli import _flags
 from jzero.cli._checkpoints import Shown
 from jzero.deepspeed._translate import from_deepspeed
@@ -36,7 +37,12 @@ def add(commands: Any) -> dict[str, Callable[..., Shown]]:
 
 
 def _show(config: str, devices: int | None, auto: list[tuple[str, Any]] | None) -> Shown:
-    yield Verbatim(from_deepspeed(config, devices=devices, auto=dict(auto or ())).python())
+    values = dict(auto or ())
+    if len(values) < len(auto or ()):
+        raise OptionError(message(
+            "deepspeed", "--auto has a name twice", "It has one value for each.",
+            "Drop one of them."))  # fmt: skip
+    yield Verbatim(from_deepspeed(config, devices=devices, auto=values).python())
 
 
 def _values(text: str) -> list[tuple[str, Any]]:

@@ -186,8 +186,8 @@ def _filled(given: dict[str, Any], places: _Places) -> Iterator[tuple[str, str, 
             for key in fill.keys:
                 yield ", ".join(fill.names), key, value, fill.must_match
     for name, value in given.items():
-        if name not in _NAMES and (key := places.key_of(name)) is not None:
-            yield name, key, list(value) if isinstance(value, tuple) else value, True
+        if name not in _NAMES and (one := places.key_of(name)) is not None:
+            yield name, one, list(value) if isinstance(value, tuple) else value, True
 
 
 def _unused(name: str, places: _Places) -> str:

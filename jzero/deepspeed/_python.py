@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Mapping
 from typing import Any
@@ -99,10 +100,8 @@ def program(
     text = "".join(body)
     jnp = "import jax.numpy as jnp\n" * ("jnp." in text)
     holes = "make_optimizer, " * (not given) + "init_params, loss_fn and batches"
-    comments = [line for key, note in notes.items() for line in _comment(f"{key}: {note}")]
     head = "".join(f"# {line}".rstrip() + "\n" for line in _HEAD.format(holes=holes).splitlines())
-    lines = "".join(f"{line}\n" for line in comments)
-    return f"{head}{lines}\nimport jax\n{jnp}import optax\n\nimport jzero\n\n{text}"
+    return f"{head}{_comments(notes)}\nimport jax\n{jnp}import optax\n\nimport jzero\n\n{text}"
 
 
 def _line(name: str, value: Any) -> str:
@@ -110,8 +109,12 @@ def _line(name: str, value: Any) -> str:
     return f"{name} = {said}\n"
 
 
-def _comment(text: str) -> list[str]:
-    return textwrap.wrap(
-        text, _COLUMNS, initial_indent="# ", subsequent_indent="#     ",
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+def _comments(notes: Mapping[str, str]) -> str:
+    """One for each note; keys of one note that follow one another share it."""
+    lines: list[str] = []
+    for note, keys in itertools.groupby(notes, key=lambda key: notes[key]):
+        lines += textwrap.wrap(
+            f"{', '.join(keys)}: {note}", _COLUMNS, initial_indent="# ", subsequent_indent="#     ",
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+    return "".join(f"{line}\n" for line in lines)
