@@ -408,7 +408,9 @@ def test_the_command_where_it_is_not_on_the_path(monkeypatch):
 def test_every_command_has_an_example_that_runs(steps, tmp_path, monkeypatch):
     shutil.copytree(steps, tmp_path / "checkpoints")
     (tmp_path / "checkpoints" / _lock.NAME).write_text("{}")  # of somebody who is gone
-    (tmp_path / "ds_config.json").write_text('{"train_batch_size": 64}')
+    (tmp_path / "ds_config.json").write_text(
+        '{"train_batch_size": 64, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}}'
+    )
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^    (\w+)", output("--help"), re.MULTILINE)
     assert commands == [

@@ -74,6 +74,7 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
         text = text.replace(policy, value)
     text = re.sub(r"\boffload_params=\w+\(device_bytes=(\d+)\)", r"offload_params=\1B", text)
     text = re.sub(r"\boffload=(\w+)\((.*?)\)", lambda m: _offload(m[1], m[2], flags), text)
+    text = re.sub(r"\bauto={(.*?)}", lambda m: f"--auto {_pairs(m[1])}", text)
     text = re.sub(rf"\b({names})={_VALUE}", lambda m: _given(flags[m[1]], m[2]), text)
     text = re.sub(
         rf"\b([Dd]rop|[Cc]orrect|without) ({names})\b", lambda m: f"{m[1]} {flags[m[2]]}", text
@@ -105,6 +106,11 @@ def _given(flag: str, value: str) -> str:
     words = ",".join(re.findall(r"'([^']*)'", value)) or value
     switch = "False" if flag.startswith("--no-") else "True"
     return flag if words == switch else f"{flag} {words}"
+
+
+def _pairs(entries: str) -> str:
+    """The entries of a dict as they are written on a command line."""
+    return re.sub(r'[" ]', "", entries).replace(":", "=")
 
 
 def num_params(text: str) -> str:
