@@ -267,27 +267,106 @@ def test_plot_without_matplotlib():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "required: command"),
-        (("estimate",), "required: --params"),
+        (("--version", "x", "estimat"), "jzero: there is no x. There are estimate, "),
+        (("estimat", "--params", "7B"), "jzero: there is no estimat. Did you mean estimate?"),
+        (("help", "estimat"), "jzero: there is no estimat. Did you mean estimate?"),
         (("estimate", "--params", "1B"), "one of the arguments --devices --mesh is required"),
         (("inspect",), "required: checkpoint"),
-        ((*SMALL, "--foo"), "unrecognized arguments: --foo"),
+        ((*SMALL, "--foo"), "jzero estimate: there is no --foo. See"),
+        ((*SMALL, "x"), "unrecognized arguments: x"),
+        (("estimate", "--param", "7B", "--device=8"),
+         "jzero estimate: there is no --param. Did you mean --params? And there is no --device. Did you mean "
+         "--devices? See jzero estimate --help."),
+        (("inspect", "x", "--verifi"), "jzero inspect: there is no --verifi. Did you mean --verify?"),
+        (("--versio",), "jzero: there is no --versio. Did you mean --version?"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_wrong_usage(arguments, text):
+    """What is mistyped is named before what is missing."""
     done = run(*arguments)
     assert done.returncode == 2
-    assert done.stderr.startswith("usage: jzero")
-    assert text in done.stderr
+    assert text in " ".join(done.stderr.split())
+    assert "usage" not in done.stderr
     assert done.stderr.endswith(" --help.\n")
+
+
+def test_what_is_missing_is_shown_by_an_example():
+    assert run("estimate").stderr.splitlines() == [
+        "jzero estimate: one of the arguments --params --config is required",
+        "example:",
+        "  jzero estimate --params 7.5B --devices 64 --memory 80GB",
+        "See jzero estimate --help.",
+    ]
+
+
+def test_help():
+    """Without a command, too, though that is an error."""
+    done = run()
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", output("--help"))
+    assert output("help") == done.stderr
+    assert output("help", "inspect") == output("inspect", "--help")
+
+
+def test_a_value_that_looks_like_a_flag_is_none():
+    """A negative number, and what comes after two dashes."""
+    assert "--param-bytes -1.0 is not" in run(*SMALL, "--param-bytes", "-1").stderr
+    assert "there is no directory" in run("inspect", "--", "--verifi").stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--params", "7.5e9", "--devices", "64", "--memory", "80e9"),
+        ("--params", "7.5E+9", "--devices", "6.4e1", "--memory", "80000000000"),
+    ],
+)
+def test_numbers_with_exponents(flags):
+    assert output("estimate", *flags, "--json") == output(*SMALL, "--memory", "80GB", "--json")
+
+
+LLAMA_7B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "vocab_size": 32000,
+}  # fmt: skip
+
+
+def test_the_model_of_a_configuration(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_7B))
+    flags = ("estimate", "--config", str(file), "--devices", "8")
+    found = json.loads(output(*flags, "--offload-activations", "--tokens", "8K", "--json"))
+    expected = jzero.estimate(
+        config=LLAMA_7B, devices=8, offload_activations=jzero.PinnedHost(), tokens=8000
+    )
+    assert found["num_params"] == expected.num_params == 6_738_415_616
+    assert found["stages"][3]["total"] == expected.total
+    assert found["model"] == expected.to_dict()["model"]
+    text = (
+        "llama: 6,738,415,616 parameters. Gathered for compute, a layer (1 of 32) takes 386.0 MiB, and the "
+        "largest leaf, embed_tokens.weight [32000,4096], 250.0 MiB."
+    )
+    for shown in (output(*flags), output(*flags, "--stage", "3"), str(expected)):
+        assert text in " ".join(shown.split())
+
+
+def test_a_configuration_that_is_no_file(tmp_path):
+    """A folder that has it, a name on the hub; the flag is named as it was typed."""
+    (tmp_path / "config.json").touch()
+    done = run("estimate", "--config", str(tmp_path), "--devices", "8")
+    said = " ".join(done.stderr.split())
+    assert said.startswith(f"jzero estimate: --config {tmp_path} cannot be read: Is a directory.")
+    assert said.endswith(f"Write --config {tmp_path}/config.json.")
+    done = run("estimate", "--config", "hf://meta-llama/Llama-2-7b", "--devices", "8")
+    assert "It is a file, and nothing is fetched." in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (("estimate", "--params", "7.5X", "--devices", "8"),
-         "--params: '7.5X' is not a number such as 350M, 7.5B or 1T"),
+         "--params: '7.5X' is not a number such as 350M, 7.5B or 1e9"),
+        ((*SMALL, "--config", "x"), "--config: not allowed with argument --params"),
         ((*SMALL, "--devices", "0"), "--devices: '0' is not a whole number from 1"),
         ((*SMALL, "--devices", "x"), "--devices: 'x' is not a whole number from 1"),
         ((*SMALL[:3], "--mesh", "node8"), "--mesh: 'node8' is not of the form node=8,local=8"),
@@ -402,7 +481,7 @@ def test_the_command_where_it_is_not_on_the_path(monkeypatch):
     err = io.StringIO()
     with contextlib.redirect_stderr(err), pytest.raises(SystemExit):
         runpy.run_module("jzero", run_name="__main__")
-    assert err.getvalue().startswith("usage: python -m jzero estimate")
+    assert err.getvalue().startswith("python -m jzero estimate: ")
 
 
 def test_every_command_has_an_example_that_runs(steps, tmp_path, monkeypatch):

@@ -37,7 +37,13 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
         **_estimate.add(commands), **_bandwidth.add(commands), **_deepspeed.add(commands),
         **_checkpoints.add(commands),
     }  # fmt: skip
-    given = vars(parser.parse_args(arguments))
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    if typed[:1] == ["help"]:
+        typed = [*typed[1:2], "--help"]
+    if not typed:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    given = vars(parser.parse_args(typed))
     name = given.pop("command")
     if name != "bandwidth":  # The others need no accelerators, which may be training.
         jax.config.update("jax_platforms", "cpu")
