@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as people write them: "7.5B" or "1e9" parameters, "80GiB" of memory, "55GB/s", an int of NumPy's."""
+"""Numbers as people write them: "7.5B" or "1e9" parameters, "80GiB", "55GB/s", an int of NumPy's."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jzero._errors import escaped, named
-from jzero._quantities import parse_bytes, parse_count, parse_flops, parse_rate
+from jzero._quantities import parse_bandwidth, parse_bytes, parse_count, parse_flops, parse_rate
 from jzero.offload._nvme import NVMe
 from jzero.offload._policy import HostCPU, PinnedHost
 from jzero.reports._lines import WIDTH, wrapped
@@ -32,7 +32,7 @@ _OFFLOADS: dict[str, tuple[str, type[HostCPU | PinnedHost | NVMe]]] = {
     "PinnedHost": ("pinned", PinnedHost),
     "NVMe": ("nvme", NVMe),
 }
-_VALUE = r"(\([^()]*\)|'[^']*'|-?[\w.*]*\w)"
+_VALUE = r"(\([^()]*\)|\{[^{}]*\}|'[^']*'|-?[\w.*]*\w)"
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
     # Typed as argparse does, by overloads that differ in the namespace alone.
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """argparse would first say that `--params` is missing, and of `--param` nothing."""
+        """Else `argparse` would first say that `--params` is missing, and of `--param` nothing."""
         given = list(sys.argv[1:] if args is None else args)
         if bad := self._mistyped(given):
             self.error(" And ".join(bad))
@@ -137,7 +137,8 @@ def _offload(name: str, settings: str, flags: Mapping[str, str]) -> str:
 
 def _given(flag: str, value: str) -> str:
     """A flag with its value as it is written on a command line."""
-    words = ",".join(re.findall(r"'([^']*)'", value)) or value
+    pairs = [f"{name}={x.strip(chr(39))}" for name, x in re.findall(r"'([^']*)': ([^,}]*)", value)]
+    words = ",".join(pairs or re.findall(r"'([^']*)'", value)) or value
     switch = "False" if flag.startswith("--no-") else "True"
     return flag if words == switch else f"{flag} {words}"
 
@@ -209,3 +210,11 @@ def mesh(text: str) -> dict[str, int]:
     if len({name for name, _, _ in pairs}) < len(pairs):
         raise argparse.ArgumentTypeError(f"{text!r} names an axis twice")
     return {name: int(size) for name, _, size in pairs}
+
+
+def bandwidths(text: str) -> dict[str, str]:
+    """Names of axes and what each device sends along them, as it was written."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and parse_bandwidth(found) for name, _, found in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form node=100Gb/s,local=450GB/s")
+    return {name: found for name, _, found in pairs}
