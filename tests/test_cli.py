@@ -549,6 +549,14 @@ def test_inspect_lists_the_leaves_of_the_latest_step(steps):
     text = output("inspect", str(steps))
     assert f"{steps}/3/state\nThe latest of the steps 1, 3.\nWritten 20" in text
     assert "by PyTreeCheckpointHandler, with a data iterator.\n" in text
+    version = re.escape(jzero.__version__)
+    summary = (
+        rf"Saved by jzero {version} from a step at stage 3 \(mesh axes: 'data' of size 8\)\.\n"
+        r"3 leaves, 13,535 elements, 6,767 of them parameters: 52\.9 KiB; "
+        r"2 in chunks that do not divide their shapes\."
+    )
+    assert re.search(summary, text), text
+    assert text.index("optimizer state") < text.index("\nleaf ") < text.index("\nmu")
     rows = cells(text)
     for row in (
         ["count", "optimizer state", "int32", "scalar", "scalar", "4 B"],
@@ -571,6 +579,7 @@ def test_inspect_as_json(steps):
     assert [(row["role"], row["nbytes"]) for row in found["totals"]] == [
         ("optimizer state", 4), ("optimizer state", 27068), ("parameter", 27068),
     ]  # fmt: skip
+    assert found["saved"] == {"version": jzero.__version__, "stage": 3, "axes": {"data": 8}}
     assert found["verified"] == {"damaged": {}, "unchecked": [], "sealed": True}
     one = json.loads(output("inspect", str(steps / "1"), "--json"))
     assert (one["step"], one["steps"]) == (1, [])
@@ -583,6 +592,9 @@ def test_inspect_of_plain_orbax(tmp_path):
     ocp.PyTreeCheckpointer().save(tmp_path / "plain", tree)
     text = output("inspect", str(tmp_path / "plain"), "--verify")
     assert "without a data iterator" in text
+    assert "Saved by" not in text
+    assert "\n3 leaves, 502 elements: 3.9 KiB.\n" in text
+    assert json.loads(output("inspect", str(tmp_path / "plain"), "--json"))["saved"] is None
     assert ["w", "float64", "500", "500", "3.9 KiB"] in cells(text)
     assert ["name", "string", "scalar", "scalar", "0 B"] in cells(text)
     assert (
@@ -590,6 +602,30 @@ def test_inspect_of_plain_orbax(tmp_path):
         in text
     )
     assert "2 leaves have no checksums, as Orbax alone writes them" in text
+
+
+@pytest.mark.parametrize("noted", [3, {}, {"version": "1", "stage": True, "axes": {}},
+                                   {"version": "1", "stage": 1, "axes": [2]}], ids=str)  # fmt: skip
+def test_notes_of_others_under_the_same_name(noted, steps, tmp_path):
+    """Nothing goes by them: the checkpoint is shown, and can be restored."""
+    path = shutil.copytree(steps / "3", tmp_path / "3")
+    (path / "_JZERO_SEAL").unlink()
+    notes = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+    notes["custom_metadata"]["jzero"] = noted
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(notes))
+    assert "Saved by" not in output("inspect", str(path))
+
+
+def test_what_a_step_notes_is_shown_in_one_line(steps, tmp_path):
+    """Without what a terminal would obey."""
+    path = shutil.copytree(steps / "3", tmp_path / "3")
+    (path / "_JZERO_SEAL").unlink()
+    notes = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+    notes["custom_metadata"]["jzero"]["version"] = "\x1b[2J" + "9" * 1000
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(notes))
+    text = output("inspect", str(path)).partition("Saved by ")[2]
+    assert " ".join(text.split()).startswith("jzero \\x1b[2J999")
+    assert "9" * 201 not in text
 
 
 def test_verify_names_what_is_damaged(damaged):
