@@ -34,7 +34,7 @@ exclude_patterns = [".*"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
-# In docstrings, `x` is code, and what follows `::` is a sketch, which highlighted as Python has its words in the
+# In docstrings, `x` is code. What follows `::` is a sketch: highlighted as Python, its words would have the
 # colours of keywords. Examples begin with `>>>`, and blocks of pages name their language.
 default_role = "literal"
 highlight_language = "text"

@@ -17,14 +17,14 @@ from jzero import _json
 from jzero._errors import OptionError, message, named
 
 WHO = "estimate"
-Shapes = dict[str, tuple[int, ...]]
+ParamShapes = dict[str, tuple[int, ...]]
 _MAX_SIZE = 10**9  # of a dim; products of a few stay printable
 _MAX_LAYERS = 10**5
 _MAX_BYTES = 2**24
 _ENTRY = "Correct it, or give the number of parameters instead (num_params='7.5B')."
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """Some equal parts of a model: its layers, or one part of another kind.
 
     Attributes:
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     name: str
     num: int
-    shapes: Shapes
+    shapes: ParamShapes
 
     @property
     def num_params(self) -> int:
@@ -54,7 +54,7 @@ class Model(NamedTuple):
 
     model_type: str
     width: int
-    parts: tuple[Part, ...]
+    parts: tuple[ModelPart, ...]
 
     @property
     def num_params(self) -> int:
@@ -62,7 +62,7 @@ class Model(NamedTuple):
         return sum(part.num * part.num_params for part in self.parts)
 
     @property
-    def layers(self) -> tuple[Part, ...]:
+    def layers(self) -> tuple[ModelPart, ...]:
         """The kinds of layers."""
         return tuple(part for part in self.parts if part.name.endswith("layers"))
 
@@ -220,21 +220,21 @@ class _Entries:
         return value
 
 
-_Read = tuple[int, tuple[Part, ...]]
+_Reading = tuple[int, tuple[ModelPart, ...]]
 
 
-def _linear(name: str, out: int, into: int, bias: bool = False) -> Shapes:
+def _linear(name: str, out: int, into: int, bias: bool = False) -> ParamShapes:
     return {f"{name}.weight": (out, into)} | ({f"{name}.bias": (out,)} if bias else {})
 
 
-def _norms(width: int, *names: str, bias: bool = False) -> Shapes:
+def _norms(width: int, *names: str, bias: bool = False) -> ParamShapes:
     kinds = ("weight", "bias") if bias else ("weight",)
     return {f"{name}.{kind}": (width,) for name in names for kind in kinds}
 
 
 def _attention(
     c: _Entries, d: int, head_dim: int | None, bias: str, head_norms: bool, old: bool = False
-) -> Shapes:
+) -> ParamShapes:
     """Its heads may be wider than their share of the input.
 
     Args:
@@ -261,7 +261,7 @@ def _attention(
     )
 
 
-def _gated_mlp(d: int, inner: int, bias: bool = False, name: str = "mlp") -> Shapes:
+def _gated_mlp(d: int, inner: int, bias: bool = False, name: str = "mlp") -> ParamShapes:
     return (
         _linear(f"{name}.gate_proj", inner, d, bias)
         | _linear(f"{name}.up_proj", inner, d, bias)
@@ -269,31 +269,31 @@ def _gated_mlp(d: int, inner: int, bias: bool = False, name: str = "mlp") -> Sha
     )
 
 
-def _experts(num: int, d: int, inner: int) -> Shapes:
+def _experts(num: int, d: int, inner: int) -> ParamShapes:
     shapes = {"gate_proj": (inner, d), "up_proj": (inner, d), "down_proj": (d, inner)}
     router = _linear("mlp.gate", num, d)
     return router | {f"mlp.experts.{name}": (num, *shape) for name, shape in shapes.items()}
 
 
-def _causal_lm(c: _Entries, d: int, layers: list[Part], tied: bool) -> _Read:
+def _causal_lm(c: _Entries, d: int, layers: list[ModelPart], tied: bool) -> _Reading:
     vocab = c.size("vocab_size")
     parts = [
-        Part("embed_tokens", 1, {"weight": (vocab, d)}),
+        ModelPart("embed_tokens", 1, {"weight": (vocab, d)}),
         *layers,
-        Part("norm", 1, {"weight": (d,)}),
+        ModelPart("norm", 1, {"weight": (d,)}),
     ]
     if not c.flag("tie_word_embeddings", tied) and not c.is_base():
-        parts.append(Part("lm_head", 1, {"weight": (vocab, d)}))
+        parts.append(ModelPart("lm_head", 1, {"weight": (vocab, d)}))
     return d, tuple(part for part in parts if part.num)
 
 
 def _decoder(
     bias: str, tied: bool = False, head_dim: int | None = None, head_norms: bool = False,
     num_norms: int = 2, mlp_bias: bool = False,
-) -> Callable[[_Entries], _Read]:  # fmt: skip
+) -> Callable[[_Entries], _Reading]:  # fmt: skip
     """Decoders of Llama's kind: RMSNorm, rotary embeddings, a gated MLP."""
 
-    def read(c: _Entries) -> _Read:
+    def read(c: _Entries) -> _Reading:
         d = c.size("hidden_size")
         bias_too = mlp_bias and c.flag("mlp_bias", False)
         shapes = (
@@ -301,7 +301,7 @@ def _decoder(
             | _gated_mlp(d, c.size("intermediate_size"), bias_too)
             | _norms(d, *_NORMS[:num_norms])
         )
-        layers = [Part("layers", c.size("num_hidden_layers", most=_MAX_LAYERS), shapes)]
+        layers = [ModelPart("layers", c.size("num_hidden_layers", most=_MAX_LAYERS), shapes)]
         return _causal_lm(c, d, layers, tied)
 
     return read
@@ -315,21 +315,21 @@ _NORMS = (
 )
 
 
-def _mixtral(c: _Entries) -> _Read:
+def _mixtral(c: _Entries) -> _Reading:
     d = c.size("hidden_size")
     shapes = (
         _attention(c, d, None, "none", head_norms=False)
         | _experts(c.size("num_local_experts"), d, c.size("intermediate_size"))
         | _norms(d, *_NORMS[:2])
     )
-    layers = [Part("layers", c.size("num_hidden_layers", most=_MAX_LAYERS), shapes)]
+    layers = [ModelPart("layers", c.size("num_hidden_layers", most=_MAX_LAYERS), shapes)]
     return _causal_lm(c, d, layers, False)
 
 
-def _qwen_moe(bias: str, head_norms: bool, shared: bool) -> Callable[[_Entries], _Read]:
+def _qwen_moe(bias: str, head_norms: bool, shared: bool) -> Callable[[_Entries], _Reading]:
     """Every so many layers have experts, but for those that are listed."""
 
-    def read(c: _Entries) -> _Read:
+    def read(c: _Entries) -> _Reading:
         d, num = c.size("hidden_size"), c.size("num_hidden_layers", most=_MAX_LAYERS)
         every = c.size("decoder_sparse_step", 1)
         dense = c.of_kind("mlp_only_layers", list, [], "a list of layers")
@@ -343,16 +343,16 @@ def _qwen_moe(bias: str, head_norms: bool, shared: bool) -> Callable[[_Entries],
             inner = c.size("shared_expert_intermediate_size")
             sparse |= _gated_mlp(d, inner, name="mlp.shared_expert")
             sparse |= _linear("mlp.shared_expert_gate", 1, d)
-        layers = [Part("layers", num_sparse, both | sparse)]
+        layers = [ModelPart("layers", num_sparse, both | sparse)]
         if num > num_sparse:
             mlp = _gated_mlp(d, c.size("intermediate_size"))
-            layers.append(Part("dense layers", num - num_sparse, both | mlp))
+            layers.append(ModelPart("dense layers", num - num_sparse, both | mlp))
         return _causal_lm(c, d, layers, False)
 
     return read
 
 
-def _gpt2(c: _Entries) -> _Read:
+def _gpt2(c: _Entries) -> _Reading:
     if c.flag("add_cross_attention", False):
         raise _refused("add_cross_attention", True, "Cross-attention of GPT-2 is not counted.")
     d, vocab = c.size("n_embd"), c.size("vocab_size")
@@ -365,16 +365,16 @@ def _gpt2(c: _Entries) -> _Read:
         | _linear("mlp.c_proj", d, inner, bias=True)
     )
     parts = [
-        Part("", 1, {"wte.weight": (vocab, d), "wpe.weight": (c.size("n_positions"), d)}),
-        Part("layers", c.size("n_layer", most=_MAX_LAYERS), layer),
-        Part("", 1, _norms(d, "ln_f", bias=True)),
+        ModelPart("", 1, {"wte.weight": (vocab, d), "wpe.weight": (c.size("n_positions"), d)}),
+        ModelPart("layers", c.size("n_layer", most=_MAX_LAYERS), layer),
+        ModelPart("", 1, _norms(d, "ln_f", bias=True)),
     ]
     if not c.flag("tie_word_embeddings", True) and not c.is_base():
-        parts.append(Part("lm_head", 1, {"weight": (vocab, d)}))
+        parts.append(ModelPart("lm_head", 1, {"weight": (vocab, d)}))
     return d, tuple(parts)
 
 
-def _t5(c: _Entries) -> _Read:
+def _t5(c: _Entries) -> _Reading:
     """Relative positions are a table of the first layer of encoder and decoder; norms have no bias."""
     d, vocab, inner = c.size("d_model"), c.size("vocab_size"), c.size("d_ff")
     heads, each = c.size("num_heads"), c.size("d_kv")
@@ -382,7 +382,7 @@ def _t5(c: _Entries) -> _Read:
     wide = ("wi_0", "wi_1") if act.startswith("gated-") else ("wi",)
     mlp = {f"{name}.weight": (inner, d) for name in wide} | {"wo.weight": (d, inner)}
 
-    def attention(name: str) -> Shapes:
+    def attention(name: str) -> ParamShapes:
         into = {f"{name}.{x}.weight": (heads * each, d) for x in "qkv"}
         return into | {f"{name}.o.weight": (d, heads * each)} | _norms(d, f"{name}.layer_norm")
 
@@ -391,22 +391,24 @@ def _t5(c: _Entries) -> _Read:
     ends["relative_attention_bias.weight"] = (c.size("relative_attention_num_buckets", 32), heads)
     feed = mlp | _norms(d, "layer_norm")
     parts = [
-        Part("shared", 1, {"weight": (vocab, d)}),
-        Part("encoder layers", num, attention("SelfAttention") | feed),
-        Part("encoder", 1, ends),
+        ModelPart("shared", 1, {"weight": (vocab, d)}),
+        ModelPart("encoder layers", num, attention("SelfAttention") | feed),
+        ModelPart("encoder", 1, ends),
     ]
     if c.classes() != {"T5EncoderModel"}:
         cross = attention("SelfAttention") | attention("EncDecAttention")
         parts += [
-            Part("decoder layers", c.size("num_decoder_layers", num, _MAX_LAYERS), cross | feed),
-            Part("decoder", 1, ends),
+            ModelPart(
+                "decoder layers", c.size("num_decoder_layers", num, _MAX_LAYERS), cross | feed
+            ),
+            ModelPart("decoder", 1, ends),
         ]
     if not c.flag("tie_word_embeddings", True) and not c.is_base():
-        parts.append(Part("lm_head", 1, {"weight": (vocab, d)}))
+        parts.append(ModelPart("lm_head", 1, {"weight": (vocab, d)}))
     return d, tuple(parts)
 
 
-def _vit(c: _Entries) -> _Read:
+def _vit(c: _Entries) -> _Reading:
     """Of the class without a head, with its pooler, as transformers makes it."""
     d, inner = c.size("hidden_size"), c.size("intermediate_size")
     image, patch, channels = (
@@ -427,15 +429,15 @@ def _vit(c: _Entries) -> _Read:
         "patch_embeddings.bias": (d,),
     }
     parts = [
-        Part("embeddings", 1, first),
-        Part("layers", c.size("num_hidden_layers", most=_MAX_LAYERS), layer),
-        Part("", 1, _norms(d, "layernorm", bias=True)),
+        ModelPart("embeddings", 1, first),
+        ModelPart("layers", c.size("num_hidden_layers", most=_MAX_LAYERS), layer),
+        ModelPart("", 1, _norms(d, "layernorm", bias=True)),
     ]
     if c.is_base():
         pooled = c.size("pooler_output_size", d)
-        parts.append(Part("pooler", 1, _linear("dense", pooled, d, bias=True)))
+        parts.append(ModelPart("pooler", 1, _linear("dense", pooled, d, bias=True)))
     elif classes := _num_classes(c):
-        parts.append(Part("classifier", 1, {"weight": (classes, d), "bias": (classes,)}))
+        parts.append(ModelPart("classifier", 1, {"weight": (classes, d), "bias": (classes,)}))
     return d, tuple(parts)
 
 
@@ -449,10 +451,10 @@ class _Family(NamedTuple):
     """Models that differ in sizes alone: the classes of transformers, and how a configuration is read."""
 
     classes: tuple[str, ...]
-    read: Callable[[_Entries], _Read]
+    read: Callable[[_Entries], _Reading]
 
 
-def _lm(prefix: str, read: Callable[[_Entries], _Read], base: str = "Model") -> _Family:
+def _lm(prefix: str, read: Callable[[_Entries], _Reading], base: str = "Model") -> _Family:
     return _Family((f"{prefix}ForCausalLM", f"{prefix}{base}"), read)
 
 
