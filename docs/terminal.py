@@ -59,7 +59,9 @@ def section(title: str, text: str, language: str = "console") -> str:
 def in_new_folder() -> Iterator[pathlib.Path]:
     """A folder to work in, on a terminal."""
     with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
-        version = mock.patch("jzero.checkpoint._checkpointer.__version__", "0.1.0")  # not this commit's
+        version = mock.patch(
+            "jzero.checkpoint._checkpointer.__version__", "0.1.0"
+        )  # not this commit's
         with mock.patch.dict(os.environ, {"COLUMNS": str(COLUMNS)}), version:
             yield pathlib.Path.cwd()
 

@@ -278,6 +278,7 @@ def test_plot_without_matplotlib():
          "jzero estimate: there is no --param. Did you mean --params? And there is no --device. Did you mean "
          "--devices? See jzero estimate --help."),
         (("inspect", "x", "--verifi"), "jzero inspect: there is no --verifi. Did you mean --verify?"),
+        (("--params", "7B"), "jzero: there is no --params. See jzero --help."),
         (("--versio",), "jzero: there is no --versio. Did you mean --version?"),
     ],
     ids=str,
@@ -348,6 +349,9 @@ def test_the_model_of_a_configuration(tmp_path):
     )
     for shown in (output(*flags), output(*flags, "--stage", "3"), str(expected)):
         assert text in " ".join(shown.split())
+    text = output(*flags, "--stage", "1")
+    assert "llama: 6,738,415,616 parameters.\n" in text
+    assert "Gathered" not in text
 
 
 def test_a_configuration_that_is_no_file(tmp_path):

@@ -24,6 +24,7 @@ batch = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
 w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
 setup = lambda: (step_fn, functools.partial(jnp.zeros, w.shape), batch)
 stage_1 = lambda: (jzero.shard_train_step(step_fn, stage=1), w, batch)
+nodes = lambda: (jzero.shard_train_step(step_fn, mesh=jax.make_mesh((2, 4), ("a", "b"))), w, batch)
 number = lambda: 3
 alone = lambda: (step_fn,)
 no_step = lambda: ([], w, batch)
@@ -78,9 +79,9 @@ def refused(*arguments):
         ("train:alone", "train:alone() returns a tuple of 1, not (step, init, batch)."),
         ("train:no_step", "train:no_step() returns list first, not a step."),
         ("train:no_init", "init of train:no_init() raises TypeError in line "),
-        ("train:fails", "train:fails() raises TypeError in line 18 of "),
-        ("train:ends", "train:ends() raises SystemExit in line 21 of "),
-        ("train:imports", "train:imports() raises ModuleNotFoundError in line 24 of "),
+        ("train:fails", "train:fails() raises TypeError in line 19 of "),
+        ("train:ends", "train:ends() raises SystemExit in line 22 of "),
+        ("train:imports", "train:imports() raises ModuleNotFoundError in line 25 of "),
     ],
 )  # fmt: skip
 def test_a_function_that_is_none(function, text):
@@ -105,6 +106,13 @@ def test_a_function_that_is_none(function, text):
 )  # fmt: skip
 def test_wrong_flags(flags, text):
     assert text in refused(*(["train:setup"] if flags else []), *flags)
+
+
+@pytest.mark.one_release
+def test_advice_is_said_in_flags():
+    """A dict is a flag's pairs."""
+    said = refused("train:nodes", "--topology", "2x8")
+    assert said.endswith("Pass --axes node=8,local=8, hosts first.")
 
 
 @pytest.mark.one_release

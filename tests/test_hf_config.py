@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -139,7 +140,7 @@ def test_the_class_says_the_family():
 
 def test_the_shape_of_the_loop():
     """Layers and width are the model's, unless given."""
-    tiers = {"offload_activations": jzero.PinnedHost(), "tokens": 100}
+    tiers: dict[str, Any] = {"offload_activations": jzero.PinnedHost(), "tokens": 100}
     found = jzero.estimate(config=LLAMA, devices=8, **tiers)
     assert found == jzero.estimate(config=LLAMA, devices=8, **tiers, layers=32, width=4096)
     with pytest.raises(jzero.OptionError, match="layers=0"):

@@ -156,7 +156,7 @@ def _time(notes: dict[str, Any]) -> str | None:
 
 def _saved(notes: dict[str, Any]) -> Saved | None:
     """None, too, for what somebody else has noted under this name: nothing goes by it."""
-    found = (notes.get("custom_metadata") or {}).get("jzero")
+    found: Any = (notes.get("custom_metadata") or {}).get("jzero")
     if _json.check(found, {"version": str, "stage": int, "axes": {str: int}}):
         return None
     return Saved(found["version"], found["stage"], found["axes"])

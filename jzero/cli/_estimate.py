@@ -285,7 +285,7 @@ def _show_stages(
     if offloads:
         yield "To host, to device: what crosses in a step. On its host: what waits for that, too."
     yield "Psi: as many elements as there are parameters. More of one stage: --stage."
-    yield from first.model_lines()
+    yield from found[-1].model_lines()
 
 
 def _times(found: Estimate) -> list[str]:

@@ -66,15 +66,16 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(given, namespace)
 
     def _mistyped(self, given: Sequence[str]) -> list[str]:
-        flags = [*self._option_string_actions]
+        flags, names = [*self._option_string_actions], self.commands
         mine = list(itertools.takewhile(lambda text: text != "--", given))
-        if names := self.commands:  # What comes after the command is the command's.
+        if names:  # What comes after the command is the command's.
             mine = list(itertools.takewhile(lambda text: text.startswith("-"), mine))
-            name = next(iter(given[len(mine) :]), None)
-            if name is not None and name not in names:
-                return [_no(name, names, all_of_them=True)]
         typed = [text.partition("=")[0] for text in mine if re.match(r"-+[A-Za-z_]", text)]
-        return [_no(name, flags) for name in typed if name not in flags]
+        bad = [_no(name, flags) for name in typed if name not in flags]
+        command = next(iter(given[len(mine) :]), None) if names else None
+        if not bad and command is not None and command not in names:
+            return [_no(command, names, all_of_them=True)]
+        return bad
 
     def error(self, message: str) -> NoReturn:
         """Ends with exit status 2."""

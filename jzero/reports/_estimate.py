@@ -521,16 +521,19 @@ class Estimate:
             f"{self.options.stage} over {devices} (data axes: {axes})", "  ", width)  # fmt: skip
 
     def model_lines(self) -> list[str]:
-        """What the total has not: what stage 3 gathers of the model; none without a configuration."""
+        """Of a configuration: its parameters, and what stage 3 gathers of them, which no total has."""
         if self.model is None:
             return []
+        counted = f"{self.model.model_type}: {self.num_params:,} parameters."
+        if not self.sharding.param_axes:
+            return [counted]
         size = self.bytes_per_param.compute / self.model_parallel
         name, shape = self.model.largest_leaf
         largest = f"{name} [{','.join(map(str, shape))}]"
         return [
-            f"{self.model.model_type}: {self.num_params:,} parameters. Gathered for compute, a layer (1 of "
-            f"{self.model.num_layers}) takes {readable_bytes(float(size * self.model.layer_params))}, and "
-            f"the largest leaf, {largest}, {readable_bytes(float(size * math.prod(shape)))}."
+            f"{counted} Gathered for compute, a layer (1 of {self.model.num_layers}) takes "
+            f"{readable_bytes(float(size * self.model.layer_params))}, and the largest leaf, {largest}, "
+            f"{readable_bytes(float(size * math.prod(shape)))}."
         ]
 
     def lines(self, width: int = WIDTH) -> list[str]:

@@ -387,7 +387,7 @@ def _t5(c: _Entries) -> _Reading:
         return into | {f"{name}.o.weight": (d, heads * each)} | _norms(d, f"{name}.layer_norm")
 
     num = c.size("num_layers", most=_MAX_LAYERS)
-    ends = {"final_layer_norm.weight": (d,)}
+    ends: ParamShapes = {"final_layer_norm.weight": (d,)}
     ends["relative_attention_bias.weight"] = (c.size("relative_attention_num_buckets", 32), heads)
     feed = mlp | _norms(d, "layer_norm")
     parts = [
@@ -422,7 +422,7 @@ def _vit(c: _Entries) -> _Reading:
         layer |= _linear(f"attention.{name}", d, d, bias)
     layer |= _linear("attention.output", d, d, bias=True)
     layer |= _linear("intermediate", inner, d, bias=True) | _linear("output", d, inner, bias=True)
-    first = {
+    first: ParamShapes = {
         "cls_token": (1, 1, d),
         "position_embeddings": (1, (image // patch) ** 2 + 1, d),
         "patch_embeddings.weight": (d, channels, patch, patch),
