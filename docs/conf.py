@@ -34,8 +34,10 @@ exclude_patterns = [".*"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
-# In docstrings, `x` is code.
+# In docstrings, `x` is code. What follows `::` is a sketch: highlighted as Python, its words would have the
+# colours of keywords. Examples begin with `>>>`, and blocks of pages name their language.
 default_role = "literal"
+highlight_language = "text"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_use_ivar = True
@@ -102,6 +104,7 @@ def _check_page(app: Any, page: str, template: str, context: dict[str, Any], doc
         "a table in no box that scrolls": len(re.findall("<table", body))
         - len(re.findall(SCROLLS, body)),
         "a picture without alt text": len(re.findall(r'<img(?![^>]* alt="[^"]+")', body)),
+        "a sketch in the colours of Python": len(re.findall('<div class="highlight-default', body)),
         "no site.css": not any("site.css" in str(file) for file in context["css_files"]),
     }
     for what, times in found.items():
