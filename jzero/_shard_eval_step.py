@@ -339,4 +339,4 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
                 if (explained := use.explained(error, call.state)) is not None:
                     raise explained from error
                 raise
-        return jax.tree.unflatten(program.out_tree, outs)
+        return call.call.given(jax.tree.unflatten(program.out_tree, outs))

@@ -109,12 +109,14 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
                 raise explained from error
             raise
         state = self._placement.wrap(state, leaves)
-        return as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
+        outs = as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
+        return call.call.given(outs)
 
     def _traced(self, call: FlatCall) -> Any:
         """A call under an outer `jax.jit`."""
         program, state, outs = self._run_traced(call)
-        return as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
+        outs = as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
+        return call.call.given(outs)
 
     @takes_explicit_axes
     def init(

@@ -22,6 +22,7 @@ from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
+from jzero.tracing._objects import Mutated
 from jzero.tracing._returned import find_state
 from jzero.tracing._signature import Signature
 
@@ -85,6 +86,7 @@ def build(
     state_avals, state_tree = jax.tree.flatten(state)
     array_avals, arrays_tree = jax.tree.flatten(arrays)
     num_state, mesh = len(state_avals), setting.mesh
+    signature = signature.of_objects(static)
 
     @functools.wraps(step_fn, updated=())  # JAX's own errors name the user's function.
     def flat_step(*leaves: Any) -> Any:
@@ -94,6 +96,9 @@ def build(
             jax.tree.unflatten(arrays_tree, leaves[num_state:]),
             static,
         )
+        if isinstance(outs, Mutated):
+            given = jax.tree.unflatten(state_tree, leaves[:num_state])
+            return outs.changed(given) if setting.evaluates else outs
         if setting.evaluates:
             return outs
         if signature.told:

@@ -11,21 +11,29 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jzero._errors import OptionError, StateError, StepError, message
+from jzero.tracing import _objects
 from jzero.tracing._call import WHO
 from jzero.tracing._state_arguments import StateArguments, parts
 
 _REST = inspect.Parameter.VAR_POSITIONAL
+_OBJECTS = "NNX objects"  # Among static arguments: no parameter is called so.
 
 
 class Call(NamedTuple):
     """One call, taken apart: the state, the other array arguments by name, and what is static.
 
-    A state of several arguments is a `StateArguments`.
+    A state of several arguments is a `StateArguments`. That of NNX objects is their `nnx.State`, and what
+    else they are is static.
     """
 
     state: Any
     arrays: dict[str, Any]
     static: tuple[tuple[str, Hashable], ...]
+    objects: _objects.Objects | None = None
+
+    def given(self, outs: Any) -> Any:
+        """What the user gets of what a step returned: its objects have been changed then."""
+        return outs if self.objects is None else self.objects.update(outs)
 
     @property
     def static_key(self) -> tuple[tuple[str, type, Hashable], ...]:
@@ -56,6 +64,10 @@ class Signature:
     specs: Mapping[str, Any]
     # By how many arguments are given by position, and which by name: `inspect` is slow, and every step asks.
     _bindings: dict[tuple[Any, ...], _Binding] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
+    # Which values of such a call are containers of NNX objects, or were at the first one.
+    _holders: dict[tuple[Any, ...], set[int]] = dataclasses.field(
         default_factory=dict, compare=False
     )
 
@@ -134,11 +146,38 @@ class Signature:
             self._bindings[form] = self._binding(len(args), list(kwargs))
         state, arrays, static = self._bindings[form]
         given = [*args, *kwargs.values()]
-        return Call(
-            self._state(state, given),
-            {name: given[i] for name, i in arrays},
-            tuple([(name, _hashable(name, given[i])) for name, i in static]),
-        )
+        compiled = tuple([(name, _hashable(name, given[i])) for name, i in static])
+        held = self._objects(form, given, [*state, *arrays]) if _objects.kinds() else {}
+        if held:
+            beside = {name: given[i] for name, i in sorted([*state, *arrays]) if name not in held}
+            objects = _objects.Objects.of(WHO, held)
+            return Call(objects.state, beside, (*compiled, (_OBJECTS, objects.graph)), objects)
+        return Call(self._state(state, given), {name: given[i] for name, i in arrays}, compiled)
+
+    def _objects(
+        self, form: tuple[Any, ...], given: Sequence[Any], numbers: Sequence[tuple[str, int]]
+    ) -> dict[str, Any]:
+        """The arguments of a call that hold NNX objects, in the order of the parameters.
+
+        Containers are looked into at the first call only: every node of a state takes time. One that holds
+        objects later is no worse off than where `state_argnums` says that objects are pytrees.
+        """
+        if self.told:
+            return {}
+        if form not in self._holders:
+            self._holders[form] = {i for _, i in numbers if _objects.holds_objects(given[i])}
+        holders, kinds = self._holders[form], _objects.kinds()
+        found = [
+            (_place(self.parameters, name), name, i)
+            for name, i in numbers
+            if isinstance(given[i], kinds) or (i in holders and _objects.holds_objects(given[i]))
+        ]
+        bad = [name for _, name, _ in found if name in self.specs]
+        if bad:
+            raise OptionError(message(
+                WHO, f"in_specs names {', '.join(bad)}, of NNX objects",
+                "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
+        return {name: given[i] for _, name, i in sorted(found)}
 
     def _binding(self, num_args: int, keywords: Sequence[str]) -> _Binding:
         """How calls with so many arguments by position, and these by name, are bound."""
@@ -190,11 +229,25 @@ class Signature:
             return f"state_argnames={tuple(names)}"
         return f"state_argnums={tuple(sorted(map(int, places)))}"
 
+    def of_objects(self, static: Sequence[tuple[str, Any]]) -> Signature:
+        """With the arguments that hold NNX objects as the state, if there are such in this call."""
+        graph = dict(static).get(_OBJECTS)
+        return self if graph is None else dataclasses.replace(self, state_names=graph.names)
+
     def call(
         self, step_fn: Callable[..., Any], state: Any, arrays: Mapping[str, Any],
         static: Sequence[tuple[str, Any]],
     ) -> Any:  # fmt: skip
-        """Calls the step as the user would have."""
+        """Calls the step as the user would have; with NNX objects it returns what it made of them."""
+        *others, last = [*static] or [("", None)]
+        if last[0] == _OBJECTS:
+            graph: _objects.Graph = last[1]
+
+            def run(values: tuple[Any, ...]) -> Any:
+                held = values[0] if len(values) == 1 else StateArguments(graph.names, values)
+                return self.of_objects(static).call(step_fn, held, arrays, others)
+
+            return graph.run(state, run, WHO)
         single = len(self.state_names) == 1
         found = {self.state_names[0]: state} if single else dict(parts(state))
         values = {**found, **arrays, **dict(static)}
