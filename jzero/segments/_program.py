@@ -22,6 +22,7 @@ from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
+from jzero.tracing._forwarded import restored
 from jzero.tracing._objects import Mutated
 from jzero.tracing._returned import find_state
 from jzero.tracing._signature import Signature
@@ -88,17 +89,18 @@ def build(
     num_state, mesh = len(state_avals), setting.mesh
     signature = signature.of_objects(static)
 
+    def run(*leaves: Any) -> Any:
+        given, rest = jax.tree.unflatten(state_tree, leaves[:num_state]), leaves[num_state:]
+        return signature.call(step_fn, given, jax.tree.unflatten(arrays_tree, rest), static)
+
     @functools.wraps(step_fn, updated=())  # JAX's own errors name the user's function.
     def flat_step(*leaves: Any) -> Any:
-        outs = signature.call(
-            step_fn,
-            jax.tree.unflatten(state_tree, leaves[:num_state]),
-            jax.tree.unflatten(arrays_tree, leaves[num_state:]),
-            static,
-        )
+        if setting.evaluates and signature.takes_objects:
+            return restored(run, *leaves).changed(leaves[:num_state])
+        outs = run(*leaves)
         if isinstance(outs, Mutated):
-            given = jax.tree.unflatten(state_tree, leaves[:num_state])
-            return outs.changed(given) if setting.evaluates else outs
+            _untold.check_returned(signature, outs.result, arrays)
+            return outs
         if setting.evaluates:
             return outs
         if signature.told:

@@ -81,9 +81,9 @@ class Mutated:
     def tree_unflatten(cls, graphdef: Any, children: Any) -> Mutated:
         return cls(*children, graphdef)
 
-    def changed(self, state: Any) -> Mutated:
+    def changed(self, leaves: Sequence[Any]) -> Mutated:
         """With those leaves only that are others than these of the state before."""
-        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(self.state), strict=True)
+        pairs = zip(leaves, jax.tree.leaves(self.state), strict=True)
         changed = {i: new for i, (old, new) in enumerate(pairs) if new is not old}
         return Mutated(changed, self.result, self.graphdef)
 

@@ -55,6 +55,7 @@ class Signature:
       told: whether the user said which they are; else it is the first.
       static_names: parameters whose values are compiled into the step.
       specs: PartitionSpec (or tree prefix of them) by parameter name.
+      takes_objects: whether the state is that of NNX objects.
     """
 
     parameters: inspect.Signature
@@ -62,6 +63,7 @@ class Signature:
     told: bool
     static_names: frozenset[str]
     specs: Mapping[str, Any]
+    takes_objects: bool = False
     # By how many arguments are given by position, and which by name: `inspect` is slow, and every step asks.
     _bindings: dict[tuple[Any, ...], _Binding] = dataclasses.field(
         default_factory=dict, compare=False
@@ -232,7 +234,9 @@ class Signature:
     def of_objects(self, static: Sequence[tuple[str, Any]]) -> Signature:
         """With the arguments that hold NNX objects as the state, if there are such in this call."""
         graph = dict(static).get(_OBJECTS)
-        return self if graph is None else dataclasses.replace(self, state_names=graph.names)
+        if graph is None:
+            return self
+        return dataclasses.replace(self, state_names=graph.names, takes_objects=True)
 
     def call(
         self, step_fn: Callable[..., Any], state: Any, arrays: Mapping[str, Any],

@@ -151,6 +151,13 @@ def refuse(signature: Signature, names: Sequence[str]) -> None:
     Raises:
       StepError: unless there are none.
     """
+    if names and signature.takes_objects:
+        given = ", ".join(signature.state_names)
+        raise StepError(message(
+            _call.WHO, [f"{name} is updated and comes back, beside NNX objects ({given})" for name in names],
+            "Where a step takes NNX objects they are its state, and all else is the batch.",
+            f"Write step_fn, state = jzero.from_nnx(step, {given}), and say of step_fn what else is state: "
+            f"state_argnames=('state', {', '.join(map(repr, names))}).", things="arguments"))  # fmt: skip
     if names:
         argnums = signature.argnums([*signature.state_names, *names])
         raise StepError(message(
