@@ -27,7 +27,7 @@ from jzero.sharding.batch import _trace
 from jzero.sharding.cut import _phases
 from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._plan import StepPlan
-from jzero.tracing import _call
+from jzero.tracing import _call, _objects
 from jzero.tracing._axis_types import explicit_axes, explicit_mesh, takes_explicit_axes
 
 
@@ -104,7 +104,8 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         checksum), and each copies what its devices need.
 
         Args:
-          state: the state, on host or devices, in any layout.
+          state: the state, on host or devices, in any layout. NNX objects are given as a call has them,
+            `shard(model, optimizer)` or with all other arguments, and are changed where they are.
           *args: optionally the step's other arguments, arrays or only their shapes (`ShapeDtypeStruct`); see
             `state_shardings`.
           **kwargs: the same by name. With `weight_dtype` they must be known, from here or from a call before.
@@ -114,11 +115,33 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
           OptionError: the host has too little memory for its part of it; see `init`.
           ProcessError: it differs between processes, or one does not come.
         """
+        if self._takes_objects(state):
+            return self._shard_objects(state, *args, **kwargs)
         with self._asked("shard"):
             plans, shardings = self._placement.leaf_plans(state, args, kwargs)
             leaves, tree = jax.tree.flatten(state)
             placed = self._placement.place(self._named(state), leaves, plans, shardings)
         return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
+
+    def _takes_objects(self, state: Any) -> bool:
+        """Whether these are NNX objects that a call would change, and no state in the form of a pytree."""
+        return not self._programs.signature.told and _objects.holds_objects(state)
+
+    def _shard_objects(self, *args: Any, **kwargs: Any) -> Any:
+        with self._asked("shard"):
+            named = {f"args[{i}]": x for i, x in enumerate(args)} | kwargs
+            if all(map(_objects.holds_objects, named.values())):
+                objects = _objects.Objects.of("shard", named)
+                plans, shardings = self._placement.leaf_plans(objects.state)
+            else:
+                call = self._programs.bind(args, kwargs)
+                assert call.objects is not None
+                program, objects = self._programs.of(call), call.objects
+                plans, shardings = program.plan.leaves, program.state_shardings
+            leaves, tree = jax.tree.flatten(objects.state)
+            placed = self._placement.place(objects.state, leaves, plans, shardings)
+            objects.set(tree.unflatten(_placing.wrap(placed, plans)))
+        return objects.values[0] if len(objects.values) == 1 else objects.values
 
     @takes_explicit_axes
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:

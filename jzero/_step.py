@@ -30,7 +30,7 @@ from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
-from jzero.tracing import _call, _jaxpr, _starts
+from jzero.tracing import _call, _jaxpr, _objects, _starts
 from jzero.tracing._axis_types import takes_explicit_axes
 from jzero.tracing._returned import as_given
 from jzero.tracing._signature import Signature
@@ -130,6 +130,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         of its own. What `NVMe` has in files is in the host's memory until the first step, if there is no
         plan for such a state yet (`plan`).
 
+        NNX objects are made like any state: `model, optimizer = train_step.init(create, key)`.
+
         Returns:
           The state, placed.
 
@@ -140,7 +142,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         """
         _agreement.check("init")
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
-        traced = _jaxpr.trace_here(lambda: init_fn(*args, **kwargs))
+        born = _objects.Born()
+        traced = _jaxpr.trace_here(lambda: born.state(init_fn(*args, **kwargs)))
         # XLA takes each device's part of what it makes. [Note: starts in bounds]
         traced = traced._replace(jaxpr=_starts.in_bounds(traced.jaxpr))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
@@ -155,7 +158,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
                 traced, places, self._programs.options.offload.visiting_bytes, filling
             )
         _writes.settle(made)
-        return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
+        return born.whole(jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves)))
 
     @takes_explicit_axes
     def flush(self, state: AnyState) -> AnyState:
@@ -182,6 +185,10 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         Raises:
           StateError: a step has consumed it, or it waits for gradients and this train_step has no `HostCPU`.
         """
+        if self._takes_objects(state):
+            objects = _objects.Objects.of("flush", {"state": state})
+            objects.set(self.flush(objects.state))
+            return state
         _agreement.check("flush")
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(self._named(state), leaves, "flush")

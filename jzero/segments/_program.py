@@ -21,7 +21,7 @@ from jzero.sharding.plan._make import make_plan, state_leaves
 from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
-from jzero.tracing import _call
+from jzero.tracing import _call, _objects
 from jzero.tracing._forwarded import restored
 from jzero.tracing._objects import Mutated
 from jzero.tracing._returned import find_state
@@ -91,7 +91,10 @@ def build(
 
     def run(*leaves: Any) -> Any:
         given, rest = jax.tree.unflatten(state_tree, leaves[:num_state]), leaves[num_state:]
-        return signature.call(step_fn, given, jax.tree.unflatten(arrays_tree, rest), static)
+        trees = jax.tree.unflatten(arrays_tree, rest)
+        outs = signature.call(step_fn, given, trees, static)
+        _objects.check_kept(trees, rest)
+        return outs
 
     @functools.wraps(step_fn, updated=())  # JAX's own errors name the user's function.
     def flat_step(*leaves: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jzero._errors import StepError, message
+from jzero._errors import STEP, StepError, message
 from jzero.tracing._state_arguments import Step
 
 FROM_NNX = "from_nnx"
@@ -150,6 +150,7 @@ class Objects:
 
     Attributes:
       graph: them, but for their arrays.
+      values: the arguments that hold them.
       state: the `nnx.State` of their arrays, as `nnx.state` has it of all these arguments together.
     """
 
@@ -157,8 +158,9 @@ class Objects:
         from flax import nnx
         from flax.nnx import graph as graphlib
 
+        self.values = tuple(named.values())
         self._refs = graphlib.RefMap()
-        graphdef, flat = nnx.flatten(tuple(named.values()), ref_index=self._refs)
+        graphdef, flat = nnx.flatten(self.values, ref_index=self._refs)
         self.graph, self.state = Graph(tuple(named), graphdef), nnx.from_flat_state(flat)
 
     @classmethod
@@ -215,6 +217,30 @@ class Objects:
             variable.update_from_state(other)
 
 
+class Born:
+    """Objects that a function makes under a trace, which gives their arrays only."""
+
+    def __init__(self) -> None:
+        self._graphdef: Any = None
+
+    def state(self, made: Any) -> Any:
+        """What the trace returns of what the function has made."""
+        if not holds_objects(made):
+            return made
+        from flax import nnx
+
+        self._graphdef, state = nnx.split(made)
+        return state
+
+    def whole(self, state: Any) -> Any:
+        """What the function makes, of what the trace returned."""
+        if self._graphdef is None:
+            return state
+        from flax import nnx
+
+        return nnx.merge(self._graphdef, state)
+
+
 @contextlib.contextmanager
 def explained(who: str) -> Iterator[None]:
     """Says what Flax means by an object of another trace."""
@@ -257,6 +283,29 @@ def _structure(names: Sequence[str], objects: Any) -> dict[str, str]:
         text = f"a {type(value).__name__}" if variable else f"{value!r:.40}"
         found["".join([names[first], *parts])] = text
     return found
+
+
+def check_kept(arrays: Mapping[str, Any], leaves: Sequence[Any]) -> None:
+    """Refuses changes of NNX objects that are taken as pytrees, beside the state: nobody would see them.
+
+    Args:
+      arrays: the arguments beside the state, as the step has left them.
+      leaves: what they held before.
+    """
+    if not kinds() or not any(map(holds_objects, arrays.values())):
+        return
+    left = iter(leaves)
+    bad = [
+        f"{name} is changed by the step"
+        for name, tree in arrays.items()
+        if sum(x is not next(left, None) for x in jax.tree.leaves(tree))
+    ]
+    if bad:
+        raise StepError(message(
+            STEP, bad, "NNX objects beside a state that is said to be one (state_argnums), or in a container "
+            "that had none at the first call, are pytrees that are only read.",
+            "Drop state_argnums, and what the step changes in objects is kept; or give them to "
+            "jzero.from_nnx.", "arguments"))  # fmt: skip
 
 
 def check_partial(train_step: Any, who: str) -> None:

@@ -85,6 +85,7 @@ class Signature:
         state_argnums: int | Sequence[int] | None = None, state_argnames: str | Sequence[str] = (),
     ) -> Signature:  # fmt: skip
         """Reads the signature and resolves positions and names; unknown ones are errors."""
+        _objects.check_partial(step_fn, WHO)
         try:
             signature = inspect.signature(step_fn)
         except ValueError:  # A callable written in C.
