@@ -27,7 +27,7 @@ from jzero.sharding.batch import _trace
 from jzero.sharding.cut import _phases
 from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._plan import StepPlan
-from jzero.tracing import _call, _objects
+from jzero.tracing import _call, _modules, _objects
 from jzero.tracing._axis_types import explicit_axes, explicit_mesh, takes_explicit_axes
 
 
@@ -117,6 +117,9 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         """
         if self._takes_objects(state):
             return self._shard_objects(state, *args, **kwargs)
+        arrays, static = _modules.apart_modules(state)
+        if static is not None and not (args or kwargs):
+            return static.whole(self.shard(arrays))
         with self._asked("shard"):
             plans, shardings = self._placement.leaf_plans(state, args, kwargs)
             leaves, tree = jax.tree.flatten(state)

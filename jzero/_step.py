@@ -30,9 +30,8 @@ from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
-from jzero.tracing import _call, _jaxpr, _objects, _starts
+from jzero.tracing import _call, _jaxpr, _modules, _objects, _starts
 from jzero.tracing._axis_types import takes_explicit_axes
-from jzero.tracing._returned import as_given
 from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
@@ -109,14 +108,12 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
                 raise explained from error
             raise
         state = self._placement.wrap(state, leaves)
-        outs = as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
-        return call.call.given(outs)
+        return call.call.given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
 
     def _traced(self, call: FlatCall) -> Any:
         """A call under an outer `jax.jit`."""
         program, state, outs = self._run_traced(call)
-        outs = as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
-        return call.call.given(outs)
+        return call.call.given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
 
     @takes_explicit_axes
     def init(
@@ -189,6 +186,9 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
             objects = _objects.Objects.of("flush", {"state": state})
             objects.set(self.flush(objects.state))
             return state
+        arrays, static = _modules.apart_modules(state)
+        if static is not None:
+            return static.whole(self.flush(arrays))
         _agreement.check("flush")
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(self._named(state), leaves, "flush")
@@ -216,6 +216,9 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
 
         In arrays of its own: the next step consumes the state, and none of them.
         """
+        arrays, static = _modules.apart_modules(state)
+        if static is not None:
+            return static.whole(self.unshard(arrays))
         _agreement.check("unshard")
         setting = self._programs.setting
         full = NamedSharding(setting.mesh, PartitionSpec())
@@ -247,6 +250,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         A leaf that is padded at rest (`PaddedArray`) has none for its true shape: it is given as full
         here, and padded when `shard` or the step places it.
         """
+        state, _ = _modules.apart_modules(state)
         plans, shardings = self._placement.leaf_plans(state, args, kwargs)
         full = NamedSharding(self._programs.setting.mesh, PartitionSpec())
         found = [full if p.padding else s for p, s in zip(plans, shardings, strict=True)]

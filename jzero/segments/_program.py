@@ -23,6 +23,7 @@ from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call, _objects
 from jzero.tracing._forwarded import restored
+from jzero.tracing._modules import Filtered
 from jzero.tracing._objects import Mutated
 from jzero.tracing._returned import find_state
 from jzero.tracing._signature import Signature
@@ -106,6 +107,11 @@ def build(
             return outs
         if setting.evaluates:
             return outs
+        if isinstance(outs, Filtered):
+            return Filtered(read(outs.arrays), outs.static)
+        return read(outs)
+
+    def read(outs: Any) -> Any:
         if signature.told:
             return find_state(outs, state)
         _untold.check_returned(signature, outs, arrays)

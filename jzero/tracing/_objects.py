@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jzero._errors import STEP, StepError, message
+from jzero.tracing._modules import apart_modules
 from jzero.tracing._state_arguments import Step
 
 FROM_NNX = "from_nnx"
@@ -29,15 +30,19 @@ def holds_objects(tree: Any) -> bool:
     return isinstance(tree, kinds()) or any(map(_is_object, jax.tree.leaves(tree, is_leaf=_stops)))
 
 
+def is_state(x: Any) -> bool:
+    """Whether it is the state of objects, in place of these."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.State)
+
+
 def _is_object(x: Any) -> bool:
     return isinstance(x, kinds())
 
 
 def _stops(x: Any) -> bool:
     """At these a tree is not looked into."""
-    from flax import nnx
-
-    return isinstance(x, (*kinds(), nnx.State))
+    return _is_object(x) or is_state(x)
 
 
 def listed(tree: Any, root: str) -> list[str]:
@@ -218,27 +223,27 @@ class Objects:
 
 
 class Born:
-    """Objects that a function makes under a trace, which gives their arrays only."""
+    """Objects and modules that a function makes under a trace, which gives their arrays only."""
 
     def __init__(self) -> None:
-        self._graphdef: Any = None
+        self._whole: Callable[[Any], Any] = lambda state: state
 
     def state(self, made: Any) -> Any:
         """What the trace returns of what the function has made."""
-        if not holds_objects(made):
-            return made
+        arrays, static = apart_modules(made)
+        if static is not None:
+            self._whole = static.whole
+        if not holds_objects(arrays):
+            return arrays
         from flax import nnx
 
-        self._graphdef, state = nnx.split(made)
+        graphdef, state = nnx.split(arrays)
+        self._whole = functools.partial(nnx.merge, graphdef)
         return state
 
     def whole(self, state: Any) -> Any:
         """What the function makes, of what the trace returned."""
-        if self._graphdef is None:
-            return state
-        from flax import nnx
-
-        return nnx.merge(self._graphdef, state)
+        return self._whole(state)
 
 
 @contextlib.contextmanager
@@ -302,8 +307,7 @@ def check_kept(arrays: Mapping[str, Any], leaves: Sequence[Any]) -> None:
     ]
     if bad:
         raise StepError(message(
-            STEP, bad, "NNX objects beside a state that is said to be one (state_argnums), or in a container "
-            "that had none at the first call, are pytrees that are only read.",
+            STEP, bad, "NNX objects beside a state that is none are pytrees, whose changes would be lost.",
             "Drop state_argnums, and what the step changes in objects is kept; or give them to "
             "jzero.from_nnx.", "arguments"))  # fmt: skip
 
@@ -315,5 +319,5 @@ def check_partial(train_step: Any, who: str) -> None:
         if bad:
             raise StepError(message(
                 who, bad, "Objects that a partial holds are no arguments, and no state.",
-                "Pass them with each call to the function inside the partial, or give them to from_nnx with "
-                "it.", "objects"))  # fmt: skip
+                "Pass them with each call, or give them to from_nnx, with the function inside the partial.",
+                "objects"))  # fmt: skip

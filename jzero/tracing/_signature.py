@@ -11,12 +11,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jzero._errors import OptionError, StateError, StepError, message
-from jzero.tracing import _objects
+from jzero.tracing import _modules, _objects
 from jzero.tracing._call import WHO
+from jzero.tracing._returned import as_given
 from jzero.tracing._state_arguments import StateArguments, parts
 
 _REST = inspect.Parameter.VAR_POSITIONAL
-_OBJECTS = "NNX objects"  # Among static arguments: no parameter is called so.
+# Among static arguments: no parameter is called so.
+_OBJECTS, _MODULES = "NNX objects", "Equinox modules"
 
 
 class Call(NamedTuple):
@@ -33,7 +35,9 @@ class Call(NamedTuple):
 
     def given(self, outs: Any) -> Any:
         """What the user gets of what a step returned: its objects have been changed then."""
-        return outs if self.objects is None else self.objects.update(outs)
+        if self.objects is not None:
+            return self.objects.update(outs)
+        return outs.as_given() if isinstance(outs, _modules.Filtered) else as_given(outs)
 
     @property
     def static_key(self) -> tuple[tuple[str, type, Hashable], ...]:
@@ -56,6 +60,7 @@ class Signature:
       static_names: parameters whose values are compiled into the step.
       specs: PartitionSpec (or tree prefix of them) by parameter name.
       takes_objects: whether the state is that of NNX objects.
+      filters: whether the step was made by `eqx.filter_jit`.
     """
 
     parameters: inspect.Signature
@@ -64,12 +69,16 @@ class Signature:
     static_names: frozenset[str]
     specs: Mapping[str, Any]
     takes_objects: bool = False
+    filters: bool = False
     # By how many arguments are given by position, and which by name: `inspect` is slow, and every step asks.
     _bindings: dict[tuple[Any, ...], _Binding] = dataclasses.field(
         default_factory=dict, compare=False
     )
-    # Which values of such a call are containers of NNX objects, or were at the first one.
+    # Which values of such a call hold NNX objects, and Equinox modules; or did at the first one.
     _holders: dict[tuple[Any, ...], set[int]] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
+    _with_modules: dict[tuple[Any, ...], set[int]] = dataclasses.field(
         default_factory=dict, compare=False
     )
 
@@ -140,7 +149,8 @@ class Signature:
             raise OptionError(message(
                 WHO, f"in_specs names the state {_quoted(state, specs)}",
                 "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
-        return cls(signature, state, told, static, specs)
+        filters = _modules.is_filtered(step_fn)
+        return cls(signature, state, told, static, specs, filters=filters)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Takes one call apart; positional and keyword spellings of it give the same `Call`."""
@@ -155,6 +165,9 @@ class Signature:
             beside = {name: given[i] for name, i in sorted([*state, *arrays]) if name not in held}
             objects = _objects.Objects.of(WHO, held)
             return Call(objects.state, beside, (*compiled, (_OBJECTS, objects.graph)), objects)
+        if _modules.is_imported():
+            rest, given = self._apart(form, given, [*state, *arrays])
+            compiled = (*compiled, (_MODULES, rest)) if rest else compiled
         return Call(self._state(state, given), {name: given[i] for name, i in arrays}, compiled)
 
     def _objects(
@@ -165,7 +178,8 @@ class Signature:
         Containers are looked into at the first call only: every node of a state takes time. One that holds
         objects later is no worse off than where `state_argnums` says that objects are pytrees.
         """
-        if self.told:
+        state = next((given[i] for name, i in numbers if name in self.state_names), None)
+        if self.told or _objects.is_state(state):
             return {}
         if form not in self._holders:
             self._holders[form] = {i for _, i in numbers if _objects.holds_objects(given[i])}
@@ -181,6 +195,21 @@ class Signature:
                 WHO, f"in_specs names {', '.join(bad)}, of NNX objects",
                 "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
         return {name: given[i] for _, name, i in sorted(found)}
+
+    def _apart(
+        self, form: tuple[Any, ...], given: list[Any], numbers: Sequence[tuple[str, int]]
+    ) -> tuple[tuple[tuple[str, _modules.Static], ...], list[Any]]:
+        """What of a call with Equinox modules is no array, by argument, and the call without it."""
+        if form not in self._with_modules:
+            found = {i for _, i in numbers if _modules.holds_modules(given[i])}
+            self._with_modules[form] = found
+        modules, rest, arrays = self._with_modules[form], [], list(given)
+        if modules or self.filters:
+            for name, i in numbers:
+                are_arrays = not self.filters and i not in modules
+                arrays[i], static = _modules.apart(given[i], are_arrays)
+                rest += [(name, static)] if static else []
+        return tuple(rest), arrays
 
     def _binding(self, num_args: int, keywords: Sequence[str]) -> _Binding:
         """How calls with so many arguments by position, and these by name, are bound."""
@@ -256,6 +285,8 @@ class Signature:
         single = len(self.state_names) == 1
         found = {self.state_names[0]: state} if single else dict(parts(state))
         values = {**found, **arrays, **dict(static)}
+        parts_of = values.pop(_MODULES, None)
+        values |= {name: part.whole(values[name]) for name, part in parts_of or ()}
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         skipped = False
@@ -273,7 +304,9 @@ class Signature:
                 kwargs[name] = values[name]
             else:
                 args.append(values[name])
-        return step_fn(*args, **kwargs)
+        outs = step_fn(*args, **kwargs)
+        arrays, rest = (outs, None) if parts_of is None else _modules.apart(outs)
+        return outs if rest is None else _modules.Filtered(arrays, rest)
 
 
 def _place(signature: inspect.Signature, name: str) -> float:
