@@ -14,14 +14,14 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.sharding.batch._body import Movement
-from jzero.sharding.plan import _layout, _untold
+from jzero.sharding.plan import _layout
 from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._local_step import FlatStep, local_step
 from jzero.sharding.plan._make import make_plan, state_leaves
 from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
-from jzero.tracing import _call
+from jzero.tracing import _call, _reading
 from jzero.tracing._returned import find_state
 from jzero.tracing._signature import Signature
 
@@ -98,7 +98,7 @@ def build(
             return outs
         if signature.told:
             return find_state(outs, state)
-        _untold.check_returned(signature, outs, arrays)
+        _reading.read(signature, outs, state, arrays)
         return outs
 
     flat = FlatStep(
