@@ -32,6 +32,7 @@ from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
 from jzero.tracing import _call, _jaxpr, _modules, _objects, _starts
 from jzero.tracing._axis_types import takes_explicit_axes
+from jzero.tracing._reading import Elsewhere
 from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
@@ -87,7 +88,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
           FloatingPointError: with `jax_debug_nans` or `jax_debug_infs`.
         """
         _agreement.check(WHO)
-        call = FlatCall.of(self._programs.signature.bind(args, kwargs), self._programs.setting)
+        bound = self._programs.signature.bind(self._given(args), kwargs)
+        call = FlatCall.of(bound, self._programs.setting)
         use = Use(WHO, call.call.state, consumes=True)
         try:
             inputs = self._placement.inputs(call)
@@ -103,6 +105,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
                 use.consumed([*state, *outs])
                 if self._programs.options.offload.tier == NVME or _writes.are_known():
                     _writes.settle(state)
+        except Elsewhere:
+            return self(*args, **kwargs)
         except Exception as error:
             if (explained := use.explained(error, call.state)) is not None:
                 raise explained from error
@@ -251,7 +255,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         here, and padded when `shard` or the step places it.
         """
         state, _ = _modules.apart_modules(state)
-        plans, shardings = self._placement.leaf_plans(state, args, kwargs)
+        plans, shardings = self._leaf_plans(state, args, kwargs)
         full = NamedSharding(self._programs.setting.mesh, PartitionSpec())
         found = [full if p.padding else s for p, s in zip(plans, shardings, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(state), found)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import jax
 
 from jzero._errors import STEP, StepError, message
 from jzero.tracing._modules import apart_modules
+from jzero.tracing._returned import find_arguments
 from jzero.tracing._state_arguments import Step
 
 FROM_NNX = "from_nnx"
@@ -93,6 +95,10 @@ class Mutated:
         return Mutated(changed, self.result, self.graphdef)
 
 
+class AsPytrees(Exception):
+    """A step returns another object, and leaves those that it was given as they were: they are pytrees."""
+
+
 class Graph(NamedTuple):
     """The NNX objects of a call but for their arrays: of the program's key, as for `nnx.jit`.
 
@@ -128,8 +134,9 @@ class Graph(NamedTuple):
         result = tree.unflatten([_Place(next(numbers)) if _is_object(x) else x for x in nodes])
         outer = graphlib.RefMap.from_indexmap(index_ref)
         graphdef, flat = nnx.flatten((objects, returned), ref_outer_index=outer)
-        self._check_returned(who, outs, [path for path, _ in flat if path[0] == 1])
-        new = nnx.from_flat_state([(path[1:], leaf) for path, leaf in flat])
+        new = nnx.from_flat_state([(path[1:], leaf) for path, leaf in flat if path[0] == 0])
+        if any(path[0] == 1 for path, _ in flat):
+            self._refuse_made(who, outs, same_leaves(new, state))
         if jax.tree.structure(new) != jax.tree.structure(state):
             before = nnx.merge(self.graphdef, state, copy=True)
             raise StepError(message(
@@ -140,14 +147,20 @@ class Graph(NamedTuple):
         changes = returned or plain or nnx.graphdef(objects) != self.graphdef
         return Mutated(new, result, graphdef if changes else None)
 
-    def _check_returned(self, who: str, outs: Any, new: Sequence[Any]) -> None:
-        if new:
-            raise StepError(message(
-                who, listed(outs, "result"),
-                "Objects are changed where they are, and the step makes another one.",
-                f"Update the one it was given: nnx.update({self.names[0]}, ...); or return nnx.state(...) of "
-                "the new one; or say state_argnums=0, if the step takes and returns objects as pytrees.",
-                "results"))  # fmt: skip
+    def _refuse_made(self, who: str, outs: Any, is_same: bool) -> None:
+        if is_same:
+            raise AsPytrees
+        raise StepError(message(
+            who, listed(outs, "result"),
+            "A step changes the objects that it is given, or returns others, which are its state as pytrees.",
+            f"Update those that it was given: nnx.update({self.names[0]}, ...); or return nnx.state(...) of "
+            "the new one.", "results"))  # fmt: skip
+
+
+def same_leaves(new: Any, old: Any) -> bool:
+    """Whether two trees have the same arrays."""
+    leaves, others = jax.tree.leaves(new), jax.tree.leaves(old)
+    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
 
 
 class Objects:
@@ -310,6 +323,24 @@ def check_kept(arrays: Mapping[str, Any], leaves: Sequence[Any]) -> None:
             STEP, bad, "NNX objects beside a state that is none are pytrees, whose changes would be lost.",
             "Drop state_argnums, and what the step changes in objects is kept; or give them to "
             "jzero.from_nnx.", "arguments"))  # fmt: skip
+
+
+def check_no_state(names: Sequence[str], outs: Any, arrays: Mapping[str, Any]) -> None:
+    """Refuses state beside the objects, as optimizer state of optax: it would be split as the batch is.
+
+    Args:
+      names: of the arguments that hold objects.
+      outs: what the step returned, of tracers.
+      arrays: its other arguments, by name.
+    """
+    found = find_arguments(outs, arrays).state
+    if found:
+        given = ", ".join(names)
+        raise StepError(message(
+            STEP, [f"{name} comes back, beside NNX objects ({given})" for name in found],
+            "The state of a step that takes NNX objects are these, and all else is the batch.",
+            f"Write step_fn, state = jzero.from_nnx(step, {given}), and shard_train_step(step_fn, "
+            f"state_argnames={('state', *found)}).", "arguments"))  # fmt: skip
 
 
 def check_partial(train_step: Any, who: str) -> None:

@@ -247,7 +247,7 @@ def _one_type(x: Any, y: Any) -> bool:
 def _refuse_missing(
     outs: Any, missing: Sequence[tuple[str, Any]], there: Sequence[Like], names: Sequence[str]
 ) -> None:
-    changed = [line for name, value in missing for line in _changes(outs, name, value, there)]
+    changed = [line for name, value in missing for line in changes(outs, name, value, there)]
     if changed:
         raise StateError(message(
             WHO, changed, "A step must keep every state leaf's shape and dtype.",
@@ -263,7 +263,7 @@ def _refuse_missing(
         things="arguments"))  # fmt: skip
 
 
-def _changes(outs: Any, name: str, value: Any, there: Sequence[Like]) -> list[str]:
+def changes(outs: Any, name: str, value: Any, there: Sequence[Like]) -> list[str]:
     """Leaves of an argument that came back with other shapes or dtypes, if one result has its structure.
 
     Moments have that of the parameters: what is in arguments that came back (`there`) is none.
@@ -272,7 +272,7 @@ def _changes(outs: Any, name: str, value: Any, there: Sequence[Like]) -> list[st
     if fits(0):  # One array: any result has its structure.
         return []
     nodes = jax.tree.leaves(outs, is_leaf=lambda x: fits(x) or any(like(x) for like in there))
-    found = [node for node in nodes if fits(node)]
+    found = [node for node in nodes if fits(node) and not any(like(node) for like in there)]
     if len(found) != 1:
         return []
     named = zip(

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -56,11 +58,13 @@ class Signature:
     Attributes:
       parameters: `inspect`'s signature of the step.
       state_names: names of the state's parameters, in their order.
-      told: whether the user said which they are; else it is the first.
+      told: whether it is known which they are, as the user said or the step returns; else it is the first.
       static_names: parameters whose values are compiled into the step.
       specs: PartitionSpec (or tree prefix of them) by parameter name.
       takes_objects: whether the state is that of NNX objects.
       filters: whether the step was made by `eqx.filter_jit`.
+      found: whether they were told from what the step returns.
+      settled: whether a program has been built that takes its first argument alone for its state.
     """
 
     parameters: inspect.Signature
@@ -70,6 +74,8 @@ class Signature:
     specs: Mapping[str, Any]
     takes_objects: bool = False
     filters: bool = False
+    found: bool = False
+    settled: bool = False
     # By how many arguments are given by position, and which by name: `inspect` is slow, and every step asks.
     _bindings: dict[tuple[Any, ...], _Binding] = dataclasses.field(
         default_factory=dict, compare=False
@@ -130,16 +136,20 @@ class Signature:
             return by_number + [resolve(f"{what}_argnames", n) for n in strings]
 
         told = state_argnums is not None or bool(state_argnames)
+        static = frozenset(chosen("static", static_argnums, static_argnames))
+        # The first that is not static, as `self` of a method may be.
+        num_static = next((i for i, name in enumerate(names) if name not in static), 0)
         found = (
-            set(chosen("state", state_argnums, state_argnames)) if told else {resolve("state", 0)}
+            set(chosen("state", state_argnums, state_argnames))
+            if told
+            else {resolve("state", num_static)}
         )
         if not found:
             raise OptionError(message(
                 WHO, f"state_argnums={state_argnums!r} names no argument",
                 "The state holds the arrays that are trained.",
                 "Name its arguments: state_argnums=(0, 1)."))  # fmt: skip
-        state = tuple(sorted(sorted(found), key=lambda name: _place(signature, name)))
-        static = frozenset(chosen("static", static_argnums, static_argnames))
+        state = _in_order(signature, found)
         if found & static:
             raise OptionError(message(
                 WHO, f"the state {_quoted(state, static)} is declared static",
@@ -230,17 +240,31 @@ class Signature:
         """A state as a user has it, the tuple of its arguments if these are several, with their names.
 
         Raises:
-          StateError: it is no tuple of so many.
+          StateError: it is no tuple of so many, and the user said which they are.
         """
         if len(self.state_names) == 1:
             return state
         if not isinstance(state, tuple | list) or len(state) != len(self.state_names):
+            if self.found:
+                return state  # Another part of what a user trains: laid out by its shapes.
             tuples = f" of {len(state)}" if isinstance(state, tuple | list) else ""
             raise StateError(message(
                 who, f"the state is a {type(state).__name__}{tuples}",
                 "The state of a step that has it in several arguments is the tuple of these.",
                 f"Pass ({', '.join(self.state_names)})."))  # fmt: skip
         return StateArguments(self.state_names, tuple(state))
+
+    def places(
+        self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[str, ...]]:
+        """Which arguments by position a state could be, the first one first; those of a tuple several."""
+        is_tuple = isinstance(state, tuple | list) and len(state) > 1
+        for num in (1, len(state)) if is_tuple else (1,):
+            with contextlib.suppress(TypeError):  # They are more than it takes, or fewer.
+                bound = self.parameters.bind(*range(len(args) + num), **kwargs)
+                names = [*flat_arguments(bound)][: len(args) + num]
+                free = [name for name in names if name not in self.static_names]
+                yield from itertools.combinations(free, num)
 
     def with_state(
         self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -258,15 +282,25 @@ class Signature:
         """How a user says that these arguments are the state."""
         places = [_place(self.parameters, name) for name in names]
         if math.inf in places:
-            return f"state_argnames={tuple(names)}"
-        return f"state_argnums={tuple(sorted(map(int, places)))}"
+            return f"state_argnames={repr(names[0]) if len(names) == 1 else tuple(names)}"
+        numbers = sorted(map(int, places))
+        return f"state_argnums={numbers[0] if len(numbers) == 1 else tuple(numbers)}"
+
+    def in_order(self, names: Collection[str]) -> tuple[str, ...]:
+        """Arguments in the order of the parameters."""
+        return _in_order(self.parameters, names)
+
+    def of_state(self, names: Collection[str]) -> Signature:
+        """The same step, of which these arguments were found to be the state."""
+        state = self.in_order(names)
+        return dataclasses.replace(self, state_names=state, told=True, found=True, _bindings={})
 
     def of_objects(self, static: Sequence[tuple[str, Any]]) -> Signature:
         """With the arguments that hold NNX objects as the state, if there are such in this call."""
         graph = dict(static).get(_OBJECTS)
         if graph is None:
             return self
-        return dataclasses.replace(self, state_names=graph.names, takes_objects=True)
+        return dataclasses.replace(self, state_names=graph.names, told=True, takes_objects=True)
 
     def call(
         self, step_fn: Callable[..., Any], state: Any, arrays: Mapping[str, Any],
@@ -307,6 +341,10 @@ class Signature:
         outs = step_fn(*args, **kwargs)
         arrays, rest = (outs, None) if parts_of is None else _modules.apart(outs)
         return outs if rest is None else _modules.Filtered(arrays, rest)
+
+
+def _in_order(signature: inspect.Signature, names: Collection[str]) -> tuple[str, ...]:
+    return tuple(sorted(sorted(names), key=lambda name: _place(signature, name)))
 
 
 def _place(signature: inspect.Signature, name: str) -> float:
