@@ -31,7 +31,7 @@ def mesh_of(num_devices):
 
 
 @pytest.mark.parametrize(
-    "num_devices, stage, options",
+    ("num_devices", "stage", "options"),
     [(1, 3, {}), (2, 1, {}), (8, 3, {}), (8, 3, {"offload": jzero.HostCPU()})],
 )
 def test_modules_are_trained_as_by_filter_jit(num_devices, stage, options):
@@ -43,7 +43,8 @@ def test_modules_are_trained_as_by_filter_jit(num_devices, stage, options):
         assert_close(loss, expected)
     assert_close(tuple(values), tuple(own))
     model = values[0]
-    assert model.scale == 2.0 and model.mlp.activation is own[0].mlp.activation
+    assert model.scale == 2.0
+    assert model.mlp.activation is own[0].mlp.activation
     assert_close(jax.vmap(model)(X), jax.vmap(own[0])(X))
     if num_devices == 8:
         assert not model.mlp.layers[0].weight.sharding.is_fully_replicated
@@ -113,7 +114,8 @@ def test_what_is_no_array_is_a_part_of_the_program():
         own, _ = eqx.filter_jit(step)(own, X, scale, mode)
         traces.clear()
         model, result = train_step(model, X, scale, mode)
-        assert result == (mode, jax.nn.relu) and traces
+        assert result == (mode, jax.nn.relu)
+        assert traces
     assert model.scale == own.scale == 5.0
     assert_close(model, own)
     traces.clear()
@@ -130,7 +132,8 @@ def test_modules_are_born_placed_made_whole_and_evaluated():
         assert_close(train_step(*values, X, jax.random.key(0)), expected)
     values = train_step(*make(), X, jax.random.key(0))[:2]
     whole = train_step.unshard(values)
-    assert whole[0].mlp.layers[0].weight.is_fully_replicated and whole[0].scale == 2.0
+    assert whole[0].mlp.layers[0].weight.is_fully_replicated
+    assert whole[0].scale == 2.0
     eval_step: Any = jzero.shard_eval_step(lambda model, x: jax.vmap(model)(x), like=train_step)
     assert_close(eval_step(values[0], X[:13]), jax.vmap(whole[0])(X[:13]))
     shapes = eqx.filter_eval_shape(make)

@@ -38,7 +38,7 @@ def train_step(model, optimizer, metrics, batch, rngs):
 
 
 @pytest.mark.parametrize(
-    "num_devices, stage, options",
+    ("num_devices", "stage", "options"),
     [
         (1, 3, {}),
         (2, 1, {"accumulate": 2}),
@@ -212,8 +212,10 @@ def test_objects_that_a_step_returns_are_those_it_was_given():
 
     models = {"a": Net(0), "b": Net(1)}
     result, stats = small.shard_train_step(step)(models, X)
-    assert result["last"] is models["a"].last and result["all"]["b"] is models["b"]
-    assert models["a"].dropout.deterministic and not models["b"].dropout.deterministic
+    assert result["last"] is models["a"].last
+    assert result["all"]["b"] is models["b"]
+    assert models["a"].dropout.deterministic
+    assert not models["b"].dropout.deterministic
     assert models["a"].last.bias.get_value().tolist() == [1.0] * 8
     assert isinstance(stats, nnx.State)
 
@@ -229,7 +231,8 @@ def test_a_step_that_returns_another_object_takes_them_as_pytrees(options):
     kernel = model.kernel.get_value()
     expected, _ = jax.jit(step)(model, X)
     new, _ = small.shard_train_step(step, **options)(model, X)
-    assert new is not model and model.kernel.get_value() is kernel
+    assert new is not model
+    assert model.kernel.get_value() is kernel
     assert_same(new, expected)
 
 
