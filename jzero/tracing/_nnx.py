@@ -19,7 +19,8 @@ def from_nnx(
 ) -> tuple[Callable[Concatenate[Any, ...], tuple[Any, _Result]], Any]:
     """Turns `train_step(model, optimizer, ..., batch)`, which mutates, into `step(state, batch)`.
 
-    The step that comes back does::
+    `shard_train_step` takes such a step as it is. A function of a state is for what the objects do not say:
+    more state beside them (`state_argnums`), an outer `jax.jit`, `jzero.testing`. The step that comes back does::
 
         model, optimizer, ... = nnx.merge(graph, state)
         result = train_step(model, optimizer, ..., *args)

@@ -202,7 +202,7 @@ def _of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
         for aval, spec in zip(step.array_avals, specs, strict=True)
     ]
     keys = tuple(
-        not any(spec) and _call.is_key(aval.dtype, aval.shape)
+        not any(spec) and _call.is_single_key(aval.dtype, aval.shape)
         for aval, spec in zip(step.array_avals, specs, strict=True)
     )
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)
