@@ -1,5 +1,6 @@
 """NNX objects given to a sharded step as they are: mutated as `nnx.jit` mutates them, or refused by name."""
 
+import functools
 from typing import Any
 
 import jax
@@ -273,6 +274,15 @@ def test_gradients_that_wait_are_applied_in_the_objects():
     assert_same(given, own)
 
 
+def test_what_preflight_asks_of_other_batches():
+    model, optimizer, metrics, rngs = make()
+    sharded = small.shard_train_step(train_step)
+    batch = sharded._programs.batch_of("preflight", (model, optimizer, metrics, X, rngs), {})
+    assert batch.call(sharded.describe, 4).plan.num_devices == 8
+    assert isinstance(batch.call(sharded.lower, 4), jax.stages.Lowered)
+    assert batch.call(lambda *args: args[3].shape, 4) == (32, 8)
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -292,6 +302,16 @@ def test_objects_that_are_no_arguments():
         r".* Make the object a parameter of train_step, and pass it with each call\.",
         lambda model, batch: model(batch + jax.random.normal(rngs())).sum(), linear(), X,
     )  # fmt: skip
+
+
+def test_objects_that_a_partial_has():
+    def step(model, rngs, batch):
+        return model(batch).sum()
+
+    with pytest.raises(
+        jzero.StepError, match=r"partial\[0\]\[0\] is a Linear\. .* Pass them with each call"
+    ):
+        jzero.shard_train_step(functools.partial(step, linear()))
 
 
 def test_arrays_beside_objects():

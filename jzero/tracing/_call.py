@@ -75,11 +75,17 @@ def abstract(tree: Any, root: str) -> Any:
     if bad:
         paths = leaf_paths(tree, root)  # Costs more than the check, which every step makes.
         found = [f"{paths[i]} is a {type(leaves[i]).__name__}: {leaves[i]!r:.60}" for i in bad]
-        cls = StateError if root == "state" else BatchError
+        is_state = root == "state"
+        cls = StateError if is_state else BatchError
+        edit = (
+            "Keep the arrays of Equinox modules, eqx.filter(state, eqx.is_array)"
+            if is_state
+            else "Declare such an argument in static_argnames"
+        )
         raise cls(message(
             WHO, found, "Every leaf must be an array, a NumPy array or a Python number.",
-            "Declare such an argument in static_argnames, or make it a static field of its "
-            "container (flax.struct.field(pytree_node=False)).",
+            f"{edit}, or make it a static field of its container "
+            "(flax.struct.field(pytree_node=False)).",
         ))  # fmt: skip
     return jax.tree.unflatten(treedef, out)
 

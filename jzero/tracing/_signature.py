@@ -39,7 +39,13 @@ class Call(NamedTuple):
         """What the user gets of what a step returned: its objects have been changed then."""
         if self.objects is not None:
             return self.objects.update(outs)
-        return outs.as_given() if isinstance(outs, _modules.Filtered) else as_given(outs)
+        return as_given(self.result(outs))
+
+    def result(self, outs: Any) -> Any:
+        """The same of a function that was called as the step is; no object changes."""
+        if isinstance(outs, _objects.Mutated):
+            return outs.result
+        return outs.as_given() if isinstance(outs, _modules.Filtered) else outs
 
     @property
     def static_key(self) -> tuple[tuple[str, type, Hashable], ...]:
