@@ -320,7 +320,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
           ProcessError: several processes are about to run different programs, or one does not come.
         """
         with self._asked(WHO):
-            bound = self._programs.signature.bind(self._given(args), kwargs)
+            bound = self._programs.bind(self._given(args), kwargs)
             call = FlatCall.of(bound, self._programs.setting)
             use = Use(WHO, call.call.state, consumes=False)
             try:

@@ -98,6 +98,26 @@ def read_updated(
     raise Elsewhere(found.state)
 
 
+def read_trained(signature: Signature, trained: Any, state: Any, arrays: Mapping[str, Any]) -> None:
+    """Whether an evaluation for which nothing was said takes the state of a training, or a part of it, first.
+
+    Args:
+      signature: how it is called.
+      trained: the training's state, of shapes.
+      state: its first argument.
+      arrays: the others, by name.
+
+    Raises:
+      Elsewhere: it takes it in these arguments.
+    """
+    found = [
+        name for name, tree in _arguments(signature, state, arrays).items()
+        if not jax.tree_util.all_leaves([tree]) and holds_floats(tree) and [*results_like(trained, tree)]
+    ]  # fmt: skip
+    if found and signature.state_names[0] not in found:
+        raise Elsewhere(tuple(found))
+
+
 def refuse(signature: Signature, arguments: Mapping[str, Any], found: Found) -> None:
     """Refuses a step of which some arguments that come back may be its state, or a batch.
 
