@@ -249,6 +249,27 @@ def test_it_trains_with_options(options):
             args = following(name, args, outs)
 
 
+def test_an_optimizer_without_arrays_is_state_and_another_form_of_it_is_a_tree():
+    tx = optax.sgd(optax.linear_schedule(0.1, 0.0, 10))
+
+    def plain(params, opt_state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, Y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return loss, optax.apply_updates(params, updates), opt_state
+
+    train_step = sharded(plain)
+    state = train_step.shard((P, tx.init(P)), X)
+    want = jax.jit(plain)(P, tx.init(P), X)
+    close(train_step(*state, X), want)
+    assert train_step._programs.signature.state_names == ("params", "opt_state")
+    as_dict = train_step.init(lambda: {"params": init()[0], "opt_state": tx.init(P)})
+    close(train_step(as_dict["params"], as_dict["opt_state"], X), want)
+    with pytest.raises(
+        jzero.StateError, match=r"the state is a dict\. .*Pass \(params, opt_state\)"
+    ):
+        train_step.shard(as_dict, X)
+
+
 def test_by_name():
     train_step = sharded(by_name)
     params, opt_state = init()
@@ -538,6 +559,7 @@ def test_methods_bind():
     assert Trainer.step is Trainer.step
     close(Trainer.step(Trainer(), init(), X, Y), (state, loss))
     scaled = Scaled(ONE)
+    close(scaled.step.shard(init(), X, Y), init())
     close(scaled.step(init(), X, Y), (loss, state))
     model, found = Model(*init()).step(X, Y)
     close(((model.params, model.opt_state), found), (state, loss))

@@ -135,7 +135,11 @@ def find_arguments(outs: Any, arguments: Mapping[str, Any], first: str | None = 
       arguments: those that are not static, by name, in the order of the step's parameters.
       first: the one that is state whatever it holds, as the step takes it first and returns it first.
     """
-    likes = {name: Like(tree) for name, tree in arguments.items() if _arrays(tree)}
+    likes = {
+        name: Like(tree)
+        for name, tree in arguments.items()
+        if _arrays(tree) or _optimizer_states(tree)
+    }
     nodes = jax.tree.leaves(outs, is_leaf=lambda x: any(like(x) for like in likes.values()))
     missing, alike = set[str](), list[str]()
     for name, like in likes.items():
@@ -170,10 +174,10 @@ def _is_state(tree: Any, rows: Collection[int], moments: Collection[tuple[int, .
       rows: leading dims of those that do not come back, and may be the batch.
       moments: shapes of optimizer states that come back.
     """
+    if _optimizer_states(tree):
+        return True
     arrays, is_tree = _arrays(tree), not jax.tree_util.all_leaves([tree])
     has_rows = may_be_batch(tree) and (not rows or arrays[0].shape[0] in rows)
-    if holds_optimizer_state(tree):
-        return True
     if {x.shape for x in arrays} <= set(moments):
         return is_tree or not has_rows
     return is_tree and not has_rows and any(map(_is_float, arrays))
@@ -181,7 +185,7 @@ def _is_state(tree: Any, rows: Collection[int], moments: Collection[tuple[int, .
 
 def may_be_batch(tree: Any) -> bool:
     """Whether all arrays of a tree have one leading dim."""
-    return not holds_optimizer_state(tree) and len({x.shape[0] for x in _arrays(tree)}) <= 1
+    return not _optimizer_states(tree) and len({x.shape[0] for x in _arrays(tree)}) <= 1
 
 
 def _arrays(tree: Any) -> list[Any]:
@@ -201,12 +205,14 @@ def holds_floats(tree: Any) -> bool:
 
 def holds_optimizer_state(tree: Any) -> bool:
     """Whether a tree has nodes of optax's own types, and arrays that could be split."""
+    return any(map(_arrays, _optimizer_states(tree)))
 
+
+def _optimizer_states(tree: Any) -> list[Any]:
     def is_optax(x: Any) -> bool:
         return type(x).__module__.partition(".")[0] == "optax"
 
-    nodes = jax.tree.leaves(tree, is_leaf=is_optax)
-    return any(_arrays(node) for node in nodes if is_optax(node))
+    return [*filter(is_optax, jax.tree.leaves(tree, is_leaf=is_optax))]
 
 
 def results_like(outs: Any, tree: Any) -> Iterator[tuple[int, Any]]:
