@@ -248,8 +248,10 @@ class Like:
 
 
 def _one_type(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
     if not hasattr(x, "dtype") and not hasattr(y, "dtype"):  # Numbers and functions of a module.
-        return x is y or (type(x) is type(y) and bool(x == y))
+        return type(x) is type(y) and bool(x == y)
     try:
         a, b = _call.abstract_leaf(x), _call.abstract_leaf(y)
     except (TypeError, ValueError):
