@@ -62,7 +62,10 @@ class Placement:
             )
             plans = self.programs.of(call).plan.leaves
         else:
-            abstract = _call.abstract(signature.named(state, _call.WHO), "state")
+            # Who never said what the state is may have it as before that was found: in another tree.
+            fits = not signature.found or signature.is_state(state)
+            named = signature.named(state, _call.WHO) if fits else state
+            abstract = _call.abstract(named, "state")
             plans = self.programs.layout_of(abstract, setting)
         if plans is None:
             self._check_told()

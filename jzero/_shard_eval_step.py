@@ -150,7 +150,8 @@ def shard_eval_step(
       static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
       static_argnames: their names.
       in_specs: how arguments lie whose rows are not along dim 0; see `shard_train_step`.
-      state_argnums: positions of the arguments that are read where they rest, by default the first.
+      state_argnums: positions of the arguments that are read where they rest, by default the first, or those
+        that are the state that `like` has trained, or parts of it.
       state_argnames: their names.
 
     Returns:
@@ -320,7 +321,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
           ProcessError: several processes are about to run different programs, or one does not come.
         """
         with self._asked(WHO):
-            bound = self._programs.signature.bind(self._given(args), kwargs)
+            bound = self._programs.bind(self._given(args), kwargs)
             call = FlatCall.of(bound, self._programs.setting)
             use = Use(WHO, call.call.state, consumes=False)
             try:

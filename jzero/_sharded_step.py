@@ -60,13 +60,11 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         bound._bound = (*self._bound, instance)
         return bound
 
-    def unbound(self, args: Sequence[Any]) -> tuple[Self, Sequence[Any]]:
-        """The step as a function, and the arguments beside the state that it takes as one."""
-        if not self._bound:
-            return self, args
+    def unbound(self) -> Self:
+        """The step as a function."""
         function = copy.copy(self)
         function._bound = ()
-        return function, self._beside(args)
+        return function
 
     def _given(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments of a call, `self` first if it is a method."""
@@ -82,17 +80,19 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
                 "Say static_argnums=0; positions of other arguments count from self."))  # fmt: skip
         return *self._bound, *args
 
-    def _beside(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _beside(self, state: Any, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments beside the state: `self` is one, if it is not the state."""
         signature = self._programs.signature
         is_state = next(iter(signature.parameters.parameters)) in signature.state_names
+        if self._bound and is_state and not (signature.told or signature.settled):
+            is_state = jax.tree.structure(state) == jax.tree.structure(self._bound[0])
         return args if is_state else self._given(args)
 
     def _leaf_plans(
         self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[LeafPlan, ...], list[NamedSharding]]:
         """Where each leaf of the state rests, by the arguments beside it if any is given."""
-        beside = self._beside(args) if args or kwargs else ()
+        beside = self._beside(state, args) if args or kwargs else ()
         return self._placement.leaf_plans(state, beside, kwargs)
 
     @contextlib.contextmanager
@@ -105,8 +105,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
     def _named(self, state: Any) -> Any:
         """A state, or a part of one, with the names of its arguments where it has several."""
         signature = self._programs.signature
-        whole = isinstance(state, tuple | list) and len(state) == len(signature.state_names)
-        return signature.named(state, self._who) if whole else state
+        return signature.named(state, self._who) if signature.is_state(state) else state
 
     def _run_traced(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]]:
         """A call under an outer `jax.jit`: its program, new leaves of the state, whole, and outputs."""

@@ -88,6 +88,16 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
           FloatingPointError: with `jax_debug_nans` or `jax_debug_infs`.
         """
         _agreement.check(WHO)
+        with contextlib.suppress(Elsewhere):
+            return self._run(args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs one step.
+
+        Raises:
+          Elsewhere: its state is in other arguments; the next time it is looked for there.
+        """
         bound = self._programs.signature.bind(self._given(args), kwargs)
         call = FlatCall.of(bound, self._programs.setting)
         use = Use(WHO, call.call.state, consumes=True)
@@ -105,8 +115,6 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
                 use.consumed([*state, *outs])
                 if self._programs.options.offload.tier == NVME or _writes.are_known():
                     _writes.settle(state)
-        except Elsewhere:
-            return self(*args, **kwargs)
         except Exception as error:
             if (explained := use.explained(error, call.state)) is not None:
                 raise explained from error

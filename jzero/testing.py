@@ -171,9 +171,9 @@ def assert_collectives(
             "Pass what jzero.shard_train_step returned."))  # fmt: skip
     kinds = {_kind(key): _amount(key, value) for key, value in expected.items()}
     groups: dict[tuple[str | None, ...], list[Collective]] = {kind: [] for kind in kinds}
-    train_step, beside = train_step.unbound(_args(batch))
+    beside = train_step._beside(state, _args(batch))
     args, kwargs = train_step._programs.with_state(COLLECTIVES, state, beside, {})
-    for c in train_step.describe(*args, **kwargs).traffic:
+    for c in train_step.unbound().describe(*args, **kwargs).traffic:
         own = (c.op, c.dtype, ",".join(c.axes))
         matches = [
             kind for kind in kinds if all(k in (None, o) for k, o in zip(kind, own, strict=True))

@@ -17,6 +17,7 @@ from jzero.tracing._returned import (
     find_arguments,
     holds_floats,
     holds_optimizer_state,
+    may_be_batch,
     results_like,
 )
 from jzero.tracing._signature import Signature
@@ -61,24 +62,27 @@ def read(signature: Signature, outs: Any, state: Any, arrays: Mapping[str, Any])
         trains = holds_floats(state)
         if updated or not (trains or signature.settled):
             found = find_arguments(outs, arguments, first if trains else None)
-            if updated and found.unclear:
+            is_clear = not (found.unclear or found.alike)
+            if updated and not is_clear:
                 refuse(signature, arguments, found)
-            if found.state and not found.unclear:
+            if found.state and is_clear:
                 raise Elsewhere(found.state)
         return
     if isinstance(outs, tuple | list) and outs and _has_structure_of(state, outs[0]):
         return  # It led with another shape or dtype, which is refused by its leaves' names.
     found = find_arguments(outs, arguments)
-    there = [Like(arguments[name]) for name in [*found.state, *found.unclear]]
+    there = [Like(arguments[name]) for names in found for name in names]
     changed = [
         name for name, tree in arguments.items()
         if holds_optimizer_state(tree) and changes(outs, name, tree, there)
     ]  # fmt: skip
-    if len(found.unclear) == 1 and not found.state and _has_rows(arguments, found.unclear):
-        found = Found(found.unclear, ())
-    if found.unclear:
+    if len(found.unclear) == 1 and not found.state and not found.alike:
+        # Beside what may all be a batch it is the state; beside parameters a prediction is like its batch.
+        beside = [tree for name, tree in arguments.items() if name not in found.unclear]
+        found = Found(found.unclear if all(map(may_be_batch, beside)) else ())
+    if found.unclear or found.alike:
         refuse(signature, arguments, found)
-    if found.state:
+    if found.state or changed:
         raise Elsewhere((*found.state, *changed))
 
 
@@ -92,10 +96,30 @@ def read_updated(
     """
     first, arguments = signature.state_names[0], _arguments(signature, state, arrays)
     found = find_arguments(outs, arguments, first)
-    unclear = tuple([name for name in found.unclear if name in updated])
-    if unclear:
-        refuse(signature, arguments, Found(found.state, unclear))
+    unclear = tuple([name for name in (*found.unclear, *found.alike) if name in updated])
+    if unclear or signature.settled:
+        refuse(signature, arguments, Found((first,), unclear or tuple(updated)))
     raise Elsewhere(found.state)
+
+
+def read_trained(signature: Signature, trained: Any, state: Any, arrays: Mapping[str, Any]) -> None:
+    """Whether an evaluation for which nothing was said takes the state of a training, or a part of it, first.
+
+    Args:
+      signature: how it is called.
+      trained: the training's state, of shapes.
+      state: its first argument.
+      arrays: the others, by name.
+
+    Raises:
+      Elsewhere: it takes it in these arguments.
+    """
+    found = [
+        name for name, tree in _arguments(signature, state, arrays).items()
+        if not jax.tree_util.all_leaves([tree]) and holds_floats(tree) and [*results_like(trained, tree)]
+    ]  # fmt: skip
+    if found and signature.state_names[0] not in found:
+        raise Elsewhere(tuple(found))
 
 
 def refuse(signature: Signature, arguments: Mapping[str, Any], found: Found) -> None:
@@ -104,20 +128,24 @@ def refuse(signature: Signature, arguments: Mapping[str, Any], found: Found) -> 
     Raises:
       StepError: in any case.
     """
-    both = [name for name in arguments if name in {*found.state, *found.unclear}]
     lines = [
-        f"{name} comes back, {_form(arguments[name])}" + ", and may be a batch" * (name in found.unclear)
-        for name in both
-    ]  # fmt: skip
-    without = (
-        f"{signature.argnums(found.state)}, or " if found.state else "of these arguments, for all "
-    )
+        f"{name} comes back, {_form(tree)}"
+        + ", and may be a batch" * (name in found.unclear)
+        + ", or an argument like it does" * (name in found.alike)
+        for name, tree in arguments.items()
+        if any(name in names for names in found)
+    ]
+    with_unclear = [*found.state, *found.unclear]
+    choices = [[*with_unclear, name] for name in found.alike]
+    if not choices:
+        fewer = [[*found.state]] if found.state else [[name] for name in found.unclear]
+        choices = [*fewer, with_unclear]
+    shown = [*map(signature.argnums, choices)]
     raise StepError(message(
         _call.WHO, lines,
         "The state is what a step takes and returns with its structure, shapes and dtypes; the rest is the "
         "batch, which is split over the devices by its rows.",
-        f"Say what is state: {without}{signature.argnums(both)}.",
-        things="arguments", shown=8))  # fmt: skip
+        f"Say what is state: {', or '.join(shown)}.", things="arguments", shown=8))  # fmt: skip
 
 
 def _form(tree: Any) -> str:
@@ -145,12 +173,3 @@ def _leads(outs: Any, state: Any) -> bool:
 
 def _has_structure_of(state: Any, x: Any) -> bool:
     return not jax.tree_util.all_leaves([state]) and Like(state).in_structure(x)
-
-
-def _has_rows(arguments: Mapping[str, Any], but: Collection[str]) -> bool:
-    """Whether each other argument can be a batch: its arrays have one leading dim."""
-    return all(
-        len({x.shape[0] for x in jax.tree.leaves(tree) if x.shape}) <= 1
-        for name, tree in arguments.items()
-        if name not in but
-    )

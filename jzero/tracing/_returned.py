@@ -115,10 +115,12 @@ class Found(NamedTuple):
     Attributes:
       state: those that are state beyond doubt.
       unclear: those that may be it, or a batch that a result is like (a reconstruction, a hidden state).
+      alike: those that fewer results are like than there are of them.
     """
 
     state: tuple[str, ...]
-    unclear: tuple[str, ...]
+    unclear: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
 
 
 def find_arguments(outs: Any, arguments: Mapping[str, Any], first: str | None = None) -> Found:
@@ -133,30 +135,35 @@ def find_arguments(outs: Any, arguments: Mapping[str, Any], first: str | None = 
       arguments: those that are not static, by name, in the order of the step's parameters.
       first: the one that is state whatever it holds, as the step takes it first and returns it first.
     """
-    likes = {name: Like(tree) for name, tree in arguments.items() if _arrays(tree)}
+    likes = {
+        name: Like(tree)
+        for name, tree in arguments.items()
+        if _arrays(tree) or _optimizer_states(tree)
+    }
     nodes = jax.tree.leaves(outs, is_leaf=lambda x: any(like(x) for like in likes.values()))
-    missing, short = set[str](), set[str]()
+    missing, alike = set[str](), list[str]()
     for name, like in likes.items():
-        alike = {other for other in likes if like(arguments[other])}
+        same = {other for other in likes if like(arguments[other])}
         num = sum(map(like, nodes))
-        if num == 0 or (num == 1 and first in alike - {name}):
+        if num == 0 or (num == 1 and first in same - {name}):
             missing.add(name)
-        elif num < len(alike):
-            short.add(name)
+        elif num < len(same) and name != first:
+            alike.append(name)
     there = {name: arguments[name] for name in likes if name not in missing}
-    rows = {x.shape[0] for name in missing for x in _arrays(arguments[name])}
+    batch = [arguments[name] for name in missing if may_be_batch(arguments[name])]
+    rows = {x.shape[0] for tree in batch for x in _arrays(tree)}
     moments = {
         x.shape
         for tree in there.values()
         if holds_optimizer_state(tree)
         for x in jax.tree.leaves(tree)
     }
+    one_each = {name: tree for name, tree in there.items() if name not in alike}
     sure = [
-        name
-        for name, tree in there.items()
-        if name == first or (name not in short and _is_state(tree, rows, moments))
+        name for name, tree in one_each.items() if name == first or _is_state(tree, rows, moments)
     ]
-    return Found(tuple(sure), tuple([name for name in there if name not in sure]))
+    unclear = [name for name in one_each if name not in sure]
+    return Found(tuple(sure), tuple(unclear), tuple(alike))
 
 
 def _is_state(tree: Any, rows: Collection[int], moments: Collection[tuple[int, ...]]) -> bool:
@@ -164,17 +171,21 @@ def _is_state(tree: Any, rows: Collection[int], moments: Collection[tuple[int, .
 
     Args:
       tree: the argument.
-      rows: leading dims of those that do not come back; unknown if all do.
+      rows: leading dims of those that do not come back, and may be the batch.
       moments: shapes of optimizer states that come back.
     """
-    arrays, is_tree = _arrays(tree), not jax.tree_util.all_leaves([tree])
-    leading = {x.shape[0] for x in arrays}
-    has_rows = leading <= set(rows) if rows else len(leading) == 1
-    if holds_optimizer_state(tree):
+    if _optimizer_states(tree):
         return True
+    arrays, is_tree = _arrays(tree), not jax.tree_util.all_leaves([tree])
+    has_rows = may_be_batch(tree) and (not rows or arrays[0].shape[0] in rows)
     if {x.shape for x in arrays} <= set(moments):
         return is_tree or not has_rows
     return is_tree and not has_rows and any(map(_is_float, arrays))
+
+
+def may_be_batch(tree: Any) -> bool:
+    """Whether all arrays of a tree have one leading dim."""
+    return not _optimizer_states(tree) and len({x.shape[0] for x in _arrays(tree)}) <= 1
 
 
 def _arrays(tree: Any) -> list[Any]:
@@ -194,12 +205,14 @@ def holds_floats(tree: Any) -> bool:
 
 def holds_optimizer_state(tree: Any) -> bool:
     """Whether a tree has nodes of optax's own types, and arrays that could be split."""
+    return any(map(_arrays, _optimizer_states(tree)))
 
+
+def _optimizer_states(tree: Any) -> list[Any]:
     def is_optax(x: Any) -> bool:
         return type(x).__module__.partition(".")[0] == "optax"
 
-    nodes = jax.tree.leaves(tree, is_leaf=is_optax)
-    return any(_arrays(node) for node in nodes if is_optax(node))
+    return [*filter(is_optax, jax.tree.leaves(tree, is_leaf=is_optax))]
 
 
 def results_like(outs: Any, tree: Any) -> Iterator[tuple[int, Any]]:
@@ -235,8 +248,10 @@ class Like:
 
 
 def _one_type(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
     if not hasattr(x, "dtype") and not hasattr(y, "dtype"):  # Numbers and functions of a module.
-        return x is y or (type(x) is type(y) and bool(x == y))
+        return type(x) is type(y) and bool(x == y)
     try:
         a, b = _call.abstract_leaf(x), _call.abstract_leaf(y)
     except (TypeError, ValueError):

@@ -242,17 +242,20 @@ class Signature:
         names, values = tuple([name for name, _ in numbers]), [given[i] for _, i in numbers]
         return StateArguments(names, tuple(values))
 
+    def is_state(self, state: Any) -> bool:
+        """Whether it is the tuple of the state's arguments, if these are several."""
+        num = len(self.state_names)
+        return num == 1 or (isinstance(state, tuple | list) and len(state) == num)
+
     def named(self, state: Any, who: str) -> Any:
         """A state as a user has it, the tuple of its arguments if these are several, with their names.
 
         Raises:
-          StateError: it is no tuple of so many, and the user said which they are.
+          StateError: it is no tuple of so many.
         """
         if len(self.state_names) == 1:
             return state
-        if not isinstance(state, tuple | list) or len(state) != len(self.state_names):
-            if self.found:
-                return state  # Another part of what a user trains: laid out by its shapes.
+        if not self.is_state(state):
             tuples = f" of {len(state)}" if isinstance(state, tuple | list) else ""
             raise StateError(message(
                 who, f"the state is a {type(state).__name__}{tuples}",
