@@ -186,7 +186,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
                 objects = _objects.Objects.of("shard", named)
                 plans, shardings = self._placement.leaf_plans(objects.state)
             else:
-                call = self._programs.bind(args, kwargs)
+                call = self._programs.bind(self._given(args), kwargs)
                 assert call.objects is not None
                 program, objects = self._programs.of(call), call.objects
                 plans, shardings = program.plan.leaves, program.state_shardings
