@@ -97,6 +97,20 @@ def shard_train_step(
     >>> train_step = jzero.shard_train_step(step_of_three)
     >>> params, opt_state, metrics = train_step(*state, jnp.ones((8, 8)))
 
+    NNX objects are state wherever they stand, and are mutated, as by `nnx.jit`. What of an Equinox module is
+    no array is compiled in, as by `eqx.filter_jit`. See docs/guide/nnx-and-equinox.md.
+
+    >>> from flax import nnx
+    >>> @jzero.shard_train_step(stage=3)
+    ... def train_step(model, optimizer, batch):
+    ...     loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(batch) ** 2))(model)
+    ...     optimizer.update(model, grads)
+    ...     return loss
+    >>> model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    >>> train_step(model, optimizer, jnp.ones((8, 8))).shape, optimizer.step.get_value().item()
+    ((), 1)
+
     Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`. A step that has
     collectives of its own over the data axes (`axis_name`) is taken as one device's, as `jax.pmap` would:
     it is obeyed as written, on each device's rows, and what it leaves different between devices, in the state

@@ -192,7 +192,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
                 plans, shardings = program.plan.leaves, program.state_shardings
             leaves, tree = jax.tree.flatten(objects.state)
             placed = self._placement.place(objects.state, leaves, plans, shardings)
-            objects.set(tree.unflatten(_placing.wrap(placed, plans)))
+            objects.set(jax.tree.unflatten(tree, _placing.wrap(placed, plans)))
         return objects.values[0] if len(objects.values) == 1 else objects.values
 
     @takes_explicit_axes

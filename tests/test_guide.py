@@ -46,7 +46,8 @@ def test_the_key_of_each_device_is_what_pmap_would_give():
     )
     found: dict[str, Any] = {}
     exec(program, found)
-    exec(program.replace("key[0]", "key").split("sharded =")[0], of_pmap := {})
+    of_pmap: dict[str, Any] = {}
+    exec(program.replace("key[0]", "key").split("sharded =")[0], of_pmap)
     params = jnp.broadcast_to(jnp.ones((4, 4)), (8, 4, 4))
     step = jax.pmap(of_pmap["train_step"], axis_name="batch")
     expected = step(params, jnp.ones((8, 2, 4)), found["keys"])[0]

@@ -12,6 +12,9 @@ import small
 from test_eqx import TX, Net, X, _double, assert_close, average_step, sharded, train  # noqa: F401
 
 
+filter_jit: Any = eqx.filter_jit
+
+
 def make():
     model = Net()
     return model, TX.init(eqx.filter(model, eqx.is_array))
@@ -38,7 +41,7 @@ def test_modules_are_trained_as_by_filter_jit(num_devices, stage, options):
     own, values = make(), make()
     train_step = small.shard_train_step(step, stage=stage, mesh=mesh_of(num_devices), **options)
     for seed in range(3):
-        *own, expected = eqx.filter_jit(step)(*own, X, jax.random.key(seed))
+        *own, expected = filter_jit(step)(*own, X, jax.random.key(seed))
         *values, loss = train_step(*values, X, jax.random.key(seed))
         assert_close(loss, expected)
     assert_close(tuple(values), tuple(own))
@@ -53,12 +56,12 @@ def test_modules_are_trained_as_by_filter_jit(num_devices, stage, options):
 @pytest.mark.parametrize("filtered", [False, True])
 def test_the_order_is_the_steps(filtered):
     train_step = small.shard_train_step(
-        eqx.filter_jit(step_in_another_order) if filtered else step_in_another_order
+        filter_jit(step_in_another_order) if filtered else step_in_another_order
     )
     own, (model, opt_state) = make(), make()
     for seed in range(2):
         key = jax.random.key(seed)
-        *own, expected = eqx.filter_jit(step)(*own, X, key)
+        *own, expected = filter_jit(step)(*own, X, key)
         loss, aux, opt_state, model = train_step(X, opt_state, key, model=model)
         assert_close((loss, aux), (expected, {"rows": X.sum(1)}))
     assert_close((model, opt_state), tuple(own))
@@ -94,7 +97,7 @@ def test_statistics_and_a_model_that_has_an_average():
 
     own, values, train_step = init(), init(), small.shard_train_step(step)
     for batch in (X, X + 1):
-        *own, expected = eqx.filter_jit(step)(*own, batch)
+        *own, expected = filter_jit(step)(*own, batch)
         *values, loss = train_step(*values, batch)
         assert_close(loss, expected)
     assert_close(tuple(values), tuple(own))
@@ -111,7 +114,7 @@ def test_what_is_no_array_is_a_part_of_the_program():
 
     own, model, train_step = Net(), Net(), small.shard_train_step(step)
     for scale, mode in ((0.1, "a"), (0.2, "a"), (0.2, "b")):
-        own, _ = eqx.filter_jit(step)(own, X, scale, mode)
+        own, _ = filter_jit(step)(own, X, scale, mode)
         traces.clear()
         model, result = train_step(model, X, scale, mode)
         assert result == (mode, jax.nn.relu)
@@ -126,7 +129,7 @@ def test_what_is_no_array_is_a_part_of_the_program():
 def test_modules_are_born_placed_made_whole_and_evaluated():
     train_step = small.shard_train_step(step)
     born, placed = train_step.init(make), train_step.shard(make())
-    expected = eqx.filter_jit(step)(*make(), X, jax.random.key(0))
+    expected = filter_jit(step)(*make(), X, jax.random.key(0))
     for values in (born, placed):
         assert not values[0].mlp.layers[0].weight.is_fully_replicated
         assert_close(train_step(*values, X, jax.random.key(0)), expected)
@@ -149,3 +152,15 @@ def test_a_step_of_filter_pmap():
         jzero.StepError, match=r"made by eqx\.filter_pmap.* the axis_name= that it had"
     ):
         jzero.shard_train_step(eqx.filter_pmap(step))
+
+
+def test_a_state_with_functions_names_what_keeps_its_arrays(tmp_path):
+    train_step = small.shard_train_step(step)
+    with pytest.raises(jzero.StateError, match=r"eqx\.filter\(state, eqx\.is_array\)"):
+        train_step.state_shardings({"activation": jax.nn.relu, "w": X})
+    values = train_step(*make(), X, jax.random.key(0))[:2]
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        checkpointer.save(1, eqx.filter(values, eqx.is_array))
+        shapes = eqx.filter(eqx.filter_eval_shape(make), lambda x: hasattr(x, "shape"))
+        again = eqx.combine(checkpointer.restore(shapes), values)
+    assert_close(again, values)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,7 +80,7 @@ def abstract(tree: Any, root: str) -> Any:
         cls = StateError if is_state else BatchError
         edit = (
             "Keep the arrays of Equinox modules, eqx.filter(state, eqx.is_array)"
-            if is_state
+            if is_state and "equinox" in sys.modules
             else "Declare such an argument in static_argnames"
         )
         raise cls(message(

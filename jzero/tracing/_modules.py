@@ -70,7 +70,8 @@ class Static:
     def whole(self, arrays: Any) -> Any:
         """The tree with these arrays."""
         left: Iterator[Any] = iter(jax.tree.leaves(arrays))
-        return self._tree.unflatten([next(left) if x is _ARRAY else x for x in self._leaves])
+        leaves = [next(left) if x is _ARRAY else x for x in self._leaves]
+        return jax.tree.unflatten(self._tree, leaves)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -89,7 +90,7 @@ def apart(tree: Any, numbers: bool = False) -> tuple[Any, Static | None]:
     if all(x is _ARRAY for x in kept):
         return tree, None
     pairs = zip(leaves, kept, strict=True)
-    arrays = treedef.unflatten([leaf if x is _ARRAY else None for leaf, x in pairs])
+    arrays = jax.tree.unflatten(treedef, [leaf if x is _ARRAY else None for leaf, x in pairs])
     return arrays, Static(treedef, kept)
 
 
@@ -121,4 +122,5 @@ class Filtered:
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Filtered:
-        return cls(*children, static)
+        (arrays,) = children
+        return cls(arrays, static)

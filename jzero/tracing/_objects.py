@@ -86,7 +86,8 @@ class Mutated:
 
     @classmethod
     def tree_unflatten(cls, graphdef: Any, children: Any) -> Mutated:
-        return cls(*children, graphdef)
+        state, result = children
+        return cls(state, result, graphdef)
 
     def changed(self, leaves: Sequence[Any]) -> Mutated:
         """With those leaves only that are others than these of the state before."""
@@ -131,13 +132,14 @@ class Graph(NamedTuple):
         nodes, tree = jax.tree.flatten(outs, is_leaf=_stops)
         returned = [node for node in nodes if _is_object(node)]
         numbers = iter(range(len(returned)))
-        result = tree.unflatten([_Place(next(numbers)) if _is_object(x) else x for x in nodes])
+        placed = [_Place(next(numbers)) if _is_object(x) else x for x in nodes]
         outer = graphlib.RefMap.from_indexmap(index_ref)
         graphdef, flat = nnx.flatten((objects, returned), ref_outer_index=outer)
         new = nnx.from_flat_state([(path[1:], leaf) for path, leaf in flat if path[0] == 0])
         if any(path[0] == 1 for path, _ in flat):
             self._refuse_made(who, outs, same_leaves(new, state))
-        if jax.tree.structure(new) != jax.tree.structure(state):
+        structure: Any = jax.tree.structure(new)
+        if structure != jax.tree.structure(state):
             before = nnx.merge(self.graphdef, state, copy=True)
             raise StepError(message(
                 who, changes_of(self.names, before, objects),
@@ -145,6 +147,7 @@ class Graph(NamedTuple):
                 "Create variables when the model is built.", "things"))  # fmt: skip
         plain = any(not isinstance(leaf, nnx.Variable) for _, leaf in flat)
         changes = returned or plain or nnx.graphdef(objects) != self.graphdef
+        result = jax.tree.unflatten(tree, placed)
         return Mutated(new, result, graphdef if changes else None)
 
     def _refuse_made(self, who: str, outs: Any, is_same: bool) -> None:
@@ -210,12 +213,12 @@ class Objects:
         new, graphdef = mutated.state, mutated.graphdef
         if isinstance(new, dict):  # Of an evaluation.
             leaves, tree = jax.tree.flatten(self.state)
-            new = tree.unflatten([new.get(i, leaf) for i, leaf in enumerate(leaves)])
+            new = jax.tree.unflatten(tree, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
         if graphdef is None:
             self.set(new)
             return mutated.result
         outer = graphlib.IndexMap.from_refmap(self._refs)
-        state = nnx.State({0: new})
+        state: Any = nnx.State({0: new})
         _, returned = nnx.unflatten(graphdef, state, outer_index_outer_ref=outer)
         return jax.tree.map(
             lambda x: returned[x.number] if isinstance(x, _Place) else x,
@@ -231,6 +234,9 @@ class Objects:
             jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
             for tree in (self.state, state)
         )
+        if not all(isinstance(node, nnx.Variable) for node in nodes):
+            nnx.update(self.values, state)  # Slower; it also sets arrays that are attributes.
+            return
         for variable, other in zip(nodes, others, strict=True):
             variable.update_from_state(other)
 
@@ -338,7 +344,7 @@ def check_no_state(names: Sequence[str], outs: Any, arrays: Mapping[str, Any]) -
         given = ", ".join(names)
         raise StepError(message(
             STEP, [f"{name} comes back, beside NNX objects ({given})" for name in found],
-            "The state of a step that takes NNX objects are these, and all else is the batch.",
+            "NNX objects are all of a step's state, and everything else is the batch.",
             f"Write step_fn, state = jzero.from_nnx(step, {given}), and shard_train_step(step_fn, "
             f"state_argnames={('state', *found)}).", "arguments"))  # fmt: skip
 
