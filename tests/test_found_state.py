@@ -454,7 +454,7 @@ def test_a_changed_leaf_is_named():
     def halved(w, opt_state, x):
         return w.astype(jnp.bfloat16), opt_state, x.mean()
 
-    with pytest.raises(jzero.StateError, match=r"state float32\[16,40\] became bfloat16\[16,40\]"):
+    with pytest.raises(jzero.StateError, match=r"state float32\[16,40\] became bfloat16\[16, 40\]"):
         sharded(halved)(P["w"], TX.init(P["w"]), X)
 
 
