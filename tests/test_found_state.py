@@ -451,6 +451,21 @@ def test_a_changed_leaf_is_named():
     ):
         sharded(cast)(X, *init())
 
+    def halved(w, opt_state, x):
+        return w.astype(jnp.bfloat16), opt_state, x.mean()
+
+    with pytest.raises(jzero.StateError, match=r"state float32\[16,40\] became bfloat16\[16, 40\]"):
+        sharded(halved)(P["w"], TX.init(P["w"]), X)
+
+
+def test_a_batch_whose_structure_metrics_have_is_no_state():
+    def pair_first(batch, state):
+        loss, state = loss_first(state, *batch)
+        return (loss, 2 * loss), state
+
+    train_step = sharded(pair_first)
+    close(train_step((X, Y), init()), jax.jit(pair_first)((X, Y), init()))
+
 
 def test_in_specs_say_that_an_argument_is_no_state():
     def stated(params, opt_state, table, x, y):

@@ -68,8 +68,8 @@ def read(signature: Signature, outs: Any, state: Any, arrays: Mapping[str, Any])
             if found.state and is_clear:
                 raise Elsewhere(found.state)
         return
-    if isinstance(outs, tuple | list) and outs and _has_structure_of(state, outs[0]):
-        return  # It led with another shape or dtype, which is refused by its leaves' names.
+    if isinstance(outs, tuple | list) and outs and _leads_changed(outs[0], state):
+        return  # Which is refused, by its leaves' names.
     found = find_arguments(outs, arguments)
     there = [Like(arguments[name]) for names in found for name in names]
     changed = [
@@ -171,5 +171,10 @@ def _leads(outs: Any, state: Any) -> bool:
     return like(outs) or (isinstance(outs, tuple | list) and bool(outs) and like(outs[0]))
 
 
-def _has_structure_of(state: Any, x: Any) -> bool:
-    return not jax.tree_util.all_leaves([state]) and Like(state).in_structure(x)
+def _leads_changed(x: Any, state: Any) -> bool:
+    """Whether what comes first is the first argument in other dtypes, or plainly so in other shapes."""
+    if not Like(state).in_structure(x):
+        return False
+    pairs = list(zip(jax.tree.leaves(state), jax.tree.leaves(x), strict=True))
+    cast = holds_floats(state) and all(a.shape == getattr(b, "shape", ()) for a, b in pairs)
+    return cast or not may_be_batch(state)
