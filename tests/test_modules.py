@@ -11,7 +11,6 @@ import jzero
 import small
 from test_eqx import TX, Net, X, _double, assert_close, average_step, sharded, train  # noqa: F401
 
-
 filter_jit: Any = eqx.filter_jit
 
 

@@ -16,7 +16,6 @@ import zoo
 from jzero._compare import TOLERANCES
 from test_nnx import FLOAT64, Net, X, _double, adam_of, doubled, mesh_of, mutating_step  # noqa: F401
 
-
 nnx_jit: Any = nnx.jit
 
 
