@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,11 @@ def is_key(dtype: Any, shape: Sequence[int]) -> bool:
     return dtype == np.uint32 and tuple(shape) == (2,)
 
 
+def is_single_key(dtype: Any, shape: Sequence[int]) -> bool:
+    """One key, of either style; an array of typed keys has one for each device, or row."""
+    return is_key(dtype, shape) and (not shape or dtype == np.uint32)
+
+
 def signature_of(tree: Any) -> tuple[Any, ...]:
     """What tells two calls apart, quick to compute. Leaves may be anything."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -70,11 +76,17 @@ def abstract(tree: Any, root: str) -> Any:
     if bad:
         paths = leaf_paths(tree, root)  # Costs more than the check, which every step makes.
         found = [f"{paths[i]} is a {type(leaves[i]).__name__}: {leaves[i]!r:.60}" for i in bad]
-        cls = StateError if root == "state" else BatchError
+        is_state = root == "state"
+        cls = StateError if is_state else BatchError
+        edit = (
+            "Keep the arrays of Equinox modules, eqx.filter(state, eqx.is_array)"
+            if is_state and "equinox" in sys.modules
+            else "Declare such an argument in static_argnames"
+        )
         raise cls(message(
             WHO, found, "Every leaf must be an array, a NumPy array or a Python number.",
-            "Declare such an argument in static_argnames, or make it a static field of its "
-            "container (flax.struct.field(pytree_node=False)).",
+            f"{edit}, or make it a static field of its container "
+            "(flax.struct.field(pytree_node=False)).",
         ))  # fmt: skip
     return jax.tree.unflatten(treedef, out)
 
@@ -164,7 +176,7 @@ def argument_specs(
 
 
 def _default_spec(leaf: Any, axes: tuple[str, ...]) -> P:
-    if not leaf.shape or is_key(leaf.dtype, leaf.shape):
+    if not leaf.shape or is_single_key(leaf.dtype, leaf.shape):
         return P()
     return P(axes if len(axes) > 1 else axes[0])
 
