@@ -9,6 +9,7 @@ from typing import Any, Unpack, overload
 from jax.sharding import PartitionSpec
 
 from jzero._errors import OptionError, message
+from jzero._own_options import refuses_unknown_options
 from jzero._step import ShardedTrainStep
 from jzero._step_types import Result, StepArgs, TrainStepOptions
 from jzero.offload._parameters import policy_of
@@ -29,6 +30,7 @@ def shard_train_step(
 def shard_train_step(
     step_fn: None = None, **options: Unpack[TrainStepOptions]
 ) -> Callable[[Callable[StepArgs, Result]], ShardedTrainStep[StepArgs, Result]]: ...
+@refuses_unknown_options
 def shard_train_step(
     step_fn: Callable[..., Any] | None = None,
     *,

@@ -45,6 +45,15 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         functools.update_wrapper(self, fn, updated=())
         self.__wrapped__ = fn  # As there; checkers of types see it only here.
 
+    def __repr__(self) -> str:
+        """The function, the stage of a train step, and the mesh."""
+        programs = self._programs
+        mesh = programs.known_mesh
+        axes = "" if mesh is None else ", ".join(f"{k!r}: {n}" for k, n in mesh.shape.items())
+        where = f"mesh ({axes})" if mesh is not None else "mesh of the first call"
+        what = "" if self._who != STEP else f"stage {programs.options.stage}, "
+        return f"<{type(self).__name__} of {programs.signature.name}: {what}{where}>"
+
     @contextlib.contextmanager
     def _asked(self, who: str) -> Iterator[None]:
         """Something is asked of the step: nothing may have gone wrong before, and errors say which step."""

@@ -21,7 +21,7 @@ from jzero.sharding.plan._make import make_plan, state_leaves
 from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
-from jzero.tracing import _call
+from jzero.tracing import _call, _not_arrays
 from jzero.tracing._returned import find_state
 from jzero.tracing._signature import Signature
 
@@ -88,12 +88,13 @@ def build(
 
     @functools.wraps(step_fn, updated=())  # JAX's own errors name the user's function.
     def flat_step(*leaves: Any) -> Any:
-        outs = signature.call(
-            step_fn,
-            jax.tree.unflatten(state_tree, leaves[:num_state]),
-            jax.tree.unflatten(arrays_tree, leaves[num_state:]),
-            static,
-        )
+        old = jax.tree.unflatten(state_tree, leaves[:num_state])
+        others = jax.tree.unflatten(arrays_tree, leaves[num_state:])
+        try:
+            outs = signature.call(step_fn, old, others, static)
+        except Exception as error:
+            _not_arrays.add_notes(error, arrays)
+            raise
         if setting.evaluates:
             return outs
         if signature.told:

@@ -99,6 +99,11 @@ class Programs:
             self._setting = around, setting
         return self._setting[1]
 
+    @property
+    def known_mesh(self) -> Any:
+        """The mesh they are for, or of the last call; None before a call on the current one."""
+        return self.mesh if self._setting is None else self._setting[1].mesh
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A call of the step, taken apart."""
         return self.signature.bind(args, kwargs)

@@ -490,6 +490,12 @@ def trace_here(fn: Callable[..., Any], *args: Any) -> Traced:
     return Traced(*open_jaxpr(jaxpr), tree, leaves)
 
 
+def static_arguments(fn: Callable[..., Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of the arguments that `jax.jit`, or `nnx.jit`, compiles into `fn`."""
+    info = getattr(getattr(fn, "jitted_fn", fn), "_jit_info", None)
+    return getattr(info, "static_argnums", ()), getattr(info, "static_argnames", ())
+
+
 def ref_equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
     """Equations that make, read or write a mutable array (`jax.new_ref`), loops and branches included.
 

@@ -11,10 +11,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jzero._errors import OptionError, StateError, StepError, message
+from jzero.tracing import _jaxpr
 from jzero.tracing._call import WHO
 from jzero.tracing._state_arguments import StateArguments, parts
 
 _REST = inspect.Parameter.VAR_POSITIONAL
+_MANY = (_REST, inspect.Parameter.VAR_KEYWORD)
 
 
 class Call(NamedTuple):
@@ -47,6 +49,7 @@ class Signature:
       told: whether the user said which they are; else it is the first.
       static_names: parameters whose values are compiled into the step.
       specs: PartitionSpec (or tree prefix of them) by parameter name.
+      name: the step's.
     """
 
     parameters: inspect.Signature
@@ -54,6 +57,7 @@ class Signature:
     told: bool
     static_names: frozenset[str]
     specs: Mapping[str, Any]
+    name: str = "step_fn"
     # By how many arguments are given by position, and which by name: `inspect` is slow, and every step asks.
     _bindings: dict[tuple[Any, ...], _Binding] = dataclasses.field(
         default_factory=dict, compare=False
@@ -116,6 +120,7 @@ class Signature:
                 "Name its arguments: state_argnums=(0, 1)."))  # fmt: skip
         state = tuple(sorted(sorted(found), key=lambda name: _place(signature, name)))
         static = frozenset(chosen("static", static_argnums, static_argnames))
+        static |= frozenset(chosen("static", *_jaxpr.static_arguments(step_fn)))
         if found & static:
             raise OptionError(message(
                 WHO, f"the state {_quoted(state, static)} is declared static",
@@ -125,7 +130,7 @@ class Signature:
             raise OptionError(message(
                 WHO, f"in_specs names the state {_quoted(state, specs)}",
                 "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
-        return cls(signature, state, told, static, specs)
+        return cls(signature, state, told, static, specs, getattr(step_fn, "__name__", "step_fn"))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Takes one call apart; positional and keyword spellings of it give the same `Call`."""
@@ -143,11 +148,29 @@ class Signature:
     def _binding(self, num_args: int, keywords: Sequence[str]) -> _Binding:
         """How calls with so many arguments by position, and these by name, are bound."""
         numbers = {name: num_args + i for i, name in enumerate(keywords)}
-        found = flat_arguments(self.parameters.bind(*range(num_args), **numbers))
+        try:
+            bound = self.parameters.bind(*range(num_args), **numbers)
+        except TypeError as error:
+            raise self._refused(keywords, error) from None
+        found = flat_arguments(bound)
         state = [(name, found.pop(name)) for name in self.state_names if name in found]
         static = [(name, i) for name, i in found.items() if name in self.static_names]
         arrays = [(name, i) for name, i in found.items() if name not in self.static_names]
         return state, sorted(arrays), static  # as JAX sorts dicts
+
+    def _refused(self, keywords: Sequence[str], error: TypeError) -> StepError:
+        """What is said of a call that does not fit the parameters."""
+        parameters = list(self.parameters.parameters.values())
+        bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
+        takes_any = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
+        unknown = [k for k in keywords if k not in self.parameters.parameters and not takes_any]
+        extra = f", and there is no parameter {', '.join(map(repr, unknown))}" if unknown else ""
+        needed = [p for p in parameters if p.default is p.empty and p.kind not in _MANY]
+        call = [f"{p.name}={p.name}" if p.kind == p.KEYWORD_ONLY else p.name for p in needed]
+        return StepError(message(
+            WHO, f"a call does not fit {self.name}{bare}: {error}{extra}",
+            "A sharded step is called like its function.",
+            f"Write train_step({', '.join(call)})."))  # fmt: skip
 
     def _state(self, numbers: Sequence[tuple[str, int]], given: Sequence[Any]) -> Any:
         if len(self.state_names) == 1:

@@ -131,6 +131,9 @@ def _structure_difference(outs: Any, tree: Any) -> str:
 
 def _shape_of(tree: Any) -> str:
     kind = type(tree).__name__
+    if tree is None:
+        return "None"
+    kind = "array" if isinstance(tree, jax.ShapeDtypeStruct) else kind
     return f"a {kind} of {len(tree)}" if isinstance(tree, (tuple, list)) else f"one {kind}"
 
 
