@@ -27,7 +27,7 @@ from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall, Repeat
 from jzero.sharding.plan import _leaves, _make
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.tracing import _call
+from jzero.tracing import _call, _weak
 
 
 class Placement:
@@ -243,6 +243,7 @@ class Placement:
         program = self.programs.agreed(call.call, call.setting)
         plan, unread = program.plan, program.plan.unread
         leaves = [None if i in unread else x for i, x in enumerate(call.state)]
+        leaves = _weak.strong(leaves, program.state)
         shardings = program.state_shardings
         needs = self._new_needs(program)
         placed = self.place(call.call.state, leaves, plan.leaves, shardings, _call.WHO, needs)

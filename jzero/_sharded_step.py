@@ -27,7 +27,7 @@ from jzero.sharding.batch import _trace
 from jzero.sharding.cut import _phases
 from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._plan import StepPlan
-from jzero.tracing import _call
+from jzero.tracing import _call, _weak
 from jzero.tracing._axis_types import explicit_axes, explicit_mesh, takes_explicit_axes
 
 
@@ -83,7 +83,8 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             new, outs = program.step.run(_placing.pad(state, plan.leaves), arrays)
             return _placing.unpad(new, plan.leaves[: len(new)]), outs
 
-        state, arrays = _placing.as_arrays(call.state, call.arrays)
+        leaves = _weak.strong(call.state, program.state)
+        state, arrays = _placing.as_arrays(leaves, call.arrays)
         mesh = explicit_mesh([*state, *arrays])
         if axes := explicit_axes(mesh):  # Over these JAX moves nothing by itself.
             pairs = zip(plan.leaves, program.state_shardings, strict=True)

@@ -16,13 +16,13 @@ from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.sharding.batch._body import Movement
 from jzero.sharding.plan import _layout, _untold
 from jzero.sharding.plan._leaves import LeafPlan, Rest
-from jzero.sharding.plan._local_step import FlatStep, local_step
+from jzero.sharding.plan._local_step import FlatStep, local_step, promoted
 from jzero.sharding.plan._make import make_plan, state_leaves
 from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
-from jzero.tracing import _call, _not_arrays
-from jzero.tracing._returned import find_state
+from jzero.tracing import _call, _not_arrays, _weak
+from jzero.tracing._returned import find_state, new_state
 from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
@@ -43,6 +43,7 @@ class Program:
       keys: paths of the arguments taken for PRNG keys, of a step with collectives of its own.
       movements: rows of the batch that operations move.
       whole_arguments: arguments with rows that come whole to every device, which do not divide them.
+      state: types of the state's leaves; of those that it promotes, promoted ([Note: weak types]).
     """
 
     plan: StepPlan
@@ -53,6 +54,7 @@ class Program:
     keys: tuple[str, ...]
     movements: tuple[Movement, ...] = ()
     whole_arguments: tuple[str, ...] = ()
+    state: tuple[jax.ShapeDtypeStruct, ...] = ()
 
     def host_needs(self) -> list[HostNeed]:
         """What a step takes of the host's memory while it runs, for all devices of this process."""
@@ -87,7 +89,7 @@ def build(
     num_state, mesh = len(state_avals), setting.mesh
 
     @functools.wraps(step_fn, updated=())  # JAX's own errors name the user's function.
-    def flat_step(*leaves: Any) -> Any:
+    def flat_step(*leaves: Any, promotes: bool = False) -> Any:
         old = jax.tree.unflatten(state_tree, leaves[:num_state])
         others = jax.tree.unflatten(arrays_tree, leaves[num_state:])
         try:
@@ -98,14 +100,25 @@ def build(
         if setting.evaluates:
             return outs
         if signature.told:
-            return find_state(outs, state)
-        _untold.check_returned(signature, outs, arrays)
+            outs = find_state(outs, state)
+        else:
+            _untold.check_returned(signature, outs, arrays)
+        if promotes:
+            new = jax.tree.leaves(new_state(outs, state))
+            _weak.check(leaves[: len(new)], new)
         return outs
 
+    may = any(aval.weak_type for aval in state_avals) and not setting.evaluates
     flat = FlatStep(
-        flat_step, state_avals, state_tree, arrays, array_avals, signature.specs, signature
-    )
-    local = local_step(flat, setting)
+        functools.partial(flat_step, promotes=True) if may else flat_step,
+        state_avals, state_tree, arrays, array_avals, signature.specs, signature,
+    )  # fmt: skip
+    try:
+        local = local_step(flat, setting)
+    except _weak.Promoted as found:
+        flat = promoted(dataclasses.replace(flat, fn=flat_step), found.state, setting)
+        local = local_step(flat, setting)
+    state = jax.tree.unflatten(state_tree, flat.state)
     plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
     shardings = shardings_of(plan.leaves, mesh)
     paths = _call.argument_paths(arrays)
@@ -118,6 +131,7 @@ def build(
         tuple(path for path, key in zip(paths, local.keys, strict=True) if key),
         local.traced.movements,
         local.whole_arguments,
+        tuple(flat.state),
     )
 
 

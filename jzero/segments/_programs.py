@@ -149,7 +149,12 @@ class Programs:
                 self._step_fn, self.signature, setting, state, arrays, call.static, self._shared,
                 rests,
             )  # fmt: skip
-            self._layouts[_state_key(state, setting)] = self.built[key].plan.leaves
+            program = self.built[key]
+            # A state that a step has returned: [Note: weak types].
+            later = [*program.state, *leaves[len(program.state) :]]
+            self.built.setdefault((*key[:3], _avals_key(later), rests), program)
+            new = jax.tree.unflatten(jax.tree.structure(state), program.state)
+            self._layouts[_state_key(new, setting)] = program.plan.leaves
         return self.built[key]
 
     def agreed(self, call: Call, setting: Setting) -> Program:
@@ -211,11 +216,10 @@ def placed_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
         for name, value in call.arrays.items()
         for leaf in jax.tree.leaves(_call.abstract(value, name))
     ]
-    state = jax.tree.leaves(_call.abstract(call.state, "state"))
     shapes = [leaf.padded_shape for leaf in program.plan.leaves]
     state = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if leaf.codes else aval
-        for aval, leaf in zip(state, program.plan.leaves, strict=True)
+        for aval, leaf in zip(program.state, program.plan.leaves, strict=True)
     ]
     return (
         _with_shardings(state, shapes, program.state_shardings),

@@ -19,7 +19,7 @@ from jzero.sharding.batch._trace import TracedStep
 from jzero.sharding.plan import _layout, _outputs, _untold
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.sharding.plan._setting import Setting
-from jzero.tracing import _call
+from jzero.tracing import _call, _weak
 from jzero.tracing._signature import Signature
 
 
@@ -77,6 +77,25 @@ def local_step(step: FlatStep, setting: Setting) -> LocalStep:
     if not step.signature.told and not setting.evaluates:
         _check_told(found, step, setting)
     return found
+
+
+def promoted(step: FlatStep, state: list[Any], setting: Setting) -> FlatStep:
+    """The step with these types of its state, if it computes the same with them; else the step as it is.
+
+    One with collectives of its own stays as it is, too.
+    """
+    strong = dataclasses.replace(step, state=state)
+    traced = [
+        _trace.trace_plainly(
+            each.fn, [*each.state, *each.array_avals], setting.axes | setting.automatic, setting.automatic
+        )
+        for each in (step, strong)
+    ]  # fmt: skip
+    if traced[0] is None or traced[1] is None:
+        return step
+    new = zip(traced[1].out_avals, state, strict=False)
+    keeps = all((x.dtype, x.weak_type) == (y.dtype, y.weak_type) for x, y in new)
+    return strong if keeps and _weak.computes_the_same(*traced) else step
 
 
 def _check_told(found: LocalStep, step: FlatStep, setting: Setting) -> None:
