@@ -100,8 +100,8 @@ def add_notes(error: Exception, arrays: Mapping[str, Any]) -> None:
 
 
 def _wants_values(error: Exception) -> bool:
-    concrete = isinstance(error, jax.errors.ConcretizationTypeError)
-    return concrete or "Non-hashable static arguments" in str(error)
+    kinds = jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError
+    return isinstance(error, kinds) or "Non-hashable static arguments" in str(error)
 
 
 def _listed(texts: Iterable[str]) -> str:

@@ -143,15 +143,15 @@ def _without_casts(flat: _rewrite.Flat) -> tuple[list[Eqn], list[Atom]]:
 
 
 def _is_alike(eqn: Eqn, other: Eqn, operands: Sequence[Atom]) -> bool:
-    """Whether two equations are one, of which the first reads what are these operands in the second's jaxpr."""
+    """Whether two equations are one; `operands` are those of the first, in the second's jaxpr."""
     sizes = [(len(x.invars), len(x.outvars)) for x in (eqn, other)]
     if eqn.primitive is not other.primitive or sizes[0] != sizes[1]:
         return False
     # As they are traced: a promoted operand that is not cast may mean another operation.
-    pairs = [*zip(eqn.invars, other.invars, strict=True), *zip(eqn.outvars, other.outvars, strict=True)]  # fmt: skip
+    types = [[_type_of(atom) for atom in (*x.invars, *x.outvars)] for x in (eqn, other)]
     return (
         all(map(_is_one, operands, other.invars))
-        and all(_type_of(x) == _type_of(y) for x, y in pairs)
+        and types[0] == types[1]
         and eqn.params.keys() == other.params.keys()
         and all(_is_one_param(name, x, other.params[name]) for name, x in eqn.params.items())
     )
