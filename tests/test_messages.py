@@ -416,7 +416,7 @@ def test_only_metrics_are_returned():
 
 
 def test_nothing_is_returned():
-    refuses(ValueError, "step_fn returned one NoneType", sharded(lambda w, x: None), W, X)
+    refuses(ValueError, "step_fn returned None", sharded(lambda w, x: None), W, X)
 
 
 def test_the_state_comes_second():

@@ -182,3 +182,13 @@ def test_what_is_weak_in_an_initialiser():
         state, metrics = train_step(state, X)
     assert metrics["leaf"] > metrics["loss"] > 0
     assert num_programs(train_step) == 1
+
+
+def test_a_weak_leaf_in_its_place_is_donated():
+    step = step_with(lambda c, loss, p: c + loss)
+    train_step = jzero.shard_train_step(step)
+    state = train_step.init(lambda: state_with(jnp.full((64, 64), 0.0)))
+    state, (old, *_) = train_step(state, X)[0], (state[2],)
+    assert old.weak_type
+    assert old.is_deleted()
+    assert state[2].addressable_shards[0].data.shape == (8, 64)

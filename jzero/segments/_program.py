@@ -115,7 +115,7 @@ def build(
     )  # fmt: skip
     try:
         local = local_step(flat, setting)
-    except _weak.Promoted as found:
+    except _weak.PromotedState as found:
         flat = promoted(dataclasses.replace(flat, fn=flat_step), found.state, setting)
         local = local_step(flat, setting)
     state = jax.tree.unflatten(state_tree, flat.state)

@@ -733,6 +733,17 @@ def view(x: Any, sharding: Any) -> Any:
     return ArrayImpl(made.aval.update(weak_type=True), sharding, parts, committed=True)
 
 
+def strong_view(x: Any) -> Any:
+    """A weakly typed array's memory without the weak type. Whatever consumes the one consumes both.
+
+    One that lies on no device in particular stays so, and is copied.
+    """
+    if not isinstance(x, ArrayImpl) or not x.committed:
+        return jnp.asarray(x, x.dtype)
+    parts = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts, dtype=x.dtype)
+
+
 def register_array(cls: type, plain: Callable[[Any], jax.Array]) -> None:
     """Tells JAX to take `cls` for an array of its `shape`, `dtype` and `sharding`, and how to make that one.
 

@@ -20,11 +20,10 @@ from jzero.tracing import _call, _jaxpr, _rewrite
 from jzero.tracing._differences import CAST
 from jzero.tracing._types import Atom, Eqn, Jaxpr, Var
 
-Shapes = Sequence[jax.ShapeDtypeStruct]
 _MAX_BYTES = 2**20  # of a constant that is compared
 
 
-class Promoted(Exception):
+class PromotedState(Exception):
     """Raised while a step is traced: leaves of its state come back with other types.
 
     Attributes:
@@ -36,10 +35,10 @@ class Promoted(Exception):
 
 
 def check(old: Sequence[Any], new: Sequence[Any]) -> None:
-    """Raises `Promoted` if a weakly typed leaf of a state has another type among the new ones."""
+    """Raises `PromotedState` if a weakly typed leaf of a state has another type among the new ones."""
     types = [_promoted(x, y) for x, y in zip(old, new, strict=True)]
     if any(map(_is_other, types, old)):
-        raise Promoted(types)
+        raise PromotedState(types)
 
 
 def _promoted(x: Any, y: Any) -> jax.ShapeDtypeStruct:
@@ -61,7 +60,7 @@ def _is_other(shape: jax.ShapeDtypeStruct, x: Any) -> bool:
     return bool(shape.dtype != x.dtype or shape.weak_type != x.weak_type)
 
 
-def strong(leaves: Sequence[Any], shapes: Shapes) -> list[Any]:
+def strong(leaves: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
     """The leaves of a state as a program takes them, of which `shapes` are; None stays."""
     return [
         _strong(x, shape.dtype) if is_weak(x) and not shape.weak_type else x
@@ -78,7 +77,7 @@ def is_weak(x: Any) -> bool:
 
 def _strong(x: Any, dtype: Any) -> Any:
     if isinstance(x, jax.Array):
-        return jnp.asarray(x, dtype)
+        return _jaxpr.strong_view(x) if x.dtype == dtype else jnp.asarray(x, dtype)
     return np.asarray(
         jnp.asarray(x).astype(dtype)
     )  # Rounded as XLA does it, on no device in particular.
