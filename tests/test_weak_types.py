@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weakly typed leaves of a state (Python's 0, 0.0, 1.0) train what `jax.jit` trains, by one program."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,7 +120,7 @@ def test_state_arguments():
         )
         return params, opt_state, total, metrics
 
-    train_step = jzero.shard_train_step(step, state_argnums=(0, 1, 2))
+    train_step: Any = jzero.shard_train_step(step, state_argnums=(0, 1, 2))
     state, expected = state_with(0.0), state_with(0.0)
     for _ in range(3):
         *state, metrics = train_step(*state, X)
@@ -168,7 +170,7 @@ def test_a_step_with_collectives_of_its_own():
         return (w - 0.1 * grad, total + loss), loss
 
     train_step = jzero.shard_train_step(step, axis_name="batch")
-    state = jnp.ones((64, 8)), 0.0
+    state: Any = jnp.ones((64, 8)), 0.0
     for _ in range(2):
         state, loss = train_step(state, X)
     assert state[1].dtype == jnp.float32

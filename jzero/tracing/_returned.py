@@ -67,7 +67,7 @@ def new_state(outs: Any, state: Any) -> Any:
     """The new state in what a step returned: alone or first; None if it is not there."""
     if isinstance(outs, Returned):
         return outs.apart(state)[0]
-    tree = jax.tree.structure(state)
+    tree: Any = jax.tree.structure(state)
     first = outs[0] if isinstance(outs, (tuple, list)) and outs else None
     return next((x for x in (first, outs) if jax.tree.structure(x) == tree), None)
 

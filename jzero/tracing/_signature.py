@@ -130,7 +130,9 @@ class Signature:
             raise OptionError(message(
                 WHO, f"in_specs names the state {_quoted(state, specs)}",
                 "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
-        return cls(signature, state, told, static, specs, getattr(step_fn, "__name__", "step_fn"))
+        return cls(
+            signature, state, told, static, specs, name=getattr(step_fn, "__name__", "step_fn")
+        )
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Takes one call apart; positional and keyword spellings of it give the same `Call`."""

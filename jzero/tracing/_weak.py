@@ -83,11 +83,19 @@ def _strong(x: Any, dtype: Any) -> Any:
     )  # Rounded as XLA does it, on no device in particular.
 
 
-def computes_the_same(weak: _jaxpr.Traced, promoted: _jaxpr.Traced) -> bool:
-    """Whether two traces of a step differ only in casts of their inputs to what one of them gets."""
+def computes_the_same(
+    weak: _jaxpr.Traced, promoted: _jaxpr.Traced, state: Sequence[jax.ShapeDtypeStruct]
+) -> bool:
+    """Whether two traces of a step differ only in casts of its state to what one of them gets, `state`.
+
+    What comes back from that one must be of the same types again.
+    """
+    again = zip(promoted.out_avals, state, strict=False)
     types = [[(x.shape, x.dtype) for x in traced.out_avals] for traced in (weak, promoted)]
-    return types[0] == types[1] and _is_same(
-        weak.jaxpr, weak.consts, promoted.jaxpr, promoted.consts
+    return (
+        types[0] == types[1]
+        and not any(_is_other(x, y) for x, y in again)
+        and _is_same(weak.jaxpr, weak.consts, promoted.jaxpr, promoted.consts)
     )
 
 

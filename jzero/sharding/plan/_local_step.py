@@ -85,17 +85,14 @@ def promoted(step: FlatStep, state: list[Any], setting: Setting) -> FlatStep:
     One with collectives of its own stays as it is, too.
     """
     strong = dataclasses.replace(step, state=state)
-    traced = [
-        _trace.trace_plainly(
-            each.fn, [*each.state, *each.array_avals], setting.axes | setting.automatic, setting.automatic
-        )
-        for each in (step, strong)
-    ]  # fmt: skip
-    if traced[0] is None or traced[1] is None:
+    mesh_axes = setting.axes | setting.automatic
+    weak, new = [
+        _trace.trace_plainly(x.fn, [*x.state, *x.array_avals], mesh_axes, setting.automatic)
+        for x in (step, strong)
+    ]
+    if weak is None or new is None:
         return step
-    new = zip(traced[1].out_avals, state, strict=False)
-    keeps = all((x.dtype, x.weak_type) == (y.dtype, y.weak_type) for x, y in new)
-    return strong if keeps and _weak.computes_the_same(*traced) else step
+    return strong if _weak.computes_the_same(weak, new, state) else step
 
 
 def _check_told(found: LocalStep, step: FlatStep, setting: Setting) -> None:
