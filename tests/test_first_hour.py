@@ -120,7 +120,7 @@ def test_a_list_of_numbers_trains_where_the_step_makes_an_array():
 ])  # fmt: skip
 @pytest.mark.parametrize("ask", ["__call__", "plan", "describe", "lower"])
 def test_a_call_that_does_not_fit(args, kwargs, found, ask):
-    text = rf"a call does not fit step\(state, batch\): .*{found}.*Write train_step\(state, batch\)"
+    text = rf"a call does not fit step\(state, batch\): .*{found}.*Call it with \(state, batch\)"
     with pytest.raises(jzero.StepError, match=text):
         getattr(shard_train_step(step), ask)(*args, **kwargs)
 
@@ -239,6 +239,8 @@ def test_repr():
     assert repr(train_step) == "<ShardedTrainStep of step: stage 2, mesh ('data': 8)>"
     mesh = jax.make_mesh((2, 4), ("node", "local"))
     assert repr(train_step.on_mesh(mesh)).endswith("stage 2, mesh ('node': 2, 'local': 4)>")
+    of_partial = repr(shard_train_step(functools.partial(step)))
+    assert of_partial == "<ShardedTrainStep of step: stage 3, mesh of the first call>"
     eval_step = shard_eval_step(lambda w, x: x @ w, mesh=mesh)
     assert repr(eval_step) == "<ShardedEvalStep of <lambda>: mesh ('node': 2, 'local': 4)>"
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -130,9 +131,7 @@ class Signature:
             raise OptionError(message(
                 WHO, f"in_specs names the state {_quoted(state, specs)}",
                 "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
-        return cls(
-            signature, state, told, static, specs, name=getattr(step_fn, "__name__", "step_fn")
-        )
+        return cls(signature, state, told, static, specs, name=_name_of(step_fn))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Takes one call apart; positional and keyword spellings of it give the same `Call`."""
@@ -172,7 +171,7 @@ class Signature:
         return StepError(message(
             WHO, f"a call does not fit {self.name}{bare}: {error}{extra}",
             "A sharded step is called like its function.",
-            f"Write train_step({', '.join(call)})."))  # fmt: skip
+            f"Call it with ({', '.join(call)})."))  # fmt: skip
 
     def _state(self, numbers: Sequence[tuple[str, int]], given: Sequence[Any]) -> Any:
         if len(self.state_names) == 1:
@@ -250,6 +249,11 @@ def _place(signature: inspect.Signature, name: str) -> float:
     if at not in signature.parameters or signature.parameters[at].kind in by_name:
         return math.inf
     return list(signature.parameters).index(at) + int(number[:-1] or 0)
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    fn = fn.func if isinstance(fn, functools.partial) else fn
+    return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def _quoted(names: Sequence[str], of: Collection[str]) -> str:
