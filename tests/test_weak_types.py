@@ -113,20 +113,33 @@ def test_a_dtype_that_promotion_would_change_is_refused(change):
         jzero.shard_train_step(step_with(change))(state_with(1), X)
 
 
-def test_state_arguments():
+@pytest.mark.parametrize(("leaf", "change"), [
+    (0.0, lambda c, loss, p: c + loss),
+    (0, lambda c, loss, p: c + loss),
+    ({"loss": 0, "num": 0}, lambda c, loss, p: {"loss": c["loss"] + loss, "num": c["num"] + 1}),
+])  # fmt: skip
+def test_state_arguments(leaf, change):
     def step(params, opt_state, total, x):
-        (params, opt_state, total), metrics = step_with(lambda c, loss, p: c + loss)(
-            (params, opt_state, total), x
-        )
+        (params, opt_state, total), metrics = step_with(change)((params, opt_state, total), x)
         return params, opt_state, total, metrics
 
     train_step: Any = jzero.shard_train_step(step, state_argnums=(0, 1, 2))
-    state, expected = state_with(0.0), state_with(0.0)
+    state, expected = state_with(leaf), state_with(leaf)
     for _ in range(3):
         *state, metrics = train_step(*state, X)
         *expected, expected_metrics = jax.jit(step)(*expected, X)
         zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
     assert num_programs(train_step) == 1
+
+
+def test_a_dtype_of_an_argument_that_promotion_would_change_is_refused():
+    def step(w, num, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * grad, num // 2 + loss
+
+    train_step: Any = jzero.shard_train_step(step, state_argnums=(0, 1))
+    with pytest.raises(jzero.StateError, match=r"num int32\[\] became float32\[\]"):
+        train_step(jnp.ones((64, 8)), 1, X)
 
 
 @pytest.mark.parametrize("options", [{"offload": jzero.HostCPU()}, {"accumulate": 2}, {"stage": 1}])
