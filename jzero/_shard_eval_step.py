@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._errors import OptionError, StateError, called_as, message
 from jzero._in_use import Use
+from jzero._own_options import refuses_unknown_options
 from jzero._sharded_step import ShardedStep
 from jzero._step import ShardedTrainStep
 from jzero._step_types import EvalStepOptions, Result, StepArgs
@@ -45,6 +46,7 @@ def shard_eval_step(
     like: ShardedTrainStep | None = None,
     **options: Unpack[EvalStepOptions],
 ) -> Callable[[Callable[StepArgs, Result]], ShardedEvalStep[StepArgs, Result]]: ...
+@refuses_unknown_options
 def shard_eval_step(
     eval_step: Callable[..., Any] | None = None,
     *,

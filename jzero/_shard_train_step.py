@@ -9,6 +9,7 @@ from typing import Any, Unpack, overload
 from jax.sharding import PartitionSpec
 
 from jzero._errors import OptionError, message
+from jzero._own_options import refuses_unknown_options
 from jzero._step import ShardedTrainStep
 from jzero._step_types import Result, StepArgs, TrainStepOptions
 from jzero.offload._parameters import policy_of
@@ -29,6 +30,7 @@ def shard_train_step(
 def shard_train_step(
     step_fn: None = None, **options: Unpack[TrainStepOptions]
 ) -> Callable[[Callable[StepArgs, Result]], ShardedTrainStep[StepArgs, Result]]: ...
+@refuses_unknown_options
 def shard_train_step(
     step_fn: Callable[..., Any] | None = None,
     *,
@@ -240,7 +242,8 @@ def shard_train_step(
       axis_name: the name by which the step itself calls the data axis, if it was written for
         `jax.pmap(..., axis_name=...)`. To such a step each microbatch is a device: with `accumulate=k` it
         trains what it would on k times as many devices.
-      static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
+      static_argnums: positions of arguments that are compiled in, as for `jax.jit`; those that a `step_fn`
+        of `jax.jit` has are taken over.
       static_argnames: their names.
       in_specs: `{argument: PartitionSpec}` (by name or position; tree prefixes allowed) for arguments
         whose rows are not along dim 0 (`P(None, 'data')`), or that shall be whole on every device (`P()`).

@@ -29,7 +29,7 @@ from jzero.sharding.cut import _phases
 from jzero.sharding.plan import _layout, _outputs
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
-from jzero.tracing import _call, _modules, _objects
+from jzero.tracing import _call, _modules, _objects, _weak
 from jzero.tracing._axis_types import explicit_axes, explicit_mesh, takes_explicit_axes
 from jzero.tracing._returned import Like
 
@@ -96,6 +96,15 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         beside = self._beside(state, args) if args or kwargs else ()
         return self._placement.leaf_plans(state, beside, kwargs)
 
+    def __repr__(self) -> str:
+        """The function, the stage of a train step, and the mesh."""
+        programs = self._programs
+        mesh = programs.known_mesh
+        axes = "" if mesh is None else ", ".join(f"{k!r}: {n}" for k, n in mesh.shape.items())
+        where = f"mesh ({axes})" if mesh is not None else "mesh of the first call"
+        what = "" if self._who != STEP else f"stage {programs.options.stage}, "
+        return f"<{type(self).__name__} of {programs.signature.name}: {what}{where}>"
+
     @contextlib.contextmanager
     def _asked(self, who: str) -> Iterator[None]:
         """Something is asked of the step: nothing may have gone wrong before, and errors say which step."""
@@ -124,7 +133,8 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             new, outs = program.step.run(_placing.pad(state, plan.leaves), arrays)
             return _placing.unpad(new, plan.leaves[: len(new)]), outs
 
-        state, arrays = _placing.as_arrays(call.state, call.arrays)
+        leaves = _weak.strong(call.state, program.state)
+        state, arrays = _placing.as_arrays(leaves, call.arrays)
         mesh = explicit_mesh([*state, *arrays])
         if axes := explicit_axes(mesh):  # Over these JAX moves nothing by itself.
             pairs = zip(plan.leaves, program.state_shardings, strict=True)

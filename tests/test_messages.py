@@ -417,7 +417,7 @@ def test_only_metrics_are_returned():
 
 
 def test_nothing_is_returned():
-    refuses(ValueError, "step_fn returned one NoneType", sharded(lambda w, x: None), W, X)
+    refuses(ValueError, "step_fn returned None", sharded(lambda w, x: None), W, X)
 
 
 def test_the_state_does_not_come_back():

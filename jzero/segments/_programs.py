@@ -103,6 +103,11 @@ class Programs:
             self._setting = around, setting
         return self._setting[1]
 
+    @property
+    def known_mesh(self) -> Any:
+        """The mesh they are for, or of the last call; None before a call on the current one."""
+        return self.mesh if self._setting is None else self._setting[1].mesh
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A call of the step, taken apart, once it is known which arguments are the state."""
         call = self.signature.bind(args, kwargs)
@@ -199,7 +204,7 @@ class Programs:
         key = (setting, tree, call.static_key, _avals_key(leaves), rests)
         if key not in self.built:
             try:
-                self.built[key] = _program.build(
+                program = _program.build(
                     self._step_fn, self.signature, setting, state, arrays, call.static,
                     self._shared, rests,
                 )  # fmt: skip
@@ -210,7 +215,12 @@ class Programs:
                 self.signature = dataclasses.replace(self.signature, settled=True)
             values = tuple([value for _, value in parts(state)])
             self._trained = values if isinstance(state, StateArguments) else state
-            self._layouts[_state_key(state, setting)] = self.built[key].plan.leaves
+            self.built[key] = program
+            # A state that a step has returned: [Note: weak types].
+            later = [*program.state, *leaves[len(program.state) :]]
+            self.built.setdefault((*key[:3], _avals_key(later), rests), program)
+            new = jax.tree.unflatten(jax.tree.structure(state), program.state)
+            self._layouts[_state_key(new, setting)] = program.plan.leaves
         return self.built[key]
 
     def agreed(self, call: Call, setting: Setting) -> Program:
@@ -272,11 +282,10 @@ def placed_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
         for name, value in call.arrays.items()
         for leaf in jax.tree.leaves(_call.abstract(value, name))
     ]
-    state = jax.tree.leaves(_call.abstract(call.state, "state"))
     shapes = [leaf.padded_shape for leaf in program.plan.leaves]
     state = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if leaf.codes else aval
-        for aval, leaf in zip(state, program.plan.leaves, strict=True)
+        for aval, leaf in zip(program.state, program.plan.leaves, strict=True)
     ]
     return (
         _with_shardings(state, shapes, program.state_shardings),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import STEP, BatchError, OptionError, StateError, describe_leaf, message
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _not_arrays
 from jzero.tracing._state_arguments import StateArguments
 
 WHO = STEP
@@ -76,18 +75,10 @@ def abstract(tree: Any, root: str) -> Any:
     if bad:
         paths = leaf_paths(tree, root)  # Costs more than the check, which every step makes.
         found = [f"{paths[i]} is a {type(leaves[i]).__name__}: {leaves[i]!r:.60}" for i in bad]
-        is_state = root == "state"
-        cls = StateError if is_state else BatchError
-        edit = (
-            "Keep the arrays of Equinox modules, eqx.filter(state, eqx.is_array)"
-            if is_state and "equinox" in sys.modules
-            else "Declare such an argument in static_argnames"
-        )
+        cls = StateError if root == "state" else BatchError
         raise cls(message(
             WHO, found, "Every leaf must be an array, a NumPy array or a Python number.",
-            f"{edit}, or make it a static field of its container "
-            "(flax.struct.field(pytree_node=False)).",
-        ))  # fmt: skip
+            _not_arrays.edits([leaves[i] for i in bad], root == "state"), shown=8))  # fmt: skip
     return jax.tree.unflatten(treedef, out)
 
 
@@ -97,9 +88,13 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
         aval = jnp.result_type(leaf)
         return jax.ShapeDtypeStruct((), aval, weak_type=not isinstance(leaf, bool))
     if isinstance(leaf, (np.ndarray, np.generic)):
+        if not _not_arrays.is_numeric(leaf.dtype):
+            raise TypeError(leaf)
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or _jaxpr.is_ref(leaf):
+        raise TypeError(leaf)
+    if _not_arrays.is_of_another_package(leaf):
         raise TypeError(leaf)
     return jax.ShapeDtypeStruct(
         tuple(leaf.shape), leaf.dtype, weak_type=bool(getattr(leaf, "weak_type", False))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -64,6 +65,15 @@ def as_given(outs: Any) -> Any:
     return outs.as_given() if isinstance(outs, Returned) else outs
 
 
+def new_state(outs: Any, state: Any) -> Any:
+    """The new state in what a step returned: alone or first; None if it is not there."""
+    if isinstance(outs, Returned):
+        return outs.apart(state)[0]
+    tree: Any = jax.tree.structure(state)
+    first = outs[0] if isinstance(outs, (tuple, list)) and outs else None
+    return next((x for x in (first, outs) if jax.tree.structure(x) == tree), None)
+
+
 def find_state(outs: Any, state: Any) -> Returned:
     """What a step returned, its state first.
 
@@ -80,8 +90,19 @@ def find_state(outs: Any, state: Any) -> Returned:
       StateError: an argument came back with another shape or dtype.
       StepError: one did not come back, or it cannot be told where.
     """
+    try:
+        return _find_state(outs, state, promotes=False)
+    except (StateError, StepError):
+        if not any(_call.abstract_leaf(x).weak_type for x in jax.tree.leaves(state)):
+            raise
+        with contextlib.suppress(StateError, StepError):
+            return _find_state(outs, state, promotes=True)  # [Note: weak types]
+        raise
+
+
+def _find_state(outs: Any, state: Any, promotes: bool) -> Returned:
     wanted = [(name, value) for name, value in parts(state) if jax.tree.leaves(value)]
-    alike = [Like(value) for _, value in wanted]
+    alike = [Like(value, promotes) for _, value in wanted]
     nodes, tree = jax.tree.flatten(outs, is_leaf=lambda x: any(like(x) for like in alike))
     candidates = [[i for i, node in enumerate(nodes) if like(node)] for like in alike]
     same = [[_same(candidates, i, j) for j in range(len(wanted))] for i in range(len(wanted))]
@@ -235,12 +256,15 @@ class Like:
     It is asked of every node of what a step returned: what the other one is, is found out once.
     """
 
-    def __init__(self, value: Any):
+    def __init__(self, value: Any, promotes: bool = False):
+        """With `promotes`, a weakly typed leaf may have any dtype that it gives way to."""
+        self._promotes = promotes
         self._leaves: list[Any] = jax.tree.leaves(value)
         self._tree: Any = jax.tree.structure(value)
 
     def __call__(self, x: Any) -> bool:
-        return self.in_structure(x) and all(map(_one_type, jax.tree.leaves(x), self._leaves))
+        is_one = _gives_way if self._promotes else _one_type
+        return self.in_structure(x) and all(map(is_one, jax.tree.leaves(x), self._leaves))
 
     def in_structure(self, x: Any) -> bool:
         """Whether it has the structure."""
@@ -257,6 +281,13 @@ def _one_type(x: Any, y: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _gives_way(x: Any, y: Any) -> bool:
+    """Whether `x` has the type of `y`, or one to which a weakly typed `y` is promoted beside it."""
+    if _one_type(x, y) or not (hasattr(x, "dtype") and _call.abstract_leaf(y).weak_type):
+        return _one_type(x, y)
+    return bool(x.shape == y.shape and jnp.result_type(x, y) == x.dtype)
 
 
 def _refuse_missing(

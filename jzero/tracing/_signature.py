@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -13,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jzero._errors import OptionError, StateError, StepError, message
-from jzero.tracing import _modules, _objects
+from jzero.tracing import _jaxpr, _modules, _objects
 from jzero.tracing._call import WHO
 from jzero.tracing._returned import as_given
 from jzero.tracing._state_arguments import StateArguments, parts
@@ -21,6 +22,7 @@ from jzero.tracing._state_arguments import StateArguments, parts
 _REST = inspect.Parameter.VAR_POSITIONAL
 # Among static arguments: no parameter is called so.
 _OBJECTS, _MODULES = "NNX objects", "Equinox modules"
+_MANY = (_REST, inspect.Parameter.VAR_KEYWORD)
 
 
 class Call(NamedTuple):
@@ -71,6 +73,7 @@ class Signature:
       filters: whether the step was made by `eqx.filter_jit`.
       found: whether they were told from what the step returns.
       settled: whether a program has been built that takes its first argument alone for its state.
+      name: the step's.
     """
 
     parameters: inspect.Signature
@@ -82,6 +85,7 @@ class Signature:
     filters: bool = False
     found: bool = False
     settled: bool = False
+    name: str = "step_fn"
     # By how many arguments are given by position, and which by name: `inspect` is slow, and every step asks.
     _bindings: dict[tuple[Any, ...], _Binding] = dataclasses.field(
         default_factory=dict, compare=False
@@ -143,6 +147,7 @@ class Signature:
 
         told = state_argnums is not None or bool(state_argnames)
         static = frozenset(chosen("static", static_argnums, static_argnames))
+        static |= frozenset(chosen("static", *_jaxpr.static_arguments(step_fn)))
         # The first that is not static, as `self` of a method may be.
         num_static = next((i for i, name in enumerate(names) if name not in static), 0)
         found = (
@@ -166,7 +171,7 @@ class Signature:
                 WHO, f"in_specs names the state {_quoted(state, specs)}",
                 "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
         filters = _modules.is_filtered(step_fn)
-        return cls(signature, state, told, static, specs, filters=filters)
+        return cls(signature, state, told, static, specs, filters=filters, name=_name_of(step_fn))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Takes one call apart; positional and keyword spellings of it give the same `Call`."""
@@ -230,11 +235,29 @@ class Signature:
     def _binding(self, num_args: int, keywords: Sequence[str]) -> _Binding:
         """How calls with so many arguments by position, and these by name, are bound."""
         numbers = {name: num_args + i for i, name in enumerate(keywords)}
-        found = flat_arguments(self.parameters.bind(*range(num_args), **numbers))
+        try:
+            bound = self.parameters.bind(*range(num_args), **numbers)
+        except TypeError as error:
+            raise self._refused(keywords, error) from None
+        found = flat_arguments(bound)
         state = [(name, found.pop(name)) for name in self.state_names if name in found]
         static = [(name, i) for name, i in found.items() if name in self.static_names]
         arrays = [(name, i) for name, i in found.items() if name not in self.static_names]
         return state, sorted(arrays), static  # as JAX sorts dicts
+
+    def _refused(self, keywords: Sequence[str], error: TypeError) -> StepError:
+        """What is said of a call that does not fit the parameters."""
+        parameters = list(self.parameters.parameters.values())
+        bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
+        takes_any = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
+        unknown = [k for k in keywords if k not in self.parameters.parameters and not takes_any]
+        extra = f", and there is no parameter {', '.join(map(repr, unknown))}" if unknown else ""
+        needed = [p for p in parameters if p.default is p.empty and p.kind not in _MANY]
+        call = [f"{p.name}={p.name}" if p.kind == p.KEYWORD_ONLY else p.name for p in needed]
+        return StepError(message(
+            WHO, f"a call does not fit {self.name}{bare}: {error}{extra}",
+            "A sharded step is called like its function.",
+            f"Call it with ({', '.join(call)})."))  # fmt: skip
 
     def _state(self, numbers: Sequence[tuple[str, int]], given: Sequence[Any]) -> Any:
         if len(self.state_names) == 1:
@@ -363,6 +386,11 @@ def _place(signature: inspect.Signature, name: str) -> float:
     if at not in signature.parameters or signature.parameters[at].kind in by_name:
         return math.inf
     return list(signature.parameters).index(at) + int(number[:-1] or 0)
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    fn = fn.func if isinstance(fn, functools.partial) else fn
+    return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def _quoted(names: Sequence[str], of: Collection[str]) -> str:

@@ -19,7 +19,7 @@ from jzero.sharding.batch._trace import TracedStep
 from jzero.sharding.plan import _layout, _outputs, _untold
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.sharding.plan._setting import Setting
-from jzero.tracing import _call, _reading
+from jzero.tracing import _call, _reading, _weak
 from jzero.tracing._returned import holds_floats, holds_optimizer_state
 from jzero.tracing._signature import Signature
 
@@ -78,6 +78,22 @@ def local_step(step: FlatStep, setting: Setting) -> LocalStep:
     if not step.signature.told and not setting.evaluates:
         _read_updated(found, step, setting)
     return found
+
+
+def promoted(step: FlatStep, state: list[Any], setting: Setting) -> FlatStep:
+    """The step with these types of its state, if it computes the same with them; else the step as it is.
+
+    One with collectives of its own stays as it is, too.
+    """
+    strong = dataclasses.replace(step, state=state)
+    mesh_axes = setting.axes | setting.automatic
+    weak, new = [
+        _trace.trace_plainly(x.fn, [*x.state, *x.array_avals], mesh_axes, setting.automatic)
+        for x in (step, strong)
+    ]
+    if weak is None or new is None:
+        return step
+    return strong if _weak.computes_the_same(weak, new, state) else step
 
 
 def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
