@@ -60,8 +60,8 @@ html_sidebars = {"docs/systems": []}  # It has no pages below it, and so nothing
 html_copy_source = False
 html_show_sphinx = False
 
-# The README has no directives, so that it reads as well elsewhere; on the site it is the first page. There its
-# sections `### In ...` are tabs.
+# The README has no directives, so that it reads as well elsewhere; on the site it is the first page.
+# There its sections `### In ...` are tabs.
 CONTENTS = """
 
 ```{toctree}
@@ -113,6 +113,7 @@ def _check_page(app: Any, page: str, template: str, context: dict[str, Any], doc
         "a table in no box that scrolls": len(re.findall("<table", body))
         - len(re.findall(SCROLLS, body)),
         "a picture without alt text": len(re.findall(r'<img(?![^>]* alt="[^"]+")', body)),
+        "other than two tabs": page == root_doc and body.count('"sd-tab-label"') != 2,
         "no site.css": not any("site.css" in str(file) for file in context["css_files"]),
     }
     for what, times in found.items():

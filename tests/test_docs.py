@@ -40,7 +40,7 @@ def long_lines(page: str) -> list[str]:
 
 
 def wide_code(page: str) -> list[str]:
-    """The lines of code that a browser's column would scroll for; what a terminal has printed is as wide as that."""
+    """The lines of code that a browser's column scrolls for; what a terminal printed is as wide as that."""
     blocks = re.findall(r"^ *```([\w -]*)\n(.*?)^ *```$", page, re.DOTALL | re.MULTILINE)
     code = [text for language, text in blocks if language not in ("text", "console")]
     return [line for text in code for line in text.splitlines() if len(line) > 72]

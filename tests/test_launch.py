@@ -1,4 +1,4 @@
-"""examples/launch: each launcher starts real processes that train; what is no cluster here stands in for one."""
+"""examples/launch: each launcher starts processes that train; stand-ins do what a cluster would."""
 
 import os
 import pathlib
@@ -61,7 +61,9 @@ def loss():
 
 
 def check(printed, processes, loss, steps="0 to 3"):
-    (found,) = re.findall(r"^processes (\d+), devices (\d+), steps (.*), loss (\S+)$", printed, re.M)
+    (found,) = re.findall(
+        r"^processes (\d+), devices (\d+), steps (.*), loss (\S+)$", printed, re.M
+    )
     assert found[:3] == (str(processes), str(2 * processes), steps)
     assert float(found[3]) == pytest.approx(loss, rel=1e-5)
 
@@ -87,7 +89,7 @@ def test_slurm(loss, tmp_path):
 
 
 def test_jobset(loss):
-    """The container's command and environment, as they would be in each pod; only DNS and folders are not there."""
+    """The container's command and environment, as in each pod; DNS and volumes are left out."""
     jobset = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
     (job,) = jobset["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
@@ -98,7 +100,9 @@ def test_jobset(loss):
     assert index["fieldRef"]["fieldPath"].endswith("['batch.kubernetes.io/job-completion-index']")
     assert spec["completionMode"] == "Indexed"
     assert variables["JAX_NUM_PROCESSES"] == str(spec["completions"]) == str(spec["parallelism"])
-    assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+    assert {one["name"] for one in container["volumeMounts"]} == {
+        one["name"] for one in pod["volumes"]
+    }
     name = jobset["metadata"]["name"]
     host, port = variables["JAX_COORDINATOR_ADDRESS"].split(":")
     assert (host, job["replicas"]) == (f"{name}-{job['name']}-0-0.{name}", 1)

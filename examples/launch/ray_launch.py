@@ -10,7 +10,6 @@ import socket
 import ray
 
 
-@ray.remote
 class Worker:
     """A process on a machine. JAX is first imported by `train`, when the process knows who it is."""
 
@@ -37,13 +36,11 @@ def main() -> None:
     # Workers import train.py from this folder, which Ray copies to them.
     ray.init(runtime_env={"working_dir": os.path.dirname(os.path.abspath(__file__))})
     # With all GPUs of a node, each worker has a node to itself.
-    workers = [Worker.options(num_gpus=args.gpus).remote() for _ in range(args.nodes)]
+    worker_class = ray.remote(num_gpus=args.gpus)(Worker)
+    workers = [worker_class.remote() for _ in range(args.nodes)]
     address = ray.get(workers[0].address.remote())
     losses = ray.get(
-        [
-            worker.train.remote(address, args.nodes, i, args.argv)
-            for i, worker in enumerate(workers)
-        ]
+        [worker.train.remote(address, args.nodes, i, args.argv) for i, worker in enumerate(workers)]
     )
     print(f"loss {losses[0]:.6f}")
 

@@ -60,8 +60,8 @@ def main(argv: list[str] | None = None) -> float:
     train_step = jzero.shard_train_step(step_fn, mesh=mesh)
     state, loss, step = train_step.init(init_fn, jax.random.key(0)), jnp.nan, 0
     checkpointer = jzero.Checkpointer(args.checkpoints, train_step) if args.checkpoints else None
-    if checkpointer and checkpointer.latest_step():
-        step = checkpointer.latest_step()
+    if checkpointer and (latest := checkpointer.latest_step()):
+        step = latest
         state = checkpointer.restore(jax.eval_shape(init_fn, jax.random.key(0)))
     first, stop = step, False
     while step < args.steps and not stop:

@@ -1,4 +1,4 @@
-"""Stands in for Ray: an actor is a process on this machine. What ray_launch.py calls, and none of Ray's scheduling."""
+"""Stands in for Ray: an actor is a process on this machine. It has what ray_launch.py calls, no more."""
 
 import atexit
 import multiprocessing
@@ -13,24 +13,13 @@ def init(runtime_env: dict[str, Any]) -> None:
     assert set(runtime_env) == {"working_dir"}
 
 
-def remote(cls: type) -> "_Class":
-    return _Class(cls)
+def remote(*, num_gpus: float) -> Any:
+    assert num_gpus > 0
+    return lambda cls: types.SimpleNamespace(remote=lambda: _Actor(cls))
 
 
 def get(results: Any) -> Any:
     return [get(result) for result in results] if isinstance(results, list) else results()
-
-
-class _Class:
-    def __init__(self, cls: type):
-        self._cls = cls
-
-    def options(self, num_gpus: float) -> "_Class":
-        assert num_gpus > 0
-        return self
-
-    def remote(self) -> "_Actor":
-        return _Actor(self._cls)
 
 
 class _Actor:

@@ -3,7 +3,7 @@
 from typing import Any
 
 
-class tqdm:  # noqa: N801
+class tqdm:
     def __init__(self, *, total: int):
         self.n, self._total = 0, total
 

@@ -1,4 +1,4 @@
-"""Stands in for W&B where it is not installed: what docs/guide/recipes.md calls, and it checks what it is given."""
+"""Stands in for W&B where it is not installed: what docs/guide/recipes.md calls."""
 
 from typing import Any
 
