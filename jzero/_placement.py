@@ -53,15 +53,16 @@ class Placement:
         The shardings are those of leaves at rest, of the shape `LeafPlan.padded_shape`.
         """
         signature, setting = self.programs.signature, self.programs.setting
-        state = signature.named(state, _call.WHO)
-        abstract = _call.abstract(state, "state")
         plans: tuple[LeafPlan, ...] | None
         # Where products must be known, and the state is all that the step takes, they are.
         alone = self.programs.options.weight_dtype is not None and signature.takes_state_alone
         if args or kwargs or alone:
-            call = self.programs.bind(*signature.with_state(state, args, kwargs or {}))
+            call = self.programs.bind(
+                *self.programs.with_state(_call.WHO, state, args, kwargs or {})
+            )
             plans = self.programs.of(call).plan.leaves
         else:
+            abstract = _call.abstract(signature.named(state, _call.WHO), "state")
             plans = self.programs.layout_of(abstract, setting)
         if plans is None:
             self._check_told()

@@ -259,7 +259,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return jax.tree.unflatten(tree, map(rows_of, leaves))
         with self._asked("rows"):
-            plans, shardings = self._placement.leaf_plans(state, args, kwargs)
+            plans, shardings = self._leaf_plans(state, args, kwargs)
         full = NamedSharding(self._programs.setting.mesh, PartitionSpec())
         return jax.tree.unflatten(tree, [
             jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=place) if plan.codes
@@ -281,7 +281,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
           StateError: they are no rows of this state on this mesh.
         """
         with self._asked("from_rows"):
-            plans, shardings = self._placement.leaf_plans(state, args, kwargs)
+            plans, shardings = self._leaf_plans(state, args, kwargs)
             leaves, tree = jax.tree.flatten(rows)
             structure: Any = jax.tree.structure(state)
             if structure != tree:
@@ -320,7 +320,8 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
           ProcessError: several processes are about to run different programs, or one does not come.
         """
         with self._asked(WHO):
-            call = FlatCall.of(self._programs.signature.bind(args, kwargs), self._programs.setting)
+            bound = self._programs.signature.bind(self._given(args), kwargs)
+            call = FlatCall.of(bound, self._programs.setting)
             use = Use(WHO, call.call.state, consumes=False)
             try:
                 inputs = self._placement.inputs(call)
@@ -339,4 +340,4 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
                 if (explained := use.explained(error, call.state)) is not None:
                     raise explained from error
                 raise
-        return jax.tree.unflatten(program.out_tree, outs)
+        return call.call.given(jax.tree.unflatten(program.out_tree, outs))

@@ -14,14 +14,18 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.sharding.batch._body import Movement
-from jzero.sharding.plan import _layout, _untold
+from jzero.sharding.plan import _layout
 from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._local_step import FlatStep, local_step
 from jzero.sharding.plan._make import make_plan, state_leaves
 from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
-from jzero.tracing import _call
+from jzero.tracing import _call, _objects, _reading
+from jzero.tracing._forwarded import restored
+from jzero.tracing._modules import Filtered
+from jzero.tracing._objects import AsPytrees, Mutated
+from jzero.tracing._reading import Elsewhere
 from jzero.tracing._returned import find_state
 from jzero.tracing._signature import Signature
 
@@ -85,20 +89,37 @@ def build(
     state_avals, state_tree = jax.tree.flatten(state)
     array_avals, arrays_tree = jax.tree.flatten(arrays)
     num_state, mesh = len(state_avals), setting.mesh
+    first, signature = signature.state_names, signature.of_objects(static)
+
+    def run(*leaves: Any) -> Any:
+        given, rest = jax.tree.unflatten(state_tree, leaves[:num_state]), leaves[num_state:]
+        trees = jax.tree.unflatten(arrays_tree, rest)
+        try:
+            outs = signature.call(step_fn, given, trees, static)
+        except AsPytrees:
+            leads = set(first) <= set(signature.state_names)
+            raise Elsewhere(first if leads else signature.state_names) from None
+        _objects.check_kept(trees, rest)
+        return outs
 
     @functools.wraps(step_fn, updated=())  # JAX's own errors name the user's function.
     def flat_step(*leaves: Any) -> Any:
-        outs = signature.call(
-            step_fn,
-            jax.tree.unflatten(state_tree, leaves[:num_state]),
-            jax.tree.unflatten(arrays_tree, leaves[num_state:]),
-            static,
-        )
+        if setting.evaluates and signature.takes_objects:
+            return restored(run, *leaves).changed(leaves[:num_state])
+        outs = run(*leaves)
+        if isinstance(outs, Mutated):
+            _objects.check_no_state(signature.state_names, outs.result, arrays)
+            return outs
         if setting.evaluates:
             return outs
+        if isinstance(outs, Filtered):
+            return Filtered(read(outs.arrays), outs.static)
+        return read(outs)
+
+    def read(outs: Any) -> Any:
         if signature.told:
             return find_state(outs, state)
-        _untold.check_returned(signature, outs, arrays)
+        _reading.read(signature, outs, state, arrays)
         return outs
 
     flat = FlatStep(

@@ -23,6 +23,7 @@ from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call
 from jzero.tracing._batch import Batch
+from jzero.tracing._reading import Elsewhere
 from jzero.tracing._signature import Call, Signature
 
 WHO = _call.WHO
@@ -100,11 +101,50 @@ class Programs:
         return self._setting[1]
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """A call of the step, taken apart."""
-        return self.signature.bind(args, kwargs)
+        """A call of the step, taken apart, once it is known which arguments are the state."""
+        call = self.signature.bind(args, kwargs)
+        if self.signature.told or self._evaluates:
+            return call
+        try:
+            self.of(call)
+        except Elsewhere:
+            call = self.signature.bind(args, kwargs)
+        return call
+
+    def with_state(
+        self, who: str, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call, of a state and the arguments beside it in their order.
+
+        Where it is not known yet which are the state, those places are taken from where it is found.
+
+        Raises:
+          StateError: the user said which they are, and it is not of so many.
+          Exception: what the step raises with the state in its first place, if it has none in any.
+        """
+        before, failure = self.signature, None
+        if not (before.told or before.settled or self._evaluates):
+            for names in before.places(state, args, kwargs):
+                guess = before.of_state(names)
+                try:
+                    given = guess.with_state(guess.named(state, who), args, kwargs)
+                    self.bind(*given)
+                except Exception as error:
+                    failure = failure or error
+                else:
+                    if self.signature.state_names == names:
+                        return given
+                self.signature = before
+            if failure is not None:
+                raise failure
+        return before.with_state(before.named(state, who), args, kwargs)
 
     def of(self, call: Call) -> Program:
-        """The program for a call's shapes."""
+        """The program for a call's shapes.
+
+        Raises:
+          Elsewhere: other arguments are the state; `signature` says so from now on.
+        """
         return self._of(call, self.setting)
 
     def batch_of(self, who: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
@@ -140,10 +180,16 @@ class Programs:
         rests = self._rests(call, setting)
         key = (setting, tree, call.static_key, _avals_key(leaves), rests)
         if key not in self.built:
-            self.built[key] = _program.build(
-                self._step_fn, self.signature, setting, state, arrays, call.static, self._shared,
-                rests,
-            )  # fmt: skip
+            try:
+                self.built[key] = _program.build(
+                    self._step_fn, self.signature, setting, state, arrays, call.static,
+                    self._shared, rests,
+                )  # fmt: skip
+            except Elsewhere as found:
+                self.signature = self.signature.of_state(found.names)
+                raise
+            if not self.signature.settled:
+                self.signature = dataclasses.replace(self.signature, settled=True)
             self._layouts[_state_key(state, setting)] = self.built[key].plan.leaves
         return self.built[key]
 

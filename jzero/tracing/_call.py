@@ -42,6 +42,11 @@ def is_key(dtype: Any, shape: Sequence[int]) -> bool:
     return dtype == np.uint32 and tuple(shape) == (2,)
 
 
+def is_single_key(dtype: Any, shape: Sequence[int]) -> bool:
+    """One key, of either style; an array of typed keys has one for each device, or row."""
+    return is_key(dtype, shape) and (not shape or dtype == np.uint32)
+
+
 def signature_of(tree: Any) -> tuple[Any, ...]:
     """What tells two calls apart, quick to compute. Leaves may be anything."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -164,7 +169,7 @@ def argument_specs(
 
 
 def _default_spec(leaf: Any, axes: tuple[str, ...]) -> P:
-    if not leaf.shape or is_key(leaf.dtype, leaf.shape):
+    if not leaf.shape or is_single_key(leaf.dtype, leaf.shape):
         return P()
     return P(axes if len(axes) > 1 else axes[0])
 

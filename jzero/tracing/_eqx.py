@@ -20,8 +20,9 @@ def from_eqx(
 ) -> tuple[Callable[Concatenate[Any, ...], tuple[Any, Any]], Any]:
     """Turns `train_step(model, opt_state, batch) -> (model, opt_state, loss)` into `step(state, batch)`.
 
-    A state has arrays only, and an Equinox module has functions, strings and Python numbers too. The step
-    that comes back does::
+    `shard_train_step` takes such a step as it is. A function of a state has it in one argument, of arrays
+    only, while an Equinox module has functions, strings and Python numbers too. The step that comes back
+    does::
 
         model, opt_state = eqx.combine(state, static)
         model, opt_state, loss = train_step(model, opt_state, *args)   # in the order in which it returns them

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jzero._errors import StateError, StepError, describe_leaf, message
 from jzero.tracing import _call
@@ -108,6 +109,108 @@ def find_state(outs: Any, state: Any) -> Returned:
     return Returned([nodes[i] for i in places], tuple(places), tree)
 
 
+class Found(NamedTuple):
+    """Which arguments of a step come back with their structure, shapes and dtypes.
+
+    Attributes:
+      state: those that are state beyond doubt.
+      unclear: those that may be it, or a batch that a result is like (a reconstruction, a hidden state).
+    """
+
+    state: tuple[str, ...]
+    unclear: tuple[str, ...]
+
+
+def find_arguments(outs: Any, arguments: Mapping[str, Any], first: str | None = None) -> Found:
+    """Which arguments are state, by what the step returns.
+
+    A coincidence must not make state of a batch: scalars and keys are never state, since any loss is like a
+    scalar; nor, beyond doubt, is a bare array, or a tree whose arrays all have the batch's leading dim. Of
+    several arguments that are alike as many must come back.
+
+    Args:
+      outs: what the step returned, of arrays, tracers or `ShapeDtypeStruct`s.
+      arguments: those that are not static, by name, in the order of the step's parameters.
+      first: the one that is state whatever it holds, as the step takes it first and returns it first.
+    """
+    likes = {name: Like(tree) for name, tree in arguments.items() if _arrays(tree)}
+    nodes = jax.tree.leaves(outs, is_leaf=lambda x: any(like(x) for like in likes.values()))
+    missing, short = set[str](), set[str]()
+    for name, like in likes.items():
+        alike = {other for other in likes if like(arguments[other])}
+        num = sum(map(like, nodes))
+        if num == 0 or (num == 1 and first in alike - {name}):
+            missing.add(name)
+        elif num < len(alike):
+            short.add(name)
+    there = {name: arguments[name] for name in likes if name not in missing}
+    rows = {x.shape[0] for name in missing for x in _arrays(arguments[name])}
+    moments = {
+        x.shape
+        for tree in there.values()
+        if holds_optimizer_state(tree)
+        for x in jax.tree.leaves(tree)
+    }
+    sure = [
+        name
+        for name, tree in there.items()
+        if name == first or (name not in short and _is_state(tree, rows, moments))
+    ]
+    return Found(tuple(sure), tuple([name for name in there if name not in sure]))
+
+
+def _is_state(tree: Any, rows: Collection[int], moments: Collection[tuple[int, ...]]) -> bool:
+    """Whether an argument that comes back is state beyond doubt.
+
+    Args:
+      tree: the argument.
+      rows: leading dims of those that do not come back; unknown if all do.
+      moments: shapes of optimizer states that come back.
+    """
+    arrays, is_tree = _arrays(tree), not jax.tree_util.all_leaves([tree])
+    leading = {x.shape[0] for x in arrays}
+    has_rows = leading <= set(rows) if rows else len(leading) == 1
+    if holds_optimizer_state(tree):
+        return True
+    if {x.shape for x in arrays} <= set(moments):
+        return is_tree or not has_rows
+    return is_tree and not has_rows and any(map(_is_float, arrays))
+
+
+def _arrays(tree: Any) -> list[Any]:
+    """Leaves that are neither scalars nor keys."""
+    leaves = jax.tree.leaves(tree)
+    return [x for x in leaves if getattr(x, "shape", ()) and not _call.is_key(x.dtype, x.shape)]
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def holds_floats(tree: Any) -> bool:
+    """Whether a tree has arrays of floats that could be split, as what is trained has."""
+    return any(map(_is_float, _arrays(tree)))
+
+
+def holds_optimizer_state(tree: Any) -> bool:
+    """Whether a tree has nodes of optax's own types, and arrays that could be split."""
+
+    def is_optax(x: Any) -> bool:
+        return type(x).__module__.partition(".")[0] == "optax"
+
+    nodes = jax.tree.leaves(tree, is_leaf=is_optax)
+    return any(_arrays(node) for node in nodes if is_optax(node))
+
+
+def results_like(outs: Any, tree: Any) -> Iterator[tuple[int, Any]]:
+    """What a step returned that is like an argument, with the number of its first leaf."""
+    at, like = 0, Like(tree)
+    for node in jax.tree.leaves(outs, is_leaf=like):
+        if like(node):
+            yield at, node
+        at += len(jax.tree.leaves(node))
+
+
 def _same(candidates: Sequence[list[int]], i: int, j: int) -> bool:
     """Whether two arguments of the state are alike: then the same results are."""
     return i == j or (bool(candidates[i]) and candidates[i] == candidates[j])
@@ -132,6 +235,8 @@ class Like:
 
 
 def _one_type(x: Any, y: Any) -> bool:
+    if not hasattr(x, "dtype") and not hasattr(y, "dtype"):  # Numbers and functions of a module.
+        return x is y or (type(x) is type(y) and bool(x == y))
     try:
         a, b = _call.abstract_leaf(x), _call.abstract_leaf(y)
     except (TypeError, ValueError):
@@ -142,7 +247,7 @@ def _one_type(x: Any, y: Any) -> bool:
 def _refuse_missing(
     outs: Any, missing: Sequence[tuple[str, Any]], there: Sequence[Like], names: Sequence[str]
 ) -> None:
-    changed = [line for name, value in missing for line in _changes(outs, name, value, there)]
+    changed = [line for name, value in missing for line in changes(outs, name, value, there)]
     if changed:
         raise StateError(message(
             WHO, changed, "A step must keep every state leaf's shape and dtype.",
@@ -158,7 +263,7 @@ def _refuse_missing(
         things="arguments"))  # fmt: skip
 
 
-def _changes(outs: Any, name: str, value: Any, there: Sequence[Like]) -> list[str]:
+def changes(outs: Any, name: str, value: Any, there: Sequence[Like]) -> list[str]:
     """Leaves of an argument that came back with other shapes or dtypes, if one result has its structure.
 
     Moments have that of the parameters: what is in arguments that came back (`there`) is none.
@@ -167,7 +272,7 @@ def _changes(outs: Any, name: str, value: Any, there: Sequence[Like]) -> list[st
     if fits(0):  # One array: any result has its structure.
         return []
     nodes = jax.tree.leaves(outs, is_leaf=lambda x: fits(x) or any(like(x) for like in there))
-    found = [node for node in nodes if fits(node)]
+    found = [node for node in nodes if fits(node) and not any(like(node) for like in there)]
     if len(found) != 1:
         return []
     named = zip(

@@ -285,11 +285,18 @@ def global_shapes(
 ) -> list[tuple[int, ...]] | None:  # fmt: skip
     """Output shapes at the whole batch, to tell per-example outputs from averages; None if unknown."""
     try:
-        one = dict.fromkeys(axes, 1)
-        traced = _jaxpr.trace(flat_step, avals, one, automatic)
+        traced = trace_at_whole(flat_step, avals, axes, automatic)
     except Exception:
         return None
     return [aval.shape for aval in traced.out_avals]
+
+
+def trace_at_whole(
+    flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], axes: dict[str, int],
+    automatic: dict[str, int],
+) -> _jaxpr.Traced:  # fmt: skip
+    """The trace of a step with collectives of its own as if one device had the whole batch."""
+    return _jaxpr.trace(flat_step, avals, dict.fromkeys(axes, 1), automatic)
 
 
 def is_float(aval: Aval) -> bool:

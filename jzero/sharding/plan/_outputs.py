@@ -13,6 +13,8 @@ from jzero.sharding.batch import _trace
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.tracing import _call
+from jzero.tracing._modules import Filtered
+from jzero.tracing._objects import Mutated
 from jzero.tracing._returned import Returned
 
 WHO = _call.WHO
@@ -90,12 +92,13 @@ def output_paths(out_tree: Any, num_state: int = 0) -> list[str]:
 def check_outputs(traced: _trace.TracedStep, avals: list[Any], tree: Any) -> None:
     """The step must return its state, alone or first, with every leaf's shape and dtype kept."""
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
+    outs = outs.arrays if isinstance(outs, Filtered) else outs
     if isinstance(outs, Returned):
         return  # Its state was found by that.
-    new = outs
+    new = outs.state if isinstance(outs, Mutated) else outs
     if isinstance(outs, (tuple, list)) and outs and jax.tree.structure(outs[0]) == tree:
         new = outs[0]
-    elif jax.tree.structure(outs) != tree:
+    elif jax.tree.structure(new) != tree:
         raise StateError(message(
             WHO, _structure_difference(outs, tree),
             "step_fn returns the new state, alone or first in a tuple, with the structure it got.",
