@@ -36,6 +36,8 @@ myst_heading_anchors = 4
 
 # In docstrings, `x` is code.
 default_role = "literal"
+# Behind `::` stand sketches, which are no Python. Doctests are highlighted all the same.
+highlight_language = "none"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_use_ivar = True
