@@ -66,17 +66,22 @@ def in_new_folder() -> Iterator[pathlib.Path]:
             yield pathlib.Path.cwd()
 
 
-def readme_examples() -> list[str]:
-    """The code that the README begins with: its first example, and what follows from it."""
-    text = (DOCS.parent / "README.md").read_text().partition("\n## Two commands")[0]
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+def readme_programs() -> list[list[str]]:
+    """The README's blocks of code: those of each program that it shows, which begins with its imports."""
+    text = (DOCS.parent / "README.md").read_text()
+    programs: list[list[str]] = []
+    for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        if code.startswith("import "):
+            programs.append([])
+        programs[-1].append(code)
+    return programs
 
 
-def run_readme() -> dict[str, Any]:
-    """The names that the README's code has made."""
-    names: dict[str, Any] = {}
+def run_readme(program: int = 0) -> dict[str, Any]:
+    """The names that one of the README's programs has made."""
+    names: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.redirect_stdout(io.StringIO()):
-        for code in readme_examples():
+        for code in readme_programs()[program]:
             exec(code, names)
     return names
 

@@ -33,6 +33,8 @@ def programs(page: str) -> str:
 )
 def test_programs_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # Behind all else: where a logger is installed, it is the one that runs.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "tests" / "stand_ins" / "loggers")])
     with jax.numpy_rank_promotion("allow"):  # As for whoever copies it.
         exec(compile(programs(path.read_text()), str(path), "exec"), {"__name__": "__main__"})
 
