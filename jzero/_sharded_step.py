@@ -31,6 +31,7 @@ from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.tracing import _call, _modules, _objects
 from jzero.tracing._axis_types import explicit_axes, explicit_mesh, takes_explicit_axes
+from jzero.tracing._returned import Like
 
 
 class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
@@ -85,7 +86,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         signature = self._programs.signature
         is_state = next(iter(signature.parameters.parameters)) in signature.state_names
         if self._bound and is_state and not (signature.told or signature.settled):
-            is_state = jax.tree.structure(state) == jax.tree.structure(self._bound[0])
+            is_state = Like(self._bound[0]).in_structure(state)
         return args if is_state else self._given(args)
 
     def _leaf_plans(

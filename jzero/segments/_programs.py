@@ -35,7 +35,7 @@ class Programs:
     """The programs of one step.
 
     Attributes:
-      signature: how the step is called.
+      signature: how the step is called; what its state is, if nobody said so, once a call was read.
       options: what the user chose.
       mesh: the mesh they are for; None for whatever is current.
       built: by setting, static arguments and shapes, and how the leaves lie that an evaluation reads.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that a step updates beside its state, without having said so: it would be split as a batch is."""
+"""State that a step updates beside its first argument: it would be split as a batch is."""
 
 from __future__ import annotations
 
