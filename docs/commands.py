@@ -23,7 +23,7 @@ is the same as `jzero`.
 
 def page() -> str:
     general = help_of()
-    commands = re.findall(r"^    (\w+) ", general, re.MULTILINE)
+    commands = re.findall(r"^    (\w+)\b", general, re.MULTILINE)
     parts = [f"\n## jzero {name}\n\n```text\n{help_of(name)}```\n" for name in commands]
     return "".join([HEAD, f"\n```text\n{general}```\n", *parts])
 

@@ -34,8 +34,10 @@ exclude_patterns = [".*"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
-# In docstrings, `x` is code.
+# In docstrings, `x` is code. What follows `::` is a sketch: highlighted as Python, its words would have the
+# colours of keywords. Examples begin with `>>>`, and blocks of pages name their language.
 default_role = "literal"
+highlight_language = "text"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_use_ivar = True
@@ -61,6 +63,7 @@ html_copy_source = False
 html_show_sphinx = False
 
 # The README has no directives, so that it reads as well elsewhere; on the site it is the first page.
+# There its sections `### In ...` are tabs.
 CONTENTS = """
 
 ```{toctree}
@@ -86,9 +89,19 @@ def setup(app: Any) -> None:
 
 def _add_contents(app: Any, page: str, source: list[str]) -> None:
     if page == root_doc:
-        source[0] += CONTENTS
+        source[0] = _with_tabs(source[0]) + CONTENTS
     if page in NOT_SEARCHED:
         source[0] = "---\nnosearch: true\n---\n" + source[0]
+
+
+def _with_tabs(page: str) -> str:
+    before, *sections = re.split(r"^### In (.+)\n", page, flags=re.MULTILINE)
+    sections[-1], end, after = sections[-1].partition("\n## ")
+    tabs = [
+        f"::::{{tab-item}} {title}\n{text}\n::::\n"
+        for title, text in zip(sections[::2], sections[1::2], strict=True)
+    ]
+    return f"{before}:::::{{tab-set}}\n{''.join(tabs)}:::::\n{end}{after}"
 
 
 # What `site.css` and the theme need to show a page on a phone, and readers who do not see its pictures.
@@ -102,6 +115,8 @@ def _check_page(app: Any, page: str, template: str, context: dict[str, Any], doc
         "a table in no box that scrolls": len(re.findall("<table", body))
         - len(re.findall(SCROLLS, body)),
         "a picture without alt text": len(re.findall(r'<img(?![^>]* alt="[^"]+")', body)),
+        "a sketch in the colours of Python": len(re.findall('<div class="highlight-default', body)),
+        "other than two tabs": page == root_doc and body.count('"sd-tab-label"') != 2,
         "no site.css": not any("site.css" in str(file) for file in context["css_files"]),
     }
     for what, times in found.items():

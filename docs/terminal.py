@@ -31,7 +31,8 @@ BEFORE = ("estimate --params 7.5B --devices 64 --memory 80GB",
           "estimate --params 7.5B --devices 64 --stage 3 --offload host --delayed",
           "estimate --params 70B --devices 8 --stage 3 --offload host --offload-params 2GiB "
           "--tokens 8K --peak 989TFLOP/s --pcie 55GB/s --host-update 40GB/s",
-          "estimate --params 7.5B --devices 64 --memory 80")  # fmt: skip
+          "estimate --params 7.5B --devices 64 --memory 80",
+          "estimate --param 7.5B --device 64")  # fmt: skip
 AFTER = ("inspect checkpoints", "inspect checkpoints/50", "export checkpoints model.safetensors")
 
 
@@ -58,21 +59,29 @@ def section(title: str, text: str, language: str = "console") -> str:
 def in_new_folder() -> Iterator[pathlib.Path]:
     """A folder to work in, on a terminal."""
     with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
-        with mock.patch.dict(os.environ, {"COLUMNS": str(COLUMNS)}):
+        version = mock.patch(
+            "jzero.checkpoint._checkpointer.__version__", "0.1.0"
+        )  # not this commit's
+        with mock.patch.dict(os.environ, {"COLUMNS": str(COLUMNS)}), version:
             yield pathlib.Path.cwd()
 
 
-def readme_examples() -> list[str]:
-    """The code that the README begins with: its first example, and what follows from it."""
-    text = (DOCS.parent / "README.md").read_text().partition("\n## Two commands")[0]
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+def readme_programs() -> list[list[str]]:
+    """The README's blocks of code: those of each program that it shows, which begins with its imports."""
+    text = (DOCS.parent / "README.md").read_text()
+    programs: list[list[str]] = []
+    for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        if code.startswith("import "):
+            programs.append([])
+        programs[-1].append(code)
+    return programs
 
 
-def run_readme() -> dict[str, Any]:
-    """The names that the README's code has made."""
-    names: dict[str, Any] = {}
+def run_readme(program: int = 0) -> dict[str, Any]:
+    """The names that one of the README's programs has made."""
+    names: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.redirect_stdout(io.StringIO()):
-        for code in readme_examples():
+        for code in readme_programs()[program]:
             exec(code, names)
     return names
 

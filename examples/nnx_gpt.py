@@ -94,12 +94,7 @@ def main(argv: list[str] | None = None) -> None:
         model = GPT(args, nnx.Rngs(args.seed))
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    def init() -> nnx.State:
-        return nnx.state(make())
-
-    objects = nnx.eval_shape(make)  # shapes only: the arrays are born in shards
-    pure_step, _ = jzero.from_nnx(step_fn, *objects)
-    train_step = jzero.shard_train_step(pure_step, stage=args.stage, accumulate=args.accumulate)
+    train_step = jzero.shard_train_step(step_fn, stage=args.stage, accumulate=args.accumulate)
     if args.logs:
         from tensorboardX import SummaryWriter  # pip install tensorboardX
     writer = SummaryWriter(args.logs) if args.logs else None
@@ -107,15 +102,21 @@ def main(argv: list[str] | None = None) -> None:
         args.checkpoints, train_step, max_to_keep=2, save_interval_steps=args.save_every
     ) as checkpointer:
         first = step = checkpointer.latest_step() or 0
-        state = checkpointer.restore(jax.eval_shape(init)) if step else train_step.init(init)
-        print(train_step.describe(state, rows(text, step, args)), flush=True)
+        if step:
+            objects = nnx.eval_shape(make)  # shapes only: the arrays come from the checkpoint
+            nnx.update(objects, checkpointer.restore(nnx.state(objects)))
+        else:
+            objects = train_step.init(make)  # in shards, and never whole on one device
+        model, optimizer = objects
+        print(train_step.describe(model, optimizer, rows(text, step, args)), flush=True)
         began, stop = time.perf_counter(), False
         while step < args.steps and not stop:
-            state, metrics = train_step(state, rows(text, step, args))
+            metrics = train_step(model, optimizer, rows(text, step, args))
             step += 1
             stop = checkpointer.preempted(step)  # SIGTERM came: save, and end.
-            checkpointer.save(step, state, force=stop or step == args.steps)
-            if stop or step == args.steps or step % args.log_every == 0:
+            last = stop or step == args.steps
+            checkpointer.save(step, nnx.state(objects), force=last)
+            if last or step % args.log_every == 0:
                 loss = float(metrics["loss"])  # waits for the devices, hence not after every step
                 speed = (step - first) / (time.perf_counter() - began)
                 print(f"step {step:5}  loss {loss:.6f}  {speed:.2f} steps/s", flush=True)
@@ -126,23 +127,22 @@ def main(argv: list[str] | None = None) -> None:
     if step < args.steps:
         return print(f"stopped after step {step}; the same command goes on")
 
-    merge = partial(nnx.merge, nnx.graphdef(objects), copy=True)  # the objects of a state
-
-    @jzero.shard_eval_step(like=train_step)
-    def evaluate(state: nnx.State, batch: jax.Array) -> jax.Array:
-        return loss_fn(merge(state)[0], batch)
+    evaluate = jzero.shard_eval_step(loss_fn, like=train_step)
 
     @jzero.shard_eval_step(like=train_step, in_specs={"window": jax.P()})
-    def generate(state: Any, window: Any, key: jax.Array) -> jax.Array:
+    def generate(model: GPT, window: Any, key: jax.Array) -> jax.Array:
+        graph, params = nnx.split(model)
+
         def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-            byte = jax.random.categorical(key, merge(state)[0](window[None])[0, -1] / 0.7)
+            logits = nnx.merge(graph, params, copy=True)(window[None])[0, -1]
+            byte = jax.random.categorical(key, logits / 0.7)
             return jnp.append(window[1:], byte), byte
 
         return jax.lax.scan(next_byte, window, jax.random.split(key, args.sample_bytes))[1]
 
-    losses = [evaluate(state, rows(held_out, i, args)) for i in range(args.eval_batches)]
+    losses = [evaluate(model, rows(held_out, i, args)) for i in range(args.eval_batches)]
     print(f"held-out loss {np.mean(losses):.6f} nats/byte")
-    sample = generate(state, held_out[: args.context], jax.random.key(args.seed))
+    sample = generate(model, held_out[: args.context], jax.random.key(args.seed))
     print(bytes([*held_out[: args.context], *np.asarray(sample)]).decode(errors="replace"))
 
 

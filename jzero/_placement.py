@@ -8,9 +8,10 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jzero._errors import MeshError, OptionError, StateError, message
+from jzero._errors import BatchError, MeshError, OptionError, StateError, message
 from jzero._memory_kinds import HOST, NVME, HostNeed
 from jzero.offload.memory import _available, _placing, _writes
 from jzero.offload.memory._coded_array import CodedArray, rows_of
@@ -26,7 +27,7 @@ from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall, Repeat
 from jzero.sharding.plan import _leaves, _make
 from jzero.sharding.plan._leaves import LeafPlan
-from jzero.tracing import _call
+from jzero.tracing import _call, _weak
 
 
 class Placement:
@@ -53,15 +54,19 @@ class Placement:
         The shardings are those of leaves at rest, of the shape `LeafPlan.padded_shape`.
         """
         signature, setting = self.programs.signature, self.programs.setting
-        state = signature.named(state, _call.WHO)
-        abstract = _call.abstract(state, "state")
         plans: tuple[LeafPlan, ...] | None
         # Where products must be known, and the state is all that the step takes, they are.
         alone = self.programs.options.weight_dtype is not None and signature.takes_state_alone
         if args or kwargs or alone:
-            call = self.programs.bind(*signature.with_state(state, args, kwargs or {}))
+            call = self.programs.bind(
+                *self.programs.with_state(_call.WHO, state, args, kwargs or {})
+            )
             plans = self.programs.of(call).plan.leaves
         else:
+            # Who never said what the state is may have it as before that was found: in another tree.
+            fits = not signature.found or signature.is_state(state)
+            named = signature.named(state, _call.WHO) if fits else state
+            abstract = _call.abstract(named, "state")
             plans = self.programs.layout_of(abstract, setting)
         if plans is None:
             self._check_told()
@@ -238,9 +243,11 @@ class Placement:
 
     def ready(self, call: FlatCall) -> tuple[Program, list[Any]]:
         """The same of any call: its program, on which all processes agree, and its state, placed."""
+        _check_values(call)
         program = self.programs.agreed(call.call, call.setting)
         plan, unread = program.plan, program.plan.unread
         leaves = [None if i in unread else x for i, x in enumerate(call.state)]
+        leaves = _weak.strong(leaves, program.state)
         shardings = program.state_shardings
         needs = self._new_needs(program)
         placed = self.place(call.call.state, leaves, plan.leaves, shardings, _call.WHO, needs)
@@ -259,3 +266,17 @@ class Placement:
             more = nbytes - self._met[what, tier]
             found += [HostNeed(what, tier, more)] if more > 0 else []
         return found
+
+
+def _check_values(call: FlatCall) -> None:
+    """Refuses shapes where a step runs."""
+    for leaves, cls, paths in (
+        (call.state, StateError, lambda: _call.leaf_paths(call.call.state, "state")),
+        (call.arrays, BatchError, lambda: _call.argument_paths(call.call.arrays)),
+    ):
+        if shapes := [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]:
+            found = [f"{paths()[i]} is a ShapeDtypeStruct" for i in shapes]
+            raise cls(message(
+                _call.WHO, found, "A call runs, and needs values; shapes are for plan, describe, lower and "
+                "state_shardings.", "Pass arrays; train_step.init(init_fn, key) makes a state in shards.",
+                shown=4))  # fmt: skip

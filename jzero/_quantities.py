@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as people write them: "7.5B" parameters, "80GiB" of memory, "55GB/s", an int of NumPy's."""
+"""Numbers as people write them: "7.5B" or "1e9" parameters, "80GiB", "55GB/s", an int of NumPy's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _PREFIXES = {"P": 10**15, "T": 10**12, "G": 10**9, "M": 10**6, "K": 10**3}
-_NUMBER = re.compile(r"(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)")
+_NUMBER = re.compile(r"(\d{1,40}(?:\.\d{1,40})?(?:[eE]\+?\d{1,2})?)\s*([A-Za-z]*)")
 
 _BITS = re.compile(r"(.+?)b(?:it)?/s")
 _FLOPS = re.compile(r"(.+?)\s*flop(?:s|/s)", re.IGNORECASE)
 
-COUNT_RULE = "a whole number from 1, or a string such as '350M', '7.5B' or '1T'"
+COUNT_RULE = "a whole number from 1, or a string such as '350M', '7.5B', '1e9' or '1T'"
 BYTES_RULE = "a whole number from 1, or a string such as '80GiB' or '80GB'"
 RATE_RULE = (
     "bytes per second, a whole number from 1 or a string such as '55GB/s'; a capital B is a byte"
@@ -29,7 +29,7 @@ FLOPS_RULE = "operations per second, a whole number from 1 or a string such as '
 
 
 def parse_count(value: object) -> int | None:
-    """`7500000000` of `"7.5B"`; None for what is not a positive count."""
+    """`7500000000` of `"7.5B"` and of `"7.5e9"`; None for what is not a positive count."""
     return _parse(value, _COUNTS)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._errors import OptionError, StateError, called_as, message
 from jzero._in_use import Use
+from jzero._own_options import refuses_unknown_options
 from jzero._sharded_step import ShardedStep
 from jzero._step import ShardedTrainStep
 from jzero._step_types import EvalStepOptions, Result, StepArgs
@@ -45,6 +46,7 @@ def shard_eval_step(
     like: ShardedTrainStep | None = None,
     **options: Unpack[EvalStepOptions],
 ) -> Callable[[Callable[StepArgs, Result]], ShardedEvalStep[StepArgs, Result]]: ...
+@refuses_unknown_options
 def shard_eval_step(
     eval_step: Callable[..., Any] | None = None,
     *,
@@ -150,7 +152,8 @@ def shard_eval_step(
       static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
       static_argnames: their names.
       in_specs: how arguments lie whose rows are not along dim 0; see `shard_train_step`.
-      state_argnums: positions of the arguments that are read where they rest, by default the first.
+      state_argnums: positions of the arguments that are read where they rest, by default the first, or those
+        that are the state that `like` has trained, or parts of it.
       state_argnames: their names.
 
     Returns:
@@ -259,7 +262,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return jax.tree.unflatten(tree, map(rows_of, leaves))
         with self._asked("rows"):
-            plans, shardings = self._placement.leaf_plans(state, args, kwargs)
+            plans, shardings = self._leaf_plans(state, args, kwargs)
         full = NamedSharding(self._programs.setting.mesh, PartitionSpec())
         return jax.tree.unflatten(tree, [
             jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=place) if plan.codes
@@ -281,7 +284,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
           StateError: they are no rows of this state on this mesh.
         """
         with self._asked("from_rows"):
-            plans, shardings = self._placement.leaf_plans(state, args, kwargs)
+            plans, shardings = self._leaf_plans(state, args, kwargs)
             leaves, tree = jax.tree.flatten(rows)
             structure: Any = jax.tree.structure(state)
             if structure != tree:
@@ -320,7 +323,8 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
           ProcessError: several processes are about to run different programs, or one does not come.
         """
         with self._asked(WHO):
-            call = FlatCall.of(self._programs.signature.bind(args, kwargs), self._programs.setting)
+            bound = self._programs.bind(self._given(args), kwargs)
+            call = FlatCall.of(bound, self._programs.setting)
             use = Use(WHO, call.call.state, consumes=False)
             try:
                 inputs = self._placement.inputs(call)
@@ -339,4 +343,4 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
                 if (explained := use.explained(error, call.state)) is not None:
                     raise explained from error
                 raise
-        return jax.tree.unflatten(program.out_tree, outs)
+        return call.call.given(jax.tree.unflatten(program.out_tree, outs))

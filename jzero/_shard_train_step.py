@@ -9,6 +9,7 @@ from typing import Any, Unpack, overload
 from jax.sharding import PartitionSpec
 
 from jzero._errors import OptionError, message
+from jzero._own_options import refuses_unknown_options
 from jzero._step import ShardedTrainStep
 from jzero._step_types import Result, StepArgs, TrainStepOptions
 from jzero.offload._parameters import policy_of
@@ -29,6 +30,7 @@ def shard_train_step(
 def shard_train_step(
     step_fn: None = None, **options: Unpack[TrainStepOptions]
 ) -> Callable[[Callable[StepArgs, Result]], ShardedTrainStep[StepArgs, Result]]: ...
+@refuses_unknown_options
 def shard_train_step(
     step_fn: Callable[..., Any] | None = None,
     *,
@@ -71,7 +73,7 @@ def shard_train_step(
         parameters rest in shards, gathered once for each pass            # stage 3
 
     `step_fn(state, *args) -> (state, metrics)`, or the state alone. The state is any pytree of arrays:
-    Flax `TrainState`, `nnx.State`, a tuple, a dataclass; or several arguments (`state_argnums`). Whatever
+    Flax `TrainState`, `nnx.State`, a tuple, a dataclass; or several arguments, wherever they stand. Whatever
     the step does with its rows (losses that couple them, sorts, control flow on a loss, noise) means what
     it means on one device; outputs with rows come back whole, in their order. An operation along the batch
     that has no rule gathers the rows: `describe` lists it.
@@ -94,8 +96,22 @@ def shard_train_step(
     >>> def step_of_three(params, opt_state, batch):
     ...     (params, opt_state), metrics = step_fn((params, opt_state), batch)
     ...     return params, opt_state, metrics
-    >>> train_step = jzero.shard_train_step(step_of_three, state_argnums=(0, 1))
+    >>> train_step = jzero.shard_train_step(step_of_three)
     >>> params, opt_state, metrics = train_step(*state, jnp.ones((8, 8)))
+
+    NNX objects are state wherever they stand, and are mutated, as by `nnx.jit`. What of an Equinox module is
+    no array is compiled in, as by `eqx.filter_jit`. See docs/guide/nnx-and-equinox.md.
+
+    >>> from flax import nnx
+    >>> @jzero.shard_train_step(stage=3)
+    ... def train_step(model, optimizer, batch):
+    ...     loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(batch) ** 2))(model)
+    ...     optimizer.update(model, grads)
+    ...     return loss
+    >>> model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    >>> train_step(model, optimizer, jnp.ones((8, 8))).shape, optimizer.step.get_value().item()
+    ((), 1)
 
     Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`. A step that has
     collectives of its own over the data axes (`axis_name`) is taken as one device's, as `jax.pmap` would:
@@ -226,19 +242,19 @@ def shard_train_step(
       axis_name: the name by which the step itself calls the data axis, if it was written for
         `jax.pmap(..., axis_name=...)`. To such a step each microbatch is a device: with `accumulate=k` it
         trains what it would on k times as many devices.
-      static_argnums: positions of arguments that are compiled in, as for `jax.jit`.
+      static_argnums: positions of arguments that are compiled in, as for `jax.jit`; those that a `step_fn`
+        of `jax.jit` has are taken over.
       static_argnames: their names.
       in_specs: `{argument: PartitionSpec}` (by name or position; tree prefixes allowed) for arguments
         whose rows are not along dim 0 (`P(None, 'data')`), or that shall be whole on every device (`P()`).
         It decides only costs.
-      state_argnums: positions of the arguments that are the state, by default the first. With several, as
-        in `step_fn(params, opt_state, batch) -> (params, opt_state, loss)` and `state_argnums=(0, 1)`, the
-        step is called, and returns, as it is written; where it returns each is found out by structure,
-        shapes and dtypes, and of those that are alike by their order. All of them are donated. What takes
-        or gives a state (`init`, `shard`, `unshard`, `flush`, `state_shardings`, checkpoints) has the tuple
-        of these arguments, in the order of the parameters; a leaf's path begins with the argument's name,
-        `params['w']`. A step that plainly updates another argument, as optimizer state, is refused unless
-        this says what is state; `state_argnums=0` says that it is none.
+      state_argnums: positions of the arguments that are the state, by default the first that is not static if
+        it comes back first or alone, else those that come back, by structure, shapes and dtypes, of those
+        alike in their order (optimizer state is state in any case; what may be a batch is refused). The
+        step is called, and returns, as it is written. All of them are donated. What takes or gives a state
+        (`init`, `shard`, `unshard`, `flush`, `state_shardings`, checkpoints) has the tuple of these
+        arguments, in the order of the parameters; a leaf's path begins with the argument's name,
+        `params['w']`. In a method, `self` is 0.
       state_argnames: their names.
 
     Returns:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Generic
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Self, overload
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._errors import STEP, OptionError, called_as, message
 from jzero._placement import Placement
@@ -26,9 +27,11 @@ from jzero.sharding.analysis import _residuals, _traffic, _untiled
 from jzero.sharding.batch import _trace
 from jzero.sharding.cut import _phases
 from jzero.sharding.plan import _layout, _outputs
+from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
-from jzero.tracing import _call
+from jzero.tracing import _call, _modules, _objects, _weak
 from jzero.tracing._axis_types import explicit_axes, explicit_mesh, takes_explicit_axes
+from jzero.tracing._returned import Like
 
 
 class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
@@ -39,11 +42,68 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
     """
 
     _who: ClassVar[str] = STEP
+    _bound: tuple[object, ...] = ()  # the instance of which it is a method
 
     def __init__(self, fn: Callable[StepArgs, Result], programs: Programs):
         self._programs, self._placement = programs, Placement(programs)
         functools.update_wrapper(self, fn, updated=())
         self.__wrapped__ = fn  # As there; checkers of types see it only here.
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: Any = None) -> Any: ...
+    def __get__(self, instance: object, owner: Any = None) -> Any:
+        """The step as a method of an instance, which is its argument 0."""
+        if instance is None or isinstance(self.__wrapped__, staticmethod):
+            return self
+        bound = copy.copy(self)
+        bound._bound = (*self._bound, instance)
+        return bound
+
+    def unbound(self) -> Self:
+        """The step as a function."""
+        function = copy.copy(self)
+        function._bound = ()
+        return function
+
+    def _given(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of a call, `self` first if it is a method."""
+        if not self._bound:
+            return args
+        first = next(iter(self._programs.signature.parameters.parameters))
+        (bound,) = self._bound
+        is_opaque = jax.tree_util.all_leaves([bound]) and not hasattr(bound, "dtype")
+        if is_opaque and first not in self._programs.signature.static_names:
+            raise OptionError(message(
+                self._who, f"{first} is a {type(bound).__name__}, and no tree of arrays",
+                "A method's self is argument 0, as for jax.jit: compiled in, or a pytree.",
+                "Say static_argnums=0; positions of other arguments count from self."))  # fmt: skip
+        return *self._bound, *args
+
+    def _beside(self, state: Any, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments beside the state: `self` is one, if it is not the state."""
+        signature = self._programs.signature
+        is_state = next(iter(signature.parameters.parameters)) in signature.state_names
+        if self._bound and is_state and not (signature.told or signature.settled):
+            is_state = Like(self._bound[0]).in_structure(state)
+        return args if is_state else self._given(args)
+
+    def _leaf_plans(
+        self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[LeafPlan, ...], list[NamedSharding]]:
+        """Where each leaf of the state rests, by the arguments beside it if any is given."""
+        beside = self._beside(state, args) if args or kwargs else ()
+        return self._placement.leaf_plans(state, beside, kwargs)
+
+    def __repr__(self) -> str:
+        """The function, the stage of a train step, and the mesh."""
+        programs = self._programs
+        mesh = programs.known_mesh
+        axes = "" if mesh is None else ", ".join(f"{k!r}: {n}" for k, n in mesh.shape.items())
+        where = f"mesh ({axes})" if mesh is not None else "mesh of the first call"
+        what = "" if self._who != STEP else f"stage {programs.options.stage}, "
+        return f"<{type(self).__name__} of {programs.signature.name}: {what}{where}>"
 
     @contextlib.contextmanager
     def _asked(self, who: str) -> Iterator[None]:
@@ -55,8 +115,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
     def _named(self, state: Any) -> Any:
         """A state, or a part of one, with the names of its arguments where it has several."""
         signature = self._programs.signature
-        whole = isinstance(state, tuple | list) and len(state) == len(signature.state_names)
-        return signature.named(state, self._who) if whole else state
+        return signature.named(state, self._who) if signature.is_state(state) else state
 
     def _run_traced(self, call: FlatCall) -> tuple[Program, list[Any], list[Any]]:
         """A call under an outer `jax.jit`: its program, new leaves of the state, whole, and outputs."""
@@ -74,7 +133,8 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             new, outs = program.step.run(_placing.pad(state, plan.leaves), arrays)
             return _placing.unpad(new, plan.leaves[: len(new)]), outs
 
-        state, arrays = _placing.as_arrays(call.state, call.arrays)
+        leaves = _weak.strong(call.state, program.state)
+        state, arrays = _placing.as_arrays(leaves, call.arrays)
         mesh = explicit_mesh([*state, *arrays])
         if axes := explicit_axes(mesh):  # Over these JAX moves nothing by itself.
             pairs = zip(plan.leaves, program.state_shardings, strict=True)
@@ -104,7 +164,8 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         checksum), and each copies what its devices need.
 
         Args:
-          state: the state, on host or devices, in any layout.
+          state: the state, on host or devices, in any layout. NNX objects are given as a call has them,
+            `shard(model, optimizer)` or with all other arguments, and are changed where they are.
           *args: optionally the step's other arguments, arrays or only their shapes (`ShapeDtypeStruct`); see
             `state_shardings`.
           **kwargs: the same by name. With `weight_dtype` they must be known, from here or from a call before.
@@ -114,17 +175,42 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
           OptionError: the host has too little memory for its part of it; see `init`.
           ProcessError: it differs between processes, or one does not come.
         """
+        if self._takes_objects(state):
+            return self._shard_objects(state, *args, **kwargs)
+        arrays, static = _modules.apart_modules(state)
+        if static is not None and not (args or kwargs):
+            return static.whole(self.shard(arrays))
         with self._asked("shard"):
-            plans, shardings = self._placement.leaf_plans(state, args, kwargs)
+            plans, shardings = self._leaf_plans(state, args, kwargs)
             leaves, tree = jax.tree.flatten(state)
             placed = self._placement.place(self._named(state), leaves, plans, shardings)
         return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
+
+    def _takes_objects(self, state: Any) -> bool:
+        """Whether these are NNX objects that a call would change, and no state in the form of a pytree."""
+        return not self._programs.signature.told and _objects.holds_objects(state)
+
+    def _shard_objects(self, *args: Any, **kwargs: Any) -> Any:
+        with self._asked("shard"):
+            named = {f"args[{i}]": x for i, x in enumerate(args)} | kwargs
+            if all(map(_objects.holds_objects, named.values())):
+                objects = _objects.Objects.of("shard", named)
+                plans, shardings = self._placement.leaf_plans(objects.state)
+            else:
+                call = self._programs.bind(self._given(args), kwargs)
+                assert call.objects is not None
+                program, objects = self._programs.of(call), call.objects
+                plans, shardings = program.plan.leaves, program.state_shardings
+            leaves, tree = jax.tree.flatten(objects.state)
+            placed = self._placement.place(objects.state, leaves, plans, shardings)
+            objects.set(jax.tree.unflatten(tree, _placing.wrap(placed, plans)))
+        return objects.values[0] if len(objects.values) == 1 else objects.values
 
     @takes_explicit_axes
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
         """The plan for `(state, *args)`: of each array the shape and dtype count; nothing runs."""
         with self._asked("plan"):
-            return self._programs.of(self._programs.bind(args, kwargs)).plan
+            return self._programs.of(self._programs.bind(self._given(args), kwargs)).plan
 
     @takes_explicit_axes
     def describe(self, *args: Any, **kwargs: Any) -> Report:
@@ -134,7 +220,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         needed.
         """
         with self._asked("describe"):
-            call = self._programs.bind(args, kwargs)
+            call = self._programs.bind(self._given(args), kwargs)
             program = self._programs.of(call)
             jaxpr = jax.make_jaxpr(program.step.run)(*placed_inputs(call, program))
         num_state = program.out_tree.num_leaves - len(program.plan.outputs)
@@ -166,7 +252,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         with self._asked("lower"):
             self._check_one_program("lowered")
             self._placement.check_devices("lowered")
-            call = self._programs.bind(args, kwargs)
+            call = self._programs.bind(self._given(args), kwargs)
             program = self._programs.of(call)
             return program.step.trace(*placed_inputs(call, program)).lower()
 

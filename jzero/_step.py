@@ -30,9 +30,9 @@ from jzero.segments._programs import Programs
 from jzero.segments._repeat import FlatCall
 from jzero.sharding.plan._offload import Offload
 from jzero.sharding.plan._options import Options, axis_tuple
-from jzero.tracing import _call, _jaxpr, _starts
+from jzero.tracing import _call, _jaxpr, _modules, _objects, _starts
 from jzero.tracing._axis_types import takes_explicit_axes
-from jzero.tracing._returned import as_given
+from jzero.tracing._reading import Elsewhere
 from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
@@ -88,7 +88,18 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
           FloatingPointError: with `jax_debug_nans` or `jax_debug_infs`.
         """
         _agreement.check(WHO)
-        call = FlatCall.of(self._programs.signature.bind(args, kwargs), self._programs.setting)
+        with contextlib.suppress(Elsewhere):
+            return self._run(args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs one step.
+
+        Raises:
+          Elsewhere: its state is in other arguments; the next time it is looked for there.
+        """
+        bound = self._programs.signature.bind(self._given(args), kwargs)
+        call = FlatCall.of(bound, self._programs.setting)
         use = Use(WHO, call.call.state, consumes=True)
         try:
             inputs = self._placement.inputs(call)
@@ -109,12 +120,12 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
                 raise explained from error
             raise
         state = self._placement.wrap(state, leaves)
-        return as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
+        return call.call.given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
 
     def _traced(self, call: FlatCall) -> Any:
         """A call under an outer `jax.jit`."""
         program, state, outs = self._run_traced(call)
-        return as_given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
+        return call.call.given(jax.tree.unflatten(program.out_tree, [*state, *outs]))
 
     @takes_explicit_axes
     def init(
@@ -128,6 +139,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         of its own. What `NVMe` has in files is in the host's memory until the first step, if there is no
         plan for such a state yet (`plan`).
 
+        NNX objects are made like any state: `model, optimizer = train_step.init(create, key)`.
+
         Returns:
           The state, placed.
 
@@ -138,7 +151,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         """
         _agreement.check("init")
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
-        traced = _jaxpr.trace_here(lambda: init_fn(*args, **kwargs))
+        born = _objects.Born()
+        traced = _jaxpr.trace_here(lambda: born.state(init_fn(*args, **kwargs)))
         # XLA takes each device's part of what it makes. [Note: starts in bounds]
         traced = traced._replace(jaxpr=_starts.in_bounds(traced.jaxpr))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
@@ -153,7 +167,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
                 traced, places, self._programs.options.offload.visiting_bytes, filling
             )
         _writes.settle(made)
-        return jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves))
+        return born.whole(jax.tree.unflatten(traced.out_tree, _placing.wrap(made, leaves)))
 
     @takes_explicit_axes
     def flush(self, state: AnyState) -> AnyState:
@@ -180,6 +194,13 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         Raises:
           StateError: a step has consumed it, or it waits for gradients and this train_step has no `HostCPU`.
         """
+        if self._takes_objects(state):
+            objects = _objects.Objects.of("flush", {"state": state})
+            objects.set(self.flush(objects.state))
+            return state
+        arrays, static = _modules.apart_modules(state)
+        if static is not None:
+            return static.whole(self.flush(arrays))
         _agreement.check("flush")
         leaves, tree = jax.tree.flatten(state)
         _placing.check_alive(self._named(state), leaves, "flush")
@@ -207,6 +228,9 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
 
         In arrays of its own: the next step consumes the state, and none of them.
         """
+        arrays, static = _modules.apart_modules(state)
+        if static is not None:
+            return static.whole(self.unshard(arrays))
         _agreement.check("unshard")
         setting = self._programs.setting
         full = NamedSharding(setting.mesh, PartitionSpec())
@@ -238,7 +262,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         A leaf that is padded at rest (`PaddedArray`) has none for its true shape: it is given as full
         here, and padded when `shard` or the step places it.
         """
-        plans, shardings = self._placement.leaf_plans(state, args, kwargs)
+        state, _ = _modules.apart_modules(state)
+        plans, shardings = self._leaf_plans(state, args, kwargs)
         full = NamedSharding(self._programs.setting.mesh, PartitionSpec())
         found = [full if p.padding else s for p, s in zip(plans, shardings, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(state), found)

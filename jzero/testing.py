@@ -171,10 +171,9 @@ def assert_collectives(
             "Pass what jzero.shard_train_step returned."))  # fmt: skip
     kinds = {_kind(key): _amount(key, value) for key, value in expected.items()}
     groups: dict[tuple[str | None, ...], list[Collective]] = {kind: [] for kind in kinds}
-    signature = train_step._programs.signature
-    named = signature.named(state, COLLECTIVES)
-    args, kwargs = signature.with_state(named, _args(batch), {})
-    for c in train_step.describe(*args, **kwargs).traffic:
+    beside = train_step._beside(state, _args(batch))
+    args, kwargs = train_step._programs.with_state(COLLECTIVES, state, beside, {})
+    for c in train_step.unbound().describe(*args, **kwargs).traffic:
         own = (c.op, c.dtype, ",".join(c.axes))
         matches = [
             kind for kind in kinds if all(k in (None, o) for k, o in zip(kind, own, strict=True))
@@ -201,8 +200,7 @@ def _args(batch: Any) -> tuple[Any, ...]:
 
 def _place_copy(train_step: ShardedTrainStep, state: Any, beside: tuple[Any, ...]) -> Any:
     """The state where the plan wants it, in buffers that the step may consume."""
-    signature = train_step._programs.signature
-    args, kwargs = signature.with_state(signature.named(state, SAME), beside, {})
+    args, kwargs = train_step._programs.with_state(SAME, state, beside, {})
     if train_step.plan(*args, **kwargs).num_devices == 1:
         raise MeshError(message(
             SAME, "the mesh has 1 device", "Several devices are compared with one.",
@@ -213,8 +211,7 @@ def _place_copy(train_step: ShardedTrainStep, state: Any, beside: tuple[Any, ...
 
 def _check_exact(train_step: ShardedTrainStep, state: Any, beside: tuple[Any, ...]) -> None:
     """That nothing travels as codes."""
-    signature = train_step._programs.signature
-    args, kwargs = signature.with_state(signature.named(state, SAME), beside, {})
+    args, kwargs = train_step._programs.with_state(SAME, state, beside, {})
     coded = {leaf.path for leaf in train_step.plan(*args, **kwargs).leaves if leaf.coded}
     if coded:
         traffic = train_step.describe(*args, **kwargs).traffic
@@ -232,10 +229,10 @@ def _step(
     train_step: ShardedTrainStep, step: Callable[..., Any], state: Any, beside: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """The new state, and what else `step` returned, in its place; it is called as `train_step` is."""
+    args, kwargs = train_step._programs.with_state(SAME, state, beside, {})
+    outs = step(*args, **kwargs)
     signature = train_step._programs.signature
     named = signature.named(state, SAME)
-    args, kwargs = signature.with_state(named, beside, {})
-    outs = step(*args, **kwargs)
     if signature.told:
         return find_state(outs, named).apart(named)
     tree: Any = jax.tree.structure(state)

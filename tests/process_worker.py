@@ -520,6 +520,10 @@ def disagree(folder):
     found["absence"] = absence(folder)
     # Whoever has met so often still meets.
     total = np.asarray(sharded(stage=0)(W, X)).sum()
+    # Those whose step has its state elsewhere meet once more, when it is found.
+    total += np.asarray(
+        sharded(lambda x, s: {"w": sgd(s["w"], x)}, stage=0)(X, {"w": W})["w"]
+    ).sum()
     return found | {"agreement": float(total)}
 
 

@@ -267,27 +267,110 @@ def test_plot_without_matplotlib():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "required: command"),
-        (("estimate",), "required: --params"),
+        (("--version", "x", "estimat"), "jzero: there is no x. There are estimate, "),
+        (("estimat", "--params", "7B"), "jzero: there is no estimat. Did you mean estimate?"),
+        (("help", "estimat"), "jzero: there is no estimat. Did you mean estimate?"),
         (("estimate", "--params", "1B"), "one of the arguments --devices --mesh is required"),
         (("inspect",), "required: checkpoint"),
-        ((*SMALL, "--foo"), "unrecognized arguments: --foo"),
+        ((*SMALL, "--foo"), "jzero estimate: there is no --foo. See"),
+        ((*SMALL, "x"), "unrecognized arguments: x"),
+        (("estimate", "--param", "7B", "--device=8"),
+         "jzero estimate: there is no --param. Did you mean --params? And there is no --device. Did you mean "
+         "--devices? See jzero estimate --help."),
+        (("inspect", "x", "--verifi"), "jzero inspect: there is no --verifi. Did you mean --verify?"),
+        (("--params", "7B"), "jzero: there is no --params. See jzero --help."),
+        (("--versio",), "jzero: there is no --versio. Did you mean --version?"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_wrong_usage(arguments, text):
+    """What is mistyped is named before what is missing."""
     done = run(*arguments)
     assert done.returncode == 2
-    assert done.stderr.startswith("usage: jzero")
-    assert text in done.stderr
+    assert text in " ".join(done.stderr.split())
+    assert "usage" not in done.stderr
     assert done.stderr.endswith(" --help.\n")
+
+
+def test_what_is_missing_is_shown_by_an_example():
+    assert run("estimate").stderr.splitlines() == [
+        "jzero estimate: one of the arguments --params --config is required",
+        "example:",
+        "  jzero estimate --params 7.5B --devices 64 --memory 80GB",
+        "See jzero estimate --help.",
+    ]
+
+
+def test_help():
+    """Without a command, too, though that is an error."""
+    done = run()
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", output("--help"))
+    assert output("help") == done.stderr
+    assert output("help", "inspect") == output("inspect", "--help")
+
+
+def test_a_value_that_looks_like_a_flag_is_none():
+    """A negative number, and what comes after two dashes."""
+    assert "--param-bytes -1.0 is not" in run(*SMALL, "--param-bytes", "-1").stderr
+    assert "there is no directory" in run("inspect", "--", "--verifi").stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--params", "7.5e9", "--devices", "64", "--memory", "80e9"),
+        ("--params", "7.5E+9", "--devices", "6.4e1", "--memory", "80000000000"),
+    ],
+)
+def test_numbers_with_exponents(flags):
+    assert output("estimate", *flags, "--json") == output(*SMALL, "--memory", "80GB", "--json")
+
+
+LLAMA_7B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "vocab_size": 32000,
+}  # fmt: skip
+
+
+def test_the_model_of_a_configuration(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_7B))
+    flags = ("estimate", "--config", str(file), "--devices", "8")
+    found = json.loads(output(*flags, "--offload-activations", "--tokens", "8K", "--json"))
+    expected = jzero.estimate(
+        config=LLAMA_7B, devices=8, offload_activations=jzero.PinnedHost(), tokens=8000
+    )
+    assert found["num_params"] == expected.num_params == 6_738_415_616
+    assert found["stages"][3]["total"] == expected.total
+    assert found["model"] == expected.to_dict()["model"]
+    text = (
+        "llama: 6,738,415,616 parameters. Gathered for compute, a layer (1 of 32) takes 386.0 MiB, and the "
+        "largest leaf, embed_tokens.weight [32000,4096], 250.0 MiB."
+    )
+    for shown in (output(*flags), output(*flags, "--stage", "3"), str(expected)):
+        assert text in " ".join(shown.split())
+    text = output(*flags, "--stage", "1")
+    assert "llama: 6,738,415,616 parameters.\n" in text
+    assert "Gathered" not in text
+
+
+def test_a_configuration_that_is_no_file(tmp_path):
+    """A folder that has it, a name on the hub; the flag is named as it was typed."""
+    (tmp_path / "config.json").touch()
+    done = run("estimate", "--config", str(tmp_path), "--devices", "8")
+    said = " ".join(done.stderr.split())
+    assert said.startswith(f"jzero estimate: --config {tmp_path} cannot be read: Is a directory.")
+    assert said.endswith(f"Write --config {tmp_path}/config.json.")
+    done = run("estimate", "--config", "hf://meta-llama/Llama-2-7b", "--devices", "8")
+    assert "It is a file, and nothing is fetched." in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (("estimate", "--params", "7.5X", "--devices", "8"),
-         "--params: '7.5X' is not a number such as 350M, 7.5B or 1T"),
+         "--params: '7.5X' is not a number such as 350M, 7.5B or 1e9"),
+        ((*SMALL, "--config", "x"), "--config: not allowed with argument --params"),
         ((*SMALL, "--devices", "0"), "--devices: '0' is not a whole number from 1"),
         ((*SMALL, "--devices", "x"), "--devices: 'x' is not a whole number from 1"),
         ((*SMALL[:3], "--mesh", "node8"), "--mesh: 'node8' is not of the form node=8,local=8"),
@@ -402,17 +485,20 @@ def test_the_command_where_it_is_not_on_the_path(monkeypatch):
     err = io.StringIO()
     with contextlib.redirect_stderr(err), pytest.raises(SystemExit):
         runpy.run_module("jzero", run_name="__main__")
-    assert err.getvalue().startswith("usage: python -m jzero estimate")
+    assert err.getvalue().startswith("python -m jzero estimate: ")
 
 
 def test_every_command_has_an_example_that_runs(steps, tmp_path, monkeypatch):
     shutil.copytree(steps, tmp_path / "checkpoints")
     (tmp_path / "checkpoints" / _lock.NAME).write_text("{}")  # of somebody who is gone
-    (tmp_path / "ds_config.json").write_text('{"train_batch_size": 64}')
+    (tmp_path / "ds_config.json").write_text(
+        '{"train_batch_size": 64, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}}'
+    )
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^    (\w+)", output("--help"), re.MULTILINE)
     assert commands == [
         "estimate",
+        "preflight",
         "bandwidth",
         "deepspeed",
         "inspect",
@@ -423,7 +509,8 @@ def test_every_command_has_an_example_that_runs(steps, tmp_path, monkeypatch):
     for name in commands:
         (example,) = re.findall(r"^example:\n  jzero (.*)", output(name, "--help"), re.MULTILINE)
         assert example.startswith(name)
-        assert output(*example.split())
+        if name != "preflight":  # tests/test_cli_preflight.py
+            assert output(*example.split())
 
 
 class Position:
@@ -468,6 +555,14 @@ def test_inspect_lists_the_leaves_of_the_latest_step(steps):
     text = output("inspect", str(steps))
     assert f"{steps}/3/state\nThe latest of the steps 1, 3.\nWritten 20" in text
     assert "by PyTreeCheckpointHandler, with a data iterator.\n" in text
+    version = re.escape(jzero.__version__)
+    summary = (
+        rf"Saved by jzero {version} from a step at stage 3 \(mesh axes: 'data' of size 8\)\.\n"
+        r"3 leaves, 13,535 elements, 6,767 of them parameters: 52\.9 KiB; "
+        r"2 in chunks that do not divide their shapes\."
+    )
+    assert re.search(summary, text), text
+    assert text.index("optimizer state") < text.index("\nleaf ") < text.index("\nmu")
     rows = cells(text)
     for row in (
         ["count", "optimizer state", "int32", "scalar", "scalar", "4 B"],
@@ -490,6 +585,7 @@ def test_inspect_as_json(steps):
     assert [(row["role"], row["nbytes"]) for row in found["totals"]] == [
         ("optimizer state", 4), ("optimizer state", 27068), ("parameter", 27068),
     ]  # fmt: skip
+    assert found["saved"] == {"version": jzero.__version__, "stage": 3, "axes": {"data": 8}}
     assert found["verified"] == {"damaged": {}, "unchecked": [], "sealed": True}
     one = json.loads(output("inspect", str(steps / "1"), "--json"))
     assert (one["step"], one["steps"]) == (1, [])
@@ -502,6 +598,9 @@ def test_inspect_of_plain_orbax(tmp_path):
     ocp.PyTreeCheckpointer().save(tmp_path / "plain", tree)
     text = output("inspect", str(tmp_path / "plain"), "--verify")
     assert "without a data iterator" in text
+    assert "Saved by" not in text
+    assert "\n3 leaves, 502 elements: 3.9 KiB.\n" in text
+    assert json.loads(output("inspect", str(tmp_path / "plain"), "--json"))["saved"] is None
     assert ["w", "float64", "500", "500", "3.9 KiB"] in cells(text)
     assert ["name", "string", "scalar", "scalar", "0 B"] in cells(text)
     assert (
@@ -509,6 +608,30 @@ def test_inspect_of_plain_orbax(tmp_path):
         in text
     )
     assert "2 leaves have no checksums, as Orbax alone writes them" in text
+
+
+@pytest.mark.parametrize("noted", [3, {}, {"version": "1", "stage": True, "axes": {}},
+                                   {"version": "1", "stage": 1, "axes": [2]}], ids=str)  # fmt: skip
+def test_notes_of_others_under_the_same_name(noted, steps, tmp_path):
+    """Nothing goes by them: the checkpoint is shown, and can be restored."""
+    path = shutil.copytree(steps / "3", tmp_path / "3")
+    (path / "_JZERO_SEAL").unlink()
+    notes = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+    notes["custom_metadata"]["jzero"] = noted
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(notes))
+    assert "Saved by" not in output("inspect", str(path))
+
+
+def test_what_a_step_notes_is_shown_in_one_line(steps, tmp_path):
+    """Without what a terminal would obey."""
+    path = shutil.copytree(steps / "3", tmp_path / "3")
+    (path / "_JZERO_SEAL").unlink()
+    notes = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+    notes["custom_metadata"]["jzero"]["version"] = "\x1b[2J" + "9" * 1000
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(notes))
+    text = output("inspect", str(path)).partition("Saved by ")[2]
+    assert " ".join(text.split()).startswith("jzero \\x1b[2J999")
+    assert "9" * 201 not in text
 
 
 def test_verify_names_what_is_damaged(damaged):

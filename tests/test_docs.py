@@ -39,6 +39,13 @@ def long_lines(page: str) -> list[str]:
     return [line for line in prose(page) if len(line) >= 120 and not line.startswith("|")]
 
 
+def wide_code(page: str) -> list[str]:
+    """The lines of code that a browser's column scrolls for; what a terminal printed is as wide as that."""
+    blocks = re.findall(r"^ *```([\w -]*)\n(.*?)^ *```$", page, re.DOTALL | re.MULTILINE)
+    code = [text for language, text in blocks if language not in ("text", "console")]
+    return [line for text in code for line in text.splitlines() if len(line) > 72]
+
+
 def anchors(page: str) -> set[str]:
     """What `#...` may name in a page: its headings, as sites that show them make links of them."""
     titles = [line.lstrip("#").strip() for line in prose(page) if line.startswith("#")]
@@ -68,6 +75,15 @@ def unknown_files(page: str) -> list[str]:
 @pytest.mark.parametrize("path", [*DOCS, ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_lines_are_short(path: pathlib.Path):
     assert long_lines(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [page for page in PAGES if "experiments" not in name_of(page)],
+    ids=name_of,
+)
+def test_code_is_narrow(path: pathlib.Path):
+    assert wide_code(path.read_text()) == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
@@ -109,6 +125,8 @@ def test_list_of_files_is_what_its_script_writes():
 def test_planted_faults_are_found():
     page = f"# A title\n{'x' * 120}\n```\n{'x' * 120}\n```\n| {'x' * 120} |\n"
     assert long_lines(page) == ["x" * 120]
+    page = f"```python no-test\n{'x' * 73}\n{'y' * 72}\n```\n{'x' * 99}\n```text\n{'x' * 99}\n```\n"
+    assert wide_code(page) == ["x" * 73]
     links = "[a](nowhere.md) [b](house.md#nothing) [c](#a-title) [d](#b)\n[e](house.md) [f](http://x.md)"
     found = broken_links(f"# A title\n{links}", ROOT / "docs")
     assert found == ["nowhere.md", "house.md#nothing", "#b"]

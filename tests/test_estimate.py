@@ -201,8 +201,9 @@ def test_describe_prints_the_same_tables():
     ("value", "expected"),
     [(7, 7), (75e8, 75 * 10**8), (float("inf"), None), (float("nan"), None),
      ("7", 7), ("7.5B", 75 * 10**8), ("350m", 350 * 10**6), (" 1 T ", 10**12), ("0.5K", 500),
-     (0, None), ("0", None), ("0.1", None), ("-1", None), (True, None), (7.5, None), ("7.5Q", None),
-     ("B", None), (None, None)],
+     ("1e9", 10**9), ("7.5E+9", 75 * 10**8), ("2e3 K", 2 * 10**6), ("7.5e0", None), ("1e", None),
+     ("1e-3", None), ("1e100", None), (0, None), ("0", None), ("0.1", None),
+     ("-1", None), (True, None), (7.5, None), ("7.5Q", None), ("B", None), (None, None)],
 )  # fmt: skip
 def test_counts(value, expected):
     assert parse_count(value) == expected
@@ -211,7 +212,8 @@ def test_counts(value, expected):
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(80, 80), ("80", 80), ("80B", 80), ("80GB", 80 * 10**9), ("80gib", 80 * 2**30),
-     ("1.5 TiB", 3 * 2**39), ("80G", None), (-1, None), ("", None)],
+     ("1.5 TiB", 3 * 2**39), ("8e10", 80 * 10**9), ("80e0GB", 80 * 10**9), ("80G", None),
+     (-1, None), ("", None)],
 )  # fmt: skip
 def test_bytes(value, expected):
     assert parse_bytes(value) == expected

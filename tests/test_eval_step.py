@@ -418,7 +418,7 @@ def test_it_is_traced_once_for_each_shape_and_layout():
         ({"like": "a step", "mesh": "a mesh"}, "both like and a mesh of its own"),
         ({"like": "a stage 1 step", "gather": "per_pass"}, "shard_eval_step: stage=1 and gather='per_pass'"),
         ({"eval_step": 3}, "shard_eval_step: eval_step is a int. It must be a function"),
-        ({"static_argnums": 0}, "shard_eval_step: the state 'params' is declared static"),
+        ({"static_argnums": 0, "state_argnums": 0}, "shard_eval_step: the state 'params' is declared static"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_obeyed(options, told):

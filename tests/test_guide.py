@@ -4,8 +4,11 @@ import pathlib
 import re
 import runpy
 import sys
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jzero
@@ -30,8 +33,27 @@ def programs(page: str) -> str:
 )
 def test_programs_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # Behind all else: where a logger is installed, it is the one that runs.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "tests" / "stand_ins" / "loggers")])
     with jax.numpy_rank_promotion("allow"):  # As for whoever copies it.
         exec(compile(programs(path.read_text()), str(path), "exec"), {"__name__": "__main__"})
+
+
+def test_the_key_of_each_device_is_what_pmap_would_give():
+    """The last program of the page runs, and trains what `jax.pmap` trains with `key` for `key[0]`."""
+    (program,) = re.findall(
+        r"^```python\n(import jax\n.*?)^```$",
+        (DOCS / "migrate/pmap.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+    found: dict[str, Any] = {}
+    exec(program, found)
+    of_pmap: dict[str, Any] = {}
+    exec(program.replace("key[0]", "key").split("sharded =")[0], of_pmap)
+    params = jnp.broadcast_to(jnp.ones((4, 4)), (8, 4, 4))
+    step = jax.pmap(of_pmap["train_step"], axis_name="batch")
+    expected = step(params, jnp.ones((8, 2, 4)), found["keys"])[0]
+    np.testing.assert_allclose(found["params"], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)

@@ -297,7 +297,8 @@ def test_unknown_static_position():
 
 
 def test_static_state():
-    refuses(ValueError, "the state 'w' is declared static", sharded, static_argnums=0)
+    declared = dict(static_argnums=0, state_argnums=0)
+    refuses(ValueError, "the state 'w' is declared static", sharded, **declared)
 
 
 def test_unhashable_static_argument():
@@ -416,11 +417,11 @@ def test_only_metrics_are_returned():
 
 
 def test_nothing_is_returned():
-    refuses(ValueError, "step_fn returned one NoneType", sharded(lambda w, x: None), W, X)
+    refuses(ValueError, "step_fn returned None", sharded(lambda w, x: None), W, X)
 
 
-def test_the_state_comes_second():
-    train_step = sharded(lambda s, x: (loss_fn(s["w"], x), s))
+def test_the_state_does_not_come_back():
+    train_step = sharded(lambda s, x: (loss_fn(s["w"], x), x.mean()))
     refuses(ValueError, "Return (new_state, metrics)", train_step, {"w": W}, X)
 
 

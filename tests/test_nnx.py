@@ -56,20 +56,26 @@ def mesh_of(num_devices):
 
 
 def check(train_step, args, kwargs, batches, num_devices):
-    """The script's own loop against the sharded one; args and kwargs make the objects."""
+    """The script's own loop against the sharded ones; args and kwargs make the objects."""
     own_args, own_kwargs = args(), kwargs()
+    given = args(), kwargs()  # to the step as it is
+    direct = small.shard_train_step(train_step, stage=3, mesh=mesh_of(num_devices))
     step_fn, state = jzero.from_nnx(train_step, *args(), **kwargs())
     sharded = small.shard_train_step(step_fn, stage=3, mesh=mesh_of(num_devices))
     parameters = inspect.signature(train_step).parameters
     for batch in batches:
         expected = train_step(*own_args, batch=batch, **own_kwargs)
         state, result = sharded(state, batch=batch)
-        if expected is None:
-            assert result is None
-        else:
-            zoo.assert_trees_close(
-                zoo.to_host(result), zoo.to_host(expected), TOLERANCES["float64"], "result"
-            )
+        for found in (result, direct(*given[0], batch=batch, **given[1])):
+            if expected is None:
+                assert found is None
+            else:
+                zoo.assert_trees_close(
+                    zoo.to_host(found), zoo.to_host(expected), TOLERANCES["float64"], "result"
+                )
+    changed = nnx.state((*given[0], *given[1].values()))
+    expected = zoo.to_host(nnx.state((*own_args, *own_kwargs.values())))
+    zoo.assert_trees_close(zoo.to_host(changed), expected, TOLERANCES["float64"], "objects")
     named = dict(zip(parameters, own_args, strict=False)) | own_kwargs
     objects = tuple(named[name] for name in parameters if name in named)
     expected = zoo.to_host(nnx.state(objects))

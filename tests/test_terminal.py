@@ -18,7 +18,7 @@ def names():
 
 def test_the_readme_begins_with_examples_that_run(names):
     """A training, an evaluation and a checkpoint, with nothing but what they import."""
-    first, *more = SCRIPT["readme_examples"]()
+    first, *more = SCRIPT["readme_programs"]()[0]
     assert "jzero.shard_train_step(train_step, stage=3)  # the one line" in first
     assert [("shard_eval_step" in code, "Checkpointer" in code) for code in more] == [
         (True, False),
@@ -28,6 +28,13 @@ def test_the_readme_begins_with_examples_that_run(names):
     # Of what was restored last.
     assert names["evaluate"](names["state"], names["batch"])["accuracy"] > 0.9
     assert int(names["state"].step) == 100
+
+
+def test_its_second_program_runs():
+    """In Flax NNX, with objects that the step changes."""
+    (code,) = SCRIPT["readme_programs"]()[1]
+    assert "@jzero.shard_train_step(stage=3)  # the one line" in code
+    assert SCRIPT["run_readme"](1)["loss"] < 0.5
 
 
 def test_the_page_is_what_its_script_writes():

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from jzero._errors import CheckpointError, JzeroError, OptionError, message
 from jzero._step import ShardedTrainStep
+from jzero._version import __version__
 from jzero.checkpoint import _files, _iterators, _seal, _steps, _stored
 from jzero.checkpoint._match import leaf_names
 from jzero.checkpoint._restore import restore_for
@@ -296,11 +297,21 @@ class Checkpointer:
     def _notes(self, state: Any) -> dict[str, Any]:
         """What a reader may want to know that the files do not say.
 
-        Roles, if a step has run, and of which commit to files leaves are, if it keeps state in some.
+        Roles, if a step has run; how the state is sharded; and of which commit to files leaves are, if it
+        keeps state in some.
         """
-        plans, _ = self._train_step._placement.leaf_plans(state)
+        plans, shardings = self._train_step._placement.leaf_plans(state)
         pairs = zip(leaf_names(state), plans, strict=True)
-        notes = {"roles": {name: plan.role for name, plan in pairs if plan.role != OTHER}}
+        notes: dict[str, Any] = {
+            "roles": {name: plan.role for name, plan in pairs if plan.role != OTHER},
+            "jzero": {
+                "version": __version__,
+                "stage": int(self._train_step._programs.options.stage),
+                "axes": {
+                    str(name): size for s in shardings[:1] for name, size in s.mesh.shape.items()
+                },
+            },
+        }
         writes = zip(leaf_names(state), _writes.of_saved(jax.tree.leaves(state)), strict=True)
         found = {name: _writes.as_text(write) for name, write in writes if write is not None}
         return notes | ({"writes": found} if found else {})

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jzero import _json
 from jzero.checkpoint import _files, _orbax, _reading, _seal, _steps, _stored, _stream
 
 WHO = "inspect"
@@ -27,6 +28,20 @@ class InspectedLeaf(NamedTuple):
     chunk_shape: tuple[int, ...]
 
 
+class Saved(NamedTuple):
+    """How jzero's step had sharded the state that it saved: any other one restores it, too.
+
+    Attributes:
+      version: of jzero.
+      stage: of the step.
+      axes: names and sizes of the mesh's axes.
+    """
+
+    version: str
+    stage: int
+    axes: dict[str, int]
+
+
 class Inspection(NamedTuple):
     """What is in a checkpoint.
 
@@ -38,6 +53,7 @@ class Inspection(NamedTuple):
       writer: the handler of Orbax that wrote it.
       has_data_iterator: whether a `Checkpointer` saved one with it.
       leaves: one entry each.
+      saved: by which step; None if nobody noted it.
     """
 
     directory: str
@@ -47,6 +63,15 @@ class Inspection(NamedTuple):
     writer: str | None
     has_data_iterator: bool
     leaves: list[InspectedLeaf]
+    saved: Saved | None = None
+
+    @property
+    def num_uneven(self) -> int:
+        """Leaves in chunks that do not divide them: they rested in padded shards."""
+        return sum(
+            any(n % size for n, size in zip(leaf.shape, leaf.chunk_shape, strict=False) if size)
+            for leaf in self.leaves
+        )
 
     def totals(self) -> list[dict[str, Any]]:
         """Number of leaves, elements and bytes of each role and dtype."""
@@ -74,7 +99,8 @@ def inspect(checkpoint: str | Path) -> tuple[Inspection, _stored.Stored]:
     writer = _writer(notes, stored.directory.name)
     steps = _steps.complete(_files.local(WHO, checkpoint))
     directory = str(stored.directory)
-    return Inspection(directory, step, steps, _time(notes), writer, has_data, leaves), stored
+    saved, written = _saved(notes), _time(notes)
+    return Inspection(directory, step, steps, written, writer, has_data, leaves, saved), stored
 
 
 class Verified(NamedTuple):
@@ -126,6 +152,14 @@ def _time(notes: dict[str, Any]) -> str | None:
         return datetime.datetime.fromtimestamp(nanoseconds // 10**9, datetime.UTC).isoformat()
     except (ValueError, OverflowError, OSError):  # no time that a calendar has
         return None
+
+
+def _saved(notes: dict[str, Any]) -> Saved | None:
+    """None, too, for what somebody else has noted under this name: nothing goes by it."""
+    found: Any = (notes.get("custom_metadata") or {}).get("jzero")
+    if _json.check(found, {"version": str, "stage": int, "axes": {str: int}}):
+        return None
+    return Saved(found["version"], found["stage"], found["axes"])
 
 
 def _writer(notes: dict[str, Any], item: str) -> str | None:

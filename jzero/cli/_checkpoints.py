@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jzero._errors import CheckpointError
+from jzero._errors import CheckpointError, named
 from jzero._quantities import readable_bytes
 from jzero.checkpoint import _export, _files, _import, _inspect, _lock, _reading, _stored
-from jzero.checkpoint._inspect import Inspection, Verified
+from jzero.checkpoint._inspect import Inspection, Saved, Verified
 from jzero.cli import _flags
 from jzero.reports._tables import Table
+from jzero.sharding.plan._stages import PARAMETER
 
 Shown = Iterator[str | Table | dict[str, Any]]  # A dict is shown as JSON.
 _CHECKPOINT = "a checkpoint of Orbax, or a directory of steps (the latest)"
@@ -21,7 +22,7 @@ def add(commands: Any) -> dict[str, Callable[..., Shown]]:
     """Adds four commands to a parser; what runs each, with its flags as arguments."""
     _add_inspect(commands.add_parser(
         "inspect", help="what is in a checkpoint, and whether it is whole",
-        description="The leaves of a checkpoint, and their totals.",
+        description="Totals of a checkpoint, and its leaves.",
         example="jzero inspect checkpoints --verify"))  # fmt: skip
     _add_export(commands.add_parser(
         "export", help="the parameters of a checkpoint, as safetensors",
@@ -96,6 +97,7 @@ def _show(checkpoint: str, verify: bool, json: bool) -> Shown:
 def _as_dict(found: Inspection, verified: Verified | None) -> dict[str, Any]:
     leaves = [leaf._asdict() for leaf in found.leaves]
     report = {**found._asdict(), "leaves": leaves, "totals": found.totals()}
+    report["saved"] = found.saved and found.saved._asdict()
     if verified is not None:
         damaged = {name: str(error) for name, error in verified.damaged.items()}
         report["verified"] = {**verified._asdict(), "damaged": damaged}
@@ -108,18 +110,40 @@ def _as_tables(found: Inspection, verified: Verified | None) -> Shown:
         yield f"The latest of the steps {', '.join(map(str, found.steps))}."
     data = "with a data iterator" if found.has_data_iterator else "without a data iterator"
     yield f"Written {found.written or 'at an unknown time'} by {found.writer or 'unknown'}, {data}."
-    rows = [
-        (leaf.name, leaf.role or "", leaf.dtype, *map(_dims, (leaf.shape, leaf.chunk_shape)),
-         readable_bytes(leaf.nbytes)) for leaf in found.leaves
-    ]  # fmt: skip
-    yield Table(("leaf", "role", "dtype", "shape", "chunks of", "bytes"), rows)
+    if found.saved is not None:
+        yield _saved_by(found.saved)
+    yield _summary(found)
     totals = [
         (row["role"] or "", row["dtype"], f"{row['leaves']:,}", f"{row['elements']:,}",
          readable_bytes(row["nbytes"])) for row in found.totals()
     ]  # fmt: skip
     yield Table(("role", "dtype", "leaves", "elements", "bytes"), totals)
+    rows = [
+        (leaf.name, leaf.role or "", leaf.dtype, *map(_dims, (leaf.shape, leaf.chunk_shape)),
+         readable_bytes(leaf.nbytes)) for leaf in found.leaves
+    ]  # fmt: skip
+    yield Table(("leaf", "role", "dtype", "shape", "chunks of", "bytes"), rows)
     if verified is not None:
         yield from _as_lines(found, verified)
+
+
+def _saved_by(saved: Saved) -> str:
+    axes = ", ".join(f"'{name}' of size {size}" for name, size in saved.axes.items())
+    over = f" (mesh axes: {axes})" if axes else ""
+    return named(f"Saved by jzero {saved.version} from a step at stage {saved.stage}{over}.", 400)
+
+
+def _summary(found: Inspection) -> str:
+    """How much there is, in one line."""
+    totals = found.totals()
+    params = [row["elements"] for row in totals if row["role"] == PARAMETER]
+    elements = sum(row["elements"] for row in totals)
+    of_them = f", {sum(params):,} of them parameters" if params else ""
+    uneven = f"; {found.num_uneven:,} in chunks that do not divide their shapes" * (
+        found.num_uneven > 0
+    )
+    nbytes = readable_bytes(sum(row["nbytes"] for row in totals))
+    return f"{len(found.leaves):,} leaves, {elements:,} elements{of_them}: {nbytes}{uneven}."
 
 
 def _as_lines(found: Inspection, verified: Verified) -> Iterator[str]:

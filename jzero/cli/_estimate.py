@@ -60,10 +60,14 @@ def add(commands: Any) -> dict[str, Callable[..., Shown]]:
 def _add_flags(command: _flags.Parser) -> None:
     """Flags whose destinations are the arguments of `estimate`; those left out stay its defaults."""
     names = "name[,name]"
+    model = command.add_mutually_exclusive_group(required=True)
     where = command.add_mutually_exclusive_group(required=True)
+    groups = {"--params": model, "--config": model, "--devices": where, "--mesh": where}
     flags: dict[str, dict[str, Any]] = {
-        "--params": dict(type=_flags.num_params, dest="num_params", required=True,
-                         metavar="NUMBER", help="such as 350M, 7.5B, 1T"),
+        "--params": dict(type=_flags.num_params, dest="num_params",
+                         metavar="NUMBER", help="such as 350M, 7.5B, 1e9, 1T"),
+        "--config": dict(metavar="FILE", help="instead of --params: config.json of a model of Hugging "
+                         "Face's (llama, mistral, mixtral, qwen2, qwen3, gemma, gpt2, t5, vit, ...)"),
         "--devices": dict(type=_flags.positive, metavar="NUMBER", help="how many share the batch"),
         "--mesh": dict(type=_flags.mesh, metavar="name=size[,name=size]",
                        help="instead of --devices: axes and sizes, node=8,local=8"),
@@ -102,7 +106,8 @@ def _add_flags(command: _flags.Parser) -> None:
                                       help="what a loop keeps for its backward loop goes to the host"),
         "--tile-bytes": dict(type=_flags.num_bytes, metavar="SIZE",
                              help="larger matrices are gathered in tiles of so many bytes, 64MiB"),
-        "--layers": dict(type=_flags.count, metavar="NUMBER", help="of that loop"),
+        "--layers": dict(type=_flags.count, metavar="NUMBER",
+                         help="of that loop; with --config not needed, as --width"),
         "--width": dict(type=_flags.count, metavar="NUMBER", help="elements of a layer's input for a token"),
         "--layer-major": dict(action="store_const", const=True,
                               help="a layer comes once per pass for all microbatches"),
@@ -118,8 +123,7 @@ def _add_flags(command: _flags.Parser) -> None:
                        help="read and written by the host's disks, for each device, 6GB/s"),
     }  # fmt: skip
     for flag, settings in flags.items():
-        to = where if flag in ("--devices", "--mesh") else command
-        to.add_argument(flag, default=argparse.SUPPRESS, **settings)
+        groups.get(flag, command).add_argument(flag, default=argparse.SUPPRESS, **settings)
     command.add_argument(
         "--memory",
         type=_flags.num_bytes,
@@ -173,12 +177,10 @@ def _of_stages(
     stages: Sequence[int], arguments: dict[str, Any], flags: Mapping[str, str]
 ) -> tuple[list[Estimate], dict[int, str]]:
     """Estimates of the stages that take these arguments, and why others do not; an error if none does."""
-    num_params = arguments["num_params"]
-    rest = {name: value for name, value in arguments.items() if name != "num_params"}
     found, refused = list[Estimate](), dict[int, str]()
     for stage in stages:
         try:
-            found.append(estimate(num_params, **rest, stage=stage))
+            found.append(estimate(**arguments, stage=stage))
         except OptionError as error:
             refused[stage] = in_flags(str(error), flags)
             if stage == stages[-1] and not found:
@@ -226,9 +228,9 @@ def _on_host(arguments: dict[str, Any]) -> None:
 
 def _as_dict(found: Sequence[Estimate], largest: Sequence[int | None]) -> dict[str, Any]:
     """The tables' rows; bytes and elements are exact."""
-    shared = ("num_params", "axes")
+    shared = ("num_params", "axes", "model")
     dicts = [e.to_dict() for e in found]
-    whole = {name: dicts[0][name] for name in shared}
+    whole = {name: dicts[0][name] for name in shared if name in dicts[0]}
     stages = [
         {name: value for name, value in row.items() if name not in shared}
         | ({} if num is None else {"largest_model": num})
@@ -247,6 +249,7 @@ def _show_one(found: Estimate, largest: int | None, memory: str | None) -> Shown
     if found.time is not None:
         yield found.time.table()
         yield from found.time.remarks()
+    yield from found.model_lines()
     if largest is not None:
         yield f"The largest model whose total fits into {memory}: {readable_count(largest, at_most=True)}."
 
@@ -282,6 +285,7 @@ def _show_stages(
     if offloads:
         yield "To host, to device: what crosses in a step. On its host: what waits for that, too."
     yield "Psi: as many elements as there are parameters. More of one stage: --stage."
+    yield from found[-1].model_lines()
 
 
 def _times(found: Estimate) -> list[str]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import itertools
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jzero._quantities import parse_bytes, parse_count, parse_flops, parse_rate
+from jzero._errors import escaped, named
+from jzero._quantities import parse_bandwidth, parse_bytes, parse_count, parse_flops, parse_rate
 from jzero.offload._nvme import NVMe
 from jzero.offload._policy import HostCPU, PinnedHost
 from jzero.reports._lines import WIDTH, wrapped
@@ -29,11 +32,11 @@ _OFFLOADS: dict[str, tuple[str, type[HostCPU | PinnedHost | NVMe]]] = {
     "PinnedHost": ("pinned", PinnedHost),
     "NVMe": ("nvme", NVMe),
 }
-_VALUE = r"(\([^()]*\)|'[^']*'|-?[\w.*]*\w)"
+_VALUE = r"(\([^()]*\)|\{[^{}]*\}|'[^']*'|-?[\w.*]*\w)"
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows its usage if the form of a command is wrong, and not if a value is; its help has an example."""
+    """Names what is mistyped; its help has an example, and so has an error about what is missing."""
 
     def __init__(self, *, description: str, example: str = "", **settings: Any):
         lines = wrapped(description, width=terminal_columns())
@@ -48,13 +51,46 @@ class Parser(argparse.ArgumentParser):
         """The flag of each argument that has one."""
         return {a.dest: a.option_strings[-1] for a in self._actions if a.option_strings}
 
+    @property
+    def commands(self) -> list[str]:
+        """The names of its commands; none of a command's own parser."""
+        found = [a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+        return [name for choices in found for name in choices]
+
+    # Typed as argparse does, by overloads that differ in the namespace alone.
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Else `argparse` would first say that `--params` is missing, and of `--param` nothing."""
+        given = list(sys.argv[1:] if args is None else args)
+        if bad := self._mistyped(given):
+            self.error(" And ".join(bad))
+        return super().parse_known_args(given, namespace)
+
+    def _mistyped(self, given: Sequence[str]) -> list[str]:
+        flags, names = [*self._option_string_actions], self.commands
+        mine = list(itertools.takewhile(lambda text: text != "--", given))
+        if names:  # What comes after the command is the command's.
+            mine = list(itertools.takewhile(lambda text: text.startswith("-"), mine))
+        typed = [text.partition("=")[0] for text in mine if re.match(r"-+[A-Za-z_]", text)]
+        bad = [_no(name, flags) for name in typed if name not in flags]
+        command = next(iter(given[len(mine) :]), None) if names else None
+        if not bad and command is not None and command not in names:
+            return [_no(command, names, all_of_them=True)]
+        return bad
+
     def error(self, message: str) -> NoReturn:
         """Ends with exit status 2."""
-        if not message.startswith("argument "):
-            self.print_usage(sys.stderr)
         text = f"{self.prog}: {message.removeprefix('argument ')}"
-        lines = [*wrapped(text, "  ", terminal_columns(), cut=False), f"See {self.prog} --help."]
-        self.exit(2, "\n".join([*lines, ""]))
+        lines = wrapped(escaped(text), "  ", terminal_columns(), cut=False)
+        if "required" in message and self.epilog:
+            lines += self.epilog.splitlines()
+        self.exit(2, "\n".join([*lines, f"See {self.prog} --help.", ""]))
+
+
+def _no(name: str, names: Sequence[str], all_of_them: bool = False) -> str:
+    """That there is none of that name, and which was meant."""
+    like = difflib.get_close_matches(name, names, 1, 0.6)
+    meant = f" Did you mean {like[0]}?" if like else f" There are {', '.join(names)}." * all_of_them
+    return f"there is no {named(name)}.{meant}"
 
 
 def terminal_columns() -> int:
@@ -74,6 +110,7 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
         text = text.replace(policy, value)
     text = re.sub(r"\boffload_params=\w+\(device_bytes=(\d+)\)", r"offload_params=\1B", text)
     text = re.sub(r"\boffload=(\w+)\((.*?)\)", lambda m: _offload(m[1], m[2], flags), text)
+    text = re.sub(r"\bauto={(.*?)}", lambda m: f"--auto {_pairs(m[1])}", text)
     text = re.sub(rf"\b({names})={_VALUE}", lambda m: _given(flags[m[1]], m[2]), text)
     text = re.sub(
         rf"\b([Dd]rop|[Cc]orrect|without) ({names})\b", lambda m: f"{m[1]} {flags[m[2]]}", text
@@ -102,28 +139,34 @@ def _offload(name: str, settings: str, flags: Mapping[str, str]) -> str:
 
 def _given(flag: str, value: str) -> str:
     """A flag with its value as it is written on a command line."""
-    words = ",".join(re.findall(r"'([^']*)'", value)) or value
+    pairs = [f"{name}={x.strip(chr(39))}" for name, x in re.findall(r"'([^']*)': ([^,}]*)", value)]
+    words = ",".join(pairs or re.findall(r"'([^']*)'", value)) or value
     switch = "False" if flag.startswith("--no-") else "True"
     return flag if words == switch else f"{flag} {words}"
+
+
+def _pairs(entries: str) -> str:
+    """The entries of a dict as they are written on a command line."""
+    return re.sub(r'[" ]', "", entries).replace(":", "=")
 
 
 def num_params(text: str) -> str:
     """A number of parameters, as it was written."""
     if parse_count(text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 350M, 7.5B or 1T")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 350M, 7.5B or 1e9")
     return text
 
 
 def positive(text: str) -> int:
     """A whole number from 1."""
-    if not (text.isdecimal() and int(text)):
+    if (found := parse_count(text)) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
+    return found
 
 
 def num_bytes(text: str) -> str:
     """A number of bytes, as it was written, with its unit."""
-    if text.isdecimal():
+    if text.isdecimal() and int(text) < 10**6:
         raise argparse.ArgumentTypeError(f"{text} of what? Write {text}GiB, {text}GB or {text}B")
     if parse_bytes(text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 80GiB or 80GB")
@@ -174,3 +217,11 @@ def mesh(text: str) -> dict[str, int]:
     if len({name for name, _, _ in pairs}) < len(pairs):
         raise argparse.ArgumentTypeError(f"{text!r} names an axis twice")
     return {name: int(size) for name, _, size in pairs}
+
+
+def bandwidths(text: str) -> dict[str, str]:
+    """Names of axes and what each device sends along them, as it was written."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and parse_bandwidth(found) for name, _, found in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form node=100Gb/s,local=450GB/s")
+    return {name: found for name, _, found in pairs}

@@ -13,7 +13,7 @@ import jax
 
 from jzero._errors import CheckpointError, JzeroError, escaped
 from jzero._version import __version__
-from jzero.cli import _bandwidth, _checkpoints, _deepspeed, _estimate
+from jzero.cli import _bandwidth, _checkpoints, _deepspeed, _estimate, _preflight
 from jzero.cli._checkpoints import Shown
 from jzero.cli._deepspeed import Verbatim
 from jzero.cli._flags import Parser, in_flags, terminal_columns
@@ -34,10 +34,16 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     runs = {
-        **_estimate.add(commands), **_bandwidth.add(commands), **_deepspeed.add(commands),
-        **_checkpoints.add(commands),
+        **_estimate.add(commands), **_preflight.add(commands), **_bandwidth.add(commands),
+        **_deepspeed.add(commands), **_checkpoints.add(commands),
     }  # fmt: skip
-    given = vars(parser.parse_args(arguments))
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    if typed[:1] == ["help"]:
+        typed = [*typed[1:2], "--help"]
+    if not typed:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    given = vars(parser.parse_args(typed))
     name = given.pop("command")
     if name != "bandwidth":  # The others need no accelerators, which may be training.
         jax.config.update("jax_platforms", "cpu")

@@ -7,10 +7,10 @@ import dataclasses
 
 from jzero.deepspeed._settings import Settings, refuse
 
-_ROWS = "train_batch_size"
-_MICRO = "train_micro_batch_size_per_gpu"
-_ACCUMULATE = "gradient_accumulation_steps"
-_RULE = f"In DeepSpeed, {_ROWS} = {_MICRO} * {_ACCUMULATE} * devices."
+ROWS = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+ACCUMULATE = "gradient_accumulation_steps"
+_RULE = f"In DeepSpeed, {ROWS} = {MICRO} * {ACCUMULATE} * devices."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,11 @@ def batch(settings: Settings, devices: int | None) -> BatchSizes:
     Raises:
       OptionError: they contradict each other, or more must be known.
     """
-    rows, micro, accumulate = (_size(settings, key) for key in (_ROWS, _MICRO, _ACCUMULATE))
+    rows, micro, accumulate = (_size(settings, key) for key in (ROWS, MICRO, ACCUMULATE))
     if rows is None and micro is None:
-        raise refuse(f"neither {_ROWS} nor {_MICRO} is given", _RULE, "Write one of them.")
+        raise refuse(
+            f"neither {ROWS} nor {MICRO} is given", _RULE,
+            'Write one of them, or auto={"train_batch_size": 64}.')  # fmt: skip
     if rows is not None and micro is not None and accumulate is None:
         accumulate = _quotient(rows, micro, devices)
     accumulate = 1 if accumulate is None else accumulate
@@ -56,7 +58,7 @@ def _size(settings: Settings, key: str) -> int | None:
 def _quotient(rows: int, micro: int, devices: int | None) -> int:
     if devices is None:
         raise refuse(
-            f"{_ROWS} and {_MICRO} are given, and not {_ACCUMULATE}", _RULE,
+            f"{ROWS} and {MICRO} are given, and not {ACCUMULATE}", _RULE,
             "Say how many devices there are with devices=8.")  # fmt: skip
     return max(1, rows // (micro * devices))
 
@@ -65,27 +67,27 @@ def _check(rows: int | None, micro: int | None, accumulate: int, devices: int | 
     """Where all of them are known, or the rest is no whole number."""
     if rows is None:
         return
-    parts = {_MICRO: micro, _ACCUMULATE: accumulate, "devices": devices}
+    parts = {MICRO: micro, ACCUMULATE: accumulate, "devices": devices}
     known = {name: size for name, size in parts.items() if size is not None}
     product = 1
     for size in known.values():
         product *= size
     if rows != product if len(known) == len(parts) else rows % product:
         said = ", ".join(f"{name} {size}" for name, size in known.items())
-        raise refuse(f"{_ROWS} is {rows}, with {said}", _RULE, "Correct one of them.")
+        raise refuse(f"{ROWS} is {rows}, with {said}", _RULE, "Correct one of them.")
 
 
 def _note(settings: Settings, found: BatchSizes) -> None:
     rows = "so many rows" if found.rows is None else f"{found.rows} rows"
     texts = {
-        _ROWS: f"Give each call of the step the whole batch, {rows}.",
-        _MICRO: "Follows from the batch, the devices and accumulate: jzero cuts the batch itself.",
-        _ACCUMULATE: f"accumulate={found.accumulate}."
+        ROWS: f"Give each call of the step the whole batch, {rows}.",
+        MICRO: "Follows from the batch, the devices and accumulate: jzero cuts the batch itself.",
+        ACCUMULATE: f"accumulate={found.accumulate}."
         + " DeepSpeed takes the mean of the microbatches' means; jzero trains the loss of the whole batch."
         * (found.accumulate > 1),
     }
     for key, text in texts.items():
         if key in settings.given:
             settings.note(key, text)
-    if _ACCUMULATE not in settings.given and found.accumulate > 1:
-        settings.note(_ACCUMULATE, f"Follows from the sizes: {texts[_ACCUMULATE]}")
+    if ACCUMULATE not in settings.given and found.accumulate > 1:
+        settings.note(ACCUMULATE, f"Follows from the sizes: {texts[ACCUMULATE]}")

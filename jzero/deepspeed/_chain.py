@@ -10,10 +10,16 @@ import optax
 from jzero.deepspeed import _optimizers, _schedulers
 from jzero.deepspeed._expressions import Expression, called
 from jzero.deepspeed._schedulers import Scheduled
-from jzero.deepspeed._settings import Settings, refuse
+from jzero.deepspeed._settings import AUTO, Settings, refuse
 from jzero.tracing._precision import master_weights
 
 SCHEDULE = "schedule"  # the name of the learning rate's schedule in what is printed
+_HALVES = {"bf16.enabled": "bf16", "fp16.enabled": "fp16"}
+_MASTERS = (
+    "jzero.master_weights(...) keeps float32 masters in the optimizer's state: make the parameters bfloat16, "
+    "`jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)`."
+)
+_INSTEAD = "bfloat16 in place of float16: it has the range of float32, and needs no loss scale. "
 _NEVER = 2**31 - 1  # so many steps in a row that are not finite before one is applied all the same
 
 
@@ -22,11 +28,12 @@ class Chain:
     """What updates parameters.
 
     Attributes:
-      optimizer: an optax transformation; None if the configuration names none.
+      optimizer: an optax transformation; without a value if the configuration names none, around the
+        program's own `make_optimizer()`.
       schedule: of the learning rate; None if there is no scheduler.
     """
 
-    optimizer: Expression | None
+    optimizer: Expression
     schedule: Expression | None
 
 
@@ -43,13 +50,14 @@ def chain(settings: Settings) -> Chain:
     masters = _precision(settings)
     if chosen is None:
         _note_none(settings, scheduled)
-        return Chain(None, schedule)
-    rate = None if schedule is None else Expression(schedule.value, SCHEDULE)
-    if scheduled is not None:
-        _overrule(settings, scheduled, "b1" in chosen.arguments)
-    parts += _optimizers.parts(chosen, rate, scheduled)
-    written = settings.get("optimizer.type")
-    settings.note("optimizer.type", " ".join(_optimizers.sentences(chosen, written, scheduled)))
+        parts += [Expression(None, "make_optimizer", ())]
+    else:
+        rate = None if schedule is None else Expression(schedule.value, SCHEDULE)
+        if scheduled is not None:
+            _overrule(settings, scheduled, "b1" in chosen.arguments)
+        parts += _optimizers.parts(chosen, rate, scheduled)
+        written = settings.get("optimizer.type")
+        settings.note("optimizer.type", " ".join(_optimizers.sentences(chosen, written, scheduled)))
     tx = parts[0] if len(parts) == 1 else called("optax.chain", optax.chain, *parts)
     if masters and settings.get("bf16.check_grad_overflow"):
         tx = called("optax.apply_if_finite", optax.apply_if_finite, tx, _NEVER)
@@ -81,7 +89,7 @@ def _clip(settings: Settings, alone: bool) -> list[Expression]:
     if norm == 0:
         settings.note(key, "Off.")
         return []
-    place = "Begin your chain with it. " if alone else ""
+    place = "The chain of the program begins with it. " if alone else ""
     settings.note(
         key, f"optax.clip_by_global_norm({float(norm)}). {place}DeepSpeed divides a gradient of a larger "
         "norm by norm + 1e-6, optax by norm.")  # fmt: skip
@@ -91,12 +99,8 @@ def _clip(settings: Settings, alone: bool) -> list[Expression]:
 def _precision(settings: Settings) -> bool:
     """Whether parameters rest in bfloat16 and need masters."""
     _autocast(settings)
-    on = settings.get("bf16.enabled", False)
-    if "bf16.enabled" in settings.given:
-        settings.note(
-            "bf16.enabled", "jzero.master_weights(...) keeps float32 masters in the optimizer's state: "
-            "make the parameters bfloat16, `jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)`."
-            if on else "Off.")  # fmt: skip
+    on = settings.is_half
+    _enabled(settings)
     key = "bf16.check_grad_overflow"
     checks = settings.get(key, False)
     if key in settings.given:
@@ -107,7 +111,26 @@ def _precision(settings: Settings) -> bool:
         settings.note(
             key, "Missing: gradients that are not finite are applied, too. New versions of DeepSpeed skip "
             "such a step by default, old ones did not: write it to say which.")  # fmt: skip
-    return bool(on)
+    return on
+
+
+def _enabled(settings: Settings) -> None:
+    """Of the sections that say which 16 bits."""
+    on = [key for key in _HALVES if settings.get(key)]
+    if len(on) > 1:
+        raise refuse(
+            [f"{key} is true" for key in on], "Parameters have one dtype.", "Drop one of them."
+        )
+    for key, dtype in _HALVES.items():
+        if key not in settings.given:
+            continue
+        off = "Off."
+        if not on and settings.given[key] == AUTO:
+            off = (
+                f"Off, as nothing says it: parameters have the dtype that your model makes. {dtype}=True "
+                "among auto makes them bfloat16, with float32 masters."
+            )
+        settings.note(key, _INSTEAD * (dtype == "fp16") + _MASTERS if key in on else off)
 
 
 def _autocast(settings: Settings) -> None:
@@ -121,16 +144,17 @@ def _autocast(settings: Settings) -> None:
     for name in ("enabled", "dtype"):
         if f"torch_autocast.{name}" in settings.given:
             settings.note(f"torch_autocast.{name}", said if on else "Off.")
-    if on and settings.get("bf16.enabled"):
+    if on and settings.is_half:
         raise refuse(
-            ["torch_autocast.enabled is true", "bf16.enabled is true"],
+            ["torch_autocast.enabled is true",
+             *(f"{key} is true" for key in _HALVES if settings.get(key))],
             "The first has float32 parameters, and the second bfloat16 ones with float32 masters.",
             "Drop one of them.")  # fmt: skip
 
 
 def _note_none(settings: Settings, scheduled: Scheduled | None) -> None:
-    wrap = " Wrap it in jzero.master_weights." * bool(settings.get("bf16.enabled"))
-    settings.note("optimizer", f"Missing: write your own in optax.{wrap}")
+    wrap = ", which the program wraps in jzero.master_weights" * settings.is_half
+    settings.note("optimizer", f"Missing: write your own in optax{wrap}.")
     if scheduled is not None and scheduled.first_beta is not None:
         raise refuse(
             "scheduler is OneCycle with cycle_momentum, and there is no optimizer",

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_WIDTH = 88  # of a line of Python
+_WIDTH = 72  # of a line of Python
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,13 @@ class Expression:
 
 
 def called(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Expression:
-    """The call of a function whose name in Python is `name`; arguments are values or expressions."""
-    value = function(*map(value_of, args), **{key: value_of(x) for key, x in kwargs.items()})
+    """The call of a function whose name in Python is `name`; arguments are values or expressions.
+
+    It has no value if one of them has none.
+    """
+    value = None
+    if not any(isinstance(x, Expression) and x.value is None for x in (*args, *kwargs.values())):
+        value = function(*map(value_of, args), **{key: value_of(x) for key, x in kwargs.items()})
     return Expression(value, name, (*(("", x) for x in args), *kwargs.items()))
 
 

@@ -11,16 +11,20 @@ KINDS = {
     "bool": "true or false", "int": "a whole number from 0", "whole": "a whole number", "number": "a number",
     "text": "a string",
     "object": "an object", "list": "a list", "any": "any value",
+    "betas": "two numbers from 0 and below 1",
 }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What becomes of a key.
+    """What becomes of a key, or of a parameter of an optimizer or a scheduler.
 
     Attributes:
       kind: of its value, one of `KINDS`.
       note: what is said of a key that changes nothing; "" for one that a translator reads, and speaks of.
+      default: of a parameter, DeepSpeed's, where what it is translated to has another one.
+      least: of a parameter that is a number.
+      required: whether a parameter has no default.
       becomes: what a translator makes of it, as the table of docs/from-deepspeed.md has it.
       accepts: the values that can be obeyed; None for all of its kind.
       refused: why others cannot be, and what to do.
@@ -35,6 +39,9 @@ class Key:
     refused: str = ""
     tuning: bool = False
     inside: str = "keys"
+    default: Any = None
+    least: float = 0
+    required: bool = False
     becomes: str = ""
 
 

@@ -11,47 +11,48 @@ import optax
 
 from jzero.deepspeed import _transforms
 from jzero.deepspeed._expressions import Expression, called
-from jzero.deepspeed._parameters import Parameter, parameters
+from jzero.deepspeed._keys import Key
+from jzero.deepspeed._parameters import parameters
 from jzero.deepspeed._schedulers import Scheduled
 from jzero.deepspeed._settings import Settings, nearest, refuse
 
 _SECTION = "optimizer"
-_FUSION = Parameter("any", unread="Nothing to set: XLA fuses the update.")
+_FUSION = Key("any", note="Nothing to set: XLA fuses the update.")
 _OFF = (False,)
 _COMMON = {
-    "amsgrad": Parameter("bool", only=_OFF, refused="jzero translates no AMSGrad: use optax.amsgrad."),
-    "maximize": Parameter("bool", only=_OFF, refused="Negate the loss."),
-    "fp32_optimizer_states": Parameter(
-        "bool", only=(True,), refused="Moments have the dtype of the masters, float32."),
+    "amsgrad": Key("bool", accepts=_OFF, refused="jzero translates no AMSGrad: use optax.amsgrad."),
+    "maximize": Key("bool", accepts=_OFF, refused="Negate the loss."),
+    "fp32_optimizer_states": Key(
+        "bool", accepts=(True,), refused="Moments have the dtype of the masters, float32."),
     **dict.fromkeys(("set_grad_none", "fused", "foreach", "capturable", "differentiable"), _FUSION),
 }  # fmt: skip
-_LR, _DECAY = Parameter("number", 1e-3), Parameter("number", 0.0)
-_BETAS, _EPS = Parameter("betas", (0.9, 0.999)), Parameter("number", 1e-8)
-_CORRECTED = Parameter(
-    "bool", only=(True,), refused="optax always corrects Adam's moments for their start at 0."
+_LR, _DECAY = Key("number", default=1e-3), Key("number", default=0.0)
+_BETAS, _EPS = Key("betas", default=(0.9, 0.999)), Key("number", default=1e-8)
+_CORRECTED = Key(
+    "bool", accepts=(True,), refused="optax always corrects Adam's moments for their start at 0."
 )
-_ADAM: dict[str, Parameter] = {
-    "lr": _LR, "betas": _BETAS, "eps": _EPS, "weight_decay": Parameter("number"),
-    "bias_correction": _CORRECTED, "torch_adam": Parameter("bool"), "adam_w_mode": Parameter("bool"),
+_ADAM: dict[str, Key] = {
+    "lr": _LR, "betas": _BETAS, "eps": _EPS, "weight_decay": Key("number"),
+    "bias_correction": _CORRECTED, "torch_adam": Key("bool"), "adam_w_mode": Key("bool"),
     **_COMMON,
 }  # fmt: skip
-_TAKES: dict[str, dict[str, Parameter]] = {
+_TAKES: dict[str, dict[str, Key]] = {
     "adam": _ADAM,
-    "adamw": {**_ADAM, "adam_w_mode": Parameter(
-        "bool", only=(True,), refused="DeepSpeed's AdamW is AdamW all the same: write Adam, or drop it.")},
+    "adamw": {**_ADAM, "adam_w_mode": Key(
+        "bool", accepts=(True,), refused="DeepSpeed's AdamW is AdamW all the same: write Adam, or drop it.")},
     "lamb": {
-        "lr": _LR, "betas": _BETAS, "eps": _EPS, "weight_decay": _DECAY, "max_coeff": Parameter("number"),
-        "min_coeff": Parameter("number"), "bias_correction": Parameter("bool"),
-        "eps_inside_sqrt": Parameter("bool", only=_OFF, refused="jzero.deepspeed.lamb adds eps to the root."),
+        "lr": _LR, "betas": _BETAS, "eps": _EPS, "weight_decay": _DECAY, "max_coeff": Key("number"),
+        "min_coeff": Key("number"), "bias_correction": Key("bool"),
+        "eps_inside_sqrt": Key("bool", accepts=_OFF, refused="jzero.deepspeed.lamb adds eps to the root."),
         **_COMMON},
     "lion": {"lr": _LR, "betas": _BETAS, "weight_decay": _DECAY, **_COMMON},
     "adagrad": {
-        "lr": Parameter("number", 1e-2), "eps": Parameter("number"), "weight_decay": _DECAY,
-        "initial_accumulator_value": Parameter("number"),
-        "lr_decay": Parameter("number", only=(0,), refused="Say it with a schedule."), **_COMMON},
+        "lr": Key("number", default=1e-2), "eps": Key("number"), "weight_decay": _DECAY,
+        "initial_accumulator_value": Key("number"),
+        "lr_decay": Key("number", accepts=(0,), refused="Say it with a schedule."), **_COMMON},
     "sgd": {
-        "lr": _LR, "momentum": Parameter("number"), "nesterov": Parameter("bool"), "weight_decay": _DECAY,
-        "dampening": Parameter("number", only=(0,), refused="optax.sgd has none."), **_COMMON},
+        "lr": _LR, "momentum": Key("number"), "nesterov": Key("bool"), "weight_decay": _DECAY,
+        "dampening": Key("number", accepts=(0,), refused="optax.sgd has none."), **_COMMON},
 }  # fmt: skip
 _ONE_BIT = "Its compressed communication has no counterpart: use Adam or Lamb, which train alike without it."
 _MUP = (
@@ -106,14 +107,13 @@ def chosen(settings: Settings) -> Chosen | None:
     if "max_grad_norm" in (settings.get("optimizer.params") or {}):
         raise refuse(
             "optimizer.params.max_grad_norm", "DeepSpeed clips by gradient_clipping, and so does jzero.",
-            "Write gradient_clipping.")  # fmt: skip
+            "Drop it: gradient_clipping is there." if "gradient_clipping" in settings.given
+            else "Write gradient_clipping.")  # fmt: skip
     given = parameters(settings, _SECTION, written, _TAKES[name])
-    for key in _COMMON:
-        given.pop(key, None)
     if "betas" in given:
         b1, b2 = given.pop("betas")
         given = {"b1": b1, "b2": b2, **given}
-    return _FORMS[name](given.pop("lr"), given)
+    return _adam(given) if name.startswith("adam") else _other(name, given)
 
 
 def parts(chosen: Chosen, rate: Expression | None, scheduled: Scheduled | None) -> list[Expression]:
@@ -150,42 +150,32 @@ def sentences(chosen: Chosen, written: str, scheduled: Scheduled | None) -> Iter
         yield "It has no betas for OneCycle to set."
 
 
-def _adam(lr: float, given: dict[str, Any]) -> Chosen:
+def _adam(given: dict[str, Any]) -> Chosen:
     """AdamW unless it says otherwise, whatever its name; only torch's AdamW decays by default."""
     torch, decoupled = given.pop("torch_adam", False), given.pop("adam_w_mode", True)
     decay = given.pop("weight_decay", 0.01 if torch and decoupled else 0.0)
-    given.pop("bias_correction", None)
+    lr = given.pop("lr")
     if decoupled:
         return Chosen("optax.adamw", optax.adamw, lr, {**given, "weight_decay": decay})
     return Chosen("optax.adam", optax.adam, lr, given, decay)
 
 
-def _lamb(lr: float, given: dict[str, Any]) -> Chosen:
-    given.pop("eps_inside_sqrt", None)
-    return Chosen("jzero.deepspeed.lamb", _transforms.lamb, lr, given)
-
-
-def _lion(lr: float, given: dict[str, Any]) -> Chosen:
-    return Chosen("optax.lion", optax.lion, lr, given)
-
-
-def _adagrad(lr: float, given: dict[str, Any]) -> Chosen:
-    given.pop("lr_decay", None)
-    decay = given.pop("weight_decay")
-    return Chosen("jzero.deepspeed.adagrad", _transforms.adagrad, lr, given, decay)
-
-
-def _sgd(lr: float, given: dict[str, Any]) -> Chosen:
-    given.pop("dampening", None)
-    decay = given.pop("weight_decay")
-    if not given.get("momentum") and given.get("nesterov"):
+def _other(name: str, given: dict[str, Any]) -> Chosen:
+    if not given.get("momentum") and given.pop("nesterov", False):
         raise refuse(
             "optimizer.params.nesterov is true without momentum", "Nesterov's is a kind of momentum.",
             "Write the momentum, or drop nesterov.")  # fmt: skip
-    given = given if given.get("momentum") else {}
-    return Chosen("optax.sgd", optax.sgd, lr, given, decay)
+    if not given.get("momentum", True):
+        given.pop("momentum")
+    written, function, is_l2 = _FORMS[name]
+    decay = given.pop("weight_decay") if is_l2 else 0.0
+    return Chosen(written, function, given.pop("lr"), given, decay)
 
 
-_FORMS = {
-    "adam": _adam, "adamw": _adam, "lamb": _lamb, "lion": _lion, "adagrad": _adagrad, "sgd": _sgd,
-}  # fmt: skip
+# Name: what it is in Python, and whether decay is added to the gradients.
+_FORMS: dict[str, tuple[str, Callable[..., Any], bool]] = {
+    "lamb": ("jzero.deepspeed.lamb", _transforms.lamb, False),
+    "lion": ("optax.lion", optax.lion, False),
+    "adagrad": ("jzero.deepspeed.adagrad", _transforms.adagrad, True),
+    "sgd": ("optax.sgd", optax.sgd, True),
+}

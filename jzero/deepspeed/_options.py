@@ -31,9 +31,10 @@ def options(settings: Settings, accumulate: int) -> dict[str, Any]:
     found: dict[str, Any] = {"stage": stage}
     settings.note(
         f"{_ZERO}.stage",
-        f"stage={stage}."
-        if f"{_ZERO}.stage" in settings.given
-        else "Missing: stage=0, as in DeepSpeed.",
+        ("" if f"{_ZERO}.stage" in settings.given else "Missing, as if 0 in DeepSpeed: ")
+        + f"stage={stage}."
+        + " Stage 1 communicates the same, and divides optimizer state by the devices."
+        * (stage == 0),
     )
     if accumulate > 1:
         found["accumulate"] = accumulate
@@ -84,7 +85,7 @@ def _prefetch(settings: Settings, stage: int, streams: bool) -> dict[str, Any]:
     elif streams:
         settings.note(key, "Not set: PinnedHost(device_bytes=...) bounds what is fetched ahead.")
     else:
-        size = 2 if settings.get("bf16.enabled") else 4
+        size = 2 if settings.is_half else 4
         settings.note(
             key, f"prefetch_bytes={int(elements) * size}: so many elements of {size} bytes."
         )

@@ -1,72 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A translated configuration as a Python program."""
+"""A translated configuration as a Python program that trains, but for the model and the data."""
 
 from __future__ import annotations
 
+import itertools
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jzero.deepspeed._chain import SCHEDULE, Chain
 from jzero.deepspeed._expressions import Expression
 
-_COLUMNS = 88
-_STEP = """\
+_COLUMNS = 72  # of a code block in a page
+_HEAD = """\
+A training: fill in {holes}.
+
+What became of each key of the DeepSpeed configuration:
+"""
+_MAKE_OPTIMIZER = """\
+def make_optimizer():
+    raise NotImplementedError("the optimizer of your script, in optax")
+
+
+"""
+_MODEL = """
+
+def init_params(key):
+    raise NotImplementedError("the parameters of your model")
+
+
 def loss_fn(params, batch):
     raise NotImplementedError("the loss of the whole batch")
+
+
+def batches():
+    raise NotImplementedError("{batches}")
+
+
+def init_fn(key):
+    params = init_params(key)
+{cast}    return params, tx.init(params)
 
 
 def step_fn(state, batch):
     params, opt_state = state
     loss, grads = jax.value_and_grad(loss_fn)(params, batch)
     updates, opt_state = tx.update(grads, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+    params = optax.apply_updates(params, updates)
+    return (params, opt_state), {{"loss": loss}}
+
+
 """
-_HEAD = "# What became of each key of the DeepSpeed configuration."
-_NO_OPTIMIZER = "tx = None  # The configuration has no optimizer: write yours in optax."
+_CAST = """\
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+"""
+_MAIN = """
+
+def main():
+    state = train_step.init(init_fn, jax.random.key(0))
+    for step, batch in enumerate(batches()):
+        state, metrics = train_step(state, batch)
+        if step % {every} == 0:
+            print(f"step {{step}}: loss {{metrics['loss']:.4f}}")
+
+
+if __name__ == "__main__":
+    main()"""
 
 
 def program(
     options: Mapping[str, Any], chain: Chain, rows: int | None, mesh_axes: Mapping[str, int],
-    notes: Mapping[str, str],
+    notes: Mapping[str, str], half: bool, every: int,
 ) -> str:  # fmt: skip
-    """The notes as comments, the optimizer, a step whose loss is missing, and the sharded step."""
-    body = "\n".join(_body(options, chain, rows, mesh_axes))
-    imports = [
-        "import jax",
-        *["import jax.numpy as jnp"] * ("jnp." in body),
-        "import optax",
-        "",
-        "import jzero",
-    ]
-    comments = [line for key, note in notes.items() for line in _comment(f"{key}: {note}")]
-    return "\n".join([*imports, "", _HEAD, *comments, "", body])
+    """The notes as comments, then the optimizer, the step, and a loop.
 
-
-def _body(
-    options: Mapping[str, Any], chain: Chain, rows: int | None, mesh_axes: Mapping[str, int]
-) -> Iterator[str]:
-    if chain.schedule is not None:
-        yield f"{SCHEDULE} = {chain.schedule.python(before=f'{SCHEDULE} = ')}"
-    yield (
-        _NO_OPTIMIZER
-        if chain.optimizer is None
-        else f"tx = {chain.optimizer.python(before='tx = ')}"
-    )
-    if rows is not None:
-        yield f"batch_size = {rows}"
+    Args:
+      options: of `shard_train_step`.
+      chain: the optimizer and its schedule.
+      rows: of a batch; None if nothing tells.
+      mesh_axes: the sizes of the axes that the options name.
+      notes: what became of each key.
+      half: whether parameters are made bfloat16.
+      every: how many steps after another print their loss.
+    """
+    given = chain.optimizer.value is not None
+    assigned = {SCHEDULE: chain.schedule, "tx": chain.optimizer, "batch_size": rows}
     if mesh_axes:
-        names = ", ".join(f'"{name}"' for name in mesh_axes)
-        yield f"mesh = jax.make_mesh({tuple(mesh_axes.values())}, ({names}))"
-    yield f"\n\n{_STEP}\n"
-    arguments = [("", Expression(None, "step_fn")), *options.items()]
-    arguments += [("mesh", Expression(None, "mesh"))] if mesh_axes else []
-    call = Expression(None, "jzero.shard_train_step", tuple(arguments))
-    yield f"train_step = {call.python(before='train_step = ')}"
+        shape = tuple(mesh_axes.values()), tuple(mesh_axes)
+        assigned["mesh"] = Expression(None, "jax.make_mesh", tuple(("", x) for x in shape))
+        options = {**options, "mesh": Expression(None, "mesh")}
+    arguments = (("", Expression(None, "step_fn")), *options.items())
+    body = [
+        "" if given else f"\n{_MAKE_OPTIMIZER}",
+        *(_line(name, value) for name, value in assigned.items() if value is not None),
+        _MODEL.format(batches=f"batches of {rows or 'so many'} rows", cast=_CAST * half),
+        _line("train_step", Expression(None, "jzero.shard_train_step", arguments)),
+        _MAIN.format(every=every),
+    ]
+    text = "".join(body)
+    jnp = "import jax.numpy as jnp\n" * ("jnp." in text)
+    holes = "make_optimizer, " * (not given) + "init_params, loss_fn and batches"
+    head = "".join(f"# {line}".rstrip() + "\n" for line in _HEAD.format(holes=holes).splitlines())
+    return f"{head}{_comments(notes)}\nimport jax\n{jnp}import optax\n\nimport jzero\n\n{text}"
 
 
-def _comment(text: str) -> list[str]:
-    return textwrap.wrap(
-        text, _COLUMNS, initial_indent="# ", subsequent_indent="#     ",
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+def _line(name: str, value: Any) -> str:
+    said = value.python(before=f"{name} = ") if isinstance(value, Expression) else repr(value)
+    return f"{name} = {said}\n"
+
+
+def _comments(notes: Mapping[str, str]) -> str:
+    """One for each note; keys of one note that follow one another share it."""
+    lines: list[str] = []
+    for note, keys in itertools.groupby(notes, key=lambda key: notes[key]):
+        lines += textwrap.wrap(
+            f"{', '.join(keys)}: {note}", _COLUMNS, initial_indent="# ", subsequent_indent="#     ",
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+    return "".join(f"{line}\n" for line in lines)

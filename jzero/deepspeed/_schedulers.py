@@ -9,33 +9,31 @@ from typing import Any
 
 from jzero.deepspeed import _schedules
 from jzero.deepspeed._expressions import Expression, called
-from jzero.deepspeed._parameters import Parameter, parameters
+from jzero.deepspeed._keys import Key
+from jzero.deepspeed._parameters import parameters
 from jzero.deepspeed._settings import Settings, nearest, refuse
 
 _SECTION = "scheduler"
-_RESUMED = Parameter(
-    "number",
-    default=-1,
-    only=(-1,),
-    refused="A schedule counts the updates of the optimizer's state.",
+_RESUMED = Key(
+    "number", accepts=(-1,), refused="A schedule counts the updates of the optimizer's state."
 )
-_RATE = Parameter("number")
-_COUNT = Parameter("int")
-_STEPS = Parameter("int", least=1)
+_RATE = Key("number")
+_COUNT = Key("int")
+_STEPS = Key("int", least=1)
 _WARMUP = {
-    "warmup_num_steps": _STEPS,
-    "warmup_type": Parameter("text", only=("log", "linear"), refused="It is 'log' or 'linear'."),
+    "warmup_num_steps": _COUNT,  # Below 2 counts as 2.
+    "warmup_type": Key("text", accepts=("log", "linear"), refused="It is 'log' or 'linear'."),
     "last_batch_iteration": _RESUMED,
 }
 _WARMUP_RATES = {"warmup_min_lr": _RATE, "warmup_max_lr": _RATE}
-_TOTAL = {"total_num_steps": Parameter("int", least=1, required=True)}
+_TOTAL = {"total_num_steps": Key("int", least=1, required=True)}
 _CYCLE = {
-    "cycle_first_step_size": Parameter("number", least=1), "cycle_second_step_size": _RATE,
+    "cycle_first_step_size": Key("number", least=1), "cycle_second_step_size": _RATE,
     "cycle_first_stair_count": _COUNT, "cycle_second_stair_count": _COUNT,
     "decay_step_size": _RATE,
 }  # fmt: skip
 _CYCLE_RATES = {
-    "cycle_min_lr": Parameter("number", required=True), "cycle_max_lr": Parameter("number", required=True),
+    "cycle_min_lr": Key("number", required=True), "cycle_max_lr": Key("number", required=True),
     "decay_lr_rate": _RATE,
 }  # fmt: skip
 _CYCLE_MOMENTA = {"cycle_min_mom": _RATE, "cycle_max_mom": _RATE, "decay_mom_rate": _RATE}
@@ -45,15 +43,15 @@ MOMENTA = tuple(f"scheduler.params.{name}" for name in _CYCLE_MOMENTA)
 @dataclasses.dataclass(frozen=True)
 class _Kind:
     function: Callable[..., Any]
-    takes: dict[str, Parameter]
+    takes: dict[str, Key]
 
 
 _KINDS = {
     "LRRangeTest": _Kind(_schedules.lr_range_test, {
         "lr_range_test_min_lr": _RATE, "lr_range_test_step_size": _STEPS, "lr_range_test_step_rate": _RATE,
-        "lr_range_test_staircase": Parameter("bool"), "last_batch_iteration": _RESUMED}),
+        "lr_range_test_staircase": Key("bool"), "last_batch_iteration": _RESUMED}),
     "OneCycle": _Kind(_schedules.one_cycle, {
-        **_CYCLE_RATES, **_CYCLE, "cycle_momentum": Parameter("bool"), **_CYCLE_MOMENTA,
+        **_CYCLE_RATES, **_CYCLE, "cycle_momentum": Key("bool"), **_CYCLE_MOMENTA,
         "last_batch_iteration": _RESUMED}),
     "WarmupLR": _Kind(_schedules.warmup_lr, {**_WARMUP_RATES, **_WARMUP}),
     "WarmupDecayLR": _Kind(_schedules.warmup_decay_lr, {**_TOTAL, **_WARMUP_RATES, **_WARMUP}),
@@ -97,7 +95,6 @@ def scheduled(settings: Settings, lr: float | None) -> Scheduled | None:
             "Write one of them, or drop the section and give your optimizer an optax schedule.")  # fmt: skip
     kind = _KINDS[name]
     given = parameters(settings, _SECTION, name, kind.takes)
-    given.pop("last_batch_iteration", None)
     if name == "WarmupCosineLR":
         given = {"lr": _rate_of(lr), **given}
     if name == "WarmupLR" and "warmup_max_lr" not in given:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,32 +20,21 @@ AUTO = "auto"
 _SHOWN = 20
 _MAX_BYTES = 1_000_000
 _UNKNOWN = Key("any", inside="anything")
-_FILLED_BY_HAND = (
-    "The Hugging Face Trainer fills 'auto' from its own arguments (batch sizes, learning_rate, "
-    "weight_decay, max_grad_norm, warmup_steps, bf16); jzero does not see these."
-)
 
 
 class Settings:
     """The values of a configuration by dotted key, and what is said of each.
 
     Attributes:
-      given: every key, `{"zero_optimization.stage": 3}`, without those that are null.
+      given: every key, `{"zero_optimization.stage": 3}`.
       notes: a sentence or two for each key, in the order of the configuration; see `note`.
     """
 
-    def __init__(self, config: Mapping[str, Any]):
-        pairs = list(_flat(config, ""))
-        self.given = dict(pairs)
+    def __init__(self, config: dict[str, Any]):
+        self.given = dict(_flat(config, ""))
         self.notes: dict[str, str] = {}
         # The first that fails says all that fail in its way.
-        _check(_double(pairs), "DeepSpeed takes two names for it.", "Drop one of them.")
         _check(_unknown(self.given), "The keys are those of DeepSpeed 0.19.", "Correct or drop it.")
-        _check(
-            _unresolved(self.given),
-            _FILLED_BY_HAND,
-            "Write the values that your runs have, or drop the keys.",
-        )
         _check(_wrong_kinds(self.given), "Each key has a type.", "Correct them.")
         _check(
             _refused(self.given),
@@ -56,6 +44,11 @@ class Settings:
         for key, value in self.given.items():
             if (note := _note(key, value)) is not None:
                 self.notes[key] = note
+
+    @property
+    def is_half(self) -> bool:
+        """Whether parameters are of 16 bits, with masters: bfloat16 also where float16 is written."""
+        return bool(self.get("bf16.enabled") or self.get("fp16.enabled"))
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key; `default` if it is missing, null or "auto"."""
@@ -105,8 +98,8 @@ def read(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any
             "Correct the path.")) from None  # fmt: skip
     except _json.Malformed as error:
         raise OptionError(message(
-            f"{WHO} {os.fspath(config)}", list(error.args), "A configuration is a JSON file.", "Correct it.",
-            "entries", _SHOWN)) from None  # fmt: skip
+            f"{WHO} {os.fspath(config)}", list(error.args), "A configuration is a JSON file.",
+            "Correct it, or fill it in if it is a template.", "entries", _SHOWN)) from None  # fmt: skip
     if not isinstance(value, dict):
         raise OptionError(message(
             WHO, f"{os.fspath(config)} has {_json.shown(value)}", "A configuration is one JSON object.",
@@ -130,6 +123,12 @@ def is_kind(value: Any, kind: str) -> bool:
             return isinstance(value, str)
         case "object":
             return isinstance(value, Mapping)
+        case "betas":
+            return (
+                is_kind(value, "list")
+                and len(value) == 2
+                and all(is_kind(x, "number") and 0 <= x < 1 for x in value)
+            )
         case "list":
             return isinstance(value, Sequence) and not isinstance(value, str)
     return True
@@ -154,24 +153,42 @@ def _bytes(path: Path) -> bytes:
     return data
 
 
-def _flat(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
-    """Every key with its value, those of sections after their section's; null is as if it was not there."""
-    for name, value in config.items():
-        if value is None:
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy by DeepSpeed's names of today, without comments (`_note`, `//`) and keys that are null.
+
+    Raises:
+      OptionError: a key is there by two names.
+    """
+    doubles: list[str] = []
+    found = _plain(config, "", doubles)
+    _check(doubles, "DeepSpeed takes two names for it.", "Drop one of them.")
+    return found
+
+
+def _plain(config: Mapping[str, Any], section: str, doubles: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for written, value in config.items():
+        if value is None or str(written).startswith(("_", "//")):
             continue
-        key = f"{section}.{name}".lstrip(".")
+        key = f"{section}.{written}".lstrip(".")
         key = ALIASES.get(key, key)
+        name = key.removeprefix(f"{section}.")
+        if name in found:
+            doubles.append(f"{key} is there twice, by two names")
         # ZeRO's first configurations had true for what is now stage 1.
         if key == "zero_optimization" and isinstance(value, bool):
             value = {"stage": int(value)}
+        found[name] = _plain(value, key, doubles) if isinstance(value, Mapping) else value
+    return found
+
+
+def _flat(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
+    """Every key with its value, those of sections after their section's."""
+    for name, value in config.items():
+        key = f"{section}.{name}".lstrip(".")
         yield key, value
         if isinstance(value, Mapping) and KEYS.get(key, _UNKNOWN).inside == "keys":
             yield from _flat(value, key)
-
-
-def _double(pairs: Sequence[tuple[str, Any]]) -> list[str]:
-    times = Counter(key for key, _ in pairs)
-    return [f"{key} is there twice, by two names" for key in times if times[key] > 1]
 
 
 def _unknown(given: Mapping[str, Any]) -> list[str]:
@@ -187,23 +204,11 @@ def _meant(key: str) -> str:
     return nearest(key, [k for k in KEYS if k.rpartition(".")[0] == section])
 
 
-def _unresolved(given: Mapping[str, Any]) -> list[str]:
-    found = []
-    for key, value in given.items():
-        entry = KEYS[key]
-        if value == AUTO and not entry.tuning:
-            found.append(f'{key} is "auto"')
-        elif isinstance(value, Mapping) and entry.inside != "keys" and not entry.tuning:
-            names = value if entry.inside == "anything" else {"enabled"} & value.keys()
-            found += [f'{key}.{name} is "auto"' for name in names if value[name] == AUTO]
-    return found
-
-
 def _wrong_kinds(given: Mapping[str, Any]) -> list[str]:
     return [
         f"{key} is {_json.shown(value)}, not {KINDS[KEYS[key].kind]}"
         for key, value in given.items()
-        if not is_kind(value, KEYS[key].kind) and not (value == AUTO and KEYS[key].tuning)
+        if value != AUTO and not is_kind(value, KEYS[key].kind)
     ]
 
 
@@ -217,9 +222,11 @@ def _refused(given: Mapping[str, Any]) -> list[str]:
 
 def _obeyed(entry: Key, value: Any) -> bool:
     if entry.inside == "enabled":
-        return not value.get("enabled", False)
-    return _is_empty(value) or (value.lower() if isinstance(value, str) else value) in (
-        entry.accepts or ()
+        return value.get("enabled", False) in (False, AUTO)
+    return (
+        value == AUTO
+        or _is_empty(value)
+        or (value.lower() if isinstance(value, str) else value) in (entry.accepts or ())
     )
 
 

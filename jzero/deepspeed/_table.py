@@ -30,9 +30,10 @@ _TP = "Tensor parallelism is a mesh axis of your own: drop the section, and use 
 
 
 _TOP = {
-    "train_batch_size": read("int", "`batch_size`, the rows of a call"),
-    "train_micro_batch_size_per_gpu": read("int", "with the batch and the devices, `accumulate`"),
-    "gradient_accumulation_steps": read("int", "`accumulate`"),
+    "train_batch_size": read("int", "`batch_size`, the rows of a call", tuning=True),
+    "train_micro_batch_size_per_gpu": read(
+        "int", "with the batch and the devices, `accumulate`", tuning=True),
+    "gradient_accumulation_steps": read("int", "`accumulate`", tuning=True),
     "managed_gradient_accumulation": only(
         "bool", (True,), "As in jzero: one call of the step is one update.",
         "A call of jzero's step is one update, with all its microbatches: drop the key."),
@@ -46,7 +47,10 @@ _TOP = {
     "activation_checkpointing": section(),
     "compile": section(),
     "communication_data_type": read("text", "`reduce_dtype`"),
-    "seq_parallel_communication_data_type": noted("text", "Without effect: nothing is sequence parallel."),
+    "seq_parallel_communication_data_type": Key(
+        "text", accepts=(),
+        refused="It is of a training whose sequences are divided over devices: drop it, and constrain "
+        "activations over a mesh axis of your own."),
     "gradient_allreduce_op": only(
         "text", ("mean",), "The mean over the batch is the one that your loss takes.",
         "The gradients are those of your loss over the whole batch: drop the key, and let it be a sum."),
@@ -104,11 +108,12 @@ _TOP = {
         "bool", "Belongs to your data loader; the last batch may have any number of rows."),
     "data_parallel_group": noted("any", "Nothing to set: the mesh says it."),
     "allgather_size": noted("int", _BUCKETS),
-    "steps_per_print": noted("any", _LOGGING),  # Accelerate writes infinity.
+    "steps_per_print": noted("any", "The program prints its loss as often."),  # Accelerate writes infinity.
     **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state"), noted("bool", _LOGGING)),
     **dict.fromkeys(
-        ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "comms_logger", "timers"),
-        noted("object", _LOGGING)),
+        ("tensorboard", "wandb", "comet", "csv_monitor", "monitor_config", "flops_profiler", "comms_logger",
+         "comms_config", "timers"), noted("object", _LOGGING)),
+    "cuda_visible_devices": noted("any", "Belongs to what launches: the variable CUDA_VISIBLE_DEVICES."),
     "log_level": noted("any", _LOGGING),
 }  # fmt: skip
 
@@ -209,14 +214,12 @@ _OFFLOAD_PARAM = {
     "nvme_path": read("any", "`jzero.NVMe(nvme_path)`, with the device `nvme`"),
 }  # fmt: skip
 
-_SCALING = "Off: it is of loss scaling for float16."
+_LOW = "Masters are float32 in jzero: drop it, or write jzero.stochastic_rounding(tx), which needs none."
+_SCALING = "Nothing to set: bfloat16 has the range of float32, and needs no loss scale."
 _FP16 = {
-    "enabled": only(
-        "bool", (False,), "Off.",
-        "float16 needs a loss scale, which is part of your step and not of jzero's options: use bf16, or "
-        "drop the section and write flax.training.dynamic_scale.DynamicScale into the step."),
-    "auto_cast": noted("bool", _SCALING),
-    "fp16_master_weights_and_grads": noted("bool", _SCALING),
+    "enabled": read("bool", "as `bf16.enabled`: bfloat16 needs no loss scale", tuning=True),
+    "auto_cast": noted("bool", "Belongs to the model: it casts its inputs."),
+    "fp16_master_weights_and_grads": only("bool", (False,), "Off: masters are float32.", _LOW),
     "consecutive_hysteresis": noted("bool", _SCALING),
     **dict.fromkeys(
         ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
@@ -224,9 +227,8 @@ _FP16 = {
     "opt_level": noted("any", _SCALING),
 }  # fmt: skip
 
-_LOW = "Masters are float32 in jzero: drop it, or write jzero.stochastic_rounding(tx), which needs none."
 _BF16 = {
-    "enabled": read("bool", "`jzero.master_weights` around the optimizer"),
+    "enabled": read("bool", "`jzero.master_weights` around the optimizer", tuning=True),
     "check_grad_overflow": read("bool", "`optax.apply_if_finite`"),
     "immediate_grad_update": noted(
         "bool", "Nothing to set: a gradient is added up when it is made."
@@ -272,10 +274,12 @@ _COMPILE = {
         only("bool", (False,), "Off.",
               "Drop it, and use zero_optimization.offload_optimizer or offload_param.")),
     "free_activation_threshold": noted("int", _COMPILED),
+    **dict.fromkeys(("backend", "kwargs", "mode", "options"), noted("any", _COMPILED)),  # torch.compile's
     **dict.fromkeys(
-        ("deepcompile", "free_activation", "double_buffer", "symmetric_memory", "debug_log",
-         "sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather",
-         "keep_int_input_tensors", "keep_all_input_tensors"), noted("bool", _COMPILED)),
+        ("enabled", "disable", "dynamic", "fullgraph", "deepcompile", "free_activation", "double_buffer",
+         "symmetric_memory", "debug_log", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather",
+         "sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors"),
+        noted("bool", _COMPILED)),
 }  # fmt: skip
 _TENSOR_PARALLEL = {
     "autotp_size": only("int", (0, 1), "Off.", _TP),

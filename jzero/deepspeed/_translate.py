@@ -14,7 +14,7 @@ import optax
 
 from jzero._errors import OptionError, called_as, message
 from jzero._shard_train_step import shard_train_step
-from jzero.deepspeed import _axes, _batch, _chain, _options, _python, _settings
+from jzero.deepspeed import _auto, _axes, _batch, _chain, _options, _python, _settings
 from jzero.deepspeed._expressions import value_of
 from jzero.deepspeed._settings import WHO
 
@@ -45,7 +45,10 @@ class Translation:
     _python: str = dataclasses.field(repr=False)
 
     def python(self) -> str:
-        """The translation as a Python program, with the notes as comments; the loss is yours to write."""
+        """The translation as a Python program that trains, with the notes as comments.
+
+        Yours to write are parameters, loss and data, and the optimizer if the configuration has none.
+        """
         return self._python
 
     def __str__(self) -> str:
@@ -53,8 +56,9 @@ class Translation:
 
 
 def from_deepspeed(
-    config: Mapping[str, Any] | str | os.PathLike[str], *, devices: int | None = None
-) -> Translation:
+    config: Mapping[str, Any] | str | os.PathLike[str], *, devices: int | None = None,
+    auto: Mapping[str, Any] | None = None,
+) -> Translation:  # fmt: skip
     """Translates a DeepSpeed configuration.
 
     Every key becomes an option, a part of the optimizer, or a note that says why there is nothing to set or
@@ -83,19 +87,26 @@ def from_deepspeed(
       config: the configuration as a dict, or the path of its JSON file.
       devices: data-parallel devices; needed only where sizes in the configuration follow from it (a batch and
         a microbatch without gradient_accumulation_steps; hpZ and MiCS), and checked against its batch sizes.
+      auto: what the Hugging Face Trainer would write where the configuration says "auto", by its names
+        (`learning_rate`, `per_device_train_batch_size`, `max_grad_norm`, `warmup_ratio`, `bf16`) or by
+        DeepSpeed's (`optimizer.params.lr`, `lr`). What follows from other keys needs none.
 
     Returns:
       A `Translation`.
 
     Raises:
-      OptionError: the file is missing or is no JSON object; unknown keys; "auto" where a value matters;
-        values of another type; what jzero cannot obey; keys that contradict each other. It names the keys.
+      OptionError: the file is missing or is no JSON object; unknown keys; "auto" where a value matters and
+        `auto` has none; names in `auto` that fill nothing, or contradict; values of another type; what jzero
+        cannot obey; keys that contradict each other. It names the keys.
 
     Reference:
       DeepSpeed's documentation, "DeepSpeed Configuration JSON"; docs/from-deepspeed.md has all keys.
     """
     devices = _checked(devices)
-    settings = _settings.Settings(_settings.read(config))
+    plain = _settings.plain(_settings.read(config))
+    _auto.fill(plain, auto)
+    settings = _settings.Settings(plain)
+    _auto.check(settings, auto)
     batch = _batch.batch(settings, devices)
     options = _options.options(settings, batch.accumulate)
     more, mesh_axes = _axes.axes(settings, options["stage"], devices)
@@ -108,8 +119,14 @@ def from_deepspeed(
     return Translation(
         MappingProxyType(values), value_of(chain.optimizer), value_of(chain.schedule), batch.rows,
         MappingProxyType(mesh_axes), MappingProxyType(notes),
-        _python.program(options, chain, batch.rows, mesh_axes, notes),
+        _python.program(options, chain, batch.rows, mesh_axes, notes, settings.is_half, _every(settings)),
     )  # fmt: skip
+
+
+def _every(settings: _settings.Settings) -> int:
+    """How many steps after another print their loss; Accelerate writes infinity."""
+    steps = settings.get("steps_per_print")
+    return int(steps) if _settings.is_kind(steps, "int") and steps else 10
 
 
 def _checked(devices: Any) -> int | None:

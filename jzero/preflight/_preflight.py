@@ -151,6 +151,7 @@ def preflight(
     if isinstance(train_step, jax.stages.Lowered):
         return shown(None, examine(train_step, options, read))
     mesh = mesh_of(WHO, gpu, grid, sizes)
+    train_step, args = train_step.unbound(), tuple(train_step._given(args))
     offloads = train_step._programs.options.offloads
     # An abstract mesh has all kinds of memory; devices that are not there list none.
     there = train_step.on_mesh(mesh.abstract_mesh if offloads else mesh)

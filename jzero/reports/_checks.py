@@ -35,7 +35,9 @@ def check(
 ) -> None:  # fmt: skip
     """Raises an `OptionError` that names all arguments that are not what they should be."""
     bad = []
-    if count is None:
+    if num_params is None and count is None:
+        bad.append("neither num_params nor config")
+    elif count is None:
         bad.append(f"num_params={num_params!r} is not {COUNT_RULE}")
     if devices is not None and mesh is not None:
         bad.append(f"devices={devices!r} and mesh={mesh!r}, of which one is enough")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jzero._quantities import readable_bytes
 from jzero.offload.memory._coded_array import CodingError
 from jzero.reports import _as_dict, _coded_leaves, _leaf_lists, _tables
 from jzero.reports._lines import wrapped
-from jzero.reports._tables import Memory, crossing_table, memory_table, traffic_table
+from jzero.reports._tables import Memory, Table, crossing_table, memory_table, traffic_table
 from jzero.sharding.analysis._residuals import LEAST_BYTES
 from jzero.sharding.analysis._traffic import Collective, Crossing, Turns
 from jzero.sharding.analysis._untiled import Untiled
@@ -64,14 +65,27 @@ class Report:
     coding: Mapping[str, CodingError] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = [
+        parts = [part.text() if isinstance(part, Table) else part for part in self._parts()]
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, whose last expression it is."""
+        parts = [part for part in self._parts() if part]
+        return "".join(
+            part.html() if isinstance(part, Table) else "<pre>" + html.escape("\n".join(part)) + "</pre>"
+            for part in parts
+        )  # fmt: skip
+
+    def _parts(self) -> list[Table | list[str]]:
+        """Tables, and lines between them; none where there is nothing to say."""
+        return [
             self.header(),
-            memory_table(self.memory).text(),
-            self._traffic(),
+            memory_table(self.memory),
+            traffic_table(self.traffic) or ["A step moves nothing between devices."],
             _coded_leaves.lines(self.plan.leaves, self.traffic, self.coding),
             self._wire(),
             self._tiles(),
-            self._crossings(),
+            crossing_table(self.crossings) or [],
             self._from_host(),
             self._activations(),
             self.gathered_rows(),
@@ -80,7 +94,6 @@ class Report:
             _leaf_lists.owned(self.plan),
             self._not_in_shards(),
         ]
-        return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
     def to_dict(self) -> dict[str, Any]:
         """All that the text says and more, as plain types: `json.dumps` takes it. Bytes are ints.
@@ -271,10 +284,6 @@ class Report:
             lines += [f"  and {len(kept) - 8} more"] if len(kept) > 8 else []
         return lines
 
-    def _crossings(self) -> list[str]:
-        table = crossing_table(self.crossings)
-        return table.text() if table else []
-
     def _from_host(self) -> list[str]:
         """Lines on parameters that an evaluation reads on the host: the window, and what a turn fetches."""
         if not self.plan.evaluates or not self.crossings:
@@ -415,10 +424,6 @@ class Report:
             said = f"PRNG keys, folded with the device's index: {listed(self.keys, 8)}"
             lines += wrapped(said, "  ")
         return lines
-
-    def _traffic(self) -> list[str]:
-        table = traffic_table(self.traffic)
-        return table.text() if table else ["A step moves nothing between devices."]
 
 
 _REDUCTIONS = {

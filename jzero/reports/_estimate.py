@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -14,6 +15,7 @@ from jzero._quantities import (
     BYTES_RULE,
     parse_bytes,
     parse_count,
+    readable_bytes,
     readable_count,
 )
 from jzero.offload._parameters import policy_of
@@ -21,6 +23,7 @@ from jzero.offload._policy import NO_OFFLOAD
 from jzero.offload._tiers import check_axes
 from jzero.reports import _as_dict, _formulas, _host_traffic, _step_time, _tables
 from jzero.reports._checks import WHO, check, check_offload, check_tile, data_axes
+from jzero.reports._hf_config import Model, read_model
 from jzero.reports._host_tiers import HostTiers
 from jzero.reports._host_traffic import Haul
 from jzero.reports._lines import WIDTH, wrapped
@@ -38,8 +41,9 @@ _MOST_PARAMS = 10**18  # beyond which a model is taken to be unbounded
 
 
 def estimate(
-    num_params: float | str,
+    num_params: float | str | None = None,
     *,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     devices: int | None = None,
     mesh: Any = None,
     model_parallel: int = 1,
@@ -103,6 +107,9 @@ def estimate(
     backward pass, update) compute and all ways are taken to be busy at the same time, so that the slowest
     of them counts. An update hides behind nothing, unless it is delayed; operations are 6 for each parameter
     and token (2 forward, 4 backward), and 8 with `recompute`.
+
+    With `config` in place of `num_params` the parameters are those of a model of Hugging Face's transformers,
+    counted exactly, and `layers` and `width` are the model's.
 
     Every leaf is taken to divide by the devices. Activations, temporary buffers and what XLA keeps beside
     them are not in it; `ShardedTrainStep.describe` is exact about a real step's state and traffic.
@@ -182,7 +189,10 @@ def estimate(
     No time is counted for: between devices. No rate is given for it.
 
     Args:
-      num_params: Psi, a whole number or a string such as '350M', '7.5B', '1T'.
+      num_params: Psi, a whole number or a string such as '350M', '7.5B', '1e9', '1T'.
+      config: instead of `num_params`, the model's configuration: a dict, or the path of its config.json.
+        Families: llama, mistral, mixtral, qwen2, qwen3, qwen2_moe, qwen3_moe, gemma, gemma2, gemma3_text,
+        gpt2, t5, vit.
       devices: how many share the batch; one mesh axis, 'data'.
       mesh: instead of `devices`, the data axes and their sizes: `{'node': 8, 'local': 8}`, or a mesh.
       model_parallel: over how many devices each of these divides the model (`auto_specs`, Megatron's MP): the
@@ -258,7 +268,12 @@ def estimate(
         "optimizer_bytes": optimizer_bytes,
     }
     axes = data_axes(devices, mesh)
-    count = parse_count(num_params)
+    model = None if config is None else read_model(config)
+    count = parse_count(num_params) if model is None else model.num_params
+    if model is not None and num_params is not None:
+        raise OptionError(message(
+            WHO, f"num_params={num_params!r} and config", "The model's parameters are counted.",
+            "Drop one or the other."))  # fmt: skip
     check(num_params, count, devices, mesh, axes, model_parallel, optimizer, precision, given)
     assert count is not None
     assert axes is not None
@@ -278,13 +293,16 @@ def estimate(
         policy.check(stage_axes, automatic)
         if policy.updates_on_host:
             check_axes(policy, automatic)
+    if model is not None and offload_activations.offloads:
+        layers = model.num_layers if layers is None else layers
+        width = model.width if width is None else width
     shape = {"tokens": tokens, "layers": layers, "width": width}
     tiers = host_tiers(offload_activations, shape, recompute)
     check_tiers(options, tiers)
     given_rates = rates(
         peak=peak, pcie=pcie, interconnect=interconnect, host_update=host_update, disk=disk
     )
-    found = Estimate(count, options, stage_axes, sizes, tiers, given_rates, model_parallel)
+    found = Estimate(count, options, stage_axes, sizes, tiers, given_rates, model_parallel, model)
     check_rates(tiers, given_rates, {
         "pcie": bool(found.crossings), "interconnect": bool(found.traffic),
         "host_update": bool(found.hosted_bytes), "disk": bool(found.on_disk),
@@ -304,6 +322,7 @@ class Estimate:
       tiers: where activations rest, checked; and the shape of the batch.
       rates: of devices and links, as far as given.
       model_parallel: over how many devices each part of the batch divides the model.
+      model: the layers and shapes, if a configuration was given.
     """
 
     num_params: int
@@ -313,6 +332,7 @@ class Estimate:
     tiers: HostTiers = HostTiers()
     rates: Rates = Rates()
     model_parallel: int = 1
+    model: Model | None = None
 
     @property
     def num_devices(self) -> int:
@@ -462,7 +482,8 @@ class Estimate:
 
         Keys: num_params, axes, model_parallel, stage; memory, traffic and crossings as in `Report.to_dict`;
         at_rest, total, on_host and on_disk (bytes); elements_moved; time, as in `StepTime.to_dict`, if a
-        peak was given.
+        peak was given; model, if a configuration was: model_type, layers, width, layer_params, largest_leaf
+        (its name and shape).
 
         >>> import jzero
         >>> found = jzero.estimate("7.5B", devices=64).to_dict()
@@ -483,6 +504,7 @@ class Estimate:
             "crossings": _as_dict.crossings(self.crossings),
             "elements_moved": self.elements_moved,
             **({} if self.time is None else {"time": self.time.to_dict()}),
+            **({} if self.model is None else {"model": self.model.to_dict()}),
         }
 
     def __str__(self) -> str:
@@ -497,6 +519,22 @@ class Estimate:
         return wrapped(
             f"jzero: estimate of {readable_count(self.num_params)} parameters at stage "
             f"{self.options.stage} over {devices} (data axes: {axes})", "  ", width)  # fmt: skip
+
+    def model_lines(self) -> list[str]:
+        """Of a configuration: its parameters, and what stage 3 gathers of them, which no total has."""
+        if self.model is None:
+            return []
+        counted = f"{self.model.model_type}: {self.num_params:,} parameters."
+        if not self.sharding.param_axes:
+            return [counted]
+        size = self.bytes_per_param.compute / self.model_parallel
+        name, shape = self.model.largest_leaf
+        largest = f"{name} [{','.join(map(str, shape))}]"
+        return [
+            f"{counted} Gathered for compute, a layer (1 of {self.model.num_layers}) takes "
+            f"{readable_bytes(float(size * self.model.layer_params))}, and the largest leaf, {largest}, "
+            f"{readable_bytes(float(size * math.prod(shape)))}."
+        ]
 
     def lines(self, width: int = WIDTH) -> list[str]:
         """The text, for a terminal of so many columns."""
@@ -513,6 +551,7 @@ class Estimate:
             "",
             *([*crossing.text(width), ""] if crossing else []),
             *wrapped(sent, "  ", width),
+            *(line for text in self.model_lines() for line in wrapped(text, "  ", width)),
             *([] if self.time is None else ["", *self.time.lines(width)]),
         ]
 

@@ -6,6 +6,7 @@ A `Table` is a value; its text has the lines that fit a terminal.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -46,10 +47,28 @@ class Table(NamedTuple):
 
     def text(self, width: int = WIDTH) -> list[str]:
         """Its lines, none wider than `width`, with every number whole."""
-        prose = {i for i, title in enumerate(self.header) if i == 0 or not title}
-        # Names may come from files that others wrote.
-        rows = [tuple(escaped(cell, keep="") for cell in row) for row in self.rows]
-        return lay_out(self.header, rows, prose, width)
+        return lay_out(self.header, self._escaped(), self._prose(), width)
+
+    def html(self) -> str:
+        """The same for a notebook."""
+        prose = self._prose()
+
+        def row(cells: Sequence[str], tag: str) -> str:
+            sides = ["left" if i in prose else "right" for i in range(len(cells))]
+            return "<tr>" + "".join(
+                f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>'
+                for cell, side in zip(cells, sides, strict=True)
+            ) + "</tr>"  # fmt: skip
+
+        rows = [row(self.header, "th"), *(row(cells, "td") for cells in self._escaped())]
+        return f"<table>{''.join(rows)}</table>"
+
+    def _prose(self) -> set[int]:
+        return {i for i, title in enumerate(self.header) if i == 0 or not title}
+
+    def _escaped(self) -> list[tuple[str, ...]]:
+        """Names may come from files that others wrote."""
+        return [tuple(escaped(cell, keep="") for cell in row) for row in self.rows]
 
 
 def at_rest(rows: Sequence[Memory]) -> int:

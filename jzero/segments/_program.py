@@ -14,15 +14,19 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._errors import MeshError, message
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED, HostNeed
 from jzero.sharding.batch._body import Movement
-from jzero.sharding.plan import _layout, _untold
+from jzero.sharding.plan import _layout
 from jzero.sharding.plan._leaves import LeafPlan, Rest
-from jzero.sharding.plan._local_step import FlatStep, local_step
+from jzero.sharding.plan._local_step import FlatStep, local_step, promoted
 from jzero.sharding.plan._make import make_plan, state_leaves
 from jzero.sharding.plan._offload import Shared, StepProgram
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._setting import Setting
-from jzero.tracing import _call
-from jzero.tracing._returned import find_state
+from jzero.tracing import _call, _not_arrays, _objects, _reading, _weak
+from jzero.tracing._forwarded import restored
+from jzero.tracing._modules import Filtered
+from jzero.tracing._objects import AsPytrees, Mutated
+from jzero.tracing._reading import Elsewhere
+from jzero.tracing._returned import find_state, new_state
 from jzero.tracing._signature import Signature
 
 WHO = _call.WHO
@@ -43,6 +47,7 @@ class Program:
       keys: paths of the arguments taken for PRNG keys, of a step with collectives of its own.
       movements: rows of the batch that operations move.
       whole_arguments: arguments with rows that come whole to every device, which do not divide them.
+      state: types of the state's leaves; of those that it promotes, promoted ([Note: weak types]).
     """
 
     plan: StepPlan
@@ -53,6 +58,7 @@ class Program:
     keys: tuple[str, ...]
     movements: tuple[Movement, ...] = ()
     whole_arguments: tuple[str, ...] = ()
+    state: tuple[jax.ShapeDtypeStruct, ...] = ()
 
     def host_needs(self) -> list[HostNeed]:
         """What a step takes of the host's memory while it runs, for all devices of this process."""
@@ -85,26 +91,58 @@ def build(
     state_avals, state_tree = jax.tree.flatten(state)
     array_avals, arrays_tree = jax.tree.flatten(arrays)
     num_state, mesh = len(state_avals), setting.mesh
+    first, signature = signature.state_names, signature.of_objects(static)
 
-    @functools.wraps(step_fn, updated=())  # JAX's own errors name the user's function.
-    def flat_step(*leaves: Any) -> Any:
-        outs = signature.call(
-            step_fn,
-            jax.tree.unflatten(state_tree, leaves[:num_state]),
-            jax.tree.unflatten(arrays_tree, leaves[num_state:]),
-            static,
-        )
-        if setting.evaluates:
-            return outs
-        if signature.told:
-            return find_state(outs, state)
-        _untold.check_returned(signature, outs, arrays)
+    def run(*leaves: Any) -> Any:
+        given, rest = jax.tree.unflatten(state_tree, leaves[:num_state]), leaves[num_state:]
+        trees = jax.tree.unflatten(arrays_tree, rest)
+        try:
+            outs = signature.call(step_fn, given, trees, static)
+        except AsPytrees:
+            leads = set(first) <= set(signature.state_names)
+            raise Elsewhere(first if leads else signature.state_names) from None
+        _objects.check_kept(trees, rest)
         return outs
 
+    @functools.wraps(step_fn, updated=())  # JAX's own errors name the user's function.
+    def flat_step(*leaves: Any, promotes: bool = False) -> Any:
+        if setting.evaluates and signature.takes_objects:
+            return restored(run, *leaves).changed(leaves[:num_state])
+        try:
+            outs = run(*leaves)
+        except Exception as error:
+            _not_arrays.add_notes(error, arrays)
+            raise
+        if isinstance(outs, Mutated):
+            _objects.check_no_state(signature.state_names, outs.result, arrays)
+            return outs
+        if setting.evaluates:
+            return outs
+        if isinstance(outs, Filtered):
+            return Filtered(read(outs.arrays, leaves, promotes), outs.static)
+        return read(outs, leaves, promotes)
+
+    def read(outs: Any, leaves: Sequence[Any], promotes: bool) -> Any:
+        if signature.told:
+            outs = find_state(outs, state)
+        else:
+            _reading.read(signature, outs, state, arrays)
+        if promotes:
+            new = jax.tree.leaves(new_state(outs, state))
+            _weak.check(leaves[: len(new)], new)
+        return outs
+
+    may = any(aval.weak_type for aval in state_avals) and not setting.evaluates
     flat = FlatStep(
-        flat_step, state_avals, state_tree, arrays, array_avals, signature.specs, signature
-    )
-    local = local_step(flat, setting)
+        functools.partial(flat_step, promotes=True) if may else flat_step,
+        state_avals, state_tree, arrays, array_avals, signature.specs, signature,
+    )  # fmt: skip
+    try:
+        local = local_step(flat, setting)
+    except _weak.PromotedState as found:
+        flat = promoted(dataclasses.replace(flat, fn=flat_step), found.state, setting)
+        local = local_step(flat, setting)
+    state = jax.tree.unflatten(state_tree, flat.state)
     plan, analysis = make_plan(local, state_leaves(state, setting), setting, rests)
     shardings = shardings_of(plan.leaves, mesh)
     paths = _call.argument_paths(arrays)
@@ -117,6 +155,7 @@ def build(
         tuple(path for path, key in zip(paths, local.keys, strict=True) if key),
         local.traced.movements,
         local.whole_arguments,
+        tuple(flat.state),
     )
 
 

@@ -21,9 +21,11 @@ from jzero.sharding.plan._leaves import LeafPlan, Rest
 from jzero.sharding.plan._offload import StepProgram
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._setting import Setting
-from jzero.tracing import _call
+from jzero.tracing import _call, _reading
 from jzero.tracing._batch import Batch
+from jzero.tracing._reading import Elsewhere
 from jzero.tracing._signature import Call, Signature
+from jzero.tracing._state_arguments import StateArguments, parts
 
 WHO = _call.WHO
 _JAX_KINDS = {HOST: "unpinned_host", NVME: "unpinned_host"}
@@ -33,7 +35,7 @@ class Programs:
     """The programs of one step.
 
     Attributes:
-      signature: how the step is called.
+      signature: how the step is called; what its state is, if nobody said so, once a call was read.
       options: what the user chose.
       mesh: the mesh they are for; None for whatever is current.
       built: by setting, static arguments and shapes, and how the leaves lie that an evaluation reads.
@@ -42,10 +44,12 @@ class Programs:
     def __init__(
         self, step_fn: Callable[..., Any], signature: Signature, options: Options, mesh: Any,
         axis_names: tuple[str, ...] | None, axis_name: str | None, evaluates: bool = False,
+        trained_by: Programs | None = None,
     ):  # fmt: skip
         self._step_fn, self.signature, self.options = step_fn, signature, options
         self.mesh, self._axis_names, self._axis_name = mesh, axis_names, axis_name
-        self._evaluates = evaluates
+        self._evaluates, self._trained_by = evaluates, trained_by
+        self._trained: Any = None  # the state of the last program that was built, of shapes
         self._setting: tuple[Any, Setting] | None = None
         self.built: dict[Any, Program] = {}
         # By what is quick to ask of a call; an array and its shape then are two keys of one program.
@@ -67,7 +71,7 @@ class Programs:
     def _with(self, mesh: Any, options: Options) -> Programs:
         return Programs(
             self._step_fn, self.signature, options, mesh, self._axis_names, self._axis_name,
-            self._evaluates,
+            self._evaluates, self._trained_by,
         )  # fmt: skip
 
     def to_evaluate(
@@ -85,7 +89,7 @@ class Programs:
             gather_dtype=None, layer_major=False, full=None, auto_specs=(), **changed,
         )  # fmt: skip
         return Programs(
-            eval_step, signature, options, self.mesh, self._axis_names, self._axis_name, True
+            eval_step, signature, options, self.mesh, self._axis_names, self._axis_name, True, self
         )
 
     @property
@@ -99,12 +103,71 @@ class Programs:
             self._setting = around, setting
         return self._setting[1]
 
+    @property
+    def known_mesh(self) -> Any:
+        """The mesh they are for, or of the last call; None before a call on the current one."""
+        return self.mesh if self._setting is None else self._setting[1].mesh
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """A call of the step, taken apart."""
-        return self.signature.bind(args, kwargs)
+        """A call of the step, taken apart, once it is known which arguments are the state."""
+        call = self.signature.bind(args, kwargs)
+        if self.signature.told:
+            return call
+        try:
+            if self._evaluates:
+                self._read_where_trained(call)
+            else:
+                self.of(call)
+        except Elsewhere:
+            call = self.signature.bind(args, kwargs)
+        return call
+
+    def _read_where_trained(self, call: Call) -> None:
+        """Finds what an evaluation reads, if it has the state of the training, or a part of it, not first."""
+        trained = None if self._trained_by is None else self._trained_by._trained
+        if trained is None or self.signature.settled:
+            return
+        try:
+            _reading.read_trained(self.signature, trained, call.state, call.arrays)
+        except Elsewhere as found:
+            self.signature = self.signature.of_state(found.names)
+            raise
+        self.signature = dataclasses.replace(self.signature, settled=True)
+
+    def with_state(
+        self, who: str, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call, of a state and the arguments beside it in their order.
+
+        Where it is not known yet which are the state, those places are taken from where it is found.
+
+        Raises:
+          StateError: the user said which they are, and it is not of so many.
+          Exception: what the step raises with the state in its first place, if it has none in any.
+        """
+        before, failure = self.signature, None
+        if not (before.told or before.settled or self._evaluates):
+            for names in before.places(state, args, kwargs):
+                guess = before.of_state(names)
+                try:
+                    given = guess.with_state(guess.named(state, who), args, kwargs)
+                    self.bind(*given)
+                except Exception as error:
+                    failure = failure or error
+                else:
+                    if self.signature.state_names == names:
+                        return given
+                self.signature = before
+            if failure is not None:
+                raise failure
+        return before.with_state(before.named(state, who), args, kwargs)
 
     def of(self, call: Call) -> Program:
-        """The program for a call's shapes."""
+        """The program for a call's shapes.
+
+        Raises:
+          Elsewhere: other arguments are the state; `signature` says so from now on.
+        """
         return self._of(call, self.setting)
 
     def batch_of(self, who: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
@@ -140,11 +203,24 @@ class Programs:
         rests = self._rests(call, setting)
         key = (setting, tree, call.static_key, _avals_key(leaves), rests)
         if key not in self.built:
-            self.built[key] = _program.build(
-                self._step_fn, self.signature, setting, state, arrays, call.static, self._shared,
-                rests,
-            )  # fmt: skip
-            self._layouts[_state_key(state, setting)] = self.built[key].plan.leaves
+            try:
+                program = _program.build(
+                    self._step_fn, self.signature, setting, state, arrays, call.static,
+                    self._shared, rests,
+                )  # fmt: skip
+            except Elsewhere as found:
+                self.signature = self.signature.of_state(found.names)
+                raise
+            if not (self.signature.settled or self._evaluates):
+                self.signature = dataclasses.replace(self.signature, settled=True)
+            values = tuple([value for _, value in parts(state)])
+            self._trained = values if isinstance(state, StateArguments) else state
+            self.built[key] = program
+            # A state that a step has returned: [Note: weak types].
+            later = [*program.state, *leaves[len(program.state) :]]
+            self.built.setdefault((*key[:3], _avals_key(later), rests), program)
+            new = jax.tree.unflatten(jax.tree.structure(state), program.state)
+            self._layouts[_state_key(new, setting)] = program.plan.leaves
         return self.built[key]
 
     def agreed(self, call: Call, setting: Setting) -> Program:
@@ -206,11 +282,10 @@ def placed_inputs(call: Call, program: Program) -> tuple[list[Any], list[Any]]:
         for name, value in call.arrays.items()
         for leaf in jax.tree.leaves(_call.abstract(value, name))
     ]
-    state = jax.tree.leaves(_call.abstract(call.state, "state"))
     shapes = [leaf.padded_shape for leaf in program.plan.leaves]
     state = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if leaf.codes else aval
-        for aval, leaf in zip(state, program.plan.leaves, strict=True)
+        for aval, leaf in zip(program.state, program.plan.leaves, strict=True)
     ]
     return (
         _with_shardings(state, shapes, program.state_shardings),

@@ -57,7 +57,8 @@ class Batch:
             for leaf, dim in zip(leaves, self.dims, strict=True)
         ]
         arrays = jax.tree.unflatten(tree, changed)
-        return self.signature.call(fn, self.shapes.state, arrays, self.shapes.static)
+        outs = self.signature.call(fn, self.shapes.state, arrays, self.shapes.static)
+        return self.shapes.result(outs)
 
 
 def _resized(leaf: Any, dim: int, size: int) -> jax.ShapeDtypeStruct:

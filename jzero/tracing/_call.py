@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jzero._errors import STEP, BatchError, OptionError, StateError, describe_leaf, message
-from jzero.tracing import _jaxpr
+from jzero.tracing import _jaxpr, _not_arrays
 from jzero.tracing._state_arguments import StateArguments
 
 WHO = STEP
@@ -52,6 +52,11 @@ def is_key(dtype: Any, shape: Sequence[int]) -> bool:
     return dtype == np.uint32 and tuple(shape) == (2,)
 
 
+def is_single_key(dtype: Any, shape: Sequence[int]) -> bool:
+    """One key, of either style; an array of typed keys has one for each device, or row."""
+    return is_key(dtype, shape) and (not shape or dtype == np.uint32)
+
+
 def signature_of(tree: Any) -> tuple[Any, ...]:
     """What tells two calls apart, quick to compute. Leaves may be anything."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -83,9 +88,7 @@ def abstract(tree: Any, root: str) -> Any:
         cls = StateError if root == "state" else BatchError
         raise cls(message(
             WHO, found, "Every leaf must be an array, a NumPy array or a Python number.",
-            "Declare such an argument in static_argnames, or make it a static field of its "
-            "container (flax.struct.field(pytree_node=False)).",
-        ))  # fmt: skip
+            _not_arrays.edits([leaves[i] for i in bad], root == "state"), shown=8))  # fmt: skip
     return jax.tree.unflatten(treedef, out)
 
 
@@ -95,9 +98,13 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
         aval = jnp.result_type(leaf)
         return jax.ShapeDtypeStruct((), aval, weak_type=not isinstance(leaf, bool))
     if isinstance(leaf, (np.ndarray, np.generic)):
+        if not _not_arrays.is_numeric(leaf.dtype):
+            raise TypeError(leaf)
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or _jaxpr.is_ref(leaf):
+        raise TypeError(leaf)
+    if _not_arrays.is_of_another_package(leaf):
         raise TypeError(leaf)
     return jax.ShapeDtypeStruct(
         tuple(leaf.shape), leaf.dtype, weak_type=bool(getattr(leaf, "weak_type", False))
@@ -174,7 +181,7 @@ def argument_specs(
 
 
 def _default_spec(leaf: Any, axes: tuple[str, ...]) -> P:
-    if not leaf.shape or is_key(leaf.dtype, leaf.shape):
+    if not leaf.shape or is_single_key(leaf.dtype, leaf.shape):
         return P()
     return P(axes if len(axes) > 1 else axes[0])
 

@@ -11,6 +11,7 @@ import jax
 
 from jzero._errors import StepError, describe_leaf, message
 from jzero.tracing._held import Held
+from jzero.tracing._returned import Like
 
 WHO = "from_eqx"
 
@@ -20,8 +21,9 @@ def from_eqx(
 ) -> tuple[Callable[Concatenate[Any, ...], tuple[Any, Any]], Any]:
     """Turns `train_step(model, opt_state, batch) -> (model, opt_state, loss)` into `step(state, batch)`.
 
-    A state has arrays only, and an Equinox module has functions, strings and Python numbers too. The step
-    that comes back does::
+    `shard_train_step` takes such a step as it is. A function of a state has it in one argument, of arrays
+    only, while an Equinox module has functions, strings and Python numbers too. The step that comes back
+    does::
 
         model, opt_state = eqx.combine(state, static)
         model, opt_state, loss = train_step(model, opt_state, *args)   # in the order in which it returns them
@@ -109,17 +111,17 @@ def _refuse_pmap(train_step: Callable[..., Any]) -> None:
 def _found(names: Sequence[str], old: tuple[Any, ...], returned: Any) -> tuple[Any, Any]:
     """The new values of what the step was given, and what else it returns."""
     results = list(returned) if isinstance(returned, tuple | list) else [returned]
-    found, given = [_Likeness(x) for x in results], [_Likeness(x) for x in old]
-    if len(old) == 1 and _Likeness(returned) == given[0]:  # The state is one tuple, returned alone.
+    found, given, likes = [*map(_apart, results)], [*map(_apart, old)], [*map(_like, old)]
+    if len(old) == 1 and likes[0](_apart(returned)):  # The state is one tuple, returned alone.
         return (returned,), None
     taken: dict[int, int] = {}  # of a result: which value's it is
     bad = []
-    for i, value in enumerate(given):
-        alike = [j for j, other in enumerate(found) if other == value]
-        same = [k for k, other in enumerate(given) if other == value]
+    for i, like in enumerate(likes):
+        alike = [j for j, other in enumerate(found) if like(other)]
+        same = [k for k, other in enumerate(given) if like(other)]
         if len(alike) == len(same):
             taken[alike[same.index(i)]] = i
-        elif value.shapes:
+        elif jax.tree.leaves(given[i][0]):
             bad.append(_unlike(names[i], old[i], results, alike, len(same)))
     if bad:
         raise StepError(message(
@@ -142,7 +144,7 @@ def _check_rest(arguments: Mapping[str, Any], rest: Any) -> None:
         for name, value in arguments.items()
         for result in results
         if not jax.tree_util.all_leaves([value])
-        and _Likeness(value) == _Likeness(result)
+        and _like(value)(_apart(result))
         and not all(map(operator.is_, jax.tree.leaves(value), jax.tree.leaves(result)))
     ]
     if bad:
@@ -152,26 +154,15 @@ def _check_rest(arguments: Mapping[str, Any], rest: Any) -> None:
             "arguments"))  # fmt: skip
 
 
-class _Likeness:
-    """What tells one value of a step from another: structure, shapes and dtypes, and all that is no array."""
+def _like(value: Any) -> Like:
+    """What a result is that is like a value: in structure, shapes and dtypes, and in all that is no array."""
+    return Like(_apart(value))
 
-    def __init__(self, value: Any):
-        import equinox as eqx
 
-        arrays, static = eqx.partition(value, _is_array)
-        self.shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(arrays)]
-        self.structures = jax.tree.structure(arrays), jax.tree.structure(static)
-        self.static = jax.tree.leaves(static)
+def _apart(value: Any) -> Any:
+    import equinox as eqx
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Likeness)
-            and self.shapes == other.shapes
-            and self.structures == other.structures
-            and all(map(_same, self.static, other.static))
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+    return eqx.partition(value, _is_array)
 
 
 def _is_array(x: Any) -> bool:
@@ -179,10 +170,6 @@ def _is_array(x: Any) -> bool:
     import equinox as eqx
 
     return isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and bool(a == b))
 
 
 def _unlike(name: str, old: Any, results: list[Any], alike: list[int], num: int) -> str:

@@ -490,6 +490,12 @@ def trace_here(fn: Callable[..., Any], *args: Any) -> Traced:
     return Traced(*open_jaxpr(jaxpr), tree, leaves)
 
 
+def static_arguments(fn: Callable[..., Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of the arguments that `jax.jit`, or `nnx.jit`, compiles into `fn`."""
+    info = getattr(getattr(fn, "jitted_fn", fn), "_jit_info", None)
+    return getattr(info, "static_argnums", ()), getattr(info, "static_argnames", ())
+
+
 def ref_equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
     """Equations that make, read or write a mutable array (`jax.new_ref`), loops and branches included.
 
@@ -725,6 +731,17 @@ def view(x: Any, sharding: Any) -> Any:
     if not x.weak_type:
         return made
     return ArrayImpl(made.aval.update(weak_type=True), sharding, parts, committed=True)
+
+
+def strong_view(x: Any) -> Any:
+    """A weakly typed array's memory without the weak type. Whatever consumes the one consumes both.
+
+    One that lies on no device in particular stays so, and is copied.
+    """
+    if not isinstance(x, ArrayImpl) or not x.committed:
+        return jnp.asarray(x, x.dtype)
+    parts = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts, dtype=x.dtype)
 
 
 def register_array(cls: type, plain: Callable[[Any], jax.Array]) -> None:

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, TypeVar
 
-import jax
-
 from jzero._errors import StepError, message
 from jzero.tracing._held import Held
+from jzero.tracing._objects import FROM_NNX as WHO
+from jzero.tracing._objects import changes_of, check_partial, explained, listed
 
-WHO = "from_nnx"
 _Result = TypeVar("_Result")
 
 
@@ -21,7 +19,9 @@ def from_nnx(
 ) -> tuple[Callable[Concatenate[Any, ...], tuple[Any, _Result]], Any]:
     """Turns `train_step(model, optimizer, ..., batch)`, which mutates, into `step(state, batch)`.
 
-    The step that comes back does::
+    `shard_train_step` takes such a step as it is. A function of a state is for what the objects do not say:
+    more state beside them (`state_argnums`), an outer `jax.jit`, `jzero.testing`. The step that comes back
+    does::
 
         model, optimizer, ... = nnx.merge(graph, state)
         result = train_step(model, optimizer, ..., *args)
@@ -82,9 +82,8 @@ def from_nnx(
         lost, or among what the step returns; it changes one that is no argument of it.
     """
     from flax import nnx
-    from flax.errors import TraceContextError
 
-    _check_partial(train_step)
+    check_partial(train_step, WHO)
     held = Held.of(WHO, train_step, objects, named)
     _check_given(held)
     graph, state = nnx.split(held.values)
@@ -92,18 +91,12 @@ def from_nnx(
     def step_fn(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         _check_arguments(held.arguments(args, kwargs))
         merged = nnx.merge(graph, state, copy=True)  # The caller's state stays as it is.
-        try:
+        with explained(WHO):
             result = held.call(train_step, merged, args, kwargs)
-        except TraceContextError as error:
-            raise StepError(message(
-                WHO, f"train_step changes an object that it was not given ({str(error).split(' (')[0]})",
-                "What a step changes, and what nnx.grad, nnx.jit or nnx.scan change in it, are arguments of "
-                "these.", "Make the object a parameter of train_step, and give it to from_nnx.",
-            )) from error  # fmt: skip
         new_graph, new_state = nnx.split(merged)
         if new_graph != graph:
             raise StepError(message(
-                WHO, _changes(held, nnx.merge(graph, state, copy=True), merged),
+                WHO, changes_of(held.names, nnx.merge(graph, state, copy=True), merged),
                 "A step leaves its objects in the structure and mode in which it finds them.",
                 "Create variables when the model is built; call model.train() or model.eval() before "
                 "from_nnx, so that each step begins as the one before it ends.", "things"))  # fmt: skip
@@ -115,37 +108,12 @@ def from_nnx(
     return step_fn, state
 
 
-def _objects(tree: Any, root: str) -> list[str]:
-    """'root['a'] is a Linear' for every NNX object in a tree; those in an `nnx.State` are values."""
-    from flax import nnx
-
-    def is_leaf(x: Any) -> bool:
-        return isinstance(x, nnx.Module | nnx.Pytree | nnx.Variable | nnx.State)
-
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    return [
-        f"{root}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}"
-        for path, leaf in leaves
-        if is_leaf(leaf) and not isinstance(leaf, nnx.State)
-    ]
-
-
-def _check_partial(train_step: Any) -> None:
-    """Refuses objects that `functools.partial` has bound."""
-    if isinstance(train_step, functools.partial):
-        bad = _objects((train_step.args, train_step.keywords), "partial")
-        if bad:
-            raise StepError(message(
-                WHO, bad, "Objects that a partial holds are no arguments, and no state.",
-                "Give them to from_nnx, with the function inside the partial.", "objects"))  # fmt: skip
-
-
 def _check_given(held: Held) -> None:
     """Refuses what is given and holds no object."""
     bad = [
         f"{name} is a {type(value).__name__} without NNX objects"
         for name, value in zip(held.names, held.values, strict=True)
-        if not _objects(value, name)
+        if not listed(value, name)
     ]
     if bad:
         raise StepError(message(
@@ -156,9 +124,9 @@ def _check_given(held: Held) -> None:
 
 def _check_arguments(given: Mapping[str, Any]) -> None:
     """Refuses objects whose mutations a call would lose."""
-    bad = [found for name, value in given.items() for found in _objects(value, name)]
+    bad = [found for name, value in given.items() for found in listed(value, name)]
     if bad:
-        names = [name for name, value in given.items() if _objects(value, name)]
+        names = [name for name, value in given.items() if listed(value, name)]
         raise StepError(message(
             WHO, bad, "What a step changes in an NNX object is kept in the state only, and would be lost.",
             f"Give it to from_nnx: from_nnx(train_step, model, ..., {names[0]}={names[0]}).",
@@ -166,37 +134,8 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def _check_result(result: Any) -> None:
-    bad = _objects(result, "result")
+    bad = listed(result, "result")
     if bad:
         raise StepError(message(
             WHO, bad, "Objects are in the state, and what a step returns beside it are arrays.",
             "Return what you want to read of it: nnx.state(model), or an array.", "results"))  # fmt: skip
-
-
-def _changes(held: Held, before: Any, after: Any) -> list[str]:
-    """What of objects is not their variables' values, and differs: 'model.dropout.deterministic was True'."""
-    old, new = _structure(held, before), _structure(held, after)
-    lines = []
-    for path in sorted({*old, *new}):
-        if path not in old:
-            lines.append(f"train_step adds {path} ({new[path]})")
-        elif path not in new:
-            lines.append(f"train_step removes {path} ({old[path]})")
-        elif old[path] != new[path]:
-            lines.append(f"{path} was {old[path]} and becomes {new[path]}")
-    return lines or ["train_step changes its variables' metadata"]
-
-
-def _structure(held: Held, objects: Any) -> dict[str, str]:
-    from flax import nnx
-
-    found = {}
-    paths: Any = ((path, value) for path, value in nnx.iter_graph(objects) if path)
-    for (first, *rest), value in paths:
-        if any(str(part).startswith("_pytree__") for part in rest):
-            continue
-        parts = [f".{part}" if isinstance(part, str) else f"[{part}]" for part in rest]
-        variable = isinstance(value, nnx.Variable | nnx.Pytree | jax.Array)
-        text = f"a {type(value).__name__}" if variable else f"{value!r:.40}"
-        found["".join([held.names[first], *parts])] = text
-    return found

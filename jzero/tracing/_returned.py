@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jzero._errors import StateError, StepError, describe_leaf, message
 from jzero.tracing import _call
@@ -63,6 +65,15 @@ def as_given(outs: Any) -> Any:
     return outs.as_given() if isinstance(outs, Returned) else outs
 
 
+def new_state(outs: Any, state: Any) -> Any:
+    """The new state in what a step returned: alone or first; None if it is not there."""
+    if isinstance(outs, Returned):
+        return outs.apart(state)[0]
+    tree: Any = jax.tree.structure(state)
+    first = outs[0] if isinstance(outs, (tuple, list)) and outs else None
+    return next((x for x in (first, outs) if jax.tree.structure(x) == tree), None)
+
+
 def find_state(outs: Any, state: Any) -> Returned:
     """What a step returned, its state first.
 
@@ -79,8 +90,19 @@ def find_state(outs: Any, state: Any) -> Returned:
       StateError: an argument came back with another shape or dtype.
       StepError: one did not come back, or it cannot be told where.
     """
+    try:
+        return _find_state(outs, state, promotes=False)
+    except (StateError, StepError):
+        if not any(_call.abstract_leaf(x).weak_type for x in jax.tree.leaves(state)):
+            raise
+        with contextlib.suppress(StateError, StepError):
+            return _find_state(outs, state, promotes=True)  # [Note: weak types]
+        raise
+
+
+def _find_state(outs: Any, state: Any, promotes: bool) -> Returned:
     wanted = [(name, value) for name, value in parts(state) if jax.tree.leaves(value)]
-    alike = [Like(value) for _, value in wanted]
+    alike = [Like(value, promotes) for _, value in wanted]
     nodes, tree = jax.tree.flatten(outs, is_leaf=lambda x: any(like(x) for like in alike))
     candidates = [[i for i, node in enumerate(nodes) if like(node)] for like in alike]
     same = [[_same(candidates, i, j) for j in range(len(wanted))] for i in range(len(wanted))]
@@ -108,6 +130,121 @@ def find_state(outs: Any, state: Any) -> Returned:
     return Returned([nodes[i] for i in places], tuple(places), tree)
 
 
+class Found(NamedTuple):
+    """Which arguments of a step come back with their structure, shapes and dtypes.
+
+    Attributes:
+      state: those that are state beyond doubt.
+      unclear: those that may be it, or a batch that a result is like (a reconstruction, a hidden state).
+      alike: those that fewer results are like than there are of them.
+    """
+
+    state: tuple[str, ...]
+    unclear: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
+
+
+def find_arguments(outs: Any, arguments: Mapping[str, Any], first: str | None = None) -> Found:
+    """Which arguments are state, by what the step returns.
+
+    A coincidence must not make state of a batch: scalars and keys are never state, since any loss is like a
+    scalar; nor, beyond doubt, is a bare array, or a tree whose arrays all have the batch's leading dim. Of
+    several arguments that are alike as many must come back.
+
+    Args:
+      outs: what the step returned, of arrays, tracers or `ShapeDtypeStruct`s.
+      arguments: those that are not static, by name, in the order of the step's parameters.
+      first: the one that is state whatever it holds, as the step takes it first and returns it first.
+    """
+    likes = {
+        name: Like(tree)
+        for name, tree in arguments.items()
+        if _arrays(tree) or _optimizer_states(tree)
+    }
+    nodes = jax.tree.leaves(outs, is_leaf=lambda x: any(like(x) for like in likes.values()))
+    missing, alike = set[str](), list[str]()
+    for name, like in likes.items():
+        same = {other for other in likes if like(arguments[other])}
+        num = sum(map(like, nodes))
+        if num == 0 or (num == 1 and first in same - {name}):
+            missing.add(name)
+        elif num < len(same) and name != first:
+            alike.append(name)
+    there = {name: arguments[name] for name in likes if name not in missing}
+    batch = [arguments[name] for name in missing if may_be_batch(arguments[name])]
+    rows = {x.shape[0] for tree in batch for x in _arrays(tree)}
+    moments = {
+        x.shape
+        for tree in there.values()
+        if holds_optimizer_state(tree)
+        for x in jax.tree.leaves(tree)
+    }
+    one_each = {name: tree for name, tree in there.items() if name not in alike}
+    sure = [
+        name for name, tree in one_each.items() if name == first or _is_state(tree, rows, moments)
+    ]
+    unclear = [name for name in one_each if name not in sure]
+    return Found(tuple(sure), tuple(unclear), tuple(alike))
+
+
+def _is_state(tree: Any, rows: Collection[int], moments: Collection[tuple[int, ...]]) -> bool:
+    """Whether an argument that comes back is state beyond doubt.
+
+    Args:
+      tree: the argument.
+      rows: leading dims of those that do not come back, and may be the batch.
+      moments: shapes of optimizer states that come back.
+    """
+    if _optimizer_states(tree):
+        return True
+    arrays, is_tree = _arrays(tree), not jax.tree_util.all_leaves([tree])
+    has_rows = may_be_batch(tree) and (not rows or arrays[0].shape[0] in rows)
+    if {x.shape for x in arrays} <= set(moments):
+        return is_tree or not has_rows
+    return is_tree and not has_rows and any(map(_is_float, arrays))
+
+
+def may_be_batch(tree: Any) -> bool:
+    """Whether all arrays of a tree have one leading dim."""
+    return not _optimizer_states(tree) and len({x.shape[0] for x in _arrays(tree)}) <= 1
+
+
+def _arrays(tree: Any) -> list[Any]:
+    """Leaves that are neither scalars nor keys."""
+    leaves = jax.tree.leaves(tree)
+    return [x for x in leaves if getattr(x, "shape", ()) and not _call.is_key(x.dtype, x.shape)]
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def holds_floats(tree: Any) -> bool:
+    """Whether a tree has arrays of floats that could be split, as what is trained has."""
+    return any(map(_is_float, _arrays(tree)))
+
+
+def holds_optimizer_state(tree: Any) -> bool:
+    """Whether a tree has nodes of optax's own types, and arrays that could be split."""
+    return any(map(_arrays, _optimizer_states(tree)))
+
+
+def _optimizer_states(tree: Any) -> list[Any]:
+    def is_optax(x: Any) -> bool:
+        return type(x).__module__.partition(".")[0] == "optax"
+
+    return [*filter(is_optax, jax.tree.leaves(tree, is_leaf=is_optax))]
+
+
+def results_like(outs: Any, tree: Any) -> Iterator[tuple[int, Any]]:
+    """What a step returned that is like an argument, with the number of its first leaf."""
+    at, like = 0, Like(tree)
+    for node in jax.tree.leaves(outs, is_leaf=like):
+        if like(node):
+            yield at, node
+        at += len(jax.tree.leaves(node))
+
+
 def _same(candidates: Sequence[list[int]], i: int, j: int) -> bool:
     """Whether two arguments of the state are alike: then the same results are."""
     return i == j or (bool(candidates[i]) and candidates[i] == candidates[j])
@@ -119,12 +256,15 @@ class Like:
     It is asked of every node of what a step returned: what the other one is, is found out once.
     """
 
-    def __init__(self, value: Any):
+    def __init__(self, value: Any, promotes: bool = False):
+        """With `promotes`, a weakly typed leaf may have any dtype that it gives way to."""
+        self._promotes = promotes
         self._leaves: list[Any] = jax.tree.leaves(value)
         self._tree: Any = jax.tree.structure(value)
 
     def __call__(self, x: Any) -> bool:
-        return self.in_structure(x) and all(map(_one_type, jax.tree.leaves(x), self._leaves))
+        is_one = _gives_way if self._promotes else _one_type
+        return self.in_structure(x) and all(map(is_one, jax.tree.leaves(x), self._leaves))
 
     def in_structure(self, x: Any) -> bool:
         """Whether it has the structure."""
@@ -132,6 +272,10 @@ class Like:
 
 
 def _one_type(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    if not hasattr(x, "dtype") and not hasattr(y, "dtype"):  # Numbers and functions of a module.
+        return type(x) is type(y) and bool(x == y)
     try:
         a, b = _call.abstract_leaf(x), _call.abstract_leaf(y)
     except (TypeError, ValueError):
@@ -139,10 +283,17 @@ def _one_type(x: Any, y: Any) -> bool:
     return (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
+def _gives_way(x: Any, y: Any) -> bool:
+    """Whether `x` has the type of `y`, or one to which a weakly typed `y` is promoted beside it."""
+    if _one_type(x, y) or not (hasattr(x, "dtype") and _call.abstract_leaf(y).weak_type):
+        return _one_type(x, y)
+    return bool(x.shape == y.shape and jnp.result_type(x, y) == x.dtype)
+
+
 def _refuse_missing(
     outs: Any, missing: Sequence[tuple[str, Any]], there: Sequence[Like], names: Sequence[str]
 ) -> None:
-    changed = [line for name, value in missing for line in _changes(outs, name, value, there)]
+    changed = [line for name, value in missing for line in changes(outs, name, value, there)]
     if changed:
         raise StateError(message(
             WHO, changed, "A step must keep every state leaf's shape and dtype.",
@@ -158,7 +309,7 @@ def _refuse_missing(
         things="arguments"))  # fmt: skip
 
 
-def _changes(outs: Any, name: str, value: Any, there: Sequence[Like]) -> list[str]:
+def changes(outs: Any, name: str, value: Any, there: Sequence[Like]) -> list[str]:
     """Leaves of an argument that came back with other shapes or dtypes, if one result has its structure.
 
     Moments have that of the parameters: what is in arguments that came back (`there`) is none.
@@ -167,7 +318,7 @@ def _changes(outs: Any, name: str, value: Any, there: Sequence[Like]) -> list[st
     if fits(0):  # One array: any result has its structure.
         return []
     nodes = jax.tree.leaves(outs, is_leaf=lambda x: fits(x) or any(like(x) for like in there))
-    found = [node for node in nodes if fits(node)]
+    found = [node for node in nodes if fits(node) and not any(like(node) for like in there)]
     if len(found) != 1:
         return []
     named = zip(

@@ -3,29 +3,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import inspect
+import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jzero._errors import OptionError, StateError, StepError, message
+from jzero.tracing import _jaxpr, _modules, _objects
 from jzero.tracing._call import WHO
+from jzero.tracing._returned import as_given
 from jzero.tracing._state_arguments import StateArguments, parts
 
 _REST = inspect.Parameter.VAR_POSITIONAL
+# Among static arguments: no parameter is called so.
+_OBJECTS, _MODULES = "NNX objects", "Equinox modules"
+_MANY = (_REST, inspect.Parameter.VAR_KEYWORD)
 
 
 class Call(NamedTuple):
     """One call, taken apart: the state, the other array arguments by name, and what is static.
 
-    A state of several arguments is a `StateArguments`.
+    A state of several arguments is a `StateArguments`. That of NNX objects is their `nnx.State`, and what
+    else they are is static.
     """
 
     state: Any
     arrays: dict[str, Any]
     static: tuple[tuple[str, Hashable], ...]
+    objects: _objects.Objects | None = None
+
+    def given(self, outs: Any) -> Any:
+        """What the user gets of what a step returned: its objects have been changed then."""
+        if self.objects is not None:
+            return self.objects.update(outs)
+        return as_given(self.result(outs))
+
+    def result(self, outs: Any) -> Any:
+        """The same of a function that was called as the step is; no object changes."""
+        if isinstance(outs, _objects.Mutated):
+            return outs.result
+        return outs.as_given() if isinstance(outs, _modules.Filtered) else outs
 
     @property
     def static_key(self) -> tuple[tuple[str, type, Hashable], ...]:
@@ -44,9 +66,14 @@ class Signature:
     Attributes:
       parameters: `inspect`'s signature of the step.
       state_names: names of the state's parameters, in their order.
-      told: whether the user said which they are; else it is the first.
+      told: whether it is known which they are, as the user said or the step returns; else it is the first.
       static_names: parameters whose values are compiled into the step.
       specs: PartitionSpec (or tree prefix of them) by parameter name.
+      takes_objects: whether the state is that of NNX objects.
+      filters: whether the step was made by `eqx.filter_jit`.
+      found: whether they were told from what the step returns.
+      settled: whether a program has been built that takes its first argument alone for its state.
+      name: the step's.
     """
 
     parameters: inspect.Signature
@@ -54,8 +81,20 @@ class Signature:
     told: bool
     static_names: frozenset[str]
     specs: Mapping[str, Any]
+    takes_objects: bool = False
+    filters: bool = False
+    found: bool = False
+    settled: bool = False
+    name: str = "step_fn"
     # By how many arguments are given by position, and which by name: `inspect` is slow, and every step asks.
     _bindings: dict[tuple[Any, ...], _Binding] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
+    # Which values of such a call hold NNX objects, and Equinox modules; or did at the first one.
+    _holders: dict[tuple[Any, ...], set[int]] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
+    _with_modules: dict[tuple[Any, ...], set[int]] = dataclasses.field(
         default_factory=dict, compare=False
     )
 
@@ -71,6 +110,7 @@ class Signature:
         state_argnums: int | Sequence[int] | None = None, state_argnames: str | Sequence[str] = (),
     ) -> Signature:  # fmt: skip
         """Reads the signature and resolves positions and names; unknown ones are errors."""
+        _objects.check_partial(step_fn, WHO)
         try:
             signature = inspect.signature(step_fn)
         except ValueError:  # A callable written in C.
@@ -106,16 +146,21 @@ class Signature:
             return by_number + [resolve(f"{what}_argnames", n) for n in strings]
 
         told = state_argnums is not None or bool(state_argnames)
+        static = frozenset(chosen("static", static_argnums, static_argnames))
+        static |= frozenset(chosen("static", *_jaxpr.static_arguments(step_fn)))
+        # The first that is not static, as `self` of a method may be.
+        num_static = next((i for i, name in enumerate(names) if name not in static), 0)
         found = (
-            set(chosen("state", state_argnums, state_argnames)) if told else {resolve("state", 0)}
+            set(chosen("state", state_argnums, state_argnames))
+            if told
+            else {resolve("state", num_static)}
         )
         if not found:
             raise OptionError(message(
                 WHO, f"state_argnums={state_argnums!r} names no argument",
                 "The state holds the arrays that are trained.",
                 "Name its arguments: state_argnums=(0, 1)."))  # fmt: skip
-        state = tuple(sorted(sorted(found), key=lambda name: _place(signature, name)))
-        static = frozenset(chosen("static", static_argnums, static_argnames))
+        state = _in_order(signature, found)
         if found & static:
             raise OptionError(message(
                 WHO, f"the state {_quoted(state, static)} is declared static",
@@ -125,7 +170,8 @@ class Signature:
             raise OptionError(message(
                 WHO, f"in_specs names the state {_quoted(state, specs)}",
                 "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
-        return cls(signature, state, told, static, specs)
+        filters = _modules.is_filtered(step_fn)
+        return cls(signature, state, told, static, specs, filters=filters, name=_name_of(step_fn))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Takes one call apart; positional and keyword spellings of it give the same `Call`."""
@@ -134,26 +180,95 @@ class Signature:
             self._bindings[form] = self._binding(len(args), list(kwargs))
         state, arrays, static = self._bindings[form]
         given = [*args, *kwargs.values()]
-        return Call(
-            self._state(state, given),
-            {name: given[i] for name, i in arrays},
-            tuple([(name, _hashable(name, given[i])) for name, i in static]),
-        )
+        compiled = tuple([(name, _hashable(name, given[i])) for name, i in static])
+        held = self._objects(form, given, [*state, *arrays]) if _objects.kinds() else {}
+        if held:
+            beside = {name: given[i] for name, i in sorted([*state, *arrays]) if name not in held}
+            objects = _objects.Objects.of(WHO, held)
+            return Call(objects.state, beside, (*compiled, (_OBJECTS, objects.graph)), objects)
+        if _modules.is_imported():
+            rest, given = self._apart(form, given, [*state, *arrays])
+            compiled = (*compiled, (_MODULES, rest)) if rest else compiled
+        return Call(self._state(state, given), {name: given[i] for name, i in arrays}, compiled)
+
+    def _objects(
+        self, form: tuple[Any, ...], given: Sequence[Any], numbers: Sequence[tuple[str, int]]
+    ) -> dict[str, Any]:
+        """The arguments of a call that hold NNX objects, in the order of the parameters.
+
+        Containers are looked into at the first call only: every node of a state takes time. One that holds
+        objects later is no worse off than where `state_argnums` says that objects are pytrees.
+        """
+        state = next((given[i] for name, i in numbers if name in self.state_names), None)
+        if self.told or _objects.is_state(state):
+            return {}
+        if form not in self._holders:
+            self._holders[form] = {i for _, i in numbers if _objects.holds_objects(given[i])}
+        holders, kinds = self._holders[form], _objects.kinds()
+        found = [
+            (_place(self.parameters, name), name, i)
+            for name, i in numbers
+            if isinstance(given[i], kinds) or (i in holders and _objects.holds_objects(given[i]))
+        ]
+        bad = [name for _, name, _ in found if name in self.specs]
+        if bad:
+            raise OptionError(message(
+                WHO, f"in_specs names {', '.join(bad)}, of NNX objects",
+                "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
+        return {name: given[i] for _, name, i in sorted(found)}
+
+    def _apart(
+        self, form: tuple[Any, ...], given: list[Any], numbers: Sequence[tuple[str, int]]
+    ) -> tuple[tuple[tuple[str, _modules.Static], ...], list[Any]]:
+        """What of a call with Equinox modules is no array, by argument, and the call without it."""
+        if form not in self._with_modules:
+            found = {i for _, i in numbers if _modules.holds_modules(given[i])}
+            self._with_modules[form] = found
+        modules, rest, arrays = self._with_modules[form], [], list(given)
+        if modules or self.filters:
+            for name, i in numbers:
+                are_arrays = not self.filters and i not in modules
+                arrays[i], static = _modules.apart(given[i], are_arrays)
+                rest += [(name, static)] if static else []
+        return tuple(rest), arrays
 
     def _binding(self, num_args: int, keywords: Sequence[str]) -> _Binding:
         """How calls with so many arguments by position, and these by name, are bound."""
         numbers = {name: num_args + i for i, name in enumerate(keywords)}
-        found = flat_arguments(self.parameters.bind(*range(num_args), **numbers))
+        try:
+            bound = self.parameters.bind(*range(num_args), **numbers)
+        except TypeError as error:
+            raise self._refused(keywords, error) from None
+        found = flat_arguments(bound)
         state = [(name, found.pop(name)) for name in self.state_names if name in found]
         static = [(name, i) for name, i in found.items() if name in self.static_names]
         arrays = [(name, i) for name, i in found.items() if name not in self.static_names]
         return state, sorted(arrays), static  # as JAX sorts dicts
+
+    def _refused(self, keywords: Sequence[str], error: TypeError) -> StepError:
+        """What is said of a call that does not fit the parameters."""
+        parameters = list(self.parameters.parameters.values())
+        bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
+        takes_any = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters)
+        unknown = [k for k in keywords if k not in self.parameters.parameters and not takes_any]
+        extra = f", and there is no parameter {', '.join(map(repr, unknown))}" if unknown else ""
+        needed = [p for p in parameters if p.default is p.empty and p.kind not in _MANY]
+        call = [f"{p.name}={p.name}" if p.kind == p.KEYWORD_ONLY else p.name for p in needed]
+        return StepError(message(
+            WHO, f"a call does not fit {self.name}{bare}: {error}{extra}",
+            "A sharded step is called like its function.",
+            f"Call it with ({', '.join(call)})."))  # fmt: skip
 
     def _state(self, numbers: Sequence[tuple[str, int]], given: Sequence[Any]) -> Any:
         if len(self.state_names) == 1:
             return given[numbers[0][1]] if numbers else None
         names, values = tuple([name for name, _ in numbers]), [given[i] for _, i in numbers]
         return StateArguments(names, tuple(values))
+
+    def is_state(self, state: Any) -> bool:
+        """Whether it is the tuple of the state's arguments, if these are several."""
+        num = len(self.state_names)
+        return num == 1 or (isinstance(state, tuple | list) and len(state) == num)
 
     def named(self, state: Any, who: str) -> Any:
         """A state as a user has it, the tuple of its arguments if these are several, with their names.
@@ -163,13 +278,25 @@ class Signature:
         """
         if len(self.state_names) == 1:
             return state
-        if not isinstance(state, tuple | list) or len(state) != len(self.state_names):
+        if not self.is_state(state):
             tuples = f" of {len(state)}" if isinstance(state, tuple | list) else ""
             raise StateError(message(
                 who, f"the state is a {type(state).__name__}{tuples}",
                 "The state of a step that has it in several arguments is the tuple of these.",
                 f"Pass ({', '.join(self.state_names)})."))  # fmt: skip
         return StateArguments(self.state_names, tuple(state))
+
+    def places(
+        self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[str, ...]]:
+        """Which arguments by position a state could be, the first one first; those of a tuple several."""
+        is_tuple = isinstance(state, tuple | list) and len(state) > 1
+        for num in (1, len(state)) if is_tuple else (1,):
+            with contextlib.suppress(TypeError):  # They are more than it takes, or fewer.
+                bound = self.parameters.bind(*range(len(args) + num), **kwargs)
+                names = [*flat_arguments(bound)][: len(args) + num]
+                free = [name for name in names if name not in self.static_names]
+                yield from itertools.combinations(free, num)
 
     def with_state(
         self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -187,17 +314,45 @@ class Signature:
         """How a user says that these arguments are the state."""
         places = [_place(self.parameters, name) for name in names]
         if math.inf in places:
-            return f"state_argnames={tuple(names)}"
-        return f"state_argnums={tuple(sorted(map(int, places)))}"
+            return f"state_argnames={repr(names[0]) if len(names) == 1 else tuple(names)}"
+        numbers = sorted(map(int, places))
+        return f"state_argnums={numbers[0] if len(numbers) == 1 else tuple(numbers)}"
+
+    def in_order(self, names: Collection[str]) -> tuple[str, ...]:
+        """Arguments in the order of the parameters."""
+        return _in_order(self.parameters, names)
+
+    def of_state(self, names: Collection[str]) -> Signature:
+        """The same step, of which these arguments were found to be the state."""
+        state = self.in_order(names)
+        return dataclasses.replace(self, state_names=state, told=True, found=True, _bindings={})
+
+    def of_objects(self, static: Sequence[tuple[str, Any]]) -> Signature:
+        """With the arguments that hold NNX objects as the state, if there are such in this call."""
+        graph = dict(static).get(_OBJECTS)
+        if graph is None:
+            return self
+        return dataclasses.replace(self, state_names=graph.names, told=True, takes_objects=True)
 
     def call(
         self, step_fn: Callable[..., Any], state: Any, arrays: Mapping[str, Any],
         static: Sequence[tuple[str, Any]],
     ) -> Any:  # fmt: skip
-        """Calls the step as the user would have."""
+        """Calls the step as the user would have; with NNX objects it returns what it made of them."""
+        *others, last = [*static] or [("", None)]
+        if last[0] == _OBJECTS:
+            graph: _objects.Graph = last[1]
+
+            def run(values: tuple[Any, ...]) -> Any:
+                held = values[0] if len(values) == 1 else StateArguments(graph.names, values)
+                return self.of_objects(static).call(step_fn, held, arrays, others)
+
+            return graph.run(state, run, WHO)
         single = len(self.state_names) == 1
         found = {self.state_names[0]: state} if single else dict(parts(state))
         values = {**found, **arrays, **dict(static)}
+        parts_of = values.pop(_MODULES, None)
+        values |= {name: part.whole(values[name]) for name, part in parts_of or ()}
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         skipped = False
@@ -215,7 +370,13 @@ class Signature:
                 kwargs[name] = values[name]
             else:
                 args.append(values[name])
-        return step_fn(*args, **kwargs)
+        outs = step_fn(*args, **kwargs)
+        arrays, rest = (outs, None) if parts_of is None else _modules.apart(outs)
+        return outs if rest is None else _modules.Filtered(arrays, rest)
+
+
+def _in_order(signature: inspect.Signature, names: Collection[str]) -> tuple[str, ...]:
+    return tuple(sorted(sorted(names), key=lambda name: _place(signature, name)))
 
 
 def _place(signature: inspect.Signature, name: str) -> float:
@@ -225,6 +386,11 @@ def _place(signature: inspect.Signature, name: str) -> float:
     if at not in signature.parameters or signature.parameters[at].kind in by_name:
         return math.inf
     return list(signature.parameters).index(at) + int(number[:-1] or 0)
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    fn = fn.func if isinstance(fn, functools.partial) else fn
+    return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def _quoted(names: Sequence[str], of: Collection[str]) -> str:

@@ -93,7 +93,7 @@ def plan(step: jzero.ShardedTrainStep, state: State, batch: jax.Array) -> None:
     reveal_type(jzero.target_mesh("h200", "8x8"))  # jax._src.mesh.Mesh
     found: jzero.BandwidthReport = jzero.bandwidth(nbytes="1MiB")
     reveal_type(found.num_devices)  # int
-    translated = jzero.from_deepspeed({"train_batch_size": 8}, devices=8)
+    translated = jzero.from_deepspeed({"train_batch_size": 8}, devices=8, auto={"bf16": True})
     reveal_type(translated.python())  # str
 
 

@@ -87,15 +87,9 @@ def trace_whole(
       StepError: the step calls `jax.shard_map` itself, or has mutable arrays.
       Exception: whatever the step itself raises when traced.
     """
-    flat_step = _alone(flat_step)
-    try:
-        traced = _jaxpr.trace_whole(flat_step, avals, automatic)
-    except NameError as error:
-        if "unbound axis name" in str(error):
-            return None
-        raise
-    except (RuntimeError, ValueError) as error:
-        traced = _trace_otherwise(error, flat_step, avals, mesh_axes)
+    traced = trace_plainly(flat_step, avals, mesh_axes, automatic)
+    if traced is None:
+        return None
     _check_refs(traced.jaxpr)
     flat, consts = _rewrite.flatten_calls(_starts.in_bounds(traced.jaxpr), traced.consts)
     flat = without_differences(flat) if has_masters else flat
@@ -111,6 +105,22 @@ def trace_whole(
         tuple(found.of_rows),
         tuple(found.movements),
     )
+
+
+def trace_plainly(
+    flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], mesh_axes: dict[str, int],
+    automatic: dict[str, int],
+) -> _jaxpr.Traced | None:  # fmt: skip
+    """The trace of a step as it is written; None if it has collectives of its own over the data axes."""
+    flat_step = _alone(flat_step)
+    try:
+        return _jaxpr.trace_whole(flat_step, avals, automatic)
+    except NameError as error:
+        if "unbound axis name" in str(error):
+            return None
+        raise
+    except (RuntimeError, ValueError) as error:
+        return _trace_otherwise(error, flat_step, avals, mesh_axes)
 
 
 def _trace_otherwise(
@@ -285,11 +295,18 @@ def global_shapes(
 ) -> list[tuple[int, ...]] | None:  # fmt: skip
     """Output shapes at the whole batch, to tell per-example outputs from averages; None if unknown."""
     try:
-        one = dict.fromkeys(axes, 1)
-        traced = _jaxpr.trace(flat_step, avals, one, automatic)
+        traced = trace_at_whole(flat_step, avals, axes, automatic)
     except Exception:
         return None
     return [aval.shape for aval in traced.out_avals]
+
+
+def trace_at_whole(
+    flat_step: StepOfLeaves, avals: Sequence[jax.ShapeDtypeStruct], axes: dict[str, int],
+    automatic: dict[str, int],
+) -> _jaxpr.Traced:  # fmt: skip
+    """The trace of a step with collectives of its own as if one device had the whole batch."""
+    return _jaxpr.trace(flat_step, avals, dict.fromkeys(axes, 1), automatic)
 
 
 def is_float(aval: Aval) -> bool:

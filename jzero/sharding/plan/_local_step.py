@@ -19,7 +19,8 @@ from jzero.sharding.batch._trace import TracedStep
 from jzero.sharding.plan import _layout, _outputs, _untold
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.sharding.plan._setting import Setting
-from jzero.tracing import _call
+from jzero.tracing import _call, _reading, _weak
+from jzero.tracing._returned import holds_floats, holds_optimizer_state
 from jzero.tracing._signature import Signature
 
 
@@ -75,12 +76,28 @@ def local_step(step: FlatStep, setting: Setting) -> LocalStep:
     if found is None:
         return of_one_device(step, setting)
     if not step.signature.told and not setting.evaluates:
-        _check_told(found, step, setting)
+        _read_updated(found, step, setting)
     return found
 
 
-def _check_told(found: LocalStep, step: FlatStep, setting: Setting) -> None:
-    """Refuses a step that updates another argument as it does its state; hidden states have rows."""
+def promoted(step: FlatStep, state: list[Any], setting: Setting) -> FlatStep:
+    """The step with these types of its state, if it computes the same with them; else the step as it is.
+
+    One with collectives of its own stays as it is, too.
+    """
+    strong = dataclasses.replace(step, state=state)
+    mesh_axes = setting.axes | setting.automatic
+    weak, new = [
+        _trace.trace_plainly(x.fn, [*x.state, *x.array_avals], mesh_axes, setting.automatic)
+        for x in (step, strong)
+    ]
+    if weak is None or new is None:
+        return step
+    return strong if _weak.computes_the_same(weak, new, state) else step
+
+
+def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:
+    """Reads a step once more that updates another argument as it does its state; hidden states have rows."""
 
     def has_rows(name: str, results: range) -> bool:
         whole = dataclasses.replace(step, in_specs={**step.in_specs, name: P()})
@@ -91,7 +108,13 @@ def _check_told(found: LocalStep, step: FlatStep, setting: Setting) -> None:
     dims = _call.rows_of_arguments(step.arrays, step.in_specs, setting.batch_axes)
     are_split = [dim is not None for dim in dims]
     suspects = _untold.like_state(found.traced, state, step.arrays, are_split)
-    _untold.check_like_state(step.signature, suspects, has_rows)
+    updated = [
+        name for name, results in suspects.items()
+        if any(not has_rows(name, numbers) for numbers in results)
+    ]  # fmt: skip
+    if updated:
+        outs = jax.tree.unflatten(found.traced.out_tree, found.traced.out_avals)
+        _reading.read_updated(step.signature, outs, state, step.arrays, updated)
 
 
 def of_whole_batch(step: FlatStep, setting: Setting) -> LocalStep | None:
@@ -160,16 +183,42 @@ def _layout_of(form: Form, axis_names: tuple[str, ...]) -> Layout:
 
 def of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
     """The step traced at the shapes of one device's part of the batch."""
+    if step.signature.told or setting.evaluates:
+        return _of_one_device(step, setting)
+    state = jax.tree.unflatten(step.state_tree, step.state)
+    if not holds_floats(state) or any(map(holds_optimizer_state, step.arrays.values())):
+        _read_whole(step, setting)
+    try:
+        return _of_one_device(step, setting)
+    except Exception:  # It may be that of state which was split.
+        _read_whole(step, setting)
+        raise
+
+
+def _read_whole(step: FlatStep, setting: Setting) -> None:
+    """Reads a step by what it returns of whole arguments: of a part of its state it may fail.
+
+    Raises:
+      Elsewhere, StepError: as `_reading.read` does.
+    """
+    avals = [*step.state, *step.array_avals]
+    try:
+        _trace.trace_at_whole(step.fn, avals, _step_axes(setting), setting.automatic)
+    except (_reading.Elsewhere, StepError):
+        raise
+    except Exception:  # What it meets at the shapes of one device says more.
+        return
+
+
+def _of_one_device(step: FlatStep, setting: Setting) -> LocalStep:
     options, axes = setting.options, _step_axes(setting)
     specs = _call.argument_specs(step.arrays, step.in_specs, setting.batch_axes, options.accumulate)
-    if not step.signature.told and not setting.evaluates:
-        _untold.check_split(step.signature, step.arrays, specs)
     local = [
         _call.local_aval(aval, spec, setting.batch_axes)
         for aval, spec in zip(step.array_avals, specs, strict=True)
     ]
     keys = tuple(
-        not any(spec) and _call.is_key(aval.dtype, aval.shape)
+        not any(spec) and _call.is_single_key(aval.dtype, aval.shape)
         for aval, spec in zip(step.array_avals, specs, strict=True)
     )
     num_state, num_new = len(step.state), 0 if setting.evaluates else len(step.state)

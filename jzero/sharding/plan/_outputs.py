@@ -13,7 +13,9 @@ from jzero.sharding.batch import _trace
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.tracing import _call
-from jzero.tracing._returned import Returned
+from jzero.tracing._modules import Filtered
+from jzero.tracing._objects import Mutated
+from jzero.tracing._returned import Returned, new_state
 
 WHO = _call.WHO
 
@@ -89,21 +91,20 @@ def output_paths(out_tree: Any, num_state: int = 0) -> list[str]:
 def check_outputs(traced: _trace.TracedStep, avals: list[Any], tree: Any) -> None:
     """The step must return its state, alone or first, with every leaf's shape and dtype kept."""
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
-    if isinstance(outs, Returned):
-        return  # Its state was found by that.
-    new = outs
-    if isinstance(outs, (tuple, list)) and outs and jax.tree.structure(outs[0]) == tree:
-        new = outs[0]
-    elif jax.tree.structure(outs) != tree:
+    outs = outs.arrays if isinstance(outs, Filtered) else outs
+    state = jax.tree.unflatten(tree, avals)
+    is_found = isinstance(outs, Returned)
+    new = outs.state if isinstance(outs, Mutated) else outs
+    if not is_found and jax.tree.structure(new_state(new, state)) != tree:
         raise StateError(message(
             WHO, _structure_difference(outs, tree),
             "step_fn returns the new state, alone or first in a tuple, with the structure it got.",
             "Return (new_state, metrics). To evaluate, use jzero.shard_eval_step(fn, like=train_step).",
         ))  # fmt: skip
-    paths = _call.leaf_paths(new, "state")
+    paths = _call.leaf_paths(state, "state")
     bad = [
         f"{describe_leaf(path, old.shape, old.dtype)} became {aval.dtype}{list(aval.shape)}"
-        for path, old, aval in zip(paths, avals, jax.tree.leaves(new), strict=True)
+        for path, old, aval in zip(paths, avals, traced.out_avals, strict=False)
         if (old.shape, old.dtype) != (aval.shape, aval.dtype)
     ]
     if bad:
@@ -130,6 +131,9 @@ def _structure_difference(outs: Any, tree: Any) -> str:
 
 def _shape_of(tree: Any) -> str:
     kind = type(tree).__name__
+    if tree is None:
+        return "None"
+    kind = "array" if isinstance(tree, jax.ShapeDtypeStruct) else kind
     return f"a {kind} of {len(tree)}" if isinstance(tree, (tuple, list)) else f"one {kind}"
 
 

@@ -1,44 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that a step updates beside its state, without having said so: it would be split as a batch is."""
+"""State that a step updates beside its first argument: it would be split as a batch is."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from jzero._errors import StepError, message
 from jzero.sharding.batch._trace import TracedStep
-from jzero.tracing import _call, _jaxpr
-from jzero.tracing._returned import Like
-from jzero.tracing._signature import Signature
+from jzero.tracing import _jaxpr
+from jzero.tracing._returned import results_like
 from jzero.tracing._types import Jaxpr
-
-
-def check_returned(signature: Signature, outs: Any, arrays: Mapping[str, Any]) -> None:
-    """Refuses optimizer state of optax that comes back and is not said to be state.
-
-    Args:
-      signature: how the step is called.
-      outs: what it returned, of tracers.
-      arrays: its arguments beside the state, by name.
-
-    Raises:
-      StepError: it is none.
-    """
-    refuse(signature, [
-        name for name, tree in arrays.items() if holds_optimizer_state(tree) and [*_results(outs, tree)]
-    ])  # fmt: skip
-
-
-def check_split(signature: Signature, arrays: Mapping[str, Any], specs: Sequence[P]) -> None:
-    """The same of a step with collectives of its own, before it sees a part of each leaf that is split."""
-    trees = _split(arrays, map(any, specs))
-    refuse(signature, [name for name, tree in trees.items() if holds_optimizer_state(tree)])
 
 
 def _split(arrays: Mapping[str, Any], are_split: Iterable[bool]) -> dict[str, Any]:
@@ -46,16 +21,6 @@ def _split(arrays: Mapping[str, Any], are_split: Iterable[bool]) -> dict[str, An
     left = iter(are_split)
     of = {name: itertools.islice(left, len(jax.tree.leaves(tree))) for name, tree in arrays.items()}
     return {name: arrays[name] for name, its in of.items() if any(list(its))}
-
-
-def holds_optimizer_state(tree: Any) -> bool:
-    """Whether a tree has nodes of optax's own types, and arrays that could be split."""
-
-    def is_optax(x: Any) -> bool:
-        return type(x).__module__.partition(".")[0] == "optax"
-
-    nodes = jax.tree.leaves(tree, is_leaf=is_optax)
-    return any(leaf.shape for node in nodes if is_optax(node) for leaf in jax.tree.leaves(node))
 
 
 def like_state(
@@ -86,7 +51,7 @@ def like_state(
     sources = _sources(traced.frame.jaxpr, owners)
     found: dict[str, list[range]] = {}
     for name, tree in suspects.items():
-        for at, node in _results(outs, tree):
+        for at, node in results_like(outs, tree):
             numbers = range(at, at + len(jax.tree.leaves(node)))
             of = set[str]().union(*(sources[i] for i in numbers))
             if at >= num_state and {"", name} < of:  # The state comes first.
@@ -99,15 +64,6 @@ def _has_only(tree: Any, shapes: Collection[tuple[int, ...]]) -> bool:
     return bool(leaves) and all(
         leaf.shape in shapes and jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves
     )
-
-
-def _results(outs: Any, tree: Any) -> Iterator[tuple[int, Any]]:
-    """What a step returned that is like an argument, with the number of its first leaf."""
-    at, like = 0, Like(tree)
-    for node in jax.tree.leaves(outs, is_leaf=like):
-        if like(node):
-            yield at, node
-        at += len(jax.tree.leaves(node))
 
 
 def _sources(jaxpr: Jaxpr, owners: Sequence[str]) -> list[set[str]]:
@@ -123,40 +79,3 @@ def _sources(jaxpr: Jaxpr, owners: Sequence[str]) -> list[set[str]]:
         of = frozenset[str]().union(*map(read, eqn.invars))
         known |= dict.fromkeys(eqn.outvars, of)
     return [set(read(atom)) for atom in jaxpr.outvars]
-
-
-def check_like_state(
-    signature: Signature, suspects: Mapping[str, list[range]],
-    has_rows: Callable[[str, range], bool],
-) -> None:  # fmt: skip
-    """Refuses those arguments that come back without rows of the batch: hidden states have them.
-
-    Args:
-      signature: how the step is called.
-      suspects: as `like_state` has them.
-      has_rows: whether results have rows of the batch, if an argument has none.
-
-    Raises:
-      StepError: there are some.
-    """
-    refuse(signature, [
-        name for name, results in suspects.items()
-        if any(not has_rows(name, numbers) for numbers in results)
-    ])  # fmt: skip
-
-
-def refuse(signature: Signature, names: Sequence[str]) -> None:
-    """Refuses a step that updates these arguments beside its state.
-
-    Raises:
-      StepError: unless there are none.
-    """
-    if names:
-        argnums = signature.argnums([*signature.state_names, *names])
-        raise StepError(message(
-            _call.WHO,
-            [f"{name} is updated and comes back as the state does, and only "
-             f"{signature.state_names[0]} is said to be state" for name in names],
-            "Arguments beside the state are the batch, and split over the devices by their rows.",
-            f"Say what is state: {argnums}; or, if nothing else is, state_argnums=0.",
-            things="arguments"))  # fmt: skip

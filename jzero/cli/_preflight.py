@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jzero preflight`: its flags, the function that it is given, and what it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jzero._errors import OptionError, message, named
+from jzero._shard_train_step import shard_train_step
+from jzero._step import ShardedTrainStep
+from jzero.cli import _flags
+from jzero.cli._checkpoints import Shown
+from jzero.cli._deepspeed import Verbatim
+from jzero.preflight._preflight import WHO, preflight
+
+_RULE = "It is MODULE:FUNCTION; the function returns (step, init, batch)."
+
+
+def add(commands: Any) -> dict[str, Callable[..., Shown]]:
+    """Adds the command to a parser; what runs it, with its flags as arguments."""
+    command = commands.add_parser(
+        "preflight", help="a step compiled for GPUs or TPUs that are not there",
+        description="Compiles a train step for devices that are not there, and reports memory, traffic and "
+        "time: jzero.preflight. FUNCTION takes nothing and returns (step, init, batch): the step, of "
+        "jzero.shard_train_step or else sharded at stage 3; a function without arguments that makes the "
+        "state, of which only shapes are asked, or the state as jax.ShapeDtypeStructs; and the batch as "
+        "jax.ShapeDtypeStructs. More arguments of the step follow the batch.",
+        example="jzero preflight train:setup --target h200 --topology 8x8")  # fmt: skip
+    command.add_argument(
+        "function", metavar="MODULE:FUNCTION", help="such as train:setup, of train.py here"
+    )
+    command.add_argument(
+        "--target", default="h200", help="h100, h200, tpu-v5e ...; h200 by default"
+    )
+    command.add_argument(
+        "--topology", default="1x8", metavar="HOSTSxDEVICES", help="8x8 are 64 devices; 1x8 by default"
+    )  # fmt: skip
+    command.add_argument(
+        "--axes", type=_flags.mesh, metavar="name=size[,name=size]",
+        help="of the mesh, hosts first: node=8,local=8",
+    )  # fmt: skip
+    command.add_argument(
+        "--memory-fraction", type=float, default=0.75, metavar="SHARE",
+        help="of a device's memory that the process takes, 0.75 by default",
+    )  # fmt: skip
+    command.add_argument(
+        "--bandwidth", type=_flags.bandwidths, metavar="name=RATE[,name=RATE]",
+        help="of each device along an axis: node=100Gb/s,local=450GB/s",
+    )  # fmt: skip
+    command.add_argument(
+        "--search-batch", action="store_true", help="also the most rows of the batch that fit"
+    )
+    command.add_argument(
+        "--search-wire", action="store_true", help="also whether gathers and reductions in few bits pay"
+    )  # fmt: skip
+    command.add_argument("--json", action="store_true", help="numbers instead of tables")
+    return {"preflight": _preflight}
+
+
+def _preflight(function: str, json: bool, **options: Any) -> Shown:
+    step, *arguments = _arguments(function)
+    try:
+        found = preflight(step, *arguments, **options)
+    except ImportError as error:  # XLA's compiler is not installed; the message says how to.
+        raise OptionError(str(error)) from error
+    yield found.to_dict() if json else Verbatim(found)
+
+
+def _arguments(function: str) -> tuple[Any, ...]:
+    """The sharded step, its abstract state, and its other arguments, as the function returns them."""
+    found = _function(function)
+    with _named_failures(f"{function}()"):
+        returned = found()
+    if not isinstance(returned, tuple | list) or len(returned) < 2:
+        kind = type(returned).__name__
+        what = f"a {kind} of {len(returned)}" if isinstance(returned, tuple | list) else kind
+        raise _refused(f"{function}() returns {what}, not (step, init, batch)", "Return these.")
+    step, init, *others = returned
+    if not callable(step):
+        kind = type(step).__name__
+        raise _refused(
+            f"{function}() returns {kind} first, not a step", "Return (step, init, batch)."
+        )
+    # A model may be a state that can be called; a function is no pytree.
+    if callable(init) and jax.tree_util.all_leaves([init]):
+        with _named_failures(f"init of {function}()"):
+            init = jax.eval_shape(init)
+    return step if isinstance(step, ShardedTrainStep) else shard_train_step(step), init, *others
+
+
+def _function(text: str) -> Callable[[], Any]:
+    module_name, _, name = text.partition(":")
+    if not module_name or not name:
+        raise _refused(f"function={text!r}", "Write train:setup for setup of train.py.")
+    path = Path(module_name)
+    if path.suffix == ".py" or len(path.parts) > 1:
+        right = ".".join(path.with_suffix("").parts)
+        raise _refused(
+            f"function={text!r} names a file", f"Write {right}:{name}, a module from here."
+        )
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        with _named_failures(f"import of {module_name}", but=ModuleNotFoundError):
+            module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if f"{module_name}.".startswith(f"{error.name}."):
+            raise _refused(f"there is no module {module_name} in {here}, nor among those installed",
+                           "Correct its name, or go to its folder.") from None  # fmt: skip
+        raise _refused(f"{module_name} imports {error.name}, which is not installed",
+                       "Install it.") from error  # fmt: skip
+    found = getattr(module, name, None)
+    if not callable(found):
+        like = difflib.get_close_matches(
+            name, [x for x, y in vars(module).items() if callable(y)], 1
+        )
+        edit = f"Did you mean {module_name}:{like[0]}?" if like else "Correct its name."
+        raise _refused(f"{module_name} has no function {name}", edit)
+    return found
+
+
+@contextlib.contextmanager
+def _named_failures(what: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """What the user's code raises, with its line; a script without a main ends the process."""
+    try:
+        yield
+    except but:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = [x for x in frames if "site-packages" not in x.filename][-1]
+        found = f"{what} raises {type(error).__name__} in line {frame.lineno} of {frame.filename}"
+        raise _refused(f"{found}: {named(str(error), 2000).rstrip('.')}", "Correct it.") from error
+
+
+def _refused(found: str, edit: str) -> OptionError:
+    return OptionError(message(WHO, found, _RULE, edit))

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equinox modules as arguments of a step: functions, strings and numbers are compiled in, arrays are not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero._errors import STEP, StepError, message
+from jzero.tracing._returned import as_given
+from jzero.tracing._state_arguments import Step
+
+_ARRAY = object()  # stands among leaves for one that is an array
+_NUMBERS = (bool, int, float, complex)
+
+
+def is_imported() -> bool:
+    """Whether anybody has imported Equinox."""
+    return "equinox" in sys.modules
+
+
+def is_filtered(step_fn: Any) -> bool:
+    """Whether `eqx.filter_jit` has made a function.
+
+    Raises:
+      StepError: `eqx.filter_pmap` has.
+    """
+    eqx = sys.modules.get("equinox")
+    if eqx is None:
+        return False
+    if isinstance(step_fn, type(eqx.filter_pmap(lambda: None))):
+        raise StepError(message(
+            STEP, "step_fn was made by eqx.filter_pmap", "jzero runs the step on all devices itself.",
+            "Pass the function inside, with the axis_name= that it had."))  # fmt: skip
+    return isinstance(step_fn, type(eqx.filter_jit(lambda: None)))
+
+
+def holds_modules(tree: Any) -> bool:
+    """Whether a tree has Equinox modules."""
+    eqx = sys.modules.get("equinox")
+    if eqx is None:
+        return False
+
+    def is_module(x: Any) -> bool:
+        return isinstance(x, eqx.Module)
+
+    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
+
+
+class Static:
+    """A tree without its arrays: a part of a program's key, as for `eqx.filter_jit`."""
+
+    def __init__(self, tree: Any, leaves: list[Any]):
+        self._tree, self._leaves = tree, leaves
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Static)
+            and self._tree == other._tree
+            and all(map(_same, self._leaves, other._leaves))
+        )
+
+    def __hash__(self) -> int:
+        return hash((self._tree, *map(type, self._leaves)))
+
+    def whole(self, arrays: Any) -> Any:
+        """The tree with these arrays."""
+        left: Iterator[Any] = iter(jax.tree.leaves(arrays))
+        leaves = [next(left) if x is _ARRAY else x for x in self._leaves]
+        return jax.tree.unflatten(self._tree, leaves)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and bool(a == b))
+
+
+def apart(tree: Any, numbers: bool = False) -> tuple[Any, Static | None]:
+    """A tree of its arrays, None elsewhere, and the rest of it; None if there is none.
+
+    Args:
+      tree: the tree.
+      numbers: whether Python's numbers are arrays.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    kept = [_ARRAY if _is_array(x) or (numbers and isinstance(x, _NUMBERS)) else x for x in leaves]
+    if all(x is _ARRAY for x in kept):
+        return tree, None
+    pairs = zip(leaves, kept, strict=True)
+    arrays = jax.tree.unflatten(treedef, [leaf if x is _ARRAY else None for leaf, x in pairs])
+    return arrays, Static(treedef, kept)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def apart_modules(tree: Any) -> tuple[Any, Static | None]:
+    """The same of a tree with Equinox modules; any other one stays as it is."""
+    return apart(tree) if holds_modules(tree) else (tree, None)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Filtered:
+    """What a step returned: its arrays, and what of it is none."""
+
+    def __init__(self, arrays: Any, static: Static):
+        self.arrays, self.static = arrays, static
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        return [(Step(""), self.arrays)], self.static
+
+    def tree_flatten(self) -> tuple[tuple[Any], Any]:
+        return (self.arrays,), self.static
+
+    def as_given(self) -> Any:
+        """What the step returned, as it returned it."""
+        return self.static.whole(as_given(self.arrays))
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> Filtered:
+        (arrays,) = children
+        return cls(arrays, static)

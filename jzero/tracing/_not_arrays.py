@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments that are no arrays to JAX: what to write instead."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero._errors import escaped
+
+_CONVERT = "Pass NumPy arrays: "
+# Of packages whose arrays are not JAX's, by the first part of the module of a leaf's class.
+_PACKAGES = {
+    "torch": f"{_CONVERT}np.asarray(tensor) or tensor.numpy(), in the DataLoader's collate_fn or before the "
+    "call (of one on a GPU tensor.cpu()).",
+    "tensorflow": f"{_CONVERT}tensor.numpy(), or iterate over tfds.as_numpy(dataset).",
+    "pandas": f"{_CONVERT}frame.to_numpy().",
+    "polars": f"{_CONVERT}frame.to_numpy().",
+    "PIL": f"{_CONVERT}np.asarray(image).",
+}
+_TEXT = (
+    "Leave text out of the batch ({k: v for k, v in batch.items() if k != 'text'}), or pass its token ids; "
+    "declare an argument that is text in static_argnames."
+)
+_ITERATOR = "Pass one batch of it: next(iterator), or write for batch in loader."
+_STATIC = (
+    "Declare such an argument in static_argnames, or make it a static field of its container "
+    "(flax.struct.field(pytree_node=False))."
+)
+_MODULES = (
+    "Keep the arrays of Equinox modules, eqx.filter(state, eqx.is_array), or make it a static field of its "
+    "container (flax.struct.field(pytree_node=False))."
+)
+
+
+def is_numeric(dtype: Any) -> bool:
+    """Whether JAX has arrays of a NumPy dtype: not of text, objects, dates or records."""
+    return dtype.kind not in "OSUMm" and dtype.names is None
+
+
+def is_of_another_package(leaf: Any) -> bool:
+    """Whether it is an array, but none of NumPy's, of JAX's, or with a way to become one of these."""
+    if isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__"):
+        return False
+    return not (isinstance(leaf, np.ndarray | np.generic) or hasattr(leaf, "__jax_array__"))
+
+
+def edits(leaves: Iterable[Any], in_state: bool) -> str:
+    """What to do about leaves that are no arrays, each kind of them once."""
+    return " ".join(dict.fromkeys(_edit(leaf, in_state) for leaf in leaves))
+
+
+def _edit(leaf: Any, in_state: bool) -> str:
+    if isinstance(leaf, str | bytes) or _kind(leaf) in ("U", "S"):
+        return _STATIC if in_state else _TEXT
+    if isinstance(leaf, np.ndarray | np.generic):
+        return f"{_CONVERT}array.astype(np.float32), or leave it out."
+    package = type(leaf).__module__.partition(".")[0]
+    if package in _PACKAGES and hasattr(leaf, "__array__"):
+        return _PACKAGES[package]
+    if in_state and "equinox" in sys.modules:
+        return _MODULES
+    if isinstance(leaf, type | types.FunctionType):
+        return _STATIC
+    if hasattr(leaf, "__array__"):
+        return f"{_CONVERT}np.asarray(x)."
+    if hasattr(leaf, "__iter__"):
+        return _ITERATOR
+    return _STATIC
+
+
+def _kind(leaf: Any) -> str:
+    return leaf.dtype.kind if isinstance(leaf, np.ndarray | np.generic) else ""
+
+
+def add_notes(error: Exception, arrays: Mapping[str, Any]) -> None:
+    """Says below an error of the step's own what in its arguments (shapes) may be the cause."""
+    numbers, lists = list[str](), dict[str, int]()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
+        if leaf.shape or not leaf.weak_type:
+            continue
+        name, *keys = path
+        if not keys:
+            numbers.append(name.key)
+        elif isinstance(keys[-1], jax.tree_util.SequenceKey):
+            while keys and isinstance(keys[-1], jax.tree_util.SequenceKey):
+                del keys[-1]
+            text = name.key + jax.tree_util.keystr(tuple(keys))
+            lists[text] = lists.get(text, 0) + 1
+    if numbers and _wants_values(error):
+        error.add_note(
+            f"jzero: {_listed(numbers)} came as a Python number, which a step gets as an array, as under "
+            f"jax.jit. Where it needs the number itself, say so: shard_train_step(..., "
+            f"static_argnames={tuple(numbers)})."
+        )
+    if lists:
+        found = _listed(f"{text} ({num} numbers)" for text, num in lists.items())
+        error.add_note(
+            f"jzero: {found} came as a Python list, of which every number is an argument by itself, as "
+            "under jax.jit. If it stands for one array, pass np.asarray(...) of it."
+        )
+
+
+def _wants_values(error: Exception) -> bool:
+    kinds = jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError
+    return isinstance(error, kinds) or "Non-hashable static arguments" in str(error)
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return escaped(", ".join(texts))

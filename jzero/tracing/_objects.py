@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NNX objects as arguments of a step: their arrays are the state, and new ones go back into them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jzero._errors import STEP, StepError, message
+from jzero.tracing._modules import apart_modules
+from jzero.tracing._returned import find_arguments
+from jzero.tracing._state_arguments import Step
+
+FROM_NNX = "from_nnx"
+
+
+def kinds() -> tuple[type, ...]:
+    """What is an NNX object; nothing is while nobody has imported Flax's NNX."""
+    nnx = sys.modules.get("flax.nnx")
+    return () if nnx is None else (nnx.Pytree, nnx.Module, nnx.Variable)
+
+
+def holds_objects(tree: Any) -> bool:
+    """Whether a tree has NNX objects; those in an `nnx.State` are values."""
+    return isinstance(tree, kinds()) or any(map(_is_object, jax.tree.leaves(tree, is_leaf=_stops)))
+
+
+def is_state(x: Any) -> bool:
+    """Whether it is the state of objects, in place of these."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.State)
+
+
+def _is_object(x: Any) -> bool:
+    return isinstance(x, kinds())
+
+
+def _stops(x: Any) -> bool:
+    """At these a tree is not looked into."""
+    return _is_object(x) or is_state(x)
+
+
+def listed(tree: Any, root: str) -> list[str]:
+    """'root['a'] is a Linear' for every NNX object in a tree; those in an `nnx.State` are values."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_stops)
+    return [
+        f"{root}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}"
+        for path, leaf in leaves
+        if _is_object(leaf)
+    ]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a step returns an object that it was given: the number of it among such."""
+
+    number: int
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Mutated:
+    """What a step has made of its objects' state, and what it returned.
+
+    Attributes:
+      state: the new state; of an evaluation, the leaves that it has changed, by their numbers.
+      result: what the step returned.
+      graphdef: of the objects and those that were returned, if more than the variables' values has changed.
+    """
+
+    def __init__(self, state: Any, result: Any, graphdef: Any):
+        self.state, self.result, self.graphdef = state, result, graphdef
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Step, Any]], Any]:
+        return [(Step(""), self.state), (Step(""), self.result)], self.graphdef
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
+        return (self.state, self.result), self.graphdef
+
+    @classmethod
+    def tree_unflatten(cls, graphdef: Any, children: Any) -> Mutated:
+        state, result = children
+        return cls(state, result, graphdef)
+
+    def changed(self, leaves: Sequence[Any]) -> Mutated:
+        """With those leaves only that are others than these of the state before."""
+        pairs = zip(leaves, jax.tree.leaves(self.state), strict=True)
+        changed = {i: new for i, (old, new) in enumerate(pairs) if new is not old}
+        return Mutated(changed, self.result, self.graphdef)
+
+
+class AsPytrees(Exception):
+    """A step returns another object, and leaves those that it was given as they were: they are pytrees."""
+
+
+class Graph(NamedTuple):
+    """The NNX objects of a call but for their arrays: of the program's key, as for `nnx.jit`.
+
+    Attributes:
+      names: of the arguments that hold them.
+      graphdef: of the tuple of these arguments.
+    """
+
+    names: tuple[str, ...]
+    graphdef: Any
+
+    def run(self, state: Any, call: Callable[[tuple[Any, ...]], Any], who: str) -> Mutated:
+        """Calls a step with objects of this state, and takes apart what it has made of them.
+
+        Args:
+          state: as `Objects` has it.
+          call: calls the step with the values of those arguments.
+          who: for messages.
+
+        Raises:
+          StepError: it changes what it was not given, adds or removes variables, or makes objects.
+        """
+        from flax import nnx
+        from flax.nnx import graph as graphlib
+
+        index_ref = graphlib.IndexMap()
+        objects = nnx.unflatten(self.graphdef, state, index_ref=index_ref, copy_variables=True)
+        with explained(who):
+            outs = call(objects)
+        nodes, tree = jax.tree.flatten(outs, is_leaf=_stops)
+        returned = [node for node in nodes if _is_object(node)]
+        numbers = iter(range(len(returned)))
+        placed = [_Place(next(numbers)) if _is_object(x) else x for x in nodes]
+        outer = graphlib.RefMap.from_indexmap(index_ref)
+        graphdef, flat = nnx.flatten((objects, returned), ref_outer_index=outer)
+        new = nnx.from_flat_state([(path[1:], leaf) for path, leaf in flat if path[0] == 0])
+        if any(path[0] == 1 for path, _ in flat):
+            self._refuse_made(who, outs, same_leaves(new, state))
+        structure: Any = jax.tree.structure(new)
+        if structure != jax.tree.structure(state):
+            before = nnx.merge(self.graphdef, state, copy=True)
+            raise StepError(message(
+                who, changes_of(self.names, before, objects),
+                "A step keeps the variables of its objects, which lie in shards.",
+                "Create variables when the model is built.", "things"))  # fmt: skip
+        plain = any(not isinstance(leaf, nnx.Variable) for _, leaf in flat)
+        changes = returned or plain or nnx.graphdef(objects) != self.graphdef
+        result = jax.tree.unflatten(tree, placed)
+        return Mutated(new, result, graphdef if changes else None)
+
+    def _refuse_made(self, who: str, outs: Any, is_same: bool) -> None:
+        if is_same:
+            raise AsPytrees
+        raise StepError(message(
+            who, listed(outs, "result"),
+            "A step changes the objects that it is given, or returns others, which are its state as pytrees.",
+            f"Update those that it was given: nnx.update({self.names[0]}, ...); or return nnx.state(...) of "
+            "the new one.", "results"))  # fmt: skip
+
+
+def same_leaves(new: Any, old: Any) -> bool:
+    """Whether two trees have the same arrays."""
+    leaves, others = jax.tree.leaves(new), jax.tree.leaves(old)
+    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
+
+
+class Objects:
+    """The NNX objects that a call was given: their state, and how to bring a new one into them.
+
+    Attributes:
+      graph: them, but for their arrays.
+      values: the arguments that hold them.
+      state: the `nnx.State` of their arrays, as `nnx.state` has it of all these arguments together.
+    """
+
+    def __init__(self, named: Mapping[str, Any]):
+        from flax import nnx
+        from flax.nnx import graph as graphlib
+
+        self.values = tuple(named.values())
+        self._refs = graphlib.RefMap()
+        graphdef, flat = nnx.flatten(self.values, ref_index=self._refs)
+        self.graph, self.state = Graph(tuple(named), graphdef), nnx.from_flat_state(flat)
+
+    @classmethod
+    def of(cls, who: str, named: Mapping[str, Any]) -> Objects:
+        """Those of arguments that hold nothing else.
+
+        Raises:
+          StepError: there is something else beside the objects.
+        """
+        bad = [
+            f"{name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__} beside NNX objects"
+            for name, value in named.items()
+            if not _is_object(value)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=_stops)
+            if not _is_object(leaf)
+        ]
+        if bad:
+            raise StepError(message(
+                who, bad, "Objects are the state, which is changed in place, and arrays are the batch.",
+                "Pass them as arguments of their own; or make all of it the state: step_fn, state = "
+                "jzero.from_nnx(step, ...).", "leaves"))  # fmt: skip
+        return cls(named)
+
+    def update(self, mutated: Mutated) -> Any:
+        """Brings what a step has made into the objects, and gives what it returned."""
+        from flax import nnx
+        from flax.nnx import graph as graphlib
+
+        new, graphdef = mutated.state, mutated.graphdef
+        if isinstance(new, dict):  # Of an evaluation.
+            leaves, tree = jax.tree.flatten(self.state)
+            new = jax.tree.unflatten(tree, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
+        if graphdef is None:
+            self.set(new)
+            return mutated.result
+        outer = graphlib.IndexMap.from_refmap(self._refs)
+        state: Any = nnx.State({0: new})
+        _, returned = nnx.unflatten(graphdef, state, outer_index_outer_ref=outer)
+        return jax.tree.map(
+            lambda x: returned[x.number] if isinstance(x, _Place) else x,
+            mutated.result,
+            is_leaf=lambda x: isinstance(x, _Place),
+        )
+
+    def set(self, state: Any) -> None:
+        """Gives the variables other values."""
+        from flax import nnx
+
+        nodes, others = (
+            jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+            for tree in (self.state, state)
+        )
+        if not all(isinstance(node, nnx.Variable) for node in nodes):
+            nnx.update(self.values, state)  # Slower; it also sets arrays that are attributes.
+            return
+        for variable, other in zip(nodes, others, strict=True):
+            variable.update_from_state(other)
+
+
+class Born:
+    """Objects and modules that a function makes under a trace, which gives their arrays only."""
+
+    def __init__(self) -> None:
+        self._whole: Callable[[Any], Any] = lambda state: state
+
+    def state(self, made: Any) -> Any:
+        """What the trace returns of what the function has made."""
+        arrays, static = apart_modules(made)
+        if static is not None:
+            self._whole = static.whole
+        if not holds_objects(arrays):
+            return arrays
+        from flax import nnx
+
+        graphdef, state = nnx.split(arrays)
+        self._whole = functools.partial(nnx.merge, graphdef)
+        return state
+
+    def whole(self, state: Any) -> Any:
+        """What the function makes, of what the trace returned."""
+        return self._whole(state)
+
+
+@contextlib.contextmanager
+def explained(who: str) -> Iterator[None]:
+    """Says what Flax means by an object of another trace."""
+    from flax.errors import TraceContextError
+
+    try:
+        yield
+    except TraceContextError as error:
+        edit = f", and give it to {FROM_NNX}" if who == FROM_NNX else ", and pass it with each call"
+        raise StepError(message(
+            who, f"train_step changes an object that it was not given ({str(error).split(' (')[0]})",
+            "What a step changes, and what nnx.grad, nnx.jit or nnx.scan change in it, are arguments of "
+            "these.", f"Make the object a parameter of train_step{edit}.")) from error  # fmt: skip
+
+
+def changes_of(names: Sequence[str], before: Any, after: Any) -> list[str]:
+    """What of objects is not their variables' values, and differs: 'model.dropout.deterministic was True'."""
+    old, new = _structure(names, before), _structure(names, after)
+    lines = []
+    for path in sorted({*old, *new}):
+        if path not in old:
+            lines.append(f"train_step adds {path} ({new[path]})")
+        elif path not in new:
+            lines.append(f"train_step removes {path} ({old[path]})")
+        elif old[path] != new[path]:
+            lines.append(f"{path} was {old[path]} and becomes {new[path]}")
+    return lines or ["train_step changes its variables' metadata"]
+
+
+def _structure(names: Sequence[str], objects: Any) -> dict[str, str]:
+    from flax import nnx
+
+    found = {}
+    paths: Any = ((path, value) for path, value in nnx.iter_graph(objects) if path)
+    for (first, *rest), value in paths:
+        if any(str(part).startswith("_pytree__") for part in rest):
+            continue
+        parts = [f".{part}" if isinstance(part, str) else f"[{part}]" for part in rest]
+        variable = isinstance(value, nnx.Variable | nnx.Pytree | jax.Array)
+        text = f"a {type(value).__name__}" if variable else f"{value!r:.40}"
+        found["".join([names[first], *parts])] = text
+    return found
+
+
+def check_kept(arrays: Mapping[str, Any], leaves: Sequence[Any]) -> None:
+    """Refuses changes of NNX objects that are taken as pytrees, beside the state: nobody would see them.
+
+    Args:
+      arrays: the arguments beside the state, as the step has left them.
+      leaves: what they held before.
+    """
+    if not kinds() or not any(map(holds_objects, arrays.values())):
+        return
+    left = iter(leaves)
+    bad = [
+        f"{name} is changed by the step"
+        for name, tree in arrays.items()
+        if sum(x is not next(left, None) for x in jax.tree.leaves(tree))
+    ]
+    if bad:
+        raise StepError(message(
+            STEP, bad, "NNX objects beside a state that is none are pytrees, whose changes would be lost.",
+            "Drop state_argnums, and what the step changes in objects is kept; or give them to "
+            "jzero.from_nnx.", "arguments"))  # fmt: skip
+
+
+def check_no_state(names: Sequence[str], outs: Any, arrays: Mapping[str, Any]) -> None:
+    """Refuses state beside the objects, as optimizer state of optax: it would be split as the batch is.
+
+    Args:
+      names: of the arguments that hold objects.
+      outs: what the step returned, of tracers.
+      arrays: its other arguments, by name.
+    """
+    found = find_arguments(outs, arrays).state
+    if found:
+        given = ", ".join(names)
+        raise StepError(message(
+            STEP, [f"{name} comes back, beside NNX objects ({given})" for name in found],
+            "NNX objects are all of a step's state, and everything else is the batch.",
+            f"Write step_fn, state = jzero.from_nnx(step, {given}), and shard_train_step(step_fn, "
+            f"state_argnames={('state', *found)}).", "arguments"))  # fmt: skip
+
+
+def check_partial(train_step: Any, who: str) -> None:
+    """Refuses objects that `functools.partial` has bound."""
+    if isinstance(train_step, functools.partial):
+        bad = listed((train_step.args, train_step.keywords), "partial")
+        if bad:
+            raise StepError(message(
+                who, bad, "Objects that a partial holds are no arguments, and no state.",
+                "Pass them with each call, or give them to from_nnx, with the function inside the partial.",
+                "objects"))  # fmt: skip

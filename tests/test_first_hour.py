@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What somebody tries in the first hour: each mistake is named, with what to write instead."""
+
+import functools
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jzero
+from jzero.reports._tables import Table
+
+W = jnp.ones((64, 8))
+X = np.ones((16, 64), np.float32)
+shard_train_step: Any = jzero.shard_train_step
+shard_eval_step: Any = jzero.shard_eval_step
+
+
+def step(state, batch):
+    x = batch["x"] if isinstance(batch, dict) else batch
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state)
+    return state - 0.1 * grad, loss
+
+
+class Tensor:
+    """Of another package: it has a shape, a dtype of its own, and becomes an array where NumPy asks."""
+
+    dtype: Any = "torch.float32"
+    shape = X.shape
+
+    def __array__(self, dtype=None, copy=None):
+        return X
+
+
+def of(package, **attributes):
+    return type("Tensor", (Tensor,), {"__module__": package, **attributes})()
+
+
+@pytest.mark.parametrize(("leaf", "edit"), [
+    (of("torch"), r"batch\['x'\] is a Tensor.*np.asarray\(tensor\) or tensor.numpy\(\).*collate_fn"),
+    (of("tensorflow.python.ops"), r"tfds.as_numpy\(dataset\)"),
+    (of("pandas.core.series", dtype=np.dtype("float32")), r"frame.to_numpy\(\)"),
+    (of("PIL.Image"), r"np.asarray\(image\)"),
+    (of("paddle"), r"np.asarray\(x\)"),
+    ("hello", r"batch\['x'\] is a str: 'hello'.*Leave text out.*token ids.*static_argnames"),
+    (np.array(["hello"]), r"batch\['x'\] is a ndarray: array\(\['hello'\].*Leave text out"),
+    (np.array([X, None], object), r"is a ndarray.*array.astype\(np.float32\)"),
+    (np.array(["2026-01-01"], "datetime64[D]"), r"array.astype\(np.float32\)"),
+    (range(3), r"next\(iterator\), or write for batch in loader"),
+    (jnp.tanh, r"static_argnames"),
+])  # fmt: skip
+def test_a_leaf_that_is_no_array(leaf, edit):
+    with pytest.raises(jzero.BatchError, match=f"(?s)Every leaf must be an array.*{edit}|{edit}"):
+        shard_train_step(step)(W, {"x": leaf})
+
+
+def test_each_kind_of_leaf_has_its_edit_once():
+    with pytest.raises(jzero.BatchError) as caught:
+        shard_train_step(step)(W, {"x": of("torch"), "y": of("torch"), "text": ["a"] * 20})
+    assert "22 leaves fail" in str(caught.value)
+    assert str(caught.value).count("tensor.numpy()") == 1
+    assert "and 14 more" in str(caught.value)
+
+
+@pytest.mark.parametrize("leaf", ["adam", jnp.tanh])
+def test_what_the_state_has_that_is_no_array_is_static(leaf):
+    with pytest.raises(jzero.StateError, match=r"state\[1\] is a .*make it a static field"):
+        shard_train_step(lambda state, x: (state, 0.0))((W, leaf), X)
+
+
+@pytest.mark.filterwarnings("ignore:Python iterable type:DeprecationWarning")
+def test_a_loader_in_the_place_of_a_batch():
+    with pytest.raises((jzero.BatchError, TypeError), match=r"next\(iterator\)|iterable type"):
+        shard_train_step(step)(W, iter([X]))
+
+
+@pytest.mark.parametrize("made", [shard_train_step(step), shard_eval_step(lambda w, x: x @ w)])
+def test_shapes_where_a_step_runs(made):
+    shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    with pytest.raises(
+        jzero.BatchError, match="is a ShapeDtypeStruct.*shapes are for plan.*Pass arrays"
+    ):
+        made(W, shape)
+    with pytest.raises(jzero.StateError, match="state is a ShapeDtypeStruct"):
+        made(jax.ShapeDtypeStruct(W.shape, W.dtype), X)
+    made(W, X)
+    with pytest.raises(jzero.BatchError, match="is a ShapeDtypeStruct"):
+        made(W, shape)
+
+
+def test_a_list_of_numbers_is_named_where_the_step_fails():
+    with pytest.raises(TypeError, match="unsupported operand") as caught:
+        shard_train_step(step)(W, {"x": X.tolist(), "lr": 0.1})
+    assert "batch['x'] (1024 numbers) came as a Python list" in "".join(caught.value.__notes__)
+
+
+def test_a_list_of_numbers_trains_where_the_step_makes_an_array():
+    def of_list(state, batch):
+        return step(state, jnp.asarray(batch["x"]).reshape(16, 4) @ jnp.ones((4, 64)))
+
+    state, loss = shard_train_step(of_list)(W, {"x": X[:, :4].ravel().tolist()})
+    expected, expected_loss = jax.jit(of_list)(W, {"x": X[:, :4].ravel().tolist()})
+    np.testing.assert_allclose(state, expected, rtol=1e-5)
+    assert loss == pytest.approx(expected_loss)
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("args", "kwargs", "found"), [
+    ((W,), {}, "missing a required argument: 'batch'"),
+    ((), {}, "missing a required argument: 'state'"),
+    ((W, X, 1), {}, "too many positional arguments"),
+    ((W,), {"bacth": X}, "there is no parameter 'bacth'"),
+])  # fmt: skip
+@pytest.mark.parametrize("ask", ["__call__", "plan", "describe", "lower"])
+def test_a_call_that_does_not_fit(args, kwargs, found, ask):
+    text = rf"a call does not fit step\(state, batch\): .*{found}.*Call it with \(state, batch\)"
+    with pytest.raises(jzero.StepError, match=text):
+        getattr(shard_train_step(step), ask)(*args, **kwargs)
+
+
+def test_a_call_of_an_evaluation_that_does_not_fit():
+    def predict(w, x, *, scale: float, bias=0.0, **rest):
+        return x @ w * scale
+
+    text = (
+        r"shard_eval_step: .*predict\(w, x, \*, scale, bias=0.0, \*\*rest\).*\(w, x, scale=scale\)"
+    )
+    with pytest.raises(jzero.StepError, match=text):
+        shard_eval_step(predict)(W, X)
+
+
+def test_a_step_that_returns_no_state():
+    with pytest.raises(jzero.StateError, match="step_fn returned None, and the state"):
+        shard_train_step(lambda state, x: None)((W, W), X)
+    with pytest.raises(jzero.StateError, match="step_fn returned one array, and the state"):
+        shard_train_step(lambda state, x: jnp.mean(x))((W, W), X)
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [shard_train_step, functools.partial(shard_train_step, step)])
+@pytest.mark.parametrize(("options", "edit"), [
+    ({"donate_argnums": 0}, "no option donate_argnums=. A train step donates its state by itself"),
+    ({"in_shardings": None}, r"Drop it: rows are split along dim 0.*in_specs=\{"),
+    ({"out_shardings": None}, "Drop it: the state comes back as it rests"),
+    ({"zero_stage": 3}, "no option zero_stage=. Write stage="),
+    ({"devices": 8}, r"Write mesh=jax.make_mesh\(\(len\(devices\),\)"),
+    ({"mesh_axes": "data"}, "Write axis_names="),
+    ({"axis": "data"}, "Write axis_names="),
+    ({"gradient_accumulation_steps": 2}, "Write accumulate="),
+    ({"static_argnum": 2}, r"Did you mean static_argnums=\?"),
+    ({"acumulate": 2}, r"Did you mean accumulate=\?"),
+    ({"keep_unused": True}, "jzero compiles the step itself: drop it"),
+    ({"xyzzy": 1}, r"Drop it: help\(jzero.shard_train_step\) lists the options"),
+    ({"zero_stage": 3, "axis": "x"}, "no option zero_stage=, axis=. Write stage=. Write axis_names="),
+])  # fmt: skip
+def test_an_option_that_is_not_there(make, options, edit):
+    with pytest.raises(jzero.OptionError, match=f"shard_train_step: there is .*{edit}"):
+        make(**options)
+
+
+def test_an_option_that_an_evaluation_has_not():
+    with pytest.raises(
+        jzero.OptionError, match="shard_eval_step: there is no option zero_stage=. Drop"
+    ):
+        shard_eval_step(step, zero_stage=3)
+
+
+def test_options_by_position():
+    text = (
+        r"2 arguments by position, the second a int.*Write shard_train_step\(step_fn, stage=...\)"
+    )
+    with pytest.raises(jzero.OptionError, match=text):
+        shard_train_step(step, 3)
+
+
+@pytest.mark.parametrize("make", [shard_train_step, shard_eval_step])
+def test_a_decorator_that_is_called_like_a_step(make):
+    with pytest.raises(
+        jzero.OptionError, match="called without .*, and its result with 2 arguments"
+    ):
+        make(mesh=None)(W, X)
+    assert callable(make()(step))
+
+
+# -- functions that are compiled already -----------------------------------------------------------
+
+
+def with_count(state, batch, num: int):
+    for _ in range(num):
+        state, loss = step(state, batch)
+    return state, loss
+
+
+@pytest.mark.parametrize("jitted", [
+    jax.jit(with_count, static_argnums=2),
+    jax.jit(with_count, static_argnums=(-1,), donate_argnums=0),
+    functools.partial(jax.jit, static_argnames=("num",))(with_count),
+    nnx.jit(with_count, static_argnames="num"),
+])  # fmt: skip
+def test_what_is_static_is_taken_over(jitted):
+    expected, _ = with_count(W, X, 2)
+    for options in ({}, {"static_argnames": "num"}):
+        train_step = shard_train_step(jitted, **options)
+        np.testing.assert_allclose(train_step(W, X, 2)[0], expected, rtol=1e-5)
+        np.testing.assert_allclose(train_step(W, batch=X, num=2)[0], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fn", [
+    with_count,
+    lambda state, batch, num: jax.jit(with_count, static_argnums=2)(state, batch, num),
+])  # fmt: skip
+def test_what_cannot_be_read_is_named(fn):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        shard_train_step(fn)(W, X, 2)
+    assert "static_argnames=('num',)" in "".join(caught.value.__notes__)
+
+
+def test_equinox_compiles_numbers_in():
+    train_step = shard_train_step(eqx.filter_jit(with_count), static_argnames="num")
+    np.testing.assert_allclose(train_step(W, X, 2)[0], with_count(W, X, 2)[0], rtol=1e-5)
+
+
+# -- what a notebook shows -------------------------------------------------------------------------
+
+
+def test_repr():
+    train_step = shard_train_step(step, stage=2)
+    assert repr(train_step) == "<ShardedTrainStep of step: stage 2, mesh of the first call>"
+    train_step(W, X)
+    assert repr(train_step) == "<ShardedTrainStep of step: stage 2, mesh ('data': 8)>"
+    mesh = jax.make_mesh((2, 4), ("node", "local"))
+    assert repr(train_step.on_mesh(mesh)).endswith("stage 2, mesh ('node': 2, 'local': 4)>")
+    of_partial = repr(shard_train_step(functools.partial(step)))
+    assert of_partial == "<ShardedTrainStep of step: stage 3, mesh of the first call>"
+    eval_step = shard_eval_step(lambda w, x: x @ w, mesh=mesh)
+    assert repr(eval_step) == "<ShardedEvalStep of <lambda>: mesh ('node': 2, 'local': 4)>"
+
+
+def test_html_says_what_the_text_says():
+    state = {"w": W, "<b>": jnp.ones(7)}
+
+    def of_both(state, x):
+        new, loss = step(state["w"], x)
+        return {"w": new, "<b>": state["<b>"] + loss}, jnp.sort(x["x"][:, 0] * loss)
+
+    report = shard_train_step(of_both).describe(state, {"x": X})
+    html = report._repr_html_()
+    assert html.count("<table>") == 2
+    assert "<b>" not in html
+    assert "state[&#x27;&lt;b&gt;&#x27;]" in html
+    cells = re.sub(r"<[^>]*>", " ", html).replace("&#x27;", "'").replace("&lt;", "<")
+    cells = cells.replace("&gt;", ">").replace("&amp;", "&")
+    assert cells.split() == str(report).split()
+
+
+def test_a_table_escapes_its_cells():
+    html = Table(("a<", "b"), [("<script>\x1b[1m", "1")]).html()
+    assert html.startswith('<table><tr><th style="text-align:left">a&lt;</th>')
+    assert "&lt;script&gt;\\x1b[1m</td>" in html

@@ -1,0 +1,644 @@
+"""Steps for which nothing is said: their state is found where it is taken and returned."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+import zoo
+from jzero.testing import assert_collectives, assert_same_training
+
+TX: Any = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+X = jax.random.normal(jax.random.key(1), (32, 16))
+Y = jnp.tanh(X[:, :6])
+
+
+def init():
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {
+        "w": jax.random.normal(keys[0], (16, 40)),
+        "v": jax.random.normal(keys[1], (40, 6)),
+        "b": jnp.zeros(6),
+    }
+    return params, TX.init(params)
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"][None] - y) ** 2)
+
+
+def update(params, opt_state, x, y):
+    loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def loss_first(state, x, y):
+    params, opt_state = state
+    params, opt_state, loss = update(params, opt_state, x, y)
+    return loss, (params, opt_state)
+
+
+def numbered(i, state, batch):
+    """As `jax.example_libraries.optimizers` has it."""
+    return loss_first(state, *batch)[1]
+
+
+def key_first(key, params, opt_state, x, y):
+    key, noise = jax.random.split(key)
+    params, opt_state, loss = update(params, opt_state, x + jax.random.normal(noise, x.shape), y)
+    return key, params, opt_state, loss
+
+
+def without_batch(key, params, opt_state):
+    """As in optax's nanolm."""
+    key, at = jax.random.split(key)
+    rows = jax.random.randint(at, (16,), 0, 32)
+    params, opt_state, loss = update(params, opt_state, X[rows], Y[rows])
+    return params, key, opt_state, loss
+
+
+def batch_first(batch, state):
+    return loss_first(state, batch["x"], batch["y"])[::-1]
+
+
+def averaged(params, average, opt_state, x, y):
+    params, opt_state, loss = update(params, opt_state, x, y)
+    average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
+    return loss, params, average, opt_state
+
+
+def with_gradients(params, opt_state, x, y):
+    grads = jax.grad(loss_fn)(params, x, y)
+    return (*update(params, opt_state, x, y)[:2], grads)
+
+
+def with_target(params, target, opt_state, x, y):
+    """As in DQN: what is like the parameters does not come back."""
+    return update(jax.tree.map(lambda p, t: p + 0.01 * t, params, target), opt_state, x, y)
+
+
+def by_name(x, y, *, params, opt_state, scale=1.0):
+    params, opt_state, loss = update(params, opt_state, x * scale, y)
+    return {"loss": loss, "new": {"opt": opt_state, "params": params}}
+
+
+def rest(*args, **kwargs):
+    *state, loss = update(*args, **kwargs)
+    return loss, *state
+
+
+def rate_and_loss(params, opt_state, rate, x, y):
+    params, opt_state, loss = update(params, opt_state, x * rate, y)
+    return params, opt_state, loss
+
+
+def bare(x, w):
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return loss, w - 0.1 * grad
+
+
+def momentum(params, moments, x, y):
+    grads = jax.grad(loss_fn)(params, x, y)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+    return jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments
+
+
+def statistics(params, stats, opt_state, x, y):
+    params, opt_state, loss = update(params, opt_state, x - stats["mean"][None], y)
+    stats = jax.tree.map(
+        lambda s, m: 0.9 * s + 0.1 * m, stats, {"mean": x.mean(0), "var": x.var(0)}
+    )
+    return params, stats, opt_state, loss
+
+
+P, O = init()  # noqa: E741
+KEY = jax.random.key(3)
+ONE = np.float32(1)
+# Of each: the step, its arguments, those that are the state, and where each is among the results.
+FOUND: dict[str, Any] = {
+    "loss first": (loss_first, ((P, O), X, Y), {"state": lambda outs: outs[1]}),
+    "a number first": (numbered, (ONE, (P, O), (X, Y)), {"state": lambda outs: outs}),
+    "a key first": (
+        key_first, (KEY, P, O, X, Y), {"params": lambda o: o[1], "opt_state": lambda o: o[2]}
+    ),
+    "no batch": (
+        without_batch, (KEY, P, O), {"params": lambda o: o[0], "opt_state": lambda o: o[2]}
+    ),
+    "batch first": (batch_first, ({"x": X, "y": Y}, (P, O)), {"state": lambda outs: outs[0]}),
+    "two": (update, (P, O, X, Y), {"params": lambda o: o[0], "opt_state": lambda o: o[1]}),
+    "average": (
+        averaged, (P, P, O, X, Y),
+        {"params": lambda o: o[1], "average": lambda o: o[2], "opt_state": lambda o: o[3]},
+    ),
+    "gradients": (
+        with_gradients, (P, O, X, Y), {"params": lambda o: o[0], "opt_state": lambda o: o[1]}
+    ),
+    "target": (
+        with_target, (P, P, O, X, Y), {"params": lambda o: o[0], "opt_state": lambda o: o[1]}
+    ),
+    "*args": (rest, (P, O, X, Y), {"args[0]": lambda o: o[1], "args[1]": lambda o: o[2]}),
+    "a rate like the loss": (
+        rate_and_loss, (P, O, ONE, X, Y), {"params": lambda o: o[0], "opt_state": lambda o: o[1]}
+    ),
+    "a bare array": (bare, (X, P["w"]), {"w": lambda outs: outs[1]}),
+    "moments": (momentum, (P, P, X, Y), {"params": lambda o: o[0], "moments": lambda o: o[1]}),
+    "statistics": (
+        statistics, (P, {"mean": jnp.zeros(16), "var": jnp.ones(16)}, O, X, Y),
+        {"params": lambda o: o[0], "stats": lambda o: o[1], "opt_state": lambda o: o[2]},
+    ),
+}  # fmt: skip
+
+
+def sharded(step_fn, devices=8, **options):
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    chosen: dict[str, Any] = {"min_shard_bytes": 0, "mesh": mesh}
+    return jzero.shard_train_step(step_fn, **(chosen | options))
+
+
+def copies(tree):
+    """Its arrays, in buffers that a step may consume."""
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
+
+
+def bits(tree):
+    def data(x):
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(x) if is_key else x
+
+    return zoo.to_host(jax.tree.map(data, tree))
+
+
+def close(actual, expected, where=""):
+    zoo.assert_trees_close(bits(actual), bits(expected), zoo.FP32, where)
+
+
+def roots(leaves):
+    """The arguments whose leaves these are."""
+    return {leaf.path.split("]")[0] + "]" if leaf.path.startswith("args") else
+            leaf.path.split("[")[0] for leaf in leaves}  # fmt: skip
+
+
+@functools.cache
+def reference(name):
+    """What one device returns in each of three steps."""
+    step_fn, args, state = FOUND[name]
+    found = []
+    for _ in range(3):
+        outs = jax.jit(step_fn)(*args)
+        found.append(outs)
+        args = following(name, args, outs)
+    return found
+
+
+def following(name, args, outs):
+    """The arguments of the next step: what is state, and a key, is what this one returned."""
+    _, first, state = FOUND[name]
+    named = dict(zip(state, args, strict=False)) if "args[0]" in state else {}
+    new = list(args)
+    for i, arg in enumerate(first):
+        for at, where in enumerate(state.values()):
+            names = list(named) or parameters(FOUND[name][0])
+            if names[i : i + 1] == [list(state)[at]]:
+                new[i] = where(outs)
+        if arg is KEY:
+            new[i] = next(x for x in outs if getattr(x, "dtype", None) == KEY.dtype)
+    return tuple(new)
+
+
+def parameters(step_fn):
+    return list(jzero.shard_train_step(step_fn)._programs.signature.parameters.parameters)
+
+
+@pytest.mark.alternating
+@pytest.mark.parametrize("name", FOUND)
+def test_trains_as_one_device(name):
+    step_fn, args, state = FOUND[name]
+    train_step, args = sharded(step_fn), copies(args)
+    for i, want in enumerate(reference(name)):
+        given = args
+        outs = train_step(*args)
+        close(outs, want, f"{name}, step {i}")
+        args = following(name, args, outs)
+    assert roots(train_step.plan(*args).leaves) == (set(state) if len(state) > 1 else {"state"})
+    # It is donated, and nothing else is.
+    names = parameters(step_fn) if "args[0]" not in state else ["args[0]", "args[1]", "x", "y"]
+    for argument, value in zip(names, given, strict=True):
+        arrays = [x for x in jax.tree.leaves(value) if isinstance(x, jax.Array)]
+        assert all(x.is_deleted() == (argument in state) for x in arrays), argument
+
+
+@pytest.mark.parametrize(
+    "options", [{"stage": 1, "accumulate": 2}, {"offload": jzero.HostCPU()}], ids=str
+)
+def test_it_trains_with_options(options):
+    for name in ("loss first", "a key first"):
+        step_fn, args, _ = FOUND[name]
+        if "accumulate" in options and name == "a key first":
+            continue  # Two keys of two microbatches are tested elsewhere.
+        train_step, args = sharded(step_fn, **options), copies(args)
+        for want in reference(name)[:2]:
+            outs = train_step(*args)
+            close(outs, want, name)
+            args = following(name, args, outs)
+
+
+def test_an_optimizer_without_arrays_is_state_and_another_form_of_it_is_a_tree():
+    tx = optax.sgd(optax.linear_schedule(0.1, 0.0, 10))
+
+    def plain(params, opt_state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, Y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return loss, optax.apply_updates(params, updates), opt_state
+
+    train_step = sharded(plain)
+    state = train_step.shard((P, tx.init(P)), X)
+    want = jax.jit(plain)(P, tx.init(P), X)
+    close(train_step(*state, X), want)
+    assert train_step._programs.signature.state_names == ("params", "opt_state")
+    as_dict = train_step.init(lambda: {"params": init()[0], "opt_state": tx.init(P)})
+    close(train_step(as_dict["params"], as_dict["opt_state"], X), want)
+    with pytest.raises(
+        jzero.StateError, match=r"the state is a dict\. .*Pass \(params, opt_state\)"
+    ):
+        train_step.shard(as_dict, X)
+
+
+def test_by_name():
+    train_step = sharded(by_name)
+    params, opt_state = init()
+    want = jax.jit(by_name)(X, Y, params=params, opt_state=opt_state)
+    close(train_step(X, Y, params=params, opt_state=opt_state), want)
+    params, opt_state = init()
+    close(train_step(X, scale=ONE, opt_state=opt_state, y=Y, params=params), want)
+    assert train_step._programs.signature.state_names == ("opt_state", "params")
+
+
+def counted(step_fn):
+    calls = []
+
+    @functools.wraps(step_fn)
+    def counting(*args):
+        calls.append(1)
+        return step_fn(*args)
+
+    return counting, calls
+
+
+def test_the_state_first_is_traced_once_and_another_twice():
+    step_fn, calls = counted(lambda state, x, y: loss_first(state, x, y)[::-1])
+    train_step = sharded(step_fn)
+    state, _ = train_step(init(), X, Y)
+    state, _ = train_step(state, X, Y)
+    assert len(calls) == 1
+    train_step(state, X[:16], Y[:16])
+    assert len(calls) == 2
+
+    step_fn, calls = counted(loss_first)
+    train_step = sharded(step_fn)
+    _, state = train_step(init(), X, Y)
+    _, state = train_step(state, X, Y)
+    assert len(calls) == 2
+    # It is remembered, for other shapes and on other meshes.
+    _, state = train_step(state, X[:16], Y[:16])
+    assert len(calls) == 3
+    four = train_step.on_mesh(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]))
+    four.plan(state, X, Y)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("name", ["loss first", "batch first", "two", "a number first"])
+def test_what_is_asked_before_the_first_call(name):
+    """Nothing is known of the step then; its state is a tree, and what it rests in is as it stays."""
+    step_fn, args, state = FOUND[name]
+    at = [parameters(step_fn).index(argument) for argument in state]
+    given = [args[i] for i in at]
+    whole = given[0] if len(given) == 1 else tuple(given)
+    beside = tuple(arg for i, arg in enumerate(args) if i not in at)
+    make = (lambda: init()) if len(given) > 1 else (lambda: copies(given[0]))
+    for place in (
+        lambda step: step.init(make),
+        lambda step: step.shard(make()),
+        lambda step: step.shard(make(), *beside),
+    ):
+        train_step = sharded(step_fn)
+        placed = place(train_step)
+        close(placed, whole)
+        want = jax.tree.map(lambda x: x.sharding, placed)
+        new = list(args)
+        for i, value in zip(at, placed if len(given) > 1 else [placed], strict=True):
+            new[i] = value
+        outs = train_step(*new)
+        close(outs, reference(name)[0])
+        assert all(x.is_deleted() for x in jax.tree.leaves(placed) if isinstance(x, jax.Array))
+        # And afterwards.
+        assert jax.tree.map(lambda x: x.sharding, train_step.shard(make(), *beside)) == want
+        shardings = train_step.state_shardings(make(), *beside)
+        assert jax.tree.map(lambda x: None, shardings) == jax.tree.map(lambda x: None, whole)
+    assert sharded(step_fn).state_shardings(whole, *beside) == shardings
+    text = str(sharded(step_fn).describe(*args))
+    assert text == str(train_step.describe(*args))
+    assert sharded(step_fn).lower(*args).out_info is not None
+    assert_same_training(step_fn, make, [beside] * 2)
+
+
+def test_collectives_of_a_step_whose_state_is_found():
+    w = jnp.ones((16, 8))
+    for step_fn, batch in ((bare, X), (lambda w, x: bare(x, w), X)):
+        expected = {"reduce-scatter": 16 * 8, "all-gather": 16 * 8, "all-reduce": 1}
+        assert_collectives(sharded(step_fn, stage=1), w, batch, expected)
+
+
+def test_checkpoints(tmp_path):
+    train_step = sharded(update)
+    params, opt_state, _ = train_step(*init(), X, Y)
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        checkpointer.save(1, (params, opt_state))
+    other = sharded(update, devices=4, stage=1)
+    with jzero.Checkpointer(tmp_path, other) as checkpointer:
+        restored = checkpointer.restore(init())
+    close(other(*restored, X, Y), reference("two")[1])
+
+
+def autoencoder(params, x):
+    def loss(params):
+        reconstruction = jnp.tanh(x @ params["w"]) @ params["w"].T
+        return jnp.mean((reconstruction - x) ** 2), reconstruction
+
+    grads, reconstruction = jax.grad(loss, has_aux=True)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), reconstruction
+
+
+def hidden(params, opt_state, h, x):
+    new = jnp.tanh(x @ params["w"] + h)
+    grads = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p["w"] + h) ** 2))(params)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, new
+
+
+def test_the_batch_of_an_autoencoder_stays_a_batch():
+    w = {"w": P["w"]}
+    train_step, x = sharded(autoencoder), X.copy()
+    close(train_step(copies(w), x), jax.jit(autoencoder)(w, x))
+    assert not x.is_deleted()
+    assert roots(train_step.plan(w, x).leaves) == {"state"}
+
+
+def test_what_is_ambiguous_is_refused_with_all_that_comes_back():
+    params = {"w": P["w"]}
+    args = params, TX.init(params), jnp.zeros((32, 40)), X
+    lines = (
+        r"(?s)3 arguments fail:.*"
+        r"- params comes back, \['w'\] float32\[16,40\]\n.*"
+        r"- opt_state comes back, a tuple of 3 leaves \(.*int32\[\], .*\)\n.*"
+        r"- h comes back, float32\[32,40\], and may be a batch\n"
+        r"The state is what a step takes and returns.* "
+        r"Say what is state: state_argnums=\(0, 1\), or state_argnums=\(0, 1, 2\)\."
+    )
+    with pytest.raises(jzero.StepError, match=lines):
+        sharded(hidden)(*args)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(args))
+    want = jax.jit(hidden)(*args)
+    for argnums in ((0, 1), (0, 1, 2)):
+        close(sharded(hidden, state_argnums=argnums)(*copies(args)), want)
+    # A tree of hidden states is one, too.
+    tree = {"h": args[2], "c": args[2]}
+
+    def of_tree(params, opt_state, carry, x):
+        params, opt_state, h = hidden(params, opt_state, carry["h"], x)
+        return params, opt_state, {"h": h, "c": carry["c"] + h}
+
+    with pytest.raises(jzero.StepError, match=r"carry comes back, a dict of 2 leaves"):
+        sharded(of_tree)(params, args[1], tree, X)
+    # Nothing is sure, and which of two like arguments came back cannot be told.
+    with pytest.raises(jzero.StepError, match=r"state_argnums=0, or .*=1, or .*=\(0, 1\)\."):
+        sharded(lambda x, w: (w, jnp.tanh(x)))(X, P["w"])
+    either = r"(?s)a\[1\] comes back, .*, or an argument like it does.*=\(0, 2\), or .*\(1, 2\)\."
+    with pytest.raises(jzero.StepError, match=either):
+        sharded(lambda *a: with_target(*a)[::-1])(P, P, O, X, Y)
+
+
+def test_what_was_read_once_is_not_read_otherwise():
+    """Beside 32 rows the moments, of 4 and 5, are whole, and may be a batch; beside 4 they would be split."""
+
+    def small(params, moments, x):
+        grads = jax.grad(lambda p: jnp.mean((x @ p["w"] @ p["v"]) ** 2))(params)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments
+
+    few = {"w": jnp.ones((4, 5)), "v": jnp.ones((5, 3))}
+    train_step = sharded(small)
+    close(train_step(copies(few), few, X[:, :4]), jax.jit(small)(few, few, X[:, :4]))
+    with pytest.raises(
+        jzero.StepError, match=r"(?s)moments comes back, .*=0, or state_argnums=\(0, 1\)\."
+    ):
+        train_step(few, few, X[:4, :4])
+
+
+def test_a_changed_leaf_is_named():
+    def cast(x, params, opt_state):
+        params, opt_state, loss = update(params, opt_state, x, Y)
+        return loss, params, jax.tree.map(lambda m: m.astype(jnp.bfloat16), opt_state)
+
+    with pytest.raises(
+        jzero.StateError, match=r"opt_state\[1\]\[0\].mu\['b'\] float32\[6\] became bfloat16"
+    ):
+        sharded(cast)(X, *init())
+
+    def halved(w, opt_state, x):
+        return w.astype(jnp.bfloat16), opt_state, x.mean()
+
+    with pytest.raises(jzero.StateError, match=r"state float32\[16,40\] became bfloat16\[16, 40\]"):
+        sharded(halved)(P["w"], TX.init(P["w"]), X)
+
+
+def test_a_batch_whose_structure_metrics_have_is_no_state():
+    def pair_first(batch, state):
+        loss, state = loss_first(state, *batch)
+        return (loss, 2 * loss), state
+
+    train_step = sharded(pair_first)
+    close(train_step((X, Y), init()), jax.jit(pair_first)((X, Y), init()))
+
+
+def test_in_specs_say_that_an_argument_is_no_state():
+    def stated(params, opt_state, table, x, y):
+        *state, loss = update(params, opt_state, x + table["t"][None], y)
+        return *state, {"t": table["t"] + loss}
+
+    table = {"t": jnp.zeros(16)}
+    train_step = sharded(stated, in_specs={"table": jax.P()})
+    close(train_step(*init(), table, X, Y), jax.jit(stated)(*init(), table, X, Y))
+    assert train_step._programs.signature.state_names == ("params", "opt_state")
+
+
+def test_a_step_with_collectives_of_its_own():
+    def written(key, params, opt_state, x, y):
+        loss, grads = jax.lax.pmean(jax.value_and_grad(loss_fn)(params, x, y), "data")
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return loss, optax.apply_updates(params, updates), opt_state
+
+    def reference_step(key, *args):
+        *state, loss = update(*args)
+        return loss, *state
+
+    train_step = sharded(written, axis_name="data")
+    close(train_step(KEY, *init(), X, Y), jax.jit(reference_step)(KEY, *init(), X, Y))
+    assert train_step._programs.signature.state_names == ("params", "opt_state")
+
+
+class Trainer:
+    scale = 1.0
+
+    @jzero.shard_train_step(static_argnums=0, min_shard_bytes=0)
+    def step(self, state, x, y):
+        loss, state = loss_first(state, x * self.scale, y)
+        return state, loss
+
+    @jzero.shard_train_step(static_argnums=0, min_shard_bytes=0, state_argnums=(1, 2))
+    def told(self, params, opt_state, x, y):
+        return update(params, opt_state, x * self.scale, y)
+
+    @jzero.shard_train_step(static_argnums=0, min_shard_bytes=0)
+    def found(self, x, y, *, state):
+        return loss_first(state, x * self.scale, y)
+
+    @jzero.shard_train_step(min_shard_bytes=0)
+    def opaque(self, state, x, y):
+        return state
+
+    @classmethod
+    @jzero.shard_train_step(static_argnums=0, min_shard_bytes=0)
+    def of_class(cls, state, x, y):
+        return loss_first(state, x * cls.scale, y)
+
+    @staticmethod
+    @jzero.shard_train_step(min_shard_bytes=0)
+    def free(state, x, y):
+        return loss_first(state, x, y)
+
+    @jzero.shard_train_step(min_shard_bytes=0)
+    @staticmethod
+    def inner(state, x, y):
+        return loss_first(state, x, y)
+
+
+class Other(Trainer):
+    scale = 0.5
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["scale"], meta_fields=[])
+@dataclasses.dataclass
+class Scaled:
+    """A pytree without state."""
+
+    scale: Any
+
+    @jzero.shard_train_step(min_shard_bytes=0)
+    def step(self, state, x, y):
+        return loss_first(state, x * self.scale, y)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["params", "opt_state"], meta_fields=[]
+)
+@dataclasses.dataclass
+class Model:
+    """A pytree that is the state."""
+
+    params: Any
+    opt_state: Any
+
+    @jzero.shard_train_step(min_shard_bytes=0)
+    def step(self, x, y):
+        params, opt_state, loss = update(self.params, self.opt_state, x, y)
+        return Model(params, opt_state), loss
+
+
+def test_methods_bind():
+    loss, state = reference("loss first")[0]
+    for trainer, x in ((Trainer(), X), (Other(), 2 * X)):
+        assert isinstance(trainer.step, jzero.ShardedTrainStep)
+        close(trainer.step(init(), x, Y), (state, loss))
+        close(trainer.told(*init(), x, Y), (*state, loss))
+        close(trainer.found(x, Y, state=init()), (loss, state))
+        close(trainer.of_class(init(), x, Y), (loss, state))
+    for step in (Trainer.free, Trainer().free, Trainer.inner, Trainer().inner):
+        close(step(init(), X, Y), (loss, state))
+    assert Trainer.step is Trainer.step
+    close(Trainer.step(Trainer(), init(), X, Y), (state, loss))
+    scaled = Scaled(ONE)
+    close(scaled.step.shard(init(), X, Y), init())
+    close(scaled.step(init(), X, Y), (loss, state))
+    model, found = Model(*init()).step(X, Y)
+    close(((model.params, model.opt_state), found), (state, loss))
+    close(model.step(X, Y)[1], reference("loss first")[1][0])
+    # Not where it is an attribute of an instance.
+    own: Any = Trainer()
+    own.step = sharded(loss_first)
+    close(own.step(init(), X, Y), (loss, state))
+
+
+def test_what_is_asked_of_a_method():
+    trainer = Trainer()
+    step = trainer.step
+    state = step.init(init)
+    close(state, init())
+    state = step.shard(state, X, Y)
+    shardings = step.state_shardings(state, X, y=Y)
+    assert shardings == jax.tree.map(lambda x: x.sharding, state)
+    assert shardings == trainer.told.state_shardings(init(), X, Y)
+    assert str(step.describe(state, X, Y)) == str(Trainer.step.describe(trainer, state, X, Y))
+    assert [leaf.path for leaf in step.plan(state, X, Y).leaves][0] == "state[0]['b']"
+    assert step.lower(state, X, Y).out_info is not None
+    close(step.unshard(state), init())
+    moved = {"all-gather": (1, 1)}
+    with pytest.raises(jzero.MismatchError, match="reduce-scatter"):
+        assert_collectives(step, state, (X, Y), moved)
+    evaluate = jzero.shard_eval_step(lambda state, x: x @ state[0]["w"], like=step)
+    close(evaluate(state, X), X @ P["w"])
+
+
+def test_an_opaque_self_is_refused_by_name():
+    with pytest.raises(
+        jzero.OptionError, match=r"self is a Trainer.*argument 0.*Say static_argnums=0;"
+    ):
+        Trainer().opaque(init(), X, Y)
+
+
+def predict(batch, state):
+    return jnp.tanh(batch @ state[0]["w"])
+
+
+def of_params(batch, params):
+    return predict(batch, (params,))
+
+
+class Evaluator:
+    @jzero.shard_eval_step(static_argnums=0)
+    def predict(self, params, batch):
+        return of_params(batch, params)
+
+
+def test_evaluations():
+    train_step = sharded(batch_first)
+    state, _ = train_step({"x": X, "y": Y}, init())
+    want = predict(X, state)
+    evaluate = jzero.shard_eval_step(predict, like=train_step)
+    close(evaluate(X, state), want)
+    assert len(evaluate.plan(X, state).unread) == len(jax.tree.leaves(state)) - 1
+    of_two = sharded(update)
+    params, opt_state, _ = of_two(*init(), X, Y)
+    evaluate = jzero.shard_eval_step(of_params, like=of_two)
+    close(evaluate(X[:13], params), want[:13])
+    assert [leaf.path for leaf in evaluate.plan(X, params).leaves][0] == "state['b']"
+    # The tuple is what takes a state of several arguments.
+    assert jzero.shard_eval_step(predict, like=of_two).plan(X, (params, opt_state)).unread
+    close(jzero.shard_eval_step(lambda p, x: of_params(x, p), like=of_two)(params, X), want)
+    close(Evaluator().predict(params, X), want)
