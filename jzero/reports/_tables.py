@@ -52,6 +52,13 @@ class Table(NamedTuple):
         return lay_out(self.header, rows, prose, width)
 
 
+def old_state(rows: Sequence[Memory]) -> Memory:
+    """What `donate=False` takes beside a state of these roles."""
+    resting = [row for row in rows if row.at_rest]
+    nums = [sum(getattr(row, name) for row in resting) for name in ("whole", "per_device", "on_host")]
+    return Memory("old state", *nums[:2], False, "a step keeps what it is given", nums[2])
+
+
 def at_rest(rows: Sequence[Memory]) -> int:
     """Bytes on each device between steps."""
     return sum(row.per_device for row in rows if row.at_rest)
