@@ -96,8 +96,10 @@ class Use:
         """
         if _jaxpr.DELETES_DONATED and all(map(_DELETED, self._leaves)):
             return  # Nearly always; to delete them again would cost ten times this.
-        ids = set(map(id, kept))
-        _jaxpr.let_go([x for x in self._leaves if x is not None and id(x) not in ids])
+        if ids := set(map(id, kept)):
+            _jaxpr.let_go([x for x in self._leaves if id(x) not in ids])
+        else:
+            _jaxpr.let_go(self._leaves)
 
     def _others(self, leaves: Sequence[Any]) -> list[Use]:
         """Calls that run and read some of these leaves, to wait for; one that consumes some is refused."""

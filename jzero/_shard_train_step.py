@@ -98,12 +98,12 @@ def shard_train_step(
     >>> train_step = jzero.shard_train_step(step_of_three, state_argnums=(0, 1))
     >>> params, opt_state, metrics = train_step(*state, jnp.ones((8, 8)))
 
-    Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`, but for `donate=False`. A step that has
-    collectives of its own over the data axes (`axis_name`) is taken as one device's, as `jax.pmap` would:
-    it is obeyed as written, on each device's rows, and what it leaves different between devices, in the state
-    or as a metric without rows, is refused. With several processes, each calls the step with its own
-    rows as part of one array (`jax.make_array_from_process_local_data`); a NumPy array stands for the whole
-    batch on all of them.
+    Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`, but for `donate=False`. A
+    step that has collectives of its own over the data axes (`axis_name`) is taken as one device's, as
+    `jax.pmap` would: it is obeyed as written, on each device's rows, and what it leaves different between
+    devices, in the state or as a metric without rows, is refused. With several processes, each calls the step
+    with its own rows as part of one array (`jax.make_array_from_process_local_data`); a NumPy array stands
+    for the whole batch on all of them.
 
     Args:
       step_fn: the train step; None to use `shard_train_step(stage=...)` as a decorator.
@@ -222,8 +222,8 @@ def shard_train_step(
         inputs for the device's whole part of the batch), which `describe` counts. Refused without the two,
         with `reduce='each'`, and where microbatches print or call back.
       donate: False keeps the state that a step is given, as `jax.jit` does without `donate_argnums`: for an
-        average of old states, or to go back. Memory: all of the state once more while a step runs, wherever it
-        rests. Refused with `HostCPU` and `NVMe`, which write over it.
+        average of old states, or to go back. Memory: all of the state once more while a step runs, wherever
+        it rests. Refused with `HostCPU` and `NVMe`, which write over it.
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
       axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others
         stay XLA's. Explicit axes are taken as Auto.

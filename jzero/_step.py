@@ -75,11 +75,11 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
 
     @takes_explicit_axes
     def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
-        """Runs one step: `(state, *args) -> (state, metrics)`, or as `step_fn` has it. The state is donated, but
-        for `donate=False`.
+        """Runs one step: `(state, *args) -> (state, metrics)`, or as `step_fn` has it.
 
-        A state that is not yet laid out as the plan says is placed first (and then not consumed). Under
-        an outer `jax.jit` the step is traced into it, and nothing is donated.
+        The state is donated, but for `donate=False`. A state that is not yet laid out as the plan says is
+        placed first (and then not consumed). Under an outer `jax.jit` the step is traced into it, and nothing
+        is donated.
 
         Raises:
           StateError, BatchError, StepError: see the message; the state is left as it was.
@@ -105,8 +105,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
                 if donates:
                     state, arrays = _placing.apart(state, arrays, leaves)
                 state, outs = _nan_checks.run(WHO, program.step, state, arrays, leaves)
-                if donates:
-                    use.consumed([*state, *outs])
+                if donates:  # One program returns nothing that it was given.
+                    use.consumed([*state, *outs] if self._programs.options.offloads else ())
                 if self._programs.options.offload.tier == NVME or _writes.are_known():
                     _writes.settle(state)
         except Exception as error:

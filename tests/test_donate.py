@@ -15,7 +15,6 @@ import pytest
 from jax.sharding import AxisType
 
 import jzero
-import small
 
 TX = optax.adam(1e-2)
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
@@ -88,7 +87,7 @@ def another_thread(is_there: bool) -> Iterator[None]:
 def test_whoever_uses_a_consumed_leaf_is_told(beside, viewed, kind):
     """JAX 0.10 ends the process; [Note: what JAX 0.10 leaves alive]. All uses were compiled before."""
     mesh = mesh_of(4, kind)
-    train_step = jzero.shard_train_step(step, mesh=mesh, min_shard_bytes=0)
+    train_step: Any = jzero.shard_train_step(step, mesh=mesh, min_shard_bytes=0)
     around = jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext()
     with around, another_thread(beside):
         state, _ = train_step(train_step.init(new_state), X)
@@ -104,7 +103,11 @@ def test_whoever_uses_a_consumed_leaf_is_told(beside, viewed, kind):
         for name, leaf in old.items():
             assert leaf.is_deleted()
             like = new[name]
-            assert (leaf.shape, leaf.dtype, leaf.sharding) == (like.shape, like.dtype, like.sharding)
+            assert (leaf.shape, leaf.dtype, leaf.sharding) == (
+                like.shape,
+                like.dtype,
+                like.sharding,
+            )
     del views
 
 
@@ -127,7 +130,9 @@ def test_every_way_back_names_the_leaves_and_what_to_do(options, tmp_path):
     with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
         refused(lambda: checkpointer.save(1, old), "Checkpointer.save", r"state\['key'\]")
     refused(lambda: train_step(old, X), "shard_train_step", r"state\['key'\]")
-    refused(lambda: train_step({**new, "key": old["key"]}, X), "shard_train_step", r"state\['key'\]")
+    refused(
+        lambda: train_step({**new, "key": old["key"]}, X), "shard_train_step", r"state\['key'\]"
+    )
     refused(lambda: train_step.shard(old), "shard", r"state\['key'\]")
     refused(lambda: train_step.unshard(old), "unshard", r"state\['key'\]")
     refused(lambda: train_step.flush(old), "flush", r"state\['key'\]")

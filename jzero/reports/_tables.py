@@ -55,8 +55,14 @@ class Table(NamedTuple):
 def old_state(rows: Sequence[Memory]) -> Memory:
     """What `donate=False` takes beside a state of these roles."""
     resting = [row for row in rows if row.at_rest]
-    nums = [sum(getattr(row, name) for row in resting) for name in ("whole", "per_device", "on_host")]
-    return Memory("old state", *nums[:2], False, "a step keeps what it is given", nums[2])
+    return Memory(
+        "old state",
+        sum(row.whole for row in resting),
+        sum(row.per_device for row in resting),
+        False,
+        "a step keeps what it is given",
+        sum(row.on_host for row in resting),
+    )
 
 
 def at_rest(rows: Sequence[Memory]) -> int:

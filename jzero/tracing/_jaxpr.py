@@ -8,13 +8,15 @@ merged into `Jaxpr` (0.12).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import importlib
+import operator
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -41,9 +43,9 @@ try:
     from jax._src import source_info_util as internal_source_info  # Transform, user_frames: 0.7.0
     from jax._src.ad_checkpoint import name_p  # the same in 0.10.2 to 0.12
     from jax._src.array import ArrayImpl  # 0.12
-    from jax._src.lib import _jax as xla  # batched_copy_array_to_devices_with_sharding: 0.10.2 only
     from jax._src.lax.lax import empty2  # 0.8.0
     from jax._src.lax.parallel import reduce_scatter_p  # 0.4.36
+    from jax._src.lib import _jax as xla  # batched_copy_array_to_devices_with_sharding: 0.10.2 only
     from jax._src.random.prng import PRNGKeyArray  # moved here in 0.10.2; 0.11.0
     from jax.experimental.hijax import AbstractRef
     from jax.extend import core as extended_core
@@ -144,13 +146,13 @@ def literal(atom: Literal) -> Any:
 DELETES_DONATED = jax.__version_info__ >= (0, 11)
 
 
-def let_go(xs: Iterable[Any]) -> None:
+def let_go(xs: Sequence[Any]) -> None:
     """Deletes what a step has consumed, so that JAX says `Array has been deleted` to whoever uses it.
 
     [Note: what JAX 0.10 leaves alive] JAX 0.11 does that to arrays that it donates, and only what a view kept
     alive, wholly or on some devices, is left to delete. JAX 0.10 leaves them as they are, and the process
     crashes where a program of several devices takes one (tests/test_donate.py). To delete such an array costs
-    nothing: what is freed then need not be freed later. But it crashes, too, where another thread reads the
+    little: what is freed then need not be freed later. But it crashes, too, where another thread reads the
     array just then: JAX 0.10 reads without the interpreter's lock what it does not hold. So beside other
     threads an array is not deleted: it takes the place of one that was, and a second array, which the first
     one holds, keeps what threads may be reading (tests/test_calls.py).
@@ -159,13 +161,17 @@ def let_go(xs: Iterable[Any]) -> None:
         plain = [x._base_array if isinstance(x, PRNGKeyArray) else x for x in xs]
         _vacate([x for x in plain if isinstance(x, ArrayImpl)])
         xs = [x for x in plain if not isinstance(x, ArrayImpl)]
-    for x in xs:
-        x.delete()
+    # Every step pays for this: a loop, or a method that is looked up for each, takes longer.
+    delete = (
+        ArrayImpl.delete if set(map(type, xs)) == {ArrayImpl} else operator.methodcaller("delete")
+    )
+    collections.deque(map(delete, xs), maxlen=0)
 
 
 def _vacate(xs: Sequence[Any]) -> None:
     """Makes deleted arrays of these, and frees nothing of what another thread reads just now."""
-    xs = [x for x in xs if x.traceback is not None]  # Of one that was deleted it is None, and no more is safe.
+    # Of one that was deleted it is None, and to ask it more ends the process.
+    xs = [x for x in xs if x.traceback is not None]
     if not xs:
         return
     kept = [_alike(x.sharding) for x in xs]

@@ -105,7 +105,7 @@ def renewed(
             if any(x.is_deleted() for x in shards[i].values()):
                 state[i].delete()
         raise
-    _jaxpr.let_go(state[i] for i in indices)  # JAX keeps what was copied.
+    _jaxpr.let_go([state[i] for i in indices])  # JAX keeps what was copied.
     if viewed:
         _warn_of_views([plans[i] for i in viewed], sum(viewed.values()))
     return {
