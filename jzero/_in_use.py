@@ -90,17 +90,16 @@ class Use:
     def consumed(self, kept: Iterable[Any]) -> None:
         """Deletes the leaves that it has claimed, but for those that are `kept` as they are.
 
-        Programs have donated them. That does not delete an array of which NumPy has a view, or only on some
-        devices: whether a cached view counts, and in which shardings, differs between releases of JAX. A
-        program with such an array runs on some devices, which wait for the others for ever.
+        Programs have donated them. What JAX then leaves alive differs between releases (see [Note: what JAX
+        0.10 leaves alive]): an array of which NumPy has a view, or only on some devices, so that a program
+        with it runs on some devices, which wait for the others for ever.
         """
-        # Nearly always; to delete them again would cost ten times this.
-        if all(map(_DELETED, self._leaves)):
-            return
-        ids = set(map(id, kept))
-        for leaf in self._leaves:
-            if id(leaf) not in ids:
-                _jaxpr.let_go(leaf)
+        if _jaxpr.DELETES_DONATED and all(map(_DELETED, self._leaves)):
+            return  # Nearly always; to delete them again would cost ten times this.
+        if ids := set(map(id, kept)):
+            _jaxpr.let_go([x for x in self._leaves if id(x) not in ids])
+        else:
+            _jaxpr.let_go(self._leaves)
 
     def _others(self, leaves: Sequence[Any]) -> list[Use]:
         """Calls that run and read some of these leaves, to wait for; one that consumes some is refused."""

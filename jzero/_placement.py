@@ -115,7 +115,7 @@ class Placement:
         If the host has room for them, and for what a step `needs` there besides. Those that rest in codes
         come as a `CodedArray`.
         """
-        _placing.check_alive(state, leaves)
+        _placing.check_alive(state, leaves, who)
         places = self.places(plans, shardings)
         _placing.check_flushed(who, state, leaves, places)
         self._check_codes(who, leaves, plans)

@@ -53,6 +53,7 @@ def shard_train_step(
     max_gather_bytes: int = MAX_GATHER_BYTES,
     tile_bytes: int | None = None,
     layer_major: bool = False,
+    donate: bool = True,
     mesh: Any = None,
     axis_names: str | Sequence[str] | None = None,
     axis_name: str | None = None,
@@ -113,12 +114,12 @@ def shard_train_step(
     >>> train_step(model, optimizer, jnp.ones((8, 8))).shape, optimizer.step.get_value().item()
     ((), 1)
 
-    Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`. A step that has
-    collectives of its own over the data axes (`axis_name`) is taken as one device's, as `jax.pmap` would:
-    it is obeyed as written, on each device's rows, and what it leaves different between devices, in the state
-    or as a metric without rows, is refused. With several processes, each calls the step with its own
-    rows as part of one array (`jax.make_array_from_process_local_data`); a NumPy array stands for the whole
-    batch on all of them.
+    Sharp edges: the state is donated, as with `jax.jit(step_fn, donate_argnums=0)`, but for `donate=False`. A
+    step that has collectives of its own over the data axes (`axis_name`) is taken as one device's, as
+    `jax.pmap` would: it is obeyed as written, on each device's rows, and what it leaves different between
+    devices, in the state or as a metric without rows, is refused. With several processes, each calls the step
+    with its own rows as part of one array (`jax.make_array_from_process_local_data`); a NumPy array stands
+    for the whole batch on all of them.
 
     Args:
       step_fn: the train step; None to use `shard_train_step(stage=...)` as a decorator.
@@ -236,6 +237,9 @@ def shard_train_step(
         devices, what layers hand on for all k microbatches (with `jax.checkpoint` around each layer, its
         inputs for the device's whole part of the batch), which `describe` counts. Refused without the two,
         with `reduce='each'`, and where microbatches print or call back.
+      donate: False keeps the state that a step is given, as `jax.jit` does without `donate_argnums`: for an
+        average of old states, or to go back. Memory: all of the state once more while a step runs, wherever
+        it rests. Refused with `HostCPU` and `NVMe`, which write over it.
       mesh: a `jax.sharding.Mesh`. By default that of `jax.set_mesh`, else one axis over all devices.
       axis_names: the mesh axes to shard over, the data axes; all of the mesh's by default. Others
         stay XLA's. Explicit axes are taken as Auto.
@@ -278,7 +282,7 @@ def shard_train_step(
         min_shard_bytes, full, axis_tuple(param_axes), axis_tuple(optimizer_axes),
         _items(auto_specs), max_gather_bytes, tile_bytes,
         offload=policy_of(WHO, offload, offload_params), offload_activations=offload_activations,
-        layer_major=layer_major, gather_dtype=gather_dtype,
+        layer_major=layer_major, donate=donate, gather_dtype=gather_dtype,
     )  # fmt: skip
     options = dict(
         options=chosen, mesh=mesh, axis_names=axis_names, axis_name=axis_name,

@@ -75,10 +75,11 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
 
     @takes_explicit_axes
     def __call__(self, *args: StepArgs.args, **kwargs: StepArgs.kwargs) -> Result:
-        """Runs one step: `(state, *args) -> (state, metrics)`, or as `step_fn` has it. The state is donated.
+        """Runs one step: `(state, *args) -> (state, metrics)`, or as `step_fn` has it.
 
-        A state that is not yet laid out as the plan says is placed first (and then not consumed). Under
-        an outer `jax.jit` the step is traced into it, and nothing is donated.
+        The state is donated, but for `donate=False`. A state that is not yet laid out as the plan says is
+        placed first (and then not consumed). Under an outer `jax.jit` the step is traced into it, and nothing
+        is donated.
 
         Raises:
           StateError, BatchError, StepError: see the message; the state is left as it was.
@@ -100,7 +101,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         """
         bound = self._programs.signature.bind(self._given(args), kwargs)
         call = FlatCall.of(bound, self._programs.setting)
-        use = Use(WHO, call.call.state, consumes=True)
+        donates = self._programs.options.donate
+        use = Use(WHO, call.call.state, consumes=donates)
         try:
             inputs = self._placement.inputs(call)
             if inputs is None:
@@ -109,10 +111,13 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
             leaves = program.plan.leaves
             with use.running:
                 use.claim(state)
-                state, outs = _nan_checks.run(
-                    WHO, program.step, *_placing.apart(state, arrays, leaves), leaves
-                )
-                use.consumed([*state, *outs])
+                if not donates and self._programs.options.offloads:
+                    state = _placing.copies(state)
+                if donates:
+                    state, arrays = _placing.apart(state, arrays, leaves)
+                state, outs = _nan_checks.run(WHO, program.step, state, arrays, leaves)
+                if donates:  # One program returns nothing that it was given.
+                    use.consumed([*state, *outs] if self._programs.options.offloads else ())
                 if self._programs.options.offload.tier == NVME or _writes.are_known():
                     _writes.settle(state)
         except Exception as error:

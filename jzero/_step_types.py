@@ -59,6 +59,7 @@ class TrainStepOptions(StepOptions, total=False):
     offload_params: Offload
     offload_activations: Offload
     layer_major: bool
+    donate: bool
     axis_name: str | None
 
 

@@ -308,10 +308,9 @@ def test_state_that_numpy_has_a_view_of_is_donated(stage, name):
     views = jax.tree.map(VIEWS[name], state)
     before = jax.tree.map(np.copy, views)
     new, _ = train_step(state, X, Y)
-    if jax.__version_info__ >= (0, 11):  # [Note: what JAX 0.10 leaves alive]
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-        with pytest.raises(jzero.StateError, match="already donated"):
-            train_step(state, X, Y)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    with pytest.raises(jzero.StateError, match="already donated"):
+        train_step(state, X, Y)
     zoo.assert_trees_close(zoo.to_host(new), zoo.to_host(expected), zoo.FP32, "new")
     jax.tree.map(np.testing.assert_array_equal, views, before)
 

@@ -110,6 +110,7 @@ def test_a_state_that_another_thread_trains_is_evaluated_or_refused(tier, tmp_pa
     for _ in range(steps):
         right.add(float(evaluate(state[0], X)))
         state = train_step(state, X)
+    right.add(float(evaluate(state[0], X)))
     now, found, over = [train_step.shard(new_state(), X)], list[Any](), threading.Event()
 
     def train() -> None:

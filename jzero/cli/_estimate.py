@@ -111,6 +111,8 @@ def _add_flags(command: _flags.Parser) -> None:
         "--width": dict(type=_flags.count, metavar="NUMBER", help="elements of a layer's input for a token"),
         "--layer-major": dict(action="store_const", const=True,
                               help="a layer comes once per pass for all microbatches"),
+        "--no-donate": dict(action="store_const", const=False, dest="donate",
+                            help="a step keeps the state that it is given"),
         "--tokens": dict(type=_flags.count, metavar="NUMBER", help="of a step on each device, such as 8K"),
         "--no-recompute": dict(action="store_const", const=False, dest="recompute",
                                help="the backward pass computes nothing again"),

@@ -164,7 +164,13 @@ def preflight(
         examined = examine_parts(dispatches, mesh, options, read)
         fetched = step._programs.options.offload.fetched_bytes
         coming = -(-fetched // grid.per_host)  # of parameters in files
-        return examined._replace(host_bytes=examined.host_bytes + coming)
+        if step._programs.options.donate:
+            return examined._replace(host_bytes=examined.host_bytes + coming)
+        plan = batch.call(step.plan, rows)
+        return examined._replace(  # The programs consume a copy of the state.
+            peak_bytes=examined.peak_bytes + plan.nbytes_at_rest(),
+            host_bytes=examined.host_bytes + coming + plan.nbytes_at_rest(tier=PINNED),
+        )
 
     if search_batch and not batch.rows:
         raise BatchError(message(

@@ -102,6 +102,7 @@ class Report:
 
             stage, devices       ints
             evaluates, updates   whether the state is only read; whether any leaf of it changes
+            donates              whether a step consumes its state
             axes                 sizes of the data axes by name
             reductions           'whole batch', or 'written' (the step's own collectives)
             microbatches         num; reduce ('once', 'each'); accumulator_bytes, on each device; layer_major,
@@ -157,6 +158,7 @@ class Report:
             "stage": plan.stage,
             "evaluates": plan.evaluates,
             "updates": plan.updates,
+            "donates": plan.donates,
             "devices": plan.num_devices,
             "axes": dict(plan.axes),
             "reductions": plan.reductions,
@@ -204,6 +206,7 @@ class Report:
             *wrapped(f"reductions: {reductions}", "  "),
             *self._microbatches(),
             *self._left_alone(),
+            *self._kept_state(),
         ]
 
     def _left_alone(self) -> list[str]:
@@ -215,6 +218,17 @@ class Report:
             )]  # fmt: skip
         line = f"{num} of {len(plan.leaves)} leaves are not read, and stay where they are"
         return [line] if num else []
+
+    def _kept_state(self) -> list[str]:
+        """A line on the state that `donate=False` keeps."""
+        if self.plan.evaluates or self.plan.donates:
+            return []
+        here, pinned = self.plan.nbytes_at_rest(), self.plan.nbytes_at_rest(tier=PINNED)
+        on_host = f" and {readable_bytes(pinned)} of its host" * bool(pinned)
+        return wrapped(
+            "donate=False: a step keeps the state that it is given, which takes "
+            f"{readable_bytes(here)} of each device{on_host} beside the new one", "  "
+        )  # fmt: skip
 
     @property
     def memory(self) -> tuple[Memory, ...]:

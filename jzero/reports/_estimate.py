@@ -66,6 +66,7 @@ def estimate(
     offload_activations: Offload = NO_OFFLOAD,
     tile_bytes: float | str | None = None,
     layer_major: bool = False,
+    donate: bool = True,
     tokens: float | str | None = None,
     layers: float | str | None = None,
     width: float | str | None = None,
@@ -230,6 +231,7 @@ def estimate(
         are larger, and with `recompute` gathers are counted as if all were: up to 4 Psi move, not 3.
       layer_major: whether a layer is fetched and gathered once per pass for all microbatches, and its
         gradient reduced once; with `offload_params` and `accumulate`.
+      donate: False counts the state that a step is given beside the new one.
       tokens: of a step on each device, those of all microbatches: rows times their length; with
         `model_parallel` of each such group of devices.
       layers: how many the loop has; with `offload_activations`.
@@ -283,7 +285,7 @@ def estimate(
         stage=stage, accumulate=accumulate, reduce=reduce, accumulate_dtype=accumulate_dtype,
         reduce_dtype=reduce_dtype, gather=gather, param_axes=axis_tuple(param_axes),
         optimizer_axes=axis_tuple(optimizer_axes), offload=policy, tile_bytes=check_tile(tile_bytes),
-        layer_major=layer_major, gather_dtype=gather_dtype, who=WHO,
+        layer_major=layer_major, donate=donate, gather_dtype=gather_dtype, who=WHO,
     )  # fmt: skip
     sizes = _bytes_per_param(optimizer, precision, **given)
     stage_axes = options.stage_axes(axes)
@@ -351,7 +353,7 @@ class Estimate:
         found = _formulas.memory(self.num_params, rows, self.model_parallel)
         if self.tiers.offloads_activations:
             found += (_formulas.activations(self.options, self.tiers, self.bytes_per_param),)
-        return found
+        return found if self.options.donate else (*found, _tables.old_state(found))
 
     @property
     def traffic(self) -> tuple[Collective, ...]:

@@ -71,6 +71,19 @@ class Table(NamedTuple):
         return [tuple(escaped(cell, keep="") for cell in row) for row in self.rows]
 
 
+def old_state(rows: Sequence[Memory]) -> Memory:
+    """What `donate=False` takes beside a state of these roles."""
+    resting = [row for row in rows if row.at_rest]
+    return Memory(
+        "old state",
+        sum(row.whole for row in resting),
+        sum(row.per_device for row in resting),
+        False,
+        "a step keeps what it is given",
+        sum(row.on_host for row in resting),
+    )
+
+
 def at_rest(rows: Sequence[Memory]) -> int:
     """Bytes on each device between steps."""
     return sum(row.per_device for row in rows if row.at_rest)

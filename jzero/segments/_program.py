@@ -66,6 +66,8 @@ class Program:
         if self.plan.microbatches.layer_major:  # All microbatches have passed a layer.
             activations *= self.plan.accumulate
         needs = [*self.step.host_needs(), HostNeed("activations", PINNED, activations)]
+        if not self.plan.donates:
+            needs.append(HostNeed("state", PINNED, self.plan.nbytes_at_rest(tier=PINNED)))
         mesh = self.state_shardings[0].mesh if self.state_shardings else None
         num = len(mesh.local_devices) if isinstance(mesh, Mesh) else 0  # An abstract one has none.
         return [need._replace(nbytes=num * need.nbytes) for need in needs if need.nbytes]

@@ -86,7 +86,8 @@ class Programs:
         """
         options = dataclasses.replace(
             self.options, accumulate=1, reduce=None, accumulate_dtype=None, reduce_dtype=None,
-            gather_dtype=None, layer_major=False, full=None, auto_specs=(), **changed,
+            gather_dtype=None, layer_major=False, donate=True, full=None, auto_specs=(),
+            **changed,
         )  # fmt: skip
         return Programs(
             eval_step, signature, options, self.mesh, self._axis_names, self._axis_name, True, self

@@ -15,7 +15,7 @@ from jzero.sharding.run._run import Runner
 
 
 class WholeStep:
-    """All of a step in one `jax.jit`, the state donated; one that evaluates only reads it.
+    """All of a step in one `jax.jit`, the state donated; one that evaluates, or keeps it, only reads it.
 
     Attributes:
       run: the step as a function of whole arrays.
@@ -29,12 +29,13 @@ class WholeStep:
         # Else XLA would choose over the automatic axes, and the next step would move the state back.
         options: dict[str, Any] = {"out_shardings": (list(shardings), None)}
         options = options if plan.automatic and not plan.evaluates else {}
-        self.jitted = jax.jit(self.run, donate_argnums=() if plan.evaluates else 0, **options)
+        donated = 0 if plan.donates and not plan.evaluates else ()
+        self.jitted = jax.jit(self.run, donate_argnums=donated, **options)
 
     def __call__(
         self, state: Sequence[Any], arrays: Sequence[jax.Array]
     ) -> tuple[list[Any], list[jax.Array]]:
-        """Runs one step; the state is consumed, if a new one is returned."""
+        """Runs one step; the state is consumed, if the plan donates it and a new one is returned."""
         made: tuple[list[Any], list[jax.Array]] = self.jitted(self._read(state), arrays)
         return made
 

@@ -62,6 +62,11 @@ def takes_explicit_axes(fn: F) -> F:
                 views.setdefault(id(x), _as_on(x, auto))
             args, kwargs = jax.tree.unflatten(tree, [views[id(x)] for x in leaves])
             out = fn(*args, **kwargs)
+            if not _jaxpr.DELETES_DONATED:
+                pairs = [(x, views[id(x)]) for x in leaves if views[id(x)] is not x]
+                _jaxpr.let_go(
+                    [x for x, view in pairs if isinstance(x, jax.Array) and view.is_deleted()]
+                )
             return jax.tree.map(lambda x: _as_on(x, current), out)
 
     return called  # type: ignore[return-value]

@@ -8,10 +8,13 @@ merged into `Jaxpr` (0.12).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import importlib
+import operator
 import pathlib
+import sys
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jzero._tested import lacks_of_jax
@@ -42,6 +45,7 @@ try:
     from jax._src.array import ArrayImpl  # 0.12
     from jax._src.lax.lax import empty2  # 0.8.0
     from jax._src.lax.parallel import reduce_scatter_p  # 0.4.36
+    from jax._src.lib import _jax as xla  # batched_copy_array_to_devices_with_sharding: 0.10.2 only
     from jax._src.random.prng import PRNGKeyArray  # moved here in 0.10.2; 0.11.0
     from jax.experimental.hijax import AbstractRef
     from jax.extend import core as extended_core
@@ -138,15 +142,63 @@ def literal(atom: Literal) -> Any:
     return value if isinstance(value, jax.Array) else np.asarray(value, atom.aval.dtype)
 
 
-def let_go(x: Any) -> None:
-    """Deletes an array that a step has consumed, and a view has kept alive, wholly or on some devices.
+# Whether an array is a deleted one as soon as a program has donated it.
+DELETES_DONATED = jax.__version_info__ >= (0, 11)
 
-    [Note: what JAX 0.10 leaves alive] With JAX 0.10 it stays: there a process crashes, or hangs, where one
-    thread deletes what another reads, or looks at its shards.
+
+def let_go(xs: Sequence[Any]) -> None:
+    """Deletes what a step has consumed, so that JAX says `Array has been deleted` to whoever uses it.
+
+    [Note: what JAX 0.10 leaves alive] JAX 0.11 does that to arrays that it donates, and only what a view kept
+    alive, wholly or on some devices, is left to delete. JAX 0.10 leaves them as they are, and the process
+    crashes where a program of several devices takes one (tests/test_donate.py). To delete such an array costs
+    little: what is freed then need not be freed later. But it crashes, too, where another thread reads the
+    array just then: JAX 0.10 reads without the interpreter's lock what it does not hold. So beside other
+    threads an array is not deleted: it takes the place of one that was, and a second array, which the first
+    one holds, keeps what threads may be reading (tests/test_calls.py).
     """
-    if jax.__version_info__ < (0, 11) and isinstance(x, ArrayImpl):
+    if not DELETES_DONATED and len(sys._current_frames()) > 1:
+        plain = [x._base_array if isinstance(x, PRNGKeyArray) else x for x in xs]
+        _vacate([x for x in plain if isinstance(x, ArrayImpl)])
+        xs = [x for x in plain if not isinstance(x, ArrayImpl)]
+    # Every step pays for this: a loop, or a method that is looked up for each, takes longer.
+    delete = (
+        ArrayImpl.delete if set(map(type, xs)) == {ArrayImpl} else operator.methodcaller("delete")
+    )
+    collections.deque(map(delete, xs), maxlen=0)
+
+
+def _vacate(xs: Sequence[Any]) -> None:
+    """Makes deleted arrays of these, and frees nothing of what another thread reads just now."""
+    # Of one that was deleted it is None, and to ask it more ends the process.
+    xs = [x for x in xs if x.traceback is not None]
+    if not xs:
         return
+    kept = [_alike(x.sharding) for x in xs]
+    copies = xla.batched_copy_array_to_devices_with_sharding(
+        xs, [s._internal_device_list for s in kept], kept,
+        [xla.ArrayCopySemantics.REUSE_INPUT] * len(xs))  # fmt: skip
+    for x, copy_of in zip(xs, copies, strict=True):
+        aval, x._vacated = x.aval, copy_of
+        x._replace_with(_vacant(x.sharding))
+        x.aval = aval
+
+
+@functools.cache
+def _alike(sharding: Sharding) -> NamedSharding:
+    """Another one over the same devices: JAX returns the array itself for its own."""
+    mesh = Mesh(np.array(sharding._device_assignment), ("jzero",))
+    return NamedSharding(mesh, P(), memory_kind=sharding.memory_kind)
+
+
+@functools.cache
+def _vacant(sharding: NamedSharding) -> jax.Array:
+    """A deleted array in a sharding; in none of its dims there is anything."""
+    empty = np.zeros((0,) * len(sharding.spec), np.float32)
+    with jax.transfer_guard("allow"):  # Whoever forbids copies does not mean these.
+        x = jax.make_array_from_callback(empty.shape, sharding, lambda index: empty[index])
     x.delete()
+    return x
 
 
 def forget_views(x: Any) -> None:

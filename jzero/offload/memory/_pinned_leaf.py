@@ -105,8 +105,7 @@ def renewed(
             if any(x.is_deleted() for x in shards[i].values()):
                 state[i].delete()
         raise
-    for i in indices:
-        _jaxpr.let_go(state[i])  # JAX keeps what was copied.
+    _jaxpr.let_go([state[i] for i in indices])  # JAX keeps what was copied.
     if viewed:
         _warn_of_views([plans[i] for i in viewed], sum(viewed.values()))
     return {

@@ -277,6 +277,12 @@ def copied(leaves: list[jax.Array], sharding: Sharding) -> list[jax.Array]:
     return jax.jit(_copied, out_shardings=sharding)(leaves) if leaves else []
 
 
+def copies(leaves: list[jax.Array]) -> list[jax.Array]:
+    """The same of arrays in several shardings."""
+    made: list[jax.Array] = jax.jit(_copied, out_shardings=[x.sharding for x in leaves])(leaves)
+    return made
+
+
 def _copied(leaves: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(x) for x in leaves]
 

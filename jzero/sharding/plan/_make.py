@@ -142,6 +142,7 @@ def make_plan(
         names=variable_names(frame),
         evaluates=setting.evaluates,
         updates=not setting.evaluates and _updates(frame, len(leaves)),
+        donates=setting.options.donate,
         unread=_unread(frame, len(leaves)) if setting.evaluates else frozenset(),
         activations=activations,
         owned=shared.owned,

@@ -52,6 +52,7 @@ class Options:
     max_gather_bytes: int = MAX_GATHER_BYTES
     tile_bytes: int | None = None
     layer_major: bool = False
+    donate: bool = True
     gather_dtype: Any = None
     weight_dtype: Any = None
     who: str = dataclasses.field(default=WHO, compare=False)  # the function they were given to
@@ -304,6 +305,10 @@ _RULES: tuple[tuple[Callable[[Options], bool], str, str, str], ...] = (
     (lambda o: o.layer_major and o.reduce == "each", "layer_major and reduce='each'",
      "A layer's gradient is reduced when all microbatches have passed the layer.",
      "Drop reduce, or layer_major."),
+    (lambda o: not isinstance(o.donate, bool), "donate={o.donate!r}", "It is True or False.", "Drop it."),
+    (lambda o: not o.donate and o.offload.updates_on_host, "donate=False and offload={o.offload}",
+     "What hosts update, in memory or in files, they write over: there is no old state to keep.",
+     "Drop donate, and keep train_step.unshard(state) or a checkpoint; or use offload=jzero.PinnedHost()."),
 )  # fmt: skip
 
 

@@ -128,6 +128,7 @@ class StepPlan:
       names: of the step's variables, by their places in its jaxpr; the same on every process.
       evaluates: the step reads its state, and returns none.
       updates: whether any leaf comes back as another value.
+      donates: whether the step consumes the state that it is given.
       unread: of an evaluation, the leaves, by index, that it does not read; its program does not take them.
       activations: what waits on the host for the backward pass, of one microbatch; None if nothing shall.
       owned: what owners update, and what is gathered in its place and updated by all devices.
@@ -150,6 +151,7 @@ class StepPlan:
     names: Mapping[_jaxpr.Var, str]
     evaluates: bool = False
     updates: bool = True
+    donates: bool = True
     unread: frozenset[int] = frozenset()
     activations: tuple[Residual, ...] | None = None
     owned: tuple[Owned, ...] = ()
@@ -234,6 +236,8 @@ class StepPlan:
         yield f"{self.stage_axes}; {self.exchange}"
         if self.evaluates:
             yield f"returns no state; reads all leaves but {_ranges(self.unread)}"
+        elif not self.donates:
+            yield "keeps the state that it is given"
         yield f"automatic axes {self.automatic}; the step's axes {self.step_axes}"
         if self.microbatches.num > 1:
             first = "layers" if self.microbatches.layer_major else "microbatches"

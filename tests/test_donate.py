@@ -1,0 +1,248 @@
+"""A state that a step has consumed says so, whoever uses it; with `donate=False` it stays as it was."""
+
+import concurrent.futures
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import jzero
+
+TX = optax.adam(1e-2)
+X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+
+
+def new_state() -> dict[str, Any]:
+    params = {"w": jnp.ones((16, 8)), "v": jnp.full((8, 8), 0.1), "b": jnp.zeros(8)}
+    return {"params": params, "opt": TX.init(params), "key": jax.random.key(0)}
+
+
+def step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+    def loss_fn(params: dict[str, jax.Array]) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"][None]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+    updates, opt = TX.update(grads, state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt": opt, "key": jax.random.split(state["key"])[0]}, loss
+
+
+def mesh_of(num: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh((num,), ("data",), (kind,), devices=jax.devices()[:num])
+
+
+def sharded(num: int = 2, **options: Any) -> Any:
+    return jzero.shard_train_step(step, mesh=mesh_of(num), min_shard_bytes=0, **options)
+
+
+def numbers(tree: Any) -> list[np.ndarray]:
+    """Copies of all leaves."""
+    leaves = jax.tree.leaves(tree)
+    keys = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    return [np.array(jax.random.key_data(x) if k else x) for x, k in zip(leaves, keys, strict=True)]
+
+
+def assert_equal(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# -- what was consumed -----------------------------------------------------------------------------
+USES: dict[str, Callable[[jax.Array], Any]] = {
+    "operator": lambda x: 0.9 * x,
+    "jit": jax.jit(jnp.sin),
+    "numpy": np.asarray,
+    "str": str,
+    "device_get": jax.device_get,
+    "copy": jnp.copy,
+    "grad": jax.grad(jnp.sum),
+}
+
+
+@contextlib.contextmanager
+def another_thread(is_there: bool) -> Iterator[None]:
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    if is_there:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+    if is_there:
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
+@pytest.mark.parametrize("viewed", [False, True], ids=["", "viewed"])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a thread"])
+def test_whoever_uses_a_consumed_leaf_is_told(beside, viewed, kind):
+    """JAX 0.10 ends the process; [Note: what JAX 0.10 leaves alive]. All uses were compiled before."""
+    mesh = mesh_of(4, kind)
+    train_step: Any = jzero.shard_train_step(step, mesh=mesh, min_shard_bytes=0)
+    around = jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext()
+    with around, another_thread(beside):
+        state, _ = train_step(train_step.init(new_state), X)
+        views = jax.tree.map(np.asarray, state["params"]) if viewed else None
+        old = state["params"] | {"mu": state["opt"][0].mu["w"]}
+        state, _ = train_step(state, X)
+        new = state["params"] | {"mu": state["opt"][0].mu["w"]}
+        for use in USES.values():
+            for name, leaf in old.items():
+                use(new[name])
+                with pytest.raises((RuntimeError, ValueError), match="has been deleted"):
+                    use(leaf)
+        for name, leaf in old.items():
+            assert leaf.is_deleted()
+            like = new[name]
+            assert (leaf.shape, leaf.dtype, leaf.sharding) == (
+                like.shape,
+                like.dtype,
+                like.sharding,
+            )
+    del views
+
+
+def refused(call: Callable[[], Any], who: str, names: str) -> None:
+    with pytest.raises(jzero.StateError, match=rf"^{who}: .* already donated: {names}") as found:
+        call()
+    assert "jax.tree.map(jnp.copy, state)" in str(found.value)
+    assert "donate=False" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"offload": jzero.PinnedHost()}, {"offload": jzero.HostCPU()}], ids=str
+)
+def test_every_way_back_names_the_leaves_and_what_to_do(options, tmp_path):
+    train_step = sharded(**options)
+    evaluate = jzero.shard_eval_step(lambda s, x: (x @ s["params"]["w"]).sum(), like=train_step)
+    old = train_step.init(new_state)
+    old, _ = train_step(old, X)
+    new, _ = train_step(old, X)
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        refused(lambda: checkpointer.save(1, old), "Checkpointer.save", r"state\['key'\]")
+    refused(lambda: train_step(old, X), "shard_train_step", r"state\['key'\]")
+    refused(
+        lambda: train_step({**new, "key": old["key"]}, X), "shard_train_step", r"state\['key'\]"
+    )
+    refused(lambda: train_step.shard(old), "shard", r"state\['key'\]")
+    refused(lambda: train_step.unshard(old), "unshard", r"state\['key'\]")
+    refused(lambda: train_step.flush(old), "flush", r"state\['key'\]")
+    refused(lambda: evaluate(old, X), "shard_eval_step", r"state\['params'\]\['w'\]")
+    train_step.describe(old, X)
+    train_step(new, X)
+
+
+# -- donate=False ----------------------------------------------------------------------------------
+PINNED = jzero.PinnedHost()
+CASES: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+    "accumulate": {"accumulate": 2},
+    "pinned": {"offload": PINNED},
+    "pinned parameters": {"offload_params": PINNED},
+    "both pinned": {"offload": PINNED, "offload_params": PINNED, "accumulate": 2},
+    "activations": {"offload_activations": PINNED},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_old_state_stays_and_trains_alike(name):
+    keeps, donates = sharded(donate=False, **CASES[name]), sharded(**CASES[name])
+    state, other = keeps.init(new_state), donates.init(new_state)
+    for _ in range(3):
+        old, before = state, numbers(state)
+        state, loss = keeps(old, X)
+        other, expected = donates(other, X)
+        assert not any(x.is_deleted() for x in jax.tree.leaves(old))
+        assert_equal(numbers(old), before)
+        assert_equal(numbers((state, loss)), numbers((other, expected)))
+        again, _ = keeps(old, X)
+        assert_equal(numbers(again), numbers(other))
+    kinds = [x.sharding.memory_kind for x in jax.tree.leaves((state, old))]
+    assert ("pinned_host" in kinds) == ("pinned" in name)
+
+
+def test_a_leaf_that_is_an_argument_too():
+    keeps = jzero.shard_train_step(lambda w, x: (w + x, x.sum()), mesh=mesh_of(2), donate=False)
+    w = keeps.shard(jnp.ones((8, 8)), X[:, :8])
+    new, total = keeps(w, w)
+    assert (float(new[0, 0]), float(total), float(w[0, 0])) == (2, 64, 1)
+
+
+def test_under_an_outer_jit():
+    keeps = sharded(donate=False)
+    state, expected = keeps.init(new_state), sharded()(new_state(), X)
+    found = jax.jit(keeps)(state, X)
+    for x, y in zip(numbers(found), numbers(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": PINNED}], ids=str)
+def test_two_threads_may_step_one_state(options):
+    keeps = sharded(donate=False, **options)
+    state = keeps.init(new_state)
+    expected = numbers(keeps(state, X))
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        for found in threads.map(functools.partial(keeps, state), [X] * 6):
+            assert_equal(numbers(found), expected)
+
+
+def test_a_program_has_no_alias_for_what_stays():
+    state = sharded().init(new_state)
+    aliased = [
+        sharded(donate=donate).lower(state, X).compile().memory_analysis().alias_size_in_bytes
+        for donate in (True, False)
+    ]
+    assert aliased[0] > 0 == aliased[1]
+
+
+FILES = functools.partial(jzero.NVMe, "unused")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload": jzero.HostCPU()},
+        {"offload": FILES()},
+        {"offload": jzero.HostCPU(), "offload_params": PINNED},
+        {"offload": FILES(), "offload_params": FILES(device_bytes=2**20)},
+    ],
+    ids=["HostCPU", "NVMe", "HostCPU, parameters pinned", "NVMe, parameters too"],
+)
+def test_what_hosts_write_over_cannot_stay(options):
+    with pytest.raises(jzero.OptionError, match=r"donate=False and offload=.*they write over"):
+        sharded(donate=False, **options)
+
+
+def test_it_is_true_or_false():
+    with pytest.raises(jzero.OptionError, match="donate='no'. It is True or False"):
+        sharded(donate="no")
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": PINNED}], ids=str)
+def test_describe_and_estimate_count_it(options):
+    report = sharded(donate=False, **options).describe(jax.eval_shape(new_state), X)
+    here = report.plan.nbytes_at_rest()
+    assert not report.to_dict()["donates"]
+    text = " ".join(str(report).split())
+    assert f"which takes {jzero_bytes(here)} of each device" in text
+    assert ("of its host beside the new one" in text) == bool(options)
+    assert "donate=False" not in str(sharded(**options).describe(jax.eval_shape(new_state), X))
+
+    twice, once = (jzero.estimate("1B", devices=4, donate=d, **options) for d in (False, True))
+    assert twice.total - once.total == once.at_rest == twice.at_rest
+    assert twice.on_host - once.on_host == sum(m.on_host for m in once.memory if m.at_rest)
+
+
+def jzero_bytes(nbytes: int) -> str:
+    from jzero._quantities import readable_bytes
+
+    return readable_bytes(nbytes)
