@@ -30,6 +30,16 @@ def leaf_paths(tree: Any, root: str) -> list[str]:
     ]
 
 
+def structure_paths(treedef: Any, root: str) -> list[str]:
+    """The same, of a structure."""
+    return leaf_paths(unfilled(treedef), root)
+
+
+def unfilled(treedef: Any) -> Any:
+    """A tree of placeholders: JAX's own, which containers that check what they hold let pass."""
+    return jax.tree.unflatten(treedef, [object()] * treedef.num_leaves)
+
+
 def argument_paths(arrays: Mapping[str, Any]) -> list[str]:
     """The paths of all leaves of the arguments beside the state."""
     return [path for name, tree in arrays.items() for path in leaf_paths(tree, name)]
@@ -181,7 +191,7 @@ def _broadcast_specs(name: str, spec: Any, treedef: Any) -> list[P]:
         return isinstance(x, P) or x is None
 
     try:
-        tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+        tree = unfilled(treedef)
         spread = jax.tree.map(
             lambda s, sub: jax.tree.map(lambda _: s or P(), sub), spec, tree, is_leaf=is_spec
         )

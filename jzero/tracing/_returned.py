@@ -35,7 +35,7 @@ class Returned:
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Step, Any]], tuple[Any, ...]]:
         """With the paths that the nodes have in what the step returned."""
-        paths = _call.leaf_paths(jax.tree.unflatten(self.tree, self.places), "")
+        paths = _call.structure_paths(self.tree, "")
         keyed = [(Step(paths[i]), node) for i, node in zip(self.places, self.nodes, strict=True)]
         return keyed, (self.places, self.tree)
 
@@ -117,7 +117,7 @@ def _find_state(outs: Any, state: Any, promotes: bool) -> Returned:
     elif all(i in found for i, found in enumerate(candidates)):
         places = list(range(len(wanted)))
     else:
-        paths = _call.leaf_paths(jax.tree.unflatten(tree, range(len(nodes))), "output")
+        paths = _call.structure_paths(tree, "output")
         shown = ", ".join(name for name, _ in wanted)
         raise StepError(message(
             WHO,

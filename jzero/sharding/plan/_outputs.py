@@ -64,8 +64,8 @@ def check_reduced(
 
     Nothing is averaged for its author: a mean of what devices made of their rows is another training.
     """
-    axis, num_leaves = repr(axes[0] if len(axes) == 1 else tuple(axes)), state_tree.num_leaves
-    state = _call.leaf_paths(jax.tree.unflatten(state_tree, range(num_leaves)), "the new state")
+    axis = repr(axes[0] if len(axes) == 1 else tuple(axes))
+    state = _call.structure_paths(state_tree, "the new state")
     paths = [*state[:num_new], *output_paths(traced.out_tree, num_new)]
     rests = [*[_layout.FULL] * num_new, *layouts]
     bad = [
@@ -85,8 +85,7 @@ def check_reduced(
 
 def output_paths(out_tree: Any, num_state: int = 0) -> list[str]:
     """Paths of what a step returns, without the state's leaves, which come first."""
-    outs = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-    return _call.leaf_paths(outs, "output")[num_state:]
+    return _call.structure_paths(out_tree, "output")[num_state:]
 
 
 def check_outputs(traced: _trace.TracedStep, avals: list[Any], tree: Any) -> None:
@@ -117,7 +116,7 @@ def check_outputs(traced: _trace.TracedStep, avals: list[Any], tree: Any) -> Non
 
 def _structure_difference(outs: Any, tree: Any) -> str:
     first = outs[0] if isinstance(outs, (tuple, list)) and outs else outs
-    old = set(_call.leaf_paths(jax.tree.unflatten(tree, range(tree.num_leaves)), "state"))
+    old = set(_call.structure_paths(tree, "state"))
     new = set(_call.leaf_paths(first, "state"))
     if not isinstance(outs, (tuple, list)) or not (old & new):
         return f"step_fn returned {_shape_of(outs)}, and the state is a {_shape_of_tree(tree)}"
