@@ -8,12 +8,12 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jzero._errors import JzeroError, StateError, message
+from jzero._errors import CONSUMED, JzeroError, StateError, message
 from jzero.offload.memory._coded_array import CodedArray
 from jzero.offload.memory._padded import PaddedArray
 from jzero.tracing import _call, _jaxpr
@@ -117,9 +117,28 @@ class Use:
                 found.append(other)
         return found
 
-    def explained(self, error: Exception, leaves: Sequence[Any]) -> StateError | None:
-        """What is to be said instead of an error of JAX's about arrays that a step has consumed meanwhile."""
-        if isinstance(error, JzeroError) or "deleted" not in str(error) or not self._is_contended():
+    def explained(
+        self, error: Exception, leaves: Sequence[Any], arrays: Mapping[str, Any]
+    ) -> StateError | None:
+        """What is to be said instead of an error about arrays that a step has consumed.
+
+        Args:
+          error: of JAX, or of an array of jzero's, which does not know what argument it is.
+          leaves: of the state; another thread may have consumed some meanwhile.
+          arrays: the arguments beside the state, by name.
+        """
+        said = str(error)
+        if "were already donated" in said or not (
+            "deleted" in said or "was already donated" in said
+        ):
+            return None  # The state's own leaves, or something else.
+        dead = list(map(_is_deleted, jax.tree.leaves(arrays)))
+        if any(dead):
+            found = _named(_call.argument_paths(arrays), dead)
+            return StateError(
+                message(self._who, f"an earlier step has consumed {found}", *CONSUMED)
+            )
+        if isinstance(error, JzeroError) or not self._is_contended():
             return None
         dead = list(map(_is_deleted, leaves))
         return self._consumed(dead) if any(dead) else None
@@ -147,11 +166,13 @@ class Use:
 
     def _named(self, found: Sequence[bool]) -> str:
         """So many leaves, and the paths of some."""
-        paths = _call.leaf_paths(self._state, "state")
-        named = [path for path, is_one in zip(paths, found, strict=True) if is_one]
-        return f"{len(named)} of {len(paths)} leaves: {', '.join(named[:3])}" + ", ..." * (
-            len(named) > 3
-        )
+        return _named(_call.leaf_paths(self._state, "state"), found)
+
+
+def _named(paths: Sequence[str], found: Sequence[bool]) -> str:
+    named = [path for path, is_one in zip(paths, found, strict=True) if is_one]
+    more = ", ..." * (len(named) > 3)
+    return f"{len(named)} of {len(paths)} leaves: {', '.join(named[:3])}{more}"
 
 
 def _plain(x: Any) -> Any:

@@ -340,7 +340,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
                             WHO, program.step, state, arrays, program.plan.leaves
                         )
             except Exception as error:
-                if (explained := use.explained(error, call.state)) is not None:
+                if (explained := use.explained(error, call.state, call.call.arrays)) is not None:
                     raise explained from error
                 raise
         return call.call.given(jax.tree.unflatten(program.out_tree, outs))

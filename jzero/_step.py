@@ -121,7 +121,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
                 if self._programs.options.offload.tier == NVME or _writes.are_known():
                     _writes.settle(state)
         except Exception as error:
-            if (explained := use.explained(error, call.state)) is not None:
+            if (explained := use.explained(error, call.state, call.call.arrays)) is not None:
                 raise explained from error
             raise
         state = self._placement.wrap(state, leaves)

@@ -141,6 +141,25 @@ def test_every_way_back_names_the_leaves_and_what_to_do(options, tmp_path):
     train_step(new, X)
 
 
+@pytest.mark.parametrize("rows", [16, 15], ids=["even", "padded"])
+def test_an_argument_that_a_step_has_consumed_is_named(rows):
+    """`ref = state`, as a reference model is begun: the first step consumes what it is given with it."""
+
+    def pulled(w, ref):
+        return w + 0.1 * (ref["old"] - w), jnp.sum(w)
+
+    train = jzero.shard_train_step(
+        pulled, mesh=mesh_of(2), min_shard_bytes=0, state_argnums=0, in_specs={"ref": jax.P()}
+    )
+    old = train.init(lambda: jnp.ones((rows, 8)))
+    state, _ = train(old, {"old": np.ones((rows, 8), np.float32)})
+    with pytest.raises(jzero.StateError, match=r"consumed 1 of 1 leaves: ref\['old'\]. .*jnp.copy"):
+        train(state, {"old": old})
+    evaluate = jzero.shard_eval_step(lambda w, ref: jnp.sum(w * ref), like=train)
+    with pytest.raises(jzero.StateError, match="consumed 1 of 1 leaves: ref"):
+        evaluate(state, old)
+
+
 # -- donate=False ----------------------------------------------------------------------------------
 PINNED = jzero.PinnedHost()
 CASES: dict[str, dict[str, Any]] = {
