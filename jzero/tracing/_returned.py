@@ -204,6 +204,28 @@ def _is_state(tree: Any, rows: Collection[int], moments: Collection[tuple[int, .
     return is_tree and not has_rows and any(map(_is_float, arrays))
 
 
+def of_batch(found: Found, arguments: Mapping[str, Any]) -> list[str]:
+    """Which arguments that come back, and may be a batch, are one beside what is state beyond doubt.
+
+    They have as many rows as the arguments that do not come back, and no shapes of the state, as a moment
+    has. The whole batch's step computes the same of an argument that is split and of one that is not.
+    """
+    if not found.state:
+        return []
+    shapes = {x.shape for name in found.state for x in jax.tree.leaves(arguments[name])}
+    open_names = [*found.unclear, *found.alike]
+    candidates = [name for name in open_names if may_be_batch(arguments[name])]
+    beside = [name for name in arguments if name not in (*found.state, *open_names)]
+    batch = [x for name in beside or candidates for x in _arrays(arguments[name])]
+    rows = {x.shape[0] for x in batch}
+    return [
+        name
+        for name in candidates
+        if {x.shape[0] for x in _arrays(arguments[name])} == rows
+        and not {x.shape for x in _arrays(arguments[name])} <= shapes
+    ]
+
+
 def may_be_batch(tree: Any) -> bool:
     """Whether all arrays of a tree have one leading dim."""
     return not _optimizer_states(tree) and len({x.shape[0] for x in _arrays(tree)}) <= 1
