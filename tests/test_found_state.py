@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import jzero
 import zoo
@@ -526,8 +527,8 @@ def test_what_a_step_computes_of_its_state_by_other_ways_is_added_to():
     grad = jax.grad(loss_fn)
 
     def of_vector(x, params):
-        flat, unravel = jax.flatten_util.ravel_pytree(params)
-        grads, _ = jax.flatten_util.ravel_pytree(grad(params, x, Y))
+        flat, unravel = ravel_pytree(params)
+        grads, _ = ravel_pytree(grad(params, x, Y))
         return x.mean(), unravel(flat - 0.1 * grads)
 
     def stepped(params, x):
@@ -557,10 +558,11 @@ def test_what_a_step_computes_of_its_state_by_other_ways_is_added_to():
         new = jax.tree.map(lambda p, g, b: p - 0.1 * (g + b), params, grads, before)
         return x.mean(), new, grads
 
-    for step_fn, args in (
+    beside: Any = (
         (spectral, (P, O, {"w": jnp.ones(40), "n": X[0]}, X, Y)),
         (replaced, (P, jax.tree.map(jnp.zeros_like, P), X)),
-    ):
+    )
+    for step_fn, args in beside:
         close(sharded(step_fn)(*copies(args)), jax.jit(step_fn)(*args), step_fn.__name__)
 
 
