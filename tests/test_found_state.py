@@ -435,12 +435,33 @@ def test_rows_beside_a_clear_state_are_batch(name):
     names = ("state",) if name == "values" else ("params", "opt_state")
     assert train_step._programs.signature.state_names == names
     assert not any(x.is_deleted() for x in jax.tree.leaves(given[len(names) :]))
-    # Of a part of it microbatches would compute something else, if it were state.
-    if name in ("predictions", "values"):  # Nothing that comes back is computed of what may be it.
-        close(sharded(step_fn, accumulate=2)(*copies(args)), jax.jit(step_fn)(*args), name)
-    else:
-        with pytest.raises(jzero.StepError, match="comes back, .*(may be a batch|like it does)"):
-            sharded(step_fn, accumulate=2)(*args)
+    close(sharded(step_fn, accumulate=2)(*copies(args)), jax.jit(step_fn)(*args), name)
+
+
+def forgets(params, opt_state, mean, x):
+    """What comes back like the mean, of another number of rows than the batch, is not computed of it."""
+    return *update(params, opt_state, x - mean[None], Y)[:2], x.mean(0)
+
+
+def like_a_bias(params, opt_state, x, weights):
+    """What comes back like the weights has their rows, and the shape of a moment."""
+    found = jnp.tanh(x @ params["w"]) @ params["v"]
+    return *update(params, opt_state, x * weights[:, None], Y[:6]), found.mean(1)
+
+
+def test_what_no_result_is_computed_of_is_no_state():
+    for step_fn, args in ((forgets, (X[0], X)), (like_a_bias, (X[:6], Y[:6, 0]))):
+        for accumulate in (1, 2):
+            train_step = sharded(
+                step_fn, devices=2 if step_fn is forgets else 3, accumulate=accumulate
+            )
+            close(train_step(*init(), *args), jax.jit(step_fn)(*init(), *args))
+            assert train_step._programs.signature.state_names == ("params", "opt_state")
+    # It is, if it is computed of it.
+    with pytest.raises(
+        jzero.StepError, match=r"a\[3\] comes back, float32\[6\], and may be a batch"
+    ):
+        sharded(lambda *a: (*like_a_bias(*a)[:3], 0.9 * a[3]))(*init(), X[:6], Y[:6, 0])
 
 
 def with_mean(params, opt_state, mean, x):

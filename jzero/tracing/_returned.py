@@ -258,11 +258,14 @@ def _optimizer_states(tree: Any) -> list[Any]:
     return [*filter(is_optax, jax.tree.leaves(tree, is_leaf=is_optax))]
 
 
-def results_like(outs: Any, tree: Any) -> Iterator[tuple[int, Any]]:
-    """What a step returned that is like an argument, with the number of its first leaf."""
-    at, like = 0, Like(tree)
-    for node in jax.tree.leaves(outs, is_leaf=like):
-        if like(node):
+def results_like(outs: Any, tree: Any, *others: Any) -> Iterator[tuple[int, Any]]:
+    """What a step returned that is like an argument, with the number of its first leaf.
+
+    Not what is a part of a result that is like another one of `others`.
+    """
+    at, likes = 0, [*map(Like, (tree, *others))]
+    for node in jax.tree.leaves(outs, is_leaf=lambda x: any(like(x) for like in likes)):
+        if likes[0](node):
             yield at, node
         at += len(jax.tree.leaves(node))
 

@@ -79,7 +79,7 @@ def local_step(step: FlatStep, setting: Setting) -> LocalStep:
     try:
         found = of_whole_batch(step, setting)
     except _reading.Unclear as unclear:
-        _read_beside_batch(unclear, step, setting)
+        _read_beside_state(unclear, step, setting)
         raise
     if found is None:
         found = of_one_device(step, setting)
@@ -90,25 +90,23 @@ def local_step(step: FlatStep, setting: Setting) -> LocalStep:
     return found
 
 
-def _read_beside_batch(unclear: _reading.Unclear, step: FlatStep, setting: Setting) -> None:
+def _read_beside_state(unclear: _reading.Unclear, step: FlatStep, setting: Setting) -> None:
     """Reads a step once more whose state is clear but for arguments that are batch, or that nothing updates.
-
-    Microbatches compute with a part of what is split; there only what no result is computed of is batch.
 
     Raises:
       Elsewhere: it has been read.
     """
-    found, whole = unclear.found, setting.options.accumulate == 1
-    batch = of_batch(found, unclear.arguments) if whole else []
+    found, batch = unclear.found, of_batch(unclear.found, unclear.arguments)
     left = [name for name in (*found.unclear, *found.alike) if name not in batch]
     if left and found.state:
-        axes = setting.axes | setting.automatic
         avals = [*step.state, *step.array_avals]
-        traced = _trace.trace_plainly(step.plain, avals, axes, setting.automatic)
+        mesh_axes = setting.axes | setting.automatic
+        traced = _trace.trace_plainly(step.plain, avals, mesh_axes, setting.automatic)
         assert traced is not None  # It was traced so before.
-        inputs = [(step.signature.state_names[0], jax.tree.unflatten(step.state_tree, step.state))]
-        batch += _untold.independent(traced, [*inputs, *step.arrays.items()], left)
-    if found.state and {*left} <= {*batch}:
+        state = step.signature.state_names[0], jax.tree.unflatten(step.state_tree, step.state)
+        independent = _untold.independent(traced, [state, *step.arrays.items()], left, found.state)
+        left = [name for name in left if name not in independent]
+    if found.state and not left:
         raise _reading.Elsewhere(found.state) from None
 
 

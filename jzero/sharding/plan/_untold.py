@@ -67,7 +67,10 @@ def _has_only(tree: Any, shapes: Collection[tuple[int, ...]]) -> bool:
 
 
 def independent(
-    traced: _jaxpr.Traced, inputs: Sequence[tuple[str, Any]], names: Iterable[str]
+    traced: _jaxpr.Traced,
+    inputs: Sequence[tuple[str, Any]],
+    names: Iterable[str],
+    state: Iterable[str],
 ) -> list[str]:
     """Which of these arguments nothing that the step returns like them is computed of.
 
@@ -75,16 +78,18 @@ def independent(
       traced: the step, as it is written.
       inputs: what it takes, in the order of the jaxpr's inputs.
       names: the arguments.
+      state: those that are state beyond doubt; a leaf of their new values is no update of another one.
     """
     flat, _ = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
     sources = _sources(flat, _owners(inputs))
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
     outs, trees = outs.arrays if isinstance(outs, Filtered) else outs, dict(inputs)
+    others = [trees[name] for name in state]
     return [
         name for name in names
         if not any(
             name in sources[at + i]
-            for at, node in results_like(outs, trees[name])
+            for at, node in results_like(outs, trees[name], *others)
             for i in range(len(jax.tree.leaves(node)))
         )
     ]  # fmt: skip
