@@ -113,11 +113,8 @@ def computed_anew(
       arrays: the others.
       led: those that are its state beyond doubt.
     """
-    jaxpr, leaves = (
-        traced.frame.jaxpr,
-        [leaf for _, tree in state for leaf in jax.tree.leaves(tree)],
-    )
-    owners = _owners([*state, *arrays.items()])
+    jaxpr, owners = traced.frame.jaxpr, _owners([*state, *arrays.items()])
+    leaves = [leaf for _, tree in state for leaf in jax.tree.leaves(tree)]
     moments = {name for name, tree in state if holds_optimizer_state(tree)}
     trained = {
         i: owners[i] for i, leaf in enumerate(leaves) if holds_floats(leaf) and owners[i] not in moments
@@ -172,7 +169,8 @@ def _through(eqn: Eqn, ins: list[frozenset[int]]) -> list[frozenset[int]]:
     if name == "scan":
         return _through_scan(eqn, ins)
     if _jaxpr.is_rematted(eqn):
-        return _reached(*_jaxpr.open_jaxpr(eqn.params["jaxpr"])[:1], ins)
+        body, _ = _jaxpr.open_jaxpr(eqn.params["jaxpr"])
+        return _reached(body, ins)
     if _jaxpr.inner_jaxprs(eqn) or name in _PARTS:
         return [_NOTHING.union(*ins)] * num
     if name.startswith("scatter"):
