@@ -19,7 +19,7 @@ from jzero._step_types import Result, StepArgs
 from jzero.offload.memory import _placing
 from jzero.offload.memory._coded_array import CodedArray
 from jzero.processes import _agreement
-from jzero.reports._describe import Report
+from jzero.reports._describe import Report, looped
 from jzero.segments._program import Program
 from jzero.segments._programs import Programs, placed_inputs
 from jzero.segments._repeat import FlatCall
@@ -244,6 +244,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
                 for leaf, x in zip(plan.leaves, jax.tree.leaves(call.state), strict=True)
                 if isinstance(x, CodedArray) and x.error is not None
             },
+            () if plan.evaluates else looped(jaxpr, call.arrays, plan, program.movements),
         )
 
     @takes_explicit_axes

@@ -276,3 +276,62 @@ def test_estimates_as_dict_and_text():
             found.at_rest,
             found.on_host,
         )
+
+
+def epoch_of(tx):
+    """An epoch as a loop over minibatches in one step."""
+
+    def epoch(state, images, labels):
+        def turn(state, batch):
+            params, opt_state = state
+            loss, grads = jax.value_and_grad(
+                lambda p: jnp.mean((jnp.tanh(batch[0] @ p["w"]) - batch[1]) ** 2)
+            )(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), loss
+
+        return jax.lax.scan(turn, state, (images, labels))
+
+    params = {"w": jnp.ones((16, 8))}
+    return epoch, (params, tx.init(params))
+
+
+@pytest.mark.parametrize("num", [8, 3])
+@pytest.mark.parametrize("axes", [{"data": 8}, {"node": 2, "data": 4}], ids=str)
+def test_a_loop_over_minibatches_is_told_how_to_split_their_rows(num, axes):
+    """Their number is that of the devices, which get whole minibatches, or is not, and all come whole."""
+    epoch, state = epoch_of(optax.adam(1e-2))
+    batch = jnp.ones((num, 32, 16)), jnp.ones((num, 32, 8))
+    options = {"mesh": mesh(**axes), "min_shard_bytes": 0, "axis_names": tuple(axes)}
+    found = jzero.shard_train_step(epoch, **options).describe(state, *batch)
+    text = " ".join(str(found).split())
+    spec = "P(None, 'data')" if len(axes) == 1 else "P(None, ('node', 'data'))"
+    specs = f"in_specs={{'images': {spec}, 'labels': {spec}}}"
+    assert "dim 0 of {images,labels}, of all rows. If it counts minibatches, split" in text
+    assert specs in text
+    assert found.to_dict()["looped"] == ["images", "labels"]
+    given = eval(specs.partition("=")[2], {"P": jax.P})
+    split = jzero.shard_train_step(epoch, in_specs=given, **options).describe(state, *batch)
+    assert (split.looped, split.movements) == ((), ())
+    assert "minibatches" not in str(split)
+    # Other loops, and other batches that come whole.
+    plain = jzero.shard_train_step(lambda w, x: w - x.mean() * w, **options)
+    assert plain.describe(jnp.ones(8), jnp.ones((13, 16))).looped == ()
+
+
+def test_a_stage_without_optimizer_state_lists_what_it_does_not_shard():
+    """A loop's next turn computes rows with what the moments made: they are as parameters."""
+    epoch, state = epoch_of(optax.adam(1e-2))
+    batch = jnp.ones((4, 32, 16)), jnp.ones((4, 32, 8))
+    for stage in (1, 2, 3):
+        options = {"stage": stage, "mesh": mesh(data=8), "min_shard_bytes": 0}
+        text = str(jzero.shard_train_step(epoch, **options).describe(state, *batch))
+        says = f"Stage {stage} shards optimizer state, and no leaf is that alone" in text
+        assert says == (stage < 3)
+        assert (
+            "2 x state[1][0].{mu,nu}['w'] float32[16,8]" in text.partition("no leaf")[2]
+        ) == says
+        assert ("No leaf that the stage shards was left full." in text) == (not says)
+        step = step_of(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.adam(1e-2))
+        once = jzero.shard_train_step(step, **options)
+        assert "optimizer state, and" not in str(once.describe(state, batch[0][0]))

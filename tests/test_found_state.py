@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import jzero
 import zoo
@@ -375,13 +376,6 @@ def autoencoder(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), reconstruction
 
 
-def hidden(params, opt_state, h, x):
-    new = jnp.tanh(x @ params["w"] + h)
-    grads = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p["w"] + h) ** 2))(params)
-    updates, opt_state = TX.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, new
-
-
 def test_the_batch_of_an_autoencoder_stays_a_batch():
     w = {"w": P["w"]}
     train_step, x = sharded(autoencoder), X.copy()
@@ -390,38 +384,207 @@ def test_the_batch_of_an_autoencoder_stays_a_batch():
     assert roots(train_step.plan(w, x).leaves) == {"state"}
 
 
+def recurrent(params, opt_state, h, x):
+    """What comes back beside a clear state has rows, and is computed of the argument like it."""
+    return *update(params, opt_state, x, Y)[:2], jnp.tanh(x @ params["w"] + h)
+
+
+def of_tree(params, opt_state, carry, x):
+    params, opt_state, h = recurrent(params, opt_state, carry["h"], x)
+    return params, opt_state, {"h": h, "c": carry["c"] + h}
+
+
+def predicts(params, opt_state, x, y):
+    grads, found = jax.grad(loss_fn)(params, x, y), jnp.tanh(x @ params["w"]) @ params["v"]
+    return *update(params, opt_state, x, y), grads, found
+
+
+def target_network(state, x, rewards, done):
+    """As in CleanRL's DQN."""
+    values = jnp.tanh(x @ state[0]["w"]).mean(-1)
+    loss, state = loss_first(state, x, Y * (rewards * (1 - done))[:, None])
+    return loss, values, state
+
+
+def reconstructs(params, opt_state, x):
+    params, opt_state, loss = update(params, opt_state, x, Y)
+    return loss, params, opt_state, x @ params["w"] @ params["w"].T
+
+
+def reconstructs_another(params, opt_state, x, x_noisy):
+    loss, params, opt_state, found = reconstructs(params, opt_state, x_noisy)
+    return loss + jnp.mean((found - x) ** 2), params, opt_state, found
+
+
+H = jnp.zeros((32, 40))
+BESIDE_BATCH: dict[str, Any] = {
+    "hidden": (recurrent, (P, O, H, X)),
+    "a tree": (of_tree, (P, O, {"h": H, "c": H}, X)),
+    "predictions": (predicts, (P, O, X, Y)),
+    "values": (target_network, ((P, O), X, Y[:, 0], jnp.zeros(32))),
+    "autoencoder": (reconstructs, (P, O, X)),
+    "denoising": (reconstructs_another, (P, O, X, X)),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_BATCH)
+def test_rows_beside_a_clear_state_are_batch(name):
+    step_fn, args = BESIDE_BATCH[name]
+    train_step, given = sharded(step_fn), copies(args)
+    close(train_step(*given), jax.jit(step_fn)(*args), name)
+    names = ("state",) if name == "values" else ("params", "opt_state")
+    assert train_step._programs.signature.state_names == names
+    assert not any(x.is_deleted() for x in jax.tree.leaves(given[len(names) :]))
+    close(sharded(step_fn, accumulate=2)(*copies(args)), jax.jit(step_fn)(*args), name)
+
+
+def forgets(params, opt_state, mean, x):
+    """What comes back like the mean, of another number of rows than the batch, is not computed of it."""
+    return *update(params, opt_state, x - mean[None], Y)[:2], x.mean(0)
+
+
+def like_a_bias(params, opt_state, x, weights):
+    """What comes back like the weights has their rows, and the shape of a moment."""
+    found = jnp.tanh(x @ params["w"]) @ params["v"]
+    return *update(params, opt_state, x * weights[:, None], Y[:6]), found.mean(1)
+
+
+def test_what_no_result_is_computed_of_is_no_state():
+    for step_fn, args in ((forgets, (X[0], X)), (like_a_bias, (X[:6], Y[:6, 0]))):
+        for accumulate in (1, 2):
+            train_step = sharded(
+                step_fn, devices=2 if step_fn is forgets else 3, accumulate=accumulate
+            )
+            close(train_step(*init(), *args), jax.jit(step_fn)(*init(), *args))
+            assert train_step._programs.signature.state_names == ("params", "opt_state")
+    # It is, if it is computed of it.
+    with pytest.raises(
+        jzero.StepError, match=r"a\[3\] comes back, float32\[6\], and may be a batch"
+    ):
+        sharded(lambda *a: (*like_a_bias(*a)[:3], 0.9 * a[3]))(*init(), X[:6], Y[:6, 0])
+
+
+def with_mean(params, opt_state, mean, x):
+    """The weak candidate has another number of rows than the batch."""
+    new = 0.9 * mean + 0.1 * x.mean(0)
+    return *update(params, opt_state, x - new[None], Y)[:2], new
+
+
 def test_what_is_ambiguous_is_refused_with_all_that_comes_back():
-    params = {"w": P["w"]}
-    args = params, TX.init(params), jnp.zeros((32, 40)), X
+    args = P, O, jnp.zeros(16), X
     lines = (
         r"(?s)3 arguments fail:.*"
-        r"- params comes back, \['w'\] float32\[16,40\]\n.*"
-        r"- opt_state comes back, a tuple of 3 leaves \(.*int32\[\], .*\)\n.*"
-        r"- h comes back, float32\[32,40\], and may be a batch\n"
+        r"- params comes back, a dict of 3 leaves \(\['b'\] float32\[6\], .*\n.*"
+        r"- opt_state comes back, a tuple of 7 leaves \(.*int32\[\], .*\)\n.*"
+        r"- mean comes back, float32\[16\], and may be a batch\n"
         r"The state is what a step takes and returns.* "
         r"Say what is state: state_argnums=\(0, 1\), or state_argnums=\(0, 1, 2\)\."
     )
     with pytest.raises(jzero.StepError, match=lines):
-        sharded(hidden)(*args)
+        sharded(with_mean)(*args)
     assert not any(x.is_deleted() for x in jax.tree.leaves(args))
-    want = jax.jit(hidden)(*args)
+    want = jax.jit(with_mean)(*args)
     for argnums in ((0, 1), (0, 1, 2)):
-        close(sharded(hidden, state_argnums=argnums)(*copies(args)), want)
-    # A tree of hidden states is one, too.
-    tree = {"h": args[2], "c": args[2]}
+        close(sharded(with_mean, state_argnums=argnums)(*copies(args)), want)
 
-    def of_tree(params, opt_state, carry, x):
-        params, opt_state, h = hidden(params, opt_state, carry["h"], x)
-        return params, opt_state, {"h": h, "c": carry["c"] + h}
+    def of_one_array(w, opt_state, x):
+        """As many rows as the batch, and the shape of its moments."""
+        params, opt_state, loss = update({"w": w, "v": P["v"], "b": P["b"]}, opt_state, x, Y[:16])
+        return loss, params["w"], opt_state
 
-    with pytest.raises(jzero.StepError, match=r"carry comes back, a dict of 2 leaves"):
-        sharded(of_tree)(params, args[1], tree, X)
+    with pytest.raises(jzero.StepError, match=r"(?s)w comes back, .*=\(0, 1\)"):
+        sharded(of_one_array)(P["w"], O, X[:16])
     # Nothing is sure, and which of two like arguments came back cannot be told.
     with pytest.raises(jzero.StepError, match=r"state_argnums=0, or .*=1, or .*=\(0, 1\)\."):
         sharded(lambda x, w: (w, jnp.tanh(x)))(X, P["w"])
     either = r"(?s)a\[1\] comes back, .*, or an argument like it does.*=\(0, 2\), or .*\(1, 2\)\."
     with pytest.raises(jzero.StepError, match=either):
         sharded(lambda *a: with_target(*a)[::-1])(P, P, O, X, Y)
+
+
+def test_gradients_are_not_taken_for_the_new_state():
+    """Their trees are those of the parameters, which would be donated."""
+    gradients = jax.value_and_grad(loss_fn)
+
+    def of_layers(x, params):
+        @jax.checkpoint
+        def layer(h, w):
+            return jnp.tanh(h @ w), None
+
+        return jax.value_and_grad(lambda p: jax.lax.scan(layer, x, p["w"])[0].mean())(params)
+
+    def updates(params, opt_state, x, y):
+        loss, grads = gradients(params, x, y)
+        return loss, *optax.adam(1e-2).update(grads, opt_state, params)
+
+    def with_statistics(params, stats, x, y):
+        """Beside gradients comes what is kept, and no optimizer state."""
+        stats = {"mean": 0.9 * stats["mean"] + 0.1 * x.mean(0), "num": jnp.ones(3)}
+        return *gradients(params, x, y), stats
+
+    for step_fn, args, name, argnums in (
+        (gradients, (P, X, Y), "params", "0"),
+        (jax.jit(gradients), (P, X, Y), "params", "0"),
+        (of_layers, (X, {"w": jnp.ones((3, 16, 16))}), "params", "1"),
+        (updates, (P, optax.adam(1e-2).init(P), X, Y), "params", r"\(0, 1\)"),
+        (with_statistics, (P, {"mean": X[0], "num": jnp.ones(3)}, X, Y), "params", r"\(0, 1\)"),
+    ):
+        refused = (
+            rf"what comes back like {name} is computed without adding to it, as gradients are\. "
+            rf".* returns the new parameters\. Give the whole step; or state_argnums={argnums} if"
+        )
+        for ask in (sharded(step_fn), sharded(step_fn).describe):
+            with pytest.raises(jzero.StepError, match=refused):
+                ask(*args)
+        assert not any(x.is_deleted() for x in jax.tree.leaves(args))
+    # Where a user says so, and where it comes first, it is the state.
+    close(sharded(gradients, state_argnums=0)(copies(P), X, Y), gradients(P, X, Y))
+    alone = jax.grad(loss_fn)
+    close(sharded(alone)(copies(P), X, Y), alone(P, X, Y))
+
+
+def test_what_a_step_computes_of_its_state_by_other_ways_is_added_to():
+    """No refusal: by a vector of all of them, in a loop, in a branch, and of what is forgotten or turned."""
+    grad = jax.grad(loss_fn)
+
+    def of_vector(x, params):
+        flat, unravel = ravel_pytree(params)
+        grads, _ = ravel_pytree(grad(params, x, Y))
+        return x.mean(), unravel(flat - 0.1 * grads)
+
+    def stepped(params, x):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grad(params, x, Y))
+
+    def in_loop(x, params):
+        return x.mean(), jax.lax.scan(lambda p, _: (stepped(p, x), None), params, None, 3)[0]
+
+    def in_branch(x, params):
+        new = jax.lax.cond(x.mean() > -9, lambda p: stepped(p, x), lambda p: p, params)
+        return x.mean(), new
+
+    def of_rows(x, params):
+        new = {**params, "w": params["w"].at[jnp.array([1, 3])].add(-0.1)}
+        return x.mean(), {k: v if k == "w" else jnp.ones_like(v) for k, v in new.items()}
+
+    for step_fn in (of_vector, in_loop, in_branch, of_rows):
+        close(sharded(step_fn)(X, copies(P)), jax.jit(step_fn)(X, P), step_fn.__name__)
+
+    def spectral(params, opt_state, u, x, y):
+        params, opt_state, loss = update(params, opt_state, x, y)
+        turned = params["w"].T @ (params["w"] @ u["w"])
+        return loss, params, opt_state, {"w": turned / jnp.linalg.norm(turned), "n": X[0] * 2}
+
+    def replaced(params, before, x):
+        grads = grad(params, x, Y)
+        new = jax.tree.map(lambda p, g, b: p - 0.1 * (g + b), params, grads, before)
+        return x.mean(), new, grads
+
+    beside: Any = (
+        (spectral, (P, O, {"w": jnp.ones(40), "n": X[0]}, X, Y)),
+        (replaced, (P, jax.tree.map(jnp.zeros_like, P), X)),
+    )
+    for step_fn, args in beside:
+        close(sharded(step_fn)(*copies(args)), jax.jit(step_fn)(*args), step_fn.__name__)
 
 
 def test_what_was_read_once_is_not_read_otherwise():

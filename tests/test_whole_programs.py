@@ -10,12 +10,11 @@ optimizer states, keys, the metrics of every step, what it evaluated, sampled or
 | wgan_two_steps | 2 | two steps, a line each |
 | keras_stateless | 1 | |
 | nanodo_trainer, big_vision, purejaxrl_ppo, ddpm, stateful_lstm, distillation | 1 | |
-| lora_partial, clip_towers, multi_steps, jaxrl_agent | 1 | |
+| lora_partial, clip_towers, multi_steps, jaxrl_agent, cleanrl_dqn | 1 | |
 | nnx_loop, nnx_trainer, equinox_vit | 1 | |
 | maml_stax, realnvp, lbfgs, svi_class, graph_network | 1 | |
 | neural_ode, vmapped_ensemble | 1 | |
 | scanned_epoch | 1 | `in_specs`: its rows are along dim 1; without it every device trains with all of them |
-| cleanrl_dqn | 1 | `state_argnums=0`: rows that it returns are like rows that it takes |
 | gpt_class | 1 | `static_argnums=0`, as it did |
 | sgld | 1 | `donate=False`, since the script keeps what earlier steps returned |
 """

@@ -9,6 +9,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero._blocks import Blocks
@@ -22,12 +24,13 @@ from jzero.reports._tables import Memory, Table, crossing_table, memory_table, t
 from jzero.sharding.analysis._residuals import LEAST_BYTES
 from jzero.sharding.analysis._traffic import Collective, Crossing, Turns
 from jzero.sharding.analysis._untiled import Untiled
-from jzero.sharding.batch._body import Movement
+from jzero.sharding.batch._body import TURNS_DEPEND, Movement
 from jzero.sharding.cut._kept import Loops
 from jzero.sharding.plan._layout import Full
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
+from jzero.tracing import _jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Report:
       untiled: what is gathered or reduced at once though it is larger than `tile_bytes`, and why.
       handed_bytes: on each device, the most of what layers hand on, where a step runs layer by layer.
       coding: by path, what leaves that rest in codes have lost, of those that are there.
+      looped: arguments along whose dim 0 every device runs a loop, and whose dim 1 the devices divide.
     """
 
     plan: StepPlan
@@ -63,6 +67,7 @@ class Report:
     untiled: tuple[Untiled, ...] = ()
     handed_bytes: int = 0
     coding: Mapping[str, CodingError] = dataclasses.field(default_factory=dict)
+    looped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [part.text() if isinstance(part, Table) else part for part in self._parts()]
@@ -117,6 +122,7 @@ class Report:
             unread               paths of those that an evaluation does not read
             arguments, outputs   beside the state: path, and the dim that is split over the devices or None
             whole_arguments      paths of those whose rows the devices do not divide
+            looped               arguments that a loop of every device runs along, and in_specs could split
             keys                 paths of PRNG keys into which each device folds its index
             wire                 gather, the codes in which passes gather parameters, and reduce, of each axis
                                  those of gradients (None: as they are); exact: [path, why] of parameters that
@@ -169,6 +175,7 @@ class Report:
             "arguments": [{"path": path, "dim": dim} for path, dim in self.arguments],
             "outputs": [{"path": path, "dim": dim} for path, dim in self.outputs],
             "whole_arguments": list(self.whole_arguments),
+            "looped": list(self.looped),
             "keys": list(self.keys),
             "wire": {
                 "gather": _text(plan.exchange.gather_codes),
@@ -264,7 +271,7 @@ class Report:
     def _not_in_shards(self) -> list[str]:
         """What a stage left full, and what it padded; an evaluation finds its leaves as they are."""
         leaves = self.plan.leaves
-        full = [] if self.plan.evaluates else _leaf_lists.left_full(leaves)
+        full = [] if self.plan.evaluates else _leaf_lists.left_full(self.plan)
         return [*full, *_leaf_lists.padded(leaves), *_leaf_lists.uncut(leaves)]
 
     def _microbatches(self) -> list[str]:
@@ -422,7 +429,16 @@ class Report:
             for m in found[:20]:
                 lines += wrapped(str(m), "    ", first=f"  {readable_bytes(m.nbytes)}  ")
             lines += [f"  and {len(found) - 20} more"] if len(found) > 20 else []
-        return lines
+        return lines + self._minibatches()
+
+    def _minibatches(self) -> list[str]:
+        """What to say of a batch of minibatches that every device computes whole."""
+        axes = [name for name, _ in self.plan.axes]
+        spec = f"P(None, {(axes[0] if len(axes) == 1 else tuple(axes))!r})"
+        specs = ", ".join(f"{name!r}: {spec}" for name in self.looped)
+        return wrapped(
+            f"Every device runs a loop along dim 0 of {listed(self.looped)}, of all rows. If it counts "
+            f"minibatches, split the rows of each: in_specs={{{specs}}}.", "  ") if specs else []  # fmt: skip
 
     def _crossing_the_call(self) -> list[str]:
         """Lines on how the arguments come and what is returned."""
@@ -444,6 +460,27 @@ _REDUCTIONS = {
     "whole batch": "where the step sums over the batch; it {does} what jax.jit {does} on one device",
     "written": "the step's own collectives, as written",
 }
+
+
+def looped(
+    jaxpr: Any, arrays: Mapping[str, Any], plan: StepPlan, movements: Sequence[Movement]
+) -> tuple[str, ...]:
+    """Arguments of a program along whose dim 0 every device runs a loop, by its length.
+
+    Their dim 1 could be split: in a batch of minibatches it has the rows.
+    """
+    lengths, dims = _jaxpr.loop_lengths(jaxpr), iter(map(_split_dim, plan.arguments))
+    depend = any(m.reason == TURNS_DEPEND for m in movements)
+
+    def fits(x: Any, dim: int | None) -> bool:
+        along = dim is None or (dim == 0 and depend)
+        shape = jnp.shape(x)
+        return along and len(shape) > 1 and shape[0] in lengths and not shape[1] % plan.num_devices
+
+    found = {
+        name: [fits(x, next(dims)) for x in jax.tree.leaves(tree)] for name, tree in arrays.items()
+    }
+    return tuple(name for name, leaves in found.items() if leaves and all(leaves))
 
 
 def _split_dim(spec: PartitionSpec) -> int | None:

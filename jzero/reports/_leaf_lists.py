@@ -12,16 +12,27 @@ from jzero._quantities import readable_bytes
 from jzero.reports._lines import wrapped
 from jzero.sharding.plan._leaves import LeafPlan
 from jzero.sharding.plan._plan import StepPlan
-from jzero.sharding.plan._stages import OPTIMIZER
+from jzero.sharding.plan._stages import OPTIMIZER, PARAMETER
 
 _NOUNS = {NVME: "files on NVMe"}
 _SHOWN = 5  # lines of leaves for one reason
 _OWNED_SHOWN = 8  # updates of whole matrices
 
 
-def left_full(leaves: Sequence[LeafPlan]) -> list[str]:
+def left_full(plan: StepPlan) -> list[str]:
     """Leaves that the stage would shard, and that do not rest in shards; and why."""
+    leaves = plan.leaves
     full = [leaf for leaf in leaves if leaf.why_full]
+    params = [leaf for leaf in leaves if leaf.role == PARAMETER]
+    moments = [leaf for leaf in leaves if leaf.role == OPTIMIZER and leaf.shape]
+    if plan.stage in (1, 2) and plan.num_devices > 1 and params and not moments:
+        # As in a loop over minibatches, whose next turn computes with what the moments made.
+        return [
+            *wrapped(f"Stage {plan.stage} shards optimizer state, and no leaf is that alone: rows are "
+                     "computed of all of these, as of moments where a loop updates more than once in a step. "
+                     "Stage 3 shards such leaves."),
+            *_listed(params, lambda leaf: "", _at_rest),
+        ]  # fmt: skip
     if not full:
         return ["No leaf that the stage shards was left full."]
     verb = "stays" if len(full) == 1 else "stay"

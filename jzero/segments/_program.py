@@ -107,7 +107,7 @@ def build(
         return outs
 
     @functools.wraps(step_fn, updated=())  # JAX's own errors name the user's function.
-    def flat_step(*leaves: Any, promotes: bool = False) -> Any:
+    def flat_step(*leaves: Any, promotes: bool = False, reads: bool = True) -> Any:
         if setting.evaluates and signature.takes_objects:
             return restored(run, *leaves).changed(leaves[:num_state])
         try:
@@ -118,7 +118,7 @@ def build(
         if isinstance(outs, Mutated):
             _objects.check_no_state(signature.state_names, outs.result, arrays)
             return outs
-        if setting.evaluates:
+        if setting.evaluates or not reads:
             return outs
         if isinstance(outs, Filtered):
             return Filtered(read(outs.arrays, leaves, promotes), outs.static)
@@ -137,6 +137,7 @@ def build(
     may = any(aval.weak_type for aval in state_avals) and not setting.evaluates
     flat = FlatStep(
         functools.partial(flat_step, promotes=True) if may else flat_step,
+        functools.partial(flat_step, reads=False),
         state_avals, state_tree, arrays, array_avals, signature.specs, signature,
     )  # fmt: skip
     try:

@@ -563,6 +563,13 @@ def ref_equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
                 yield from ref_equations(inner)
 
 
+def loop_lengths(jaxpr: Jaxpr) -> set[int]:
+    """How many turns each `scan` has, those inside of others too."""
+    found = {scan_parts(eqn).length for eqn in jaxpr.eqns if eqn.primitive.name == "scan"}
+    inner = [x for eqn in jaxpr.eqns for x in extended.jaxprs_in_params(eqn.params)]
+    return found.union(*map(loop_lengths, inner))
+
+
 def is_ref(x: Any) -> bool:
     """Whether `x` is a mutable array."""
     return isinstance(x, jax.Ref)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,21 @@ from jzero.tracing._returned import (
     results_like,
 )
 from jzero.tracing._signature import Signature
+from jzero.tracing._state_arguments import parts
 
 _SHOWN = 4  # leaves of an argument that a message names
+
+
+class Unclear(StepError):
+    """It cannot be told by what comes back which arguments are the state.
+
+    Attributes:
+      found: what was found of them.
+      arguments: all that may be state, by name.
+    """
+
+    found: Found
+    arguments: Mapping[str, Any]
 
 
 class Elsewhere(Exception):
@@ -126,7 +139,7 @@ def refuse(signature: Signature, arguments: Mapping[str, Any], found: Found) -> 
     """Refuses a step of which some arguments that come back may be its state, or a batch.
 
     Raises:
-      StepError: in any case.
+      Unclear: in any case.
     """
     lines = [
         f"{name} comes back, {_form(tree)}"
@@ -141,11 +154,33 @@ def refuse(signature: Signature, arguments: Mapping[str, Any], found: Found) -> 
         fewer = [[*found.state]] if found.state else [[name] for name in found.unclear]
         choices = [*fewer, with_unclear]
     shown = [*map(signature.argnums, choices)]
-    raise StepError(message(
+    error = Unclear(message(
         _call.WHO, lines,
         "The state is what a step takes and returns with its structure, shapes and dtypes; the rest is the "
         "batch, which is split over the devices by its rows.",
         f"Say what is state: {', or '.join(shown)}.", things="arguments", shown=8))  # fmt: skip
+    error.found, error.arguments = found, arguments
+    raise error
+
+
+def refuse_anew(signature: Signature, names: Sequence[str]) -> None:
+    """Refuses a step whose state was found, and that computes these arguments of it without adding to them.
+
+    Raises:
+      StepError: in any case.
+    """
+    raise StepError(message(
+        _call.WHO,
+        [f"what comes back like {name} is computed without adding to it, as gradients are" for name in names],
+        "A train step returns the new parameters.",
+        f"Give the whole step; or {signature.argnums(signature.state_names)} if it is the new state.",
+        things="arguments"))  # fmt: skip
+
+
+def leads(signature: Signature, outs: Any, state: Any, arrays: Collection[str]) -> bool:
+    """Whether the step's first argument is of its state, and comes back first."""
+    names, (_, first) = signature.state_names, parts(state)[0]
+    return signature.in_order([*names, *arrays])[0] == names[0] and _leads(outs, first)
 
 
 def _form(tree: Any) -> str:

@@ -204,6 +204,28 @@ def _is_state(tree: Any, rows: Collection[int], moments: Collection[tuple[int, .
     return is_tree and not has_rows and any(map(_is_float, arrays))
 
 
+def of_batch(found: Found, arguments: Mapping[str, Any]) -> list[str]:
+    """Which arguments that come back, and may be a batch, are one beside what is state beyond doubt.
+
+    They have as many rows as the arguments that do not come back, and no shapes of the state, as a moment
+    has. The whole batch's step computes the same of an argument that is split and of one that is not.
+    """
+    if not found.state:
+        return []
+    shapes = {x.shape for name in found.state for x in jax.tree.leaves(arguments[name])}
+    open_names = [*found.unclear, *found.alike]
+    candidates = [name for name in open_names if may_be_batch(arguments[name])]
+    beside = [name for name in arguments if name not in (*found.state, *open_names)]
+    batch = [x for name in beside or candidates for x in _arrays(arguments[name])]
+    rows = {x.shape[0] for x in batch}
+    return [
+        name
+        for name in candidates
+        if {x.shape[0] for x in _arrays(arguments[name])} == rows
+        and not {x.shape for x in _arrays(arguments[name])} <= shapes
+    ]
+
+
 def may_be_batch(tree: Any) -> bool:
     """Whether all arrays of a tree have one leading dim."""
     return not _optimizer_states(tree) and len({x.shape[0] for x in _arrays(tree)}) <= 1
@@ -236,11 +258,14 @@ def _optimizer_states(tree: Any) -> list[Any]:
     return [*filter(is_optax, jax.tree.leaves(tree, is_leaf=is_optax))]
 
 
-def results_like(outs: Any, tree: Any) -> Iterator[tuple[int, Any]]:
-    """What a step returned that is like an argument, with the number of its first leaf."""
-    at, like = 0, Like(tree)
-    for node in jax.tree.leaves(outs, is_leaf=like):
-        if like(node):
+def results_like(outs: Any, tree: Any, *others: Any) -> Iterator[tuple[int, Any]]:
+    """What a step returned that is like an argument, with the number of its first leaf.
+
+    Not what is a part of a result that is like another one of `others`.
+    """
+    at, likes = 0, [*map(Like, (tree, *others))]
+    for node in jax.tree.leaves(outs, is_leaf=lambda x: any(like(x) for like in likes)):
+        if likes[0](node):
             yield at, node
         at += len(jax.tree.leaves(node))
 

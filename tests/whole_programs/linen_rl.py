@@ -126,8 +126,7 @@ def purejaxrl_ppo(jit):
     return runner_state, log
 
 
-# The rows of `q_pred` are like those of `rewards`, which may thus be state.
-@program(state_argnums=0)
+@program()
 def cleanrl_dqn(jit):
     """The state returned last, behind rows; a replay buffer in NumPy; a target network."""
 

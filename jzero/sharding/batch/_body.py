@@ -19,6 +19,8 @@ from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._types import Atom, Aval, Eqn, Var
 
 OUTPUT = "output"  # in the place of a primitive, of what is gathered because it is returned
+# The reason of a loop that is no sum over its rows; a report says what else they may be.
+TURNS_DEPEND = "a loop along the batch whose turns depend on each other"
 
 
 @dataclasses.dataclass(frozen=True)

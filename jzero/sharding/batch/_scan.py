@@ -13,7 +13,7 @@ from jzero.sharding.analysis import _rules
 from jzero.sharding.analysis._frames import split
 from jzero.sharding.batch import _bodies
 from jzero.sharding.batch._bodies import CARRIED, BodyRun, Input
-from jzero.sharding.batch._body import Body
+from jzero.sharding.batch._body import TURNS_DEPEND, Body
 from jzero.sharding.batch._equations import NotRowByRow
 from jzero.sharding.batch._rows import (
     FULL,
@@ -163,11 +163,7 @@ class _Scan:
         if self.rows is not None:
             return [self.body.at(x.outer, self.rows, "its loop runs along other rows")]
         along = isinstance(x.outer.form, Rows) and x.outer.form.dim == 0
-        reason = (
-            "a loop along the batch whose turns depend on each other"
-            if along
-            else "a loop reads them"
-        )
+        reason = TURNS_DEPEND if along else "a loop reads them"
         return [
             self.body.at(x.outer, _bodies.shifted(form, 1), x.why(form, reason)) for form in x.forms
         ]

@@ -20,8 +20,10 @@ from jzero.sharding.plan import _layout, _outputs, _untold
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call, _reading, _weak
-from jzero.tracing._returned import holds_floats, holds_optimizer_state
+from jzero.tracing._modules import Filtered
+from jzero.tracing._returned import as_given, holds_floats, holds_optimizer_state, of_batch
 from jzero.tracing._signature import Signature
+from jzero.tracing._state_arguments import parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,7 @@ class FlatStep:
 
     Attributes:
       fn: the function.
+      plain: the same, which does not ask what of its results is its state.
       state: shapes of the state's leaves.
       state_tree: their structure.
       arrays: trees of shapes of the other arguments, by name.
@@ -58,6 +61,7 @@ class FlatStep:
     """
 
     fn: Callable[..., Any]
+    plain: Callable[..., Any]
     state: list[Any]
     state_tree: Any
     arrays: dict[str, Any]
@@ -72,12 +76,50 @@ def local_step(step: FlatStep, setting: Setting) -> LocalStep:
     Steps with collectives of their own over the data axes are one device's already. Microbatches still run
     what is traced at their shapes.
     """
-    found = of_whole_batch(step, setting)
+    try:
+        found = of_whole_batch(step, setting)
+    except _reading.Unclear as unclear:
+        _read_beside_state(unclear, step, setting)
+        raise
     if found is None:
-        return of_one_device(step, setting)
-    if not step.signature.told and not setting.evaluates:
+        found = of_one_device(step, setting)
+    elif not step.signature.told and not setting.evaluates:
         _read_updated(found, step, setting)
+    if step.signature.found and not setting.evaluates:
+        _check_updates(found.traced, step)
     return found
+
+
+def _read_beside_state(unclear: _reading.Unclear, step: FlatStep, setting: Setting) -> None:
+    """Reads a step once more whose state is clear but for arguments that are batch, or that nothing updates.
+
+    Raises:
+      Elsewhere: it has been read.
+    """
+    found, batch = unclear.found, of_batch(unclear.found, unclear.arguments)
+    left = [name for name in (*found.unclear, *found.alike) if name not in batch]
+    if left and found.state:
+        avals = [*step.state, *step.array_avals]
+        mesh_axes = setting.axes | setting.automatic
+        traced = _trace.trace_plainly(step.plain, avals, mesh_axes, setting.automatic)
+        assert traced is not None  # It was traced so before.
+        state = step.signature.state_names[0], jax.tree.unflatten(step.state_tree, step.state)
+        independent = _untold.independent(traced, [state, *step.arrays.items()], left, found.state)
+        left = [name for name in left if name not in independent]
+    if found.state and not left:
+        raise _reading.Elsewhere(found.state) from None
+
+
+def _check_updates(traced: TracedStep, step: FlatStep) -> None:
+    """Refuses gradients that were taken for the new state."""
+    state = jax.tree.unflatten(step.state_tree, step.state)
+    outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
+    outs = as_given(outs.arrays if isinstance(outs, Filtered) else outs)
+    names = step.signature.state_names
+    named = list(zip(names, [value for _, value in parts(state)], strict=True))
+    led = names[:1] if _reading.leads(step.signature, outs, state, step.arrays) else ()
+    if anew := _untold.computed_anew(traced, named, step.arrays, led):
+        _reading.refuse_anew(step.signature, anew)
 
 
 def promoted(step: FlatStep, state: list[Any], setting: Setting) -> FlatStep:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that a step updates beside its first argument: it would be split as a batch is."""
+"""What the equations of a step say of its state, where nobody said which arguments that is."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jzero.sharding.batch._trace import TracedStep
-from jzero.tracing import _jaxpr
-from jzero.tracing._returned import results_like
-from jzero.tracing._types import Jaxpr
+from jzero.tracing import _jaxpr, _rewrite
+from jzero.tracing._modules import Filtered
+from jzero.tracing._returned import holds_floats, holds_optimizer_state, results_like
+from jzero.tracing._types import Eqn, Jaxpr
 
 
 def _split(arrays: Mapping[str, Any], are_split: Iterable[bool]) -> dict[str, Any]:
@@ -46,9 +47,8 @@ def like_state(
     if not suspects:
         return {}
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
-    inputs, num_state = [("", state), *arrays.items()], len(jax.tree.leaves(state))
-    owners = [name for name, tree in inputs for _ in jax.tree.leaves(tree)]
-    sources = _sources(traced.frame.jaxpr, owners)
+    num_state = len(jax.tree.leaves(state))
+    sources = _sources(traced.frame.jaxpr, _owners([("", state), *arrays.items()]))
     found: dict[str, list[range]] = {}
     for name, tree in suspects.items():
         for at, node in results_like(outs, tree):
@@ -64,6 +64,141 @@ def _has_only(tree: Any, shapes: Collection[tuple[int, ...]]) -> bool:
     return bool(leaves) and all(
         leaf.shape in shapes and jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves
     )
+
+
+def independent(
+    traced: _jaxpr.Traced,
+    inputs: Sequence[tuple[str, Any]],
+    names: Iterable[str],
+    state: Iterable[str],
+) -> list[str]:
+    """Which of these arguments nothing that the step returns like them is computed of.
+
+    Args:
+      traced: the step, as it is written.
+      inputs: what it takes, in the order of the jaxpr's inputs.
+      names: the arguments.
+      state: those that are state beyond doubt; a leaf of their new values is no update of another one.
+    """
+    flat, _ = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
+    sources = _sources(flat, _owners(inputs))
+    outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
+    outs, trees = outs.arrays if isinstance(outs, Filtered) else outs, dict(inputs)
+    others = [trees[name] for name in state]
+    return [
+        name for name in names
+        if not any(
+            name in sources[at + i]
+            for at, node in results_like(outs, trees[name], *others)
+            for i in range(len(jax.tree.leaves(node)))
+        )
+    ]  # fmt: skip
+
+
+def computed_anew(
+    traced: TracedStep,
+    state: Sequence[tuple[str, Any]],
+    arrays: Mapping[str, Any],
+    led: Collection[str],
+) -> list[str]:
+    """Arguments of the state whose new value is one to which nothing was added, as gradients are.
+
+    None of its arrays of floats is reached from its new value by operations that keep elements apart, nor is
+    one of another argument, as from an average of the parameters. Where the loss has a term of the parameters
+    themselves, as weight decay is, gradients reach them too.
+
+    Args:
+      traced: the step, whose outputs begin with the new state.
+      state: the arguments that were found to be the state, of shapes, by name.
+      arrays: the others.
+      led: those that are its state beyond doubt.
+    """
+    jaxpr, owners = traced.frame.jaxpr, _owners([*state, *arrays.items()])
+    leaves = [leaf for _, tree in state for leaf in jax.tree.leaves(tree)]
+    moments = {name for name, tree in state if holds_optimizer_state(tree)}
+    trained = {
+        i: owners[i] for i, leaf in enumerate(leaves) if holds_floats(leaf) and owners[i] not in moments
+    }  # fmt: skip
+    reached = _reached(jaxpr, [frozenset({i} & trained.keys()) for i in range(len(jaxpr.invars))])
+    kept = {
+        name for i, name in trained.items()
+        if i in reached[i] or any(trained[j] != name for j in reached[i])
+    } | {*led}  # fmt: skip
+    anew = [name for name, _ in state if name in {*trained.values()} - kept]
+    if kept and anew:
+        # A step that updates something may forget an old value, or find a direction anew (spectral norms).
+        sources = _sources(jaxpr, owners)
+        depend = {name for i, name in trained.items() if name in sources[i]} if not moments else ()
+        anew = [name for name in anew if name in depend]
+    return anew
+
+
+# Of what these compute, each element is one of many of an operand's.
+_MIXING = frozenset(
+    """argmax argmin conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general gather
+    ragged_dot ragged_dot_general reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+    reduce_window reduce_window_sum select_and_gather_add select_and_scatter_add""".split()
+)
+# Those that put parts together, or take one.
+_PARTS = frozenset("concatenate dynamic_slice dynamic_update_slice pad slice split".split())
+
+
+def _reached(jaxpr: Jaxpr, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """Which inputs each output is reached from by operations that keep elements apart.
+
+    Those that jzero does not look into, as a branch or a kernel, reach all that they read.
+    """
+    known: dict[Any, frozenset[int]] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def read(atom: Any) -> frozenset[int]:
+        return _NOTHING if _jaxpr.is_literal(atom) else known.get(atom, _NOTHING)
+
+    for eqn in jaxpr.eqns:
+        if any(ins := list(map(read, eqn.invars))):
+            known |= zip(eqn.outvars, _through(eqn, ins), strict=True)
+    return list(map(read, jaxpr.outvars))
+
+
+_NOTHING = frozenset[int]()
+
+
+def _through(eqn: Eqn, ins: list[frozenset[int]]) -> list[frozenset[int]]:
+    name, num = eqn.primitive.name, len(eqn.outvars)
+    if name in _MIXING:
+        return [_NOTHING] * num
+    if name == "scan":
+        return _through_scan(eqn, ins)
+    if _jaxpr.is_rematted(eqn):
+        body, _ = _jaxpr.open_jaxpr(eqn.params["jaxpr"])
+        return _reached(body, ins)
+    if _jaxpr.inner_jaxprs(eqn) or name in _PARTS:
+        return [_NOTHING.union(*ins)] * num
+    if name.startswith("scatter"):
+        return [ins[0]]
+    if name == "optimization_barrier" or name.startswith("psum"):
+        return ins
+    sizes = [getattr(atom.aval, "size", 0) for atom in eqn.invars]
+    return [
+        _NOTHING.union(*(x for x, size in zip(ins, sizes, strict=True) if size == out.aval.size))
+        for out in eqn.outvars
+    ]
+
+
+def _through_scan(eqn: Eqn, ins: list[frozenset[int]]) -> list[frozenset[int]]:
+    parts = _jaxpr.scan_parts(eqn)
+    first = parts.num_consts
+    carried = slice(first, first + parts.num_carry)
+    while True:
+        outs = _reached(parts.body, ins)
+        after = [a | b for a, b in zip(ins[carried], outs, strict=False)]
+        if after == ins[carried]:
+            return after + outs[parts.num_carry :]
+        ins = [*ins[:first], *after, *ins[carried.stop :]]
+
+
+def _owners(inputs: Iterable[tuple[str, Any]]) -> list[str]:
+    """Of each leaf, the argument that it is in."""
+    return [name for name, tree in inputs for _ in jax.tree.leaves(tree)]
 
 
 def _sources(jaxpr: Jaxpr, owners: Sequence[str]) -> list[set[str]]:
