@@ -70,7 +70,7 @@ def of(package, **attributes):
     (np.array(["2026-01-01"], "datetime64[D]"), r"array.astype\(np.float32\)"),
     (Loader(), r"next\(iterator\), or write for batch in loader"),
     (range(3), r"Pass NumPy arrays: np.asarray\(x\)"),
-    (memoryview(X), r"Pass NumPy arrays: np.asarray\(x\)"),
+    (memoryview(b"abc"), r"Pass NumPy arrays: np.asarray\(x\)"),
     ({1, 2}, r"np.asarray\(sorted\(x\)\)"),
     (collections.UserDict(x=X), r"is a UserDict.*dict\(batch\)"),
     (Fields(X), r"is a Fields.*register_dataclass.*vars\(x\)"),

@@ -323,7 +323,8 @@ def test_what_the_step_raises_itself_is_raised_where_a_state_is_placed():
         with pytest.raises(KeyError, match="of the step's own") as caught:
             getattr(sharded(failing), place)(init(), {"x": X, "y": Y})
         notes = "".join(caught.value.__notes__)
-        assert "with the state as state, which nobody has said; with the state as batch" in notes
+        assert "with state for the state, as nobody has said" in notes
+        assert "with batch it raises TypeError" in notes
 
 
 def counted(step_fn):

@@ -31,6 +31,7 @@ from jzero.tracing._signature import Call, Signature
 from jzero.tracing._state_arguments import StateArguments, parts
 
 WHO = _call.WHO
+_SHOWN = 3  # failures of other readings that a note names
 _JAX_KINDS = {HOST: "unpinned_host", NVME: "unpinned_host"}
 
 
@@ -184,12 +185,15 @@ class Programs:
             return math.inf if isinstance(error, JzeroError) else max(lines, default=0)
 
         last = max(failures, key=reached)
-        others = [f"with the state as {', '.join(names)}: {type(error).__name__}: {error}"
-                  for names, error in failures.items() if names != last]  # fmt: skip
+        others = [
+            f"with {', '.join(names)} it raises {type(error).__name__}: {error}"
+            for names, error in failures.items()
+            if names != last
+        ]
         if others:
             failures[last].add_note(
-                f"jzero: that is with the state as {', '.join(last)}, which nobody has said; "
-                f"{escaped('; '.join(others))}"
+                f"jzero: that is with {', '.join(last)} for the state, as nobody has said what it is; "
+                + escaped("; ".join(others[:_SHOWN]))
             )
         return failures[last]
 

@@ -135,7 +135,7 @@ def add_notes(error: Exception, arrays: Mapping[str, Any]) -> None:
 
 
 def _needed(error: Exception) -> list[str] | None:
-    """The arguments whose values a step needed while it was traced, as JAX names them; None if it may be any."""
+    """The arguments whose values a step needed while it was traced, by JAX's error; None for any."""
     if "Non-hashable static arguments" in str(error):
         return None
     found = re.search(r"depends on the values? of the arguments? (.*)\.", str(error))

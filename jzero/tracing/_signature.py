@@ -148,9 +148,12 @@ class Signature:
         told = state_argnums is not None or bool(state_argnames)
         static = frozenset(chosen("static", static_argnums, static_argnames))
         static |= frozenset(chosen("static", *_jaxpr.static_arguments(step_fn)))
-        # The first that is not static, as `self` of a method may be, and that no `functools.partial` has bound.
-        bound = {p.name for p in signature.parameters.values()
-                 if p.kind == p.KEYWORD_ONLY and p.default is not p.empty}  # fmt: skip
+        # The first that is not static, as `self` of a method may be, nor bound by a `functools.partial`.
+        bound = {
+            p.name
+            for p in signature.parameters.values()
+            if p.kind == p.KEYWORD_ONLY and p.default is not p.empty
+        }
         first = next((i for i, name in enumerate(names) if name not in static | bound), 0)
         found = (
             set(chosen("state", state_argnums, state_argnames))
@@ -293,11 +296,15 @@ class Signature:
         self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[str, ...]]:
         """Which arguments a state could be, the first one first; those of a tuple several."""
-        by_name = [p.name for p in self.parameters.parameters.values()
-                   if p.kind == p.KEYWORD_ONLY and p.name not in self.static_names | kwargs.keys()]  # fmt: skip
+        taken = self.static_names | kwargs.keys()
+        by_name = [
+            p.name
+            for p in self.parameters.parameters.values()
+            if p.kind == p.KEYWORD_ONLY and p.name not in taken
+        ]
         is_tuple = isinstance(state, tuple | list) and len(state) > 1
-        sizes = (1, len(state)) if is_tuple else (1,)
-        for num, k in [(num, k) for num in sizes for k in range(min(num, len(by_name)) + 1)]:
+        sizes = [1, len(state)] if is_tuple else [1]
+        for num, k in [(n, k) for n in sizes for k in range(min(n, len(by_name)) + 1)]:
             num_args = len(args) + num - k
             for named in itertools.combinations(by_name, k):
                 with contextlib.suppress(TypeError):  # They are more than it takes, or fewer.
