@@ -79,9 +79,15 @@ def refuses_unknown_options(fn: _Function) -> _Function:
                 "Only the step is given by position, and options by their names.",
                 f"Write {who}({step}, {options[0]}=...)."))  # fmt: skip
         if bad := [name for name in kwargs if name not in known]:
-            edits = dict.fromkeys(_edit(who, name, options) for name in bad)
+            edits = dict[str, list[str]]()
+            for name in bad:
+                edits.setdefault(_edit(who, name, options), []).append(f"{name}=")
+            lines = [
+                f"Of {', '.join(of)}: {edit}" if len(edits) > 1 else edit
+                for edit, of in edits.items()
+            ]
             raise OptionError(message(
-                who, f"there is no option {', '.join(f'{name}=' for name in bad)}", " ".join(edits),
+                who, f"there is no option {', '.join(f'{name}=' for name in bad)}", " ".join(lines),
                 ""))  # fmt: skip
         made = fn(*args, **kwargs)
         return made if args or kwargs.get(step) is not None else decorator(made)

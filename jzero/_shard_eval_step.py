@@ -153,7 +153,7 @@ def shard_eval_step(
       static_argnames: their names.
       in_specs: how arguments lie whose rows are not along dim 0; see `shard_train_step`.
       state_argnums: positions of the arguments that are read where they rest, by default the first, or those
-        that are the state that `like` has trained, or parts of it.
+        that are the state that `like` has placed or trained, or parts of it.
       state_argnames: their names.
 
     Returns:

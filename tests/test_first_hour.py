@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What somebody tries in the first hour: each mistake is named, with what to write instead."""
 
+import collections
+import dataclasses
 import functools
 import re
+import types
 from typing import Any
 
 import equinox as eqx
@@ -37,6 +40,18 @@ class Tensor:
         return X
 
 
+class Loader:
+    def __iter__(self):
+        yield X
+
+
+@dataclasses.dataclass
+class Fields:
+    """No pytree."""
+
+    x: Any
+
+
 def of(package, **attributes):
     return type("Tensor", (Tensor,), {"__module__": package, **attributes})()
 
@@ -49,9 +64,18 @@ def of(package, **attributes):
     (of("paddle"), r"np.asarray\(x\)"),
     ("hello", r"batch\['x'\] is a str: 'hello'.*Leave text out.*token ids.*static_argnames"),
     (np.array(["hello"]), r"batch\['x'\] is a ndarray: array\(\['hello'\].*Leave text out"),
-    (np.array([X, None], object), r"is a ndarray.*array.astype\(np.float32\)"),
+    (np.array([1, 2.5], object), r"is a ndarray.*array.astype\(np.float32\)"),
+    (np.array([[1], [1, 2]], object), r"is a ndarray.*pad them to one length"),
+    (np.zeros(3, [("a", "f4")]), r"\{name: array\[name\] for name in array.dtype.names\}"),
     (np.array(["2026-01-01"], "datetime64[D]"), r"array.astype\(np.float32\)"),
-    (range(3), r"next\(iterator\), or write for batch in loader"),
+    (Loader(), r"next\(iterator\), or write for batch in loader"),
+    (range(3), r"Pass NumPy arrays: np.asarray\(x\)"),
+    (memoryview(b"abc"), r"Pass NumPy arrays: np.asarray\(x\)"),
+    ({1, 2}, r"np.asarray\(sorted\(x\)\)"),
+    (collections.UserDict(x=X), r"is a UserDict.*dict\(batch\)"),
+    (Fields(X), r"is a Fields.*register_dataclass.*vars\(x\)"),
+    (types.SimpleNamespace(x=X), r"is a SimpleNamespace.*register_dataclass"),
+    (Fields("a configuration"), r"is a Fields.*static_argnames"),
     (jnp.tanh, r"static_argnames"),
 ])  # fmt: skip
 def test_a_leaf_that_is_no_array(leaf, edit):
@@ -160,7 +184,8 @@ def test_a_step_that_returns_no_state():
     ({"acumulate": 2}, r"Did you mean accumulate=\?"),
     ({"keep_unused": True}, "jzero compiles the step itself: drop it"),
     ({"xyzzy": 1}, r"Drop it: help\(jzero.shard_train_step\) lists the options"),
-    ({"zero_stage": 3, "axis": "x"}, "no option zero_stage=, axis=. Write stage=. Write axis_names="),
+    ({"zero_stage": 3, "axis": "x"},
+     "no option zero_stage=, axis=. Of zero_stage=: Write stage=. Of axis=: Write axis_names="),
 ])  # fmt: skip
 def test_an_option_that_is_not_there(make, options, edit):
     with pytest.raises(jzero.OptionError, match=f"shard_train_step: there is .*{edit}"):
@@ -222,6 +247,31 @@ def test_what_cannot_be_read_is_named(fn):
     with pytest.raises((TypeError, ValueError)) as caught:
         shard_train_step(fn)(W, X, 2)
     assert "static_argnames=('num',)" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(("fn", "value"), [
+    (lambda w, x, num: (w + x.reshape(num, -1).mean(), 1.0), 4),
+    (lambda w, x, num: (w + jnp.zeros(num).sum(), 1.0), 4),
+    (lambda w, x, num: (w, 1.0) if num else (w, 2.0), True),
+])  # fmt: skip
+def test_a_value_that_the_step_needs_is_named(fn, value):
+    with pytest.raises(TypeError) as caught:
+        shard_train_step(fn)(W, X, value)
+    assert "num came as a number or bool" in "".join(caught.value.__notes__)
+    shard_train_step(fn, static_argnames="num")(W, X, value)
+
+
+def test_a_number_beside_what_the_step_needs_is_not_named():
+    with pytest.raises(TypeError, match="value of the argument w") as caught:
+        shard_train_step(lambda w, x, num: (w, 1.0) if w.sum() > 0 else (w, num))(W, X, 3)
+    assert "jzero" not in "".join(caught.value.__notes__)
+
+
+def test_a_number_that_no_array_holds_is_named():
+    train_step = shard_train_step(lambda w, x, num: (w * num, 1.0))
+    train_step(W, X, 2)
+    with pytest.raises(jzero.BatchError, match=r"num is 1099511627776\. It fits no array"):
+        train_step(W, X, 2**40)
 
 
 def test_equinox_compiles_numbers_in():

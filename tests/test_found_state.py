@@ -278,7 +278,54 @@ def test_by_name():
     close(train_step(X, Y, params=params, opt_state=opt_state), want)
     params, opt_state = init()
     close(train_step(X, scale=ONE, opt_state=opt_state, y=Y, params=params), want)
-    assert train_step._programs.signature.state_names == ("opt_state", "params")
+    assert train_step._programs.signature.state_names == ("params", "opt_state")
+    # In the order of the parameters, known, found, or about to be.
+    for step in (
+        train_step,
+        sharded(by_name),
+        sharded(by_name, state_argnames=("opt_state", "params")),
+    ):
+        close(step.shard(init(), X, y=Y), init())
+        placed = step.init(init)
+        assert step.state_shardings(init(), X, Y) == jax.tree.map(lambda x: x.sharding, placed)
+        close(step(X, Y, params=placed[0], opt_state=placed[1]), want)
+
+
+def scaled(scale, params, x):
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * scale * g, params, grads), loss * scale
+
+
+def scaled_by_default(scale=2.0, *, params, x):
+    return scaled(scale, params, x)
+
+
+@pytest.mark.parametrize("bound", [
+    functools.partial(scaled, scale=2.0), jax.jit(functools.partial(scaled, scale=2.0)), scaled_by_default,
+])  # fmt: skip
+def test_a_parameter_that_is_bound_keeps_its_value(bound):
+    params = {"w": P["w"]}
+    train_step = sharded(bound)
+    for given in ({}, {"scale": 3.0}):
+        close(
+            train_step(params=copies(params), x=X, **given),
+            jax.jit(bound)(params=params, x=X, **given),
+        )
+    assert train_step._programs.signature.state_names == ("params",)
+
+
+def test_what_the_step_raises_itself_is_raised_where_a_state_is_placed():
+    def failing(batch, state):
+        params, opt_state = state
+        update(params, opt_state, batch["x"], batch["y"])
+        raise KeyError("of the step's own")
+
+    for place in ("shard", "state_shardings"):
+        with pytest.raises(KeyError, match="of the step's own") as caught:
+            getattr(sharded(failing), place)(init(), {"x": X, "y": Y})
+        notes = "".join(caught.value.__notes__)
+        assert "with state for the state, as nobody has said" in notes
+        assert "with batch it raises TypeError" in notes
 
 
 def counted(step_fn):
@@ -781,6 +828,21 @@ def predict(batch, state):
 
 def of_params(batch, params):
     return predict(batch, (params,))
+
+
+@pytest.mark.parametrize("place", ["init", "shard", "on_mesh"])
+def test_an_evaluation_before_the_first_step(place):
+    """It reads what was placed."""
+    train_step = sharded(batch_first)
+    if place == "on_mesh":
+        train_step.plan({"x": X, "y": Y}, init())
+        train_step = train_step.on_mesh(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]))
+    state = train_step.init(init) if place == "init" else train_step.shard(init())
+    for fn, read in ((predict, state), (of_params, state[0])):
+        evaluate = jzero.shard_eval_step(fn, like=train_step)
+        close(evaluate(X, read), fn(X, read))
+        assert len(evaluate._programs.signature.state_names) == 1
+        assert evaluate._programs.signature.found
 
 
 class Evaluator:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weakly typed leaves of a state (Python's 0, 0.0, 1.0) train what `jax.jit` trains, by one program."""
 
+import enum
 from typing import Any
 
 import jax
@@ -162,6 +163,32 @@ def test_under_an_outer_jit():
     state = two(state_with(0))[0]
     expected = step(step(state_with(0), X)[0], X)[0]
     zoo.assert_trees_close(zoo.to_host(state), zoo.to_host(expected), zoo.FP32, "state")
+
+
+class Level(enum.IntEnum):
+    ONE = 1
+
+
+@pytest.mark.parametrize("number", [
+    np.float64(0.1), np.complex128(0.1), np.bool_(True), np.int64(3), Level.ONE, 0.1, True,
+])  # fmt: skip
+def test_numbers_of_numpy_are_not_weak(number):
+    """Though `np.float64` is a `float`, and `np.complex128` a `complex`."""
+
+    def step(state, x, scale):
+        w, kept = state
+        return (w, kept), {
+            "update": scale * x.astype(jnp.bfloat16),
+            "of_kept": kept * x.astype(jnp.bfloat16),
+        }
+
+    state = state_with(number)[0]["w"], number
+    (_, kept), metrics = jzero.shard_train_step(step)(state, X, number)
+    (_, expected), expected_metrics = jax.jit(step)(state, X, number)
+    assert (kept.dtype, kept.weak_type) == (expected.dtype, expected.weak_type)
+    for name, theirs in expected_metrics.items():
+        assert metrics[name].dtype == theirs.dtype
+        np.testing.assert_array_equal(metrics[name], theirs)
 
 
 def test_shapes_are_promoted():

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -134,6 +136,7 @@ def build(
             _weak.check(leaves[: len(new)], new)
         return outs
 
+    flat_step.__signature__ = _leaf_signature(state, first[0], arrays)  # type: ignore[attr-defined]
     may = any(aval.weak_type for aval in state_avals) and not setting.evaluates
     flat = FlatStep(
         functools.partial(flat_step, promotes=True) if may else flat_step,
@@ -160,6 +163,18 @@ def build(
         local.whole_arguments,
         tuple(flat.state),
     )
+
+
+def _leaf_signature(state: Any, root: str, arrays: Mapping[str, Any]) -> inspect.Signature:
+    """That of a function of all leaves, `(num, batch_x, ...)`: JAX's errors name them by it."""
+    paths = [*_call.leaf_paths(state, root), *_call.argument_paths(arrays)]
+    names = dict.fromkeys(["promotes"], "")
+    for path in paths:
+        name = re.sub(r"\W+", "_", path).strip("_")
+        names[name if name.isidentifier() and name not in names else f"leaf{len(names)}"] = path
+    kind, last = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY
+    leaves = [inspect.Parameter(name, kind) for name, path in names.items() if path]
+    return inspect.Signature([*leaves, inspect.Parameter("promotes", last, default=False)])
 
 
 def shardings_of(leaves: Sequence[LeafPlan], mesh: Any) -> list[NamedSharding]:

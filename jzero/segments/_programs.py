@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jzero._errors import JzeroError, escaped
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero.processes import _agreement
 from jzero.segments import _at_rest, _identity, _program
@@ -28,6 +31,7 @@ from jzero.tracing._signature import Call, Signature
 from jzero.tracing._state_arguments import StateArguments, parts
 
 WHO = _call.WHO
+_SHOWN = 3  # failures of other readings that a note names
 _JAX_KINDS = {HOST: "unpinned_host", NVME: "unpinned_host"}
 
 
@@ -49,7 +53,9 @@ class Programs:
         self._step_fn, self.signature, self.options = step_fn, signature, options
         self.mesh, self._axis_names, self._axis_name = mesh, axis_names, axis_name
         self._evaluates, self._trained_by = evaluates, trained_by
-        self._trained: Any = None  # the state of the last program that was built, of shapes
+        self._trained: Any = (
+            None  # the state of the last program, or that was placed before, of shapes
+        )
         self._setting: tuple[Any, Setting] | None = None
         self.built: dict[Any, Program] = {}
         # By what is quick to ask of a call; an array and its shape then are two keys of one program.
@@ -69,10 +75,12 @@ class Programs:
         return self._with(self.mesh, dataclasses.replace(self.options, **changed))
 
     def _with(self, mesh: Any, options: Options) -> Programs:
-        return Programs(
+        other = Programs(
             self._step_fn, self.signature, options, mesh, self._axis_names, self._axis_name,
             self._evaluates, self._trained_by,
         )  # fmt: skip
+        other._trained = self._trained
+        return other
 
     def to_evaluate(
         self, eval_step: Callable[..., Any], signature: Signature, changed: Mapping[str, Any]
@@ -125,15 +133,15 @@ class Programs:
 
     def _read_where_trained(self, call: Call) -> None:
         """Finds what an evaluation reads, if it has the state of the training, or a part of it, not first."""
-        trained = None if self._trained_by is None else self._trained_by._trained
-        if trained is None or self.signature.settled:
+        if self._trained_by is None or self._trained_by._trained is None or self.signature.settled:
             return
+        trained = self._trained_by._trained
         try:
             _reading.read_trained(self.signature, trained, call.state, call.arrays)
         except Elsewhere as found:
             self.signature = self.signature.of_state(found.names)
             raise
-        self.signature = dataclasses.replace(self.signature, settled=True)
+        self.signature = dataclasses.replace(self.signature, settled=bool(self._trained_by.built))
 
     def with_state(
         self, who: str, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -144,9 +152,10 @@ class Programs:
 
         Raises:
           StateError: the user said which they are, and it is not of so many.
-          Exception: what the step raises with the state in its first place, if it has none in any.
+          Exception: what the step raises with the state in the place with which it gets furthest, if it has
+            none in any.
         """
-        before, failure = self.signature, None
+        before, failures = self.signature, dict[tuple[str, ...], Exception]()
         if not (before.told or before.settled or self._evaluates):
             for names in before.places(state, args, kwargs):
                 guess = before.of_state(names)
@@ -154,14 +163,39 @@ class Programs:
                     given = guess.with_state(guess.named(state, who), args, kwargs)
                     self.bind(*given)
                 except Exception as error:
-                    failure = failure or error
+                    failures[names] = error
                 else:
                     if self.signature.state_names == names:
                         return given
                 self.signature = before
-            if failure is not None:
-                raise failure
+            if failures:
+                raise self._furthest(failures)
         return before.with_state(before.named(state, who), args, kwargs)
+
+    def _furthest(self, failures: Mapping[tuple[str, ...], Exception]) -> Exception:
+        """Of what a step raises by where its state is, what it raises last; the others are its notes."""
+        code = getattr(inspect.unwrap(self._step_fn), "__code__", None)
+
+        def reached(names: tuple[str, ...]) -> float:
+            error = failures[names]
+            lines = [
+                n for frame, n in traceback.walk_tb(error.__traceback__) if frame.f_code is code
+            ]
+            # What jzero refuses it has read to the end.
+            return math.inf if isinstance(error, JzeroError) else max(lines, default=0)
+
+        last = max(failures, key=reached)
+        others = [
+            f"with {', '.join(names)} it raises {type(error).__name__}: {error}"
+            for names, error in failures.items()
+            if names != last
+        ]
+        if others:
+            failures[last].add_note(
+                f"jzero: that is with {', '.join(last)} for the state, as nobody has said what it is; "
+                + escaped("; ".join(others[:_SHOWN]))
+            )
+        return failures[last]
 
     def of(self, call: Call) -> Program:
         """The program for a call's shapes.
@@ -245,9 +279,19 @@ class Programs:
     def _agreed_first(self, call: Call, setting: Setting) -> Program:
         """The program for a call that none has run before."""
         failures: list[Exception] = []
+        if not (self.signature.told or self.signature.settled):
+            # Before they compare anything: another process may know where the state is, as it was asked.
+            try:
+                self._of(call, setting)
+            except Elsewhere:
+                raise
+            except Exception as error:
+                failures.append(error)
 
         def sections() -> _agreement.Sections:
             try:
+                if failures:
+                    raise failures.pop()
                 program = self._of(call, setting)
             except Exception as error:
                 if self._agreed:  # The others may run what they know, and not come.
@@ -272,7 +316,12 @@ class Programs:
         return found[-1] if found else None
 
     def layout_of(self, state: Any, setting: Setting) -> tuple[LeafPlan, ...] | None:
-        """Where the leaves of a state of `ShapeDtypeStruct`s rest, as the last program for it has them."""
+        """Where the leaves of a state of `ShapeDtypeStruct`s rest, as the last program for it has them.
+
+        Before there is any, a state that is placed is what evaluations read.
+        """
+        if not self.built:
+            self._trained = state
         return self._layouts.get(_state_key(state, setting))
 
 

@@ -92,9 +92,14 @@ def abstract(tree: Any, root: str) -> Any:
     return jax.tree.unflatten(treedef, out)
 
 
+def is_python_number(leaf: Any) -> bool:
+    """Whether it is a number of Python's own; `np.float64` and `np.complex128` are subclasses of those."""
+    return isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic)
+
+
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of one leaf."""
-    if isinstance(leaf, (bool, int, float, complex)):
+    if is_python_number(leaf):
         aval = jnp.result_type(leaf)
         return jax.ShapeDtypeStruct((), aval, weak_type=not isinstance(leaf, bool))
     if isinstance(leaf, (np.ndarray, np.generic)):

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import array
+import dataclasses
+import re
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import jax
@@ -27,6 +30,14 @@ _TEXT = (
     "Leave text out of the batch ({k: v for k, v in batch.items() if k != 'text'}), or pass its token ids; "
     "declare an argument that is text in static_argnames."
 )
+_MAPPING = "Pass a dict, which JAX knows: dict(batch)."
+_OBJECT = (
+    "Register its class (jax.tree_util.register_dataclass), or pass a dict of its fields: vars(x)."
+)
+_RAGGED = (
+    "Its rows are not all alike: pad them to one length (np.pad, then np.stack), or leave it out."
+)
+_RECORDS = "Pass its fields, each as an array: {name: array[name] for name in array.dtype.names}."
 _ITERATOR = "Pass one batch of it: next(iterator), or write for batch in loader."
 _STATIC = (
     "Declare such an argument in static_argnames, or make it a static field of its container "
@@ -59,19 +70,36 @@ def _edit(leaf: Any, in_state: bool) -> str:
     if isinstance(leaf, str | bytes) or _kind(leaf) in ("U", "S"):
         return _STATIC if in_state else _TEXT
     if isinstance(leaf, np.ndarray | np.generic):
-        return f"{_CONVERT}array.astype(np.float32), or leave it out."
+        return _edit_of_array(leaf)
     package = type(leaf).__module__.partition(".")[0]
     if package in _PACKAGES and hasattr(leaf, "__array__"):
         return _PACKAGES[package]
+    if isinstance(leaf, Mapping):
+        return _MAPPING
+    if dataclasses.is_dataclass(leaf) or isinstance(leaf, types.SimpleNamespace):
+        fields = jax.tree.leaves(dict(getattr(leaf, "__dict__", {})))
+        return _OBJECT if any(hasattr(x, "shape") for x in fields) else _STATIC
     if in_state and "equinox" in sys.modules:
         return _MODULES
     if isinstance(leaf, type | types.FunctionType):
         return _STATIC
-    if hasattr(leaf, "__array__"):
+    if hasattr(leaf, "__array__") or isinstance(leaf, range | memoryview | bytearray | array.array):
         return f"{_CONVERT}np.asarray(x)."
+    if isinstance(leaf, Set):
+        return f"{_CONVERT}np.asarray(sorted(x))."
     if hasattr(leaf, "__iter__"):
         return _ITERATOR
     return _STATIC
+
+
+def _edit_of_array(leaf: Any) -> str:
+    if leaf.dtype.names is not None:
+        return _RECORDS
+    try:
+        leaf.astype(np.float32)
+    except (TypeError, ValueError):
+        return _RAGGED
+    return f"{_CONVERT}array.astype(np.float32), or leave it out."
 
 
 def _kind(leaf: Any) -> str:
@@ -80,22 +108,22 @@ def _kind(leaf: Any) -> str:
 
 def add_notes(error: Exception, arrays: Mapping[str, Any]) -> None:
     """Says below an error of the step's own what in its arguments (shapes) may be the cause."""
-    numbers, lists = list[str](), dict[str, int]()
+    named, lists = _needed(error), dict[str, int]()
+    numbers = [name for name, x in arrays.items()
+               if (named is None or name in named) and _may_be_number(x)]  # fmt: skip
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
-        if leaf.shape or not leaf.weak_type:
-            continue
         name, *keys = path
-        if not keys:
-            numbers.append(name.key)
-        elif isinstance(keys[-1], jax.tree_util.SequenceKey):
+        if leaf.shape or not leaf.weak_type or not keys:
+            continue
+        if isinstance(keys[-1], jax.tree_util.SequenceKey):
             while keys and isinstance(keys[-1], jax.tree_util.SequenceKey):
                 del keys[-1]
             text = name.key + jax.tree_util.keystr(tuple(keys))
             lists[text] = lists.get(text, 0) + 1
-    if numbers and _wants_values(error):
+    if numbers:
         error.add_note(
-            f"jzero: {_listed(numbers)} came as a Python number, which a step gets as an array, as under "
-            f"jax.jit. Where it needs the number itself, say so: shard_train_step(..., "
+            f"jzero: {_listed(numbers)} came as a number or bool, which a step gets as an array, as under "
+            f"jax.jit. Where it needs the value itself, say so: shard_train_step(..., "
             f"static_argnames={tuple(numbers)})."
         )
     if lists:
@@ -106,9 +134,17 @@ def add_notes(error: Exception, arrays: Mapping[str, Any]) -> None:
         )
 
 
-def _wants_values(error: Exception) -> bool:
-    kinds = jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError
-    return isinstance(error, kinds) or "Non-hashable static arguments" in str(error)
+def _needed(error: Exception) -> list[str] | None:
+    """The arguments whose values a step needed while it was traced, by JAX's error; None for any."""
+    if "Non-hashable static arguments" in str(error):
+        return None
+    found = re.search(r"depends on the values? of the arguments? (.*)\.", str(error))
+    return re.split(", and |, | and ", found[1]) if found else []
+
+
+def _may_be_number(x: Any) -> bool:
+    is_scalar = isinstance(x, jax.ShapeDtypeStruct) and not x.shape
+    return is_scalar and (x.weak_type or x.dtype == bool)
 
 
 def _listed(texts: Iterable[str]) -> str:

@@ -148,12 +148,17 @@ class Signature:
         told = state_argnums is not None or bool(state_argnames)
         static = frozenset(chosen("static", static_argnums, static_argnames))
         static |= frozenset(chosen("static", *_jaxpr.static_arguments(step_fn)))
-        # The first that is not static, as `self` of a method may be.
-        num_static = next((i for i, name in enumerate(names) if name not in static), 0)
+        # The first that is not static, as `self` of a method may be, nor bound by a `functools.partial`.
+        bound = {
+            p.name
+            for p in signature.parameters.values()
+            if p.kind == p.KEYWORD_ONLY and p.default is not p.empty
+        }
+        first = next((i for i, name in enumerate(names) if name not in static | bound), 0)
         found = (
             set(chosen("state", state_argnums, state_argnames))
             if told
-            else {resolve("state", num_static)}
+            else {resolve("state", first)}
         )
         if not found:
             raise OptionError(message(
@@ -205,17 +210,17 @@ class Signature:
         if form not in self._holders:
             self._holders[form] = {i for _, i in numbers if _objects.holds_objects(given[i])}
         holders, kinds = self._holders[form], _objects.kinds()
-        found = [
-            (_place(self.parameters, name), name, i)
+        found = {
+            name: given[i]
             for name, i in numbers
             if isinstance(given[i], kinds) or (i in holders and _objects.holds_objects(given[i]))
-        ]
-        bad = [name for _, name, _ in found if name in self.specs]
+        }
+        bad = [name for name in self.in_order(found) if name in self.specs]
         if bad:
             raise OptionError(message(
                 WHO, f"in_specs names {', '.join(bad)}, of NNX objects",
                 "The stage decides how the state lies.", "Drop it from in_specs."))  # fmt: skip
-        return {name: given[i] for _, name, i in sorted(found)}
+        return {name: found[name] for name in self.in_order(found)}
 
     def _apart(
         self, form: tuple[Any, ...], given: list[Any], numbers: Sequence[tuple[str, int]]
@@ -260,8 +265,9 @@ class Signature:
             f"Call it with ({', '.join(call)})."))  # fmt: skip
 
     def _state(self, numbers: Sequence[tuple[str, int]], given: Sequence[Any]) -> Any:
-        if len(self.state_names) == 1:
-            return given[numbers[0][1]] if numbers else None
+        """The state; of what is not given the default applies."""
+        if len(self.state_names) == 1 and numbers:
+            return given[numbers[0][1]]
         names, values = tuple([name for name, _ in numbers]), [given[i] for _, i in numbers]
         return StateArguments(names, tuple(values))
 
@@ -289,14 +295,23 @@ class Signature:
     def places(
         self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[str, ...]]:
-        """Which arguments by position a state could be, the first one first; those of a tuple several."""
+        """Which arguments a state could be, the first one first; those of a tuple several."""
+        taken = self.static_names | kwargs.keys()
+        by_name = [
+            p.name
+            for p in self.parameters.parameters.values()
+            if p.kind == p.KEYWORD_ONLY and p.name not in taken
+        ]
         is_tuple = isinstance(state, tuple | list) and len(state) > 1
-        for num in (1, len(state)) if is_tuple else (1,):
-            with contextlib.suppress(TypeError):  # They are more than it takes, or fewer.
-                bound = self.parameters.bind(*range(len(args) + num), **kwargs)
-                names = [*flat_arguments(bound)][: len(args) + num]
-                free = [name for name in names if name not in self.static_names]
-                yield from itertools.combinations(free, num)
+        sizes = [1, len(state)] if is_tuple else [1]
+        for num, k in [(n, k) for n in sizes for k in range(min(n, len(by_name)) + 1)]:
+            num_args = len(args) + num - k
+            for named in itertools.combinations(by_name, k):
+                with contextlib.suppress(TypeError):  # They are more than it takes, or fewer.
+                    bound = self.parameters.bind(*range(num_args), **kwargs, **dict.fromkeys(named))
+                    names = [*flat_arguments(bound)][:num_args]
+                    free = [name for name in names if name not in self.static_names]
+                    yield from [(*x, *named) for x in itertools.combinations(free, num - k)]
 
     def with_state(
         self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -348,8 +363,8 @@ class Signature:
                 return self.of_objects(static).call(step_fn, held, arrays, others)
 
             return graph.run(state, run, WHO)
-        single = len(self.state_names) == 1
-        found = {self.state_names[0]: state} if single else dict(parts(state))
+        several = isinstance(state, StateArguments)
+        found = dict(parts(state)) if several else {self.state_names[0]: state}
         values = {**found, **arrays, **dict(static)}
         parts_of = values.pop(_MODULES, None)
         values |= {name: part.whole(values[name]) for name, part in parts_of or ()}
@@ -376,7 +391,14 @@ class Signature:
 
 
 def _in_order(signature: inspect.Signature, names: Collection[str]) -> tuple[str, ...]:
-    return tuple(sorted(sorted(names), key=lambda name: _place(signature, name)))
+    known = list(signature.parameters)
+
+    def key(name: str) -> tuple[int, int, str]:
+        at, _, number = name.partition("[")
+        index = known.index(at) if at in known else len(known)  # of **kwargs by name
+        return index, int(number[:-1] or 0), name
+
+    return tuple(sorted(names, key=key))
 
 
 def _place(signature: inspect.Signature, name: str) -> float:

@@ -70,7 +70,7 @@ def strong(leaves: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> lis
 
 def is_weak(x: Any) -> bool:
     """Whether a leaf has a type that gives way to others."""
-    if isinstance(x, int | float | complex):
+    if _call.is_python_number(x):
         return not isinstance(x, bool)
     return bool(getattr(x, "weak_type", False))
 

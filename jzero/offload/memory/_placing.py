@@ -227,7 +227,13 @@ def place(
     out = list(leaves)
     moves = [i for i, leaf in enumerate(leaves) if not lies_right(leaf, shardings[i])]
     if moves:
-        sources = [_own(leaves[i], shardings[i]) for i in moves]
+        try:
+            sources = [_own(leaves[i], shardings[i]) for i in moves]
+        except OverflowError as error:  # Of a Python number.
+            big = [i for i in moves if isinstance(leaves[i], int) and leaves[i].bit_length() > 31]
+            raise BatchError(message(
+                WHO, [f"{paths()[i]} is {leaves[i]}" for i in big], f"It fits no array: {error}.",
+                "Pass a float, or set jax.config.update('jax_enable_x64', True).")) from None  # fmt: skip
         targets = [shardings[i] for i in moves]
         if targets[0].is_fully_addressable:
             placed = jax.device_put(sources, targets)
