@@ -89,9 +89,11 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
           FloatingPointError: with `jax_debug_nans` or `jax_debug_infs`.
         """
         _agreement.check(WHO)
-        with contextlib.suppress(Elsewhere):
-            return self._run(args, kwargs)
-        return self._run(args, kwargs)
+        while (
+            True
+        ):  # Twice at most, and thrice where an argument that was found is none of the state.
+            with contextlib.suppress(Elsewhere):
+                return self._run(args, kwargs)
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one step.

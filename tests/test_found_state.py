@@ -511,6 +511,61 @@ def test_what_no_result_is_computed_of_is_no_state():
         sharded(lambda *a: (*like_a_bias(*a)[:3], 0.9 * a[3]))(*init(), X[:6], Y[:6, 0])
 
 
+def taught(teacher, params, opt_state, x, y):
+    """A frozen teacher leads, and the parameters that come back first are like it."""
+    return update(params, opt_state, x, y + 0.1 * jnp.tanh(x @ teacher["w"]) @ teacher["v"])
+
+
+def reconstruction_first(x, state):
+    def of_params(params):
+        out = jnp.tanh(x @ params["w"]) @ params["w"].T
+        return jnp.mean((out - x) ** 2), out
+
+    params, opt_state = state
+    (loss, out), grads = jax.value_and_grad(of_params, has_aux=True)(params)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return out, loss, (optax.apply_updates(params, updates), opt_state)
+
+
+def batch_back(batch, state):
+    loss, state = loss_first(state, batch["x"], batch["y"])
+    return batch, state, loss
+
+
+def weighed(params, opt_state, batch):
+    """A batch that comes back, augmented, with something in it that is for all rows."""
+    x = batch["x"] * batch["scale"][None]
+    return *update(params, opt_state, x, batch["y"]), {**batch, "x": batch["x"] + 1e-3}
+
+
+MISLEADING = {
+    "teacher": (taught, (init()[0], *init(), X, Y), ("params", "opt_state")),
+    "reconstruction": (reconstruction_first, (X, init()), ("state",)),
+    "batch": (batch_back, ({"x": X, "y": Y}, init()), ("state",)),
+}
+
+
+@pytest.mark.parametrize("name", MISLEADING)
+def test_what_comes_back_and_is_not_trained_is_no_state(name):
+    step_fn, args, names = MISLEADING[name]
+    train_step, given = sharded(step_fn), copies(args)
+    close(train_step(*given), jax.jit(step_fn)(*args), name)
+    assert train_step._programs.signature.state_names == names
+    assert not any(x.is_deleted() for x in jax.tree.leaves(given[0]))
+    assert sharded(step_fn).plan(*args).leaves == train_step.plan(*args).leaves
+
+
+def test_a_batch_of_unlike_leading_dims_that_comes_back_is_asked_about():
+    batch = {"x": X, "y": Y, "scale": jnp.ones(16)}
+    with pytest.raises(
+        jzero.StepError,
+        match=r"(?s)batch comes back, .* may be a batch.*=\(0, 1\), or state_argnums=\(0, 1, 2\)",
+    ):
+        sharded(weighed)(*init(), batch)
+    train_step = sharded(weighed, state_argnums=(0, 1))
+    close(train_step(*init(), batch), jax.jit(weighed)(*init(), batch))
+
+
 def with_mean(params, opt_state, mean, x):
     """The weak candidate has another number of rows than the batch."""
     new = 0.9 * mean + 0.1 * x.mean(0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -120,14 +121,14 @@ class Programs:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A call of the step, taken apart, once it is known which arguments are the state."""
         call = self.signature.bind(args, kwargs)
-        if self.signature.told:
-            return call
-        try:
-            if self._evaluates:
+        if self._evaluates and not self.signature.told:
+            with contextlib.suppress(Elsewhere):
                 self._read_where_trained(call)
-            else:
+            return self.signature.bind(args, kwargs)
+        while not self._evaluates and self.signature.may_change:
+            with contextlib.suppress(Elsewhere):
                 self.of(call)
-        except Elsewhere:
+                break
             call = self.signature.bind(args, kwargs)
         return call
 
@@ -279,7 +280,7 @@ class Programs:
     def _agreed_first(self, call: Call, setting: Setting) -> Program:
         """The program for a call that none has run before."""
         failures: list[Exception] = []
-        if not (self.signature.told or self.signature.settled):
+        if self.signature.may_change:
             # Before they compare anything: another process may know where the state is, as it was asked.
             try:
                 self._of(call, setting)

@@ -338,9 +338,14 @@ class Signature:
         return _in_order(self.parameters, names)
 
     def of_state(self, names: Collection[str]) -> Signature:
-        """The same step, of which these arguments were found to be the state."""
-        state = self.in_order(names)
-        return dataclasses.replace(self, state_names=state, told=True, found=True, _bindings={})
+        """The same step, of which these arguments were found to be the state; the second time for good."""
+        state, found = self.in_order(names), not self.found
+        return dataclasses.replace(self, state_names=state, told=True, found=found, _bindings={})
+
+    @property
+    def may_change(self) -> bool:
+        """Whether what the step computes may still say that other arguments are the state."""
+        return (self.found or not self.told) and not self.settled
 
     def of_objects(self, static: Sequence[tuple[str, Any]]) -> Signature:
         """With the arguments that hold NNX objects as the state, if there are such in this call."""

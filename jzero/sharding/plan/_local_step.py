@@ -21,7 +21,13 @@ from jzero.sharding.plan._layout import Layout, Shard
 from jzero.sharding.plan._setting import Setting
 from jzero.tracing import _call, _reading, _weak
 from jzero.tracing._modules import Filtered
-from jzero.tracing._returned import as_given, holds_floats, holds_optimizer_state, of_batch
+from jzero.tracing._returned import (
+    Found,
+    as_given,
+    holds_floats,
+    holds_optimizer_state,
+    of_batch,
+)
 from jzero.tracing._signature import Signature
 from jzero.tracing._state_arguments import parts
 
@@ -111,13 +117,21 @@ def _read_beside_state(unclear: _reading.Unclear, step: FlatStep, setting: Setti
 
 
 def _check_updates(traced: TracedStep, step: FlatStep) -> None:
-    """Refuses gradients that were taken for the new state."""
+    """Reads a step once more of which a batch was taken for state, and refuses gradients that were."""
     state = jax.tree.unflatten(step.state_tree, step.state)
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
     outs = as_given(outs.arrays if isinstance(outs, Filtered) else outs)
     names = step.signature.state_names
     named = list(zip(names, [value for _, value in parts(state)], strict=True))
     led = names[:1] if _reading.leads(step.signature, outs, state, step.arrays) else ()
+    wrong = _untold.misread(traced, named, step.arrays)
+    if wrong.unclear:
+        unclear = tuple(wrong.unclear)
+        sure = tuple([name for name in names if name not in unclear])
+        _reading.refuse(step.signature, {**dict(named), **step.arrays}, Found(sure, unclear))
+    if wrong.instead or wrong.batch:
+        kept = [wrong.instead.get(name, name) for name in names if name not in wrong.batch]
+        raise _reading.Elsewhere(step.signature.in_order(kept))
     if anew := _untold.computed_anew(traced, named, step.arrays, led):
         _reading.refuse_anew(step.signature, anew)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,13 @@ import jax.numpy as jnp
 from jzero.sharding.batch._trace import TracedStep
 from jzero.tracing import _jaxpr, _rewrite
 from jzero.tracing._modules import Filtered
-from jzero.tracing._returned import holds_floats, holds_optimizer_state, results_like
+from jzero.tracing._returned import (
+    Like,
+    holds_floats,
+    holds_optimizer_state,
+    may_be_batch,
+    results_like,
+)
 from jzero.tracing._types import Eqn, Jaxpr
 
 
@@ -133,14 +139,69 @@ def computed_anew(
     return anew
 
 
+class Misread(NamedTuple):
+    """What the equations say against a state that was found by structure, shapes and dtypes.
+
+    Attributes:
+      instead: for an argument, one like it of which its new value is an update, as of one a frozen teacher.
+      batch: arguments with rows, of which what comes back is no update.
+      unclear: arguments that change by themselves, as a batch that is augmented, or an environment.
+    """
+
+    instead: Mapping[str, str]
+    batch: Sequence[str]
+    unclear: Sequence[str]
+
+
+def misread(
+    traced: TracedStep, state: Sequence[tuple[str, Any]], arrays: Mapping[str, Any]
+) -> Misread:
+    """Which arguments were taken for state beside an optimizer's, and are none.
+
+    Args:
+      traced: the step, whose outputs begin with the new state.
+      state: the arguments that were found to be the state, of shapes, by name.
+      arrays: the others.
+    """
+    trees = {name: tree for name, tree in state if not holds_optimizer_state(tree)}
+    if len(trees) == len(state):
+        return Misread({}, (), ())
+    jaxpr, owners = traced.frame.jaxpr, _owners([*state, *arrays.items()])
+    reached = _reached(jaxpr, [frozenset({i}) for i in range(len(owners))])
+    sources = _sources(jaxpr, owners)
+    given = {
+        name for name, tree in arrays.items() if not holds_floats(tree)
+    }  # keys, counters, labels
+    instead, batch, unclear = dict[str, str](), [], []
+    for name, tree in trees.items():
+        ours = [i for i, owner in enumerate(owners) if owner == name]
+        first, kept = ours[0] if ours else 0, any(i in reached[i] for i in ours)
+        alone = all(sources[i] <= {name, *given} for i in ours)
+        others = [x for x in arrays if Like(tree)(arrays[x])]
+        of_others = {
+            x for x in others
+            if any(owners.index(x) + i - first in reached[i] for i in ours)
+        }  # fmt: skip
+        if not kept and len(of_others) == 1:
+            instead[name] = of_others.pop()
+        elif may_be_batch(tree) and (alone or not kept):
+            batch.append(name)
+        elif alone and any(jaxpr.outvars[i] is not jaxpr.invars[i] for i in ours):
+            unclear.append(name)
+    return Misread(instead, batch, unclear)
+
+
 # Of what these compute, each element is one of many of an operand's.
 _MIXING = frozenset(
     """argmax argmin conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general gather
     ragged_dot ragged_dot_general reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
     reduce_window reduce_window_sum select_and_gather_add select_and_scatter_add""".split()
 )
-# Those that put parts together, or take one.
-_PARTS = frozenset("concatenate dynamic_slice dynamic_update_slice pad slice split".split())
+# Those that put parts together, or take one, also over devices.
+_PARTS = frozenset(
+    """all_gather all_to_all concatenate dynamic_slice dynamic_update_slice pad ppermute reduce_scatter slice
+    split""".split()
+)
 
 
 def _reached(jaxpr: Jaxpr, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:
