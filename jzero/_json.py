@@ -116,8 +116,8 @@ def open_regular(path: str | Path, *, follow: bool = True) -> BinaryIO:
     raise NotRegular(errno.EINVAL, reason, os.fspath(path))
 
 
-def parse(data: bytes, what: str = "it") -> Any:
-    """The value of JSON in UTF-8, which findings call `what`.
+def parse(data: bytes, what: str = "it", infinities: bool = False) -> Any:
+    """The value of JSON in UTF-8, which findings call `what`; with `Infinity` where it is asked for.
 
     Raises:
       Malformed: it is something else, or out of bounds.
@@ -129,7 +129,7 @@ def parse(data: bytes, what: str = "it") -> Any:
             object_pairs_hook=_without_duplicates,
             parse_int=_integer,
             parse_float=_float,
-            parse_constant=_constant,
+            parse_constant=_infinity if infinities else _constant,
         )
         if _SURROGATES.search(data):
             json.dumps(value, ensure_ascii=False).encode()  # This finds halves of pairs.
@@ -207,6 +207,10 @@ def _float(text: str) -> float:
 
 def _constant(text: str) -> Any:
     raise ValueError(f"{text} is no number")
+
+
+def _infinity(text: str) -> Any:
+    return _constant(text) if text == "NaN" else float(text)
 
 
 def _problems(value: Any, form: Any, where: str) -> Iterator[str]:

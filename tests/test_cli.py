@@ -705,3 +705,28 @@ def test_unlock_of_a_step(steps):
     assert (
         "Correct the path, if it is not the directory of steps." in run("unlock", str(steps)).stderr
     )
+
+
+@pytest.mark.one_release
+def test_verify_fails_where_the_latest_step_is_not_whole(tmp_path):
+    """What it reads then is an older one; and a warning is said in the command's name."""
+    train_step = jzero.shard_train_step(lambda w, x: w - (x @ w).sum(), stage=3)
+    state = train_step(train_step.shard(jnp.ones((8, 8))), jnp.ones((8, 8)))
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state)
+    for file in (tmp_path / "2").rglob("*"):
+        if file.is_file() and "METADATA" in file.name:
+            file.unlink()
+    command = [sys.executable, "-m", "jzero", "inspect", str(tmp_path), "--verify"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "has steps that are not whole: 2. The latest whole one" in " ".join(done.stderr.split())
+    assert done.stderr.startswith("python -m jzero inspect: Checkpointer ")
+    assert run("inspect", str(tmp_path / "1"), "--verify").returncode == 0
+
+
+@pytest.mark.one_release
+def test_no_flag_is_taken_for_help():
+    assert "there is no --step." in (said := run("inspect", "x", "--step", "3").stderr)
+    assert "Did you mean" not in said

@@ -29,6 +29,10 @@ number = lambda: 3
 alone = lambda: (step_fn,)
 no_step = lambda: ([], w, batch)
 no_init = lambda: (step_fn, step_fn, batch)
+bad_init = lambda: (step_fn, lambda: jnp.zeros(3) @ jnp.zeros(4), batch)
+no_batch = lambda: (step_fn, w)
+swapped = lambda: (lambda: w, step_fn, batch)
+bug = lambda: (lambda w, batch: undefined_name, w, batch)
 
 def fails():
     jnp.zeros(3) @ jnp.zeros(4)
@@ -78,10 +82,13 @@ def refused(*arguments):
         ("train:number", "train:number() returns int, not (step, init, batch)."),
         ("train:alone", "train:alone() returns a tuple of 1, not (step, init, batch)."),
         ("train:no_step", "train:no_step() returns list first, not a step."),
-        ("train:no_init", "init of train:no_init() raises TypeError in line "),
-        ("train:fails", "train:fails() raises TypeError in line 19 of "),
-        ("train:ends", "train:ends() raises SystemExit in line 22 of "),
-        ("train:imports", "train:imports() raises ModuleNotFoundError in line 25 of "),
+        ("train:no_init", "init of train:no_init() takes the arguments (w, batch). It is MODULE:FUNCTION"),
+        ("train:bad_init", "init of train:bad_init() raises TypeError in line "),
+        ("train:no_batch", "train:no_batch() returns no batch."),
+        ("train:swapped", "is no step of a state and the batch: it takes no arguments."),
+        ("train:fails", "train:fails() raises TypeError in line 23 of "),
+        ("train:ends", "train:ends() raises SystemExit in line 26 of "),
+        ("train:imports", "train:imports() raises ModuleNotFoundError in line 29 of "),
     ],
 )  # fmt: skip
 def test_a_function_that_is_none(function, text):
@@ -124,6 +131,11 @@ def test_what_to_install_where_nothing_compiles():
         assert "pip install 'jzero[preflight]'" in refused("train:setup")
     else:
         pytest.skip("there is a compiler")
+
+
+def test_what_the_step_raises_has_its_line():
+    gpu_compiler.skip_without_it()
+    assert "the step of train:bug() raises NameError in line 20 of " in refused("train:bug")
 
 
 def test_what_preflight_prints():

@@ -23,6 +23,10 @@ CONFIGS = pathlib.Path(__file__).parent / "deepspeed_configs"
 DOCS = CONFIGS.parents[1] / "docs"
 PINNED, HOST = jzero.PinnedHost(), jzero.HostCPU()
 SMALL = {"train_batch_size": 8}
+HALF_ON_HOSTS = {
+    **SMALL, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True},
+}  # fmt: skip
 ADAM = {**SMALL, "optimizer": {"type": "Adam", "params": {}}}
 
 # File: the options on 8 devices, and the chain, as it is printed without its schedule.
@@ -191,7 +195,7 @@ def test_every_key_has_one_note_in_its_order(name: str):
     assert str(found).splitlines() == [f"{key}: {note}" for key, note in found.notes.items()]
     allowed = {
         "gradient_clipping", "bf16.check_grad_overflow", "zero_optimization.stage", "optimizer",
-        "gradient_accumulation_steps",
+        "gradient_accumulation_steps", "scheduler",
     }  # fmt: skip
     assert set(missing) <= allowed
 
@@ -453,6 +457,17 @@ def test_every_key_of_the_table_has_one_note(key: str):
         ({**SMALL, "zero_optimization": {"stage": 3, "mics_shard_size": 2.5}},
          ["zero_optimization.mics_shard_size is 2.5, not a whole number"]),
         ({**SMALL, "communication_data_type": "int8"}, ["communication_data_type is 'int8'", "'bf16'"]),
+        ({**SMALL, "gradient_clipping": 10**309}, ["000, not a number"]),
+        ({**SMALL, "zero_optimization": "auto", "bf16": "auto"},
+         ['zero_optimization is "auto", not an object', 'bf16 is "auto", not an object', "Write its keys"]),
+        ({**SMALL, "k" * 5000: 1, "a\nb": 1}, [f"{'k' * 100}...{'k' * 100} is no key", "a\\nb is no key"]),
+        ({**HALF_ON_HOSTS, "optimizer": {"type": "Lamb", "params": {}}},
+         ["the optimizer is Lamb", "zero_optimization.offload_optimizer is on", "or use AdamW."]),
+        ({**HALF_ON_HOSTS, "gradient_clipping": 1, "bf16": {"enabled": True, "check_grad_overflow": True}},
+         ["gradient_clipping is on", "bf16.check_grad_overflow is true", "Drop one of them."]),
+        ({**SMALL, "compression_training": {"layer_reduction": {"enabled": True}}},
+         ["compression_training is {", "Compression changes the model"]),
+        ({**SMALL, "compression_training": {"layer_reduction": 3}}, ["Compression changes the model"]),
         ({**SMALL, "gradient_clipping": -1}, ["gradient_clipping is -1", "largest norm"]),
         ({**SMALL, "gradient_allreduce_op": "sum"}, ["gradient_allreduce_op is 'sum'. The gradients are"]),
         ({**SMALL, "torch_autocast": {"enabled": True, "dtype": "float16"}},
@@ -579,3 +594,56 @@ def test_a_translated_step_trains():
     assert state[0].sharding.spec in (jax.P("local"), jax.P("local", None))
     ours = train_step.unshard(state)[0]
     np.testing.assert_allclose(np.float32(ours), np.float32(whole[0]), rtol=1e-2)
+
+
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_no_gradient_travels_or_adds_up_in_float16(half: str):
+    """There is no loss scale here, without which small gradients are 0 in float16."""
+    found = jzero.from_deepspeed({
+        **SMALL, half: {"enabled": True}, "gradient_accumulation_steps": 2, "communication_data_type": "fp16",
+        "data_types": {"grad_accum_dtype": "FP16"},
+    })  # fmt: skip
+    assert found.options["reduce_dtype"] == found.options["accumulate_dtype"] == jnp.bfloat16
+    for key in ("communication_data_type", "data_types.grad_accum_dtype"):
+        assert "bfloat16 in place of float16: without a loss scale" in found.notes[key]
+    said = "The loss that the step returns is added up in it, too"
+    assert said in found.notes["data_types.grad_accum_dtype"]
+
+
+def test_no_note_advises_what_is_refused():
+    found = jzero.from_deepspeed({**HALF_ON_HOSTS, "gradient_clipping": 1})
+    said = found.notes["bf16.check_grad_overflow"]
+    assert said.endswith("jzero cannot with gradient_clipping and offload_optimizer.")
+    found = jzero.from_deepspeed(HALF_ON_HOSTS)
+    assert found.notes["bf16.check_grad_overflow"].endswith("write it to say which.")
+
+
+def test_without_a_scheduler_the_rate_is_constant_and_it_is_said():
+    said = jzero.from_deepspeed(HALF_ON_HOSTS).notes["scheduler"]
+    assert said.startswith(
+        "Missing: the learning rate is constant, 0.001. The Hugging Face Trainer would"
+    )
+    assert "WarmupDecayLR" in said
+    assert "scheduler" not in jzero.from_deepspeed(SMALL).notes
+
+
+def test_what_is_off_in_all_its_parts_is_accepted():
+    quantised = {"shared_parameters": {"enabled": False}, "different_groups": {}}
+    parts = {"layer_reduction": {"enabled": False, "keep": 3}, "weight_quantization": quantised}
+    found = jzero.from_deepspeed({**SMALL, "compression_training": parts})
+    assert found.notes["compression_training"] == "Off."
+
+
+def test_a_file_may_have_infinite_steps_per_print(tmp_path: pathlib.Path):
+    """As Accelerate writes them; nothing else may be infinite, and no number is NaN."""
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, "steps_per_print": Infinity}')
+    assert "if step % 10 == 0" in jzero.from_deepspeed(path).python()
+    path.write_text('{"train_batch_size": 8, "gradient_clipping": Infinity}')
+    assert "gradient_clipping is inf, not a number" in refused(path)
+    path.write_text('{"train_batch_size": 8, "steps_per_print": NaN}')
+    assert "NaN is no number" in refused(path)
+
+
+def test_a_program_has_jnp_for_whoever_fills_it_in():
+    assert "\nimport jax.numpy as jnp\n" in jzero.from_deepspeed(SMALL).python()

@@ -227,7 +227,17 @@ ADAM_OF = {**SMALL, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "weight_
         (SMALL, {8: 8}, ["It has values by names of the Trainer or of DeepSpeed."]),
         (SMALL, {"warmup_ratio": "x"}, ["warmup_ratio is 'x'. It is a number. Correct it."]),
         (ADAM_OF, {"learnin_rate": 1},
-         ["learnin_rate is no name of the Trainer, and no key here (perhaps 'learning_rate')"]),
+         ["learnin_rate is no name of the Trainer that fills a key, and no key here (perhaps 'learning"]),
+        (ADAM_OF, {"weight_decay": 0, "warmup_steps": 100},
+         ["warmup_steps fills nothing: it is of scheduler.params.warmup_num_steps",
+          "Without a scheduler the learning rate is constant.", '"type": "WarmupDecayLR"']),
+        (ADAM_OF, {"weight_decay": 0, "lr_scheduler_type": "linear", "tf32": True, "num_train_epochs": 3,
+                   "optim": "adamw_torch", "gradient_checkpointing": True},
+         ["lr_scheduler_type of the Trainer fills nothing: the section scheduler says it",
+          "tf32 of the Trainer fills nothing: jax.config.update('jax_default_matmul_precision', ",
+          "num_train_epochs of the Trainer fills nothing: your loop says it",
+          "optim of the Trainer fills nothing: the section optimizer says it",
+          "gradient_checkpointing of the Trainer fills nothing: jax.checkpoint"]),
         (ADAM_OF, {"weight_decay": 0, "learning_rate": 0.2, "adam_beta1": 0.9, "bf16": True},
          ["3 keys fail", "learning_rate is 0.2, and optimizer.params.lr is 0.1",
           "adam_beta1 fills nothing: it is of optimizer.params.betas, with adam_beta2",
@@ -279,3 +289,12 @@ def test_the_command_takes_and_asks_for_values(tmp_path: pathlib.Path):
     assert "--auto has a name twice. It has one value for each. Drop one of them." in done.stderr
     done = run("deepspeed", str(path), "--auto", "lr")
     assert "--auto: 'lr' is not of the form learning_rate=1e-4,bf16=true" in done.stderr
+
+
+def test_fractional_warmup_steps_are_a_ratio():
+    """As in transformers 5."""
+    auto = {**AUTO, "warmup_ratio": None, "warmup_steps": 0.1}
+    found, written = (
+        jzero.from_deepspeed(EVERY_AUTO, devices=8, auto=x).python() for x in (auto, AUTO)
+    )
+    assert assigned(found, "schedule") == assigned(written, "schedule")

@@ -130,7 +130,7 @@ def test_several_files_and_an_index(saved, tmp_path, capsys):
     written = [*names, "out.safetensors.index.json"]
     assert sorted(file.name for file in tmp_path.iterdir()) == written
     assert [pathlib.Path(line.split(": ")[0]).name for line in
-            capsys.readouterr().out.splitlines()[1:]] == written  # fmt: skip
+            capsys.readouterr().out.splitlines()[3:]] == written  # fmt: skip
     index = json.loads((tmp_path / written[-1]).read_text())
     expected = tensors(state["params"])
     assert index["metadata"] == {"total_size": sum(x.nbytes for x in expected.values())}
@@ -464,3 +464,58 @@ def test_masters_of_what_cannot_be_told(tmp_path, capsys):
     assert status == 1
     assert "under tx/masters/ are masters of no leaves, or of several" in said
     run(*arguments)
+
+
+def unread_state(nested: bool) -> tuple[Any, Any]:
+    """A loss that reads `body` alone; the update changes all, and the state may be one level deeper."""
+    tx = optax.adam(1e-2)
+    inner = {
+        "body": {"w": jnp.ones((8, 4))},
+        "head": {"v": jnp.ones((4, 3))},
+        "base": jnp.ones((8,)),
+    }
+    state = inner, tx.init(inner)
+
+    def step_fn(state, batch):
+        params, opt_state = state["train"] if nested else state
+        grads = jax.grad(lambda p: jnp.mean((batch @ p["body"]["w"]) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), opt_state
+        return {"train": new} if nested else new
+
+    return step_fn, {"train": state} if nested else state
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_parameters_that_no_loss_reads_are_exported(nested, tmp_path, capsys):
+    """Their role is that of optimizer state; where they are says what they are."""
+    step_fn, state = unread_state(nested)
+    train_step = jzero.shard_train_step(step_fn, stage=3, min_shard_bytes=0)
+    state = train_step(train_step.shard(state), jnp.ones((8, 8)))
+    with jzero.Checkpointer(tmp_path / "ck", train_step) as checkpointer:
+        checkpointer.save(1, state)
+    run("export", tmp_path / "ck", tmp_path / "out.safetensors")
+    found = set(load_file(tmp_path / "out.safetensors"))
+    out = capsys.readouterr().out
+    prefix = "train." if nested else ""
+    assert found == {f"{prefix}0.{name}" for name in ("base", "body.w", "head.v")}
+    at = prefix.replace(".", "/")
+    said = ", ".join(f"{at}1/0/{name}" for name in ("count", "mu/base", "mu/body/w"))
+    assert f"Not exported, as no parameters: 7 leaves ({said}, ...). --select REGEX" in out
+
+
+def test_averages_beside_parameters_are_left_out_and_named(tmp_path, capsys):
+    """What has a parameter's name and shape, and is in its tree, is a copy."""
+
+    def step_fn(state, batch):
+        w, ema = state["net"]["w"], state["net"]["ema"]["w"]
+        w = w - jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+        return {"net": {"w": w, "ema": {"w": 0.9 * ema + 0.1 * w}}}
+
+    train_step = jzero.shard_train_step(step_fn, stage=3, min_shard_bytes=0)
+    state = train_step.shard({"net": {"w": jnp.ones((8, 4)), "ema": {"w": jnp.ones((8, 4))}}})
+    with jzero.Checkpointer(tmp_path / "ck", train_step) as checkpointer:
+        checkpointer.save(1, train_step(state, jnp.ones((8, 8))))
+    run("export", tmp_path / "ck", tmp_path / "out.safetensors")
+    assert set(load_file(tmp_path / "out.safetensors")) == {"net.w"}
+    assert "Not exported, as no parameters: 1 leaf (net/ema/w)." in capsys.readouterr().out

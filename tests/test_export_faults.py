@@ -317,13 +317,13 @@ def test_notes_that_do_not_add_up(name, checkpoints, tmp_path):
 
 
 def test_leaves_without_a_role(checkpoints, tmp_path):
-    """Only those that were noted are parameters; and that is no error."""
+    """What is beside a parameter is one, too, whatever was noted."""
     shutil.copytree(checkpoints[NEW], tmp_path / "ck")
     notes = tmp_path / "ck" / "_CHECKPOINT_METADATA"
     custom = {"roles": {"params/a": "parameter", "params/b": "optimizer state"}}
     notes.write_text(json.dumps({**json.loads(notes.read_text()), "custom_metadata": custom}))
     export(tmp_path / "ck", tmp_path, False)
-    assert list(load_file(tmp_path / "m.safetensors")) == ["a"]
+    assert list(load_file(tmp_path / "m.safetensors")) == ["a", "b", "c"]
 
 
 def test_two_leaves_of_one_name(tmp_path):
@@ -421,7 +421,7 @@ CHILD = """
     for i in itertools.count():
         size = "100B" if i // 2 % 2 else "1GB"
         path = (old, new)[i % 2]
-        file = _export.export(path, out / "m.safetensors", max_file_size=size, overwrite=True)[-1]
+        file = _export.export(path, out / "m.safetensors", max_file_size=size, overwrite=True).files[-1]
         _import.import_(file, out / f"ck{i}")
         print(i, flush=True)
 """

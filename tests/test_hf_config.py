@@ -132,6 +132,22 @@ def test_what_an_entry_adds():
     assert count(VIT, qkv_bias=False) == count(VIT) - 12 * 3 * 768
 
 
+def test_classes_have_defaults():
+    """Of a text_config, which leaves out what is its class's: of gemma-3-4b and of llava-1.5-7b."""
+    gemma = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+    }
+    assert count(gemma) == 3_880_263_168
+    llava = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32064}
+    assert count(llava) == count(LLAMA) + 2 * 64 * 4096 == 6_738_939_904
+    assert count({"model_type": "mistral"}) == PUBLISHED["Mistral-7B-v0.1"][1]
+    qwen = decoder("qwen2", 4096, 22016, 32, 32, 32, 151936)
+    assert count({"model_type": "qwen2"}) == count(qwen)
+
+
 def test_the_class_says_the_family():
     """Where there is no `model_type`."""
     config = {key: x for key, x in LLAMA.items() if key != "model_type"}
@@ -166,14 +182,21 @@ KNOWN = "There are llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text, mix
          "architectures of config is ['LlamaForTokenClassification']. Of llama there are LlamaForCausalLM, "),
         (LLAMA | {"architectures": "LlamaModel"}, "It is a list with the name of one class."),
         (LLAMA | {"architectures": [{}]}, "It is a list with the name of one class."),
-        ({"model_type": "llama", "hidden_size": 8}, "config has no num_attention_heads. The number of"),
+        ({"model_type": "gemma", "hidden_size": 8}, "config has no num_attention_heads. The number of"),
+        (LLAMA | {"num_attention_heads": 33},
+         "num_attention_heads of config is 33. Heads divide the width, 4096."),
+        (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads of config is 5. They divide the heads"),
+        (GPT2 | {"n_head": 5}, "n_head of config is 5. Heads divide the width, 768."),
+        (VIT | {"num_attention_heads": 5}, "num_attention_heads of config is 5. Heads divide the"),
+        (VIT | {"patch_size": 225}, "patch_size of config is 225. A patch is no larger than the image, 224."),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "Parameters of a quantised model are packed"),
         ({key: x for key, x in PUBLISHED["Qwen3-8B"][0].items() if key != "num_key_value_heads"},
          "config has no num_key_value_heads."),
         (LLAMA | {"hidden_size": 0}, "hidden_size of config is 0. It is a whole number from 1 to 10"),
         (LLAMA | {"hidden_size": True}, "hidden_size of config is True."),
         (LLAMA | {"hidden_size": 4096.0}, "hidden_size of config is 4096.0."),
         (LLAMA | {"num_hidden_layers": 10**300}, "num_hidden_layers of config is 1000000000"),
-        (LLAMA | {"num_attention_heads": 5000}, "head_dim of config is 0."),
+        (LLAMA | {"num_attention_heads": 5000}, "num_attention_heads of config is 5000. Heads divide"),
         (LLAMA | {"tie_word_embeddings": "no"}, "embeddings of config is 'no'. It is true or false."),
         (GPT2 | {"add_cross_attention": True}, "Cross-attention of GPT-2 is not counted."),
         (PUBLISHED["Qwen3-30B-A3B"][0] | {"mlp_only_layers": [[]]}, "It is a list of layers."),

@@ -500,13 +500,13 @@ class Files:
         return [leaf._replace(role=None) for leaf in leaves]
 
     def export(self) -> Any:
-        (path,) = _export.export(self.steps, self.out / "out.safetensors", overwrite=True)
+        (path,), _ = _export.export(self.steps, self.out / "out.safetensors", overwrite=True)
         return as_ours(path)
 
     def import_(self) -> Any:
         self.num += 1
         _import.import_(self.index, self.out / f"ck{self.num}", prefix="")
-        (path,) = _export.export(self.out / f"ck{self.num}", self.out / "out.safetensors", select="",
+        (path,), _ = _export.export(self.out / f"ck{self.num}", self.out / "out.safetensors", select="",
                                  overwrite=True)  # fmt: skip
         return as_ours(path)
 

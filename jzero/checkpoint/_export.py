@@ -47,6 +47,18 @@ class _Export(NamedTuple):
         return self.tensor.nbytes
 
 
+class Exported(NamedTuple):
+    """What an export wrote.
+
+    Attributes:
+      files: the last one is what was asked for, or its index.
+      left_out: leaves that are in none of them.
+    """
+
+    files: list[Path]
+    left_out: list[str]
+
+
 def export(
     checkpoint: str | Path,
     out: str | Path,
@@ -55,24 +67,25 @@ def export(
     select: str | None = None,
     max_file_size: str = "5GB",
     overwrite: bool = False,
-) -> list[Path]:
+) -> Exported:
     """Writes the parameters of a checkpoint to `out`, or to several files of `max_file_size` and an index.
 
     Whoever reads `out`, or its index, finds all of an older export or all of the new one, whenever that is.
 
     Returns:
-      The files; the last one is what `out` names, or its index.
+      The files, and what is in none of them.
     """
     target, limit = _check(out, max_file_size)
     stored = _stored.find_latest(WHO, checkpoint)
-    exports = _exports(stored, _chosen(stored, select), dtype)
-    files = _split(exports, limit)
+    chosen = _chosen(stored, select)
+    files = _split(_exports(stored, chosen, dtype), limit)
     try:
         with _private.folder(f"{WHO} {target}", target, partial(_withdraw, target)) as folder:
             _check_free(target, overwrite)
             written = _write(stored, files, folder, target)
             _check_free(target, overwrite)  # That took a while.
-            return _publish(written, target)
+            left_out = stored.leaves.keys() - chosen
+            return Exported(_publish(written, target), [x for x in stored.leaves if x in left_out])
     except _reading.LeafErrors as error:
         raise CheckpointError(_stored.damaged(WHO, stored.directory, error)) from error
     except OSError as error:
@@ -133,13 +146,15 @@ def _index(target: Path) -> Path:
 
 
 def _chosen(stored: _stored.Stored, select: str | None) -> list[str]:
-    """The leaves that `select` matches; by default those whose role is parameter, or under `params`."""
+    """The leaves that `select` matches; by default parameters, by their role or where they are."""
     if select is not None:
         chosen = [name for name in stored.leaves if _regex(select).search(name)]
         rule = "A leaf is selected if the pattern is found in its name."
     else:
         roles = _roles(stored)
-        chosen = [name for name in stored.leaves if roles.get(name) == PARAMETER]
+        known = [name for name in stored.leaves if roles.get(name) == PARAMETER]
+        unread = _unread(known, stored)
+        chosen = [name for name in stored.leaves if name in unread or roles.get(name) == PARAMETER]
         chosen = chosen or [name for name in stored.leaves if name.startswith(_PREFIX)]
         rule = "Parameters are leaves that a Checkpointer noted as such, or those under params."
     if not chosen:
@@ -149,6 +164,48 @@ def _chosen(stored: _stored.Stored, select: str | None) -> list[str]:
             f"{WHO} {stored.directory}", f"{what} among its leaves, which are under: {tops}", rule,
             f"Say which they are with {'' if select is None else 'another '}--select REGEX."))  # fmt: skip
     return chosen
+
+
+def _unread(known: Sequence[str], stored: _stored.Stored) -> set[str]:
+    """Floating leaves in the trees of the known parameters: those of which the loss reads nothing.
+
+    Their role is that of all that only an update reads; where they are tells them from moments.
+    """
+    tops: dict[str, list[str]] = {}
+    for name in known:
+        tops.setdefault(name.split("/")[0], []).append(name)
+    found: set[str] = set()
+    for names in tops.values():
+        tree, copies = _tree(names, stored)
+        found |= {
+            name for name, leaf in stored.leaves.items()
+            if name.startswith(f"{tree}/") and name not in copies and _is_float(leaf.dtype)
+        }  # fmt: skip
+    return found
+
+
+def _tree(params: Sequence[str], stored: _stored.Stored) -> tuple[str, set[str]]:
+    """The name of the tree that parameters are in, and what in it is a copy of some: moments, averages.
+
+    That is what is called params, or else the largest without copies.
+    """
+    above = os.path.commonpath([name.rpartition("/")[0] or name for name in params])
+    parts = above.split("/")
+    if "params" in parts:
+        return "/".join(parts[: parts.index("params") + 1]), set()
+    ends = {(name.removeprefix(f"{above}/"), stored.leaves[name].shape) for name in params}
+    copies = {
+        name for name, leaf in stored.leaves.items()
+        if name not in params
+        and any(name.endswith(f"/{end}") and leaf.shape == shape for end, shape in ends)
+    }  # fmt: skip
+    trees = ["/".join(parts[: i + 1]) for i in range(len(parts))]
+    clear = [tree for tree in trees if not any(name.startswith(f"{tree}/") for name in copies)]
+    return (clear[0] if clear else above), copies
+
+
+def _is_float(dtype: Any) -> bool:
+    return dtype != "string" and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _roles(stored: _stored.Stored) -> dict[str, str]:
@@ -215,7 +272,7 @@ def _check_names(stored: _stored.Stored, names: Sequence[str]) -> None:
 
 def _wanted(own: Any, dtype: str | None) -> Any:
     """The dtype of a tensor: integers keep theirs."""
-    is_float = not isinstance(own, str) and jnp.issubdtype(own, jnp.floating)
+    is_float = not isinstance(own, str) and _is_float(own)
     return np.dtype(FLOATS[dtype]) if dtype and is_float else own
 
 

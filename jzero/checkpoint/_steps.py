@@ -27,6 +27,11 @@ def complete(directory: Path) -> list[int]:
         return sorted(step for step in _candidates(directory) if _is_whole(directory, step))
 
 
+def damaged(directory: Path) -> list[int]:
+    """The steps of a `Checkpointer` that are not whole."""
+    return sorted({*_candidates(directory)} - {*complete(directory)})
+
+
 def latest(directory: Path) -> int | None:
     """The last of them."""
     with _readable(directory):

@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jzero._errors import CheckpointError, named
+from jzero._errors import CheckpointError, message, named
 from jzero._quantities import readable_bytes
-from jzero.checkpoint import _export, _files, _import, _inspect, _lock, _reading, _stored
+from jzero.checkpoint import _export, _files, _import, _inspect, _lock, _reading, _steps, _stored
 from jzero.checkpoint._inspect import Inspection, Saved, Verified
 from jzero.cli import _flags
 from jzero.reports._tables import Table
 from jzero.sharding.plan._stages import PARAMETER
 
+_SHOWN = 3  # leaves that are not exported
 Shown = Iterator[str | Table | dict[str, Any]]  # A dict is shown as JSON.
 _CHECKPOINT = "a checkpoint of Orbax, or a directory of steps (the latest)"
 
@@ -92,6 +93,11 @@ def _show(checkpoint: str, verify: bool, json: bool) -> Shown:
     if verified is not None and verified.damaged:
         error = _reading.LeafErrors(verified.damaged)
         raise CheckpointError(_stored.damaged(_inspect.WHO, stored.directory, error))
+    if verify and (steps := _steps.damaged(_files.local(_inspect.WHO, checkpoint))):
+        newer = ", ".join(map(str, steps))
+        raise CheckpointError(message(
+            _inspect.WHO, f"{named(checkpoint)} has steps that are not whole: {newer}",
+            "The latest whole one is what was read.", "Remove them, or inspect one by name."))  # fmt: skip
 
 
 def _as_dict(found: Inspection, verified: Verified | None) -> dict[str, Any]:
@@ -162,7 +168,12 @@ def _dims(shape: tuple[int, ...]) -> str:
 
 
 def _write_files(checkpoint: str, out: str, **options: Any) -> Shown:
-    for file in _export.export(checkpoint, out, **options):
+    files, left_out = _export.export(checkpoint, out, **options)
+    if left_out and options["select"] is None:
+        shown = ", ".join([*left_out[:_SHOWN], *["..."] * (len(left_out) > _SHOWN)])
+        num = f"{len(left_out):,} {'leaf' if len(left_out) == 1 else 'leaves'}"
+        yield f"Not exported, as no parameters: {num} ({shown}). --select REGEX exports others."
+    for file in files:
         yield f"{file}: {readable_bytes(file.stat().st_size)}"
 
 

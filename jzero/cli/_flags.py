@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
 
 def _no(name: str, names: Sequence[str], all_of_them: bool = False) -> str:
     """That there is none of that name, and which was meant."""
-    like = difflib.get_close_matches(name, names, 1, 0.6)
+    like = difflib.get_close_matches(name, [x for x in names if x not in ("-h", "--help")], 1, 0.6)
     meant = f" Did you mean {like[0]}?" if like else f" There are {', '.join(names)}." * all_of_them
     return f"there is no {named(name)}.{meant}"
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import jax
@@ -48,6 +49,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "jzero") -> None:
     if name != "bandwidth":  # The others need no accelerators, which may be training.
         jax.config.update("jax_platforms", "cpu")
     width = _columns()
+    warnings.formatwarning = lambda text, *_, **__: (
+        f"{prog} {name}: {text}\n"
+    )  # Its line is no user's.
     try:
         _print(runs[name](**given), width or _UNWRAPPED)
     except (

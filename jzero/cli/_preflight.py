@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import inspect
 import os
 import sys
 import traceback
@@ -15,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jzero._errors import OptionError, message, named
+from jzero._errors import _PACKAGE, JzeroError, OptionError, message, named
 from jzero._shard_train_step import shard_train_step
 from jzero._step import ShardedTrainStep
 from jzero.cli import _flags
@@ -70,7 +71,8 @@ def add(commands: Any) -> dict[str, Callable[..., Shown]]:
 def _preflight(function: str, json: bool, **options: Any) -> Shown:
     step, *arguments = _arguments(function)
     try:
-        found = preflight(step, *arguments, **options)
+        with _named_failures(f"the step of {function}()", but=(JzeroError, ImportError)):
+            found = preflight(step, *arguments, **options)
     except ImportError as error:  # XLA's compiler is not installed; the message says how to.
         raise OptionError(str(error)) from error
     yield found.to_dict() if json else Verbatim(found)
@@ -91,11 +93,34 @@ def _arguments(function: str) -> tuple[Any, ...]:
         raise _refused(
             f"{function}() returns {kind} first, not a step", "Return (step, init, batch)."
         )
+    if not others:
+        raise _refused(f"{function}() returns no batch", "Return (step, init, batch).")
+    if takes := _takes_other(step, (init, *others)):
+        raise _refused(
+            f"the first that {function}() returns is no step of a state and the batch: it takes {takes}",
+            "Return (step, init, batch).")  # fmt: skip
     # A model may be a state that can be called; a function is no pytree.
     if callable(init) and jax.tree_util.all_leaves([init]):
+        if takes := _takes_other(init, ()):
+            raise _refused(
+                f"init of {function}() takes {takes}",
+                "It takes none: return functools.partial(init_fn, jax.random.key(0)), say.")  # fmt: skip
         with _named_failures(f"init of {function}()"):
             init = jax.eval_shape(init)
     return step if isinstance(step, ShardedTrainStep) else shard_train_step(step), init, *others
+
+
+def _takes_other(function: Callable[..., Any], given: tuple[Any, ...]) -> str | None:
+    """The arguments of a function that cannot be called with those given; None if it can, or nobody knows."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*given)
+    except TypeError:
+        return f"the arguments {signature}" if signature.parameters else "no arguments"
+    return None
 
 
 def _function(text: str) -> Callable[[], Any]:
@@ -130,7 +155,9 @@ def _function(text: str) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def _named_failures(what: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+def _named_failures(
+    what: str, but: type[Exception] | tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """What the user's code raises, with its line; a script without a main ends the process."""
     try:
         yield
@@ -138,7 +165,9 @@ def _named_failures(what: str, but: type[Exception] | tuple[()] = ()) -> Iterato
         raise
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        frame = [x for x in frames if "site-packages" not in x.filename][-1]
+        theirs = [x for x in frames if "site-packages" not in x.filename]
+        own = [x for x in theirs if not x.filename.startswith(_PACKAGE)]
+        frame = (own or theirs)[-1]
         found = f"{what} raises {type(error).__name__} in line {frame.lineno} of {frame.filename}"
         raise _refused(f"{found}: {named(str(error), 2000).rstrip('.')}", "Correct it.") from error
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jzero import _json
+from jzero._errors import named
 from jzero.deepspeed._batch import ACCUMULATE, MICRO, ROWS
 from jzero.deepspeed._settings import AUTO, Settings, is_kind, nearest, refuse
 from jzero.deepspeed._table import KEYS
@@ -57,7 +58,27 @@ _FILLS = (
                          "stage3_prefetch_bucket_size": lambda h: int(0.9 * h * h),
                          "stage3_param_persistence_threshold": lambda h: 10 * h}.items()),
 )  # fmt: skip
+LINEAR = (
+    "The Hugging Face Trainer would decay it linearly, after warmup_steps: for that write "
+    '"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", '
+    '"warmup_num_steps": "auto", "warmup_max_lr": "auto", "warmup_type": "linear"}}.'
+)
+# Of the Trainer's other arguments: where a training with jzero has what they say.
+_ELSEWHERE = {
+    "lr_scheduler_type": "the section scheduler says it: WarmupDecayLR is linear, WarmupCosineLR cosine",
+    "num_train_epochs": "your loop says it; max_steps fills total_num_steps",
+    "optim": "the section optimizer says it",
+    "tf32": "jax.config.update('jax_default_matmul_precision', 'tensorfloat32') says it",
+    "gradient_checkpointing": "jax.checkpoint around each layer of the model says it",
+    "torch_compile": "XLA compiles every step",
+    "seed": "the key that init is given says it",
+    "per_device_eval_batch_size": "your loop says it, with jzero.shard_eval_step",
+    **dict.fromkeys(("output_dir", "save_steps", "save_strategy", "save_total_limit"),
+                    "jzero.Checkpointer says it"),
+    **dict.fromkeys(("logging_steps", "report_to"), "your loop says it; steps_per_print is in the program"),
+}  # fmt: skip
 _NAMES = {name for fill in _FILLS for name in fill.names}
+_SCHEDULED = {"warmup_steps", "warmup_ratio", *_STEPS}
 _NUMBERS = ("warmup_ratio", *_STEPS, "hidden_size")
 # The Trainer's defaults, which it gives where its own command line says nothing.
 _DEFAULTS = {
@@ -115,11 +136,14 @@ def fill(config: dict[str, Any], auto: Any) -> None:
         elif must_match and now != value:
             found.append(f"{name} is {_json.shown(value)}, and {key} is {_json.shown(now)}")
         used.update(name.split(", "))
-    found += [_unused(name, places) for name in given if name not in used]
+    unused = [name for name in given if name not in used]
+    found += [_unused(name, places) for name in unused]
     if found:
+        constant = "scheduler" not in places.found and not _SCHEDULED.isdisjoint(unused)
         raise refuse(
             found, 'Each fills an "auto" of the configuration, or is the same as what it says.',
-            "Correct or drop them.")  # fmt: skip
+            "Without a scheduler the learning rate is constant. " * constant
+            + f"{LINEAR} Or drop them." * constant + "Correct or drop them." * (not constant))  # fmt: skip
     for key, source in _FOLLOWS:
         value = places.get(source) if isinstance(source, str) else source
         if places.get(key) == AUTO and is_kind(value, "number"):
@@ -170,8 +194,11 @@ def _named_values(auto: Any, places: _Places) -> dict[str, Any]:
            if name in given and not is_kind(given[name], "number")]  # fmt: skip
     if bad:
         raise refuse(bad, "It is a number.", "Correct it.")
-    if "warmup_ratio" in given and given.get("warmup_steps") == 0:
+    steps = given.get("warmup_steps")
+    if "warmup_ratio" in given and steps == 0:
         del given["warmup_steps"]  # The Trainer's default, by which the ratio says how many.
+    elif "warmup_ratio" not in given and isinstance(steps, float) and 0 < steps < 1:
+        given["warmup_ratio"] = given.pop("warmup_steps")  # So says the Trainer of transformers 5.
     total = places.get(_TOTAL)
     if "warmup_ratio" in given and not given.keys() & {*_STEPS} and is_kind(total, "number"):
         given["num_training_steps"] = total
@@ -198,7 +225,10 @@ def _unused(name: str, places: _Places) -> str:
         return f"{name} fills nothing: it is of {', '.join(keys)}{needs}"
     if several := places.keys_of(name):
         return f"{name} is the name of {', '.join(several)}: write one of them"
-    return f"{name} is no name of the Trainer, and no key here{nearest(name, [*_NAMES, *places.found])}"
+    if name in _ELSEWHERE:
+        return f"{name} of the Trainer fills nothing: {_ELSEWHERE[name]}"
+    like = nearest(name, [*_NAMES, *places.found])
+    return f"{named(name)} is no name of the Trainer that fills a key, and no key here{like}"
 
 
 def _missing(given: Mapping[str, Any]) -> Iterator[str]:

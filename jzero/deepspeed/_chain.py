@@ -8,12 +8,15 @@ import dataclasses
 import optax
 
 from jzero.deepspeed import _optimizers, _schedulers
+from jzero.deepspeed._auto import LINEAR
 from jzero.deepspeed._expressions import Expression, called
 from jzero.deepspeed._schedulers import Scheduled
 from jzero.deepspeed._settings import AUTO, Settings, refuse
+from jzero.deepspeed._transforms import lamb
 from jzero.tracing._precision import master_weights
 
 SCHEDULE = "schedule"  # the name of the learning rate's schedule in what is printed
+_OVERFLOW = "bf16.check_grad_overflow"
 _HALVES = {"bf16.enabled": "bf16", "fp16.enabled": "fp16"}
 _MASTERS = (
     "jzero.master_weights(...) keeps float32 masters in the optimizer's state: make the parameters bfloat16, "
@@ -37,8 +40,12 @@ class Chain:
     schedule: Expression | None
 
 
-def chain(settings: Settings) -> Chain:
+def chain(settings: Settings, on_hosts: bool) -> Chain:
     """The chain, and what became of the keys that it is made of.
+
+    Args:
+      settings: the configuration; it is told what became of its keys.
+      on_hosts: whether the hosts' processors run it, which take part in no collective.
 
     Raises:
       OptionError: optimizers, schedulers or precisions that jzero does not translate, or that contradict.
@@ -47,21 +54,42 @@ def chain(settings: Settings) -> Chain:
     scheduled = _schedulers.scheduled(settings, None if chosen is None else chosen.lr)
     parts = _clip(settings, chosen is None)
     schedule = None if scheduled is None else scheduled.rate
-    masters = _precision(settings)
+    masters = _precision(settings, on_hosts and bool(parts))
+    if on_hosts:
+        _check_on_hosts(settings, bool(parts), chosen)
     if chosen is None:
         _note_none(settings, scheduled)
         parts += [Expression(None, "make_optimizer", ())]
     else:
         rate = None if schedule is None else Expression(schedule.value, SCHEDULE)
+        if schedule is None:
+            settings.note(
+                "scheduler", f"Missing: the learning rate is constant, {chosen.lr}. {LINEAR}"
+            )
         if scheduled is not None:
             _overrule(settings, scheduled, "b1" in chosen.arguments)
         parts += _optimizers.parts(chosen, rate, scheduled)
         written = settings.get("optimizer.type")
         settings.note("optimizer.type", " ".join(_optimizers.sentences(chosen, written, scheduled)))
     tx = parts[0] if len(parts) == 1 else called("optax.chain", optax.chain, *parts)
-    if masters and settings.get("bf16.check_grad_overflow"):
+    if masters and settings.get(_OVERFLOW):
         tx = called("optax.apply_if_finite", optax.apply_if_finite, tx, _NEVER)
     return Chain(called("jzero.master_weights", master_weights, tx) if masters else tx, schedule)
+
+
+def _check_on_hosts(settings: Settings, clips: bool, chosen: _optimizers.Chosen | None) -> None:
+    """What asks in the midst of the update for a sum over the devices' shards."""
+    found = []
+    if chosen is not None and chosen.function is lamb:
+        found = ["the optimizer is Lamb"]
+    elif clips and settings.is_half and settings.get(_OVERFLOW):
+        found = ["gradient_clipping is on", f"{_OVERFLOW} is true"]
+    if found:
+        raise refuse(
+            [*found, "zero_optimization.offload_optimizer is on"],
+            "The hosts update each shard by itself; norms of whole parameters, and whether clipped updates "
+            "of all are finite, are sums over the devices.",
+            f"Drop {'one of them' if len(found) > 1 else 'offload_optimizer, or use AdamW'}.")  # fmt: skip
 
 
 def _overrule(settings: Settings, scheduled: Scheduled, has_betas: bool) -> None:
@@ -96,12 +124,12 @@ def _clip(settings: Settings, alone: bool) -> list[Expression]:
     return [called("optax.clip_by_global_norm", optax.clip_by_global_norm, float(norm))]
 
 
-def _precision(settings: Settings) -> bool:
+def _precision(settings: Settings, refuses_check: bool) -> bool:
     """Whether parameters rest in bfloat16 and need masters."""
     _autocast(settings)
     on = settings.is_half
     _enabled(settings)
-    key = "bf16.check_grad_overflow"
+    key = _OVERFLOW
     checks = settings.get(key, False)
     if key in settings.given:
         settings.note(
@@ -110,7 +138,9 @@ def _precision(settings: Settings) -> bool:
     elif on:
         settings.note(
             key, "Missing: gradients that are not finite are applied, too. New versions of DeepSpeed skip "
-            "such a step by default, old ones did not: write it to say which.")  # fmt: skip
+            "such a step by default, old ones did not: " + (
+                "jzero cannot with gradient_clipping and offload_optimizer." if refuses_check
+                else "write it to say which."))  # fmt: skip
     return on
 
 

@@ -30,7 +30,7 @@ class Key:
       refused: why others cannot be, and what to do.
       tuning: it has no say in what is trained, so that "auto" needs no value.
       inside: of an object, 'keys' that this table has too, 'anything', or 'enabled': anything too, and all of
-        it is off unless its key `enabled` is true.
+        it is off unless its key `enabled` is true; 'parts' if each part has such a key.
     """
 
     kind: str

@@ -9,6 +9,7 @@ from typing import Any
 
 import optax
 
+from jzero import _json
 from jzero.deepspeed import _transforms
 from jzero.deepspeed._expressions import Expression, called
 from jzero.deepspeed._keys import Key
@@ -99,7 +100,9 @@ def chosen(settings: Settings) -> Chosen | None:
     name = str(written).lower()
     if written is None or name not in _TAKES:
         found = (
-            "no type" if written is None else f"the type {written!r}{nearest(name, list(_TAKES))}"
+            "no type"
+            if written is None
+            else f"the type {_json.shown(written)}{nearest(name, list(_TAKES))}"
         )
         raise refuse(
             f"optimizer has {found}", "jzero translates Adam, AdamW, Lamb, Lion, Adagrad and SGD.",

@@ -15,8 +15,12 @@ _ZERO = "zero_optimization"
 _WIRE = "communication_data_type"
 _DTYPES = {
     "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16",
-    "fp16": "float16", "float16": "float16",
+    "fp16": "bfloat16", "float16": "bfloat16",  # Gradients have no loss scale here.
 }  # fmt: skip
+_INSTEAD = (
+    " bfloat16 in place of float16: without a loss scale, small gradients would be 0 in float16."
+)
+_LOSS_TOO = " The loss that the step returns is added up in it, too, and has its few digits."
 
 
 def options(settings: Settings, accumulate: int) -> dict[str, Any]:
@@ -98,14 +102,20 @@ def _dtypes(settings: Settings, accumulate: int) -> dict[str, Any]:
     sums = "data_types.grad_accum_dtype"
     if _WIRE in settings.given:
         found["reduce_dtype"] = _dtype(settings, _WIRE)
-        settings.note(_WIRE, f"reduce_dtype={found['reduce_dtype'].name}, of gradients on the way.")
+        text = f"reduce_dtype={found['reduce_dtype'].name}, of gradients on the way."
+        settings.note(_WIRE, text + _INSTEAD * _is_half(settings, _WIRE))
     if sums in settings.given:
         dtype = _dtype(settings, sums)
         if accumulate > 1:
             found["accumulate_dtype"] = dtype
-        settings.note(sums, f"accumulate_dtype={dtype.name}." if accumulate > 1
-                      else "Without effect: there is one microbatch.")  # fmt: skip
+        text = f"accumulate_dtype={dtype.name}." + _INSTEAD * _is_half(settings, sums)
+        text += _LOSS_TOO * (dtype.name != "jnp.float32")
+        settings.note(sums, text if accumulate > 1 else "Without effect: there is one microbatch.")
     return found
+
+
+def _is_half(settings: Settings, key: str) -> bool:
+    return str(settings.get(key)).lower() in ("fp16", "float16")
 
 
 def _dtype(settings: Settings, key: str) -> Expression:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from jzero import _json
+from jzero._errors import named
 from jzero.deepspeed._keys import KINDS, Key
 from jzero.deepspeed._settings import Settings, is_kind, nearest, refuse
 
@@ -23,7 +24,7 @@ def parameters(
     where = f"{section}.params"
     given = settings.get(where) or {}
     found = [
-        *(f"{where}.{k}{nearest(k, list(takes))}, which {name} does not take"
+        *(f"{where}.{named(k)}{nearest(k, list(takes))}, which {name} does not take"
           for k in given if k not in takes),
         *(f"{where}.{k} is missing" for k, p in takes.items() if p.required and k not in given),
         *(bad for k, v in given.items() if k in takes and (bad := _bad(f"{where}.{k}", v, takes[k]))),

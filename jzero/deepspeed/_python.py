@@ -98,10 +98,10 @@ def program(
         _MAIN.format(every=every),
     ]
     text = "".join(body)
-    jnp = "import jax.numpy as jnp\n" * ("jnp." in text)
     holes = "make_optimizer, " * (not given) + "init_params, loss_fn and batches"
     head = "".join(f"# {line}".rstrip() + "\n" for line in _HEAD.format(holes=holes).splitlines())
-    return f"{head}{_comments(notes)}\nimport jax\n{jnp}import optax\n\nimport jzero\n\n{text}"
+    imports = "import jax\nimport jax.numpy as jnp\nimport optax\n\nimport jzero"
+    return f"{head}{_comments(notes)}\n{imports}\n\n{text}"
 
 
 def _line(name: str, value: Any) -> str:

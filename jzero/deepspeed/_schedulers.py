@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jzero import _json
 from jzero.deepspeed import _schedules
 from jzero.deepspeed._expressions import Expression, called
 from jzero.deepspeed._keys import Key
@@ -89,7 +90,11 @@ def scheduled(settings: Settings, lr: float | None) -> Scheduled | None:
         return None
     name = settings.get("scheduler.type")
     if name not in _KINDS:
-        found = "no type" if name is None else f"the type {name!r}{nearest(name, list(_KINDS))}"
+        found = (
+            "no type"
+            if name is None
+            else f"the type {_json.shown(name)}{nearest(name, list(_KINDS))}"
+        )
         raise refuse(
             f"scheduler has {found}", f"jzero has {', '.join(_KINDS)}.",
             "Write one of them, or drop the section and give your optimizer an optax schedule.")  # fmt: skip

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jzero import _json
-from jzero._errors import OptionError, message
+from jzero._errors import OptionError, message, named
 from jzero.deepspeed._keys import KINDS, Key
 from jzero.deepspeed._table import ALIASES, KEYS
 
@@ -91,7 +91,8 @@ def read(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any
             WHO, f"config is {_json.shown(config)}", "It is a dict, or the path of a JSON file.",
             "Write from_deepspeed('ds_config.json')."))  # fmt: skip
     try:
-        value = _json.parse(_bytes(Path(config).expanduser()))
+        # Accelerate writes infinite steps_per_print; no other key takes them.
+        value = _json.parse(_bytes(Path(config).expanduser()), infinities=True)
     except OSError as error:
         raise OptionError(message(
             WHO, f"{os.fspath(config)} cannot be read: {error.strerror}", "It is the path of a JSON file.",
@@ -110,15 +111,17 @@ def read(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any
 def is_kind(value: Any, kind: str) -> bool:
     """Whether a value is of one of `KINDS`; 5e8 is a whole number, and true is none."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
+    # An integer may be beyond the largest float; no NaN is below anything.
+    number = number and abs(value) <= sys.float_info.max
     match kind:
         case "bool":
             return isinstance(value, bool)
         case "number":
-            return number and math.isfinite(value)
+            return number
         case "int":
-            return number and math.isfinite(value) and value >= 0 and value == int(value)
+            return number and value >= 0 and value == int(value)
         case "whole":
-            return number and math.isfinite(value) and value == int(value)
+            return number and value == int(value)
         case "text":
             return isinstance(value, str)
         case "object":
@@ -162,7 +165,19 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     doubles: list[str] = []
     found = _plain(config, "", doubles)
     _check(doubles, "DeepSpeed takes two names for it.", "Drop one of them.")
+    sections = [f'{key} is "auto", not an object' for key in _auto_sections(found, "")]
+    _check(sections, "The keys of a section may be auto, and not the section.",
+           'Write its keys, as {"enabled": "auto"} of bf16, or drop it.')  # fmt: skip
     return found
+
+
+def _auto_sections(config: Mapping[str, Any], section: str) -> Iterator[str]:
+    for name, value in config.items():
+        key = f"{section}.{name}".lstrip(".")
+        if value == AUTO and KEYS.get(key, _UNKNOWN).kind == "object":
+            yield key
+        elif isinstance(value, Mapping):
+            yield from _auto_sections(value, key)
 
 
 def _plain(config: Mapping[str, Any], section: str, doubles: list[str]) -> dict[str, Any]:
@@ -192,7 +207,7 @@ def _flat(config: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
 
 
 def _unknown(given: Mapping[str, Any]) -> list[str]:
-    return [f"{key} is no key{_meant(key)}" for key in given if key not in KEYS]
+    return [f"{named(key)} is no key{_meant(key)}" for key in given if key not in KEYS]
 
 
 def _meant(key: str) -> str:
@@ -223,11 +238,21 @@ def _refused(given: Mapping[str, Any]) -> list[str]:
 def _obeyed(entry: Key, value: Any) -> bool:
     if entry.inside == "enabled":
         return value.get("enabled", False) in (False, AUTO)
+    if entry.inside == "parts":
+        return all(_is_off(part) for part in value.values())
     return (
         value == AUTO
         or _is_empty(value)
         or (value.lower() if isinstance(value, str) else value) in (entry.accepts or ())
     )
+
+
+def _is_off(part: Any) -> bool:
+    """A part of compression_training: what switches it is in it, or in its `shared_parameters`."""
+    if not isinstance(part, Mapping):
+        return False
+    shared = part.get("shared_parameters", part)
+    return isinstance(shared, Mapping) and shared.get("enabled", False) is False
 
 
 def _note(key: str, value: Any) -> str | None:

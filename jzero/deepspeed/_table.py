@@ -84,7 +84,7 @@ _TOP = {
         "It chooses batch sizes by the number of devices: drop the section, and write the sizes."),
     "autotuning": off("It searches for a configuration: drop the section, and translate what it found."),
     "compression_training": Key(
-        "object", accepts=(), inside="anything",
+        "object", "Off.", accepts=(), inside="parts",
         refused="Compression changes the model: drop the section, and write it in the step."),
     "quantize_training": off("Quantisation changes the model: drop the section, and write it in the step."),
     "weight_quantization": Key(
@@ -108,7 +108,8 @@ _TOP = {
         "bool", "Belongs to your data loader; the last batch may have any number of rows."),
     "data_parallel_group": noted("any", "Nothing to set: the mesh says it."),
     "allgather_size": noted("int", _BUCKETS),
-    "steps_per_print": noted("any", "The program prints its loss as often."),  # Accelerate writes infinity.
+    "steps_per_print": noted(  # Accelerate writes infinity.
+        "any", "The program prints its loss as often, and every 10 steps if it is no number of steps."),
     **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state"), noted("bool", _LOGGING)),
     **dict.fromkeys(
         ("tensorboard", "wandb", "comet", "csv_monitor", "monitor_config", "flops_profiler", "comms_logger",

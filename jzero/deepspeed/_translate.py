@@ -111,7 +111,7 @@ def from_deepspeed(
     options = _options.options(settings, batch.accumulate)
     more, mesh_axes = _axes.axes(settings, options["stage"], devices)
     options |= more
-    chain = _chain.chain(settings)
+    chain = _chain.chain(settings, "offload" in options)
     values = {name: value_of(x) for name, x in options.items()}
     with called_as(WHO):
         shard_train_step(**values)  # Checks them together; it makes no step without a function.

@@ -106,9 +106,14 @@ def read_model(config: Any) -> Model:
     if entries.get("text_config") is not None:
         raise _refused(
             "model_type", entries.get("model_type"), "Several models are in it.",
-            "Pass its text_config, which is a configuration, too.")  # fmt: skip
-    found = _Entries(entries)
-    family = found.family()
+            "Pass its text_config, a configuration, too: what it leaves out is its class's.")  # fmt: skip
+    family = _Entries(entries).family()
+    found = _Entries({**_DEFAULTS.get(family, {}), **entries})
+    if entries.get("quantization_config") is not None:
+        raise _refused(
+            "quantization_config", entries["quantization_config"],
+            "Parameters of a quantised model are packed, and are not trained as they rest.",
+            "Drop it for the model that it was made from.")  # fmt: skip
     return Model(family, *_FAMILIES[family].read(found))
 
 
@@ -249,6 +254,10 @@ def _attention(
     kv_heads = c.size(
         "num_key_value_heads", heads if c.says("num_key_value_heads") or old else None
     )
+    if head_dim is None and not c.says("head_dim") and d % heads:
+        raise _refused("num_attention_heads", heads, f"Heads divide the width, {d}.")
+    if heads % kv_heads:
+        raise _refused("num_key_value_heads", kv_heads, f"They divide the heads, {heads}.")
     each = c.size("head_dim", head_dim or d // heads)
     every = bias == "all" and c.flag("attention_bias", False)
     qkv = every or (bias == "qkv" and c.flag("qkv_bias", True))
@@ -356,6 +365,8 @@ def _gpt2(c: _Entries) -> _Reading:
     if c.flag("add_cross_attention", False):
         raise _refused("add_cross_attention", True, "Cross-attention of GPT-2 is not counted.")
     d, vocab = c.size("n_embd"), c.size("vocab_size")
+    if c.says("n_head") and d % (heads := c.size("n_head", 12)):
+        raise _refused("n_head", heads, f"Heads divide the width, {d}.")
     inner = c.size("n_inner", 4 * d)
     layer = (
         _norms(d, "ln_1", "ln_2", bias=True)
@@ -416,6 +427,10 @@ def _vit(c: _Entries) -> _Reading:
         c.size("patch_size", 16),
         c.size("num_channels", 3),
     )
+    if c.says("num_attention_heads") and d % (heads := c.size("num_attention_heads", 12)):
+        raise _refused("num_attention_heads", heads, f"Heads divide the width, {d}.")
+    if patch > image:
+        raise _refused("patch_size", patch, f"A patch is no larger than the image, {image}.")
     bias = c.flag("qkv_bias", True)
     layer = _norms(d, "layernorm_before", "layernorm_after", bias=True)
     for name in ("query", "key", "value"):
@@ -445,6 +460,23 @@ def _num_classes(c: _Entries) -> int:
     """Two by default, as in transformers; none without a head."""
     names = c.of_kind("id2label", dict, {}, "an object with the names of classes")
     return len(names) or c.size("num_labels", 2, least=0)
+
+
+# What classes of transformers have where a configuration says nothing, as text_configs of larger ones do.
+_DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32},
+    "mistral": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8},
+    "qwen2": {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32},
+    "gemma3_text": {
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4},
+}  # fmt: skip
 
 
 class _Family(NamedTuple):
