@@ -286,7 +286,7 @@ def test_whole_arguments_are_counted():
         return w - g, loss
 
     w, x = jnp.ones((512, 512)), jnp.ones((16, 512))
-    specs = {"teacher": jax.P()}
+    specs: dict[str | int, jax.P] = {"teacher": jax.P()}
     report = jzero.shard_train_step(distill, state_argnums=0, in_specs=specs).describe(
         w, {"w": w}, x
     )
