@@ -69,7 +69,7 @@ def called_as(who: str) -> Iterator[None]:
 
 def message(
     who: str, found: str | Sequence[str], rule: str, edit: str, things: str = "leaves",
-    shown: int | None = None,
+    shown: int = 20,
 ) -> str:  # fmt: skip
     """Joins the four parts of a message; several findings become one line each, the first `shown` of them."""
     who = (_caller.get() or who) if who == STEP else who
@@ -113,6 +113,17 @@ CONSUMED = (
     "Use the state that the last step returned, or restore the last checkpoint. To keep an old state, copy "
     "it before the step, jax.tree.map(jnp.copy, state), or make the step with donate=False.",
 )
+
+
+def a_type(value: object) -> str:
+    """`an int`: what something is, with its article."""
+    name = type(value).__name__
+    return f"{'an' if name.lower().startswith(tuple('aeiou') + ('nd',)) else 'a'} {name}"
+
+
+def counted(num: int, one: str, many: str) -> str:
+    """`1 leaf`, `2 leaves`."""
+    return f"{num} {one if num == 1 else many}"
 
 
 def describe_leaf(path: str, shape: Sequence[int], dtype: object) -> str:

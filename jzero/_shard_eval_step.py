@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Unpack, overload
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero._errors import OptionError, StateError, called_as, message
+from jzero._errors import OptionError, StateError, a_type, called_as, message
 from jzero._in_use import Use
 from jzero._own_options import refuses_unknown_options
 from jzero._sharded_step import ShardedStep
@@ -175,7 +175,7 @@ def shard_eval_step(
             "Drop it to gather them where they are used."))  # fmt: skip
     if not isinstance(like, ShardedTrainStep | None):
         raise OptionError(message(
-            WHO, f"like is a {type(like).__name__}", "It is the train step whose state is read.",
+            WHO, f"like is {a_type(like)}", "It is the train step whose state is read.",
             "Pass what shard_train_step returned."))  # fmt: skip
     if like is not None and (mesh is not None or axis_names is not None):
         raise OptionError(message(
@@ -211,7 +211,7 @@ class ShardedEvalStep(ShardedStep[StepArgs, Result]):
     ):  # fmt: skip
         if not callable(eval_step):
             raise OptionError(message(
-                WHO, f"eval_step is a {type(eval_step).__name__}", "It must be a function.",
+                WHO, f"eval_step is {a_type(eval_step)}", "It must be a function.",
                 "Write shard_eval_step(eval_step, like=train_step)."))  # fmt: skip
         with called_as(WHO):
             signature = Signature.of(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Self, overload
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero._errors import STEP, OptionError, called_as, message
+from jzero._errors import STEP, OptionError, StateError, a_type, called_as, message
 from jzero._placement import Placement
 from jzero._step_types import Result, StepArgs
 from jzero.offload.memory import _placing
@@ -76,7 +76,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         is_opaque = jax.tree_util.all_leaves([bound]) and not hasattr(bound, "dtype")
         if is_opaque and first not in self._programs.signature.static_names:
             raise OptionError(message(
-                self._who, f"{first} is a {type(bound).__name__}, and no tree of arrays",
+                self._who, f"{first} is {a_type(bound)}, and no tree of arrays",
                 "A method's self is argument 0, as for jax.jit: compiled in, or a pytree.",
                 "Say static_argnums=0; positions of other arguments count from self."))  # fmt: skip
         return *self._bound, *args
@@ -181,10 +181,26 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         if static is not None and not (args or kwargs):
             return static.whole(self.shard(arrays))
         with self._asked("shard"):
+            self._check_is_state(state, args, kwargs)
             plans, shardings = self._leaf_plans(state, args, kwargs)
             leaves, tree = jax.tree.flatten(state)
             placed = self._placement.place(self._named(state), leaves, plans, shardings)
         return jax.tree.unflatten(tree, _placing.wrap(placed, plans))
+
+    def _check_is_state(self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuses arguments of a state one by one: `shard(params, opt_state)`."""
+        signature = self._programs.signature
+        if signature.told and not signature.found:
+            signature.named(state, "shard")
+            return
+        places = signature.places(state, self._beside(state, args), kwargs)
+        if (args or kwargs) and next(places, None) is None:
+            signature.named(state, "shard")
+            raise StateError(message(
+                "shard", f"these are not the arguments of {signature.name}{signature.parameters}",
+                "It takes the state, and then all other arguments of the step or none.",
+                "Pass a state that is in several arguments as their tuple: shard((params, opt_state))."
+            ))  # fmt: skip
 
     def _takes_objects(self, state: Any) -> bool:
         """Whether these are NNX objects that a call would change, and no state in the form of a pytree."""
@@ -222,7 +238,8 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
         with self._asked("describe"):
             call = self._programs.bind(self._given(args), kwargs)
             program = self._programs.of(call)
-            jaxpr = jax.make_jaxpr(program.step.run)(*placed_inputs(call, program))
+            inputs = placed_inputs(call, program)
+            jaxpr = jax.make_jaxpr(program.step.run)(*inputs)
         num_state = program.out_tree.num_leaves - len(program.plan.outputs)
         plan = program.plan
         activations = plan.activations or ()
@@ -236,6 +253,7 @@ class ShardedStep(abc.ABC, Generic[StepArgs, Result]):
             program.movements,
             program.whole_arguments,
             tuple(_call.argument_paths(call.arrays)),
+            tuple(x.size * x.dtype.itemsize for x in inputs[1]),
             tuple(_outputs.output_paths(program.out_tree, num_state)),
             _untiled.untiled(jaxpr, program.plan.exchange.tile_bytes, program.plan.stage == 3),
             program.step.handed_bytes(),

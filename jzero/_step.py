@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero._errors import OptionError, StateError, message
+from jzero._errors import OptionError, StateError, a_type, message
 from jzero._in_use import Use
 from jzero._memory_kinds import HOST, NVME
 from jzero._placement import Placement
@@ -54,7 +54,7 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
     ):  # fmt: skip
         if not callable(step_fn):
             raise OptionError(message(
-                WHO, f"step_fn is a {type(step_fn).__name__}", "It must be a function.",
+                WHO, f"step_fn is {a_type(step_fn)}", "It must be a function.",
                 "Write shard_train_step(step_fn, stage=3)."))  # fmt: skip
         if isinstance(step_fn, ShardedTrainStep):
             raise OptionError(message(
@@ -152,11 +152,17 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
           The state, placed.
 
         Raises:
+          StateError: `init_fn` is no function.
           OptionError: the host has too little memory for its part of the state, ordinary and pinned, by what
             is available before (each of several processes on one host counts for itself).
           ProcessError: several processes are about to make different states, or one does not come.
         """
         _agreement.check("init")
+        if not callable(init_fn):
+            raise StateError(message(
+                "init", f"init_fn is {a_type(init_fn)}", "It is the function that makes the state.",
+                "Write train_step.init(init_fn, key); a state that exists goes to "
+                "train_step.shard(state)."))  # fmt: skip
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         born = _objects.Born()
         traced = _jaxpr.trace_here(lambda: born.state(init_fn(*args, **kwargs)))

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jzero import _compare
 from jzero._compare import Tolerance as Tolerance
-from jzero._errors import MeshError, MismatchError, OptionError, message
+from jzero._errors import MeshError, MismatchError, OptionError, a_type, message
 from jzero._shard_train_step import shard_train_step
 from jzero._step import ShardedTrainStep
 from jzero.sharding.analysis._traffic import Collective
@@ -166,7 +166,7 @@ def assert_collectives(
     """
     if not isinstance(train_step, ShardedTrainStep):
         raise OptionError(message(
-            COLLECTIVES, f"train_step is a {type(train_step).__name__}",
+            COLLECTIVES, f"train_step is {a_type(train_step)}",
             "Only jzero's own steps say what they move.",
             "Pass what jzero.shard_train_step returned."))  # fmt: skip
     kinds = {_kind(key): _amount(key, value) for key, value in expected.items()}

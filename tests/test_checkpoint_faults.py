@@ -16,7 +16,7 @@ import safetensors.numpy
 import tensorstore
 
 import jzero
-from jzero.checkpoint import _export, _inspect, _writing
+from jzero.checkpoint import _export, _inspect, _reading, _stored, _writing
 
 
 def step_fn(state, batch):
@@ -209,7 +209,7 @@ def test_another_model(saved, train_step):
 def test_no_such_step(saved, train_step, tmp_path):
     with pytest.raises(jzero.CheckpointError, match=r"has no step 5. It has the steps \[1, 2\]"):
         restore(saved, train_step, step=5)
-    with pytest.raises(jzero.CheckpointError, match=r"has no step. It has the steps \[\]"):
+    with pytest.raises(jzero.CheckpointError, match="nothing was saved in"):
         restore(tmp_path / "empty", train_step)
 
 
@@ -346,3 +346,50 @@ def test_full_disk(asynchronous, saved, train_step):
         assert_restored(checkpointer.restore(new_state()))
         checkpointer.save(3, state)  # There is space again.
     assert_restored(restore(saved, train_step, step=3))
+
+
+@pytest.mark.parametrize("policy", [jzero.NoOffload(), jzero.HostCPU()], ids=str)
+def test_restored_under_a_guard_that_forbids_implicit_transfers(policy, tmp_path):
+    """And made, placed and gathered: what jzero moves is asked for."""
+    train_step = jzero.shard_train_step(step_fn, stage=3, offload=policy)
+    key, host = jax.random.key(0), jax.tree.map(np.asarray, new_state())
+    with jax.transfer_guard("disallow"):
+        state = train_step.init(lambda key: {"w": jax.random.normal(key, (8, 8))}, key)
+        assert train_step.unshard(state)["w"].shape == (8, 8)
+        placed = train_step.shard(host)
+        with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+            checkpointer.save(1, placed)
+            restored = checkpointer.restore(jax.eval_shape(new_state))
+        again = jzero.restore(tmp_path / "1", train_step, jax.eval_shape(new_state))
+    assert_restored(restored)
+    assert_restored(again)
+
+
+def test_an_error_of_the_devices_is_no_damage(tmp_path):
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    text = _stored.damaged(
+        "restore", tmp_path, _reading.LeafErrors({"w": full, "mu": MemoryError()})
+    )
+    assert "w: JaxRuntimeError: RESOURCE_EXHAUSTED" in text
+    assert "Nothing is wrong with its files" in text
+    assert "damaged" not in text
+    text = _stored.damaged("restore", tmp_path, _reading.LeafErrors({"w": full, "mu": OSError()}))
+    assert "Its files are damaged" in text
+
+
+def test_wrong_arguments_are_named(train_step, tmp_path):
+    with pytest.raises(jzero.OptionError, match=r"Write jzero.Checkpointer\(directory, train_step"):
+        jzero.Checkpointer(train_step, str(tmp_path))  # type: ignore[arg-type]
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        assert repr(checkpointer) == f"<Checkpointer in {tmp_path} for {train_step!r}>"
+        for step in (None, 3):
+            with pytest.raises(
+                jzero.CheckpointError, match=r"nothing was saved in.*init\(init_fn, key\)"
+            ):
+                checkpointer.restore(new_state(), step=step)
+        checkpointer.save(1, new_state())
+        advice = r"state is the function new_state.*jax.eval_shape\(new_state, ...\)"
+        with pytest.raises(jzero.CheckpointError, match=f"Checkpointer.restore: {advice}"):
+            checkpointer.restore(new_state)
+    with pytest.raises(jzero.CheckpointError, match=f"^restore: {advice}"):
+        jzero.restore(tmp_path / "1", train_step, new_state)

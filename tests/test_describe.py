@@ -335,3 +335,30 @@ def test_a_stage_without_optimizer_state_lists_what_it_does_not_shard():
         step = step_of(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.adam(1e-2))
         once = jzero.shard_train_step(step, **options)
         assert "optimizer state, and" not in str(once.describe(state, batch[0][0]))
+
+
+def test_whole_arguments_are_counted():
+    """A model that is only read, beside the state: no other line has its bytes."""
+
+    def distill(w, teacher, x):
+        loss, g = jax.value_and_grad(lambda w: jnp.mean((x @ w - x @ teacher["w"]) ** 2))(w)
+        return w - g, loss
+
+    w, x = jnp.ones((512, 512)), jnp.ones((16, 512))
+    specs: dict[str | int, jax.P] = {"teacher": jax.P()}
+    report = jzero.shard_train_step(distill, state_argnums=0, in_specs=specs).describe(
+        w, {"w": w}, x
+    )
+    assert "whole arguments take 1.0 MiB of each device" in " ".join(str(report).split())
+    assert report.to_dict()["whole_argument_bytes"] == w.nbytes
+    split = jzero.shard_train_step(distill, state_argnums=0).describe(w, {"w": w}, x)
+    assert "whole arguments" not in str(split)
+
+
+def test_a_refusal_says_where_a_model_goes_that_is_only_read():
+    def distill(w, teacher, x):
+        return w - x.sum() * jnp.linalg.inv(teacher), x.sum()
+
+    step = jzero.shard_train_step(distill, state_argnums=0, max_gather_bytes=1000)
+    with pytest.raises(jzero.StepError, match="carry a model that is only read in the state"):
+        step.describe(jnp.ones((64, 64)), jnp.eye(64), jnp.ones((16, 64)))

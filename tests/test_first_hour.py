@@ -67,6 +67,10 @@ def of(package, **attributes):
     (np.array([1, 2.5], object), r"is a ndarray.*array.astype\(np.float32\)"),
     (np.array([[1], [1, 2]], object), r"is a ndarray.*pad them to one length"),
     (np.zeros(3, [("a", "f4")]), r"\{name: array\[name\] for name in array.dtype.names\}"),
+
+
+    (np.array(["hello"]), r"batch\['x'\] is an ndarray: array\(\['hello'\].*Leave text out"),
+    (np.array([X, None], object), r"is an ndarray.*array.astype\(np.float32\)"),
     (np.array(["2026-01-01"], "datetime64[D]"), r"array.astype\(np.float32\)"),
     (Loader(), r"next\(iterator\), or write for batch in loader"),
     (range(3), r"Pass NumPy arrays: np.asarray\(x\)"),
@@ -316,3 +320,72 @@ def test_a_table_escapes_its_cells():
     html = Table(("a<", "b"), [("<script>\x1b[1m", "1")]).html()
     assert html.startswith('<table><tr><th style="text-align:left">a&lt;</th>')
     assert "&lt;script&gt;\\x1b[1m</td>" in html
+
+
+@pytest.mark.parametrize(
+    "specs", [(None, jax.P("data")), [0], 1, 0, "data", {"batch": 1}, {"batch": "data"}], ids=str
+)
+def test_in_specs_is_a_dict_of_specs(specs):
+    with pytest.raises(
+        jzero.OptionError, match=r"in_specs.*Write in_specs=\{'batch': jax.P\('data'\)\}"
+    ):
+        shard_train_step(step, in_specs=specs)
+
+
+def test_init_and_shard_are_told_apart():
+    made, key = shard_train_step(step), jax.random.key(0)
+    for wrong, what in ((W, "an ArrayImpl"), ((W, W), "a tuple"), (key, "a PRNGKeyArray")):
+        with pytest.raises(
+            jzero.StateError, match=rf"init_fn is {what}.*train_step.shard\(state\)"
+        ):
+            made.init(wrong)
+    with pytest.raises(jzero.MeshError, match="mesh is a list"):
+        repr(shard_train_step(step, mesh=jax.devices()))
+
+
+def two_states(actor, critic, batch):
+    return step(actor["w"], batch)[0], critic
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({}, r"arguments of two_states\(actor, critic, batch\).*shard\(\(params, opt_state\)\)"),
+    ({"state_argnums": (0, 1)}, r"shard: the state is a dict.*Pass \(actor, critic\)"),
+])  # fmt: skip
+def test_a_state_in_two_arguments_is_placed_as_their_tuple(options, text):
+    with pytest.raises(jzero.StateError, match=text):
+        shard_train_step(two_states, **options).shard({"w": W}, {"w": W})
+
+
+class Variable:
+    """As Keras has it: an array to eager operations, and none to JAX's transformations."""
+
+    shape, dtype, value = W.shape, "float32", W
+
+    def __jax_array__(self):
+        return W
+
+
+@pytest.mark.parametrize("use", [
+    lambda made: made(Variable(), X), lambda made: made.describe(Variable(), X),
+    lambda made: made.shard(Variable()),
+], ids=["call", "describe", "shard"])  # fmt: skip
+def test_a_variable_is_no_array(use):
+    with pytest.raises(jzero.StateError, match=r"state is a Variable.*lambda x: x.value"):
+        use(shard_train_step(step))
+
+
+def test_a_long_list_of_leaves_is_cut():
+    def loses_rows(state, batch):
+        return [w[:1] for w in state], batch.sum()
+
+    with pytest.raises(jzero.StateError, match="78 leaves fail") as caught:
+        shard_train_step(loses_rows)([W] * 78, X)
+    assert str(caught.value).count("\n  - ") == 21
+    assert "and 58 more" in str(caught.value)
+
+
+def test_a_report_is_short_where_it_is_shown_in_a_list():
+    mesh = jax.make_mesh((1,), ("data",))
+    report = shard_train_step(step, stage=3, mesh=mesh).describe(W, X)
+    assert repr([report]) == "[<Report: stage 3 over 1 device; print it>]"
+    assert str(report).startswith("jzero: stage 3 over 1 device (data")

@@ -160,7 +160,7 @@ def test_refused_when_made(name, text, options):
      {"out_axes": (0, 0)}, [normal(ROWS)], {}),
     ("args[1] is a str. What has rows is an array. Name that dim in in_axes, or None",
      {}, [normal(ROWS), "f4"], {}),
-    ("args[0]['a'] is a ndarray. What has rows", {}, [{"a": np.array(["b"])}], {}),
+    ("args[0]['a'] is an ndarray. What has rows", {}, [{"a": np.array(["b"])}], {}),
     ("kwargs['train'] bool[] has no dim 0. Rows lie along a dim. Keyword arguments have their rows in dim 0: "
      "pass it by position to name its axis, or bind it with functools.partial.",
      {}, [normal(ROWS)], {"train": True}),

@@ -38,10 +38,10 @@ def free_port(first=0):
     raise AssertionError("no port is free")
 
 
-def ends(command, environments):
+def ends(command, environments, cwd=ROOT):
     """What processes print, which run to their ends at the same time."""
     processes = [
-        subprocess.Popen([*map(str, command)], cwd=ROOT, env=ENVIRONMENT | environment, text=True,
+        subprocess.Popen([*map(str, command)], cwd=cwd, env=ENVIRONMENT | environment, text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         for environment in environments
     ]  # fmt: skip
@@ -68,8 +68,9 @@ def check(printed, processes, loss, steps="0 to 3"):
     assert float(found[3]) == pytest.approx(loss, rel=1e-5)
 
 
-def test_one_node(loss):
-    check(ends([LAUNCH / "one_node.sh", *ARGS], [{}]), 1, loss)
+def test_one_node(loss, tmp_path):
+    """From any directory."""
+    check(ends([LAUNCH / "one_node.sh", *ARGS], [{}], cwd=tmp_path), 1, loss)
 
 
 def directives():

@@ -271,7 +271,7 @@ def test_stochastic_rounding_of_float16():
 
 
 def test_step_fn_is_not_a_function():
-    refuses(ValueError, "step_fn is a int", sharded, 3)
+    refuses(ValueError, "step_fn is an int", sharded, 3)
 
 
 def test_step_fn_is_already_sharded():
@@ -336,7 +336,7 @@ def test_specs_with_too_many_dims():
 
 
 def test_mesh_is_not_a_mesh():
-    refuses(ValueError, ["mesh is a int", "jax.make_mesh"], sharded(mesh=8), W, X)
+    refuses(ValueError, ["mesh is an int", "jax.make_mesh"], sharded, mesh=8)
 
 
 def test_unknown_axis():

@@ -223,7 +223,7 @@ def test_objects_that_a_call_brings():
         lambda model, batch, rngs: None, Net(0), call=(X, nnx.Rngs(0)),
     )  # fmt: skip
     refuses(
-        r"(?s)2 arguments fail:\n.*batch\['m'\] is a Average\n.*batch\['v'\] is a Param\n",
+        r"(?s)2 arguments fail:\n.*batch\['m'\] is an Average\n.*batch\['v'\] is a Param\n",
         lambda model, batch: None, Net(0),
         call=({"v": nnx.Param(X), "m": nnx.metrics.Average(), "x": X},),
     )  # fmt: skip

@@ -321,7 +321,7 @@ def test_objects_that_a_partial_has():
 
 def test_arrays_beside_objects():
     refuses(
-        r"m\['x'\] is a ndarray beside NNX objects\. .* arguments of their own; .* jzero\.from_nnx",
+        r"m\['x'\] is an ndarray beside NNX objects\. .* arguments of their own; .* jzero\.from_nnx",
         lambda m: None, {"model": linear(), "x": X},
     )  # fmt: skip
 

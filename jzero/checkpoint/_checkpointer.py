@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from jzero._errors import CheckpointError, JzeroError, OptionError, message
+from jzero._errors import CheckpointError, JzeroError, OptionError, a_type, message
 from jzero._step import ShardedTrainStep
 from jzero._version import __version__
 from jzero.checkpoint import _files, _iterators, _seal, _steps, _stored
@@ -283,6 +283,9 @@ class Checkpointer:
         with self._one_at_a_time, self._explained("a step could not be written"):
             self._saver.close()
 
+    def __repr__(self) -> str:
+        return f"<Checkpointer in {self._directory} for {self._train_step!r}>"
+
     def __enter__(self) -> Checkpointer:
         return self
 
@@ -343,16 +346,24 @@ class Checkpointer:
         """The directory of a step that is to be restored."""
         path = self._directory / str(None if step is None else _step_number(who, step))
         if step is None or not path.exists():
-            missing = "no step" if step is None else f"no step {step}"
-            raise CheckpointError(message(
-                who, f"{self._directory} has {missing}",
-                f"It has the steps {_steps.complete(self._directory)}.",
-                "Ask latest_step() first."))  # fmt: skip
+            raise self._missing(who, step)
         try:
             _steps.check_whole(path)
         except _seal.Broken as error:
             raise CheckpointError(_stored.damaged(who, path, error)) from error
         return path
+
+    def _missing(self, who: str, step: int | None) -> CheckpointError:
+        """What is said of a step that is not there."""
+        there = _steps.complete(self._directory)
+        if not there:
+            return CheckpointError(message(
+                who, f"nothing was saved in {self._directory}", "It has no complete step.",
+                "Where latest_step() is None, begin with train_step.init(init_fn, key); or correct the "
+                "directory."))  # fmt: skip
+        return CheckpointError(message(
+            who, f"{self._directory} has no step {step}", f"It has the steps {there}.",
+            "Ask latest_step() first."))  # fmt: skip
 
     def _latest(self) -> int | None:
         """The step after which the next is saved: the same in all processes, while one may be written.
@@ -414,9 +425,7 @@ def _step_number(who: str, step: Any) -> int:
 def _check_arguments(train_step: Any, max_to_keep: Any, save_interval_steps: Any) -> None:
     found = []
     if not isinstance(train_step, ShardedTrainStep):
-        found.append(
-            f"train_step is a {type(train_step).__name__}, not what shard_train_step returns"
-        )
+        found.append(f"train_step is {a_type(train_step)}, not what shard_train_step returns")
     counts = {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps}
     for name, value in counts.items():
         positive = isinstance(value, int) and value >= 1
@@ -424,5 +433,6 @@ def _check_arguments(train_step: Any, max_to_keep: Any, save_interval_steps: Any
             found.append(f"{name} is {value!r}, not a positive integer")
     if found:
         raise OptionError(message(
-            "Checkpointer", found, "These arguments cannot be obeyed.", "Correct them.",
+            "Checkpointer", found, "These arguments cannot be obeyed.",
+            "Write jzero.Checkpointer(directory, train_step, max_to_keep=3, save_interval_steps=100).",
             things="arguments"))  # fmt: skip

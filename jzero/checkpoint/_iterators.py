@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jzero import _json
-from jzero._errors import CheckpointError, OptionError, message
+from jzero._errors import CheckpointError, OptionError, a_type, message
 
 
 def state(iterator: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def restore(iterator: Any, saved: list[Any], where: str) -> None:
 def _check(iterator: Any, method: str) -> None:
     if not callable(getattr(iterator, method, None)):
         raise OptionError(message(
-            "Checkpointer", f"data_iterator is a {type(iterator).__name__} without {method}()",
+            "Checkpointer", f"data_iterator is {a_type(iterator)} without {method}()",
             "It says and is told where it stands, as grain's iterators are.",
             "Give it get_state() and set_state(state), or keep its place in the state."))  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jzero._errors import OptionError, message, warn
+from jzero._errors import CheckpointError, OptionError, a_type, message, warn
 from jzero._in_turn import groups
 from jzero._step import ShardedTrainStep
 from jzero.checkpoint import _stored
@@ -68,7 +68,8 @@ def restore(
       The state, placed.
 
     Raises:
-      CheckpointError: every leaf that is missing, left over, of another shape or dtype, or damaged.
+      CheckpointError: every leaf that is missing, left over, of another shape or dtype, or damaged; or the
+        state is a function.
       OptionError: the host has too little memory for its part of the state; see `ShardedTrainStep.init`.
       ProcessError: processes have called different things, or this one was forked.
     """
@@ -83,8 +84,13 @@ def restore_for(
     _agreement.check(who)
     if not isinstance(train_step, ShardedTrainStep):
         raise OptionError(message(
-            who, f"train_step is a {type(train_step).__name__}", "It decides where each leaf goes.",
+            who, f"train_step is {a_type(train_step)}", "It decides where each leaf goes.",
             "Pass what jzero.shard_train_step returned."))  # fmt: skip
+    if callable(state) and jax.tree_util.all_leaves([state]):
+        name = getattr(state, "__name__", "init_fn")
+        raise CheckpointError(message(
+            who, f"state is the function {name}", "A state is restored into its shapes.",
+            f"Pass jax.eval_shape({name}, ...), with the arguments of {name}."))  # fmt: skip
     mesh = train_step._programs.setting.mesh
     with _agreement.alike(who, mesh, lambda: {"checkpoint": task.identity()}):
         task = _Task(who, path, train_step, state, args, kwargs)

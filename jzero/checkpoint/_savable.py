@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import tensorstore
 
-from jzero._errors import StateError, describe_leaf, message
+from jzero._errors import StateError, a_type, describe_leaf, message
 from jzero.checkpoint._match import leaf_names
 from jzero.offload.memory._coded_array import CodedArray
 
@@ -47,7 +47,7 @@ def described(state: Any) -> list[str]:
 
 def _problem(name: str, leaf: Any) -> str | None:
     if not isinstance(leaf, (*_ARRAYS, *_NUMBERS)):
-        return f"{name} is a {type(leaf).__name__}"
+        return f"{name} is {a_type(leaf)}"
     if isinstance(leaf, CodedArray):
         return f"{name} rests in codes, whose rows are an array (eval_step.rows)"
     dtype = _dtype(leaf)

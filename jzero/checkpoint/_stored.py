@@ -184,12 +184,21 @@ def read(
 
 def damaged(who: str, directory: Any, error: Exception) -> str:
     """The message for a checkpoint that cannot be read: each leaf that is the reason, if leaves are."""
-    leaves = error.errors.items() if isinstance(error, _reading.LeafErrors) else []
-    found = [f"{named(name)}: {_first_line(reason)}" for name, reason in leaves]
-    return message(
-        f"{who} {directory}", found or [_first_line(error)],
-        "Its files are damaged, incomplete, or not those of a checkpoint.",
-        "Restore an earlier step, and check the disk.", shown=20)  # fmt: skip
+    errors = error.errors if isinstance(error, _reading.LeafErrors) else {"": error}
+    found = [
+        f"{named(name)}: {_first_line(reason)}" if name else _first_line(reason)
+        for name, reason in errors.items()
+    ]
+    # JAX's own errors and a host without memory come after the files were read.
+    if all(
+        isinstance(reason, jax.errors.JaxRuntimeError | MemoryError) for reason in errors.values()
+    ):
+        rule = "Nothing is wrong with its files: what was read of them could not be placed."
+        edit = "Correct what the error says, and restore the same step."
+    else:
+        rule = "Its files are damaged, incomplete, or not those of a checkpoint."
+        edit = "Restore an earlier step, and check the disk."
+    return message(f"{who} {directory}", found, rule, edit, shown=20)
 
 
 def _tree_directory(who: str, path: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jzero._errors import BatchError, MeshError, OptionError, message
+from jzero._errors import BatchError, MeshError, OptionError, a_type, message
 from jzero._memory_kinds import NVME, PINNED
 from jzero._quantities import readable_bytes, readable_seconds
 from jzero._step import ShardedTrainStep
@@ -128,7 +128,7 @@ def preflight(
         sizes = checked_axes(WHO, grid, axes)
     else:
         raise OptionError(message(
-            WHO, f"train_step is a {type(train_step).__name__}",
+            WHO, f"train_step is {a_type(train_step)}",
             "It is what shard_train_step or jax.jit(...).lower(...) returns.",
             "Write preflight(shard_train_step(step_fn), state, batch)."))  # fmt: skip
     gpu = with_bandwidth(WHO, gpu, grid, sizes, bandwidth)

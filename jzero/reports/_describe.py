@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero._blocks import Blocks
+from jzero._errors import counted
 from jzero._folded import folded, listed
 from jzero._memory_kinds import DEVICE, HOST, NVME, PINNED
 from jzero._quantities import readable_bytes
@@ -47,6 +48,7 @@ class Report:
       movements: operations that move rows of the batch, because nothing cheaper is exact.
       whole_arguments: arguments that come whole to every device, as the devices do not divide their rows.
       argument_paths: of every leaf of the arguments beside the state.
+      argument_bytes: of each of them, all devices' parts together.
       output_paths: of every leaf that the step returns beside the state.
       untiled: what is gathered or reduced at once though it is larger than `tile_bytes`, and why.
       handed_bytes: on each device, the most of what layers hand on, where a step runs layer by layer.
@@ -63,11 +65,15 @@ class Report:
     movements: tuple[Movement, ...] = ()
     whole_arguments: tuple[str, ...] = ()
     argument_paths: tuple[str, ...] = ()
+    argument_bytes: tuple[int, ...] = ()
     output_paths: tuple[str, ...] = ()
     untiled: tuple[Untiled, ...] = ()
     handed_bytes: int = 0
     coding: Mapping[str, CodingError] = dataclasses.field(default_factory=dict)
     looped: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Report: {self._title()}; print it>"
 
     def __str__(self) -> str:
         parts = [part.text() if isinstance(part, Table) else part for part in self._parts()]
@@ -123,6 +129,7 @@ class Report:
             arguments, outputs   beside the state: path, and the dim that is split over the devices or None
             whole_arguments      paths of those whose rows the devices do not divide
             looped               arguments that a loop of every device runs along, and in_specs could split
+            whole_argument_bytes  of all arguments that come whole to each device
             keys                 paths of PRNG keys into which each device folds its index
             wire                 gather, the codes in which passes gather parameters, and reduce, of each axis
                                  those of gradients (None: as they are); exact: [path, why] of parameters that
@@ -176,6 +183,7 @@ class Report:
             "outputs": [{"path": path, "dim": dim} for path, dim in self.outputs],
             "whole_arguments": list(self.whole_arguments),
             "looped": list(self.looped),
+            "whole_argument_bytes": self.whole_argument_bytes,
             "keys": list(self.keys),
             "wire": {
                 "gather": _text(plan.exchange.gather_codes),
@@ -200,16 +208,17 @@ class Report:
             "host_updates": self.roads.splitlines(),
         }
 
+    def _title(self) -> str:
+        what = "evaluation" if self.plan.evaluates else f"stage {self.plan.stage}"
+        return f"{what} over {counted(self.plan.num_devices, 'device', 'devices')}"
+
     def header(self) -> list[str]:
         """Lines on what runs: the stage, the devices, what is reduced when."""
         axes = ", ".join(f"'{name}' of size {size}" for name, size in self.plan.axes)
-        what = "evaluation" if self.plan.evaluates else f"stage {self.plan.stage}"
         does = "computes" if self.plan.evaluates else "trains"
         reductions = _REDUCTIONS[self.plan.reductions].format(does=does)
         return [
-            *wrapped(
-                f"jzero: {what} over {self.plan.num_devices} devices (data axes: {axes})", "  "
-            ),
+            *wrapped(f"jzero: {self._title()} (data axes: {axes})", "  "),
             *wrapped(f"reductions: {reductions}", "  "),
             *self._microbatches(),
             *self._left_alone(),
@@ -252,6 +261,12 @@ class Report:
     def arguments(self) -> tuple[tuple[str, int | None], ...]:
         """The dim along which each argument is split over the devices; None for one that comes whole."""
         return tuple(zip(self.argument_paths, map(_split_dim, self.plan.arguments), strict=False))
+
+    @property
+    def whole_argument_bytes(self) -> int:
+        """Bytes of arguments that each device has whole, beside its part of the state."""
+        pairs = zip(self.arguments, self.argument_bytes, strict=False)
+        return sum(nbytes for (_, dim), nbytes in pairs if dim is None)
 
     @property
     def outputs(self) -> tuple[tuple[str, int | None], ...]:
@@ -450,12 +465,18 @@ class Report:
                 ways.setdefault(way, []).append(path)
             said = "; ".join(f"{listed(paths)} {way}" for way, paths in ways.items())
             lines += wrapped(f"{title}: {said}", "  ") if said else []
+        if self.whole_argument_bytes >= _LARGE:
+            size = readable_bytes(self.whole_argument_bytes)
+            lines += wrapped(
+                f"whole arguments take {size} of each device, which the memory above does not count; "
+                "a model that is only read can be carried in the state", "  ")  # fmt: skip
         if self.keys:
             said = f"PRNG keys, folded with the device's index: {listed(self.keys, 8)}"
             lines += wrapped(said, "  ")
         return lines
 
 
+_LARGE = 2**20  # bytes of arguments that are worth a line
 _REDUCTIONS = {
     "whole batch": "where the step sums over the batch; it {does} what jax.jit {does} on one device",
     "written": "the step's own collectives, as written",

@@ -51,6 +51,7 @@ class Programs:
         axis_names: tuple[str, ...] | None, axis_name: str | None, evaluates: bool = False,
         trained_by: Programs | None = None,
     ):  # fmt: skip
+        _setting.check_mesh(mesh)
         self._step_fn, self.signature, self.options = step_fn, signature, options
         self.mesh, self._axis_names, self._axis_name = mesh, axis_names, axis_name
         self._evaluates, self._trained_by = evaluates, trained_by

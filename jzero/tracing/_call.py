@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jzero._errors import STEP, BatchError, OptionError, StateError, describe_leaf, message
+from jzero._errors import STEP, BatchError, OptionError, StateError, a_type, describe_leaf, message
 from jzero.tracing import _jaxpr, _not_arrays
 from jzero.tracing._state_arguments import StateArguments
 
@@ -84,17 +84,28 @@ def abstract(tree: Any, root: str) -> Any:
             bad.append(i)
     if bad:
         paths = leaf_paths(tree, root)  # Costs more than the check, which every step makes.
-        found = [f"{paths[i]} is a {type(leaves[i]).__name__}: {leaves[i]!r:.60}" for i in bad]
+        found = [f"{paths[i]} is {a_type(leaves[i])}: {leaves[i]!r:.60}" for i in bad]
         cls = StateError if root == "state" else BatchError
         raise cls(message(
             WHO, found, "Every leaf must be an array, a NumPy array or a Python number.",
-            _not_arrays.edits([leaves[i] for i in bad], root == "state"), shown=8))  # fmt: skip
+            _edits([leaves[i] for i in bad], root == "state"), shown=8))  # fmt: skip
     return jax.tree.unflatten(treedef, out)
 
 
 def is_python_number(leaf: Any) -> bool:
     """Whether it is a number of Python's own; `np.float64` and `np.complex128` are subclasses of those."""
     return isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic)
+
+
+def _edits(leaves: Sequence[Any], in_state: bool) -> str:
+    if all(map(_holds_array, leaves)):
+        return "Pass the array that each holds: jax.tree.map(lambda x: x.value, variables)."
+    return _not_arrays.edits(leaves, in_state)
+
+
+def _holds_array(leaf: Any) -> bool:
+    """Whether it is a variable, as Keras's are: JAX traces none, and only eager operations take it."""
+    return hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array)
 
 
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -109,7 +120,7 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or _jaxpr.is_ref(leaf):
         raise TypeError(leaf)
-    if _not_arrays.is_of_another_package(leaf):
+    if _not_arrays.is_of_another_package(leaf) or _holds_array(leaf):
         raise TypeError(leaf)
     return jax.ShapeDtypeStruct(
         tuple(leaf.shape), leaf.dtype, weak_type=bool(getattr(leaf, "weak_type", False))
@@ -145,6 +156,24 @@ def rows_of_arguments(
             WHO, bad, "A spec says which dim of an argument is split over the data axes.",
             "Correct it, or drop it to split dim 0."))  # fmt: skip
     return out
+
+
+def checked_specs(in_specs: Any) -> Mapping[Any, Any]:
+    """`in_specs`, if it is what it must be; none for None."""
+    if in_specs is None:
+        return {}
+    found = []
+    if not isinstance(in_specs, Mapping):
+        found = [f"in_specs={in_specs!r:.80}"]
+    for key, tree in in_specs.items() if not found else ():
+        specs = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, P))
+        found += [f"in_specs[{key!r}] has {x!r:.80}" for x in specs if not isinstance(x, P)]
+    if found:
+        raise OptionError(message(
+            WHO, found, "It maps names or positions of arguments to PartitionSpecs.",
+            "Write in_specs={'batch': jax.P('data')} to split dim 0, jax.P(None, 'data') for dim 1, and "
+            "jax.P() for an argument that is whole on every device.", things="specs"))  # fmt: skip
+    return in_specs
 
 
 def _unknown(path: str, leaf: Any, spec: P, axes: Mapping[str, int]) -> list[str]:

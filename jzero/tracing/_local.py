@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero._errors import BatchError, OptionError, StepError, describe_leaf, message
+from jzero._errors import BatchError, OptionError, StepError, a_type, describe_leaf, message
 from jzero.tracing import _jaxpr
 
 _jaxpr.not_the_users(__file__)
@@ -236,7 +236,7 @@ def _arrays(who: str, outs: Any) -> Any:
     """Results, all of which are arrays."""
     paths = jax.tree_util.tree_leaves_with_path(outs)
     if wrong := [
-        f"output{jax.tree_util.keystr(path)} is a {type(y).__name__}"
+        f"output{jax.tree_util.keystr(path)} is {a_type(y)}"
         for path, y in paths
         if _type_of(y) is None
     ]:
@@ -276,7 +276,7 @@ def _rows_of(who: str, in_axes: Any, args: Any, kwargs: Any) -> tuple[list[int |
         aval = _type_of(leaf)
         if aval is None:
             raise BatchError(message(
-                who, f"{name} is a {type(leaf).__name__}", "What has rows is an array.", _edit(name)
+                who, f"{name} is {a_type(leaf)}", "What has rows is an array.", _edit(name)
             ))  # fmt: skip
         dims.append(_checked(who, name, dim, aval.shape, aval.dtype))
         sizes[describe_leaf(name, aval.shape, aval.dtype)] = aval.shape[dim]

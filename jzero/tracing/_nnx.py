@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, TypeVar
 
-from jzero._errors import StepError, message
+from jzero._errors import StepError, a_type, message
 from jzero.tracing._held import Held
 from jzero.tracing._objects import FROM_NNX as WHO
 from jzero.tracing._objects import changes_of, check_partial, explained, listed
@@ -111,7 +111,7 @@ def from_nnx(
 def _check_given(held: Held) -> None:
     """Refuses what is given and holds no object."""
     bad = [
-        f"{name} is a {type(value).__name__} without NNX objects"
+        f"{name} is {a_type(value)} without NNX objects"
         for name, value in zip(held.names, held.values, strict=True)
         if not listed(value, name)
     ]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jzero._errors import STEP, StepError, message
+from jzero._errors import STEP, StepError, a_type, message
 from jzero.tracing._modules import apart_modules
 from jzero.tracing._returned import find_arguments
 from jzero.tracing._state_arguments import Step
@@ -51,7 +51,7 @@ def listed(tree: Any, root: str) -> list[str]:
     """'root['a'] is a Linear' for every NNX object in a tree; those in an `nnx.State` are values."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_stops)
     return [
-        f"{root}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}"
+        f"{root}{jax.tree_util.keystr(path)} is {a_type(leaf)}"
         for path, leaf in leaves
         if _is_object(leaf)
     ]
@@ -192,7 +192,7 @@ class Objects:
           StepError: there is something else beside the objects.
         """
         bad = [
-            f"{name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__} beside NNX objects"
+            f"{name}{jax.tree_util.keystr(path)} is {a_type(leaf)} beside NNX objects"
             for name, value in named.items()
             if not _is_object(value)
             for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=_stops)
@@ -304,7 +304,7 @@ def _structure(names: Sequence[str], objects: Any) -> dict[str, str]:
             continue
         parts = [f".{part}" if isinstance(part, str) else f"[{part}]" for part in rest]
         variable = isinstance(value, nnx.Variable | nnx.Pytree | jax.Array)
-        text = f"a {type(value).__name__}" if variable else f"{value!r:.40}"
+        text = f"{a_type(value)}" if variable else f"{value!r:.40}"
         found["".join([names[first], *parts])] = text
     return found
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jzero._errors import StateError, StepError, describe_leaf, message
+from jzero._errors import StateError, StepError, counted, describe_leaf, message
 from jzero.tracing import _call
 from jzero.tracing._state_arguments import StateArguments, Step, parts
 
@@ -327,8 +327,8 @@ def _refuse_missing(
     returned = f"{len(outs)} results" if isinstance(outs, (tuple, list)) else "one result"
     raise StepError(message(
         WHO,
-        [f"{name} (a tree of {len(jax.tree.leaves(value))} leaves) is not among the {returned} of step_fn"
-         for name, value in missing],
+        [f"{name} (a tree of {counted(len(jax.tree.leaves(value)), 'leaf', 'leaves')}) is not among the "
+         f"{returned} of step_fn" for name, value in missing],
         "A step returns the new value of every argument of its state, with its structure, shapes and dtypes.",
         f"Return ({', '.join(names)}, ...), or leave out of state_argnums what the step does not update.",
         things="arguments"))  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jzero._errors import OptionError, StateError, StepError, message
 from jzero.tracing import _jaxpr, _modules, _objects
-from jzero.tracing._call import WHO
+from jzero.tracing._call import WHO, checked_specs
 from jzero.tracing._returned import as_given
 from jzero.tracing._state_arguments import StateArguments, parts
 
@@ -170,7 +170,7 @@ class Signature:
             raise OptionError(message(
                 WHO, f"the state {_quoted(state, static)} is declared static",
                 "The state holds the arrays that are trained.", "Drop it from static_argnums."))  # fmt: skip
-        specs = {resolve("in_specs", key): spec for key, spec in (in_specs or {}).items()}
+        specs = {resolve("in_specs", key): spec for key, spec in checked_specs(in_specs).items()}
         if found & specs.keys():
             raise OptionError(message(
                 WHO, f"in_specs names the state {_quoted(state, specs)}",

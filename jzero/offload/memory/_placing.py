@@ -197,7 +197,8 @@ def born(
         def run(consts: list[Any], part: Any = part, targets: Sequence[Place] = targets) -> Any:
             return pad(part.run(*consts), [target.plan for target in targets])
 
-        fresh = jax.jit(run, out_shardings=shardings)([arrays[var] for var in part.reads])
+        with jax.transfer_guard("allow"):  # What it closes over, as a key, may be on one device.
+            fresh = jax.jit(run, out_shardings=shardings)([arrays[var] for var in part.reads])
         fresh = jax.block_until_ready(place_state(fresh, targets, filling=filling))
         made |= zip(group, fresh, strict=True)
     return [made[i] for i in range(len(places))]
@@ -352,7 +353,7 @@ def _own(leaf: Any, sharding: NamedSharding) -> Any:
             return jnp.copy(leaf) if sharding.is_fully_replicated else leaf
         stays = sharding.is_fully_replicated or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         return copied([leaf], leaf.sharding)[0] if stays else leaf
-    return jnp.asarray(leaf) if jnp.isscalar(leaf) else leaf
+    return jax.device_put(leaf) if jnp.isscalar(leaf) else leaf
 
 
 def lies_right(leaf: Any, sharding: NamedSharding) -> bool:

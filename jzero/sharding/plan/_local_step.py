@@ -229,7 +229,8 @@ def _check_movements(movements: Sequence[Movement], most: int) -> None:
             _call.WHO, [f"{m} ({m.nbytes} bytes)" for m in bad],
             "An operation that needs the rows of all devices gathers them, and "
             f"max_gather_bytes={most} is the most of one value that may be whole on every device.",
-            "Write it so that rows stay apart (per row, or by sums over the batch), or permit it with "
+            "Write it so that rows stay apart (per row, or by sums over the batch); carry a model that is "
+            "only read in the state, and return it unchanged; or permit it with "
             f"max_gather_bytes={bad[0].nbytes}.", things="operations", shown=8))  # fmt: skip
 
 

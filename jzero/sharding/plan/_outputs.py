@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jzero._errors import StateError, StepError, describe_leaf, message
+from jzero._errors import StateError, StepError, counted, describe_leaf, message
 from jzero.sharding.batch import _trace
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Layout, Shard
@@ -138,4 +138,4 @@ def _shape_of(tree: Any) -> str:
 
 
 def _shape_of_tree(tree: Any) -> str:
-    return f"tree of {tree.num_leaves} leaves"
+    return f"tree of {counted(tree.num_leaves, 'leaf', 'leaves')}"

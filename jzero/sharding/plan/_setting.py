@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jzero._errors import MeshError, message
+from jzero._errors import MeshError, a_type, message
 from jzero.sharding.plan._options import Options
 from jzero.sharding.plan._stages import StageAxes
 from jzero.tracing import _call, _jaxpr
@@ -77,13 +77,9 @@ def setting_of(
     """The setting of a step on a mesh; None for whatever is current.
 
     Raises:
-      MeshError: it is none, or its axes and their names do not fit.
+      MeshError: its axes and their names do not fit.
     """
     mesh, current, tracing = around(mesh, axis_name)
-    if not hasattr(mesh, "axis_names"):
-        raise MeshError(message(
-            WHO, f"mesh is a {type(mesh).__name__}", "It must be a jax.sharding.Mesh.",
-            "Make one with jax.make_mesh((8,), ('data',))."))  # fmt: skip
     if not current.empty and current.shape_tuple != mesh.shape_tuple:
         raise MeshError(message(
             WHO, f"mesh has axes {dict(mesh.shape)}, and jax.set_mesh's has {dict(current.shape)}",
@@ -105,6 +101,14 @@ def setting_of(
             "A step's own axis stands for all data axes together.",
             "Use a name that the mesh does not have, or a mesh with this axis alone."))  # fmt: skip
     return Setting(options, mesh, names, axis_name, tracing, evaluates)
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuses what is no mesh."""
+    if mesh is not None and not hasattr(mesh, "axis_names"):
+        raise MeshError(message(
+            WHO, f"mesh is {a_type(mesh)}", "It must be a jax.sharding.Mesh.",
+            "Make one with jax.make_mesh((8,), ('data',))."))  # fmt: skip
 
 
 def around(mesh: Any, axis_name: str | None) -> tuple[Any, Any, tuple[Hashable, ...]]:
