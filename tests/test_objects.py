@@ -1,6 +1,7 @@
 """NNX objects given to a sharded step as they are: mutated as `nnx.jit` mutates them, or refused by name."""
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -286,6 +287,46 @@ def test_what_preflight_asks_of_other_batches():
     assert batch.call(sharded.describe, 4).plan.num_devices == 8
     assert isinstance(batch.call(sharded.lower, 4), jax.stages.Lowered)
     assert batch.call(lambda *args: args[3].shape, 4) == (32, 8)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"offload": jzero.HostCPU(delayed_update=True)}], ids=["devices", "host"]
+)
+def test_objects_under_a_mesh_of_explicit_axes(options):
+    """They themselves are trained, evaluated, placed, flushed and made whole, and not copies of them."""
+    own, objects = make(), make()
+    alone = small.shard_train_step(train_step, **options) if options else nnx_jit(train_step)
+    run(alone, own, [X, X])
+    if options:
+        alone.flush(own)
+    mesh = jax.make_mesh((8,), ("data",))  # Explicit, as JAX makes them.
+    sharded = small.shard_train_step(train_step, **options)
+    with jax.set_mesh(mesh):
+        model, optimizer, *rest = objects
+        sharded.shard(objects)
+        kinds = model.first.kernel.get_value().sharding.mesh.axis_types
+        assert options or kinds == mesh.axis_types
+        run(sharded, objects, [X])
+        before = nnx.state(objects)
+        with pytest.raises(jzero.StepError, match="a call does not fit"):
+            sharded(model)
+        assert all(map(operator.is_, jax.tree.leaves(before), jax.tree.leaves(nnx.state(objects))))
+        run(sharded, objects, [X])
+        if options:
+            assert sharded.flush(objects) == objects
+        evaluate = jzero.shard_eval_step(
+            lambda model, metrics, x: metrics.update(loss=jnp.mean(model(x) ** 2)), like=sharded
+        )
+        model.eval()
+        own[0].eval()
+        rest[0].reset()
+        evaluate(model, rest[0], X)
+        assert rest[0].compute()["loss"] > 0
+        whole = sharded.unshard(model)
+        assert whole.first.kernel.get_value().sharding.is_fully_replicated
+        rest[0].reset()
+    own[2].reset()
+    assert_same(objects, own)  # And are read where no mesh is current.
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -241,6 +241,36 @@ class Objects:
             variable.update_from_state(other)
 
 
+class Contents:
+    """The arrays of a tree and of the NNX objects in it; these stay, and change.
+
+    Attributes:
+      leaves: the arrays, and what else is a leaf.
+    """
+
+    def __init__(self, tree: Any):
+        self._tree = tree
+        nodes = jax.tree.leaves(tree, is_leaf=_stops)
+        self._objects = tuple([x for x in nodes if _is_object(x)])
+        others = [x for x in nodes if not _is_object(x)]
+        self.leaves = jax.tree.leaves(
+            (others, Objects({"": self._objects}).state if self._objects else ())
+        )
+
+    def mapped(self, fn: Callable[[Any], Any]) -> Any:
+        """The tree with `fn` of each leaf, which the objects hold from now on."""
+        self.map_objects(fn)
+        return jax.tree.map(
+            lambda x: x if _is_object(x) else jax.tree.map(fn, x), self._tree, is_leaf=_stops
+        )
+
+    def map_objects(self, fn: Callable[[Any], Any]) -> None:
+        """The same in the objects alone."""
+        if self._objects:
+            objects = Objects({"": self._objects})
+            objects.set(jax.tree.map(fn, objects.state))
+
+
 class Born:
     """Objects and modules that a function makes under a trace, which gives their arrays only."""
 
