@@ -157,7 +157,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         _agreement.check("init")
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         born = _objects.Born()
-        traced = _jaxpr.trace_here(lambda: born.state(init_fn(*args, **kwargs)))
+        with _objects.explains_init():
+            traced = _jaxpr.trace_here(lambda: born.state(init_fn(*args, **kwargs)))
         # XLA takes each device's part of what it makes. [Note: starts in bounds]
         traced = traced._replace(jaxpr=_starts.in_bounds(traced.jaxpr))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)

@@ -329,6 +329,31 @@ def test_objects_under_a_mesh_of_explicit_axes(options):
     assert_same(objects, own)  # And are read where no mesh is current.
 
 
+@pytest.mark.parametrize("how", ["swap", "clone"])
+def test_objects_that_a_step_replaces(how):
+    class Agent(nnx.Module):
+        def __init__(self):
+            self.first, self.second = linear(), linear()
+
+    def step(agent, batch):
+        agent.first.kernel[...] += batch.mean()
+        if how == "swap":
+            agent.first, agent.second = agent.second, agent.first
+        else:
+            agent.second = nnx.clone(agent.first)
+
+    own, given = Agent(), Agent()
+    before = {agent: (agent.first, agent.second) for agent in (own, given)}
+    sharded = small.shard_train_step(step)
+    for _ in range(3):
+        nnx_jit(step)(own, X)
+        sharded(given, X)
+    assert_same(given, own)
+    for name in ("first", "second"):
+        ids = [[getattr(a, name) is old for old in before[a]] for a in (own, given)]
+        assert ids[0] == ids[1]
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -397,7 +422,12 @@ def test_variables_that_come_and_go():
     def step(model, batch):
         del model.bias
 
-    refuses(r"removes model\.bias \(a Param\)\. A step keeps the variables", step, linear(), X)
+    refuses(
+        r"removes model\.bias \(a Param\), or shares it\. A step keeps the variables",
+        step,
+        linear(),
+        X,
+    )
 
 
 def test_changed_objects_and_others_that_are_returned():
@@ -424,3 +454,41 @@ def test_specs_of_objects():
         "in_specs names model, of NNX objects.* Drop it from in_specs", lambda batch, model: None,
         X, linear(), error=jzero.OptionError, in_specs={"model": jax.P()},
     )  # fmt: skip
+
+
+def test_a_cached_partial():
+    def step(model, batch):
+        model.kernel[...] += batch.mean()
+
+    with nnx.set_graph_mode(True), nnx.set_graph_updates(True):
+        sharded = small.shard_train_step(step)
+        model = linear()
+        before = np.asarray(model.kernel[...])
+        for _ in range(2):
+            with pytest.raises(
+                jzero.StepError, match=r"nnx\.cached_partial has .* jzero\.from_nnx"
+            ):
+                nnx.cached_partial(sharded, model)(X)
+        with pytest.raises(jzero.StepError, match=r"nnx\.cached_partial has"):
+            small.shard_train_step(nnx.cached_partial(nnx_jit(step), model))
+        np.testing.assert_array_equal(before, model.kernel[...])
+
+
+def test_objects_that_an_initialiser_has_not_made():
+    rngs = nnx.Rngs(0)
+    sharded = small.shard_train_step(train_step)
+    error = r"init: init_fn changes an object that was there before .* Make nnx\.Rngs inside"
+    for args in (
+        (lambda: nnx.Linear(8, 8, rngs=rngs),),
+        (lambda r: nnx.Linear(8, 8, rngs=r), rngs),
+    ):
+        with pytest.raises(jzero.StepError, match=error):
+            sharded.init(*args)
+
+
+def test_a_variable_that_becomes_anothers():
+    def step(model, batch):
+        model.bias = model.kernel
+
+    refuses(r"removes model\.kernel \(a Param\), or shares it\. .* variable\[\.\.\.\] = value",
+            step, linear(), X)  # fmt: skip
