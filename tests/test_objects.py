@@ -182,7 +182,8 @@ def test_objects_are_born_in_shards_placed_and_made_whole():
     assert whole[0].last.kernel.get_value().is_fully_replicated
     assert_same(whole, own)
     shardings = sharded.state_shardings(*born[:3], X, born[3])
-    assert jax.tree.structure(shardings) == jax.tree.structure(nnx.state(born))
+    structure: Any = jax.tree.structure(shardings)
+    assert structure == jax.tree.structure(nnx.state(born))
     jax.tree.map(lambda x, s: x.sharding == s or pytest.fail(f"{s}"), nnx.state(born), shardings)
     model, *beside = born
     assert sharded.plan(model, *beside[:2], X, beside[2]).stage == 3
