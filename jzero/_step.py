@@ -165,7 +165,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
                 "train_step.shard(state)."))  # fmt: skip
         # Traced once: every call of init_fn may make another optimizer, and so another tree.
         born = _objects.Born()
-        traced = _jaxpr.trace_here(lambda: born.state(init_fn(*args, **kwargs)))
+        with _objects.explains_init():
+            traced = _jaxpr.trace_here(lambda: born.state(init_fn(*args, **kwargs)))
         # XLA takes each device's part of what it makes. [Note: starts in bounds]
         traced = traced._replace(jaxpr=_starts.in_bounds(traced.jaxpr))
         state = jax.tree.unflatten(traced.out_tree, traced.out_avals)
@@ -273,10 +274,16 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
         on the host until then.
 
         A leaf that is padded at rest (`PaddedArray`) has none for its true shape: it is given as full
-        here, and padded when `shard` or the step places it.
+        here, and padded when `shard` or the step places it. Of NNX objects, given as a call has them with all
+        other arguments, it is the `nnx.state` of them all.
         """
-        state, _ = _modules.apart_modules(state)
-        plans, shardings = self._leaf_plans(state, args, kwargs)
+        if (args or kwargs) and self._takes_objects(state):
+            call = self._programs.bind(self._given((state, *args)), kwargs)
+            program, state = self._programs.of(call), call.state
+            plans, shardings = program.plan.leaves, program.state_shardings
+        else:
+            state, _ = _modules.apart_modules(state)
+            plans, shardings = self._leaf_plans(state, args, kwargs)
         full = NamedSharding(self._programs.setting.mesh, PartitionSpec())
         found = [full if p.padding else s for p, s in zip(plans, shardings, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(state), found)

@@ -163,3 +163,18 @@ def test_a_state_with_functions_names_what_keeps_its_arrays(tmp_path):
         shapes = eqx.filter(eqx.filter_eval_shape(make), lambda x: hasattr(x, "shape"))
         again = eqx.combine(checkpointer.restore(shapes), values)
     assert_close(again, values)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_method_of_a_module(filtered):
+    class Trainer(eqx.Module):
+        w: jax.Array
+
+        def train(self, x):
+            return self, x.sum()
+
+    method = Trainer(jnp.ones(8)).train
+    with pytest.raises(
+        jzero.StepError, match=r"method Trainer\.train of a module.*Take it of the class"
+    ):
+        jzero.shard_train_step(eqx.filter_jit(method) if filtered else method)

@@ -1,5 +1,7 @@
 """`jax_debug_nans` and `jax_debug_infs`: a step in parts trains under them, and says what is not finite."""
 
+import concurrent.futures
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,3 +87,36 @@ def test_an_evaluation_in_parts():
         assert jnp.isfinite(eval_step(params, jnp.ones((8, 32)))["out"])
         with pytest.raises(FloatingPointError, match="shard_eval_step: output 0"):
             eval_step(params, np.full((8, 32), np.nan, np.float32))
+
+
+def whole_step(w, x):
+    loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w - 0.1 * grads, loss
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_every_nan_of_one_program(value):
+    """JAX looks for the line in an eager `shard_map`, after which it looks at nothing more in this thread."""
+    good, bad = np.ones((16, 8), np.float32), np.full((16, 8), value, np.float32)
+    bad[:, 1] *= -1
+    own = jax.jit(lambda x: x.sum(1))
+    error = "leaf 0 of the batch is not finite" if np.isnan(value) else "(?i)invalid value"
+
+    def train():
+        for _ in range(2):
+            train_step = small.shard_train_step(whole_step, min_shard_bytes=0)
+            w, _ = train_step(jnp.ones((8, 16)), good)
+            own(jnp.asarray(good))
+            for _ in range(2):
+                with pytest.raises(FloatingPointError, match=error):
+                    train_step(w, bad)
+                with pytest.raises(FloatingPointError):
+                    own(jnp.asarray(bad))
+            w, _ = train_step(w, good)
+
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # No other test has been in it.
+            thread.submit(train).result()
+    finally:
+        jax.config.update("jax_debug_nans", False)

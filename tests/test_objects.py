@@ -1,6 +1,7 @@
 """NNX objects given to a sharded step as they are: mutated as `nnx.jit` mutates them, or refused by name."""
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -180,6 +181,10 @@ def test_objects_are_born_in_shards_placed_and_made_whole():
     whole = sharded.unshard(born)
     assert whole[0].last.kernel.get_value().is_fully_replicated
     assert_same(whole, own)
+    shardings = sharded.state_shardings(*born[:3], X, born[3])
+    structure: Any = jax.tree.structure(shardings)
+    assert structure == jax.tree.structure(nnx.state(born))
+    jax.tree.map(lambda x, s: x.sharding == s or pytest.fail(f"{s}"), nnx.state(born), shardings)
     model, *beside = born
     assert sharded.plan(model, *beside[:2], X, beside[2]).stage == 3
     sharded.lower(model, *beside[:2], X, beside[2])
@@ -288,6 +293,71 @@ def test_what_preflight_asks_of_other_batches():
     assert batch.call(lambda *args: args[3].shape, 4) == (32, 8)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"offload": jzero.HostCPU(delayed_update=True)}], ids=["devices", "host"]
+)
+def test_objects_under_a_mesh_of_explicit_axes(options):
+    """They themselves are trained, evaluated, placed, flushed and made whole, and not copies of them."""
+    own, objects = make(), make()
+    alone = small.shard_train_step(train_step, **options) if options else nnx_jit(train_step)
+    run(alone, own, [X, X])
+    if options:
+        alone.flush(own)
+    mesh = jax.make_mesh((8,), ("data",))  # Explicit, as JAX makes them.
+    sharded = small.shard_train_step(train_step, **options)
+    with jax.set_mesh(mesh):
+        model, optimizer, *rest = objects
+        sharded.shard(objects)
+        kinds = model.first.kernel.get_value().sharding.mesh.axis_types
+        assert options or kinds == mesh.axis_types
+        run(sharded, objects, [X])
+        before = nnx.state(objects)
+        with pytest.raises(jzero.StepError, match="a call does not fit"):
+            sharded(model)
+        assert all(map(operator.is_, jax.tree.leaves(before), jax.tree.leaves(nnx.state(objects))))
+        run(sharded, objects, [X])
+        if options:
+            assert sharded.flush(objects) == objects
+        evaluate = jzero.shard_eval_step(
+            lambda model, metrics, x: metrics.update(loss=jnp.mean(model(x) ** 2)), like=sharded
+        )
+        model.eval()
+        own[0].eval()
+        rest[0].reset()
+        evaluate(model, rest[0], X)
+        assert rest[0].compute()["loss"] > 0
+        whole = sharded.unshard(model)
+        assert whole.first.kernel.get_value().sharding.is_fully_replicated
+        rest[0].reset()
+    own[2].reset()
+    assert_same(objects, own)  # And are read where no mesh is current.
+
+
+@pytest.mark.parametrize("how", ["swap", "clone"])
+def test_objects_that_a_step_replaces(how):
+    class Agent(nnx.Module):
+        def __init__(self):
+            self.first, self.second = linear(), linear()
+
+    def step(agent, batch):
+        agent.first.kernel[...] += batch.mean()
+        if how == "swap":
+            agent.first, agent.second = agent.second, agent.first
+        else:
+            agent.second = nnx.clone(agent.first)
+
+    own, given = Agent(), Agent()
+    before = {agent: (agent.first, agent.second) for agent in (own, given)}
+    sharded = small.shard_train_step(step)
+    for _ in range(3):
+        nnx_jit(step)(own, X)
+        sharded(given, X)
+    assert_same(given, own)
+    for name in ("first", "second"):
+        ids = [[getattr(a, name) is old for old in before[a]] for a in (own, given)]
+        assert ids[0] == ids[1]
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -356,7 +426,12 @@ def test_variables_that_come_and_go():
     def step(model, batch):
         del model.bias
 
-    refuses(r"removes model\.bias \(a Param\)\. A step keeps the variables", step, linear(), X)
+    refuses(
+        r"removes model\.bias \(a Param\), or shares it\. A step keeps the variables",
+        step,
+        linear(),
+        X,
+    )
 
 
 def test_changed_objects_and_others_that_are_returned():
@@ -383,3 +458,41 @@ def test_specs_of_objects():
         "in_specs names model, of NNX objects.* Drop it from in_specs", lambda batch, model: None,
         X, linear(), error=jzero.OptionError, in_specs={"model": jax.P()},
     )  # fmt: skip
+
+
+def test_a_cached_partial():
+    def step(model, batch):
+        model.kernel[...] += batch.mean()
+
+    with nnx.set_graph_mode(True), nnx.set_graph_updates(True):
+        sharded = small.shard_train_step(step)
+        model = linear()
+        before = np.asarray(model.kernel[...])
+        for _ in range(2):
+            with pytest.raises(
+                jzero.StepError, match=r"nnx\.cached_partial has .* jzero\.from_nnx"
+            ):
+                nnx.cached_partial(sharded, model)(X)
+        with pytest.raises(jzero.StepError, match=r"nnx\.cached_partial has"):
+            small.shard_train_step(nnx.cached_partial(nnx_jit(step), model))
+        np.testing.assert_array_equal(before, model.kernel[...])
+
+
+def test_objects_that_an_initialiser_has_not_made():
+    rngs = nnx.Rngs(0)
+    sharded = small.shard_train_step(train_step)
+    error = r"init: init_fn changes an object that was there before .* Make nnx\.Rngs inside"
+    for args in (
+        (lambda: nnx.Linear(8, 8, rngs=rngs),),
+        (lambda r: nnx.Linear(8, 8, rngs=r), rngs),
+    ):
+        with pytest.raises(jzero.StepError, match=error):
+            sharded.init(*args)
+
+
+def test_a_variable_that_becomes_anothers():
+    def step(model, batch):
+        model.bias = model.kernel
+
+    refuses(r"removes model\.kernel \(a Param\), or shares it\. .* variable\[\.\.\.\] = value",
+            step, linear(), X)  # fmt: skip

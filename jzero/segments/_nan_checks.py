@@ -14,6 +14,7 @@ from jzero._memory_kinds import DEVICE
 from jzero.offload.memory._away_array import AwayArray
 from jzero.segments._whole import WholeStep
 from jzero.sharding.plan._offload import Leaves, StepProgram
+from jzero.tracing import _jaxpr
 
 
 def run(
@@ -31,29 +32,61 @@ def run(
       leaves: the plan of the state's leaves.
 
     Raises:
-      FloatingPointError: JAX is asked to look for what is not finite, and a step in parts returns it.
+      FloatingPointError: JAX is asked to look for what is not finite, and the step returns it.
     """
     config: Any = jax.config
-    asked = (config.jax_debug_nans, jnp.isnan), (config.jax_debug_infs, jnp.isinf)
-    bad = [test for on, test in asked if on]
-    if not bad or isinstance(step, WholeStep):
+    nans, infs = bool(config.jax_debug_nans), bool(config.jax_debug_infs)
+    if not (nans or infs):
         return step(state, arrays)
-    with jax.debug_nans(False), jax.debug_infs(False):
-        new, outs = step(state, arrays)
-        names = [f"output {i} beside the state" for i in range(len(outs))]
-        names += [leaf.path for leaf in leaves[: len(new)]]
-        found = [
-            name
-            for name, x in zip(names, [*outs, *new], strict=True)
-            if _is_looked_at(x) and any(jnp.any(test(x)) for test in bad)
-        ]
+    with _jaxpr.keeps_nan_checks():
+        if isinstance(step, WholeStep):
+            return _run_whole(who, step, state, arrays, leaves)
+        with jax.debug_nans(False), jax.debug_infs(False):
+            new, outs = step(state, arrays)
+            found = _not_finite("output {} beside the state", outs, new, leaves, nans, infs)
     if found:
         raise FloatingPointError(message(
-            who, [f"{name} is not finite" for name in found],
+            who, found,
             "With jax_debug_nans or jax_debug_infs, what a step in parts returns on devices is looked at, "
             "when its state is consumed.", "Run a small model without offload and offload_params: JAX then "
             "names the line that made it.", things="values", shown=6))  # fmt: skip
     return new, outs
+
+
+def _run_whole(
+    who: str, step: WholeStep, state: Sequence[Any], arrays: Sequence[Any], leaves: Leaves
+) -> tuple[list[Any], list[jax.Array]]:
+    """One program, which JAX looks at: asked anew, as an eager `jax.shard_map` has it forget to."""
+    config: Any = jax.config
+    nans, infs = bool(config.jax_debug_nans), bool(config.jax_debug_infs)
+    try:
+        with jax.debug_nans(nans), jax.debug_infs(infs):
+            return step(state, arrays)
+    except (
+        RecursionError
+    ):  # So JAX looks for the line, if what an eager `jax.shard_map` is given has one.
+        with jax.debug_nans(False), jax.debug_infs(False):
+            found = _not_finite("leaf {} of the batch", arrays, state, leaves, nans, infs)
+        if not found:
+            raise
+    raise FloatingPointError(message(
+        who, found, "With jax_debug_nans or jax_debug_infs, a step takes finite values only.",
+        "Look at where they come from: the data, or the step before.", things="values",
+        shown=6))  # fmt: skip
+
+
+def _not_finite(
+    name: str, others: Sequence[Any], state: Sequence[Any], leaves: Leaves, nans: bool, infs: bool
+) -> list[str]:
+    """What of a state and of other arrays is not finite."""
+    tests = [test for on, test in ((nans, jnp.isnan), (infs, jnp.isinf)) if on]
+    names = [name.format(i) for i in range(len(others))]
+    names += [leaf.path for leaf in leaves[: len(state)]]
+    return [
+        f"{name} is not finite"
+        for name, x in zip(names, [*others, *state], strict=True)
+        if _is_looked_at(x) and any(jnp.any(test(x)) for test in tests)
+    ]
 
 
 def _is_looked_at(x: Any) -> bool:

@@ -5,7 +5,8 @@
 the same devices with Auto axes. Where no mesh is current, all that comes back lies on that mesh, and plain
 `jnp` takes it. Under `jax.set_mesh` of Explicit axes JAX takes arrays of Explicit axes alone: there a call's
 arrays are taken as views on the Auto mesh, it runs under that one, and what it returns comes back as views on
-the user's. A view shares the memory of its array, and is consumed with it.
+the user's. A view shares the memory of its array, and is consumed with it. NNX objects hold the views for as
+long as the call lasts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jzero.tracing import _jaxpr
+from jzero.tracing._objects import Contents
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,22 +54,28 @@ def takes_explicit_axes(fn: F) -> F:
         current = jax.sharding.get_abstract_mesh()
         if AxisType.Explicit not in current.axis_types:
             return fn(*args, **kwargs)
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):  # `ShardedStep._run_traced`
+        given = Contents((args, kwargs))
+        if any(isinstance(x, jax.core.Tracer) for x in given.leaves):  # `ShardedStep._run_traced`
             return fn(*args, **kwargs)
         auto, views = with_auto_axes(current), dict[int, Any]()
         with _context(auto):
             # An array that is there twice is one array still.
-            for x in leaves:
+            for x in given.leaves:
                 views.setdefault(id(x), _as_on(x, auto))
-            args, kwargs = jax.tree.unflatten(tree, [views[id(x)] for x in leaves])
-            out = fn(*args, **kwargs)
-            if not _jaxpr.DELETES_DONATED:
-                pairs = [(x, views[id(x)]) for x in leaves if views[id(x)] is not x]
-                _jaxpr.let_go(
-                    [x for x, view in pairs if isinstance(x, jax.Array) and view.is_deleted()]
+            before = {id(views[id(x)]): x for x in given.leaves}
+            args, kwargs = given.mapped(lambda x: views.get(id(x), x))
+            try:
+                out = fn(*args, **kwargs)
+            finally:
+                if not _jaxpr.DELETES_DONATED:
+                    _jaxpr.let_go([
+                        x for x in given.leaves
+                        if isinstance(x, jax.Array) and (view := views[id(x)]) is not x and view.is_deleted()
+                    ])  # fmt: skip
+                given.map_objects(
+                    lambda x: before[id(x)] if id(x) in before else _as_on(x, current)
                 )
-            return jax.tree.map(lambda x: _as_on(x, current), out)
+            return Contents(out).mapped(lambda x: _as_on(x, current))
 
     return called  # type: ignore[return-value]
 

@@ -35,6 +35,7 @@ try:
     import jax._src.core as internal
     from jax import core as public
     from jax._src import (
+        api,  # _post_hook_state: 0.8
         config,  # trace_context: 0.8.1
         distributed,  # global_state: not since 0.4.30
         dtypes,  # register_canonicalize_value_handler: 0.11.0
@@ -63,6 +64,21 @@ core: Any = public
 extended: Any = extended_core
 AxisEnv: Any = internal.AxisEnv  # 0.10.0
 NamedAxisEffect: Any = internal.NamedAxisEffect  # 0.10.2
+
+
+@contextlib.contextmanager
+def keeps_nan_checks() -> Iterator[None]:
+    """Whatever looks for NaN in programs that have run before goes on to look after it.
+
+    Leaving `jax.debug_nans` of either value, as an eager `jax.shard_map` does with every operation, JAX no
+    longer calls in this thread what a `jax.config.update` has made it call.
+    """
+    hook: Any = api._post_hook_state
+    before = hook.get_local()
+    try:
+        yield
+    finally:
+        hook.set_local(before)
 
 
 class Traced(NamedTuple):

@@ -39,6 +39,18 @@ def is_filtered(step_fn: Any) -> bool:
     return isinstance(step_fn, type(eqx.filter_jit(lambda: None)))
 
 
+def check_unbound(step_fn: Any, who: str) -> None:
+    """Refuses a method of a module, whose arrays would be no arguments."""
+    eqx = sys.modules.get("equinox")
+    bound = getattr(step_fn, "__wrapped__", step_fn) if eqx and is_filtered(step_fn) else step_fn
+    if eqx and isinstance(bound, eqx.Module) and hasattr(bound, "__self__"):
+        name = f"{type(bound.__self__).__name__}.{bound.__name__}"
+        raise StepError(message(
+            who, f"step_fn is the method {name} of a module", "The arrays of the module are its state.",
+            f"Take it of the class: shard_train_step({name}), and pass the module first: step(module, ...).",
+        ))  # fmt: skip
+
+
 def holds_modules(tree: Any) -> bool:
     """Whether a tree has Equinox modules."""
     eqx = sys.modules.get("equinox")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jzero._errors import STEP, StepError, a_type, message
-from jzero.tracing._modules import apart_modules
+from jzero.tracing._modules import apart_modules, check_unbound
 from jzero.tracing._returned import find_arguments
 from jzero.tracing._state_arguments import Step
 
@@ -134,7 +134,8 @@ class Graph(NamedTuple):
         numbers = iter(range(len(returned)))
         placed = [_Place(next(numbers)) if _is_object(x) else x for x in nodes]
         outer = graphlib.RefMap.from_indexmap(index_ref)
-        graphdef, flat = nnx.flatten((objects, returned), ref_outer_index=outer)
+        inner = graphlib.RefMap()
+        graphdef, flat = nnx.flatten((objects, returned), ref_index=inner, ref_outer_index=outer)
         new = nnx.from_flat_state([(path[1:], leaf) for path, leaf in flat if path[0] == 0])
         if any(path[0] == 1 for path, _ in flat):
             self._refuse_made(who, outs, same_leaves(new, state))
@@ -144,9 +145,11 @@ class Graph(NamedTuple):
             raise StepError(message(
                 who, changes_of(self.names, before, objects),
                 "A step keeps the variables of its objects, which lie in shards.",
-                "Create variables when the model is built.", "things"))  # fmt: skip
+                "Create variables when the model is built, and set their values: variable[...] = value.",
+                "things"))  # fmt: skip
         plain = any(not isinstance(leaf, nnx.Variable) for _, leaf in flat)
-        changes = returned or plain or nnx.graphdef(objects) != self.graphdef
+        moved = any(outer.get(node) != number for node, number in inner.items())
+        changes = moved or returned or plain or nnx.graphdef(objects) != self.graphdef
         result = jax.tree.unflatten(tree, placed)
         return Mutated(new, result, graphdef if changes else None)
 
@@ -189,8 +192,16 @@ class Objects:
         """Those of arguments that hold nothing else.
 
         Raises:
-          StepError: there is something else beside the objects.
+          StepError: there is something else beside the objects, or `nnx.cached_partial` calls.
         """
+        from flax.nnx import graph as graphlib
+
+        context: Any = graphlib.GRAPH_CONTEXT
+        if context.tmp_static_cache is not None:
+            context.tmp_static_cache = (
+                None  # Else Flax raises an error of its own in place of this one.
+            )
+            _refuse_cached(who)
         bad = [
             f"{name}{jax.tree_util.keystr(path)} is {a_type(leaf)} beside NNX objects"
             for name, value in named.items()
@@ -241,6 +252,36 @@ class Objects:
             variable.update_from_state(other)
 
 
+class Contents:
+    """The arrays of a tree and of the NNX objects in it; these stay, and change.
+
+    Attributes:
+      leaves: the arrays, and what else is a leaf.
+    """
+
+    def __init__(self, tree: Any):
+        self._tree = tree
+        nodes = jax.tree.leaves(tree, is_leaf=_stops)
+        self._objects = tuple([x for x in nodes if _is_object(x)])
+        others = [x for x in nodes if not _is_object(x)]
+        self.leaves = jax.tree.leaves(
+            (others, Objects({"": self._objects}).state if self._objects else ())
+        )
+
+    def mapped(self, fn: Callable[[Any], Any]) -> Any:
+        """The tree with `fn` of each leaf, which the objects hold from now on."""
+        self.map_objects(fn)
+        return jax.tree.map(
+            lambda x: x if _is_object(x) else jax.tree.map(fn, x), self._tree, is_leaf=_stops
+        )
+
+    def map_objects(self, fn: Callable[[Any], Any]) -> None:
+        """The same in the objects alone."""
+        if self._objects:
+            objects = Objects({"": self._objects})
+            objects.set(jax.tree.map(fn, objects.state))
+
+
 class Born:
     """Objects and modules that a function makes under a trace, which gives their arrays only."""
 
@@ -266,6 +307,23 @@ class Born:
 
 
 @contextlib.contextmanager
+def explains_init() -> Iterator[None]:
+    """Says what to write in the place of objects that are given to an `init_fn`, or closed over."""
+    if not kinds():
+        yield
+        return
+    from flax.errors import TraceContextError
+
+    try:
+        yield
+    except TraceContextError as error:
+        raise StepError(message(
+            "init", f"init_fn changes an object that was there before ({str(error).split(' (')[0]})",
+            "What init_fn makes it makes alone.", "Make nnx.Rngs inside: train_step.init(lambda seed: "
+            "Net(nnx.Rngs(seed)), 0).")) from error  # fmt: skip
+
+
+@contextlib.contextmanager
 def explained(who: str) -> Iterator[None]:
     """Says what Flax means by an object of another trace."""
     from flax.errors import TraceContextError
@@ -283,12 +341,16 @@ def explained(who: str) -> Iterator[None]:
 def changes_of(names: Sequence[str], before: Any, after: Any) -> list[str]:
     """What of objects is not their variables' values, and differs: 'model.dropout.deterministic was True'."""
     old, new = _structure(names, before), _structure(names, after)
-    lines = []
+    lines, ends = list[str](), set[str]()
     for path in sorted({*old, *new}):
+        if any(path.startswith((f"{end}.", f"{end}[")) for end in ends):
+            continue  # What holds it is named.
+        if (path in old) != (path in new):
+            ends.add(path)
         if path not in old:
             lines.append(f"train_step adds {path} ({new[path]})")
         elif path not in new:
-            lines.append(f"train_step removes {path} ({old[path]})")
+            lines.append(f"train_step removes {path} ({old[path]}), or shares it")
         elif old[path] != new[path]:
             lines.append(f"{path} was {old[path]} and becomes {new[path]}")
     return lines or ["train_step changes its variables' metadata"]
@@ -304,7 +366,8 @@ def _structure(names: Sequence[str], objects: Any) -> dict[str, str]:
             continue
         parts = [f".{part}" if isinstance(part, str) else f"[{part}]" for part in rest]
         variable = isinstance(value, nnx.Variable | nnx.Pytree | jax.Array)
-        text = f"{a_type(value)}" if variable else f"{value!r:.40}"
+        text = a_type(value) if variable else f"{value!r:.40}"
+        text = "an array" if isinstance(value, jax.Array) else text
         found["".join([names[first], *parts])] = text
     return found
 
@@ -349,8 +412,19 @@ def check_no_state(names: Sequence[str], outs: Any, arrays: Mapping[str, Any]) -
             f"state_argnames={('state', *found)}).", "arguments"))  # fmt: skip
 
 
+def _refuse_cached(who: str) -> None:
+    raise StepError(message(
+        who, "nnx.cached_partial has the objects of the step", "A step takes its objects with each call.",
+        "Call it with them, train_step(model, optimizer, batch); or have them taken apart once: "
+        "step_fn, state = jzero.from_nnx(step, model, optimizer)."))  # fmt: skip
+
+
 def check_partial(train_step: Any, who: str) -> None:
-    """Refuses objects that `functools.partial` has bound."""
+    """Refuses objects that `functools.partial`, `nnx.cached_partial` or a method of a module has bound."""
+    code = getattr(train_step, "__code__", None)
+    if kinds() and code is not None and code.co_name == "cache_args_wrapper":
+        _refuse_cached(who)
+    check_unbound(train_step, who)
     if isinstance(train_step, functools.partial):
         bad = listed((train_step.args, train_step.keywords), "partial")
         if bad:
