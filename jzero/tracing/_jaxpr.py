@@ -195,9 +195,8 @@ def _vacate(xs: Sequence[Any]) -> None:
         xs, [s._internal_device_list for s in kept], kept,
         [xla.ArrayCopySemantics.REUSE_INPUT] * len(xs))  # fmt: skip
     for x, copy_of in zip(xs, copies, strict=True):
-        aval, x._vacated = x.aval, copy_of
-        x._replace_with(_vacant(x.sharding))
-        x.aval = aval
+        x._vacated = copy_of
+        x._replace_with(_vacant(x.sharding, x.aval))  # In one go: Ctrl-C may come behind it.
 
 
 @functools.cache
@@ -208,12 +207,13 @@ def _alike(sharding: Sharding) -> NamedSharding:
 
 
 @functools.cache
-def _vacant(sharding: NamedSharding) -> jax.Array:
-    """A deleted array in a sharding; in none of its dims there is anything."""
+def _vacant(sharding: NamedSharding, aval: Any) -> jax.Array:
+    """A deleted array that says to be of this sharding and type, and never had an element."""
     empty = np.zeros((0,) * len(sharding.spec), np.float32)
     with jax.transfer_guard("allow"):  # Whoever forbids copies does not mean these.
         x = jax.make_array_from_callback(empty.shape, sharding, lambda index: empty[index])
     x.delete()
+    x.aval = aval
     return x
 
 
