@@ -42,7 +42,7 @@ def files() -> str:
     return (
         f"\nOf {len(found)} files of Hugging Face, accelerate, axolotl, LLaMA-Factory, DeepSpeedExamples and "
         f"Megatron-DeepSpeed\n(their keys and values are in `tests/deepspeed_public.json`) "
-        f"{len(found) - len(rows)} are translated, with values for \"auto\". The\nothers are refused:\n\n"
+        f'{len(found) - len(rows)} are translated, with values for "auto". The\nothers are refused:\n\n'
         f"| file | for |\n| --- | --- |\n{''.join(rows)}"
     )
 
