@@ -538,7 +538,7 @@ def weighed(params, opt_state, batch):
     return *update(params, opt_state, x, batch["y"]), {**batch, "x": batch["x"] + 1e-3}
 
 
-MISLEADING = {
+MISLEADING: dict[str, Any] = {
     "teacher": (taught, (init()[0], *init(), X, Y), ("params", "opt_state")),
     "reconstruction": (reconstruction_first, (X, init()), ("state",)),
     "batch": (batch_back, ({"x": X, "y": Y}, init()), ("state",)),
