@@ -118,7 +118,7 @@ CONSUMED = (
 def a_type(value: object) -> str:
     """`an int`: what something is, with its article."""
     name = type(value).__name__
-    return f"{'an' if name.lower().startswith(tuple('aeiou') + ('nd',)) else 'a'} {name}"
+    return f"{'an' if name.lower().startswith((*'aeio', 'nd')) else 'a'} {name}"
 
 
 def counted(num: int, one: str, many: str) -> str:

@@ -63,9 +63,9 @@ def of(package, **attributes):
     (of("PIL.Image"), r"np.asarray\(image\)"),
     (of("paddle"), r"np.asarray\(x\)"),
     ("hello", r"batch\['x'\] is a str: 'hello'.*Leave text out.*token ids.*static_argnames"),
-    (np.array(["hello"]), r"batch\['x'\] is a ndarray: array\(\['hello'\].*Leave text out"),
-    (np.array([1, 2.5], object), r"is a ndarray.*array.astype\(np.float32\)"),
-    (np.array([[1], [1, 2]], object), r"is a ndarray.*pad them to one length"),
+    (np.array(["hello"]), r"batch\['x'\] is an ndarray: array\(\['hello'\].*Leave text out"),
+    (np.array([1, 2.5], object), r"is an ndarray.*array.astype\(np.float32\)"),
+    (np.array([[1], [1, 2]], object), r"is an ndarray.*pad them to one length"),
     (np.zeros(3, [("a", "f4")]), r"\{name: array\[name\] for name in array.dtype.names\}"),
 
 
