@@ -67,7 +67,6 @@ def of(package, **attributes):
     (np.array([1, 2.5], object), r"is an ndarray.*array.astype\(np.float32\)"),
     (np.array([[1], [1, 2]], object), r"is an ndarray.*pad them to one length"),
     (np.zeros(3, [("a", "f4")]), r"\{name: array\[name\] for name in array.dtype.names\}"),
-
     (np.array(["2026-01-01"], "datetime64[D]"), r"array.astype\(np.float32\)"),
     (Loader(), r"next\(iterator\), or write for batch in loader"),
     (range(3), r"Pass NumPy arrays: np.asarray\(x\)"),
