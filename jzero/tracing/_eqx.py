@@ -11,6 +11,7 @@ import jax
 
 from jzero._errors import StepError, describe_leaf, message
 from jzero.tracing._held import Held
+from jzero.tracing._modules import is_made_by
 from jzero.tracing._returned import Like
 
 WHO = "from_eqx"
@@ -100,9 +101,7 @@ def from_eqx(
 
 
 def _refuse_pmap(train_step: Callable[..., Any]) -> None:
-    import equinox as eqx
-
-    if isinstance(train_step, type(eqx.filter_pmap(lambda: None))):
+    if is_made_by("filter_pmap", train_step):
         raise StepError(message(
             WHO, "train_step was made by eqx.filter_pmap", "jzero runs the step on all devices itself.",
             "Pass the function inside, and to shard_train_step the axis_name= that it had."))  # fmt: skip

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jzero._errors import STEP, StepError, message
-from jzero.tracing._returned import as_given
+from jzero.tracing._returned import as_given, is_same_static
 from jzero.tracing._state_arguments import Step
 
 _ARRAY = object()  # stands among leaves for one that is an array
@@ -23,20 +23,23 @@ def is_imported() -> bool:
     return "equinox" in sys.modules
 
 
+def is_made_by(transform: str, fn: Any) -> bool:
+    """Whether `filter_jit`, or another transformation of Equinox's, has made a function."""
+    eqx = sys.modules.get("equinox")
+    return eqx is not None and isinstance(fn, type(getattr(eqx, transform)(lambda: None)))
+
+
 def is_filtered(step_fn: Any) -> bool:
     """Whether `eqx.filter_jit` has made a function.
 
     Raises:
       StepError: `eqx.filter_pmap` has.
     """
-    eqx = sys.modules.get("equinox")
-    if eqx is None:
-        return False
-    if isinstance(step_fn, type(eqx.filter_pmap(lambda: None))):
+    if is_made_by("filter_pmap", step_fn):
         raise StepError(message(
             STEP, "step_fn was made by eqx.filter_pmap", "jzero runs the step on all devices itself.",
             "Pass the function inside, with the axis_name= that it had."))  # fmt: skip
-    return isinstance(step_fn, type(eqx.filter_jit(lambda: None)))
+    return is_made_by("filter_jit", step_fn)
 
 
 def check_unbound(step_fn: Any, who: str) -> None:
@@ -73,7 +76,7 @@ class Static:
         return (
             isinstance(other, Static)
             and self._tree == other._tree
-            and all(map(_same, self._leaves, other._leaves))
+            and all(map(is_same_static, self._leaves, other._leaves))
         )
 
     def __hash__(self) -> int:
@@ -84,10 +87,6 @@ class Static:
         left: Iterator[Any] = iter(jax.tree.leaves(arrays))
         leaves = [next(left) if x is _ARRAY else x for x in self._leaves]
         return jax.tree.unflatten(self._tree, leaves)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and bool(a == b))
 
 
 def apart(tree: Any, numbers: bool = False) -> tuple[Any, Static | None]:
@@ -136,3 +135,8 @@ class Filtered:
     def tree_unflatten(cls, static: Any, children: Any) -> Filtered:
         (arrays,) = children
         return cls(arrays, static)
+
+
+def arrays_of(outs: Any) -> Any:
+    """What a step returned, without what is no array."""
+    return outs.arrays if isinstance(outs, Filtered) else outs

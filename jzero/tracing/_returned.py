@@ -296,11 +296,16 @@ class Like:
         return bool(jax.tree.structure(x) == self._tree)
 
 
+def is_same_static(x: Any, y: Any) -> bool:
+    """Whether two leaves that are no arrays are one, to a program that was compiled for one of them."""
+    return x is y or (type(x) is type(y) and bool(x == y))
+
+
 def _one_type(x: Any, y: Any) -> bool:
     if x is y:
         return True
     if not hasattr(x, "dtype") and not hasattr(y, "dtype"):  # Numbers and functions of a module.
-        return type(x) is type(y) and bool(x == y)
+        return is_same_static(x, y)
     try:
         a, b = _call.abstract_leaf(x), _call.abstract_leaf(y)
     except (TypeError, ValueError):

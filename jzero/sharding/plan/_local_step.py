@@ -19,8 +19,8 @@ from jzero.sharding.batch._trace import TracedStep
 from jzero.sharding.plan import _layout, _outputs, _untold
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.sharding.plan._setting import Setting
-from jzero.tracing import _call, _reading, _weak
-from jzero.tracing._modules import Filtered
+from jzero.tracing import _call, _jaxpr, _reading, _weak
+from jzero.tracing._modules import arrays_of
 from jzero.tracing._returned import (
     Found,
     as_given,
@@ -105,9 +105,7 @@ def _read_beside_state(unclear: _reading.Unclear, step: FlatStep, setting: Setti
     found, batch = unclear.found, of_batch(unclear.found, unclear.arguments)
     left = [name for name in (*found.unclear, *found.alike) if name not in batch]
     if left and found.state:
-        avals = [*step.state, *step.array_avals]
-        mesh_axes = setting.axes | setting.automatic
-        traced = _trace.trace_plainly(step.plain, avals, mesh_axes, setting.automatic)
+        traced = _as_written(step, step.plain, setting)
         assert traced is not None  # It was traced so before.
         state = step.signature.state_names[0], jax.tree.unflatten(step.state_tree, step.state)
         independent = _untold.independent(traced, [state, *step.arrays.items()], left, found.state)
@@ -120,11 +118,12 @@ def _check_updates(traced: TracedStep, step: FlatStep) -> None:
     """Reads a step once more of which a batch was taken for state, and refuses gradients that were."""
     state = jax.tree.unflatten(step.state_tree, step.state)
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
-    outs = as_given(outs.arrays if isinstance(outs, Filtered) else outs)
+    outs = as_given(arrays_of(outs))
     names = step.signature.state_names
     named = list(zip(names, [value for _, value in parts(state)], strict=True))
     led = names[:1] if _reading.leads(step.signature, outs, state, step.arrays) else ()
-    wrong = _untold.misread(traced, named, step.arrays)
+    flow = _untold.Flow(traced.frame.jaxpr, named, step.arrays)
+    wrong = _untold.misread(flow)
     if wrong.unclear:
         unclear = tuple(wrong.unclear)
         sure = tuple([name for name in names if name not in unclear])
@@ -132,7 +131,7 @@ def _check_updates(traced: TracedStep, step: FlatStep) -> None:
     if wrong.instead or wrong.batch:
         kept = [wrong.instead.get(name, name) for name in names if name not in wrong.batch]
         raise _reading.Elsewhere(step.signature.in_order(kept))
-    if anew := _untold.computed_anew(traced, named, step.arrays, led):
+    if anew := _untold.computed_anew(flow, led):
         _reading.refuse_anew(step.signature, anew)
 
 
@@ -142,14 +141,16 @@ def promoted(step: FlatStep, state: list[Any], setting: Setting) -> FlatStep:
     One with collectives of its own stays as it is, too.
     """
     strong = dataclasses.replace(step, state=state)
-    mesh_axes = setting.axes | setting.automatic
-    weak, new = [
-        _trace.trace_plainly(x.fn, [*x.state, *x.array_avals], mesh_axes, setting.automatic)
-        for x in (step, strong)
-    ]
+    weak, new = [_as_written(x, x.fn, setting) for x in (step, strong)]
     if weak is None or new is None:
         return step
     return strong if _weak.computes_the_same(weak, new, state) else step
+
+
+def _as_written(step: FlatStep, fn: Callable[..., Any], setting: Setting) -> _jaxpr.Traced | None:
+    """The trace of a function of all leaves of a step; None if it has collectives of its own."""
+    avals = [*step.state, *step.array_avals]
+    return _trace.trace_plainly(fn, avals, setting.axes | setting.automatic, setting.automatic)
 
 
 def _read_updated(found: LocalStep, step: FlatStep, setting: Setting) -> None:

@@ -13,7 +13,7 @@ from jzero.sharding.batch import _trace
 from jzero.sharding.plan import _layout
 from jzero.sharding.plan._layout import Layout, Shard
 from jzero.tracing import _call
-from jzero.tracing._modules import Filtered
+from jzero.tracing._modules import arrays_of
 from jzero.tracing._objects import Mutated
 from jzero.tracing._returned import Returned, new_state
 
@@ -91,7 +91,7 @@ def output_paths(out_tree: Any, num_state: int = 0) -> list[str]:
 def check_outputs(traced: _trace.TracedStep, avals: list[Any], tree: Any) -> None:
     """The step must return its state, alone or first, with every leaf's shape and dtype kept."""
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
-    outs = outs.arrays if isinstance(outs, Filtered) else outs
+    outs = arrays_of(outs)
     state = jax.tree.unflatten(tree, avals)
     is_found = isinstance(outs, Returned)
     new = outs.state if isinstance(outs, Mutated) else outs

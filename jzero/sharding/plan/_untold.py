@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 
 from jzero.sharding.batch._trace import TracedStep
 from jzero.tracing import _jaxpr, _rewrite
-from jzero.tracing._modules import Filtered
+from jzero.tracing._modules import arrays_of
 from jzero.tracing._returned import (
     Like,
     holds_floats,
@@ -89,7 +91,7 @@ def independent(
     flat, _ = _rewrite.flatten_calls(traced.jaxpr, traced.consts)
     sources = _sources(flat, _owners(inputs))
     outs = jax.tree.unflatten(traced.out_tree, traced.out_avals)
-    outs, trees = outs.arrays if isinstance(outs, Filtered) else outs, dict(inputs)
+    outs, trees = arrays_of(outs), dict(inputs)
     others = [trees[name] for name in state]
     return [
         name for name in names
@@ -101,12 +103,37 @@ def independent(
     ]  # fmt: skip
 
 
-def computed_anew(
-    traced: TracedStep,
-    state: Sequence[tuple[str, Any]],
-    arrays: Mapping[str, Any],
-    led: Collection[str],
-) -> list[str]:
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """Of what a step whose state was found makes its results, each found out once.
+
+    Attributes:
+      jaxpr: the step's, whose outputs begin with the new state.
+      state: the arguments that were found to be the state, of shapes, by name.
+      arrays: the others.
+    """
+
+    jaxpr: Jaxpr
+    state: Sequence[tuple[str, Any]]
+    arrays: Mapping[str, Any]
+
+    @functools.cached_property
+    def owners(self) -> list[str]:
+        """Of each input, the argument that it is in."""
+        return _owners([*self.state, *self.arrays.items()])
+
+    @functools.cached_property
+    def reached(self) -> list[frozenset[int]]:
+        """Which inputs each output is reached from by operations that keep elements apart."""
+        return _reached(self.jaxpr, [frozenset({i}) for i in range(len(self.owners))])
+
+    @functools.cached_property
+    def sources(self) -> list[set[str]]:
+        """Of which arguments each output is computed."""
+        return _sources(self.jaxpr, self.owners)
+
+
+def computed_anew(flow: Flow, led: Collection[str]) -> list[str]:
     """Arguments of the state whose new value is one to which nothing was added, as gradients are.
 
     None of its arrays of floats is reached from its new value by operations that keep elements apart, nor is
@@ -114,27 +141,23 @@ def computed_anew(
     themselves, as weight decay is, gradients reach them too.
 
     Args:
-      traced: the step, whose outputs begin with the new state.
-      state: the arguments that were found to be the state, of shapes, by name.
-      arrays: the others.
-      led: those that are its state beyond doubt.
+      flow: of the step.
+      led: arguments that are its state beyond doubt.
     """
-    jaxpr, owners = traced.frame.jaxpr, _owners([*state, *arrays.items()])
-    leaves = [leaf for _, tree in state for leaf in jax.tree.leaves(tree)]
-    moments = {name for name, tree in state if holds_optimizer_state(tree)}
+    owners, reached = flow.owners, flow.reached
+    leaves = [leaf for _, tree in flow.state for leaf in jax.tree.leaves(tree)]
+    moments = {name for name, tree in flow.state if holds_optimizer_state(tree)}
     trained = {
         i: owners[i] for i, leaf in enumerate(leaves) if holds_floats(leaf) and owners[i] not in moments
     }  # fmt: skip
-    reached = _reached(jaxpr, [frozenset({i} & trained.keys()) for i in range(len(jaxpr.invars))])
     kept = {
         name for i, name in trained.items()
-        if i in reached[i] or any(trained[j] != name for j in reached[i])
+        if i in reached[i] or any(trained.get(j, name) != name for j in reached[i])
     } | {*led}  # fmt: skip
-    anew = [name for name, _ in state if name in {*trained.values()} - kept]
+    anew = [name for name, _ in flow.state if name in {*trained.values()} - kept]
     if kept and anew:
         # A step that updates something may forget an old value, or find a direction anew (spectral norms).
-        sources = _sources(jaxpr, owners)
-        depend = {name for i, name in trained.items() if name in sources[i]} if not moments else ()
+        depend = {n for i, n in trained.items() if n in flow.sources[i]} if not moments else ()
         anew = [name for name in anew if name in depend]
     return anew
 
@@ -153,30 +176,19 @@ class Misread(NamedTuple):
     unclear: Sequence[str]
 
 
-def misread(
-    traced: TracedStep, state: Sequence[tuple[str, Any]], arrays: Mapping[str, Any]
-) -> Misread:
-    """Which arguments were taken for state beside an optimizer's, and are none.
-
-    Args:
-      traced: the step, whose outputs begin with the new state.
-      state: the arguments that were found to be the state, of shapes, by name.
-      arrays: the others.
-    """
-    trees = {name: tree for name, tree in state if not holds_optimizer_state(tree)}
-    if len(trees) == len(state):
+def misread(flow: Flow) -> Misread:
+    """Which arguments were taken for state beside an optimizer's, and are none."""
+    trees = {name: tree for name, tree in flow.state if not holds_optimizer_state(tree)}
+    if len(trees) == len(flow.state):
         return Misread({}, (), ())
-    jaxpr, owners = traced.frame.jaxpr, _owners([*state, *arrays.items()])
-    reached = _reached(jaxpr, [frozenset({i}) for i in range(len(owners))])
-    sources = _sources(jaxpr, owners)
-    given = {
-        name for name, tree in arrays.items() if not holds_floats(tree)
-    }  # keys, counters, labels
+    jaxpr, owners, arrays, reached = flow.jaxpr, flow.owners, flow.arrays, flow.reached
+    # Keys, counters, labels.
+    given = {name for name, tree in arrays.items() if not holds_floats(tree)}
     instead, batch, unclear = dict[str, str](), [], []
     for name, tree in trees.items():
         ours = [i for i, owner in enumerate(owners) if owner == name]
         first, kept = ours[0] if ours else 0, any(i in reached[i] for i in ours)
-        alone = all(sources[i] <= {name, *given} for i in ours)
+        alone = all(flow.sources[i] <= {name, *given} for i in ours)
         others = [x for x in arrays if Like(tree)(arrays[x])]
         of_others = {
             x for x in others
