@@ -126,6 +126,11 @@ def counted(num: int, one: str, many: str) -> str:
     return f"{num} {one if num == 1 else many}"
 
 
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """`a, b, c, ...`: the first of some names."""
+    return ", ".join([*names[:most], *["..."] * (len(names) > most)])
+
+
 def describe_leaf(path: str, shape: Sequence[int], dtype: object) -> str:
     """`state.params['w'] float32[16,32]`, the form a leaf has in every message."""
     dims = ",".join(str(size) for size in shape)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jzero._errors import CONSUMED, JzeroError, StateError, message
+from jzero._errors import CONSUMED, JzeroError, StateError, first_of, message
 from jzero.offload.memory._coded_array import CodedArray
 from jzero.offload.memory._padded import PaddedArray
 from jzero.tracing import _call, _jaxpr
@@ -171,8 +171,7 @@ class Use:
 
 def _named(paths: Sequence[str], found: Sequence[bool]) -> str:
     named = [path for path, is_one in zip(paths, found, strict=True) if is_one]
-    more = ", ..." * (len(named) > 3)
-    return f"{len(named)} of {len(paths)} leaves: {', '.join(named[:3])}{more}"
+    return f"{len(named)} of {len(paths)} leaves: {first_of(named)}"
 
 
 def _plain(x: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -270,12 +271,14 @@ class Placement:
 
 def _check_values(call: FlatCall) -> None:
     """Refuses shapes where a step runs."""
-    for leaves, cls, paths in (
+    for leaves, cls, paths_of in (
         (call.state, StateError, lambda: _call.leaf_paths(call.call.state, "state")),
         (call.arrays, BatchError, lambda: _call.argument_paths(call.call.arrays)),
     ):
-        if shapes := [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]:
-            found = [f"{paths()[i]} is a ShapeDtypeStruct" for i in shapes]
+        shapes = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+        if any(shapes):
+            bad = itertools.compress(paths_of(), shapes)
+            found = [f"{path} is a ShapeDtypeStruct" for path in bad]
             raise cls(message(
                 _call.WHO, found, "A call runs, and needs values; shapes are for plan, describe, lower and "
                 "state_shardings.", "Pass arrays; train_step.init(init_fn, key) makes a state in shards.",

@@ -89,9 +89,8 @@ class ShardedTrainStep(ShardedStep[StepArgs, Result]):
           FloatingPointError: with `jax_debug_nans` or `jax_debug_infs`.
         """
         _agreement.check(WHO)
-        while (
-            True
-        ):  # Twice at most, and thrice where an argument that was found is none of the state.
+        # Twice at most, and thrice where an argument that was found is none of the state.
+        while True:
             with contextlib.suppress(Elsewhere):
                 return self._run(args, kwargs)
 

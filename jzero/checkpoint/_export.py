@@ -153,8 +153,8 @@ def _chosen(stored: _stored.Stored, select: str | None) -> list[str]:
     else:
         roles = _roles(stored)
         known = [name for name in stored.leaves if roles.get(name) == PARAMETER]
-        unread = _unread(known, stored)
-        chosen = [name for name in stored.leaves if name in unread or roles.get(name) == PARAMETER]
+        params = {*known, *_unread(known, stored)}
+        chosen = [name for name in stored.leaves if name in params]
         chosen = chosen or [name for name in stored.leaves if name.startswith(_PREFIX)]
         rule = "Parameters are leaves that a Checkpointer noted as such, or those under params."
     if not chosen:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from jzero._errors import named
+from jzero._errors import first_of, named
 from jzero.checkpoint import _seal
 from jzero.checkpoint._orbax import NOTES, TREE
 
@@ -49,8 +49,7 @@ def _advice(path: Path) -> str:
         return f"Checkpoints are in {', '.join(map(str, found))}."
     if not names:
         return f"{there} is empty."
-    more = ", ..." * (len(names) > _SHOWN)
-    return f"Correct the path; {there} has {', '.join(map(named, names[:_SHOWN]))}{more}."
+    return f"Correct the path; {there} has {first_of([*map(named, names)], _SHOWN)}."
 
 
 def _entries(directory: Path) -> list[Path]:

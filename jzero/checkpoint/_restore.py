@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jzero._errors import CheckpointError, OptionError, a_type, message, warn
+from jzero._errors import CheckpointError, OptionError, a_type, first_of, message, warn
 from jzero._in_turn import groups
 from jzero._step import ShardedTrainStep
 from jzero.checkpoint import _stored
@@ -132,10 +132,9 @@ class _Task:
             name for name, write in zip(self._leaves, self._writes, strict=True) if not write
         ]
         if without and any(self._writes):
-            more = ", ..." * (len(without) > 3)
             warn(message(
                 self._who, f"{len(without)} leaves of {self._stored.directory} may stand for state in files "
-                f"that it was saved beside: {', '.join(without[:3])}{more}",
+                f"that it was saved beside: {first_of(without)}",
                 "They are restored as they were saved, zeros too.", "If they are zeros, restore with "
                 "offload=jzero.NVMe(path, resume=True), where these files are."))  # fmt: skip
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jzero._errors import CheckpointError, message, named
+from jzero._errors import CheckpointError, first_of, message, named
 from jzero._quantities import readable_bytes
 from jzero.checkpoint import _export, _files, _import, _inspect, _lock, _reading, _steps, _stored
 from jzero.checkpoint._inspect import Inspection, Saved, Verified
@@ -14,7 +14,6 @@ from jzero.cli import _flags
 from jzero.reports._tables import Table
 from jzero.sharding.plan._stages import PARAMETER
 
-_SHOWN = 3  # leaves that are not exported
 Shown = Iterator[str | Table | dict[str, Any]]  # A dict is shown as JSON.
 _CHECKPOINT = "a checkpoint of Orbax, or a directory of steps (the latest)"
 
@@ -170,9 +169,8 @@ def _dims(shape: tuple[int, ...]) -> str:
 def _write_files(checkpoint: str, out: str, **options: Any) -> Shown:
     files, left_out = _export.export(checkpoint, out, **options)
     if left_out and options["select"] is None:
-        shown = ", ".join([*left_out[:_SHOWN], *["..."] * (len(left_out) > _SHOWN)])
         num = f"{len(left_out):,} {'leaf' if len(left_out) == 1 else 'leaves'}"
-        yield f"Not exported, as no parameters: {num} ({shown}). --select REGEX exports others."
+        yield f"Not exported, as no parameters: {num} ({first_of(left_out)}). --select REGEX exports others."
     for file in files:
         yield f"{file}: {readable_bytes(file.stat().st_size)}"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jzero._errors import OptionError, message
+from jzero._errors import OptionError, first_of, message
 from jzero._quantities import readable_bytes
 from jzero.offload._file_run import FileRun, FileSource, Wanted
 from jzero.offload.memory._nvme_array import NVMeArray
@@ -56,10 +56,9 @@ class FileReads:
 
     def _refuse(self, needed: int, most: Sequence[Wanted]) -> None:
         paths = list(dict.fromkeys(self._sources[x.var].leaf.path for x in most))
-        more = ", ..." if len(paths) > 3 else ""
         raise OptionError(message(
             WHO, f"what one part of the step reads of parameters is {needed} bytes in this process "
-            f"({', '.join(paths[:3])}{more}), and offload_params.host_bytes={self._host_bytes}",
+            f"({first_of(paths)}), and offload_params.host_bytes={self._host_bytes}",
             "Between the disk and the devices it is in the host's memory, all of it.",
             f"Use NVMe(host_bytes={2 * needed}) ({readable_bytes(2 * needed)}): then one part is read while "
             f"another is copied. {needed} is the least."))  # fmt: skip

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jzero._errors import OptionError, message
+from jzero._errors import OptionError, first_of, message
 from jzero._memory_kinds import DEVICE
 from jzero.offload.kernels._roads import Road, RoadFinder, traced_flat
 from jzero.segments._builder import Builder
@@ -153,11 +153,9 @@ def _refuse(builder: Builder, pieces: Sequence[Piece]) -> None:
         body = _rewrite.body_of_shard_map(segment.run, *segment.avals())
         if ops := _moves(body.jaxpr):
             paths = [leaves[i].path for i in _pieces.leaves_of([piece])]
-            more = ", ..." if len(paths) > 3 else ""
             where = _elementwise.obstacle(builder.runner.frame, piece)
             bad.append(
-                f"{', '.join(paths[:3])}{more}: {', '.join(ops)} between the devices"
-                f"{where and f' ({where})'}"
+                f"{first_of(paths)}: {', '.join(ops)} between the devices{where and f' ({where})'}"
             )
     raise OptionError(message(
         WHO, bad, "What the host updates must follow from one device's shards: its processors take part "

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jzero._errors import OptionError, StateError, message
+from jzero._errors import OptionError, StateError, first_of, message
 from jzero._memory_kinds import HOST, NVME, PINNED, HostNeed
 from jzero._quantities import readable_bytes
 from jzero.offload._file_layout import identity_of, layout_to_read
@@ -132,10 +132,9 @@ class NVMeStep(HostStep):
             paths = [
                 p for p, x in zip(self.host.names(), avals, strict=False) if x.dtype.name in found
             ]
-            more = ", ..." * (len(paths) > 3)
             raise OptionError(message(
                 WHO, f"offload=jzero.NVMe, and {len(paths)} of {len(avals)} leaves that the hosts update are "
-                f"{' or '.join(sorted(found))} ({', '.join(paths[:3])}{more})",
+                f"{' or '.join(sorted(found))} ({first_of(paths)})",
                 f"State in files is updated by kernels for processors, which know {', '.join(TYPES)}.",
                 "Keep the state in one of these, as float32, or use offload=jzero.HostCPU(), where XLA "
                 "updates the others."))  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from jzero._components import grouped
-from jzero._errors import OptionError, describe_leaf, message
+from jzero._errors import OptionError, describe_leaf, first_of, message
 from jzero._memory_kinds import DEVICE, HOST
 from jzero.offload import _bandwidth
 from jzero.sharding.analysis._frames import Frame
@@ -149,9 +149,8 @@ def shared(leaves: Leaves, update: UpdatePart, ratio: float, measured: bool) -> 
     if not host:
         least = _pieces.nbytes_of(smallest, sizes) / (most / ratio)
         paths = [leaves[i].path for i in _pieces.leaves_of(smallest)]
-        more = ", ..." if len(paths) > 3 else ""
         raise OptionError(message(
-            WHO, f"offload=HostCPU(ratio={ratio:g}), and {', '.join(paths[:3])}{more} are the fewest "
+            WHO, f"offload=HostCPU(ratio={ratio:g}), and {first_of(paths)} are the fewest "
             f"leaves that are updated together: {least:.3f} of all bytes",
             "Leaves whose updates depend on each other rest in one place.",
             f"Use ratio={min(least + 0.0005, 1):.3f} or more, or drop offload."))  # fmt: skip

@@ -62,9 +62,8 @@ def _run_whole(
     try:
         with jax.debug_nans(nans), jax.debug_infs(infs):
             return step(state, arrays)
-    except (
-        RecursionError
-    ):  # So JAX looks for the line, if what an eager `jax.shard_map` is given has one.
+    except RecursionError:
+        # So JAX looks for the line, if what an eager `jax.shard_map` is given has one.
         with jax.debug_nans(False), jax.debug_infs(False):
             found = _not_finite("leaf {} of the batch", arrays, state, leaves, nans, infs)
         if not found:

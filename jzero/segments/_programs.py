@@ -55,9 +55,8 @@ class Programs:
         self._step_fn, self.signature, self.options = step_fn, signature, options
         self.mesh, self._axis_names, self._axis_name = mesh, axis_names, axis_name
         self._evaluates, self._trained_by = evaluates, trained_by
-        self._trained: Any = (
-            None  # the state of the last program, or that was placed before, of shapes
-        )
+        # The state of the last program, or that was placed before, of shapes.
+        self._trained: Any = None
         self._setting: tuple[Any, Setting] | None = None
         self.built: dict[Any, Program] = {}
         # By what is quick to ask of a call; an array and its shape then are two keys of one program.

@@ -198,9 +198,8 @@ class Objects:
 
         context: Any = graphlib.GRAPH_CONTEXT
         if context.tmp_static_cache is not None:
-            context.tmp_static_cache = (
-                None  # Else Flax raises an error of its own in place of this one.
-            )
+            # Else Flax raises an error of its own in place of this one.
+            context.tmp_static_cache = None
             _refuse_cached(who)
         bad = [
             f"{name}{jax.tree_util.keystr(path)} is {a_type(leaf)} beside NNX objects"

@@ -78,9 +78,8 @@ def is_weak(x: Any) -> bool:
 def _strong(x: Any, dtype: Any) -> Any:
     if isinstance(x, jax.Array):
         return _jaxpr.strong_view(x) if x.dtype == dtype else jnp.asarray(x, dtype)
-    return np.asarray(
-        jnp.asarray(x).astype(dtype)
-    )  # Rounded as XLA does it, on no device in particular.
+    # Rounded as XLA does it, on no device in particular.
+    return np.asarray(jnp.asarray(x).astype(dtype))
 
 
 def computes_the_same(

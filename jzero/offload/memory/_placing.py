@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, message
+from jzero._errors import CONSUMED, BatchError, StateError, describe_leaf, first_of, message
 from jzero._in_turn import groups
 from jzero._memory_kinds import DEVICE, HOST, NVME, HostNeed
 from jzero.offload.memory import _away_array, _coding, _host_array, _padded
@@ -374,10 +374,9 @@ def check_alive(state: Any, leaves: Sequence[Any], who: str = WHO) -> None:
     if any(dead):  # Paths cost more than the check, which every step makes.
         paths = _call.leaf_paths(state, "state")
         gone = [path for path, is_dead in zip(paths, dead, strict=True) if is_dead]
-        shown = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
         num = sum(leaf is not None for leaf in leaves)
         raise StateError(message(
-            who, f"{len(gone)} of {num} leaves were already donated: {shown}", *CONSUMED,
+            who, f"{len(gone)} of {num} leaves were already donated: {first_of(gone)}", *CONSUMED,
         ))  # fmt: skip
 
 
