@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory in a bucket (`s3://`, `gs://`): objects are read, written and removed whole, by tensorstore.
+
+An object is there wholly or not at all, and a write may depend on what is there: that is all that what is
+built on it takes for granted. Requests are tried again by tensorstore.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tensorstore
+
+from jzero._errors import CheckpointError, OptionError, message
+
+_URL = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/+(.*))?", re.DOTALL)
+_DRIVERS = {"s3": "s3", "gs": "gcs"}
+# Of a request that failed: half a minute in all, where tensorstore's own is a quarter of an hour.
+_RETRIES = {"max_retries": 6, "initial_delay": "500ms", "max_delay": "8s"}
+_IN_FLIGHT = 2**27  # bytes that are being uploaded or downloaded at a time
+
+
+class Object(NamedTuple):
+    """What an object holds, and the version that a write may depend on."""
+
+    data: bytes
+    version: bytes
+
+
+class Lost(Exception):
+    """A conditional write came after another one: the object is not what it was."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """A directory of objects.
+
+    Attributes:
+      scheme: `s3` or `gs`.
+      name: the bucket's.
+      prefix: of all names in it, without a slash at its ends; empty for the whole bucket.
+    """
+
+    scheme: str
+    name: str
+    prefix: str = ""
+
+    @classmethod
+    def of(cls, who: str, path: Any) -> Bucket | None:
+        """The directory that a URL names; None for what is a path in a file system.
+
+        Raises:
+          OptionError: it is a URL, of no bucket.
+        """
+        text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+        if not isinstance(text, str) or not re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:/", text):
+            return None
+        text = re.sub(r"^(\w+):/+", r"\1://", text)  # pathlib takes two slashes for one.
+        found = _URL.fullmatch(text)
+        prefix = (found[3] or "").strip("/") if found else ""
+        if not found or "//" in prefix or {".", ".."} & {*prefix.split("/")}:
+            raise OptionError(message(
+                who, f"the path is {path!s:.200}", "It is one in a file system, s3://bucket/path or gs://bucket/path.",
+                "Correct it, or mount what it names."))  # fmt: skip
+        return cls(found[1], found[2], prefix)
+
+    def __truediv__(self, name: str) -> Bucket:
+        return dataclasses.replace(self, prefix=f"{self.prefix}/{name}".strip("/"))
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.name}/{self.prefix}".rstrip("/")
+
+    def spec(self, name: str = "") -> dict[str, Any]:
+        """For tensorstore: the directory, or one in it; its path ends with a slash."""
+        path = "/".join(filter(None, (self.prefix, name)))
+        driver = _DRIVERS[self.scheme]
+        made: dict[str, Any] = {"driver": driver, "bucket": self.name, "path": path and f"{path}/"}
+        made["context"] = {f"{driver}_request_retries": _RETRIES}
+        return made | (_s3_options() if self.scheme == "s3" else {})
+
+    def read(self, name: str) -> Object | None:
+        """An object; None if there is none."""
+        found = self._wait(name, "read", self._open.read(name))
+        return None if found.state != "value" else Object(found.value, found.stamp.generation)
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Some bytes of an object that is there.
+
+        Raises:
+          CheckpointError: it is not, or has fewer.
+        """
+        found = self._wait(name, "read", self._open.read(name, byte_range=slice(start, stop)))
+        if found.state != "value" or len(found.value) != stop - start:
+            raise _failed(f"{self / name}", "read", f"it has no bytes {start} to {stop}")
+        return bytes(found.value)
+
+    def write(self, name: str, data: bytes) -> bytes:
+        """Writes an object, whatever was there; its version."""
+        return bytes(self._wait(name, "written", self._open.write(name, data)).generation)
+
+    def write_if(self, name: str, data: bytes, version: bytes | None) -> bytes:
+        """Writes an object if it still has this version, or is not there (None); its new version.
+
+        Raises:
+          Lost: it has not, or is.
+        """
+        wanted = _absent() if version is None else version
+        done = self._wait(name, "written", self._open.write(name, data, if_equal=wanted))
+        if done.generation:
+            return bytes(done.generation)
+        # A request that was tried again meets what it wrote itself, when only its answer was lost.
+        there = self.read(name)
+        if there is None or there.data != data:
+            raise Lost(f"{self / name}")
+        return there.version
+
+    def remove_if(self, name: str, version: bytes) -> None:
+        """Removes an object if it still has this version."""
+        self._wait(name, "removed", self._open.write(name, None, if_equal=version))
+
+    def names(self, below: str = "") -> list[str]:
+        """All objects whose names begin so, in order; without that beginning."""
+        store = self._open / below if below else self._open
+        found = self._wait(below, "listed", store.list())
+        return sorted(name.decode() for name in found)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes objects, those that are there."""
+        _in_turn(((1, name) for name in names), lambda name: (
+            self._open.write(name, None), lambda future: self._wait(name, "removed", future)
+        ))  # fmt: skip
+
+    def upload(self, files: Mapping[str, Path]) -> None:
+        """Writes files as objects, whatever was there; at most `_IN_FLIGHT` bytes, or one file, in memory."""
+        sizes = ((path.stat().st_size, name) for name, path in files.items())
+        _in_turn(sizes, lambda name: (
+            self._open.write(name, files[name].read_bytes()),
+            lambda future: self._wait(name, "written", future),
+        ))  # fmt: skip
+
+    def download(self, names: Iterable[str], folder: Path) -> None:
+        """Writes objects as files below a folder; those that are no longer there are left out."""
+
+        def kept(name: str, future: Any) -> None:
+            found = self._wait(name, "read", future)
+            if found.state == "value":
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(found.value)
+
+        few = _IN_FLIGHT // 16
+        _in_turn(((few, name) for name in names), lambda name: (
+            self._open.read(name), lambda future: kept(name, future)
+        ))  # fmt: skip
+
+    @functools.cached_property
+    def _open(self) -> Any:
+        return self._wait("", "opened", tensorstore.KvStore.open(self.spec()))
+
+    def _wait(self, name: str, done: str, future: Any) -> Any:
+        """What a request brings.
+
+        Raises:
+          CheckpointError: it failed, and so did those that tried it again.
+        """
+        try:
+            return future.result()
+        except Exception as error:
+            raise _failed(str(self / name), done, str(error)) from error
+
+
+def _in_turn(
+    items: Iterable[tuple[int, str]], start: Callable[[str], tuple[Any, Callable[[Any], Any]]]
+) -> None:
+    """Starts a request for each item, and ends it, so that at most `_IN_FLIGHT` bytes are under way."""
+    running: deque[tuple[int, Any, Callable[[Any], Any]]] = deque()
+    for nbytes, name in items:
+        while running and sum(each[0] for each in running) + nbytes > _IN_FLIGHT:
+            _, future, end = running.popleft()
+            end(future)
+        running.append((nbytes, *start(name)))
+    for _, future, end in running:
+        end(future)
+
+
+@functools.cache
+def _absent() -> bytes:
+    """What tensorstore calls the version of what is not there."""
+    store = tensorstore.KvStore.open("memory://").result()
+    return bytes(store.read("nothing").result().stamp.generation)
+
+
+def _s3_options() -> dict[str, Any]:
+    """What AWS's own tools read from the environment and tensorstore does not."""
+    env = os.environ
+    made: dict[str, Any] = {
+        # By the endpoint's own conditions, and not by a look before the write.
+        "use_conditional_write": True,
+    }
+    endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
+    region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")
+    if endpoint:
+        made["endpoint"], region = endpoint, region or "us-east-1"
+    if region:
+        made["aws_region"] = region
+    if "AWS_ACCESS_KEY_ID" in env:  # Else it complains of files of credentials that are not there.
+        made["aws_credentials"] = {"type": "environment"}
+    return made
+
+
+def _failed(url: str, done: str, found: str) -> CheckpointError:
+    line = found.splitlines()[0][:300] if found else "for an unknown reason"
+    return CheckpointError(message(
+        "Checkpointer", f"{url} could not be {done}: {line}",
+        "Nothing counts that the bucket has not acknowledged.",
+        "Check the bucket's name, its region and endpoint (AWS_REGION, AWS_ENDPOINT_URL), and what the "
+        "credentials permit."))  # fmt: skip
