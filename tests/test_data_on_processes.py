@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data iterators that other numbers of processes continue: simulated processes, and the examples they return."""
+"""Data iterators that other numbers of processes continue, example by example; each process is simulated."""
 
 import itertools
 import json
@@ -9,6 +9,7 @@ from typing import Any
 import grain
 import numpy as np
 import pytest
+from absl import flags
 
 import jzero
 from jzero.checkpoint import _iterators
@@ -172,3 +173,242 @@ def test_the_global_order_goes_on(make):
 def test_the_global_batch_may_be_another(make):
     """Where it begins, the first example may be another process's than the first one's."""
     check(make, OTHER_BATCH, ordered=False)
+
+
+# -- what is refused ---------------------------------------------------------------------------------
+
+
+def shuffled_shards(index, count, size):
+    return iter(order()[index::count].shuffle(seed=1).batch(size).to_iter_dataset(SMALL))
+
+
+def consecutive_shards(index, count, size):
+    each = NUM_EXAMPLES // count
+    return iter(order(1)[index * each : (index + 1) * each].batch(size).to_iter_dataset(SMALL))
+
+
+def whole(index, count, size):
+    return iter(order().batch(size).to_iter_dataset(SMALL))
+
+
+def numbered_shards(index, count, size):
+    dataset = order()[index::count].map_with_index(lambda i, x: i + x)
+    return iter(dataset.batch(size).to_iter_dataset(SMALL))
+
+
+def filtered_before(index, count, size):
+    dataset = order().filter(lambda x: x % 2 == 0)[index::count]
+    return iter(dataset.to_iter_dataset(SMALL).batch(size))
+
+
+def filtered_after(index, count, size):
+    dataset = order()[index::count].to_iter_dataset(SMALL)
+    return iter(dataset.filter(lambda x: x % 2 == 0).batch(size))
+
+
+def augmented(index, count, size):
+    dataset = order()[index::count].to_iter_dataset(SMALL).batch(size)
+    return iter(dataset.seed(1).random_map(lambda x, rng: x))
+
+
+def mixed_shards(index, count, size):
+    each = order()[index::count].to_iter_dataset(SMALL)
+    return iter(grain.IterDataset.mix([each, each], [0.5, 0.5]).batch(size))
+
+
+def window_of_shards(index, count, size):
+    dataset = order()[index::count].to_iter_dataset(SMALL)
+    return iter(
+        grain.experimental.WindowShuffleIterDataset(dataset, window_size=5, seed=1).batch(size)
+    )
+
+
+def read_by_workers(index, count, size):
+    dataset = order()[index::count].to_iter_dataset(SMALL).batch(size)
+    return iter(dataset.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(num_workers=1)))
+
+
+def uneven_epochs(index, count, size):
+    dataset = grain.MapDataset.range(NUM_EXAMPLES + 1)[index::count].repeat()
+    return iter(dataset.batch(size).to_iter_dataset(SMALL))
+
+
+def uneven_batches(index, count, size):
+    dataset = grain.MapDataset.range(NUM_EXAMPLES)[index::count].batch(7 * size).repeat()
+    return iter(dataset.to_iter_dataset(SMALL))
+
+
+def sharded_sampler(index, count, size):
+    shard = grain.sharding.ShardOptions(index, count)
+    return iter(
+        grain.DataLoader(
+            data_source=grain.sources.RangeDataSource(0, NUM_EXAMPLES, 1),
+            sampler=grain.samplers.IndexSampler(NUM_EXAMPLES, shard, shuffle=True, seed=5),
+            operations=[grain.transforms.Batch(size)],
+        )
+    )
+
+
+class Wrapped:
+    """Of Grain's, and what says so is hidden."""
+
+    def __init__(self, index, count, size):
+        self.iterator = batched_before(index, count, size)
+        self.get_state, self.set_state = self.iterator.get_state, self.iterator.set_state
+
+    def __next__(self):
+        return next(self.iterator)
+
+
+class LocalPosition(Sharded):
+    def get_state(self):
+        return {"shard_index": self.index, "position": self.position // self.count}
+
+    def set_state(self, state):
+        self.position = state["position"] * self.count
+
+
+REFUSED = {
+    shuffled_shards: r"no slice \[index::count\] follows their ShuffleMapDataset",
+    consecutive_shards: r"no slice \[index::count\] follows their SliceMapDataset",
+    whole: r"no slice \[index::count\] follows their ShuffleMapDataset",
+    numbered_shards: r"no slice \[index::count\] follows their MapWithIndexMapDataset",
+    filtered_before: "its pipeline has FilterMapDataset, after which shards are not equally long",
+    filtered_after: "its pipeline has FilterDatasetIterator",
+    augmented: "its pipeline has RandomMapDatasetIterator",
+    mixed_shards: "its pipeline has MixedDatasetIterator",
+    window_of_shards: "its pipeline has WindowShuffleDatasetIterator",
+    uneven_epochs: r"repeat\(\) follows the slice of 241 examples into 2 shards",
+    uneven_batches: r"its epochs end in the middle of a batch, before repeat\(\)",
+    sharded_sampler: "its sampler is no IndexSampler over all examples; the DataLoader takes shard_options",
+    Wrapped: "{'next_index': 1} is a place in one shard; it has no 'global_next_index'",
+    LocalPosition: "is a place in one shard; it has no 'global_next_index'",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+def test_what_has_no_global_position(make):
+    """It goes on where it was on as many processes, and is refused on others, before anything is set."""
+    iterators = start(make, 4, 2)
+    for iterator in iterators:
+        next(iterator)
+    saved = save(iterators)
+    again = start(make, 4, 2, saved)
+    expected = [next(iterator).tolist() for iterator in iterators]
+    assert [next(iterator).tolist() for iterator in again] == expected
+    for iterator in start(make, 2, 2):
+        before = iterator.get_state()
+        with pytest.raises(jzero.CheckpointError, match=REFUSED[make]) as refused:
+            _iterators.moving(iterator, saved, "step 1", 0, 2)
+        assert "the data iterators of 4 processes cannot go on in 2: " in str(refused.value)
+        assert iterator.get_state() == before
+
+
+def refusal(make: Maker, saved: list[_iterators.Saved], index: int, count: int, size: int) -> str:
+    with pytest.raises(jzero.CheckpointError) as refused:
+        _iterators.moving(make(index, count, size), saved, "step 1", index, count)
+    return str(refused.value)
+
+
+def test_workers_are_refused():
+    """Each takes batches of its own from the examples of a shard."""
+    flags.FLAGS.mark_as_parsed()  # as app.run does
+    iterators = start(batched_after, 4, 2)
+    assert "its pipeline has InterleaveDatasetIterator" in refusal(
+        read_by_workers, save(iterators), 0, 2, 2
+    )
+    saved = save(start(read_by_workers, 4, 2))
+    assert "saved without a place" in refusal(batched_after, saved, 0, 2, 2)
+
+
+def test_batches_of_a_map_dataset_begin_where_batches_do():
+    """The examples are whole batches then; made after `to_iter_dataset()` they can begin anywhere."""
+    iterators = start(batched_before, 8, 3)
+    step(iterators)
+    assert "24 examples are consumed: with global batches of 15" in refusal(
+        batched_before, save(iterators), 0, 5, 3
+    )
+    assert "it would repeat 9 or skip 6" in refusal(batched_before, save(iterators), 4, 5, 3)
+    again = start(batched_after, 5, 3, save(iterators))
+    assert sorted(step(again)) == sorted(step(iterators)[:15])
+
+
+def test_other_data():
+    def other(index, count, size):
+        dataset = grain.MapDataset.range(NUM_EXAMPLES).seed(4).shuffle().repeat()
+        return iter(dataset[index::count].to_iter_dataset(SMALL).batch(size))
+
+    told = refusal(other, save(start(batched_after, 4, 2)), 0, 2, 2)
+    assert "the data were ShuffleMapDataset of 240, seed=" in told
+    assert " and are ShuffleMapDataset of 240, seed=" in told
+    told = refusal(mixed, save(start(batched_after, 4, 2)), 0, 2, 2)
+    assert "and are MixedMapDataset" in told
+
+
+def test_shards_in_different_places():
+    iterators = start(batched_after, 4, 2)
+    next(iterators[2])
+    told = refusal(batched_after, save(iterators), 0, 2, 2)
+    assert "their shards stand in different places: the next examples are [0, 1, 10, 3]" in told
+    twins = [batched_after(index % 2, 2, 2) for index in range(4)]
+    next(twins[3])
+    told = refusal(batched_after, save(twins), 0, 8, 2)
+    assert "their shards stand in different places" in told
+
+
+def test_shards_that_nobody_read():
+    iterators = [batched_after(index, 8, 2) for index in range(3)]
+    told = refusal(batched_after, save(iterators), 0, 2, 2)
+    assert "only the shards [0, 1, 2] of 8 were read" in told
+
+
+def test_processes_that_read_the_same_shard():
+    """Of a model that is split over processes: four shards in eight, then in six three."""
+    iterators = [batched_after(index // 2, 4, 3) for index in range(8)]
+    step(iterators)
+    again = [batched_after(index // 2, 3, 4) for index in range(6)]
+    for index, iterator in enumerate(again):
+        _iterators.moving(iterator, save(iterators), "step 1", index, 6)()
+    expected = step(iterators[::2])
+    assert step(again[::2]) == expected
+    assert step(again[1::2]) == expected
+
+
+def test_as_many_processes_with_other_shards():
+    """Each gets the state of its shard, not of its number."""
+    iterators = start(batched_after, 3, 2)
+    step(iterators)
+    saved = save(iterators)[::-1]
+    again = start(batched_after, 3, 2, saved)
+    assert step(again) == step(iterators)
+
+
+def test_states_that_differ():
+    class Place:
+        def get_state(self):
+            return {"step": 3}
+
+        def set_state(self, state):
+            self.state = state
+
+    saved = [_iterators.Saved({"step": step}, None) for step in (3, 3, 4)]
+    told = refusal(lambda *_: Place(), saved, 0, 2, 2)
+    assert "process 0 saved {'step': 3}, process 2 {'step': 4}" in told
+    place = Place()
+    _iterators.moving(place, saved[:2], "step 1", 0, 3)()
+    assert place.state == {"step": 3}
+
+
+def test_saved_before_places_were():
+    """By an earlier jzero: as then on as many processes, refused on others where Grain's count a shard."""
+    iterators = start(batched_after, 4, 2)
+    step(iterators)
+    saved = [_iterators.decoded({"json": each.get_state()}) for each in iterators]
+    assert step(start(batched_after, 4, 2, saved)) == step(iterators)
+    assert "saved without a place in the data of all processes" in refusal(
+        batched_after, saved, 0, 2, 4
+    )
+    iterators = start(elastic, 4, 2)
+    step(iterators)
+    saved = [_iterators.decoded({"json": each.get_state()}) for each in iterators]
+    assert step(start(elastic, 2, 4, saved)) == step(iterators)

@@ -128,7 +128,7 @@ def _source(iterator: Any) -> Any:
     """The `MapDataset` of which an iterator returns every element."""
     while (name := type(iterator).__name__) != "PrefetchDatasetIterator":
         if name not in _ELEMENTWISE:
-            raise Unknown(f"it has a {name.lstrip('_')}")
+            raise Unknown(f"its pipeline has {name.lstrip('_')}")
         (iterator,) = iterator._parents
     return iterator._map_parent
 
@@ -176,15 +176,17 @@ def _described(dataset: Any) -> Iterator[str]:
     """What decides the order of a dataset: a line for each that it is made of, but for those of `_MAPS`."""
     name = type(dataset).__name__
     if "Filter" in name or "FlatMap" in name:
-        raise Unknown(f"it has a {name}, after which shards are not equally long")
+        raise Unknown(f"its pipeline has {name}, after which shards are not equally long")
     if name == "RepeatMapDataset":
         yield from _repeated(dataset)
     elif name not in _MAPS:
-        own = {
-            key: value for key, value in sorted(vars(dataset).items()) if _is_setting(dataset, key)
-        }
-        line = f"{name} of {len(dataset)}: {own} {_source_of(dataset)}"
-        yield _ADDRESS.sub("", line).strip()
+        own = [
+            f"{key.strip('_')}={value}"
+            for key, value in sorted(vars(dataset).items())
+            if _is_setting(dataset, key)
+        ]
+        line = ", ".join([f"{name} of {len(dataset)}", *own, *_source_of(dataset)])
+        yield _ADDRESS.sub("", line)
     for parent in getattr(dataset, "_parents", ()):
         yield from _described(parent)
 
@@ -199,14 +201,12 @@ def _is_setting(dataset: Any, key: str) -> bool:
     return not cached and isinstance(getattr(dataset, key), bool | int | float | str)
 
 
-def _source_of(dataset: Any) -> str:
+def _source_of(dataset: Any) -> Iterator[str]:
     """What else it is made by; a list or an array is not printed."""
-    found = getattr(dataset, "_selection_map", getattr(dataset, "_source", ""))
-    return (
-        type(found).__name__
-        if hasattr(found, "__array__") or isinstance(found, list | tuple)
-        else repr(found)
-    )
+    for key in vars(dataset).keys() & {"_source", "_selection_map"}:
+        found = vars(dataset)[key]
+        in_memory = hasattr(found, "__array__") or isinstance(found, list | tuple)
+        yield type(found).__name__ if in_memory else repr(found)
 
 
 def _loader(state: bytes) -> dict[str, Any]:
