@@ -318,7 +318,10 @@ def test_workers_are_refused():
         read_by_workers, save(iterators), 0, 2, 2
     )
     saved = save(start(read_by_workers, 4, 2))
-    assert "saved without a place" in refusal(batched_after, saved, 0, 2, 2)
+    told = refusal(batched_after, saved, 0, 2, 2)
+    assert (
+        "they had no place in the data of all: its pipeline has InterleaveDatasetIterator" in told
+    )
 
 
 def test_batches_of_a_map_dataset_begin_where_batches_do():
@@ -383,6 +386,35 @@ def test_as_many_processes_with_other_shards():
     assert step(again) == step(iterators)
 
 
+def test_as_many_processes_with_other_batches():
+    """Grain counts batches here: its state says another place then, or none."""
+    iterators = start(batched_before, 4, 2)
+    for _ in range(3):
+        step(iterators)
+    again = start(batched_before, 4, 3, save(iterators))
+    assert step(again) == [*step(iterators), *step(iterators)][:12]
+    assert "it would repeat 4 or skip 8" in refusal(batched_before, save(iterators), 0, 4, 3)
+
+
+def test_the_end_of_the_data():
+    """A DataLoader of six has 240 of 241 examples, one alone all of them."""
+
+    def to_the_end(index, count, size):
+        return iter(
+            grain.DataLoader(
+                data_source=grain.sources.RangeDataSource(0, NUM_EXAMPLES + 1, 1),
+                sampler=grain.samplers.IndexSampler(NUM_EXAMPLES + 1, num_epochs=1),
+                operations=[grain.transforms.Batch(size)],
+                shard_options=grain.sharding.ShardOptions(index, count),
+            )
+        )
+
+    alone = start(to_the_end, 1, NUM_EXAMPLES + 1)
+    step(alone)
+    for iterator in start(to_the_end, 6, 4, save(alone)):
+        assert next(iterator, None) is None
+
+
 def test_states_that_differ():
     class Place:
         def get_state(self):
@@ -405,7 +437,7 @@ def test_saved_before_places_were():
     step(iterators)
     saved = [_iterators.decoded({"json": each.get_state()}) for each in iterators]
     assert step(start(batched_after, 4, 2, saved)) == step(iterators)
-    assert "saved without a place in the data of all processes" in refusal(
+    assert "they had no place in the data of all: none was saved" in refusal(
         batched_after, saved, 0, 2, 4
     )
     iterators = start(elastic, 4, 2)

@@ -212,12 +212,14 @@ class Checkpointer:
           state: its structure, shapes and dtypes: `jax.eval_shape(init_fn, key)`.
           *args: optionally the step's other arguments, arrays or shapes.
           step: which one; the latest by default.
-          data_iterator: set to where the saved one stood.
+          data_iterator: set to where the saved one stood; by another number of processes, to where all of
+            them had come to.
           **kwargs: the step's other arguments by name.
 
         Raises:
-          CheckpointError: there is no such step, or its leaves are not those of the state, or are damaged.
-          ProcessError: processes want different steps, or have called different things.
+          CheckpointError: there is no such step, or its leaves are not those of the state, or are damaged; or
+            other processes saved their data iterators, and nobody knows where these are to begin.
+          ProcessError: processes want different steps, or have called different things, or one of them failed.
         """
         who = "Checkpointer.restore"
         with self._one_at_a_time:

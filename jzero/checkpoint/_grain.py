@@ -36,12 +36,14 @@ class Shard(NamedTuple):
     Attributes:
       data: a line per dataset that decides the global order.
       examples: how many of them Grain counts as one (a batch of a `MapDataset`).
+      length: how many times it counts one until the data end.
     """
 
     index: int
     count: int
     data: list[str]
     examples: int
+    length: int
 
     def next(self, state: Any) -> int:
         """The global index of the next example, by a state of Grain's."""
@@ -59,7 +61,8 @@ class Shard(NamedTuple):
                 f"{position} examples are consumed: with global batches of {step} that are made before "
                 f"to_iter_dataset(), it would repeat {over} or skip {step - over}"
             )
-        taken = -((self.index - position) // step)
+        # Where shards are equally long, the last examples of the data may be of none.
+        taken = min(-((self.index - position) // step), self.length)
         if isinstance(like, bytes):
             seen = self.index + (taken - 1) * self.count
             return json.dumps(_loader(like) | {_SEEN: {_FIRST_WORKER: seen}}).encode()
@@ -137,7 +140,7 @@ def _shard_of(dataset: Any) -> Shard:
     """Of an iterator over a `MapDataset`: what is above the slice by shards must not change their order."""
     if type(dataset).__name__ == "_SamplerMapDataset":
         return _sampled(dataset)
-    examples, repeats, data = 1, False, []
+    length, examples, repeats, data = len(dataset), 1, False, []
     while not _is_interleaved(dataset):
         match type(dataset).__name__:
             case "BatchMapDataset":
@@ -148,12 +151,12 @@ def _shard_of(dataset: Any) -> Shard:
                 repeats = True
                 data += _repeated(dataset)
             case name if name not in _MAPS:
-                return Shard(0, 1, [*data, *_described(dataset)], examples)
+                return Shard(0, 1, [*data, *_described(dataset)], examples, length)
         dataset = dataset._parent
     start, count, whole = dataset._start, dataset._step, dataset._parent
     if repeats and len(whole) % count:
         raise Unknown(f"repeat() follows the slice of {len(whole)} examples into {count} shards")
-    return Shard(start, count, [*data, *_described(whole)], examples)
+    return Shard(start, count, [*data, *_described(whole)], examples, length)
 
 
 def _sampled(dataset: Any) -> Shard:
@@ -163,7 +166,7 @@ def _sampled(dataset: Any) -> Shard:
             "its sampler is no IndexSampler over all examples; the DataLoader takes shard_options"
         )
     data = [_ADDRESS.sub("", repr(sampler)), *_described(dataset._parent)]
-    return Shard(options.shard_index, options.shard_count, data, 1)
+    return Shard(options.shard_index, options.shard_count, data, 1, len(dataset))
 
 
 def _is_interleaved(dataset: Any) -> bool:

@@ -20,15 +20,16 @@ _OF_PROCESS = {"shard_index", "shard_count", "num_shards", "process_index", "pro
 _GLOBAL = "global_next_index"  # the key of Grain's ElasticIterator
 # Of what one process saved; it has its state either as bytes or as JSON.
 FORM = {
-    "bytes": Maybe(str), "place": Maybe({"index": int, "count": int, "data": [str], "next": int}),
+    "bytes": Maybe(str),
+    "place": Maybe(({"index": int, "count": int, "data": [str], "next": int}, str)),
 }  # fmt: skip
 
 
 class Saved(NamedTuple):
-    """What one process saved: what `get_state()` returned, and its place in Grain's data, if it has one."""
+    """What `get_state()` of one process returned, and its place in Grain's data, or why it has none."""
 
     state: Any
-    place: _grain.Place | None
+    place: _grain.Place | str | None
 
 
 def state(iterator: Any) -> dict[str, Any]:
@@ -36,10 +37,12 @@ def state(iterator: Any) -> dict[str, Any]:
     _check(iterator, "get_state")
     found = iterator.get_state()
     saved = _encode(found)
-    with contextlib.suppress(_grain.Unknown):
-        if _in_shard(iterator, found):
+    if _in_shard(iterator, found):
+        try:
             shard = _grain.shard(iterator)
             saved["place"] = _grain.Place(*shard[:3], shard.next(found))._asdict()
+        except _grain.Unknown as error:
+            saved["place"] = str(error)
     return saved
 
 
@@ -68,15 +71,18 @@ def moving(
 def _state_for(iterator: Any, saved: list[Saved], process: int, processes: int) -> Any:
     now = iterator.get_state() if callable(getattr(iterator, "get_state", None)) else None
     own = saved[process] if len(saved) == processes else None
-    if own is not None and not (own.place and _in_another_shard(iterator, own.place)):
+    if own is not None and not _is_elsewhere(iterator, own):
         return own.state
     if not _in_shard(iterator, now):
         return _for_all(now, [each.state for each in saved])
     shard = _grain.shard(iterator)
     _grain.check_sharded(shard, processes)
-    places = [each.place for each in saved if each.place]
+    places = [each.place for each in saved if isinstance(each.place, _grain.Place)]
     if len(places) < len(saved):
-        raise _grain.Unknown("they were saved without a place in the data of all processes")
+        reasons = [each.place for each in saved if isinstance(each.place, str)]
+        raise _grain.Unknown(
+            f"they had no place in the data of all: {[*reasons, 'none was saved'][0]}"
+        )
     return shard.state_from(_grain.position(places, shard.data), now)
 
 
@@ -85,9 +91,12 @@ def _in_shard(iterator: Any, state: Any) -> bool:
     return _grain.is_grain(iterator) and not (isinstance(state, dict) and _GLOBAL in state)
 
 
-def _in_another_shard(iterator: Any, place: _grain.Place) -> bool:
-    with contextlib.suppress(_grain.Unknown):
-        return _grain.is_grain(iterator) and _grain.shard(iterator)[:2] != place[:2]
+def _is_elsewhere(iterator: Any, saved: Saved) -> bool:
+    """Whether what was saved for as many processes is another place in the data that it has now."""
+    if isinstance(saved.place, _grain.Place) and _grain.is_grain(iterator):
+        with contextlib.suppress(_grain.Unknown):
+            shard = _grain.shard(iterator)
+            return shard[:2] != saved.place[:2] or shard.next(saved.state) != saved.place.next
     return False
 
 
@@ -145,4 +154,5 @@ def decoded(saved: dict[str, Any]) -> Saved:
     """
     state = base64.b64decode(saved["bytes"]) if "bytes" in saved else saved["json"]
     place = saved.get("place")
-    return Saved(state, place and _grain.Place(*(place[key] for key in _grain.Place._fields)))
+    known = isinstance(place, dict)
+    return Saved(state, _grain.Place(*map(place.get, _grain.Place._fields)) if known else place)
