@@ -12,7 +12,7 @@ import pytest
 from absl import flags
 
 import jzero
-from jzero.checkpoint import _iterators
+from jzero.checkpoint import _grain, _iterators
 
 pytestmark = pytest.mark.one_release
 
@@ -105,7 +105,7 @@ def start(make: Maker, count: int, size: int, saved: Any = None) -> list[Any]:
     return iterators
 
 
-def save(iterators: list[Any]) -> list[_iterators.Saved]:
+def save(iterators: list[Any]) -> list[_iterators.SavedIterator]:
     """As a checkpoint has it."""
     text = json.dumps([_iterators.state(iterator) for iterator in iterators])
     return [_iterators.decoded(each) for each in json.loads(text)]
@@ -304,7 +304,9 @@ def test_what_has_no_global_position(make):
         assert iterator.get_state() == before
 
 
-def refusal(make: Maker, saved: list[_iterators.Saved], index: int, count: int, size: int) -> str:
+def refusal(
+    make: Maker, saved: list[_iterators.SavedIterator], index: int, count: int, size: int
+) -> str:
     with pytest.raises(jzero.CheckpointError) as refused:
         _iterators.moving(make(index, count, size), saved, "step 1", index, count)
     return str(refused.value)
@@ -322,6 +324,34 @@ def test_workers_are_refused():
     assert (
         "they had no place in the data of all: its pipeline has InterleaveDatasetIterator" in told
     )
+
+
+def test_what_is_not_known_of_grain():
+    """It fails no save, and is refused where the place would be needed."""
+
+    class Lost(grain.MapDataset):
+        def __len__(self):
+            if broken:
+                raise RuntimeError("the files are gone")
+            return NUM_EXAMPLES
+
+        def __getitem__(self, index):
+            return self.slice(index) if isinstance(index, slice) else index
+
+    broken = False
+    iterators = [iter(Lost()[i::2].to_iter_dataset(SMALL).batch(2)) for i in range(2)]
+    broken = True
+    saved = save(iterators)
+    broken = False
+    told = refusal(batched_after, saved, 0, 1, 4)
+    assert "its pipeline is not known: RuntimeError: the files are gone" in told
+    loader = _grain.DataShard(0, 1, [], 1, 9)
+    with pytest.raises(_grain.Unknown, match="its state is not known: "):
+        loader.next(b'{"version": 3}')
+    with pytest.raises(_grain.Unknown, match="its DataLoader has 2 workers"):
+        loader.next(b'{"worker_count": 2, "last_seen_indices": {"0": 1, "1": 2}}')
+    with pytest.raises(_grain.Unknown, match="its state is {'epoch': 1}"):
+        loader.next({"epoch": 1})
 
 
 def test_batches_of_a_map_dataset_begin_where_batches_do():
@@ -423,7 +453,7 @@ def test_states_that_differ():
         def set_state(self, state):
             self.state = state
 
-    saved = [_iterators.Saved({"step": step}, None) for step in (3, 3, 4)]
+    saved = [_iterators.SavedIterator({"step": step}, None) for step in (3, 3, 4)]
     told = refusal(lambda *_: Place(), saved, 0, 2, 2)
     assert "process 0 saved {'step': 3}, process 2 {'step': 4}" in told
     place = Place()

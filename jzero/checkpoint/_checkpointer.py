@@ -219,7 +219,7 @@ class Checkpointer:
         Raises:
           CheckpointError: there is no such step, or its leaves are not those of the state, or are damaged; or
             other processes saved their data iterators, and nobody knows where these are to begin.
-          ProcessError: processes want different steps, or have called different things, or one of them failed.
+          ProcessError: processes want different steps, have called different things, or one of them failed.
         """
         who = "Checkpointer.restore"
         with self._one_at_a_time:

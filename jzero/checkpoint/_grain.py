@@ -30,7 +30,7 @@ class Unknown(Exception):
     """Why an iterator has no global position."""
 
 
-class Shard(NamedTuple):
+class DataShard(NamedTuple):
     """The examples that an iterator returns of a global order: every `count`-th from `index` on.
 
     Attributes:
@@ -48,7 +48,7 @@ class Shard(NamedTuple):
     def next(self, state: Any) -> int:
         """The global index of the next example, by a state of Grain's."""
         if isinstance(state, bytes):
-            return int(_loader(state)[_SEEN][_FIRST_WORKER]) + self.count
+            return int(_loader(state)[_FIRST_WORKER]) + self.count
         if not (isinstance(state, dict) and state.keys() == {"next_index"}):
             raise Unknown(f"its state is {state!r:.200}")
         return self.index + int(state["next_index"]) * self.examples * self.count
@@ -64,13 +64,13 @@ class Shard(NamedTuple):
         # Where shards are equally long, the last examples of the data may be of none.
         taken = min(-((self.index - position) // step), self.length)
         if isinstance(like, bytes):
-            seen = self.index + (taken - 1) * self.count
-            return json.dumps(_loader(like) | {_SEEN: {_FIRST_WORKER: seen}}).encode()
+            seen = _loader(like) | {_FIRST_WORKER: self.index + (taken - 1) * self.count}
+            return json.dumps(json.loads(like) | {_SEEN: seen}).encode()
         return {"next_index": taken}
 
 
-class Place(NamedTuple):
-    """Where a `Shard` stood when it was saved: `next` is the global index of its next example."""
+class DataPlace(NamedTuple):
+    """Where a `DataShard` stood when it was saved: `next` is the global index of its next example."""
 
     index: int
     count: int
@@ -78,7 +78,7 @@ class Place(NamedTuple):
     next: int
 
 
-def position(places: list[Place], data: list[str]) -> int:
+def position(places: list[DataPlace], data: list[str]) -> int:
     """Before which global index all shards have returned everything, and after it nothing.
 
     Raises:
@@ -100,7 +100,7 @@ def position(places: list[Place], data: list[str]) -> int:
     return first
 
 
-def check_sharded(shard: Shard | Place, processes: int) -> None:
+def check_sharded(shard: DataShard | DataPlace, processes: int) -> None:
     """Of several processes with all examples each, nobody knows whether these are the same.
 
     Raises:
@@ -114,7 +114,7 @@ def is_grain(iterator: Any) -> bool:
     return any(kind.__module__.partition(".")[0] == "grain" for kind in type(iterator).__mro__)
 
 
-def shard(iterator: Any) -> Shard:
+def shard(iterator: Any) -> DataShard:
     """Which examples an iterator of Grain's returns.
 
     Raises:
@@ -123,8 +123,12 @@ def shard(iterator: Any) -> Shard:
     try:
         loads = type(iterator).__name__ == "DataLoaderIterator"
         return _shard_of(_source(iterator._iterator if loads else iterator))
-    except (AttributeError, TypeError) as error:  # Grain's private names are others now.
-        raise Unknown(f"this release of grain is not known: {error}") from error
+    except Unknown:
+        raise
+    except (
+        Exception
+    ) as error:  # of a private name that is another now, or of the user's; no save fails by it
+        raise Unknown(f"its pipeline is not known: {type(error).__name__}: {error}") from error
 
 
 def _source(iterator: Any) -> Any:
@@ -136,7 +140,7 @@ def _source(iterator: Any) -> Any:
     return iterator._map_parent
 
 
-def _shard_of(dataset: Any) -> Shard:
+def _shard_of(dataset: Any) -> DataShard:
     """Of an iterator over a `MapDataset`: what is above the slice by shards must not change their order."""
     if type(dataset).__name__ == "_SamplerMapDataset":
         return _sampled(dataset)
@@ -151,22 +155,22 @@ def _shard_of(dataset: Any) -> Shard:
                 repeats = True
                 data += _repeated(dataset)
             case name if name not in _MAPS:
-                return Shard(0, 1, [*data, *_described(dataset)], examples, length)
+                return DataShard(0, 1, [*data, *_described(dataset)], examples, length)
         dataset = dataset._parent
     start, count, whole = dataset._start, dataset._step, dataset._parent
     if repeats and len(whole) % count:
         raise Unknown(f"repeat() follows the slice of {len(whole)} examples into {count} shards")
-    return Shard(start, count, [*data, *_described(whole)], examples, length)
+    return DataShard(start, count, [*data, *_described(whole)], examples, length)
 
 
-def _sampled(dataset: Any) -> Shard:
+def _sampled(dataset: Any) -> DataShard:
     sampler, options = dataset._sampler, dataset._shard_options
     if type(sampler).__name__ != "IndexSampler" or sampler._shard_options.shard_count > 1:
         raise Unknown(
             "its sampler is no IndexSampler over all examples; the DataLoader takes shard_options"
         )
     data = [_ADDRESS.sub("", repr(sampler)), *_described(dataset._parent)]
-    return Shard(options.shard_index, options.shard_count, data, 1, len(dataset))
+    return DataShard(options.shard_index, options.shard_count, data, 1, len(dataset))
 
 
 def _is_interleaved(dataset: Any) -> bool:
@@ -206,14 +210,19 @@ def _is_setting(dataset: Any, key: str) -> bool:
 
 def _source_of(dataset: Any) -> Iterator[str]:
     """What else it is made by; a list or an array is not printed."""
-    for key in vars(dataset).keys() & {"_source", "_selection_map"}:
-        found = vars(dataset)[key]
-        in_memory = hasattr(found, "__array__") or isinstance(found, list | tuple)
-        yield type(found).__name__ if in_memory else repr(found)
+    for key in ("_source", "_selection_map"):
+        if (found := vars(dataset).get(key)) is not None:
+            in_memory = hasattr(found, "__array__") or isinstance(found, list | tuple)
+            yield type(found).__name__ if in_memory else repr(found)
 
 
 def _loader(state: bytes) -> dict[str, Any]:
-    found = json.loads(state)
-    if found["worker_count"] != 0:
-        raise Unknown(f"its DataLoader has {found['worker_count']} workers")
-    return dict(found)
+    """The last global index that each worker of a DataLoader has seen, if there are none but its process."""
+    try:
+        found = json.loads(state)
+        workers, seen = found["worker_count"], dict(found[_SEEN])
+    except (ValueError, KeyError, TypeError) as error:
+        raise Unknown(f"its state is not known: {error}") from error
+    if workers != 0 or seen.keys() != {_FIRST_WORKER}:
+        raise Unknown(f"its DataLoader has {workers} workers")
+    return seen

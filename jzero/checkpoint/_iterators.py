@@ -25,11 +25,11 @@ FORM = {
 }  # fmt: skip
 
 
-class Saved(NamedTuple):
+class SavedIterator(NamedTuple):
     """What `get_state()` of one process returned, and its place in Grain's data, or why it has none."""
 
     state: Any
-    place: _grain.Place | str | None
+    place: _grain.DataPlace | str | None
 
 
 def state(iterator: Any) -> dict[str, Any]:
@@ -40,14 +40,14 @@ def state(iterator: Any) -> dict[str, Any]:
     if _in_shard(iterator, found):
         try:
             shard = _grain.shard(iterator)
-            saved["place"] = _grain.Place(*shard[:3], shard.next(found))._asdict()
+            saved["place"] = _grain.DataPlace(*shard[:3], shard.next(found))._asdict()
         except _grain.Unknown as error:
             saved["place"] = str(error)
     return saved
 
 
 def moving(
-    iterator: Any, saved: list[Saved], where: str, process: int, processes: int
+    iterator: Any, saved: list[SavedIterator], where: str, process: int, processes: int
 ) -> Callable[[], None]:
     """What sets `iterator`, of one of so many processes, to where all the saved ones stood.
 
@@ -68,7 +68,7 @@ def moving(
             "processes\" in the guide to checkpoints.")) from error  # fmt: skip
 
 
-def _state_for(iterator: Any, saved: list[Saved], process: int, processes: int) -> Any:
+def _state_for(iterator: Any, saved: list[SavedIterator], process: int, processes: int) -> Any:
     now = iterator.get_state() if callable(getattr(iterator, "get_state", None)) else None
     own = saved[process] if len(saved) == processes else None
     if own is not None and not _is_elsewhere(iterator, own):
@@ -77,7 +77,7 @@ def _state_for(iterator: Any, saved: list[Saved], process: int, processes: int) 
         return _for_all(now, [each.state for each in saved])
     shard = _grain.shard(iterator)
     _grain.check_sharded(shard, processes)
-    places = [each.place for each in saved if isinstance(each.place, _grain.Place)]
+    places = [each.place for each in saved if isinstance(each.place, _grain.DataPlace)]
     if len(places) < len(saved):
         reasons = [each.place for each in saved if isinstance(each.place, str)]
         raise _grain.Unknown(
@@ -91,9 +91,9 @@ def _in_shard(iterator: Any, state: Any) -> bool:
     return _grain.is_grain(iterator) and not (isinstance(state, dict) and _GLOBAL in state)
 
 
-def _is_elsewhere(iterator: Any, saved: Saved) -> bool:
+def _is_elsewhere(iterator: Any, saved: SavedIterator) -> bool:
     """Whether what was saved for as many processes is another place in the data that it has now."""
-    if isinstance(saved.place, _grain.Place) and _grain.is_grain(iterator):
+    if isinstance(saved.place, _grain.DataPlace) and _grain.is_grain(iterator):
         with contextlib.suppress(_grain.Unknown):
             shard = _grain.shard(iterator)
             return shard[:2] != saved.place[:2] or shard.next(saved.state) != saved.place.next
@@ -146,7 +146,7 @@ def _encode(state: Any) -> dict[str, Any]:
     return {"json": state}
 
 
-def decoded(saved: dict[str, Any]) -> Saved:
+def decoded(saved: dict[str, Any]) -> SavedIterator:
     """What was encoded so.
 
     Raises:
@@ -155,4 +155,6 @@ def decoded(saved: dict[str, Any]) -> Saved:
     state = base64.b64decode(saved["bytes"]) if "bytes" in saved else saved["json"]
     place = saved.get("place")
     known = isinstance(place, dict)
-    return Saved(state, _grain.Place(*map(place.get, _grain.Place._fields)) if known else place)
+    return SavedIterator(
+        state, _grain.DataPlace(*map(place.get, _grain.DataPlace._fields)) if known else place
+    )

@@ -121,7 +121,7 @@ def notes(who: str, stored: Stored) -> dict[str, Any]:
     return _json.read(who, file, _NOTES_FORM) if file.exists() else {}
 
 
-def iterators(who: str, step: Path) -> list[_iterators.Saved]:
+def iterators(who: str, step: Path) -> list[_iterators.SavedIterator]:
     """Where the data iterator of each process stood.
 
     Raises:
