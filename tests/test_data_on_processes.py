@@ -345,7 +345,7 @@ def test_what_is_not_known_of_grain():
     broken = False
     told = refusal(batched_after, saved, 0, 1, 4)
     assert "its pipeline is not known: RuntimeError: the files are gone" in told
-    loader = _grain.DataShard(0, 1, [], 1, 9)
+    loader = _grain.DataShard(0, 1, "", 1, 9)
     with pytest.raises(_grain.Unknown, match="its state is not known: "):
         loader.next(b'{"version": 3}')
     with pytest.raises(_grain.Unknown, match="its DataLoader has 2 workers"):
@@ -375,7 +375,26 @@ def test_other_data():
     assert "the data were ShuffleMapDataset of 240, seed=" in told
     assert " and are ShuffleMapDataset of 240, seed=" in told
     told = refusal(mixed, save(start(batched_after, 4, 2)), 0, 2, 2)
-    assert "and are MixedMapDataset" in told
+    assert " and are MixedMapDataset" in told
+
+
+@pytest.mark.parametrize("unlike", [0, 13, 29])
+def test_other_data_behind_much(unlike):
+    """The words are cut, and what is cut off is compared all the same."""
+
+    def many(other):
+        def make(index, count, size):
+            each = [
+                grain.MapDataset.range(50).shuffle(seed=i + 100 * (i == other)) for i in range(30)
+            ]
+            return iter(grain.MapDataset.mix(each)[index::count].to_iter_dataset(SMALL).batch(size))
+
+        return make
+
+    saved = save(start(many(None), 4, 2))
+    assert all(len(json.dumps(each.place)) < 400 for each in saved)
+    assert step(start(many(None), 2, 4, saved)) == step(start(many(None), 4, 2))
+    assert "the data were MixedMapDataset" in refusal(many(unlike), saved, 0, 2, 4)
 
 
 def test_shards_in_different_places():

@@ -228,7 +228,7 @@ class Checkpointer:
             if step is None:  # The same in all processes, whatever each of them sees.
                 step = Round(who).lead("step", self.latest_step)
             path = self._whole(who, step)
-            move = self._moving(who, path, data_iterator)
+            move = self._moving(who, step, path, data_iterator)
             restored = restore_for(who, path, self._train_step, state, args, kwargs)
             if move is not None:
                 with self._alike(f"{who}, data iterator", data_iterator):
@@ -345,13 +345,15 @@ class Checkpointer:
                 raise failure
         return None if own is None else Round(_SAVE).gather("iterators", own)
 
-    def _moving(self, who: str, path: Path, data_iterator: Any) -> Callable[[], None] | None:
+    def _moving(
+        self, who: str, step: int | None, path: Path, data_iterator: Any
+    ) -> Callable[[], None] | None:
         """What sets the data iterator to where the saved one stood, once all processes can."""
         with self._alike(who, data_iterator):
             if data_iterator is None:
                 return None
             return _iterators.moving(
-                data_iterator, _stored.iterators(who, path), f"step {path.name} of {path.parent}",
+                data_iterator, _stored.iterators(who, path), f"step {step} of {self._directory}",
                 jax.process_index(), jax.process_count(),
             )  # fmt: skip
 

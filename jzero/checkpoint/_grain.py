@@ -10,10 +10,10 @@ class.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Iterator
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 # They return as many elements as they take, in the same order, and have no state of their own.
@@ -34,14 +34,14 @@ class DataShard(NamedTuple):
     """The examples that an iterator returns of a global order: every `count`-th from `index` on.
 
     Attributes:
-      data: a line per dataset that decides the global order.
+      data: the datasets that decide the global order, in words.
       examples: how many of them Grain counts as one (a batch of a `MapDataset`).
       length: how many times it counts one until the data end.
     """
 
     index: int
     count: int
-    data: list[str]
+    data: str
     examples: int
     length: int
 
@@ -74,11 +74,11 @@ class DataPlace(NamedTuple):
 
     index: int
     count: int
-    data: list[str]
+    data: str
     next: int
 
 
-def position(places: list[DataPlace], data: list[str]) -> int:
+def position(places: list[DataPlace], data: str) -> int:
     """Before which global index all shards have returned everything, and after it nothing.
 
     Raises:
@@ -86,8 +86,8 @@ def position(places: list[DataPlace], data: list[str]) -> int:
     """
     check_sharded(places[0], len(places))
     for place in places:
-        if unlike := [pair for pair in zip_longest(place.data, data) if pair[0] != pair[1]]:
-            raise Unknown(f"the data were {unlike[0][0]} and are {unlike[0][1]}")
+        if place.data != data:
+            raise Unknown(f"the data were {place.data} and are {data}")
     count, ahead = places[0].count, {place.index: place.next for place in places}
     if any(place.count != count for place in places) or len(ahead) < count:
         raise Unknown(f"only the shards {sorted(ahead)} of {count} were read")
@@ -107,7 +107,7 @@ def check_sharded(shard: DataShard | DataPlace, processes: int) -> None:
       Unknown: there are several.
     """
     if shard.count == 1 and processes > 1:
-        raise Unknown(f"no slice [index::count] follows their {shard.data[0].partition(' ')[0]}")
+        raise Unknown(f"no slice [index::count] follows their {shard.data.partition(' ')[0]}")
 
 
 def is_grain(iterator: Any) -> bool:
@@ -155,12 +155,12 @@ def _shard_of(dataset: Any) -> DataShard:
                 repeats = True
                 data += _repeated(dataset)
             case name if name not in _MAPS:
-                return DataShard(0, 1, [*data, *_described(dataset)], examples, length)
+                return DataShard(0, 1, _in_words([*data, *_described(dataset)]), examples, length)
         dataset = dataset._parent
     start, count, whole = dataset._start, dataset._step, dataset._parent
     if repeats and len(whole) % count:
         raise Unknown(f"repeat() follows the slice of {len(whole)} examples into {count} shards")
-    return DataShard(start, count, [*data, *_described(whole)], examples, length)
+    return DataShard(start, count, _in_words([*data, *_described(whole)]), examples, length)
 
 
 def _sampled(dataset: Any) -> DataShard:
@@ -169,7 +169,7 @@ def _sampled(dataset: Any) -> DataShard:
         raise Unknown(
             "its sampler is no IndexSampler over all examples; the DataLoader takes shard_options"
         )
-    data = [_ADDRESS.sub("", repr(sampler)), *_described(dataset._parent)]
+    data = _in_words([repr(sampler), *_described(dataset._parent)])
     return DataShard(options.shard_index, options.shard_count, data, 1, len(dataset))
 
 
@@ -192,10 +192,19 @@ def _described(dataset: Any) -> Iterator[str]:
             for key, value in sorted(vars(dataset).items())
             if _is_setting(dataset, key)
         ]
-        line = ", ".join([f"{name} of {len(dataset)}", *own, *_source_of(dataset)])
-        yield _ADDRESS.sub("", line)
+        yield ", ".join([f"{name} of {len(dataset)}", *own, *_source_of(dataset)])
     for parent in getattr(dataset, "_parents", ()):
         yield from _described(parent)
+
+
+def _in_words(lines: list[str]) -> str:
+    """Short, for each process of thousands has it in a checkpoint: what is cut off counts by its digest."""
+    text = _ADDRESS.sub("", "; ".join(lines))
+    return (
+        text
+        if len(text) <= 200
+        else f"{text[:180]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    )
 
 
 def _repeated(dataset: Any) -> list[str]:

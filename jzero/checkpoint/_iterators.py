@@ -21,7 +21,7 @@ _GLOBAL = "global_next_index"  # the key of Grain's ElasticIterator
 # Of what one process saved; it has its state either as bytes or as JSON.
 FORM = {
     "bytes": Maybe(str),
-    "place": Maybe(({"index": int, "count": int, "data": [str], "next": int}, str)),
+    "place": Maybe(({"index": int, "count": int, "data": str, "next": int}, str)),
 }  # fmt: skip
 
 
