@@ -9,12 +9,13 @@ class.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 # They return as many elements as they take, in the same order, and have no state of their own.
 _ELEMENTWISE = {
@@ -30,7 +31,8 @@ class Unknown(Exception):
     """Why an iterator has no global position."""
 
 
-class DataShard(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class DataShard:
     """The examples that an iterator returns of a global order: every `count`-th from `index` on.
 
     Attributes:
@@ -45,13 +47,15 @@ class DataShard(NamedTuple):
     examples: int
     length: int
 
-    def next(self, state: Any) -> int:
-        """The global index of the next example, by a state of Grain's."""
+    def place(self, state: Any) -> DataPlace:
+        """Where it stands by a state of Grain's."""
         if isinstance(state, bytes):
-            return int(_loader(state)[_FIRST_WORKER]) + self.count
-        if not (isinstance(state, dict) and state.keys() == {"next_index"}):
+            following = int(_loader(state)[_FIRST_WORKER]) + self.count
+        elif isinstance(state, dict) and state.keys() == {"next_index"}:
+            following = self.index + int(state["next_index"]) * self.examples * self.count
+        else:
             raise Unknown(f"its state is {state!r:.200}")
-        return self.index + int(state["next_index"]) * self.examples * self.count
+        return DataPlace(self.index, self.count, self.data, following)
 
     def state_from(self, position: int, like: Any) -> Any:
         """The state, in the form of `like`, in which it returns its examples from a global index on."""
@@ -69,7 +73,8 @@ class DataShard(NamedTuple):
         return {"next_index": taken}
 
 
-class DataPlace(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class DataPlace:
     """Where a `DataShard` stood when it was saved: `next` is the global index of its next example."""
 
     index: int

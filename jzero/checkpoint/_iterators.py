@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -39,8 +40,7 @@ def state(iterator: Any) -> dict[str, Any]:
     saved = _encode(found)
     if _in_shard(iterator, found):
         try:
-            shard = _grain.shard(iterator)
-            saved["place"] = _grain.DataPlace(*shard[:3], shard.next(found))._asdict()
+            saved["place"] = dataclasses.asdict(_grain.shard(iterator).place(found))
         except _grain.Unknown as error:
             saved["place"] = str(error)
     return saved
@@ -96,7 +96,7 @@ def _is_elsewhere(iterator: Any, saved: SavedIterator) -> bool:
     if isinstance(saved.place, _grain.DataPlace) and _grain.is_grain(iterator):
         with contextlib.suppress(_grain.Unknown):
             shard = _grain.shard(iterator)
-            return shard[:2] != saved.place[:2] or shard.next(saved.state) != saved.place.next
+            return shard.place(saved.state) != dataclasses.replace(saved.place, data=shard.data)
     return False
 
 
@@ -109,7 +109,9 @@ def _for_all(now: Any, states: list[Any]) -> Any:
                 f"process 0 saved {states[0]!r:.100}, process {process} {states[process]!r:.100}"
             )
     of_process = any(_split(state)[1] for state in states)
-    if of_process and _GLOBAL not in common[0] or '"next_index"' in json.dumps(_encode(common[0])):
+    # Somebody else's iterator may have Grain's state in its own.
+    of_grain = "next_index" in repr(common[0]).replace(_GLOBAL, "")
+    if of_grain or (of_process and _GLOBAL not in common[0]):
         raise _grain.Unknown(f"{states[0]!r:.200} is a place in one shard; it has no {_GLOBAL!r}")
     return common[0] | _split(now)[1] if of_process else common[0]
 
@@ -154,7 +156,7 @@ def decoded(saved: dict[str, Any]) -> SavedIterator:
     """
     state = base64.b64decode(saved["bytes"]) if "bytes" in saved else saved["json"]
     place = saved.get("place")
-    known = isinstance(place, dict)
-    return SavedIterator(
-        state, _grain.DataPlace(*map(place.get, _grain.DataPlace._fields)) if known else place
-    )
+    if isinstance(place, dict):
+        names = [field.name for field in dataclasses.fields(_grain.DataPlace)]
+        place = _grain.DataPlace(**{name: place[name] for name in names})
+    return SavedIterator(state, place)
