@@ -308,7 +308,7 @@ def test_what_has_no_global_position(make):
         before = iterator.get_state()
         with pytest.raises(jzero.CheckpointError, match=REFUSED[make]) as refused:
             _iterators.moving(iterator, saved, "step 1", 0, 2)
-        assert "the data iterators of 4 processes cannot go on in 2: " in str(refused.value)
+        assert "data iterators cannot go on from 4 to 2 processes: " in str(refused.value)
         assert iterator.get_state() == before
 
 

@@ -62,7 +62,7 @@ def moving(
     except _grain.Unknown as error:
         raise CheckpointError(message(
             f"Checkpointer.restore {where}",
-            f"the data iterators of {len(saved)} processes cannot go on in {processes}: {error}",
+            f"data iterators cannot go on from {len(saved)} to {processes} processes: {error}",
             "There must be one place in the data that all processes have come to.",
             "Use as many processes, or an iterator with a global position; see \"Data on another number of "
             "processes\" in the guide to checkpoints.")) from error  # fmt: skip
