@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,6 +198,35 @@ def uneven_places(folder):
         except jzero.CheckpointError as error:
             return str(error)
     return place.state
+
+
+def own_examples(size):
+    """Grain's iterator of this process, in batches of so many examples of all processes together."""
+    dataset = grain.MapDataset.range(50).seed(1).shuffle().repeat()
+    dataset = dataset[jax.process_index() :: jax.process_count()]
+    return iter(dataset.to_iter_dataset().batch(size // jax.process_count()))
+
+
+def data_goes_on(folder, step=2):
+    """What is read after the latest step, until another is saved; before, two processes fail to restore."""
+    sharded, shapes = jzero.shard_train_step(train_step), jax.eval_shape(new_state)
+    batches, failures = own_examples(12), []
+    with jzero.Checkpointer(folder / "steps", sharded) as checkpointer:
+        if jax.process_count() > 1:
+            filtered = iter(grain.MapDataset.range(50).to_iter_dataset().filter(bool))
+            for of_one in (None, filtered):
+                own = of_one if jax.process_index() == 1 else batches
+                failures.append(
+                    told(lambda own=own: checkpointer.restore(shapes, data_iterator=own))
+                )
+            failures.append(batches.get_state())
+        if checkpointer.latest_step() is None:
+            state = sharded.init(new_state)
+        else:
+            state = checkpointer.restore(shapes, data_iterator=batches)
+        found = [next(batches).tolist() for _ in range(3)]
+        checkpointer.save(step, state, batches)
+    return found, failures
 
 
 PRIME = 5003
@@ -660,7 +690,8 @@ def one_after_the_other(folder):
     """Scenarios after which processes are as before, each in its own folder; the last changes meetings."""
     found = {}
     for scenario in (
-        uneven_places, prime_shards, one_cannot_write, locked_out, unlike_checkpoints, costs
+        uneven_places, data_goes_on, prime_shards, one_cannot_write, locked_out, unlike_checkpoints,
+        costs,
     ):  # fmt: skip
         own = folder / scenario.__name__
         own.mkdir(exist_ok=True)

@@ -268,6 +268,12 @@ def test_places_of_iterators_that_are_none(train_step, tmp_path):
             jzero.CheckpointError, match="metadata: .*base64.* Its files are damaged"
         ):
             checkpointer.restore(VALUES, data_iterator=Batches())
+        place = {"index": 0, "count": 1, "data": 3, "next": 0}
+        (tmp_path / "1" / "data" / "metadata").write_text(
+            json.dumps({"iterators": [{"json": 1, "place": place}]})
+        )
+        with pytest.raises(jzero.CheckpointError, match=r"iterators\[0\].*place"):
+            checkpointer.restore(VALUES, data_iterator=Batches())
 
 
 class Batches:

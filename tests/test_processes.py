@@ -193,7 +193,10 @@ def one_start(tmp_path_factory):
     (folder / "locked_out" / "locked").mkdir(parents=True)
     writer = folder / "locked_out" / "locked" / "_JZERO_WRITER"
     writer.write_text('["node7", "boot pid:[1]", 12, 34, "token"]')
+    (folder / "data_goes_on").mkdir()
+    first, _ = process_worker.data_goes_on(folder / "data_goes_on", 1)
     found = found_by("one_after_the_other", 2, 1, folder)
+    (folder / "data_goes_on" / "first.json").write_text(json.dumps(first))
     return {name: (folder / name, [each[name] for each in found]) for name in found[0]}
 
 
@@ -201,7 +204,31 @@ def test_data_iterators_of_several_processes(one_start):
     folder, found = one_start["uneven_places"]
     assert found == [{"step": 7, "process": 0}, {"step": 7, "process": 1}]
     told = process_worker.uneven_places(folder)
-    assert "2 processes saved data iterators in different states, and there are 1" in told
+    assert "data iterators cannot go on from 2 to 1 processes: process 0 saved {'step': 7" in told
+
+
+def test_data_go_on_in_another_number_of_processes(one_start):
+    """One, two and one: the order of one that is never interrupted, over the end of an epoch of 50."""
+    folder, found = one_start["data_goes_on"]
+    first = json.loads((folder / "first.json").read_text())
+    last, _ = process_worker.data_goes_on(folder, 3)
+    of_two = [
+        [x for pair in zip(*batches, strict=True) for x in pair]
+        for batches in zip(*[batches for batches, _ in found], strict=True)
+    ]
+    alone = process_worker.own_examples(12)
+    assert [*first, *of_two, *last] == [next(alone).tolist() for _ in range(9)]
+
+
+def test_no_iterator_is_moved_if_one_process_cannot(one_start):
+    _, found = one_start["data_goes_on"]
+    for _, (one_has_none, _, state) in found:
+        assert one_has_none[0] == "ProcessError"
+        assert "data iterator: one on process 0, none on process 1" in one_has_none[1]
+        assert state == {"next_index": 0}
+    told = [one_refuses for _, (_, one_refuses, _) in found]
+    assert [kind for kind, _ in told] == ["ProcessError", "CheckpointError"]
+    assert all("cannot go on from 1 to 2 processes: its pipeline has Filter" in x for _, x in told)
 
 
 def test_chunks_that_processes_share(one_start):

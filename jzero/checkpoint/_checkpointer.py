@@ -8,7 +8,7 @@ import operator
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -212,12 +212,14 @@ class Checkpointer:
           state: its structure, shapes and dtypes: `jax.eval_shape(init_fn, key)`.
           *args: optionally the step's other arguments, arrays or shapes.
           step: which one; the latest by default.
-          data_iterator: set to where the saved one stood.
+          data_iterator: set to where the saved one stood; by another number of processes, to where all of
+            them had come to.
           **kwargs: the step's other arguments by name.
 
         Raises:
-          CheckpointError: there is no such step, or its leaves are not those of the state, or are damaged.
-          ProcessError: processes want different steps, or have called different things.
+          CheckpointError: there is no such step, or its leaves are not those of the state, or are damaged; or
+            other processes saved their data iterators, and nobody knows where these are to begin.
+          ProcessError: processes want different steps, have called different things, or one of them failed.
         """
         who = "Checkpointer.restore"
         with self._one_at_a_time:
@@ -226,10 +228,11 @@ class Checkpointer:
             if step is None:  # The same in all processes, whatever each of them sees.
                 step = Round(who).lead("step", self.latest_step)
             path = self._whole(who, step)
+            move = self._moving(who, step, path, data_iterator)
             restored = restore_for(who, path, self._train_step, state, args, kwargs)
-            if data_iterator is not None:
-                saved = _stored.iterators(who, path)
-                _iterators.restore(data_iterator, saved, f"step {step} of {self._directory}")
+            if move is not None:
+                with self._alike(f"{who}, data iterator", data_iterator):
+                    move()
             self._restored = step
         return restored
 
@@ -341,6 +344,24 @@ class Checkpointer:
             if failure is not None:
                 raise failure
         return None if own is None else Round(_SAVE).gather("iterators", own)
+
+    def _moving(
+        self, who: str, step: int | None, path: Path, data_iterator: Any
+    ) -> Callable[[], None] | None:
+        """What sets the data iterator to where the saved one stood, once all processes can."""
+        with self._alike(who, data_iterator):
+            if data_iterator is None:
+                return None
+            return _iterators.moving(
+                data_iterator, _stored.iterators(who, path), f"step {step} of {self._directory}",
+                jax.process_index(), jax.process_count(),
+            )  # fmt: skip
+
+    def _alike(self, who: str, data_iterator: Any) -> contextlib.AbstractContextManager[None]:
+        """What all processes do with a data iterator, or none of them with none: if one fails, all do."""
+        given = "none" if data_iterator is None else "one"
+        mesh = self._train_step._programs.setting.mesh
+        return _agreement.alike(who, mesh, lambda: {"data iterator": [given]})
 
     def _whole(self, who: str, step: int | None) -> Path:
         """The directory of a step that is to be restored."""

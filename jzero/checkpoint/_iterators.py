@@ -1,40 +1,127 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a data iterator stands, as JSON: of every process, in one checkpoint."""
+"""Where a data iterator stands, as JSON: of every process, in one checkpoint, for any number of them."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import dataclasses
+import functools
 import json
-from typing import Any
-
-import jax
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from jzero import _json
 from jzero._errors import CheckpointError, OptionError, a_type, message
+from jzero._json import Maybe
+from jzero.checkpoint import _grain
+
+# Keys of a state in which processes may differ, and the one that says how far all of them are.
+_OF_PROCESS = {"shard_index", "shard_count", "num_shards", "process_index", "process_count"}
+_GLOBAL = "global_next_index"  # the key of Grain's ElasticIterator
+# Of what one process saved; it has its state either as bytes or as JSON.
+FORM = {
+    "bytes": Maybe(str),
+    "place": Maybe(({"index": int, "count": int, "data": str, "next": int}, str)),
+}  # fmt: skip
+
+
+class SavedIterator(NamedTuple):
+    """What `get_state()` of one process returned, and its place in Grain's data, or why it has none."""
+
+    state: Any
+    place: _grain.DataPlace | str | None
 
 
 def state(iterator: Any) -> dict[str, Any]:
-    """`iterator.get_state()` of this process."""
+    """`iterator.get_state()` of this process, and where that is in the data of all."""
     _check(iterator, "get_state")
-    return _encode(iterator.get_state())
+    found = iterator.get_state()
+    saved = _encode(found)
+    if _in_shard(iterator, found):
+        try:
+            saved["place"] = dataclasses.asdict(_grain.shard(iterator).place(found))
+        except _grain.Unknown as error:
+            saved["place"] = str(error)
+    return saved
 
 
-def restore(iterator: Any, saved: list[Any], where: str) -> None:
-    """Sets `iterator` to where that of this process stood, among the decoded states of all.
+def moving(
+    iterator: Any, saved: list[SavedIterator], where: str, process: int, processes: int
+) -> Callable[[], None]:
+    """What sets `iterator`, of one of so many processes, to where all the saved ones stood.
 
     Raises:
-      CheckpointError: there were other processes, and their iterators stood in different places.
+      CheckpointError: there were others, and nobody knows where this one is to begin.
     """
     _check(iterator, "set_state")
-    if len(saved) != jax.process_count() and any(state != saved[0] for state in saved):
+    try:
+        return functools.partial(
+            iterator.set_state, _state_for(iterator, saved, process, processes)
+        )
+    except _grain.Unknown as error:
         raise CheckpointError(message(
             f"Checkpointer.restore {where}",
-            f"{len(saved)} processes saved data iterators in different states, and there are "
-            f"{jax.process_count()} processes", "Each process continues with the iterator that it saved.",
-            "Use as many processes, or iterate over global batches, of which each process feeds its "
-            "part."))  # fmt: skip
-    own = saved[jax.process_index()] if len(saved) == jax.process_count() else saved[0]
-    iterator.set_state(own)
+            f"data iterators cannot go on from {len(saved)} to {processes} processes: {error}",
+            "There must be one place in the data that all processes have come to.",
+            "Use as many processes, or an iterator with a global position; see \"Data on another number of "
+            "processes\" in the guide to checkpoints.")) from error  # fmt: skip
+
+
+def _state_for(iterator: Any, saved: list[SavedIterator], process: int, processes: int) -> Any:
+    now = iterator.get_state() if callable(getattr(iterator, "get_state", None)) else None
+    own = saved[process] if len(saved) == processes else None
+    if own is not None and not _is_elsewhere(iterator, own):
+        return own.state
+    if not _in_shard(iterator, now):
+        return _for_all(now, [each.state for each in saved])
+    shard = _grain.shard(iterator)
+    _grain.check_sharded(shard, processes)
+    places = [each.place for each in saved if isinstance(each.place, _grain.DataPlace)]
+    if len(places) < len(saved):
+        reasons = [each.place for each in saved if isinstance(each.place, str)]
+        raise _grain.Unknown(
+            f"they had no place in the data of all: {[*reasons, 'none was saved'][0]}"
+        )
+    return shard.state_from(_grain.position(places, shard.data), now)
+
+
+def _in_shard(iterator: Any, state: Any) -> bool:
+    """Whether it counts the examples of one process, as Grain's do."""
+    return _grain.is_grain(iterator) and not (isinstance(state, dict) and _GLOBAL in state)
+
+
+def _is_elsewhere(iterator: Any, saved: SavedIterator) -> bool:
+    """Whether what was saved for as many processes is another place in the data that it has now."""
+    if isinstance(saved.place, _grain.DataPlace) and _grain.is_grain(iterator):
+        with contextlib.suppress(_grain.Unknown):
+            shard = _grain.shard(iterator)
+            return shard.place(saved.state) != dataclasses.replace(saved.place, data=shard.data)
+    return False
+
+
+def _for_all(now: Any, states: list[Any]) -> Any:
+    """The one state of all processes, as this one's; `now` says which shard this one has."""
+    common = [_split(state)[0] for state in states]
+    for process, state in enumerate(common):
+        if state != common[0]:
+            raise _grain.Unknown(
+                f"process 0 saved {states[0]!r:.100}, process {process} {states[process]!r:.100}"
+            )
+    of_process = any(_split(state)[1] for state in states)
+    # Somebody else's iterator may have Grain's state in its own.
+    of_grain = "next_index" in repr(common[0]).replace(_GLOBAL, "")
+    if of_grain or (of_process and _GLOBAL not in common[0]):
+        raise _grain.Unknown(f"{states[0]!r:.200} is a place in one shard; it has no {_GLOBAL!r}")
+    return common[0] | _split(now)[1] if of_process else common[0]
+
+
+def _split(state: Any) -> tuple[Any, dict[str, Any]]:
+    """What is true of all processes, and of this one."""
+    if not isinstance(state, dict):
+        return state, {}
+    own = {key: value for key, value in state.items() if key in _OF_PROCESS}
+    return {key: value for key, value in state.items() if key not in own}, own
 
 
 def _check(iterator: Any, method: str) -> None:
@@ -61,10 +148,15 @@ def _encode(state: Any) -> dict[str, Any]:
     return {"json": state}
 
 
-def decoded(saved: dict[str, Any]) -> Any:
+def decoded(saved: dict[str, Any]) -> SavedIterator:
     """What was encoded so.
 
     Raises:
       ValueError: it was not.
     """
-    return base64.b64decode(saved["bytes"]) if "bytes" in saved else saved["json"]
+    state = base64.b64decode(saved["bytes"]) if "bytes" in saved else saved["json"]
+    place = saved.get("place")
+    if isinstance(place, dict):
+        names = [field.name for field in dataclasses.fields(_grain.DataPlace)]
+        place = _grain.DataPlace(**{name: place[name] for name in names})
+    return SavedIterator(state, place)

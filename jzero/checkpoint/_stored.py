@@ -121,7 +121,7 @@ def notes(who: str, stored: Stored) -> dict[str, Any]:
     return _json.read(who, file, _NOTES_FORM) if file.exists() else {}
 
 
-def iterators(who: str, step: Path) -> list[Any]:
+def iterators(who: str, step: Path) -> list[_iterators.SavedIterator]:
     """Where the data iterator of each process stood.
 
     Raises:
@@ -132,8 +132,8 @@ def iterators(who: str, step: Path) -> list[Any]:
         raise CheckpointError(message(
             f"{who} {step}", "it was saved without a data iterator",
             "There is nothing to restore it from.", "Leave data_iterator out."))  # fmt: skip
-    found = _json.read(who, file, {"iterators": [{"bytes": Maybe(str)}]})["iterators"]
-    if not found or any(entry.keys() not in ({"json"}, {"bytes"}) for entry in found):
+    found = _json.read(who, file, {"iterators": [_iterators.FORM]})["iterators"]
+    if not found or any(entry.keys() - {"place"} not in ({"json"}, {"bytes"}) for entry in found):
         raise CheckpointError(damaged(who, file, ValueError("it has no states of iterators")))
     try:
         return [_iterators.decoded(entry) for entry in found]
