@@ -69,7 +69,15 @@ def write(directory: Path, leaves: Mapping[str, StoredLeaf]) -> None:
 def files_in(directory: Path) -> dict[str, File]:
     """What a seal says of the files in a directory and below."""
     sizes = _sizes(directory)
-    return {name: File(size, _digest_of(directory / name)) for name, size in sizes.items()}
+    return {
+        name: File(size, None if _is_data(name) else _digest((directory / name).read_bytes()))
+        for name, size in sizes.items()
+    }
+
+
+def file(name: str, data: bytes) -> File:
+    """What a seal says of a file."""
+    return File(len(data), None if _is_data(name) else _digest(data))
 
 
 def text(files: Mapping[str, File], leaves: Mapping[str, StoredLeaf]) -> bytes:
@@ -203,9 +211,9 @@ def _size(path: Path) -> int:
     return (path.stat() if stat.S_ISLNK(found.st_mode) and path.is_file() else found).st_size
 
 
-def _digest_of(path: Path) -> str | None:
-    """None of OCDBT's data files, in `d`."""
-    return None if path.parent.name == "d" else _digest(path.read_bytes())
+def _is_data(name: str) -> bool:
+    """Whether it is one of OCDBT's data files."""
+    return name.split("/")[-2:-1] == ["d"]
 
 
 def _digest(data: bytes) -> str:
