@@ -40,7 +40,8 @@ def served(module: str) -> Iterator[str]:
         [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
-    assert server.stdin is not None and server.stdout is not None
+    assert server.stdin is not None
+    assert server.stdout is not None
     try:
         line = server.stdout.readline()
         assert line, f"the server of {module} ended with {server.wait()}"
