@@ -4,14 +4,21 @@
 import concurrent.futures
 import functools
 import multiprocessing
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from faults import Proxy, RequestFault
+from jzero import CheckpointError
+from jzero.checkpoint import _bucket
 from jzero.checkpoint._bucket import Bucket, Lost
 
 pytestmark = pytest.mark.one_release
+
+SOON = {"max_retries": 3, "initial_delay": "10ms", "max_delay": "20ms"}
 
 
 def opened(url: str) -> Bucket:
@@ -113,3 +120,130 @@ def test_of_two_processes_one_wins(url):
         racer.join()
         assert racer.exitcode == 0
     assert won.count(True) == 20
+
+
+@pytest.fixture
+def proxy(s3_endpoint, gs_endpoint, url, monkeypatch) -> Iterator[Proxy]:
+    """Between tensorstore and the server of `url`; requests are tried again soon."""
+    monkeypatch.setattr(_bucket, "_RETRIES", SOON)
+    with Proxy(s3_endpoint if url.startswith("s3") else gs_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", proxy.endpoint)
+        yield proxy
+
+
+@pytest.mark.parametrize("version", [False, True], ids=["absent", "by version"])
+def test_a_write_whose_answer_was_lost_counts_once(version, proxy, url):
+    """It is tried again, and meets what it wrote itself."""
+    bucket = opened(url)
+    before = bucket.write("a", b"before") if version else None
+    proxy.arm(RequestFault("lose", 1))
+    after = bucket.write_if("a", b"after", before)
+    assert [request.status for request in proxy.log][:2] == [0, 412]
+    assert bucket.read("a") == (b"after", after)
+
+
+@pytest.mark.parametrize("status", [409, 412, 500, 503])
+def test_what_is_answered_to_a_conditional_write(status, proxy, url):
+    """A conflict is tried again (S3 answers 409 when two writes meet); of a condition nothing is."""
+    bucket = opened(url)
+    proxy.arm(RequestFault("answer", 1, status))
+    if status == 412 or (status == 409 and url.startswith("gs")):
+        with pytest.raises((Lost, CheckpointError), match=r"/a"):
+            bucket.write_if("a", b"data", None)
+        assert bucket.read("a") is None
+    else:
+        bucket.write_if("a", b"data", None)
+        assert bucket.read("a").data == b"data"
+
+
+CALLS = {
+    "read": lambda bucket: bucket.read("a"),
+    "write": lambda bucket: bucket.write("a", b""),
+    "write_if": lambda bucket: bucket.write_if("a", b"", None),
+    "remove": lambda bucket: bucket.remove(["a"]),
+    "list": lambda bucket: bucket.names(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "fault", [("answer", 403), ("answer", 503), ("drop", 0), ("lose", 0)], ids=str
+)
+def test_what_fails_is_named(fault, call, proxy, url):
+    """By a CheckpointError, when what was tried again has failed too."""
+    bucket = opened(url)
+    proxy.arm(RequestFault(fault[0], 1, fault[1], ever=True))
+    with pytest.raises(
+        CheckpointError, match=r"://tests/.* could not be (read|written|removed|listed): "
+    ):
+        CALLS[call](bucket)
+
+
+@pytest.mark.parametrize("call", ["write", "upload"])
+def test_a_write_that_the_server_refuses_is_no_write(call, proxy, url, tmp_path):
+    """tensorstore takes a 412 for the answer to a condition, though none was asked for."""
+    (tmp_path / "a").write_bytes(b"data")
+    proxy.arm(RequestFault("answer", 1, 412))
+    with pytest.raises(CheckpointError, match=r"/a could not be written: "):
+        opened(url).write("a", b"data") if call == "write" else opened(url).upload(
+            {"a": tmp_path / "a"}
+        )
+
+
+def test_an_answer_that_ends_halfway_is_asked_for_again(proxy, url):
+    bucket = opened(url)
+    bucket.write("a", bytes(1000))
+    proxy.arm(RequestFault("cut", 1))
+    assert bucket.read("a").data == bytes(1000)
+    assert len(proxy.log) == 2
+
+
+def test_a_list_that_lags(proxy, url):
+    """It has what was there when the fault was armed: what the faults of lists are tried on."""
+    bucket = opened(url)
+    bucket.write("a", b"")
+    bucket.write("b", b"")
+    proxy.arm(RequestFault("stale", 1, ever=True))
+    bucket.remove(["a"])
+    bucket.write("c", b"")
+    assert bucket.names() == ["a", "b"]
+    proxy.disarm()
+    assert bucket.names() == ["b", "c"]
+
+
+@pytest.fixture
+def nowhere(monkeypatch) -> None:
+    """An endpoint where nobody listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{held.getsockname()[1]}")
+        yield
+
+
+def test_an_endpoint_where_nobody_listens_is_named(s3, nowhere, monkeypatch):
+    monkeypatch.setattr(_bucket, "_RETRIES", SOON)
+    with pytest.raises(CheckpointError, match=r"(?s)could not be read: .*AWS_ENDPOINT_URL"):
+        opened(s3).read("a")
+
+
+@pytest.mark.slow
+def test_that_takes_less_than_a_minute(s3, nowhere):
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match="could not be read: "):
+        opened(s3).read("a")
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("call", ["write", "write_if", "list", "read"])
+def test_a_bucket_that_is_not_there(call, url):
+    """It has no objects; what would write one is told."""
+    scheme = url.partition(":")[0]
+    bucket = opened(f"{scheme}://nothing/a")
+    if call == "read":
+        assert CALLS[call](bucket) is None
+    else:
+        with pytest.raises(
+            CheckpointError, match=rf"{scheme}://nothing/a.* could not be (written|listed)"
+        ):
+            CALLS[call](bucket)

@@ -103,7 +103,7 @@ class Bucket:
 
     def write(self, name: str, data: bytes) -> bytes:
         """Writes an object, whatever was there; its version."""
-        return bytes(self._wait(name, "written", self._open.write(name, data)).generation)
+        return self._written(name, self._open.write(name, data))
 
     def write_if(self, name: str, data: bytes, version: bytes | None) -> bytes:
         """Writes an object if it still has this version, or is not there (None); its new version.
@@ -142,7 +142,7 @@ class Bucket:
         sizes = ((path.stat().st_size, name) for name, path in files.items())
         _in_turn(sizes, lambda name: (
             self._open.write(name, files[name].read_bytes()),
-            lambda future: self._wait(name, "written", future),
+            lambda future: self._written(name, future),
         ))  # fmt: skip
 
     def download(self, names: Iterable[str], folder: Path) -> None:
@@ -162,6 +162,19 @@ class Bucket:
     @functools.cached_property
     def _open(self) -> Any:
         return self._wait("", "opened", tensorstore.KvStore.open(self.spec()))
+
+    def _written(self, name: str, future: Any) -> bytes:
+        """The version of what was written under no condition.
+
+        Raises:
+          CheckpointError: it was not written. tensorstore is content with a 412, whoever asked for it.
+        """
+        version = bytes(self._wait(name, "written", future).generation)
+        if not version:
+            raise _failed(
+                str(self / name), "written", "the server says that a condition does not hold"
+            )
+        return version
 
     def _wait(self, name: str, done: str, future: Any) -> Any:
         """What a request brings.

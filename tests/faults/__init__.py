@@ -13,6 +13,9 @@ from ._library import Fault as Fault
 from ._library import Operation as Operation
 from ._library import read_log as read_log
 from ._library import why_not as why_not
+from ._requests import Proxy as Proxy
+from ._requests import Request as Request
+from ._requests import RequestFault as RequestFault
 from ._scenarios import SAVED as SAVED
 from ._scenarios import SAVES as SAVES
 from ._scenarios import SCENARIOS as SCENARIOS
