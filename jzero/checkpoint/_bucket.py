@@ -117,6 +117,8 @@ class Bucket:
             return bytes(done.generation)
         # A request that was tried again meets what it wrote itself, when only its answer was lost.
         there = self.read(name)
+        if there is None and version is None:  # S3 answers 404, which tensorstore takes for a 412.
+            raise _failed(f"{self / name}", "written", "there is no such bucket")
         if there is None or there.data != data:
             raise Lost(f"{self / name}")
         return there.version
