@@ -6,6 +6,7 @@ that API's pages say of these: no such server that a package ships honours condi
 asks for and how it takes the answers, and nothing about Google's servers.
 """
 
+import contextlib
 import json
 import re
 import secrets
@@ -147,18 +148,29 @@ def _metadata(name: str, found: Stored) -> dict[str, str]:
     return {"name": name, "size": str(len(found.data)), "generation": str(found.generation)}
 
 
+@contextlib.contextmanager
+def started() -> Iterator[str]:
+    """The endpoint of the double, with an empty bucket."""
+    with served("gs_server") as endpoint:
+        yield endpoint
+
+
 @pytest.fixture(scope="session")
 def gs_endpoint() -> Iterator[str]:
-    with served("gs_server") as endpoint:
+    with started() as endpoint:
         yield endpoint
 
 
 @pytest.fixture
 def gs(gs_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A directory of the double's bucket that nobody else has; the environment to get there."""
-    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", gs_endpoint)
-    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "testing")
+    set_environment(monkeypatch, gs_endpoint)
     return f"gs://{BUCKET}/{secrets.token_hex(4)}"
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", endpoint)
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "testing")
 
 
 def serve() -> None:

@@ -71,11 +71,15 @@ def s3_endpoint() -> Iterator[str]:
 @pytest.fixture
 def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A directory of the bucket that nobody else has; the environment to get there."""
-    for name, value in CREDENTIALS.items() | {("AWS_ENDPOINT_URL", s3_endpoint)}:
+    set_environment(monkeypatch, s3_endpoint)
+    return f"s3://{BUCKET}/{secrets.token_hex(4)}"
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    for name, value in CREDENTIALS.items() | {("AWS_ENDPOINT_URL", endpoint)}:
         monkeypatch.setenv(name, value)
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
-    return f"s3://{BUCKET}/{secrets.token_hex(4)}"
 
 
 def _one_at_a_time(app: Any) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
+PROXY = "JZERO_TEST_PROXY"  # What the environment calls its endpoint.
 CONTROL = "/-/disarm"  # What a client asks for when nothing is to fail any more.
 # Nothing happens; the client is killed before its request is passed on, or after it, before the answer; an
 # error is answered; the connection ends before the request is passed on, or after it; the answer ends
