@@ -104,7 +104,7 @@ class Bucket:
 
     def write(self, name: str, data: bytes) -> bytes:
         """Writes an object, whatever was there; its version."""
-        return bytes(self._wait(name, "written", self._open.write(name, data)).generation)
+        return self._written(name, self._open.write(name, data))
 
     def write_if(self, name: str, data: bytes, version: bytes | None) -> bytes:
         """Writes an object if it still has this version, or is not there (None); its new version.
@@ -118,6 +118,8 @@ class Bucket:
             return bytes(done.generation)
         # A request that was tried again meets what it wrote itself, when only its answer was lost.
         there = self.read(name)
+        if there is None and version is None:  # S3 answers 404, which tensorstore takes for a 412.
+            raise _failed(f"{self / name}", "written", "there is no such bucket")
         if there is None or there.data != data:
             raise Lost(f"{self / name}")
         return there.version
@@ -190,6 +192,19 @@ class Bucket:
     @functools.cached_property
     def _open(self) -> Any:
         return self._wait("", "opened", tensorstore.KvStore.open(self.spec()))
+
+    def _written(self, name: str, future: Any) -> bytes:
+        """The version of what was written under no condition.
+
+        Raises:
+          CheckpointError: it was not written. tensorstore is content with a 412, whoever asked for it.
+        """
+        version = bytes(self._wait(name, "written", future).generation)
+        if not version:
+            raise _failed(
+                str(self / name), "written", "the server says that a condition does not hold"
+            )
+        return version
 
     def _wait(self, name: str, done: str, future: Any) -> Any:
         """What a request brings.
