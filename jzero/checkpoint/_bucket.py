@@ -78,6 +78,8 @@ class Bucket:
     def __str__(self) -> str:
         return f"{self.scheme}://{self.name}/{self.prefix}".rstrip("/")
 
+    __fspath__ = __str__
+
     def spec(self, name: str = "") -> dict[str, Any]:
         """For tensorstore: the directory, or one in it; its path ends with a slash."""
         path = "/".join(filter(None, (self.prefix, name)))
