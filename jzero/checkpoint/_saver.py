@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
