@@ -4,15 +4,12 @@
 import contextlib
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
 import threading
 import time
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -22,7 +19,7 @@ from etils import epath
 import jzero
 from faults import Proxy, RequestFault
 from jzero.checkpoint import _bucket, _bucket_steps, _lock, _seal
-from jzero.checkpoint._bucket import Bucket, Lost
+from jzero.checkpoint._bucket import Bucket
 from jzero.cli._main import main
 from test_checkpoint_faults import Place, assert_restored, new_state, restore, step_fn
 
@@ -105,8 +102,8 @@ def test_saves_and_restores(asynchronous, s3, train_step, tmp_path):
         assert place.at == 4
         with pytest.raises(jzero.CheckpointError, match=f"{s3} has no step 7. It has the steps"):
             checkpointer.restore(new_state(), step=7)
-        with pytest.raises(jzero.CheckpointError, match=f"step 4 is not after step 4 of {s3}"):
-            checkpointer.save(4, new_state())
+        with pytest.raises(jzero.CheckpointError, match=f"step 3 is not after step 4 of {s3}"):
+            checkpointer.save(3, new_state())
     assert_restored(jzero.restore(f"{s3}/2", train_step, new_state()))
     assert_restored(jzero.restore(f"{s3}/2/state", train_step, new_state()))
     assert not [name for name in opened(s3).names() if name.startswith("1/")]
@@ -321,8 +318,8 @@ def test_a_list_that_lags(s3, proxy, train_step):
     with jzero.Checkpointer(s3, train_step) as checkpointer:
         assert checkpointer.latest_step() == 1
         assert_restored(checkpointer.restore(new_state()))
-        with pytest.raises(jzero.CheckpointError, match="step 1 is not after step 1"):
-            checkpointer.save(1, new_state())
+        with pytest.raises(jzero.CheckpointError, match="step 0 is not after step 1"):
+            checkpointer.save(0, new_state())
 
 
 def test_objects_that_are_cut_short_or_missing(s3, train_step):
