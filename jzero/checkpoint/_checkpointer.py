@@ -17,6 +17,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from jzero._errors import CheckpointError, JzeroError, OptionError, a_type, message
+from jzero._quantities import BYTES_RULE, parse_bytes
 from jzero._step import ShardedTrainStep
 from jzero._version import __version__
 from jzero.checkpoint import _files, _iterators, _seal, _steps, _stored
@@ -26,6 +27,7 @@ from jzero.checkpoint._savable import check_savable, described
 from jzero.checkpoint._saver import WHO as _SAVE
 from jzero.checkpoint._saver import Saver, check_is_last
 from jzero.checkpoint._together import Round
+from jzero.checkpoint._writing import SAVE_BYTES
 from jzero.offload.memory import _placing, _writes
 from jzero.processes import _agreement
 from jzero.sharding.plan._stages import OTHER
@@ -101,9 +103,9 @@ class Checkpointer:
     With several processes, all of them make the same calls; if writing fails in one, all raise it, by the
     next `save` that is due, `restore`, `wait` or `close`. A single process raises it by its next call.
 
-    Saving copies the state to the host and writes it in the background, so the next step may consume it: at
-    most one copy of what rests on this host and on its devices, and 256 MiB, or one leaf, of what is being
-    written. Restoring reads each shard straight to its device (see `jzero.restore`).
+    Saving copies the state to the host and writes it in the background, so the next step may consume it. What
+    does not fit into three quarters of `save_bytes` is written first, a part at a time, while `save` waits.
+    Restoring reads each shard straight to its device (see `jzero.restore`).
 
     Args:
       directory: where the steps are, on a file system that all processes see (no bucket); made if it is not
@@ -113,6 +115,8 @@ class Checkpointer:
       save_interval_steps: `save` does something for multiples of it only (and for the first step, and when
         the processes are about to be preempted).
       asynchronous: write in the background; else `save` returns when the step is complete.
+      save_bytes: the memory of the host that a save uses beside the state, in each process, at most (or what
+        one chunk of 16 MiB needs): a number, or a string such as "2GiB".
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class Checkpointer:
         max_to_keep: int | None = None,
         save_interval_steps: int = 1,
         asynchronous: bool = True,
+        save_bytes: int | str = SAVE_BYTES,
     ):
         _check_arguments(train_step, max_to_keep, save_interval_steps)
         self._directory = _files.local("Checkpointer", directory)
@@ -130,7 +135,7 @@ class Checkpointer:
             _files.make_directory(self._directory)
         self._train_step = train_step
         self._interval, self._asynchronous = save_interval_steps, asynchronous
-        self._saver = Saver(self._directory, max_to_keep)
+        self._saver = Saver(self._directory, max_to_keep, _save_bytes(save_bytes))
         self._restored: int | None = None  # the step that was restored since the last save
         self._found: int | None = None  # the latest step when the directory was last looked at
         self._watches = False
@@ -408,6 +413,15 @@ def _reached_preemption(step: int) -> bool:
         return multihost_utils.reached_preemption_sync_point(step)
     except RuntimeError:  # The service that tells is switched off.
         return False
+
+
+def _save_bytes(value: Any) -> int:
+    found = parse_bytes(value)
+    if found is None:
+        raise OptionError(message(
+            "Checkpointer", f"save_bytes is {value!r:.80}", f"It is {BYTES_RULE}.",
+            "Pass save_bytes='2GiB', the memory that a save may use beside the state."))  # fmt: skip
+    return found
 
 
 def _step_number(who: str, step: Any) -> int:

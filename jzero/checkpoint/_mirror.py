@@ -21,7 +21,9 @@ from jzero.checkpoint._seal import Broken, Seal
 
 # OCDBT's data files, and chunks that are files of their own.
 _DATA = re.compile(r"(?:.*/)?(?:d/[0-9a-f]{32}|c(?:/\d+)+|\d+(?:\.\d+)*)", re.DOTALL)
-_copies: dict[Bucket, tuple[bytes, Path]] = {}  # Of steps: the version of the seal, and where it is.
+_copies: dict[
+    Bucket, tuple[bytes, Path]
+] = {}  # Of steps: the version of the seal, and where it is.
 _roots: list[str] = []
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -15,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-from etils import epath
 
 from jzero._errors import CheckpointError, message
 from jzero._thread_group import Flag, start_thread
-from jzero.checkpoint import _files, _handlers, _ocdbt, _orbax, _seal, _steps, _together, _writing
+from jzero.checkpoint import _files, _orbax, _seal, _steps, _together, _writing
 from jzero.checkpoint._lock import Lock
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, STATE
 from jzero.checkpoint._together import Round
@@ -36,8 +33,9 @@ class Saver:
       step: the one that is being written, or was written last.
     """
 
-    def __init__(self, directory: Path, max_to_keep: int | None):
+    def __init__(self, directory: Path, max_to_keep: int | None, save_bytes: int):
         self._directory, self._max_to_keep = directory, max_to_keep
+        self._save_bytes = save_bytes
         self._lock = Lock(directory)
         self._running: tuple[threading.Thread | None, Flag] = None, Flag()
         self._failure: BaseException | None = None
@@ -62,7 +60,8 @@ class Saver:
         meeting = Round(WHO)
         meeting.lead("begin", lambda: self._begin(final))
         copied, done = Flag(), Flag()
-        work = _Work(self._lock, final, self._max_to_keep, meeting, tree, iterators, notes)
+        work = _Work(self._lock, final, self._max_to_keep, meeting, tree, iterators, notes,
+                     self._save_bytes)  # fmt: skip
         thread = threading.Thread(
             target=self._run, args=(work, step, copied, done), name=f"jzero saves step {step}"
         )
@@ -151,6 +150,7 @@ class _Work:
       tree: the state, a container, until it is copied.
       iterators: where the data iterator of each process stands.
       notes: what readers may want to know.
+      save_bytes: the memory of the host that it may use beside the state.
     """
 
     lock: Lock
@@ -160,12 +160,12 @@ class _Work:
     tree: Any
     iterators: list[Any] | None
     notes: dict[str, Any]
+    save_bytes: int
 
     def __post_init__(self) -> None:
         self._started = time.time_ns()
         self._path = _files.unfinished(self.final)
-        self._writing = _writing.Writing()
-        self._handler = _handlers.handler(self._writing)
+        self._writing = _writing.Writing(self._path / STATE, self.save_bytes)
 
     def run(self, copied: Flag) -> None:
         """Writes it, and makes it complete when all processes have written their parts."""
@@ -181,15 +181,10 @@ class _Work:
 
     def _write(self, copied: Flag) -> None:
         """This process's part; `copied` is set when the state may be consumed."""
-        directory = epath.Path(self._path / STATE)
         _wait_for(self._path / STATE)
-        args = ocp.args.PyTreeSave(self.tree)
-        futures = asyncio.run(self._handler.async_save(directory, args=args))
+        self._writing.take(self.tree)
         self.tree = None
-        copied.set()
-        for future in futures or []:
-            future.result()
-        self._writing.raise_failure()
+        self._writing.write(copied.set)
 
     def _complete(self, failure: BaseException | None, elsewhere: str) -> None:
         """What process 0 does at the end."""
@@ -208,9 +203,7 @@ class _Work:
 
     def _seal(self) -> None:
         """All that process 0 writes, and everything is on the disk."""
-        self._writing.fragments.join(self._path / STATE)
-        self._handler.finalize(epath.Path(self._path / STATE))
-        asyncio.run(_ocdbt.check_complete(self._path / STATE, self._writing.leaves))
+        self._writing.complete()
         handlers = {STATE: _orbax.PYTREE}
         if self.iterators is not None:
             handlers[DATA] = _orbax.JSON
