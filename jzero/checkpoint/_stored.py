@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -82,12 +81,10 @@ def find(who: str, path: str | Path) -> Stored:
         if not in_store:
             _check_paths(described["tree_metadata"])
         tree = _orbax.read_tree(directory)
-        # Orbax once left out chunks that are zeros.
-        complete = bool(described.get(_EVERY_CHUNK))
-        infos = {
-            name: dataclasses.replace(info, raise_array_data_missing_error=complete)
-            for name, info in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
-        }
+        infos = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+        for info in infos.values():
+            if _is_array(info):  # Orbax once left out chunks of zeros.
+                info.raise_array_data_missing_error = bool(described.get(_EVERY_CHUNK))
         types = _reading.run(_types(infos, {} if seal is None else seal.leaves))
     except Exception as error:
         raise CheckpointError(damaged(who, directory, error)) from error
@@ -206,7 +203,7 @@ async def _types(
     """The type of each leaf, which is opened where it is not known."""
 
     async def type_of(info: Any) -> StoredLeaf | None:
-        if getattr(info, "value_typestr", "string") == "string":
+        if not _is_array(info):
             return None
         return known.get(info.name) or _reading.type_of(await _reading.open_leaf(info))
 
@@ -306,6 +303,10 @@ def _root(directory: Path) -> Path:
 def _is_read(name: str) -> bool:
     """Whether a file is read to restore: not what each process wrote before all was put together."""
     return "ocdbt.process_" not in name
+
+
+def _is_array(info: Any) -> bool:
+    return getattr(info, "value_typestr", "string") != "string"
 
 
 def _leaf(name: str, found: StoredLeaf | None) -> Leaf:
