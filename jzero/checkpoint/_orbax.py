@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -61,6 +63,20 @@ def write_tree(directory: Path, tree: Any) -> list[tuple[str, Any]]:
     return given
 
 
+class LeafSource:
+    """A leaf that is read when it is written.
+
+    Args:
+      shape: its shape.
+      dtype: its dtype.
+      read: reads some rows, `read(slice(0, 2))`, or all of it, `read(...)`.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Any], np.ndarray]):
+        self.shape, self.dtype, self.read = shape, dtype, read
+        self.nbytes = math.prod(shape) * dtype.itemsize  # Orbax asks.
+
+
 class _OrbaxArray:
     """The type of arrays that Orbax alone has written: it calls them jax.Array."""
 
@@ -71,7 +87,8 @@ def _handler(given: list[tuple[str, Any]]) -> ocp.PyTreeCheckpointHandler:
         **dict.fromkeys((int, float, complex, np.number, np.bool_), scalar),
         str: _Handler("string", given),
         _OrbaxArray: _Handler("jax.Array", given),
-        object: _Handler("np.ndarray", given),  # For who asks without devices, arrays are NumPy's.
+        # For who asks without devices, arrays are NumPy's.
+        **dict.fromkeys((np.ndarray, jax.Array, LeafSource), _Handler("np.ndarray", given)),
     }
     registry = type_handlers.create_type_handler_registry(*types.items())
     options: dict[str, Any] = dict(use_zarr3=True, type_handler_registry=registry)
@@ -103,4 +120,6 @@ class _Handler(type_handlers.TypeHandler):
         raise NotImplementedError
 
     async def metadata(self, infos: Sequence[Any]) -> list[Any]:
-        return [info.replace(value_typestr=self._kind) for info in infos]
+        for info in infos:
+            info.value_typestr = self._kind
+        return list(infos)

@@ -23,6 +23,7 @@ import tensorstore
 from jzero._in_turn import groups
 from jzero.checkpoint import _ocdbt, _orbax, _reading
 from jzero.checkpoint._chunks import Box, chunk_shape, cut, parts_of_chunks
+from jzero.checkpoint._orbax import LeafSource
 from jzero.checkpoint._seal import StoredLeaf
 from jzero.offload.memory._away_array import AwayArray
 from jzero.offload.memory._nvme_array import NVMeArray, NVMePart
@@ -36,20 +37,6 @@ SAVE_BYTES = 2**31
 # The most that is written in one transaction: it makes one new root of the tree that is on disk, and waits
 # for the disk.
 _TOGETHER = 2**28
-
-
-class LeafSource:
-    """A leaf that is read when it is written.
-
-    Args:
-      shape: its shape.
-      dtype: its dtype.
-      read: reads some rows, `read(slice(0, 2))`, or all of it, `read(...)`.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Any], np.ndarray]):
-        self.shape, self.dtype, self.read = shape, dtype, read
-        self.nbytes = math.prod(shape) * dtype.itemsize  # Orbax asks.
 
 
 class _Leaf:
