@@ -132,7 +132,8 @@ def test_several_processes(processes, s3, tmp_path):
     """Each uploads its own part; no directory is seen by both."""
     from test_processes import found_by
 
-    (tmp_path / "url").write_text(s3)
+    there = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    (tmp_path / "bucket.json").write_text(json.dumps([s3, there]))
     assert found_by("in_a_bucket", processes, 2, tmp_path) == [[[1, 2], True]] * processes
 
 
