@@ -74,11 +74,11 @@ class Saver:
         """Raises what has gone wrong in the background, once; then its step can be saved again."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            # If it is there, only older ones could not be removed.
+            there = False
             with contextlib.suppress(CheckpointError):
-                if self.step is not None and self._steps.is_there(self.step):
-                    raise failure
-            self.step = None
+                there = self.step is not None and self._steps.is_there(self.step)
+            if not there:  # Else only older ones could not be removed.
+                self.step = None
             raise failure
 
     def close(self) -> None:
