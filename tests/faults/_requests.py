@@ -65,6 +65,11 @@ class Request(NamedTuple):
         return self.name in ("GET", "HEAD")
 
     @property
+    def target(self) -> str:
+        """The object's name below the root of a scenario, or what is listed."""
+        return self.key.partition("/")[2]
+
+    @property
     def key(self) -> str:
         """The object's name."""
         url = urllib.parse.urlsplit(self.path)

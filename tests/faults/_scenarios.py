@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
     broken: list[str]
 
     def __str__(self) -> str:
-        name, path = (self.operation.name, self.operation.path) if self.operation else ("", "")
+        name, path = (self.operation.name, self.operation.target) if self.operation else ("", "")
         lines = [f"{self.fault}, {name} {path}: {self.noticed}", *self.broken]
         return "\n  ".join(lines)
 
