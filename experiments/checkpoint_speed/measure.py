@@ -238,7 +238,8 @@ def run(args: argparse.Namespace) -> None:
             if args.bucket:
                 ratio, low, high = row["bucket_ratio"]
                 print(
-                    f"  {'':<20} bucket {row['bucket']:.3f} s; local / bucket {ratio:.2f} ({low:.2f} to {high:.2f})",
+                    f"  {'':<20} bucket {row['bucket']:.3f} s; "
+                    f"local / bucket {ratio:.2f} ({low:.2f} to {high:.2f})",
                     flush=True,
                 )
     about = environment()
