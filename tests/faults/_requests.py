@@ -106,7 +106,7 @@ class Proxy(ThreadingHTTPServer):
 
     def disarm(self) -> None:
         """Nothing fails any more."""
-        self.fault = RequestFault()
+        self.fault = self.fault._replace(action="count")
 
     def hit(self) -> Request | None:
         """The request that met the fault."""

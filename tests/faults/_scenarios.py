@@ -223,6 +223,10 @@ def _judge_restore(run: Run) -> list[str]:
     broken = _judge_errors(run)
     broken += [f"restored: {said}" for said in run.said("restored") if said != "right"]
     broken += [f"the latest step is {said}" for said in run.said("latest") if said != SAVED[-1]]
+    if run.fault.kills:
+        again = run.run("restore", step=SAVED[-1])
+        restored = [said["restored"] for said in again.said if "restored" in said]
+        return broken + [f"after it: {again}"] * (restored != ["right"] * 2)
     if run.said("restored").count("right") != 2:
         broken.append(f"restored {run.said('restored')}")
     return broken
