@@ -129,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=1, help="each n-th fault only")
     parser.add_argument("--in", dest="where", choices=("files", "s3", "gs"), default="files")
+    parser.add_argument("--only", help="scenarios that begin so")
     parser.add_argument("--count", action="store_true", help="say how many there are, and end")
     args = parser.parse_args()
     faults._children.PATIENCE_SECONDS = 30  # A child needs less than one.
@@ -136,7 +137,7 @@ def main() -> None:
     out.parent.mkdir(exist_ok=True)
     start, done = time.monotonic(), {line["key"] for line in records.read_lines(out)}
     with trials(args.where) as found, out.open("a") as file:
-        every = list(found)[:: args.every]
+        every = [each for each in found if each.scenario.startswith(args.only or "")][:: args.every]
         if args.count:
             return print(collections.Counter(f"{t.scenario}: {t.fault.action}" for t in every))
         for i, trial in enumerate(trial for trial in every if trial.key not in done):

@@ -278,6 +278,8 @@ def faults_at(requests: list[Request]) -> Iterator[RequestFault]:
         if not request.reads:
             yield RequestFault("kill_after", at)
         action, status = ("cut", 0) if request.reads and at % 3 == 0 else once[at % len(once)]
+        if request.name == "DELETE" and status in (404, 412):
+            status = 500  # To say of what is there that it is not is no fault but a lie.
         yield RequestFault(action, at, status)
         action, status = ever[at % len(ever)]
         yield RequestFault(action, at, status, ever=True)
