@@ -89,9 +89,14 @@ class BucketSteps(Steps):
         if self._latest is not None and step <= self._latest:
             self.check_is_last(who, step)
 
-    def folder(self, who: str, step: int) -> Path:
+    def folder(self, who: str, step: int, nbytes: int) -> Path:
         for left in self._staging.path.iterdir():  # of a step that could not be written
             _files.discard(left)
+        if (free := shutil.disk_usage(self._parent).free) < nbytes:
+            raise CheckpointError(message(
+                who, f"{self._parent} has {free:,} bytes free, and this process writes {nbytes:,}",
+                "What goes to a bucket is written to a local directory first.",
+                "Make room there, or name another one by staging=."))  # fmt: skip
         (self._folder(step) / STATE).mkdir(parents=True)
         return self._folder(step)
 

@@ -66,6 +66,11 @@ def bucket_of(path: Any) -> Bucket | None:
     return Bucket.of("restore", "/".join(parts))
 
 
+def shown(path: Path) -> str:
+    """A directory as its user knows it."""
+    return str(bucket_of(path) or path)
+
+
 def sealed(bucket: Bucket) -> tuple[bytes, Seal] | None:
     """The version of the seal of a step, and the seal; None if it has none.
 
@@ -83,6 +88,8 @@ def _copy(bucket: Bucket, version: bytes, seal: Seal | None) -> Path:
     made.mkdir(parents=True)
     try:
         names = bucket.names() if seal is None else [*seal.files, _seal.NAME]
+        if odd := [name for name in names if {"", ".", ".."} & {*name.split("/")}]:
+            raise Broken(f"an object is called {first_of([*map(named, odd)])}")
         bucket.download((name for name in names if not _DATA.fullmatch(name)), made)
         if seal is not None:
             _make_holes(bucket, made, seal)

@@ -159,7 +159,8 @@ class _Work:
 
     def _write(self, copied: Flag) -> None:
         """This process's part; `copied` is set when the state may be consumed."""
-        self._path = self.steps.folder(WHO, self.step)
+        nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self.tree))
+        self._path = self.steps.folder(WHO, self.step, nbytes // jax.process_count())
         directory = epath.Path(self._path / STATE)
         args = ocp.args.PyTreeSave(self.tree)
         futures = asyncio.run(self._handler.async_save(directory, args=args))

@@ -93,8 +93,8 @@ class Steps(abc.ABC):
         """Process 0 gets the right to write, and makes a step's place empty, before all of them write."""
 
     @abc.abstractmethod
-    def folder(self, who: str, step: int) -> Path:
-        """Where this process writes its part of the state, in an item of the name `STATE`."""
+    def folder(self, who: str, step: int, nbytes: int) -> Path:
+        """Where this process writes its part, of so many bytes, in an item of the name `STATE`."""
 
     def claim(self, who: str, step: int) -> None:  # noqa: B027
         """Process 0 says that it has begun a step, before anybody hands in."""
@@ -195,7 +195,7 @@ class LocalSteps(Steps):
         _files.discard(self._folder(step))
         (self._folder(step) / STATE).mkdir(parents=True)
 
-    def folder(self, who: str, step: int) -> Path:
+    def folder(self, who: str, step: int, nbytes: int) -> Path:
         """Waits until this process sees what process 0 has made: network file systems are late to tell."""
         folder, end = self._folder(step), time.monotonic() + _SEEN_SECONDS
         while not (folder / STATE).is_dir():
