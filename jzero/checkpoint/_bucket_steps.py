@@ -132,6 +132,8 @@ class BucketSteps(Steps):
             seal = f"{step}/{_seal.NAME}"
             self.where.write_if(seal, _seal.text(files, leaves), self._claims[step])
         self._latest = step
+
+    def acknowledge(self, who: str, step: int) -> None:
         self.lock.acknowledge(who, step)
 
     def discard(self, step: int) -> None:

@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import threading
 import time
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero._errors import CheckpointError
 from jzero._thread_group import Flag, start_thread
 from jzero.checkpoint import _handlers, _ocdbt, _orbax, _together, _writing
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, STATE
@@ -36,6 +35,7 @@ class Saver:
         self._steps, self._max_to_keep = steps, max_to_keep
         self._running: tuple[threading.Thread | None, Flag] = None, Flag()
         self._failure: BaseException | None = None
+        self._is_complete = False  # though something failed
         self.step: int | None = None
 
     def start(
@@ -75,11 +75,8 @@ class Saver:
         """Raises what has gone wrong in the background, once; then its step can be saved again."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            # If it is there, only older ones could not be removed.
-            with contextlib.suppress(CheckpointError):
-                if self.step is not None and self._steps.is_there(self.step):
-                    raise failure
-            self.step = None
+            if not self._is_complete:  # Else only older ones could not be removed.
+                self.step = None
             raise failure
 
     def close(self) -> None:
@@ -106,7 +103,7 @@ class Saver:
         try:
             work.run(copied)
         except BaseException as error:
-            self._failure = error
+            self._is_complete, self._failure = work.is_complete, error
         finally:
             done.set()
 
@@ -134,6 +131,7 @@ class _Work:
     notes: dict[str, Any]
 
     def __post_init__(self) -> None:
+        self.is_complete = False
         self._started = time.time_ns()
         self._writing = _writing.Writing()
         self._handler = _handlers.handler(self._writing)
@@ -156,6 +154,8 @@ class _Work:
         elsewhere, others = self.meeting.report("written", failure, part)
         parts = {name: File(*found) for each in (part, *others) for name, found in each.items()}
         self.meeting.lead("complete", lambda: self._complete(failure, elsewhere, parts))
+        self.is_complete = True
+        self.meeting.lead("prune", self._prune)
 
     def _write(self, copied: Flag) -> None:
         """This process's part; `copied` is set when the state may be consumed."""
@@ -195,7 +195,6 @@ class _Work:
         except BaseException:
             self.steps.discard(self.step)
             raise
-        self._prune()
 
     def _put_together(self) -> None:
         """One store of all parts, and what process 0 writes beside it."""
@@ -213,6 +212,7 @@ class _Work:
 
     def _prune(self) -> None:
         """Removes the steps that are too many."""
+        self.steps.acknowledge(WHO, self.step)
         if self.max_to_keep is not None:
             for step in self.steps.complete()[: -self.max_to_keep]:
                 self.steps.remove(WHO, step)
