@@ -8,11 +8,12 @@ from typing import Any
 
 from jzero._errors import CheckpointError, first_of, message, named
 from jzero._quantities import readable_bytes
-from jzero.checkpoint import _export, _files, _import, _inspect, _lock, _reading, _steps, _stored
+from jzero.checkpoint import _files, _inspect, _lock, _reading, _steps, _stored
 from jzero.checkpoint._inspect import Inspection, Saved, Verified
 from jzero.cli import _flags
 from jzero.reports._tables import Table
 from jzero.sharding.plan._stages import PARAMETER
+from jzero.weights import _export, _import
 
 Shown = Iterator[str | Table | dict[str, Any]]  # A dict is shown as JSON.
 _CHECKPOINT = "a checkpoint of Orbax, or a directory of steps (the latest)"

@@ -21,10 +21,11 @@ from jzero._errors import CheckpointError, OptionError, message
 from jzero._in_turn import groups
 from jzero._json import shown
 from jzero._quantities import BYTES_RULE, parse_bytes
-from jzero.checkpoint import _files, _private, _reading, _safetensors, _stored, _stream
+from jzero.checkpoint import _files, _reading, _stored, _stream
 from jzero.checkpoint._match import masters
-from jzero.checkpoint._safetensors import Tensor
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
+from jzero.weights import _private, _safetensors
+from jzero.weights._safetensors import Tensor
 
 WHO = "export"
 FLOATS = {

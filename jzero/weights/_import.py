@@ -16,9 +16,10 @@ import numpy as np
 from jzero import _json
 from jzero._errors import CheckpointError, JzeroError, OptionError, message
 from jzero._json import shown
-from jzero.checkpoint import _files, _private, _safetensors, _stream
-from jzero.checkpoint._safetensors import Tensor
+from jzero.checkpoint import _files, _stream
 from jzero.sharding.plan._stages import PARAMETER
+from jzero.weights import _private, _safetensors
+from jzero.weights._safetensors import Tensor
 
 WHO = "import"
 _MAX_NAME = 1000  # bytes; each part of a name is a level of the tree, which JAX walks by recursion
