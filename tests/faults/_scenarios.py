@@ -172,7 +172,7 @@ class Run:
 def _prepare_steps(children: Children, root: Root) -> None:
     ended = children.run("faults._scripts:save", root=str(root), steps=SAVED)
     assert ended.status == 0, ended
-    assert [said["complete"] for said in ended.said] == list(SAVED)
+    assert [said.get("complete") for said in ended.said] == list(SAVED), ended
 
 
 def _judge_save(run: Run) -> list[str]:
