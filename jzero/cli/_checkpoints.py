@@ -14,7 +14,7 @@ import jax
 
 from jzero._errors import CheckpointError, OptionError, first_of, message, named
 from jzero._quantities import readable_bytes
-from jzero.checkpoint import _files, _inspect, _lock, _reading, _stored
+from jzero.checkpoint import _inspect, _lock, _reading, _stored
 from jzero.checkpoint._bucket_steps import steps_in
 from jzero.checkpoint._inspect import Inspection, Saved, Verified
 from jzero.cli import _flags
