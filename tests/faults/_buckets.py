@@ -21,7 +21,7 @@ from ._scenarios import SCENARIOS, Outcome, Run, Scenario
 
 BUCKET_SCENARIOS = {
     name: SCENARIOS[name]
-    for name in ("save, in the background", "restore")
+    for name in ("save, in the background", "restore", "export files over files", "import")
 }
 
 
