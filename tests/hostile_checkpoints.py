@@ -28,7 +28,8 @@ import safetensors.numpy
 import tensorstore
 
 import jzero
-from jzero.checkpoint import _export, _inspect, _seal
+from jzero.checkpoint import _inspect, _seal
+from jzero.weights import _export
 from test_hostile_files import mutated
 
 SECONDS = 20

@@ -180,15 +180,11 @@ def test_what_fails_is_named(fault, call, proxy, url):
         CALLS[call](bucket)
 
 
-@pytest.mark.parametrize("call", ["write", "upload"])
-def test_a_write_that_the_server_refuses_is_no_write(call, proxy, url, tmp_path):
+def test_a_write_that_the_server_refuses_is_no_write(proxy, url):
     """tensorstore takes a 412 for the answer to a condition, though none was asked for."""
-    (tmp_path / "a").write_bytes(b"data")
     proxy.arm(RequestFault("answer", 1, 412))
     with pytest.raises(CheckpointError, match=r"/a could not be written: "):
-        opened(url).write("a", b"data") if call == "write" else opened(url).upload(
-            {"a": tmp_path / "a"}
-        )
+        opened(url).write("a", b"data")
 
 
 def test_an_answer_that_ends_halfway_is_asked_for_again(proxy, url):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps in a bucket: what is acknowledged stays, whoever else writes there, and however a writer ends."""
 
-import contextlib
 import json
 import os
 import re

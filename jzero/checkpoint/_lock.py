@@ -80,7 +80,7 @@ class Holder(NamedTuple):
 
     owner: Owner | None
     version: bytes = b""
-    noted: list[int] = []  # noqa: RUF012
+    noted: list[int] = []
     beat: int = 0
     free: bool = False
 

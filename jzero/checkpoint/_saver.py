@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import threading
@@ -12,7 +11,6 @@ from typing import Any
 
 import jax
 
-from jzero._errors import CheckpointError
 from jzero._thread_group import Flag, start_thread
 from jzero.checkpoint import _orbax, _together, _writing
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, STATE
@@ -34,6 +32,7 @@ class Saver:
         self._steps, self._max_to_keep, self._save_bytes = steps, max_to_keep, save_bytes
         self._running: tuple[threading.Thread | None, Flag] = None, Flag()
         self._failure: BaseException | None = None
+        self._is_complete = False  # though something failed
         self.step: int | None = None
 
     def start(
@@ -74,10 +73,7 @@ class Saver:
         """Raises what has gone wrong in the background, once; then its step can be saved again."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            there = False
-            with contextlib.suppress(CheckpointError):
-                there = self.step is not None and self._steps.is_there(self.step)
-            if not there:  # Else only older ones could not be removed.
+            if not self._is_complete:  # Else only older ones could not be removed.
                 self.step = None
             raise failure
 
@@ -105,7 +101,7 @@ class Saver:
         try:
             work.run(copied)
         except BaseException as error:
-            self._failure = error
+            self._is_complete, self._failure = work.is_complete, error
         finally:
             done.set()
 
@@ -135,6 +131,7 @@ class _Work:
     save_bytes: int
 
     def __post_init__(self) -> None:
+        self.is_complete = False
         self._started = time.time_ns()
 
     def run(self, copied: Flag) -> None:
@@ -155,6 +152,8 @@ class _Work:
         elsewhere, others = self.meeting.report("written", failure, part)
         parts = {name: File(*found) for each in (part, *others) for name, found in each.items()}
         self.meeting.lead("complete", lambda: self._complete(failure, elsewhere, parts))
+        self.is_complete = True
+        self.meeting.lead("prune", self._prune)
 
     def _write(self, copied: Flag) -> None:
         """This process's part; `copied` is set when the state may be consumed."""
@@ -190,7 +189,6 @@ class _Work:
         except BaseException:
             self.steps.discard(self.step)
             raise
-        self._prune()
 
     def _put_together(self) -> None:
         """One store of all parts, and what process 0 writes beside it."""

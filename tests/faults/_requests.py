@@ -65,6 +65,11 @@ class Request(NamedTuple):
         return self.name in ("GET", "HEAD")
 
     @property
+    def target(self) -> str:
+        """The object's name below the root of a scenario, or what is listed."""
+        return self.key.partition("/")[2]
+
+    @property
     def key(self) -> str:
         """The object's name."""
         url = urllib.parse.urlsplit(self.path)
@@ -101,7 +106,7 @@ class Proxy(ThreadingHTTPServer):
 
     def disarm(self) -> None:
         """Nothing fails any more."""
-        self.fault = RequestFault()
+        self.fault = self.fault._replace(action="count")
 
     def hit(self) -> Request | None:
         """The request that met the fault."""
@@ -273,6 +278,8 @@ def faults_at(requests: list[Request]) -> Iterator[RequestFault]:
         if not request.reads:
             yield RequestFault("kill_after", at)
         action, status = ("cut", 0) if request.reads and at % 3 == 0 else once[at % len(once)]
+        if request.name == "DELETE" and status in (404, 412):
+            status = 500  # To say of what is there that it is not is no fault but a lie.
         yield RequestFault(action, at, status)
         action, status = ever[at % len(ever)]
         yield RequestFault(action, at, status, ever=True)

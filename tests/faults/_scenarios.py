@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
     broken: list[str]
 
     def __str__(self) -> str:
-        name, path = (self.operation.name, self.operation.path) if self.operation else ("", "")
+        name, path = (self.operation.name, self.operation.target) if self.operation else ("", "")
         lines = [f"{self.fault}, {name} {path}: {self.noticed}", *self.broken]
         return "\n  ".join(lines)
 
@@ -172,7 +172,7 @@ class Run:
 def _prepare_steps(children: Children, root: Root) -> None:
     ended = children.run("faults._scripts:save", root=str(root), steps=SAVED)
     assert ended.status == 0, ended
-    assert [said["complete"] for said in ended.said] == list(SAVED)
+    assert [said.get("complete") for said in ended.said] == list(SAVED), ended
 
 
 def _judge_save(run: Run) -> list[str]:
@@ -223,6 +223,10 @@ def _judge_restore(run: Run) -> list[str]:
     broken = _judge_errors(run)
     broken += [f"restored: {said}" for said in run.said("restored") if said != "right"]
     broken += [f"the latest step is {said}" for said in run.said("latest") if said != SAVED[-1]]
+    if run.fault.kills:
+        again = run.run("restore", step=SAVED[-1])
+        restored = [said["restored"] for said in again.said if "restored" in said]
+        return broken + [f"after it: {again}"] * (restored != ["right"] * 2)
     if run.said("restored").count("right") != 2:
         broken.append(f"restored {run.said('restored')}")
     return broken

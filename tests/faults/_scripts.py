@@ -142,7 +142,10 @@ def look(say: Say, root: str, go_on: bool = True) -> None:
     directory, train_step = f"{root}/{STEPS}", new_train_step()
     with jzero.Checkpointer(directory, train_step, max_to_keep=KEPT) as checkpointer:
         latest = checkpointer.latest_step()
-        listed = sorted(int(name) for name in names(directory) if name.isdecimal())
+        if Bucket.of("test", root) is None:
+            listed = sorted(int(name) for name in names(directory) if name.isdecimal())
+        else:  # Of what was not finished, too, there are objects until somebody saves.
+            listed = checkpointer.steps()
         say({"latest": latest, "steps": {n: _restored(checkpointer, n) for n in listed}})
         new = [(latest or 0) + 1, (latest or 0) + 2] if go_on else []
         for step in new:
