@@ -2,7 +2,7 @@
 """A directory of steps in a bucket: each process writes a local folder, and uploads it behind training.
 
 [Note: steps in buckets] What makes a step count is the object of its seal. Before anything is uploaded,
-process 0 writes there that it has begun the step (`claim`); the seal replaces that claim, and no other object.
+process 0 writes there that it has begun the step (`claim`); the seal replaces that claim and nothing else.
 Who ends the step of a dead process replaces the claim first: should that process come back to life, the seal
 that it is about to write finds another claim. Data files have random names; all other objects are written
 only where none is. So whatever a process does that was taken for dead, no byte of a sealed step changes.
@@ -34,7 +34,7 @@ _PREFIX = "jzero-staging-"
 _AT_ONCE = 256  # objects that are removed between two looks at the lock
 
 
-def steps_in(who: str, path: Any, staging: str | Path | None = None) -> Steps:
+def steps_in(who: str, path: Any, staging: Any = None) -> Steps:
     """The directory of steps that a path or URL names.
 
     Args:

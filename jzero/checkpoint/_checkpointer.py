@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import signal
 import threading
 import weakref
@@ -65,8 +66,8 @@ class Checkpointer:
     What it writes are ordinary Orbax checkpoints (`directory/<step>/state`), each leaf in its true shape,
     whatever its layout; so they can be restored at another stage, on another mesh, and without jzero. Unlike
     Orbax's own, every byte is checked: a flipped bit is an error. A step is complete or not there at all: it
-    is written beside, synced and sealed, and renamed when it is whole; only then do older steps go. One
-    job at a time writes in a directory; any number may read.
+    is written beside, synced and sealed, and renamed when it is whole; or in a bucket, uploaded and sealed
+    last. Only then do older steps go. One job at a time writes in a directory; any number may read.
 
     >>> import tempfile, jax, jax.numpy as jnp, jzero
     >>> def step_fn(w, batch):
@@ -124,13 +125,13 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | os.PathLike[str],
         train_step: ShardedTrainStep,
         *,
         max_to_keep: int | None = None,
         save_interval_steps: int = 1,
         asynchronous: bool = True,
-        staging: str | Path | None = None,
+        staging: str | os.PathLike[str] | None = None,
         save_bytes: int | str = SAVE_BYTES,
     ):
         _check_arguments(train_step, max_to_keep, save_interval_steps)

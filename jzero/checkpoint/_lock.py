@@ -147,7 +147,7 @@ class Lock:
                 "End one of the two, or save to another directory."))  # fmt: skip
 
     def note(self, who: str, step: int) -> None:
-        """Like `check`; and in a bucket notes the last steps, of which a list of objects may be late to tell."""
+        """Like `check`; in a bucket it also notes the step, since a list may be late to show it."""
         if self._owner is None or not self._place.note(self._owner, step):
             self.check(who)
 
@@ -322,7 +322,7 @@ class FilePlace:
 class ObjectPlace:
     """An object in a bucket, never removed, and rewritten only as what it was when it was read.
 
-    Nobody compares clocks: the holder counts beats in it, and whoever wants the right watches by its own clock
+    Nobody compares clocks: the holder counts beats in it, and who wants the right watches by its own clock
     that nothing changes. A holder that has slept takes the right for lost before anybody may take it.
     """
 
