@@ -220,7 +220,7 @@ def test_a_dead_process_is_followed(s3, train_step, tmp_path):
 def test_a_writer_that_comes_back_to_life(where, saved_again, s3, train_step, monkeypatch):
     """Before it seals, or uploads: it fails, and changes nothing of what the new writer has written."""
     reached, goes_on = threading.Event(), threading.Event()
-    act, first = getattr(_seal, where), threading.current_thread()
+    act = getattr(_seal, where)
 
     def paused(*args):
         if "old" in threading.current_thread().name:
@@ -239,10 +239,11 @@ def test_a_writer_that_comes_back_to_life(where, saved_again, s3, train_step, mo
         start(self, *args)
 
     monkeypatch.setattr(_bucket_steps.BucketSteps, "claim", claim)
-    assert first
     old.save(1, {**new_state(), "w": new_state()["w"] + 1})
     assert reached.wait(20)
-    _lock._held.discard(old._steps.lock._owner.token)  # as if it were no process of here
+    owner = old._steps.lock._owner
+    assert owner is not None
+    _lock._held.discard(owner.token)  # as if it were no process of here
     with jzero.Checkpointer(s3, train_step) as new:
         new.save(1 if saved_again else 2, new_state())
         new.wait()

@@ -105,7 +105,7 @@ class Lock:
           CheckpointError: another one has it.
         """
         if self._owner is not None and self._place.is_there():
-            self.check(who)
+            self.check(who, now=False)
             return False
         self.release()  # Somebody has removed the directory, and all that was in it.
         self._acquire(who)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ class Stored(NamedTuple):
     leaves: dict[str, Leaf]
 
 
-def find(who: str, path: str | Path) -> Stored:
+def find(who: str, path: str | os.PathLike[str]) -> Stored:
     """Reads what is in the checkpoint in `path`: of a `Checkpointer` or any of Orbax's.
 
     Raises:
@@ -95,7 +96,7 @@ def find(who: str, path: str | Path) -> Stored:
     return Stored(directory, seal, infos, types, leaves)
 
 
-def find_latest(who: str, path: str | Path) -> Stored:
+def find_latest(who: str, path: str | os.PathLike[str]) -> Stored:
     """Like `find`; of a `Checkpointer`'s directory, the latest step."""
     steps = steps_in(who, path)
     latest = steps.latest()
