@@ -321,6 +321,24 @@ def test_a_list_that_lags(s3, proxy, train_step):
             checkpointer.save(0, new_state())
 
 
+def test_a_step_that_nothing_shows(s3, proxy, train_step):
+    """The list lags, and the lock's object is gone: the step is still not replaced."""
+    proxy.arm(RequestFault("stale", 1, ever=True))
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        checkpointer.save(1, new_state())
+    opened(s3).remove(["_JZERO_WRITER"])
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        assert checkpointer.latest_step() is None
+        checkpointer.save(1, {**new_state(), "w": new_state()["mu"]})
+        with pytest.raises(
+            jzero.CheckpointError, match="1/_JZERO_SEAL was written by another process"
+        ):
+            checkpointer.wait()
+        proxy.disarm()
+        assert checkpointer.steps() == [1]
+        assert_restored(checkpointer.restore(new_state()))
+
+
 def test_objects_that_are_cut_short_or_missing(s3, train_step):
     with jzero.Checkpointer(s3, train_step) as checkpointer:
         for step in range(1, 5):

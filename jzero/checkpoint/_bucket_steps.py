@@ -100,17 +100,10 @@ class BucketSteps(Steps):
         return self._folder(step)
 
     def claim(self, who: str, step: int) -> None:
-        """Says where the seal is to be that this process has begun a step: from then on no other can seal it.
-
-        Raises:
-          CheckpointError: another process has begun or sealed it.
-        """
+        """Says where the seal is to be that this process has begun a step: so no other can seal it."""
         self.lock.check(who)
-        name = f"{step}/{_seal.NAME}"
-        found = self.where.read(name)
         with self._not_lost(who, step):
-            claim = _seal.claim(self.lock.owner)
-            self._claims[step] = self.where.write_if(name, claim, found and found.version)
+            self._claims[step] = self._write_claim(step, None)
 
     def hand_in(self, who: str, step: int) -> dict[str, File]:
         return {} if jax.process_count() == 1 else self._upload(who, step)
@@ -129,14 +122,16 @@ class BucketSteps(Steps):
         with self._not_lost(who, step):
             seal = f"{step}/{_seal.NAME}"
             self.where.write_if(seal, _seal.text(files, leaves), self._claims[step])
+        del self._claims[step]
         self._latest = step
 
     def discard(self, step: int) -> None:
-        """Of an own step; what cannot be removed now is before the next step is begun."""
+        """Of one that this process has begun; what cannot be removed now is when the next one begins."""
         shutil.rmtree(self._folder(step), ignore_errors=True)
-        self._uncleared.add(step)
-        with contextlib.suppress(CheckpointError):
-            self._clear("Checkpointer.save", step)
+        if step in self._claims:  # Else somebody else may have saved it.
+            self._uncleared.add(step)
+            with contextlib.suppress(CheckpointError):
+                self._clear("Checkpointer.save", step)
 
     def remove(self, who: str, step: int) -> None:
         self._clear(who, step)
@@ -170,14 +165,21 @@ class BucketSteps(Steps):
         found = [(name, bucket.read(name)) for name in names]
         return {name: _seal.file(name, each.data) for name, each in found if each is not None}
 
+    def _write_claim(self, step: int, version: bytes | None) -> bytes:
+        return self.where.write_if(f"{step}/{_seal.NAME}", _seal.claim(self.lock.owner), version)
+
     def _clear(self, who: str, step: int) -> None:
         """Removes all of a step: first its seal, or what would let another process seal it."""
-        self.claim(who, step)
+        self.lock.check(who)
+        seal = f"{step}/{_seal.NAME}"
+        with self._not_lost(who, step):
+            claim = self._write_claim(step, (found := self.where.read(seal)) and found.version)
         names = [f"{step}/{name}" for name in self.where.names(f"{step}/") if name != _seal.NAME]
         for start in range(0, len(names), _AT_ONCE):
             self.lock.check(who, now=False)
             self.where.remove(names[start : start + _AT_ONCE])
-        self.where.remove_if(f"{step}/{_seal.NAME}", self._claims.pop(step))
+        self.where.remove_if(seal, claim)
+        self._claims.pop(step, None)
         self._uncleared.discard(step)
 
     @contextlib.contextmanager
