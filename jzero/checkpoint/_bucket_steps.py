@@ -170,10 +170,11 @@ class BucketSteps(Steps):
 
     def _clear(self, who: str, step: int) -> None:
         """Removes all of a step: first its seal, or what would let another process seal it."""
-        self.lock.check(who)
         seal = f"{step}/{_seal.NAME}"
+        found = self.where.read(seal)
+        self.lock.check(who)  # After the look: who was taken for dead before it may have seen another's seal.
         with self._not_lost(who, step):
-            claim = self._write_claim(step, (found := self.where.read(seal)) and found.version)
+            claim = self._write_claim(step, found and found.version)
         names = [f"{step}/{name}" for name in self.where.names(f"{step}/") if name != _seal.NAME]
         for start in range(0, len(names), _AT_ONCE):
             self.lock.check(who, now=False)
