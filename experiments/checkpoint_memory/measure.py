@@ -4,8 +4,8 @@ python experiments/checkpoint_memory/measure.py                   # about 10 min
 python experiments/checkpoint_memory/measure.py --mb 256 --saves 10
 
 Each case is a process of its own on 8 virtual CPU devices: a state of leaves of 64 MB of random numbers is
-saved, and a step consumes it as soon as `save` returns, so that what is yet to be written is held by the save
-alone. A thread reads the process's resident memory every 2 ms; the result is its peak less what it was before.
+saved, and a step consumes it as soon as `save` returns: what is yet to be written, the save alone holds then.
+A thread reads the process's resident memory every 2 ms; the result is its peak less what it was before.
 Writes results/<date>.json.
 """
 
