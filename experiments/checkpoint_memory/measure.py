@@ -32,6 +32,7 @@ from experiments.shared.devices import use_virtual_devices
 
 HERE = Path(__file__).parent
 LEAF_MB = 64
+PACKAGES = ("jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy")
 SAVE_BYTES = {"jzero, 256MiB": "256MiB", "jzero": "2GiB"}
 
 
@@ -133,7 +134,7 @@ def main() -> None:
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             found.append(json.loads(done.stdout.splitlines()[-1]))
             print(found[-1], flush=True)
-    about = records.environment("jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy")
+    about = records.environment(*PACKAGES, num_devices=8)
     records.write(args.out / f"{about['date']}.json", {"environment": about, "cases": found})
 
 

@@ -17,7 +17,7 @@ from jzero._json import Maybe
 from jzero.checkpoint import _files, _iterators, _nearby, _orbax, _reading, _seal, _steps
 from jzero.checkpoint._match import Leaf, leaf_names
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, NOTES, STATE, TREE
-from jzero.checkpoint._reading import Wanted
+from jzero.checkpoint._reading import ReadAs
 from jzero.checkpoint._seal import Seal, StoredLeaf
 from jzero.offload.memory import _writes
 from jzero.offload.nvme._header import Write
@@ -162,7 +162,7 @@ def writes(who: str, stored: Stored) -> dict[str, Write]:
 
 
 def read(
-    who: str, stored: Stored, wanted: Mapping[str, Wanted], at_once: int
+    who: str, stored: Stored, wanted: Mapping[str, ReadAs], at_once: int
 ) -> dict[str, jax.Array]:
     """Reads some leaves by name, each as is wanted, so many bytes at the same time.
 
