@@ -31,7 +31,7 @@ def new_state() -> dict[str, jax.Array]:
     }
 
 
-BATCH = np.ones((8, 1), np.float32)
+BATCH: Any = np.ones((8, 1), np.float32)
 PLACES = {
     "devices": lambda folder: jzero.NoOffload(),
     "host": lambda folder: jzero.HostCPU(),
@@ -57,7 +57,12 @@ def test_what_is_written_in_parts_is_the_state(place, are_copied, tmp_path, monk
         return found
 
     monkeypatch.setattr(_writing._Part, "values", watched)
-    monkeypatch.setattr(_writing._Part, "release", lambda part: (held.discard(part), release(part)))
+
+    def released(part: Any) -> None:
+        held.discard(part)
+        release(part)
+
+    monkeypatch.setattr(_writing._Part, "release", released)
     train_step = jzero.shard_train_step(step_fn, stage=3, offload=PLACES[place](tmp_path))
     state = train_step.init(new_state)
     state = train_step(state, BATCH)
@@ -78,20 +83,20 @@ def test_what_is_written_in_parts_is_the_state(place, are_copied, tmp_path, monk
 def test_what_is_copied_is_not_kept_in_the_state(tmp_path, monkeypatch):
     """NumPy's copy of a JAX array lives as long as the array, if it is made of that one."""
     monkeypatch.setattr(_writing, "_is_copied", lambda x: True)
-    seen = []
+    seen: list[int] = []
     on_host = _writing._on_host
-    monkeypatch.setattr(
-        _writing, "_on_host", lambda data, *args: (seen.append(id(data)), on_host(data, *args))[1]
-    )
+
+    def watched(data: Any, *args: Any) -> np.ndarray:
+        seen.append(id(data))
+        return on_host(data, *args)
+
+    monkeypatch.setattr(_writing, "_on_host", watched)
     train_step = jzero.shard_train_step(step_fn, stage=3)
-    state = train_step.init(new_state)
+    state: Any = train_step.init(new_state)
     with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
         checkpointer.save(1, state)
-    own = {
-        id(shard.data)
-        for x in jax.tree.leaves(state)
-        for shard in getattr(x, "padded", x).addressable_shards
-    }
+    arrays: list[Any] = [getattr(x, "padded", x) for x in jax.tree.leaves(state)]
+    own = {id(shard.data) for x in arrays for shard in x.addressable_shards}
     assert seen
     assert not own & set(seen)
 
@@ -113,6 +118,7 @@ def test_chunks_in_several_transactions(tmp_path, monkeypatch):
 
 def test_wrong_numbers_of_bytes(tmp_path):
     train_step = jzero.shard_train_step(step_fn)
+    wrong: Any
     for wrong in (0, -1, "much", None, 1.5):
         with pytest.raises(jzero.OptionError, match=r"save_bytes is .*a whole number from 1"):
             jzero.Checkpointer(tmp_path, train_step, save_bytes=wrong)

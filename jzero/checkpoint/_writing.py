@@ -209,7 +209,7 @@ class Writing:
         self, leaf: _Leaf, parts: Sequence[_Part], transaction: tensorstore.Transaction
     ) -> None:
         is_first = jax.process_index() == 0  # All would make the same array.
-        how = {"create": True} if is_first else {"assume_metadata": True}
+        how: Any = {"create": True} if is_first else {"assume_metadata": True}
         store = await tensorstore.open(
             leaf.spec, open=True, context=self._context, transaction=transaction, **how
         )
@@ -249,7 +249,7 @@ def _copy(parts: Sequence[_Part]) -> None:
         part.values()
 
 
-def _layout(x: Any) -> tuple[tuple[int, ...], jax.sharding.Sharding] | None:
+def _layout(x: Any) -> tuple[tuple[int, ...], Any] | None:
     """The shape of a leaf, padding included, and who has which part; None for what each process has whole."""
     if isinstance(x, AwayArray):
         return x.padded_shape, x.at_rest
@@ -277,9 +277,10 @@ def _own_parts(x: Any, pin: Pin | None = None) -> list[tuple[Box, Any]]:
 
 def _pieces_of_processes(x: Any, chunks: Sequence[int]) -> list[tuple[int, Box]]:
     """What processes have of chunks that they share, as where a shard has a large prime size."""
-    layout, owners = _layout(x), {}
+    layout = _layout(x)
     if layout is None or jax.process_count() == 1:
         return []
+    owners: dict[tuple[tuple[int, int], ...], int] = {}
     shape, sharding = layout
     for device, index in sharding.devices_indices_map(shape).items():
         ends = tuple(side.indices(size)[:2] for side, size in zip(index, shape, strict=True))
@@ -295,7 +296,7 @@ def _pieces_of_processes(x: Any, chunks: Sequence[int]) -> list[tuple[int, Box]]
 
 def _is_copied(x: jax.Array) -> bool:
     """Whether NumPy has a copy of it, and not a view."""
-    return x.device.platform != "cpu" and not is_pinned(x)
+    return not is_pinned(x) and next(iter(x.devices())).platform != "cpu"
 
 
 def _on_host(data: Any, inside: Box, is_cut: bool) -> np.ndarray:
