@@ -4,8 +4,8 @@ python experiments/checkpoint_memory/measure.py                   # about 10 min
 python experiments/checkpoint_memory/measure.py --mb 256 --saves 10
 
 Each case is a process of its own on 8 virtual CPU devices: a state of leaves of 64 MB of random numbers is
-saved, and a step consumes it as soon as `save` returns, so that what is yet to be written is held by the save
-alone. A thread reads the process's resident memory every 2 ms; the result is its peak less what it was before.
+saved, and a step consumes it as soon as `save` returns: what is yet to be written, the save alone holds then.
+A thread reads the process's resident memory every 2 ms; the result is its peak less what it was before.
 Writes results/<date>.json.
 """
 
@@ -32,6 +32,7 @@ from experiments.shared.devices import use_virtual_devices
 
 HERE = Path(__file__).parent
 LEAF_MB = 64
+PACKAGES = ("jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy")
 SAVE_BYTES = {"jzero, 256MiB": "256MiB", "jzero": "2GiB"}
 
 
@@ -133,7 +134,7 @@ def main() -> None:
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             found.append(json.loads(done.stdout.splitlines()[-1]))
             print(found[-1], flush=True)
-    about = records.environment("jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy")
+    about = records.environment(*PACKAGES, num_devices=8)
     records.write(args.out / f"{about['date']}.json", {"environment": about, "cases": found})
 
 

@@ -83,11 +83,11 @@ async def merge(
             into = await tensorstore.open(spec, open=True, context=one, transaction=together)
             metadata = into.spec().to_json()["metadata"]
             for i, box in pieces:
-                store = await tensorstore.open(
+                piece = await tensorstore.open(
                     array_spec(parts[i], name) | {"metadata": metadata},
                     open=True, assume_metadata=True, context=one,
                 )  # fmt: skip
-                await into[box].write(await store[box].read())
+                await into[box].write(await piece[box].read())
 
 
 async def check_complete(base: Mapping[str, Any], leaves: Mapping[str, StoredLeaf]) -> None:

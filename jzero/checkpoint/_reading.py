@@ -32,7 +32,7 @@ class LeafErrors(Exception):
         self.errors = errors
 
 
-class Wanted(NamedTuple):
+class ReadAs(NamedTuple):
     """How a leaf is to be read: in which shape, with zeros beyond its own, as what, and where to."""
 
     shape: tuple[int, ...]
@@ -151,7 +151,7 @@ def type_of(store: tensorstore.TensorStore) -> StoredLeaf:
     return StoredLeaf(store.shape, store.dtype.name, tuple(n or 0 for n in chunks))
 
 
-async def read(info: Any, known: StoredLeaf | None, arg: Wanted, budget: Budget) -> jax.Array:
+async def read(info: Any, known: StoredLeaf | None, arg: ReadAs, budget: Budget) -> jax.Array:
     """A leaf in its layout."""
     store = await open_leaf(info, known)
     of_keys = is_key(arg.dtype)

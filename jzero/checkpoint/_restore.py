@@ -15,7 +15,7 @@ from jzero._in_turn import groups
 from jzero._step import ShardedTrainStep
 from jzero.checkpoint import _stored
 from jzero.checkpoint._match import Leaf, Origin, leaf_names, match
-from jzero.checkpoint._reading import Wanted
+from jzero.checkpoint._reading import ReadAs
 from jzero.offload.memory import _available, _placing, _writes
 from jzero.offload.memory._placing import Place
 from jzero.processes import _agreement
@@ -163,7 +163,7 @@ class _Task:
         if self._filling and self._filling.resumed and self._places[group[0]].home:
             return _placing.place_state([...] * len(group), places, filling=self._filling)
         how = {
-            self._sources[name].name: Wanted(
+            self._sources[name].name: ReadAs(
                 place.plan.padded_shape, self._leaves[name].dtype, place.sharding
             )
             for name, place in zip(group, places, strict=True)

@@ -19,7 +19,7 @@ from jzero.checkpoint import _files, _iterators, _mirror, _nearby, _orbax, _read
 from jzero.checkpoint._bucket_steps import steps_in
 from jzero.checkpoint._match import Leaf, leaf_names
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, NOTES, STATE, TREE
-from jzero.checkpoint._reading import Wanted
+from jzero.checkpoint._reading import ReadAs
 from jzero.checkpoint._seal import Seal, StoredLeaf
 from jzero.offload.memory import _writes
 from jzero.offload.nvme._header import Write
@@ -165,7 +165,7 @@ def writes(who: str, stored: Stored) -> dict[str, Write]:
 
 
 def read(
-    who: str, stored: Stored, wanted: Mapping[str, Wanted], at_once: int
+    who: str, stored: Stored, wanted: Mapping[str, ReadAs], at_once: int
 ) -> dict[str, jax.Array]:
     """Reads some leaves by name, each as is wanted, so many bytes at the same time.
 

@@ -65,23 +65,36 @@ class _Part:
     """
 
     def __init__(
-        self, leaf: _Leaf, box: Box | None, nbytes: int, source: Callable[[], np.ndarray],
-        is_late: bool = False,
-    ):  # fmt: skip
-        self.leaf, self.box, self.nbytes, self.is_late = leaf, box, nbytes, is_late
-        self._source: Callable[[], np.ndarray] | None = source
+        self, leaf: _Leaf, box: Box | None, data: Any, inside: Box = (), is_cut: bool = False
+    ):
+        self.leaf, self.box = leaf, box
+        self.nbytes = (
+            math.prod(_sizes(box)) * np.dtype(data.dtype).itemsize if box is not None else 0
+        )
+        self.is_late = isinstance(data, NVMePart | LeafSource)
+        # Of what, where in it, whether it is not all of that; then what is on the host.
+        self._data, self._inside, self._is_cut = data, inside, is_cut
         self._values: Any = None
         leaf.left += 1
 
+    def start(self) -> None:
+        """Begins to bring an array to the host."""
+        if isinstance(self._data, jax.Array) and not self._is_cut and _is_copied(self._data):
+            # JAX keeps what it copies of an array as long as the array; this one is ours.
+            x = self._data
+            self._data = jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x])
+            self._data.copy_to_host_async()
+
     def values(self) -> np.ndarray:
         """What it is, on the host, where nobody changes it; it is brought there once."""
-        if self._source is not None:
-            self._values, self._source = self._source(), None
+        if self._data is not None:
+            self._values = _on_host(self._data, self._inside, self._is_cut)
+            self._data = None
         return self._values
 
     def release(self) -> None:
         """Lets go of it; of the leaf's files, for which steps wait, with its last part."""
-        self._values = self._source = None
+        self._values = self._data = None
         self.leaf.left -= 1
         if self.leaf.left == 0 and self.leaf.pin:
             self.leaf.pin.release()
@@ -156,16 +169,13 @@ class Writing:
                 for each in cut(true, cuts, dtype.itemsize, self._together)
             ]  # fmt: skip
             for each in boxes:
-                nbytes = math.prod(_sizes(each)) * dtype.itemsize
                 inside = tuple(
                     slice(a.start - b.start, a.stop - b.start)
                     for a, b in zip(each, box, strict=True)
                 )
-                source = _source(data, inside, is_cut=len(boxes) > 1)
-                is_late = isinstance(data, NVMePart | LeafSource)
-                self._parts.append(_Part(leaf, each, nbytes, source, is_late))
+                self._parts.append(_Part(leaf, each, data, inside, is_cut=len(boxes) > 1))
         if not leaf.left:
-            self._parts.append(_Part(leaf, None, 0, lambda: np.zeros(())))
+            self._parts.append(_Part(leaf, None, None))
 
     async def _write(self, copied: Callable[[], Any]) -> None:
         """Writes the first parts until the others fit, copies these, and writes them."""
@@ -177,10 +187,9 @@ class Writing:
                 break
             first -= 1
         for group in groups(self._parts[:first], self._together):
+            _copy(group)
             await self._write_group(group)
-        for part in self._parts[first:]:
-            if not part.is_late:
-                part.values()
+        _copy(self._parts[first:])
         copied()
         for group in groups(self._parts[first:], self._together):
             await self._write_group(group)
@@ -200,7 +209,7 @@ class Writing:
         self, leaf: _Leaf, parts: Sequence[_Part], transaction: tensorstore.Transaction
     ) -> None:
         is_first = jax.process_index() == 0  # All would make the same array.
-        how = {"create": True} if is_first else {"assume_metadata": True}
+        how: Any = {"create": True} if is_first else {"assume_metadata": True}
         store = await tensorstore.open(
             leaf.spec, open=True, context=self._context, transaction=transaction, **how
         )
@@ -231,7 +240,16 @@ def metadata(shape: Sequence[int], chunks: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _layout(x: Any) -> tuple[tuple[int, ...], jax.sharding.Sharding] | None:
+def _copy(parts: Sequence[_Part]) -> None:
+    """Brings to the host what rests elsewhere than in files."""
+    now = [part for part in parts if not part.is_late]
+    for part in now:
+        part.start()
+    for part in now:
+        part.values()
+
+
+def _layout(x: Any) -> tuple[tuple[int, ...], Any] | None:
     """The shape of a leaf, padding included, and who has which part; None for what each process has whole."""
     if isinstance(x, AwayArray):
         return x.padded_shape, x.at_rest
@@ -259,9 +277,10 @@ def _own_parts(x: Any, pin: Pin | None = None) -> list[tuple[Box, Any]]:
 
 def _pieces_of_processes(x: Any, chunks: Sequence[int]) -> list[tuple[int, Box]]:
     """What processes have of chunks that they share, as where a shard has a large prime size."""
-    layout, owners = _layout(x), {}
+    layout = _layout(x)
     if layout is None or jax.process_count() == 1:
         return []
+    owners: dict[tuple[tuple[int, int], ...], int] = {}
     shape, sharding = layout
     for device, index in sharding.devices_indices_map(shape).items():
         ends = tuple(side.indices(size)[:2] for side, size in zip(index, shape, strict=True))
@@ -275,22 +294,22 @@ def _pieces_of_processes(x: Any, chunks: Sequence[int]) -> list[tuple[int, Box]]
     return pieces if len({process for process, _ in pieces}) > 1 else []
 
 
-def _source(data: Any, inside: Box, is_cut: bool) -> Callable[[], np.ndarray]:
-    """What brings some of a leaf's part to the host, where nobody changes it."""
+def _is_copied(x: jax.Array) -> bool:
+    """Whether NumPy has a copy of it, and not a view."""
+    return not is_pinned(x) and next(iter(x.devices())).platform != "cpu"
+
+
+def _on_host(data: Any, inside: Box, is_cut: bool) -> np.ndarray:
+    """Some of a leaf's part on the host, where nobody changes it."""
     if isinstance(data, LeafSource):  # Nobody else has what it reads.
-        return lambda: data.read(inside[0] if is_cut else ...)
+        return data.read(inside[0] if is_cut else ...)
     if isinstance(data, NVMePart):
-        return lambda: data.read(inside)
+        return data.read(inside)
     if is_pinned(data):  # The next step overwrites it, while it is being written.
-        return lambda: view(jax.block_until_ready(data))[inside].copy()
+        return view(jax.block_until_ready(data))[inside].copy()
     if not isinstance(data, jax.Array):
-        return lambda: data[inside].copy()
-    if is_cut:
-        return lambda: _slice(data, inside)
-    if data.device.platform != "cpu":
-        # JAX keeps what it copies in an array as long as the array; this one is ours.
-        data = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
-    return lambda: np.asarray(data)[inside]
+        return data[inside].copy()
+    return _slice(data, inside) if is_cut else np.asarray(data)[inside]
 
 
 def _slice(data: jax.Array, box: Box) -> np.ndarray:
