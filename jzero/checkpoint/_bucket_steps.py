@@ -106,9 +106,9 @@ class BucketSteps(Steps):
         Raises:
           CheckpointError: another process has begun or sealed it.
         """
-        self.lock.check(who)
         name = f"{step}/{_seal.NAME}"
         found = self.where.read(name)
+        self.lock.check(who)  # After the look: who was taken for dead before it may have seen another's seal.
         with self._not_lost(who, step):
             claim = _seal.claim(self.lock.owner)
             self._claims[step] = self.where.write_if(name, claim, found and found.version)
