@@ -316,7 +316,9 @@ def in_a_bucket(folder):
     """The steps that two processes have saved in a bucket, and whether they restore them."""
     sharded = jzero.shard_train_step(decay, min_shard_bytes=0)
     state = sharded.init(prime_state)
-    url, own = (folder / "url").read_text(), folder / str(jax.process_index())
+    url, environment = json.loads((folder / "bucket.json").read_text())
+    os.environ.update(environment)
+    own = folder / str(jax.process_index())
     with jzero.Checkpointer(url, sharded, max_to_keep=2, staging=own) as checkpointer:
         for step in range(3):
             checkpointer.save(step, state, Place(step))

@@ -142,22 +142,28 @@ class Bucket:
             self._open.write(name, None), lambda future: self._wait(name, "removed", future)
         ))  # fmt: skip
 
-    def upload(self, files: Mapping[str, Path]) -> None:
+    def upload(self, files: Mapping[str, Path], check: Callable[[], None] = lambda: None) -> None:
         """Writes files as objects that are not there yet; at most `_IN_FLIGHT` bytes, or one file, in memory.
+
+        Args:
+          files: by the objects' names.
+          check: called before each.
 
         Raises:
           Lost: another one is there.
         """
+
+        def begin(name: str) -> tuple[Any, Callable[[Any], None]]:
+            check()
+            future = self._open.write(name, files[name].read_bytes(), if_equal=_absent())
+            return future, lambda future: done(name, future)
 
         def done(name: str, future: Any) -> None:
             if not self._wait(name, "written", future).generation:  # see `write_if`
                 self.write_if(name, files[name].read_bytes(), None)
 
         sizes = ((path.stat().st_size, name) for name, path in files.items())
-        _in_turn(sizes, lambda name: (
-            self._open.write(name, files[name].read_bytes(), if_equal=_absent()),
-            lambda future: done(name, future),
-        ))  # fmt: skip
+        _in_turn(sizes, begin)
 
     def cut_short(self, sizes: Mapping[str, int]) -> list[str]:
         """Of objects of these sizes those that are not there, or have fewer bytes."""

@@ -2,7 +2,7 @@
 """A directory of steps in a bucket: each process writes a local folder, and uploads it behind training.
 
 [Note: steps in buckets] What makes a step count is the object of its seal. Before anything is uploaded,
-process 0 writes there that it has begun the step (`claim`); the seal replaces that claim, and no other object.
+process 0 writes there that it has begun the step (`claim`); the seal replaces that claim and nothing else.
 Who ends the step of a dead process replaces the claim first: should that process come back to life, the seal
 that it is about to write finds another claim. Data files have random names; all other objects are written
 only where none is. So whatever a process does that was taken for dead, no byte of a sealed step changes.
@@ -34,7 +34,7 @@ _PREFIX = "jzero-staging-"
 _AT_ONCE = 256  # objects that are removed between two looks at the lock
 
 
-def steps_in(who: str, path: Any, staging: str | Path | None = None) -> Steps:
+def steps_in(who: str, path: Any, staging: Any = None) -> Steps:
     """The directory of steps that a path or URL names.
 
     Args:
@@ -67,7 +67,7 @@ class BucketSteps(Steps):
         self.where.names(_lock.NAME)
 
     def is_there(self, step: int) -> bool:
-        return self.where.read(f"{step}/{_seal.NAME}") is not None
+        return step == self._latest or self.where.read(f"{step}/{_seal.NAME}") is not None
 
     def path(self, step: int) -> Path:
         self._check(step)
@@ -75,14 +75,13 @@ class BucketSteps(Steps):
 
     def latest(self) -> int | None:
         """The last that is whole, also if a list of objects does not show it yet."""
-        noted, listed = self.lock.latest(), super().latest()
-        if noted is not None and (listed is None or noted > listed) and self._is_whole(noted):
-            return noted
-        return listed
+        listed, noted = super().latest(), sorted(self.lock.noted(), reverse=True)
+        later = (step for step in noted if listed is None or step > listed)
+        return next((x for x in later if self.is_there(x) and self._is_whole(x)), listed)
 
     def begin(self, who: str, step: int) -> None:
         if self.lock.ensure(who):
-            self._uncleared = {each for each in self._candidates() if self._is_begun(each)}
+            self._uncleared |= {each for each in self._candidates() if self._is_begun(each)}
             self._latest = self.latest()
         for each in sorted(self._uncleared):
             self._clear(who, each)
@@ -125,16 +124,12 @@ class BucketSteps(Steps):
     def publish(
         self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
     ) -> None:
-        self.lock.check(who, now=False)
         files = {**parts, **self._upload(who, step), **self._put_together(step)}
-        self.lock.check(who)
+        self.lock.note(who, step)
         with self._not_lost(who, step):
             seal = f"{step}/{_seal.NAME}"
             self.where.write_if(seal, _seal.text(files, leaves), self._claims[step])
         self._latest = step
-
-    def acknowledge(self, who: str, step: int) -> None:
-        self.lock.acknowledge(who, step)
 
     def discard(self, step: int) -> None:
         """Of an own step; what cannot be removed now is before the next step is begun."""
@@ -156,7 +151,10 @@ class BucketSteps(Steps):
         folder = self._folder(step)
         files = _seal.files_in(folder)
         with self._not_lost(who, step):
-            (self.where / str(step)).upload({name: folder / name for name in files})
+            paths = {name: folder / name for name in files}
+            check = functools.partial(self.lock.check, who, now=False)
+            leads = jax.process_index() == 0
+            (self.where / str(step)).upload(paths, check if leads else lambda: None)
         shutil.rmtree(folder, ignore_errors=True)
         return files
 
@@ -207,6 +205,9 @@ class BucketSteps(Steps):
     def _check(self, step: int) -> None:
         if _mirror.sealed(self.where / str(step)) is None:
             raise Broken("it has no seal")
+
+    def _is_whole(self, step: int) -> bool:
+        return step not in self._uncleared and super()._is_whole(step)
 
     def _is_begun(self, step: int) -> bool:
         """Whether a writer has begun to write or to remove it; what others have put there stays."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import signal
 import threading
 import weakref
@@ -17,6 +18,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from jzero._errors import CheckpointError, JzeroError, OptionError, a_type, message
+from jzero._quantities import BYTES_RULE, parse_bytes
 from jzero._step import ShardedTrainStep
 from jzero._version import __version__
 from jzero.checkpoint import _iterators, _seal, _stored
@@ -27,6 +29,7 @@ from jzero.checkpoint._savable import check_savable, described
 from jzero.checkpoint._saver import WHO as _SAVE
 from jzero.checkpoint._saver import Saver
 from jzero.checkpoint._together import Round
+from jzero.checkpoint._writing import SAVE_BYTES
 from jzero.offload.memory import _placing, _writes
 from jzero.processes import _agreement
 from jzero.sharding.plan._stages import OTHER
@@ -63,8 +66,8 @@ class Checkpointer:
     What it writes are ordinary Orbax checkpoints (`directory/<step>/state`), each leaf in its true shape,
     whatever its layout; so they can be restored at another stage, on another mesh, and without jzero. Unlike
     Orbax's own, every byte is checked: a flipped bit is an error. A step is complete or not there at all: it
-    is written beside, synced and sealed, and renamed when it is whole; only then do older steps go. One
-    job at a time writes in a directory; any number may read.
+    is written beside, synced and sealed, and renamed when it is whole; or in a bucket, uploaded and sealed
+    last. Only then do older steps go. One job at a time writes in a directory; any number may read.
 
     >>> import tempfile, jax, jax.numpy as jnp, jzero
     >>> def step_fn(w, batch):
@@ -102,9 +105,9 @@ class Checkpointer:
     With several processes, all of them make the same calls; if writing fails in one, all raise it, by the
     next `save` that is due, `restore`, `wait` or `close`. A single process raises it by its next call.
 
-    Saving copies the state to the host and writes it in the background, so the next step may consume it: at
-    most one copy of what rests on this host and on its devices, and 256 MiB, or one leaf, of what is being
-    written. Restoring reads each shard straight to its device (see `jzero.restore`).
+    Saving copies the state to the host and writes it in the background, so the next step may consume it. What
+    does not fit into three quarters of `save_bytes` is written first, a part at a time, while `save` waits.
+    Restoring reads each shard straight to its device (see `jzero.restore`).
 
     Args:
       directory: where the steps are: `s3://bucket/path`, `gs://bucket/path`, or on a file system that all
@@ -116,17 +119,20 @@ class Checkpointer:
       asynchronous: write in the background; else `save` returns when the step is complete.
       staging: for a bucket, a local directory with room for what this process writes of a step, until it is
         uploaded; the temporary directory by default.
+      save_bytes: the memory of the host that a save uses beside the state, in each process, at most (or what
+        one chunk of 16 MiB needs): a number, or a string such as "2GiB".
     """
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | os.PathLike[str],
         train_step: ShardedTrainStep,
         *,
         max_to_keep: int | None = None,
         save_interval_steps: int = 1,
         asynchronous: bool = True,
-        staging: str | Path | None = None,
+        staging: str | os.PathLike[str] | None = None,
+        save_bytes: int | str = SAVE_BYTES,
     ):
         _check_arguments(train_step, max_to_keep, save_interval_steps)
         self._steps = steps_in("Checkpointer", directory, staging)
@@ -135,7 +141,7 @@ class Checkpointer:
             self._steps.open()
         self._train_step = train_step
         self._interval, self._asynchronous = save_interval_steps, asynchronous
-        self._saver = Saver(self._steps, max_to_keep)
+        self._saver = Saver(self._steps, max_to_keep, _save_bytes(save_bytes))
         self._restored: int | None = None  # the step that was restored since the last save
         self._found: int | None = None  # the latest step when the directory was last looked at
         self._watches = False
@@ -412,6 +418,15 @@ def _reached_preemption(step: int) -> bool:
         return multihost_utils.reached_preemption_sync_point(step)
     except RuntimeError:  # The service that tells is switched off.
         return False
+
+
+def _save_bytes(value: Any) -> int:
+    found = parse_bytes(value)
+    if found is None:
+        raise OptionError(message(
+            "Checkpointer", f"save_bytes is {value!r:.80}", f"It is {BYTES_RULE}.",
+            "Pass save_bytes='2GiB', the memory that a save may use beside the state."))  # fmt: skip
+    return found
 
 
 def _step_number(who: str, step: Any) -> int:

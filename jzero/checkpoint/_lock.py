@@ -73,14 +73,14 @@ class Holder(NamedTuple):
     Attributes:
       owner: who that is; None if it cannot be told.
       version: of what says so.
-      latest: in a bucket, the last step that was acknowledged.
+      noted: in a bucket, the last steps.
       beat: how often it has shown there that it lives.
       free: whether it was given back.
     """
 
     owner: Owner | None
     version: bytes = b""
-    latest: int | None = None
+    noted: list[int] = []
     beat: int = 0
     free: bool = False
 
@@ -105,7 +105,7 @@ class Lock:
           CheckpointError: another one has it.
         """
         if self._owner is not None and self._place.is_there():
-            self.check(who)
+            self.check(who, now=False)
             return False
         self.release()  # Somebody has removed the directory, and all that was in it.
         self._acquire(who)
@@ -146,14 +146,14 @@ class Lock:
                 f"A process that shows no sign of life for {EXPIRES:.0f} s counts as dead.",
                 "End one of the two, or save to another directory."))  # fmt: skip
 
-    def acknowledge(self, who: str, step: int) -> None:
-        """Notes that a step is complete, where a list of what is there may be late to tell."""
-        if self._owner is not None and not self._place.note(self._owner, step):
+    def note(self, who: str, step: int) -> None:
+        """Like `check`; in a bucket it also notes the step, since a list may be late to show it."""
+        if self._owner is None or not self._place.note(self._owner, step):
             self.check(who)
 
-    def latest(self) -> int | None:
-        """The last step that was acknowledged; None if none was, or that is not noted."""
-        return self._place.latest()
+    def noted(self) -> list[int]:
+        """The last steps that were noted."""
+        return self._place.noted()
 
     def release(self) -> None:
         """Gives it back, if this process has it."""
@@ -309,10 +309,10 @@ class FilePlace:
         os.utime(self._path, follow_symlinks=False)
 
     def note(self, owner: Owner, step: int) -> bool:
-        return True
+        return self.has(owner, now=True)
 
-    def latest(self) -> int | None:
-        return None
+    def noted(self) -> list[int]:
+        return []
 
     def give_back(self, owner: Owner) -> None:
         if _read(self._path) == owner:
@@ -322,7 +322,7 @@ class FilePlace:
 class ObjectPlace:
     """An object in a bucket, never removed, and rewritten only as what it was when it was read.
 
-    Nobody compares clocks: the holder counts beats in it, and whoever wants the right watches by its own clock
+    Nobody compares clocks: the holder counts beats in it, and who wants the right watches by its own clock
     that nothing changes. A holder that has slept takes the right for lost before anybody may take it.
     """
 
@@ -355,26 +355,26 @@ class ObjectPlace:
         found = self.directory.read(NAME)
         if found is not None and not (holder := _holder(found)).free:
             return holder.owner == owner
-        latest = None if found is None else holder.latest
+        noted = [] if found is None else holder.noted
         start = _now()
         try:
-            old = self.directory.write_if(NAME, _text(owner, 0, latest), found and found.version)
-            self._check_conditions(who, owner, latest, old)
+            old = self.directory.write_if(NAME, _text(owner, 0, noted), found and found.version)
+            self._check_conditions(who, owner, noted, old)
         except Lost:
             return False
         self._seen = start
         return True
 
-    def _check_conditions(self, who: str, owner: Owner, latest: int | None, old: bytes) -> None:
+    def _check_conditions(self, who: str, owner: Owner, noted: list[int], old: bytes) -> None:
         """That a write whose condition does not hold fails, as others rely on.
 
         Raises:
           CheckpointError: it does not.
         """
-        self.directory.write_if(NAME, _text(owner, 1, latest), old)
+        self.directory.write_if(NAME, _text(owner, 1, noted), old)
         for version in (None, old):
             try:
-                self.directory.write_if(NAME, _text(owner, 2, latest), version)
+                self.directory.write_if(NAME, _text(owner, 2, noted), version)
             except Lost:
                 continue
             raise CheckpointError(message(
@@ -394,7 +394,7 @@ class ObjectPlace:
 
     def remove(self, holder: Holder) -> None:
         with contextlib.suppress(Lost):
-            self.directory.write_if(NAME, _text(None, 0, holder.latest), holder.version)
+            self.directory.write_if(NAME, _text(None, 0, holder.noted), holder.version)
 
     def tidy(self, owner: Owner) -> None:
         pass
@@ -405,9 +405,9 @@ class ObjectPlace:
     def note(self, owner: Owner, step: int) -> bool:
         return self._rewrite(owner, step)
 
-    def latest(self) -> int | None:
+    def noted(self) -> list[int]:
         found = self.directory.read(NAME)
-        return None if found is None else _holder(found).latest
+        return [] if found is None else _holder(found).noted
 
     def give_back(self, owner: Owner) -> None:
         with contextlib.suppress(CheckpointError):
@@ -419,8 +419,9 @@ class ObjectPlace:
             start, found = _now(), self.directory.read(NAME)
             if found is None or (holder := _holder(found)).owner != owner:
                 return False
-            latest = holder.latest if step is None else step
-            data = _text(None if release else owner, holder.beat + 1, latest)
+            # That before may be all that there is, if this one is never sealed.
+            noted = holder.noted if step is None else [*holder.noted[-1:], step]
+            data = _text(None if release else owner, holder.beat + 1, noted)
             try:
                 self.directory.write_if(NAME, data, found.version)
             except Lost:  # The other thread of this process was first, or another process.
@@ -429,8 +430,8 @@ class ObjectPlace:
             return True
 
 
-def _text(owner: Owner | None, beat: int, latest: int | None) -> bytes:
-    return json.dumps({"owner": owner, "beat": beat, "latest": latest}).encode()
+def _text(owner: Owner | None, beat: int, noted: list[int]) -> bytes:
+    return json.dumps({"owner": owner, "beat": beat, "steps": noted}).encode()
 
 
 def _holder(found: Object) -> Holder:
@@ -439,11 +440,11 @@ def _holder(found: Object) -> Holder:
         value = _json.parse(found.data)
     except _json.Malformed:
         value = {}
-    if _json.check(value, {"beat": int, "latest": _json.Maybe(int)}):
+    if _json.check(value, {"beat": int, "steps": [int]}):
         return Holder(None, found.version)
     owner = Owner.of(value.get("owner"))
     free = value.get("owner", ...) is None
-    return Holder(owner, found.version, value.get("latest"), value["beat"], free)
+    return Holder(owner, found.version, value["steps"], value["beat"], free)
 
 
 def _now() -> float:

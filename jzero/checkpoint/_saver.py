@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import threading
@@ -11,11 +10,9 @@ import time
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-from etils import epath
 
 from jzero._thread_group import Flag, start_thread
-from jzero.checkpoint import _handlers, _ocdbt, _orbax, _together, _writing
+from jzero.checkpoint import _orbax, _together, _writing
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, STATE
 from jzero.checkpoint._seal import File
 from jzero.checkpoint._steps import Steps
@@ -31,8 +28,8 @@ class Saver:
       step: the one that is being written, or was written last.
     """
 
-    def __init__(self, steps: Steps, max_to_keep: int | None):
-        self._steps, self._max_to_keep = steps, max_to_keep
+    def __init__(self, steps: Steps, max_to_keep: int | None, save_bytes: int):
+        self._steps, self._max_to_keep, self._save_bytes = steps, max_to_keep, save_bytes
         self._running: tuple[threading.Thread | None, Flag] = None, Flag()
         self._failure: BaseException | None = None
         self._is_complete = False  # though something failed
@@ -56,7 +53,8 @@ class Saver:
         meeting = Round(WHO)
         meeting.lead("begin", lambda: self._steps.begin(WHO, step))
         copied, done = Flag(), Flag()
-        work = _Work(self._steps, step, self._max_to_keep, meeting, tree, iterators, notes)
+        work = _Work(self._steps, step, self._max_to_keep, meeting, tree, iterators, notes,
+                     self._save_bytes)  # fmt: skip
         thread = threading.Thread(
             target=self._run, args=(work, step, copied, done), name=f"jzero saves step {step}"
         )
@@ -120,6 +118,7 @@ class _Work:
       tree: the state, a container, until it is copied.
       iterators: where the data iterator of each process stands.
       notes: what readers may want to know.
+      save_bytes: the memory of the host that it may use beside the state.
     """
 
     steps: Steps
@@ -129,12 +128,11 @@ class _Work:
     tree: Any
     iterators: list[Any] | None
     notes: dict[str, Any]
+    save_bytes: int
 
     def __post_init__(self) -> None:
         self.is_complete = False
         self._started = time.time_ns()
-        self._writing = _writing.Writing()
-        self._handler = _handlers.handler(self._writing)
 
     def run(self, copied: Flag) -> None:
         """Writes it, and makes it complete when all processes have written their parts."""
@@ -161,14 +159,10 @@ class _Work:
         """This process's part; `copied` is set when the state may be consumed."""
         nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self.tree))
         self._path = self.steps.folder(WHO, self.step, nbytes // jax.process_count())
-        directory = epath.Path(self._path / STATE)
-        args = ocp.args.PyTreeSave(self.tree)
-        futures = asyncio.run(self._handler.async_save(directory, args=args))
+        self._writing = _writing.Writing(self._path / STATE, self.save_bytes)
+        self._writing.take(self.tree)
         self.tree = None
-        copied.set()
-        for future in futures or []:
-            future.result()
-        self._writing.raise_failure()
+        self._writing.write(copied.set)
 
     def _claim(self, failure: BaseException | None) -> None:
         """What process 0 does before any of them hands in what it has written."""
@@ -198,10 +192,8 @@ class _Work:
 
     def _put_together(self) -> None:
         """One store of all parts, and what process 0 writes beside it."""
-        self._path.mkdir(exist_ok=True)
-        self._writing.fragments.join(self._path / STATE)
-        self._handler.finalize(epath.Path(self._path / STATE))
-        asyncio.run(_ocdbt.check_complete(self._path / STATE, self._writing.leaves))
+        self._path.mkdir(exist_ok=True)  # What was in it may have been handed in.
+        self._writing.complete(self.steps.base(self.step))
         handlers = {STATE: _orbax.PYTREE}
         if self.iterators is not None:
             handlers[DATA] = _orbax.JSON
@@ -212,7 +204,6 @@ class _Work:
 
     def _prune(self) -> None:
         """Removes the steps that are too many."""
-        self.steps.acknowledge(WHO, self.step)
         if self.max_to_keep is not None:
             for step in self.steps.complete()[: -self.max_to_keep]:
                 self.steps.remove(WHO, step)

@@ -124,9 +124,6 @@ class Steps(abc.ABC):
           parts: what other processes have handed in.
         """
 
-    def acknowledge(self, who: str, step: int) -> None:  # noqa: B027
-        """Notes that a step is complete, where a list of what is there may be late to tell."""
-
     @abc.abstractmethod
     def discard(self, step: int) -> None:
         """Removes what there is of a step that could not be written; never raises."""
