@@ -75,15 +75,21 @@ def stopped_beyond_its_lease(
     """A writer stands still at a request while another takes over, saves and prunes; promises broken then.
 
     When it goes on, it changes nothing that the other has written, calls nothing complete, and says why.
+    If `begun`, a third one had died before that while it wrote the step that both of them save.
     """
     url, train_step = (
         place.prepared(SCENARIOS["save, in the background"]),
         _scripts.new_train_step(),
     )
+    if begun:
+        place.proxy.arm(RequestFault("kill_after", 1, only="PUT steps/3/state/manifest"))
+        dead = place.children.start("faults._scripts:save", root=url, steps=SAVES)
+        place.proxy.client = dead.pid
+        assert dead.wait().status == -9
     place.proxy.arm(fault)
     child = place.children.start("faults._scripts:save", root=url, steps=SAVES, lease=LEASE)
     place.proxy.client = child.pid
-    with _another_machine():
+    with another_machine():
         if not place.proxy.stopped.wait(20):
             return [f"it never came to {fault}: {child.wait()}"]
         try:
@@ -115,7 +121,8 @@ def stopped_beyond_its_lease(
 
 
 @contextlib.contextmanager
-def _another_machine() -> Iterator[None]:
+def another_machine() -> Iterator[None]:
+    """This process counts as one of another machine than children with a lease, and has as short a one."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_world", "BEAT", "EXPIRES", "_MARGIN", "_LOOK"):
             patch.setattr(_lock, name, getattr(_lock, name))
