@@ -103,7 +103,7 @@ def read(directory: Path) -> Seal | None:
         return None
     with malformed_is_broken():
         seal = parse(_json.read_bytes("seal", path), path)
-    _check_sizes(directory, seal.files)
+    check_sizes(directory, seal.files)
     return seal
 
 
@@ -158,7 +158,7 @@ def malformed_is_broken() -> Iterator[None]:
         raise Broken(str(error)) from error
 
 
-def _check_sizes(directory: Path, files: Mapping[str, File]) -> None:
+def check_sizes(directory: Path, files: Mapping[str, File]) -> None:
     """That every file is there, with all of its bytes."""
     found = _sizes(directory)
     bad = [

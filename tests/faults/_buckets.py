@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import re
 import secrets
 import tempfile
 from collections.abc import Iterator
@@ -12,12 +13,15 @@ from collections.abc import Iterator
 import pytest
 
 import gs_server
+import jzero
 import s3_server
+from jzero.checkpoint import _lock
 from jzero.checkpoint._bucket import Bucket
 
+from . import _scripts
 from ._children import Children
 from ._requests import PROXY, Proxy, Request, RequestFault
-from ._scenarios import SCENARIOS, Outcome, Run, Scenario
+from ._scenarios import SAVES, SCENARIOS, Outcome, Run, Scenario
 
 BUCKET_SCENARIOS = {
     name: SCENARIOS[name]
@@ -48,14 +52,94 @@ class Place:
         run = self._run(scenario, fault)
         return Outcome(fault, run.hit, run.noticed, run.broken())
 
-    def _run(self, scenario: Scenario, fault: RequestFault) -> BucketRun:
+    def prepared(self, scenario: Scenario) -> str:
+        """A new directory with what is there before a script."""
         if scenario.name not in self._prepared:
             self._prepared[scenario.name] = self._new()
             scenario.prepare(self.children, self._prepared[scenario.name])
-        return BucketRun(scenario, self, _copied(self._prepared[scenario.name], self._new()), fault)
+        return _copied(self._prepared[scenario.name], self._new())
+
+    def _run(self, scenario: Scenario, fault: RequestFault) -> BucketRun:
+        return BucketRun(scenario, self, self.prepared(scenario), fault)
 
     def _new(self) -> str:
         return f"{self.url}/{secrets.token_hex(4)}"
+
+
+LEASE = 0.8  # seconds, where a writer stands still for longer
+
+
+def stopped_beyond_its_lease(
+    place: Place, fault: RequestFault, *, begun: bool = False
+) -> list[str]:
+    """A writer stands still at a request while another takes over, saves and prunes; promises broken then.
+
+    When it goes on, it changes nothing that the other has written, calls nothing complete, and says why.
+    If `begun`, a third one had died before that while it wrote the step that both of them save.
+    """
+    url, train_step = (
+        place.prepared(SCENARIOS["save, in the background"]),
+        _scripts.new_train_step(),
+    )
+    if begun:
+        place.proxy.arm(RequestFault("kill_after", 1, only="PUT steps/3/state/manifest"))
+        dead = place.children.start("faults._scripts:save", root=url, steps=SAVES)
+        place.proxy.client = dead.pid
+        assert dead.wait().status == -9
+    place.proxy.arm(fault)
+    child = place.children.start("faults._scripts:save", root=url, steps=SAVES, lease=LEASE)
+    place.proxy.client = child.pid
+    with another_machine():
+        if not place.proxy.stopped.wait(20):
+            return [f"it never came to {fault}: {child.wait()}"]
+        try:
+            with jzero.Checkpointer(f"{url}/{_scripts.STEPS}", train_step, max_to_keep=2) as new:
+                latest = new.latest_step() or 0
+                steps = [latest + 1, latest + 2]
+                for step in steps:
+                    new.save(step, train_step.shard(_scripts.values(step)))
+                    new.wait()
+                before = _objects(url)
+                place.proxy.let_go_on()
+                ended = child.wait()
+                broken = [f"changed: {name}" for name in _changed(before, _objects(url))]
+                broken += [f"there are {new.steps()}"] * (new.steps() != steps)
+                for step in steps:
+                    found = new.restore(_scripts.values(step), step=step)
+                    told = _scripts.verdict(found, _scripts.values(step))
+                    broken += [f"step {step}: {told}"] * (told != "right")
+        finally:
+            place.proxy.let_go_on()
+    late = [said for said in ended.said if said.get("complete", 0) > latest]
+    broken += [f"acknowledged: {said}" for said in late]
+    errors = [said["error"] for said in ended.said if "error" in said]
+    broken += [f"said: {error}" for error in errors if not error.startswith("CheckpointError")]
+    # What it tries then is refused, since there are later steps.
+    named = any(re.search("has taken over|was written by another| writes in ", e) for e in errors)
+    named |= {"complete": SAVES[-1]} in ended.said  # It had no more to do.
+    return broken + [f"did not say why: {ended}"] * (not named or ended.status != 0)
+
+
+@contextlib.contextmanager
+def another_machine() -> Iterator[None]:
+    """This process counts as one of another machine than children with a lease, and has as short a one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_world", "BEAT", "EXPIRES", "_MARGIN", "_LOOK"):
+            patch.setattr(_lock, name, getattr(_lock, name))
+        _scripts.on_machine("another of the tests", LEASE)
+        yield
+
+
+def _objects(url: str) -> dict[str, bytes]:
+    """All objects but the lock, which its owner rewrites all the time."""
+    bucket = _opened(url)
+    found = {name: bucket.read(name) for name in bucket.names() if not name.endswith(_lock.NAME)}
+    return {name: each.data for name, each in found.items() if each is not None}
+
+
+def _changed(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
+    """What is no longer as it was; what was on its way may come, under a name of its own."""
+    return sorted(name for name in before if before[name] != after.get(name))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import threading
-import time
 import urllib.parse
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,14 +32,14 @@ class RequestFault(NamedTuple):
       at: the number of the request, from 1.
       status: of an "answer".
       ever: at all requests from this one on.
-      seconds: of "hold" and "delay".
+      only: which ones are counted, "PUT steps/3/": a regular expression; all, if it is empty.
     """
 
     action: str = "count"
     at: int = 0
     status: int = 503
     ever: bool = False
-    seconds: float = 0.0
+    only: str = ""
 
     @property
     def kills(self) -> bool:
@@ -103,6 +102,7 @@ class Proxy(ThreadingHTTPServer):
         with self._lock:
             self.fault, self.log, self._count = fault, list[Request](), 0
             self.created, self.removed, self.dead = set[str](), set[str](), False
+            self.stopped, self._goes_on = threading.Event(), threading.Event()
 
     def disarm(self) -> None:
         """Nothing fails any more."""
@@ -112,7 +112,10 @@ class Proxy(ThreadingHTTPServer):
         """The request that met the fault."""
         return next((request for request in self.log if request.number == self.fault.at), None)
 
-    def number(self) -> int:
+    def number(self, request: Request) -> int:
+        """From 1; 0 if it is not counted."""
+        if not re.match(self.fault.only, f"{request.name} {request.target}"):
+            return 0
         with self._lock:
             self._count += 1
             return self._count
@@ -136,6 +139,17 @@ class Proxy(ThreadingHTTPServer):
         """The client is dead, and nothing that its threads may still ask for is heard."""
         self.dead = True
         os.kill(self.client, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """The client stands still until it is continued."""
+        os.kill(self.client, signal.SIGSTOP)
+        self.stopped.set()
+        self._goes_on.wait(60)
+
+    def let_go_on(self) -> None:
+        if not self._goes_on.is_set():
+            self._goes_on.set()
+            os.kill(self.client, signal.SIGCONT)
 
     def close(self) -> None:
         self.shutdown()
@@ -166,10 +180,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == CONTROL:
             self.server.disarm()
             return self._answer(200, [], b"")
-        self._log, number = self.server.log, self.server.number()
-        request = Request(number, self.command, self.path, 0)
+        self._log, request = self.server.log, Request(0, self.command, self.path, 0)
+        request = request._replace(number=self.server.number(request))
         try:
-            self._pass_on(request, self.server.meets(number), body)
+            self._pass_on(request, self.server.meets(request.number), body)
         except _Gone:
             self.close_connection = True
 
@@ -193,8 +207,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(
                 fault.status, [("content-type", "application/xml")], _error(fault.status)
             )
-        if action == "hold":
-            time.sleep(fault.seconds)
+        if action == "stop":
+            self.server.stop()
         status, headers, data = self._ask(body)
         self.server.changed(request._replace(status=status))
         if action == "kill_after":
@@ -202,10 +216,10 @@ class _Handler(BaseHTTPRequestHandler):
         if action in ("kill_after", "lose"):
             self._log.append(request)
             raise _Gone
+        if action == "stop_after":
+            self.server.stop()
         # Before the answer: who has it may look at the log.
         self._log.append(request._replace(status=status))
-        if action == "delay":
-            time.sleep(fault.seconds)
         if action == "stale" and request.lists and status == 200:
             data = _before(data, self.server.created, self.server.removed, request.key)
         self._answer(status, headers, data, half=action == "cut" and self.command == "GET")
