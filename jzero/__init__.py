@@ -45,3 +45,8 @@ from jzero.tracing._local import per_example as per_example
 from jzero.tracing._nnx import from_nnx as from_nnx
 from jzero.tracing._precision import master_weights as master_weights
 from jzero.tracing._precision import stochastic_rounding as stochastic_rounding
+from jzero.weights._export import export_weights as export_weights
+from jzero.weights._families import LAYOUTS as LAYOUTS
+from jzero.weights._import import import_weights as import_weights
+from jzero.weights._layout import WeightLayout as WeightLayout
+from jzero.weights._layout import WeightRule as WeightRule

@@ -28,7 +28,8 @@ import safetensors.numpy
 import tensorstore
 
 import jzero
-from jzero.checkpoint import _export, _inspect, _seal
+from jzero.checkpoint import _inspect, _seal
+from jzero.weights import _export
 from test_hostile_files import mutated
 
 SECONDS = 20
@@ -249,7 +250,7 @@ def reseal(rng: random.Random, step: pathlib.Path) -> None:
         return
     try:
         files = {
-            name: [size, None if "/d/" in name else _seal._digest_of(step / name)]
+            name: [size, None if "/d/" in name else _seal._digest((step / name).read_bytes())]
             for name, size in _seal._sizes(step).items()
             if (step / name).is_file() and size < 2**30
         }

@@ -16,7 +16,8 @@ import safetensors.numpy
 import tensorstore
 
 import jzero
-from jzero.checkpoint import _export, _inspect, _reading, _stored, _writing
+from jzero.checkpoint import _inspect, _reading, _stored, _writing
+from jzero.weights import _export
 
 
 def step_fn(state, batch):

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jzero
-from jzero.checkpoint import _export, _safetensors
 from jzero.cli._main import main
+from jzero.weights import _export, _safetensors
 
 ROWS = 257  # no number of devices divides them
 

@@ -20,7 +20,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jzero
-from jzero.checkpoint import _export, _import, _private, _stream
+from jzero.checkpoint import _stream
+from jzero.weights import _export, _import, _private
 
 OLD, NEW = 1.0, 2.0  # the values of all parameters
 PARTS = "100B"  # of one tensor each
@@ -415,7 +416,7 @@ def test_source_that_becomes_shorter(source, tmp_path, monkeypatch):
 
 CHILD = """
     import itertools, pathlib, sys
-    from jzero.checkpoint import _export, _import
+    from jzero.weights import _export, _import
     old, new, out = map(pathlib.Path, sys.argv[1:])
     print("ready", flush=True)
     for i in itertools.count():

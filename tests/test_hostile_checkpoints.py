@@ -19,8 +19,9 @@ import pytest
 import hostile_checkpoints
 import jzero
 from hostile_checkpoints import CHANGES, KINDS, VALUES
-from jzero.checkpoint import _export, _inspect, _seal
+from jzero.checkpoint import _inspect, _seal
 from jzero.cli._main import main
+from jzero.weights import _export
 from test_hostile_files import within
 
 pytestmark = pytest.mark.alternating

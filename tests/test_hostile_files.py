@@ -22,7 +22,8 @@ from safetensors.numpy import save_file
 
 import jzero
 from jzero import _json
-from jzero.checkpoint import _export, _import, _inspect, _safetensors
+from jzero.checkpoint import _inspect
+from jzero.weights import _export, _import, _safetensors
 
 SECONDS = 5  # of this process, for one file; the machine may be busy with others
 DEEP = b"[" * 10**5 + b"]" * 10**5

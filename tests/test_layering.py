@@ -37,7 +37,7 @@ FLOORS = (
     ("_sharded_step",),
     ("_step",),
     ("_shard_train_step", "_shard_eval_step", "preflight", "checkpoint"),
-    ("testing", "deepspeed"),
+    ("testing", "deepspeed", "weights"),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -2,15 +2,20 @@
 
 python experiments/checkpoint_speed/measure.py                                # about 10 minutes
 python experiments/checkpoint_speed/measure.py --rounds 3 --params 8M
+python experiments/checkpoint_speed/measure.py --bucket                       # to an S3 server, too
 
 Both write to the same disk from 8 virtual CPU devices, with what Orbax does by default (OCDBT, zstd), and
 save until the checkpoint is complete. jzero syncs every file before it counts; Orbax does not, so its time
 is also taken with a sync of the same files after it. Every ratio is the median of the rounds' ratios.
+The S3 server is moto's, on this machine and its processors: how long a bucket's save takes is the server's
+time for the most part; how long it blocks the training is jzero's.
 Writes results/<date>.json.
 """
 
 import argparse
+import contextlib
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +31,7 @@ import orbax.checkpoint as ocp
 import jzero
 from experiments.shared import records
 from experiments.shared.devices import use_virtual_devices
+from jzero.checkpoint._bucket import Bucket
 
 HERE = Path(__file__).parent
 NUM_DEVICES = 8
@@ -87,6 +93,17 @@ class Jzero:
         self.checkpointer.close()
 
 
+class InBucket(Jzero):
+    def __init__(self, directory: Path, train_step: jzero.ShardedTrainStep):
+        self.directory = directory
+        self.bucket = Bucket("s3", os.environ["BUCKET"], directory.name)
+        self.checkpointer = jzero.Checkpointer(str(self.bucket), train_step)
+
+    def close(self) -> None:
+        super().close()
+        self.bucket.remove(self.bucket.names())
+
+
 class Orbax:
     def __init__(self, directory: Path, train_step: jzero.ShardedTrainStep):
         self.directory = directory
@@ -129,7 +146,9 @@ def one_round(kind: Any, train_step: Any, state: Any, abstract: Any) -> dict[str
     return {KEPT: blocked, SAVED: saved, SYNCED: synced, RESTORED: restored}
 
 
-def measure(init: Callable[..., Any], args: tuple[Any, ...], rounds: int) -> dict[str, Any]:
+def measure(
+    init: Callable[..., Any], args: tuple[Any, ...], rounds: int, bucket: bool
+) -> dict[str, Any]:
     mesh = jax.make_mesh((NUM_DEVICES,), ("data",))
     train_step = jzero.shard_train_step(step_fn, mesh=mesh)
     state = train_step.shard(init(*args))
@@ -141,11 +160,13 @@ def measure(init: Callable[..., Any], args: tuple[Any, ...], rounds: int) -> dic
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), plain
     )
-    found: dict[str, dict[str, list[float]]] = {"jzero": {}, "orbax": {}}
+    kinds: list[tuple[str, Any, Any, Any]] = [
+        ("jzero", Jzero, state, whole), ("orbax", Orbax, plain, abstract),
+        *[("bucket", InBucket, state, whole)] * bucket,
+    ]  # fmt: skip
+    found: dict[str, dict[str, list[float]]] = {name: {} for name, *_ in kinds}
     for round_ in range(rounds):
-        for name, kind, *given in [
-            ("jzero", Jzero, state, whole), ("orbax", Orbax, plain, abstract)
-        ][:: 1 if round_ % 2 else -1]:  # fmt: skip
+        for name, kind, *given in kinds[:: 1 if round_ % 2 else -1]:
             for what, seconds in one_round(kind, train_step, *given).items():
                 found[name].setdefault(what, []).append(seconds)
     return {"bytes": sum(leaf.nbytes for leaf in leaves), "leaves": len(leaves), "seconds": found}
@@ -161,6 +182,10 @@ def summary(found: dict[str, Any]) -> list[dict[str, Any]]:
         rows.append(
             dict(what=what, ratio=ratio, low=low, high=high, jzero=seconds[0], orbax=seconds[1])
         )
+        if "bucket" in found["seconds"]:
+            rows[-1]["bucket"] = float(np.median(found["seconds"]["bucket"][what]))
+            others = ours / np.array(found["seconds"]["bucket"][what])
+            rows[-1]["bucket_ratio"] = list(np.percentile(others, [50, 25, 75]))
     return rows
 
 
@@ -181,14 +206,26 @@ def main() -> None:
         "--leaves", type=int, nargs="+", default=[8, 128, 667], help="of the parameters"
     )
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--bucket", action="store_true", help="also to an S3 server, moto's")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        if args.bucket:
+            sys.path.append(str(HERE.parents[1] / "tests"))
+            import s3_server
+
+            found = {"AWS_ENDPOINT_URL": stack.enter_context(s3_server.started())}
+            os.environ.update(s3_server.CREDENTIALS, BUCKET=s3_server.BUCKET, **found)
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
     num_params = jzero.estimate(args.params, devices=1).num_params
     cases: list[tuple[Callable[..., Any], tuple[int, ...]]] = [(vector_state, ())]
     cases += [(new_state, (num_params, num)) for num in args.leaves]
     tables = []
     for init, given in cases:
-        found = measure(init, given, args.rounds)
+        found = measure(init, given, args.rounds, args.bucket)
         rows = summary(found)
         tables.append({**found, "summary": rows})
         print(f"{found['leaves']} leaves, {found['bytes'] / 1e6:.0f} MB")
@@ -198,6 +235,13 @@ def main() -> None:
                 f"ratio {row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
                 flush=True,
             )
+            if args.bucket:
+                ratio, low, high = row["bucket_ratio"]
+                print(
+                    f"  {'':<20} bucket {row['bucket']:.3f} s; "
+                    f"local / bucket {ratio:.2f} ({low:.2f} to {high:.2f})",
+                    flush=True,
+                )
     about = environment()
     records.write(args.out / f"{about['date']}.json", {"environment": about, "tables": tables})
 

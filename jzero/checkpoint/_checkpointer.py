@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import signal
 import threading
 import weakref
@@ -17,15 +18,18 @@ import jax
 from jax.experimental import multihost_utils
 
 from jzero._errors import CheckpointError, JzeroError, OptionError, a_type, message
+from jzero._quantities import BYTES_RULE, parse_bytes
 from jzero._step import ShardedTrainStep
 from jzero._version import __version__
-from jzero.checkpoint import _files, _iterators, _seal, _steps, _stored
+from jzero.checkpoint import _iterators, _seal, _stored
+from jzero.checkpoint._bucket_steps import steps_in
 from jzero.checkpoint._match import leaf_names
 from jzero.checkpoint._restore import restore_for
 from jzero.checkpoint._savable import check_savable, described
 from jzero.checkpoint._saver import WHO as _SAVE
-from jzero.checkpoint._saver import Saver, check_is_last
+from jzero.checkpoint._saver import Saver
 from jzero.checkpoint._together import Round
+from jzero.checkpoint._writing import SAVE_BYTES
 from jzero.offload.memory import _placing, _writes
 from jzero.processes import _agreement
 from jzero.sharding.plan._stages import OTHER
@@ -62,8 +66,8 @@ class Checkpointer:
     What it writes are ordinary Orbax checkpoints (`directory/<step>/state`), each leaf in its true shape,
     whatever its layout; so they can be restored at another stage, on another mesh, and without jzero. Unlike
     Orbax's own, every byte is checked: a flipped bit is an error. A step is complete or not there at all: it
-    is written beside, synced and sealed, and renamed when it is whole; only then do older steps go. One
-    job at a time writes in a directory; any number may read.
+    is written beside, synced and sealed, and renamed when it is whole; or in a bucket, uploaded and sealed
+    last. Only then do older steps go. One job at a time writes in a directory; any number may read.
 
     >>> import tempfile, jax, jax.numpy as jnp, jzero
     >>> def step_fn(w, batch):
@@ -101,36 +105,43 @@ class Checkpointer:
     With several processes, all of them make the same calls; if writing fails in one, all raise it, by the
     next `save` that is due, `restore`, `wait` or `close`. A single process raises it by its next call.
 
-    Saving copies the state to the host and writes it in the background, so the next step may consume it: at
-    most one copy of what rests on this host and on its devices, and 256 MiB, or one leaf, of what is being
-    written. Restoring reads each shard straight to its device (see `jzero.restore`).
+    Saving copies the state to the host and writes it in the background, so the next step may consume it. What
+    does not fit into three quarters of `save_bytes` is written first, a part at a time, while `save` waits.
+    Restoring reads each shard straight to its device (see `jzero.restore`).
 
     Args:
-      directory: where the steps are, on a file system that all processes see (no bucket); made if it is not
-        there.
+      directory: where the steps are: `s3://bucket/path`, `gs://bucket/path`, or on a file system that all
+        processes see; made if it is not there.
       train_step: from `shard_train_step`; decides where restored leaves go.
       max_to_keep: how many steps to keep, the latest ones; None for all.
       save_interval_steps: `save` does something for multiples of it only (and for the first step, and when
         the processes are about to be preempted).
       asynchronous: write in the background; else `save` returns when the step is complete.
+      staging: for a bucket, a local directory with room for what this process writes of a step, until it is
+        uploaded; the temporary directory by default.
+      save_bytes: the memory of the host that a save uses beside the state, in each process, at most (or what
+        one chunk of 16 MiB needs): a number, or a string such as "2GiB".
     """
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | os.PathLike[str],
         train_step: ShardedTrainStep,
         *,
         max_to_keep: int | None = None,
         save_interval_steps: int = 1,
         asynchronous: bool = True,
+        staging: str | os.PathLike[str] | None = None,
+        save_bytes: int | str = SAVE_BYTES,
     ):
         _check_arguments(train_step, max_to_keep, save_interval_steps)
-        self._directory = _files.local("Checkpointer", directory)
+        self._steps = steps_in("Checkpointer", directory, staging)
+        self._directory = self._steps.where
         with self._explained("it could not be opened"):
-            _files.make_directory(self._directory)
+            self._steps.open()
         self._train_step = train_step
         self._interval, self._asynchronous = save_interval_steps, asynchronous
-        self._saver = Saver(self._directory, max_to_keep)
+        self._saver = Saver(self._steps, max_to_keep, _save_bytes(save_bytes))
         self._restored: int | None = None  # the step that was restored since the last save
         self._found: int | None = None  # the latest step when the directory was last looked at
         self._watches = False
@@ -191,7 +202,7 @@ class Checkpointer:
             return False
         latest = self._latest()
         if latest is not None and step <= latest:
-            check_is_last(self._directory / str(step))
+            self._steps.check_is_last(_SAVE, step)
             self._found = None  # Those after it were removed.
             latest = self._latest()
         due = force or latest is None or step % self._interval == 0
@@ -245,12 +256,12 @@ class Checkpointer:
           CheckpointError: writing failed in the background.
         """
         self._raise_failure()
-        return _steps.latest(self._directory)
+        return self._steps.latest()
 
     def steps(self) -> list[int]:
         """The numbers of all complete steps, in order; see `latest_step`."""
         self._raise_failure()
-        return _steps.complete(self._directory)
+        return self._steps.complete()
 
     def preempted(self, step: int) -> bool:
         """Whether to save and end, because a process was sent SIGTERM: the same answer in all of them.
@@ -365,18 +376,17 @@ class Checkpointer:
 
     def _whole(self, who: str, step: int | None) -> Path:
         """The directory of a step that is to be restored."""
-        path = self._directory / str(None if step is None else _step_number(who, step))
-        if step is None or not path.exists():
+        if step is None or not self._steps.is_there(_step_number(who, step)):
             raise self._missing(who, step)
         try:
-            _steps.check_whole(path)
+            return self._steps.path(step)
         except _seal.Broken as error:
+            path = self._directory / str(step)
             raise CheckpointError(_stored.damaged(who, path, error)) from error
-        return path
 
     def _missing(self, who: str, step: int | None) -> CheckpointError:
         """What is said of a step that is not there."""
-        there = _steps.complete(self._directory)
+        there = self._steps.complete()
         if not there:
             return CheckpointError(message(
                 who, f"nothing was saved in {self._directory}", "It has no complete step.",
@@ -394,7 +404,7 @@ class Checkpointer:
         if self._saver.step is not None:
             return self._saver.step
         if self._found is None:
-            self._found = _steps.latest(self._directory)
+            self._found = self._steps.latest()
         return self._found
 
     def _raise_failure(self) -> None:
@@ -429,6 +439,15 @@ def _reached_preemption(step: int) -> bool:
         return multihost_utils.reached_preemption_sync_point(step)
     except RuntimeError:  # The service that tells is switched off.
         return False
+
+
+def _save_bytes(value: Any) -> int:
+    found = parse_bytes(value)
+    if found is None:
+        raise OptionError(message(
+            "Checkpointer", f"save_bytes is {value!r:.80}", f"It is {BYTES_RULE}.",
+            "Pass save_bytes='2GiB', the memory that a save may use beside the state."))  # fmt: skip
+    return found
 
 
 def _step_number(who: str, step: Any) -> int:

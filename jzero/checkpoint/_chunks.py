@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunks that a leaf is cut into on disk."""
+"""The chunks that a leaf is cut into on disk, and boxes of them."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+Box: TypeAlias = tuple[slice, ...]
 
 # A reader decodes whole chunks, also for a small part of one; so other layouts read little in vain.
 MAX_BYTES = 16 * 2**20
@@ -31,6 +35,32 @@ def chunk_shape(shape: Sequence[int], shard_shape: Sequence[int], itemsize: int)
         if math.prod(found) * itemsize >= least
     )
     return next(large, None) or next(_aligned(shard, [False] * len(shard), itemsize))
+
+
+def cut(box: Box, chunks: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:
+    """A part of a leaf in boxes of at most `limit` bytes, or one chunk, which end where chunks do."""
+    sizes = [side.stop - side.start for side in box]
+    if math.prod(sizes) * itemsize <= limit or not box:
+        yield box
+        return
+    (first, *others), row = box, math.prod(sizes[1:]) * itemsize
+    rows = max(limit // row // chunks[0], 1) * chunks[0]
+    ends = [first.start, *range((first.start // rows + 1) * rows, first.stop, rows), first.stop]
+    for start, stop in itertools.pairwise(ends):
+        for rest in cut(tuple(others), chunks[1:], (stop - start) * itemsize, limit):
+            yield slice(start, stop), *rest
+
+
+def parts_of_chunks(box: Box, shape: Sequence[int], chunks: Sequence[int]) -> list[Box]:
+    """Of a part of a leaf, what has not all of a chunk."""
+
+    def has_all(side: slice, size: int, chunk: int) -> bool:
+        return side.start % chunk == 0 and (side.stop % chunk == 0 or side.stop == size)
+
+    def is_aligned(piece: Box) -> bool:
+        return all(map(has_all, piece, shape, chunks))
+
+    return [] if is_aligned(box) else [x for x in cut(box, chunks, 1, 1) if not is_aligned(x)]
 
 
 def _aligned(

@@ -8,11 +8,12 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
+import tensorstore
 
 from jzero import _json
-from jzero.checkpoint import _files, _orbax, _reading, _seal, _steps, _stored, _stream
+from jzero.checkpoint import _orbax, _reading, _seal, _stored, _stream
+from jzero.checkpoint._bucket_steps import steps_in
+from jzero.checkpoint._seal import StoredLeaf
 
 WHO = "inspect"
 
@@ -91,13 +92,12 @@ def inspect(checkpoint: str | Path) -> tuple[Inspection, _stored.Stored]:
     stored = _stored.find_latest(WHO, checkpoint)
     notes = _stored.notes(WHO, stored)
     roles = _stored.roles(notes)
-    metadata = jax.tree.leaves(stored.tree)
-    leaves = [_entry(*pair, roles) for pair in zip(stored.leaves, metadata, strict=True)]
+    leaves = [_entry(*pair, roles) for pair in stored.types.items()]
     root = _stored.root(stored)
     step = int(root.name) if root.name.isdecimal() else None
     has_data = root != stored.directory and (root / _orbax.DATA).exists()
     writer = _writer(notes, stored.directory.name)
-    steps = _steps.complete(_files.local(WHO, checkpoint))
+    steps = steps_in(WHO, checkpoint).complete()
     directory = str(stored.directory)
     saved, written = _saved(notes), _time(notes)
     return Inspection(directory, step, steps, written, writer, has_data, leaves, saved), stored
@@ -123,7 +123,7 @@ def verify(stored: _stored.Stored) -> Verified:
     if stored.seal is not None:
         damaged = _seal.check_digests(_stored.root(stored), stored.seal)
         found.damaged.update({name: _seal.Broken(damage) for name, damage in damaged.items()})
-    for name, store in _stream.open_leaves(WHO, stored).items():
+    for name, store in _stored.open_leaves(WHO, stored).items():
         if not _stream.has_checksums(store):
             found.unchecked.append(name)
         try:
@@ -134,14 +134,14 @@ def verify(stored: _stored.Stored) -> Verified:
     return found
 
 
-def _entry(name: str, metadata: Any, roles: dict[str, str]) -> InspectedLeaf:
-    shape = tuple(getattr(metadata, "shape", None) or ())
-    dtype = getattr(metadata, "dtype", None)
-    chunk_shape = getattr(getattr(metadata, "storage", None), "chunk_shape", None) or shape
-    itemsize = 0 if dtype is None else np.dtype(dtype).itemsize
-    kind = "string" if dtype is None else str(np.dtype(dtype))
-    nbytes = math.prod(shape) * itemsize
-    return InspectedLeaf(name, roles.get(name), kind, shape, nbytes, tuple(chunk_shape))
+def _entry(name: str, found: StoredLeaf | None, roles: dict[str, str]) -> InspectedLeaf:
+    if found is None:
+        return InspectedLeaf(name, roles.get(name), "string", (), 0, ())
+    dtype = tensorstore.dtype(found.dtype).numpy_dtype
+    nbytes = math.prod(found.shape) * dtype.itemsize
+    return InspectedLeaf(
+        name, roles.get(name), str(dtype), found.shape, nbytes, found.chunk_shape or found.shape
+    )
 
 
 def _time(notes: dict[str, Any]) -> str | None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of keys and values in which a checkpoint's chunks are: tensorstore's OCDBT."""
+"""The store of keys and values in which a checkpoint's chunks are: tensorstore's OCDBT.
+
+Where one is, its base, is for tensorstore a directory (`directory`), or one in a bucket (`Bucket.spec`).
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,17 @@ import contextlib
 import math
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tensorstore
 
+from jzero.checkpoint._chunks import Box
 from jzero.checkpoint._seal import StoredLeaf
 
+# Of data files: a bucket takes each in one request, and until one is full it is in memory.
+FILE_BYTES = 2**26
 _KEY = re.compile(r"(.*)/(?:zarr\.json|c(?:/\d+)*)", re.DOTALL)
 
 
@@ -32,19 +39,91 @@ async def transaction() -> AsyncIterator[tensorstore.Transaction]:
     await made.commit_async()
 
 
-async def check_complete(directory: Path, leaves: Mapping[str, StoredLeaf]) -> None:
-    """That every chunk of every leaf is in the store of a checkpoint.
+def directory(path: Path) -> dict[str, Any]:
+    """The base of a store in a directory."""
+    return {"driver": "file", "path": f"{path}/"}
 
-    Orbax puts together what it finds that processes wrote; a directory that it cannot list is empty to it.
+
+def context() -> tensorstore.Context:
+    """Like Orbax's: as many files at a time, and nodes of the tree are kept in memory."""
+    return tensorstore.Context({
+        "file_io_concurrency": {"limit": 128}, "cache_pool#ocdbt": {"total_bytes_limit": 10**8},
+    })  # fmt: skip
+
+
+def part_of(process: int) -> str:
+    """The directory of what a process writes, as Orbax calls it."""
+    return f"ocdbt.process_{process}"
+
+
+async def merge(
+    base: Mapping[str, Any],
+    processes: Iterable[int],
+    shared: Mapping[str, Sequence[tuple[int, Box]]],
+) -> None:
+    """Makes one store of those that processes have written in it; their data files stay where they are.
+
+    Args:
+      base: of the store.
+      processes: which ones have written.
+      shared: parts of chunks that several processes have parts of, by the leaf: whose, and where.
+    """
+    one = context()  # It copies only between stores in one.
+    parts = {i: {**base, "path": f"{base['path']}{part_of(i)}/"} for i in processes}
+    whole = await tensorstore.KvStore.open(_store(base), context=one)
+    async with transaction() as together:
+        for part in parts.values():
+            store = await tensorstore.KvStore.open(_store(part), context=one)
+            await store.experimental_copy_range_to(whole.with_transaction(together))
+    if not shared:
+        return
+    async with transaction() as together:  # What is copied would replace what the same one writes.
+        for name, pieces in shared.items():
+            spec = array_spec(base, name)
+            into = await tensorstore.open(spec, open=True, context=one, transaction=together)
+            metadata = into.spec().to_json()["metadata"]
+            for i, box in pieces:
+                piece = await tensorstore.open(
+                    array_spec(parts[i], name) | {"metadata": metadata},
+                    open=True, assume_metadata=True, context=one,
+                )  # fmt: skip
+                await into[box].write(await piece[box].read())
+
+
+async def check_complete(base: Mapping[str, Any], leaves: Mapping[str, StoredLeaf]) -> None:
+    """That every chunk of every leaf is in the store of a checkpoint.
 
     Raises:
       OSError: some are not.
     """
-    store = await tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{directory}/"})
+    store = await tensorstore.KvStore.open({"driver": "ocdbt", "base": base})
     keys = [_KEY.fullmatch(key.decode()) for key in await store.list()]
     found = Counter(match[1] for match in keys if match)
     for name, leaf in leaves.items():
         pairs = zip(leaf.shape, leaf.chunk_shape, strict=True)
         wanted = 1 + math.prod(math.ceil(size / chunk) for size, chunk in pairs)
         if found[name] != wanted:
-            raise OSError(f"{name} has {found[name]} of {wanted} entries in {directory}")
+            raise OSError(f"{name} has {found[name]} of {wanted} entries in {base['path']}")
+
+
+def array_spec(base: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An array in a store, to be written."""
+    return {
+        "driver": "zarr3", "kvstore": {**_store(base), "path": f"{name}/"},
+        "recheck_cached_data": False, "recheck_cached_metadata": False,
+        "store_data_equal_to_fill_value": True,  # or else nobody knows that they were written
+    }  # fmt: skip
+
+
+def _store(base: Mapping[str, Any]) -> dict[str, Any]:
+    """A store that is to be written, as Orbax writes them: by one process, so that it needs no locks."""
+    made: dict[str, Any] = {
+        "driver": "ocdbt", "base": base, "target_data_file_size": FILE_BYTES, "assume_config": True,
+        "cache_pool": "cache_pool#ocdbt",
+        "config": {
+            "max_inline_value_bytes": 1024, "max_decoded_node_bytes": 10**8, "manifest_kind": "single"
+        },
+    }  # fmt: skip
+    if base["driver"] == "file":  # Only what names data files is replaced, and must be whole.
+        made |= {"base": {**base, "file_io_locking": {"mode": "non_atomic"}}, "manifest": base}
+    return made

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What readers of Orbax checkpoints find beside the leaves."""
+"""What readers of Orbax checkpoints find beside the leaves: Orbax writes and reads it, and no leaf."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import type_handlers
 
 STATE, DATA = "state", "data"  # The items of our checkpoints; a state alone is Orbax's "default".
 TREE = "_METADATA"  # The file that every Orbax checkpoint of a pytree has.
@@ -40,3 +47,79 @@ def write_notes(
         "custom_metadata": custom,
     }  # fmt: skip
     (directory / NOTES).write_text(json.dumps(notes))
+
+
+def read_tree(directory: Path) -> Any:
+    """Nested dicts of what Orbax says of each leaf: its name, and where it is."""
+    return _handler([]).metadata(epath.Path(directory)).tree
+
+
+def write_tree(directory: Path, tree: Any) -> list[tuple[str, Any]]:
+    """Writes what describes a tree of arrays and numbers; these, by their names in the checkpoint."""
+    given: list[tuple[str, Any]] = []
+    args = ocp.args.PyTreeSave(tree)
+    for future in asyncio.run(_handler(given).async_save(epath.Path(directory), args=args)) or []:
+        future.result()
+    return given
+
+
+class LeafSource:
+    """A leaf that is read when it is written.
+
+    Args:
+      shape: its shape.
+      dtype: its dtype.
+      read: reads some rows, `read(slice(0, 2))`, or all of it, `read(...)`.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Any], np.ndarray]):
+        self.shape, self.dtype, self.read = shape, dtype, read
+        self.nbytes = math.prod(shape) * dtype.itemsize  # Orbax asks.
+
+
+class _OrbaxArray:
+    """The type of arrays that Orbax alone has written: it calls them jax.Array."""
+
+
+def _handler(given: list[tuple[str, Any]]) -> ocp.PyTreeCheckpointHandler:
+    scalar = _Handler("scalar", given)
+    types = {
+        **dict.fromkeys((int, float, complex, np.number, np.bool_), scalar),
+        str: _Handler("string", given),
+        _OrbaxArray: _Handler("jax.Array", given),
+        # For who asks without devices, arrays are NumPy's.
+        **dict.fromkeys((np.ndarray, jax.Array, LeafSource), _Handler("np.ndarray", given)),
+    }
+    registry = type_handlers.create_type_handler_registry(*types.items())
+    options: dict[str, Any] = dict(use_zarr3=True, type_handler_registry=registry)
+    base = ocp.BasePyTreeCheckpointHandler(**options)
+    return ocp.PyTreeCheckpointHandler(handler_impl=base, **options)
+
+
+class _Handler(type_handlers.TypeHandler):
+    """Leaves of one type, as Orbax calls it; they are put into `given`, and not written.
+
+    Orbax's own write chunks in which a flipped bit is restored as if it were right, and whole leaves only.
+    """
+
+    _array_metadata_store = None  # Orbax asks.
+
+    def __init__(self, kind: str, given: list[tuple[str, Any]]) -> None:
+        self._kind, self._given = kind, given
+
+    def typestr(self) -> str:
+        return self._kind
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
+    ) -> list[Any]:
+        self._given += zip((info.name for info in infos), values, strict=True)
+        return []
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> list[Any]:
+        raise NotImplementedError
+
+    async def metadata(self, infos: Sequence[Any]) -> list[Any]:
+        for info in infos:
+            info.value_typestr = self._kind
+        return list(infos)

@@ -6,16 +6,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Coroutine, Iterable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import type_handlers
 
 from jzero import _json
 from jzero._errors import escaped, named
+from jzero.checkpoint import _mirror
 from jzero.checkpoint._seal import StoredLeaf
 
 _LEAST_CHUNK = 2**26  # bytes that chunks of other writers may have, however small the leaf
@@ -29,6 +30,24 @@ class LeafErrors(Exception):
         each = [f"{named(name)}: {escaped(str(error))}" for name, error in errors.items()]
         super().__init__("; ".join(each))  # It is in the traceback, as the cause.
         self.errors = errors
+
+
+class ReadAs(NamedTuple):
+    """How a leaf is to be read: in which shape, with zeros beyond its own, as what, and where to."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.Sharding
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """What the work returns; a notebook's thread has a loop of its own, which waits."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 async def each(work: Sequence[Coroutine[Any, Any, Any]], names: Sequence[str]) -> list[Any]:
@@ -59,17 +78,19 @@ async def open_leaf(info: Any, known: StoredLeaf | None = None) -> tensorstore.T
     Raises:
       ValueError: it is another.
     """
-    await info.await_path_creation()
     spec = type_handlers.get_json_tspec_read(
-        info,
-        info.is_ocdbt_checkpoint,
+        info, info.is_ocdbt_checkpoint,
         raise_array_data_missing_error=info.raise_array_data_missing_error,
-    )
+    )  # fmt: skip
+    if bucket := _mirror.bucket_of(info.parent_dir):
+        kept = {key: spec["kvstore"][key] for key in ("driver", "path", "cache_pool")}
+        in_store = info.is_ocdbt_checkpoint
+        spec["kvstore"] = {**kept, "base": bucket.spec()} if in_store else bucket.spec(info.name)
     await _check_described(spec, info.ts_context)
     store = await tensorstore.open(spec, open=True, read=True, context=info.ts_context)
     _check_chunks(store)
-    if known is not None and _type_of(store) != known:
-        raise ValueError(f"it is {_type_of(store)}, and was written as {known}")
+    if known is not None and type_of(store) != known:
+        raise ValueError(f"it is {type_of(store)}, and was written as {known}")
     return store
 
 
@@ -102,28 +123,15 @@ def _check_chunks(store: tensorstore.TensorStore) -> None:
             raise ValueError(f"a chunk of it would have {nbytes} bytes, and all of it has {own}")
 
 
-async def metadata_of(info: Any, known: StoredLeaf | None) -> Any:
-    """What Orbax calls the metadata of an array; it is opened only where its type is not known."""
-    if known is None:
-        known = _type_of(await open_leaf(info))
-    dtype = tensorstore.dtype(known.dtype).numpy_dtype
-    return ocp.metadata.ArrayMetadata(
-        name=info.name, directory=info.parent_dir, shape=known.shape, sharding=None, dtype=dtype,
-        storage=ocp.metadata.StorageMetadata(chunk_shape=known.chunk_shape),
-    )  # fmt: skip
-
-
 class Budget:
     """So many bytes that may be read at the same time, or one leaf; first come, first served."""
 
-    def __init__(self, nbytes: int | None):
-        self._all, self._free = nbytes, nbytes or 0
+    def __init__(self, nbytes: int):
+        self._all = self._free = nbytes
         self._turn, self._given = asyncio.Lock(), asyncio.Event()
 
     async def take(self, nbytes: int) -> int:
         """Waits until so many are free; what to give back."""
-        if self._all is None:
-            return 0
         taken = min(nbytes, self._all)
         async with self._turn:
             while self._free < taken:
@@ -137,19 +145,18 @@ class Budget:
         self._given.set()
 
 
-def _type_of(store: tensorstore.TensorStore) -> StoredLeaf:
+def type_of(store: tensorstore.TensorStore) -> StoredLeaf:
+    """The type of an open leaf."""
     chunks = store.chunk_layout.read_chunk.shape or store.shape
     return StoredLeaf(store.shape, store.dtype.name, tuple(n or 0 for n in chunks))
 
 
-async def read(
-    info: Any, known: StoredLeaf | None, arg: ocp.ArrayRestoreArgs, budget: Budget
-) -> jax.Array:
-    """A leaf in its layout; what it lacks of the shape that is asked for is filled with zeros."""
+async def read(info: Any, known: StoredLeaf | None, arg: ReadAs, budget: Budget) -> jax.Array:
+    """A leaf in its layout."""
     store = await open_leaf(info, known)
     of_keys = is_key(arg.dtype)
-    shape = tuple(store.shape if of_keys or arg.global_shape is None else arg.global_shape)
-    if not of_keys and arg.dtype is not None and store.dtype.numpy_dtype != arg.dtype:
+    shape = store.shape if of_keys else arg.shape
+    if not of_keys and store.dtype.numpy_dtype != arg.dtype:
         store = tensorstore.cast(store, arg.dtype)
     indices = arg.sharding.addressable_devices_indices_map(shape).values()
     boxes = list(dict.fromkeys(_ends(index or (), shape) for index in indices))
@@ -162,8 +169,8 @@ async def read(
             array = jax.make_array_from_callback(
                 shape, arg.sharding, lambda index: parts[_ends(index or (), shape)]
             )
-        if taken:  # What is not yet on its device needs memory here.
-            await asyncio.to_thread(array.block_until_ready)
+        # What is not yet on its device needs memory here.
+        await asyncio.to_thread(array.block_until_ready)
     finally:
         budget.give(taken)
     return jax.random.wrap_key_data(array, impl=arg.dtype) if of_keys else array

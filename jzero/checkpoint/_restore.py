@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from jzero._errors import CheckpointError, OptionError, a_type, first_of, message, warn
 from jzero._in_turn import groups
 from jzero._step import ShardedTrainStep
 from jzero.checkpoint import _stored
 from jzero.checkpoint._match import Leaf, Origin, leaf_names, match
+from jzero.checkpoint._reading import ReadAs
 from jzero.offload.memory import _available, _placing, _writes
 from jzero.offload.memory._placing import Place
 from jzero.processes import _agreement
@@ -163,8 +163,10 @@ class _Task:
         if self._filling and self._filling.resumed and self._places[group[0]].home:
             return _placing.place_state([...] * len(group), places, filling=self._filling)
         how = {
-            self._sources[name].name: _restore_args(self._leaves[name], self._places[name])
-            for name in group
+            self._sources[name].name: ReadAs(
+                place.plan.padded_shape, self._leaves[name].dtype, place.sharding
+            )
+            for name, place in zip(group, places, strict=True)
         }
         at_once = max(_AT_ONCE, *(2 * plan.nbytes for plan in self._plans))
         found = _stored.read(self._who, self._stored, how, at_once)
@@ -196,13 +198,3 @@ def _as_stored(leaf: jax.ShapeDtypeStruct, plan: LeafPlan) -> Leaf:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return Leaf(plan.path, leaf.shape, str(leaf.dtype))
-
-
-def _restore_args(leaf: jax.ShapeDtypeStruct, place: Place) -> ocp.ArrayRestoreArgs:
-    """As it rests: what the true shape lacks of the padded one is filled with zeros."""
-    return ocp.ArrayRestoreArgs(
-        dtype=leaf.dtype,
-        sharding=place.sharding,
-        global_shape=place.plan.padded_shape,
-        strict=False,
-    )

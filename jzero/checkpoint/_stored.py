@@ -4,20 +4,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
-from etils import epath
+import tensorstore
 
 from jzero import _json
 from jzero._errors import CheckpointError, message, named
 from jzero._json import Maybe
-from jzero.checkpoint import _files, _handlers, _iterators, _nearby, _reading, _seal, _steps
+from jzero.checkpoint import _files, _iterators, _mirror, _nearby, _orbax, _reading, _seal
+from jzero.checkpoint._bucket_steps import steps_in
 from jzero.checkpoint._match import Leaf, leaf_names
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, NOTES, STATE, TREE
+from jzero.checkpoint._reading import ReadAs
 from jzero.checkpoint._seal import Seal, StoredLeaf
 from jzero.offload.memory import _writes
 from jzero.offload.nvme._header import Write
@@ -32,6 +34,9 @@ _NOTES_FORM = {
     "custom_metadata": Maybe({"roles": Maybe({}), "writes": Maybe({})}),
 }
 
+_EVERY_CHUNK = "store_array_data_equal_to_fill_value"
+_TREE_FORM = {"tree_metadata": {}, "use_ocdbt": Maybe(bool), _EVERY_CHUNK: Maybe(bool)}
+
 
 class Stored(NamedTuple):
     """A checkpointed pytree.
@@ -39,28 +44,25 @@ class Stored(NamedTuple):
     Attributes:
       directory: where its files are.
       seal: of the step that it is of; None if it has none.
-      tree: nested dicts of Orbax's metadata, one per leaf.
-      leaves: the same by name.
+      infos: what Orbax says of each leaf, by name.
+      types: the type of each; None for a string.
+      leaves: the same, as JAX would have them.
     """
 
     directory: Path
     seal: Seal | None
-    tree: Any
+    infos: dict[str, Any]
+    types: dict[str, StoredLeaf | None]
     leaves: dict[str, Leaf]
 
-    @property
-    def known(self) -> Mapping[str, StoredLeaf]:
-        """The types of leaves, by their names in Orbax's files, as far as they are sealed."""
-        return {} if self.seal is None else self.seal.leaves
 
-
-def find(who: str, path: str | Path) -> Stored:
+def find(who: str, path: str | os.PathLike[str]) -> Stored:
     """Reads what is in the checkpoint in `path`: of a `Checkpointer` or any of Orbax's.
 
     Raises:
       CheckpointError: there is none, or what describes it is damaged.
     """
-    path = _files.local(who, path)
+    path = _mirror.local(who, path)
     try:
         directory = _tree_directory(who, path)
         root = _root(directory)
@@ -73,28 +75,32 @@ def find(who: str, path: str | Path) -> Stored:
             raise _seal.Broken("; ".join(f"{name} {damage}" for name, damage in found.items()))
     except Exception as error:
         raise CheckpointError(damaged(who, directory, error)) from error
-    described = _json.read(who, directory / TREE, {"tree_metadata": {}, "use_ocdbt": Maybe(bool)})
+    described = _json.read(who, directory / TREE, _TREE_FORM)
     # Orbax goes by what is said, and where nothing is said by what is there.
     in_store = (directory / _MANIFEST).exists() and described.get("use_ocdbt") is not False
     try:
         _check_what_is_read_whole(directory, files)
         if not in_store:
             _check_paths(described["tree_metadata"])
-        known = None if seal is None else seal.leaves
-        tree = _handlers.handler(known=known).metadata(epath.Path(directory)).tree
+        tree = _orbax.read_tree(directory)
+        infos = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+        for info in infos.values():
+            if _is_array(info):  # Orbax once left out chunks of zeros.
+                info.raise_array_data_missing_error = bool(described.get(_EVERY_CHUNK))
+        types = _reading.run(_types(infos, {} if seal is None else seal.leaves))
     except Exception as error:
         raise CheckpointError(damaged(who, directory, error)) from error
-    names, metadata = leaf_names(tree), jax.tree.leaves(tree)
-    leaves = {name: _leaf(name, found) for name, found in zip(names, metadata, strict=True)}
+    leaves = {name: _leaf(name, found) for name, found in types.items()}
     if not in_store:
         _check_chunks_in_files(who, directory, leaves, files)
-    return Stored(directory, seal, tree, leaves)
+    return Stored(directory, seal, infos, types, leaves)
 
 
-def find_latest(who: str, path: str | Path) -> Stored:
+def find_latest(who: str, path: str | os.PathLike[str]) -> Stored:
     """Like `find`; of a `Checkpointer`'s directory, the latest step."""
-    latest = _steps.latest(_files.local(who, path))
-    return find(who, path if latest is None else Path(path, str(latest)))
+    steps = steps_in(who, path)
+    latest = steps.latest()
+    return find(who, path if latest is None else steps.where / str(latest))
 
 
 def root(stored: Stored) -> Path:
@@ -159,27 +165,53 @@ def writes(who: str, stored: Stored) -> dict[str, Write]:
 
 
 def read(
-    who: str, stored: Stored, args: dict[str, Any], concurrent_bytes: int | None = None
-) -> dict[str, Any]:
-    """Reads some leaves, each as its `RestoreArgs` say, by name.
+    who: str, stored: Stored, wanted: Mapping[str, ReadAs], at_once: int
+) -> dict[str, jax.Array]:
+    """Reads some leaves by name, each as is wanted, so many bytes at the same time.
 
     Raises:
       CheckpointError: all leaves that cannot be read.
     """
-    names, treedef = leaf_names(stored.tree), jax.tree.structure(stored.tree)
-    item = jax.tree.unflatten(treedef, [0 if name in args else ocp.PLACEHOLDER for name in names])
-    restore_args = jax.tree.unflatten(
-        treedef, [args.get(name, ocp.RestoreArgs()) for name in names]
-    )
-    handler = _handlers.handler(known=stored.known, concurrent_bytes=concurrent_bytes)
+
+    async def read() -> list[jax.Array]:
+        budget = _reading.Budget(at_once)
+        return await _reading.each(
+            [_reading.read(stored.infos[name], stored.types[name], how, budget)
+             for name, how in wanted.items()], [*wanted])  # fmt: skip
+
+    return dict(zip(wanted, _run(who, stored, read()), strict=True))
+
+
+def open_leaves(who: str, stored: Stored) -> dict[str, tensorstore.TensorStore]:
+    """Opens each leaf that is numbers, by name; nothing is read.
+
+    Raises:
+      CheckpointError: those that cannot be opened.
+    """
+    names = [name for name, known in stored.types.items() if known]
+    work = [_reading.open_leaf(stored.infos[name], stored.types[name]) for name in names]
+    return dict(zip(names, _run(who, stored, _reading.each(work, names)), strict=True))
+
+
+def _run(who: str, stored: Stored, work: Coroutine[Any, Any, Any]) -> Any:
     try:
-        tree = handler.restore(
-            epath.Path(stored.directory),
-            args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args),
-        )
+        return _reading.run(work)
     except Exception as error:
         raise CheckpointError(damaged(who, stored.directory, error)) from error
-    return {name: x for name, x in zip(names, jax.tree.leaves(tree), strict=True) if name in args}
+
+
+async def _types(
+    infos: Mapping[str, Any], known: Mapping[str, StoredLeaf]
+) -> dict[str, StoredLeaf | None]:
+    """The type of each leaf, which is opened where it is not known."""
+
+    async def type_of(info: Any) -> StoredLeaf | None:
+        if not _is_array(info):
+            return None
+        return known.get(info.name) or _reading.type_of(await _reading.open_leaf(info))
+
+    found = await _reading.each([type_of(info) for info in infos.values()], [*infos])
+    return dict(zip(infos, found, strict=True))
 
 
 def damaged(who: str, directory: Any, error: Exception) -> str:
@@ -276,12 +308,15 @@ def _is_read(name: str) -> bool:
     return "ocdbt.process_" not in name
 
 
-def _leaf(name: str, metadata: Any) -> Leaf:
-    shape = tuple(getattr(metadata, "shape", None) or ())
-    dtype = getattr(metadata, "dtype", None)
-    return Leaf(
-        named(name), shape, "string" if dtype is None else str(jax.dtypes.canonicalize_dtype(dtype))
-    )
+def _is_array(info: Any) -> bool:
+    return getattr(info, "value_typestr", "string") != "string"
+
+
+def _leaf(name: str, found: StoredLeaf | None) -> Leaf:
+    if found is None:
+        return Leaf(named(name), (), "string")
+    dtype = jax.dtypes.canonicalize_dtype(tensorstore.dtype(found.dtype).numpy_dtype)
+    return Leaf(named(name), found.shape, str(dtype))
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves are written: the true part of each shard, in chunks with checksums."""
+"""Leaves are written: the true part of each shard, in chunks with checksums, within so much memory.
+
+[Note: memory of a save] Memory holds copies of what the next step overwrites, until they are written, and of
+what is written in one transaction its chunks too, compressed, until it is committed. What is more than there
+is room for is copied and written in turn, before the state may be consumed; then the rest is copied. A
+transaction has an eighth of `save_bytes`, or one chunk: what it brings to the host and its chunks are a
+quarter, and the rest of the copies three.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import math
-from collections.abc import Coroutine, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 import tensorstore
-from orbax.checkpoint import type_handlers
-from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals as CommitFuture
 
 from jzero._in_turn import groups
-from jzero.checkpoint import _ocdbt, _reading
-from jzero.checkpoint._chunks import chunk_shape
-from jzero.checkpoint._fragments import Fragments
+from jzero.checkpoint import _ocdbt, _orbax, _reading
+from jzero.checkpoint._chunks import Box, chunk_shape, cut, parts_of_chunks
+from jzero.checkpoint._orbax import LeafSource
 from jzero.checkpoint._seal import StoredLeaf
 from jzero.offload.memory._away_array import AwayArray
 from jzero.offload.memory._nvme_array import NVMeArray, NVMePart
@@ -26,195 +33,199 @@ from jzero.offload.memory._pinned_leaf import is_pinned, view
 from jzero.offload.nvme._files import Pin
 
 Array: TypeAlias = jax.Array | PaddedArray | AwayArray
-Box: TypeAlias = tuple[slice, ...]
 
-# Bytes of leaves that a save writes in one transaction: it makes one new root of the tree that is on disk,
-# waits for the disk, and holds what is written in it, compressed, until it is committed.
+SAVE_BYTES = 2**31
+# The most that is written in one transaction: it makes one new root of the tree that is on disk, and waits
+# for the disk.
 _TOGETHER = 2**28
 
 
-class LatePart(NamedTuple):
-    """A part of a leaf in files, which is read when it is written.
+class _Leaf:
+    """A leaf, as far as this process writes it.
 
     Attributes:
-      part: it, with its padding.
-      shape: its shape without.
-    """
-
-    part: NVMePart
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.part.dtype.itemsize
-
-    def read(self) -> np.ndarray:
-        return np.asarray(self.part)[tuple(map(slice, self.shape))]
-
-
-class WrittenLeaf(NamedTuple):
-    """What this process writes of a leaf.
-
-    Attributes:
+      name: Orbax's.
       spec: the array on disk, for tensorstore.
-      info: what Orbax says of it.
-      parts: where in the leaf, and what; on the host, or in files.
       pin: keeps what is in files, while steps go on.
+      left: how many of its parts are not written.
     """
 
-    spec: dict[str, Any]
-    info: Any
-    parts: list[tuple[Box, np.ndarray | LatePart]]
-    pin: Pin | None = None
+    def __init__(self, name: str, spec: dict[str, Any], pin: Pin | None = None):
+        self.name, self.spec, self.pin, self.left = name, spec, pin, 0
 
-    @property
-    def nbytes(self) -> int:
-        return sum(data.nbytes for _, data in self.parts)
+
+class _Part:
+    """A part of a leaf.
+
+    Attributes:
+      leaf: of which.
+      box: where; None if there is only the leaf itself to write.
+      nbytes: its bytes.
+      is_late: whether it is in files, and read when it is written.
+    """
+
+    def __init__(
+        self, leaf: _Leaf, box: Box | None, data: Any, inside: Box = (), is_cut: bool = False
+    ):
+        self.leaf, self.box = leaf, box
+        self.nbytes = (
+            math.prod(_sizes(box)) * np.dtype(data.dtype).itemsize if box is not None else 0
+        )
+        self.is_late = isinstance(data, NVMePart | LeafSource)
+        # Of what, where in it, whether it is not all of that; then what is on the host.
+        self._data, self._inside, self._is_cut = data, inside, is_cut
+        self._values: Any = None
+        leaf.left += 1
+
+    def start(self) -> None:
+        """Begins to bring an array to the host."""
+        if isinstance(self._data, jax.Array) and not self._is_cut and _is_copied(self._data):
+            # JAX keeps what it copies of an array as long as the array; this one is ours.
+            x = self._data
+            self._data = jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x])
+            self._data.copy_to_host_async()
+
+    def values(self) -> np.ndarray:
+        """What it is, on the host, where nobody changes it; it is brought there once."""
+        if self._data is not None:
+            self._values = _on_host(self._data, self._inside, self._is_cut)
+            self._data = None
+        return self._values
 
     def release(self) -> None:
-        """Lets go of the copies on the host, and of what is in files."""
-        self.parts.clear()
-        if self.pin:
-            self.pin.release()
-
-    @classmethod
-    def of(cls, x: Array, info: Any) -> WrittenLeaf:
-        """Of a leaf that the devices hold together, each a part of it."""
-        spec = write_spec(info, x.shape, _shard_shape(x), x.dtype)
-        pin = x.store.files.pin() if isinstance(x, NVMeArray) else None
-        parts = [_cut(index, data, x.shape) for index, data in _own_parts(x, pin)]
-        return cls(spec, info, [part for part in parts if part is not None], pin)
-
-    @classmethod
-    def of_copy(cls, x: Any, info: Any) -> WrittenLeaf:
-        """Of a number or a NumPy array, which every process has whole, and its owner may change."""
-        x = np.array(x)
-        spec = write_spec(info, x.shape, x.shape, x.dtype)
-        whole = tuple(slice(0, size) for size in x.shape)
-        return cls(spec, info, [(whole, x)] if jax.process_index() == 0 else [])
+        """Lets go of it; of the leaf's files, for which steps wait, with its last part."""
+        self._values = self._data = None
+        self.leaf.left -= 1
+        if self.leaf.left == 0 and self.leaf.pin:
+            self.leaf.pin.release()
 
 
 class Writing:
-    """What is being written, for whoever completes it.
+    """What a process writes of a checkpoint, for whoever completes it.
 
     Attributes:
       leaves: the type on disk of each leaf, by its name there.
-      fragments: parts of chunks of which other processes have the rest.
+      shared: of chunks of which several processes have parts, whose and where these are, by the leaf.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path, save_bytes: int = SAVE_BYTES) -> None:
+        """Writes into a directory, within so much memory of the host.
+
+        Args:
+          directory: of the tree.
+          save_bytes: see [Note: memory of a save].
+        """
+        self._directory = directory
+        self._together = min(_TOGETHER, max(save_bytes // 8, 1))
+        self._room = save_bytes - 2 * self._together
+        self._context = _ocdbt.context()
+        self._parts: list[_Part] = []
         self.leaves: dict[str, StoredLeaf] = {}
-        self.fragments = Fragments()
-        self._failure: BaseException | None = None
+        self.shared: dict[str, list[tuple[int, Box]]] = {}
 
-    def futures(self, leaves: Sequence[WrittenLeaf]) -> list[Any]:
-        """Starts to write them, in the background."""
-        for leaf in leaves:
-            self.note(leaf.info.name, leaf.spec)
-        return [CommitFuture(self.noted(_write(leaves, self.fragments)), name="write")]
+    def take(self, tree: Any) -> None:
+        """Writes what describes a tree, and finds this process's parts of its leaves."""
+        for name, x in _orbax.write_tree(self._directory, tree):
+            if isinstance(x, jax.Array) and _reading.is_key(x.dtype):
+                x = jax.random.key_data(x)
+            self._take(name, x if isinstance(x, Array | LeafSource) else np.asarray(x))
 
-    async def noted(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does it; what goes wrong is kept, where Orbax's threads would print it."""
+    def write(self, copied: Callable[[], Any] = lambda: None) -> None:
+        """Writes them; calls `copied` when the tree may be consumed."""
         try:
-            await work
-        except BaseException as error:
-            self._failure = error
+            asyncio.run(self._write(copied))
+        finally:
+            for part in self._parts:  # An error may have come first.
+                if part.leaf.pin:
+                    part.leaf.pin.release()
+            self._parts = []
 
-    def raise_failure(self) -> None:
-        """Raises what went wrong, once all futures are done."""
-        if self._failure is not None:
-            raise self._failure
+    def complete(self, base: Mapping[str, Any] | None = None) -> None:
+        """Makes one store of what all processes have written; process 0 does.
 
-    def note(self, name: str, spec: dict[str, Any]) -> StoredLeaf:
-        """Notes the type of a leaf; it."""
-        found = spec["metadata"]
-        chunks = found["chunk_grid"]["configuration"]["chunk_shape"]
-        self.leaves[name] = StoredLeaf(tuple(found["shape"]), spec["dtype"], tuple(chunks))
-        return self.leaves[name]
+        Args:
+          base: where it was copied to, for tensorstore; where it was written by default.
+        """
+        base = base or _ocdbt.directory(self._directory)
+        asyncio.run(_ocdbt.merge(base, range(jax.process_count()), self.shared))
+        asyncio.run(_ocdbt.check_complete(base, self.leaves))
+
+    def _take(self, name: str, x: Any) -> None:
+        dtype = np.dtype(x.dtype)
+        chunks = chunk_shape(x.shape, _shard_shape(x), dtype.itemsize)
+        own = _ocdbt.directory(self._directory / _ocdbt.part_of(jax.process_index()))
+        spec = {**_ocdbt.array_spec(own, name), "dtype": dtype.name}
+        leaf = _Leaf(name, spec | {"metadata": metadata(x.shape, chunks)})
+        self.leaves[name] = StoredLeaf(tuple(x.shape), dtype.name, tuple(chunks))
+        if pieces := _pieces_of_processes(x, chunks):
+            self.shared[name] = pieces
+        if isinstance(x, NVMeArray):
+            leaf.pin = x.store.files.pin()
+        # Only rows can be read of what is in a file.
+        cuts = (*chunks[:1], *x.shape[1:]) if isinstance(x, LeafSource) else chunks
+        for box, data in _own_parts(x, leaf.pin):
+            boxes = [
+                each for true in _true(box, x.shape)
+                for each in cut(true, cuts, dtype.itemsize, self._together)
+            ]  # fmt: skip
+            for each in boxes:
+                inside = tuple(
+                    slice(a.start - b.start, a.stop - b.start)
+                    for a, b in zip(each, box, strict=True)
+                )
+                self._parts.append(_Part(leaf, each, data, inside, is_cut=len(boxes) > 1))
+        if not leaf.left:
+            self._parts.append(_Part(leaf, None, None))
+
+    async def _write(self, copied: Callable[[], Any]) -> None:
+        """Writes the first parts until the others fit, copies these, and writes them."""
+        first, room = len(self._parts), self._room
+        while first:
+            part = self._parts[first - 1]
+            room -= 0 if part.is_late else part.nbytes
+            if room < 0:
+                break
+            first -= 1
+        for group in groups(self._parts[:first], self._together):
+            _copy(group)
+            await self._write_group(group)
+        _copy(self._parts[first:])
+        copied()
+        for group in groups(self._parts[first:], self._together):
+            await self._write_group(group)
+
+    async def _write_group(self, group: Sequence[_Part]) -> None:
+        by_leaf: dict[_Leaf, list[_Part]] = {}
+        for part in group:
+            by_leaf.setdefault(part.leaf, []).append(part)
+        async with _ocdbt.transaction() as together:
+            work = [self._write_parts(*each, together) for each in by_leaf.items()]
+            await _reading.each(work, [leaf.name for leaf in by_leaf])
+        for part in group:
+            part.release()
+        _give_back()
+
+    async def _write_parts(
+        self, leaf: _Leaf, parts: Sequence[_Part], transaction: tensorstore.Transaction
+    ) -> None:
+        is_first = jax.process_index() == 0  # All would make the same array.
+        how: Any = {"create": True} if is_first else {"assume_metadata": True}
+        store = await tensorstore.open(
+            leaf.spec, open=True, context=self._context, transaction=transaction, **how
+        )
+
+        async def write(part: _Part) -> None:
+            values = await asyncio.to_thread(part.values) if part.is_late else part.values()
+            # Nobody changes them: they belong to a jax.Array, or were copied.
+            await store[part.box].write(values, can_reference_source_data_indefinitely=True)
+
+        await _reading.all_of([write(part) for part in parts if part.box is not None])
 
 
-def write_spec(
-    info: Any, shape: Sequence[int], shard_shape: Sequence[int], dtype: Any
-) -> dict[str, Any]:
-    """The array on disk, for tensorstore: of chunks into which a shard can be cut."""
-    spec = type_handlers.get_json_tspec_write(
-        info, info.is_ocdbt_checkpoint, shape, shape, dtype, jax.process_index()
-    )
-    spec["metadata"] = metadata(shape, chunk_shape(shape, shard_shape, dtype.itemsize))
-    return spec
-
-
-def _shard_shape(x: Array) -> tuple[int, ...]:
-    """The shape of each device's part, padding included."""
-    if isinstance(x, AwayArray):
-        return x.at_rest.shard_shape(x.padded_shape)
-    x = x.padded if isinstance(x, PaddedArray) else x
-    return x.sharding.shard_shape(x.shape)
-
-
-def _own_parts(x: Array, pin: Pin | None = None) -> list[tuple[Box, Any]]:
-    """The parts that this process writes, and where they are: the first copy of each."""
-    if isinstance(x, AwayArray):
-        found = x.own_parts(x.parts_by(pin) if pin and isinstance(x, NVMeArray) else None)
-        return [(tuple(slice(*ends) for ends in box), data) for box, data in found]
-    shards = (x.padded if isinstance(x, PaddedArray) else x).addressable_shards
-    return [(shard.index, shard.data) for shard in shards if shard.replica_id == 0]
-
-
-def start_copies(x: Array) -> None:
-    for _, data in _own_parts(x):
-        if isinstance(data, jax.Array) and not is_pinned(data):
-            data.copy_to_host_async()
-
-
-def _cut(
-    index: Sequence[slice], data: jax.Array | np.ndarray | NVMePart, shape: Sequence[int]
-) -> tuple[Box, np.ndarray | LatePart] | None:
-    """A part on the host and its place, without padding; None if it is all padding."""
-    starts = [part.start or 0 for part in index]
-    stops = [min(start + n, size) for start, n, size in zip(starts, data.shape, shape, strict=True)]
-    lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
-    if min(lengths, default=1) <= 0:
-        return None
-    place = tuple(map(slice, starts, stops))
-    if isinstance(data, NVMePart):
-        return place, LatePart(data, tuple(lengths))
-    overwritten = is_pinned(data) or isinstance(data, np.ndarray)
-    values = view(jax.block_until_ready(data)) if is_pinned(data) else np.asarray(data)
-    values = values[tuple(slice(n) for n in lengths)]
-    # The next step overwrites it, while it is being written.
-    return place, values.copy() if overwritten else values
-
-
-async def _write(leaves: Sequence[WrittenLeaf], fragments: Fragments) -> None:
-    try:
-        for group in groups(leaves, _TOGETHER):
-            async with _ocdbt.transaction() as together:
-                work = [_write_leaf(leaf, fragments, together) for leaf in group]
-                await _reading.each(work, [leaf.info.name for leaf in group])
-            for leaf in group:
-                leaf.release()
-    finally:
-        for leaf in leaves:  # Steps wait for what is in files.
-            leaf.release()
-
-
-async def _write_leaf(leaf: WrittenLeaf, fragments: Fragments, transaction: Any) -> None:
-    await leaf.info.await_path_creation()
-    options = dict(open=True, context=leaf.info.ts_context, transaction=transaction)
-    if jax.process_index() == 0:  # All would make the same array.
-        await tensorstore.open(leaf.spec, create=True, **options)
-    store = await tensorstore.open(leaf.spec, assume_metadata=True, **options)
-    parts = [
-        (index, await asyncio.to_thread(data.read) if isinstance(data, LatePart) else data)
-        for index, data in leaf.parts
-    ]
-    # Nobody changes `data`: it belongs to a jax.Array, or was copied.
-    writes = [
-        store[index].write(data, can_reference_source_data_indefinitely=True)
-        for index, data in fragments.split_off(leaf.spec, leaf.info, parts)
-    ]
-    await _reading.all_of(writes)
+def _give_back() -> None:
+    """Has the C library give back what is free: each thread's arena keeps what its thread compressed."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)
 
 
 def metadata(shape: Sequence[int], chunks: Sequence[int]) -> dict[str, Any]:
@@ -227,3 +238,99 @@ def metadata(shape: Sequence[int], chunks: Sequence[int]) -> dict[str, Any]:
             {"name": "zstd", "configuration": {"level": 1, "checksum": True}},
         ],
     }
+
+
+def _copy(parts: Sequence[_Part]) -> None:
+    """Brings to the host what rests elsewhere than in files."""
+    now = [part for part in parts if not part.is_late]
+    for part in now:
+        part.start()
+    for part in now:
+        part.values()
+
+
+def _layout(x: Any) -> tuple[tuple[int, ...], Any] | None:
+    """The shape of a leaf, padding included, and who has which part; None for what each process has whole."""
+    if isinstance(x, AwayArray):
+        return x.padded_shape, x.at_rest
+    x = x.padded if isinstance(x, PaddedArray) else x
+    return (x.shape, x.sharding) if isinstance(x, jax.Array) else None
+
+
+def _shard_shape(x: Any) -> tuple[int, ...]:
+    """The shape of each device's part, padding included."""
+    layout = _layout(x)
+    return tuple(x.shape) if layout is None else layout[1].shard_shape(layout[0])
+
+
+def _own_parts(x: Any, pin: Pin | None = None) -> list[tuple[Box, Any]]:
+    """The parts that this process writes, and where they are: the first copy of each."""
+    if isinstance(x, AwayArray):
+        found = x.own_parts(x.parts_by(pin) if pin and isinstance(x, NVMeArray) else None)
+        return [(tuple(slice(*ends) for ends in box), data) for box, data in found]
+    x = x.padded if isinstance(x, PaddedArray) else x
+    if isinstance(x, jax.Array):
+        shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+        return [(_box(shard.index, x.shape), shard.data) for shard in shards]
+    return [(_box((slice(None),) * len(x.shape), x.shape), x)] if jax.process_index() == 0 else []
+
+
+def _pieces_of_processes(x: Any, chunks: Sequence[int]) -> list[tuple[int, Box]]:
+    """What processes have of chunks that they share, as where a shard has a large prime size."""
+    layout = _layout(x)
+    if layout is None or jax.process_count() == 1:
+        return []
+    owners: dict[tuple[tuple[int, int], ...], int] = {}
+    shape, sharding = layout
+    for device, index in sharding.devices_indices_map(shape).items():
+        ends = tuple(side.indices(size)[:2] for side, size in zip(index, shape, strict=True))
+        owners.setdefault(ends, device.process_index)
+    pieces = [
+        (process, piece)
+        for ends, process in owners.items()
+        for box in _true(tuple(slice(*pair) for pair in ends), x.shape)
+        for piece in parts_of_chunks(box, x.shape, chunks)
+    ]
+    return pieces if len({process for process, _ in pieces}) > 1 else []
+
+
+def _is_copied(x: jax.Array) -> bool:
+    """Whether NumPy has a copy of it, and not a view."""
+    return not is_pinned(x) and next(iter(x.devices())).platform != "cpu"
+
+
+def _on_host(data: Any, inside: Box, is_cut: bool) -> np.ndarray:
+    """Some of a leaf's part on the host, where nobody changes it."""
+    if isinstance(data, LeafSource):  # Nobody else has what it reads.
+        return data.read(inside[0] if is_cut else ...)
+    if isinstance(data, NVMePart):
+        return data.read(inside)
+    if is_pinned(data):  # The next step overwrites it, while it is being written.
+        return view(jax.block_until_ready(data))[inside].copy()
+    if not isinstance(data, jax.Array):
+        return data[inside].copy()
+    return _slice(data, inside) if is_cut else np.asarray(data)[inside]
+
+
+def _slice(data: jax.Array, box: Box) -> np.ndarray:
+    """Some of an array, cut on its device."""
+    starts = [side.start for side in box]
+    with jax.transfer_guard("allow"), jax.set_mesh(None):
+        return np.asarray(jax.lax.dynamic_slice(data, starts, _sizes(box)))
+
+
+def _true(box: Box, shape: Sequence[int]) -> list[Box]:
+    """A part without padding; nothing if it is all padding."""
+    cut_off = tuple(
+        slice(side.start, min(side.stop, size)) for side, size in zip(box, shape, strict=True)
+    )
+    return [cut_off] if min(_sizes(cut_off), default=1) > 0 else []
+
+
+def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    pairs = zip(index, shape, strict=True)
+    return tuple(slice(*side.indices(size)[:2]) for side, size in pairs)
+
+
+def _sizes(box: Box) -> list[int]:
+    return [side.stop - side.start for side in box]

@@ -3,16 +3,26 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from jzero._errors import CheckpointError, first_of, message, named
+import jax
+
+from jzero._errors import CheckpointError, OptionError, first_of, message, named
 from jzero._quantities import readable_bytes
-from jzero.checkpoint import _export, _files, _import, _inspect, _lock, _reading, _steps, _stored
+from jzero.checkpoint import _inspect, _lock, _reading, _stored
+from jzero.checkpoint._bucket_steps import steps_in
 from jzero.checkpoint._inspect import Inspection, Saved, Verified
 from jzero.cli import _flags
 from jzero.reports._tables import Table
 from jzero.sharding.plan._stages import PARAMETER
+from jzero.weights import _export, _import
+from jzero.weights._families import LAYOUTS
+from jzero.weights._safetensors import FLOATS
 
 Shown = Iterator[str | Table | dict[str, Any]]  # A dict is shown as JSON.
 _CHECKPOINT = "a checkpoint of Orbax, or a directory of steps (the latest)"
@@ -57,7 +67,7 @@ def _add_export(command: _flags.Parser) -> None:
     command.add_argument(
         "out", help="out.safetensors; if it takes several files, also the index's name"
     )
-    command.add_argument("--dtype", choices=_export.FLOATS, help="of floats; by default their own")
+    command.add_argument("--dtype", choices=FLOATS, help="of floats; by default their own")
     command.add_argument(
         "--select",
         metavar="REGEX",
@@ -65,12 +75,12 @@ def _add_export(command: _flags.Parser) -> None:
     )
     command.add_argument(
         "--max-file-size",
-        default="5GB",
         type=_flags.num_bytes,
         metavar="SIZE",
-        help="5GB by default",
+        help="5GB by default; in a bucket 256MB",
     )
     command.add_argument("--overwrite", action="store_true", help="replace an older export")
+    _add_layout(command, "write tensors with the names and shapes of Hugging Face's")
 
 
 def _add_import(command: _flags.Parser) -> None:
@@ -79,6 +89,39 @@ def _add_import(command: _flags.Parser) -> None:
     command.add_argument(
         "--prefix", default="params", help="what leaves are below: params by default, or ''"
     )
+    command.add_argument(
+        "--dtype", choices=FLOATS, help="of floats; by default the model's (--like), or their own"
+    )
+    _add_layout(command, "make Hugging Face's tensors the leaves of a model of Flax")
+    command.add_argument(
+        "--like", metavar="MODULE:FUNCTION", type=_like,
+        help="returns the model's parameters, or their shapes by jax.eval_shape",
+    )  # fmt: skip
+
+
+def _add_layout(command: _flags.Parser, what: str) -> None:
+    command.add_argument(
+        "--layout",
+        metavar="NAME",
+        help=f"{what}: {', '.join(LAYOUTS)}, table.py:NAME or table.json",
+    )
+    command.add_argument(
+        "--config", metavar="FILE", help="the model's config.json: tensors are held against it"
+    )
+
+
+def _like(text: str) -> Any:
+    """What a user's function returns."""
+    module, _, name = text.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return jax.eval_shape(getattr(importlib.import_module(module), name))
+    except Exception as error:
+        raise OptionError(message(
+            "import", f"like={text!r}: {type(error).__name__}: {error}",
+            "It is MODULE:FUNCTION, which takes nothing and returns the parameters.", "Correct it."
+        )) from error  # fmt: skip
 
 
 def _add_unlock(command: _flags.Parser) -> None:
@@ -92,7 +135,7 @@ def _show(checkpoint: str, verify: bool, json: bool) -> Shown:
     if verified is not None and verified.damaged:
         error = _reading.LeafErrors(verified.damaged)
         raise CheckpointError(_stored.damaged(_inspect.WHO, stored.directory, error))
-    if verify and (steps := _steps.damaged(_files.local(_inspect.WHO, checkpoint))):
+    if verify and (steps := steps_in(_inspect.WHO, checkpoint).damaged()):
         newer = ", ".join(map(str, steps))
         raise CheckpointError(message(
             _inspect.WHO, f"{named(checkpoint)} has steps that are not whole: {newer}",
@@ -172,14 +215,14 @@ def _write_files(checkpoint: str, out: str, **options: Any) -> Shown:
         num = f"{len(left_out):,} {'leaf' if len(left_out) == 1 else 'leaves'}"
         yield f"Not exported, as no parameters: {num} ({first_of(left_out)}). --select REGEX exports others."
     for file in files:
-        yield f"{file}: {readable_bytes(file.stat().st_size)}"
+        yield f"{file}: {readable_bytes(file.stat().st_size)}" if isinstance(file, Path) else file
 
 
-def _write_checkpoint(source: str, checkpoint: str, prefix: str) -> Shown:
-    num = _import.import_(source, checkpoint, prefix=prefix)
+def _write_checkpoint(source: str, checkpoint: str, **options: Any) -> Shown:
+    num = _import.import_(source, checkpoint, **options)
     yield f"{checkpoint}: {num} leaves"
 
 
 def _unlock(directory: str) -> Shown:
-    owner = _lock.unlock("unlock", _files.local("unlock", directory))
+    owner = _lock.unlock("unlock", steps_in("unlock", directory).where)
     yield f"{directory}: {owner} may no longer write in it"

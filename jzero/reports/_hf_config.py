@@ -232,6 +232,11 @@ def _linear(name: str, out: int, into: int, bias: bool = False) -> ParamShapes:
     return {f"{name}.weight": (out, into)} | ({f"{name}.bias": (out,)} if bias else {})
 
 
+def _conv1d(name: str, into: int, out: int) -> ParamShapes:
+    """A linear layer of GPT-2: its weight is the transpose of others'."""
+    return {f"{name}.weight": (into, out), f"{name}.bias": (out,)}
+
+
 def _norms(width: int, *names: str, bias: bool = False) -> ParamShapes:
     kinds = ("weight", "bias") if bias else ("weight",)
     return {f"{name}.{kind}": (width,) for name in names for kind in kinds}
@@ -370,10 +375,10 @@ def _gpt2(c: _Entries) -> _Reading:
     inner = c.size("n_inner", 4 * d)
     layer = (
         _norms(d, "ln_1", "ln_2", bias=True)
-        | _linear("attn.c_attn", 3 * d, d, bias=True)
-        | _linear("attn.c_proj", d, d, bias=True)
-        | _linear("mlp.c_fc", inner, d, bias=True)
-        | _linear("mlp.c_proj", d, inner, bias=True)
+        | _conv1d("attn.c_attn", d, 3 * d)
+        | _conv1d("attn.c_proj", d, d)
+        | _conv1d("mlp.c_fc", d, inner)
+        | _conv1d("mlp.c_proj", inner, d)
     )
     parts = [
         ModelPart("", 1, {"wte.weight": (vocab, d), "wpe.weight": (c.size("n_positions"), d)}),

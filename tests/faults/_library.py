@@ -54,6 +54,10 @@ class Operation(NamedTuple):
     error: int
 
     @property
+    def target(self) -> str:
+        return self.path
+
+    @property
     def reads(self) -> bool:
         """Whether it changes nothing."""
         return self.name in ("open", "opendir") or self.name.startswith(("read", "pread"))

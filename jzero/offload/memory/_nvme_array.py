@@ -163,6 +163,18 @@ class NVMePart:
             self._store.read_range(out, self._file, self._name, 0, self._reader)
         return values if dtype is None else values.astype(dtype, copy=False)
 
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Reads some of it: the rows that it is in."""
+        if not index:
+            return np.asarray(self)
+        rows, others = index[0], index[1:]
+        values = np.empty((rows.stop - rows.start, *self.shape[1:]), self.dtype)
+        out = values.reshape(-1).view(np.uint8)
+        if len(out):
+            start = rows.start * (len(out) // len(values))
+            self._store.read_range(out, self._file, self._name, start, self._reader)
+        return values[(slice(None), *others)]
+
 
 def rests_in_files(x: Any, home: Home | None, spec: StoreSpec | None) -> bool:
     """Whether a leaf is in files of this kind already; of any kind, if it is None."""

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,26 +21,27 @@ from jzero._errors import CheckpointError, OptionError, message
 from jzero._in_turn import groups
 from jzero._json import shown
 from jzero._quantities import BYTES_RULE, parse_bytes
-from jzero.checkpoint import _files, _private, _reading, _safetensors, _stored, _stream
+from jzero.checkpoint import _files, _reading, _stored, _stream
+from jzero.checkpoint._bucket import Bucket
 from jzero.checkpoint._match import masters
-from jzero.checkpoint._safetensors import Tensor
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
+from jzero.weights import _complete, _objects, _private, _safetensors
+from jzero.weights._bindings import Array, into_tensors
+from jzero.weights._families import LAYOUTS, layout_of
+from jzero.weights._layout import WeightLayout
+from jzero.weights._safetensors import FLOATS, Tensor
 
 WHO = "export"
-FLOATS = {
-    "bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32,
-    "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32,
-}  # fmt: skip
 _SUFFIX, _PREFIX = ".safetensors", "params/"
 _SHOWN = 20
 
 
 class _Export(NamedTuple):
-    """A tensor to be, and the open leaf that its values come from."""
+    """A tensor to be, the open leaves that its values come from, and what reads these in blocks of it."""
 
     tensor: Tensor
-    leaf: str
-    store: Any
+    leaves: list[str]
+    blocks: Callable[[], Iterator[np.ndarray]]
 
     @property
     def nbytes(self) -> int:
@@ -51,41 +52,69 @@ class Exported(NamedTuple):
     """What an export wrote.
 
     Attributes:
-      files: the last one is what was asked for, or its index.
+      files: the last one is what was asked for, or its index; of a bucket, URLs.
       left_out: leaves that are in none of them.
     """
 
-    files: list[Path]
+    files: list[Any]
     left_out: list[str]
 
 
-def export(
+def export_weights(
     checkpoint: str | Path,
     out: str | Path,
     *,
     dtype: str | None = None,
     select: str | None = None,
-    max_file_size: str = "5GB",
+    max_file_size: str | None = None,
     overwrite: bool = False,
+    layout: str | WeightLayout | None = None,
+    config: Any = None,
 ) -> Exported:
     """Writes the parameters of a checkpoint to `out`, or to several files of `max_file_size` and an index.
 
     Whoever reads `out`, or its index, finds all of an older export or all of the new one, whenever that is.
 
+    Args:
+      checkpoint: a checkpoint of Orbax, or a directory of steps (the latest).
+      out: a file, or the URL of an object in a bucket.
+      dtype: of floats; by default their own.
+      select: in place of the parameters, leaves in whose names this regular expression is found.
+      max_file_size: 5GB by default; in a bucket 256MB, and at most 512MB.
+      overwrite: replaces an older export.
+      layout: as of `import_weights`: tensors are those of Hugging Face's files.
+      config: the model's config.json, or its entries: the tensors are held against it.
+
     Returns:
       The files, and what is in none of them.
     """
-    target, limit = _check(out, max_file_size)
+    bucket = Bucket.of(WHO, out)
+    target, limit = _check(out, max_file_size, bucket)
+    table = None if layout is None else layout_of(WHO, layout)
+    if table is None and config is not None:
+        raise OptionError(message(
+            WHO, "config is given without a layout", "Tensors of a layout are held against it.",
+            "Add layout, one of " + ", ".join(LAYOUTS) + "."))  # fmt: skip
     stored = _stored.find_latest(WHO, checkpoint)
     chosen = _chosen(stored, select)
-    files = _split(_exports(stored, chosen, dtype), limit)
+    exports = (
+        _exports(stored, chosen, dtype) if table is None
+        else _laid_out(stored, chosen, dtype, table, config)
+    )  # fmt: skip
+    files = _split(exports, limit)
+    left_out = [name for name in stored.leaves if name not in {*chosen}]
     try:
+        if bucket is not None:
+            made = _objects.write(
+                WHO, bucket, overwrite, len(files), partial(_write, stored, files)
+            )
+            return Exported([*made], left_out)
         with _private.folder(f"{WHO} {target}", target, partial(_withdraw, target)) as folder:
             _check_free(target, overwrite)
-            written = _write(stored, files, folder, target)
+            parts = _part_names(target, len(files)) if len(files) > 1 else []
+            written = _write(stored, files, folder, parts or [target.name])
             _check_free(target, overwrite)  # That took a while.
-            left_out = stored.leaves.keys() - chosen
-            return Exported(_publish(written, target), [x for x in stored.leaves if x in left_out])
+            return Exported(_publish(written, target), left_out)
     except _reading.LeafErrors as error:
         raise CheckpointError(_stored.damaged(WHO, stored.directory, error)) from error
     except OSError as error:
@@ -94,16 +123,25 @@ def export(
             "Check the path, its permissions, and the space on its disk.")) from error  # fmt: skip
 
 
-def _check(out: str | Path, max_file_size: str) -> tuple[Path, int]:
-    target, limit = _private.checked_path(WHO, out), parse_bytes(max_file_size)
+export = export_weights  # as the command is called
+
+
+def _check(out: str | Path, size: str | None, bucket: Bucket | None) -> tuple[Path, int]:
+    target = _private.checked_path(WHO, out if bucket is None else bucket.prefix)
+    default = "5GB" if bucket is None else _objects.FILE_SIZE
+    limit = parse_bytes(default if size is None else size)
     if target.suffix != _SUFFIX:
         raise OptionError(message(
             WHO, f"the output is {str(out)!r}", f"Its suffix is {_SUFFIX}.",
             f"Write out{_SUFFIX}."))  # fmt: skip
     if limit is None:
         raise OptionError(message(
-            WHO, f"max_file_size={max_file_size!r}", f"It is {BYTES_RULE}.",
-            "Leave it out for 5GB."))  # fmt: skip
+            WHO, f"max_file_size={size!r}", f"It is {BYTES_RULE}.",
+            f"Leave it out for {default}."))  # fmt: skip
+    if bucket is not None and limit > _objects.MAX_FILE_SIZE:
+        raise OptionError(message(
+            WHO, f"max_file_size={size!r} in a bucket", "A file is uploaded in one request: at most 512 MB.",
+            f"Leave it out for {default}."))  # fmt: skip
     return target, limit
 
 
@@ -232,26 +270,98 @@ def _regex(select: str) -> re.Pattern[str]:
         )) from error  # fmt: skip
 
 
+class _Opened:
+    """Open leaves, and where the values of each come from: its master, if it gets another dtype."""
+
+    def __init__(self, stored: _stored.Stored, dtype: str | None):
+        self._stored, self._dtype = stored, dtype
+        self._stores = _stream.open_leaves(WHO, stored)
+        self._wide = masters(f"{WHO} {stored.directory}", stored.leaves) if dtype else {}
+
+    def dtypes(self, leaves: Sequence[str]) -> dict[str, np.dtype]:
+        """Of the tensor that each becomes.
+
+        Raises:
+          CheckpointError: no tensor can have it.
+        """
+        found, bad = {}, []
+        for leaf in leaves:
+            own = self._stores[leaf].dtype.numpy_dtype if leaf in self._stores else "a string"
+            found[leaf] = _wanted(own, self._dtype)
+            if not _safetensors.can_hold(found[leaf]):
+                bad.append(f"{leaf} is {own}, not a dtype of safetensors")
+        if bad:
+            raise CheckpointError(message(
+                f"{WHO} {self._stored.directory}", bad, "Its dtypes are floats, integers and booleans.",
+                "Leave some out with --select REGEX.", shown=_SHOWN))  # fmt: skip
+        return found
+
+    def source(self, leaf: str, wanted: np.dtype) -> tuple[str, Any]:
+        """The name and the store that values come from."""
+        own = self._stores[leaf].dtype.numpy_dtype
+        name = leaf if wanted == own else self._wide.get(leaf, leaf)
+        return name, self._stores[name]
+
+
 def _exports(stored: _stored.Stored, leaves: Sequence[str], dtype: str | None) -> list[_Export]:
     """The tensors. In another dtype than the leaf's, values come from its master, if it has one."""
-    stores = _stream.open_leaves(WHO, stored)
-    wide = masters(f"{WHO} {stored.directory}", stored.leaves) if dtype else {}
+    opened = _Opened(stored, dtype)
     names = _tensor_names(leaves)
     _check_names(stored, names)
-    exports, bad = [], []
-    for name, leaf in zip(names, leaves, strict=True):
-        own = stores[leaf].dtype.numpy_dtype if leaf in stores else "a string"
-        wanted = _wanted(own, dtype)
-        if not _safetensors.can_hold(wanted):
-            bad.append(f"{leaf} is {own}, not a dtype of safetensors")
+    exports = []
+    for name, (leaf, wanted) in zip(names, opened.dtypes(leaves).items(), strict=True):
+        source, store = opened.source(leaf, wanted)
+        tensor = Tensor(name, wanted, tuple(store.shape))
+        exports.append(_Export(tensor, [source], partial(_stream.read_blocks, source, store)))
+    return exports
+
+
+def _laid_out(
+    stored: _stored.Stored, leaves: Sequence[str], dtype: str | None, layout: WeightLayout, config: Any
+) -> list[_Export]:  # fmt: skip
+    """The tensors that a layout makes of leaves."""
+    opened, path = _Opened(stored, dtype), stored.directory
+    shapes = {leaf: stored.leaves[leaf].shape for leaf in leaves}
+    bound = into_tensors(f"{WHO} {path}", layout, shapes, _complete.expected(layout, config))
+    if config is not None:
+        made = {array.name: array.shape for array in bound.arrays}
+        _complete.check(WHO, path, layout, made, config)
+    dtypes, exports, bad = opened.dtypes(leaves), [], []
+    for array in bound.arrays:
+        found = {dtypes[leaf] for leaf in array.sources}
+        if len(found) > 1:
+            bad.append(
+                f"{array.name} would be of leaves of {' and '.join(sorted(map(str, found)))}"
+            )
             continue
-        source = leaf if wanted == own else wide.get(leaf, leaf)
-        exports.append(_Export(Tensor(name, wanted, stores[leaf].shape), source, stores[source]))
+        tensor = Tensor(array.name, found.pop(), array.shape)
+        sources = {leaf: opened.source(leaf, tensor.dtype) for leaf in array.sources}
+        names = [name for name, _ in sources.values()]
+        exports.append(_Export(tensor, names, partial(_blocks, array, tensor, sources)))
     if bad:
         raise CheckpointError(message(
-            f"{WHO} {stored.directory}", bad, "Its dtypes are floats, integers and booleans.",
-            "Leave some out with --select REGEX.", shown=_SHOWN))  # fmt: skip
+            f"{WHO} {path}", bad, "A tensor has one dtype.", "Export one with --dtype.",
+            shown=_SHOWN))  # fmt: skip
     return exports
+
+
+def _blocks(
+    array: Array, tensor: Tensor, sources: Mapping[str, tuple[str, Any]]
+) -> Iterator[np.ndarray]:
+    """All of a tensor, in order."""
+
+    def read(leaf: str, index: tuple[slice, ...]) -> np.ndarray:
+        name, store = sources[leaf]
+        try:
+            return np.asarray(store[index].read().result())
+        except Exception as error:
+            raise _reading.LeafErrors({name: error}) from error
+
+    if tensor.nbytes:
+        rows = (*array.shape, 1)[0] if array.shape else 1
+        each = max(_stream.AT_ONCE * rows // tensor.nbytes, 1)
+        for start in range(0, rows, each):
+            yield array.read(slice(start, min(start + each, rows)), read)
 
 
 def _tensor_names(leaves: Sequence[str]) -> list[str]:
@@ -286,24 +396,23 @@ def _split(exports: Sequence[_Export], limit: int) -> list[list[_Export]]:
 
 
 def _write(
-    stored: _stored.Stored, files: Sequence[Sequence[_Export]], folder: Path, target: Path
-) -> list[Path]:
-    """Writes all files into `folder`; the index last."""
-    parts = _part_names(target, len(files)) if len(files) > 1 else []
-    paths = [folder / name for name in parts or [target.name]]
-    overflown = [
-        leaf
-        for path, exports in zip(paths, files, strict=True)
-        for leaf in _write_file(path, exports)
-    ]
+    stored: _stored.Stored, files: Sequence[Sequence[_Export]], folder: Path, names: Sequence[str],
+    written: Callable[[Path], None] = lambda _: None,
+) -> list[Path]:  # fmt: skip
+    """Writes all files into `folder`, and says when each is; the index last."""
+    paths, overflown = [folder / name for name in names], []
+    for path, exports in zip(paths, files, strict=True):
+        overflown += _write_file(path, exports)
+        if not overflown:
+            written(path)
     if overflown:
         raise CheckpointError(message(
             f"{WHO} {stored.directory}", [f"{leaf} has values beyond the largest" for leaf in overflown],
             "No number becomes infinite.", "Export another --dtype; bf16 has the range of float32.",
             shown=_SHOWN))  # fmt: skip
-    if parts:
-        paths.append(folder / _index(target).name)
-        paths[-1].write_text(_index_text(files, parts))
+    if len(names) > 1:
+        paths.append(folder / f"{names[0].rsplit('-00001-of-', 1)[0]}{_SUFFIX}.index.json")
+        paths[-1].write_text(_index_text(files, names))
         _files.sync(paths[-1])
     _files.sync(folder)
     return paths
@@ -311,20 +420,18 @@ def _write(
 
 def _write_file(path: Path, exports: Sequence[_Export]) -> list[str]:
     """Writes one file; the leaves with finite values that the wanted dtype cannot hold."""
-    overflown = []
+    overflown: dict[str, None] = {}
     with path.open("wb") as file:
         file.write(_safetensors.header([export.tensor for export in exports]))
         for export in exports:
-            fits = True
-            for block in _stream.read_blocks(export.leaf, export.store):
+            for block in export.blocks():
                 values = _cast(block, export.tensor.dtype)
-                fits = fits and (values is block or _same_are_finite(block, values))
-                file.write(values.reshape(-1).view(np.uint8).data)
-            if not fits:
-                overflown.append(export.leaf)
+                if values is not block and not _same_are_finite(block, values):
+                    overflown |= dict.fromkeys(export.leaves)
+                file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())  # Before it gets the name of a complete file.
-    return overflown
+    return [*overflown]
 
 
 def _cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,6 +18,8 @@ import numpy as np
 from jzero import _json
 from jzero._errors import CheckpointError, message
 from jzero._json import Malformed, Maybe, shown
+from jzero.weights import _sources
+from jzero.weights._sources import Source
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"),
@@ -30,6 +30,10 @@ DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype("?"),
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOATS = {
+    "bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32,
+    "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32,
+}  # fmt: skip
 METADATA = "__metadata__"  # an entry that is no tensor
 _MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses longer ones
 _MAX_RANK = 32  # of arrays that tensorstore writes
@@ -66,23 +70,22 @@ def header(tensors: Sequence[Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(who: str, path: Path) -> list[Tensor]:
+def read_header(who: str, path: Source) -> list[Tensor]:
     """The tensors of a file, in the order of their data.
 
     Raises:
       CheckpointError: the file cannot be read, or is not whole and consistent.
     """
     try:
-        with _json.open_regular(path) as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = os.fstat(file.fileno()).st_size - 8
-            if not 2 <= length <= min(size, _MAX_HEADER):
-                raise Malformed(
-                    f"its header would have {length} bytes, of {max(size, 0)} that follow"
-                )
-            entries = _entries(file.read(length))
+        size = _sources.size(path)
+        length = int.from_bytes(_sources.read(path, 0, 8).tobytes(), "little")
+        most = _MAX_HEADER if size is None else min(size - 8, _MAX_HEADER)
+        if not 2 <= length <= most:
+            raise Malformed(f"its header would have {length} bytes, of {max(most, 0)} that follow")
+        entries = _entries(_sources.read(path, 8, length).tobytes())
         tensors = sorted(_tensors(entries), key=lambda t: (t.start, t.nbytes))
-        _check_places(tensors, size - length)
+        _check_places(tensors, None if size is None else size - 8 - length)
+        _sources.check_end(path, 8 + length + sum(t.nbytes for t in tensors))
     except OSError as error:
         raise CheckpointError(message(
             who, f"{path} cannot be read: {error.strerror}", "It is a safetensors file, or an index of some.",
@@ -141,7 +144,7 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_SIZE
 
 
-def _check_places(tensors: Iterable[Tensor], nbytes: int) -> None:
+def _check_places(tensors: Iterable[Tensor], nbytes: int | None) -> None:
     """One after the other, without gaps, to the end of the file."""
     bad, end = [], 0
     for t in tensors:
@@ -154,7 +157,7 @@ def _check_places(tensors: Iterable[Tensor], nbytes: int) -> None:
                 f"{shown(t.name)} begins at byte {t.start}, and nothing is said of those from {end}"
             )
         end = t.start + t.nbytes
-    if end != nbytes:
+    if nbytes is not None and end != nbytes:
         bad.append(f"tensors have {end} bytes, and {nbytes} follow the header")
     if bad:
         raise Malformed(*bad)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A save needs no more memory of the host than it may, and what it writes in parts is the state."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jzero
+from jzero.checkpoint import _chunks, _inspect, _writing
+
+MIB = 2**20
+
+
+def step_fn(state: Any, batch: jax.Array) -> Any:
+    return jax.tree.map(lambda x: x + batch.mean().astype(x.dtype), state)
+
+
+def new_state() -> dict[str, jax.Array]:
+    return {
+        "w": jax.random.normal(jax.random.key(0), (512, 1024)),
+        "uneven": jax.random.normal(jax.random.key(1), (1021, 33)).astype(jnp.bfloat16),
+        "wide": jax.random.normal(jax.random.key(2), (3, 70_000)),
+        "number": jnp.float32(3),
+    }
+
+
+BATCH: Any = np.ones((8, 1), np.float32)
+PLACES = {
+    "devices": lambda folder: jzero.NoOffload(),
+    "host": lambda folder: jzero.HostCPU(),
+    "pinned": lambda folder: jzero.PinnedHost(),
+    "files": lambda folder: jzero.NVMe(str(folder / "nvme"), host_bytes=2**20),
+}
+
+
+@pytest.mark.parametrize("are_copied", [False, True], ids=["views", "copies"])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_written_in_parts_is_the_state(place, are_copied, tmp_path, monkeypatch):
+    """And little is held at a time, while the next step has consumed the state."""
+    if are_copied:  # as on devices with memory of their own
+        monkeypatch.setattr(_writing, "_is_copied", lambda x: not _writing.is_pinned(x))
+    held, most = set(), 0
+    values, release = _writing._Part.values, _writing._Part.release
+
+    def watched(part: Any) -> Any:
+        nonlocal most
+        found = values(part)
+        held.add(part)
+        most = max(most, sum(each.nbytes for each in held))
+        return found
+
+    monkeypatch.setattr(_writing._Part, "values", watched)
+
+    def released(part: Any) -> None:
+        held.discard(part)
+        release(part)
+
+    monkeypatch.setattr(_writing._Part, "release", released)
+    train_step = jzero.shard_train_step(step_fn, stage=3, offload=PLACES[place](tmp_path))
+    state = train_step.init(new_state)
+    state = train_step(state, BATCH)
+    expected = jax.tree.map(np.asarray, train_step.unshard(state))
+    total = sum(x.nbytes for x in expected.values())
+    with jzero.Checkpointer(tmp_path / "steps", train_step, save_bytes=MIB) as checkpointer:
+        checkpointer.save(1, state)
+        train_step(state, BATCH)
+        checkpointer.wait()
+        restored = train_step.unshard(checkpointer.restore(jax.eval_shape(new_state)))
+    jax.tree.map(np.testing.assert_array_equal, restored, expected)
+    assert not held
+    assert 3 * MIB // 4 - MIB // 8 <= most <= 3 * MIB // 4 + MIB // 8 or place == "files"
+    assert most <= MIB < total / 2
+    assert not _inspect.verify(_inspect.inspect(tmp_path / "steps" / "1")[1]).damaged
+
+
+def test_what_is_copied_is_not_kept_in_the_state(tmp_path, monkeypatch):
+    """NumPy's copy of a JAX array lives as long as the array, if it is made of that one."""
+    monkeypatch.setattr(_writing, "_is_copied", lambda x: True)
+    seen: list[int] = []
+    on_host = _writing._on_host
+
+    def watched(data: Any, *args: Any) -> np.ndarray:
+        seen.append(id(data))
+        return on_host(data, *args)
+
+    monkeypatch.setattr(_writing, "_on_host", watched)
+    train_step = jzero.shard_train_step(step_fn, stage=3)
+    state: Any = train_step.init(new_state)
+    with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+        checkpointer.save(1, state)
+    arrays: list[Any] = [getattr(x, "padded", x) for x in jax.tree.leaves(state)]
+    own = {id(shard.data) for x in arrays for shard in x.addressable_shards}
+    assert seen
+    assert not own & set(seen)
+
+
+def test_chunks_in_several_transactions(tmp_path, monkeypatch):
+    """A shard of a prime size has parts of chunks, and the parts come in transactions of their own."""
+    monkeypatch.setattr(_chunks, "MAX_BYTES", 1000)
+    monkeypatch.setattr(_chunks, "MIN_BYTES", 400)
+    train_step = jzero.shard_train_step(step_fn, stage=3, min_shard_bytes=0)
+    shapes = {"w": (8 * 1009,), "odd": (8 * 101, 3)}
+    values = {name: np.random.default_rng(0).normal(size=shape).astype(np.float32)
+              for name, shape in shapes.items()}  # fmt: skip
+    state = train_step.shard(values)
+    with jzero.Checkpointer(tmp_path, train_step, save_bytes=40_000) as checkpointer:
+        checkpointer.save(1, state)
+        restored = checkpointer.restore(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, values)
+
+
+def test_wrong_numbers_of_bytes(tmp_path):
+    train_step = jzero.shard_train_step(step_fn)
+    wrong: Any
+    for wrong in (0, -1, "much", None, 1.5):
+        with pytest.raises(jzero.OptionError, match=r"save_bytes is .*a whole number from 1"):
+            jzero.Checkpointer(tmp_path, train_step, save_bytes=wrong)
+
+
+SAVES = """
+    import gc, pathlib, resource, sys, threading, json
+    import jax, numpy as np
+    jax.config.update("jax_num_cpu_devices", 8)
+    import jzero
+
+    def step_fn(state, batch):
+        return jax.tree.map(lambda x: x + batch.mean(), state)
+
+    def resident():
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    train_step = jzero.shard_train_step(step_fn, stage=3)
+    rng, batch = np.random.default_rng(0), np.ones((8, 1), np.float32)
+    state = train_step.shard({f"w{i}": rng.standard_normal((1024, 1024), np.float32) for i in range(16)})
+    done, peak, after = threading.Event(), 0, []
+
+    def watch():
+        global peak
+        while not done.wait(0.001):
+            peak = max(peak, resident())
+
+    with jzero.Checkpointer(sys.argv[1] + "/warm", train_step) as checkpointer:
+        checkpointer.save(1, train_step.shard({"w": rng.standard_normal((1024, 8), np.float32)}))
+    state = jax.block_until_ready(train_step(state, batch))
+    gc.collect()
+    before = resident()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    def saved(folder, state, num):
+        after = []
+        with jzero.Checkpointer(sys.argv[1] + folder, train_step, save_bytes="8MiB", max_to_keep=1) as saver:
+            for step in range(num):
+                saver.save(step, state)
+                state = jax.block_until_ready(train_step(state, batch))
+                saver.wait()
+                after.append(resident() - before)
+        return after
+
+    small = train_step.shard({f"w{i}": rng.standard_normal((1024, 1024), np.float32) for i in range(2)})
+    saved("/large", state, 1)
+    first = peak - before
+    after = saved("/small", small, 30)
+    done.set()
+    thread.join()
+    print(json.dumps([first, peak - before, after]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process in /proc")
+def test_30_saves_need_the_memory_of_one(tmp_path):
+    """8 MiB, for one of 64 MiB and 30 of 8 MiB."""
+    command = [sys.executable, "-c", textwrap.dedent(SAVES), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, most, after = json.loads(done.stdout.splitlines()[-1])
+    assert first < 24 * MIB, first
+    assert most < 40 * MIB, most
+    assert max(after[-5:]) - max(after[5:10]) < 16 * MIB, after

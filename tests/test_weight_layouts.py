@@ -1,0 +1,504 @@
+"""Hugging Face's weights in and out: names, transposes, heads and layers by a table, bit for bit."""
+
+import importlib.util
+import json
+import pathlib
+import types
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import jzero
+from jzero.checkpoint import _stored, _stream
+from jzero.cli._main import main
+
+ROOT = pathlib.Path(__file__).parents[1]
+NUM, DIM, HEADS, KV_HEADS, HEAD, INNER, VOCAB = 3, 8, 4, 2, 2, 12, 11
+Tensors = dict[str, np.ndarray]
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": DIM, "intermediate_size": INNER, "num_hidden_layers": NUM,
+    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD,
+}  # fmt: skip
+
+
+def values(
+    shapes: dict[str, tuple[int, ...]], dtype: Any = np.float32, scale: float = 1
+) -> Tensors:
+    rng = np.random.default_rng(0)
+    return {name: (scale * rng.normal(size=x)).astype(dtype) for name, x in shapes.items()}
+
+
+def decoder(
+    norms: tuple[str, ...] = ("input", "post_attention"), bias: str = "", head_norms: bool = False,
+    tied: bool = False,
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
+    """The tensors of a decoder of Llama's kind, as transformers saves them."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, DIM)}
+    for i in range(NUM):
+        layer = f"model.layers.{i}."
+        for x, num in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            shapes[f"{layer}self_attn.{x}_proj.weight"] = (num * HEAD, DIM)
+            if x in bias:
+                shapes[f"{layer}self_attn.{x}_proj.bias"] = (num * HEAD,)
+        shapes[f"{layer}self_attn.o_proj.weight"] = (DIM, HEADS * HEAD)
+        for x in "qk" if head_norms else "":
+            shapes[f"{layer}self_attn.{x}_norm.weight"] = (HEAD,)
+        shapes[f"{layer}mlp.gate_proj.weight"] = shapes[f"{layer}mlp.up_proj.weight"] = (INNER, DIM)
+        shapes[f"{layer}mlp.down_proj.weight"] = (DIM, INNER)
+        shapes |= {f"{layer}{x}_layernorm.weight": (DIM,) for x in norms}
+    shapes["model.norm.weight"] = (DIM,)
+    return shapes if tied else {**shapes, "lm_head.weight": (VOCAB, DIM)}
+
+
+def gpt2() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (VOCAB, DIM),
+        "transformer.wpe.weight": (7, DIM),
+    }
+    for i in range(NUM):
+        sizes = {"attn.c_attn": (DIM, 3 * DIM), "attn.c_proj": (DIM, DIM), "mlp.c_fc": (DIM, 4 * DIM),
+                 "mlp.c_proj": (4 * DIM, DIM)}  # fmt: skip
+        for x in ("ln_1", "ln_2"):
+            shapes |= {f"transformer.h.{i}.{x}.{kind}": (DIM,) for kind in ("weight", "bias")}
+        for x, shape in sizes.items():
+            shapes |= {
+                f"transformer.h.{i}.{x}.weight": shape,
+                f"transformer.h.{i}.{x}.bias": shape[1:],
+            }
+    return shapes | {f"transformer.ln_f.{kind}": (DIM,) for kind in ("weight", "bias")}
+
+
+FOUR = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "llama": ("llama", {"model_type": "llama"}, decoder()),
+    "llama tied": ("llama", {"model_type": "llama", "tie_word_embeddings": True}, decoder(tied=True)),
+    "qwen2": ("qwen", {"model_type": "qwen2"}, decoder(bias="qkv")),
+    "qwen3": ("qwen", {"model_type": "qwen3"}, decoder(head_norms=True)),
+    "gemma": ("gemma", {"model_type": "gemma"}, decoder(tied=True)),
+    "gemma2": ("gemma", {"model_type": "gemma2"}, decoder(FOUR, tied=True)),
+    "gemma3": ("gemma", {"model_type": "gemma3_text"}, decoder(FOUR, head_norms=True, tied=True)),
+    "gpt2": ("gpt2", {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": DIM, "n_positions": 7,
+                      "n_layer": NUM, "n_head": HEADS}, gpt2()),
+}  # fmt: skip
+
+
+def tree_of(leaves: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *path, last = name.split("/")
+        at = tree
+        for key in path:
+            at = at.setdefault(key, {})
+        at[last] = leaf
+    return tree
+
+
+def leaves_of(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """By Orbax alone, by name."""
+    found = jax.tree_util.tree_flatten_with_path(
+        ocp.PyTreeCheckpointer().restore(folder.absolute())
+    )[0]
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in found
+    }
+
+
+def assert_same(actual: Tensors, expected: Tensors) -> None:
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (actual[name].dtype, actual[name].shape) == (x.dtype, x.shape), name
+        assert actual[name].tobytes() == x.tobytes(), name
+
+
+def heads_apart(name: str, x: np.ndarray) -> np.ndarray:
+    """A leaf as a DenseGeneral has it."""
+    if "c_attn" in name:
+        return x.reshape(*x.shape[:-1], 3, HEADS, HEAD)
+    if "o_proj/kernel" in name or "attn/c_proj/kernel" in name:
+        return x.reshape(HEADS, HEAD, DIM)
+    if any(f"{key}_proj" in name for key in "qkv"):
+        return x.reshape(*x.shape[:-1], -1, HEAD)
+    return x
+
+
+def as_linen(leaves: dict[str, np.ndarray], scanned: bool, heads: bool) -> dict[str, np.ndarray]:
+    """The default tree's leaves in another tree of the same model."""
+    found: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        x = heads_apart(name, leaf) if heads else leaf
+        for stack in ("layers", "h"):
+            start = f"params/{stack}/"
+            if name.startswith(start):
+                number, rest = name.removeprefix(start).split("/", 1)
+                if scanned:
+                    found.setdefault(f"{start}{rest}", []).append(x)
+                else:
+                    found[f"params/{stack}_{number}/{rest}"] = x
+                break
+        else:
+            found[name] = x
+    return {name: np.stack(x) if isinstance(x, list) else x for name, x in found.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_to_the_bit(family, tmp_path, monkeypatch):
+    """Names, shapes and bytes; into the default tree, and into others of the same model."""
+    monkeypatch.setattr(_stream, "AT_ONCE", 100)  # so that all is read in several blocks
+    layout, config, shapes = FAMILIES[family]
+    config = {**SIZES, **config} if layout != "gpt2" else config
+    tensors = values(shapes, ml_dtypes.bfloat16 if family == "gemma" else np.float32)
+    save_file(tensors, tmp_path / "in.safetensors")
+    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout=layout, config=config)
+    leaves = leaves_of(tmp_path / "ck")
+    jzero.export_weights(
+        tmp_path / "ck", tmp_path / "out.safetensors", layout=layout, config=config
+    )
+    assert_same(load_file(tmp_path / "out.safetensors"), tensors)
+
+    for i, (scanned, heads) in enumerate([(True, True), (True, False), (False, True)]):
+        wanted = as_linen(leaves, scanned, heads)
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree_of(wanted)["params"]
+        )
+        ck, out = tmp_path / f"ck{i}", tmp_path / f"out{i}.safetensors"
+        jzero.import_weights(tmp_path / "in.safetensors", ck, layout=layout, like=like)
+        assert_same(leaves_of(ck), wanted)
+        jzero.export_weights(ck, out, layout=layout)
+        assert_same(load_file(out), tensors)
+
+
+def test_kernels_are_what_they_are_called(tmp_path):
+    """Independently of any round trip."""
+    tensors = values(decoder())
+    save_file(tensors, tmp_path / "in.safetensors")
+    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout="llama", prefix="")
+    leaves = leaves_of(tmp_path / "ck")
+    for x, path in (("self_attn.q_proj", "self_attn/q_proj"), ("mlp.down_proj", "mlp/down_proj")):
+        expected = tensors[f"model.layers.1.{x}.weight"].T
+        np.testing.assert_array_equal(leaves[f"layers/1/{path}/kernel"], expected)
+    np.testing.assert_array_equal(leaves["lm_head/kernel"], tensors["lm_head.weight"].T)
+    np.testing.assert_array_equal(
+        leaves["embed_tokens/embedding"], tensors["model.embed_tokens.weight"]
+    )
+    save_file(tensors := values(gpt2()), tmp_path / "in.safetensors")
+    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "gpt2", layout="gpt2", prefix="")
+    expected = tensors["transformer.h.2.attn.c_attn.weight"]
+    np.testing.assert_array_equal(leaves_of(tmp_path / "gpt2")["h/2/attn/c_attn/kernel"], expected)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        linear = {"use_bias": False, "rngs": rngs}
+        self.self_attn = nnx.Module()
+        for x, num in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            setattr(self.self_attn, f"{x}_proj", nnx.Linear(DIM, num * HEAD, **linear))
+        self.self_attn.o_proj = nnx.Linear(HEADS * HEAD, DIM, **linear)
+        self.mlp = nnx.Module()
+        self.mlp.gate_proj, self.mlp.up_proj = (nnx.Linear(DIM, INNER, **linear) for _ in range(2))
+        self.mlp.down_proj = nnx.Linear(INNER, DIM, **linear)
+        self.input_layernorm, self.post_attention_layernorm = (
+            nnx.RMSNorm(DIM, rngs=rngs) for _ in range(2)
+        )
+
+
+class Model(nnx.Module):
+    def __init__(self, stacked: bool, rngs: nnx.Rngs):
+        self.embed_tokens = nnx.Embed(VOCAB, DIM, rngs=rngs)
+        if stacked:
+            self.layers = nnx.vmap(Block, axis_size=NUM)(rngs.split(NUM))
+        else:
+            self.layers = nnx.List([Block(rngs) for _ in range(NUM)])
+        self.norm = nnx.RMSNorm(DIM, rngs=rngs)
+        self.lm_head = nnx.Linear(DIM, VOCAB, use_bias=False, rngs=rngs)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_nnx(stacked, tmp_path):
+    """Into the state of a module, whose leaves are Variables."""
+    like = nnx.state(nnx.eval_shape(lambda: Model(stacked, nnx.Rngs(0))), nnx.Param)
+    save_file(tensors := values(decoder()), tmp_path / "in.safetensors")
+    num = jzero.import_weights(
+        tmp_path / "in.safetensors", tmp_path / "ck", layout="llama", like=like
+    )
+    assert num == len(jax.tree.leaves(like))
+    names = _stored.find("test", tmp_path / "ck").leaves
+    assert ("params/layers/2/self_attn/q_proj/kernel/value" in names) != stacked
+    restored = ocp.PyTreeCheckpointer().restore(tmp_path / "ck", {"params": like})["params"]
+    expected = tensors["model.layers.2.mlp.up_proj.weight"].T
+    kernel = restored["layers"]["mlp"]["up_proj"]["kernel"][...][2] if stacked else (
+        restored["layers"][2]["mlp"]["up_proj"]["kernel"][...])  # fmt: skip
+    np.testing.assert_array_equal(kernel, expected)
+    jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
+    assert_same(load_file(tmp_path / "out.safetensors"), tensors)
+
+
+def rms(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return weight * (x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6))
+
+
+def layer_norm(x: np.ndarray, t: Tensors, name: str) -> np.ndarray:
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return x * t[f"{name}.weight"] + t[f"{name}.bias"]
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Causal, of [heads, length, dim]."""
+    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    scores = np.where(np.tri(q.shape[-2], dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ v
+
+
+def llama_logits(t: Tensors, ids: np.ndarray) -> np.ndarray:
+    """By modeling_llama.py, in float64: a Linear is x @ weight.T, rotate_half is [-second, first]."""
+    t = {name: x.astype(np.float64) for name, x in t.items()}
+    x, length = t["model.embed_tokens.weight"][ids], len(ids)
+    inverse = 1 / 10000 ** (np.arange(0, HEAD, 2) / HEAD)
+    angles = np.concatenate([np.outer(np.arange(length), inverse)] * 2, -1)
+
+    def rope(x: np.ndarray) -> np.ndarray:
+        rotated = np.concatenate([-x[..., HEAD // 2 :], x[..., : HEAD // 2]], -1)
+        return x * np.cos(angles) + rotated * np.sin(angles)
+
+    for i in range(NUM):
+        p = f"model.layers.{i}."
+        h = rms(x, t[f"{p}input_layernorm.weight"])
+        q, k, v = ((h @ t[f"{p}self_attn.{n}_proj.weight"].T).reshape(length, -1, HEAD).swapaxes(0, 1)
+                   for n in "qkv")  # fmt: skip
+        k, v = (np.repeat(y, HEADS // KV_HEADS, 0) for y in (rope(k), v))  # repeat_kv
+        mixed = attention(rope(q), k, v).swapaxes(0, 1).reshape(length, -1)
+        x = x + mixed @ t[f"{p}self_attn.o_proj.weight"].T
+        h = rms(x, t[f"{p}post_attention_layernorm.weight"])
+        gate = h @ t[f"{p}mlp.gate_proj.weight"].T
+        up = h @ t[f"{p}mlp.up_proj.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ t[f"{p}mlp.down_proj.weight"].T
+    head = t.get("lm_head.weight", t["model.embed_tokens.weight"])
+    return rms(x, t["model.norm.weight"]) @ head.T
+
+
+def gpt2_logits(t: Tensors, ids: np.ndarray) -> np.ndarray:
+    """By modeling_gpt2.py, in float64: a Conv1D is x @ weight + bias; the head is tied."""
+    t = {name.removeprefix("transformer."): x.astype(np.float64) for name, x in t.items()}
+    x, length = t["wte.weight"][ids] + t["wpe.weight"][: len(ids)], len(ids)
+
+    def conv1d(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ t[f"{name}.weight"] + t[f"{name}.bias"]
+
+    for i in range(NUM):
+        p = f"h.{i}."
+        parts = np.split(conv1d(layer_norm(x, t, f"{p}ln_1"), f"{p}attn.c_attn"), 3, -1)
+        q, k, v = (y.reshape(length, HEADS, HEAD).swapaxes(0, 1) for y in parts)
+        x = x + conv1d(attention(q, k, v).swapaxes(0, 1).reshape(length, -1), f"{p}attn.c_proj")
+        h = conv1d(layer_norm(x, t, f"{p}ln_2"), f"{p}mlp.c_fc")
+        h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))  # gelu_new
+        x = x + conv1d(h, f"{p}mlp.c_proj")
+    return layer_norm(x, t, "ln_f") @ t["wte.weight"].T
+
+
+def example() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("llama", ROOT / "examples" / "finetune_llama.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def imported(model: nn.Module, tensors: Tensors, layout: str, folder: pathlib.Path) -> Any:
+    """The model's parameters, from a file."""
+    save_file(tensors, folder / "in.safetensors")
+    with jax.numpy_rank_promotion("allow"):
+        like = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    jzero.import_weights(folder / "in.safetensors", folder / "ck", layout=layout, like=like)
+    return ocp.PyTreeCheckpointer().restore(folder / "ck", {"params": like})["params"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_computes_what_hugging_face_defines(tied, tmp_path):
+    """Grouped heads, layers in one leaf, heads in dims of their own."""
+    config = {**SIZES, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": tied}
+    model, tensors = example().Llama(config), values(decoder(tied=tied), scale=0.5)
+    params = imported(model, tensors, "llama", tmp_path)
+    ids = np.random.default_rng(1).integers(VOCAB, size=9)
+    with jax.numpy_rank_promotion("allow"):
+        actual = model.apply({"params": params}, ids[None])[0]
+    np.testing.assert_allclose(actual, llama_logits(tensors, ids), rtol=1e-4, atol=1e-4)
+
+
+class GPT2(nn.Module):
+    @nn.compact
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        wte = nn.Embed(VOCAB, DIM, name="wte")
+        x = wte(ids) + nn.Embed(7, DIM, name="wpe")(jnp.arange(ids.shape[1]))
+        for i in range(NUM):
+            x = GPT2Layer(name=f"h_{i}")(x)
+        return wte.attend(nn.LayerNorm(1e-5, name="ln_f")(x))
+
+
+class GPT2Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k, v = (nn.DenseGeneral((HEADS, HEAD), name=f"{y}_proj")(x) for y in "qkv")
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return nn.Dense(DIM, name="c_proj")(mixed.reshape(x.shape))
+
+
+class GPT2MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(DIM, name="c_proj")(nn.gelu(nn.Dense(4 * DIM, name="c_fc")(x)))
+
+
+class GPT2Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + GPT2Attention(name="attn")(nn.LayerNorm(1e-5, name="ln_1")(x))
+        return x + GPT2MLP(name="mlp")(nn.LayerNorm(1e-5, name="ln_2")(x))
+
+
+def test_gpt2_computes_what_hugging_face_defines(tmp_path):
+    """The fused projection in three leaves, and back; names without `transformer.`, buffers left out."""
+    tensors = values(gpt2(), scale=0.5)
+    base = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+    masks = {f"h.{i}.attn.bias": np.tri(7, dtype=np.float32)[None, None] for i in range(NUM)}
+    params = imported(GPT2(), base | masks, "gpt2", tmp_path)
+    ids = np.random.default_rng(1).integers(VOCAB, size=7)
+    with jax.numpy_rank_promotion("allow"):
+        actual = GPT2().apply({"params": params}, ids[None])[0]
+    np.testing.assert_allclose(actual, gpt2_logits(tensors, ids), rtol=1e-4, atol=1e-4)
+    jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="gpt2")
+    assert_same(load_file(tmp_path / "out.safetensors"), tensors)
+
+
+# A user's own tables.
+
+T = "model.layers.{i}."
+GEMMA_TREE = (  # that of Google's own Flax model
+    jzero.WeightRule("model.embed_tokens.weight", "embedder/input_embedding"),
+    jzero.WeightRule(f"{T}self_attn.q_proj.weight", "layer_{i}/attn/q_einsum/w", "(h k) d -> h d k"),
+    jzero.WeightRule(
+        (f"{T}self_attn.k_proj.weight", f"{T}self_attn.v_proj.weight"),
+        "layer_{i}/attn/kv_einsum/w", "(h k) d -> n h d k",
+    ),
+    jzero.WeightRule(f"{T}self_attn.o_proj.weight", "layer_{i}/attn/attn_vec_einsum/w", "d (h k) -> h k d"),
+    jzero.WeightRule(
+        (f"{T}mlp.gate_proj.weight", f"{T}mlp.up_proj.weight"), "layer_{i}/mlp/gating_einsum", "b a -> n a b"
+    ),
+    jzero.WeightRule(f"{T}mlp.down_proj.weight", "layer_{i}/mlp/linear", "a b -> b a"),
+    jzero.WeightRule(f"{T}input_layernorm.weight", "layer_{i}/pre_attention_norm/scale"),
+    jzero.WeightRule(f"{T}post_attention_layernorm.weight", "layer_{i}/pre_ffw_norm/scale"),
+    jzero.WeightRule("model.norm.weight", "final_norm/scale"),
+)  # fmt: skip
+
+
+def shapes_of(leaves: dict[str, tuple[int, ...]]) -> Any:
+    return tree_of(
+        {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in leaves.items()}
+    )
+
+
+def test_own_rules_for_another_tree(tmp_path, monkeypatch):
+    """Keys and values in one leaf, gates, heads between the dims of a matrix."""
+    monkeypatch.setattr(_stream, "AT_ONCE", 100)
+    layout = jzero.LAYOUTS["gemma"].extended(*GEMMA_TREE, name="google")
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedder/input_embedding": (VOCAB, DIM),
+        "final_norm/scale": (DIM,),
+    }
+    for i in range(NUM):
+        shapes |= {f"layer_{i}/{name}": shape for name, shape in {
+            "attn/q_einsum/w": (HEADS, DIM, HEAD), "attn/kv_einsum/w": (2, KV_HEADS, DIM, HEAD),
+            "attn/attn_vec_einsum/w": (HEADS, HEAD, DIM), "mlp/gating_einsum": (2, DIM, INNER),
+            "mlp/linear": (INNER, DIM), "pre_attention_norm/scale": (DIM,), "pre_ffw_norm/scale": (DIM,),
+        }.items()}  # fmt: skip
+    save_file(tensors := values(decoder(tied=True)), tmp_path / "in.safetensors")
+    jzero.import_weights(
+        tmp_path / "in.safetensors", tmp_path / "ck", layout=layout, like=shapes_of(shapes)
+    )
+    leaves = leaves_of(tmp_path / "ck")
+    value = tensors["model.layers.1.self_attn.v_proj.weight"]
+    expected = value.reshape(KV_HEADS, HEAD, DIM).transpose(0, 2, 1)
+    np.testing.assert_array_equal(leaves["params/layer_1/attn/kv_einsum/w"][1], expected)
+    jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout=layout)
+    assert_same(load_file(tmp_path / "out.safetensors"), tensors)
+
+
+def test_queries_keys_and_values_in_one_leaf(tmp_path, capsys):
+    """Of grouped heads: which columns are whose, only a config says."""
+    shapes = {name: shape for name, shape in as_default(decoder()).items()
+              if not any(f"/{x}_proj" in name for x in ("q", "k", "v", "gate", "up"))}  # fmt: skip
+    for i in range(NUM):
+        shapes[f"layers/{i}/self_attn/qkv_proj/kernel"] = (DIM, (HEADS + 2 * KV_HEADS) * HEAD)
+        shapes[f"layers/{i}/mlp/gate_up_proj/kernel"] = (DIM, 2 * INNER)
+    save_file(tensors := values(decoder()), tmp_path / "in.safetensors")
+    jzero.import_weights(
+        tmp_path / "in.safetensors", tmp_path / "ck", layout="llama", like=shapes_of(shapes)
+    )
+    leaf = leaves_of(tmp_path / "ck")["params/layers/1/self_attn/qkv_proj/kernel"]
+    parts = [tensors[f"model.layers.1.self_attn.{x}_proj.weight"].T for x in "qkv"]
+    np.testing.assert_array_equal(leaf, np.concatenate(parts, 1))
+    with pytest.raises(jzero.CheckpointError, match="how many each has is not known: pass config"):
+        jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    main(["export", str(tmp_path / "ck"), str(tmp_path / "out.safetensors"), "--layout", "llama",
+          "--config", str(tmp_path / "config.json")])  # fmt: skip
+    assert_same(load_file(tmp_path / "out.safetensors"), tensors)
+
+
+def as_default(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The default tree of a decoder."""
+    found = {}
+    for name, shape in shapes.items():
+        path = name.removeprefix("model.").removesuffix(".weight").replace(".", "/")
+        kind = "embedding" if "embed" in name else "scale" if "norm" in name else "kernel"
+        found[f"{path}/{kind}"] = shape[::-1] if kind == "kernel" else shape
+    return found
+
+
+def test_tables_in_files(tmp_path, monkeypatch):
+    """Python and JSON, by the command; with a user's function that has the shapes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.py").write_text(
+        "import jzero\nMINE = jzero.LAYOUTS['llama'].extended("
+        "jzero.WeightRule('model.norm.weight', 'last/scale'))\n"
+    )
+    rule = {"tensors": "model.norm.weight", "leaves": "last/scale"}
+    (tmp_path / "table.json").write_text(json.dumps({"extends": "llama", "rules": [rule]}))
+    (tmp_path / "shapes_for_layouts.py").write_text(
+        "import jax.numpy as jnp\nFLAT = " + repr(
+            {name.replace("norm/scale", "last/scale") if name == "norm/scale" else name: shape
+             for name, shape in as_default(decoder()).items()})
+        + "\ndef shapes():\n"
+        "    tree = {}\n"
+        "    for name, shape in FLAT.items():\n"
+        "        *path, last = name.split('/')\n"
+        "        at = tree\n"
+        "        for key in path: at = at.setdefault(key, {})\n"
+        "        at[last] = jnp.zeros(shape, jnp.bfloat16)\n"
+        "    return tree\n"
+    )  # fmt: skip
+    save_file(tensors := values(decoder()), tmp_path / "in.safetensors")
+    for i, layout in enumerate(["table.py:MINE", "table.json"]):
+        main(
+            [
+                "import",
+                "in.safetensors",
+                f"ck{i}",
+                "--layout",
+                layout,
+                "--like",
+                "shapes_for_layouts:shapes",
+            ]
+        )
+        assert leaves_of(tmp_path / f"ck{i}")["params/last/scale"].dtype == jnp.bfloat16
+        main(["export", f"ck{i}", f"out{i}.safetensors", "--layout", layout, "--dtype", "bf16"])
+        expected = {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()}
+        assert_same(load_file(tmp_path / f"out{i}.safetensors"), expected)
