@@ -174,7 +174,7 @@ def test_a_writer_elsewhere_is_watched(s3, train_step, monkeypatch, capsys):
     main(["unlock", s3])
     assert "process 12 on node7 may no longer write in it" in capsys.readouterr().out
     with pytest.raises(
-        SystemExit, match="unlock: nobody writes in .*an object _JZERO_WRITER there"
+        SystemExit, match="unlock: nobody writes in .*Who does has _JZERO_WRITER there"
     ):
         main(["unlock", s3])
 
