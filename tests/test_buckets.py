@@ -81,12 +81,13 @@ def of_another_machine(url: str, beat: int = 7) -> None:
 # -- as in a directory --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_saves_and_restores(asynchronous, s3, train_step, tmp_path):
+@pytest.mark.parametrize(("asynchronous", "scheme"), [(True, "s3"), (False, "gs")])
+def test_saves_and_restores(asynchronous, scheme, request, train_step, tmp_path):
     """Bit for bit, the iterator too; later trainings go on, and older steps go."""
+    url = request.getfixturevalue(scheme)
     for steps in ((1, 2), (3, 4)):
         with jzero.Checkpointer(
-            s3, train_step, max_to_keep=3, asynchronous=asynchronous, staging=tmp_path
+            url, train_step, max_to_keep=3, asynchronous=asynchronous, staging=tmp_path
         ) as checkpointer:
             assert checkpointer.latest_step() == (steps[0] - 1 or None)
             for step in steps:
@@ -94,18 +95,18 @@ def test_saves_and_restores(asynchronous, s3, train_step, tmp_path):
                 assert not checkpointer.save(step, new_state(), Place(step))
             checkpointer.wait()
         assert not list(tmp_path.iterdir())
-    with jzero.Checkpointer(epath.Path(s3), train_step) as checkpointer:
+    with jzero.Checkpointer(epath.Path(url), train_step) as checkpointer:
         assert checkpointer.steps() == [2, 3, 4]
         place = Place(0)
         assert_restored(checkpointer.restore(new_state(), data_iterator=place))
         assert place.at == 4
-        with pytest.raises(jzero.CheckpointError, match=f"{s3} has no step 7. It has the steps"):
+        with pytest.raises(jzero.CheckpointError, match=f"{url} has no step 7. It has the steps"):
             checkpointer.restore(new_state(), step=7)
-        with pytest.raises(jzero.CheckpointError, match=f"step 3 is not after step 4 of {s3}"):
+        with pytest.raises(jzero.CheckpointError, match=f"step 3 is not after step 4 of {url}"):
             checkpointer.save(3, new_state())
-    assert_restored(jzero.restore(f"{s3}/2", train_step, new_state()))
-    assert_restored(jzero.restore(f"{s3}/2/state", train_step, new_state()))
-    assert not [name for name in opened(s3).names() if name.startswith("1/")]
+    assert_restored(jzero.restore(f"{url}/2", train_step, new_state()))
+    assert_restored(jzero.restore(f"{url}/2/state", train_step, new_state()))
+    assert not [name for name in opened(url).names() if name.startswith("1/")]
 
 
 def test_steps_are_checkpoints_of_orbax(s3, s3_endpoint, train_step, tmp_path):
