@@ -172,7 +172,9 @@ class BucketSteps(Steps):
         """Removes all of a step: first its seal, or what would let another process seal it."""
         seal = f"{step}/{_seal.NAME}"
         found = self.where.read(seal)
-        self.lock.check(who)  # After the look: who was taken for dead before it may have seen another's seal.
+        self.lock.check(
+            who
+        )  # After the look: who was taken for dead before it may have seen another's seal.
         with self._not_lost(who, step):
             claim = self._write_claim(step, found and found.version)
         names = [f"{step}/{name}" for name in self.where.names(f"{step}/") if name != _seal.NAME]

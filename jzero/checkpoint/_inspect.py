@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import tensorstore
 
 from jzero import _json
-from jzero.checkpoint import _orbax, _reading, _seal, _stored, _stream
+from jzero.checkpoint import _mirror, _orbax, _reading, _seal, _stored, _stream
 from jzero.checkpoint._bucket_steps import steps_in
 from jzero.checkpoint._seal import StoredLeaf
 
@@ -98,7 +98,7 @@ def inspect(checkpoint: str | Path) -> tuple[Inspection, _stored.Stored]:
     has_data = root != stored.directory and (root / _orbax.DATA).exists()
     writer = _writer(notes, stored.directory.name)
     steps = steps_in(WHO, checkpoint).complete()
-    directory = str(stored.directory)
+    directory = _mirror.shown(stored.directory)
     saved, written = _saved(notes), _time(notes)
     return Inspection(directory, step, steps, written, writer, has_data, leaves, saved), stored
 

@@ -174,7 +174,7 @@ def unlock(who: str, directory: Path | Bucket) -> str:
     holder = place.read()
     if holder is None:
         raise CheckpointError(message(
-            who, f"nobody writes in {directory}", f"Who does has {place.what} {NAME} there.",
+            who, f"nobody writes in {directory}", f"Who does has {NAME} there.",
             _elsewhere(directory)))  # fmt: skip
     if holder.owner is not None and _runs(holder.owner):
         raise CheckpointError(message(
@@ -243,8 +243,6 @@ def _place(directory: Path | Bucket) -> FilePlace | ObjectPlace:
 
 class FilePlace:
     """A file that is there while somebody has the right; touched to show that its owner lives."""
-
-    what = "a file"
 
     def __init__(self, directory: Path):
         self.directory, self._path = directory, directory / NAME
@@ -326,8 +324,6 @@ class ObjectPlace:
     that nothing changes. A holder that has slept takes the right for lost before anybody may take it.
     """
 
-    what = "an object"
-
     def __init__(self, bucket: Bucket):
         self.directory = bucket
         self._seen = float("-inf")  # when it was certainly this process's
@@ -338,8 +334,8 @@ class ObjectPlace:
     def is_there(self) -> bool:
         return True  # `has` says if not.
 
-    def odd(self) -> str | None:
-        return None
+    def odd(self) -> None:
+        pass
 
     def read(self) -> Holder | None:
         found = self.directory.read(NAME)

@@ -93,7 +93,9 @@ def _copy(bucket: Bucket, version: bytes, seal: Seal | None) -> Path:
         bucket.download((name for name in names if not _DATA.fullmatch(name)), made)
         if seal is not None:
             _make_holes(bucket, made, seal)
-            _seal.check_sizes(made, seal.files)  # What is not whole now may be when it is copied again.
+            _seal.check_sizes(
+                made, seal.files
+            )  # What is not whole now may be when it is copied again.
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise

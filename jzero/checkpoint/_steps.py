@@ -82,11 +82,7 @@ class Steps(abc.ABC):
 
     @abc.abstractmethod
     def path(self, step: int) -> Path:
-        """Where what describes a step can be read.
-
-        Raises:
-          Broken: it is not whole.
-        """
+        """Where what describes a step can be read; raises `Broken` if it is not whole."""
 
     @abc.abstractmethod
     def begin(self, who: str, step: int) -> None:
@@ -115,14 +111,7 @@ class Steps(abc.ABC):
     def publish(
         self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
     ) -> None:
-        """Seals a step whose files are all there, and gives it its name.
-
-        Args:
-          who: whom messages name.
-          step: its number.
-          leaves: their types.
-          parts: what other processes have handed in.
-        """
+        """Seals a step whose files are all there (`parts` were handed in), and makes it count."""
 
     @abc.abstractmethod
     def discard(self, step: int) -> None:
@@ -142,11 +131,7 @@ class Steps(abc.ABC):
 
     @abc.abstractmethod
     def _check(self, step: int) -> None:
-        """That a step counts.
-
-        Raises:
-          Broken: it does not.
-        """
+        """Raises `Broken` if a step does not count."""
 
     def _candidates(self) -> list[int]:
         """The numbers that names in the directory are."""

@@ -230,7 +230,7 @@ def damaged(who: str, directory: Any, error: Exception) -> str:
     else:
         rule = "Its files are damaged, incomplete, or not those of a checkpoint."
         edit = "Restore an earlier step, and check the disk."
-    return message(f"{who} {directory}", found, rule, edit, shown=20)
+    return message(f"{who} {_mirror.shown(directory)}", found, rule, edit, shown=20)
 
 
 def _tree_directory(who: str, path: Path) -> Path:
