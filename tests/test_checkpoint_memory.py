@@ -123,14 +123,15 @@ def test_chunks_in_several_transactions(tmp_path, monkeypatch):
 def test_a_part_of_a_shared_chunk_is_there_or_missed(is_there, tmp_path):
     """Of one chunk of three, the middle one, two processes have parts."""
     values, base = np.arange(1, 11, dtype=np.float32), _ocdbt.directory(tmp_path)
-    boxes = {0: (slice(0, 5),), 1: (slice(5, 10),)}
+    boxes: dict[int, Any] = {0: (slice(0, 5),), 1: (slice(5, 10),)}
     for i, box in boxes.items():
         own = _ocdbt.array_spec(_ocdbt.directory(tmp_path / _ocdbt.part_of(i)), "w")
         spec = own | {"metadata": _writing.metadata((10,), (4,)), "dtype": "float32"}
         store = tensorstore.open(spec, open=True, create=True, context=_ocdbt.context()).result()
         store[box].write(values[box]).result()
         if i and not is_there:
-            store.kvstore.write("c/1", None).result()
+            chunks: Any = store.kvstore
+            chunks.write("c/1", None).result()
     pieces = [
         (i, piece)
         for i, box in boxes.items()
@@ -144,8 +145,10 @@ def test_a_part_of_a_shared_chunk_is_there_or_missed(is_there, tmp_path):
         return
     asyncio.run(merge)
     asyncio.run(_ocdbt.check_complete(base, {"w": StoredLeaf((10,), "float32", (4,))}))
-    store = tensorstore.open(_ocdbt.array_spec(base, "w"), open=True, context=_ocdbt.context())
-    found = store.result().read().result()
+    merged = tensorstore.open(
+        _ocdbt.array_spec(base, "w"), open=True, context=_ocdbt.context()
+    ).result()
+    found = merged.read().result()
     np.testing.assert_array_equal(found, values)
 
 
