@@ -1,5 +1,6 @@
 """Checkpoints: restored in any layout, read and written by Orbax alone, and continued to the bit."""
 
+import asyncio
 import itertools
 import json
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
@@ -491,3 +493,36 @@ def test_only_the_latest_are_kept(tmp_path):
         assert checkpointer.steps() == [2, 3]
         assert not checkpointer.save(3, state)  # It is there.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+
+def test_chunks_of_zeros_that_orbax_once_left_out(tmp_path):
+    """They are zeros where `_METADATA` does not say that all chunks were written, and else missing."""
+    values = {"v": jnp.ones((64, 8)), "w": jnp.zeros((64, 8))}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "plain", values)
+    store = tensorstore.KvStore.open(
+        {"driver": "ocdbt", "base": f"file://{tmp_path}/plain/"}
+    ).result()
+    store.write("w/0.0", None).result()
+    train_step = jzero.shard_train_step(lambda state, batch: state, stage=3)
+    with pytest.raises(jzero.CheckpointError, match="w: .*is missing"):
+        jzero.restore(tmp_path / "plain", train_step, values)
+    described = tmp_path / "plain" / "_METADATA"
+    found = json.loads(described.read_text())
+    del found["store_array_data_equal_to_fill_value"]
+    described.write_text(json.dumps(found))
+    restored = jzero.restore(tmp_path / "plain", train_step, values)
+    jax.tree.map(np.testing.assert_array_equal, restored, values)
+
+
+def test_restored_where_a_loop_runs(tmp_path):
+    """As in a notebook."""
+    train_step = jzero.shard_train_step(lambda state, batch: state, stage=3)
+    values = {"w": jnp.arange(64.0)}
+
+    async def cell() -> Any:
+        with jzero.Checkpointer(tmp_path, train_step) as checkpointer:
+            checkpointer.save(1, values)
+            return checkpointer.restore(values)
+
+    jax.tree.map(np.testing.assert_array_equal, asyncio.run(cell()), values)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A save needs no more memory of the host than it may, and what it writes in parts is the state."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -11,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 
 import jzero
-from jzero.checkpoint import _chunks, _inspect, _writing
+from jzero.checkpoint import _chunks, _inspect, _ocdbt, _writing
+from jzero.checkpoint._seal import StoredLeaf
 
 MIB = 2**20
 
@@ -114,6 +117,39 @@ def test_chunks_in_several_transactions(tmp_path, monkeypatch):
         checkpointer.save(1, state)
         restored = checkpointer.restore(state)
     jax.tree.map(np.testing.assert_array_equal, restored, values)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_part_of_a_shared_chunk_is_there_or_missed(is_there, tmp_path):
+    """Of one chunk of three, the middle one, two processes have parts."""
+    values, base = np.arange(1, 11, dtype=np.float32), _ocdbt.directory(tmp_path)
+    boxes: dict[int, Any] = {0: (slice(0, 5),), 1: (slice(5, 10),)}
+    for i, box in boxes.items():
+        own = _ocdbt.array_spec(_ocdbt.directory(tmp_path / _ocdbt.part_of(i)), "w")
+        spec = own | {"metadata": _writing.metadata((10,), (4,)), "dtype": "float32"}
+        store = tensorstore.open(spec, open=True, create=True, context=_ocdbt.context()).result()
+        store[box].write(values[box]).result()
+        if i and not is_there:
+            chunks: Any = store.kvstore
+            chunks.write("c/1", None).result()
+    pieces = [
+        (i, piece)
+        for i, box in boxes.items()
+        for piece in _chunks.parts_of_chunks(box, (10,), (4,))
+    ]
+    assert pieces == [(0, (slice(4, 5),)), (1, (slice(5, 8),))]
+    merge = _ocdbt.merge(base, boxes, {"w": pieces})
+    if not is_there:
+        with pytest.raises(ValueError, match="c/1.* is missing"):
+            asyncio.run(merge)
+        return
+    asyncio.run(merge)
+    asyncio.run(_ocdbt.check_complete(base, {"w": StoredLeaf((10,), "float32", (4,))}))
+    merged = tensorstore.open(
+        _ocdbt.array_spec(base, "w"), open=True, context=_ocdbt.context()
+    ).result()
+    found = merged.read().result()
+    np.testing.assert_array_equal(found, values)
 
 
 def test_wrong_numbers_of_bytes(tmp_path):

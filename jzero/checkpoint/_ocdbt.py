@@ -67,6 +67,9 @@ async def merge(
       base: of the store.
       processes: which ones have written.
       shared: parts of chunks that several processes have parts of, by the leaf: whose, and where.
+
+    Raises:
+      ValueError: such a part is missing.
     """
     one = context()  # It copies only between stores in one.
     parts = {i: {**base, "path": f"{base['path']}{part_of(i)}/"} for i in processes}
@@ -84,7 +87,9 @@ async def merge(
             metadata = into.spec().to_json()["metadata"]
             for i, box in pieces:
                 piece = await tensorstore.open(
-                    array_spec(parts[i], name) | {"metadata": metadata},
+                    # A part that is not there is an error, and no zeros.
+                    array_spec(parts[i], name)
+                    | {"metadata": metadata, "fill_missing_data_reads": False},
                     open=True, assume_metadata=True, context=one,
                 )  # fmt: skip
                 await into[box].write(await piece[box].read())
