@@ -110,8 +110,7 @@ def stopped_beyond_its_lease(
                 broken = [f"changed: {name}" for name in _changed(before, _objects(url))]
                 broken += [f"there are {new.steps()}"] * (new.steps() != steps)
                 for step in steps:
-                    found = new.restore(_scripts.values(step), step=step)
-                    told = _scripts.verdict(found, _scripts.values(step))
+                    told = _scripts.restored(new, step)
                     broken += [f"step {step}: {told}"] * (told != "right")
         finally:
             place.proxy.let_go_on()
