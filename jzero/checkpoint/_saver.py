@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -74,9 +75,8 @@ class Saver:
         """Raises what has gone wrong in the background, once; then its step can be saved again."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            with contextlib.suppress(
-                CheckpointError
-            ):  # It may have its name, and only the sync failed.
+            # It may have its name, and only the sync failed.
+            with contextlib.suppress(CheckpointError):
                 self._is_complete = self._is_complete or self.step in self._steps.complete()
             if not self._is_complete:  # Else only older ones could not be removed.
                 self.step = None
