@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jzero._errors import CheckpointError
 from jzero._thread_group import Flag, start_thread
 from jzero.checkpoint import _orbax, _together, _writing
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, STATE
@@ -73,6 +75,9 @@ class Saver:
         """Raises what has gone wrong in the background, once; then its step can be saved again."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
+            # It may have its name, and only the sync failed.
+            with contextlib.suppress(CheckpointError):
+                self._is_complete = self._is_complete or self.step in self._steps.complete()
             if not self._is_complete:  # Else only older ones could not be removed.
                 self.step = None
             raise failure

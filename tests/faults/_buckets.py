@@ -15,7 +15,7 @@ import pytest
 import gs_server
 import jzero
 import s3_server
-from jzero.checkpoint import _lock
+from jzero.checkpoint import _lock, _seal
 from jzero.checkpoint._bucket import Bucket
 
 from . import _scripts
@@ -44,13 +44,18 @@ class Place:
         """Those of the script when nothing fails; checks that all promises are kept then."""
         run = self._run(scenario, RequestFault())
         assert run.ended.status == 0, run.ended
-        assert not (broken := run.broken()), broken
+        broken = run.broken()
+        run.remove()
+        assert not broken, broken
         return sorted(run.requests)
 
     def meet(self, scenario: Scenario, fault: RequestFault) -> Outcome:
         """Runs the script in a new directory, with a fault."""
         run = self._run(scenario, fault)
-        return Outcome(fault, run.hit, run.noticed, run.broken())
+        try:
+            return Outcome(fault, run.hit, run.noticed, run.broken())
+        finally:
+            run.remove()
 
     def prepared(self, scenario: Scenario) -> str:
         """A new directory with what is there before a script."""
@@ -105,8 +110,7 @@ def stopped_beyond_its_lease(
                 broken = [f"changed: {name}" for name in _changed(before, _objects(url))]
                 broken += [f"there are {new.steps()}"] * (new.steps() != steps)
                 for step in steps:
-                    found = new.restore(_scripts.values(step), step=step)
-                    told = _scripts.verdict(found, _scripts.values(step))
+                    told = _scripts.restored(new, step)
                     broken += [f"step {step}: {told}"] * (told != "right")
         finally:
             place.proxy.let_go_on()
@@ -163,6 +167,7 @@ class BucketRun(Run):
 
     def __init__(self, scenario: Scenario, place: Place, root: str, fault: RequestFault):
         self.scenario, self.children, self.fault, self.root = scenario, place.children, fault, root
+        self._copies: list[tempfile.TemporaryDirectory] = []
         place.proxy.arm(fault)
         child = self.children.start(
             f"faults._scripts:{scenario.script}", root=root, **scenario.arguments
@@ -176,16 +181,29 @@ class BucketRun(Run):
 
     def folder(self, name: str) -> pathlib.Path:
         """A copy of what is there."""
-        self._copy = tempfile.TemporaryDirectory()
-        bucket, folder = _opened(f"{self.root}/{name}"), pathlib.Path(self._copy.name)
+        self._copies.append(tempfile.TemporaryDirectory())
+        bucket, folder = _opened(f"{self.root}/{name}"), pathlib.Path(self._copies[-1].name)
         bucket.download(bucket.names(), folder)
         return folder
 
     def names(self) -> set[str]:
         return {name.split("/")[0] for name in _opened(self.root).names()}
 
+    def remove(self) -> None:
+        for copy in self._copies:
+            copy.cleanup()
+
+    clears = False  # Nothing names such parts; and they might be those of a process that is writing them.
+
+    def make_way(self, name: str) -> None:
+        """What was half imported is refused until somebody removes it."""
+        bucket = _opened(f"{self.root}/{name}")
+        if (left := bucket.names()) and bucket.read(_seal.NAME) is None:
+            again = self.run("command", words=self.scenario.arguments["words"])
+            assert [said["exit"] for said in again.said] == [2], again
+            bucket.remove(left)
+
     def can_clean_up(self) -> bool:
-        """What is left in a bucket goes with the next one of the same name."""
         return False
 
 

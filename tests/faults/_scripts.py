@@ -158,16 +158,16 @@ def look(say: Say, root: str, go_on: bool = True) -> None:
             listed = sorted(int(name) for name in names(directory) if name.isdecimal())
         else:  # Of what was not finished, too, there are objects until somebody saves.
             listed = checkpointer.steps()
-        say({"latest": latest, "steps": {n: _restored(checkpointer, n) for n in listed}})
+        say({"latest": latest, "steps": {n: restored(checkpointer, n) for n in listed}})
         new = [(latest or 0) + 1, (latest or 0) + 2] if go_on else []
         for step in new:
             checkpointer.save(step, train_step.shard(values(step)))
             checkpointer.wait()
-            say({"went on": _restored(checkpointer, step)})
+            say({"went on": restored(checkpointer, step)})
     say({"names": names(directory), "expected": [str(step) for step in new]})
 
 
-def _restored(checkpointer: jzero.Checkpointer, step: int) -> str:
+def restored(checkpointer: jzero.Checkpointer, step: int) -> str:
     try:
         return verdict(checkpointer.restore(values(step), step=step), values(step))
     except Exception as error:
