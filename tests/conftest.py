@@ -82,6 +82,8 @@ from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 import covering  # noqa: E402
 import versions  # noqa: E402
+from gs_server import gs, gs_endpoint  # noqa: E402, F401
+from s3_server import s3, s3_endpoint  # noqa: E402, F401
 
 # Every run draws the same examples; none fails for being slow on a busy machine.
 hypothesis.settings.register_profile("jzero", derandomize=True, deadline=None, database=None)

@@ -250,7 +250,7 @@ def reseal(rng: random.Random, step: pathlib.Path) -> None:
         return
     try:
         files = {
-            name: [size, None if "/d/" in name else _seal._digest_of(step / name)]
+            name: [size, None if "/d/" in name else _seal._digest((step / name).read_bytes())]
             for name, size in _seal._sizes(step).items()
             if (step / name).is_file() and size < 2**30
         }

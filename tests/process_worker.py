@@ -312,6 +312,24 @@ def until_preempted(folder):
 # -- state on the hosts --------------------------------------------------------------------------
 
 
+def in_a_bucket(folder):
+    """The steps that two processes have saved in a bucket, and whether they restore them."""
+    sharded = jzero.shard_train_step(decay, min_shard_bytes=0)
+    state = sharded.init(prime_state)
+    url, own = (folder / "url").read_text(), folder / str(jax.process_index())
+    with jzero.Checkpointer(url, sharded, max_to_keep=2, staging=own) as checkpointer:
+        for step in range(3):
+            checkpointer.save(step, state, Place(step))
+        restored = checkpointer.restore(jax.eval_shape(prime_state), data_iterator=Place())
+        leaves = zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
+        same = all(
+            np.array_equal(a, b)
+            for pair in leaves
+            for a, b in zip(*map(own_values, pair), strict=True)
+        )
+        return checkpointer.steps(), same and not list(own.glob("*/*"))
+
+
 def uneven_state():
     return new_state() | {"uneven": jnp.arange(37 * 7.0).reshape(37, 7)}
 

@@ -25,6 +25,7 @@ _DRIVERS = {"s3": "s3", "gs": "gcs"}
 # Of a request that failed: half a minute in all, where tensorstore's own is a quarter of an hour.
 _RETRIES = {"max_retries": 6, "initial_delay": "500ms", "max_delay": "8s"}
 _IN_FLIGHT = 2**27  # bytes that are being uploaded or downloaded at a time
+_FEW = _IN_FLIGHT // 16  # of an object that is small, as far as is known
 
 
 class Object(NamedTuple):
@@ -77,6 +78,8 @@ class Bucket:
     def __str__(self) -> str:
         return f"{self.scheme}://{self.name}/{self.prefix}".rstrip("/")
 
+    __fspath__ = __str__
+
     def spec(self, name: str = "") -> dict[str, Any]:
         """For tensorstore: the directory, or one in it; its path ends with a slash."""
         path = "/".join(filter(None, (self.prefix, name)))
@@ -103,7 +106,7 @@ class Bucket:
 
     def write(self, name: str, data: bytes) -> bytes:
         """Writes an object, whatever was there; its version."""
-        return bytes(self._wait(name, "written", self._open.write(name, data)).generation)
+        return self._written(name, self._open.write(name, data))
 
     def write_if(self, name: str, data: bytes, version: bytes | None) -> bytes:
         """Writes an object if it still has this version, or is not there (None); its new version.
@@ -117,6 +120,8 @@ class Bucket:
             return bytes(done.generation)
         # A request that was tried again meets what it wrote itself, when only its answer was lost.
         there = self.read(name)
+        if there is None and version is None:  # S3 answers 404, which tensorstore takes for a 412.
+            raise _failed(f"{self / name}", "written", "there is no such bucket")
         if there is None or there.data != data:
             raise Lost(f"{self / name}")
         return there.version
@@ -138,12 +143,40 @@ class Bucket:
         ))  # fmt: skip
 
     def upload(self, files: Mapping[str, Path]) -> None:
-        """Writes files as objects, whatever was there; at most `_IN_FLIGHT` bytes, or one file, in memory."""
+        """Writes files as objects that are not there yet; at most `_IN_FLIGHT` bytes, or one file, in memory.
+
+        Raises:
+          Lost: another one is there.
+        """
+
+        def done(name: str, future: Any) -> None:
+            if not self._wait(name, "written", future).generation:  # see `write_if`
+                self.write_if(name, files[name].read_bytes(), None)
+
         sizes = ((path.stat().st_size, name) for name, path in files.items())
         _in_turn(sizes, lambda name: (
-            self._open.write(name, files[name].read_bytes()),
-            lambda future: self._wait(name, "written", future),
+            self._open.write(name, files[name].read_bytes(), if_equal=_absent()),
+            lambda future: done(name, future),
         ))  # fmt: skip
+
+    def cut_short(self, sizes: Mapping[str, int]) -> list[str]:
+        """Of objects of these sizes those that are not there, or have fewer bytes."""
+        bad: list[str] = []
+
+        def look(name: str, future: Any) -> None:
+            try:
+                if self._wait(name, "read", future).state != "value":
+                    bad.append(name)
+            except CheckpointError as error:
+                if "OUT_OF_RANGE" not in str(error):
+                    raise
+                bad.append(name)
+
+        ends = {name: slice(max(size - 1, 0), size) for name, size in sizes.items()}
+        _in_turn(((_FEW, name) for name in sizes), lambda name: (
+            self._open.read(name, byte_range=ends[name]), lambda future: look(name, future)
+        ))  # fmt: skip
+        return bad
 
     def download(self, names: Iterable[str], folder: Path) -> None:
         """Writes objects as files below a folder; those that are no longer there are left out."""
@@ -154,14 +187,26 @@ class Bucket:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(found.value)
 
-        few = _IN_FLIGHT // 16
-        _in_turn(((few, name) for name in names), lambda name: (
+        _in_turn(((_FEW, name) for name in names), lambda name: (
             self._open.read(name), lambda future: kept(name, future)
         ))  # fmt: skip
 
     @functools.cached_property
     def _open(self) -> Any:
         return self._wait("", "opened", tensorstore.KvStore.open(self.spec()))
+
+    def _written(self, name: str, future: Any) -> bytes:
+        """The version of what was written under no condition.
+
+        Raises:
+          CheckpointError: it was not written. tensorstore is content with a 412, whoever asked for it.
+        """
+        version = bytes(self._wait(name, "written", future).generation)
+        if not version:
+            raise _failed(
+                str(self / name), "written", "the server says that a condition does not hold"
+            )
+        return version
 
     def _wait(self, name: str, done: str, future: Any) -> Any:
         """What a request brings.

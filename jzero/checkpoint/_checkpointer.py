@@ -19,12 +19,13 @@ from jax.experimental import multihost_utils
 from jzero._errors import CheckpointError, JzeroError, OptionError, a_type, message
 from jzero._step import ShardedTrainStep
 from jzero._version import __version__
-from jzero.checkpoint import _files, _iterators, _seal, _steps, _stored
+from jzero.checkpoint import _iterators, _seal, _stored
+from jzero.checkpoint._bucket_steps import steps_in
 from jzero.checkpoint._match import leaf_names
 from jzero.checkpoint._restore import restore_for
 from jzero.checkpoint._savable import check_savable, described
 from jzero.checkpoint._saver import WHO as _SAVE
-from jzero.checkpoint._saver import Saver, check_is_last
+from jzero.checkpoint._saver import Saver
 from jzero.checkpoint._together import Round
 from jzero.offload.memory import _placing, _writes
 from jzero.processes import _agreement
@@ -106,13 +107,15 @@ class Checkpointer:
     written. Restoring reads each shard straight to its device (see `jzero.restore`).
 
     Args:
-      directory: where the steps are, on a file system that all processes see (no bucket); made if it is not
-        there.
+      directory: where the steps are: `s3://bucket/path`, `gs://bucket/path`, or on a file system that all
+        processes see; made if it is not there.
       train_step: from `shard_train_step`; decides where restored leaves go.
       max_to_keep: how many steps to keep, the latest ones; None for all.
       save_interval_steps: `save` does something for multiples of it only (and for the first step, and when
         the processes are about to be preempted).
       asynchronous: write in the background; else `save` returns when the step is complete.
+      staging: for a bucket, a local directory with room for what this process writes of a step, until it is
+        uploaded; the temporary directory by default.
     """
 
     def __init__(
@@ -123,14 +126,16 @@ class Checkpointer:
         max_to_keep: int | None = None,
         save_interval_steps: int = 1,
         asynchronous: bool = True,
+        staging: str | Path | None = None,
     ):
         _check_arguments(train_step, max_to_keep, save_interval_steps)
-        self._directory = _files.local("Checkpointer", directory)
+        self._steps = steps_in("Checkpointer", directory, staging)
+        self._directory = self._steps.where
         with self._explained("it could not be opened"):
-            _files.make_directory(self._directory)
+            self._steps.open()
         self._train_step = train_step
         self._interval, self._asynchronous = save_interval_steps, asynchronous
-        self._saver = Saver(self._directory, max_to_keep)
+        self._saver = Saver(self._steps, max_to_keep)
         self._restored: int | None = None  # the step that was restored since the last save
         self._found: int | None = None  # the latest step when the directory was last looked at
         self._watches = False
@@ -191,7 +196,7 @@ class Checkpointer:
             return False
         latest = self._latest()
         if latest is not None and step <= latest:
-            check_is_last(self._directory / str(step))
+            self._steps.check_is_last(_SAVE, step)
             self._found = None  # Those after it were removed.
             latest = self._latest()
         due = force or latest is None or step % self._interval == 0
@@ -242,12 +247,12 @@ class Checkpointer:
           CheckpointError: writing failed in the background.
         """
         self._raise_failure()
-        return _steps.latest(self._directory)
+        return self._steps.latest()
 
     def steps(self) -> list[int]:
         """The numbers of all complete steps, in order; see `latest_step`."""
         self._raise_failure()
-        return _steps.complete(self._directory)
+        return self._steps.complete()
 
     def preempted(self, step: int) -> bool:
         """Whether to save and end, because a process was sent SIGTERM: the same answer in all of them.
@@ -344,18 +349,17 @@ class Checkpointer:
 
     def _whole(self, who: str, step: int | None) -> Path:
         """The directory of a step that is to be restored."""
-        path = self._directory / str(None if step is None else _step_number(who, step))
-        if step is None or not path.exists():
+        if step is None or not self._steps.is_there(_step_number(who, step)):
             raise self._missing(who, step)
         try:
-            _steps.check_whole(path)
+            return self._steps.path(step)
         except _seal.Broken as error:
+            path = self._directory / str(step)
             raise CheckpointError(_stored.damaged(who, path, error)) from error
-        return path
 
     def _missing(self, who: str, step: int | None) -> CheckpointError:
         """What is said of a step that is not there."""
-        there = _steps.complete(self._directory)
+        there = self._steps.complete()
         if not there:
             return CheckpointError(message(
                 who, f"nothing was saved in {self._directory}", "It has no complete step.",
@@ -373,7 +377,7 @@ class Checkpointer:
         if self._saver.step is not None:
             return self._saver.step
         if self._found is None:
-            self._found = _steps.latest(self._directory)
+            self._found = self._steps.latest()
         return self._found
 
     def _raise_failure(self) -> None:

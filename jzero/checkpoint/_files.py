@@ -26,16 +26,13 @@ def local(who: str, path: Any) -> Path:
     """A path as a user gives it, made absolute; `~` is the user's home.
 
     Raises:
-      OptionError: it is none, or names a bucket, where other rules decide what is complete.
+      OptionError: it is none.
     """
-    if not isinstance(path, str | os.PathLike) or not (text := os.fspath(path)):
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    if not isinstance(text, str) or not text:
         raise OptionError(message(
             who, f"the path is {path!r:.80}", "It is a string or a pathlib.Path.", "Name a directory."
         ))  # fmt: skip
-    if not isinstance(text, str) or "://" in text or text.startswith(("gs:/", "s3:/")):
-        raise OptionError(message(
-            who, f"the path is {path!r}", "Checkpoints are on a file system that all processes see.",
-            "Mount the bucket as one, or save to a disk and copy complete steps."))  # fmt: skip
     return Path(path).expanduser().absolute()
 
 

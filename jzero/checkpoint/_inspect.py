@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from jzero import _json
-from jzero.checkpoint import _files, _orbax, _reading, _seal, _steps, _stored, _stream
+from jzero.checkpoint import _orbax, _reading, _seal, _stored, _stream
+from jzero.checkpoint._bucket_steps import steps_in
 
 WHO = "inspect"
 
@@ -97,7 +98,7 @@ def inspect(checkpoint: str | Path) -> tuple[Inspection, _stored.Stored]:
     step = int(root.name) if root.name.isdecimal() else None
     has_data = root != stored.directory and (root / _orbax.DATA).exists()
     writer = _writer(notes, stored.directory.name)
-    steps = _steps.complete(_files.local(WHO, checkpoint))
+    steps = steps_in(WHO, checkpoint).complete()
     directory = str(stored.directory)
     saved, written = _saved(notes), _time(notes)
     return Inspection(directory, step, steps, written, writer, has_data, leaves, saved), stored

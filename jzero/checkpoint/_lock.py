@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The right to write in a directory of steps: one process at a time has it.
 
-Whoever has it says so in a file, which it touches every few seconds. The file is taken from a process that
-is certainly dead: one of this machine that runs no more, or one that has not touched it for minutes.
+Whoever has it says so in a file or, in a bucket, in an object, and shows every few seconds that it lives. The
+right is taken from a process that is certainly dead: one of this machine that runs no more, or one that has
+shown nothing for minutes.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import json
 import os
 import socket
 import threading
+import time
 import uuid
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jzero import _json
 from jzero._errors import CheckpointError, message
 from jzero._thread_group import Flag, start_thread
 from jzero.checkpoint import _files, _nearby
+from jzero.checkpoint._bucket import Bucket, Lost, Object
 
 NAME = "_JZERO_WRITER"
 # Seconds between two heartbeats, and after how many without one a writer counts as dead.
 BEAT, EXPIRES = 15.0, 120.0
-
+_MARGIN = 45.0  # A writer in a bucket stops so long before that: a request may take as long.
+_LOOK = 2.0  # seconds between two looks of who waits for a holder to be dead
 
 _held: set[str] = set()  # tokens of this process
 
@@ -51,17 +55,48 @@ class Owner(NamedTuple):
         pid = os.getpid()
         return cls(socket.gethostname(), _world(), pid, _started(pid), uuid.uuid4().hex)
 
+    @classmethod
+    def of(cls, found: Any) -> Owner | None:
+        """The one that JSON describes; None if it describes none."""
+        types = (str, str | None, int, int | None, str)
+        if not isinstance(found, list) or len(found) != len(types):
+            return None
+        return cls(*found) if all(map(isinstance, found, types)) else None
+
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+
+class Holder(NamedTuple):
+    """What is found of who has the right.
+
+    Attributes:
+      owner: who that is; None if it cannot be told.
+      version: of what says so.
+      latest: in a bucket, the last step that was acknowledged.
+      beat: how often it has shown there that it lives.
+      free: whether it was given back.
+    """
+
+    owner: Owner | None
+    version: bytes = b""
+    latest: int | None = None
+    beat: int = 0
+    free: bool = False
 
 
 class Lock:
     """The right to write in a directory, once it is acquired."""
 
-    def __init__(self, directory: Path):
-        self._path = directory / NAME
+    def __init__(self, directory: Path | Bucket):
+        self._place = _place(directory)
         self._owner: Owner | None = None
         self._ended = Flag()
+
+    @property
+    def owner(self) -> str:
+        """This process, as no other is called."""
+        return f"{self._owner}, {self._owner and self._owner.token}"
 
     def ensure(self, who: str) -> bool:
         """Takes the right, also from a process that is dead; False if this process has it already.
@@ -69,7 +104,7 @@ class Lock:
         Raises:
           CheckpointError: another one has it.
         """
-        if self._owner is not None and os.path.lexists(self._path):
+        if self._owner is not None and self._place.is_there():
             self.check(who)
             return False
         self.release()  # Somebody has removed the directory, and all that was in it.
@@ -78,135 +113,346 @@ class Lock:
 
     def _acquire(self, who: str) -> None:
         owner = Owner.new()
-        private = self._path.with_name(f"{NAME}.{owner.token}")
         try:
             self._owner, self._ended = owner, Flag()
             _held.add(owner.token)
-            while not _take(who, private, self._path, owner):
-                pass
-            for left in self._path.parent.glob(f"{NAME}.*"):  # of those who died while they tried
-                if _files.kind(left) != "a directory":  # None of ours.
-                    left.unlink(missing_ok=True)
-            args = self._path, self._ended
+            while not self._place.take(who, owner):
+                _make_way(who, self._place)
+            self._place.tidy(owner)
+            args = self._place, owner, self._ended
             start_thread(threading.Thread(target=_beat, args=args, daemon=True))
         except BaseException:  # Ctrl-C, too.
+            self._place.tidy(owner)
             self.release()
             raise
-        finally:
-            private.unlink(missing_ok=True)
 
-    def check(self, who: str) -> None:
+    def check(self, who: str, *, now: bool = True) -> None:
         """That this process has it still: after a long sleep, another one may.
+
+        Args:
+          who: whom messages name.
+          now: ask; else it may have been seen so recently that nobody can have taken it since.
 
         Raises:
           CheckpointError: it has not.
         """
-        found = _read(self._path)
-        if found != self._owner:
-            taken = f"{found or 'somebody'} has taken over {self._path.parent}"
+        if self._owner is None or not self._place.has(self._owner, now=now):
+            holder = self._place.read()
+            taken = (
+                f"{holder and holder.owner or 'somebody'} has taken over {self._place.directory}"
+            )
             raise CheckpointError(message(
-                who, taken if os.path.lexists(self._path) else f"{self._path} was removed",
+                who, taken if holder else f"{self._place} was removed",
                 f"A process that shows no sign of life for {EXPIRES:.0f} s counts as dead.",
                 "End one of the two, or save to another directory."))  # fmt: skip
+
+    def acknowledge(self, who: str, step: int) -> None:
+        """Notes that a step is complete, where a list of what is there may be late to tell."""
+        if self._owner is not None and not self._place.note(self._owner, step):
+            self.check(who)
+
+    def latest(self) -> int | None:
+        """The last step that was acknowledged; None if none was, or that is not noted."""
+        return self._place.latest()
 
     def release(self) -> None:
         """Gives it back, if this process has it."""
         self._ended.set()
         owner, self._owner = self._owner, None
         _held.discard(owner.token if owner else "")
-        if owner is not None and owner.pid == os.getpid() and _read(self._path) == owner:
-            self._path.unlink(missing_ok=True)  # A forked child has it not.
+        if owner is not None and owner.pid == os.getpid():  # A forked child has it not.
+            self._place.give_back(owner)
 
 
-def unlock(who: str, directory: Path) -> str:
+def unlock(who: str, directory: Path | Bucket) -> str:
     """Ends the right of a process that is dead, as the caller knows; who had it.
 
     Raises:
       CheckpointError: nobody has it, or a process of this machine that runs.
     """
-    path = directory / NAME
-    owner = _read(path)
-    if not os.path.lexists(path):
+    place = _place(directory)
+    holder = place.read()
+    if holder is None:
         raise CheckpointError(message(
-            who, f"nobody writes in {directory}", f"Who does has a file {NAME} there.", _elsewhere(directory)
-        ))  # fmt: skip
-    if owner is not None and _runs(owner):
+            who, f"nobody writes in {directory}", f"Who does has {place.what} {NAME} there.",
+            _elsewhere(directory)))  # fmt: skip
+    if holder.owner is not None and _runs(holder.owner):
         raise CheckpointError(message(
-            who, f"{owner} runs", "Two writers in one directory destroy what they write.",
+            who, f"{holder.owner} runs", "Two writers in one directory destroy what they write.",
             "End it first."))  # fmt: skip
     try:
-        path.unlink(missing_ok=True)
+        place.remove(holder)
     except OSError as error:
         raise CheckpointError(message(
-            who, f"{path} cannot be removed: {error.strerror}", "It is the file of who writes there.",
+            who, f"{place} cannot be removed: {error.strerror}", "It is the file of who writes there.",
             "Remove whatever it is by hand.")) from error  # fmt: skip
-    return str(owner or "somebody")
+    return str(holder.owner or "somebody")
 
 
-def _elsewhere(directory: Path) -> str:
+def _make_way(who: str, place: FilePlace | ObjectPlace) -> None:
+    """Ends the right of a dead process.
+
+    Raises:
+      CheckpointError: it may be alive, or no process made what is there.
+    """
+    if odd := place.odd():
+        raise CheckpointError(message(
+            who, f"{place} is {odd}", "Who writes there has a regular file of that name.",
+            "Remove it, if nobody writes there."))  # fmt: skip
+    holder = place.read()
+    if holder is None:
+        return
+    runs = None if holder.owner is None else _runs(holder.owner)
+    age = place.age(holder) if runs is None else 0.0
+    if runs or (runs is None and age < EXPIRES):
+        raise CheckpointError(message(
+            who, f"{holder.owner or 'somebody'} writes in {place.directory}, and showed it {age:.0f} s ago",
+            "One process at a time saves steps in a directory.",
+            _advice(holder.owner, place.directory)))  # fmt: skip
+    place.remove(holder)
+
+
+def _advice(owner: Owner | None, directory: Path | Bucket) -> str:
+    if owner is not None and owner.world is not None and owner.world == _world():
+        own = owner.pid == os.getpid()
+        same = "This process has another Checkpointer for it: close" if own else "End"
+        return f"{same} it, or save to another directory."
+    return (
+        f"Save to another directory; if that process is dead, wait {EXPIRES:.0f} s, or take over with "
+        f"python -m jzero unlock {directory}"
+    )
+
+
+def _elsewhere(directory: Path | Bucket) -> str:
     """What to do if nobody writes in a directory."""
-    step = _nearby.step_of(directory)
+    step = None if isinstance(directory, Bucket) else _nearby.step_of(directory)
     if step is None:
         return "Correct the path, if it is not the directory of steps."
     return f"It is in the step {step}, and not the directory of steps: name {step.parent}."
 
 
-def _take(who: str, private: Path, path: Path, owner: Owner) -> bool:
-    """Tries to take the right, and to make way for that; whether this process has it."""
-    with open(private, "w", opener=_not_followed) as file:
-        file.write(json.dumps(owner))
-    try:
-        _files.sync(private)  # After a power cut it says who had it, or is not there.
-        if _link(private, path) or _read(path) == owner:  # NFS may deny what it has done.
-            return True
-        _take_over(who, path, private)
-    except FileNotFoundError:  # Who got it has tidied up.
+def _beat(place: FilePlace | ObjectPlace, owner: Owner, ended: Flag) -> None:
+    while not ended.wait(BEAT):
+        with contextlib.suppress(OSError, CheckpointError):
+            place.beat(owner)
+
+
+def _place(directory: Path | Bucket) -> FilePlace | ObjectPlace:
+    return ObjectPlace(directory) if isinstance(directory, Bucket) else FilePlace(directory)
+
+
+class FilePlace:
+    """A file that is there while somebody has the right; touched to show that its owner lives."""
+
+    what = "a file"
+
+    def __init__(self, directory: Path):
+        self.directory, self._path = directory, directory / NAME
+        self._private = self._path
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def is_there(self) -> bool:
+        return os.path.lexists(self._path)
+
+    def odd(self) -> str | None:
+        """What is there, if no process made it."""
+        kind = _files.kind(self._path)
+        return None if kind in ("a file", "nothing") else kind
+
+    def read(self) -> Holder | None:
+        return Holder(_read(self._path)) if self.is_there() else None
+
+    def has(self, owner: Owner, *, now: bool) -> bool:
+        return _read(self._path) == owner
+
+    def take(self, who: str, owner: Owner) -> bool:
+        self._private = self._path.with_name(f"{NAME}.{owner.token}")
+        with open(self._private, "w", opener=_not_followed) as file:
+            file.write(json.dumps(owner))
+        try:
+            _files.sync(self._private)  # After a power cut it says who had it, or is not there.
+            # NFS may deny what it has done.
+            return _link(self._private, self._path) or _read(self._path) == owner
+        except FileNotFoundError:  # Who got it has tidied up.
+            return False
+
+    def age(self, holder: Holder) -> float:
+        """By the clock of the file system."""
+        try:
+            os.utime(self._private)
+            return self._private.stat().st_mtime - self._path.lstat().st_mtime
+        except FileNotFoundError:  # Given back, or tidied up.
+            return EXPIRES
+
+    def remove(self, holder: Holder) -> None:
+        """Somebody else may do so just now: what was moved away must be what was looked at."""
+        moved = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}.old")
+        with contextlib.suppress(FileNotFoundError):
+            if self.odd():
+                self._path.unlink()  # A directory is an error.
+            os.rename(self._path, moved)
+            if _read(moved) != holder.owner:
+                _link(moved, self._path)
+            moved.unlink()
+
+    def tidy(self, owner: Owner) -> None:
+        """Removes what was needed to take it, also that of those who died while they tried."""
+        self._path.with_name(f"{NAME}.{owner.token}").unlink(missing_ok=True)
+        if _read(self._path) == owner:
+            for left in self.directory.glob(f"{NAME}.*"):
+                if _files.kind(left) != "a directory":  # None of ours.
+                    left.unlink(missing_ok=True)
+
+    def beat(self, owner: Owner) -> None:
+        os.utime(self._path, follow_symlinks=False)
+
+    def note(self, owner: Owner, step: int) -> bool:
+        return True
+
+    def latest(self) -> int | None:
+        return None
+
+    def give_back(self, owner: Owner) -> None:
+        if _read(self._path) == owner:
+            self._path.unlink(missing_ok=True)
+
+
+class ObjectPlace:
+    """An object in a bucket, never removed, and rewritten only as what it was when it was read.
+
+    Nobody compares clocks: the holder counts beats in it, and whoever wants the right watches by its own clock
+    that nothing changes. A holder that has slept takes the right for lost before anybody may take it.
+    """
+
+    what = "an object"
+
+    def __init__(self, bucket: Bucket):
+        self.directory = bucket
+        self._seen = float("-inf")  # when it was certainly this process's
+
+    def __str__(self) -> str:
+        return str(self.directory / NAME)
+
+    def is_there(self) -> bool:
+        return True  # `has` says if not.
+
+    def odd(self) -> str | None:
+        return None
+
+    def read(self) -> Holder | None:
+        found = self.directory.read(NAME)
+        if found is None:
+            return None
+        holder = _holder(found)
+        return None if holder.free else holder
+
+    def has(self, owner: Owner, *, now: bool) -> bool:
+        return (not now and _now() - self._seen < EXPIRES - _MARGIN) or self._rewrite(owner)
+
+    def take(self, who: str, owner: Owner) -> bool:
+        found = self.directory.read(NAME)
+        if found is not None and not (holder := _holder(found)).free:
+            return holder.owner == owner
+        latest = None if found is None else holder.latest
+        start = _now()
+        try:
+            old = self.directory.write_if(NAME, _text(owner, 0, latest), found and found.version)
+            self._check_conditions(who, owner, latest, old)
+        except Lost:
+            return False
+        self._seen = start
+        return True
+
+    def _check_conditions(self, who: str, owner: Owner, latest: int | None, old: bytes) -> None:
+        """That a write whose condition does not hold fails, as others rely on.
+
+        Raises:
+          CheckpointError: it does not.
+        """
+        self.directory.write_if(NAME, _text(owner, 1, latest), old)
+        for version in (None, old):
+            try:
+                self.directory.write_if(NAME, _text(owner, 2, latest), version)
+            except Lost:
+                continue
+            raise CheckpointError(message(
+                who, f"{self.directory} replaces an object that another writer has written",
+                "One of two writers must fail, which takes conditional writes (If-None-Match, If-Match).",
+                "Use an endpoint that honours them, or save to a file system."))  # fmt: skip
+
+    def age(self, holder: Holder) -> float:
+        """Watches it, until it changes or for as long as a dead process is believed to live."""
+        start = time.monotonic()
+        while (age := time.monotonic() - start) < EXPIRES:
+            time.sleep(min(_LOOK, EXPIRES - age))
+            found = self.directory.read(NAME)
+            if found is None or found.version != holder.version:
+                return 0.0
+        return EXPIRES
+
+    def remove(self, holder: Holder) -> None:
+        with contextlib.suppress(Lost):
+            self.directory.write_if(NAME, _text(None, 0, holder.latest), holder.version)
+
+    def tidy(self, owner: Owner) -> None:
         pass
-    return False
+
+    def beat(self, owner: Owner) -> None:
+        self._rewrite(owner)
+
+    def note(self, owner: Owner, step: int) -> bool:
+        return self._rewrite(owner, step)
+
+    def latest(self) -> int | None:
+        found = self.directory.read(NAME)
+        return None if found is None else _holder(found).latest
+
+    def give_back(self, owner: Owner) -> None:
+        with contextlib.suppress(CheckpointError):
+            self._rewrite(owner, release=True)
+
+    def _rewrite(self, owner: Owner, step: int | None = None, *, release: bool = False) -> bool:
+        """Counts a beat, if it still is this owner's; whether it is."""
+        while True:
+            start, found = _now(), self.directory.read(NAME)
+            if found is None or (holder := _holder(found)).owner != owner:
+                return False
+            latest = holder.latest if step is None else step
+            data = _text(None if release else owner, holder.beat + 1, latest)
+            try:
+                self.directory.write_if(NAME, data, found.version)
+            except Lost:  # The other thread of this process was first, or another process.
+                continue
+            self._seen = start
+            return True
+
+
+def _text(owner: Owner | None, beat: int, latest: int | None) -> bytes:
+    return json.dumps({"owner": owner, "beat": beat, "latest": latest}).encode()
+
+
+def _holder(found: Object) -> Holder:
+    """What an object says; whoever wrote what cannot be understood may be alive."""
+    try:
+        value = _json.parse(found.data)
+    except _json.Malformed:
+        value = {}
+    if _json.check(value, {"beat": int, "latest": _json.Maybe(int)}):
+        return Holder(None, found.version)
+    owner = Owner.of(value.get("owner"))
+    free = value.get("owner", ...) is None
+    return Holder(owner, found.version, value.get("latest"), value["beat"], free)
+
+
+def _now() -> float:
+    """Seconds that also count while the machine sleeps, where the system has such a clock."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _not_followed(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def _take_over(who: str, path: Path, private: Path) -> None:
-    """Removes the file of a dead process.
-
-    Raises:
-      CheckpointError: its process may be alive, or no process made what is there.
-    """
-    if (kind := _files.kind(path)) not in ("a file", "nothing"):
-        raise CheckpointError(message(
-            who, f"{path} is {kind}", "Who writes there has a regular file of that name.",
-            "Remove it, if nobody writes there."))  # fmt: skip
-    owner = _read(path)
-    runs = None if owner is None else _runs(owner)
-    age = _age(path, private)
-    if runs or (runs is None and age < EXPIRES):
-        raise CheckpointError(message(
-            who, f"{owner or 'somebody'} writes in {path.parent}, and showed it {age:.0f} s ago",
-            "One process at a time saves steps in a directory.", _advice(owner, path)))  # fmt: skip
-    # Somebody else may take over just now: what was moved away must be what was looked at.
-    moved = path.with_name(f"{private.name}.old")
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(path, moved)
-        if _read(moved) != owner:
-            _link(moved, path)
-        moved.unlink()
-
-
-def _advice(owner: Owner | None, path: Path) -> str:
-    if owner is not None and owner.world is not None and owner.world == _world():
-        same = (
-            "This process has another Checkpointer for it: close"
-            if owner.pid == os.getpid()
-            else "End"
-        )
-        return f"{same} it, or save to another directory."
-    return (
-        f"Save to another directory; if that process is dead, wait {EXPIRES:.0f} s, or take over with "
-        f"python -m jzero unlock {path.parent}"
-    )
 
 
 def _link(source: Path, path: Path) -> bool:
@@ -230,12 +476,9 @@ def _link(source: Path, path: Path) -> bool:
 def _read(path: Path) -> Owner | None:
     """Who has the right; None if nobody does, or it cannot be told."""
     try:
-        owner = Owner(*_json.read("lock", path, follow=False))
-    except (CheckpointError, TypeError):
+        return Owner.of(_json.read("lock", path, follow=False))
+    except CheckpointError:
         return None
-    types = (str, str | None, int, int | None, str)
-    pairs = zip(owner, types, strict=True)
-    return owner if all(isinstance(value, kind) for value, kind in pairs) else None
 
 
 def _runs(owner: Owner) -> bool | None:
@@ -245,18 +488,6 @@ def _runs(owner: Owner) -> bool | None:
     if owner.pid == os.getpid():
         return owner.token in _held  # Else it could not be given back.
     return _started(owner.pid) == owner.started
-
-
-def _age(path: Path, private: Path) -> float:
-    """Seconds since a file was touched, by the clock of its file system."""
-    os.utime(private)
-    return private.stat().st_mtime - path.lstat().st_mtime
-
-
-def _beat(path: Path, ended: Flag) -> None:
-    while not ended.wait(BEAT):
-        with contextlib.suppress(OSError):
-            os.utime(path, follow_symlinks=False)
 
 
 def _world() -> str | None:

@@ -16,6 +16,7 @@ from orbax.checkpoint import type_handlers
 
 from jzero import _json
 from jzero._errors import escaped, named
+from jzero.checkpoint import _mirror
 from jzero.checkpoint._seal import StoredLeaf
 
 _LEAST_CHUNK = 2**26  # bytes that chunks of other writers may have, however small the leaf
@@ -65,6 +66,8 @@ async def open_leaf(info: Any, known: StoredLeaf | None = None) -> tensorstore.T
         info.is_ocdbt_checkpoint,
         raise_array_data_missing_error=info.raise_array_data_missing_error,
     )
+    if (bucket := _mirror.bucket_of(info.parent_dir)) is not None:
+        spec["kvstore"]["base"] = bucket.spec()
     await _check_described(spec, info.ts_context)
     store = await tensorstore.open(spec, open=True, read=True, context=info.ts_context)
     _check_chunks(store)

@@ -7,26 +7,23 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
-import shutil
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero._errors import CheckpointError, message
+from jzero._errors import CheckpointError
 from jzero._thread_group import Flag, start_thread
-from jzero.checkpoint import _files, _handlers, _ocdbt, _orbax, _seal, _steps, _together, _writing
-from jzero.checkpoint._lock import Lock
+from jzero.checkpoint import _handlers, _ocdbt, _orbax, _together, _writing
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, STATE
+from jzero.checkpoint._seal import File
+from jzero.checkpoint._steps import Steps
 from jzero.checkpoint._together import Round
 
 WHO = "Checkpointer.save"
-_SEEN_SECONDS = 30.0
 
 
 class Saver:
@@ -36,9 +33,8 @@ class Saver:
       step: the one that is being written, or was written last.
     """
 
-    def __init__(self, directory: Path, max_to_keep: int | None):
-        self._directory, self._max_to_keep = directory, max_to_keep
-        self._lock = Lock(directory)
+    def __init__(self, steps: Steps, max_to_keep: int | None):
+        self._steps, self._max_to_keep = steps, max_to_keep
         self._running: tuple[threading.Thread | None, Flag] = None, Flag()
         self._failure: BaseException | None = None
         self.step: int | None = None
@@ -58,11 +54,10 @@ class Saver:
           CheckpointError: another process writes in this directory, or has saved a later step.
           Exception: the state could not be copied.
         """
-        final = self._directory / str(step)
         meeting = Round(WHO)
-        meeting.lead("begin", lambda: self._begin(final))
+        meeting.lead("begin", lambda: self._steps.begin(WHO, step))
         copied, done = Flag(), Flag()
-        work = _Work(self._lock, final, self._max_to_keep, meeting, tree, iterators, notes)
+        work = _Work(self._steps, step, self._max_to_keep, meeting, tree, iterators, notes)
         thread = threading.Thread(
             target=self._run, args=(work, step, copied, done), name=f"jzero saves step {step}"
         )
@@ -82,8 +77,10 @@ class Saver:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             # If it is there, only older ones could not be removed.
-            if not os.path.lexists(self._directory / str(self.step)):
-                self.step = None
+            with contextlib.suppress(CheckpointError):
+                if self.step is not None and self._steps.is_there(self.step):
+                    raise failure
+            self.step = None
             raise failure
 
     def close(self) -> None:
@@ -96,7 +93,7 @@ class Saver:
     def abandon(self) -> None:
         """Lets others write, if nothing is being written."""
         if not self._is_running():
-            self._lock.release()
+            self._steps.close()
 
     def _is_running(self) -> bool:
         """Whether something is being written; a thread that Ctrl-C kept from starting writes nothing."""
@@ -104,16 +101,6 @@ class Saver:
         if thread is not None and thread.ident is None:
             time.sleep(0.1)  # It may be about to.
         return thread is not None and thread.ident is not None and not done.is_set()
-
-    def _begin(self, final: Path) -> None:
-        """What process 0 does before all of them write."""
-        _files.make_directory(self._directory)
-        if self._lock.ensure(WHO):
-            _files.remove_unfinished(self._directory)
-        check_is_last(final)
-        unfinished = _files.unfinished(final)
-        _files.discard(unfinished)
-        (unfinished / STATE).mkdir(parents=True)
 
     def _run(self, work: _Work, step: int, copied: Flag, done: Flag) -> None:
         self.step = step
@@ -125,27 +112,13 @@ class Saver:
             done.set()
 
 
-def check_is_last(final: Path) -> None:
-    """That no step is complete that is as late as the one that is to be saved.
-
-    Raises:
-      CheckpointError: there is one.
-    """
-    latest = _steps.latest(final.parent)
-    if latest is not None and int(final.name) <= latest:
-        raise CheckpointError(message(
-            WHO, f"step {final.name} is not after step {latest} of {final.parent}",
-            "Steps are saved in order.", "To go back to an earlier step, remove the directories of those "
-            "after it first, or save to another directory."))  # fmt: skip
-
-
 @dataclasses.dataclass
 class _Work:
     """One step that is being written, by all processes.
 
     Attributes:
-      lock: the writer's.
-      final: the directory that it will have.
+      steps: the directory that it will be in.
+      step: its number.
       max_to_keep: how many steps are to be left then; None for all.
       meeting: of the processes.
       tree: the state, a container, until it is copied.
@@ -153,8 +126,8 @@ class _Work:
       notes: what readers may want to know.
     """
 
-    lock: Lock
-    final: Path
+    steps: Steps
+    step: int
     max_to_keep: int | None
     meeting: Round
     tree: Any
@@ -163,26 +136,33 @@ class _Work:
 
     def __post_init__(self) -> None:
         self._started = time.time_ns()
-        self._path = _files.unfinished(self.final)
         self._writing = _writing.Writing()
         self._handler = _handlers.handler(self._writing)
 
     def run(self, copied: Flag) -> None:
         """Writes it, and makes it complete when all processes have written their parts."""
         failure: BaseException | None = None
+        part: dict[str, File] = {}
         try:
             self._write(copied)
         except BaseException as error:
             failure = error
         finally:
             copied.set()
-        elsewhere = self.meeting.report("written", failure)
-        self.meeting.lead("complete", lambda: self._complete(failure, elsewhere))
+        try:
+            self.meeting.lead("claim", lambda: self._claim(failure))
+            part = self._hand_in(failure)
+        except BaseException as error:
+            failure = failure or error
+        elsewhere, others = self.meeting.report("written", failure, part)
+        parts = {name: File(*found) for each in (part, *others) for name, found in each.items()}
+        self.meeting.lead("complete", lambda: self._complete(failure, elsewhere, parts))
 
     def _write(self, copied: Flag) -> None:
         """This process's part; `copied` is set when the state may be consumed."""
+        nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self.tree))
+        self._path = self.steps.folder(WHO, self.step, nbytes // jax.process_count())
         directory = epath.Path(self._path / STATE)
-        _wait_for(self._path / STATE)
         args = ocp.args.PyTreeSave(self.tree)
         futures = asyncio.run(self._handler.async_save(directory, args=args))
         self.tree = None
@@ -191,23 +171,36 @@ class _Work:
             future.result()
         self._writing.raise_failure()
 
-    def _complete(self, failure: BaseException | None, elsewhere: str) -> None:
+    def _claim(self, failure: BaseException | None) -> None:
+        """What process 0 does before any of them hands in what it has written."""
+        if failure is not None:
+            raise failure
+        self.steps.claim(WHO, self.step)
+
+    def _hand_in(self, failure: BaseException | None) -> dict[str, File]:
+        if failure is not None:
+            raise failure
+        return self.steps.hand_in(WHO, self.step)
+
+    def _complete(
+        self, failure: BaseException | None, elsewhere: str, parts: dict[str, File]
+    ) -> None:
         """What process 0 does at the end."""
         try:
             if failure is not None:
                 raise failure
             if elsewhere:
                 raise _together.failed(WHO, elsewhere)
-            self._seal()
-            self.lock.check(WHO)
-            _files.publish(self.final)
+            self._put_together()
+            self.steps.publish(WHO, self.step, self._writing.leaves, parts)
         except BaseException:
-            shutil.rmtree(self._path, ignore_errors=True)
+            self.steps.discard(self.step)
             raise
         self._prune()
 
-    def _seal(self) -> None:
-        """All that process 0 writes, and everything is on the disk."""
+    def _put_together(self) -> None:
+        """One store of all parts, and what process 0 writes beside it."""
+        self._path.mkdir(exist_ok=True)
         self._writing.fragments.join(self._path / STATE)
         self._handler.finalize(epath.Path(self._path / STATE))
         asyncio.run(_ocdbt.check_complete(self._path / STATE, self._writing.leaves))
@@ -218,29 +211,9 @@ class _Work:
             text = json.dumps({"iterators": self.iterators})
             (self._path / DATA / ITERATOR_FILE).write_text(text)
         _orbax.write_notes(self._path, handlers, self._started, self.notes)
-        _seal.write(self._path, self._writing.leaves)
 
     def _prune(self) -> None:
         """Removes the steps that are too many."""
         if self.max_to_keep is not None:
-            for step in _steps.complete(self.final.parent)[: -self.max_to_keep]:
-                self.lock.check(WHO)
-                _files.remove(self.final.parent / str(step))
-
-
-def _wait_for(directory: Path) -> None:
-    """Waits until this process sees what process 0 has made: network file systems are late to tell.
-
-    Raises:
-      CheckpointError: it does not.
-    """
-    end = time.monotonic() + _SEEN_SECONDS
-    while not directory.is_dir():
-        if time.monotonic() > end:
-            raise CheckpointError(message(
-                WHO, f"process {jax.process_index()} does not see {directory}, which process 0 has made",
-                "Checkpoints are on a file system that all processes see.",
-                "Give all of them the same directory, on such a one."))  # fmt: skip
-        time.sleep(0.1)
-        with contextlib.suppress(OSError):
-            os.listdir(directory.parent.parent)
+            for step in self.steps.complete()[: -self.max_to_keep]:
+                self.steps.remove(WHO, step)

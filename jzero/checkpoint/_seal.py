@@ -26,8 +26,16 @@ NAME = "_JZERO_SEAL"
 _FORMAT = 1
 
 
+# What stands in a bucket where the seal is to be: who has begun to write or to remove the step.
+_BEGUN = b"begun by "
+
+
 class Broken(Exception):
     """What is wrong with a step, in a few words."""
+
+
+class Unfinished(Broken):
+    """It is being written or removed, or whoever did so is dead."""
 
 
 class File(NamedTuple):
@@ -54,12 +62,33 @@ class Seal(NamedTuple):
 
 def write(directory: Path, leaves: Mapping[str, StoredLeaf]) -> None:
     """Seals a directory whose files are complete: syncs all of it, and lists it in one more file."""
-    files = {
-        name: File(size, _digest_of(directory / name)) for name, size in _sizes(directory).items()
-    }
-    text = json.dumps({"format": _FORMAT, "files": files, "leaves": leaves})
-    (directory / NAME).write_text(f"{text}\n{_digest(text.encode())}\n")
+    (directory / NAME).write_bytes(text(files_in(directory), leaves))
     _files.sync_tree(directory)
+
+
+def files_in(directory: Path) -> dict[str, File]:
+    """What a seal says of the files in a directory and below."""
+    sizes = _sizes(directory)
+    return {
+        name: File(size, None if _is_data(name) else _digest((directory / name).read_bytes()))
+        for name, size in sizes.items()
+    }
+
+
+def file(name: str, data: bytes) -> File:
+    """What a seal says of a file."""
+    return File(len(data), None if _is_data(name) else _digest(data))
+
+
+def text(files: Mapping[str, File], leaves: Mapping[str, StoredLeaf]) -> bytes:
+    """What is in a seal."""
+    found = json.dumps({"format": _FORMAT, "files": files, "leaves": leaves})
+    return f"{found}\n{_digest(found.encode())}\n".encode()
+
+
+def claim(owner: object) -> bytes:
+    """What stands where the seal is to be, once a step is begun."""
+    return _BEGUN + str(owner).encode()
 
 
 def read(directory: Path) -> Seal | None:
@@ -73,10 +102,24 @@ def read(directory: Path) -> Seal | None:
     if not path.exists():
         return None
     with malformed_is_broken():
-        text, _, digest = _json.read_bytes("seal", path).rstrip(b"\n").rpartition(b"\n")
-        if _digest(text) != digest.decode(errors="replace"):
-            raise Broken(f"{NAME} is damaged")
-        found = _json.decode("seal", path, text, {"format": int})
+        seal = parse(_json.read_bytes("seal", path), path)
+    _check_sizes(directory, seal.files)
+    return seal
+
+
+def parse(data: bytes, path: Path = Path(NAME)) -> Seal:
+    """What a seal says.
+
+    Raises:
+      Broken: it is damaged, of a later format, or none yet.
+    """
+    if data.startswith(_BEGUN):
+        raise Unfinished(f"it was never finished: {data.decode(errors='replace')[:200]}")
+    body, _, digest = data.rstrip(b"\n").rpartition(b"\n")
+    if _digest(body) != digest.decode(errors="replace"):
+        raise Broken(f"{NAME} is damaged")
+    with malformed_is_broken():
+        found = _json.decode("seal", path, body, {"format": int})
         if found["format"] != _FORMAT:
             raise Broken(
                 f"{NAME} has format {found['format']}, and this jzero reads {_FORMAT}: update it"
@@ -85,7 +128,6 @@ def read(directory: Path) -> Seal | None:
         raise Broken(f"{NAME}: {'; '.join(bad)}")
     files = {name: _file(name, entry) for name, entry in found["files"].items()}
     leaves = {name: _stored_leaf(name, entry) for name, entry in found["leaves"].items()}
-    _check_sizes(directory, files)
     return Seal(files, leaves)
 
 
@@ -169,9 +211,9 @@ def _size(path: Path) -> int:
     return (path.stat() if stat.S_ISLNK(found.st_mode) and path.is_file() else found).st_size
 
 
-def _digest_of(path: Path) -> str | None:
-    """None of OCDBT's data files, in `d`."""
-    return None if path.parent.name == "d" else _digest(path.read_bytes())
+def _is_data(name: str) -> bool:
+    """Whether it is one of OCDBT's data files."""
+    return name.split("/")[-2:-1] == ["d"]
 
 
 def _digest(data: bytes) -> str:

@@ -1,61 +1,251 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps in a directory are complete."""
+"""A directory of steps: which are complete, and how one becomes complete or goes."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from jzero import _json
 from jzero._errors import CheckpointError, message, warn
-from jzero.checkpoint import _seal
-from jzero.checkpoint._orbax import NOTES, TREE
-from jzero.checkpoint._seal import Broken
+from jzero.checkpoint import _files, _seal
+from jzero.checkpoint._bucket import Bucket
+from jzero.checkpoint._lock import Lock
+from jzero.checkpoint._orbax import NOTES, STATE, TREE
+from jzero.checkpoint._seal import Broken, File, StoredLeaf, Unfinished
 
+_SEEN_SECONDS = 30.0
 _said: set[tuple[str, str]] = set()  # Steps that are not whole, and why: each is said once.
 
 
-def complete(directory: Path) -> list[int]:
-    """The steps of a `Checkpointer` that are whole; of the others it says once what they lack.
+class Steps(abc.ABC):
+    """A directory of steps.
 
-    Raises:
-      CheckpointError: it cannot be told, since something cannot be read now.
+    Attributes:
+      where: in a file system, or in a bucket.
     """
-    with _readable(directory):
-        return sorted(step for step in _candidates(directory) if _is_whole(directory, step))
+
+    where: Path | Bucket
+
+    @functools.cached_property
+    def lock(self) -> Lock:
+        """The right to write in it."""
+        return Lock(self.where)
+
+    def complete(self) -> list[int]:
+        """The steps that are whole; of the others it says once what they lack.
+
+        Raises:
+          CheckpointError: it cannot be told, since something cannot be read now.
+        """
+        with _readable(self.where):
+            return sorted(step for step in self._candidates() if self._is_whole(step))
+
+    def damaged(self) -> list[int]:
+        """The steps that are not whole."""
+        return sorted({*self._candidates()} - {*self.complete()})
+
+    def latest(self) -> int | None:
+        """The last that is whole."""
+        with _readable(self.where):
+            steps = sorted(self._candidates(), reverse=True)
+            return next((step for step in steps if self._is_whole(step)), None)
+
+    def check_is_last(self, who: str, step: int) -> None:
+        """That no step is complete that is as late as the one that is to be saved.
+
+        Raises:
+          CheckpointError: there is one.
+        """
+        latest = self.latest()
+        if latest is not None and step <= latest:
+            raise CheckpointError(message(
+                who, f"step {step} is not after step {latest} of {self.where}",
+                "Steps are saved in order.", "To go back to an earlier step, remove the directories of those "
+                "after it first, or save to another directory."))  # fmt: skip
+
+    @abc.abstractmethod
+    def open(self) -> None:
+        """Makes the directory if it is not there, or finds out that it cannot be used."""
+
+    @abc.abstractmethod
+    def is_there(self, step: int) -> bool:
+        """Whether there is something of that name."""
+
+    @abc.abstractmethod
+    def path(self, step: int) -> Path:
+        """Where what describes a step can be read.
+
+        Raises:
+          Broken: it is not whole.
+        """
+
+    @abc.abstractmethod
+    def begin(self, who: str, step: int) -> None:
+        """Process 0 gets the right to write, and makes a step's place empty, before all of them write."""
+
+    @abc.abstractmethod
+    def folder(self, who: str, step: int, nbytes: int) -> Path:
+        """Where this process writes its part, of so many bytes, in an item of the name `STATE`."""
+
+    def claim(self, who: str, step: int) -> None:  # noqa: B027
+        """Process 0 says that it has begun a step, before anybody hands in."""
+
+    @abc.abstractmethod
+    def hand_in(self, who: str, step: int) -> dict[str, File]:
+        """Brings what this process has written to where process 0 puts all together; what that is."""
+
+    def base(self, step: int) -> dict[str, Any]:
+        """Of the store in which the parts of all processes are put together, for tensorstore."""
+        return {"driver": "file", "path": f"{self._folder(step) / STATE}/"}
+
+    @abc.abstractmethod
+    def _folder(self, step: int) -> Path:
+        """Where a step is written."""
+
+    @abc.abstractmethod
+    def publish(
+        self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
+    ) -> None:
+        """Seals a step whose files are all there, and gives it its name.
+
+        Args:
+          who: whom messages name.
+          step: its number.
+          leaves: their types.
+          parts: what other processes have handed in.
+        """
+
+    @abc.abstractmethod
+    def discard(self, step: int) -> None:
+        """Removes what there is of a step that could not be written; never raises."""
+
+    @abc.abstractmethod
+    def remove(self, who: str, step: int) -> None:
+        """Removes a complete step; whoever is interrupted leaves nothing that looks like it."""
+
+    def close(self) -> None:
+        """Lets others write."""
+        self.lock.release()
+
+    @abc.abstractmethod
+    def _names(self) -> list[str]:
+        """What may be steps."""
+
+    @abc.abstractmethod
+    def _check(self, step: int) -> None:
+        """That a step counts.
+
+        Raises:
+          Broken: it does not.
+        """
+
+    def _candidates(self) -> list[int]:
+        """The numbers that names in the directory are."""
+        names = self._names()
+        for name in names:
+            if name.isdecimal() and not _is_step(name):
+                _say(self.where, name, "that is not how its number is written")
+        return [int(name) for name in names if _is_step(name)]
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            self._check(step)
+        except Unfinished:
+            return False
+        except Broken as error:
+            _say(self.where, str(step), str(error))
+            return False
+        except (CheckpointError, OSError):
+            if self.is_there(step):
+                raise
+            return False  # It has just been removed.
+        return True
 
 
-def damaged(directory: Path) -> list[int]:
-    """The steps of a `Checkpointer` that are not whole."""
-    return sorted({*_candidates(directory)} - {*complete(directory)})
+class LocalSteps(Steps):
+    """In a file system that all processes see: written beside, synced and sealed, then renamed."""
 
+    def __init__(self, directory: Path):
+        self.where: Path = directory
 
-def latest(directory: Path) -> int | None:
-    """The last of them."""
-    with _readable(directory):
-        steps = sorted(_candidates(directory), reverse=True)
-        return next((step for step in steps if _is_whole(directory, step)), None)
+    def open(self) -> None:
+        _files.make_directory(self.where)
 
+    def is_there(self, step: int) -> bool:
+        return os.path.lexists(self.where / str(step))
 
-def check_whole(directory: Path) -> None:
-    """That what a step's files say of it is there and can be read.
+    def path(self, step: int) -> Path:
+        self._check(step)
+        return self.where / str(step)
 
-    Raises:
-      Broken: it is not.
-    """
-    with _readable(directory):
-        if directory.is_symlink():
-            raise Broken("it is a link")
-        if not directory.is_dir():
-            raise Broken("it is no directory")
-        if _seal.read(directory) is None:
-            _check_unsealed(directory)
+    def begin(self, who: str, step: int) -> None:
+        self.open()
+        if self.lock.ensure(who):
+            _files.remove_unfinished(self.where)
+        self.check_is_last(who, step)
+        _files.discard(self._folder(step))
+        (self._folder(step) / STATE).mkdir(parents=True)
+
+    def folder(self, who: str, step: int, nbytes: int) -> Path:
+        """Waits until this process sees what process 0 has made: network file systems are late to tell."""
+        folder, end = self._folder(step), time.monotonic() + _SEEN_SECONDS
+        while not (folder / STATE).is_dir():
+            if time.monotonic() > end:
+                raise CheckpointError(message(
+                    who, f"process {jax.process_index()} does not see {folder}, which process 0 has made",
+                    "Checkpoints are in a bucket, or on a file system that all processes see.",
+                    "Give all of them the same directory, on such a one."))  # fmt: skip
+            time.sleep(0.1)
+            with contextlib.suppress(OSError):
+                os.listdir(self.where)
+        return folder
+
+    def hand_in(self, who: str, step: int) -> dict[str, File]:
+        return {}
+
+    def publish(
+        self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
+    ) -> None:
+        _seal.write(self._folder(step), leaves)
+        self.lock.check(who)
+        _files.publish(self.where / str(step))
+
+    def discard(self, step: int) -> None:
+        with contextlib.suppress(OSError):
+            _files.discard(self._folder(step))
+
+    def remove(self, who: str, step: int) -> None:
+        self.lock.check(who)
+        _files.remove(self.where / str(step))
+
+    def _folder(self, step: int) -> Path:
+        return _files.unfinished(self.where / str(step))
+
+    def _names(self) -> list[str]:
+        return [path.name for path in self.where.iterdir()] if self.where.is_dir() else []
+
+    def _check(self, step: int) -> None:
+        path = self.where / str(step)
+        with _readable(path):
+            if path.is_symlink():
+                raise Broken("it is a link")
+            if not path.is_dir():
+                raise Broken("it is no directory")
+            if _seal.read(path) is None:
+                _check_unsealed(path)
 
 
 @contextlib.contextmanager
-def _readable(directory: Path) -> Iterator[None]:
+def _readable(directory: Path | Bucket) -> Iterator[None]:
     """What cannot be read is not taken for what is not there."""
     try:
         yield
@@ -66,33 +256,11 @@ def _readable(directory: Path) -> Iterator[None]:
             "Check the path, its permissions, and the disk.")) from error  # fmt: skip
 
 
-def _candidates(directory: Path) -> list[int]:
-    """The numbers that names in a directory are."""
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    for name in names:
-        if name.isdecimal() and not _is_step(name):
-            _say(directory, name, "that is not how its number is written")
-    return [int(name) for name in names if _is_step(name)]
-
-
 def _is_step(name: str) -> bool:
     return name.isascii() and name.isdecimal() and len(name) < 20 and str(int(name)) == name
 
 
-def _is_whole(directory: Path, step: int) -> bool:
-    try:
-        check_whole(directory / str(step))
-    except Broken as error:
-        _say(directory, str(step), str(error))
-        return False
-    except (CheckpointError, OSError):
-        if os.path.lexists(directory / str(step)):
-            raise
-        return False  # It has just been removed.
-    return True
-
-
-def _say(directory: Path, name: str, reason: str) -> None:
+def _say(directory: Path | Bucket, name: str, reason: str) -> None:
     if (str(directory / name), reason) not in _said:
         _said.add((str(directory / name), reason))
         text = message(

@@ -15,7 +15,8 @@ from etils import epath
 from jzero import _json
 from jzero._errors import CheckpointError, message, named
 from jzero._json import Maybe
-from jzero.checkpoint import _files, _handlers, _iterators, _nearby, _reading, _seal, _steps
+from jzero.checkpoint import _files, _handlers, _iterators, _mirror, _nearby, _reading, _seal
+from jzero.checkpoint._bucket_steps import steps_in
 from jzero.checkpoint._match import Leaf, leaf_names
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, NOTES, STATE, TREE
 from jzero.checkpoint._seal import Seal, StoredLeaf
@@ -60,7 +61,7 @@ def find(who: str, path: str | Path) -> Stored:
     Raises:
       CheckpointError: there is none, or what describes it is damaged.
     """
-    path = _files.local(who, path)
+    path = _mirror.local(who, path)
     try:
         directory = _tree_directory(who, path)
         root = _root(directory)
@@ -93,8 +94,9 @@ def find(who: str, path: str | Path) -> Stored:
 
 def find_latest(who: str, path: str | Path) -> Stored:
     """Like `find`; of a `Checkpointer`'s directory, the latest step."""
-    latest = _steps.latest(_files.local(who, path))
-    return find(who, path if latest is None else Path(path, str(latest)))
+    steps = steps_in(who, path)
+    latest = steps.latest()
+    return find(who, path if latest is None else steps.where / str(latest))
 
 
 def root(stored: Stored) -> Path:

@@ -66,19 +66,22 @@ class Round:
             own, *(json.loads(self._get(f"{stage}/{other}")) for other in others)
         ]))  # fmt: skip
 
-    def report(self, stage: str, failure: BaseException | None) -> str:
-        """Says how this process fared; in process 0, what went wrong elsewhere, once all have said it."""
+    def report(self, stage: str, failure: BaseException | None, own: Any) -> tuple[str, list[Any]]:
+        """Says how this process fared, and what it brings, as JSON has it.
+
+        Returns:
+          In process 0, once all have said it: what went wrong elsewhere, and what others bring.
+        """
         if self._store is None:
-            return ""
+            return "", []
         index, num = jax.process_index(), jax.process_count()
         if index != 0:
             text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-            self._store.key_value_set(f"{self._room}{stage}/{index}", json.dumps(text))
-            return ""
-        found = {other: json.loads(self._get(f"{stage}/{other}")) for other in range(1, num)}
-        return "; ".join(
-            f"process {other} failed with {text}" for other, text in found.items() if text
-        )
+            self._store.key_value_set(f"{self._room}{stage}/{index}", json.dumps((text, own)))
+            return "", []
+        found = [json.loads(self._get(f"{stage}/{other}")) for other in range(1, num)]
+        failed = [f"process {i} failed with {text}" for i, (text, _) in enumerate(found, 1) if text]
+        return "; ".join(failed), [brought for _, brought in found]
 
     def _get(self, key: str) -> str:
         while True:

@@ -14,7 +14,8 @@ import jax
 
 from jzero._errors import CheckpointError, OptionError, first_of, message, named
 from jzero._quantities import readable_bytes
-from jzero.checkpoint import _files, _inspect, _lock, _reading, _steps, _stored
+from jzero.checkpoint import _inspect, _lock, _reading, _stored
+from jzero.checkpoint._bucket_steps import steps_in
 from jzero.checkpoint._inspect import Inspection, Saved, Verified
 from jzero.cli import _flags
 from jzero.reports._tables import Table
@@ -134,7 +135,7 @@ def _show(checkpoint: str, verify: bool, json: bool) -> Shown:
     if verified is not None and verified.damaged:
         error = _reading.LeafErrors(verified.damaged)
         raise CheckpointError(_stored.damaged(_inspect.WHO, stored.directory, error))
-    if verify and (steps := _steps.damaged(_files.local(_inspect.WHO, checkpoint))):
+    if verify and (steps := steps_in(_inspect.WHO, checkpoint).damaged()):
         newer = ", ".join(map(str, steps))
         raise CheckpointError(message(
             _inspect.WHO, f"{named(checkpoint)} has steps that are not whole: {newer}",
@@ -223,5 +224,5 @@ def _write_checkpoint(source: str, checkpoint: str, **options: Any) -> Shown:
 
 
 def _unlock(directory: str) -> Shown:
-    owner = _lock.unlock("unlock", _files.local("unlock", directory))
+    owner = _lock.unlock("unlock", steps_in("unlock", directory).where)
     yield f"{directory}: {owner} may no longer write in it"

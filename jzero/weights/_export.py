@@ -175,8 +175,7 @@ def _part_names(target: Path, num: int) -> list[str]:
 
 
 def _is_part(name: str, target: Path) -> bool:
-    pattern = r"-\d{5,}-of-\d{5,}(-[0-9a-f]{8})?"
-    return bool(re.fullmatch(re.escape(target.stem) + pattern + re.escape(_SUFFIX), name))
+    return bool(re.fullmatch(re.escape(target.stem) + _objects.PART, name))
 
 
 def _index(target: Path) -> Path:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,11 +18,11 @@ import numpy as np
 from jzero import _json
 from jzero._errors import CheckpointError, JzeroError, OptionError, message
 from jzero._json import shown
-from jzero.checkpoint import _files, _seal, _stream
-from jzero.checkpoint._bucket import Bucket, Lost
+from jzero.checkpoint import _files, _stream
+from jzero.checkpoint._bucket import Bucket
 from jzero.checkpoint._match import leaf_names
 from jzero.sharding.plan._stages import PARAMETER
-from jzero.weights import _complete, _private, _safetensors, _sources
+from jzero.weights import _complete, _objects, _private, _safetensors, _sources
 from jzero.weights._bindings import Array, into_leaves
 from jzero.weights._families import LAYOUTS, layout_of
 from jzero.weights._layout import WeightLayout
@@ -85,8 +84,9 @@ def import_weights(
         if bucket is None:
             directory = _new_directory(checkpoint)
         else:
-            _check_new(bucket)
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()), "checkpoint")
+            _objects.check_new(WHO, bucket)
+            folder = stack.enter_context(_objects.staging(WHO, bucket))
+            directory = folder / "checkpoint"
         held = _indexed(path) if str(path).endswith(".json") else _in_file(path)
         leaves = _as_they_are(held, prefix, path) if table is None else _laid_out(
             held, table, like, prefix, path, config)  # fmt: skip
@@ -102,7 +102,7 @@ def import_weights(
                 "Nothing was left of it.", "Check the path, its permissions, and the space on its disk."
             )) from error  # fmt: skip
         if bucket is not None:
-            _upload(directory, bucket)
+            _objects.upload(WHO, directory, bucket)
     return len(leaves)
 
 
@@ -197,30 +197,6 @@ def _check_equal(first: _Held, second: _Held, path: Source) -> None:
         raise CheckpointError(message(
             f"{WHO} {path}", f"{other.name} has no leaf, and other values than {one.name}",
             "In a tree without a leaf for it, it is tied.", "Untie them in the model."))  # fmt: skip
-
-
-def _check_new(bucket: Bucket) -> None:
-    if bucket.names():
-        raise OptionError(message(
-            WHO, f"there is something below {bucket} already", "A checkpoint is a new directory.",
-            "Name another, or remove it."))  # fmt: skip
-
-
-def _upload(directory: Path, bucket: Bucket) -> None:
-    """The seal last, and only where no other is: it is what makes it a checkpoint."""
-    files = {str(path.relative_to(directory)): path for path in _files.files_below(directory)}
-    seal = files.pop(_seal.NAME)
-    try:
-        bucket.upload(files)
-        bucket.write_if(_seal.NAME, seal.read_bytes(), None)
-    except Lost as error:
-        raise CheckpointError(message(
-            f"{WHO} {bucket}", "another process wrote it meanwhile", "One writes at a time.",
-            "Name another."))  from error  # fmt: skip
-    except BaseException:
-        with contextlib.suppress(CheckpointError):
-            bucket.remove(files)
-        raise
 
 
 def _new_directory(checkpoint: str | Path) -> Path:

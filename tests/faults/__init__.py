@@ -3,6 +3,9 @@
 `faults.c` counts operations in a process of its own, and lets the n-th of them fail, or be its last.
 """
 
+from ._buckets import BUCKET_SCENARIOS as BUCKET_SCENARIOS
+from ._buckets import Place as Place
+from ._buckets import place as place
 from ._children import Child as Child
 from ._children import Children as Children
 from ._children import Ended as Ended
@@ -13,6 +16,10 @@ from ._library import Fault as Fault
 from ._library import Operation as Operation
 from ._library import read_log as read_log
 from ._library import why_not as why_not
+from ._requests import Proxy as Proxy
+from ._requests import Request as Request
+from ._requests import RequestFault as RequestFault
+from ._requests import faults_at as faults_at
 from ._scenarios import SAVED as SAVED
 from ._scenarios import SAVES as SAVES
 from ._scenarios import SCENARIOS as SCENARIOS

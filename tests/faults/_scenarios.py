@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from jzero.checkpoint._bucket import Bucket
+
 from ._children import Children, Ended
 from ._library import CHANGES, READS, WRITES, Fault, Operation, read_log
-from ._scripts import IMPORTED, KEPT, STEPS, values
+from ._requests import Request, RequestFault
+from ._scripts import EXPORTS, IMPORTED, KEPT, STEPS, values
 
+Root = pathlib.Path | str  # A folder, or a directory of a bucket.
 SAVED, SAVES = (1, 2), (3, 4)  # steps that are there before, and those that are saved
 TARGET = "model.safetensors"
-EXPORTS = "exports"
 # What must not go unnoticed: the kernel may forget the data, and says so once.
 _TO_DISK = (*WRITES, "fsync", "fdatasync")
 # How operations fail on disks that break, are full, or belong to somebody else, and over a network.
@@ -34,8 +37,8 @@ class Outcome(NamedTuple):
       broken: the promises that were not kept; none is as it should be.
     """
 
-    fault: Fault
-    operation: Operation | None
+    fault: Fault | RequestFault
+    operation: Operation | Request | None
     noticed: str
     broken: list[str]
 
@@ -58,7 +61,7 @@ class Scenario:
     name: str
     script: str
     arguments: dict[str, Any]
-    prepare: Callable[[Children, pathlib.Path], None]
+    prepare: Callable[[Children, Root], None]
     judge: Callable[[Run], list[str]]
 
     def operations(self, children: Children, folder: pathlib.Path) -> list[Operation]:
@@ -131,6 +134,14 @@ class Run:
     def said(self, key: str) -> list[Any]:
         return [said[key] for said in self.ended.said if key in said]
 
+    def folder(self, name: str) -> pathlib.Path:
+        """What is below the root, as files."""
+        return self.root / name
+
+    def names(self) -> set[str]:
+        """What is in the root."""
+        return {path.name for path in self.root.iterdir()}
+
     def can_clean_up(self) -> bool:
         """Whether what was half done could be removed: nothing fails in that."""
         removes = self.hit is not None and self.hit.name in ("unlink", "rmdir", "open", "opendir")
@@ -158,7 +169,7 @@ class Run:
 # ---------------------------------------------------------------------------------------- saves
 
 
-def _prepare_steps(children: Children, root: pathlib.Path) -> None:
+def _prepare_steps(children: Children, root: Root) -> None:
     ended = children.run("faults._scripts:save", root=str(root), steps=SAVED)
     assert ended.status == 0, ended
     assert [said["complete"] for said in ended.said] == list(SAVED)
@@ -171,7 +182,7 @@ def _judge_save(run: Run) -> list[str]:
     return broken + judge_steps(run.children, run.root, max([*SAVED, *complete]))
 
 
-def judge_steps(children: Children, root: pathlib.Path, complete: int) -> list[str]:
+def judge_steps(children: Children, root: Root, complete: int) -> list[str]:
     """What was acknowledged is there, all that is there is right, and a training goes on."""
     ended = children.run("faults._scripts:look", root=str(root))
     if ended.status != 0:
@@ -228,23 +239,24 @@ def _export(step: int, flags: Sequence[str]) -> list[str]:
     return ["export", f"{STEPS}/{step}", f"{EXPORTS}/{TARGET}", "--overwrite", *flags]
 
 
-def _prepare_export(flags: Sequence[str]) -> Callable[[Children, pathlib.Path], None]:
-    def prepare(children: Children, root: pathlib.Path) -> None:
+def _prepare_export(flags: Sequence[str]) -> Callable[[Children, Root], None]:
+    def prepare(children: Children, root: Root) -> None:
         _prepare_steps(children, root)
-        (root / EXPORTS).mkdir()
+        if isinstance(root, pathlib.Path):
+            (root / EXPORTS).mkdir()
         _run_command(children, root, _export(SAVED[0], flags))
 
     return prepare
 
 
-def _run_command(children: Children, root: pathlib.Path, words: Sequence[str]) -> None:
+def _run_command(children: Children, root: Root, words: Sequence[str]) -> None:
     ended = children.run("faults._scripts:command", root=str(root), words=words)
     assert ended.said == [{"exit": 0}], ended
 
 
 def _judge_export(run: Run) -> list[str]:
     """The older or the newer export, whole; nothing else after an error, or after another export."""
-    folder, broken = run.root / EXPORTS, _judge_exit(run)
+    folder, broken = run.folder(EXPORTS), _judge_exit(run)
     found = _exported(folder)
     if not found or set(found) - set(SAVED):
         broken.append(f"there are {found}, of {sorted(path.name for path in folder.iterdir())}")
@@ -254,6 +266,7 @@ def _judge_export(run: Run) -> list[str]:
     if run.can_clean_up() and not told:
         broken += _leftovers(folder, "the error")
     again = run.run("command", words=run.scenario.arguments["words"])
+    folder = run.folder(EXPORTS)
     if again.said != [{"exit": 0}] or _exported(folder) != [SAVED[1]]:
         broken.append(f"another export to the same name: {again.said}, {_exported(folder)}")
     return broken + _leftovers(folder, "another export")
@@ -316,9 +329,13 @@ def _load_indexed(index: pathlib.Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------- imports
 
 
-def _prepare_import(children: Children, root: pathlib.Path) -> None:
+def _prepare_import(children: Children, root: Root) -> None:
     _prepare_export(_PARTS)(children, root)
-    shutil.rmtree(root / STEPS)
+    if isinstance(root, pathlib.Path):
+        return shutil.rmtree(root / STEPS)
+    bucket = Bucket.of("test", f"{root}/{STEPS}")
+    assert bucket is not None
+    bucket.remove(bucket.names())
 
 
 _IMPORT = ["import", f"{EXPORTS}/{TARGET}.index.json", IMPORTED]
@@ -333,11 +350,11 @@ def _judge_import(run: Run) -> list[str]:
         broken.append(f"it was done, and is {found}")
     known = {EXPORTS, IMPORTED}
     if run.can_clean_up():
-        broken += _others(run.root, known, "the error")
+        broken += _others(run, known, "the error")
     again = run.run("command", words=_IMPORT)
     if (again.said == [{"exit": 0}]) != (found == "absent") or _imported(run) != ["right"]:
         broken.append(f"another import to the same name: {again.said}, {_imported(run)}")
-    return broken + _others(run.root, known, "another import")
+    return broken + _others(run, known, "another import")
 
 
 def _imported(run: Run) -> list[str]:
@@ -345,9 +362,8 @@ def _imported(run: Run) -> list[str]:
     return [said["imported"] for said in ended.said] or [ended.errors]
 
 
-def _others(folder: pathlib.Path, known: set[str], after: str) -> list[str]:
-    names = {path.name for path in folder.iterdir()}
-    return [f"left behind after {after}: {name}" for name in sorted(names - known)]
+def _others(run: Run, known: set[str], after: str) -> list[str]:
+    return [f"left behind after {after}: {name}" for name in sorted(run.names() - known)]
 
 
 # ------------------------------------------------------------------------------------------- all

@@ -2,24 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 import jzero
+from jzero.checkpoint import _bucket
+from jzero.checkpoint._bucket import Bucket
 from jzero.cli._main import main
 
-from ._library import Fault, armed, disarm, note
+from . import _library, _requests
+from ._library import Fault
 
 Say = Callable[[Any], None]
-STEPS, IMPORTED = "steps", "made"  # below the root of a scenario
+# Below the root of a scenario, which is a folder or a directory of a bucket.
+STEPS, EXPORTS, IMPORTED = "steps", "exports", "made"
 KEPT = 2  # steps that a Checkpointer keeps
+
+
+@contextlib.contextmanager
+def armed(root: str, fault: Sequence[Any], log: str | None) -> Iterator[None]:
+    """While it is entered, the fault is there; that of a bucket is in the proxy before it."""
+    if Bucket.of("test", root) is None:
+        with _library.armed(root, Fault(*fault), log):
+            yield
+    else:
+        # Faults are as soon over as they are met, so that nobody need wait for it.
+        _bucket._RETRIES.update(max_retries=3, initial_delay="5ms", max_delay="20ms")
+        yield
+
+
+def disarm() -> None:
+    """Nothing fails any more."""
+    proxy = os.environ.get(_requests.PROXY)
+    if proxy is None:
+        _library.disarm()
+    else:
+        urllib.request.urlopen(f"{proxy}{_requests.CONTROL}").close()
+
+
+def note(text: str) -> None:
+    """Writes it into the log of operations on files."""
+    if _requests.PROXY not in os.environ:
+        _library.note(text)
+
+
+def names(directory: str) -> list[str]:
+    """What there is in a directory."""
+    bucket = Bucket.of("test", directory)
+    if bucket is None:
+        return sorted(os.listdir(directory))
+    return sorted({name.split("/")[0] for name in bucket.names()})
 
 
 def step_fn(state, batch):
@@ -80,7 +121,7 @@ def save(
     options: dict[str, Any] = dict(max_to_keep=KEPT, asynchronous=asynchronous)
 
     def open_() -> jzero.Checkpointer:
-        return jzero.Checkpointer(pathlib.Path(root) / STEPS, train_step, **options)
+        return jzero.Checkpointer(f"{root}/{STEPS}", train_step, **options)
 
     def save_one(step: int) -> None:
         saved = checkpointer.save(step, states[step])
@@ -89,7 +130,7 @@ def save(
             note(f"complete {step}")
             say({"complete": step})
 
-    with armed(root, Fault(*fault), log):
+    with armed(root, fault, log):
         checkpointer = attempt("open", open_)
         for step in steps:
             attempt(f"save {step}", functools.partial(save_one, step))
@@ -98,17 +139,17 @@ def save(
 
 def look(say: Say, root: str, go_on: bool = True) -> None:
     """Says which steps are there and whether they are right; then saves two more, as a new training would."""
-    directory, train_step = pathlib.Path(root) / STEPS, new_train_step()
+    directory, train_step = f"{root}/{STEPS}", new_train_step()
     with jzero.Checkpointer(directory, train_step, max_to_keep=KEPT) as checkpointer:
         latest = checkpointer.latest_step()
-        listed = sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+        listed = sorted(int(name) for name in names(directory) if name.isdecimal())
         say({"latest": latest, "steps": {n: _restored(checkpointer, n) for n in listed}})
         new = [(latest or 0) + 1, (latest or 0) + 2] if go_on else []
         for step in new:
             checkpointer.save(step, train_step.shard(values(step)))
             checkpointer.wait()
             say({"went on": _restored(checkpointer, step)})
-    say({"names": sorted(os.listdir(directory)), "expected": [str(step) for step in new]})
+    say({"names": names(directory), "expected": [str(step) for step in new]})
 
 
 def _restored(checkpointer: jzero.Checkpointer, step: int) -> str:
@@ -123,7 +164,7 @@ def restore(
 ) -> None:
     """Restores the latest step in every way there is, each again if it fails."""
     attempt, train_step = Attempts(say), new_train_step()
-    directory = pathlib.Path(root) / STEPS
+    directory = f"{root}/{STEPS}"
 
     def by_checkpointer() -> None:
         with jzero.Checkpointer(directory, train_step) as checkpointer:
@@ -131,10 +172,10 @@ def restore(
             say({"restored": verdict(checkpointer.restore(values(step)), values(step))})
 
     def by_path() -> None:
-        state = jzero.restore(directory / str(step), train_step, values(step))
+        state = jzero.restore(f"{directory}/{step}", train_step, values(step))
         say({"restored": verdict(state, values(step))})
 
-    with armed(root, Fault(*fault), log):
+    with armed(root, fault, log):
         attempt("restore by a Checkpointer", by_checkpointer)
         attempt("restore by path", by_path)
 
@@ -143,8 +184,14 @@ def command(
     say: Say, root: str, words: Sequence[str], fault: Sequence[Any] = (), log: str | None = None
 ) -> None:
     """Runs `python -m jzero` with these words; paths in them are relative to the root."""
-    os.chdir(root)
-    with armed(root, Fault(*fault), log):
+    if Bucket.of("test", root) is None:
+        os.chdir(root)
+    else:
+        words = [
+            f"{root}/{word}" if word.split("/")[0] in (STEPS, EXPORTS, IMPORTED) else word
+            for word in words
+        ]
+    with armed(root, fault, log):
         try:
             main(words)
             say({"exit": 0})
@@ -157,8 +204,8 @@ def command(
 
 def look_at_import(say: Say, root: str, step: int) -> None:
     """Says whether an imported checkpoint is there, and right."""
-    directory, params = pathlib.Path(root) / IMPORTED, {"params": values(step)["params"]}
-    if not directory.exists():
+    directory, params = f"{root}/{IMPORTED}", {"params": values(step)["params"]}
+    if IMPORTED not in names(root):
         return say({"imported": "absent"})
     try:
         say({"imported": verdict(jzero.restore(directory, new_train_step(), params), params)})
@@ -169,7 +216,7 @@ def look_at_import(say: Say, root: str, step: int) -> None:
 def write_file(say: Say, root: str, fault: Sequence[Any] = (), log: str | None = None) -> None:
     """Writes a file beside, and renames it: what the library of faults is tried on."""
     path = pathlib.Path(root) / "file.tmp"
-    with armed(root, Fault(*fault), log):
+    with _library.armed(root, Fault(*fault), log):
         try:
             with path.open("wb", buffering=0) as file:
                 rest = memoryview(b"0123456789")

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory of steps in a bucket: each process writes a local folder, and uploads it behind training.
+
+[Note: steps in buckets] What makes a step count is the object of its seal. Before anything is uploaded,
+process 0 writes there that it has begun the step (`claim`); the seal replaces that claim, and no other object.
+Who ends the step of a dead process replaces the claim first: should that process come back to life, the seal
+that it is about to write finds another claim. Data files have random names; all other objects are written
+only where none is. So whatever a process does that was taken for dead, no byte of a sealed step changes.
+Held by tests/test_buckets.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jzero._errors import CheckpointError, message
+from jzero.checkpoint import _files, _lock, _mirror, _seal
+from jzero.checkpoint._bucket import Bucket, Lost
+from jzero.checkpoint._orbax import STATE
+from jzero.checkpoint._seal import Broken, File, StoredLeaf, Unfinished
+from jzero.checkpoint._steps import LocalSteps, Steps
+
+_PREFIX = "jzero-staging-"
+_AT_ONCE = 256  # objects that are removed between two looks at the lock
+
+
+def steps_in(who: str, path: Any, staging: str | Path | None = None) -> Steps:
+    """The directory of steps that a path or URL names.
+
+    Args:
+      who: whom messages name.
+      path: of it.
+      staging: where a process writes what it uploads; by default in the system's temporary directory.
+
+    Raises:
+      OptionError: it names none.
+    """
+    bucket = Bucket.of(who, path)
+    if bucket is None:
+        return LocalSteps(_files.local(who, path))
+    folder = tempfile.gettempdir() if staging is None else staging
+    return BucketSteps(bucket, _files.local(who, folder))
+
+
+class BucketSteps(Steps):
+    """Steps in a bucket; see [Note: steps in buckets]."""
+
+    def __init__(self, bucket: Bucket, staging: Path):
+        self.where: Bucket = bucket
+        self._parent = staging
+        self._latest: int | None = None  # while this process writes
+        self._claims: dict[int, bytes] = {}  # the versions of what it has begun
+        self._uncleared: set[int] = set()
+
+    def open(self) -> None:
+        """Finds out whether the bucket is there and may be read: to read an object does not tell."""
+        self.where.names(_lock.NAME)
+
+    def is_there(self, step: int) -> bool:
+        return self.where.read(f"{step}/{_seal.NAME}") is not None
+
+    def path(self, step: int) -> Path:
+        self._check(step)
+        return _mirror.copy(self.where / str(step))
+
+    def latest(self) -> int | None:
+        """The last that is whole, also if a list of objects does not show it yet."""
+        noted, listed = self.lock.latest(), super().latest()
+        if noted is not None and (listed is None or noted > listed) and self._is_whole(noted):
+            return noted
+        return listed
+
+    def begin(self, who: str, step: int) -> None:
+        if self.lock.ensure(who):
+            self._uncleared = {each for each in self._candidates() if self._is_begun(each)}
+            self._latest = self.latest()
+        for each in sorted(self._uncleared):
+            self._clear(who, each)
+        if self._latest is not None and step <= self._latest:
+            self.check_is_last(who, step)
+
+    def folder(self, who: str, step: int, nbytes: int) -> Path:
+        for left in self._staging.path.iterdir():  # of a step that could not be written
+            _files.discard(left)
+        if (free := shutil.disk_usage(self._parent).free) < nbytes:
+            raise CheckpointError(message(
+                who, f"{self._parent} has {free:,} bytes free, and this process writes {nbytes:,}",
+                "What goes to a bucket is written to a local directory first.",
+                "Make room there, or name another one by staging=."))  # fmt: skip
+        (self._folder(step) / STATE).mkdir(parents=True)
+        return self._folder(step)
+
+    def claim(self, who: str, step: int) -> None:
+        """Says where the seal is to be that this process has begun a step: from then on no other can seal it.
+
+        Raises:
+          CheckpointError: another process has begun or sealed it.
+        """
+        self.lock.check(who)
+        name = f"{step}/{_seal.NAME}"
+        found = self.where.read(name)
+        with self._not_lost(who, step):
+            claim = _seal.claim(self.lock.owner)
+            self._claims[step] = self.where.write_if(name, claim, found and found.version)
+
+    def hand_in(self, who: str, step: int) -> dict[str, File]:
+        return {} if jax.process_count() == 1 else self._upload(who, step)
+
+    def base(self, step: int) -> dict[str, Any]:
+        """One process puts its part together before it is uploaded, several of them in the bucket."""
+        if jax.process_count() == 1:
+            return super().base(step)
+        return (self.where / str(step)).spec(STATE)
+
+    def publish(
+        self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
+    ) -> None:
+        self.lock.check(who, now=False)
+        files = {**parts, **self._upload(who, step), **self._put_together(step)}
+        self.lock.check(who)
+        with self._not_lost(who, step):
+            seal = f"{step}/{_seal.NAME}"
+            self.where.write_if(seal, _seal.text(files, leaves), self._claims[step])
+        self._latest = step
+        self.lock.acknowledge(who, step)
+
+    def discard(self, step: int) -> None:
+        """Of an own step; what cannot be removed now is before the next step is begun."""
+        shutil.rmtree(self._folder(step), ignore_errors=True)
+        self._uncleared.add(step)
+        with contextlib.suppress(CheckpointError):
+            self._clear("Checkpointer.save", step)
+
+    def remove(self, who: str, step: int) -> None:
+        self._clear(who, step)
+
+    def close(self) -> None:
+        super().close()
+        if "_staging" in self.__dict__:
+            self.__dict__.pop("_staging").close()
+
+    def _upload(self, who: str, step: int) -> dict[str, File]:
+        """Moves the files of this process into the bucket; what a seal says of them."""
+        folder = self._folder(step)
+        files = _seal.files_in(folder)
+        with self._not_lost(who, step):
+            (self.where / str(step)).upload({name: folder / name for name in files})
+        shutil.rmtree(folder, ignore_errors=True)
+        return files
+
+    def _put_together(self, step: int) -> dict[str, File]:
+        """What a seal says of the files that have been written in the bucket."""
+        if jax.process_count() == 1:
+            return {}
+        bucket = self.where / str(step)
+        names = [
+            f"{STATE}/manifest.ocdbt",
+            *(f"{STATE}/d/{x}" for x in bucket.names(f"{STATE}/d/")),
+        ]
+        found = [(name, bucket.read(name)) for name in names]
+        return {name: _seal.file(name, each.data) for name, each in found if each is not None}
+
+    def _clear(self, who: str, step: int) -> None:
+        """Removes all of a step: first its seal, or what would let another process seal it."""
+        self.claim(who, step)
+        names = [f"{step}/{name}" for name in self.where.names(f"{step}/") if name != _seal.NAME]
+        for start in range(0, len(names), _AT_ONCE):
+            self.lock.check(who, now=False)
+            self.where.remove(names[start : start + _AT_ONCE])
+        self.where.remove_if(f"{step}/{_seal.NAME}", self._claims.pop(step))
+        self._uncleared.discard(step)
+
+    @contextlib.contextmanager
+    def _not_lost(self, who: str, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Lost as error:
+            raise CheckpointError(message(
+                who, f"{error} was written by another process",
+                "One process at a time saves steps in a directory, each of them once.",
+                "End one of the two, or save to another directory; if no other writes there, remove "
+                f"what is in {self.where / str(step)}.")) from error  # fmt: skip
+
+    def _folder(self, step: int) -> Path:
+        return self._staging.path / str(step)
+
+    @functools.cached_property
+    def _staging(self) -> Staging:
+        return Staging(self._parent)
+
+    def _names(self) -> list[str]:
+        names = [name.partition("/") for name in self.where.names()]
+        return list(dict.fromkeys(first for first, slash, _ in names if slash))
+
+    def _check(self, step: int) -> None:
+        if _mirror.sealed(self.where / str(step)) is None:
+            raise Broken("it has no seal")
+
+    def _is_begun(self, step: int) -> bool:
+        """Whether a writer has begun to write or to remove it; what others have put there stays."""
+        try:
+            self._check(step)
+        except Broken as error:
+            return isinstance(error, Unfinished)
+        return False
+
+
+class Staging:
+    """A folder of this process, in which others find it alive; whoever dies leaves it to the next."""
+
+    def __init__(self, parent: Path):
+        _files.make_directory(parent)
+        for left in parent.glob(f"{_PREFIX}*"):
+            _remove_dead(left)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            # Until it is locked, another process may take it for one that was left, and remove it.
+            if _try_lock(self._fd) is not False and self.path.exists():
+                return
+            os.close(self._fd)
+
+    def close(self) -> None:
+        """Removes it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._fd)
+
+
+def _remove_dead(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if _try_lock(fd):
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(fd)
+
+
+def _try_lock(fd: int) -> bool | None:
+    """Whether this process has the lock; None on a file system without locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

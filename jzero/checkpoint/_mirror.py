@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint in a bucket, as far as it is read whole: a local copy of its small files.
+
+What reads checkpoints reads the copy. Data files, which have the chunks, stay in the bucket: in the copy they
+are holes of their sizes, and who opens an array opens it in `bucket_of`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jzero._errors import CheckpointError, first_of, message, named
+from jzero.checkpoint import _files, _seal
+from jzero.checkpoint._bucket import Bucket
+from jzero.checkpoint._seal import Broken, Seal
+
+# OCDBT's data files, and chunks that are files of their own.
+_DATA = re.compile(r"(?:.*/)?(?:d/[0-9a-f]{32}|c(?:/\d+)+|\d+(?:\.\d+)*)", re.DOTALL)
+_copies: dict[
+    Bucket, tuple[bytes, Path]
+] = {}  # Of steps: the version of the seal, and where it is.
+_roots: list[str] = []
+
+
+def local(who: str, path: Any) -> Path:
+    """Where the files are that describe the checkpoint in `path`: there, or of one in a bucket in a copy.
+
+    Raises:
+      CheckpointError: it is in a bucket, and was never finished or is damaged there.
+    """
+    bucket = Bucket.of(who, path)
+    if bucket is None:
+        return _files.local(who, path)
+    above, _, item = bucket.prefix.rpartition("/")
+    try:
+        # The files of a step are listed in its seal, which may be above: of `steps/100/state`.
+        if above and (found := sealed(step := Bucket(bucket.scheme, bucket.name, above))):
+            return _copy(step, *found) / item
+        return copy(bucket)
+    except Broken as error:
+        raise CheckpointError(message(
+            f"{who} {bucket}", str(error), "A checkpoint counts once it is complete, and as long as it is.",
+            "Use the latest complete step.")) from error  # fmt: skip
+
+
+def copy(bucket: Bucket) -> Path:
+    """A copy of a checkpoint or a step.
+
+    Raises:
+      Broken: it was never finished, or objects are missing or cut short.
+    """
+    return _copy(bucket, *(sealed(bucket) or (b"", None)))
+
+
+def bucket_of(path: Any) -> Bucket | None:
+    """Of a directory in a copy, that in the bucket; None for other directories."""
+    root = next((root for root in _roots if Path(path).is_relative_to(root)), None)
+    if root is None:
+        return None
+    _, *parts = Path(path).relative_to(root).parts  # k3x0a_9b/s3:/bucket/steps/100
+    return Bucket.of("restore", "/".join(parts))
+
+
+def shown(path: Path) -> str:
+    """A directory as its user knows it."""
+    return str(bucket_of(path) or path)
+
+
+def sealed(bucket: Bucket) -> tuple[bytes, Seal] | None:
+    """The version of the seal of a step, and the seal; None if it has none.
+
+    Raises:
+      Broken: it is damaged, or the step is not finished.
+    """
+    found = bucket.read(_seal.NAME)
+    return None if found is None else (found.version, _seal.parse(found.data))
+
+
+def _copy(bucket: Bucket, version: bytes, seal: Seal | None) -> Path:
+    if version and bucket in _copies and _copies[bucket][0] == version:
+        return _copies[bucket][1]
+    made = Path(tempfile.mkdtemp(dir=_root().name), f"{bucket.scheme}:", bucket.name, bucket.prefix)
+    made.mkdir(parents=True)
+    try:
+        names = bucket.names() if seal is None else [*seal.files, _seal.NAME]
+        if odd := [name for name in names if {"", ".", ".."} & {*name.split("/")}]:
+            raise Broken(f"an object is called {first_of([*map(named, odd)])}")
+        bucket.download((name for name in names if not _DATA.fullmatch(name)), made)
+        if seal is not None:
+            _make_holes(bucket, made, seal)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    _copies[bucket] = version, made
+    return made
+
+
+def _make_holes(bucket: Bucket, folder: Path, seal: Seal) -> None:
+    """Makes data files of the right sizes, if those in the bucket have them."""
+    data = {name: file.nbytes for name, file in seal.files.items() if _DATA.fullmatch(name)}
+    if bad := bucket.cut_short(data):
+        names = first_of([*map(named, bad)])
+        raise Broken(f"missing or cut short in the bucket: {names}")
+    for name, nbytes in data.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with (folder / name).open("wb") as file:
+            file.truncate(nbytes)
+
+
+@functools.cache
+def _root() -> tempfile.TemporaryDirectory[str]:
+    """Of all copies of this process; it goes with it."""
+    made = tempfile.TemporaryDirectory(prefix="jzero-mirror-")
+    _roots.append(made.name)
+    return made

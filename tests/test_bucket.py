@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory in a bucket: of several writers of one object one wins."""
+
+import concurrent.futures
+import functools
+import multiprocessing
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from faults import Proxy, RequestFault
+from jzero import CheckpointError
+from jzero.checkpoint import _bucket
+from jzero.checkpoint._bucket import Bucket, Lost
+
+pytestmark = pytest.mark.one_release
+
+SOON = {"max_retries": 3, "initial_delay": "10ms", "max_delay": "20ms"}
+
+
+def opened(url: str) -> Bucket:
+    found = Bucket.of("test", url)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(params=["s3", "gs"])
+def url(request) -> Iterator[str]:
+    """A directory of moto's bucket, and one of the double of Google's."""
+    return request.getfixturevalue(request.param)
+
+
+def wins(url: str, name: str, data: bytes, version: bytes | None) -> bool:
+    try:
+        opened(url).write_if(name, data, version)
+    except Lost:
+        return False
+    return True
+
+
+def in_threads(count: int, act: Callable[[int], bool]) -> list[bool]:
+    """What so many threads bring that do it at once."""
+    barrier = threading.Barrier(count)
+
+    def one(number: int) -> bool:
+        barrier.wait()
+        return act(number)
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def test_an_object_is_written_read_and_removed(url):
+    bucket = opened(url)
+    assert bucket.read("a/b") is None
+    version = bucket.write("a/b", b"0123456789")
+    assert bucket.read("a/b") == (b"0123456789", version)
+    assert bucket.read_range("a/b", 2, 5) == b"234"
+    (bucket / "a").write("c", b"")
+    assert (bucket / "a").read("c").data == b""
+    assert bucket.names() == ["a/b", "a/c"]
+    assert bucket.names("a/") == ["b", "c"]
+    bucket.remove(["a/b", "nothing"])
+    assert bucket.names() == ["a/c"]
+
+
+def test_a_write_depends_on_the_version(url):
+    bucket = opened(url)
+    first = bucket.write_if("a", b"one", None)
+    with pytest.raises(Lost):
+        bucket.write_if("a", b"two", None)
+    second = bucket.write_if("a", b"two", first)
+    with pytest.raises(Lost):
+        bucket.write_if("a", b"three", first)
+    bucket.remove_if("a", first)
+    assert bucket.read("a") == (b"two", second)
+    bucket.remove_if("a", second)
+    assert bucket.read("a") is None
+    with pytest.raises(Lost):
+        bucket.write_if("a", b"four", second)
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["absent", "by version"])
+@pytest.mark.parametrize("count", [2, 16])
+def test_of_threads_one_wins(count, there, url):
+    for name in "abcdef":
+        version = opened(url).write(name, b"before") if there else None
+        act = functools.partial(wins, url, name, version=version)
+        won = in_threads(count, lambda i, act=act: act(data=b"%d" % i))
+        assert won.count(True) == 1
+        assert opened(url).read(name).data == b"%d" % won.index(True)
+
+
+def race(url: str, barrier, results) -> None:
+    name = multiprocessing.current_process().name
+    bucket, version = opened(url), None
+    for attempt in range(20):
+        barrier.wait()
+        # S3's version is a digest of the content, so each write has other content (as the writer's lock has).
+        won = wins(url, "object", f"{name} {attempt}".encode(), version)
+        barrier.wait()
+        results.put(won)
+        found = bucket.read("object")
+        assert found is not None
+        version = found.version
+
+
+def test_of_two_processes_one_wins(url):
+    """Twenty times, each on what the one before left."""
+    spawn = multiprocessing.get_context("spawn")
+    barrier, results = spawn.Barrier(2), spawn.Queue()
+    racers = [spawn.Process(target=race, args=(url, barrier, results)) for _ in range(2)]
+    for racer in racers:
+        racer.start()
+    won = [results.get(timeout=60) for _ in range(40)]
+    for racer in racers:
+        racer.join()
+        assert racer.exitcode == 0
+    assert won.count(True) == 20
+
+
+@pytest.fixture
+def proxy(s3_endpoint, gs_endpoint, url, monkeypatch) -> Iterator[Proxy]:
+    """Between tensorstore and the server of `url`; requests are tried again soon."""
+    monkeypatch.setattr(_bucket, "_RETRIES", SOON)
+    with Proxy(s3_endpoint if url.startswith("s3") else gs_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", proxy.endpoint)
+        yield proxy
+
+
+@pytest.mark.parametrize("version", [False, True], ids=["absent", "by version"])
+def test_a_write_whose_answer_was_lost_counts_once(version, proxy, url):
+    """It is tried again, and meets what it wrote itself."""
+    bucket = opened(url)
+    before = bucket.write("a", b"before") if version else None
+    proxy.arm(RequestFault("lose", 1))
+    after = bucket.write_if("a", b"after", before)
+    assert [request.status for request in proxy.log][:2] == [0, 412]
+    assert bucket.read("a") == (b"after", after)
+
+
+@pytest.mark.parametrize("status", [409, 412, 500, 503])
+def test_what_is_answered_to_a_conditional_write(status, proxy, url):
+    """A conflict is tried again (S3 answers 409 when two writes meet); of a condition nothing is."""
+    bucket = opened(url)
+    proxy.arm(RequestFault("answer", 1, status))
+    if status == 412 or (status == 409 and url.startswith("gs")):
+        with pytest.raises((Lost, CheckpointError), match=r"/a"):
+            bucket.write_if("a", b"data", None)
+        assert bucket.read("a") is None
+    else:
+        bucket.write_if("a", b"data", None)
+        assert bucket.read("a").data == b"data"
+
+
+CALLS = {
+    "read": lambda bucket: bucket.read("a"),
+    "write": lambda bucket: bucket.write("a", b""),
+    "write_if": lambda bucket: bucket.write_if("a", b"", None),
+    "remove": lambda bucket: bucket.remove(["a"]),
+    "list": lambda bucket: bucket.names(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "fault", [("answer", 403), ("answer", 503), ("drop", 0), ("lose", 0)], ids=str
+)
+def test_what_fails_is_named(fault, call, proxy, url):
+    """By a CheckpointError, when what was tried again has failed too."""
+    bucket = opened(url)
+    proxy.arm(RequestFault(fault[0], 1, fault[1], ever=True))
+    with pytest.raises(
+        CheckpointError, match=r"://tests/.* could not be (read|written|removed|listed): "
+    ):
+        CALLS[call](bucket)
+
+
+@pytest.mark.parametrize("call", ["write", "upload"])
+def test_a_write_that_the_server_refuses_is_no_write(call, proxy, url, tmp_path):
+    """tensorstore takes a 412 for the answer to a condition, though none was asked for."""
+    (tmp_path / "a").write_bytes(b"data")
+    proxy.arm(RequestFault("answer", 1, 412))
+    with pytest.raises(CheckpointError, match=r"/a could not be written: "):
+        opened(url).write("a", b"data") if call == "write" else opened(url).upload(
+            {"a": tmp_path / "a"}
+        )
+
+
+def test_an_answer_that_ends_halfway_is_asked_for_again(proxy, url):
+    bucket = opened(url)
+    bucket.write("a", bytes(1000))
+    proxy.arm(RequestFault("cut", 1))
+    assert bucket.read("a").data == bytes(1000)
+    assert len(proxy.log) == 2
+
+
+def test_a_list_that_lags(proxy, url):
+    """It has what was there when the fault was armed: what the faults of lists are tried on."""
+    bucket = opened(url)
+    bucket.write("a", b"")
+    bucket.write("b", b"")
+    proxy.arm(RequestFault("stale", 1, ever=True))
+    bucket.remove(["a"])
+    bucket.write("c", b"")
+    assert bucket.names() == ["a", "b"]
+    proxy.disarm()
+    assert bucket.names() == ["b", "c"]
+
+
+@pytest.fixture
+def nowhere(monkeypatch) -> None:
+    """An endpoint where nobody listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{held.getsockname()[1]}")
+        yield
+
+
+def test_an_endpoint_where_nobody_listens_is_named(s3, nowhere, monkeypatch):
+    monkeypatch.setattr(_bucket, "_RETRIES", SOON)
+    with pytest.raises(CheckpointError, match=r"(?s)could not be read: .*AWS_ENDPOINT_URL"):
+        opened(s3).read("a")
+
+
+@pytest.mark.slow
+def test_that_takes_less_than_a_minute(s3, nowhere):
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match="could not be read: "):
+        opened(s3).read("a")
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("call", ["write", "write_if", "list", "read"])
+def test_a_bucket_that_is_not_there(call, url):
+    """It has no objects; what would write one is told."""
+    scheme = url.partition(":")[0]
+    bucket = opened(f"{scheme}://nothing/a")
+    if call == "read":
+        assert CALLS[call](bucket) is None
+    else:
+        with pytest.raises(
+            CheckpointError, match=rf"{scheme}://nothing/a.* could not be (written|listed)"
+        ):
+            CALLS[call](bucket)
