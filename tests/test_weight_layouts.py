@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 import jzero
 from jzero.checkpoint import _stored, _stream
 from jzero.cli._main import main
+from jzero.weights import _moves
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM, DIM, HEADS, KV_HEADS, HEAD, INNER, VOCAB = 3, 8, 4, 2, 2, 12, 11
@@ -148,7 +149,14 @@ def as_linen(leaves: dict[str, np.ndarray], scanned: bool, heads: bool) -> dict[
     return {name: np.stack(x) if isinstance(x, list) else x for name, x in found.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The others are of the same rules.
+FIRST = ("llama", "qwen2", "gemma3", "gpt2")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(x, marks=() if x in FIRST else pytest.mark.slow) for x in FAMILIES],
+)
 def test_round_trip_to_the_bit(family, tmp_path, monkeypatch):
     """Names, shapes and bytes; into the default tree, and into others of the same model."""
     monkeypatch.setattr(_stream, "AT_ONCE", 100)  # so that all is read in several blocks
