@@ -571,7 +571,7 @@ def test_dtypes(tmp_path):
 
 
 def test_a_tied_head(tmp_path):
-    """A file may have it all the same, if it has the same values; and a tree may have it where a file has not."""
+    """A file may have it all the same, with the same values; and a tree may have it where a file has not."""
     tensors, shapes = values(decoder(tied=True)), as_default(decoder())
     save_file(tensors, tmp_path / "tied.safetensors")
     jzero.import_weights(
@@ -650,8 +650,8 @@ def test_layouts_that_are_none(tmp_path, monkeypatch, capsys):
             "It is a WeightLayout, the name of one, or a file with one. There are llama, qwen"
             in said
         )
+    (tmp_path / "t.json").write_text(json.dumps({"extends": "lama", "rules": []}))
     with pytest.raises(jzero.OptionError, match="layout='.*t.json': lama is not known"):
-        (tmp_path / "t.json").write_text(json.dumps({"extends": "lama", "rules": []}))
         jzero.export_weights(
             tmp_path, tmp_path / "out.safetensors", layout=str(tmp_path / "t.json")
         )

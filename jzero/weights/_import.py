@@ -27,7 +27,7 @@ from jzero.weights._bindings import MadeArray, into_leaves
 from jzero.weights._families import LAYOUTS, layout_of
 from jzero.weights._layout import WeightLayout
 from jzero.weights._safetensors import FLOATS, Tensor
-from jzero.weights._sources import FileSource
+from jzero.weights._sources import WeightFile
 
 WHO = "import"
 _MAX_NAME = 1000  # bytes; each part of a name is a level of the tree, which JAX walks by recursion
@@ -37,7 +37,7 @@ class _Held(NamedTuple):
     """A tensor, and the file that holds its data."""
 
     tensor: Tensor
-    file: FileSource
+    file: WeightFile
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
         return _sources.read_part(self.file, self.tensor.start, *self.tensor[2:0:-1], index)
@@ -110,7 +110,7 @@ import_ = import_weights  # as the command is called
 
 
 def _as_they_are(
-    held: Mapping[str, _Held], prefix: str, path: FileSource
+    held: Mapping[str, _Held], prefix: str, path: WeightFile
 ) -> dict[str, _stream.LeafSource]:
     names = {tensor: _leaf_name(tensor, prefix) for tensor in held}
     _check_names(names, path)
@@ -118,7 +118,7 @@ def _as_they_are(
 
 
 def _laid_out(
-    held: Mapping[str, _Held], layout: WeightLayout, like: Any, prefix: str, path: FileSource, config: Any
+    held: Mapping[str, _Held], layout: WeightLayout, like: Any, prefix: str, path: WeightFile, config: Any
 ) -> dict[str, _stream.LeafSource]:  # fmt: skip
     """The leaves that a layout makes of tensors."""
     shapes = {name: entry.tensor.shape for name, entry in held.items()}
@@ -186,7 +186,7 @@ def _in_dtype(name: str, leaf: _stream.LeafSource, wanted: Any) -> _stream.LeafS
     return _stream.LeafSource(leaf.shape, dtype, read)
 
 
-def _check_equal(first: _Held, second: _Held, path: FileSource) -> None:
+def _check_equal(first: _Held, second: _Held, path: WeightFile) -> None:
     """That a tied tensor has the values of the one that has a leaf."""
     (one, other), same = (first.tensor, second.tensor), first.tensor[1:3] == second.tensor[1:3]
     rows = range(0, one.shape[0], max(_stream.AT_ONCE * one.shape[0] // max(one.nbytes, 1), 1))
@@ -239,11 +239,11 @@ def _parents(directory: Path) -> Iterator[None]:
                 parent.rmdir()  # It does nothing to those that are not empty.
 
 
-def _in_file(path: FileSource) -> dict[str, _Held]:
+def _in_file(path: WeightFile) -> dict[str, _Held]:
     return {tensor.name: _Held(tensor, path) for tensor in _safetensors.read_header(WHO, path)}
 
 
-def _indexed(path: FileSource) -> dict[str, _Held]:
+def _indexed(path: WeightFile) -> dict[str, _Held]:
     """All tensors of the files of an index, which must agree with it."""
     weight_map = _weight_map(path)
     files = {
@@ -267,7 +267,7 @@ def _indexed(path: FileSource) -> dict[str, _Held]:
     return {tensor: files[file][tensor] for tensor, file in weight_map.items()}
 
 
-def _weight_map(path: FileSource) -> dict[str, str]:
+def _weight_map(path: WeightFile) -> dict[str, str]:
     data = _sources.read_whole(WHO, path)
     found = _json.decode(WHO, str(path), data, {"weight_map": {str: str}})["weight_map"]
     bad = [f"{shown(tensor)} is in {shown(file)}" for tensor, file in found.items()
@@ -289,7 +289,7 @@ def _leaf_name(tensor: str, prefix: str) -> str:
     return "/".join([*filter(None, [prefix]), *tensor.split(".")])
 
 
-def _check_names(names: Mapping[str, str], path: FileSource) -> None:
+def _check_names(names: Mapping[str, str], path: WeightFile) -> None:
     """Leaves have different names, and none below them."""
     parts = {tensor: name.split("/") for tensor, name in names.items()}
     bad = [f"{shown(tensor)} {problem}" for tensor in names if (problem := _problem(parts[tensor]))]

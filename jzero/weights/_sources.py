@@ -58,15 +58,15 @@ class BucketFile:
         return self._spooled[1]
 
 
-FileSource = Path | BucketFile
+WeightFile = Path | BucketFile
 
 
-def beside(source: FileSource, name: str) -> FileSource:
+def beside(source: WeightFile, name: str) -> WeightFile:
     """Another file of the same directory."""
     return source.parent / name if isinstance(source, Path) else BucketFile(source.bucket, name)
 
 
-def find(who: str, path: str | os.PathLike[str]) -> FileSource:
+def find(who: str, path: str | os.PathLike[str]) -> WeightFile:
     """The file of a path or a URL."""
     bucket = Bucket.of(who, path)
     if bucket is None:
@@ -75,7 +75,7 @@ def find(who: str, path: str | os.PathLike[str]) -> FileSource:
     return BucketFile(dataclasses.replace(bucket, prefix=above), name)
 
 
-def read_whole(who: str, source: FileSource) -> bytes:
+def read_whole(who: str, source: WeightFile) -> bytes:
     """A small file.
 
     Raises:
@@ -91,7 +91,7 @@ def read_whole(who: str, source: FileSource) -> bytes:
     return found.data
 
 
-def size(source: FileSource) -> int | None:
+def size(source: WeightFile) -> int | None:
     """Bytes of a file; of an object nobody says."""
     if isinstance(source, BucketFile):
         return None
@@ -99,7 +99,7 @@ def size(source: FileSource) -> int | None:
         return os.fstat(file.fileno()).st_size
 
 
-def check_end(source: FileSource, end: int) -> None:
+def check_end(source: WeightFile, end: int) -> None:
     """That an object ends there.
 
     Raises:
@@ -109,7 +109,7 @@ def check_end(source: FileSource, end: int) -> None:
         raise _json.Malformed(f"its tensors end at byte {end}, and it does not")
 
 
-def read(source: FileSource, start: int, nbytes: int) -> np.ndarray:
+def read(source: WeightFile, start: int, nbytes: int) -> np.ndarray:
     """Some bytes. Nothing is mapped: a file that becomes shorter is an error, and no SIGBUS."""
     if isinstance(source, BucketFile):
         return source.read(start, nbytes)
@@ -118,7 +118,7 @@ def read(source: FileSource, start: int, nbytes: int) -> np.ndarray:
 
 
 def read_part(
-    source: FileSource, start: int, shape: Sequence[int], dtype: np.dtype, index: Sequence[slice]
+    source: WeightFile, start: int, shape: Sequence[int], dtype: np.dtype, index: Sequence[slice]
 ) -> np.ndarray:
     """A part of an array that begins at `start`: of whole rows, or of columns, a block of rows at a time."""
     if not shape:
