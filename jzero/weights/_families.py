@@ -134,17 +134,19 @@ def _from_json(who: str, path: str) -> WeightLayout:
         raise _refused(who, f"{path!r}: {', '.join(unknown) or entries['extends']} is not known")
     rules = [
         WeightRule(
-            *(x if isinstance(x, str) else tuple(x) for x in (entry["tensors"], entry["leaves"])),
-            axes=entry.get("axes") or "",
-            optional=bool(entry.get("optional")),
-            tied=entry.get("tied") or "",
+            _names(entry["tensors"]), _names(entry["leaves"]), entry.get("axes") or "",
+            bool(entry.get("optional")), entry.get("tied") or "",
         )
         for entry in entries["rules"]
-    ]
+    ]  # fmt: skip
     own = LAYOUTS[entries["extends"]] if entries.get("extends") else WeightLayout(path, ())
     changes = {key: entries[key] for key in ("name", "base") if entries.get(key) is not None}
     ignored = (*own.ignored, *(entries.get("ignored") or ()))
     return own.extended(*rules, ignored=ignored, **changes)
+
+
+def _names(found: Any) -> str | tuple[str, ...]:
+    return found if isinstance(found, str) else tuple(found)
 
 
 def _refused(who: str, found: str) -> OptionError:
