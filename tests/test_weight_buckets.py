@@ -80,7 +80,7 @@ def test_two_exports_of_one_name(s3, checkpoints, tmp_path, monkeypatch):
     """The second begins and ends while the first is under way, which is told and removes its own."""
     jzero.export_weights(checkpoints[OLD], f"{s3}/m.safetensors", max_file_size=PARTS)
     staging = _objects.staging
-    done = []
+    done: list[bool] = []
 
     def other_machine(who, target):
         if not done:

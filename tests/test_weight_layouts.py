@@ -204,12 +204,12 @@ def test_kernels_are_what_they_are_called(tmp_path):
 
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        linear = {"use_bias": False, "rngs": rngs}
-        self.self_attn = nnx.Module()
+        linear: Any = {"use_bias": False, "rngs": rngs}
+        self.self_attn: Any = nnx.Module()
         for x, num in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
             setattr(self.self_attn, f"{x}_proj", nnx.Linear(DIM, num * HEAD, **linear))
         self.self_attn.o_proj = nnx.Linear(HEADS * HEAD, DIM, **linear)
-        self.mlp = nnx.Module()
+        self.mlp: Any = nnx.Module()
         self.mlp.gate_proj, self.mlp.up_proj = (nnx.Linear(DIM, INNER, **linear) for _ in range(2))
         self.mlp.down_proj = nnx.Linear(INNER, DIM, **linear)
         self.input_layernorm, self.post_attention_layernorm = (
