@@ -205,13 +205,15 @@ def test_kernels_are_what_they_are_called(tmp_path):
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         linear: Any = {"use_bias": False, "rngs": rngs}
-        self.self_attn: Any = nnx.Module()
+        attention: Any = nnx.Module()
+        self.self_attn = attention
         for x, num in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            setattr(self.self_attn, f"{x}_proj", nnx.Linear(DIM, num * HEAD, **linear))
-        self.self_attn.o_proj = nnx.Linear(HEADS * HEAD, DIM, **linear)
-        self.mlp: Any = nnx.Module()
-        self.mlp.gate_proj, self.mlp.up_proj = (nnx.Linear(DIM, INNER, **linear) for _ in range(2))
-        self.mlp.down_proj = nnx.Linear(INNER, DIM, **linear)
+            setattr(attention, f"{x}_proj", nnx.Linear(DIM, num * HEAD, **linear))
+        attention.o_proj = nnx.Linear(HEADS * HEAD, DIM, **linear)
+        mlp: Any = nnx.Module()
+        self.mlp = mlp
+        mlp.gate_proj, mlp.up_proj = (nnx.Linear(DIM, INNER, **linear) for _ in range(2))
+        mlp.down_proj = nnx.Linear(INNER, DIM, **linear)
         self.input_layernorm, self.post_attention_layernorm = (
             nnx.RMSNorm(DIM, rngs=rngs) for _ in range(2)
         )
@@ -221,7 +223,7 @@ class Model(nnx.Module):
     def __init__(self, stacked: bool, rngs: nnx.Rngs):
         self.embed_tokens = nnx.Embed(VOCAB, DIM, rngs=rngs)
         if stacked:
-            self.layers = nnx.vmap(Block, axis_size=NUM)(rngs.split(NUM))
+            self.layers: Any = nnx.vmap(Block, axis_size=NUM)(rngs.split(NUM))
         else:
             self.layers = nnx.List([Block(rngs) for _ in range(NUM)])
         self.norm = nnx.RMSNorm(DIM, rngs=rngs)
