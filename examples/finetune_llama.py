@@ -118,7 +118,9 @@ def imported(args: Any, folder: pathlib.Path) -> tuple[Llama, Any]:
     config = json.loads(pathlib.Path(args.config).read_text()) if args.config else config
     defaults = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
     model = Llama({"num_key_value_heads": config["num_attention_heads"], **defaults, **config})
-    init = jax.tree_util.Partial(model.init, jax.random.key(args.seed), jnp.zeros((1, 2), jnp.int32))
+    init = jax.tree_util.Partial(
+        model.init, jax.random.key(args.seed), jnp.zeros((1, 2), jnp.int32)
+    )
     shapes, weights = jax.eval_shape(init)["params"], args.weights or folder / "model.safetensors"
     if not (folder / "imported").exists():
         if not args.weights:

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 import jzero
 from jzero.checkpoint import _stored, _stream
 from jzero.cli._main import main
+from jzero.weights import _moves
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM, DIM, HEADS, KV_HEADS, HEAD, INNER, VOCAB = 3, 8, 4, 2, 2, 12, 11
@@ -148,7 +149,14 @@ def as_linen(leaves: dict[str, np.ndarray], scanned: bool, heads: bool) -> dict[
     return {name: np.stack(x) if isinstance(x, list) else x for name, x in found.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The others are of the same rules.
+FIRST = ("llama", "qwen2", "gemma3", "gpt2")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(x, marks=() if x in FIRST else pytest.mark.slow) for x in FAMILIES],
+)
 def test_round_trip_to_the_bit(family, tmp_path, monkeypatch):
     """Names, shapes and bytes; into the default tree, and into others of the same model."""
     monkeypatch.setattr(_stream, "AT_ONCE", 100)  # so that all is read in several blocks
@@ -196,14 +204,16 @@ def test_kernels_are_what_they_are_called(tmp_path):
 
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        linear = {"use_bias": False, "rngs": rngs}
-        self.self_attn = nnx.Module()
+        linear: Any = {"use_bias": False, "rngs": rngs}
+        attention: Any = nnx.Module()
+        self.self_attn = attention
         for x, num in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            setattr(self.self_attn, f"{x}_proj", nnx.Linear(DIM, num * HEAD, **linear))
-        self.self_attn.o_proj = nnx.Linear(HEADS * HEAD, DIM, **linear)
-        self.mlp = nnx.Module()
-        self.mlp.gate_proj, self.mlp.up_proj = (nnx.Linear(DIM, INNER, **linear) for _ in range(2))
-        self.mlp.down_proj = nnx.Linear(INNER, DIM, **linear)
+            setattr(attention, f"{x}_proj", nnx.Linear(DIM, num * HEAD, **linear))
+        attention.o_proj = nnx.Linear(HEADS * HEAD, DIM, **linear)
+        mlp: Any = nnx.Module()
+        self.mlp = mlp
+        mlp.gate_proj, mlp.up_proj = (nnx.Linear(DIM, INNER, **linear) for _ in range(2))
+        mlp.down_proj = nnx.Linear(INNER, DIM, **linear)
         self.input_layernorm, self.post_attention_layernorm = (
             nnx.RMSNorm(DIM, rngs=rngs) for _ in range(2)
         )
@@ -213,7 +223,7 @@ class Model(nnx.Module):
     def __init__(self, stacked: bool, rngs: nnx.Rngs):
         self.embed_tokens = nnx.Embed(VOCAB, DIM, rngs=rngs)
         if stacked:
-            self.layers = nnx.vmap(Block, axis_size=NUM)(rngs.split(NUM))
+            self.layers: Any = nnx.vmap(Block, axis_size=NUM)(rngs.split(NUM))
         else:
             self.layers = nnx.List([Block(rngs) for _ in range(NUM)])
         self.norm = nnx.RMSNorm(DIM, rngs=rngs)
@@ -502,3 +512,181 @@ def test_tables_in_files(tmp_path, monkeypatch):
         main(["export", f"ck{i}", f"out{i}.safetensors", "--layout", layout, "--dtype", "bf16"])
         expected = {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()}
         assert_same(load_file(tmp_path / f"out{i}.safetensors"), expected)
+
+
+# Refusals, each before anything is written.
+
+
+def refused(tmp_path, tensors: Tensors, **options: Any) -> str:
+    save_file(tensors, tmp_path / "in.safetensors")
+    options = {"layout": "llama", **options}
+    with pytest.raises(jzero.JzeroError) as caught:
+        jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.safetensors"]
+    return str(caught.value)
+
+
+def test_tensors_without_a_counterpart(tmp_path):
+    tensors = values(decoder())
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.0.extra.weight"] = np.ones(3, np.float32)
+    said = refused(tmp_path, tensors)
+    assert "2 names fail" in said
+    assert "  - tensor model.layers.0.extra.weight is not in the layout\n" in said
+    assert "  - tensor model.layers.1.mlp.up_proj.weight is missing\n" in said
+
+
+def test_shapes_that_do_not_fit(tmp_path):
+    tensors = values(decoder())
+    tensors["model.layers.1.self_attn.o_proj.weight"] = np.ones((3, 5), np.float32)
+    like = as_default(decoder()) | {"lm_head/kernel": (DIM, 99)}
+    said = refused(tmp_path, tensors, like=shapes_of(like))
+    assert "model.layers.0.self_attn.o_proj.weight is [8, 8], and model.layers.1" in said
+    assert "lm_head.weight [11, 8] and params/lm_head/kernel [8, 99] do not fit: b a -> a b" in said
+
+
+def test_leaves_without_a_counterpart(tmp_path):
+    like = as_default(decoder()) | {"head/kernel": (3, 3)}
+    del like["layers/2/mlp/up_proj/kernel"]
+    del like["norm/scale"]
+    said = refused(tmp_path, values(decoder()), like=shapes_of(like))
+    assert "leaf params/head/kernel is not in the layout" in said
+    assert "leaf [model/]layers/2/mlp/up_proj/kernel is missing" in said
+    assert "tensor model.norm.weight has no leaf" in said
+
+
+def test_dtypes(tmp_path):
+    tensors = values(decoder())
+    tensors["model.norm.weight"] = np.full(DIM, 1e30, np.float32)
+    assert "it has values beyond the largest float16" in refused(tmp_path, tensors, dtype="fp16")
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), shapes_of(as_default(decoder()))
+    )
+    assert "its tensors are float32, and the leaf is int32" in refused(tmp_path, tensors, like=like)
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors[
+        "model.layers.1.mlp.up_proj.weight"
+    ].astype(np.float16)
+    leaves = {name: np.zeros(x) for name, x in as_default(decoder()).items()}
+    wanted = as_linen({f"params/{name}": x for name, x in leaves.items()}, True, False)
+    like = shapes_of({name.removeprefix("params/"): x.shape for name, x in wanted.items()})
+    assert "would be of tensors of float16 and float32" in refused(tmp_path, tensors, like=like)
+
+
+def test_a_tied_head(tmp_path):
+    """A file may have it all the same, with the same values; and a tree may have it where a file has not."""
+    tensors, shapes = values(decoder(tied=True)), as_default(decoder())
+    save_file(tensors, tmp_path / "tied.safetensors")
+    jzero.import_weights(
+        tmp_path / "tied.safetensors", tmp_path / "untied", layout="llama", like=shapes_of(shapes)
+    )
+    head = leaves_of(tmp_path / "untied")["params/lm_head/kernel"]
+    np.testing.assert_array_equal(head, tensors["model.embed_tokens.weight"].T)
+    del shapes["lm_head/kernel"]
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, tmp_path / "both.safetensors")
+    jzero.import_weights(
+        tmp_path / "both.safetensors", tmp_path / "tied", layout="llama", like=shapes_of(shapes)
+    )
+    (tmp_path / "other").mkdir()
+    tensors["lm_head.weight"][3, 3] += 1
+    said = refused(tmp_path / "other", tensors, like=shapes_of(shapes))
+    assert "lm_head.weight has no leaf, and other values than model.embed_tokens.weight" in said
+
+
+def test_a_config_of_another_model(tmp_path):
+    config = {"model_type": "llama", **SIZES, "num_hidden_layers": 4, "vocab_size": 12}
+    said = refused(tmp_path, values(decoder()), config=config)
+    assert "tensor model.embed_tokens.weight is [11, 8], and config says [12, 8]" in said
+    assert "there are 3 of the tensor layers.q_proj.weight, and config says 4" in said
+    said = refused(tmp_path, values(decoder(bias="q")), config={"model_type": "llama", **SIZES})
+    assert "self_attn.q_proj.bias is left over: config has none" in said
+
+
+def test_exports_that_cannot_be(tmp_path):
+    shapes = as_default(decoder()) | {"more/kernel": (3, 3)}
+    del shapes["norm/scale"]
+    leaves = {name: np.ones(x, np.float32) for name, x in shapes.items()}
+    ocp.PyTreeCheckpointer().save(tmp_path / "ck", {"params": tree_of(leaves)})
+    with pytest.raises(jzero.CheckpointError) as caught:
+        jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
+    assert "leaf params/more/kernel is not in the layout" in str(caught.value)
+    assert "leaf [model/]norm/scale|weight is missing, of tensor model.norm.weight" in str(
+        caught.value
+    )
+    leaves = {"a/kernel": np.ones((2, 2), np.float32), "b/kernel": np.ones((2, 2), np.float16)}
+    ocp.PyTreeCheckpointer().save(tmp_path / "two", {"params": tree_of(leaves)})
+    rule = jzero.WeightRule("ab.weight", ("a/kernel", "b/kernel"), "(n a) b -> a b")
+    with pytest.raises(jzero.CheckpointError, match="would be of leaves of float16 and float32"):
+        jzero.export_weights(
+            tmp_path / "two", tmp_path / "out.safetensors", layout=jzero.WeightLayout("t", (rule,))
+        )
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+RULES = [
+    (("", "a"), "it has no tensor, or no leaf"),
+    ((("a", "b"), ("c", "d"), "x -> x"), "it has several tensors and several leaves"),
+    ((("a.{i}", "b"), "c", "x -> x"), "some of its names have {i}"),
+    (("a", "b/{i}"), "its leaf has {i}, and its tensor has not"),
+    (("a.{i}.{i}", "b"), "a name has {i} twice"),
+    ((("a", "b"), "c"), "several need axes"),
+    (("a", "b", "x y"), "it is not like (h k) d -> d h k"),
+    (("a", "b", "x x -> x"), "an axis is there twice"),
+    (("a", "b", "x -> y"), "x y is on one side only"),
+    ((("a", "b"), "c", "n x -> x"), "n is an axis of its tensors"),
+    (("a", ("b", "c"), "x -> x"), "n is an axis of its tensor, and counts its leaves"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "text"), RULES)
+def test_rules_that_are_none(rule, text, tmp_path):
+    layout = jzero.WeightLayout("mine", (jzero.WeightRule(*rule),))
+    assert text in refused(tmp_path, values(decoder()), layout=layout)
+
+
+def test_layouts_that_are_none(tmp_path, monkeypatch, capsys):
+    tensors = values(decoder())
+    for layout in ("lama", "table.py:MINE", 3):
+        said = refused(tmp_path, tensors, layout=layout)
+        assert (
+            "It is a WeightLayout, the name of one, or a file with one. There are llama, qwen"
+            in said
+        )
+    (tmp_path / "t.json").write_text(json.dumps({"extends": "lama", "rules": []}))
+    with pytest.raises(jzero.OptionError, match="layout='.*t.json': lama is not known"):
+        jzero.export_weights(
+            tmp_path, tmp_path / "out.safetensors", layout=str(tmp_path / "t.json")
+        )
+    with pytest.raises(jzero.OptionError, match="config is given without a layout"):
+        jzero.export_weights(tmp_path, tmp_path / "out.safetensors", config={})
+    with pytest.raises(jzero.OptionError, match="like or config is given without a layout"):
+        jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", like={})
+    with pytest.raises(SystemExit):
+        main(["import", "in", "out", "--layout", "llama", "--like", "no_such_module:shapes"])
+    assert "--like: " in capsys.readouterr().err
+
+
+def test_tensors_in_a_row_that_differ(tmp_path):
+    rule = jzero.WeightRule(("a.weight", "b.weight"), "ab/kernel", "x y -> y x")
+    tensors = {"a.weight": np.ones((2, 3), np.float32), "b.weight": np.ones((2, 4), np.float32)}
+    layout = jzero.WeightLayout("t", (rule,))
+    assert "a.weight + b.weight differ in more than their first dim" in refused(
+        tmp_path, tensors, layout=layout
+    )
+    tensors["b.weight"] = np.ones((5, 3), np.float32)
+    save_file(tensors, tmp_path / "in.safetensors")
+    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout=layout)
+    assert leaves_of(tmp_path / "ck")["params/ab/kernel"].shape == (3, 7)
+
+
+def test_a_read_is_the_rows_of_the_whole():
+    """Every range of rows of rearranged arrays, against NumPy."""
+    left, right = _moves.parse("(h k) d -> (k h) d")
+    sizes = {"h": 3, "k": 4, "d": 2}
+    x = np.arange(24).reshape(12, 2)
+    whole = x.reshape(3, 4, 2).swapaxes(0, 1).reshape(12, 2)
+    move = _moves.Rearranged(_moves.Side((), left), _moves.Side((), right), sizes)
+    for start in range(12):
+        for stop in range(start + 1, 13):
+            found = move.read(0, slice(start, stop), lambda _, index: x[index])
+            np.testing.assert_array_equal(found, whole[start:stop])

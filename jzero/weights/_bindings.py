@@ -9,17 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jzero._errors import CheckpointError, message
-from jzero.weights._layout import LAYER, PART, Key, WeightLayout, WeightRule, _each
+from jzero.weights._layout import LAYER, PART, NameKey, TensorShape, WeightLayout, WeightRule, _each
 from jzero.weights._moves import Dims, Rearranged, Side, fused, merged, parse, shape_of, solve
 
-Shape = tuple[int, ...]
-Shapes = Mapping[str, Shape]
+NamedShapes = Mapping[str, TensorShape]
 # Reads a part of an array by its name: a slice of each dim.
 ReadNamed = Callable[[str, tuple[slice, ...]], np.ndarray]
 _SHOWN = 20
 
 
-class Array(NamedTuple):
+class MadeArray(NamedTuple):
     """An array that is made of others.
 
     Attributes:
@@ -30,7 +29,7 @@ class Array(NamedTuple):
     """
 
     name: str
-    shape: Shape
+    shape: TensorShape
     sources: list[str]
     read: Callable[[slice, ReadNamed], np.ndarray]
 
@@ -43,7 +42,7 @@ class Bound(NamedTuple):
       equal: pairs of tensors of which the second has no leaf, and must have the first's values.
     """
 
-    arrays: list[Array]
+    arrays: list[MadeArray]
     equal: list[tuple[str, str]]
 
 
@@ -57,24 +56,24 @@ class _Pair(NamedTuple):
     sizes: Mapping[str, int]
     lengths: Sequence[int]
 
-    def as_leaves(self) -> list[Array]:
+    def as_leaves(self) -> list[MadeArray]:
         move = Rearranged(self.tensor, self.leaf, self.sizes)
         shape = shape_of(self.leaf.dims, self.sizes)
 
-        def array(number: int, name: str) -> Array:
+        def array(number: int, name: str) -> MadeArray:
             def read(rows: slice, by_name: ReadNamed) -> np.ndarray:
                 return move.read(number, rows, lambda at, index: self._in_row(at, index, by_name))
 
-            return Array(name, shape, self.tensors, read)
+            return MadeArray(name, shape, self.tensors, read)
 
         return [array(*each) for each in enumerate(self.leaves)]
 
-    def as_tensors(self) -> list[Array]:
+    def as_tensors(self) -> list[MadeArray]:
         move = Rearranged(self.leaf, self.tensor, self.sizes)
         first, *rest = shape_of(self.tensor.dims, self.sizes) or (1,)
         lengths = [*self.lengths] or [first]
 
-        def array(number: int, name: str) -> Array:
+        def array(number: int, name: str) -> MadeArray:
             at, part = divmod(number, len(lengths))
             start = sum(lengths[:part])
 
@@ -83,7 +82,7 @@ class _Pair(NamedTuple):
                 return move.read(at, of_all, lambda i, index: by_name(self.leaves[i], index))
 
             shape = (lengths[part], *rest) if self.tensor.dims else ()
-            return Array(name, shape, self.leaves, read)
+            return MadeArray(name, shape, self.leaves, read)
 
         return [array(*each) for each in enumerate(self.tensors)]
 
@@ -101,7 +100,7 @@ class _Pair(NamedTuple):
 
 
 def into_leaves(
-    who: str, layout: WeightLayout, tensors: Shapes, leaves: Shapes | None, prefix: str
+    who: str, layout: WeightLayout, tensors: NamedShapes, leaves: NamedShapes | None, prefix: str
 ) -> Bound:
     """The leaves that a file's tensors become: these, or if None as the layout calls them, below `prefix`.
 
@@ -143,13 +142,16 @@ def into_leaves(
     binder.bad += [f"tensor {name} is missing" for name in dict.fromkeys(missing)]
     equal = _equal(layout, of_tensors, used) if leaves is not None else []
     used |= {name for _, name in equal}
-    there = dict.fromkeys(name for found in of_tensors for name in found.values())
-    binder.bad += [f"tensor {name} has no leaf" for name in there if name not in used]
+    matched = dict.fromkeys(name for found in of_tensors for name in found.values())
+    binder.bad += [f"tensor {name} has no leaf" for name in matched if name not in used]
     return Bound([x for pair in binder.done(who) for x in pair.as_leaves()], equal)
 
 
 def into_tensors(
-    who: str, layout: WeightLayout, leaves: Shapes, expected: Callable[[str], Shape | None]
+    who: str,
+    layout: WeightLayout,
+    leaves: NamedShapes,
+    expected: Callable[[str], TensorShape | None],
 ) -> Bound:
     """The tensors that leaves become; `expected` knows the shapes of some.
 
@@ -188,8 +190,8 @@ class _Binder:
     """Collects pairs, and all that is wrong."""
 
     def __init__(
-        self, layout: WeightLayout, tensors: Shapes | None, leaves: Shapes | None,
-        expected: Callable[[str], Shape | None] = lambda _: None,
+        self, layout: WeightLayout, tensors: NamedShapes | None, leaves: NamedShapes | None,
+        expected: Callable[[str], TensorShape | None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._layout, self._tensors, self._leaves = layout, tensors, leaves
         self._expected = expected
@@ -204,7 +206,9 @@ class _Binder:
                 "leaves there are (like).", "names", shown=_SHOWN))  # fmt: skip
         return self._pairs
 
-    def in_order(self, rule: WeightRule, found: Mapping[Key, str], num: int) -> list[str] | None:
+    def in_order(
+        self, rule: WeightRule, found: Mapping[NameKey, str], num: int
+    ) -> list[str] | None:
         """The leaves of a rule; None if one is missing, which is noted."""
         stacked = all(layer is None for layer, _ in found)
         ordered = _ordered(rule.leaves, found, None if stacked else num)
@@ -237,7 +241,7 @@ class _Binder:
         for tensor, leaf in _options(rule, unrolled, rank):
             sizes = {LAYER: num} | ({PART: rule.num_parts} if rule.num_parts > 1 else {})
             shapes = [(tensor.dims, of_tensor), (leaf.dims, of_leaf)]
-            fits = all(shape is None or solve(sizes, *x) for x in shapes * 2 for shape in x[1:])
+            fits = all(shape is None or solve(sizes, dims, shape) for dims, shape in shapes * 2)
             if fits and sizes.keys() >= {*tensor.axes, *leaf.axes}:
                 sizes = {axis: sizes[axis] for axis in tensor.axes}
                 if of_tensor is None and _in_a_row(rule):
@@ -249,7 +253,7 @@ class _Binder:
 
     def _tensor_shape(
         self, rule: WeightRule, tensors: Sequence[str]
-    ) -> tuple[Shape | None, Sequence[int]]:
+    ) -> tuple[TensorShape | None, Sequence[int]]:
         """The shape of one, or of all that are in a row; and the lengths of these."""
         if self._tensors is None:
             return None, ()
@@ -291,7 +295,7 @@ def _in_a_row(rule: WeightRule) -> bool:
     return len(_each(rule.tensors)) > 1 and PART not in Side((), parse(rule.axes)[1]).axes
 
 
-def _one_shape(names: Sequence[str], shapes: Shapes) -> Shape:
+def _one_shape(names: Sequence[str], shapes: NamedShapes) -> TensorShape:
     first = shapes[names[0]]
     for name in names:
         if shapes[name] != first:
@@ -299,20 +303,20 @@ def _one_shape(names: Sequence[str], shapes: Shapes) -> Shape:
     return first
 
 
-def _ordered(names: Any, found: Mapping[Key, str], layers: int | None) -> list[str] | None:
+def _ordered(names: Any, found: Mapping[NameKey, str], layers: int | None) -> list[str] | None:
     """Those of all layers (None: they have none), and no others; None if one is missing."""
     rows: Sequence[int | None] = [None] if layers is None else range(layers)
     keys = [(i, n) for i in rows for n in range(len(_each(names)))]
     return [found[key] for key in keys] if {*keys} == found.keys() else None
 
 
-def _num_layers(by_rule: Sequence[Mapping[Key, str]]) -> int:
+def _num_layers(by_rule: Sequence[Mapping[NameKey, str]]) -> int:
     layers = [layer for found in by_rule for layer, _ in found if layer is not None]
     return max(layers, default=-1) + 1
 
 
 def _num_stacked(
-    layout: WeightLayout, of_leaves: Sequence[Mapping[Key, str]], leaves: Shapes
+    layout: WeightLayout, of_leaves: Sequence[Mapping[NameKey, str]], leaves: NamedShapes
 ) -> int:
     """The layers of a tree that has them all in each leaf."""
     for rule, found in zip(layout.rules, of_leaves, strict=True):
@@ -328,7 +332,7 @@ def _rule_of(layout: WeightLayout, tensor: str) -> int:
 
 
 def _equal(
-    layout: WeightLayout, of_tensors: Sequence[Mapping[Key, str]], used: set[str]
+    layout: WeightLayout, of_tensors: Sequence[Mapping[NameKey, str]], used: set[str]
 ) -> list[tuple[str, str]]:
     """Tied tensors that a file has all the same, and a tree has not."""
     return [

@@ -9,13 +9,11 @@ from typing import Any
 
 from jzero._errors import CheckpointError, message
 from jzero.reports._hf_config import ModelPart, read_model
-from jzero.weights._layout import WeightLayout
-
-Shape = tuple[int, ...]
+from jzero.weights._layout import TensorShape, WeightLayout
 
 
 def check(
-    who: str, path: Any, layout: WeightLayout, tensors: Mapping[str, Shape], config: Any
+    who: str, path: Any, layout: WeightLayout, tensors: Mapping[str, TensorShape], config: Any
 ) -> None:
     """That a model of this configuration has these tensors, and no others.
 
@@ -50,7 +48,7 @@ def expected(layout: WeightLayout, config: Any) -> Any:
     """What knows the shape of a tensor by its name; None where it does not."""
     parts = [] if config is None else _parts(config)
 
-    def shape(name: str) -> Shape | None:
+    def shape(name: str) -> TensorShape | None:
         found = _find(name, layout, parts)
         return None if found is None else parts[found[0]].shapes[found[1]]
 

@@ -26,7 +26,7 @@ from jzero.checkpoint._bucket import Bucket
 from jzero.checkpoint._match import masters
 from jzero.sharding.plan._stages import OPTIMIZER, OTHER, PARAMETER
 from jzero.weights import _complete, _objects, _private, _safetensors
-from jzero.weights._bindings import Array, into_tensors
+from jzero.weights._bindings import MadeArray, into_tensors
 from jzero.weights._families import LAYOUTS, layout_of
 from jzero.weights._layout import WeightLayout
 from jzero.weights._safetensors import FLOATS, Tensor
@@ -175,8 +175,7 @@ def _part_names(target: Path, num: int) -> list[str]:
 
 
 def _is_part(name: str, target: Path) -> bool:
-    pattern = r"-\d{5,}-of-\d{5,}(-[0-9a-f]{8})?"
-    return bool(re.fullmatch(re.escape(target.stem) + pattern + re.escape(_SUFFIX), name))
+    return bool(re.fullmatch(re.escape(target.stem) + _objects.PART, name))
 
 
 def _index(target: Path) -> Path:
@@ -346,7 +345,7 @@ def _laid_out(
 
 
 def _blocks(
-    array: Array, tensor: Tensor, sources: Mapping[str, tuple[str, Any]]
+    array: MadeArray, tensor: Tensor, sources: Mapping[str, tuple[str, Any]]
 ) -> Iterator[np.ndarray]:
     """All of a tensor, in order."""
 

@@ -132,15 +132,21 @@ def _from_json(who: str, path: str) -> WeightLayout:
     unknown = entries.keys() - _FORM.keys()
     if unknown or entries.get("extends") not in (None, *LAYOUTS):
         raise _refused(who, f"{path!r}: {', '.join(unknown) or entries['extends']} is not known")
-    rules = []
-    for entry in entries["rules"]:
-        names = [x if isinstance(x, str) else tuple(x) for x in (entry["tensors"], entry["leaves"])]
-        others = (entry.get("axes") or "", bool(entry.get("optional")), entry.get("tied") or "")
-        rules.append(WeightRule(*names, *others))
+    rules = [
+        WeightRule(
+            _names(entry["tensors"]), _names(entry["leaves"]), entry.get("axes") or "",
+            bool(entry.get("optional")), entry.get("tied") or "",
+        )
+        for entry in entries["rules"]
+    ]  # fmt: skip
     own = LAYOUTS[entries["extends"]] if entries.get("extends") else WeightLayout(path, ())
     changes = {key: entries[key] for key in ("name", "base") if entries.get(key) is not None}
     ignored = (*own.ignored, *(entries.get("ignored") or ()))
     return own.extended(*rules, ignored=ignored, **changes)
+
+
+def _names(found: Any) -> str | tuple[str, ...]:
+    return found if isinstance(found, str) else tuple(found)
 
 
 def _refused(who: str, found: str) -> OptionError:

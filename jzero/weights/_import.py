@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,16 +18,16 @@ import numpy as np
 from jzero import _json
 from jzero._errors import CheckpointError, JzeroError, OptionError, message
 from jzero._json import shown
-from jzero.checkpoint import _files, _seal, _stream
-from jzero.checkpoint._bucket import Bucket, Lost
+from jzero.checkpoint import _files, _stream
+from jzero.checkpoint._bucket import Bucket
 from jzero.checkpoint._match import leaf_names
 from jzero.sharding.plan._stages import PARAMETER
-from jzero.weights import _complete, _private, _safetensors, _sources
-from jzero.weights._bindings import Array, into_leaves
+from jzero.weights import _complete, _objects, _private, _safetensors, _sources
+from jzero.weights._bindings import MadeArray, into_leaves
 from jzero.weights._families import LAYOUTS, layout_of
 from jzero.weights._layout import WeightLayout
 from jzero.weights._safetensors import FLOATS, Tensor
-from jzero.weights._sources import Source
+from jzero.weights._sources import WeightFile
 
 WHO = "import"
 _MAX_NAME = 1000  # bytes; each part of a name is a level of the tree, which JAX walks by recursion
@@ -38,7 +37,7 @@ class _Held(NamedTuple):
     """A tensor, and the file that holds its data."""
 
     tensor: Tensor
-    file: Source
+    file: WeightFile
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
         return _sources.read_part(self.file, self.tensor.start, *self.tensor[2:0:-1], index)
@@ -85,8 +84,9 @@ def import_weights(
         if bucket is None:
             directory = _new_directory(checkpoint)
         else:
-            _check_new(bucket)
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()), "checkpoint")
+            _objects.check_new(WHO, bucket)
+            folder = stack.enter_context(_objects.staging(WHO, bucket))
+            directory = folder / "checkpoint"
         held = _indexed(path) if str(path).endswith(".json") else _in_file(path)
         leaves = _as_they_are(held, prefix, path) if table is None else _laid_out(
             held, table, like, prefix, path, config)  # fmt: skip
@@ -102,7 +102,7 @@ def import_weights(
                 "Nothing was left of it.", "Check the path, its permissions, and the space on its disk."
             )) from error  # fmt: skip
         if bucket is not None:
-            _upload(directory, bucket)
+            _objects.upload(WHO, directory, bucket)
     return len(leaves)
 
 
@@ -110,7 +110,7 @@ import_ = import_weights  # as the command is called
 
 
 def _as_they_are(
-    held: Mapping[str, _Held], prefix: str, path: Source
+    held: Mapping[str, _Held], prefix: str, path: WeightFile
 ) -> dict[str, _stream.LeafSource]:
     names = {tensor: _leaf_name(tensor, prefix) for tensor in held}
     _check_names(names, path)
@@ -118,7 +118,7 @@ def _as_they_are(
 
 
 def _laid_out(
-    held: Mapping[str, _Held], layout: WeightLayout, like: Any, prefix: str, path: Source, config: Any
+    held: Mapping[str, _Held], layout: WeightLayout, like: Any, prefix: str, path: WeightFile, config: Any
 ) -> dict[str, _stream.LeafSource]:  # fmt: skip
     """The leaves that a layout makes of tensors."""
     shapes = {name: entry.tensor.shape for name, entry in held.items()}
@@ -152,7 +152,7 @@ def _laid_out(
 
 
 def _array_source(
-    array: Array, held: Mapping[str, _Held], dtype: np.dtype
+    array: MadeArray, held: Mapping[str, _Held], dtype: np.dtype
 ) -> _stream.LeafSource:  # fmt: skip
     def read(index: Any) -> np.ndarray:
         if not math.prod(array.shape):
@@ -186,7 +186,7 @@ def _in_dtype(name: str, leaf: _stream.LeafSource, wanted: Any) -> _stream.LeafS
     return _stream.LeafSource(leaf.shape, dtype, read)
 
 
-def _check_equal(first: _Held, second: _Held, path: Source) -> None:
+def _check_equal(first: _Held, second: _Held, path: WeightFile) -> None:
     """That a tied tensor has the values of the one that has a leaf."""
     (one, other), same = (first.tensor, second.tensor), first.tensor[1:3] == second.tensor[1:3]
     rows = range(0, one.shape[0], max(_stream.AT_ONCE * one.shape[0] // max(one.nbytes, 1), 1))
@@ -197,30 +197,6 @@ def _check_equal(first: _Held, second: _Held, path: Source) -> None:
         raise CheckpointError(message(
             f"{WHO} {path}", f"{other.name} has no leaf, and other values than {one.name}",
             "In a tree without a leaf for it, it is tied.", "Untie them in the model."))  # fmt: skip
-
-
-def _check_new(bucket: Bucket) -> None:
-    if bucket.names():
-        raise OptionError(message(
-            WHO, f"there is something below {bucket} already", "A checkpoint is a new directory.",
-            "Name another, or remove it."))  # fmt: skip
-
-
-def _upload(directory: Path, bucket: Bucket) -> None:
-    """The seal last, and only where no other is: it is what makes it a checkpoint."""
-    files = {str(path.relative_to(directory)): path for path in _files.files_below(directory)}
-    seal = files.pop(_seal.NAME)
-    try:
-        bucket.upload(files)
-        bucket.write_if(_seal.NAME, seal.read_bytes(), None)
-    except Lost as error:
-        raise CheckpointError(message(
-            f"{WHO} {bucket}", "another process wrote it meanwhile", "One writes at a time.",
-            "Name another."))  from error  # fmt: skip
-    except BaseException:
-        with contextlib.suppress(CheckpointError):
-            bucket.remove(files)
-        raise
 
 
 def _new_directory(checkpoint: str | Path) -> Path:
@@ -263,11 +239,11 @@ def _parents(directory: Path) -> Iterator[None]:
                 parent.rmdir()  # It does nothing to those that are not empty.
 
 
-def _in_file(path: Source) -> dict[str, _Held]:
+def _in_file(path: WeightFile) -> dict[str, _Held]:
     return {tensor.name: _Held(tensor, path) for tensor in _safetensors.read_header(WHO, path)}
 
 
-def _indexed(path: Source) -> dict[str, _Held]:
+def _indexed(path: WeightFile) -> dict[str, _Held]:
     """All tensors of the files of an index, which must agree with it."""
     weight_map = _weight_map(path)
     files = {
@@ -291,7 +267,7 @@ def _indexed(path: Source) -> dict[str, _Held]:
     return {tensor: files[file][tensor] for tensor, file in weight_map.items()}
 
 
-def _weight_map(path: Source) -> dict[str, str]:
+def _weight_map(path: WeightFile) -> dict[str, str]:
     data = _sources.read_whole(WHO, path)
     found = _json.decode(WHO, str(path), data, {"weight_map": {str: str}})["weight_map"]
     bad = [f"{shown(tensor)} is in {shown(file)}" for tensor, file in found.items()
@@ -313,7 +289,7 @@ def _leaf_name(tensor: str, prefix: str) -> str:
     return "/".join([*filter(None, [prefix]), *tensor.split(".")])
 
 
-def _check_names(names: Mapping[str, str], path: Source) -> None:
+def _check_names(names: Mapping[str, str], path: WeightFile) -> None:
     """Leaves have different names, and none below them."""
     parts = {tensor: name.split("/") for tensor, name in names.items()}
     bad = [f"{shown(tensor)} {problem}" for tensor in names if (problem := _problem(parts[tensor]))]

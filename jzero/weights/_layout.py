@@ -15,7 +15,8 @@ from jzero.weights import _moves
 
 LAYER, PART = "i", "n"  # axes: of layers, and of the tensors (or leaves) of a rule
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])(0|[1-9][0-9]*)(?![0-9A-Za-z])")
-Key = tuple[int | None, int]  # a layer, or None for all or none; and which of the rule's names
+TensorShape = tuple[int, ...]
+NameKey = tuple[int | None, int]  # a layer, or None for all or none; and which of the rule's names
 
 
 class WeightRule(NamedTuple):
@@ -116,14 +117,14 @@ class WeightLayout:
                 "A rule has a tensor for a leaf, several for one, or one for several.",
                 "Correct the rule.", "rules", shown=20))  # fmt: skip
 
-    def match_tensors(self, names: Collection[str]) -> tuple[list[dict[Key, str]], list[str]]:
+    def match_tensors(self, names: Collection[str]) -> tuple[list[dict[NameKey, str]], list[str]]:
         """For each rule, the tensors that it names; and those that no rule names."""
         prefix = "" if any(name.startswith(self.base) for name in names) else self.base
         index: dict[str, list[tuple[int, int]]] = {}
         for number, rule in enumerate(self.rules):
             for part, name in enumerate(_each(rule.tensors)):
                 index.setdefault(name, []).append((number, part))
-        found: list[dict[Key, str]] = [{} for _ in self.rules]
+        found: list[dict[NameKey, str]] = [{} for _ in self.rules]
         left = []
         for name in names:
             hits = [
@@ -139,7 +140,7 @@ class WeightLayout:
                 left.append(name)
         return found, left
 
-    def match_leaves(self, names: Collection[str]) -> tuple[list[dict[Key, str]], list[str]]:
+    def match_leaves(self, names: Collection[str]) -> tuple[list[dict[NameKey, str]], list[str]]:
         """For each rule, the leaves that it names, all in one tree; and those that no rule names."""
         end = "/value" if all(name.endswith("/value") for name in names) else ""  # NNX's Variables
         folders = [name.rpartition("/")[0] for name in names]
@@ -156,8 +157,8 @@ class WeightLayout:
 
 def _match(
     names: Collection[str], root: str, end: str, index: Mapping[str, tuple[int, int]], num: int
-) -> tuple[list[dict[Key, str]], list[str]]:
-    found: list[dict[Key, str]] = [{} for _ in range(num)]
+) -> tuple[list[dict[NameKey, str]], list[str]]:
+    found: list[dict[NameKey, str]] = [{} for _ in range(num)]
     left = []
     for name in names:
         hits = [

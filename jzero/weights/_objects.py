@@ -6,16 +6,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import re
 import secrets
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jzero import _json
 from jzero._errors import CheckpointError, OptionError, message
+from jzero.checkpoint import _files, _lock, _seal
 from jzero.checkpoint._bucket import Bucket, Lost, Object
 from jzero.weights import _private
 
+PART = r"-\d{5,}-of-\d{5,}(-[0-9a-f]{8})?\.safetensors"  # what a part's name ends with
 FILE_SIZE, MAX_FILE_SIZE = "256MB", 512 * 10**6
 _MOST = 5 * 10**9  # bytes that S3 takes in one request: of a file that is one tensor
 # Writes files of these names into a folder, and says when each is written; all of them, the index last.
@@ -27,8 +29,7 @@ def write(who: str, out: Bucket, overwrite: bool, num: int, write_files: WriteFi
 
     Parts get names that no object has. The object that was asked for, or its index, comes by one write, which
     without `overwrite` is refused where there is one. Then what only the replaced index named goes. A reader
-    finds all of the older export or all of the new one; parts of one that was killed stay, and nothing
-    names them.
+    finds all of the older export or all of the new one; parts of one that was killed go with the next.
 
     Raises:
       OptionError: there is an export already.
@@ -38,13 +39,11 @@ def write(who: str, out: Bucket, overwrite: bool, num: int, write_files: WriteFi
     bucket = dataclasses.replace(out, prefix=above)
     stem = name.removesuffix(".safetensors")
     index = f"{name}.index.json"
+    older = bucket.read(index)  # First: see `_remove_older`.
     there = {f"{stem}{rest}" for rest in bucket.names(stem)}
     if not overwrite and (found := [x for x in (name, index) if x in there]):
         raise _exists(who, bucket / found[0])
-    older = bucket.read(index)
     names = [name] if num == 1 else _part_names(stem, num, there)
-    digest = hashlib.sha256(str(out).encode()).hexdigest()[:16]
-    staging = Path(tempfile.gettempdir(), f"jzero-export-{digest}")
     sent: list[str] = []
 
     def send(path: Path) -> None:
@@ -56,17 +55,31 @@ def write(who: str, out: Bucket, overwrite: bool, num: int, write_files: WriteFi
         sent.append(path.name)
         path.unlink()
 
-    with _private.folder(f"{who} {out}", staging) as folder:
+    with staging(who, out) as folder:
         try:
             last = write_files(folder, names, send)[-1]
-            if num > 1:
-                _write_index(who, bucket, last, older if overwrite else None)
         except BaseException:
-            with contextlib.suppress(CheckpointError):
-                bucket.remove(sent if num > 1 else [])
+            if num > 1:
+                _remove_quietly(bucket, sent)
             raise
-    _remove_older(bucket, name, index, names, older, num)
+        if num > 1:
+            try:
+                bucket.write_if(index, last.read_bytes(), None if older is None else older.version)
+            except (
+                Lost
+            ) as error:  # Of another error nobody knows whether it was written all the same.
+                _remove_quietly(bucket, sent)
+                raise _exists(who, bucket / index) from error
+    parts = [x for x in there if re.fullmatch(re.escape(stem) + PART, x)]
+    _remove_older(who, bucket, name, index, parts, older, num)
     return [str(bucket / x) for x in [*names, *[index] * (num > 1)]]
+
+
+def staging(who: str, target: Bucket) -> contextlib.AbstractContextManager[Path]:
+    """A private folder for what goes there; on one machine one process has it."""
+    digest = hashlib.sha256(str(target).encode()).hexdigest()[:16]
+    name = Path(tempfile.gettempdir(), f"jzero-{who}-{digest}")
+    return _private.folder(f"{who} {target}", name)
 
 
 def _part_names(stem: str, num: int, there: set[str]) -> list[str]:
@@ -95,29 +108,88 @@ def _write_new(who: str, bucket: Bucket, name: str, data: bytes) -> None:
         raise _exists(who, bucket / name) from error
 
 
-def _write_index(who: str, bucket: Bucket, path: Path, older: Object | None) -> None:
-    try:
-        bucket.write_if(path.name, path.read_bytes(), None if older is None else older.version)
-    except Lost as error:
-        raise _exists(who, bucket / path.name) from error
+def _remove_quietly(bucket: Bucket, names: Sequence[str]) -> None:
+    with contextlib.suppress(CheckpointError):
+        bucket.remove(names)
 
 
 def _remove_older(
-    bucket: Bucket, name: str, index: str, names: Sequence[str], older: Object | None, num: int
-) -> None:
-    """What the older export was found by, and only then its parts; not what another process is writing."""
-    if num > 1:
-        bucket.remove([name])
-    elif older is not None:
-        bucket.remove_if(index, older.version)
-    with contextlib.suppress(_json.Malformed):
-        found = _json.parse(older.data) if older is not None else {}
-        parts = found.get("weight_map", {}) if isinstance(found, dict) else {}
-        stem = name.removesuffix(".safetensors")
-        bucket.remove({
-            x for x in parts.values()
-            if isinstance(x, str) and x not in names and "/" not in x and x.startswith(f"{stem}-")
-        })  # fmt: skip
+    who: str, bucket: Bucket, name: str, index: str, parts: Sequence[str], older: Object | None, num: int
+) -> None:  # fmt: skip
+    """What the older export was found by, and only then parts that were there before it was replaced.
+
+    Another export that is under way has read the index before it wrote any of these. By now that index is
+    another one, or gone, and so it cannot come to name them: its own comes by a conditional write.
+    """
+    try:
+        if num > 1:
+            bucket.remove([name])
+        elif older is None:
+            return
+        else:
+            bucket.remove_if(index, older.version)
+            if bucket.read(index) is not None:
+                return
+        bucket.remove(parts)
+    except CheckpointError as error:
+        raise CheckpointError(message(
+            f"{who} {bucket / name}", f"the older export cannot be removed: {error}",
+            "The new one is complete.", "Remove the older one's objects.")) from error  # fmt: skip
+
+
+def upload(who: str, directory: Path, bucket: Bucket) -> None:
+    """Uploads a sealed checkpoint, its seal last; see [Note: steps in buckets].
+
+    Raises:
+      OptionError: there is something else already.
+      CheckpointError: it cannot be uploaded, and counts nowhere; or another process does the same.
+    """
+    found = check_new(who, bucket)
+    files = {str(path.relative_to(directory)): path for path in _files.files_below(directory)}
+    seal = files.pop(_seal.NAME).read_bytes()
+    try:
+        claim = _seal.claim(f"{_lock.Owner.new()}, {secrets.token_hex(8)}")
+        version = bucket.write_if(_seal.NAME, claim, found and found.version)
+        try:
+            _clear(bucket)
+            bucket.upload(files)
+            bucket.write_if(_seal.NAME, seal, version)
+        except BaseException:
+            with contextlib.suppress(CheckpointError):
+                bucket.remove_if(_seal.NAME, version)
+                if bucket.read(_seal.NAME) is None:
+                    _clear(bucket)
+            raise
+    except Lost as error:
+        raise CheckpointError(message(
+            f"{who} {bucket}", f"{error} was written by another process", "One writes at a time.",
+            "Name another directory, or wait until it is done.")) from error  # fmt: skip
+
+
+def check_new(who: str, bucket: Bucket) -> Object | None:
+    """That nothing is there, but what is left of an upload that was not completed; its claim.
+
+    Raises:
+      OptionError: something else is.
+    """
+    found = bucket.read(_seal.NAME)
+    if not _is_claim(found) and bucket.names():
+        raise OptionError(message(
+            who, f"there is something below {bucket} already", "A checkpoint is a new directory.",
+            "Name another, or remove it."))  # fmt: skip
+    return found
+
+
+def _is_claim(found: Object | None) -> bool:
+    try:
+        _seal.parse(b"" if found is None else found.data)
+    except _seal.Broken as error:
+        return isinstance(error, _seal.Unfinished)
+    return False
+
+
+def _clear(bucket: Bucket) -> None:
+    bucket.remove([name for name in bucket.names() if name != _seal.NAME])
 
 
 def _exists(who: str, url: Bucket) -> OptionError:

@@ -19,7 +19,7 @@ from jzero import _json
 from jzero._errors import CheckpointError, message
 from jzero._json import Malformed, Maybe, shown
 from jzero.weights import _sources
-from jzero.weights._sources import Source
+from jzero.weights._sources import WeightFile
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"),
@@ -70,7 +70,7 @@ def header(tensors: Sequence[Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(who: str, path: Source) -> list[Tensor]:
+def read_header(who: str, path: WeightFile) -> list[Tensor]:
     """The tensors of a file, in the order of their data.
 
     Raises:

@@ -51,20 +51,22 @@ class BucketFile:
         if self._spooled is None or self._spooled[0] != start:
             self._spooled = start, tempfile.TemporaryFile()
             for at in range(0, nbytes, _stream.AT_ONCE):
-                self._spooled[1].write(self.read(start + at, min(_stream.AT_ONCE, nbytes - at)))
+                self._spooled[1].write(
+                    self.read(start + at, min(_stream.AT_ONCE, nbytes - at)).tobytes()
+                )
             self._spooled[1].flush()
         return self._spooled[1]
 
 
-Source = Path | BucketFile
+WeightFile = Path | BucketFile
 
 
-def beside(source: Source, name: str) -> Source:
+def beside(source: WeightFile, name: str) -> WeightFile:
     """Another file of the same directory."""
     return source.parent / name if isinstance(source, Path) else BucketFile(source.bucket, name)
 
 
-def find(who: str, path: str | os.PathLike[str]) -> Source:
+def find(who: str, path: str | os.PathLike[str]) -> WeightFile:
     """The file of a path or a URL."""
     bucket = Bucket.of(who, path)
     if bucket is None:
@@ -73,7 +75,7 @@ def find(who: str, path: str | os.PathLike[str]) -> Source:
     return BucketFile(dataclasses.replace(bucket, prefix=above), name)
 
 
-def read_whole(who: str, source: Source) -> bytes:
+def read_whole(who: str, source: WeightFile) -> bytes:
     """A small file.
 
     Raises:
@@ -89,7 +91,7 @@ def read_whole(who: str, source: Source) -> bytes:
     return found.data
 
 
-def size(source: Source) -> int | None:
+def size(source: WeightFile) -> int | None:
     """Bytes of a file; of an object nobody says."""
     if isinstance(source, BucketFile):
         return None
@@ -97,7 +99,7 @@ def size(source: Source) -> int | None:
         return os.fstat(file.fileno()).st_size
 
 
-def check_end(source: Source, end: int) -> None:
+def check_end(source: WeightFile, end: int) -> None:
     """That an object ends there.
 
     Raises:
@@ -107,7 +109,7 @@ def check_end(source: Source, end: int) -> None:
         raise _json.Malformed(f"its tensors end at byte {end}, and it does not")
 
 
-def read(source: Source, start: int, nbytes: int) -> np.ndarray:
+def read(source: WeightFile, start: int, nbytes: int) -> np.ndarray:
     """Some bytes. Nothing is mapped: a file that becomes shorter is an error, and no SIGBUS."""
     if isinstance(source, BucketFile):
         return source.read(start, nbytes)
@@ -116,7 +118,7 @@ def read(source: Source, start: int, nbytes: int) -> np.ndarray:
 
 
 def read_part(
-    source: Source, start: int, shape: Sequence[int], dtype: np.dtype, index: Sequence[slice]
+    source: WeightFile, start: int, shape: Sequence[int], dtype: np.dtype, index: Sequence[slice]
 ) -> np.ndarray:
     """A part of an array that begins at `start`: of whole rows, or of columns, a block of rows at a time."""
     if not shape:
