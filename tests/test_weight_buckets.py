@@ -175,9 +175,11 @@ def test_an_import_after_one_that_died(s3, tmp_path):
     save_file({"a": np.ones(3, np.float32)}, tmp_path / "in.safetensors")
     bucket = opened(f"{s3}/ck")
     version = bucket.write_if(_seal.NAME, _seal.claim("a process"), None)
-    bucket.write("state/d/left", b"left")
+    data, fixed = f"state/d/{'0' * 32}", "state/_METADATA"
+    for name in (data, fixed, "notes"):
+        bucket.write(name, b"left")
     jzero.import_weights(tmp_path / "in.safetensors", f"{s3}/ck")
-    assert "state/d/left" not in bucket.names()
+    assert {data, "notes"}.isdisjoint(bucket.names())
     with pytest.raises(Exception, match="_JZERO_SEAL"):
         bucket.write_if(_seal.NAME, b"seal", version)
     jzero.export_weights(f"{s3}/ck", tmp_path / "out.safetensors")
@@ -188,11 +190,11 @@ def test_two_imports_of_one_name(s3, tmp_path, monkeypatch):
     save_file({"a": np.ones(3, np.float32)}, tmp_path / "in.safetensors")
     upload, bucket = Bucket.upload, opened(f"{s3}/ck")
 
-    def overtaken(self, files):
+    def overtaken(self, files, owns):
         found = bucket.read(_seal.NAME)
         assert found is not None
         bucket.write_if(_seal.NAME, _seal.claim("another"), found.version)
-        upload(self, files)
+        upload(self, files, owns)
 
     monkeypatch.setattr(Bucket, "upload", overtaken)
     with pytest.raises(jzero.CheckpointError, match="_JZERO_SEAL was written by another process"):

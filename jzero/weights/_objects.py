@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from jzero._errors import CheckpointError, OptionError, message
-from jzero.checkpoint import _files, _lock, _seal
+from jzero.checkpoint import _files, _lock, _mirror, _seal
 from jzero.checkpoint._bucket import Bucket, Lost, Object
 from jzero.weights import _private
 
@@ -148,22 +149,41 @@ def upload(who: str, directory: Path, bucket: Bucket) -> None:
     files = {str(path.relative_to(directory)): path for path in _files.files_below(directory)}
     seal = files.pop(_seal.NAME).read_bytes()
     try:
-        claim = _seal.claim(f"{_lock.Owner.new()}, {secrets.token_hex(8)}")
+        claim = _new_claim()
         version = bucket.write_if(_seal.NAME, claim, found and found.version)
+        owns = functools.partial(_mirror.check_claim, bucket, claim)
+        left = _mirror.random_names(bucket.names())
+        owns()  # After the list: what is in it is not of one that has begun since.
+        bucket.remove(left)
         try:
-            _clear(bucket)
-            bucket.upload(files)
+            bucket.upload(files, owns)
             bucket.write_if(_seal.NAME, seal, version)
         except BaseException:
-            with contextlib.suppress(CheckpointError):
-                bucket.remove_if(_seal.NAME, version)
-                if bucket.read(_seal.NAME) is None:
-                    _clear(bucket)
+            _retreat(bucket, files, seal, version)
             raise
     except Lost as error:
         raise CheckpointError(message(
             f"{who} {bucket}", f"{error} was written by another process", "One writes at a time.",
             "Name another directory, or wait until it is done.")) from error  # fmt: skip
+    if found is not None:  # Now that it is sealed nobody writes here again.
+        _remove_quietly(bucket, sorted({*bucket.names()} - {*files, _seal.NAME}))
+
+
+def _new_claim() -> bytes:
+    return _seal.claim(f"{_lock.Owner.new()}, {secrets.token_hex(8)}")
+
+
+def _retreat(bucket: Bucket, files: Iterable[str], seal: bytes, version: bytes) -> None:
+    """Removes data files of an upload that failed, unless its seal is there all the same.
+
+    What has no random name stays, with a claim: S3 removes under no condition, and it may be the next one's.
+    """
+    with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(Lost):  # So that the seal cannot come any more.
+            bucket.write_if(_seal.NAME, _new_claim(), version)
+        found = bucket.read(_seal.NAME)
+        if found is None or found.data != seal:
+            bucket.remove(_mirror.random_names(files))
 
 
 def check_new(who: str, bucket: Bucket) -> Object | None:
@@ -173,23 +193,11 @@ def check_new(who: str, bucket: Bucket) -> Object | None:
       OptionError: something else is.
     """
     found = bucket.read(_seal.NAME)
-    if not _is_claim(found) and bucket.names():
+    if not _mirror.is_claim(found) and bucket.names():
         raise OptionError(message(
             who, f"there is something below {bucket} already", "A checkpoint is a new directory.",
             "Name another, or remove it."))  # fmt: skip
     return found
-
-
-def _is_claim(found: Object | None) -> bool:
-    try:
-        _seal.parse(b"" if found is None else found.data)
-    except _seal.Broken as error:
-        return isinstance(error, _seal.Unfinished)
-    return False
-
-
-def _clear(bucket: Bucket) -> None:
-    bucket.remove([name for name in bucket.names() if name != _seal.NAME])
 
 
 def _exists(who: str, url: Bucket) -> OptionError:
