@@ -112,7 +112,8 @@ def stopped_beyond_its_lease(
     errors = [said["error"] for said in ended.said if "error" in said]
     broken += [f"said: {error}" for error in errors if not error.startswith("CheckpointError")]
     # What it tries then is refused, since there are later steps.
-    named = any(re.search("has taken over|was written by another| writes in ", e) for e in errors)
+    why = "has taken over|was written by another| writes in | is not after step "
+    named = any(re.search(why, e) for e in errors)
     named |= {"complete": SAVES[-1]} in ended.said  # It had no more to do.
     return broken + [f"did not say why: {ended}"] * (not named or ended.status != 0)
 
