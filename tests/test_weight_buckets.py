@@ -131,6 +131,20 @@ def test_an_export_that_dies_at_each_request(num, s3, checkpoints, tmp_path):
     assert len(opened(s3).names()) == 4
 
 
+def test_parts_that_no_index_names(s3, checkpoints):
+    """Of an export that was killed: named, where another process may be about to name them; else removed."""
+    bucket, left = opened(s3), "m-00001-of-00003.safetensors"
+    bucket.write(left, b"left")
+    with pytest.warns(UserWarning, match=f"no index names {left}. .* Remove them, if none does"):
+        jzero.export_weights(checkpoints[OLD], f"{s3}/m.safetensors")
+    assert bucket.names() == [left, "m.safetensors"]
+    jzero.export_weights(
+        checkpoints[NEW], f"{s3}/m.safetensors", max_file_size=PARTS, overwrite=True
+    )
+    assert len(bucket.names()) == 4
+    assert left not in bucket.names()
+
+
 def test_limits_of_files(s3, checkpoints, monkeypatch):
     with pytest.raises(
         jzero.OptionError, match="A file is uploaded in one request: at most 512 MB"

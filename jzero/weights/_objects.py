@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from jzero._errors import CheckpointError, OptionError, message
+from jzero._errors import CheckpointError, OptionError, first_of, message, named, warn
 from jzero.checkpoint import _files, _lock, _mirror, _seal
 from jzero.checkpoint._bucket import Bucket, Lost, Object
 from jzero.weights import _private
@@ -30,7 +30,8 @@ def write(who: str, out: Bucket, overwrite: bool, num: int, write_files: WriteFi
 
     Parts get names that no object has. The object that was asked for, or its index, comes by one write, which
     without `overwrite` is refused where there is one. Then what only the replaced index named goes. A reader
-    finds all of the older export or all of the new one; parts of one that was killed go with the next.
+    finds all of the older export or all of the new one. Parts of one that was killed go with the next; where
+    neither has an index, nothing tells whether they are another one's that is under way, and it names them.
 
     Raises:
       OptionError: there is an export already.
@@ -126,7 +127,7 @@ def _remove_older(
         if num > 1:
             bucket.remove([name])
         elif older is None:
-            return
+            return _name_parts(who, bucket, parts)
         else:
             bucket.remove_if(index, older.version)
             if bucket.read(index) is not None:
@@ -136,6 +137,15 @@ def _remove_older(
         raise CheckpointError(message(
             f"{who} {bucket / name}", f"the older export cannot be removed: {error}",
             "The new one is complete.", "Remove the older one's objects.")) from error  # fmt: skip
+
+
+def _name_parts(who: str, bucket: Bucket, parts: Sequence[str]) -> None:
+    """Says which ones no index names: of an export that was killed, or of one that is under way."""
+    if parts:
+        warn(message(
+            f"{who} {bucket}", f"no index names {first_of([*map(named, parts)])}",
+            "They are left of an export that was ended, unless another process writes them now.",
+            "Remove them, if none does."))  # fmt: skip
 
 
 def upload(who: str, directory: Path, bucket: Bucket) -> None:
