@@ -200,6 +200,35 @@ def test_an_import_after_one_that_died(s3, tmp_path):
     np.testing.assert_array_equal(load_file(tmp_path / "out.safetensors")["a"], jnp.ones(3))
 
 
+@pytest.mark.parametrize("removes", [True, False])
+def test_an_import_after_one_that_was_interrupted(removes, s3, tmp_path, monkeypatch):
+    """Its data goes, with it or with the next one, which replaces what has a fixed name."""
+    save_file({"a": np.ones(3, np.float32)}, tmp_path / "in.safetensors")
+    upload, remove, bucket = Bucket.upload, Bucket.remove, opened(f"{s3}/ck")
+
+    def ends(self, *args):
+        upload(self, *args)
+        raise KeyboardInterrupt
+
+    def refused(self, names):
+        if names := [*names]:
+            raise jzero.CheckpointError("refused")
+        remove(self, names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "upload", ends)
+        if not removes:
+            patch.setattr(Bucket, "remove", refused)
+        with pytest.raises(KeyboardInterrupt):
+            jzero.import_weights(tmp_path / "in.safetensors", f"{s3}/ck")
+    left = [name for name in bucket.names() if "/d/" in name]
+    assert bool(left) != removes
+    jzero.import_weights(tmp_path / "in.safetensors", f"{s3}/ck")
+    assert {*left}.isdisjoint(bucket.names())
+    jzero.export_weights(f"{s3}/ck", tmp_path / "out.safetensors")
+    np.testing.assert_array_equal(load_file(tmp_path / "out.safetensors")["a"], jnp.ones(3))
+
+
 def test_two_imports_of_one_name(s3, tmp_path, monkeypatch):
     save_file({"a": np.ones(3, np.float32)}, tmp_path / "in.safetensors")
     upload, bucket = Bucket.upload, opened(f"{s3}/ck")
