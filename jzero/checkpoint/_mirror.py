@@ -11,16 +11,18 @@ import functools
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from jzero._errors import CheckpointError, first_of, message, named
 from jzero.checkpoint import _files, _seal
-from jzero.checkpoint._bucket import Bucket
-from jzero.checkpoint._seal import Broken, Seal
+from jzero.checkpoint._bucket import Bucket, Lost, Object
+from jzero.checkpoint._seal import Broken, Seal, Unfinished
 
 # OCDBT's data files, and chunks that are files of their own.
 _DATA = re.compile(r"(?:.*/)?(?:d/[0-9a-f]{32}|c(?:/\d+)+|\d+(?:\.\d+)*)", re.DOTALL)
+_RANDOM = re.compile(r"(?:.*/)?d/[0-9a-f]{32}", re.DOTALL)
 _copies: dict[
     Bucket, tuple[bytes, Path]
 ] = {}  # Of steps: the version of the seal, and where it is.
@@ -79,6 +81,31 @@ def sealed(bucket: Bucket) -> tuple[bytes, Seal] | None:
     """
     found = bucket.read(_seal.NAME)
     return None if found is None else (found.version, _seal.parse(found.data))
+
+
+def is_claim(found: Object | None) -> bool:
+    """Whether an object says, where a seal is to be, that somebody has begun to write or to remove."""
+    try:
+        _seal.parse(b"" if found is None else found.data)
+    except Broken as error:
+        return isinstance(error, Unfinished)
+    return False
+
+
+def check_claim(bucket: Bucket, claim: bytes) -> None:
+    """That nobody else has begun to write a checkpoint.
+
+    Raises:
+      Lost: somebody has.
+    """
+    found = bucket.read(_seal.NAME)
+    if found is None or found.data != claim:
+        raise Lost(f"{bucket / _seal.NAME}")
+
+
+def random_names(names: Iterable[str]) -> list[str]:
+    """Of objects of a checkpoint those of which no other writer comes to have one of the same name."""
+    return [name for name in names if _RANDOM.fullmatch(name)]
 
 
 def _copy(bucket: Bucket, version: bytes, seal: Seal | None) -> Path:

@@ -150,8 +150,8 @@ class _Work:
         finally:
             copied.set()
         try:
-            self.meeting.lead("claim", lambda: self._claim(failure))
-            part = self._hand_in(failure)
+            owner = self.meeting.lead("claim", lambda: self._claim(failure))
+            part = self._hand_in(failure, owner)
         except BaseException as error:
             failure = failure or error
         elsewhere, others = self.meeting.report("written", failure, part)
@@ -169,16 +169,16 @@ class _Work:
         self.tree = None
         self._writing.write(copied.set)
 
-    def _claim(self, failure: BaseException | None) -> None:
+    def _claim(self, failure: BaseException | None) -> str:
         """What process 0 does before any of them hands in what it has written."""
         if failure is not None:
             raise failure
-        self.steps.claim(WHO, self.step)
+        return self.steps.claim(WHO, self.step)
 
-    def _hand_in(self, failure: BaseException | None) -> dict[str, File]:
+    def _hand_in(self, failure: BaseException | None, owner: str) -> dict[str, File]:
         if failure is not None:
             raise failure
-        return self.steps.hand_in(WHO, self.step)
+        return self.steps.hand_in(WHO, self.step, owner)
 
     def _complete(
         self, failure: BaseException | None, elsewhere: str, parts: dict[str, File]

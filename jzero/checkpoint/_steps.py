@@ -92,11 +92,12 @@ class Steps(abc.ABC):
     def folder(self, who: str, step: int, nbytes: int) -> Path:
         """Where this process writes its part, of so many bytes, in an item of the name `STATE`."""
 
-    def claim(self, who: str, step: int) -> None:  # noqa: B027
-        """Process 0 says that it has begun a step, before anybody hands in."""
+    def claim(self, who: str, step: int) -> str:
+        """Process 0 says that it has begun a step, before anybody hands in; as whom."""
+        return ""
 
     @abc.abstractmethod
-    def hand_in(self, who: str, step: int) -> dict[str, File]:
+    def hand_in(self, who: str, step: int, owner: str) -> dict[str, File]:
         """Brings what this process has written to where process 0 puts all together; what that is."""
 
     def base(self, step: int) -> dict[str, Any]:
@@ -194,7 +195,7 @@ class LocalSteps(Steps):
                 os.listdir(self.where)
         return folder
 
-    def hand_in(self, who: str, step: int) -> dict[str, File]:
+    def hand_in(self, who: str, step: int, owner: str) -> dict[str, File]:
         return {}
 
     def publish(
