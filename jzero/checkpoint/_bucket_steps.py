@@ -37,7 +37,7 @@ from jzero.checkpoint import _files, _lock, _mirror, _seal
 from jzero.checkpoint._bucket import Bucket, Lost
 from jzero.checkpoint._orbax import STATE
 from jzero.checkpoint._seal import Broken, File, StoredLeaf, Unfinished
-from jzero.checkpoint._steps import LocalSteps, Steps
+from jzero.checkpoint._steps import Steps
 
 _PREFIX = "jzero-staging-"
 _MANIFEST = "manifest.ocdbt"
@@ -57,7 +57,7 @@ def steps_in(who: str, path: Any, staging: Any = None) -> Steps:
     """
     bucket = Bucket.of(who, path)
     if bucket is None:
-        return LocalSteps(_files.local(who, path))
+        return Steps(_files.local(who, path))
     folder = tempfile.gettempdir() if staging is None else staging
     return BucketSteps(bucket, _files.local(who, folder))
 

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 import uuid
@@ -34,21 +35,13 @@ _held: set[str] = set()  # tokens of this process
 
 
 class Owner(NamedTuple):
-    """A process that writes.
-
-    Attributes:
-      host: its machine's name.
-      world: where process numbers are unique: one boot of one machine, and a container on it.
-      pid: its number there.
-      started: when it started, in ticks since the boot: the number may be given again.
-      token: of one `Lock`.
-    """
+    """A process that writes."""
 
     host: str
-    world: str | None
+    world: str | None  # where its number is unique: one boot of one machine, and a container on it
     pid: int
-    started: int | None
-    token: str
+    started: int | None  # in ticks since the boot: the number may be given again
+    token: str  # of one `Lock`
 
     @classmethod
     def new(cls) -> Owner:
@@ -68,21 +61,13 @@ class Owner(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """What is found of who has the right.
+    """What is found of who has the right; all but the owner in a bucket only."""
 
-    Attributes:
-      owner: who that is; None if it cannot be told.
-      version: of what says so.
-      noted: in a bucket, the last steps.
-      beat: how often it has shown there that it lives.
-      free: whether it was given back.
-    """
-
-    owner: Owner | None
-    version: bytes = b""
-    noted: list[int] = []
-    beat: int = 0
-    free: bool = False
+    owner: Owner | None  # None if it cannot be told
+    version: bytes = b""  # of the object
+    noted: list[int] = []  # the last steps
+    beat: int = 0  # how often it has shown that it lives
+    free: bool = False  # It was given back.
 
 
 class Lock:
@@ -118,11 +103,9 @@ class Lock:
             _held.add(owner.token)
             while not self._place.take(who, owner):
                 _make_way(who, self._place)
-            self._place.tidy(owner)
             args = self._place, owner, self._ended
             start_thread(threading.Thread(target=_beat, args=args, daemon=True))
         except BaseException:  # Ctrl-C, too.
-            self._place.tidy(owner)
             self.release()
             raise
 
@@ -193,12 +176,8 @@ def _make_way(who: str, place: FilePlace | ObjectPlace) -> None:
     """Ends the right of a dead process.
 
     Raises:
-      CheckpointError: it may be alive, or no process made what is there.
+      CheckpointError: it may be alive.
     """
-    if odd := place.odd():
-        raise CheckpointError(message(
-            who, f"{place} is {odd}", "Who writes there has a regular file of that name.",
-            "Remove it, if nobody writes there."))  # fmt: skip
     holder = place.read()
     if holder is None:
         return
@@ -242,22 +221,19 @@ def _place(directory: Path | Bucket) -> FilePlace | ObjectPlace:
 
 
 class FilePlace:
-    """A file that is there while somebody has the right; touched to show that its owner lives."""
+    """A file that is there while somebody has the right; touched to show that its owner lives.
+
+    What those leave who die while they take it is removed with unfinished steps.
+    """
 
     def __init__(self, directory: Path):
         self.directory, self._path = directory, directory / NAME
-        self._private = self._path
 
     def __str__(self) -> str:
         return str(self._path)
 
     def is_there(self) -> bool:
         return os.path.lexists(self._path)
-
-    def odd(self) -> str | None:
-        """What is there, if no process made it."""
-        kind = _files.kind(self._path)
-        return None if kind in ("a file", "nothing") else kind
 
     def read(self) -> Holder | None:
         return Holder(_read(self._path)) if self.is_there() else None
@@ -266,42 +242,43 @@ class FilePlace:
         return _read(self._path) == owner
 
     def take(self, who: str, owner: Owner) -> bool:
-        self._private = self._path.with_name(f"{NAME}.{owner.token}")
-        with open(self._private, "w", opener=_not_followed) as file:
-            file.write(json.dumps(owner))
+        if (kind := _files.kind(self._path)) not in ("a file", "nothing"):
+            raise CheckpointError(message(
+                who, f"{self} is {kind}", "Who writes there has a regular file of that name.",
+                "Remove it, if nobody writes there."))  # fmt: skip
+        private = self._beside(owner.token)
         try:
-            _files.sync(self._private)  # After a power cut it says who had it, or is not there.
+            with private.open("x") as file:
+                file.write(json.dumps(owner))
+            _files.sync(private)  # After a power cut it says who had it, or is not there.
             # NFS may deny what it has done.
-            return _link(self._private, self._path) or _read(self._path) == owner
+            return _link(private, self._path) or _read(self._path) == owner
         except FileNotFoundError:  # Who got it has tidied up.
             return False
+        finally:
+            private.unlink(missing_ok=True)
 
     def age(self, holder: Holder) -> float:
         """By the clock of the file system."""
         try:
-            os.utime(self._private)
-            return self._private.stat().st_mtime - self._path.lstat().st_mtime
-        except FileNotFoundError:  # Given back, or tidied up.
+            with tempfile.TemporaryFile(dir=self.directory) as now:
+                return os.fstat(now.fileno()).st_mtime - self._path.lstat().st_mtime
+        except FileNotFoundError:  # Given back.
             return EXPIRES
 
     def remove(self, holder: Holder) -> None:
         """Somebody else may do so just now: what was moved away must be what was looked at."""
-        moved = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}.old")
+        moved = self._beside(uuid.uuid4().hex)
         with contextlib.suppress(FileNotFoundError):
-            if self.odd():
+            if _files.kind(self._path) != "a file":
                 self._path.unlink()  # A directory is an error.
             os.rename(self._path, moved)
             if _read(moved) != holder.owner:
                 _link(moved, self._path)
             moved.unlink()
 
-    def tidy(self, owner: Owner) -> None:
-        """Removes what was needed to take it, also that of those who died while they tried."""
-        self._path.with_name(f"{NAME}.{owner.token}").unlink(missing_ok=True)
-        if _read(self._path) == owner:
-            for left in self.directory.glob(f"{NAME}.*"):
-                if _files.kind(left) != "a directory":  # None of ours.
-                    left.unlink(missing_ok=True)
+    def _beside(self, tag: str) -> Path:
+        return _files.unfinished(self.directory / f"{NAME}.{tag}")
 
     def beat(self, owner: Owner) -> None:
         os.utime(self._path, follow_symlinks=False)
@@ -333,9 +310,6 @@ class ObjectPlace:
 
     def is_there(self) -> bool:
         return True  # `has` says if not.
-
-    def odd(self) -> None:
-        pass
 
     def read(self) -> Holder | None:
         found = self.directory.read(NAME)
@@ -392,9 +366,6 @@ class ObjectPlace:
         with contextlib.suppress(Lost):
             self.directory.write_if(NAME, _text(None, 0, holder.noted), holder.version)
 
-    def tidy(self, owner: Owner) -> None:
-        pass
-
     def beat(self, owner: Owner) -> None:
         self._rewrite(owner)
 
@@ -446,10 +417,6 @@ def _holder(found: Object) -> Holder:
 def _now() -> float:
     """Seconds that also count while the machine sleeps, where the system has such a clock."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def _not_followed(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _link(source: Path, path: Path) -> bool:

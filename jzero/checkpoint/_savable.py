@@ -94,14 +94,10 @@ def _is_text(key: str) -> bool:
 
 def _check_one_name_each(who: str, names: Sequence[str]) -> None:
     """Orbax calls the array of `c/d` `c.d`: as that of a leaf whose name is `c.d`."""
-    seen: dict[str, str] = {}
-    same = []
+    alike: dict[str, list[str]] = {}
     for name in names:
-        key = name.replace("/", ".")
-        if key in seen:
-            same.append((seen[key], name))
-        seen[key] = name
-    if same:
+        alike.setdefault(name.replace("/", "."), []).append(name)
+    if same := [group for group in alike.values() if len(group) > 1]:
         raise StateError(message(
-            who, [f"the leaves {first} and {name} have one name" for first, name in same],
+            who, [f"the leaves {' and '.join(group)} have one name" for group in same],
             "In a checkpoint, dots and slashes separate keys.", "Rename one of them."))  # fmt: skip
