@@ -17,7 +17,7 @@ from etils import epath
 
 import jzero
 from faults import Proxy, RequestFault
-from jzero.checkpoint import _bucket, _bucket_steps, _lock, _seal
+from jzero.checkpoint import _bucket, _bucket_steps, _lock, _seal, _temporary
 from jzero.checkpoint._bucket import Bucket
 from jzero.cli._main import main
 from test_checkpoint_faults import Place, assert_restored, new_state, restore, step_fn
@@ -392,7 +392,7 @@ def test_a_save_that_fails_is_done_again(s3, proxy, train_step):
 
 def test_staging(s3, train_step, tmp_path, monkeypatch):
     """One without room is refused; what dead processes left goes, and the folders of others stay."""
-    other = _bucket_steps.Staging(tmp_path)
+    other = _temporary.Temporary("jzero-staging-", tmp_path)
     (tmp_path / "jzero-staging-dead").mkdir()
     with jzero.Checkpointer(s3, train_step, staging=tmp_path) as checkpointer:
         monkeypatch.setattr(

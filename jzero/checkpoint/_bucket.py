@@ -25,6 +25,8 @@ _URL = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/+(.*))?", 
 _DRIVERS = {"s3": "s3", "gs": "gcs"}
 # Of a request that failed: half a minute in all, where tensorstore's own is a quarter of an hour.
 _RETRIES = {"max_retries": 6, "initial_delay": "500ms", "max_delay": "8s"}
+# Seconds, since tensorstore tries again what a silent server does not answer: seven times, a minute each.
+_PATIENCE = 100.0
 _IN_FLIGHT = 2**27  # bytes that are being uploaded or downloaded at a time
 _TRIES = 3  # to replace an object
 _FEW = _IN_FLIGHT // 16  # of an object that is small, as far as is known
@@ -71,7 +73,7 @@ class Bucket:
         if not found or "//" in prefix or {".", ".."} & {*prefix.split("/")}:
             raise OptionError(message(
                 who, f"the path is {path!s:.200}", "It is one in a file system, s3://bucket/path or gs://bucket/path.",
-                "Correct it, or mount what it names."))  # fmt: skip
+                "Correct it (a bucket's name has 3 small letters or digits or more), or mount what it names."))  # fmt: skip
         return cls(found[1], found[2], prefix)
 
     def __truediv__(self, name: str) -> Bucket:
@@ -242,7 +244,11 @@ class Bucket:
           CheckpointError: it failed, and so did those that tried it again.
         """
         try:
-            return future.result()
+            return future.result(timeout=_PATIENCE)
+        except TimeoutError as error:
+            raise _failed(
+                str(self / name), done, f"there was no answer for {_PATIENCE:.0f} s"
+            ) from error
         except Exception as error:
             raise _failed(str(self / name), done, str(error)) from error
 

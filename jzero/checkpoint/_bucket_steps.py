@@ -21,9 +21,7 @@ write other bytes, replaces them. Held by tests/test_buckets.py and tests/test_b
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -32,12 +30,13 @@ from typing import Any
 
 import jax
 
-from jzero._errors import CheckpointError, message
+from jzero._errors import CheckpointError, OptionError, message
 from jzero.checkpoint import _files, _lock, _mirror, _seal
 from jzero.checkpoint._bucket import Bucket, Lost
 from jzero.checkpoint._orbax import STATE
 from jzero.checkpoint._seal import Broken, File, StoredLeaf, Unfinished
 from jzero.checkpoint._steps import Steps
+from jzero.checkpoint._temporary import Temporary
 
 _PREFIX = "jzero-staging-"
 _MANIFEST = "manifest.ocdbt"
@@ -59,6 +58,10 @@ def steps_in(who: str, path: Any, staging: Any = None) -> Steps:
     if bucket is None:
         return Steps(_files.local(who, path))
     folder = tempfile.gettempdir() if staging is None else staging
+    if Bucket.of(who, folder) is not None:
+        raise OptionError(message(
+            who, f"staging={folder!r:.100}", "What goes to a bucket is written to a local directory first.",
+            "Name a directory."))  # fmt: skip
     return BucketSteps(bucket, _files.local(who, folder))
 
 
@@ -90,8 +93,9 @@ class BucketSteps(Steps):
         return next((x for x in later if self.is_there(x) and self._is_whole(x)), listed)
 
     def begin(self, who: str, step: int) -> None:
-        if self.lock.ensure(who):
-            self._uncleared |= {each for each in self._candidates() if self._is_begun(each)}
+        if self.lock.ensure(who):  # Others may have written since what is remembered.
+            self._claims.clear()
+            self._uncleared = {each for each in self._candidates() if self._is_begun(each)}
             self._latest = self.latest()
         for each in sorted(self._uncleared):
             self._clear(who, each)
@@ -99,6 +103,8 @@ class BucketSteps(Steps):
             self.check_is_last(who, step)
 
     def folder(self, who: str, step: int, nbytes: int) -> Path:
+        if not self._staging.path.is_dir():  # Somebody has tidied up.
+            del self._staging
         for left in self._staging.path.iterdir():  # of a step that could not be written
             _files.discard(left)
         if (free := shutil.disk_usage(self._parent).free) < nbytes:
@@ -205,9 +211,8 @@ class BucketSteps(Steps):
         """
         seal = f"{step}/{_seal.NAME}"
         found = self.where.read(seal)
-        self.lock.check(
-            who
-        )  # After the look: who was taken for dead before it may have seen another's seal.
+        # After the look: who was taken for dead before it may have seen another's seal.
+        self.lock.check(who)
         with self._not_lost(who, step):
             claim = self._write_claim(step, found and found.version)
         is_over = self._latest is not None and step < self._latest
@@ -236,8 +241,8 @@ class BucketSteps(Steps):
         return self._staging.path / str(step)
 
     @functools.cached_property
-    def _staging(self) -> Staging:
-        return Staging(self._parent)
+    def _staging(self) -> Temporary:
+        return Temporary(_PREFIX, self._parent)
 
     def _names(self) -> list[str]:
         names = [name.partition("/") for name in self.where.names()]
@@ -257,45 +262,3 @@ class BucketSteps(Steps):
         except Broken as error:
             return isinstance(error, Unfinished)
         return False
-
-
-class Staging:
-    """A folder of this process, in which others find it alive; whoever dies leaves it to the next."""
-
-    def __init__(self, parent: Path):
-        _files.make_directory(parent)
-        for left in parent.glob(f"{_PREFIX}*"):
-            _remove_dead(left)
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            # Until it is locked, another process may take it for one that was left, and remove it.
-            if _try_lock(self._fd) is not False and self.path.exists():
-                return
-            os.close(self._fd)
-
-    def close(self) -> None:
-        """Removes it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._fd)
-
-
-def _remove_dead(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if _try_lock(fd):
-                shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(fd)
-
-
-def _try_lock(fd: int) -> bool | None:
-    """Whether this process has the lock; None on a file system without locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True

@@ -121,6 +121,8 @@ class Lock:
         """
         if self._owner is None or not self._place.has(self._owner, now=now):
             holder = self._place.read()
+            if holder is None:  # The next one takes it again.
+                self.release()
             taken = (
                 f"{holder and holder.owner or 'somebody'} has taken over {self._place.directory}"
             )
@@ -314,6 +316,9 @@ class ObjectPlace:
     def read(self) -> Holder | None:
         found = self.directory.read(NAME)
         if found is None:
+            self.directory.names(
+                NAME
+            )  # An error if the bucket is not there: to read does not tell.
             return None
         holder = _holder(found)
         return None if holder.free else holder

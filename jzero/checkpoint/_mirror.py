@@ -7,6 +7,7 @@ are holes of their sizes, and who opens an array opens it in `bucket_of`.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import re
 import shutil
@@ -19,13 +20,13 @@ from jzero._errors import CheckpointError, first_of, message, named
 from jzero.checkpoint import _files, _seal
 from jzero.checkpoint._bucket import Bucket, Lost, Object
 from jzero.checkpoint._seal import Broken, Seal, Unfinished
+from jzero.checkpoint._temporary import Temporary
 
 # OCDBT's data files, and chunks that are files of their own.
 _DATA = re.compile(r"(?:.*/)?(?:d/[0-9a-f]{32}|c(?:/\d+)+|\d+(?:\.\d+)*)", re.DOTALL)
 _RANDOM = re.compile(r"(?:.*/)?d/[0-9a-f]{32}", re.DOTALL)
-_copies: dict[
-    Bucket, tuple[bytes, Path]
-] = {}  # Of steps: the version of the seal, and where it is.
+# Of steps: the version of the seal, and where it is.
+_copies: dict[Bucket, tuple[bytes, Path]] = {}
 _roots: list[str] = []
 
 
@@ -111,7 +112,7 @@ def random_names(names: Iterable[str]) -> list[str]:
 def _copy(bucket: Bucket, version: bytes, seal: Seal | None) -> Path:
     if version and bucket in _copies and _copies[bucket][0] == version:
         return _copies[bucket][1]
-    made = Path(tempfile.mkdtemp(dir=_root().name), f"{bucket.scheme}:", bucket.name, bucket.prefix)
+    made = Path(tempfile.mkdtemp(dir=_root()), f"{bucket.scheme}:", bucket.name, bucket.prefix)
     made.mkdir(parents=True)
     try:
         names = bucket.names() if seal is None else [*seal.files, _seal.NAME]
@@ -120,9 +121,8 @@ def _copy(bucket: Bucket, version: bytes, seal: Seal | None) -> Path:
         bucket.download((name for name in names if not _DATA.fullmatch(name)), made)
         if seal is not None:
             _make_holes(bucket, made, seal)
-            _seal.check_sizes(
-                made, seal.files
-            )  # What is not whole now may be when it is copied again.
+            # What is not whole now may be when it is copied again.
+            _seal.check_sizes(made, seal.files)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
@@ -143,8 +143,9 @@ def _make_holes(bucket: Bucket, folder: Path, seal: Seal) -> None:
 
 
 @functools.cache
-def _root() -> tempfile.TemporaryDirectory[str]:
-    """Of all copies of this process; it goes with it."""
-    made = tempfile.TemporaryDirectory(prefix="jzero-mirror-")
-    _roots.append(made.name)
-    return made
+def _root() -> Path:
+    """Of all copies of this process; it goes with it, or when another one makes its own."""
+    made = Temporary("jzero-mirror-", Path(tempfile.gettempdir()))
+    atexit.register(made.close)
+    _roots.append(str(made.path))
+    return made.path

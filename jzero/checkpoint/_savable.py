@@ -31,7 +31,7 @@ def check_savable(who: str, state: Any) -> None:
             who, f"the state is {state!r:.80}, without leaves", "A checkpoint holds arrays.",
             "Pass the state that the step returned."))  # fmt: skip
     bad = [problem for name, leaf in pairs if (problem := _problem(name, leaf))]
-    bad += _without_names(state)
+    bad += [*_without_names(state), *_mixed(state)]
     if bad:
         raise StateError(message(
             who, bad, "A checkpoint holds arrays and numbers, of dtypes that Zarr has.",
@@ -81,6 +81,23 @@ def _without_names(state: Any) -> list[str]:
         f"{jax.tree_util.keystr(path)[:200]!r} has the key {key[:80]!r}"
         for path, key in keys
         if key.startswith("/") or key.endswith("/") or "//" in key or not _is_text(key)
+    ]
+
+
+def _mixed(state: Any) -> list[str]:
+    """Nodes, empty ones among them, of which some have numbers in a sequence: Orbax cannot read them."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda node: node is not state and not jax.tree.leaves(node)
+    )
+    kinds: dict[Any, set[bool]] = {}
+    for path, _ in paths:
+        for i, key in enumerate(path):
+            is_index = isinstance(key, jax.tree_util.SequenceKey)
+            kinds.setdefault(path[:i], set()).add(is_index)
+    return [
+        f"{jax.tree_util.keystr(path)[:200]!r} has names and numbers (of NNX objects save nnx.state(objects))"
+        for path, both in kinds.items()
+        if len(both) > 1
     ]
 
 
