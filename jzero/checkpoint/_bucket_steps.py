@@ -144,7 +144,7 @@ class BucketSteps(Steps):
         self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
     ) -> None:
         files = {**parts, **self._upload(who, step, self.lock.owner), **self._put_together(step)}
-        self.lock.note(who, step)
+        self.lock.check(who, step=step)
         with self._not_lost(who, step):
             seal = f"{step}/{_seal.NAME}"
             self.where.write_if(seal, _seal.text(files, leaves), self._claims[step])

@@ -109,18 +109,19 @@ class Lock:
             self.release()
             raise
 
-    def check(self, who: str, *, now: bool = True) -> None:
+    def check(self, who: str, *, now: bool = True, step: int | None = None) -> None:
         """That this process has it still: after a long sleep, another one may.
 
         Args:
           who: whom messages name.
           now: ask; else it may have been seen so recently that nobody can have taken it since.
+          step: what to note in a bucket, where a list may be late to show it.
 
         Raises:
           CheckpointError: it has not.
         """
-        if self._owner is None or not self._place.has(self._owner, now=now):
-            holder = self._place.read()
+        if self._owner is None or not self._place.has(self._owner, now, step):
+            holder = _holder(self._place)
             if holder is None:  # The next one takes it again.
                 self.release()
             taken = (
@@ -131,14 +132,10 @@ class Lock:
                 f"A process that shows no sign of life for {EXPIRES:.0f} s counts as dead.",
                 "End one of the two, or save to another directory."))  # fmt: skip
 
-    def note(self, who: str, step: int) -> None:
-        """Like `check`; in a bucket it also notes the step, since a list may be late to show it."""
-        if self._owner is None or not self._place.note(self._owner, step):
-            self.check(who)
-
     def noted(self) -> list[int]:
         """The last steps that were noted."""
-        return self._place.noted()
+        holder = self._place.read()
+        return [] if holder is None else holder.noted
 
     def release(self) -> None:
         """Gives it back, if this process has it."""
@@ -156,7 +153,7 @@ def unlock(who: str, directory: Path | Bucket) -> str:
       CheckpointError: nobody has it, or a process of this machine that runs.
     """
     place = _place(directory)
-    holder = place.read()
+    holder = _holder(place)
     if holder is None:
         raise CheckpointError(message(
             who, f"nobody writes in {directory}", f"Who does has {NAME} there.",
@@ -180,7 +177,7 @@ def _make_way(who: str, place: FilePlace | ObjectPlace) -> None:
     Raises:
       CheckpointError: it may be alive.
     """
-    holder = place.read()
+    holder = _holder(place)
     if holder is None:
         return
     runs = None if holder.owner is None else _runs(holder.owner)
@@ -212,6 +209,12 @@ def _elsewhere(directory: Path | Bucket) -> str:
     return f"It is in the step {step}, and not the directory of steps: name {step.parent}."
 
 
+def _holder(place: FilePlace | ObjectPlace) -> Holder | None:
+    """Who has the right; None if nobody does."""
+    holder = place.read()
+    return None if holder is None or holder.free else holder
+
+
 def _beat(place: FilePlace | ObjectPlace, owner: Owner, ended: Flag) -> None:
     while not ended.wait(BEAT):
         with contextlib.suppress(OSError, CheckpointError):
@@ -240,7 +243,7 @@ class FilePlace:
     def read(self) -> Holder | None:
         return Holder(_read(self._path)) if self.is_there() else None
 
-    def has(self, owner: Owner, *, now: bool) -> bool:
+    def has(self, owner: Owner, now: bool, step: int | None) -> bool:
         return _read(self._path) == owner
 
     def take(self, who: str, owner: Owner) -> bool:
@@ -285,12 +288,6 @@ class FilePlace:
     def beat(self, owner: Owner) -> None:
         os.utime(self._path, follow_symlinks=False)
 
-    def note(self, owner: Owner, step: int) -> bool:
-        return self.has(owner, now=True)
-
-    def noted(self) -> list[int]:
-        return []
-
     def give_back(self, owner: Owner) -> None:
         if _read(self._path) == owner:
             self._path.unlink(missing_ok=True)
@@ -315,25 +312,22 @@ class ObjectPlace:
 
     def read(self) -> Holder | None:
         found = self.directory.read(NAME)
-        if found is None:
-            self.directory.names(
-                NAME
-            )  # An error if the bucket is not there: to read does not tell.
+        if found is None:  # An error if the bucket is not there: to read does not tell.
+            self.directory.names(NAME)
             return None
-        holder = _holder(found)
-        return None if holder.free else holder
+        return _parsed(found)
 
-    def has(self, owner: Owner, *, now: bool) -> bool:
-        return (not now and _now() - self._seen < EXPIRES - _MARGIN) or self._rewrite(owner)
+    def has(self, owner: Owner, now: bool, step: int | None) -> bool:
+        seen = not now and _now() - self._seen < EXPIRES - _MARGIN
+        return seen or self._rewrite(owner, step)
 
     def take(self, who: str, owner: Owner) -> bool:
-        found = self.directory.read(NAME)
-        if found is not None and not (holder := _holder(found)).free:
+        start, holder = _now(), self.read()
+        if holder is not None and not holder.free:
             return holder.owner == owner
-        noted = [] if found is None else holder.noted
-        start = _now()
+        noted = [] if holder is None else holder.noted
         try:
-            old = self.directory.write_if(NAME, _text(owner, 0, noted), found and found.version)
+            old = self.directory.write_if(NAME, _text(owner, 0, noted), holder and holder.version)
             self._check_conditions(who, owner, noted, old)
         except Lost:
             return False
@@ -374,13 +368,6 @@ class ObjectPlace:
     def beat(self, owner: Owner) -> None:
         self._rewrite(owner)
 
-    def note(self, owner: Owner, step: int) -> bool:
-        return self._rewrite(owner, step)
-
-    def noted(self) -> list[int]:
-        found = self.directory.read(NAME)
-        return [] if found is None else _holder(found).noted
-
     def give_back(self, owner: Owner) -> None:
         with contextlib.suppress(CheckpointError):
             self._rewrite(owner, release=True)
@@ -388,14 +375,14 @@ class ObjectPlace:
     def _rewrite(self, owner: Owner, step: int | None = None, *, release: bool = False) -> bool:
         """Counts a beat, if it still is this owner's; whether it is."""
         while True:
-            start, found = _now(), self.directory.read(NAME)
-            if found is None or (holder := _holder(found)).owner != owner:
+            start, holder = _now(), self.read()
+            if holder is None or holder.owner != owner:
                 return False
             # That before may be all that there is, if this one is never sealed.
             noted = holder.noted if step is None else [*holder.noted[-1:], step]
             data = _text(None if release else owner, holder.beat + 1, noted)
             try:
-                self.directory.write_if(NAME, data, found.version)
+                self.directory.write_if(NAME, data, holder.version)
             except Lost:  # The other thread of this process was first, or another process.
                 continue
             self._seen = start
@@ -406,7 +393,7 @@ def _text(owner: Owner | None, beat: int, noted: list[int]) -> bytes:
     return json.dumps({"owner": owner, "beat": beat, "steps": noted}).encode()
 
 
-def _holder(found: Object) -> Holder:
+def _parsed(found: Object) -> Holder:
     """What an object says; whoever wrote what cannot be understood may be alive."""
     try:
         value = _json.parse(found.data)
