@@ -216,6 +216,7 @@ def test_a_dead_process_is_followed(s3, train_step, tmp_path):
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("where", ["text", "files_in"])
 @pytest.mark.parametrize("saved_again", [True, False])
 def test_a_writer_that_comes_back_to_life(where, saved_again, s3, train_step, monkeypatch):
