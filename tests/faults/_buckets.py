@@ -198,7 +198,11 @@ class BucketRun(Run):
             copy.cleanup()
 
     def can_clean_up(self) -> bool:
-        return False
+        if self.hit is None or self.fault.ever or self.fault.kills:
+            return False
+        # Whether the index was written nobody knows then.
+        last = self.hit.name == "PUT" and self.hit.target.endswith("index.json")
+        return not last and self.hit.name not in ("DELETE", "HEAD")
 
 
 def _opened(url: str) -> Bucket:
