@@ -141,9 +141,9 @@ def test_several_processes(processes, s3, tmp_path):
     there = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     (tmp_path / "bucket.json").write_text(json.dumps([s3, there]))
     assert found_by("in_a_bucket", processes, 2, tmp_path) == [[[1, 2], True]] * processes
-    there = {name: bucket.read(name) for name in left}
-    assert [name for name, each in there.items() if each] == left[1:-1]
-    assert all(each.data != b"left" for each in there.values() if each)
+    found = {name: bucket.read(name) for name in left}
+    assert [name for name, each in found.items() if each] == left[1:-1]
+    assert all(each.data != b"left" for each in found.values() if each)
 
 
 # -- one writer ---------------------------------------------------------------------------------------
