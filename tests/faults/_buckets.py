@@ -121,7 +121,8 @@ def stopped_beyond_its_lease(
 def begun_step(place: Place) -> str:
     """A new directory in which a writer has died while it wrote the next step."""
     url = place.prepared(SCENARIOS["save, in the background"])
-    place.proxy.arm(RequestFault("kill_after", 1, only="PUT steps/3/state/manifest"))
+    # At its seal: by then all else is there.
+    place.proxy.arm(RequestFault("kill", 2, only="PUT steps/3/_JZERO_SEAL"))
     dead = place.children.start("faults._scripts:save", root=url, steps=SAVES)
     place.proxy.client = dead.pid
     assert dead.wait().status == -9
