@@ -58,6 +58,7 @@ STOPS = ["GET steps/3/_JZERO_SEAL", "PUT steps/3/_JZERO_SEAL"]
 MORE_STOPS = ["PUT steps/3/state/", "GET steps/1/_JZERO_SEAL", "PUT steps/1/", "DELETE steps/1/"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("action", ["stop", "stop_after"])
 @pytest.mark.parametrize(
     "only", [*STOPS, *(pytest.param(x, marks=pytest.mark.slow) for x in MORE_STOPS)]

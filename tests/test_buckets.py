@@ -129,12 +129,21 @@ def test_steps_are_checkpoints_of_orbax(s3, s3_endpoint, train_step, tmp_path):
 
 @pytest.mark.parametrize("processes", [2])
 def test_several_processes(processes, s3, tmp_path):
-    """Each uploads its own part; no directory is seen by both."""
+    """Each uploads its own part; no directory is seen by both. What a dead one has begun is replaced."""
     from test_processes import found_by
 
+    bucket = opened(s3) / "1"
+    bucket.write("_JZERO_SEAL", _seal.claim("a process"))
+    data, parts = f"state/d/{'0' * 32}", [f"state/ocdbt.process_{i}/" for i in range(processes + 1)]
+    left = [data, *(f"{part}manifest.ocdbt" for part in ("state/", *parts))]
+    for name in left:
+        bucket.write(name, b"left")
     there = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     (tmp_path / "bucket.json").write_text(json.dumps([s3, there]))
     assert found_by("in_a_bucket", processes, 2, tmp_path) == [[[1, 2], True]] * processes
+    found = {name: bucket.read(name) for name in left}
+    assert [name for name, each in found.items() if each] == left[1:-1]
+    assert all(each.data != b"left" for each in found.values() if each)
 
 
 # -- one writer ---------------------------------------------------------------------------------------
@@ -216,6 +225,7 @@ def test_a_dead_process_is_followed(s3, train_step, tmp_path):
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("where", ["text", "files_in"])
 @pytest.mark.parametrize("saved_again", [True, False])
 def test_a_writer_that_comes_back_to_life(where, saved_again, s3, train_step, monkeypatch):

@@ -161,7 +161,8 @@ class BucketSteps(Steps):
             names = (f"{step}/{name}" for name in self.where.names(f"{step}/") if name not in known)
             self.where.remove(names)
         for older in sorted(self._uncleared):
-            self._clear(who, older)
+            if older < step:
+                self._clear(who, older)
 
     def discard(self, step: int) -> None:
         """Of one that this process has begun; what cannot be removed now is when the next one begins."""

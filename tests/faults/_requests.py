@@ -198,7 +198,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Passes a request on, and the answer back, as far as the fault has it."""
         action = fault.action
         if self.server.dead or action in ("drop", "kill"):
-            self._log.append(request)  # Before the client's end: who waits for that looks at the log.
+            # Before the client's end: who waits for that looks at the log.
+            self._log.append(request)
             if action == "kill" and not self.server.dead:
                 self.server.kill()
             raise _Gone
