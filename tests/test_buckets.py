@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -415,3 +416,67 @@ def test_staging(s3, train_step, tmp_path, monkeypatch):
         monkeypatch.undo()
     assert [*tmp_path.iterdir()] == [other.path]
     other.close()
+
+
+def test_what_a_closed_writer_remembers_is_not_removed(s3, train_step, monkeypatch):
+    """A step that it could not write, and another one has written since."""
+
+    def forbidden(*args):
+        raise jzero.CheckpointError("forbidden by the test")
+
+    first = jzero.Checkpointer(s3, train_step)
+    first.save(1, new_state())
+    first.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "upload", forbidden)
+        patch.setattr(Bucket, "remove", forbidden)
+        first.save(2, new_state())
+        with pytest.raises(jzero.CheckpointError, match="forbidden by the test"):
+            first.wait()
+    first.close()
+    with jzero.Checkpointer(s3, train_step) as second:
+        second.save(2, new_state())
+    assert first.steps() == [1, 2]
+    first.save(3, new_state())
+    first.close()
+    assert first.steps() == [1, 2, 3]
+    assert_restored(restore(s3, train_step, step=2))
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_staging_of_a_process_with_a_child(s3, train_step, tmp_path):
+    """A child that closes takes no folder from its parent; one that is gone is made again."""
+    with jzero.Checkpointer(s3, train_step, staging=tmp_path) as checkpointer:
+        checkpointer.save(1, new_state())
+        checkpointer.wait()
+        if (child := os.fork()) == 0:
+            checkpointer._steps._staging.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        (folder,) = tmp_path.iterdir()
+        folder.rmdir()
+        checkpointer.save(2, new_state())
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_a_lock_that_was_removed_is_taken_again(s3, train_step):
+    """With the first save after the one that noticed."""
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        checkpointer.save(1, new_state())
+        checkpointer.wait()
+        opened(s3).remove(opened(s3).names())
+        checkpointer.save(2, new_state())
+        with pytest.raises(jzero.CheckpointError, match="_JZERO_WRITER was removed"):
+            checkpointer.wait()
+        checkpointer.save(2, new_state())
+        checkpointer.wait()
+        assert checkpointer.steps() == [2]
+
+
+def test_a_server_that_does_not_answer(s3, train_step, monkeypatch):
+    monkeypatch.setattr(_bucket, "_PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(jzero.CheckpointError, match="there was no answer for 0 s"):
+            jzero.Checkpointer(s3, train_step)

@@ -72,8 +72,9 @@ class Bucket:
         prefix = (found[3] or "").strip("/") if found else ""
         if not found or "//" in prefix or {".", ".."} & {*prefix.split("/")}:
             raise OptionError(message(
-                who, f"the path is {path!s:.200}", "It is one in a file system, s3://bucket/path or gs://bucket/path.",
-                "Correct it (a bucket's name has 3 small letters or digits or more), or mount what it names."))  # fmt: skip
+                who, f"the path is {path!s:.200}",
+                "It is one in a file system, s3://bucket/path or gs://bucket/path.",
+                "Correct it (a bucket has at least 3 small letters), or mount what it names."))  # fmt: skip
         return cls(found[1], found[2], prefix)
 
     def __truediv__(self, name: str) -> Bucket:

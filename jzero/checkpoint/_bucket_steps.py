@@ -94,7 +94,7 @@ class BucketSteps(Steps):
 
     def begin(self, who: str, step: int) -> None:
         if self.lock.ensure(who):  # Others may have written since what is remembered.
-            self._claims.clear()
+            self._claims = {}
             self._uncleared = {each for each in self._candidates() if self._is_begun(each)}
             self._latest = self.latest()
         for each in sorted(self._uncleared):
@@ -177,6 +177,8 @@ class BucketSteps(Steps):
 
     def close(self) -> None:
         super().close()
+        # Others may write from now on.
+        self._latest, self._claims, self._uncleared = None, {}, set()
         if "_staging" in self.__dict__:
             self.__dict__.pop("_staging").close()
 

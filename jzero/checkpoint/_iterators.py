@@ -60,13 +60,17 @@ def moving(
             iterator.set_state, _state_for(iterator, saved, process, processes)
         )
     except _grain.Unknown as error:
-        again = "Use as many processes" if len(saved) != processes else "Make it as it was when it was saved"
+        again = (
+            "Use as many processes"
+            if len(saved) != processes
+            else "Make it as it was when it was saved"
+        )
         raise CheckpointError(message(
             f"Checkpointer.restore {where}",
             f"data iterators cannot go on from {len(saved)} to {processes} processes: {error}",
             "There must be one place in the data that all processes have come to.",
-            f"{again}, or use an iterator with a global position; see \"Data on another number of processes\" "
-            "in the guide to checkpoints.")) from error  # fmt: skip
+            f"{again}, or use an iterator with a global position; see \"Data on another number of "
+            "processes\" in the guide to checkpoints.")) from error  # fmt: skip
 
 
 def _state_for(iterator: Any, saved: list[SavedIterator], process: int, processes: int) -> Any:
