@@ -2,7 +2,6 @@
 """A directory in a bucket: of several writers of one object one wins."""
 
 import concurrent.futures
-import functools
 import multiprocessing
 import socket
 import threading
@@ -33,6 +32,11 @@ def url(request) -> Iterator[str]:
     return request.getfixturevalue(request.param)
 
 
+def data_of(bucket: Bucket, name: str) -> bytes | None:
+    found = bucket.read(name)
+    return None if found is None else found.data
+
+
 def wins(url: str, name: str, data: bytes, version: bytes | None) -> bool:
     try:
         opened(url).write_if(name, data, version)
@@ -60,7 +64,7 @@ def test_an_object_is_written_read_and_removed(url):
     assert bucket.read("a/b") == (b"0123456789", version)
     assert bucket.read_range("a/b", 2, 5) == b"234"
     (bucket / "a").write("c", b"")
-    assert (bucket / "a").read("c").data == b""
+    assert data_of(bucket / "a", "c") == b""
     assert bucket.names() == ["a/b", "a/c"]
     assert bucket.names("a/") == ["b", "c"]
     bucket.remove(["a/b", "nothing"])
@@ -83,15 +87,19 @@ def test_a_write_depends_on_the_version(url):
         bucket.write_if("a", b"four", second)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("there", [False, True], ids=["absent", "by version"])
 @pytest.mark.parametrize("count", [2, 16])
 def test_of_threads_one_wins(count, there, url):
     for name in "abcdef":
         version = opened(url).write(name, b"before") if there else None
-        act = functools.partial(wins, url, name, version=version)
-        won = in_threads(count, lambda i, act=act: act(data=b"%d" % i))
+
+        def act(i: int, name: str = name, version: bytes | None = version) -> bool:
+            return wins(url, name, b"%d" % i, version)
+
+        won = in_threads(count, act)
         assert won.count(True) == 1
-        assert opened(url).read(name).data == b"%d" % won.index(True)
+        assert data_of(opened(url), name) == b"%d" % won.index(True)
 
 
 def race(url: str, barrier, results) -> None:
@@ -108,6 +116,7 @@ def race(url: str, barrier, results) -> None:
         version = found.version
 
 
+@pytest.mark.slow
 def test_of_two_processes_one_wins(url):
     """Twenty times, each on what the one before left."""
     spawn = multiprocessing.get_context("spawn")
@@ -154,7 +163,7 @@ def test_what_is_answered_to_a_conditional_write(status, proxy, url):
         assert bucket.read("a") is None
     else:
         bucket.write_if("a", b"data", None)
-        assert bucket.read("a").data == b"data"
+        assert data_of(bucket, "a") == b"data"
 
 
 CALLS = {
@@ -166,6 +175,7 @@ CALLS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     "fault", [("answer", 403), ("answer", 503), ("drop", 0), ("lose", 0)], ids=str
@@ -191,7 +201,7 @@ def test_an_answer_that_ends_halfway_is_asked_for_again(proxy, url):
     bucket = opened(url)
     bucket.write("a", bytes(1000))
     proxy.arm(RequestFault("cut", 1))
-    assert bucket.read("a").data == bytes(1000)
+    assert data_of(bucket, "a") == bytes(1000)
     assert len(proxy.log) == 2
 
 
@@ -209,7 +219,7 @@ def test_a_list_that_lags(proxy, url):
 
 
 @pytest.fixture
-def nowhere(monkeypatch) -> None:
+def nowhere(monkeypatch) -> Iterator[None]:
     """An endpoint where nobody listens."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from etils import epath
 
 import jzero
 from faults import Proxy, RequestFault
-from jzero.checkpoint import _bucket, _bucket_steps, _lock, _seal
+from jzero.checkpoint import _bucket, _bucket_steps, _lock, _seal, _temporary
 from jzero.checkpoint._bucket import Bucket
 from jzero.cli._main import main
 from test_checkpoint_faults import Place, assert_restored, new_state, restore, step_fn
@@ -129,12 +130,21 @@ def test_steps_are_checkpoints_of_orbax(s3, s3_endpoint, train_step, tmp_path):
 
 @pytest.mark.parametrize("processes", [2])
 def test_several_processes(processes, s3, tmp_path):
-    """Each uploads its own part; no directory is seen by both."""
+    """Each uploads its own part; no directory is seen by both. What a dead one has begun is replaced."""
     from test_processes import found_by
 
+    bucket = opened(s3) / "1"
+    bucket.write("_JZERO_SEAL", _seal.claim("a process"))
+    data, parts = f"state/d/{'0' * 32}", [f"state/ocdbt.process_{i}/" for i in range(processes + 1)]
+    left = [data, *(f"{part}manifest.ocdbt" for part in ("state/", *parts))]
+    for name in left:
+        bucket.write(name, b"left")
     there = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     (tmp_path / "bucket.json").write_text(json.dumps([s3, there]))
     assert found_by("in_a_bucket", processes, 2, tmp_path) == [[[1, 2], True]] * processes
+    found = {name: bucket.read(name) for name in left}
+    assert [name for name, each in found.items() if each] == left[1:-1]
+    assert all(each.data != b"left" for each in found.values() if each)
 
 
 # -- one writer ---------------------------------------------------------------------------------------
@@ -216,6 +226,7 @@ def test_a_dead_process_is_followed(s3, train_step, tmp_path):
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("where", ["text", "files_in"])
 @pytest.mark.parametrize("saved_again", [True, False])
 def test_a_writer_that_comes_back_to_life(where, saved_again, s3, train_step, monkeypatch):
@@ -392,7 +403,7 @@ def test_a_save_that_fails_is_done_again(s3, proxy, train_step):
 
 def test_staging(s3, train_step, tmp_path, monkeypatch):
     """One without room is refused; what dead processes left goes, and the folders of others stay."""
-    other = _bucket_steps.Staging(tmp_path)
+    other = _temporary.Temporary("jzero-staging-", tmp_path)
     (tmp_path / "jzero-staging-dead").mkdir()
     with jzero.Checkpointer(s3, train_step, staging=tmp_path) as checkpointer:
         monkeypatch.setattr(
@@ -405,3 +416,67 @@ def test_staging(s3, train_step, tmp_path, monkeypatch):
         monkeypatch.undo()
     assert [*tmp_path.iterdir()] == [other.path]
     other.close()
+
+
+def test_what_a_closed_writer_remembers_is_not_removed(s3, train_step, monkeypatch):
+    """A step that it could not write, and another one has written since."""
+
+    def forbidden(*args):
+        raise jzero.CheckpointError("forbidden by the test")
+
+    first = jzero.Checkpointer(s3, train_step)
+    first.save(1, new_state())
+    first.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "upload", forbidden)
+        patch.setattr(Bucket, "remove", forbidden)
+        first.save(2, new_state())
+        with pytest.raises(jzero.CheckpointError, match="forbidden by the test"):
+            first.wait()
+    first.close()
+    with jzero.Checkpointer(s3, train_step) as second:
+        second.save(2, new_state())
+    assert first.steps() == [1, 2]
+    first.save(3, new_state())
+    first.close()
+    assert first.steps() == [1, 2, 3]
+    assert_restored(restore(s3, train_step, step=2))
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_staging_of_a_process_with_a_child(s3, train_step, tmp_path):
+    """A child that closes takes no folder from its parent; one that is gone is made again."""
+    with jzero.Checkpointer(s3, train_step, staging=tmp_path) as checkpointer:
+        checkpointer.save(1, new_state())
+        checkpointer.wait()
+        if (child := os.fork()) == 0:
+            checkpointer._steps._staging.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        (folder,) = tmp_path.iterdir()
+        folder.rmdir()
+        checkpointer.save(2, new_state())
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_a_lock_that_was_removed_is_taken_again(s3, train_step):
+    """With the first save after the one that noticed."""
+    with jzero.Checkpointer(s3, train_step) as checkpointer:
+        checkpointer.save(1, new_state())
+        checkpointer.wait()
+        opened(s3).remove(opened(s3).names())
+        checkpointer.save(2, new_state())
+        with pytest.raises(jzero.CheckpointError, match="_JZERO_WRITER was removed"):
+            checkpointer.wait()
+        checkpointer.save(2, new_state())
+        checkpointer.wait()
+        assert checkpointer.steps() == [2]
+
+
+def test_a_server_that_does_not_answer(s3, train_step, monkeypatch):
+    monkeypatch.setattr(_bucket, "_PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(jzero.CheckpointError, match="there was no answer for 0 s"):
+            jzero.Checkpointer(s3, train_step)

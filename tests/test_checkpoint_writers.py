@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jzero
-from jzero.checkpoint import _lock, _seal
+from jzero.checkpoint import _lock, _seal, _writing
 from jzero.cli._main import main
 from test_checkpoint_faults import assert_restored, new_state, restore, step_fn
 
@@ -538,3 +539,57 @@ def test_steps_of_earlier_versions(version):
         value = value.view(np.uint16) if value.dtype == jnp.bfloat16 else value
         np.testing.assert_array_equal(value, wanted)
     assert sum(leaf.nbytes for leaf in expected.values()) > 5000
+
+
+def test_a_save_that_is_interrupted_writes_no_later_state(tmp_path):
+    """While the state is still copied: the caller goes on, and `HostCPU` overwrites what is read."""
+    step = jzero.shard_train_step(host_step, offload=jzero.HostCPU())
+    state, batch = step.shard(new_host_state()), jnp.ones((8, 256))
+    with jzero.Checkpointer(tmp_path / "steps", step, save_bytes=2**16) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        copy_slowly = _writing._on_host
+
+        def interrupt(*args):
+            _writing._on_host = copy_slowly
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+            return copy_slowly(*args)
+
+        _writing._on_host = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(2, state)
+        state = step(state, batch)
+        with pytest.raises(
+            jzero.CheckpointError, match="step 2 was interrupted before its state was c"
+        ):
+            checkpointer.wait()
+        assert checkpointer.steps() == [1]
+        assert checkpointer.save(2, state)
+
+
+def host_step(state, batch):
+    grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state[0])
+    updates, inner = optax.adamw(1e-2).update(grads, state[1], state[0])
+    return optax.apply_updates(state[0], updates), inner
+
+
+def new_host_state():
+    w = jnp.ones((256, 256))
+    return w, optax.adamw(1e-2).init(w)
+
+
+def test_nodes_that_orbax_cannot_read_are_refused(train_step, tmp_path):
+    """Numbers beside names, also those of empty nodes: such a step was saved, and never read again."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(0))])
+
+    step = jzero.shard_train_step(step_fn)
+    with jzero.Checkpointer(tmp_path / "steps", step) as checkpointer:
+        with pytest.raises(
+            jzero.StateError, match=r"layers'? has names and numbers .* save nnx\.state"
+        ):
+            checkpointer.save(1, (Model(),))
+        assert checkpointer.save(1, nnx.state((Model(),)))

@@ -131,6 +131,20 @@ def test_an_export_that_dies_at_each_request(num, s3, checkpoints, tmp_path):
     assert len(opened(s3).names()) == 4
 
 
+def test_parts_that_no_index_names(s3, checkpoints):
+    """Of an export that was killed: named, where another process may be about to name them; else removed."""
+    bucket, left = opened(s3), "m-00001-of-00003.safetensors"
+    bucket.write(left, b"left")
+    with pytest.warns(UserWarning, match=f"no index names {left}. .* Remove them, if none does"):
+        jzero.export_weights(checkpoints[OLD], f"{s3}/m.safetensors")
+    assert bucket.names() == [left, "m.safetensors"]
+    jzero.export_weights(
+        checkpoints[NEW], f"{s3}/m.safetensors", max_file_size=PARTS, overwrite=True
+    )
+    assert len(bucket.names()) == 4
+    assert left not in bucket.names()
+
+
 def test_limits_of_files(s3, checkpoints, monkeypatch):
     with pytest.raises(
         jzero.OptionError, match="A file is uploaded in one request: at most 512 MB"
@@ -175,11 +189,42 @@ def test_an_import_after_one_that_died(s3, tmp_path):
     save_file({"a": np.ones(3, np.float32)}, tmp_path / "in.safetensors")
     bucket = opened(f"{s3}/ck")
     version = bucket.write_if(_seal.NAME, _seal.claim("a process"), None)
-    bucket.write("state/d/left", b"left")
+    data, fixed = f"state/d/{'0' * 32}", "state/_METADATA"
+    for name in (data, fixed, "notes"):
+        bucket.write(name, b"left")
     jzero.import_weights(tmp_path / "in.safetensors", f"{s3}/ck")
-    assert "state/d/left" not in bucket.names()
+    assert {data, "notes"}.isdisjoint(bucket.names())
     with pytest.raises(Exception, match="_JZERO_SEAL"):
         bucket.write_if(_seal.NAME, b"seal", version)
+    jzero.export_weights(f"{s3}/ck", tmp_path / "out.safetensors")
+    np.testing.assert_array_equal(load_file(tmp_path / "out.safetensors")["a"], jnp.ones(3))
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_an_import_after_one_that_was_interrupted(removes, s3, tmp_path, monkeypatch):
+    """Its data goes, with it or with the next one, which replaces what has a fixed name."""
+    save_file({"a": np.ones(3, np.float32)}, tmp_path / "in.safetensors")
+    upload, remove, bucket = Bucket.upload, Bucket.remove, opened(f"{s3}/ck")
+
+    def ends(self, *args):
+        upload(self, *args)
+        raise KeyboardInterrupt
+
+    def refused(self, names):
+        if names := [*names]:
+            raise jzero.CheckpointError("refused")
+        remove(self, names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "upload", ends)
+        if not removes:
+            patch.setattr(Bucket, "remove", refused)
+        with pytest.raises(KeyboardInterrupt):
+            jzero.import_weights(tmp_path / "in.safetensors", f"{s3}/ck")
+    left = [name for name in bucket.names() if "/d/" in name]
+    assert bool(left) != removes
+    jzero.import_weights(tmp_path / "in.safetensors", f"{s3}/ck")
+    assert {*left}.isdisjoint(bucket.names())
     jzero.export_weights(f"{s3}/ck", tmp_path / "out.safetensors")
     np.testing.assert_array_equal(load_file(tmp_path / "out.safetensors")["a"], jnp.ones(3))
 
@@ -188,11 +233,11 @@ def test_two_imports_of_one_name(s3, tmp_path, monkeypatch):
     save_file({"a": np.ones(3, np.float32)}, tmp_path / "in.safetensors")
     upload, bucket = Bucket.upload, opened(f"{s3}/ck")
 
-    def overtaken(self, files):
+    def overtaken(self, files, owns):
         found = bucket.read(_seal.NAME)
         assert found is not None
         bucket.write_if(_seal.NAME, _seal.claim("another"), found.version)
-        upload(self, files)
+        upload(self, files, owns)
 
     monkeypatch.setattr(Bucket, "upload", overtaken)
     with pytest.raises(jzero.CheckpointError, match="_JZERO_SEAL was written by another process"):

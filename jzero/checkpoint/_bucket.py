@@ -7,6 +7,7 @@ built on it takes for granted. Requests are tried again by tensorstore.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -24,7 +25,10 @@ _URL = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/+(.*))?", 
 _DRIVERS = {"s3": "s3", "gs": "gcs"}
 # Of a request that failed: half a minute in all, where tensorstore's own is a quarter of an hour.
 _RETRIES = {"max_retries": 6, "initial_delay": "500ms", "max_delay": "8s"}
+# Seconds, since tensorstore tries again what a silent server does not answer: seven times, a minute each.
+_PATIENCE = 100.0
 _IN_FLIGHT = 2**27  # bytes that are being uploaded or downloaded at a time
+_TRIES = 3  # to replace an object
 _FEW = _IN_FLIGHT // 16  # of an object that is small, as far as is known
 
 
@@ -68,8 +72,9 @@ class Bucket:
         prefix = (found[3] or "").strip("/") if found else ""
         if not found or "//" in prefix or {".", ".."} & {*prefix.split("/")}:
             raise OptionError(message(
-                who, f"the path is {path!s:.200}", "It is one in a file system, s3://bucket/path or gs://bucket/path.",
-                "Correct it, or mount what it names."))  # fmt: skip
+                who, f"the path is {path!s:.200}",
+                "It is one in a file system, s3://bucket/path or gs://bucket/path.",
+                "Correct it (a bucket has at least 3 small letters), or mount what it names."))  # fmt: skip
         return cls(found[1], found[2], prefix)
 
     def __truediv__(self, name: str) -> Bucket:
@@ -142,11 +147,14 @@ class Bucket:
             self._open.write(name, None), lambda future: self._wait(name, "removed", future)
         ))  # fmt: skip
 
-    def upload(self, files: Mapping[str, Path], check: Callable[[], None] = lambda: None) -> None:
-        """Writes files as objects that are not there yet; at most `_IN_FLIGHT` bytes, or one file, in memory.
+    def upload(
+        self, files: Mapping[str, Path], owns: Callable[[], None], check: Callable[[], None] = lambda: None
+    ) -> None:  # fmt: skip
+        """Writes files as objects; at most `_IN_FLIGHT` bytes, or one file, in memory.
 
         Args:
           files: by the objects' names.
+          owns: called before an object is replaced, after the look at it; raises `Lost` if others write here.
           check: called before each.
 
         Raises:
@@ -159,11 +167,27 @@ class Bucket:
             return future, lambda future: done(name, future)
 
         def done(name: str, future: Any) -> None:
-            if not self._wait(name, "written", future).generation:  # see `write_if`
-                self.write_if(name, files[name].read_bytes(), None)
+            if not self._wait(name, "written", future).generation:
+                self._replace(name, files[name].read_bytes(), owns)
 
         sizes = ((path.stat().st_size, name) for name, path in files.items())
         _in_turn(sizes, begin)
+
+    def _replace(self, name: str, data: bytes, owns: Callable[[], None]) -> None:
+        """Writes over what one that is dead has left, and over nothing that came after `owns`.
+
+        Raises:
+          Lost: others write here.
+        """
+        for _ in range(_TRIES):
+            there = self.read(name)
+            if there is not None and there.data == data:  # see `write_if`
+                return
+            owns()
+            with contextlib.suppress(Lost):  # The last request of one that is about to find out.
+                self.write_if(name, data, there and there.version)
+                return
+        raise Lost(f"{self / name}")
 
     def cut_short(self, sizes: Mapping[str, int]) -> list[str]:
         """Of objects of these sizes those that are not there, or have fewer bytes."""
@@ -221,7 +245,11 @@ class Bucket:
           CheckpointError: it failed, and so did those that tried it again.
         """
         try:
-            return future.result()
+            return future.result(timeout=_PATIENCE)
+        except TimeoutError as error:
+            raise _failed(
+                str(self / name), done, f"there was no answer for {_PATIENCE:.0f} s"
+            ) from error
         except Exception as error:
             raise _failed(str(self / name), done, str(error)) from error
 

@@ -3,18 +3,25 @@
 
 [Note: steps in buckets] What makes a step count is the object of its seal. Before anything is uploaded,
 process 0 writes there that it has begun the step (`claim`); the seal replaces that claim and nothing else.
-Who ends the step of a dead process replaces the claim first: should that process come back to life, the seal
-that it is about to write finds another claim. Data files have random names; all other objects are written
-only where none is. So whatever a process does that was taken for dead, no byte of a sealed step changes.
-Held by tests/test_buckets.py.
+Who goes on after a dead process replaces the claim first: should that process come back to life, the seal
+that it is about to write finds another claim. It may come back within any request, and then:
+
+* S3 removes under no condition. So of a step that may be written again only data files are removed, whose
+  names are random; all of a step goes once a later one is sealed, since then nobody writes it again.
+* An object is written only where none is, or in place of what was there before the writer looked whether
+  the claim is still its own: not in place of what the next one has written after it replaced the claim.
+
+So no byte of a sealed step changes. What is left is one request: that which makes the seal of a step that is
+to go a claim again. Who stands still there beyond its lease removes an old step, or one that it could not
+acknowledge, though the next writer wanted to keep it. And S3's version of an object is a digest: if a dead
+one, and the next one after it, write the same bytes as a description, who stands still in between, about to
+write other bytes, replaces them. Held by tests/test_buckets.py and tests/test_bucket_faults.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -23,14 +30,16 @@ from typing import Any
 
 import jax
 
-from jzero._errors import CheckpointError, message
+from jzero._errors import CheckpointError, OptionError, message
 from jzero.checkpoint import _files, _lock, _mirror, _seal
 from jzero.checkpoint._bucket import Bucket, Lost
 from jzero.checkpoint._orbax import STATE
 from jzero.checkpoint._seal import Broken, File, StoredLeaf, Unfinished
-from jzero.checkpoint._steps import LocalSteps, Steps
+from jzero.checkpoint._steps import Steps
+from jzero.checkpoint._temporary import Temporary
 
 _PREFIX = "jzero-staging-"
+_MANIFEST = "manifest.ocdbt"
 _AT_ONCE = 256  # objects that are removed between two looks at the lock
 
 
@@ -47,8 +56,12 @@ def steps_in(who: str, path: Any, staging: Any = None) -> Steps:
     """
     bucket = Bucket.of(who, path)
     if bucket is None:
-        return LocalSteps(_files.local(who, path))
+        return Steps(_files.local(who, path))
     folder = tempfile.gettempdir() if staging is None else staging
+    if Bucket.of(who, folder) is not None:
+        raise OptionError(message(
+            who, f"staging={folder!r:.100}", "What goes to a bucket is written to a local directory first.",
+            "Name a directory."))  # fmt: skip
     return BucketSteps(bucket, _files.local(who, folder))
 
 
@@ -80,8 +93,9 @@ class BucketSteps(Steps):
         return next((x for x in later if self.is_there(x) and self._is_whole(x)), listed)
 
     def begin(self, who: str, step: int) -> None:
-        if self.lock.ensure(who):
-            self._uncleared |= {each for each in self._candidates() if self._is_begun(each)}
+        if self.lock.ensure(who):  # Others may have written since what is remembered.
+            self._claims = {}
+            self._uncleared = {each for each in self._candidates() if self._is_begun(each)}
             self._latest = self.latest()
         for each in sorted(self._uncleared):
             self._clear(who, each)
@@ -89,6 +103,8 @@ class BucketSteps(Steps):
             self.check_is_last(who, step)
 
     def folder(self, who: str, step: int, nbytes: int) -> Path:
+        if not self._staging.path.is_dir():  # Somebody has tidied up.
+            del self._staging
         for left in self._staging.path.iterdir():  # of a step that could not be written
             _files.discard(left)
         if (free := shutil.disk_usage(self._parent).free) < nbytes:
@@ -99,31 +115,54 @@ class BucketSteps(Steps):
         (self._folder(step) / STATE).mkdir(parents=True)
         return self._folder(step)
 
-    def claim(self, who: str, step: int) -> None:
+    def claim(self, who: str, step: int) -> str:
         """Says where the seal is to be that this process has begun a step: so no other can seal it."""
-        self.lock.check(who)
+        found = self.where.read(f"{step}/{_seal.NAME}")
+        self.lock.check(who)  # After the look, as in `_clear`.
         with self._not_lost(who, step):
-            self._claims[step] = self._write_claim(step, None)
+            version = found.version if found and _mirror.is_claim(found) else None
+            self._claims[step] = self._write_claim(step, version)
+        return self.lock.owner
 
-    def hand_in(self, who: str, step: int) -> dict[str, File]:
-        return {} if jax.process_count() == 1 else self._upload(who, step)
+    def hand_in(self, who: str, step: int, owner: str) -> dict[str, File]:
+        return {} if jax.process_count() == 1 else self._upload(who, step, owner)
 
     def base(self, step: int) -> dict[str, Any]:
-        """One process puts its part together before it is uploaded, several of them in the bucket."""
+        """One process puts its part together before it is uploaded, several of them in the bucket.
+
+        But what names the parts is uploaded like all that has no random name.
+        """
         if jax.process_count() == 1:
             return super().base(step)
-        return (self.where / str(step)).spec(STATE)
+        manifest = f"{self._folder(step) / STATE / _MANIFEST}"
+        return {"driver": "kvstack", "path": "", "layers": [
+            {"base": (self.where / str(step)).spec(STATE)},
+            {"exact": _MANIFEST, "base": {"driver": "file", "path": manifest}},
+        ]}  # fmt: skip
 
     def publish(
         self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
     ) -> None:
-        files = {**parts, **self._upload(who, step), **self._put_together(step)}
-        self.lock.note(who, step)
+        files = {**parts, **self._upload(who, step, self.lock.owner), **self._put_together(step)}
+        self.lock.check(who, step=step)
         with self._not_lost(who, step):
             seal = f"{step}/{_seal.NAME}"
             self.where.write_if(seal, _seal.text(files, leaves), self._claims[step])
         del self._claims[step]
         self._latest = step
+        with contextlib.suppress(CheckpointError):  # Some goes when the next one begins.
+            self._tidy(who, step, files)
+
+    def _tidy(self, who: str, step: int, files: Mapping[str, File]) -> None:
+        """Removes what nobody writes again now that a step is sealed, and that belongs to none."""
+        if step in self._uncleared:
+            self._uncleared.discard(step)
+            known = {*files, _seal.NAME}
+            names = (f"{step}/{name}" for name in self.where.names(f"{step}/") if name not in known)
+            self.where.remove(names)
+        for older in sorted(self._uncleared):
+            if older < step:
+                self._clear(who, older)
 
     def discard(self, step: int) -> None:
         """Of one that this process has begun; what cannot be removed now is when the next one begins."""
@@ -138,18 +177,21 @@ class BucketSteps(Steps):
 
     def close(self) -> None:
         super().close()
+        # Others may write from now on.
+        self._latest, self._claims, self._uncleared = None, {}, set()
         if "_staging" in self.__dict__:
             self.__dict__.pop("_staging").close()
 
-    def _upload(self, who: str, step: int) -> dict[str, File]:
+    def _upload(self, who: str, step: int, owner: str) -> dict[str, File]:
         """Moves the files of this process into the bucket; what a seal says of them."""
         folder = self._folder(step)
         files = _seal.files_in(folder)
         with self._not_lost(who, step):
             paths = {name: folder / name for name in files}
             check = functools.partial(self.lock.check, who, now=False)
-            leads = jax.process_index() == 0
-            (self.where / str(step)).upload(paths, check if leads else lambda: None)
+            leads, bucket = jax.process_index() == 0, self.where / str(step)
+            owns = functools.partial(_mirror.check_claim, bucket, _seal.claim(owner))
+            bucket.upload(paths, owns, check if leads else lambda: None)
         shutil.rmtree(folder, ignore_errors=True)
         return files
 
@@ -158,10 +200,7 @@ class BucketSteps(Steps):
         if jax.process_count() == 1:
             return {}
         bucket = self.where / str(step)
-        names = [
-            f"{STATE}/manifest.ocdbt",
-            *(f"{STATE}/d/{x}" for x in bucket.names(f"{STATE}/d/")),
-        ]
+        names = [f"{STATE}/d/{x}" for x in bucket.names(f"{STATE}/d/")]
         found = [(name, bucket.read(name)) for name in names]
         return {name: _seal.file(name, each.data) for name, each in found if each is not None}
 
@@ -169,21 +208,26 @@ class BucketSteps(Steps):
         return self.where.write_if(f"{step}/{_seal.NAME}", _seal.claim(self.lock.owner), version)
 
     def _clear(self, who: str, step: int) -> None:
-        """Removes all of a step: first its seal, or what would let another process seal it."""
+        """Removes a step: first its seal, or what would let another process seal it.
+
+        Of one that may be written again there stays what has no random name, in a step that does not count.
+        """
         seal = f"{step}/{_seal.NAME}"
         found = self.where.read(seal)
-        self.lock.check(
-            who
-        )  # After the look: who was taken for dead before it may have seen another's seal.
+        # After the look: who was taken for dead before it may have seen another's seal.
+        self.lock.check(who)
         with self._not_lost(who, step):
             claim = self._write_claim(step, found and found.version)
-        names = [f"{step}/{name}" for name in self.where.names(f"{step}/") if name != _seal.NAME]
+        is_over = self._latest is not None and step < self._latest
+        there = [name for name in self.where.names(f"{step}/") if name != _seal.NAME]
+        names = [f"{step}/{x}" for x in (there if is_over else _mirror.random_names(there))]
         for start in range(0, len(names), _AT_ONCE):
             self.lock.check(who, now=False)
             self.where.remove(names[start : start + _AT_ONCE])
-        self.where.remove_if(seal, claim)
         self._claims.pop(step, None)
-        self._uncleared.discard(step)
+        if is_over:
+            self.where.remove_if(seal, claim)
+            self._uncleared.discard(step)
 
     @contextlib.contextmanager
     def _not_lost(self, who: str, step: int) -> Iterator[None]:
@@ -200,8 +244,8 @@ class BucketSteps(Steps):
         return self._staging.path / str(step)
 
     @functools.cached_property
-    def _staging(self) -> Staging:
-        return Staging(self._parent)
+    def _staging(self) -> Temporary:
+        return Temporary(_PREFIX, self._parent)
 
     def _names(self) -> list[str]:
         names = [name.partition("/") for name in self.where.names()]
@@ -221,45 +265,3 @@ class BucketSteps(Steps):
         except Broken as error:
             return isinstance(error, Unfinished)
         return False
-
-
-class Staging:
-    """A folder of this process, in which others find it alive; whoever dies leaves it to the next."""
-
-    def __init__(self, parent: Path):
-        _files.make_directory(parent)
-        for left in parent.glob(f"{_PREFIX}*"):
-            _remove_dead(left)
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            # Until it is locked, another process may take it for one that was left, and remove it.
-            if _try_lock(self._fd) is not False and self.path.exists():
-                return
-            os.close(self._fd)
-
-    def close(self) -> None:
-        """Removes it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._fd)
-
-
-def _remove_dead(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if _try_lock(fd):
-                shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(fd)
-
-
-def _try_lock(fd: int) -> bool | None:
-    """Whether this process has the lock; None on a file system without locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True

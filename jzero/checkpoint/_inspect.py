@@ -30,17 +30,11 @@ class InspectedLeaf(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """How jzero's step had sharded the state that it saved: any other one restores it, too.
+    """How jzero's step had sharded the state that it saved: any other one restores it, too."""
 
-    Attributes:
-      version: of jzero.
-      stage: of the step.
-      axes: names and sizes of the mesh's axes.
-    """
-
-    version: str
+    version: str  # of jzero
     stage: int
-    axes: dict[str, int]
+    axes: dict[str, int]  # of the mesh: names and sizes
 
 
 class Inspection(NamedTuple):
@@ -93,9 +87,8 @@ def inspect(checkpoint: str | Path) -> tuple[Inspection, _stored.Stored]:
     notes = _stored.notes(WHO, stored)
     roles = _stored.roles(notes)
     leaves = [_entry(*pair, roles) for pair in stored.types.items()]
-    root = _stored.root(stored)
-    step = int(root.name) if root.name.isdecimal() else None
-    has_data = root != stored.directory and (root / _orbax.DATA).exists()
+    step = int(stored.root.name) if stored.root.name.isdecimal() else None
+    has_data = stored.root != stored.directory and (stored.root / _orbax.DATA).exists()
     writer = _writer(notes, stored.directory.name)
     steps = steps_in(WHO, checkpoint).complete()
     directory = _mirror.shown(stored.directory)
@@ -121,7 +114,7 @@ def verify(stored: _stored.Stored) -> Verified:
     """Reads every chunk of every leaf, and all other files."""
     found = Verified({}, [], stored.seal is not None)
     if stored.seal is not None:
-        damaged = _seal.check_digests(_stored.root(stored), stored.seal)
+        damaged = _seal.check_digests(stored.root, stored.seal)
         found.damaged.update({name: _seal.Broken(damage) for name, damage in damaged.items()})
     for name, store in _stored.open_leaves(WHO, stored).items():
         if not _stream.has_checksums(store):

@@ -60,19 +60,24 @@ def moving(
             iterator.set_state, _state_for(iterator, saved, process, processes)
         )
     except _grain.Unknown as error:
+        again = (
+            "Use as many processes"
+            if len(saved) != processes
+            else "Make it as it was when it was saved"
+        )
         raise CheckpointError(message(
             f"Checkpointer.restore {where}",
             f"data iterators cannot go on from {len(saved)} to {processes} processes: {error}",
             "There must be one place in the data that all processes have come to.",
-            "Use as many processes, or an iterator with a global position; see \"Data on another number of "
+            f"{again}, or use an iterator with a global position; see \"Data on another number of "
             "processes\" in the guide to checkpoints.")) from error  # fmt: skip
 
 
 def _state_for(iterator: Any, saved: list[SavedIterator], process: int, processes: int) -> Any:
-    now = iterator.get_state() if callable(getattr(iterator, "get_state", None)) else None
     own = saved[process] if len(saved) == processes else None
     if own is not None and not _is_elsewhere(iterator, own):
-        return own.state
+        return own.state  # Some say where they stand only once they have begun.
+    now = iterator.get_state() if callable(getattr(iterator, "get_state", None)) else None
     if not _in_shard(iterator, now):
         return _for_all(now, [each.state for each in saved])
     shard = _grain.shard(iterator)

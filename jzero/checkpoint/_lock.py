@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 import uuid
@@ -34,21 +35,13 @@ _held: set[str] = set()  # tokens of this process
 
 
 class Owner(NamedTuple):
-    """A process that writes.
-
-    Attributes:
-      host: its machine's name.
-      world: where process numbers are unique: one boot of one machine, and a container on it.
-      pid: its number there.
-      started: when it started, in ticks since the boot: the number may be given again.
-      token: of one `Lock`.
-    """
+    """A process that writes."""
 
     host: str
-    world: str | None
+    world: str | None  # where its number is unique: one boot of one machine, and a container on it
     pid: int
-    started: int | None
-    token: str
+    started: int | None  # in ticks since the boot: the number may be given again
+    token: str  # of one `Lock`
 
     @classmethod
     def new(cls) -> Owner:
@@ -68,21 +61,13 @@ class Owner(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """What is found of who has the right.
+    """What is found of who has the right; all but the owner in a bucket only."""
 
-    Attributes:
-      owner: who that is; None if it cannot be told.
-      version: of what says so.
-      noted: in a bucket, the last steps.
-      beat: how often it has shown there that it lives.
-      free: whether it was given back.
-    """
-
-    owner: Owner | None
-    version: bytes = b""
-    noted: list[int] = []
-    beat: int = 0
-    free: bool = False
+    owner: Owner | None  # None if it cannot be told
+    version: bytes = b""  # of the object
+    noted: list[int] = []  # the last steps
+    beat: int = 0  # how often it has shown that it lives
+    free: bool = False  # It was given back.
 
 
 class Lock:
@@ -118,26 +103,27 @@ class Lock:
             _held.add(owner.token)
             while not self._place.take(who, owner):
                 _make_way(who, self._place)
-            self._place.tidy(owner)
             args = self._place, owner, self._ended
             start_thread(threading.Thread(target=_beat, args=args, daemon=True))
         except BaseException:  # Ctrl-C, too.
-            self._place.tidy(owner)
             self.release()
             raise
 
-    def check(self, who: str, *, now: bool = True) -> None:
+    def check(self, who: str, *, now: bool = True, step: int | None = None) -> None:
         """That this process has it still: after a long sleep, another one may.
 
         Args:
           who: whom messages name.
           now: ask; else it may have been seen so recently that nobody can have taken it since.
+          step: what to note in a bucket, where a list may be late to show it.
 
         Raises:
           CheckpointError: it has not.
         """
-        if self._owner is None or not self._place.has(self._owner, now=now):
-            holder = self._place.read()
+        if self._owner is None or not self._place.has(self._owner, now, step):
+            holder = _holder(self._place)
+            if holder is None:  # The next one takes it again.
+                self.release()
             taken = (
                 f"{holder and holder.owner or 'somebody'} has taken over {self._place.directory}"
             )
@@ -146,14 +132,10 @@ class Lock:
                 f"A process that shows no sign of life for {EXPIRES:.0f} s counts as dead.",
                 "End one of the two, or save to another directory."))  # fmt: skip
 
-    def note(self, who: str, step: int) -> None:
-        """Like `check`; in a bucket it also notes the step, since a list may be late to show it."""
-        if self._owner is None or not self._place.note(self._owner, step):
-            self.check(who)
-
     def noted(self) -> list[int]:
         """The last steps that were noted."""
-        return self._place.noted()
+        holder = self._place.read()
+        return [] if holder is None else holder.noted
 
     def release(self) -> None:
         """Gives it back, if this process has it."""
@@ -171,7 +153,7 @@ def unlock(who: str, directory: Path | Bucket) -> str:
       CheckpointError: nobody has it, or a process of this machine that runs.
     """
     place = _place(directory)
-    holder = place.read()
+    holder = _holder(place)
     if holder is None:
         raise CheckpointError(message(
             who, f"nobody writes in {directory}", f"Who does has {NAME} there.",
@@ -193,13 +175,9 @@ def _make_way(who: str, place: FilePlace | ObjectPlace) -> None:
     """Ends the right of a dead process.
 
     Raises:
-      CheckpointError: it may be alive, or no process made what is there.
+      CheckpointError: it may be alive.
     """
-    if odd := place.odd():
-        raise CheckpointError(message(
-            who, f"{place} is {odd}", "Who writes there has a regular file of that name.",
-            "Remove it, if nobody writes there."))  # fmt: skip
-    holder = place.read()
+    holder = _holder(place)
     if holder is None:
         return
     runs = None if holder.owner is None else _runs(holder.owner)
@@ -231,6 +209,12 @@ def _elsewhere(directory: Path | Bucket) -> str:
     return f"It is in the step {step}, and not the directory of steps: name {step.parent}."
 
 
+def _holder(place: FilePlace | ObjectPlace) -> Holder | None:
+    """Who has the right; None if nobody does."""
+    holder = place.read()
+    return None if holder is None or holder.free else holder
+
+
 def _beat(place: FilePlace | ObjectPlace, owner: Owner, ended: Flag) -> None:
     while not ended.wait(BEAT):
         with contextlib.suppress(OSError, CheckpointError):
@@ -242,11 +226,13 @@ def _place(directory: Path | Bucket) -> FilePlace | ObjectPlace:
 
 
 class FilePlace:
-    """A file that is there while somebody has the right; touched to show that its owner lives."""
+    """A file that is there while somebody has the right; touched to show that its owner lives.
+
+    What those leave who die while they take it is removed with unfinished steps.
+    """
 
     def __init__(self, directory: Path):
         self.directory, self._path = directory, directory / NAME
-        self._private = self._path
 
     def __str__(self) -> str:
         return str(self._path)
@@ -254,63 +240,53 @@ class FilePlace:
     def is_there(self) -> bool:
         return os.path.lexists(self._path)
 
-    def odd(self) -> str | None:
-        """What is there, if no process made it."""
-        kind = _files.kind(self._path)
-        return None if kind in ("a file", "nothing") else kind
-
     def read(self) -> Holder | None:
         return Holder(_read(self._path)) if self.is_there() else None
 
-    def has(self, owner: Owner, *, now: bool) -> bool:
+    def has(self, owner: Owner, now: bool, step: int | None) -> bool:
         return _read(self._path) == owner
 
     def take(self, who: str, owner: Owner) -> bool:
-        self._private = self._path.with_name(f"{NAME}.{owner.token}")
-        with open(self._private, "w", opener=_not_followed) as file:
-            file.write(json.dumps(owner))
+        if (kind := _files.kind(self._path)) not in ("a file", "nothing"):
+            raise CheckpointError(message(
+                who, f"{self} is {kind}", "Who writes there has a regular file of that name.",
+                "Remove it, if nobody writes there."))  # fmt: skip
+        private = self._beside(owner.token)
         try:
-            _files.sync(self._private)  # After a power cut it says who had it, or is not there.
+            with private.open("x") as file:
+                file.write(json.dumps(owner))
+            _files.sync(private)  # After a power cut it says who had it, or is not there.
             # NFS may deny what it has done.
-            return _link(self._private, self._path) or _read(self._path) == owner
+            return _link(private, self._path) or _read(self._path) == owner
         except FileNotFoundError:  # Who got it has tidied up.
             return False
+        finally:
+            private.unlink(missing_ok=True)
 
     def age(self, holder: Holder) -> float:
         """By the clock of the file system."""
         try:
-            os.utime(self._private)
-            return self._private.stat().st_mtime - self._path.lstat().st_mtime
-        except FileNotFoundError:  # Given back, or tidied up.
+            with tempfile.TemporaryFile(dir=self.directory) as now:
+                return os.fstat(now.fileno()).st_mtime - self._path.lstat().st_mtime
+        except FileNotFoundError:  # Given back.
             return EXPIRES
 
     def remove(self, holder: Holder) -> None:
         """Somebody else may do so just now: what was moved away must be what was looked at."""
-        moved = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}.old")
+        moved = self._beside(uuid.uuid4().hex)
         with contextlib.suppress(FileNotFoundError):
-            if self.odd():
+            if _files.kind(self._path) != "a file":
                 self._path.unlink()  # A directory is an error.
             os.rename(self._path, moved)
             if _read(moved) != holder.owner:
                 _link(moved, self._path)
             moved.unlink()
 
-    def tidy(self, owner: Owner) -> None:
-        """Removes what was needed to take it, also that of those who died while they tried."""
-        self._path.with_name(f"{NAME}.{owner.token}").unlink(missing_ok=True)
-        if _read(self._path) == owner:
-            for left in self.directory.glob(f"{NAME}.*"):
-                if _files.kind(left) != "a directory":  # None of ours.
-                    left.unlink(missing_ok=True)
+    def _beside(self, tag: str) -> Path:
+        return _files.unfinished(self.directory / f"{NAME}.{tag}")
 
     def beat(self, owner: Owner) -> None:
         os.utime(self._path, follow_symlinks=False)
-
-    def note(self, owner: Owner, step: int) -> bool:
-        return self.has(owner, now=True)
-
-    def noted(self) -> list[int]:
-        return []
 
     def give_back(self, owner: Owner) -> None:
         if _read(self._path) == owner:
@@ -334,27 +310,24 @@ class ObjectPlace:
     def is_there(self) -> bool:
         return True  # `has` says if not.
 
-    def odd(self) -> None:
-        pass
-
     def read(self) -> Holder | None:
         found = self.directory.read(NAME)
-        if found is None:
+        if found is None:  # An error if the bucket is not there: to read does not tell.
+            self.directory.names(NAME)
             return None
-        holder = _holder(found)
-        return None if holder.free else holder
+        return _parsed(found)
 
-    def has(self, owner: Owner, *, now: bool) -> bool:
-        return (not now and _now() - self._seen < EXPIRES - _MARGIN) or self._rewrite(owner)
+    def has(self, owner: Owner, now: bool, step: int | None) -> bool:
+        seen = not now and _now() - self._seen < EXPIRES - _MARGIN
+        return seen or self._rewrite(owner, step)
 
     def take(self, who: str, owner: Owner) -> bool:
-        found = self.directory.read(NAME)
-        if found is not None and not (holder := _holder(found)).free:
+        start, holder = _now(), self.read()
+        if holder is not None and not holder.free:
             return holder.owner == owner
-        noted = [] if found is None else holder.noted
-        start = _now()
+        noted = [] if holder is None else holder.noted
         try:
-            old = self.directory.write_if(NAME, _text(owner, 0, noted), found and found.version)
+            old = self.directory.write_if(NAME, _text(owner, 0, noted), holder and holder.version)
             self._check_conditions(who, owner, noted, old)
         except Lost:
             return False
@@ -392,18 +365,8 @@ class ObjectPlace:
         with contextlib.suppress(Lost):
             self.directory.write_if(NAME, _text(None, 0, holder.noted), holder.version)
 
-    def tidy(self, owner: Owner) -> None:
-        pass
-
     def beat(self, owner: Owner) -> None:
         self._rewrite(owner)
-
-    def note(self, owner: Owner, step: int) -> bool:
-        return self._rewrite(owner, step)
-
-    def noted(self) -> list[int]:
-        found = self.directory.read(NAME)
-        return [] if found is None else _holder(found).noted
 
     def give_back(self, owner: Owner) -> None:
         with contextlib.suppress(CheckpointError):
@@ -412,14 +375,14 @@ class ObjectPlace:
     def _rewrite(self, owner: Owner, step: int | None = None, *, release: bool = False) -> bool:
         """Counts a beat, if it still is this owner's; whether it is."""
         while True:
-            start, found = _now(), self.directory.read(NAME)
-            if found is None or (holder := _holder(found)).owner != owner:
+            start, holder = _now(), self.read()
+            if holder is None or holder.owner != owner:
                 return False
             # That before may be all that there is, if this one is never sealed.
             noted = holder.noted if step is None else [*holder.noted[-1:], step]
             data = _text(None if release else owner, holder.beat + 1, noted)
             try:
-                self.directory.write_if(NAME, data, found.version)
+                self.directory.write_if(NAME, data, holder.version)
             except Lost:  # The other thread of this process was first, or another process.
                 continue
             self._seen = start
@@ -430,7 +393,7 @@ def _text(owner: Owner | None, beat: int, noted: list[int]) -> bytes:
     return json.dumps({"owner": owner, "beat": beat, "steps": noted}).encode()
 
 
-def _holder(found: Object) -> Holder:
+def _parsed(found: Object) -> Holder:
     """What an object says; whoever wrote what cannot be understood may be alive."""
     try:
         value = _json.parse(found.data)
@@ -446,10 +409,6 @@ def _holder(found: Object) -> Holder:
 def _now() -> float:
     """Seconds that also count while the machine sleeps, where the system has such a clock."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def _not_followed(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _link(source: Path, path: Path) -> bool:

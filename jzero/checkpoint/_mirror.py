@@ -7,23 +7,26 @@ are holes of their sizes, and who opens an array opens it in `bucket_of`.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from jzero._errors import CheckpointError, first_of, message, named
 from jzero.checkpoint import _files, _seal
-from jzero.checkpoint._bucket import Bucket
-from jzero.checkpoint._seal import Broken, Seal
+from jzero.checkpoint._bucket import Bucket, Lost, Object
+from jzero.checkpoint._seal import Broken, Seal, Unfinished
+from jzero.checkpoint._temporary import Temporary
 
 # OCDBT's data files, and chunks that are files of their own.
 _DATA = re.compile(r"(?:.*/)?(?:d/[0-9a-f]{32}|c(?:/\d+)+|\d+(?:\.\d+)*)", re.DOTALL)
-_copies: dict[
-    Bucket, tuple[bytes, Path]
-] = {}  # Of steps: the version of the seal, and where it is.
+_RANDOM = re.compile(r"(?:.*/)?d/[0-9a-f]{32}", re.DOTALL)
+# Of steps: the version of the seal, and where it is.
+_copies: dict[Bucket, tuple[bytes, Path]] = {}
 _roots: list[str] = []
 
 
@@ -81,10 +84,35 @@ def sealed(bucket: Bucket) -> tuple[bytes, Seal] | None:
     return None if found is None else (found.version, _seal.parse(found.data))
 
 
+def is_claim(found: Object | None) -> bool:
+    """Whether an object says, where a seal is to be, that somebody has begun to write or to remove."""
+    try:
+        _seal.parse(b"" if found is None else found.data)
+    except Broken as error:
+        return isinstance(error, Unfinished)
+    return False
+
+
+def check_claim(bucket: Bucket, claim: bytes) -> None:
+    """That nobody else has begun to write a checkpoint.
+
+    Raises:
+      Lost: somebody has.
+    """
+    found = bucket.read(_seal.NAME)
+    if found is None or found.data != claim:
+        raise Lost(f"{bucket / _seal.NAME}")
+
+
+def random_names(names: Iterable[str]) -> list[str]:
+    """Of objects of a checkpoint those of which no other writer comes to have one of the same name."""
+    return [name for name in names if _RANDOM.fullmatch(name)]
+
+
 def _copy(bucket: Bucket, version: bytes, seal: Seal | None) -> Path:
     if version and bucket in _copies and _copies[bucket][0] == version:
         return _copies[bucket][1]
-    made = Path(tempfile.mkdtemp(dir=_root().name), f"{bucket.scheme}:", bucket.name, bucket.prefix)
+    made = Path(tempfile.mkdtemp(dir=_root()), f"{bucket.scheme}:", bucket.name, bucket.prefix)
     made.mkdir(parents=True)
     try:
         names = bucket.names() if seal is None else [*seal.files, _seal.NAME]
@@ -93,9 +121,8 @@ def _copy(bucket: Bucket, version: bytes, seal: Seal | None) -> Path:
         bucket.download((name for name in names if not _DATA.fullmatch(name)), made)
         if seal is not None:
             _make_holes(bucket, made, seal)
-            _seal.check_sizes(
-                made, seal.files
-            )  # What is not whole now may be when it is copied again.
+            # What is not whole now may be when it is copied again.
+            _seal.check_sizes(made, seal.files)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
@@ -116,8 +143,9 @@ def _make_holes(bucket: Bucket, folder: Path, seal: Seal) -> None:
 
 
 @functools.cache
-def _root() -> tempfile.TemporaryDirectory[str]:
-    """Of all copies of this process; it goes with it."""
-    made = tempfile.TemporaryDirectory(prefix="jzero-mirror-")
-    _roots.append(made.name)
-    return made
+def _root() -> Path:
+    """Of all copies of this process; it goes with it, or when another one makes its own."""
+    made = Temporary("jzero-mirror-", Path(tempfile.gettempdir()))
+    atexit.register(made.close)
+    _roots.append(str(made.path))
+    return made.path

@@ -31,7 +31,7 @@ def check_savable(who: str, state: Any) -> None:
             who, f"the state is {state!r:.80}, without leaves", "A checkpoint holds arrays.",
             "Pass the state that the step returned."))  # fmt: skip
     bad = [problem for name, leaf in pairs if (problem := _problem(name, leaf))]
-    bad += _without_names(state)
+    bad += [*_without_names(state), *_mixed(state)]
     if bad:
         raise StateError(message(
             who, bad, "A checkpoint holds arrays and numbers, of dtypes that Zarr has.",
@@ -84,6 +84,23 @@ def _without_names(state: Any) -> list[str]:
     ]
 
 
+def _mixed(state: Any) -> list[str]:
+    """Nodes, empty ones among them, of which some have numbers in a sequence: Orbax cannot read them."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda node: node is not state and not jax.tree.leaves(node)
+    )
+    kinds: dict[Any, set[bool]] = {}
+    for path, _ in paths:
+        for i, key in enumerate(path):
+            is_index = isinstance(key, jax.tree_util.SequenceKey)
+            kinds.setdefault(path[:i], set()).add(is_index)
+    return [
+        f"{jax.tree_util.keystr(path)[:200]!r} has names and numbers (of NNX objects save nnx.state(objects))"
+        for path, both in kinds.items()
+        if len(both) > 1
+    ]
+
+
 def _is_text(key: str) -> bool:
     try:
         key.encode()
@@ -94,14 +111,10 @@ def _is_text(key: str) -> bool:
 
 def _check_one_name_each(who: str, names: Sequence[str]) -> None:
     """Orbax calls the array of `c/d` `c.d`: as that of a leaf whose name is `c.d`."""
-    seen: dict[str, str] = {}
-    same = []
+    alike: dict[str, list[str]] = {}
     for name in names:
-        key = name.replace("/", ".")
-        if key in seen:
-            same.append((seen[key], name))
-        seen[key] = name
-    if same:
+        alike.setdefault(name.replace("/", "."), []).append(name)
+    if same := [group for group in alike.values() if len(group) > 1]:
         raise StateError(message(
-            who, [f"the leaves {first} and {name} have one name" for first, name in same],
+            who, [f"the leaves {' and '.join(group)} have one name" for group in same],
             "In a checkpoint, dots and slashes separate keys.", "Rename one of them."))  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jzero._errors import CheckpointError
+from jzero._errors import CheckpointError, message
 from jzero._thread_group import Flag, start_thread
 from jzero.checkpoint import _orbax, _together, _writing
 from jzero.checkpoint._orbax import DATA, ITERATOR_FILE, STATE
@@ -61,8 +61,12 @@ class Saver:
             target=self._run, args=(work, step, copied, done), name=f"jzero saves step {step}"
         )
         self._running = thread, done
-        start_thread(thread)  # After Ctrl-C here it goes on, or never began.
-        copied.wait()
+        try:
+            start_thread(thread)  # After Ctrl-C here it goes on, or never began.
+            copied.wait()
+        except BaseException:  # Steps may overwrite the state from now on.
+            work.interrupted.set()
+            raise
 
     def wait(self) -> None:
         """Waits until what is being written is complete; raises what went wrong, once."""
@@ -137,6 +141,7 @@ class _Work:
 
     def __post_init__(self) -> None:
         self.is_complete = False
+        self.interrupted = Flag()  # The caller no longer waits until the state is copied.
         self._started = time.time_ns()
 
     def run(self, copied: Flag) -> None:
@@ -150,8 +155,8 @@ class _Work:
         finally:
             copied.set()
         try:
-            self.meeting.lead("claim", lambda: self._claim(failure))
-            part = self._hand_in(failure)
+            owner = self.meeting.lead("claim", lambda: self._claim(failure))
+            part = self._hand_in(failure, owner)
         except BaseException as error:
             failure = failure or error
         elsewhere, others = self.meeting.report("written", failure, part)
@@ -167,18 +172,33 @@ class _Work:
         self._writing = _writing.Writing(self._path / STATE, self.save_bytes)
         self._writing.take(self.tree)
         self.tree = None
-        self._writing.write(copied.set)
 
-    def _claim(self, failure: BaseException | None) -> None:
+        def done() -> None:
+            # Once all is copied: what the caller may have overwritten by then counts for nothing.
+            if self.interrupted.is_set():
+                raise InterruptedError
+            copied.set()
+
+        try:
+            self._writing.write(done)
+        except Exception as error:
+            if copied.is_set() or not self.interrupted.is_set():
+                raise
+            raise CheckpointError(message(
+                WHO, f"step {self.step} was interrupted before its state was copied",
+                "What is saved is the state that save() was given.", "Save it, or a later one, again."
+            )) from error  # fmt: skip
+
+    def _claim(self, failure: BaseException | None) -> str:
         """What process 0 does before any of them hands in what it has written."""
         if failure is not None:
             raise failure
-        self.steps.claim(WHO, self.step)
+        return self.steps.claim(WHO, self.step)
 
-    def _hand_in(self, failure: BaseException | None) -> dict[str, File]:
+    def _hand_in(self, failure: BaseException | None, owner: str) -> dict[str, File]:
         if failure is not None:
             raise failure
-        return self.steps.hand_in(WHO, self.step)
+        return self.steps.hand_in(WHO, self.step, owner)
 
     def _complete(
         self, failure: BaseException | None, elsewhere: str, parts: dict[str, File]

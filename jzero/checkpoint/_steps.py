@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import os
@@ -26,14 +25,14 @@ _SEEN_SECONDS = 30.0
 _said: set[tuple[str, str]] = set()  # Steps that are not whole, and why: each is said once.
 
 
-class Steps(abc.ABC):
-    """A directory of steps.
+class Steps:
+    """A directory of steps that all processes see: each is written beside, synced and sealed, then renamed.
 
-    Attributes:
-      where: in a file system, or in a bucket.
+    `BucketSteps` has them in a bucket.
     """
 
-    where: Path | Bucket
+    def __init__(self, directory: Path):
+        self.where: Any = directory
 
     @functools.cached_property
     def lock(self) -> Lock:
@@ -72,66 +71,97 @@ class Steps(abc.ABC):
                 "Steps are saved in order.", "To go back to an earlier step, remove the directories of those "
                 "after it first, or save to another directory."))  # fmt: skip
 
-    @abc.abstractmethod
     def open(self) -> None:
         """Makes the directory if it is not there, or finds out that it cannot be used."""
+        _files.make_directory(self.where)
 
-    @abc.abstractmethod
     def is_there(self, step: int) -> bool:
         """Whether there is something of that name."""
+        return os.path.lexists(self.where / str(step))
 
-    @abc.abstractmethod
     def path(self, step: int) -> Path:
         """Where what describes a step can be read; raises `Broken` if it is not whole."""
+        self._check(step)
+        return Path(self.where, str(step))
 
-    @abc.abstractmethod
     def begin(self, who: str, step: int) -> None:
         """Process 0 gets the right to write, and makes a step's place empty, before all of them write."""
+        self.open()
+        if self.lock.ensure(who):
+            _files.remove_unfinished(self.where)
+        self.check_is_last(who, step)
+        _files.discard(self._folder(step))
+        (self._folder(step) / STATE).mkdir(parents=True)
 
-    @abc.abstractmethod
     def folder(self, who: str, step: int, nbytes: int) -> Path:
-        """Where this process writes its part, of so many bytes, in an item of the name `STATE`."""
+        """Where this process writes its part, of so many bytes, in an item of the name `STATE`.
 
-    def claim(self, who: str, step: int) -> None:  # noqa: B027
-        """Process 0 says that it has begun a step, before anybody hands in."""
+        It waits until it sees what process 0 has made: network file systems are late to tell.
+        """
+        folder, end = self._folder(step), time.monotonic() + _SEEN_SECONDS
+        while not (folder / STATE).is_dir():
+            if time.monotonic() > end:
+                raise CheckpointError(message(
+                    who, f"process {jax.process_index()} does not see {folder}, which process 0 has made",
+                    "Checkpoints are in a bucket, or on a file system that all processes see.",
+                    "Give all of them the same directory, on such a one."))  # fmt: skip
+            time.sleep(0.1)
+            with contextlib.suppress(OSError):
+                os.listdir(self.where)
+        return folder
 
-    @abc.abstractmethod
-    def hand_in(self, who: str, step: int) -> dict[str, File]:
+    def claim(self, who: str, step: int) -> str:
+        """Process 0 says that it has begun a step, before anybody hands in; as whom."""
+        return ""
+
+    def hand_in(self, who: str, step: int, owner: str) -> dict[str, File]:
         """Brings what this process has written to where process 0 puts all together; what that is."""
+        return {}
 
     def base(self, step: int) -> dict[str, Any]:
         """Of the store in which the parts of all processes are put together, for tensorstore."""
         return {"driver": "file", "path": f"{self._folder(step) / STATE}/"}
 
-    @abc.abstractmethod
-    def _folder(self, step: int) -> Path:
-        """Where a step is written."""
-
-    @abc.abstractmethod
     def publish(
         self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
     ) -> None:
         """Seals a step whose files are all there (`parts` were handed in), and makes it count."""
+        _seal.write(self._folder(step), leaves)
+        self.lock.check(who)
+        _files.publish(self.where / str(step))
 
-    @abc.abstractmethod
     def discard(self, step: int) -> None:
         """Removes what there is of a step that could not be written; never raises."""
+        with contextlib.suppress(OSError):
+            _files.discard(self._folder(step))
 
-    @abc.abstractmethod
     def remove(self, who: str, step: int) -> None:
         """Removes a complete step; whoever is interrupted leaves nothing that looks like it."""
+        self.lock.check(who)
+        _files.remove(self.where / str(step))
 
     def close(self) -> None:
         """Lets others write."""
         self.lock.release()
 
-    @abc.abstractmethod
+    def _folder(self, step: int) -> Path:
+        """Where a step is written."""
+        return _files.unfinished(self.where / str(step))
+
     def _names(self) -> list[str]:
         """What may be steps."""
+        return [path.name for path in self.where.iterdir()] if self.where.is_dir() else []
 
-    @abc.abstractmethod
     def _check(self, step: int) -> None:
         """Raises `Broken` if a step does not count."""
+        path = self.where / str(step)
+        with _readable(path):
+            if path.is_symlink():
+                raise Broken("it is a link")
+            if not path.is_dir():
+                raise Broken("it is no directory")
+            if _seal.read(path) is None:
+                _check_unsealed(path)
 
     def _candidates(self) -> list[int]:
         """The numbers that names in the directory are."""
@@ -154,79 +184,6 @@ class Steps(abc.ABC):
                 raise
             return False  # It has just been removed.
         return True
-
-
-class LocalSteps(Steps):
-    """In a file system that all processes see: written beside, synced and sealed, then renamed."""
-
-    def __init__(self, directory: Path):
-        self.where: Path = directory
-
-    def open(self) -> None:
-        _files.make_directory(self.where)
-
-    def is_there(self, step: int) -> bool:
-        return os.path.lexists(self.where / str(step))
-
-    def path(self, step: int) -> Path:
-        self._check(step)
-        return self.where / str(step)
-
-    def begin(self, who: str, step: int) -> None:
-        self.open()
-        if self.lock.ensure(who):
-            _files.remove_unfinished(self.where)
-        self.check_is_last(who, step)
-        _files.discard(self._folder(step))
-        (self._folder(step) / STATE).mkdir(parents=True)
-
-    def folder(self, who: str, step: int, nbytes: int) -> Path:
-        """Waits until this process sees what process 0 has made: network file systems are late to tell."""
-        folder, end = self._folder(step), time.monotonic() + _SEEN_SECONDS
-        while not (folder / STATE).is_dir():
-            if time.monotonic() > end:
-                raise CheckpointError(message(
-                    who, f"process {jax.process_index()} does not see {folder}, which process 0 has made",
-                    "Checkpoints are in a bucket, or on a file system that all processes see.",
-                    "Give all of them the same directory, on such a one."))  # fmt: skip
-            time.sleep(0.1)
-            with contextlib.suppress(OSError):
-                os.listdir(self.where)
-        return folder
-
-    def hand_in(self, who: str, step: int) -> dict[str, File]:
-        return {}
-
-    def publish(
-        self, who: str, step: int, leaves: Mapping[str, StoredLeaf], parts: Mapping[str, File]
-    ) -> None:
-        _seal.write(self._folder(step), leaves)
-        self.lock.check(who)
-        _files.publish(self.where / str(step))
-
-    def discard(self, step: int) -> None:
-        with contextlib.suppress(OSError):
-            _files.discard(self._folder(step))
-
-    def remove(self, who: str, step: int) -> None:
-        self.lock.check(who)
-        _files.remove(self.where / str(step))
-
-    def _folder(self, step: int) -> Path:
-        return _files.unfinished(self.where / str(step))
-
-    def _names(self) -> list[str]:
-        return [path.name for path in self.where.iterdir()] if self.where.is_dir() else []
-
-    def _check(self, step: int) -> None:
-        path = self.where / str(step)
-        with _readable(path):
-            if path.is_symlink():
-                raise Broken("it is a link")
-            if not path.is_dir():
-                raise Broken("it is no directory")
-            if _seal.read(path) is None:
-                _check_unsealed(path)
 
 
 @contextlib.contextmanager

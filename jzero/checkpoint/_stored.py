@@ -43,6 +43,7 @@ class Stored(NamedTuple):
 
     Attributes:
       directory: where its files are.
+      root: of all items of the step, if the checkpoint is one of them; else the same.
       seal: of the step that it is of; None if it has none.
       infos: what Orbax says of each leaf, by name.
       types: the type of each; None for a string.
@@ -50,6 +51,7 @@ class Stored(NamedTuple):
     """
 
     directory: Path
+    root: Path
     seal: Seal | None
     infos: dict[str, Any]
     types: dict[str, StoredLeaf | None]
@@ -93,7 +95,7 @@ def find(who: str, path: str | os.PathLike[str]) -> Stored:
     leaves = {name: _leaf(name, found) for name, found in types.items()}
     if not in_store:
         _check_chunks_in_files(who, directory, leaves, files)
-    return Stored(directory, seal, infos, types, leaves)
+    return Stored(directory, root, seal, infos, types, leaves)
 
 
 def find_latest(who: str, path: str | os.PathLike[str]) -> Stored:
@@ -103,18 +105,12 @@ def find_latest(who: str, path: str | os.PathLike[str]) -> Stored:
     return find(who, path if latest is None else steps.where / str(latest))
 
 
-def root(stored: Stored) -> Path:
-    """The directory of all items of the step, if the checkpoint is one of them; else its own."""
-    return _root(stored.directory)
-
-
 def identity(stored: Stored) -> list[str]:
     """What makes a checkpoint another one, in lines: its step, and the digest of what describes it."""
-    directory = root(stored)
-    files = [directory / _seal.NAME, directory / NOTES, stored.directory / TREE]
+    files = [stored.root / _seal.NAME, stored.root / NOTES, stored.directory / TREE]
     found = [_json.read_bytes("restore", file) for file in files if file.exists()]
     digest = hashlib.sha256(b"".join(found))
-    return [f"{directory.name}, described by {digest.hexdigest()[:8]}"]
+    return [f"{stored.root.name}, described by {digest.hexdigest()[:8]}"]
 
 
 def notes(who: str, stored: Stored) -> dict[str, Any]:
@@ -123,7 +119,7 @@ def notes(who: str, stored: Stored) -> dict[str, Any]:
     Raises:
       CheckpointError: it is damaged.
     """
-    file = root(stored) / NOTES
+    file = stored.root / NOTES
     return _json.read(who, file, _NOTES_FORM) if file.exists() else {}
 
 
@@ -139,9 +135,11 @@ def iterators(who: str, step: Path) -> list[_iterators.SavedIterator]:
             f"{who} {step}", "it was saved without a data iterator",
             "There is nothing to restore it from.", "Leave data_iterator out."))  # fmt: skip
     found = _json.read(who, file, {"iterators": [_iterators.FORM]})["iterators"]
-    if not found or any(entry.keys() - {"place"} not in ({"json"}, {"bytes"}) for entry in found):
-        raise CheckpointError(damaged(who, file, ValueError("it has no states of iterators")))
     try:
+        if not found or any(
+            entry.keys() - {"place"} not in ({"json"}, {"bytes"}) for entry in found
+        ):
+            raise ValueError("it has no states of iterators")
         return [_iterators.decoded(entry) for entry in found]
     except ValueError as error:
         raise CheckpointError(damaged(who, file, error)) from error

@@ -57,14 +57,8 @@ class Round:
 
     def gather(self, stage: str, own: Any) -> list[Any]:
         """What each process brings, as JSON has it, in all of them."""
-        if self._store is None:
-            return [own]
-        others = range(1, jax.process_count())
-        if jax.process_index() != 0:
-            self._store.key_value_set(f"{self._room}{stage}/{jax.process_index()}", json.dumps(own))
-        return list(self.lead(stage, lambda: [
-            own, *(json.loads(self._get(f"{stage}/{other}")) for other in others)
-        ]))  # fmt: skip
+        self._bring(stage, own)
+        return list(self.lead(stage, lambda: [own, *self._brought(stage)]))
 
     def report(self, stage: str, failure: BaseException | None, own: Any) -> tuple[str, list[Any]]:
         """Says how this process fared, and what it brings, as JSON has it.
@@ -72,16 +66,19 @@ class Round:
         Returns:
           In process 0, once all have said it: what went wrong elsewhere, and what others bring.
         """
-        if self._store is None:
-            return "", []
-        index, num = jax.process_index(), jax.process_count()
-        if index != 0:
-            text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-            self._store.key_value_set(f"{self._room}{stage}/{index}", json.dumps((text, own)))
-            return "", []
-        found = [json.loads(self._get(f"{stage}/{other}")) for other in range(1, num)]
+        self._bring(stage, ("" if failure is None else f"{type(failure).__name__}: {failure}", own))
+        found = self._brought(stage)
         failed = [f"process {i} failed with {text}" for i, (text, _) in enumerate(found, 1) if text]
         return "; ".join(failed), [brought for _, brought in found]
+
+    def _bring(self, stage: str, own: Any) -> None:
+        if (index := jax.process_index()) != 0:
+            self._store.key_value_set(f"{self._room}{stage}/{index}", json.dumps(own))
+
+    def _brought(self, stage: str) -> list[Any]:
+        """In process 0, once all others have brought it."""
+        others = range(1, jax.process_count()) if jax.process_index() == 0 else ()
+        return [json.loads(self._get(f"{stage}/{other}")) for other in others]
 
     def _get(self, key: str) -> str:
         while True:

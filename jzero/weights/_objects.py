@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from jzero._errors import CheckpointError, OptionError, message
-from jzero.checkpoint import _files, _lock, _seal
+from jzero._errors import CheckpointError, OptionError, first_of, message, named, warn
+from jzero.checkpoint import _files, _lock, _mirror, _seal
 from jzero.checkpoint._bucket import Bucket, Lost, Object
 from jzero.weights import _private
 
@@ -29,7 +30,8 @@ def write(who: str, out: Bucket, overwrite: bool, num: int, write_files: WriteFi
 
     Parts get names that no object has. The object that was asked for, or its index, comes by one write, which
     without `overwrite` is refused where there is one. Then what only the replaced index named goes. A reader
-    finds all of the older export or all of the new one; parts of one that was killed go with the next.
+    finds all of the older export or all of the new one. Parts of one that was killed go with the next; where
+    neither has an index, nothing tells whether they are another one's that is under way, and it names them.
 
     Raises:
       OptionError: there is an export already.
@@ -125,7 +127,7 @@ def _remove_older(
         if num > 1:
             bucket.remove([name])
         elif older is None:
-            return
+            return _name_parts(who, bucket, parts)
         else:
             bucket.remove_if(index, older.version)
             if bucket.read(index) is not None:
@@ -135,6 +137,15 @@ def _remove_older(
         raise CheckpointError(message(
             f"{who} {bucket / name}", f"the older export cannot be removed: {error}",
             "The new one is complete.", "Remove the older one's objects.")) from error  # fmt: skip
+
+
+def _name_parts(who: str, bucket: Bucket, parts: Sequence[str]) -> None:
+    """Says which ones no index names: of an export that was killed, or of one that is under way."""
+    if parts:
+        warn(message(
+            f"{who} {bucket}", f"no index names {first_of([*map(named, parts)])}",
+            "They are left of an export that was ended, unless another process writes them now.",
+            "Remove them, if none does."))  # fmt: skip
 
 
 def upload(who: str, directory: Path, bucket: Bucket) -> None:
@@ -148,22 +159,41 @@ def upload(who: str, directory: Path, bucket: Bucket) -> None:
     files = {str(path.relative_to(directory)): path for path in _files.files_below(directory)}
     seal = files.pop(_seal.NAME).read_bytes()
     try:
-        claim = _seal.claim(f"{_lock.Owner.new()}, {secrets.token_hex(8)}")
+        claim = _new_claim()
         version = bucket.write_if(_seal.NAME, claim, found and found.version)
+        owns = functools.partial(_mirror.check_claim, bucket, claim)
+        left = _mirror.random_names(bucket.names())
+        owns()  # After the list: what is in it is not of one that has begun since.
+        bucket.remove(left)
         try:
-            _clear(bucket)
-            bucket.upload(files)
+            bucket.upload(files, owns)
             bucket.write_if(_seal.NAME, seal, version)
         except BaseException:
-            with contextlib.suppress(CheckpointError):
-                bucket.remove_if(_seal.NAME, version)
-                if bucket.read(_seal.NAME) is None:
-                    _clear(bucket)
+            _retreat(bucket, files, seal, version)
             raise
     except Lost as error:
         raise CheckpointError(message(
             f"{who} {bucket}", f"{error} was written by another process", "One writes at a time.",
             "Name another directory, or wait until it is done.")) from error  # fmt: skip
+    if found is not None:  # Now that it is sealed nobody writes here again.
+        _remove_quietly(bucket, sorted({*bucket.names()} - {*files, _seal.NAME}))
+
+
+def _new_claim() -> bytes:
+    return _seal.claim(f"{_lock.Owner.new()}, {secrets.token_hex(8)}")
+
+
+def _retreat(bucket: Bucket, files: Iterable[str], seal: bytes, version: bytes) -> None:
+    """Removes data files of an upload that failed, unless its seal is there all the same.
+
+    What has no random name stays, with a claim: S3 removes under no condition, and it may be the next one's.
+    """
+    with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(Lost):  # So that the seal cannot come any more.
+            bucket.write_if(_seal.NAME, _new_claim(), version)
+        found = bucket.read(_seal.NAME)
+        if found is None or found.data != seal:
+            bucket.remove(_mirror.random_names(files))
 
 
 def check_new(who: str, bucket: Bucket) -> Object | None:
@@ -173,23 +203,11 @@ def check_new(who: str, bucket: Bucket) -> Object | None:
       OptionError: something else is.
     """
     found = bucket.read(_seal.NAME)
-    if not _is_claim(found) and bucket.names():
+    if not _mirror.is_claim(found) and bucket.names():
         raise OptionError(message(
             who, f"there is something below {bucket} already", "A checkpoint is a new directory.",
             "Name another, or remove it."))  # fmt: skip
     return found
-
-
-def _is_claim(found: Object | None) -> bool:
-    try:
-        _seal.parse(b"" if found is None else found.data)
-    except _seal.Broken as error:
-        return isinstance(error, _seal.Unfinished)
-    return False
-
-
-def _clear(bucket: Bucket) -> None:
-    bucket.remove([name for name in bucket.names() if name != _seal.NAME])
 
 
 def _exists(who: str, url: Bucket) -> OptionError:

@@ -7,6 +7,7 @@ from ._buckets import BUCKET_SCENARIOS as BUCKET_SCENARIOS
 from ._buckets import LEASE as LEASE
 from ._buckets import Place as Place
 from ._buckets import another_machine as another_machine
+from ._buckets import begun_step as begun_step
 from ._buckets import place as place
 from ._buckets import stopped_beyond_its_lease as stopped_beyond_its_lease
 from ._children import Child as Child

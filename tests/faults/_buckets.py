@@ -15,7 +15,7 @@ import pytest
 import gs_server
 import jzero
 import s3_server
-from jzero.checkpoint import _lock, _seal
+from jzero.checkpoint import _lock
 from jzero.checkpoint._bucket import Bucket
 
 from . import _scripts
@@ -82,15 +82,8 @@ def stopped_beyond_its_lease(
     When it goes on, it changes nothing that the other has written, calls nothing complete, and says why.
     If `begun`, a third one had died before that while it wrote the step that both of them save.
     """
-    url, train_step = (
-        place.prepared(SCENARIOS["save, in the background"]),
-        _scripts.new_train_step(),
-    )
-    if begun:
-        place.proxy.arm(RequestFault("kill_after", 1, only="PUT steps/3/state/manifest"))
-        dead = place.children.start("faults._scripts:save", root=url, steps=SAVES)
-        place.proxy.client = dead.pid
-        assert dead.wait().status == -9
+    train_step = _scripts.new_train_step()
+    url = begun_step(place) if begun else place.prepared(SCENARIOS["save, in the background"])
     place.proxy.arm(fault)
     child = place.children.start("faults._scripts:save", root=url, steps=SAVES, lease=LEASE)
     place.proxy.client = child.pid
@@ -119,9 +112,21 @@ def stopped_beyond_its_lease(
     errors = [said["error"] for said in ended.said if "error" in said]
     broken += [f"said: {error}" for error in errors if not error.startswith("CheckpointError")]
     # What it tries then is refused, since there are later steps.
-    named = any(re.search("has taken over|was written by another| writes in ", e) for e in errors)
+    why = "has taken over|was written by another| writes in | is not after step "
+    named = any(re.search(why, e) for e in errors)
     named |= {"complete": SAVES[-1]} in ended.said  # It had no more to do.
     return broken + [f"did not say why: {ended}"] * (not named or ended.status != 0)
+
+
+def begun_step(place: Place) -> str:
+    """A new directory in which a writer has died while it wrote the next step."""
+    url = place.prepared(SCENARIOS["save, in the background"])
+    # At its seal: by then all else is there.
+    place.proxy.arm(RequestFault("kill", 2, only="PUT steps/3/_JZERO_SEAL"))
+    dead = place.children.start("faults._scripts:save", root=url, steps=SAVES)
+    place.proxy.client = dead.pid
+    assert dead.wait().status == -9
+    return url
 
 
 @contextlib.contextmanager
@@ -193,18 +198,12 @@ class BucketRun(Run):
         for copy in self._copies:
             copy.cleanup()
 
-    clears = False  # Nothing names such parts; and they might be those of a process that is writing them.
-
-    def make_way(self, name: str) -> None:
-        """What was half imported is refused until somebody removes it."""
-        bucket = _opened(f"{self.root}/{name}")
-        if (left := bucket.names()) and bucket.read(_seal.NAME) is None:
-            again = self.run("command", words=self.scenario.arguments["words"])
-            assert [said["exit"] for said in again.said] == [2], again
-            bucket.remove(left)
-
     def can_clean_up(self) -> bool:
-        return False
+        if self.hit is None or self.fault.ever or self.fault.kills:
+            return False
+        # Whether the index was written nobody knows then.
+        last = self.hit.name == "PUT" and self.hit.target.endswith("index.json")
+        return not last and self.hit.name not in ("DELETE", "HEAD")
 
 
 def _opened(url: str) -> Bucket:

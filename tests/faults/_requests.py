@@ -197,10 +197,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self, request: Request, fault: RequestFault, body: bytes) -> None:
         """Passes a request on, and the answer back, as far as the fault has it."""
         action = fault.action
-        if action == "kill" and not self.server.dead:
-            self.server.kill()
-        if self.server.dead or action == "drop":
+        if self.server.dead or action in ("drop", "kill"):
+            # Before the client's end: who waits for that looks at the log.
             self._log.append(request)
+            if action == "kill" and not self.server.dead:
+                self.server.kill()
             raise _Gone
         if action == "answer":
             self._log.append(request._replace(status=fault.status))
@@ -211,10 +212,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.stop()
         status, headers, data = self._ask(body)
         self.server.changed(request._replace(status=status))
-        if action == "kill_after":
-            self.server.kill()
         if action in ("kill_after", "lose"):
             self._log.append(request)
+            if action == "kill_after":
+                self.server.kill()
             raise _Gone
         if action == "stop_after":
             self.server.stop()

@@ -142,11 +142,6 @@ class Run:
         """What is in the root."""
         return {path.name for path in self.root.iterdir()}
 
-    clears = True  # Another export of a name removes what was left of one that was killed.
-
-    def make_way(self, name: str) -> None:
-        """Before an import is done again: nothing has to be done."""
-
     def can_clean_up(self) -> bool:
         """Whether what was half done could be removed: nothing fails in that."""
         removes = self.hit is not None and self.hit.name in ("unlink", "rmdir", "open", "opendir")
@@ -278,7 +273,7 @@ def _judge_export(run: Run) -> list[str]:
     folder = run.folder(EXPORTS)
     if again.said != [{"exit": 0}] or _exported(folder) != [SAVED[1]]:
         broken.append(f"another export to the same name: {again.said}, {_exported(folder)}")
-    return broken + (_leftovers(folder, "another export") if run.clears else [])
+    return broken + _leftovers(folder, "another export")
 
 
 def _leftovers(folder: pathlib.Path, after: str) -> list[str]:
@@ -360,7 +355,6 @@ def _judge_import(run: Run) -> list[str]:
     known = {EXPORTS, IMPORTED}
     if run.can_clean_up():
         broken += _others(run, known, "the error")
-    run.make_way(IMPORTED)
     again = run.run("command", words=_IMPORT)
     if (again.said == [{"exit": 0}]) != (found == "absent") or _imported(run) != ["right"]:
         broken.append(f"another import to the same name: {again.said}, {_imported(run)}")

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 import jzero
-from jzero.checkpoint import _bucket, _lock, _seal
+from jzero.checkpoint import _bucket, _lock, _mirror, _seal
 from jzero.checkpoint._bucket import Bucket
 from jzero.cli._main import main
 
@@ -221,8 +221,9 @@ def look_at_import(say: Say, root: str, step: int) -> None:
     """Says whether an imported checkpoint is there, and right."""
     directory, params = f"{root}/{IMPORTED}", {"params": values(step)["params"]}
     bucket = Bucket.of("test", directory)
+    found = bucket and bucket.read(_seal.NAME)
     # In a bucket it is there when it is sealed.
-    if IMPORTED not in names(root) or (bucket and bucket.read(_seal.NAME) is None):
+    if IMPORTED not in names(root) or (bucket and (not found or _mirror.is_claim(found))):
         return say({"imported": "absent"})
     try:
         say({"imported": verdict(jzero.restore(directory, new_train_step(), params), params)})
