@@ -105,7 +105,7 @@ class Checkpointer:
     next `save` that is due, `restore`, `wait` or `close`. A single process raises it by its next call.
 
     Saving copies the state to the host and writes it in the background, so the next step may consume it. What
-    does not fit into three quarters of `save_bytes` is written first, a part at a time, while `save` waits.
+    does not fit into five eighths of `save_bytes` is written first, a part at a time, while `save` waits.
     Restoring reads each shard straight to its device (see `jzero.restore`).
 
     Args:

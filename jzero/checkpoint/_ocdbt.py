@@ -21,6 +21,7 @@ from jzero.checkpoint._seal import StoredLeaf
 
 # Of data files: a bucket takes each in one request, and until one is full it is in memory.
 FILE_BYTES = 2**26
+CACHE_BYTES = 10**8
 _KEY = re.compile(r"(.*)/(?:zarr\.json|c(?:/\d+)*)", re.DOTALL)
 
 
@@ -44,10 +45,10 @@ def directory(path: Path) -> dict[str, Any]:
     return {"driver": "file", "path": f"{path}/"}
 
 
-def context() -> tensorstore.Context:
-    """Like Orbax's: as many files at a time, and nodes of the tree are kept in memory."""
+def context(cache_bytes: int = CACHE_BYTES) -> tensorstore.Context:
+    """Like Orbax's: as many files at a time, and nodes of the tree are kept in memory, so many bytes."""
     return tensorstore.Context({
-        "file_io_concurrency": {"limit": 128}, "cache_pool#ocdbt": {"total_bytes_limit": 10**8},
+        "file_io_concurrency": {"limit": 128}, "cache_pool#ocdbt": {"total_bytes_limit": cache_bytes},
     })  # fmt: skip
 
 

@@ -5,7 +5,8 @@
 what is written in one transaction its chunks too, compressed, until it is committed. What is more than there
 is room for is copied and written in turn, before the state may be consumed; then the rest is copied. A
 transaction has an eighth of `save_bytes`, or one chunk: what it brings to the host and its chunks are a
-quarter, and the rest of the copies three.
+quarter. Nodes of the store's tree that tensorstore keeps have an eighth, at most 100 MB; the rest of the
+copies has what is left.
 """
 
 from __future__ import annotations
@@ -117,8 +118,9 @@ class Writing:
         """
         self._directory = directory
         self._together = min(_TOGETHER, max(save_bytes // 8, 1))
-        self._room = save_bytes - 2 * self._together
-        self._context = _ocdbt.context()
+        cache = min(_ocdbt.CACHE_BYTES, save_bytes // 8)
+        self._room = save_bytes - 2 * self._together - cache
+        self._context = _ocdbt.context(cache)
         self._parts: list[_Part] = []
         self.leaves: dict[str, StoredLeaf] = {}
         self.shared: dict[str, list[tuple[int, Box]]] = {}
