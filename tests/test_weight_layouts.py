@@ -635,6 +635,10 @@ RULES = [
     (("a", "b", "x -> y"), "x y is on one side only"),
     ((("a", "b"), "c", "n x -> x"), "n is an axis of its tensors"),
     (("a", ("b", "c"), "x -> x"), "n is an axis of its tensor, and counts its leaves"),
+    (("a.{i}", "b/{i}", "o i -> i o"), "i is the axis of layers"),
+    (("a", "b", "o i -> i o"), "i is the axis of layers"),
+    (("a", "b", "", True, "c.weight"), "no rule is for c.weight alone"),
+    ((3, "a"), "it is no WeightRule of texts"),
 ]  # fmt: skip
 
 
@@ -642,6 +646,11 @@ RULES = [
 def test_rules_that_are_none(rule, text, tmp_path):
     layout = jzero.WeightLayout("mine", (jzero.WeightRule(*rule),))
     assert text in refused(tmp_path, values(decoder()), layout=layout)
+
+
+def test_a_tuple_is_no_rule(tmp_path):
+    layout = jzero.WeightLayout("mine", (("a.weight", "a/kernel"),))  # type: ignore[arg-type]
+    assert "it is no WeightRule of texts" in refused(tmp_path, values(decoder()), layout=layout)
 
 
 def test_layouts_that_are_none(tmp_path, monkeypatch, capsys):
@@ -690,3 +699,93 @@ def test_a_read_is_the_rows_of_the_whole():
         for stop in range(start + 1, 13):
             found = move.read(0, slice(start, stop), lambda _, index: x[index])
             np.testing.assert_array_equal(found, whole[start:stop])
+
+
+def test_two_tensors_for_one_leaf(tmp_path):
+    """Of no `like`, which would say that the second has none."""
+    tensors = {f"l.{i}.{x}.weight": np.ones((2, 2), np.float32) for i in range(2) for x in "qk"}
+    rules = [jzero.WeightRule(f"l.{{i}}.{x}.weight", "l/{i}/q/kernel", "a b -> b a") for x in "qk"]
+    said = refused(tmp_path, tensors, layout=jzero.WeightLayout("mine", (*rules,)))
+    assert (
+        "leaf params/l/0/q/kernel would be of tensor l.{i}.q.weight, and of l.{i}.k.weight" in said
+    )
+
+
+def test_keys_of_a_table_that_are_misspelt(tmp_path):
+    rule = {"tensors": "a.weight", "leaves": "a/kernel", "axis": "a b -> b a", "optinal": True}
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    (folder / "t.json").write_text(json.dumps({"rules": [rule]}))
+    with pytest.raises(jzero.OptionError, match=r"t\.json': axis, optinal is not known"):
+        jzero.export_weights(tmp_path, tmp_path / "out.safetensors", layout=folder / "t.json")
+
+
+def multimodal(base: str) -> Tensors:
+    """Gemma 3 with a vision tower, whose text model is what the layout has."""
+    text = values(decoder(FOUR, head_norms=True, tied=True))
+    found = {base + name.removeprefix("model."): x for name, x in text.items()}
+    more = ("vision_tower.encoder.layers.0.mlp.fc1.weight", "multi_modal_projector.norm.weight")
+    return found | {name: np.ones(3, np.float32) for name in more}
+
+
+@pytest.mark.parametrize("base", ["language_model.model.", "model.language_model."])
+def test_a_text_model_within_another(base, tmp_path):
+    tensors = multimodal(base)
+    said = refused(tmp_path, tensors, layout="gemma")
+    assert (
+        "no tensor of a layer is there, as model.layers.0.self_attn.q_proj.weight would be" in said
+    )
+    assert f"names begin with {base}: take WeightLayout.extended(base='{base}')" in said
+    layout = jzero.LAYOUTS["gemma"].extended(
+        base=base, ignored=("vision_tower.*", "multi_modal_projector.*")
+    )
+    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout=layout)
+    jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout=layout)
+    expected = {name: x for name, x in tensors.items() if name.startswith(base)}
+    assert_same(load_file(tmp_path / "out.safetensors"), expected)
+
+
+def test_ignored_tensors_of_files_without_the_base(tmp_path):
+    tensors = {name.removeprefix("transformer."): x for name, x in values(gpt2()).items()}
+    layout = jzero.LAYOUTS["gpt2"].extended(ignored=("score.*",))
+    save_file({**tensors, "score.weight": np.ones(3, np.float32)}, tmp_path / "in.safetensors")
+    assert jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout=layout)
+
+
+def test_the_layout_of_another_family(tmp_path):
+    said = refused(tmp_path, values(gpt2()))
+    assert "no tensor of a layer is there" in said
+    assert "tensor transformer.h.0.attn.c_attn.bias is not in the layout" in said
+
+
+def test_layers_are_numbered_from_0_without_gaps(tmp_path):
+    """However large a number in a name is."""
+    tensors = values(decoder())
+    tensors["model.layers.20000000.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
+    tensors[f"model.layers.{'9' * 5000}.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
+    said = refused(tmp_path, tensors)
+    assert "layer 3 is missing: layers are numbered up to 20000000" in said
+    leaves = {"layers/7/mlp/up_proj/kernel": np.ones((2, 2), np.float32)}
+    ocp.PyTreeCheckpointer().save(tmp_path / "ck", {"params": tree_of(leaves)})
+    with pytest.raises(jzero.CheckpointError, match="layer 0 is missing"):
+        jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
+
+
+def test_layers_of_their_own_dtypes(tmp_path):
+    """Each is a leaf; only what shares one has one dtype."""
+    tensors = values(decoder())
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].astype(np.float16)
+    save_file(tensors, tmp_path / "in.safetensors")
+    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout="llama")
+    jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
+    assert_same(load_file(tmp_path / "out.safetensors"), tensors)
+
+
+def test_the_axis_of_layers_with_a_leaf_for_each(tmp_path):
+    rule = jzero.WeightRule("l.{i}.weight", "l/{i}/kernel", "a b -> b i a")
+    tensors = {f"l.{i}.weight": np.full((2, 3), i, np.float32) for i in range(4)}
+    layout = jzero.WeightLayout("mine", (rule,))
+    save_file(tensors, tmp_path / "in.safetensors")
+    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout=layout)
+    assert leaves_of(tmp_path / "ck")["params/l/3/kernel"].shape == (3, 2)

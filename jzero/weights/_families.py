@@ -7,6 +7,7 @@ that of a norm a `scale`. Where heads have dims of their own, as in a DenseGener
 
 from __future__ import annotations
 
+import os
 import runpy
 from collections.abc import Iterator
 from typing import Any
@@ -111,7 +112,7 @@ def layout_of(who: str, given: Any) -> WeightLayout:
     Raises:
       OptionError: there is none, or a rule of it is none.
     """
-    found = given
+    given = found = os.fspath(given) if isinstance(given, os.PathLike) else given
     if isinstance(given, str) and (found := LAYOUTS.get(given)) is None:
         file, _, name = given.rpartition(":")
         if given.endswith(".json"):
@@ -130,8 +131,11 @@ def layout_of(who: str, given: Any) -> WeightLayout:
 def _from_json(who: str, path: str) -> WeightLayout:
     entries = _json.read(who, path, _FORM)
     unknown = entries.keys() - _FORM.keys()
+    unknown |= {key for entry in entries["rules"] for key in entry} - _FORM["rules"][0].keys()
     if unknown or entries.get("extends") not in (None, *LAYOUTS):
-        raise _refused(who, f"{path!r}: {', '.join(unknown) or entries['extends']} is not known")
+        raise _refused(
+            who, f"{path!r}: {', '.join(sorted(unknown)) or entries['extends']} is not known"
+        )
     rules = [
         WeightRule(
             _names(entry["tensors"]), _names(entry["leaves"]), entry.get("axes") or "",
