@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jzero
@@ -789,3 +790,84 @@ def test_the_axis_of_layers_with_a_leaf_for_each(tmp_path):
     save_file(tensors, tmp_path / "in.safetensors")
     jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout=layout)
     assert leaves_of(tmp_path / "ck")["params/l/3/kernel"].shape == (3, 2)
+
+
+def test_exports_say_whose_tensors_they_are(tmp_path):
+    """Of a layout Hugging Face's, as their loaders want it; without one Flax's."""
+    save_file(values(decoder()), tmp_path / "in.safetensors")
+    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout="llama")
+    for layout, text in (("llama", "pt"), (None, "flax")):
+        out = tmp_path / f"{text}.safetensors"
+        jzero.export_weights(tmp_path / "ck", out, layout=layout)
+        with safe_open(out, "np") as file:
+            assert file.metadata() == {"format": text}
+
+
+def test_a_tied_model_whose_file_has_the_head_too(tmp_path):
+    config = {"model_type": "llama", **SIZES, "tie_word_embeddings": True}
+    tensors = values(decoder(tied=True))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, tmp_path / "in.safetensors")
+    jzero.import_weights(
+        tmp_path / "in.safetensors", tmp_path / "ck", layout="llama", config=config
+    )
+    assert "params/lm_head/kernel" not in leaves_of(tmp_path / "ck")
+    (tmp_path / "other").mkdir()
+    tensors["lm_head.weight"][0, 0] += 1
+    said = refused(tmp_path / "other", tensors, config=config)
+    assert "lm_head.weight has no leaf, and other values than model.embed_tokens.weight" in said
+
+
+def test_options_of_another_type(tmp_path):
+    tensors = values(decoder())
+    assert "dtype='int8'" in refused(tmp_path, tensors, dtype="int8")
+    with pytest.raises(jzero.OptionError, match="dtype='int8'"):
+        jzero.export_weights(tmp_path, tmp_path / "out.safetensors", dtype="int8")
+    for like in (GPT2(), shapes_of, {"a": 3}):
+        assert "which has no shape and dtype" in refused(tmp_path, tensors, like=like)
+
+
+LLAMA = {"model_type": "llama", **SIZES}
+OTHERS = [
+    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
+    {"hidden_act": "gelu"}, {"attention_bias": True}, {"mlp_bias": True}, {"model_type": "qwen2"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_the_example_refuses_what_it_does_not_compute(other):
+    name = "rope_type" if "rope" in str(other) else next(iter(other))
+    with pytest.raises(SystemExit, match=f"config.json has .*'{name}'.*, and only"):
+        example().checked({**LLAMA, **other})
+
+
+def test_the_example_reads_config_json_as_it_is():
+    found = example().checked({
+        **LLAMA, "head_dim": None, "num_key_value_heads": None, "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    })  # fmt: skip
+    assert (found["head_dim"], found["num_key_value_heads"]) == (DIM // HEADS, HEADS)
+    assert found["rope_theta"] == 5e5
+    assert example().checked({**LLAMA, "head_dim": 6})["head_dim"] == 6
+
+
+def test_the_example_imports_another_file_anew(tmp_path):
+    """Into the same folder; and a file that was replaced."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": None}))
+    tensors = values(decoder())
+    for name in tensors:
+        if "k_proj" in name or "v_proj" in name:
+            tensors[name] = np.ones((HEADS * HEAD, DIM), np.float32)
+    args = types.SimpleNamespace(
+        weights=str(tmp_path / "in.safetensors"), config=str(tmp_path / "config.json"), seed=0,
+        dim=DIM, layers=NUM, heads=HEADS,
+    )  # fmt: skip
+    for value in (1, 2):
+        tensors["model.norm.weight"] = np.full(DIM, value, np.float32)
+        save_file(tensors, tmp_path / "in.safetensors")
+        with jax.numpy_rank_promotion("allow"):
+            _, _, found = example().imported(args, tmp_path / "made")
+            assert example().imported(args, tmp_path / "made")[2] == found
+        assert (leaves_of(found)["params/norm/scale"] == value).all()

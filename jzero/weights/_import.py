@@ -72,6 +72,8 @@ def import_weights(
     Returns:
       The number of leaves.
     """
+    _safetensors.check_dtype(WHO, dtype)
+    _check_like(like)
     bucket = Bucket.of(WHO, checkpoint)
     _check_prefix(prefix)
     path = _sources.find(WHO, source)
@@ -123,6 +125,9 @@ def _laid_out(
     """The leaves that a layout makes of tensors."""
     shapes = {name: entry.tensor.shape for name, entry in held.items()}
     if config is not None:
+        for first, second in _complete.tied(layout, shapes, config):
+            _check_equal(held[first], held[second], path)
+            del shapes[second]
         _complete.check(WHO, path, layout, shapes, config)
     wanted = {} if like is None else {
         "/".join(filter(None, [prefix, name])): leaf
@@ -207,6 +212,15 @@ def _new_directory(checkpoint: str | Path) -> Path:
             WHO, f"there is {directory} already", "A checkpoint is a new directory.",
             "Name another, or remove it."))  # fmt: skip
     return directory
+
+
+def _check_like(like: Any) -> None:
+    leaves = jax.tree.leaves(like)
+    if bad := [x for x in leaves if not (hasattr(x, "shape") and hasattr(x, "dtype"))]:
+        raise OptionError(message(
+            WHO, f"like has {bad[0]!r:.100}, which has no shape and dtype",
+            "Its leaves are the parameters of a model, not the model or a function.",
+            "Pass jax.eval_shape(model.init, ...)['params'], or nnx.state(model, nnx.Param)."))  # fmt: skip
 
 
 def _check_prefix(prefix: str) -> None:
