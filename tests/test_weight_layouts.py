@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import re
 import types
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 import jzero
 from jzero.checkpoint import _stored, _stream
 from jzero.cli._main import main
-from jzero.weights import _moves
+from jzero.weights import _moves, _sources
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM, DIM, HEADS, KV_HEADS, HEAD, INNER, VOCAB = 3, 8, 4, 2, 2, 12, 11
@@ -871,3 +872,39 @@ def test_the_example_imports_another_file_anew(tmp_path):
             _, _, found = example().imported(args, tmp_path / "made")
             assert example().imported(args, tmp_path / "made")[2] == found
         assert (leaves_of(found)["params/norm/scale"] == value).all()
+
+
+@pytest.mark.parametrize("panel", [2**30, 2**20, 2**18])
+def test_columns_are_read_about_once(panel, tmp_path, monkeypatch):
+    """With all, or some, of those that come next; once for each panel if these are short."""
+    monkeypatch.setattr(_stream, "AT_ONCE", 2**16)
+    monkeypatch.setattr(_sources, "_PANEL", panel, raising=False)
+    tensor = values({"a.weight": (512, 1024)})["a.weight"]
+    tensor.tofile(path := tmp_path / "data")
+
+    def num_read() -> int:
+        return int(re.findall(r"rchar: (\d+)", pathlib.Path("/proc/self/io").read_text())[0])
+
+    before = num_read()
+    for i in range(0, 1024, 32):
+        index = [slice(0, 512), slice(i, i + 32)]
+        found = _sources.read_part(path, 0, tensor.shape, tensor.dtype, index)
+        np.testing.assert_array_equal(found, tensor[:, i : i + 32])
+    assert num_read() - before < (2 if panel >= 2**20 else 10) * tensor.nbytes
+    path.write_bytes(b"")
+    _sources.panels.clear()
+    with pytest.raises((OSError, ValueError)):
+        _sources.read_part(path, 0, tensor.shape, tensor.dtype, index)
+
+
+def test_panels_keep_to_their_bound(tmp_path, monkeypatch):
+    """Of several tensors in turn, as two halves of one leaf."""
+    monkeypatch.setattr(_sources, "_PANEL", 2**12)
+    monkeypatch.setattr(_sources, "_PANELS", 2**13)
+    tensors = values(decoder())
+    save_file(tensors, path := tmp_path / "in.safetensors")
+    panels = _sources.Panels()
+    for start in range(5):
+        panels.columns(path, start, (64, 32), (0, 8), 4)
+        kept = sum(data.nbytes for *_, data in panels._kept.values())
+        assert 0 < kept <= 2**13

@@ -55,7 +55,9 @@ def import_weights(
 ) -> int:
     """Writes the tensors of a safetensors file, or of an index and its files, as an Orbax checkpoint.
 
-    Without a layout a tensor `a.b` becomes the leaf `prefix/a/b`. Either path may be a URL of a bucket.
+    Without a layout a tensor `a.b` becomes the leaf `prefix/a/b`. Either path may be a URL of a bucket. In
+    memory is a block of a leaf's rows at a time; of tensors that a layout transposes also 1 GiB at most,
+    so that files are read about once.
 
     Args:
       source: the file, or the index.
@@ -83,6 +85,7 @@ def import_weights(
             WHO, "like or config is given without a layout", "They say what a layout makes of tensors.",
             "Add layout, one of " + ", ".join(LAYOUTS) + "."))  # fmt: skip
     with contextlib.ExitStack() as stack:
+        stack.callback(_sources.panels.clear)
         if bucket is None:
             directory = _new_directory(checkpoint)
         else:
