@@ -908,3 +908,46 @@ def test_panels_keep_to_their_bound(tmp_path, monkeypatch):
         panels.columns(path, start, (64, 32), (0, 8), 4)
         kept = sum(data.nbytes for *_, data in panels._kept.values())
         assert 0 < kept <= 2**13
+
+
+def test_a_directory_as_source(tmp_path):
+    """As a download has it."""
+    (folder := tmp_path / "hub").mkdir()
+    with pytest.raises(
+        jzero.CheckpointError, match=r"there is no model.safetensors or model.*\.json in it"
+    ):
+        jzero.import_weights(folder, tmp_path / "ck", layout="llama")
+    save_file(values(decoder()), folder / "one.safetensors")
+    index = {"weight_map": dict.fromkeys(decoder(), "one.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert jzero.import_weights(folder, tmp_path / "ck", layout="llama")
+
+
+def test_what_a_leaf_says_is_the_message(tmp_path):
+    """And not what wraps it."""
+    tensors = values(decoder())
+    tensors["model.norm.weight"] = np.full(DIM, 1e30, np.float32)
+    said = refused(tmp_path, tensors, dtype="fp16")
+    assert said.startswith(
+        "import params/norm/scale: it has values beyond the largest float16. No number"
+    )
+
+
+def test_a_user_s_files_that_cannot_be_used(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exits_at_once.py").write_text("import sys; sys.exit(3)")
+    (tmp_path / "cut.json").write_text('{"rules": [')
+    (tmp_path / "other.json").write_text('{"rules": [{"tensors": 3}]}')
+    found = {
+        "exits_at_once.py:X": "SystemExit: 3", "no.json": "there is no such file",
+        "cut.json": "it is not JSON", "other.json": "rules.0.tensors is 3, not a text; rules.0.leaves is",
+    }  # fmt: skip
+    for layout, text in found.items():
+        with pytest.raises(jzero.OptionError, match=f"layout='{layout}': {text}"):
+            jzero.import_weights("in.safetensors", "ck", layout=layout)
+    for like in ("nosuch:f", "nosuch", "exits_at_once:f"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["import", "in", "out", "--layout", "llama", "--like", like])
+        error = "SystemExit: 3" if "exits" in like else "No module named 'nosuch'"
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"{error}. It is MODULE:FUNCTION, which takes nothing" in said
