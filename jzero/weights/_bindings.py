@@ -127,16 +127,15 @@ def into_leaves(
             # Of rules for the same tensors the first one counts; a tied head comes with its tensor only.
             if used & {*found.values()} or (rule.optional and not found):
                 continue
-            names: list[str] | None = [
-                "/".join(filter(None, [prefix, x])) for x in rule.leaf_names(num)
-            ]
+            own = ["/".join(filter(None, [prefix, x])) for x in rule.leaf_names(num)]
+            names: list[str] | None = own
             unrolled = rule.is_unrolled
             first = _each(rule.tensors)[0]
             binder.bad += [
                 f"leaf {name} would be of tensor {taken[name]}, and of {first}"
-                for name in names if name in taken
+                for name in own if name in taken
             ][:1]  # fmt: skip
-            taken |= dict.fromkeys(names, first)
+            taken |= dict.fromkeys(own, first)
         else:
             if not of_leaves[number]:
                 continue

@@ -8,6 +8,7 @@ import fnmatch
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -125,15 +126,17 @@ class WeightLayout:
         return dataclasses.replace(self, rules=rules, ignored=tuple(map(renamed, self.ignored)))
 
     def other_base(self, names: Iterable[str]) -> str | None:
-        """What names begin with that would be the layout's with its base in place of that."""
+        """What names begin with where most would be the layout's with its base in place of that."""
         wanted = tuple(
             "." + name.removeprefix(self.base)
             for rule in self.rules if rule.is_layer for name in _each(rule.tensors)
         )  # fmt: skip
-        for template in (t for name in names for t, layer in _templates(name) if layer is not None):
-            if found := next((x for x in wanted if template.endswith(x)), None):
-                return template.removesuffix(found) + "."
-        return None
+        templates = {t for name in names for t, layer in _templates(name) if layer is not None}
+        bases = Counter(
+            template.removesuffix(end) + "."
+            for template in sorted(templates) for end in dict.fromkeys(wanted) if template.endswith(end)
+        )  # fmt: skip
+        return bases.most_common(1)[0][0] if bases else None
 
     def check(self, who: str) -> None:
         """That every rule is one.
