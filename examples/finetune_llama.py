@@ -7,8 +7,10 @@ python examples/finetune_llama.py              # a small one with random weights
 import argparse
 import glob
 import json
+import os
 import pathlib
 import sysconfig
+import zlib
 from typing import Any
 
 import flax.linen as nn
@@ -47,7 +49,7 @@ class Attention(nn.Module):
         c, heads = self.config, self.config["num_attention_heads"]
         num = {"q": heads, "k": c["num_key_value_heads"], "v": c["num_key_value_heads"]}
         q, k, v = (
-            nn.DenseGeneral((n, c["hidden_size"] // heads), use_bias=False, name=f"{name}_proj")(x)
+            nn.DenseGeneral((n, c["head_dim"]), use_bias=False, name=f"{name}_proj")(x)
             for name, n in num.items()
         )
         q, k = rotated(q, c["rope_theta"]), rotated(k, c["rope_theta"])
@@ -109,27 +111,43 @@ def rows(text: np.ndarray, step: int, args: Any) -> Any:
     return text[starts + np.arange(args.context + 1)]
 
 
-def imported(args: Any, folder: pathlib.Path) -> tuple[Llama, Any]:
-    """The model, and the shapes of its parameters, which the first run imports to `folder`."""
+def checked(config: dict[str, Any]) -> dict[str, Any]:
+    """With defaults; refused where this model would compute something else."""
+    computed = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+                "attention_dropout": 0, "partial_rotary_factor": 1, "rope_type": "default"}  # fmt: skip
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = {"rope_type": rope.get("type", "default"), **config, **rope}
+    if bad := {x: found[x] for x in computed if found.get(x, computed[x]) != computed[x]}:
+        raise SystemExit(f"finetune_llama: config.json has {bad}, and only {computed} is computed")
+    heads = config["num_attention_heads"]
+    defaults = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
+    own = {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // heads}
+    return {**defaults, **own, **{name: x for name, x in found.items() if x is not None}}
+
+
+def imported(args: Any, folder: pathlib.Path) -> tuple[Llama, Any, pathlib.Path]:
+    """The model, the shapes of its parameters, and where in `folder` the first run imports them to."""
     sizes = [256, args.dim, 3 * args.dim, args.layers, args.heads, max(args.heads // 2, 1)]
     names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
              "num_attention_heads", "num_key_value_heads"]  # fmt: skip
     config = {"model_type": "llama", **dict(zip(names, sizes, strict=True))}
     config = json.loads(pathlib.Path(args.config).read_text()) if args.config else config
-    defaults = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
-    model = Llama({"num_key_value_heads": config["num_attention_heads"], **defaults, **config})
+    model = Llama(checked(config))
     init = jax.tree_util.Partial(
         model.init, jax.random.key(args.seed), jnp.zeros((1, 2), jnp.int32)
     )
     shapes, weights = jax.eval_shape(init)["params"], args.weights or folder / "model.safetensors"
-    if not (folder / "imported").exists():
+    # Another file, or another version of it, is imported anew.
+    stat = pathlib.Path(args.weights).stat() if pathlib.Path(args.weights).is_file() else None
+    version = stat and (stat.st_size, stat.st_mtime_ns)
+    source = [os.path.abspath(args.weights), version, args.seed, config]
+    target = folder / f"imported_{zlib.crc32(repr(source).encode()):08x}"
+    if not target.exists():
         if not args.weights:
             ocp.PyTreeCheckpointer().save(folder / "random", init(), force=True)
             jzero.export_weights(folder / "random", weights, layout="llama", overwrite=True)
-        jzero.import_weights(
-            weights, folder / "imported", layout="llama", like=shapes, config=config
-        )
-    return model, shapes
+        jzero.import_weights(weights, target, layout="llama", like=shapes, config=config)
+    return model, shapes, target
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -141,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
     text = (np.load(args.tokens) if args.tokens else np.concatenate(files)).astype(np.int32)
     text, held_out = np.split(text, [len(text) * 9 // 10])
     folder = pathlib.Path(f"{args.checkpoints}_weights").absolute()
-    model, shapes = imported(args, folder)
+    model, shapes, weights = imported(args, folder)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(args.learning_rate))
 
     def init(params: Any) -> TrainState:
@@ -159,7 +177,7 @@ def main(argv: list[str] | None = None) -> None:
             state = checkpointer.restore(jax.eval_shape(init, shapes))
         else:  # Parameters come in shards; what the optimizer has beside them is made so.
             same = jzero.shard_train_step(lambda state, batch: state, stage=args.stage)
-            loaded = jzero.restore(folder / "imported", same, {"params": shapes})
+            loaded = jzero.restore(weights, same, {"params": shapes})
             state = train_step.init(init, loaded["params"])
         print(train_step.describe(state, rows(text, step, args)), flush=True)
         stop = False

@@ -203,7 +203,7 @@ def test_clip_in_microbatches_is_clip(tmp_path, capsys):
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_fits_on_three_screens(path):
     # A Llama whose modules have Hugging Face's names takes one screen more.
-    most = 190 if path.stem == "finetune_llama" else 150
+    most = 208 if path.stem == "finetune_llama" else 150
     assert len(path.read_text().splitlines()) <= most
     assert path.stem in OPTIONS
     assert f"`{path.name}`" in (EXAMPLES / "README.md").read_text()

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import re
 import types
 from typing import Any
 
@@ -14,12 +15,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero.checkpoint import _stored, _stream
 from jzero.cli._main import main
-from jzero.weights import _moves
+from jzero.weights import _moves, _sources
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM, DIM, HEADS, KV_HEADS, HEAD, INNER, VOCAB = 3, 8, 4, 2, 2, 12, 11
@@ -635,6 +637,10 @@ RULES = [
     (("a", "b", "x -> y"), "x y is on one side only"),
     ((("a", "b"), "c", "n x -> x"), "n is an axis of its tensors"),
     (("a", ("b", "c"), "x -> x"), "n is an axis of its tensor, and counts its leaves"),
+    (("a.{i}", "b/{i}", "o i -> i o"), "i is the axis of layers"),
+    (("a", "b", "o i -> i o"), "i is the axis of layers"),
+    (("a", "b", "", True, "c.weight"), "no rule is for c.weight alone"),
+    ((3, "a"), "it is no WeightRule of texts"),
 ]  # fmt: skip
 
 
@@ -642,6 +648,11 @@ RULES = [
 def test_rules_that_are_none(rule, text, tmp_path):
     layout = jzero.WeightLayout("mine", (jzero.WeightRule(*rule),))
     assert text in refused(tmp_path, values(decoder()), layout=layout)
+
+
+def test_a_tuple_is_no_rule(tmp_path):
+    layout = jzero.WeightLayout("mine", (("a.weight", "a/kernel"),))  # type: ignore[arg-type]
+    assert "it is no WeightRule of texts" in refused(tmp_path, values(decoder()), layout=layout)
 
 
 def test_layouts_that_are_none(tmp_path, monkeypatch, capsys):
@@ -690,3 +701,256 @@ def test_a_read_is_the_rows_of_the_whole():
         for stop in range(start + 1, 13):
             found = move.read(0, slice(start, stop), lambda _, index: x[index])
             np.testing.assert_array_equal(found, whole[start:stop])
+
+
+def test_two_tensors_for_one_leaf(tmp_path):
+    """Of no `like`, which would say that the second has none."""
+    tensors = {f"l.{i}.{x}.weight": np.ones((2, 2), np.float32) for i in range(2) for x in "qk"}
+    rules = [jzero.WeightRule(f"l.{{i}}.{x}.weight", "l/{i}/q/kernel", "a b -> b a") for x in "qk"]
+    said = refused(tmp_path, tensors, layout=jzero.WeightLayout("mine", (*rules,)))
+    assert (
+        "leaf params/l/0/q/kernel would be of tensor l.{i}.q.weight, and of l.{i}.k.weight" in said
+    )
+
+
+def test_keys_of_a_table_that_are_misspelt(tmp_path):
+    rule = {"tensors": "a.weight", "leaves": "a/kernel", "axis": "a b -> b a", "optinal": True}
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    (folder / "t.json").write_text(json.dumps({"rules": [rule]}))
+    with pytest.raises(jzero.OptionError, match=r"t\.json': axis, optinal is not known"):
+        jzero.export_weights(tmp_path, tmp_path / "out.safetensors", layout=folder / "t.json")
+
+
+def multimodal(base: str) -> Tensors:
+    """Gemma 3 with a vision tower, whose text model is what the layout has."""
+    text = values(decoder(FOUR, head_norms=True, tied=True))
+    found = {base + name.removeprefix("model."): x for name, x in text.items()}
+    more = (
+        "audio.layers.0.self_attn.q_proj.weight", "vision_tower.encoder.layers.0.mlp.fc1.weight",
+        "multi_modal_projector.norm.weight",
+    )  # fmt: skip
+    return found | {name: np.ones(3, np.float32) for name in more}
+
+
+@pytest.mark.parametrize("base", ["language_model.model.", "model.language_model."])
+def test_a_text_model_within_another(base, tmp_path):
+    tensors = multimodal(base)
+    said = refused(tmp_path, tensors, layout="gemma")
+    assert (
+        "no tensor of a layer is there, as model.layers.0.self_attn.q_proj.weight would be" in said
+    )
+    assert f"names begin with {base}: take WeightLayout.extended(base='{base}')" in said
+    layout = jzero.LAYOUTS["gemma"].extended(
+        base=base, ignored=("audio.*", "vision_tower.*", "multi_modal_projector.*")
+    )
+    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout=layout)
+    jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout=layout)
+    expected = {name: x for name, x in tensors.items() if name.startswith(base)}
+    assert_same(load_file(tmp_path / "out.safetensors"), expected)
+
+
+def test_ignored_tensors_of_files_without_the_base(tmp_path):
+    tensors = {name.removeprefix("transformer."): x for name, x in values(gpt2()).items()}
+    layout = jzero.LAYOUTS["gpt2"].extended(ignored=("score.*",))
+    save_file({**tensors, "score.weight": np.ones(3, np.float32)}, tmp_path / "in.safetensors")
+    assert jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout=layout)
+
+
+def test_the_layout_of_another_family(tmp_path):
+    said = refused(tmp_path, values(gpt2()))
+    assert "no tensor of a layer is there" in said
+    assert "tensor transformer.h.0.attn.c_attn.bias is not in the layout" in said
+
+
+def test_layers_are_numbered_from_0_without_gaps(tmp_path):
+    """However large a number in a name is."""
+    tensors = values(decoder())
+    tensors["model.layers.20000000.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
+    tensors[f"model.layers.{'9' * 5000}.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
+    said = refused(tmp_path, tensors)
+    assert "layer 3 is missing: layers are numbered up to 20000000" in said
+    leaves = {"layers/7/mlp/up_proj/kernel": np.ones((2, 2), np.float32)}
+    ocp.PyTreeCheckpointer().save(tmp_path / "ck", {"params": tree_of(leaves)})
+    with pytest.raises(jzero.CheckpointError, match="layer 0 is missing"):
+        jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
+
+
+def test_layers_of_their_own_dtypes(tmp_path):
+    """Each is a leaf; only what shares one has one dtype."""
+    tensors = values(decoder())
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].astype(np.float16)
+    save_file(tensors, tmp_path / "in.safetensors")
+    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout="llama")
+    jzero.export_weights(tmp_path / "ck", tmp_path / "out.safetensors", layout="llama")
+    assert_same(load_file(tmp_path / "out.safetensors"), tensors)
+
+
+def test_the_axis_of_layers_with_a_leaf_for_each(tmp_path):
+    rule = jzero.WeightRule("l.{i}.weight", "l/{i}/kernel", "a b -> b i a")
+    tensors = {f"l.{i}.weight": np.full((2, 3), i, np.float32) for i in range(4)}
+    layout = jzero.WeightLayout("mine", (rule,))
+    save_file(tensors, tmp_path / "in.safetensors")
+    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout=layout)
+    assert leaves_of(tmp_path / "ck")["params/l/3/kernel"].shape == (3, 2)
+
+
+def test_exports_say_whose_tensors_they_are(tmp_path):
+    """Of a layout Hugging Face's, as their loaders want it; without one Flax's."""
+    save_file(values(decoder()), tmp_path / "in.safetensors")
+    jzero.import_weights(tmp_path / "in.safetensors", tmp_path / "ck", layout="llama")
+    for layout, text in (("llama", "pt"), (None, "flax")):
+        out = tmp_path / f"{text}.safetensors"
+        jzero.export_weights(tmp_path / "ck", out, layout=layout)
+        with safe_open(out, "np") as file:
+            assert file.metadata() == {"format": text}
+
+
+def test_a_tied_model_whose_file_has_the_head_too(tmp_path):
+    config = {"model_type": "llama", **SIZES, "tie_word_embeddings": True}
+    tensors = values(decoder(tied=True))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, tmp_path / "in.safetensors")
+    jzero.import_weights(
+        tmp_path / "in.safetensors", tmp_path / "ck", layout="llama", config=config
+    )
+    assert "params/lm_head/kernel" not in leaves_of(tmp_path / "ck")
+    (tmp_path / "other").mkdir()
+    tensors["lm_head.weight"][0, 0] += 1
+    said = refused(tmp_path / "other", tensors, config=config)
+    assert "lm_head.weight has no leaf, and other values than model.embed_tokens.weight" in said
+
+
+def test_options_of_another_type(tmp_path):
+    tensors = values(decoder())
+    assert "dtype='int8'" in refused(tmp_path, tensors, dtype="int8")
+    with pytest.raises(jzero.OptionError, match="dtype='int8'"):
+        jzero.export_weights(tmp_path, tmp_path / "out.safetensors", dtype="int8")
+    for like in (GPT2(), shapes_of, {"a": 3}):
+        assert "which has no shape and dtype" in refused(tmp_path, tensors, like=like)
+
+
+LLAMA = {"model_type": "llama", **SIZES}
+OTHERS = [
+    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
+    {"hidden_act": "gelu"}, {"attention_bias": True}, {"mlp_bias": True}, {"model_type": "qwen2"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_the_example_refuses_what_it_does_not_compute(other):
+    name = "rope_type" if "rope" in str(other) else next(iter(other))
+    with pytest.raises(SystemExit, match=f"config.json has .*'{name}'.*, and only"):
+        example().checked({**LLAMA, **other})
+
+
+def test_the_example_reads_config_json_as_it_is():
+    found = example().checked({
+        **LLAMA, "head_dim": None, "num_key_value_heads": None, "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    })  # fmt: skip
+    assert (found["head_dim"], found["num_key_value_heads"]) == (DIM // HEADS, HEADS)
+    assert found["rope_theta"] == 5e5
+    assert example().checked({**LLAMA, "head_dim": 6})["head_dim"] == 6
+
+
+def test_the_example_imports_another_file_anew(tmp_path):
+    """Into the same folder; and a file that was replaced."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": None}))
+    tensors = values(decoder())
+    for name in tensors:
+        if "k_proj" in name or "v_proj" in name:
+            tensors[name] = np.ones((HEADS * HEAD, DIM), np.float32)
+    args = types.SimpleNamespace(
+        weights=str(tmp_path / "in.safetensors"), config=str(tmp_path / "config.json"), seed=0,
+        dim=DIM, layers=NUM, heads=HEADS,
+    )  # fmt: skip
+    for value in (1, 2):
+        tensors["model.norm.weight"] = np.full(DIM, value, np.float32)
+        save_file(tensors, tmp_path / "in.safetensors")
+        with jax.numpy_rank_promotion("allow"):
+            _, _, found = example().imported(args, tmp_path / "made")
+            assert example().imported(args, tmp_path / "made")[2] == found
+        assert (leaves_of(found)["params/norm/scale"] == value).all()
+
+
+@pytest.mark.parametrize("panel", [2**30, 2**20, 2**18])
+def test_columns_are_read_about_once(panel, tmp_path, monkeypatch):
+    """With all, or some, of those that come next; once for each panel if these are short."""
+    monkeypatch.setattr(_stream, "AT_ONCE", 2**16)
+    monkeypatch.setattr(_sources, "_PANEL", panel, raising=False)
+    tensor = values({"a.weight": (512, 1024)})["a.weight"]
+    tensor.tofile(path := tmp_path / "data")
+
+    def num_read() -> int:
+        return int(re.findall(r"rchar: (\d+)", pathlib.Path("/proc/self/io").read_text())[0])
+
+    before = num_read()
+    for i in range(0, 1024, 32):
+        index = [slice(0, 512), slice(i, i + 32)]
+        found = _sources.read_part(path, 0, tensor.shape, tensor.dtype, index)
+        np.testing.assert_array_equal(found, tensor[:, i : i + 32])
+    assert num_read() - before < (2 if panel >= 2**20 else 10) * tensor.nbytes
+    path.write_bytes(b"")
+    _sources.panels.clear()
+    with pytest.raises((OSError, ValueError)):
+        _sources.read_part(path, 0, tensor.shape, tensor.dtype, index)
+
+
+def test_panels_keep_to_their_bound(tmp_path, monkeypatch):
+    """Of several tensors in turn, as two halves of one leaf."""
+    monkeypatch.setattr(_sources, "_PANEL", 2**12)
+    monkeypatch.setattr(_sources, "_PANELS", 2**13)
+    tensors = values(decoder())
+    save_file(tensors, path := tmp_path / "in.safetensors")
+    panels = _sources.Panels()
+    for start in range(5):
+        panels.columns(path, start, (64, 32), (0, 8), 4)
+        kept = sum(data.nbytes for *_, data in panels._kept.values())
+        assert 0 < kept <= 2**13
+
+
+def test_a_directory_as_source(tmp_path):
+    """As a download has it."""
+    (folder := tmp_path / "hub").mkdir()
+    with pytest.raises(
+        jzero.CheckpointError, match=r"there is no model.safetensors or model.*\.json in it"
+    ):
+        jzero.import_weights(folder, tmp_path / "ck", layout="llama")
+    save_file(values(decoder()), folder / "one.safetensors")
+    index = {"weight_map": dict.fromkeys(decoder(), "one.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert jzero.import_weights(folder, tmp_path / "ck", layout="llama")
+
+
+def test_what_a_leaf_says_is_the_message(tmp_path):
+    """And not what wraps it."""
+    tensors = values(decoder())
+    tensors["model.norm.weight"] = np.full(DIM, 1e30, np.float32)
+    said = refused(tmp_path, tensors, dtype="fp16")
+    assert said.startswith(
+        "import params/norm/scale: it has values beyond the largest float16. No number"
+    )
+
+
+def test_a_user_s_files_that_cannot_be_used(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exits_at_once.py").write_text("import sys; sys.exit(3)")
+    (tmp_path / "cut.json").write_text('{"rules": [')
+    (tmp_path / "other.json").write_text('{"rules": [{"tensors": 3}]}')
+    found = {
+        "exits_at_once.py:X": "SystemExit: 3", "no.json": "there is no such file",
+        "cut.json": "it is not JSON", "other.json": "rules.0.tensors is 3, not a text; rules.0.leaves is",
+    }  # fmt: skip
+    for layout, text in found.items():
+        with pytest.raises(jzero.OptionError, match=f"layout='{layout}': {text}"):
+            jzero.import_weights("in.safetensors", "ck", layout=layout)
+    for like in ("nosuch:f", "nosuch", "exits_at_once:f"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["import", "in", "out", "--layout", "llama", "--like", like])
+        error = "SystemExit: 3" if "exits" in like else "No module named 'nosuch'"
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"{error}. It is MODULE:FUNCTION, which takes nothing" in said

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jzero._errors import CheckpointError, OptionError, first_of, message, named
+from jzero._errors import CheckpointError, first_of, message, named
 from jzero._quantities import readable_bytes
 from jzero.checkpoint import _inspect, _lock, _reading, _stored
 from jzero.checkpoint._bucket_steps import steps_in
@@ -84,7 +85,10 @@ def _add_export(command: _flags.Parser) -> None:
 
 
 def _add_import(command: _flags.Parser) -> None:
-    command.add_argument("source", help="a file in.safetensors, or in.safetensors.index.json")
+    command.add_argument(
+        "source",
+        help="in.safetensors, in.safetensors.index.json, or the directory of model.safetensors",
+    )
     command.add_argument("checkpoint", help="a new directory")
     command.add_argument(
         "--prefix", default="params", help="what leaves are below: params by default, or ''"
@@ -117,11 +121,11 @@ def _like(text: str) -> Any:
         sys.path.insert(0, here)
     try:
         return jax.eval_shape(getattr(importlib.import_module(module), name))
-    except Exception as error:
-        raise OptionError(message(
-            "import", f"like={text!r}: {type(error).__name__}: {error}",
-            "It is MODULE:FUNCTION, which takes nothing and returns the parameters.", "Correct it."
-        )) from error  # fmt: skip
+    except (Exception, SystemExit) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: {type(error).__name__}: {error}. It is MODULE:FUNCTION, which takes nothing and "
+            "returns the parameters, or their shapes"
+        ) from error
 
 
 def _add_unlock(command: _flags.Parser) -> None:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +65,7 @@ class _Pair(NamedTuple):
             def read(rows: slice, by_name: ReadNamed) -> np.ndarray:
                 return move.read(number, rows, lambda at, index: self._in_row(at, index, by_name))
 
-            return MadeArray(name, shape, self.tensors, read)
+            return MadeArray(name, shape, self._of_layer(self.tensors, number, self.leaves), read)
 
         return [array(*each) for each in enumerate(self.leaves)]
 
@@ -82,9 +83,15 @@ class _Pair(NamedTuple):
                 return move.read(at, of_all, lambda i, index: by_name(self.leaves[i], index))
 
             shape = (lengths[part], *rest) if self.tensor.dims else ()
-            return MadeArray(name, shape, self.leaves, read)
+            return MadeArray(name, shape, self._of_layer(self.leaves, number, self.tensors), read)
 
         return [array(*each) for each in enumerate(self.tensors)]
+
+    def _of_layer(self, sources: list[str], number: int, made: list[str]) -> list[str]:
+        """Those that an array may be made of: of its layer, where both sides have each by itself."""
+        layers = self.sizes[LAYER] if LAYER in self.leaf.grid else 1
+        at, each = number * layers // len(made), len(sources) // layers
+        return sources[at * each : (at + 1) * each]
 
     def _in_row(self, at: int, index: tuple[slice, ...], by_name: ReadNamed) -> np.ndarray:
         """Of tensors that are one after the other along their first dim."""
@@ -107,22 +114,28 @@ def into_leaves(
     Raises:
       CheckpointError: every tensor and leaf that has no counterpart, or another shape.
     """
-    binder = _Binder(layout, tensors, leaves)
+    binder = _Binder(who, layout, tensors, leaves)
     of_tensors, unknown = layout.match_tensors(tensors)
     of_leaves, strange = layout.match_leaves(leaves) if leaves is not None else ([], [])
     binder.bad += [f"tensor {name} is not in the layout" for name in unknown]
     binder.bad += [f"leaf {name} is not in the layout" for name in strange]
-    num, used, missing = _num_layers(of_tensors), set[str](), list[str]()
+    num, used, missing = binder.num_layers(of_tensors, tensors), set[str](), list[str]()
+    taken: dict[str, str] = {}
     for number, rule in enumerate(layout.rules):
         found = of_tensors[number]
         if leaves is None:
             # Of rules for the same tensors the first one counts; a tied head comes with its tensor only.
             if used & {*found.values()} or (rule.optional and not found):
                 continue
-            names: list[str] | None = [
-                "/".join(filter(None, [prefix, x])) for x in rule.leaf_names(num)
-            ]
+            own = ["/".join(filter(None, [prefix, x])) for x in rule.leaf_names(num)]
+            names: list[str] | None = own
             unrolled = rule.is_unrolled
+            first = _each(rule.tensors)[0]
+            binder.bad += [
+                f"leaf {name} would be of tensor {taken[name]}, and of {first}"
+                for name in own if name in taken
+            ][:1]  # fmt: skip
+            taken |= dict.fromkeys(own, first)
         else:
             if not of_leaves[number]:
                 continue
@@ -144,7 +157,7 @@ def into_leaves(
     used |= {name for _, name in equal}
     matched = dict.fromkeys(name for found in of_tensors for name in found.values())
     binder.bad += [f"tensor {name} has no leaf" for name in matched if name not in used]
-    return Bound([x for pair in binder.done(who) for x in pair.as_leaves()], equal)
+    return Bound([x for pair in binder.done() for x in pair.as_leaves()], equal)
 
 
 def into_tensors(
@@ -158,10 +171,10 @@ def into_tensors(
     Raises:
       CheckpointError: every leaf that has no counterpart, or another shape.
     """
-    binder = _Binder(layout, None, leaves, expected)
+    binder = _Binder(who, layout, None, leaves, expected)
     of_leaves, unknown = layout.match_leaves(leaves)
     binder.bad += [f"leaf {name} is not in the layout" for name in unknown]
-    num = _num_layers(of_leaves) or _num_stacked(layout, of_leaves, leaves)
+    num = binder.num_layers(of_leaves) or _num_stacked(layout, of_leaves, leaves)
     made: dict[str, WeightRule] = {}
     for rule, found in zip(layout.rules, of_leaves, strict=True):
         names = rule.tensor_names(num) if found else []
@@ -179,7 +192,7 @@ def into_tensors(
         for name in rule.tensor_names(num)[:1]
         if not (rule.optional or name in made)
     ]
-    return Bound([x for pair in binder.done(who) for x in pair.as_tensors()], [])
+    return Bound([x for pair in binder.done() for x in pair.as_tensors()], [])
 
 
 class _Unfit(Exception):
@@ -190,21 +203,47 @@ class _Binder:
     """Collects pairs, and all that is wrong."""
 
     def __init__(
-        self, layout: WeightLayout, tensors: NamedShapes | None, leaves: NamedShapes | None,
+        self, who: str, layout: WeightLayout, tensors: NamedShapes | None, leaves: NamedShapes | None,
         expected: Callable[[str], TensorShape | None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._layout, self._tensors, self._leaves = layout, tensors, leaves
-        self._expected = expected
+        self._who, self._expected = who, expected
         self._pairs: list[_Pair] = []
         self.bad: list[str] = []
 
-    def done(self, who: str) -> list[_Pair]:
+    def done(self) -> list[_Pair]:
         if self.bad:
             raise CheckpointError(message(
-                who, self.bad, f"Tensors and leaves are counterparts by the layout {self._layout.name}.",
+                self._who, self.bad,
+                f"Tensors and leaves are counterparts by the layout {self._layout.name}.",
                 "Take the layout of its family, extend it with rules (WeightLayout.extended), or say which "
                 "leaves there are (like).", "names", shown=_SHOWN))  # fmt: skip
         return self._pairs
+
+    def num_layers(
+        self, by_rule: Sequence[Mapping[NameKey, str]], tensors: Iterable[str] | None = None
+    ) -> int:
+        """How many are numbered, from 0 and all of them; of tensors there is one at least, if rules have any.
+
+        Raises:
+          CheckpointError: they are others, so that no rule can be held against them.
+        """
+        numbers = {layer for found in by_rule for layer, _ in found if layer is not None}
+        num = max(numbers, default=-1) + 1
+        if len(numbers) < num:  # A number in a name is no reason for as many names.
+            first = next(i for i in itertools.count() if i not in numbers)
+            self.bad.insert(0, f"layer {first} is missing: layers are numbered up to {num - 1}")
+            self.done()
+        of_layers = [rule for rule in self._layout.rules if rule.is_layer and not rule.optional]
+        if tensors is not None and not num and of_layers:
+            wanted = of_layers[0].tensor_names(1)[0]
+            self.bad.insert(0, f"no tensor of a layer is there, as {wanted} would be")
+            if base := self._layout.other_base(tensors):
+                self.bad.insert(
+                    1, f"names begin with {base}: take WeightLayout.extended(base={base!r})"
+                )
+            self.done()
+        return num
 
     def in_order(
         self, rule: WeightRule, found: Mapping[NameKey, str], num: int
@@ -280,6 +319,8 @@ def _options(rule: WeightRule, unrolled: bool, rank: int) -> Iterator[tuple[Side
     """What tensors and leaves may be: heads in one dim, or in dims of their own."""
     same: Dims = tuple((f"d{i}",) for i in range(rank))
     left, right = parse(rule.axes) if rule.axes else (same, same)
+    if unrolled:  # `i` says where layers are in a leaf that has them all.
+        right = tuple(x for group in right if (x := tuple(a for a in group if a != LAYER)))
     inner = {*Side((), left).axes}, {*Side((), right).axes}
     if rule.is_layer and not unrolled and LAYER not in inner[1]:
         right = ((LAYER,), *right)
@@ -308,11 +349,6 @@ def _ordered(names: Any, found: Mapping[NameKey, str], layers: int | None) -> li
     rows: Sequence[int | None] = [None] if layers is None else range(layers)
     keys = [(i, n) for i in rows for n in range(len(_each(names)))]
     return [found[key] for key in keys] if {*keys} == found.keys() else None
-
-
-def _num_layers(by_rule: Sequence[Mapping[NameKey, str]]) -> int:
-    layers = [layer for found in by_rule for layer, _ in found if layer is not None]
-    return max(layers, default=-1) + 1
 
 
 def _num_stacked(

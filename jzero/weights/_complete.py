@@ -44,6 +44,20 @@ def check(
             "Name its own config.json, or leave config out.", "tensors", shown=20))  # fmt: skip
 
 
+def tied(
+    layout: WeightLayout, tensors: Mapping[str, TensorShape], config: Any
+) -> list[tuple[str, str]]:
+    """Pairs of tensors, of which a model of this configuration has only the first, for both."""
+    parts, (found, _) = _parts(config), layout.match_tensors(tensors)
+    of_rules = dict(zip((rule.tensors for rule in layout.rules), found, strict=True))
+    return [
+        (first, second)
+        for rule in layout.rules if rule.tied
+        for first in of_rules[rule.tied].values()
+        for second in of_rules[rule.tensors].values() if _find(second, layout, parts) is None
+    ]  # fmt: skip
+
+
 def expected(layout: WeightLayout, config: Any) -> Any:
     """What knows the shape of a tensor by its name; None where it does not."""
     parts = [] if config is None else _parts(config)

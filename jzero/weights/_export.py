@@ -88,6 +88,7 @@ def export_weights(
     Returns:
       The files, and what is in none of them.
     """
+    _safetensors.check_dtype(WHO, dtype)
     bucket = Bucket.of(WHO, out)
     target, limit = _check(out, max_file_size, bucket)
     table = None if layout is None else layout_of(WHO, layout)
@@ -101,18 +102,19 @@ def export_weights(
         _exports(stored, chosen, dtype) if table is None
         else _laid_out(stored, chosen, dtype, table, config)
     )  # fmt: skip
+    framework = "flax" if table is None else "pt"  # as Hugging Face's own files say
     files = _split(exports, limit)
     left_out = [name for name in stored.leaves if name not in {*chosen}]
     try:
         if bucket is not None:
             made = _objects.write(
-                WHO, bucket, overwrite, len(files), partial(_write, stored, files)
+                WHO, bucket, overwrite, len(files), partial(_write, stored, files, framework)
             )
             return Exported([*made], left_out)
         with _private.folder(f"{WHO} {target}", target, partial(_withdraw, target)) as folder:
             _check_free(target, overwrite)
             parts = _part_names(target, len(files)) if len(files) > 1 else []
-            written = _write(stored, files, folder, parts or [target.name])
+            written = _write(stored, files, framework, folder, parts or [target.name])
             _check_free(target, overwrite)  # That took a while.
             return Exported(_publish(written, target), left_out)
     except _reading.LeafErrors as error:
@@ -395,13 +397,13 @@ def _split(exports: Sequence[_Export], limit: int) -> list[list[_Export]]:
 
 
 def _write(
-    stored: _stored.Stored, files: Sequence[Sequence[_Export]], folder: Path, names: Sequence[str],
-    written: Callable[[Path], None] = lambda _: None,
+    stored: _stored.Stored, files: Sequence[Sequence[_Export]], framework: str, folder: Path,
+    names: Sequence[str], written: Callable[[Path], None] = lambda _: None,
 ) -> list[Path]:  # fmt: skip
     """Writes all files into `folder`, and says when each is; the index last."""
     paths, overflown = [folder / name for name in names], []
     for path, exports in zip(paths, files, strict=True):
-        overflown += _write_file(path, exports)
+        overflown += _write_file(path, exports, framework)
         if not overflown:
             written(path)
     if overflown:
@@ -417,11 +419,11 @@ def _write(
     return paths
 
 
-def _write_file(path: Path, exports: Sequence[_Export]) -> list[str]:
+def _write_file(path: Path, exports: Sequence[_Export], framework: str) -> list[str]:
     """Writes one file; the leaves with finite values that the wanted dtype cannot hold."""
     overflown: dict[str, None] = {}
     with path.open("wb") as file:
-        file.write(_safetensors.header([export.tensor for export in exports]))
+        file.write(_safetensors.header([export.tensor for export in exports], framework))
         for export in exports:
             for block in export.blocks():
                 values = _cast(block, export.tensor.dtype)

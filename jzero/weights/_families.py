@@ -7,13 +7,14 @@ that of a norm a `scale`. Where heads have dims of their own, as in a DenseGener
 
 from __future__ import annotations
 
+import os
 import runpy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jzero import _json
 from jzero._errors import OptionError, message
-from jzero._json import Maybe
+from jzero._json import Malformed, Maybe
 from jzero.weights._layout import WeightLayout, WeightRule
 
 _T, _L = "model.layers.{i}.", "[model/]layers/{i}/"
@@ -111,7 +112,7 @@ def layout_of(who: str, given: Any) -> WeightLayout:
     Raises:
       OptionError: there is none, or a rule of it is none.
     """
-    found = given
+    given = found = os.fspath(given) if isinstance(given, os.PathLike) else given
     if isinstance(given, str) and (found := LAYOUTS.get(given)) is None:
         file, _, name = given.rpartition(":")
         if given.endswith(".json"):
@@ -119,7 +120,7 @@ def layout_of(who: str, given: Any) -> WeightLayout:
         elif file.endswith(".py"):
             try:
                 found = runpy.run_path(file).get(name)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise _refused(who, f"{given!r}: {type(error).__name__}: {error}") from error
     if not isinstance(found, WeightLayout):
         raise _refused(who, repr(given)[:200])
@@ -128,10 +129,21 @@ def layout_of(who: str, given: Any) -> WeightLayout:
 
 
 def _from_json(who: str, path: str) -> WeightLayout:
-    entries = _json.read(who, path, _FORM)
+    if not os.path.isfile(path):
+        raise _refused(who, f"{path!r}: there is no such file")
+    try:
+        entries = _json.parse(_json.read_bytes(who, path))
+        bad: Sequence[str] = _json.check(entries, _FORM)
+    except Malformed as error:
+        bad = error.args
+    if bad:
+        raise _refused(who, f"{path!r}: {'; '.join(bad[:5])}")
     unknown = entries.keys() - _FORM.keys()
+    unknown |= {key for entry in entries["rules"] for key in entry} - _FORM["rules"][0].keys()
     if unknown or entries.get("extends") not in (None, *LAYOUTS):
-        raise _refused(who, f"{path!r}: {', '.join(unknown) or entries['extends']} is not known")
+        raise _refused(
+            who, f"{path!r}: {', '.join(sorted(unknown)) or entries['extends']} is not known"
+        )
     rules = [
         WeightRule(
             _names(entry["tensors"]), _names(entry["leaves"]), entry.get("axes") or "",

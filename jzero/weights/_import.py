@@ -21,6 +21,7 @@ from jzero._json import shown
 from jzero.checkpoint import _files, _stream
 from jzero.checkpoint._bucket import Bucket
 from jzero.checkpoint._match import leaf_names
+from jzero.checkpoint._reading import LeafErrors
 from jzero.sharding.plan._stages import PARAMETER
 from jzero.weights import _complete, _objects, _private, _safetensors, _sources
 from jzero.weights._bindings import MadeArray, into_leaves
@@ -55,10 +56,12 @@ def import_weights(
 ) -> int:
     """Writes the tensors of a safetensors file, or of an index and its files, as an Orbax checkpoint.
 
-    Without a layout a tensor `a.b` becomes the leaf `prefix/a/b`. Either path may be a URL of a bucket.
+    Without a layout a tensor `a.b` becomes the leaf `prefix/a/b`. Either path may be a URL of a bucket. In
+    memory is a block of a leaf's rows at a time; of tensors that a layout transposes also 1 GiB at most,
+    so that files are read about once.
 
     Args:
-      source: the file, or the index.
+      source: the file, the index, or the directory of a `model.safetensors` or its index.
       checkpoint: a new directory.
       prefix: what leaves are below.
       layout: the tensors are Hugging Face's, and become leaves of a model of Flax: a `WeightLayout`, the name
@@ -72,15 +75,18 @@ def import_weights(
     Returns:
       The number of leaves.
     """
+    _safetensors.check_dtype(WHO, dtype)
+    _check_like(like)
     bucket = Bucket.of(WHO, checkpoint)
     _check_prefix(prefix)
-    path = _sources.find(WHO, source)
+    path = _in_directory(_sources.find(WHO, source))
     table = None if layout is None else layout_of(WHO, layout)
     if table is None and (like is not None or config is not None):
         raise OptionError(message(
             WHO, "like or config is given without a layout", "They say what a layout makes of tensors.",
             "Add layout, one of " + ", ".join(LAYOUTS) + "."))  # fmt: skip
     with contextlib.ExitStack() as stack:
+        stack.callback(_sources.panels.clear)
         if bucket is None:
             directory = _new_directory(checkpoint)
         else:
@@ -97,9 +103,14 @@ def import_weights(
         except JzeroError:
             raise
         except Exception as error:
+            found = error.errors if isinstance(error, LeafErrors) else {"": error}
+            if own := next((x for x in found.values() if isinstance(x, JzeroError)), None):
+                raise own from error  # It says what to do.
+            bad = [f"{name and f'{name} '}could not be written: {type(x).__name__}: {x}"
+                   for name, x in found.items()]  # fmt: skip
             raise CheckpointError(message(
-                f"{WHO} {directory}", f"could not be written: {type(error).__name__}: {error}",
-                "Nothing was left of it.", "Check the path, its permissions, and the space on its disk."
+                f"{WHO} {directory}", bad, "Nothing was left of it.",
+                "Check the path, its permissions, and the space on its disk.", "leaves", shown=20,
             )) from error  # fmt: skip
         if bucket is not None:
             _objects.upload(WHO, directory, bucket)
@@ -123,6 +134,9 @@ def _laid_out(
     """The leaves that a layout makes of tensors."""
     shapes = {name: entry.tensor.shape for name, entry in held.items()}
     if config is not None:
+        for first, second in _complete.tied(layout, shapes, config):
+            _check_equal(held[first], held[second], path)
+            del shapes[second]
         _complete.check(WHO, path, layout, shapes, config)
     wanted = {} if like is None else {
         "/".join(filter(None, [prefix, name])): leaf
@@ -207,6 +221,28 @@ def _new_directory(checkpoint: str | Path) -> Path:
             WHO, f"there is {directory} already", "A checkpoint is a new directory.",
             "Name another, or remove it."))  # fmt: skip
     return directory
+
+
+def _in_directory(path: WeightFile) -> WeightFile:
+    """What a directory has, as Hugging Face calls it; of both what its loader takes. A file is itself."""
+    if not (isinstance(path, Path) and path.is_dir()):
+        return path
+    names = ("model.safetensors", "model.safetensors.index.json")
+    for name in names:
+        if (path / name).exists():
+            return path / name
+    raise CheckpointError(message(
+        f"{WHO} {path}", f"there is no {' or '.join(names)} in it", "Of a directory one of these is read.",
+        "Name the file, or its index."))  # fmt: skip
+
+
+def _check_like(like: Any) -> None:
+    leaves = jax.tree.leaves(like)
+    if bad := [x for x in leaves if not (hasattr(x, "shape") and hasattr(x, "dtype"))]:
+        raise OptionError(message(
+            WHO, f"like has {bad[0]!r:.100}, which has no shape and dtype",
+            "Its leaves are the parameters of a model, not the model or a function.",
+            "Pass jax.eval_shape(model.init, ...)['params'], or nnx.state(model, nnx.Param)."))  # fmt: skip
 
 
 def _check_prefix(prefix: str) -> None:

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jzero._errors import OptionError, message
 from jzero.weights import _moves
 
 LAYER, PART = "i", "n"  # axes: of layers, and of the tensors (or leaves) of a rule
-_NUMBER = re.compile(r"(?<![0-9A-Za-z])(0|[1-9][0-9]*)(?![0-9A-Za-z])")
+_NUMBER = re.compile(r"(?<![0-9A-Za-z])(0|[1-9][0-9]{0,8})(?![0-9A-Za-z])")
 TensorShape = tuple[int, ...]
 NameKey = tuple[int | None, int]  # a layer, or None for all or none; and which of the rule's names
 
@@ -89,7 +91,7 @@ class WeightLayout:
       name: of it, for messages.
       rules: of several for the same tensors that counts of which the tree has the leaves, or else the first.
       base: what names in files may begin with, or not; an export writes it.
-      ignored: tensors that are no parameters.
+      ignored: tensors that are left out; in patterns `*` stands for any characters.
     """
 
     name: str
@@ -101,8 +103,40 @@ class WeightLayout:
         return "\n".join([self.name, *(f"  {rule}" for rule in self.rules)])
 
     def extended(self, *rules: WeightRule, **changes: object) -> WeightLayout:
-        """The same with more rules, which come before its own; and with other attributes."""
-        return dataclasses.replace(self, rules=(*rules, *self.rules), **changes)  # type: ignore[arg-type]
+        """The same with more rules, which come before its own; and with other attributes.
+
+        With another base, the names of its own rules begin with that.
+        """
+        own = self
+        if (base := changes.get("base", self.base)) != self.base:
+            own = self._rebased(str(base))
+        return dataclasses.replace(own, rules=(*rules, *own.rules), **changes)  # type: ignore[arg-type]
+
+    def _rebased(self, base: str) -> WeightLayout:
+        def renamed(name: str) -> str:
+            return base + name.removeprefix(self.base) if name.startswith(self.base) else name
+
+        def all_renamed(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+            return renamed(names) if isinstance(names, str) else tuple(map(renamed, names))
+
+        rules = tuple(
+            rule._replace(tensors=all_renamed(rule.tensors), tied=rule.tied and renamed(rule.tied))
+            for rule in self.rules
+        )
+        return dataclasses.replace(self, rules=rules, ignored=tuple(map(renamed, self.ignored)))
+
+    def other_base(self, names: Iterable[str]) -> str | None:
+        """What names begin with where most would be the layout's with its base in place of that."""
+        wanted = tuple(
+            "." + name.removeprefix(self.base)
+            for rule in self.rules if rule.is_layer for name in _each(rule.tensors)
+        )  # fmt: skip
+        templates = {t for name in names for t, layer in _templates(name) if layer is not None}
+        bases = Counter(
+            template.removesuffix(end) + "."
+            for template in sorted(templates) for end in dict.fromkeys(wanted) if template.endswith(end)
+        )  # fmt: skip
+        return bases.most_common(1)[0][0] if bases else None
 
     def check(self, who: str) -> None:
         """That every rule is one.
@@ -110,7 +144,15 @@ class WeightLayout:
         Raises:
           OptionError: those that are none.
         """
-        bad = [f"{rule}: {found}" for rule in self.rules if (found := _problem(rule))]
+        names = {rule.tensors for rule in self.rules if isinstance(rule, WeightRule)}
+        bad = [
+            f"{rule!r:.200}: it is no WeightRule of texts" for rule in self.rules if not _is_rule(rule)
+        ] or [
+            f"{rule}: {found}" for rule in self.rules if (found := _problem(rule))
+        ] or [
+            f"{rule}: no rule is for {rule.tied} alone" for rule in self.rules
+            if rule.tied and rule.tied not in names
+        ]  # fmt: skip
         if bad:
             raise OptionError(message(
                 who, [f"layout {self.name}: {found}" for found in bad],
@@ -135,10 +177,12 @@ class WeightLayout:
             ]
             for (number, part), layer in hits:
                 found[number][layer, part] = name
-            ignored = any(t in self.ignored for t, _ in _templates(prefix + name))
-            if not hits and not ignored:
+            if not hits and not (self._ignores(name) or self._ignores(prefix + name)):
                 left.append(name)
         return found, left
+
+    def _ignores(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(t, x) for t, _ in _templates(name) for x in self.ignored)
 
     def match_leaves(self, names: Collection[str]) -> tuple[list[dict[NameKey, str]], list[str]]:
         """For each rule, the leaves that it names, all in one tree; and those that no rule names."""
@@ -198,6 +242,14 @@ def _each(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
+def _is_rule(rule: object) -> bool:
+    return isinstance(rule, WeightRule) and all(
+        isinstance(x, str)
+        for names in (rule.tensors, rule.leaves, rule.axes, rule.tied)
+        for x in (names if isinstance(names, tuple) else [names])
+    )
+
+
 def _problem(rule: WeightRule) -> str | None:
     tensors, leaves = _each(rule.tensors), _each(rule.leaves)
     if not tensors or not leaves or not all([*tensors, *leaves]):
@@ -217,6 +269,8 @@ def _problem(rule: WeightRule) -> str | None:
         left, right = _moves.parse(rule.axes)
     except ValueError as error:
         return str(error)
+    if any(LAYER in group for group in (left if rule.is_layer else (*left, *right))):
+        return f"{LAYER} is the axis of layers, in one leaf for all: call this one otherwise"
     sides = [{*_moves.Side((), dims).axes} - {LAYER} for dims in (left, right)]
     if len(tensors) > 1:
         sides = [sides[0], sides[1] - {PART}]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero import _json
-from jzero._errors import CheckpointError, message
+from jzero._errors import CheckpointError, OptionError, message
 from jzero._json import Malformed, Maybe, shown
 from jzero.weights import _sources
 from jzero.weights._sources import WeightFile
@@ -53,14 +53,22 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def check_dtype(who: str, dtype: str | None) -> None:
+    """That it is the name of one of floats."""
+    if dtype is not None and dtype not in FLOATS:
+        raise OptionError(message(
+            who, f"dtype={dtype!r:.100}", f"It is of floats: {', '.join(FLOATS)}.",
+            "Choose one of them."))  # fmt: skip
+
+
 def can_hold(dtype: Any) -> bool:
     """Whether the format has this dtype."""
     return dtype in _NAMES
 
 
-def header(tensors: Sequence[Tensor]) -> bytes:
+def header(tensors: Sequence[Tensor], framework: str = "flax") -> bytes:
     """What a file of these tensors, in this order, begins with."""
-    entries: dict[str, Any] = {METADATA: {"format": "flax"}}
+    entries: dict[str, Any] = {METADATA: {"format": framework}}
     start = 0
     for t in tensors:
         offsets = [start, start := start + t.nbytes]

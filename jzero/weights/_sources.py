@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import math
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from jzero import _json
 from jzero._errors import CheckpointError, message
 from jzero.checkpoint import _stream
 from jzero.checkpoint._bucket import Bucket
+from jzero.offload.memory import _available
 
 
 @dataclasses.dataclass
@@ -120,28 +125,90 @@ def read(source: WeightFile, start: int, nbytes: int) -> np.ndarray:
 def read_part(
     source: WeightFile, start: int, shape: Sequence[int], dtype: np.dtype, index: Sequence[slice]
 ) -> np.ndarray:
-    """A part of an array that begins at `start`: of whole rows, or of columns, a block of rows at a time."""
+    """A part of an array that begins at `start`: of whole rows, or of columns."""
     if not shape:
         return read(source, start, dtype.itemsize).view(dtype).reshape(())
-    row = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+    row = dtype.itemsize * math.prod(shape[1:])
     first, stop, _ = index[0].indices(shape[0])
-    cuts = tuple(index[1:])
-    whole = all(
-        cut.indices(size)[:2] == (0, size) for cut, size in zip(cuts, shape[1:], strict=True)
-    )
-    each = max(stop - first if whole else _stream.AT_ONCE // max(row, 1), 1)
-    file = None
-    if not whole and isinstance(source, BucketFile) and row * shape[0] > _stream.AT_ONCE:
-        file = source.spooled(start, row * shape[0])
-    parts = []
-    for at in range(first, max(stop, first + 1), each):
-        rows = min(each, stop - at)
-        if file is None:
-            data = read(source, start + at * row, rows * row)
+    cuts = [cut.indices(size)[:2] for cut, size in zip(index[1:], shape[1:], strict=True)]
+    if all(cut == (0, size) for cut, size in zip(cuts, shape[1:], strict=True)):
+        data = read(source, start + first * row, (stop - first) * row)
+        return data.view(dtype).reshape(stop - first, *shape[1:])
+    each = dtype.itemsize * math.prod(shape[2:])
+    low, high = (each * end for end in cuts[0])
+    panel = panels.columns(source, start + first * row, (stop - first, row), (low, high), each)
+    part = panel.view(dtype).reshape(stop - first, -1, *shape[2:])
+    return part[(slice(None), slice(None), *(slice(*cut) for cut in cuts[1:]))].copy()
+
+
+_PANEL, _PANELS = 2**29, 2**30  # bytes of one panel, and of all that are kept
+_SHORT = 1024  # bytes; shorter parts of rows are not read one by one
+
+
+class Panels:
+    """Columns of tensors, of which a leaf's next rows take some more: a file is read about once.
+
+    They take at most `_PANELS` bytes, and each a quarter of the memory that is available.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[str, int, int], tuple[int, int, np.ndarray]] = {}
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+
+    def columns(
+        self, source: WeightFile, start: int, shape: tuple[int, int], columns: tuple[int, int], each: int
+    ) -> np.ndarray:  # fmt: skip
+        """Some columns of the bytes [rows, row] from `start`, which are multiples of `each`."""
+        (rows, row), (low, high) = shape, columns
+        key = str(source), start, rows
+        with self._lock:
+            first, last, data = self._kept.get(key, (0, 0, np.empty((rows, 0), np.uint8)))
+            if not first <= low <= high <= last:
+                self._kept.pop(key, None)
+                left = _available.available()
+                most = _PANEL if left is None else min(_PANEL, left // 4)
+                width = max(most // max(rows, 1) // each * each, high - low)
+                first, last = (0, row) if width >= row else (low, min(low + width, row))
+                while self._kept and (
+                    rows * (last - first) + sum(x.nbytes for *_, x in self._kept.values()) > _PANELS
+                ):
+                    del self._kept[next(iter(self._kept))]
+                data = _read_columns(source, start, shape, first, last)
+                self._kept[key] = first, last, data
+        return np.ascontiguousarray(data[:, low - first : high - first])
+
+
+panels = Panels()  # of the imports of this process
+
+
+def _read_columns(
+    source: WeightFile, start: int, shape: tuple[int, int], first: int, last: int
+) -> np.ndarray:
+    (rows, row), width = shape, last - first
+    if width == row:
+        return read(source, start, rows * row).reshape(shape)
+    data = np.empty((rows, width), np.uint8)
+    with contextlib.ExitStack() as stack:
+        if isinstance(source, BucketFile):
+            file, start = source.spooled(start, rows * row), 0
         else:
-            file.seek(at * row)
-            data = np.frombuffer(file.read(rows * row), np.uint8)
-        part = data.view(dtype).reshape(rows, *shape[1:])
-        # A copy: the block goes with this turn.
-        parts.append(part if whole else part[(slice(None), *cuts)].copy())
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            file = stack.enter_context(_json.open_regular(source))
+        each = 1 if width >= _SHORT else max(_stream.AT_ONCE // row, 1)
+        for i in range(0, rows, each):
+            some = data[i : i + each]
+            at, nbytes = start + i * row, (len(some) - 1) * row + last
+            if each == 1:
+                at, nbytes = at + first, width
+            found = os.pread(file.fileno(), nbytes, at)
+            if len(found) < nbytes:
+                raise OSError(errno.EIO, f"{source} became shorter")
+            if each == 1:
+                some[0] = np.frombuffer(found, np.uint8)
+            else:
+                found = found.ljust(len(some) * row, b"\0")
+                some[:] = np.frombuffer(found, np.uint8).reshape(-1, row)[:, first:last]
+    return data
