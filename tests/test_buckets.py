@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -450,7 +451,8 @@ def test_staging_of_a_process_with_a_child(s3, train_step, tmp_path):
         checkpointer.save(1, new_state())
         checkpointer.wait()
         if (child := os.fork()) == 0:
-            checkpointer._steps._staging.close()
+            steps: Any = checkpointer._steps
+            steps._staging.close()
             os._exit(0)
         os.waitpid(child, 0)
         (folder,) = tmp_path.iterdir()
