@@ -560,10 +560,7 @@ def test_a_save_that_is_interrupted_writes_no_later_state(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             checkpointer.save(2, state)
         state = step(state, batch)
-        with pytest.raises(
-            jzero.CheckpointError, match="step 2 was interrupted before its state was c"
-        ):
-            checkpointer.wait()
+        checkpointer.wait()  # Whoever was interrupted knows it.
         assert checkpointer.steps() == [1]
         assert checkpointer.save(2, state)
 

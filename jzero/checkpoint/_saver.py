@@ -110,7 +110,11 @@ class Saver:
         try:
             work.run(copied)
         except BaseException as error:
-            self._is_complete, self._failure = work.is_complete, error
+            self._is_complete = work.is_complete
+            if work.was_interrupted:  # The caller knows.
+                self.step = None
+            else:
+                self._failure = error
         finally:
             done.set()
 
@@ -142,6 +146,7 @@ class _Work:
     def __post_init__(self) -> None:
         self.is_complete = False
         self.interrupted = Flag()  # The caller no longer waits until the state is copied.
+        self.was_interrupted = False  # before it was
         self._started = time.time_ns()
 
     def run(self, copied: Flag) -> None:
@@ -184,6 +189,7 @@ class _Work:
         except Exception as error:
             if copied.is_set() or not self.interrupted.is_set():
                 raise
+            self.was_interrupted = True
             raise CheckpointError(message(
                 WHO, f"step {self.step} was interrupted before its state was copied",
                 "What is saved is the state that save() was given.", "Save it, or a later one, again."

@@ -75,6 +75,15 @@ def export_weights(
 
     Whoever reads `out`, or its index, finds all of an older export or all of the new one, whenever that is.
 
+    >>> import os, tempfile, jax.numpy as jnp, jzero, orbax.checkpoint as ocp
+    >>> with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as orbax:
+    ...     orbax.save(os.path.join(folder, "plain"), {"params": {"head": {"kernel": jnp.ones((3, 5))}}})
+    ...     orbax.wait_until_finished()
+    ...     out = os.path.join(folder, "out.safetensors")
+    ...     exported = jzero.export_weights(os.path.join(folder, "plain"), out)
+    ...     print(exported.files[0].name, exported.left_out)
+    out.safetensors []
+
     Args:
       checkpoint: a checkpoint of Orbax, or a directory of steps (the latest).
       out: a file, or the URL of an object in a bucket.
@@ -87,6 +96,10 @@ def export_weights(
 
     Returns:
       The files, and what is in none of them.
+
+    Raises:
+      OptionError: an option, or the layout, is none; or there is such a file already.
+      CheckpointError: leaves and tensors that have no counterpart, or another shape; or leaves are damaged.
     """
     _safetensors.check_dtype(WHO, dtype)
     bucket = Bucket.of(WHO, out)

@@ -60,6 +60,15 @@ def import_weights(
     memory is a block of a leaf's rows at a time; of tensors that a layout transposes also 1 GiB at most,
     so that files are read about once.
 
+    >>> import os, tempfile, numpy as np, jzero
+    >>> from safetensors.numpy import save_file
+    >>> rule = jzero.WeightRule("lm_head.weight", "lm_head/kernel", "out d -> d out")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file, imported = os.path.join(folder, "in.safetensors"), os.path.join(folder, "imported")
+    ...     save_file({"lm_head.weight": np.ones((5, 3), np.float32)}, file)
+    ...     jzero.import_weights(file, imported, layout=jzero.WeightLayout("head", (rule,)))
+    1
+
     Args:
       source: the file, the index, or the directory of a `model.safetensors` or its index.
       checkpoint: a new directory.
@@ -74,6 +83,10 @@ def import_weights(
 
     Returns:
       The number of leaves.
+
+    Raises:
+      OptionError: an option, or the layout, is none; or there is something of the checkpoint's name.
+      CheckpointError: tensors and leaves that have no counterpart, or another shape; or files are damaged.
     """
     _safetensors.check_dtype(WHO, dtype)
     _check_like(like)

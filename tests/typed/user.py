@@ -83,6 +83,11 @@ def save(folder: Path, step: jzero.ShardedTrainStep, state: State) -> None:
         reveal_type(checkpointer.latest_step())  # int | None
         reveal_type(checkpointer.preempted(1))  # bool
         reveal_type(jzero.restore(folder / "1", step, state))  # Any
+    rule = jzero.WeightRule("lm_head.weight", "lm_head/kernel", "out d -> d out")
+    layout: jzero.WeightLayout = jzero.LAYOUTS["llama"].extended(rule)
+    reveal_type(jzero.import_weights("in.safetensors", folder / "in", layout=layout))  # int
+    exported = jzero.export_weights(folder, "out.safetensors", layout=layout)
+    reveal_type(exported.left_out)  # list[str]
 
 
 def plan(step: jzero.ShardedTrainStep, state: State, batch: jax.Array) -> None:
