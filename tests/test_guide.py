@@ -36,7 +36,10 @@ def test_programs_run(path, tmp_path, monkeypatch):
     # Behind all else: where a logger is installed, it is the one that runs.
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "tests" / "stand_ins" / "loggers")])
     with jax.numpy_rank_promotion("allow"):  # As for whoever copies it.
-        exec(compile(programs(path.read_text()), str(path), "exec"), {"__name__": "__main__"})
+        # In a file: Grain reads the source of functions that it is given.
+        program = tmp_path / f"{path.stem}.py"
+        program.write_text(programs(path.read_text()))
+        exec(compile(program.read_text(), str(program), "exec"), {"__name__": "__main__"})
 
 
 def test_the_key_of_each_device_is_what_pmap_would_give():

@@ -67,7 +67,7 @@ def of_files(children: faults.Children, folder: Path) -> Iterator[Trial]:
         operations = scenario.operations(children, folder)
         for fault in scenario.faults(operations):
             meet = functools.partial(scenario.meet, children, folder, fault)
-            yield Trial(name, fault, lambda meet=meet: told(meet()))
+            yield Trial(name, fault, functools.partial(tell, meet))
     yield from cuts(children, folder)
 
 
@@ -75,7 +75,11 @@ def of_bucket(place: faults.Place) -> Iterator[Trial]:
     for name, scenario in faults.BUCKET_SCENARIOS.items():
         for fault in faults.faults_at(place.requests(scenario)):
             meet = functools.partial(place.meet, scenario, fault)
-            yield Trial(name, fault, lambda meet=meet: told(meet()))
+            yield Trial(name, fault, functools.partial(tell, meet))
+
+
+def tell(meet: Callable[[], faults.Outcome]) -> dict[str, Any]:
+    return told(meet())
 
 
 def told(outcome: faults.Outcome) -> dict[str, Any]:

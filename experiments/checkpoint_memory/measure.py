@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -94,14 +95,14 @@ def one_case(who: str, mb: int, saves: int) -> dict[str, Any]:
         state = {}
         for i in range(num):
             state |= train_step.shard({f"w{i}": rng.standard_normal(shape, np.float32)})
-        state = jax.block_until_ready(train_step(state, batch))
+        state = jax.block_until_ready(train_step(state, jnp.asarray(batch)))
         save, wait = saver(who, Path(folder, "steps"), train_step)
         with Peak() as peak:
             for step in range(1, saves + 1):
                 start = time.perf_counter()
                 save(step, state)
                 blocked.append(time.perf_counter() - start)
-                state = jax.block_until_ready(train_step(state, batch))
+                state = jax.block_until_ready(train_step(state, jnp.asarray(batch)))
                 wait()
                 if step in {1, 2, 5, 10, 20, 50, 100, saves}:
                     gc.collect()
