@@ -78,7 +78,7 @@ def test_what_is_written_in_parts_is_the_state(place, are_copied, tmp_path, monk
         restored = train_step.unshard(checkpointer.restore(jax.eval_shape(new_state)))
     jax.tree.map(np.testing.assert_array_equal, restored, expected)
     assert not held
-    assert 3 * MIB // 4 - MIB // 8 <= most <= 3 * MIB // 4 + MIB // 8 or place == "files"
+    assert 5 * MIB // 8 - MIB // 8 <= most <= 5 * MIB // 8 + MIB // 8 or place == "files"
     assert most <= MIB < total / 2
     assert not _inspect.verify(_inspect.inspect(tmp_path / "steps" / "1")[1]).damaged
 
